@@ -1,0 +1,40 @@
+"""ZeroShard: ZeRO training for PyTorch.
+
+``initialize`` takes DeepSpeed's arguments and returns its 4-tuple; :class:`Engine` is the same without
+the tuple. Importing this module starts nothing and compiles nothing: names are loaded when first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zeroshard import zero as zero
+    from zeroshard.comm.env import init_distributed as init_distributed
+    from zeroshard.engine.engine import Engine as Engine
+    from zeroshard.engine.initialize import add_config_arguments as add_config_arguments
+    from zeroshard.engine.initialize import initialize as initialize
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Engine": "zeroshard.engine.engine",
+    "add_config_arguments": "zeroshard.engine.initialize",
+    "init_distributed": "zeroshard.comm.env",
+    "initialize": "zeroshard.engine.initialize",
+}
+
+__all__ = ["Engine", "__version__", "add_config_arguments", "init_distributed", "initialize", "zero"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    if name in ("zero", "errors"):
+        return importlib.import_module(f"zeroshard.{name}")
+    raise AttributeError(f"module 'zeroshard' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

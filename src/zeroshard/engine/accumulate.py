@@ -1,0 +1,59 @@
+"""When do gradients complete an optimizer step, and by what is the loss divided?
+
+One owner of the boundary per run: the engine's counter, the caller's word, or every ``step()``.
+"""
+
+from __future__ import annotations
+
+from zeroshard.errors import UsageError
+
+
+class Accumulation:
+    """Counts micro-batches. ``steps``: micro-batches per optimizer step; ``managed``: see DeepSpeed key
+    ``managed_gradient_accumulation``.
+    """
+
+    def __init__(self, steps: int, *, managed: bool) -> None:
+        self.steps = steps
+        self.managed = managed
+        self.micro_steps = 0
+        self.declared: bool | None = None  # set_gradient_accumulation_boundary
+        self.deferred = 0  # depth of no_sync
+        self.divided: set[bool] = set()  # of this step's backwards: was the loss divided already?
+
+    def at_boundary(self) -> bool:
+        """Is the micro-batch in progress the last of its optimizer step?"""
+        if self.declared is not None:
+            return self.declared
+        return not self.managed or (self.micro_steps + 1) % self.steps == 0
+
+    def reduces_now(self) -> bool:
+        """May the backward that begins reduce at once? Not while more backwards are certain to come."""
+        return self.managed and not self.deferred and self.at_boundary()
+
+    def expects_more(self) -> bool:
+        """Are gradients of several backwards summed before a step?"""
+        return self.steps > 1 or not self.managed or self.declared is not None
+
+    def note_backward(self, *, divided: bool) -> None:
+        """A backward begins. Mixing both kinds in one step would weigh them differently."""
+        self.divided.add(divided)
+        if self.steps > 1 and len(self.divided) > 1:
+            raise UsageError(
+                f"engine.backward(loss) and loss.backward() were mixed in one step with "
+                f"gradient_accumulation_steps={self.steps}: the first divides the loss before, the "
+                "other is divided afterwards. Use one of them for all losses of a step."
+            )
+
+    @property
+    def remaining_divisor(self) -> int:
+        """What the summed gradient still has to be divided by."""
+        return 1 if True in self.divided else self.steps
+
+    def advance(self) -> None:
+        """A micro-batch is over."""
+        self.micro_steps += 1
+
+    def begin_step(self) -> None:
+        """A new optimizer step starts."""
+        self.divided.clear()

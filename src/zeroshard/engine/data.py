@@ -1,0 +1,94 @@
+"""What happens when ranks have different numbers of batches?
+
+A rank that stops early would leave the others waiting in a collective. Iterating through the engine
+makes ranks agree before every batch: the others learn it at once, as an error or as an invitation to
+join with weight zero until everybody is through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from zeroshard.errors import UnevenBatches
+
+T = TypeVar("T")
+_END: Any = object()
+
+
+def agreed_batches(
+    loader: Iterable[T],
+    *,
+    exchange: Callable[[Tensor], Tensor],
+    join: bool,
+    set_weight: Callable[[float, int], None],
+) -> Iterator[T]:
+    """Yield the loader's batches while any rank has one.
+
+    ``exchange``: ``[1] -> [W, 1]``, one tiny collective per batch. ``set_weight(own, active)``: this
+    rank's weight (0 or 1) for the batch that follows and how many ranks count. With ``join`` a rank
+    without a batch repeats its last one with weight 0. Raises :class:`UnevenBatches` on every rank
+    otherwise, and for a rank that never had a batch.
+    """
+    iterator, index = iter(loader), 0
+    last: T = _END
+    try:
+        while True:
+            batch = next(iterator, _END)
+            votes = exchange(torch.tensor([float(batch is not _END)], dtype=torch.float64))
+            has_batch = [bool(v) for v in votes[:, 0].tolist()]
+            if not any(has_batch):
+                return
+            if not all(has_batch):
+                without = [r for r, has in enumerate(has_batch) if not has]
+                if not join or index == 0:
+                    raise UnevenBatches(_text(index, without, has_batch))
+            set_weight(float(batch is not _END), sum(has_batch))
+            last, index = (last if batch is _END else batch), index + 1
+            assert last is not _END, "a rank without any batch was refused above"
+            yield last
+    finally:
+        set_weight(1.0, 0)
+
+
+def _text(index: int, without: list[int], has_batch: list[bool]) -> str:
+    with_it = [r for r, has in enumerate(has_batch) if has]
+    ranks = ", ".join(map(str, without))
+    others = ", ".join(map(str, with_it))
+    return (
+        f"rank{'s' if len(without) > 1 else ''} {ranks} {'have' if len(without) > 1 else 'has'} no "
+        f"batch {index} while rank{'s' if len(with_it) > 1 else ''} {others} "
+        f"{'do' if len(with_it) > 1 else 'does'}. Every rank must see the same number of batches: drop "
+        'or pad the rest (a DistributedSampler does), or set "uneven": "join" to let the others finish.'
+    )
+
+
+def deepspeed_io(
+    dataset: Dataset[Any],
+    *,
+    batch_size: int,
+    world_size: int,
+    rank: int,
+    drop_last: bool,
+    shuffle: bool = True,
+    pin_memory: bool = False,
+    sampler: Any = None,
+    collate_fn: Callable[..., Any] | None = None,
+    workers: int = 0,
+) -> DataLoader[Any]:
+    """A loader in which every rank sees its own part of the dataset (``engine.deepspeed_io``)."""
+    if sampler is None and not isinstance(dataset, torch.utils.data.IterableDataset):
+        sampler = DistributedSampler(dataset, world_size, rank, shuffle=shuffle)
+    return DataLoader(
+        dataset,
+        batch_size=batch_size,
+        sampler=sampler,
+        drop_last=drop_last,
+        pin_memory=pin_memory,
+        collate_fn=collate_fn,
+        num_workers=workers,
+    )

@@ -1,0 +1,118 @@
+"""What do programs written for DeepSpeed call first?"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from zeroshard.engine.data import deepspeed_io
+from zeroshard.engine.engine import Engine
+from zeroshard.errors import UsageError
+
+logger = logging.getLogger("zeroshard")
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[Engine, Any, DataLoader[Any] | None, Any]:
+    """Build an engine; returns ``(engine, optimizer, training_dataloader, lr_scheduler)``.
+
+    The arguments are ``deepspeed.initialize``'s. ``config`` (or ``config_params``, or
+    ``args.deepspeed_config``): dict, path or string; exactly one of the three.
+    Raises :class:`ConfigError`, :class:`UsageError`; the same on every rank.
+    """
+    if model is None:
+        raise UsageError("initialize() needs model=: the torch.nn.Module to train.")
+    if mpu is not None or mesh_param is not None:
+        raise UsageError(
+            "mpu and mesh_param describe tensor or sequence parallel groups, which ZeroShard does not "
+            "combine with ZeRO yet. Leave them out to shard over all ranks."
+        )
+    engine = Engine(
+        model,
+        config=_one_config(args, config, config_params),
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        lr_scheduler=lr_scheduler,
+    )
+    announce(engine)
+    loader = None
+    if training_data is not None:
+        loader = deepspeed_io(
+            training_data,
+            batch_size=engine.train_micro_batch_size_per_gpu(),
+            world_size=engine.world_size,
+            rank=engine.global_rank,
+            drop_last=engine.settings.dataloader_drop_last,
+            collate_fn=collate_fn,
+        )
+    return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+def _one_config(args: Any, config: Any, config_params: Any) -> Any:
+    from_args = getattr(args, "deepspeed_config", None)
+    sources = {
+        "config": config,
+        "config_params": config_params,
+        "args.deepspeed_config": from_args,
+    }
+    given = {name: source for name, source in sources.items() if source is not None}
+    if len(given) > 1:
+        raise UsageError(
+            f"the configuration was given {len(given)} times: as {' and as '.join(given)}. Give it once."
+        )
+    if not given:
+        raise UsageError(
+            "no configuration: pass config= (a dict or the path of a JSON file), or start the program "
+            "with --deepspeed_config FILE."
+        )
+    return next(iter(given.values()))
+
+
+def announce(engine: Engine) -> None:
+    """What this run will do: values and their origins, dtypes, bytes. Rank 0, once."""
+    logger.setLevel((engine.settings.log_level or "info").upper())
+    if not logger.handlers:
+        handler = logging.StreamHandler(sys.stdout)
+        handler.setFormatter(logging.Formatter("[zeroshard] %(message)s"))
+        logger.addHandler(handler)
+        logger.propagate = False
+    if engine.global_rank != 0:
+        return
+    runtime = engine.runtime
+    numel = sum(unit.layout.params_numel for unit in runtime.units)
+    logger.info(
+        "ZeRO stage %d on %d rank(s): %.2f M parameters in %d units, transport %s, device %s",
+        runtime.stage.number, engine.world_size, numel / 1e6, len(runtime.units),
+        engine.transport, engine.device,
+    )  # fmt: skip
+    for text in (engine.loaded.table(), engine.dtypes, *engine.loaded.notices):
+        logger.info("%s", text)
+    if engine.settings.dump_state:
+        logger.info("%s", engine.loaded.table(every_key=True))
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add ``--deepspeed`` and ``--deepspeed_config FILE`` to a program's parser."""
+    group = parser.add_argument_group("ZeroShard", "DeepSpeed-style configuration")
+    group.add_argument("--deepspeed", action="store_true", help="accepted for compatibility")
+    group.add_argument("--deepspeed_config", type=str, default=None, help="path of a JSON file")
+    return parser

@@ -1,0 +1,250 @@
+"""Which optimizers does the configuration name that torch does not have?
+
+Lion, an Adam with DeepSpeed's options, and Muon with AdamW for what is not a matrix. All three are
+plain ``torch.optim.Optimizer`` classes: usable without ZeroShard, and unaware of shards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zeroshard.errors import UsageError
+
+Group = dict[str, Any]
+
+_NOT_MATRICES = ("embed", "lm_head", "wte", "wpe")  # parts of names that Muon leaves to AdamW
+_CHUNK_NUMEL = 1 << 18  # 1 MiB of fp32: a chunk's temporaries stay in the cache
+
+
+class Lion(Optimizer):
+    """Sign of an interpolated momentum, decoupled weight decay (Chen et al. 2023, algorithm 2).
+
+    State: ``exp_avg``, shaped like the parameter and in its dtype.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = _evaluate(closure)
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            grads = [p.grad for p in params]
+            for p in params:
+                if not self.state[p]:
+                    self.state[p]["exp_avg"] = torch.zeros_like(p)
+            momenta = [self.state[p]["exp_avg"] for p in params]
+            lr, (beta1, beta2) = group["lr"], group["betas"]
+            update = torch._foreach_lerp(momenta, grads, 1 - beta1)
+            torch._foreach_sign_(update)
+            torch._foreach_mul_(update, -lr)
+            torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
+            torch._foreach_add_(params, update)
+            torch._foreach_lerp_(momenta, grads, 1 - beta2)
+        return loss
+
+
+class FlexibleAdam(Optimizer):
+    """Adam with the options that torch's lacks: no bias correction, moments in another dtype.
+
+    Arithmetic is fp32 (fp64 for fp64 parameters) whatever is stored. State: ``exp_avg``,
+    ``exp_avg_sq``, shaped like the parameter, in ``state_dtype`` (a torch dtype's name; None: the
+    parameter's dtype), and ``step``, 0-dim on the device.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        decoupled: bool = True,
+        bias_correction: bool = True,
+        state_dtype: str | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "decoupled": decoupled,
+            "bias_correction": bias_correction,
+            "state_dtype": state_dtype,
+        }
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = _evaluate(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._update(p, p.grad, group)
+        return loss
+
+    def _update(self, p: Tensor, grad: Tensor, group: Group) -> None:
+        state = self.state[p]
+        if not state:
+            kept = getattr(torch, group["state_dtype"]) if group["state_dtype"] else p.dtype
+            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+            state["exp_avg"] = torch.zeros_like(p, dtype=kept)
+            state["exp_avg_sq"] = torch.zeros_like(p, dtype=kept)
+        state["step"] += 1
+        work = torch.float64 if p.dtype == torch.float64 else torch.float32
+        lr, eps, decay = group["lr"], group["eps"], group["weight_decay"]
+        beta1, beta2 = group["betas"]
+        scale1 = scale2 = torch.ones((), dtype=work, device=p.device)
+        if group["bias_correction"]:
+            step = state["step"].to(work)
+            scale1, scale2 = _bias_correction(beta1, step), _bias_correction(beta2, step).sqrt()
+        step_size = -lr / scale1
+
+        for stored in _chunks(p, grad, state["exp_avg"], state["exp_avg_sq"]):
+            w, g, m, v = (tensor.to(work) for tensor in stored)
+            if group["decoupled"]:
+                w.mul_(1 - lr * decay)
+            elif decay:
+                g = g.add(w, alpha=decay)
+            m.lerp_(g, 1 - beta1)
+            v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+            denominator = v.sqrt().div_(scale2).add_(eps)
+            w.add_(m.div(denominator).mul_(step_size))
+            for narrow, wide in zip(stored, (w, None, m, v), strict=True):
+                if wide is not None and wide is not narrow:
+                    narrow.copy_(wide)
+
+
+class Muon(Optimizer):
+    """Orthogonalized momentum for matrices, AdamW for everything else (Jordan et al. 2024).
+
+    Two of torch's optimizers over one list of groups and one state. A group with ``use_muon`` true
+    goes to ``torch.optim.Muon``, the others to AdamW. Groups that do not say are split: 2-D
+    parameters that are no embedding and no output layer, judged by name, are matrices. Matrices
+    must come whole. Splitting makes two groups of one.
+
+    ``muon_lr`` and ``adam_lr`` replace ``lr`` for one kind. Raises UsageError if a group has to be
+    split and its parameters have no names.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        *,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+        muon_lr: float | None = None,
+        adam_lr: float | None = None,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        fused: bool = False,
+    ) -> None:
+        self._parts = _muon_parts()
+        matrix: Group = {"lr": lr if muon_lr is None else muon_lr, "momentum": momentum}
+        other: Group = {"lr": lr if adam_lr is None else adam_lr, "betas": betas, "eps": eps}
+        matrix |= {"weight_decay": weight_decay}
+        other |= {"weight_decay": weight_decay, "fused": fused or None}
+        groups = [
+            {**(matrix if group["use_muon"] else other), **group} for group in _muon_groups(params)
+        ]
+        super().__init__(groups, {})
+
+    def add_param_group(self, param_group: Group) -> None:
+        part = self._parts[param_group.setdefault("use_muon", False)]
+        super().add_param_group({**part.defaults, **param_group})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = _evaluate(closure)
+        for use_muon, part in self._parts.items():
+            part.state = self.state
+            part.param_groups = [g for g in self.param_groups if g["use_muon"] is use_muon]
+            if use_muon and any(p.ndim != 2 for g in part.param_groups for p in g["params"]):
+                raise UsageError(
+                    "Muon got a piece of a matrix; it orthogonalizes whole ones, so its parameters "
+                    "need the layout that never cuts a parameter"
+                )
+            part.step()
+        return loss
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._parts = _muon_parts()
+
+
+def _muon_parts() -> dict[bool, Optimizer]:
+    return {
+        True: torch.optim.Muon([torch.zeros(1, 1)]),
+        False: torch.optim.AdamW([torch.zeros(1)]),
+    }
+
+
+def _muon_groups(params: Any) -> Iterator[Group]:
+    """Groups that each say ``use_muon``; order within a kind is kept."""
+    groups = list(params)
+    if not groups or not isinstance(groups[0], dict):
+        groups = [{"params": groups}]
+    for group in groups:
+        if "use_muon" in group:
+            yield group
+            continue
+        rest = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        members = list(named(group["params"], group.get("param_names")))
+        for use_muon in (True, False):
+            chosen = [item for item in members if _is_matrix(*item) is use_muon]
+            if chosen:
+                yield {**rest, "params": chosen, "use_muon": use_muon}
+
+
+def _is_matrix(name: str | None, tensor: Tensor) -> bool:
+    if tensor.ndim != 2:
+        return False
+    if name is None:
+        raise UsageError(
+            "Muon cannot tell a weight from an embedding without names; give its parameters as "
+            '(name, parameter) pairs, or groups with "use_muon": true or false'
+        )
+    return not any(word in name.lower() for word in _NOT_MATRICES)
+
+
+def named(params: Any, names: Sequence[str] | None = None) -> Iterator[tuple[str | None, Tensor]]:
+    members = [params] if isinstance(params, Tensor) else list(params)
+    for at, member in enumerate(members):
+        yield member if isinstance(member, tuple) else (names[at] if names else None, member)
+
+
+def _evaluate(closure: Any) -> Any:
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def _bias_correction(beta: float, step: Tensor) -> Tensor:
+    """``1 - beta**step``, which fp32 loses to cancellation if written that way."""
+    return -torch.expm1(step * math.log(beta)) if beta else torch.ones_like(step)
+
+
+def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The same slices of each tensor, so that their wide copies stay in the cache."""
+    if all(tensor.is_contiguous() for tensor in tensors):
+        yield from zip(*(torch.split(t.view(-1), _CHUNK_NUMEL) for t in tensors), strict=True)
+    else:
+        yield tensors

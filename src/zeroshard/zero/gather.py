@@ -1,0 +1,130 @@
+"""Which units are full at each moment of forward and backward?
+
+The order of units is learnt in the first forward. From then on the next units are gathered ahead, in
+both directions; a wrong guess costs time, never a wrong value, since every use waits for its own unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from zeroshard.zero.unit import Unit, UnitState
+
+
+@dataclass(eq=False)
+class Site:
+    """A module and the units that its forward needs: one per dtype and trainability."""
+
+    name: str
+    module: nn.Module
+    units: tuple[Unit, ...]
+    open_calls: set[int] = field(default_factory=set)  # forward calls whose backward is not through
+    missing_grads: int = 0  # gradients of this backward that have not arrived yet
+
+    @property
+    def numel(self) -> int:
+        return sum(unit.layout.full_numel for unit in self.units if not unit.resident)
+
+    def start(self) -> None:
+        for unit in self.units:
+            unit.unshard()
+
+    def wait(self) -> None:
+        for unit in self.units:
+            unit.unshard()
+        for unit in self.units:
+            unit.wait()
+
+    def reshard(self) -> None:
+        for unit in self.units:
+            unit.reshard()
+
+    @property
+    def is_sharded(self) -> bool:
+        return any(unit.state is UnitState.SHARDED for unit in self.units)
+
+
+class Gatherer:
+    """Unshards sites before their use, some ahead, and reshards them after.
+
+    ``prefetch_numel``: elements gathered ahead of their use (``stage3_prefetch_bucket_size``).
+    ``live_numel``: no gathering ahead beyond this many full elements (``stage3_max_live_parameters``).
+    ``keep_last``: what backward needs first stays full after forward (``stage3_max_reuse_distance``
+    above 0); it would be gathered twice in a row otherwise.
+    """
+
+    def __init__(
+        self,
+        sites: Sequence[Site],
+        *,
+        prefetch_numel: int,
+        live_numel: int,
+        keep_last: bool = True,
+    ) -> None:
+        self.keep_last = keep_last
+        self.sites = list(sites)
+        self.root = self.sites[-1]
+        self.prefetch_numel = prefetch_numel
+        self.live_numel = live_numel
+        self.order: list[Site] = []  # of the last complete forward
+        self._position: dict[int, int] = {}
+        self._recording: list[Site] = []
+        self._seen: set[int] = set()
+
+    def begin_forward(self) -> None:
+        """Start of the root's forward: whatever an abandoned step left full is freed."""
+        self._recording, self._seen = [], set()
+        self.reshard_all(but=self.root)
+        self.need(self.root, forward=True)
+
+    def end_forward(self) -> None:
+        """End of the root's forward: adopt the recorded order, drop what was gathered for nothing."""
+        if [id(s) for s in self._recording] != [id(s) for s in self.order]:
+            self.order = self._recording
+            self._position = {id(site): i for i, site in enumerate(self.order)}
+        self._recording = []
+
+    def need(self, site: Site, *, forward: bool) -> None:
+        """The site's parameters are about to be used."""
+        if forward and id(site) not in self._seen and site is not self.root:
+            self._seen.add(id(site))
+            self._recording.append(site)
+        site.start()
+        self._prefetch(site, forward)
+        site.wait()
+
+    def keeps_for_backward(self, site: Site) -> bool:
+        """The last site of forward is the first of backward: freeing it would gather it twice."""
+        return self.keep_last and bool(self.order) and self.order[-1] is site
+
+    def reshard_all(self, but: Site | None = None) -> None:
+        """Free every sharded unit that is full."""
+        for site in self.sites:
+            if site is not but:
+                site.reshard()
+
+    def _prefetch(self, site: Site, forward: bool) -> None:
+        at = self._position.get(id(site))
+        if at is None:
+            return
+        ahead = self.order[at + 1 :] if forward else reversed(self.order[:at])
+        budget = min(self.prefetch_numel, self.live_numel - self.live())
+        for later in ahead:
+            budget -= later.numel
+            if budget < 0:
+                return
+            if later.is_sharded:
+                later.start()
+                return  # one gather ahead of the compute: enough to hide it, bounded in memory
+
+    def live(self) -> int:
+        """Elements of sharded units that are full or on their way."""
+        return sum(
+            unit.layout.full_numel
+            for site in self.sites
+            for unit in site.units
+            if not unit.resident and unit.state is not UnitState.SHARDED
+        )

@@ -1,0 +1,281 @@
+"""When do gathering and reducing happen? The only module and autograd hooks of ZeroShard.
+
+Hooks sit at sites, never on every module, and only call :class:`Gatherer` and :class:`GradReducer`. No
+hook counts on another one having run: activation checkpointing leaves a recomputed forward by an
+exception, users call submodules directly, and any step may be abandoned. What a missed hook costs is
+memory until the end of backward, never a wrong value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
+
+from zeroshard.zero.gather import Gatherer, Site
+from zeroshard.zero.reduce import GradBuffer, GradReducer
+
+
+def in_backward() -> bool:
+    """Is autograd running on this thread? (Checkpointing recomputes forwards inside backward.)"""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+class StepHooks:
+    """Attaches to the sites of one engine; ``remove`` gives everything back.
+
+    ``at_boundary`` is asked once per backward: do its gradients complete a step?
+    ``on_forward_begin``, ``on_backward_begin``: told of each outermost forward and backward.
+    """
+
+    def __init__(
+        self,
+        gatherer: Gatherer,
+        reducer: GradReducer,
+        *,
+        at_boundary: Callable[[], bool],
+        on_backward_begin: Callable[[], None],
+        on_forward_begin: Callable[[], None],
+    ) -> None:
+        self.gatherer = gatherer
+        self.reducer = reducer
+        self.at_boundary = at_boundary
+        self.on_backward_begin = on_backward_begin
+        self.on_forward_begin = on_forward_begin
+        self.running_backward = False
+        self.creates_graph = False
+        self.forward_depth = 0
+        self._calls = count()
+        self._handles: list[RemovableHandle] = []
+        self._attach()
+
+    # ------------------------------------------------------------------ attaching
+
+    def _attach(self) -> None:
+        me = weakref.proxy(self)  # a model must not keep a closed engine alive
+        buffers = {id(buffer.unit): buffer for buffer in self.reducer.buffers}
+        for site in self.gatherer.sites:
+            before, after = self._site_hooks(site)
+            pre = _bound(me, before, site)
+            self._handles.append(
+                site.module.register_forward_pre_hook(pre, with_kwargs=True, prepend=True)
+            )
+            if after is not None:
+                root = site is self.gatherer.root
+                post = _bound(me, after, site)
+                self._handles.append(site.module.register_forward_hook(post, always_call=root))
+            for unit in site.units:
+                if (buffer := buffers.get(id(unit))) is not None:
+                    for index, param in enumerate(unit.params):
+                        land = _landing(me, site, buffer, index)
+                        self._handles.append(param.register_post_accumulate_grad_hook(land))
+
+    def _site_hooks(
+        self, site: Site
+    ) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
+        if site is self.gatherer.root:
+            return StepHooks._before_root, StepHooks._after_root
+        if all(unit.resident for unit in site.units):
+            return StepHooks._before_resident, None
+        return StepHooks._before_forward, StepHooks._after_forward
+
+    def remove(self) -> None:
+        """Detach every hook."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # ------------------------------------------------------------------ forward
+
+    def _before_root(
+        self, site: Site, _module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any]
+    ) -> None:
+        if in_backward():
+            self._begin_backward()
+            self.gatherer.need(site, forward=False)
+            return
+        if self.running_backward:  # an exception ended the last backward
+            self.running_backward = False
+            self.reducer.abandon()
+        if self.forward_depth == 0:
+            self.on_forward_begin()
+            self.gatherer.begin_forward()
+        self.forward_depth += 1
+
+    def _after_root(self, site: Site, _module: nn.Module, _args: Any, output: Any) -> None:
+        if in_backward():
+            return
+        self.forward_depth = max(0, self.forward_depth - 1)
+        if self.forward_depth:
+            return
+        self.gatherer.end_forward()
+        if self._watch_outputs(site, output):
+            if not self.gatherer.keep_last:
+                site.reshard()
+        elif not _may_have_graph(output):
+            self.gatherer.reshard_all()
+
+    def _before_resident(
+        self, site: Site, _module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any]
+    ) -> None:
+        site.wait()
+
+    def _before_forward(
+        self, site: Site, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        backward = in_backward()
+        if backward:
+            self._begin_backward()
+        self.gatherer.need(site, forward=not backward)
+        if not torch.is_grad_enabled() or (backward and site.open_calls):
+            return None  # a recomputed forward whose first run is watched already
+        return self._watch_inputs(site, args, kwargs)
+
+    def _after_forward(self, site: Site, _module: nn.Module, _args: Any, output: Any) -> None:
+        visible = self._watch_outputs(site, output)
+        if in_backward():
+            return  # recomputed for the backward that follows at once
+        if visible and self.gatherer.keeps_for_backward(site):
+            return
+        if not visible and _may_have_graph(output):
+            return
+        site.reshard()
+
+    def _watch_outputs(self, site: Site, output: Any) -> bool:
+        """Gather again when the gradient of any output arrives. False: no output needs one."""
+        if not torch.is_grad_enabled():
+            return False
+        me = weakref.proxy(self)
+
+        def before_backward(_grad: Tensor) -> None:
+            me._before_backward(site)
+
+        visible = False
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(before_backward)
+                visible = True
+        return visible
+
+    def _watch_inputs(
+        self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Learn when this call's backward has produced all gradients of its inputs.
+
+        Inputs are replaced by views of themselves: a hook on a view sees the gradient of this call
+        alone, also when the same tensor feeds other modules (an encoder's output).
+        """
+        needed = sum(
+            1 for value in (*args, *kwargs.values())
+            if isinstance(value, Tensor) and value.requires_grad
+        )  # fmt: skip
+        if not needed:
+            return None
+        call, me, waiting = next(self._calls), weakref.proxy(self), [needed]
+        site.open_calls.add(call)
+
+        def after_backward(_grad: Tensor) -> None:
+            waiting[0] -= 1
+            if waiting[0] == 0:
+                site.open_calls.discard(call)
+                me._release(site)
+
+        def watched(value: Any) -> Any:
+            if not (isinstance(value, Tensor) and value.requires_grad):
+                return value
+            view = value.view_as(value)
+            view.register_hook(after_backward)
+            return view
+
+        return tuple(map(watched, args)), {key: watched(value) for key, value in kwargs.items()}
+
+    # ------------------------------------------------------------------ backward
+
+    def _begin_backward(self) -> None:
+        if self.running_backward:
+            return
+        self.running_backward = True
+        self.creates_graph = torch.is_grad_enabled()  # then a second backward needs the values
+        self.on_backward_begin()
+        self.reducer.begin_backward(boundary=self.at_boundary())
+        for site in self.gatherer.sites:
+            site.missing_grads = sum(len(u.params) for u in site.units if u.trainable)
+        Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+
+    def _before_backward(self, site: Site) -> None:
+        self._begin_backward()
+        self.gatherer.need(site, forward=False)
+
+    def _landed(self, site: Site, buffer: GradBuffer, index: int, param: nn.Parameter) -> None:
+        self._begin_backward()
+        self.reducer.land(buffer, index, param)
+        site.missing_grads -= 1
+        if site.missing_grads <= 0:
+            self._release(site)
+
+    def _release(self, site: Site) -> None:
+        """Free the site once nothing of this backward can need it: its gradients are all there."""
+        if site.missing_grads <= 0 and not site.open_calls and site is not self.gatherer.root:
+            if not self.creates_graph:
+                site.reshard()
+
+    def _end_backward(self) -> None:
+        if not self.running_backward:
+            return
+        self.reducer.end_backward()
+        if not self.creates_graph:
+            self.gatherer.reshard_all()
+        self.running_backward = False
+
+    def forget_calls(self) -> None:
+        """At the end of a step: calls whose backward never came are over."""
+        for site in self.gatherer.sites:
+            site.open_calls.clear()
+
+
+def _bound(me: Any, method: Callable[..., Any], site: Site) -> Callable[..., Any]:
+    """The hook as a plain function, opaque to the compiler: graphs are cut at sites, not inside."""
+
+    @torch._dynamo.disable  # type: ignore[misc]
+    def hook(*args: Any) -> Any:
+        return method(me, site, *args)
+
+    return hook
+
+
+def _landing(me: Any, site: Site, buffer: GradBuffer, index: int) -> Callable[[Tensor], None]:
+    def landed(param: Tensor) -> None:
+        me._landed(site, buffer, index, param)
+
+    return landed
+
+
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """Tensors of a module's output: nested lists, mappings and dataclasses included."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple, set)):
+        for item in tree:
+            yield from tensors_in(item)
+    elif isinstance(tree, Mapping):
+        for item in tree.values():
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        for field in dataclasses.fields(tree):
+            yield from tensors_in(getattr(tree, field.name))
+
+
+def _may_have_graph(output: Any) -> bool:
+    """Could a graph hide in an output in which no tensor needs a gradient? Only in unknown objects."""
+    if not torch.is_grad_enabled() or output is None:
+        return False
+    if isinstance(output, (Tensor, int, float, bool, str)):
+        return False
+    return not any(True for _ in tensors_in(output))

@@ -1,0 +1,285 @@
+"""How does an ordinary ``torch.optim`` optimizer update sharded parameters?
+
+It is given fragments instead of parameters: one-dimensional slices of the flat shards (or the parameter
+in its own shape, where a rank owns all of it), in the same param groups. An element-wise optimizer never
+learns the difference. Units are updated one after the other, so that fp32 gradients exist for one unit
+at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.core.ledger import Ledger
+from zeroshard.errors import UsageError
+from zeroshard.zero.clip import norm_of
+from zeroshard.zero.reduce import GradBuffer
+from zeroshard.zero.unit import Unit
+
+
+SAMPLES = 8
+"""Elements of each fragment that are compared with their master before a step."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class OwnedFragment:
+    """The part of one parameter that this rank updates: ``tile[at : at + numel]``."""
+
+    param: nn.Parameter  # the model's parameter
+    index: int  # its slot in the unit
+    group: int  # its param group
+    at: int
+    numel: int
+    value: Tensor  # what the optimizer sees: a view of the master
+
+    def of(self, tile_R: Tensor) -> Tensor:
+        """The fragment's place in a flat tensor of the tile, in the optimizer's shape."""
+        return tile_R[self.at : self.at + self.numel].view(self.value.shape)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Tile:
+    """What this rank updates of one unit: ``R`` elements, S where state is sharded, else N.
+
+    ``low_R`` is the parameter memory itself. ``master_R`` is what the optimizer updates: the same
+    tensor, or an fp32 copy for 16-bit parameters. ``own`` is this rank's shard inside the tile: the
+    part that it measures for the global norm.
+    """
+
+    unit: Unit
+    buffer: GradBuffer
+    low_R: Tensor
+    master_R: Tensor
+    fragments: tuple[OwnedFragment, ...]
+    own: tuple[int, int]
+    sample: Tensor  # indices of a few elements of every fragment
+
+    @property
+    def has_master(self) -> bool:
+        return self.master_R is not self.low_R
+
+    def gradient(self) -> Tensor:
+        """The reduced gradient ``[R]`` of the running step (a sum over ranks, still loss-scaled)."""
+        whole = self.buffer.reduced_N
+        grad = whole if self.low_R is self.unit.full_N else self.buffer.reduced_S
+        assert grad is not None, "GradReducer.finish() comes before the update"
+        return grad
+
+    def publish_master(self) -> None:
+        """Round the master into the parameter memory."""
+        if self.has_master:
+            self.low_R.copy_(self.master_R)
+
+    def was_edited(self, thorough: bool) -> bool:
+        """Does the parameter memory differ from the rounded master? Waits for the device."""
+        low_R, master_R = self.low_R, self.master_R
+        if not thorough:
+            if not len(self.sample):
+                return False
+            low_R, master_R = low_R[self.sample], master_R[self.sample]
+        rounded = master_R.to(low_R.dtype)
+        return not bool(((rounded == low_R) | (rounded != rounded)).all())
+
+    def follow(self) -> None:
+        """The parameter memory was edited: the master takes its values."""
+        if self.has_master:
+            self.master_R.copy_(self.low_R)
+
+
+class ShardedOptimizer:
+    """A ``torch.optim`` optimizer re-seated on this rank's fragments.
+
+    The optimizer object stays the user's: its groups keep their options and learning rates, its
+    ``state`` is keyed by fragment. Only ``params`` of the groups are replaced.
+    """
+
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        buffers: Sequence[GradBuffer],
+        *,
+        shards_optimizer: bool,
+        rank: int,
+        ledger: Ledger,
+    ) -> None:
+        self.inner = inner
+        self.ledger = ledger
+        group_of = {
+            id(param): at for at, group in enumerate(inner.param_groups) for param in group["params"]
+        }
+        self.tiles = [
+            _make_tile(buffer, group_of, shards_optimizer=shards_optimizer, rank=rank)
+            for buffer in buffers
+        ]
+        for tile in self.tiles:
+            nbytes = tile.master_R.numel() * tile.master_R.element_size() if tile.has_master else 0
+            ledger.hold("master", tile.unit.name, nbytes)
+        _reseat(inner, list(self._fragments()))
+        self._groups = [list(group["params"]) for group in inner.param_groups]
+        self._versions: dict[int, list[int]] = {}
+        self.skips_on_device = bool(getattr(inner, "_step_supports_amp_scaling", False))
+        self.account()
+
+    def _fragments(self) -> Iterator[OwnedFragment]:
+        for tile in self.tiles:
+            yield from tile.fragments
+
+    # ------------------------------------------------------------------ the step
+
+    def norms(self) -> list[Tensor]:
+        """2-norm of every own fragment's reduced gradient, in the order of the model's parameters."""
+        found: list[tuple[int, Tensor]] = []
+        for tile in self.tiles:
+            grad_R = tile.gradient()
+            low, high = tile.own
+            for fragment in tile.fragments:
+                begin, end = max(low, fragment.at), min(high, fragment.at + fragment.numel)
+                if begin < end:
+                    place = tile.unit.positions[fragment.index]
+                    found.append((place, norm_of(grad_R[begin:end])))
+        return [norm for _, norm in sorted(found, key=lambda item: item[0])]
+
+    def update(
+        self,
+        factor: Tensor,
+        *,
+        found_inf: Tensor | None = None,
+        untouched: Mapping[int, frozenset[int]] | None = None,
+    ) -> None:
+        """One optimizer step with gradients multiplied by ``factor`` (0-dim).
+
+        ``found_inf``: 0-dim float, 1 where nothing may change; passed to optimizers that skip on the
+        device. ``untouched``: per unit (by id) the slots that no rank gave a gradient: like PyTorch
+        with ``grad is None``, they are left out of the step.
+        """
+        inner = self.inner
+        if found_inf is not None:
+            inner.found_inf, inner.grad_scale = found_inf, None  # type: ignore[attr-defined]
+        try:
+            for tile in self.tiles:
+                skipped = (untouched or {}).get(id(tile.unit), frozenset())
+                self._update_tile(tile, factor, skipped)
+        finally:
+            for group, params in zip(inner.param_groups, self._groups, strict=True):
+                group["params"] = params
+            if found_inf is not None:
+                del inner.found_inf, inner.grad_scale  # type: ignore[attr-defined]
+        self.account()
+
+    def _update_tile(self, tile: Tile, factor: Tensor, skipped: frozenset[int]) -> None:
+        master_R, grad_R = tile.master_R, tile.gradient()
+        if grad_R.dtype != master_R.dtype:
+            grad_R = grad_R.to(master_R.dtype)
+        grad_R.mul_(factor.to(grad_R.dtype))
+        members: list[list[Tensor]] = [[] for _ in self._groups]
+        for fragment in tile.fragments:
+            if fragment.index not in skipped:
+                fragment.value.grad = fragment.of(grad_R)
+                members[fragment.group].append(fragment.value)
+        if not any(members):
+            return
+        for group, params in zip(self.inner.param_groups, members, strict=True):
+            group["params"] = params
+        self.inner.step()
+        for fragment in tile.fragments:
+            fragment.value.grad = None
+        tile.publish_master()
+
+    def follow_edits(self, *, thorough: bool) -> None:
+        """Masters take over what was written into whole 16-bit parameters since the last step.
+
+        Edits under ``no_grad`` are seen by the parameters' version. Edits through ``.data`` have none:
+        a sample of elements finds those of whole tensors, ``thorough`` compares everything.
+        """
+        for tile in self.tiles:
+            if tile.has_master and tile.unit.resident:
+                versions = [param._version for param in tile.unit.params]
+                if versions != self._versions.get(id(tile), versions) or tile.was_edited(thorough):
+                    tile.follow()
+                self._versions[id(tile)] = versions
+
+    def first_non_finite(self) -> int | None:
+        """Position, in ``model.parameters()``, of the first parameter with a non-finite gradient here."""
+        bad = [
+            tile.unit.positions[fragment.index]
+            for tile in self.tiles
+            for fragment in tile.fragments
+            if not bool(fragment.of(tile.gradient()).isfinite().all())
+        ]
+        return min(bad, default=None)
+
+    # ------------------------------------------------------------------ state
+
+    def state_of(self, fragment: OwnedFragment) -> dict[str, Any]:
+        """The optimizer's state of one fragment; empty before the first step."""
+        return dict(self.inner.state.get(fragment.value, {}))
+
+    def account(self) -> None:
+        """Report optimizer state to the ledger."""
+        for tile in self.tiles:
+            nbytes = sum(
+                value.numel() * value.element_size()
+                for fragment in tile.fragments
+                for value in self.inner.state.get(fragment.value, {}).values()
+                if isinstance(value, Tensor)
+            )
+            self.ledger.hold("optimizer", tile.unit.name, nbytes)
+
+    def close(self) -> None:
+        """Give master and state back."""
+        self.inner.state.clear()
+        for group in self.inner.param_groups:
+            group["params"] = []
+        for tile in self.tiles:
+            for category in ("master", "optimizer"):
+                self.ledger.hold(category, tile.unit.name, 0)
+        self.tiles = []
+
+
+def _make_tile(
+    buffer: GradBuffer, group_of: Mapping[int, int], *, shards_optimizer: bool, rank: int
+) -> Tile:
+    unit = buffer.unit
+    layout = unit.layout
+    low, high = layout.shard_range(rank)
+    if shards_optimizer:
+        low_R, begin, end, own = unit.shard_S, low, high, (0, high - low)
+    else:
+        low_R, begin, end, own = unit.full_N, 0, layout.full_numel, (low, high)
+    same = unit.row.master == unit.row.param
+    master_R = low_R if same else low_R.to(unit.row.master)
+    index_of = {slot.fqn: i for i, slot in enumerate(layout.slots)}
+    fragments = []
+    for piece in layout.fragments_between(begin, end):
+        index = index_of[piece.fqn]
+        param, slot = unit.params[index], layout.slots[index]
+        value = master_R[piece.at : piece.at + piece.numel]
+        if piece.numel == slot.numel:
+            value = value.view(slot.shape)
+        fragments.append(
+            OwnedFragment(param, index, group_of[id(param)], piece.at, piece.numel, value.detach())
+        )
+    sample = torch.tensor(
+        sorted({f.at + i * f.numel // SAMPLES for f in fragments for i in range(SAMPLES)}),
+        device=low_R.device,
+        dtype=torch.int64,
+    )
+    return Tile(unit, buffer, low_R, master_R, tuple(fragments), own, sample)
+
+
+def _reseat(inner: torch.optim.Optimizer, fragments: Sequence[OwnedFragment]) -> None:
+    """Replace the groups' parameters by the fragments, and cut state that exists already."""
+    if any(inner.state.values()):
+        raise UsageError(
+            "the optimizer has state already (it was stepped before the engine was built). ZeroShard "
+            "cannot know which of its tensors follow the parameters. Build the engine first, and load "
+            "a saved optimizer through the engine."
+        )
+    inner.state.clear()
+    for at, group in enumerate(inner.param_groups):
+        group["params"] = [f.value for f in fragments if f.group == at]

@@ -1,0 +1,165 @@
+"""Which parameters are gathered together, and around which module's forward?
+
+A *site* is a module whose forward gathers its own parameters and frees them afterwards. By default every
+repeated block (a transformer layer) is a site, large single modules (an embedding) too; what is left
+belongs to the root site. Pure functions over the module tree.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from zeroshard.errors import ConfigError
+
+ROOT = "root"
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_EXPERTS = ("*experts", "*experts.*")  # a rank may route no token to an expert: never a site
+
+
+@dataclass(frozen=True, slots=True)
+class SitePlan:
+    """One site: the module's fully qualified name (``""`` for the root) and its own parameters' names."""
+
+    fqn: str
+    params: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """What errors, records and reports call it."""
+        return self.fqn or ROOT
+
+
+def find_sites(
+    model: nn.Module,
+    *,
+    units: Sequence[str] | str = "auto",
+    max_numel: int = 64 * 2**20,
+    min_numel: int = 256 * 2**10,
+    conditional: Sequence[str] = (),
+    leaves: Sequence[str] = (),
+) -> list[SitePlan]:
+    """Cut the model into sites, in order of registration, the root last.
+
+    ``units``: ``"auto"``, or patterns of module names or class names that become sites.
+    ``max_numel``/``min_numel``: blocks above are cut into their children, blocks below join the
+    enclosing site. ``conditional``: modules that only some ranks run; their parameters belong to the
+    enclosing site, which every rank runs. ``leaves``: modules that are never cut.
+
+    A parameter shared by several modules belongs to the site of their lowest common ancestor.
+    Raises :class:`ConfigError` for a pattern that matches nothing.
+    """
+    tree = _Tree(model)
+    skipped = tree.matching(conditional, "conditional_modules")
+    skipped |= tree.matching(_EXPERTS, "experts", required=False)
+    leaf = tree.matching(leaves, "leaf_module", required=False)
+    if units == "auto":
+        chosen = set(_auto_sites(tree, max_numel, min_numel, skipped, leaf))
+    else:
+        patterns = [units] if isinstance(units, str) else list(units)
+        chosen = tree.matching(patterns, "units")
+    inside = {fqn for fqn in tree.modules if any(_is_below(fqn, s) for s in skipped)}
+    chosen -= inside | {""}
+
+    owned: dict[str, list[str]] = defaultdict(list)
+    for name, holders in tree.holders.items():
+        common = _common_ancestor(holders)
+        owned[_nearest(common, chosen)].append(name)
+    order = [fqn for fqn in tree.modules if fqn in chosen and owned[fqn]]
+    return [SitePlan(fqn, tuple(owned[fqn])) for fqn in [*order, ""]]
+
+
+class _Tree:
+    """Names, sizes and parameter holders of a module tree; shared modules and parameters once."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = dict(model.named_modules())  # each module object once
+        self.holders: dict[str, list[str]] = {}  # first name of a parameter -> all holding modules
+        first_name: dict[int, str] = {}
+        for fqn, module in self.modules.items():
+            for leaf, param in module.named_parameters(recurse=False, remove_duplicate=False):
+                name = first_name.setdefault(id(param), f"{fqn}.{leaf}" if fqn else leaf)
+                self.holders.setdefault(name, []).append(fqn)
+        self.numel = {
+            fqn: sum(p.numel() for p in module.parameters()) for fqn, module in self.modules.items()
+        }
+
+    def children(self, fqn: str) -> Iterator[str]:
+        prefix = f"{fqn}." if fqn else ""
+        for name, _ in self.modules[fqn].named_children():
+            if prefix + name in self.modules:  # a second registration of a module is not a child
+                yield prefix + name
+
+    def matching(self, patterns: Sequence[str], key: str, *, required: bool = True) -> set[str]:
+        found: set[str] = set()
+        for pattern in patterns:
+            hits = {
+                fqn
+                for fqn, module in self.modules.items()
+                if fqnmatch(fqn, pattern) or fnmatchcase(type(module).__name__, pattern)
+            }
+            if not hits and required:
+                classes = sorted({type(m).__name__ for m in self.modules.values()})
+                raise ConfigError(
+                    f"{key}: {pattern!r} matches no module name and no class name of the model. "
+                    f"Classes in the model: {', '.join(classes[:20])}."
+                )
+            found |= hits
+        return found
+
+
+def fqnmatch(fqn: str, pattern: str) -> bool:
+    """Shell-style match of a dotted name, by the whole name: ``layers.*`` or ``*.mlp``."""
+    return bool(fqn) and fnmatchcase(fqn, pattern)
+
+
+def _auto_sites(
+    tree: _Tree, max_numel: int, min_numel: int, skipped: set[str], leaf: set[str]
+) -> Iterator[str]:
+    """Walk down: a repeated block that fits is a site; a bigger module is looked into."""
+
+    def visit(fqn: str) -> Iterator[str]:
+        children = [c for c in tree.children(fqn) if tree.numel[c] and c not in skipped]
+        repeated = Counter(type(tree.modules[c]).__name__ for c in children)
+        is_list = isinstance(tree.modules[fqn], _CONTAINERS)
+        for child in children:
+            numel = tree.numel[child]
+            is_block = is_list and repeated[type(tree.modules[child]).__name__] > 1
+            is_single = not any(tree.numel[c] for c in tree.children(child))
+            if numel < min_numel:
+                continue
+            if child in leaf or is_single or (is_block and numel <= max_numel):
+                yield child
+            elif is_block:
+                yield child  # what its children do not take
+                yield from visit(child)
+            else:
+                yield from visit(child)
+
+    yield from visit("")
+
+
+def _is_below(fqn: str, ancestor: str) -> bool:
+    return fqn == ancestor or fqn.startswith(f"{ancestor}.") or ancestor == ""
+
+
+def _common_ancestor(fqns: Sequence[str]) -> str:
+    """The deepest module that contains all the given ones."""
+    split = [fqn.split(".") if fqn else [] for fqn in fqns]
+    common: list[str] = []
+    for parts in zip(*split, strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    return ".".join(common)
+
+
+def _nearest(fqn: str, chosen: set[str]) -> str:
+    """The closest enclosing site of a module; the root is everybody's."""
+    while fqn and fqn not in chosen:
+        fqn = fqn.rpartition(".")[0]
+    return fqn
