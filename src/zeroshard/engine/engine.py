@@ -496,13 +496,13 @@ class Engine(nn.Module):
             norm = report.grad_norm
             logger.info(
                 "step=%d skipped=%d lr=%s grad_norm=%s loss_scale=%g",
-                report.step, self.skipped_steps, [f"{lr:.3g}" for lr in report.lr],
+                report.step, self.skipped_steps, [f"{lr:.3g}" for lr in report.lrs],
                 "none" if norm is None else f"{norm:.4g}", report.loss_scale,
             )  # fmt: skip
         if self._monitors is not None:
             self._monitors.write(
                 [
-                    ("Train/Samples/lr", report.lr[0] if report.lr else 0.0, self.global_samples),
+                    ("Train/Samples/lr", report.lr, self.global_samples),
                     ("Train/Samples/loss_scale", report.loss_scale, self.global_samples),
                 ]
             )

@@ -13,9 +13,8 @@ import copy
 import inspect
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.optim import Optimizer
 
+from zeroshard.config.keys import nearest
 from zeroshard.engine.optimizer_classes import FlexibleAdam, Group, Lion, Muon, named
 from zeroshard.errors import ConfigError, UnsupportedError
 
@@ -95,15 +95,27 @@ def build_optimizer(
     known = inspect.signature(cls).parameters
     for key in options:
         if key not in known or key == "params":
-            near = get_close_matches(key, known, n=1)
-            hint = f'did you mean "{near[0]}"?' if near else f"it takes {', '.join([*known][1:])}"
+            near = nearest(key, [*known])
+            hint = f'did you mean "{near}"?' if near else f"it takes {', '.join([*known][1:])}"
             raise ConfigError(f"optimizer.params.{key}: {type_} has no such argument; {hint}")
     if fused and "fused" in known and _can_fuse(groups):
         options["fused"] = True
     try:
-        return cls(groups, **options)
+        optimizer = cls(_shapes(groups) if name == "Adagrad" else groups, **options)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"optimizer {type_}: {error}") from error
+    if name == "Adagrad":
+        members = [[tensor for _, tensor in named(group["params"])] for group in groups]
+        rebind(optimizer, members, fresh_state=False)
+    return optimizer
+
+
+def _shapes(groups: Iterable[Group]) -> list[Group]:
+    """The groups without memory: Adagrad's constructor makes state as large as the parameters."""
+    return [
+        {**group, "params": [torch.empty_like(p, device="meta") for _, p in named(group["params"])]}
+        for group in groups
+    ]
 
 
 def _adam(
@@ -143,8 +155,8 @@ def _torch_class(type_: str, name: str) -> type[Optimizer]:
         if isinstance(cls, type) and issubclass(cls, Optimizer) and cls is not Optimizer
     }
     if name not in classes:
-        near = get_close_matches(type_, [*classes, "Lion"], n=1, cutoff=0.5)
-        hint = f'did you mean "{near[0]}"? ' if near else ""
+        near = nearest(type_, [*classes, "Lion"])
+        hint = f'did you mean "{near}"? ' if near else ""
         raise ConfigError(
             f'optimizer.type "{type_}" does not exist; {hint}It is Adam, AdamW, Adagrad, Lion, '
             "Muon or SGD in any case, or a class of torch.optim as spelt there"
@@ -218,7 +230,7 @@ def probe(optimizer: Optimizer, *, dtype: torch.dtype = torch.float32) -> Probe:
 def _difference(optimizer: Optimizer, group: Group, matrix: Tensor, whole: Tensor) -> str:
     name = type(optimizer).__name__
     try:
-        first, second = torch.split(matrix.flatten(), (_CUT, matrix.numel() - _CUT))
+        first, second = torch.split(matrix.flatten(), [_CUT, matrix.numel() - _CUT])
         cut = [_try(optimizer, group, first)[0], _try(optimizer, group, second, _CUT)[0]]
     except Exception as error:
         return f"{name} fails on a piece of a matrix: {type(error).__name__}: {error}"
@@ -277,19 +289,19 @@ def _random_untouched(device: torch.device) -> Iterator[None]:
         random.setstate(state)
 
 
-def rebind(optimizer: Optimizer, params: Sequence[Sequence[Tensor]]) -> None:
-    """Let ``optimizer`` update other tensors, ``params[g]`` in group ``g``, from a fresh state.
+def rebind(
+    optimizer: Optimizer, params: Sequence[Sequence[Tensor]], *, fresh_state: bool = True
+) -> None:
+    """Let ``optimizer`` update other tensors: ``params[g]`` in group ``g``, from the start.
 
     The groups stay the same dicts, so schedules go on. State that a class makes in its constructor
-    (Adagrad) is made anew for the new tensors. A group may become empty on a rank that owns none
-    of it.
+    is made for the new tensors, unless ``fresh_state`` is false. A group may become empty, on a
+    rank that owns none of it.
     """
     for group, tensors in zip(optimizer.param_groups, params, strict=True):
         group["params"] = list(tensors)
         group.pop("param_names", None)
     optimizer.state.clear()
-    try:
-        twin = _twin(optimizer, optimizer.param_groups)
-    except Exception:  # a constructor that wants more than its groups: state comes with step()
-        return
-    optimizer.state.update(twin.state)
+    if fresh_state:
+        with suppress(Exception):  # a constructor that wants more than groups: step() makes state
+            optimizer.state.update(_twin(optimizer, optimizer.param_groups).state)

@@ -16,11 +16,16 @@ class StepReport:
     """Numbers of one optimizer step. Tensors stay on the device until somebody reads them."""
 
     step: int  # counted from 1
-    lr: tuple[float, ...]  # one per param group, as used by this step
+    lrs: tuple[float, ...]  # one per param group, as used by this step
     _norm: Tensor | None  # 0-dim, before clipping; None if not computed
     _clip: Tensor | None  # 0-dim factor, at most 1
     _scale: Tensor  # 0-dim loss scale that this step's gradients carried
     _found_inf: Tensor | None  # 0-dim; None where nothing is checked
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the first param group, as used by this step."""
+        return self.lrs[0] if self.lrs else 0.0
 
     @cached_property
     def grad_norm(self) -> float | None:

@@ -13,12 +13,12 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from zeroshard.config.keys import nearest
 from zeroshard.errors import ConfigError, UnsupportedError
 
 _log = logging.getLogger(__name__)
@@ -329,8 +329,8 @@ def build_scheduler(type_: str, params: Mapping[str, Any], optimizer: Any) -> Sc
     }
     cls: Any = _SCHEDULES.get(type_) or torch_classes.get(type_)
     if cls is None:
-        near = get_close_matches(type_, [*_SCHEDULES, *torch_classes], n=1, cutoff=0.5)
-        hint = f'did you mean "{near[0]}"? ' if near else ""
+        near = nearest(type_, [*_SCHEDULES, *torch_classes])
+        hint = f'did you mean "{near}"? ' if near else ""
         raise ConfigError(
             f'scheduler.type "{type_}" does not exist; {hint}It is one of '
             f"{', '.join(VALID_LR_SCHEDULES)} or a class of torch.optim.lr_scheduler"

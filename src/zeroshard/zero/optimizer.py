@@ -132,16 +132,23 @@ class ShardedOptimizer:
     # ------------------------------------------------------------------ the step
 
     def norms(self) -> list[Tensor]:
-        """2-norm of every own fragment's reduced gradient, in the order of the model's parameters."""
+        """2-norm of every own fragment's reduced gradient, in the order of the model's parameters.
+
+        With one rank these are the very norms that ``clip_grad_norm_`` takes: none for a parameter
+        without gradient, zero for one without elements.
+        """
         found: list[tuple[int, Tensor]] = []
         for tile in self.tiles:
-            grad_R = tile.gradient()
-            low, high = tile.own
+            grad_R, (low, high) = tile.gradient(), tile.own
+            alone, touched = tile.buffer.comm.world_size == 1, tile.buffer.touched
             for fragment in tile.fragments:
                 begin, end = max(low, fragment.at), min(high, fragment.at + fragment.numel)
-                if begin < end:
+                if begin < end and (touched[fragment.index] or not alone):
                     place = tile.unit.positions[fragment.index]
                     found.append((place, norm_of(grad_R[begin:end])))
+            for index, slot in enumerate(tile.unit.layout.slots):
+                if slot.numel == 0 and alone and touched[index]:
+                    found.append((tile.unit.positions[index], norm_of(grad_R[:0])))
         return [norm for _, norm in sorted(found, key=lambda item: item[0])]
 
     def update(

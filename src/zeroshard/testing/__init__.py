@@ -1,0 +1,9 @@
+"""The test kit: ranks in milliseconds, awkward models, a plain-PyTorch oracle, leak checks."""
+
+from __future__ import annotations
+
+import zeroshard.testing.networks  # noqa: F401 - completes CASES
+from zeroshard.testing.models import CASES, Case
+from zeroshard.testing.ranks import Death, RanksFailed, on_ranks, run_ranks
+
+__all__ = ["CASES", "Case", "Death", "RanksFailed", "on_ranks", "run_ranks"]

@@ -1,0 +1,106 @@
+"""What did a test leave behind?
+
+A snapshot before, a snapshot after, and the difference in words: environment variables, threads,
+open files, a process group, torch's global switches.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_OPEN_FILES = Path("/proc/self/fd")
+_VOLATILE = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # set by pytest, by an import
+
+# Setters are called only where something changed: the last one imports torch's compiler, 6 s.
+_SWITCHES: dict[Callable[[], Any], Callable[[Any], Any]] = {
+    torch.get_default_dtype: torch.set_default_dtype,
+    torch.is_grad_enabled: torch.set_grad_enabled,
+    torch.get_num_threads: torch.set_num_threads,
+    torch.are_deterministic_algorithms_enabled: torch.use_deterministic_algorithms,
+}
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a process shares between its tests."""
+
+    environ: Mapping[str, str]
+    threads: frozenset[threading.Thread]
+    files: Counter[str]
+    process_group: bool
+    switches: Mapping[str, Any]
+
+
+def snapshot() -> Snapshot:
+    """The state now. Costs about 0.1 ms. Open files are known on Linux only."""
+    return Snapshot(
+        environ={k: v for k, v in os.environ.items() if k not in _VOLATILE},
+        threads=frozenset(threading.enumerate()),
+        files=_open_files(),
+        process_group=dist.is_available() and dist.is_initialized(),
+        switches={switch.__name__: switch() for switch in _SWITCHES},
+    )
+
+
+def leaks(before: Snapshot, after: Snapshot, *, grace_s: float = 0.0) -> list[str]:
+    """What differs, one sentence each; empty when the test cleaned up.
+
+    Threads that are about to end get ``grace_s`` seconds to do so.
+    """
+    found = []
+    for name in sorted(before.environ.keys() | after.environ.keys()):
+        old, new = before.environ.get(name), after.environ.get(name)
+        if old != new:
+            found.append(f"environment variable {name} is {new!r}, was {old!r}")
+    deadline_s = time.monotonic() + grace_s
+    for thread in after.threads - before.threads:
+        thread.join(max(0.0, deadline_s - time.monotonic()))
+        if thread.is_alive():
+            found.append(f"thread {thread.name!r} still runs")
+    for path, count in sorted((after.files - before.files).items()):
+        found.append(f"{path} is open {count} time(s) more than before")
+    if after.process_group and not before.process_group:
+        found.append("a process group is still initialised")
+    for name, value in after.switches.items():
+        if value != before.switches[name]:
+            found.append(f"torch.{name}() is {value}, was {before.switches[name]}")
+    return found
+
+
+def restore(before: Snapshot) -> None:
+    """Put back what can be put back, so that one careless test does not fail the next ones."""
+    for name in os.environ.keys() - before.environ.keys() - _VOLATILE:
+        del os.environ[name]
+    for name, value in before.environ.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
+    for switch, restore_switch in _SWITCHES.items():
+        if switch() != before.switches[switch.__name__]:
+            restore_switch(before.switches[switch.__name__])
+    if dist.is_available() and dist.is_initialized() and not before.process_group:
+        dist.destroy_process_group()
+
+
+def _open_files() -> Counter[str]:
+    """Regular files by path. Pipes and sockets belong to the rank pool and to the group."""
+    found: Counter[str] = Counter()
+    if not _OPEN_FILES.exists():
+        return found
+    for name in os.listdir(_OPEN_FILES):
+        try:
+            target = os.readlink(_OPEN_FILES / name)
+        except OSError:  # closed meanwhile: the listing itself
+            continue
+        if target.startswith("/") and not target.startswith(("/dev/", "/proc/")):
+            found[target] += 1
+    return found

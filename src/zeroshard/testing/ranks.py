@@ -1,0 +1,474 @@
+"""How does a test run on several ranks without waiting for processes to start?
+
+    @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+    @on_ranks(2)
+    def test_ranks_agree(stage): ...
+
+The body runs on every rank. Ranks are children of a fork server that has imported torch once; they
+live for the whole session, and each test gets a fresh process group over a file. After a failure
+the ranks are killed and forked anew.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import inspect
+import os
+import pickle
+import re
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from multiprocessing import context, forkserver, get_context
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar, cast
+
+from zeroshard.testing.worker import STACKS_SIGNAL, Job, Report, serve
+
+PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",  # the first optimizer step needs it: 2 s, once
+    "numpy",
+    "pytest",
+    "zeroshard.engine.initialize",  # importing zeroshard alone loads nothing
+    __name__,
+)
+"""What the fork server imports; what cannot be imported is left out."""
+
+GRACE_S = 1.0
+"""How long the peers of a failed rank may take to report as well."""
+
+_LIFELINE_STACK = re.compile(
+    r"^Thread .*\n(  File .*\n)*.* in _end_with_parent\n(  File .*\n)*\n?", re.M
+)
+"""The kit's own thread in the stacks of a blocked rank: noise."""
+
+_Body = TypeVar("_Body", bound=Callable[..., Any])
+
+
+class RanksFailed(Exception):  # noqa: N818 - reads as a sentence in a test report
+    """A body failed on at least one rank. The text begins with the rank that failed first."""
+
+
+@dataclass(frozen=True)
+class Death:
+    """How a rank ended that ended without a report.
+
+    ``exitcode`` as in ``multiprocessing``: negative for a signal. ``output`` is what it printed.
+    """
+
+    exitcode: int
+    output: str = field(default="", compare=False)
+
+    def __str__(self) -> str:
+        if self.exitcode < 0:
+            how = "stopped" if self.stopped else "killed"
+            return f"{how} by {signal.Signals(-self.exitcode).name}"
+        return f"exit code {self.exitcode}"
+
+    @property
+    def stopped(self) -> bool:
+        """Frozen rather than dead."""
+        return self.exitcode == -signal.SIGSTOP
+
+    def is_as_expected(self, expected: int | None) -> bool:
+        """``expected``: a ``signal.Signals``, an exit code, or None for any death."""
+        if isinstance(expected, signal.Signals):
+            return self.exitcode == -expected
+        return expected is None or self.exitcode == expected
+
+
+def on_ranks(
+    n: int, *, timeout: float = 60.0, group: bool = True, backend: str = "gloo"
+) -> Callable[[_Body], _Body]:
+    """Run the decorated test on ``n`` ranks; it passes if it passes on all of them.
+
+    Parameters and fixtures arrive as pickled values. ``group=False`` leaves the process group to
+    the body; the variables that ``torchrun`` sets are there either way. ``timeout`` in seconds.
+    """
+
+    def decorate(body: _Body) -> _Body:
+        @functools.wraps(body)
+        def test(*args: Any, **kwargs: Any) -> None:
+            __tracebackhide__ = True
+            run_ranks(body, n, *args, kwargs=kwargs, timeout=timeout, group=group, backend=backend)
+
+        test.rank_body = body  # type: ignore[attr-defined]
+        return cast("_Body", test)
+
+    return decorate
+
+
+def run_ranks(
+    body: Callable[..., Any],
+    n: int,
+    *args: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    expect_death: Mapping[int, int | None] | None = None,
+    keep_exceptions: bool = False,
+    timeout: float = 60.0,
+    group: bool = True,
+    backend: str = "gloo",
+) -> list[Any]:
+    """Run ``body(*args, **kwargs)`` on ``n`` ranks and return what each returned, in rank order.
+
+    ``expect_death`` maps ranks that shall not return to a ``signal.Signals`` (``SIGSTOP``: frozen),
+    an exit code, or None for any end; their place in the list holds a :class:`Death`. An exception
+    on such a rank ends its process, as it would end a program. With ``keep_exceptions`` an
+    exception is that rank's result, and its peers may take the whole ``timeout`` (seconds).
+
+    Raises :class:`RanksFailed` for everything else: an exception, a death, a rank still blocked.
+    """
+    __tracebackhide__ = True
+    expect_death = dict(expect_death or {})
+    folder = tempfile.mkdtemp(prefix="zeroshard-ranks-")
+    job = _job(
+        body,
+        pickled=_pickle_arguments(body, args, dict(kwargs or {})),
+        world_size=n,
+        backend=backend if group else None,
+        folder=folder,
+    )
+    jobs = [
+        replace(
+            job,
+            rank=rank,
+            may_die=rank in expect_death,
+            environ={**job.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(n)
+    ]
+    try:
+        return pool().run(
+            jobs,
+            timeout_s=timeout,
+            expect_death=expect_death,
+            keep_exceptions=keep_exceptions,
+        )
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@functools.cache
+def pool() -> RankPool:
+    """The pool of this test session."""
+    ranks = RankPool()
+    atexit.register(ranks.kill)
+    return ranks
+
+
+class _Rank:
+    """One process of the pool and the pipe to it."""
+
+    def __init__(self, start: context.ForkServerContext) -> None:
+        self.connection, theirs = start.Pipe()
+        self.process = start.Process(target=serve, args=(theirs,))
+        self.process.start()
+        theirs.close()
+
+    def read(self) -> Any:
+        """The next message, or how the process ended. Call it when either is ready."""
+        try:
+            return self.connection.recv()
+        except (EOFError, ConnectionResetError):
+            self.process.join()
+            return Death(cast("int", self.process.exitcode))
+
+    def kill(self) -> None:
+        self.connection.close()
+        self.process.kill()
+        self.process.join()
+        self.process.close()
+
+    def stops_before(self, deadline_s: float) -> bool:
+        """Wait for SIGSTOP to reach it (Linux). Nothing announces that, so this looks."""
+        while time.monotonic() < deadline_s:
+            stat = Path(f"/proc/{self.process.pid}/stat").read_text()
+            if stat.rpartition(")")[2].split()[0] in "tT":
+                return True
+            time.sleep(0.005)
+        return False
+
+
+class RankPool:
+    """Processes that become ranks. One run at a time."""
+
+    def __init__(self) -> None:
+        self._start = get_context("forkserver")
+        self._ranks: list[_Rank] = []
+
+    def warm(self) -> None:
+        """Start the fork server; it imports torch while the caller goes on."""
+        self._start.set_forkserver_preload(list(PRELOAD))
+        forkserver.ensure_running()
+
+    def kill(self) -> None:
+        """End all ranks at once. The next run forks new ones."""
+        while self._ranks:
+            self._ranks.pop().kill()
+
+    def run(
+        self,
+        jobs: Sequence[Job],
+        *,
+        timeout_s: float,
+        expect_death: Mapping[int, int | None],
+        keep_exceptions: bool,
+    ) -> list[Any]:
+        """Run the jobs and return their results; see :func:`run_ranks`."""
+        __tracebackhide__ = True
+        self.warm()
+        while len(self._ranks) < len(jobs):
+            self._ranks.append(_Rank(self._start))
+        ranks = self._ranks[: len(jobs)]
+        try:
+            for rank, job in zip(ranks, jobs, strict=True):
+                rank.connection.send(job)
+            frozen = {r for r, how in expect_death.items() if how == signal.SIGSTOP}
+            ends = _collect(
+                ranks,
+                frozen=frozen,
+                timeout_s=timeout_s,
+                grace_s=timeout_s if keep_exceptions else GRACE_S,
+                expect_death=expect_death,
+            )
+            verdict = _Verdict(jobs, ends, expect_death, keep_exceptions=keep_exceptions)
+            if verdict.failed:
+                text = verdict.text(ranks, timeout_s=timeout_s)
+                raise RanksFailed(text)
+            if verdict.skipped is not None:
+                _skip(verdict.skipped)
+            if verdict.all_returned:
+                _end(ranks)
+            else:
+                self.kill()
+            verdict.show_outputs()
+            return verdict.results
+        except BaseException:  # a failure, Ctrl-C, the timeout of the test runner
+            self.kill()
+            raise
+
+
+def _collect(
+    ranks: Sequence[_Rank],
+    *,
+    frozen: Iterable[int],
+    timeout_s: float,
+    grace_s: float,
+    expect_death: Mapping[int, int | None],
+) -> dict[int, Report | Death]:
+    """How each rank ended; a rank that is missing is still blocked.
+
+    The first unexpected end shortens the deadline: peers may be blocked on the failed rank.
+    """
+    ends: dict[int, Report | Death] = {}
+    by_connection = {rank.connection: r for r, rank in enumerate(ranks)}
+    deadline_s = time.monotonic() + timeout_s
+    while set(by_connection.values()) - set(frozen):
+        ready = wait(list(by_connection), max(0.0, deadline_s - time.monotonic()))
+        if not ready:
+            break
+        for connection in cast("list[Connection]", ready):
+            r = by_connection.pop(connection)
+            ends[r] = end = ranks[r].read()
+            if r not in expect_death and not (isinstance(end, Report) and end.kind == "result"):
+                deadline_s = min(deadline_s, time.monotonic() + grace_s)
+    for r in set(frozen) - ends.keys():
+        if ranks[r].stops_before(deadline_s):
+            ends[r] = Death(-signal.SIGSTOP)
+    return ends
+
+
+def _end(ranks: Sequence[_Rank]) -> None:
+    """Every rank has returned: let them close their sockets, and ask what they leaked."""
+    __tracebackhide__ = True
+    for rank in ranks:
+        rank.connection.send("end")
+    leaked = [rank.read() for rank in ranks]
+    text = [
+        f"rank {r}: {line}"
+        for r, lines in enumerate(leaked)
+        for line in ([f"died at the end: {lines}"] if isinstance(lines, Death) else lines)
+    ]
+    if text:
+        raise RanksFailed("The body passed but left something behind:\n" + "\n".join(text))
+
+
+class _Verdict:
+    """What the ends of all ranks mean together."""
+
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        ends: Mapping[int, Report | Death],
+        expect_death: Mapping[int, int | None],
+        *,
+        keep_exceptions: bool,
+    ) -> None:
+        self._jobs = jobs
+        self._ends = {
+            r: Death(end.exitcode, self._output(r)) if isinstance(end, Death) else end
+            for r, end in ends.items()
+        }
+        self._expect_death = expect_death
+        self.blocked = [r for r in range(len(jobs)) if r not in ends]
+        self._wrong = [
+            r
+            for r, end in self._ends.items()
+            if (
+                not (r in expect_death and end.is_as_expected(expect_death[r]))
+                if isinstance(end, Death)
+                else r in expect_death or (end.kind == "error" and not keep_exceptions)
+            )
+        ]
+        self.failed = bool(self.blocked or self._wrong)
+
+    @property
+    def all_returned(self) -> bool:
+        return all(isinstance(e, Report) and e.kind == "result" for e in self._ends.values())
+
+    @property
+    def skipped(self) -> str | None:
+        """Why a rank asked to skip the test, if one did."""
+        for end in self._ends.values():
+            if isinstance(end, Report) and end.kind == "skip":
+                return str(pickle.loads(end.payload))
+        return None
+
+    @property
+    def results(self) -> list[Any]:
+        ends = [self._ends[r] for r in range(len(self._jobs))]
+        return [end if isinstance(end, Death) else pickle.loads(end.payload) for end in ends]
+
+    def text(self, ranks: Sequence[_Rank], *, timeout_s: float) -> str:
+        """The culprit first: a death, then the earliest exception, then ranks still blocked."""
+        world = len(self._jobs)
+        parts = []
+        for r in sorted(self._wrong, key=self._when):
+            end = self._ends[r]
+            if isinstance(end, Report) and end.kind == "result":
+                parts.append(f"rank {r} of {world} returned; its death was expected")
+            elif isinstance(end, Report) and not parts:
+                parts.append(f"rank {r} of {world} failed:\n{end.text.rstrip()}")
+            elif isinstance(end, Report):
+                parts.append(f"rank {r} also failed: {end.text.rstrip().splitlines()[-1]}")
+            else:
+                parts.append(f"rank {r} of {world} died: {end}")
+        after = f"after {GRACE_S:g} s of grace" if parts else f"after {timeout_s:g} s"
+        if self.blocked:
+            parts.append(f"still blocked: ranks {self.blocked} {after}")
+            for r in self.blocked if len(parts) == 1 else ():  # nobody failed: where do they hang?
+                _ask_for_stacks(ranks[r], self._jobs[r].output)
+        for r in range(world):
+            output = self._output(r).rstrip()
+            if output:
+                parts.append(f"--- output of rank {r} ---\n{output}")
+        return "\n".join(parts)
+
+    def show_outputs(self) -> None:
+        """Print what ranks printed, so that the runner's capture shows it."""
+        for r in range(len(self._jobs)):
+            for line in self._output(r).splitlines():
+                print(f"[rank {r}] {line}")
+
+    def _when(self, rank: int) -> float:
+        end = self._ends[rank]
+        return end.at_s if isinstance(end, Report) else 0.0
+
+    def _output(self, rank: int) -> str:
+        path = self._jobs[rank].output
+        text = path.read_text(errors="replace") if path.exists() else ""
+        text = _LIFELINE_STACK.sub("", text)
+        return text if len(text) < 20_000 else f"[...]\n{text[-20_000:]}"
+
+
+def _skip(reason: str) -> NoReturn:
+    import pytest
+
+    pytest.skip(reason)
+
+
+def _ask_for_stacks(rank: _Rank, output: Path) -> None:
+    """Have the rank write where it is; it does so even inside a C call. At most half a second."""
+    if rank.process.pid is None or rank.process.exitcode is not None:
+        return
+    size = output.stat().st_size if output.exists() else 0
+    os.kill(rank.process.pid, STACKS_SIGNAL)
+    deadline_s = time.monotonic() + 0.5
+    while time.monotonic() < deadline_s and (not output.exists() or output.stat().st_size == size):
+        time.sleep(0.01)
+
+
+def _job(
+    body: Callable[..., Any], *, pickled: bytes, world_size: int, backend: str | None, folder: str
+) -> Job:
+    body = inspect.unwrap(body, stop=lambda f: not hasattr(f, "rank_body"))
+    module, qualname = body.__module__, body.__qualname__
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if file is None or "<" in qualname:
+        raise TypeError(
+            f"{module}.{qualname} cannot run on ranks: they find it by file and name. "
+            "Define it at the top level of a module or in a class."
+        )
+    return Job(
+        file=str(Path(file).resolve()),
+        module=module,
+        qualname=qualname,
+        arguments=pickled,
+        rank=0,
+        world_size=world_size,
+        backend=backend,
+        folder=folder,
+        environ=_environ(world_size),
+        path=list(sys.path),
+        cwd=os.getcwd(),
+        seed=zlib.crc32(f"{module}.{qualname}".encode()),
+        may_die=False,
+    )
+
+
+def _environ(world_size: int) -> dict[str, str]:
+    """This process's variables and those that ``torchrun`` sets, except the rank's own."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    loopback = {"GLOO_SOCKET_IFNAME": "lo"} if Path("/sys/class/net/lo").exists() else {}
+    return {
+        **loopback,  # gloo would look up the host's name, which takes seconds on some machines
+        **os.environ,
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def _pickle_arguments(
+    body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bytes:
+    try:
+        return pickle.dumps((args, kwargs))
+    except Exception:
+        named = [*enumerate(args), *kwargs.items()]
+        bad = [f"{name} ({type(value).__name__})" for name, value in named if not _travels(value)]
+        raise TypeError(
+            f"{body.__qualname__} runs on ranks: its arguments travel as pickles, and "
+            f"{', '.join(bad)} cannot. Pass plain values and build the rest in the body."
+        ) from None
+
+
+def _travels(value: Any) -> bool:
+    try:
+        pickle.dumps(value)
+    except Exception:
+        return False
+    return True
