@@ -30,8 +30,7 @@ class Ledger:
         self._total[category] += nbytes - owners.pop(owner, 0)
         if nbytes:
             owners[owner] = nbytes
-        if self._total[category] > self.peak[category]:
-            self.peak[category] = self._total[category]
+        self.peak[category] = max(self.peak[category], self._total[category])
 
     def nbytes(self, category: str) -> int:
         """Live bytes of a category."""

@@ -24,6 +24,7 @@ class Witness:
 
     ``fate``: ``runs``; ``left`` (closed its engine); ``gone`` (its process ended); ``stopped`` (by
     a signal or a disk); ``silent`` (its interpreter does not run). ``detail`` says it in words.
+    ``stack``: where the main thread is, on one line; ``stacks``: all threads in full, for the file.
     """
 
     rank: int
@@ -33,6 +34,7 @@ class Witness:
     answered: bool = True
     blocked_s: float = 0.0
     stack: str = ""
+    stacks: str = ""
     host: str = ""
 
 
@@ -74,14 +76,14 @@ class StallClock:
     def observe(self, now_s: float, mark: Hashable) -> bool:
         """``mark`` tells waits apart; None: not waiting. True when a round of questions is due.
 
-        Rounds come at first_s, 2, 4, 8... times that, but at least once in 15 s.
+        Rounds come every ``first_s`` and grow rarer to one in 15 s.
         """
         if mark is None or mark != self._mark:
             self._mark, self._since_s, self._due_s = mark, now_s, self._first_s
         self.blocked_s = now_s - self._since_s if mark is not None else 0.0
         if mark is None or self.blocked_s < self._due_s:
             return False
-        self._due_s = self.blocked_s + min(15.0, max(self._first_s, self.blocked_s))
+        self._due_s = self.blocked_s + min(15.0, max(self._first_s, self.blocked_s / 8))
         return True
 
 

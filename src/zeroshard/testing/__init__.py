@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zeroshard.testing.networks  # noqa: F401 - completes CASES
 from zeroshard.testing.models import CASES, Case
-from zeroshard.testing.ranks import Death, RanksFailed, on_ranks, run_ranks
+from zeroshard.testing.ranks import RanksFailed, on_ranks, run_ranks
+from zeroshard.testing.verdict import Death
 
 __all__ = ["CASES", "Case", "Death", "RanksFailed", "on_ranks", "run_ranks"]

@@ -165,7 +165,8 @@ def reference_run(
     micro-batches. 16 bit: each rank's gradient is taken by itself in 16 bit, upcast, added to the
     rank's others in fp32, rounded to ``reduce_dtype`` if given, and added up in rank order; the
     optimizer updates fp32 masters, which begin as the rounded parameters. fp16 uses ``scale`` and
-    skips the optimizer and the schedule when a gradient is not finite.
+    skips the optimizer and the schedule when a gradient is not finite. ZeroShard rounds a sum of
+    micro-batches to its reduction dtype where it reduces once a step (stages 0 and 1).
 
     ``untouched``: what the optimizer sees of parameters without any gradient: none, like plain
     PyTorch after ``zero_grad(set_to_none=True)``, or zeros.

@@ -16,7 +16,6 @@ import functools
 import inspect
 import os
 import pickle
-import re
 import shutil
 import signal
 import socket
@@ -25,12 +24,13 @@ import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from multiprocessing import context, forkserver, get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
+from zeroshard.testing.verdict import GRACE_S, Death, Verdict
 from zeroshard.testing.worker import STACKS_SIGNAL, Job, Report, serve
 
 PRELOAD = (
@@ -44,47 +44,11 @@ PRELOAD = (
 )
 """What the fork server imports; what cannot be imported is left out."""
 
-GRACE_S = 1.0
-"""How long the peers of a failed rank may take to report as well."""
-
-_LIFELINE_STACK = re.compile(
-    r"^Thread .*\n(  File .*\n)*.* in _end_with_parent\n(  File .*\n)*\n?", re.M
-)
-"""The kit's own thread in the stacks of a blocked rank: noise."""
-
 _Body = TypeVar("_Body", bound=Callable[..., Any])
 
 
 class RanksFailed(Exception):  # noqa: N818 - reads as a sentence in a test report
     """A body failed on at least one rank. The text begins with the rank that failed first."""
-
-
-@dataclass(frozen=True)
-class Death:
-    """How a rank ended that ended without a report.
-
-    ``exitcode`` as in ``multiprocessing``: negative for a signal. ``output`` is what it printed.
-    """
-
-    exitcode: int
-    output: str = field(default="", compare=False)
-
-    def __str__(self) -> str:
-        if self.exitcode < 0:
-            how = "stopped" if self.stopped else "killed"
-            return f"{how} by {signal.Signals(-self.exitcode).name}"
-        return f"exit code {self.exitcode}"
-
-    @property
-    def stopped(self) -> bool:
-        """Frozen rather than dead."""
-        return self.exitcode == -signal.SIGSTOP
-
-    def is_as_expected(self, expected: int | None) -> bool:
-        """``expected``: a ``signal.Signals``, an exit code, or None for any death."""
-        if isinstance(expected, signal.Signals):
-            return self.exitcode == -expected
-        return expected is None or self.exitcode == expected
 
 
 def on_ranks(
@@ -241,10 +205,14 @@ class RankPool:
                 grace_s=timeout_s if keep_exceptions else GRACE_S,
                 expect_death=expect_death,
             )
-            verdict = _Verdict(jobs, ends, expect_death, keep_exceptions=keep_exceptions)
+            verdict = Verdict(jobs, ends, expect_death, keep_exceptions=keep_exceptions)
             if verdict.failed:
-                text = verdict.text(ranks, timeout_s=timeout_s)
-                raise RanksFailed(text)
+                raise RanksFailed(
+                    verdict.text(
+                        timeout_s=timeout_s,
+                        ask_for_stacks=lambda r: _ask_for_stacks(ranks[r], jobs[r].output),
+                    )
+                )
             if verdict.skipped is not None:
                 _skip(verdict.skipped)
             if verdict.all_returned:
@@ -301,94 +269,6 @@ def _end(ranks: Sequence[_Rank]) -> None:
     ]
     if text:
         raise RanksFailed("The body passed but left something behind:\n" + "\n".join(text))
-
-
-class _Verdict:
-    """What the ends of all ranks mean together."""
-
-    def __init__(
-        self,
-        jobs: Sequence[Job],
-        ends: Mapping[int, Report | Death],
-        expect_death: Mapping[int, int | None],
-        *,
-        keep_exceptions: bool,
-    ) -> None:
-        self._jobs = jobs
-        self._ends = {
-            r: Death(end.exitcode, self._output(r)) if isinstance(end, Death) else end
-            for r, end in ends.items()
-        }
-        self._expect_death = expect_death
-        self.blocked = [r for r in range(len(jobs)) if r not in ends]
-        self._wrong = [
-            r
-            for r, end in self._ends.items()
-            if (
-                not (r in expect_death and end.is_as_expected(expect_death[r]))
-                if isinstance(end, Death)
-                else r in expect_death or (end.kind == "error" and not keep_exceptions)
-            )
-        ]
-        self.failed = bool(self.blocked or self._wrong)
-
-    @property
-    def all_returned(self) -> bool:
-        return all(isinstance(e, Report) and e.kind == "result" for e in self._ends.values())
-
-    @property
-    def skipped(self) -> str | None:
-        """Why a rank asked to skip the test, if one did."""
-        for end in self._ends.values():
-            if isinstance(end, Report) and end.kind == "skip":
-                return str(pickle.loads(end.payload))
-        return None
-
-    @property
-    def results(self) -> list[Any]:
-        ends = [self._ends[r] for r in range(len(self._jobs))]
-        return [end if isinstance(end, Death) else pickle.loads(end.payload) for end in ends]
-
-    def text(self, ranks: Sequence[_Rank], *, timeout_s: float) -> str:
-        """The culprit first: a death, then the earliest exception, then ranks still blocked."""
-        world = len(self._jobs)
-        parts = []
-        for r in sorted(self._wrong, key=self._when):
-            end = self._ends[r]
-            if isinstance(end, Report) and end.kind == "result":
-                parts.append(f"rank {r} of {world} returned; its death was expected")
-            elif isinstance(end, Report) and not parts:
-                parts.append(f"rank {r} of {world} failed:\n{end.text.rstrip()}")
-            elif isinstance(end, Report):
-                parts.append(f"rank {r} also failed: {end.text.rstrip().splitlines()[-1]}")
-            else:
-                parts.append(f"rank {r} of {world} died: {end}")
-        after = f"after {GRACE_S:g} s of grace" if parts else f"after {timeout_s:g} s"
-        if self.blocked:
-            parts.append(f"still blocked: ranks {self.blocked} {after}")
-            for r in self.blocked if len(parts) == 1 else ():  # nobody failed: where do they hang?
-                _ask_for_stacks(ranks[r], self._jobs[r].output)
-        for r in range(world):
-            output = self._output(r).rstrip()
-            if output:
-                parts.append(f"--- output of rank {r} ---\n{output}")
-        return "\n".join(parts)
-
-    def show_outputs(self) -> None:
-        """Print what ranks printed, so that the runner's capture shows it."""
-        for r in range(len(self._jobs)):
-            for line in self._output(r).splitlines():
-                print(f"[rank {r}] {line}")
-
-    def _when(self, rank: int) -> float:
-        end = self._ends[rank]
-        return end.at_s if isinstance(end, Report) else 0.0
-
-    def _output(self, rank: int) -> str:
-        path = self._jobs[rank].output
-        text = path.read_text(errors="replace") if path.exists() else ""
-        text = _LIFELINE_STACK.sub("", text)
-        return text if len(text) < 20_000 else f"[...]\n{text[-20_000:]}"
 
 
 def _skip(reason: str) -> NoReturn:

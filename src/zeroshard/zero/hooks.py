@@ -53,6 +53,7 @@ class StepHooks:
         self.creates_graph = False
         self.forward_depth = 0
         self._calls = count()
+        self._buffers = {id(buffer.unit): buffer for buffer in reducer.buffers}
         self._handles: list[RemovableHandle] = []
         self._attach()
 
@@ -60,7 +61,7 @@ class StepHooks:
 
     def _attach(self) -> None:
         me = weakref.proxy(self)  # a model must not keep a closed engine alive
-        buffers = {id(buffer.unit): buffer for buffer in self.reducer.buffers}
+        buffers = self._buffers
         for site in self.gatherer.sites:
             before, after = self._site_hooks(site)
             pre = _bound(me, before, site)
@@ -185,7 +186,7 @@ class StepHooks:
             waiting[0] -= 1
             if waiting[0] == 0:
                 site.open_calls.discard(call)
-                me._release(site)
+                me._passed(site)
 
         def watched(value: Any) -> Any:
             if not (isinstance(value, Tensor) and value.requires_grad):
@@ -219,6 +220,18 @@ class StepHooks:
         site.missing_grads -= 1
         if site.missing_grads <= 0:
             self._release(site)
+
+    def _passed(self, site: Site) -> None:
+        """Backward has left the site: gradients that did not arrive will not (autograd runs what was
+        recorded later first). So a rank that skipped an expert reduces at the same point as the others.
+        """
+        if not self.running_backward or site.open_calls:
+            return
+        site.missing_grads = 0
+        for unit in site.units:
+            if (buffer := self._buffers.get(id(unit))) is not None:
+                self.reducer.finish_buffer(buffer)
+        self._release(site)
 
     def _release(self, site: Site) -> None:
         """Free the site once nothing of this backward can need it: its gradients are all there."""

@@ -51,6 +51,7 @@ class GradBuffer:
         self.filled = [False] * len(unit.params)  # slots of grads_N that hold a gradient
         self.touched = [False] * len(unit.params)  # parameters with any gradient since the last step
         self.arrived = 0  # in the running backward
+        self.complete = False  # nothing more is expected in the running backward
         self.reduced_S: Tensor | None = None
         self.reduced_N: Tensor | None = None
 
@@ -181,7 +182,7 @@ class GradReducer:
         self.reducing = self.eager or boundary
         self._next = 0
         for buffer in self.buffers:
-            buffer.arrived = 0
+            buffer.arrived, buffer.complete = 0, False
 
     def land(self, buffer: GradBuffer, index: int, param: nn.Parameter) -> None:
         """A gradient was accumulated into ``param.grad``: take it."""
@@ -195,8 +196,14 @@ class GradReducer:
             )
         buffer.land(index, grad, self._landing_dtype(buffer.unit))
         buffer.arrived += 1
-        if self.reducing and buffer.arrived == len(buffer.unit.params):
-            self._launch_ready()
+        if buffer.arrived == len(buffer.unit.params):
+            self.finish_buffer(buffer)
+
+    def finish_buffer(self, buffer: GradBuffer) -> None:
+        """Backward is through with the unit: it may be reduced as soon as it is its turn."""
+        buffer.complete = True
+        while self.reducing and self._next < len(self.order) and self.order[self._next].complete:
+            self._launch_next()
 
     def _landing_dtype(self, unit: Unit) -> torch.dtype:
         many = not self.eager and self.expects_accumulation()
@@ -212,13 +219,6 @@ class GradReducer:
             if buffer.grads_N is not None:
                 self._launch(buffer)
         self._drain(0)
-
-    def _launch_ready(self) -> None:
-        while self._next < len(self.order):
-            buffer = self.order[self._next]
-            if buffer.arrived < len(buffer.unit.params):
-                return
-            self._launch_next()
 
     def _launch_next(self) -> None:
         buffer = self.order[self._next]

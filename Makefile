@@ -1,0 +1,54 @@
+# Every target sets itself up: on a machine with Python 3.10 or later and nothing else, `make train`
+# and `make test` are enough. The environment is .venv; it is made anew when the pins change.
+
+PYTHON     ?= python3
+RANKS      ?= 2
+ARGS       ?=
+TEST_LIMIT ?= 3000
+
+BIN   := .venv/bin
+READY := .venv/.ready
+
+# One thread per rank: several ranks share the cores of this machine.
+export OMP_NUM_THREADS ?= 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help setup train test lint bench docs-config clean
+
+help:
+	@echo "make train        train a GPT on real text under ZeRO-3 (RANKS=2, ARGS='--model tiny')"
+	@echo "make test         run every test (ARGS='tests/unit -k layout')"
+	@echo "make lint         check style, format and types"
+	@echo "make bench        compare a training step with other libraries (ARGS=...)"
+	@echo "make docs-config  write docs/config.md from the table of keys"
+	@echo "make clean        remove .venv and caches"
+
+setup: $(READY)
+
+# torch first and alone: it is the one large download, and the packages after it accept what is there.
+$(READY): constraints.txt pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	touch $@
+
+train: $(READY)
+	$(BIN)/zeroshard launch --nproc $(RANKS) examples/train_gpt/train.py $(ARGS)
+
+test: $(READY)
+	timeout --kill-after=30 $(TEST_LIMIT) $(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(READY)
+	$(BIN)/python benchmarks/sanity.py $(ARGS)
+
+docs-config: $(READY)
+	$(BIN)/python -m zeroshard.config.docs > docs/config.md.new
+	mv docs/config.md.new docs/config.md
+
+clean:
+	rm -rf .venv build dist src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,0 +1,120 @@
+"""What does the model read?  Text cut into tokens, with some documents held out.
+
+The tokens, the tokenizer and the number of bytes behind every token are kept in one file, so
+that a loss in nats per token can be told in bits per byte, whatever the vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from torch.utils.data import Dataset
+
+END = "<|end|>"  # closes a document; stands for no byte
+HELD_OUT = 20  # one document in this many is never trained on
+NOT_CODE = {"site-packages", "dist-packages", "encodings", "pydoc_data", "test", "tests"}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    tokenizer: Tokenizer
+    token_nbytes: Tensor  # [V] int64: how many bytes of text each token stands for
+    train: Windows
+    held_out: Windows
+
+
+class Windows(Dataset[Tensor]):
+    """Consecutive windows of ``context + 1`` tokens: the inputs, and the targets one later."""
+
+    def __init__(self, tokens: Tensor, context: int) -> None:
+        self.tokens, self.context = tokens, context
+
+    def __len__(self) -> int:
+        return (len(self.tokens) - 1) // self.context
+
+    def __getitem__(self, i: int) -> Tensor:
+        return self.tokens[i * self.context : (i + 1) * self.context + 1].long()
+
+
+def load_corpus(text: Path | None, *, vocab: int, context: int, cache: Path) -> Corpus:
+    """Read ``text`` (default: Python's standard library), or what ``cache`` kept of it.
+
+    Every rank may call this at once: the first to finish puts its file in place, and all read
+    that one.
+    """
+    documents = dict(split_file(text) if text else standard_library())
+    key = hashlib.sha256(repr((vocab, HELD_OUT, sorted(documents.items()))).encode()).hexdigest()
+    file = cache / f"tokens-{key[:16]}.npz"
+    if not file.exists():
+        write_once(file, encode(documents, vocab))
+    with np.load(file) as saved:
+        tokenizer = Tokenizer.from_str(saved["tokenizer"].item())
+        train, held_out = (torch.from_numpy(saved[name]) for name in ("train", "held_out"))
+    pieces = [tokenizer.id_to_token(i) for i in range(tokenizer.get_vocab_size())]
+    token_nbytes = torch.tensor([0 if piece == END else len(piece) for piece in pieces])
+    return Corpus(tokenizer, token_nbytes, Windows(train, context), Windows(held_out, context))
+
+
+def encode(documents: dict[str, str], vocab: int) -> dict[str, np.ndarray]:
+    """Learn a byte-pair vocabulary from the training documents and encode both parts."""
+    by_hash = sorted(documents, key=lambda name: hashlib.sha256(name.encode()).digest())
+    held_out = set(by_hash[: max(1, len(by_hash) // HELD_OUT)])
+    parts = {
+        "train": [text for name, text in documents.items() if name not in held_out],
+        "held_out": [text for name, text in documents.items() if name in held_out],
+    }
+    tokenizer = Tokenizer(models.BPE())
+    # Byte level: every text can be encoded, and one letter of a token is one byte of text.
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        parts["train"],
+        trainers.BpeTrainer(
+            vocab_size=vocab, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+        ),
+    )
+    end = tokenizer.token_to_id(END)
+    arrays = {"tokenizer": np.array(tokenizer.to_str())}
+    for part, texts in parts.items():
+        ids = [[*encoding.ids, end] for encoding in tokenizer.encode_batch(texts)]
+        arrays[part] = np.concatenate([np.array(row, dtype=np.int32) for row in ids])
+    return arrays
+
+
+def standard_library() -> Iterator[tuple[str, str]]:
+    """Name and text of every source file of the running Python's library, in a fixed order."""
+    root = Path(sysconfig.get_path("stdlib"))
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root)
+        if NOT_CODE.isdisjoint(name.parts):
+            yield name.as_posix(), path.read_text(encoding="utf-8", errors="replace")
+
+
+def split_file(path: Path, characters: int = 16384) -> Iterator[tuple[str, str]]:
+    """One file as numbered documents, so that a part of it can be held out."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    for start in range(0, len(text), characters):
+        yield str(start), text[start : start + characters]
+
+
+def write_once(file: Path, arrays: dict[str, np.ndarray]) -> None:
+    """Put the arrays at ``file``, complete or not at all; an earlier writer wins."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
+        draft = Path(scratch, file.name)
+        np.savez(draft, **arrays)  # type: ignore[arg-type]
+        try:
+            os.link(draft, file)
+        except FileExistsError:
+            return

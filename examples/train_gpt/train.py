@@ -1,0 +1,182 @@
+"""Train a GPT on Python's own standard library, sharded by ZeRO.
+
+    zeroshard launch --nproc 2 examples/train_gpt/train.py       two ranks
+    python examples/train_gpt/train.py                           one rank
+
+The same program runs on CPUs and GPUs; the batch, the optimizer, its schedule, the precision and
+the ZeRO stage are in ds_config.json. Losses are in bits per byte of text, so that they can be
+compared whatever the vocabulary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from data import Corpus, load_corpus
+from model import GPT, SIZES, GPTConfig
+from report import Report
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+import zeroshard
+
+PROMPT = 'def read_lines(path):\n    """'
+
+
+def main() -> None:
+    args = parse_arguments()
+    config = json.loads(args.config.read_text())
+    schedule = config["scheduler"]["params"]
+    if args.steps:
+        schedule.update(total_num_steps=args.steps, warmup_num_steps=args.steps // 20)
+
+    corpus = load_corpus(args.text, vocab=args.vocab, context=args.context, cache=args.runs)
+    shape = GPTConfig(
+        vocab=len(corpus.token_nbytes),
+        context=args.context,
+        checkpoint=args.checkpoint,
+        tied=args.tied,
+        **SIZES[args.model],
+    )
+    torch.manual_seed(args.seed)
+    with zeroshard.zero.Init(config_dict_or_path=config):  # no rank holds the whole model
+        model = GPT(shape)
+    engine, _, loader, _ = zeroshard.initialize(
+        model=model, training_data=corpus.train, config=config
+    )
+    with engine, Report(args.runs / (args.name or args.model), engine.global_rank) as report:
+        train(engine, loader, corpus, schedule["total_num_steps"], report)
+        report.say(f"\n{sample(engine, corpus, length=160, seed=args.seed)}\n")
+        report.say(str(engine.memory_report(all_ranks=True)))
+
+
+def train(
+    engine: zeroshard.Engine,
+    loader: DataLoader[Tensor],
+    corpus: Corpus,
+    steps: int,
+    report: Report,
+) -> None:
+    """Take ``steps`` optimizer steps; report 100 times and look at the held-out text 10 times."""
+    report_every, evaluate_every = math.ceil(steps / 100), math.ceil(steps / 10)
+    accumulation = engine.gradient_accumulation_steps()
+    batches = repeat(loader)
+    bits = BitsPerByte(corpus, engine.device)
+    tokens, start = 0, time.perf_counter()
+
+    for step in range(1, steps + 1):
+        for _ in range(accumulation):
+            inputs, targets = split(next(batches), engine.device)
+            loss = engine(inputs, targets)
+            engine.backward(loss)
+            engine.step()  # updates when all of the batch has been seen
+            bits.add(loss, targets)
+            tokens += targets.numel() * engine.world_size
+
+        if step % report_every == 0 or step == steps:
+            report.step(
+                step=step,
+                of=steps,
+                train=bits.take(),
+                tokens_per_s=tokens / (time.perf_counter() - start),
+                learning_rate=float(engine.last_step.lr),
+                grad_norm=float(engine.last_step.grad_norm),
+            )
+            if step % evaluate_every == 0 or step == steps:
+                report.held_out(step=step, held_out=evaluate(engine, corpus))
+            tokens, start = 0, time.perf_counter()
+
+
+@torch.no_grad()
+def evaluate(engine: zeroshard.Engine, corpus: Corpus) -> float:
+    """Bits per byte of the held-out text. Each rank reads an equal share of it."""
+    windows, size = corpus.held_out, engine.train_micro_batch_size_per_gpu()
+    # The ranks run the same number of forward passes: each gathers parameters from all of them.
+    share = range(engine.global_rank, len(windows), engine.world_size)
+    share = share[: len(windows) // engine.world_size]
+    bits = BitsPerByte(corpus, engine.device)
+    engine.eval()
+    for first in range(0, len(share), size):
+        batch = torch.stack([windows[i] for i in share[first : first + size]])
+        inputs, targets = split(batch, engine.device)
+        bits.add(engine(inputs, targets), targets)
+    engine.train()
+    return bits.take()
+
+
+@torch.no_grad()
+def sample(engine: zeroshard.Engine, corpus: Corpus, length: int, seed: int) -> str:
+    """Continue the prompt. Every rank draws the same tokens, so that all gather together."""
+    context = corpus.train.context
+    dice = torch.Generator().manual_seed(seed)
+    tokens = corpus.tokenizer.encode(PROMPT).ids
+    engine.eval()
+    for _ in range(length):
+        window = torch.tensor([tokens[-context:]], device=engine.device)
+        likely, ids = engine(window)[0, -1].cpu().topk(20)
+        tokens.append(int(ids[torch.multinomial(likely.softmax(-1), 1, generator=dice)]))
+    engine.train()
+    return str(corpus.tokenizer.decode(tokens))
+
+
+class BitsPerByte:
+    """Adds up losses and the bytes of text they are spread over, without leaving the device."""
+
+    def __init__(self, corpus: Corpus, device: torch.device) -> None:
+        self.token_nbytes = corpus.token_nbytes.to(device)
+        self.seen = torch.zeros(2, device=device)  # nats, bytes
+
+    def add(self, loss: Tensor, targets: Tensor) -> None:
+        """``loss`` is the mean over ``targets`` in nats per token."""
+        nbytes = self.token_nbytes[targets].sum()
+        self.seen += torch.stack([loss.detach().float() * targets.numel(), nbytes])
+
+    def take(self) -> float:
+        """The mean over everything added on any rank since the last call."""
+        if dist.is_initialized():
+            dist.all_reduce(self.seen)
+        nats, nbytes = self.seen.tolist()
+        self.seen.zero_()
+        return float(nats / nbytes / math.log(2))
+
+
+def split(batch_BT: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    batch_BT = batch_BT.to(device, non_blocking=True)
+    return batch_BT[:, :-1], batch_BT[:, 1:]
+
+
+def repeat(loader: DataLoader[Tensor]) -> Iterator[Tensor]:
+    """Batches for ever, in another order each time through the text."""
+    if not len(loader):
+        raise SystemExit("the text is shorter than one batch")
+    for epoch in itertools.count():
+        loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+        yield from loader
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=SIZES, default="small")
+    parser.add_argument("--text", type=Path, help="a text file to learn instead")
+    parser.add_argument("--steps", type=int, help="default: the schedule's length")
+    parser.add_argument("--vocab", type=int, default=2048)
+    parser.add_argument("--context", type=int, default=256, help="tokens in a sequence")
+    parser.add_argument("--checkpoint", action="store_true", help="compute activations twice")
+    parser.add_argument("--tied", action="store_true", help="one matrix to embed and to predict")
+    parser.add_argument("--config", type=Path, default=Path(__file__).with_name("ds_config.json"))
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="where results go")
+    parser.add_argument("--name", help="the folder in runs (default: the model's)")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""How do the options on the command line become a :class:`LaunchRequest`?"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from zeroshard.errors import LaunchError
+from zeroshard.launch import LaunchRequest, Patience, launch
+
+# Everything behind the script belongs to the script.
+CONTEXT = {"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
+
+
+def launch_command(  # noqa: PLR0917
+    script: Annotated[str, typer.Argument(help="The training program.")],
+    args: Annotated[list[str] | None, typer.Argument(help="Its arguments.")] = None,
+    nproc: Annotated[
+        int | None,
+        typer.Option(
+            "--nproc",
+            "--nproc_per_node",
+            "--nproc-per-node",
+            "--num_gpus",
+            "--num-gpus",
+            "--num_accelerators",
+            help="Ranks per node; default: one per visible GPU, or one.",
+        ),
+    ] = None,
+    hostfile: Annotated[
+        str | None, typer.Option("--hostfile", "-H", help="Lines 'host slots=N'.")
+    ] = None,
+    include: Annotated[
+        str, typer.Option("--include", "-i", help="What to use: 'host:0,1@host2'.")
+    ] = "",
+    exclude: Annotated[
+        str, typer.Option("--exclude", "-e", help="What to leave out: 'host:0,1@host2'.")
+    ] = "",
+    num_nodes: Annotated[int | None, typer.Option("--num_nodes", "--num-nodes", "--nnodes")] = None,
+    node_rank: Annotated[
+        int | None, typer.Option("--node_rank", "--node-rank", help="This node, with --no_ssh.")
+    ] = None,
+    master_addr: Annotated[
+        str | None, typer.Option("--master_addr", "--master-addr", help="Address of node 0.")
+    ] = None,
+    master_port: Annotated[
+        int | None,
+        typer.Option("--master_port", "--master-port", help="29500, or a free port on one node."),
+    ] = None,
+    module: Annotated[
+        bool, typer.Option("--module", "-m", help="SCRIPT is a module: python -m SCRIPT.")
+    ] = False,
+    no_python: Annotated[
+        bool, typer.Option("--no_python", "--no-python", help="SCRIPT is a program of its own.")
+    ] = False,
+    pass_local_rank: Annotated[
+        bool,
+        typer.Option(
+            "--pass_local_rank/--no_local_rank",
+            help="Give the script --local_rank=N, as the deepspeed command does.",
+        ),
+    ] = False,
+    no_ssh: Annotated[
+        bool, typer.Option("--no_ssh", "--no-ssh", help="Run this node only; I start the others.")
+    ] = False,
+    ssh_port: Annotated[int | None, typer.Option("--ssh_port", "--ssh-port")] = None,
+    each_rank_log: Annotated[
+        str | None,
+        typer.Option(
+            "--enable_each_rank_log",
+            "--enable-each-rank-log",
+            metavar="DIR",
+            help="Output of each rank to DIR/rank<N>.log instead of the console.",
+        ),
+    ] = None,
+    expect_memory_per_rank: Annotated[
+        str | None,
+        typer.Option(
+            "--expect-memory-per-rank",
+            "--expect_memory_per_rank",
+            metavar="SIZE",
+            help="Host memory a rank will need, e.g. 12GB; refuse to start if it is not free.",
+        ),
+    ] = None,
+    grace_s: Annotated[
+        float, typer.Option("--grace-s", help="Seconds for survivors to end by themselves.")
+    ] = Patience().grace_s,
+    stop_s: Annotated[
+        float, typer.Option("--stop-s", help="Seconds between a request to stop and SIGKILL.")
+    ] = Patience().stop_s,
+    log_level: Annotated[
+        str, typer.Option("--log_level", "--log-level", help="info shows torch's agent as well.")
+    ] = "warning",
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="No warnings before the start.")
+    ] = False,
+    leash: Annotated[bool, typer.Option("--leash", hidden=True)] = False,
+) -> None:
+    """Run SCRIPT on all ranks: on this node, on the hosts of a hostfile, or on a SLURM job's nodes.
+
+    Says why a rank died, shows the first traceback once, and ends with that rank's exit code.
+    """
+    request = LaunchRequest(
+        script=script,
+        args=tuple(args or ()),
+        nproc=nproc,
+        hostfile=hostfile,
+        include=include,
+        exclude=exclude,
+        num_nodes=num_nodes,
+        node_rank=node_rank,
+        master_addr=master_addr,
+        master_port=master_port,
+        module=module,
+        no_python=no_python,
+        pass_local_rank=pass_local_rank,
+        no_ssh=no_ssh,
+        ssh_port=ssh_port,
+        each_rank_log=each_rank_log,
+        expect_memory_per_rank=expect_memory_per_rank,
+        patience=Patience(grace_s, stop_s),
+        quiet=quiet,
+        verbose=log_level.lower() in ("info", "debug", "trace"),
+        leash=leash,
+    )
+    try:
+        code = launch(request)
+    except LaunchError as error:
+        print(f"zeroshard: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    raise typer.Exit(code)
+
+
+standalone = typer.Typer(add_completion=False, rich_markup_mode=None)
+standalone.command(context_settings=CONTEXT)(launch_command)

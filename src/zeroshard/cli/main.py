@@ -1,0 +1,65 @@
+"""What can one do with ZeroShard from a shell?
+
+Every command imports what it needs itself, so that ``zeroshard --help`` does not wait for torch.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from zeroshard.cli.launch import CONTEXT, launch_command
+from zeroshard.errors import ConfigError
+
+main = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="ZeRO training for PyTorch.",
+)
+main.command("launch", context_settings=CONTEXT)(launch_command)
+
+
+@main.command("config")
+def config_command(
+    source: Annotated[str, typer.Argument(help="A DeepSpeed configuration file (JSON).")],
+    world_size: Annotated[
+        int,
+        typer.Option("--world-size", "--world_size", min=1, help="Ranks to solve batch sizes for."),
+    ] = 1,
+) -> None:
+    """Print every value that a configuration resolves to, and where it comes from."""
+    from zeroshard.config import load_config
+
+    try:
+        loaded = load_config(Path(source), world_size=world_size)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(2) from None
+    print(loaded.table())
+    for notice in loaded.notices:
+        print(notice, file=sys.stderr)
+
+
+@main.command("version")
+def version_command() -> None:
+    """Print the versions of ZeroShard, torch and Python."""
+    words = [f"{name} {_version(name)}" for name in ("zeroshard", "torch")]
+    print(", ".join([*words, f"Python {platform.python_version()}"]))
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Do all ranks hold the same plan, before the first byte moves?
+
+Ranks meet in the store that their process group was built with. A different config on one rank is
+then an error in the first second, with one text on every rank, not a hang or a wrong number later.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, cast
+
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from zeroshard.core.flight import rank_ranges
+from zeroshard.errors import RankLate, RankMismatch
+
+
+class Store(Protocol):
+    """What is used of a torch.distributed store."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def add(self, key: str, amount: int, /) -> int: ...
+    def check(self, keys: list[str], /) -> bool: ...
+
+
+def meeting(store: Store, label: str, world_size: int) -> Store:
+    """A key space that no earlier meeting under this label has used.
+
+    The generation is counted in the store: every rank adds one. It is right as long as nobody
+    starts the next meeting before all have come to this one, so a meeting must wait for all once.
+    """
+    generation = (store.add(f"{label}/arrivals", 1) - 1) // world_size
+    return cast("Store", PrefixStore(f"{label}/{generation}", cast("Any", store)))
+
+
+def exchange(
+    store: Store, rank: int, world_size: int, value: str, *, key: str, timeout_s: float = 1800.0
+) -> list[str]:
+    """Every rank's ``value``, in rank order. Waits for all.
+
+    Raises:
+        RankLate: some ranks did not come within ``timeout_s``; it names them.
+    """
+    store.set(f"{key}/{rank}", value)
+    missing = [r for r in range(world_size) if r != rank]
+    begun_s, pause_s = time.monotonic(), 0.001
+    while missing:
+        missing = [r for r in missing if not store.check([f"{key}/{r}"])]
+        if not missing:
+            break
+        if time.monotonic() - begun_s > timeout_s:
+            raise RankLate(
+                f"RankLate: {rank_ranges(missing)} did not come to {key!r} within "
+                f"{timeout_s:.0f} s, while rank {rank} waited. Look at their output first."
+            )
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.05)
+    return [value if r == rank else store.get(f"{key}/{r}").decode() for r in range(world_size)]
+
+
+def agree_plan(
+    store: Store,
+    rank: int,
+    world_size: int,
+    fields: Mapping[str, str],
+    *,
+    timeout_s: float = 1800.0,
+) -> None:
+    """Return if all ranks have equal ``fields``; collective.
+
+    Raises:
+        RankMismatch: names the first field that differs, its values and who has them.
+        RankLate: a rank did not come.
+    """
+    text = json.dumps([socket.gethostname(), dict(fields)])
+    digest = hashlib.sha256(json.dumps(dict(fields)).encode()).hexdigest()
+    store.set(f"fields/{rank}", text)
+    digests = exchange(store, rank, world_size, digest, key="plan", timeout_s=timeout_s)
+    groups: dict[str, list[int]] = {}
+    for at, other in enumerate(digests):
+        groups.setdefault(other, []).append(at)
+    if len(groups) == 1:
+        return
+    ordered = sorted(groups.values(), key=lambda ranks: (-len(ranks), ranks))
+    plans = [json.loads(store.get(f"fields/{ranks[0]}")) for ranks in ordered]
+    raise RankMismatch(mismatch_text(ordered, plans))
+
+
+def agree_value(
+    store: Store, rank: int, world_size: int, name: str, value: str, *, timeout_s: float = 1800.0
+) -> None:
+    """Return if all ranks have the same ``value``; collective. Errors as :func:`agree_plan`."""
+    agree_plan(store, rank, world_size, {name: value}, timeout_s=timeout_s)
+
+
+def mismatch_text(
+    groups: Sequence[Sequence[int]], plans: Sequence[tuple[str, Mapping[str, Any]]]
+) -> str:
+    """One line: who differs from whom, in what. ``groups`` of ranks, the largest first.
+
+    >>> plans = [("a", {"stage": "2"}), ("b", {"stage": "3"})]
+    >>> mismatch_text([[0, 1, 2], [3]], plans)[:68]
+    'RankMismatch: rank 3 has another plan than ranks 0-2. First differen'
+    """
+    odd = sorted(r for ranks in groups[1:] for r in ranks)
+    has = "has" if len(odd) == 1 else "have"
+    keys = dict.fromkeys(key for _, fields in plans for key in fields)
+    differing = [key for key in keys if len({fields.get(key) for _, fields in plans}) > 1]
+    key = differing[0] if differing else "order of the fields"
+    values = " vs ".join(
+        f"{_short(fields.get(key))} ({rank_ranges(ranks)}, host {host})"
+        for ranks, (host, fields) in list(zip(groups, plans, strict=True))[:3]
+    )
+    more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
+    return (
+        f"RankMismatch: {rank_ranges(odd)} {has} another plan than {rank_ranges(groups[0])}. "
+        f"First difference: {key} = {values}{more}.\n"
+        "  Start every rank with the same program, config and library versions."
+    )
+
+
+def _short(value: Any) -> str:
+    return str(value)[:60] if value is not None else "missing"

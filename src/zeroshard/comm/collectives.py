@@ -1,0 +1,306 @@
+"""Which collectives may the runtime call, and what do they cost on one rank or a process group?
+
+W ranks share a unit; N padded elements of the unit, S = N // W; K elements of a small vector.
+Every call returns at once and is finished by ``wait`` on its handle. Reductions sum.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NoReturn, Protocol, runtime_checkable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zeroshard.comm.host import shut_down
+from zeroshard.comm.recorder import Entry, Item, Recorder
+from zeroshard.core.flight import rank_ranges
+from zeroshard.errors import RankLost, UsageError
+
+_SLICE = timedelta(seconds=1)
+#: What every backend can gather by type; everything else travels as bytes.
+_NATIVE = frozenset(
+    {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+    | {torch.int64, torch.int32, torch.int8, torch.uint8}
+)
+# torch 2.13 renamed these two and warns on every call under the old names.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Handle(Protocol):
+    """A collective in flight. It keeps its buffers alive; none may be written before ``wait``."""
+
+    def wait(self) -> None:
+        """Return when the result is there; on CUDA: when the current stream will wait for it."""
+
+
+@runtime_checkable
+class Comm(Protocol):
+    """Collectives over the ranks that share one unit."""
+
+    world_size: int
+    rank: int
+    transport: str
+    recorder: Recorder
+
+    def all_gather(self, full_N: Tensor, shard_S: Tensor, *, name: str) -> Handle:
+        """Fill ``full_N`` with every rank's ``shard_S``, which may be ``full_N``'s own slice."""
+
+    def reduce_scatter(self, out_S: Tensor, full_N: Tensor, *, name: str) -> Handle:
+        """Sum all ranks' ``full_N``; ``out_S`` gets the own slice and may lie inside ``full_N``."""
+
+    def gather_small(self, vector_K: Tensor, *, name: str) -> Tensor:
+        """``[W, K]``: row r is rank r's ``vector_K``; equal on every rank."""
+
+    def broadcast(self, tensor: Tensor, src: int, *, name: str) -> Handle:
+        """Overwrite ``tensor`` on every rank with that of rank ``src`` of this group."""
+
+    def close(self) -> None:
+        """Give back groups, sockets and scratch memory. Later calls are errors."""
+
+
+class Guard(Protocol):
+    """Who knows why a transport failed."""
+
+    def explain(self, item: Item, peers: Sequence[int], detail: str) -> Exception:
+        """The exception to raise instead of a transport error on the links to ``peers``."""
+
+
+class NoGuard:
+    """Without a sentinel the closed connection is all the evidence there is."""
+
+    def explain(self, item: Item, peers: Sequence[int], detail: str) -> Exception:
+        """A :class:`RankLost` that names the ranks at the other end."""
+        return RankLost(lost_text(item, peers, detail))
+
+
+def lost_text(item: Item, peers: Sequence[int], detail: str) -> str:
+    """One line: which connection closed, in which collective."""
+    what = f"{item[1].op} {item[1].name!r} (#{item[0]})"
+    who = f"rank {peers[0]}" if len(peers) == 1 else f"one of {rank_ranges(peers)}"
+    return f"RankLost: the connection to {who} failed during {what}: {detail}"
+
+
+class Done:
+    """A handle of something that is already complete."""
+
+    __slots__ = ()
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+DONE = Done()
+
+
+class SoloComm:
+    """One rank: every collective is a copy. Needs no process group at all."""
+
+    world_size = 1
+    rank = 0
+    transport = "solo"
+
+    def __init__(self, recorder: Recorder | None = None) -> None:
+        self.recorder = recorder or Recorder()
+        self._gathers = self.recorder.entries("all_gather")
+        self._reductions = self.recorder.entries("reduce_scatter")
+        self._small = self.recorder.entries("gather_small")
+        self._broadcasts = self.recorder.entries("broadcast")
+
+    def all_gather(self, full_N: Tensor, shard_S: Tensor, *, name: str) -> Handle:
+        """Copy; nothing when both are one buffer."""
+        self.recorder.enter(self._gathers[name], full_N, full_N.numel(), 0)
+        full_N.copy_(shard_S)
+        return DONE
+
+    def reduce_scatter(self, out_S: Tensor, full_N: Tensor, *, name: str) -> Handle:
+        """Copy; nothing when both are one buffer."""
+        self.recorder.enter(self._reductions[name], full_N, full_N.numel(), 0)
+        out_S.copy_(full_N)
+        return DONE
+
+    def gather_small(self, vector_K: Tensor, *, name: str) -> Tensor:
+        """A copy with one row."""
+        self.recorder.enter(self._small[name], vector_K, vector_K.numel(), 0)
+        return vector_K.detach().clone().unsqueeze(0)
+
+    def broadcast(self, tensor: Tensor, src: int, *, name: str) -> Handle:
+        """Nothing moves."""
+        check_source(src, 1)
+        self.recorder.enter(self._broadcasts[name], tensor, tensor.numel(), 0)
+        return DONE
+
+    def close(self) -> None:
+        """Nothing to give back but the recorder's file."""
+        self.recorder.close()
+
+
+class ProcessGroupComm:
+    """The stock collectives of a process group: NCCL, gloo, torch's fake backend and others.
+
+    Sums follow the backend's own order: with two ranks that is rank order; with more, gloo and NCCL
+    add around a ring, in the buffer's own dtype.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        *,
+        recorder: Recorder | None = None,
+        guard: Guard | None = None,
+        owns_group: bool = False,
+        sockets: Mapping[int, str] | None = None,
+    ) -> None:
+        self.world_size = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self.ranks = tuple(dist.get_process_group_ranks(group))
+        backend = dist.get_backend(group)
+        self.transport = backend if backend in ("nccl", "fake") else f"stock:{backend}"
+        self.recorder = recorder or Recorder()
+        self._gathers = self.recorder.entries("all_gather")
+        self._reductions = self.recorder.entries("reduce_scatter")
+        self._small = self.recorder.entries("gather_small")
+        self._broadcasts = [self.recorder.entries(f"broadcast from {r}") for r in self.ranks]
+        self._group: dist.ProcessGroup | None = group
+        self._owns_group = owns_group
+        self._guard: Guard = guard or NoGuard()
+        # Gloo blocks the host inside wait: in slices, so that Ctrl-C and a verdict get through.
+        self._slice = _SLICE if backend == "gloo" else None
+        self._sockets = dict(sockets or {})
+
+    def all_gather(self, full_N: Tensor, shard_S: Tensor, *, name: str) -> Handle:
+        """Stock all-gather. Types that a backend may not know travel as bytes."""
+        numel = full_N.numel()
+        item = self.recorder.enter(self._gathers[name], full_N, numel, numel - shard_S.numel())
+        if not numel:
+            return DONE
+        if full_N.dtype not in _NATIVE:
+            full_N, shard_S = full_N.view(torch.uint8), shard_S.view(torch.uint8)
+        return self._start(item, _all_gather, full_N, shard_S)
+
+    def reduce_scatter(self, out_S: Tensor, full_N: Tensor, *, name: str) -> Handle:
+        """Stock reduce-scatter. Gloo clones the whole input on the calling thread."""
+        numel = full_N.numel()
+        item = self.recorder.enter(self._reductions[name], full_N, numel, numel - out_S.numel())
+        return self._start(item, _reduce_scatter, out_S, full_N) if numel else DONE
+
+    def gather_small(self, vector_K: Tensor, *, name: str) -> Tensor:
+        """Stock all-gather into a new tensor; on CUDA the result is ready on the current stream."""
+        numel = vector_K.numel()
+        item = self.recorder.enter(
+            self._small[name], vector_K, numel, numel * (self.world_size - 1)
+        )
+        rows = vector_K.new_empty((self.world_size, numel))
+        if numel:
+            flat, vector = rows.view(-1), vector_K.detach().contiguous()
+            if vector.dtype not in _NATIVE:
+                flat, vector = flat.view(torch.uint8), vector.view(torch.uint8)
+            self._start(item, _all_gather, flat, vector).wait()
+        return rows
+
+    def broadcast(self, tensor: Tensor, src: int, *, name: str) -> Handle:
+        """Stock broadcast; ``src`` is a rank of this group."""
+        check_source(src, self.world_size)
+        numel = tensor.numel()
+        sent = numel * (self.world_size - 1) if src == self.rank else 0
+        item = self.recorder.enter(self._broadcasts[src][name], tensor, numel, sent)
+        if not numel:
+            return DONE
+        flat = tensor.detach()
+        return self._start(item, dist.broadcast, flat, self.ranks[src])
+
+    def _start(self, item: Item, call: Any, *args: Any) -> Handle:
+        if self._group is None:
+            raise closed(item[1])
+        try:
+            work = call(*args, group=self._group, async_op=True)
+        except RuntimeError as error:
+            self.fail(item, error)
+        return _Pending(self, item, work, args)
+
+    def finish(self, item: Item, work: Any) -> None:
+        """Wait for ``work``; a transport error becomes the verdict of whoever watches the ranks."""
+        self.recorder.waiting = item
+        try:
+            while True:
+                try:
+                    work.wait(self._slice) if self._slice is not None else work.wait()
+                    break
+                except RuntimeError as error:
+                    if self._slice is None or "Operation timed out" not in str(error):
+                        raise
+        except RuntimeError as error:
+            self.fail(item, error)
+        finally:
+            self.recorder.waiting = None
+        self.recorder.note_pending(item)
+
+    def fail(self, item: Item, error: RuntimeError) -> NoReturn:
+        """Raise what the guard makes of a transport error."""
+        peers = [r for i, r in enumerate(self.ranks) if i != self.rank]
+        raise self._guard.explain(item, peers, first_line(error)) from None
+
+    def abort(self) -> None:
+        """Make every blocked wait on this group fail now. For the sentinel's thread."""
+        group = self._group
+        if self._sockets:
+            shut_down(self._sockets)
+        elif group is not None and self._owns_group and self.transport == "nccl":
+            backend = group._get_backend(torch.device("cuda"))
+            if hasattr(backend, "abort"):
+                backend.abort()
+
+    def close(self) -> None:
+        """Destroy the group if this object made it."""
+        group, self._group = self._group, None
+        if group is not None and self._owns_group:
+            with contextlib.suppress(ValueError):  # the program destroyed all groups before us
+                dist.destroy_process_group(group)
+        self.recorder.close()
+
+
+class _Pending:
+    """A stock collective in flight; it keeps the buffers alive until the wait."""
+
+    __slots__ = ("_buffers", "_comm", "_item", "_work")
+
+    def __init__(self, comm: ProcessGroupComm, item: Item, work: Any, buffers: Any) -> None:
+        self._comm = comm
+        self._item = item
+        self._work = work
+        self._buffers = buffers
+
+    def wait(self) -> None:
+        work, self._work = self._work, None
+        if work is not None:
+            self._comm.finish(self._item, work)
+            self._buffers = None
+
+
+def check_source(src: int, world_size: int) -> None:
+    """Refuse a broadcast from a rank that is not in the group."""
+    if not 0 <= src < world_size:
+        raise UsageError(
+            f"broadcast from rank {src}: this group has ranks 0 to {world_size - 1}. "
+            "Give the rank inside the group, not the global one."
+        )
+
+
+def closed(entry: Entry) -> UsageError:
+    """The error for a call on a closed communicator."""
+    return UsageError(
+        f"{entry.op} {entry.name!r} was called on a closed communicator. "
+        "The engine that owned it was closed; build a new one."
+    )
+
+
+def first_line(error: BaseException) -> str:
+    """The part of a transport error that a person can use."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if line.startswith("[") and "] " in line:  # "[../third_party/gloo/...cc:547] Connection closed"
+        line = line.split("] ", 1)[1]
+    return line.split(". This may indicate")[0][:120]

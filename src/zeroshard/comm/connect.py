@@ -1,0 +1,92 @@
+"""Which transport do these ranks use, and who opens and closes it?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from zeroshard.comm.collectives import Comm, Guard, ProcessGroupComm, SoloComm
+from zeroshard.comm.host import open_sockets
+from zeroshard.comm.p2p import P2PComm, open_links
+from zeroshard.comm.recorder import Recorder
+from zeroshard.errors import ConfigError
+
+TRANSPORTS = ("auto", "p2p", "stock")
+
+
+def make_comm(
+    *,
+    transport: str = "auto",
+    recorder: Recorder | None = None,
+    group: dist.ProcessGroup | None = None,
+    purpose: str = "data",
+    device_type: str = "cpu",
+    guard: Guard | None = None,
+    timeout_s: float = 1860.0,
+) -> Comm:
+    """A communicator over ``group`` (default: all ranks). Every rank of the group must call it.
+
+    ``transport``: ``p2p`` is gloo with tags; ``stock`` is the group's own collectives; ``auto``
+    takes p2p on gloo and stock elsewhere. Gloo and NCCL get a process group of their own, so that
+    tags, sockets and streams are not shared with the program or with another purpose.
+    """
+    if transport not in TRANSPORTS:
+        raise ConfigError(
+            f"transport {transport!r} is unknown. Use one of {', '.join(TRANSPORTS)}."
+        )
+    if not (dist.is_available() and dist.is_initialized()):
+        return SoloComm(recorder)
+    group = group if group is not None else dist.group.WORLD
+    assert group is not None  # initialised
+    if dist.get_world_size(group) == 1 and transport != "stock":
+        return SoloComm(recorder)
+    backend = _backend_for(group, device_type)
+    if backend == "fake":
+        return ProcessGroupComm(group, recorder=recorder, guard=guard)
+    if transport == "p2p" and backend != "gloo":
+        raise ConfigError(
+            f'transport "p2p" needs gloo, but this process group uses {backend}. '
+            'Its messages carry no tag there. Use "auto".'
+        )
+    ranks = dist.get_process_group_ranks(group)
+    if backend == "gloo" and transport != "stock":
+        before = open_sockets()
+        links = open_links(
+            default_store(), ranks, dist.get_rank(), label=purpose, timeout_s=timeout_s
+        )
+        return P2PComm(
+            links, ranks=ranks, recorder=recorder, guard=guard, sockets=_new_sockets(before)
+        )
+    if len(ranks) < dist.get_world_size():
+        # Only these ranks are here, and a group that only they build could meet the store keys of
+        # an earlier one of the same ranks.
+        return ProcessGroupComm(group, recorder=recorder, guard=guard)
+    timeout = timedelta(seconds=timeout_s)
+    before = open_sockets()
+    own = dist.new_group(timeout=timeout, backend=backend, group_desc=f"zeroshard {purpose}")
+    sockets = _new_sockets(before) if backend == "gloo" else None
+    return ProcessGroupComm(own, recorder=recorder, guard=guard, owns_group=True, sockets=sockets)
+
+
+def _new_sockets(before: Mapping[int, str]) -> dict[int, str]:
+    """The sockets that appeared since: those of the connections just made."""
+    return {fd: what for fd, what in open_sockets().items() if before.get(fd) != what}
+
+
+def default_store() -> Store:
+    """The store that the ranks met through. Torch has no public name for it."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def _backend_for(group: dist.ProcessGroup, device_type: str) -> str:
+    """The backend that serves ``device_type``; groups may have one per device."""
+    backend = dist.get_backend(group)
+    if backend == "fake":
+        return backend
+    by_device = dict(
+        part.split(":", 1) for part in dist.get_backend_config(group).split(",") if ":" in part
+    )
+    return by_device.get(device_type, backend)

@@ -1,0 +1,193 @@
+"""Which rank is this process, and how does it join the others?
+
+The only reader of the launchers' environment: torchrun and DeepSpeed (``RANK``, ``WORLD_SIZE``,
+``LOCAL_RANK``), Open MPI and Slurm. Without any of them the program is its own only rank.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.rendezvous import rendezvous
+
+from zeroshard.errors import LaunchError
+
+DEFAULT_TIMEOUT = timedelta(minutes=10)
+
+#: Launcher -> its names of rank, world size, local rank, local world size.
+_LAUNCHERS = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "mpi": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "slurm": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process stands among all; ``launcher`` says who told us."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    launcher: str = "none"
+
+
+@dataclass(frozen=True)
+class RunName:
+    """What the launcher calls this run and this attempt at it."""
+
+    run: str = ""
+    attempt: int = 0
+
+
+def discover(environ: Mapping[str, str] | None = None, *, mpi: bool = True) -> Place:
+    """The place of this process according to its environment.
+
+    Open MPI and Slurm count only when they also say where rank 0 is (``MASTER_ADDR``): an
+    interactive Slurm shell sets its variables too, and is one process.
+
+    Raises:
+        LaunchError: a rank without a world size, or not inside it.
+    """
+    env = os.environ if environ is None else environ
+    for launcher, (rank, world, local_rank, local_world) in _LAUNCHERS.items():
+        if launcher != "torchrun" and not (mpi and "MASTER_ADDR" in env):
+            continue
+        if rank not in env:
+            continue
+        if world not in env:
+            raise LaunchError(
+                f"{rank} is {env[rank]} but {world} is not set, so the number of ranks is unknown. "
+                "Start the program with a launcher, or set both."
+            )
+        place = Place(
+            rank=_integer(env, rank, 0),
+            world_size=_integer(env, world, 1),
+            local_rank=_integer(env, local_rank, 0),
+            local_world_size=_integer(env, local_world, 1),
+            launcher=launcher,
+        )
+        if not 0 <= place.rank < place.world_size:
+            raise LaunchError(
+                f"{rank} is {place.rank} but {world} is {place.world_size}: ranks go from 0 to "
+                f"{place.world_size - 1}. Check how the program is started."
+            )
+        return place
+    return Place()
+
+
+def current_place(environ: Mapping[str, str] | None = None) -> Place:
+    """Like :func:`discover`, but a process group that already exists has the last word."""
+    place = discover(environ)
+    if dist.is_available() and dist.is_initialized():
+        rank, world = dist.get_rank(), dist.get_world_size()
+        if (rank, world) != (place.rank, place.world_size):
+            local = place.local_rank if place.launcher != "none" else 0
+            return Place(rank, world, local, place.local_world_size, "program")
+    return place
+
+
+def run_name(environ: Mapping[str, str] | None = None) -> RunName:
+    """Run and attempt, as our launcher or torchrun names them."""
+    env = os.environ if environ is None else environ
+    run = env.get("ZEROSHARD_RUN_ID") or env.get("TORCHELASTIC_RUN_ID") or ""
+    attempt = env.get("ZEROSHARD_ATTEMPT") or env.get("TORCHELASTIC_RESTART_COUNT") or "0"
+    return RunName("" if run == "none" else run, int(attempt) if attempt.isdigit() else 0)
+
+
+def init_distributed(  # noqa: PLR0917  (the order is part of the contract)
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: object = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> Place:
+    """Make sure that ``torch.distributed`` is initialised; nothing to do if it already is.
+
+    The signature is DeepSpeed's ``init_distributed``. The backend is NCCL with CUDA and gloo
+    without, unless ``dist_backend`` says otherwise. Without a launcher this process becomes the
+    only rank and opens no port. The store is private to this attempt, so that a restarted rank
+    cannot read the addresses of dead ones.
+
+    Raises:
+        LaunchError: ``dist_init_required=False`` without a group, or a broken environment.
+    """
+    del config  # accepted for its name; nothing in it concerns the process group
+    if dist.is_initialized():
+        return current_place()
+    if dist_init_required is False:
+        raise LaunchError(
+            "dist_init_required is False, but torch.distributed is not initialised. Call "
+            "torch.distributed.init_process_group first, or leave the argument out."
+        )
+    place = discover(mpi=auto_mpi_discovery)
+    if rank >= 0 and world_size > 0:
+        place = Place(rank, world_size, place.local_rank, place.local_world_size, "arguments")
+    backend = dist_backend or default_backend()
+    store: Store
+    if init_method is not None:
+        dist.init_process_group(
+            backend,
+            init_method=init_method,
+            timeout=timeout,
+            rank=place.rank,
+            world_size=place.world_size,
+        )
+        return place
+    if place.launcher == "none":
+        store = HashStore()
+    else:
+        address = os.environ.get("MASTER_ADDR", "127.0.0.1")
+        port = os.environ.get("MASTER_PORT", str(distributed_port))
+        url = "env://" if _has_master() else f"tcp://{address}:{port}"
+        store, _, _ = next(rendezvous(url, place.rank, place.world_size, timeout=timeout))
+        store = PrefixStore(f"zs/{run_name().run}/{run_name().attempt}", store)
+    dist.init_process_group(
+        backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout
+    )
+    if verbose and place.rank == 0:
+        print(f"zeroshard: {place.world_size} ranks over {backend} ({place.launcher})", flush=True)
+    return place
+
+
+def default_backend() -> str:
+    """NCCL where there is a CUDA device and a build that has it, gloo elsewhere."""
+    return "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+
+
+def local_device(place: Place | None = None) -> torch.device:
+    """The device that this process trains on: its own CUDA device, or the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    local = (place or current_place()).local_rank
+    return torch.device("cuda", local % torch.cuda.device_count())
+
+
+def _has_master() -> bool:
+    return "MASTER_ADDR" in os.environ and "MASTER_PORT" in os.environ
+
+
+def _integer(env: Mapping[str, str], key: str, default: int) -> int:
+    text = env.get(key, "")
+    if not text:
+        return default
+    if not text.strip().isdigit():
+        raise LaunchError(f"{key} is {text!r}, which is not a whole number.")
+    return int(text)

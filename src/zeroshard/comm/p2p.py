@@ -1,0 +1,310 @@
+"""How do CPU ranks gather and reduce in place, and how is a wrong partner recognised?
+
+Sends and receives of a gloo group, each under a tag that holds the whole history of the group up to
+this collective (operation, name, bytes, dtype). Ranks that call different collectives therefore
+never meet: they wait, and the sentinel names them. Data goes from the sender's buffer into the
+receiver's without a copy on either side.
+
+W ranks; N padded elements, S = N // W; K elements of a small vector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NoReturn, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from zeroshard.comm.collectives import (
+    DONE,
+    Guard,
+    Handle,
+    NoGuard,
+    check_source,
+    closed,
+    first_line,
+)
+from zeroshard.comm.host import shut_down
+from zeroshard.comm.recorder import Item, Recorder
+
+#: Elements summed at a time: blocks of all ranks together stay in the second-level cache.
+_BLOCK_NUMEL = 1 << 16
+_SHORT = frozenset({torch.float16, torch.bfloat16})
+
+
+class Links(Protocol):
+    """What is used of gloo: messages between neighbours, matched by tag."""
+
+    def size(self) -> int: ...
+    def rank(self) -> int: ...
+    def send(self, tensors: list[Tensor], dst: int, tag: int) -> Any: ...
+    def recv(self, tensors: list[Tensor], src: int, tag: int) -> Any: ...
+
+
+def open_links(
+    store: Store, ranks: Sequence[int], rank: int, *, label: str, timeout_s: float
+) -> Links:
+    """A full mesh of gloo connections between ``ranks``, registered nowhere.
+
+    Torch keeps the addresses of a destroyed group in the store, and a later group of the same name
+    reads them and hangs. So each mesh gets a name of its own: the number of its generation, counted
+    in the store. Nobody starts generation g + 1 before all have joined g.
+    """
+    place = f"zs/links/{label}/{','.join(map(str, ranks))}"
+    generation = (store.add(place, 1) - 1) // len(ranks)
+    private = PrefixStore(f"{place}/{generation}", store)
+    timeout = timedelta(seconds=timeout_s)
+    return cast(Links, dist.ProcessGroupGloo(private, ranks.index(rank), len(ranks), timeout))
+
+
+class P2PComm:
+    """Tagged sends and receives over gloo connections that belong to this object alone.
+
+    ``ranks`` are the global ranks of the group in order. Sums go in that order on every rank;
+    16-bit sums accumulate in fp32 and are rounded once.
+    """
+
+    transport = "p2p"
+
+    def __init__(
+        self,
+        links: Links,
+        *,
+        ranks: Sequence[int],
+        recorder: Recorder | None = None,
+        guard: Guard | None = None,
+        sockets: Mapping[int, str] | None = None,
+    ) -> None:
+        self.world_size = links.size()
+        self.rank = links.rank()
+        self.ranks = tuple(ranks)
+        self.recorder = recorder or Recorder()
+        self._gathers = self.recorder.entries("all_gather")
+        self._reductions = self.recorder.entries("reduce_scatter")
+        self._small = self.recorder.entries("gather_small")
+        self._broadcasts = [self.recorder.entries(f"broadcast from {r}") for r in self.ranks]
+        # Start with the neighbour, so that not every rank talks to rank 0 first.
+        self._peers = [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
+        self._links: Links | None = links
+        self._guard: Guard = guard or NoGuard()
+        self._sockets = dict(sockets or {})
+        self._scratch = _Scratch()
+
+    @property
+    def scratch_nbytes(self) -> int:
+        """Memory kept for incoming chunks and wide sums."""
+        return self._scratch.nbytes
+
+    def all_gather(self, full_N: Tensor, shard_S: Tensor, *, name: str) -> Handle:
+        """Every other rank's slice arrives in its place in ``full_N``."""
+        numel, shard_numel = full_N.numel(), shard_S.numel()
+        item = self.recorder.enter(self._gathers[name], full_N, numel, numel - shard_numel)
+        if not numel:
+            return DONE
+        slices = full_N.view(self.world_size, shard_numel).unbind()
+        exchange = _Exchange(self, item)
+        for peer in self._peers:
+            exchange.receive(slices[peer], peer)
+        for peer in self._peers:
+            exchange.send(shard_S, peer)
+        own = slices[self.rank]
+        if own.data_ptr() != shard_S.data_ptr():
+            own.copy_(shard_S)  # while the others are on the wire
+        return exchange
+
+    def reduce_scatter(self, out_S: Tensor, full_N: Tensor, *, name: str) -> Handle:
+        """Chunks cross pairwise; the sum is formed in ``wait``."""
+        numel, shard_numel = full_N.numel(), out_S.numel()
+        item = self.recorder.enter(self._reductions[name], full_N, numel, numel - shard_numel)
+        if not numel:
+            return DONE
+        slices = full_N.view(self.world_size, shard_numel).unbind()
+        space = self._scratch.take(full_N.dtype, (self.world_size - 1) * shard_numel)
+        parts = [*space[: (self.world_size - 1) * shard_numel].view(-1, shard_numel).unbind()]
+        parts.insert(self.rank, slices[self.rank])
+        exchange = _Reduction(self, item, parts, out_S, space)
+        for peer in self._peers:
+            exchange.receive(parts[peer], peer)
+        for peer in self._peers:
+            exchange.send(slices[peer], peer)
+        return exchange
+
+    def gather_small(self, vector_K: Tensor, *, name: str) -> Tensor:
+        """One message to every rank; tags make a mismatch wait instead of mixing numbers."""
+        vector = vector_K.detach().contiguous()
+        numel = vector.numel()
+        item = self.recorder.enter(self._small[name], vector, numel, numel * len(self._peers))
+        rows = vector.new_empty((self.world_size, numel))
+        rows[self.rank] = vector
+        if numel:
+            slices = rows.unbind()
+            exchange = _Exchange(self, item)
+            for peer in self._peers:
+                exchange.receive(slices[peer], peer)
+            for peer in self._peers:
+                exchange.send(vector, peer)
+            exchange.wait()
+        return rows
+
+    def broadcast(self, tensor: Tensor, src: int, *, name: str) -> Handle:
+        """The source sends to every rank."""
+        check_source(src, self.world_size)
+        numel = tensor.numel()
+        sent = numel * len(self._peers) if src == self.rank else 0
+        item = self.recorder.enter(self._broadcasts[src][name], tensor, numel, sent)
+        if not numel:
+            return DONE
+        flat = tensor.detach().view(-1)
+        exchange = _Exchange(self, item)
+        if src == self.rank:
+            for peer in self._peers:
+                exchange.send(flat, peer)
+        else:
+            exchange.receive(flat, src)
+        return exchange
+
+    def fail(self, item: Item, peer: int, error: RuntimeError) -> NoReturn:
+        """Raise what the guard makes of a broken link to ``peer``."""
+        raise self._guard.explain(item, [self.ranks[peer]], first_line(error)) from None
+
+    def links(self, item: Item) -> Links:
+        """The connections, unless this communicator was closed."""
+        if self._links is None:
+            raise closed(item[1])
+        return self._links
+
+    def release(self, space: Tensor) -> None:
+        """Take back a scratch buffer."""
+        self._scratch.give(space)
+
+    def abort(self) -> None:
+        """Make every blocked wait fail now. For the sentinel's thread."""
+        shut_down(self._sockets)
+
+    def close(self) -> None:
+        """Drop the connections; the last handle in flight closes the sockets."""
+        self._links = None
+        self._sockets = {}
+        self._scratch = _Scratch()
+        self.recorder.close()
+
+
+class _Exchange:
+    """Sends and receives of one collective. It keeps every buffer alive until the wait."""
+
+    __slots__ = ("_buffers", "_comm", "_item", "_links", "_tag", "_works")
+
+    def __init__(self, comm: P2PComm, item: Item) -> None:
+        self._comm = comm
+        self._item = item
+        self._tag = comm.recorder.tag
+        self._links = comm.links(item)
+        self._works: list[tuple[int, Any]] = []
+        self._buffers: list[Tensor] = []
+
+    def send(self, tensor: Tensor, peer: int) -> None:
+        try:
+            self._works.append((peer, self._links.send([tensor], peer, self._tag)))
+        except RuntimeError as error:
+            self._comm.fail(self._item, peer, error)
+        self._buffers.append(tensor)
+
+    def receive(self, tensor: Tensor, peer: int) -> None:
+        # Receives come first in the list: they are what the result needs.
+        try:
+            self._works.append((peer, self._links.recv([tensor], peer, self._tag)))
+        except RuntimeError as error:
+            self._comm.fail(self._item, peer, error)
+        self._buffers.append(tensor)
+
+    def wait(self) -> None:
+        works, self._works = self._works, []
+        if not works:
+            return
+        # Never in slices: the first timeout of a send or receive closes the pair for good.
+        self._comm.recorder.waiting = self._item
+        peer = -1
+        try:
+            for peer, work in works:  # noqa: B007  (the peer of the failing one is reported)
+                work.wait()
+        except RuntimeError as error:
+            self._comm.fail(self._item, peer, error)
+        finally:
+            self._comm.recorder.waiting = None
+        self.complete()
+        self._buffers = []
+
+    def complete(self) -> None:
+        """What is left to do on this rank once all bytes are here."""
+
+
+class _Reduction(_Exchange):
+    """An exchange whose chunks are summed once they are here."""
+
+    __slots__ = ("_out_S", "_parts", "_space")
+
+    def __init__(
+        self, comm: P2PComm, item: Item, parts: list[Tensor], out_S: Tensor, space: Tensor
+    ) -> None:
+        super().__init__(comm, item)
+        self._parts = parts
+        self._out_S = out_S
+        self._space = space
+
+    def complete(self) -> None:
+        sum_in_rank_order(self._parts, self._out_S)
+        self._parts = []
+        self._comm.release(self._space)
+        del self._space, self._out_S
+
+
+def sum_in_rank_order(parts: Sequence[Tensor], out_S: Tensor) -> None:
+    """``out_S = parts[0] + parts[1] + ...``, rounded once; ``out_S`` may be one of the parts.
+
+    Two 16-bit numbers need no wide buffer: their sum in fp32, rounded once, is what ``add`` gives.
+    """
+    if len(parts) == 2:
+        torch.add(parts[0], parts[1], out=out_S)
+        return
+    # Mixed-dtype arithmetic is 15 times slower on CPU than a widening copy and an add.
+    short = parts[0].dtype in _SHORT
+    numel = out_S.numel()
+    block = min(numel, _BLOCK_NUMEL)
+    wide = parts[0].new_empty((2, block), dtype=torch.float32 if short else parts[0].dtype)
+    for begin in range(0, numel, block):
+        end = min(begin + block, numel)
+        total, term = wide[:, : end - begin]
+        total.copy_(parts[0][begin:end])
+        for part in parts[1:]:
+            total.add_(term.copy_(part[begin:end]) if short else part[begin:end])
+        out_S[begin:end].copy_(total)
+
+
+class _Scratch:
+    """Flat buffers that are used again; at most as many as were ever in flight at once."""
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+        self.nbytes = 0
+
+    def take(self, dtype: torch.dtype, numel: int) -> Tensor:
+        """A buffer of at least ``numel`` elements: the smallest free one, or a new one."""
+        fits = [t for t in self._free if t.dtype == dtype and t.numel() >= numel]
+        if fits:
+            best = min(fits, key=Tensor.numel)
+            self._free = [t for t in self._free if t is not best]
+            return best
+        stale = next((t for t in self._free if t.dtype == dtype), None)
+        if stale is not None:  # too small for this run's units: do not hoard it
+            self._free = [t for t in self._free if t is not stale]
+            self.nbytes -= stale.nbytes
+        fresh = torch.empty(numel, dtype=dtype)
+        self.nbytes += fresh.nbytes
+        return fresh
+
+    def give(self, buffer: Tensor) -> None:
+        self._free.append(buffer)

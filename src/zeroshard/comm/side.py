@@ -1,0 +1,77 @@
+"""How do sentinels talk while the main threads are stuck, without getting stuck themselves?
+
+A store client that two threads share deadlocks, and a store whose server is frozen never answers.
+So the store is touched by one thread of its own, and whoever asks waits no longer than a deadline.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, TypeVar, cast
+
+from zeroshard.comm.agree import Store
+
+T = TypeVar("T")
+
+
+class SideChannelLost(Exception):  # noqa: N818 (a state of the channel, never shown to users)
+    """The store did not answer in time, or its server is gone."""
+
+
+class SideChannel:
+    """Store operations with a deadline. ``store`` must be a client of its own."""
+
+    def __init__(self, store: Store, *, name: str) -> None:
+        self._jobs: SimpleQueue[tuple[Callable[[Store], Any], _Answer] | None] = SimpleQueue()
+        self._busy: _Answer | None = None
+        self._turn = threading.Lock()
+        self._thread = threading.Thread(
+            target=_serve, args=(store, self._jobs), name=name, daemon=True
+        )
+        self._thread.start()
+
+    def call(self, operation: Callable[[Store], T], timeout_s: float = 5.0) -> T:
+        """The result of ``operation(store)``.
+
+        Raises:
+            SideChannelLost: no answer within ``timeout_s``, or none to an earlier call yet.
+        """
+        if not self._turn.acquire(timeout=timeout_s):
+            raise SideChannelLost("another call still waits")
+        try:
+            if self._busy is not None and not self._busy.done.is_set():
+                raise SideChannelLost("an earlier call still waits")
+            answer = self._busy = _Answer()
+            self._jobs.put((operation, answer))
+            if not answer.done.wait(timeout_s):
+                raise SideChannelLost(f"no answer in {timeout_s:.0f} s")
+        finally:
+            self._turn.release()
+        if answer.error is not None:
+            raise SideChannelLost(str(answer.error)) from answer.error
+        return cast("T", answer.value)
+
+    def close(self) -> None:
+        """End the thread; one that is stuck in the store is left behind as a daemon."""
+        self._jobs.put(None)
+        self._thread.join(2.0)
+
+
+class _Answer:
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.value: Any = None
+        self.error: Exception | None = None
+
+
+def _serve(store: Store, jobs: SimpleQueue[tuple[Callable[[Store], Any], _Answer] | None]) -> None:
+    while (job := jobs.get()) is not None:
+        operation, answer = job
+        try:
+            answer.value = operation(store)
+        except Exception as error:  # any failure of the store is an answer too
+            answer.error = error
+        answer.done.set()
+        del operation, answer, job

@@ -1,0 +1,9 @@
+"""The border where strings end: DeepSpeed's JSON in, one typed and resolved ``Config`` out."""
+
+from __future__ import annotations
+
+from zeroshard.config.keys import KEYS, Key, not_yet
+from zeroshard.config.resolve import LoadedConfig, load_config
+from zeroshard.config.schema import Config
+
+__all__ = ["KEYS", "Config", "Key", "LoadedConfig", "load_config", "not_yet"]

@@ -1,0 +1,193 @@
+"""Which keys are known, and what does ZeroShard do with each one?
+
+``KEYS`` has one row per key: those of the schema, those that are known only to be refused, and old
+spellings. Suggestions for misspelt keys, the notices and ``docs/config.md`` are read from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from zeroshard.config.fields import Section, Verdict
+from zeroshard.config.params import OPTIMIZERS, SCHEDULERS
+from zeroshard.config.schema import OFFLOAD, Config, section_type
+
+
+@dataclass(frozen=True)
+class Key:
+    """One row: dotted path, verdict, the reason for it, meaning, and the field if it has one."""
+
+    path: str
+    verdict: Verdict
+    reason: str
+    doc: str
+    field: FieldInfo | None = None
+    is_section: bool = False
+
+
+REMOVED = "DeepSpeed removed it; "
+
+REFUSED: dict[str, str] = {
+    "amp": REMOVED + 'use "bf16" or "fp16", or "torch_autocast"',
+    "nebula": REMOVED + "save checkpoints with the engine",
+    "compression_training": REMOVED + "compress the model outside of training",
+    "quantize_training": REMOVED + "quantize the model outside of training",
+    "sparse_gradients": REMOVED + "use dense embeddings",
+    "eigenvalue": REMOVED + "it only served quantize_training",
+    "sparse_attention": REMOVED + "use an attention kernel inside the model",
+    "elasticity": REMOVED + "checkpoints load at any world size",
+    "graph_harvesting": REMOVED + "torch.compile the model",
+    "curriculum_learning": REMOVED + "order the data in the data loader",
+    "progressive_layer_drop": REMOVED + "drop layers inside the model",
+    "data_efficiency": "it changes data and model, which is not ZeRO; use the data loader",
+    "autotuning": "nothing needs tuning: sizes are derived from the model",
+    "hybrid_engine": "generation inside training is not part of ZeRO",
+    "weight_quantization": "it serves inference",
+    "datastates_ckpt": "it binds checkpoints to one outside engine",
+    "msamp": 'it patches DeepSpeed itself; use "bf16"',
+    "zero_optimization.legacy_stage1": "there is one implementation of stage 1",
+    "zero_optimization.zenflow": "it updates with stale gradients, which changes the result",
+    "zero_optimization.mics_shard_size": REMOVED + "leave it out",
+    "zero_optimization.mics_hierarchical_params_gather": REMOVED + "leave it out",
+    "zero_optimization.zeropp_loco_param": REMOVED + "leave it out",
+}
+"""Keys without a field: an error that gives the reason, unless the value switches them off."""
+
+RENAMED: dict[str, str] = {
+    "bfloat16": "bf16",
+    "zero_optimization.cpu_offload": "zero_optimization.offload_optimizer",
+    "zero_optimization.cpu_offload_param": "zero_optimization.offload_param",
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": (
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+    ),
+}
+"""Old spelling -> key that takes its place."""
+
+STRAY: dict[str, str] = {
+    "bf16.auto_cast": "Only fp16 has it; cast the inputs, or use torch_autocast.",
+    "zero_optimization.grad_hooks": "Gradient hooks are always used; leave it out.",
+    "monitor_config": "Its parts belong at the top level: tensorboard, wandb, csv_monitor, comet.",
+    "moe": "Experts are part of the model; list modules that only some ranks run in "
+    "conditional_modules.",
+    "batch_size": "Write train_batch_size (all ranks) or train_micro_batch_size_per_gpu (one).",
+    "gas": "Write gradient_accumulation_steps.",
+    "optimizer.params.max_grad_norm": "The engine clips: write gradient_clipping at the top level.",
+}
+"""Words seen in the wild that no nearest name would lead to the right place."""
+
+
+def _rows(model: type[Section], prefix: str) -> list[Key]:
+    rows: list[Key] = []
+    for name, field in model.model_fields.items():
+        extra: Any = field.json_schema_extra
+        inner = section_type(field.annotation)
+        path = prefix + name
+        rows.append(
+            Key(
+                path,
+                extra["verdict"],
+                extra["why"],
+                field.description or "",
+                field,
+                inner is not None,
+            )
+        )
+        if inner is not None:
+            rows.extend(_rows(inner, f"{path}."))
+    return rows
+
+
+def _all_keys() -> dict[str, Key]:
+    rows = _rows(Config, "")
+    for section, types in (("optimizer", OPTIMIZERS), ("scheduler", SCHEDULERS)):
+        for model in types.values():
+            rows.extend(_rows(model, f"{section}.params."))
+    table: dict[str, Key] = {}
+    for row in rows:
+        table.setdefault(row.path, row)
+    for path, why in REFUSED.items():
+        table[path] = Key(path, "refuse", why, "")
+    for path, new in RENAMED.items():
+        table[path] = Key(path, "honour", f"old spelling of {new}", f"Old spelling of `{new}`.")
+    return table
+
+
+KEYS: Mapping[str, Key] = _all_keys()
+
+
+def advice(path: str, siblings: list[str]) -> str:
+    """What to write instead of the unknown key ``path``, whose section knows ``siblings``.
+
+    >>> advice("zero_optimization.stge", ["stage", "overlap_comm"])
+    'Did you mean "stage"?'
+    >>> advice("zero_optimization.gradient_clipping", ["stage"])
+    'It belongs at the top level.'
+    """
+    if path in STRAY:
+        return STRAY[path]
+    if path in KEYS:  # an argument of another optimizer or schedule
+        return f"This type takes {', '.join(sorted(siblings))}."
+    parent, _, name = path.rpartition(".")
+    homes = sorted({key.rpartition(".")[0] for key in KEYS if key.rpartition(".")[2] == name})
+    if 0 < len(homes) <= 3:
+        return f"It belongs {' or '.join(f'to {home}' if home else _TOP for home in homes)}."
+    close = nearest(name, siblings)
+    if close:
+        return f'Did you mean "{close}"?'
+    elsewhere = nearest(name, [key.rpartition(".")[2] for key in KEYS], cutoff=0.85)
+    homes = sorted(key for key in KEYS if key.rpartition(".")[2] == elsewhere)
+    if 0 < len(homes) <= 3:
+        return f"Did you mean {' or '.join(homes)}?"
+    if len(siblings) <= 8:
+        return f"{parent or 'The top level'} knows {', '.join(sorted(siblings))}."
+    return 'docs/config.md lists all keys; "unknown_keys": "warn" makes this a notice.'
+
+
+_TOP = "at the top level"
+
+
+def nearest(name: str, known: list[str], cutoff: float = 0.7) -> str | None:
+    """The known word that looks most like ``name``, without regard to case."""
+    lowered = {word.lower(): word for word in sorted(known, reverse=True)}
+    close = get_close_matches(name.lower(), sorted(lowered), n=1, cutoff=cutoff)
+    return lowered[close[0]] if close else None
+
+
+def not_yet(config: Config) -> list[str]:
+    """One line for each setting that asks for a part which this release does not have.
+
+    Parts that act only when something is called (saving, checkpointing activations) are not listed:
+    the call says so. ``load_config`` turns these lines into errors.
+    """
+    lines: list[str] = []
+    zero = config.zero_optimization
+    for name, acts in (("offload_optimizer", zero.stage >= 1), ("offload_param", zero.stage == 3)):
+        section = getattr(zero, name)
+        if section is not None and section.device != "none" and acts:
+            path = f"zero_optimization.{name}.device"
+            lines.append(f'{path}: "{section.device}" is asked for; {OFFLOAD}')
+    tensor = config.tensor_parallel
+    for path, size in (
+        ("tensor_parallel.autotp_size", tensor.autotp_size),
+        ("tensor_parallel.tp.tp_size", tensor.tp.tp_size),
+    ):
+        if size > 1:
+            lines.append(f"{path}: {size} is asked for; tensor parallelism is not there yet; use 1")
+    if config.trust.nan_policy != "error":
+        lines.append(
+            f'trust.nan_policy: "{config.trust.nan_policy}" is asked for; only "error" is there yet'
+        )
+    return lines
+
+
+def get(config: Section, path: str) -> Any:
+    """The value at a dotted path; None below a section that is None."""
+    value: Any = config
+    for name in path.split("."):
+        value = getattr(value, name) if isinstance(value, Section) else None
+    return value

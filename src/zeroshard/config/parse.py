@@ -1,0 +1,301 @@
+"""How does a dict become a typed configuration, with every problem found in one pass?
+
+Two walks. ``tidy`` goes through what the user wrote: it sets "auto" aside and finds keys that are
+unknown or refused. ``validate`` lets pydantic read the rest; a value that it rejects is noted,
+replaced by its default, and reading goes on, so that one wrong value hides no other. Nothing here
+looks at the world: the text is the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from zeroshard.config.fields import Section, is_auto, is_off, read_number, show
+from zeroshard.config.keys import KEYS, REFUSED, RENAMED, advice, nearest
+from zeroshard.config.params import (
+    PARAMS,
+    TORCH_OPTIMIZERS,
+    TORCH_SCHEDULERS,
+    UNAVAILABLE_OPTIMIZERS,
+)
+from zeroshard.config.schema import section_type
+
+S = TypeVar("S", bound=Section)
+
+
+@dataclass
+class Findings:
+    """What reading a configuration brought to light; filled as the walks go."""
+
+    errors: list[str] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+    given: set[str] = field(default_factory=set)
+    autos: set[str] = field(default_factory=set)
+    rejected: set[str] = field(default_factory=set)
+    hints: set[str] = field(default_factory=set)
+
+    def reject(self, path: str, text: str) -> None:
+        self.rejected.add(path)
+        self.errors.append(f"{path}: {text}")
+
+
+def tidy(
+    raw: Mapping[Any, Any], model: type[Section], prefix: str, found: Findings, *, warn: bool
+) -> dict[str, Any]:
+    """The part of ``raw`` that ``model`` can read; everything else goes to ``found``.
+
+    ``warn``: unknown keys become notices instead of errors.
+    """
+    out: dict[str, Any] = {}
+    for name, value in raw.items():
+        path = f"{prefix}{name}"
+        known = model.model_fields.get(name) if isinstance(name, str) else None
+        if path in REFUSED:
+            if not is_off(value):
+                found.errors.append(f"{path}: not supported: {REFUSED[path]}")
+        elif known is None:
+            _unknown(path, value, model, found, warn=warn)
+        elif is_auto(value):
+            found.autos.add(path)
+        elif not _dropped(path, value, known, found):
+            inner = section_type(known.annotation)
+            if inner is None:
+                out[name] = value
+                found.given.add(path)
+            elif isinstance(value, Mapping):
+                out[name] = tidy(value, inner, f"{path}.", found, warn=warn)
+                if path in PARAMS:
+                    _typed_params(path, out[name], found, warn=warn)
+            else:
+                found.reject(
+                    path, f"must be an object such as {_example(inner)}, not {show(value)}"
+                )
+    return out
+
+
+def _unknown(
+    path: str, value: object, model: type[Section], found: Findings, *, warn: bool
+) -> None:
+    if path == "optimizer.params.max_grad_norm" and is_off(value):
+        return
+    text = f"{path}: no such key. {advice(path, list(model.model_fields))}"
+    if warn:
+        found.notices.append(f"ignored: {text}")
+    else:
+        found.errors.append(text)
+
+
+def _dropped(path: str, value: object, known: FieldInfo, found: Findings) -> bool:
+    """Is this a value that need not be read: a feature switched off, or one that is refused?"""
+    row = KEYS[path]
+    if row.is_section and (value == {} or (is_off(value) and not isinstance(value, Mapping))):
+        return True
+    if row.verdict == "accept":
+        return value is None or (value is False and known.annotation is not bool)
+    if row.verdict in ("later", "refuse"):
+        if not is_off(value, known.get_default(call_default_factory=True)):
+            promise = "planned, not there yet" if row.verdict == "later" else "not supported"
+            reason = f": {row.reason}" if row.reason else ""
+            found.reject(path, f"{promise}{reason}; it is {show(value)}, leave it out")
+        return True
+    return False
+
+
+def _example(model: type[Section]) -> str:
+    name, known = next(iter(model.model_fields.items()))
+    if known.is_required():
+        return "{" + f'"{name}": ...' + "}"
+    default = known.get_default(call_default_factory=True)
+    return "{" + f'"{name}": {show(True if default is False else default)}' + "}"
+
+
+def rename(raw: dict[str, Any], found: Findings) -> dict[str, Any]:
+    """``raw`` with today's spelling of old keys; ``raw`` itself belongs to us and is changed."""
+    zero = raw.get("zero_optimization")
+    if isinstance(zero, bool):
+        raw["zero_optimization"] = {"stage": 1} if zero else {}
+        if zero:
+            found.notices.append('zero_optimization: true was read as {"stage": 1}')
+    for old, new in RENAMED.items():
+        parent: Any = raw
+        *sections, name = old.split(".")
+        for section in sections:
+            parent = parent.get(section) if isinstance(parent, dict) else None
+        if not isinstance(parent, dict) or name not in parent:
+            continue
+        value = parent.pop(name)
+        new_name = new.rpartition(".")[2]
+        if name.startswith("cpu_offload") and not is_auto(value):
+            if is_off(value):
+                continue
+            if value is not True:
+                found.errors.append(f"{old}: must be true or false, not {show(value)}")
+                continue
+            value = {"device": "cpu"}
+        if new_name in parent:
+            found.errors.append(f"{old}: old spelling of {new}, which is given too; keep one")
+            continue
+        parent[new_name] = value
+        found.notices.append(f"{old}: old spelling, read as {new}")
+    return raw
+
+
+def _typed_params(section: str, given: dict[str, Any], found: Findings, *, warn: bool) -> None:
+    """Check ``params`` against what the type takes; ``given`` is changed in place."""
+    kind, params = given.get("type"), given.get("params") or {}
+    if not isinstance(params, Mapping):
+        example = '{"lr": 0.001}' if section == "optimizer" else "{...}"
+        found.reject(
+            f"{section}.params", f"must be an object such as {example}, not {show(params)}"
+        )
+        params = {}
+    given["params"] = params
+    if not isinstance(kind, str):
+        return
+    types = PARAMS[section]
+    if section == "optimizer":
+        by_lower = {name.lower(): name for name in (*types, *UNAVAILABLE_OPTIMIZERS)}
+        kind = given["type"] = by_lower.get(kind.lower(), kind)
+        if kind in UNAVAILABLE_OPTIMIZERS:
+            found.reject("optimizer.type", f'"{kind}" is {UNAVAILABLE_OPTIMIZERS[kind]}')
+            return
+    found.given.discard(f"{section}.params")
+    prefix = f"{section}.params."
+    if kind in types:
+        tidied = tidy(params, types[kind], prefix, found, warn=warn)
+        _refuse_auto(tidied, types[kind], prefix, found)
+        read = validate(types[kind], tidied, prefix, found)
+        hints = {name for name in tidied if KEYS[prefix + name].verdict == "accept"}
+        found.hints |= {prefix + name for name in hints}
+        given["params"] = read.model_dump(exclude_unset=True, exclude=hints) if read else {}
+        return
+    _torch_class(section, kind, [*types, *UNAVAILABLE_OPTIMIZERS], found)
+    given["params"] = _torch_params(prefix, params, found)
+
+
+def _refuse_auto(
+    params: dict[str, Any], model: type[Section], prefix: str, found: Findings
+) -> None:
+    """Reject "auto" for arguments without a default; a 1 in their place lets reading go on."""
+    for name, known in model.model_fields.items():
+        if known.is_required() and prefix + name in found.autos:
+            found.reject(
+                prefix + name, '"auto" has no answer here, only you know it; give a number'
+            )
+            params[name] = 1
+
+
+def _torch_class(section: str, kind: str, named: list[str], found: Findings) -> None:
+    torch_names = TORCH_OPTIMIZERS if section == "optimizer" else TORCH_SCHEDULERS
+    if kind in torch_names:
+        return
+    home = "torch.optim" if section == "optimizer" else "torch.optim.lr_scheduler"
+    close = nearest(kind, [*named, *torch_names])
+    if close or not kind.isidentifier():
+        hint = f'. Did you mean "{close}"?' if close else f"; write the name of a class of {home}"
+        found.reject(f"{section}.type", f"there is no {section} {show(kind)}{hint}")
+
+
+def _torch_params(prefix: str, params: Mapping[str, Any], found: Findings) -> dict[str, Any]:
+    """Arguments of a torch class: passed on, with strings that are numbers read as numbers."""
+    out: dict[str, Any] = {}
+    for name, value in params.items():
+        path = f"{prefix}{name}"
+        if path == "optimizer.params.max_grad_norm":
+            if not is_off(value):
+                found.errors.append(f"{path}: no such key. {advice(path, [])}")
+        elif is_auto(value):
+            found.autos.add(path)
+        else:
+            number = read_number(value) if isinstance(value, str) else None
+            out[str(name)] = value if number is None else number
+            found.given.add(path)
+            if number is not None:
+                found.notices.append(f"{path}: the string {show(value)} was read as a number")
+    return out
+
+
+def validate(model: type[S], given: dict[str, Any], prefix: str, found: Findings) -> S | None:
+    """``given`` as an immutable ``model``; a rejected value is noted and left at its default.
+
+    None when the model itself lacks a value that has no default; a section that lacks one is left
+    out as a whole.
+    """
+    try:
+        read = model.model_validate(given)
+    except ValidationError as error:
+        incomplete: set[int | str] = set()
+        for item in error.errors(include_url=False):
+            loc = item["loc"]
+            known = _field_at(model, loc)
+            if item["type"] == "missing":
+                incomplete.add(loc[0])
+            path = prefix + ".".join(str(part) for part in loc)
+            found.reject(path, _describe(item, _take(given, loc), known))
+        for name in incomplete:
+            given.pop(str(name), None)
+        try:
+            return model.model_validate(given)
+        except ValidationError:
+            return None
+    _note_coercions(given, read, prefix, found)
+    return read
+
+
+def _take(given: dict[str, Any], loc: tuple[int | str, ...]) -> object:
+    """Remove the rejected value and return it, so that its default is used instead."""
+    parent: Any = given
+    for part in loc[:-1]:
+        parent = parent[part]
+    return parent.pop(loc[-1], None)
+
+
+def _field_at(model: type[Section], loc: tuple[int | str, ...]) -> FieldInfo:
+    for part in loc:
+        known = model.model_fields[str(part)]
+        model = section_type(known.annotation) or model
+    return known
+
+
+def _describe(item: Any, value: object, known: FieldInfo) -> str:
+    ctx = item.get("ctx", {})
+    kind = item["type"]
+    if kind == "missing":
+        return f"missing, and it has no default: {known.description}"
+    if kind == "zeroshard":
+        if value is not None or known.is_required():
+            return str(ctx["text"])
+        default = show(known.get_default(call_default_factory=True))
+        return f"{ctx['text']}; leave the key out for its default, {default}"
+    for error, words, key in (
+        ("greater_than", "must be greater than", "gt"),
+        ("greater_than_equal", "must be at least", "ge"),
+        ("less_than_equal", "must be at most", "le"),
+    ):
+        if kind == error:
+            return f"{words} {ctx[key]:g}, not {show(value)}"
+    if kind == "literal_error":
+        expected = str(ctx["expected"]).replace("'", '"')
+        return f"must be {expected}, not {show(value)}"
+    if kind == "dict_type":
+        return f"must be an object {{...}}, not {show(value)}"
+    return f"{item['msg']}, not {show(value)}"
+
+
+def _note_coercions(given: Any, read: object, path: str, found: Findings) -> None:
+    """Say which strings were read as numbers."""
+    if isinstance(given, Mapping):
+        for name, value in given.items():
+            inner = getattr(read, name, None) if isinstance(read, Section) else None
+            _note_coercions(value, inner, f"{path}{name}.", found)
+    elif isinstance(given, (list, tuple)) and isinstance(read, tuple) and len(given) == len(read):
+        for value, inner in zip(given, read, strict=True):
+            _note_coercions(value, inner, path, found)
+    elif isinstance(given, str) and isinstance(read, (int, float)):
+        key = path.removesuffix(".")
+        found.notices.append(f"{key}: the string {show(given)} was read as a number")

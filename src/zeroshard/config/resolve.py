@@ -1,0 +1,359 @@
+"""What does a configuration come to, once the world size is known and no "auto" is left?
+
+``load_config`` is the border that strings do not cross: behind it there is one immutable ``Config``
+with solved batch sizes, and for every value a word for where it came from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from zeroshard.config.fields import Section, is_auto, show
+from zeroshard.config.keys import KEYS, get, not_yet
+from zeroshard.config.params import PARAMS
+from zeroshard.config.parse import Findings, rename, tidy, validate
+from zeroshard.config.read import Source, copy_tree, read_source
+from zeroshard.config.schema import Config
+from zeroshard.errors import ConfigError
+
+BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+SECRET = "comet.api_key"
+WATCHERS = frozenset(
+    (
+        *("comet", "comms_logger", "csv_monitor", "dump_state", "flops_profiler", "log_level"),
+        *("memory_breakdown", "steps_per_print", "tensorboard", "timers", "trackio", "wandb"),
+        "wall_clock_breakdown",
+    )
+)
+ALWAYS_SHOWN = (*BATCH, "zero_optimization.stage", "gradient_clipping", "transport", "uneven")
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A resolved configuration and the story of its values.
+
+    ``raw``: what the user gave, parsed, in containers of our own. ``origins``: dotted key -> "file
+    PATH", "config" (a dict), "argument", "auto", "derived" or "default". ``notices``: one line
+    each, to be shown once.
+    """
+
+    config: Config
+    raw: dict[str, Any]
+    origins: dict[str, str]
+    notices: tuple[str, ...]
+
+    def agreed(self) -> dict[str, str]:
+        """Dotted key -> JSON of every value that must be the same on all ranks.
+
+        What only watches (monitors, printing) may differ: many programs log on rank 0 alone.
+        """
+        return {
+            path: json.dumps(value, sort_keys=True, default=lambda object_: type(object_).__name__)
+            for path, value in leaves(self.config)
+            if path.partition(".")[0] not in WATCHERS
+        }
+
+    def fingerprint(self) -> str:
+        """sha256 of ``agreed()``; equal on all ranks of a healthy run."""
+        return hashlib.sha256(json.dumps(self.agreed(), sort_keys=True).encode()).hexdigest()
+
+    def table(self, *, every_key: bool = False) -> str:
+        """Key, value and origin as plain text; keys at their default only with ``every_key``."""
+        from rich.console import Console
+        from rich.table import Table
+
+        grid = Table(box=None, pad_edge=False)
+        for title in ("key", "value", "origin"):
+            grid.add_column(title, overflow="fold")
+        hidden = 0
+        for path, value in leaves(self.config):
+            origin = self.origins[path]
+            if origin == "default" and path not in ALWAYS_SHOWN and not every_key:
+                hidden += 1
+                continue
+            shown = '"***"' if path == SECRET and value is not None else show(value)
+            grid.add_row(path, shown, origin)
+        out = io.StringIO()
+        Console(file=out, width=100, color_system=None, highlight=False).print(grid)
+        more = f"({hidden} other keys have their default)\n" if hidden else ""
+        lines = [line.rstrip() for line in (out.getvalue() + more).splitlines()]
+        return "\n".join(lines)
+
+
+def load_config(
+    source: Source,
+    *,
+    world_size: int,
+    args_config: Source = None,
+    arguments: Mapping[str, Any] | None = None,
+    hidden_size: int | None = None,
+    world_hint: str | None = None,
+    for_training: bool = True,
+) -> LoadedConfig:
+    """Read, check and resolve a configuration for ``world_size`` data-parallel ranks.
+
+    ``source``: dict, path, JSON text or urlsafe base64 of JSON; ``args_config`` is the same from
+    ``args.deepspeed_config``, and only one of the two may be given. ``arguments``: dotted key ->
+    value from the command line or an API; it wins over the file, None means not given.
+    ``hidden_size``: width of the model, from which "auto" sizes follow. ``world_hint``: a sentence
+    added to errors about batch sizes, such as why the world looks too small.
+    ``for_training=False`` is for callers that only build a model (``zero.Init`` sees files in
+    which much is still "auto"): batch sizes that are not given are 1, and optimizer and schedule
+    are not read.
+
+    Raises ``ConfigError`` with every problem, one per line, in the same order on every rank.
+    """
+    if source is not None and args_config is not None:
+        raise ConfigError(
+            "the configuration is given twice: as config= and as args.deepspeed_config; drop one"
+        )
+    if world_size < 1:
+        raise ConfigError(f"world_size must be at least 1, not {world_size}")
+    raw, where = read_source(source if source is not None else args_config)
+    found = Findings()
+    work = rename(copy_tree(raw), found)
+    from_arguments = _apply_arguments(work, arguments or {}, found)
+    if not for_training:
+        work = {key: value for key, value in work.items() if key not in PARAMS}
+    warn = str(work.get("unknown_keys", "error")).lower() == "warn"
+    given = tidy(work, Config, "", found, warn=warn)
+    _resolve_auto_sizes(given, found, hidden_size)
+    config = validate(Config, given, "", found) or Config()
+    found.errors.extend(not_yet(config))
+    found.errors.extend(_contradictions(config, found, world_size))
+    config, derived = _solve(config, found, world_size, world_hint, require_batch=for_training)
+    if found.errors:
+        raise ConfigError(_report(found.errors, where))
+    _notice(config, found)
+    return LoadedConfig(
+        config=config,
+        raw=raw,
+        origins=_origins(config, found, where, from_arguments, derived),
+        notices=tuple(dict.fromkeys(found.notices)),
+    )
+
+
+def leaves(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every dotted key below ``section`` with its value; optimizer arguments one by one."""
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if isinstance(value, Section):
+            yield from leaves(value, f"{prefix}{name}.")
+        elif name == "params":
+            yield from ((f"{prefix}params.{key}", value[key]) for key in sorted(value))
+        else:
+            yield prefix + name, value
+
+
+def _report(errors: list[str], where: str) -> str:
+    lines = sorted({line.replace("\n", "\\n") for line in errors})
+    place = where.removeprefix("file ") if where.startswith("file ") else "the configuration"
+    count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
+    return "\n".join([f"{count} in {place}:", *(f"  {line}" for line in lines)])
+
+
+def _apply_arguments(
+    work: dict[str, Any], arguments: Mapping[str, Any], found: Findings
+) -> set[str]:
+    taken: set[str] = set()
+    for path, value in arguments.items():
+        if value is None:
+            continue
+        *sections, name = path.split(".")
+        parent = work
+        for section in sections:
+            inner = parent.get(section)
+            parent[section] = parent = inner if isinstance(inner, dict) else {}
+        before = parent.get(name)
+        if before is not None and not is_auto(before) and before != value:
+            found.notices.append(f"{path}: the argument {show(value)} replaces {show(before)}")
+        parent[name] = copy_tree(value)
+        taken.add(path)
+    return taken
+
+
+def _resolve_auto_sizes(given: dict[str, Any], found: Findings, hidden_size: int | None) -> None:
+    """Sizes that follow from the width of the model, and the schedule's top learning rate."""
+    zero = given.setdefault("zero_optimization", {})
+    if hidden_size is not None:
+        for name, size in (
+            ("reduce_bucket_size", hidden_size * hidden_size),
+            ("stage3_prefetch_bucket_size", int(0.9 * hidden_size * hidden_size)),
+            ("stage3_param_persistence_threshold", 10 * hidden_size),
+        ):
+            if f"zero_optimization.{name}" in found.autos:
+                zero[name] = size
+    lr = given.get("optimizer", {}).get("params", {}).get("lr")
+    if "scheduler.params.warmup_max_lr" in found.autos and lr is not None:
+        given["scheduler"]["params"]["warmup_max_lr"] = lr
+
+
+def _contradictions(config: Config, found: Findings, world_size: int) -> Iterator[str]:
+    """Values that are fine one by one and cannot hold together."""
+    fp16, bf16, types = config.fp16, config.bf16, config.data_types
+    if fp16.enabled and bf16.enabled:
+        yield "fp16.enabled, bf16.enabled: both are true, but parameters have one dtype; keep one"
+    mode = "float16" if fp16.enabled else "bfloat16" if bf16.enabled else "float32"
+    if types.param_dtype not in (None, mode):
+        yield (
+            f'data_types.param_dtype: "{types.param_dtype}" contradicts the enabled mode, which '
+            f"makes parameters {mode}; change one of them"
+        )
+    if bf16.bf16_optimizer_states and not bf16.bf16_master_weights_and_grads:
+        yield "bf16.bf16_optimizer_states: needs bf16.bf16_master_weights_and_grads: true as well"
+    clipping = "gradient_clipping" in found.given and config.gradient_clipping > 0
+    if not config.zero_optimization.compute_grad_norm and clipping:
+        yield (
+            f"gradient_clipping: {config.gradient_clipping:g} needs the norm, which "
+            "zero_optimization.compute_grad_norm: false switches off; write 0, or true there"
+        )
+    if config.unit_min_numel > config.unit_max_numel:
+        yield (
+            f"unit_min_numel: {config.unit_min_numel} is above unit_max_numel "
+            f"{config.unit_max_numel}; small units would be merged only to be split"
+        )
+    if config.data_parallel_size not in (None, world_size):
+        yield (
+            f"data_parallel_size: {config.data_parallel_size} is not the world size {world_size}; "
+            "other parallel dimensions are not there yet, leave it out"
+        )
+
+
+def _solve(
+    config: Config, found: Findings, world_size: int, hint: str | None, *, require_batch: bool
+) -> tuple[Config, set[str]]:
+    """``config`` with all three batch sizes, and which of them were derived."""
+    zero = config.zero_optimization
+    if zero.overlap_comm is None:
+        zero = zero.model_copy(update={"overlap_comm": zero.stage == 3})
+    update: dict[str, Any] = {}
+    if not config.zero_optimization.compute_grad_norm and "gradient_clipping" not in found.given:
+        update["gradient_clipping"] = 0.0
+    if not found.rejected.intersection(BATCH):
+        sizes = (getattr(config, name) for name in BATCH)
+        solved = solve_batch(*sizes, world_size=world_size, require=require_batch)
+        if isinstance(solved, str):
+            found.errors.append(f"{solved} ({hint})" if hint else solved)
+        else:
+            missing = [name for name in BATCH if getattr(config, name) is None]
+            update |= {name: solved[BATCH.index(name)] for name in missing}
+    solved_config = config.model_copy(update=update | {"zero_optimization": zero})
+    return solved_config, set(update)
+
+
+def solve_batch(
+    train: int | None, micro: int | None, gas: int | None, *, world_size: int, require: bool = True
+) -> tuple[int, int, int] | str:
+    """Solve train = micro x gas x world size from what is given; a string says why it cannot be.
+
+    >>> solve_batch(8, None, None, world_size=2)
+    (8, 4, 1)
+    >>> solve_batch(8, None, 3, world_size=1)
+    'train_batch_size 8 is not divisible by gradient_accumulation_steps 3 x world size 1'
+    """
+    if train is None and micro is None:
+        if require:
+            return (
+                "no batch size is given: write train_batch_size (samples per step over all ranks) "
+                "or train_micro_batch_size_per_gpu (samples per rank per forward)"
+            )
+        micro = 1
+    if train is None:
+        assert micro is not None  # the case above
+        gas = gas or 1
+        return micro * gas * world_size, micro, gas
+    if micro is not None and gas is not None:
+        product = micro * gas * world_size
+        if product == train:
+            return train, micro, gas
+        return (
+            f"train_batch_size {train} is not train_micro_batch_size_per_gpu {micro} x "
+            f"gradient_accumulation_steps {gas} x world size {world_size} = {product}; "
+            "leave one of the three out and it follows from the others"
+        )
+    if micro is not None:
+        if train % (micro * world_size):
+            return (
+                f"train_batch_size {train} is not divisible by train_micro_batch_size_per_gpu "
+                f"{micro} x world size {world_size}"
+            )
+        return train, micro, train // (micro * world_size)
+    if gas is None:
+        if train % world_size:
+            return f"train_batch_size {train} is not divisible by world size {world_size}"
+        return train, train // world_size, 1
+    if train % (gas * world_size):
+        return (
+            f"train_batch_size {train} is not divisible by gradient_accumulation_steps {gas} x "
+            f"world size {world_size}"
+        )
+    return train, train // (gas * world_size), gas
+
+
+def _notice(config: Config, found: Findings) -> None:
+    """Lines about values that programs rely on and readers do not expect."""
+    if "gradient_clipping" not in found.given | found.autos and config.gradient_clipping:
+        found.notices.append(
+            "gradient_clipping is not given: gradients are clipped at norm 1.0, as DeepSpeed does; "
+            "0 switches clipping off"
+        )
+    optimizer, scheduler = config.optimizer, config.scheduler
+    adam = optimizer if optimizer is not None and optimizer.type == "Adam" else None
+    if adam is not None and adam.params.get("adam_w_mode", True):
+        found.notices.append(
+            "optimizer Adam is AdamW (decoupled weight decay), as in DeepSpeed; "
+            '"adam_w_mode": false gives L2 Adam'
+        )
+    if scheduler is not None and scheduler.type == "WarmupDecayLR":
+        lr = optimizer.params.get("lr") if optimizer else None
+        is_other = isinstance(lr, float) and lr != 1e-3
+        if "warmup_max_lr" not in scheduler.params and is_other:
+            found.notices.append(
+                f"scheduler.params.warmup_max_lr is not given: its default 0.001 replaces "
+                f"the optimizer's lr {lr:g}"
+            )
+    idle: dict[str, list[str]] = {"accept": sorted(found.hints), "not yet": []}
+    for path in sorted(found.given):
+        row = KEYS.get(path)
+        if row is None or row.field is None or row.verdict not in idle:
+            continue
+        default = row.field.get_default(call_default_factory=True)
+        section = path.rpartition(".")[0]
+        if get(config, path) != default and not (section and _is_idle(config, section)):
+            idle[row.verdict].append(path)
+    if idle["accept"]:
+        names = ", ".join(sorted(idle["accept"]))
+        found.notices.append(f"accepted, no effect here: {names}")
+    if idle["not yet"]:
+        found.notices.append(
+            f"kept for parts that are not there yet, no effect now: {', '.join(idle['not yet'])}"
+        )
+
+
+def _is_idle(config: Config, section: str) -> bool:
+    """Is this the inside of a feature that is switched off? Its other keys need no notice."""
+    if section.startswith("tensor_parallel"):  # anything but size 1 is an error
+        return True
+    inside = get(config, section)
+    return getattr(inside, "enabled", True) is False or (getattr(inside, "device", "") == "none")
+
+
+def _origins(
+    config: Config, found: Findings, where: str, from_arguments: set[str], derived: set[str]
+) -> dict[str, str]:
+    origins: dict[str, str] = {}
+    for path, _ in leaves(config):
+        if path in derived:
+            origins[path] = "auto" if path in found.autos else "derived"
+        elif path in found.autos:
+            origins[path] = "auto"
+        elif any(path == taken or path.startswith(f"{taken}.") for taken in from_arguments):
+            origins[path] = "argument"
+        else:
+            origins[path] = where if path in found.given else "default"
+    return origins

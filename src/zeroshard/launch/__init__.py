@@ -1,0 +1,13 @@
+"""How does a training program get onto its ranks?
+
+A thin layer on torch elastic's agent (and on ``srun`` under SLURM). Importing it does not import
+torch.
+"""
+
+from __future__ import annotations
+
+from zeroshard.launch.decide import LaunchRequest
+from zeroshard.launch.launcher import launch
+from zeroshard.launch.supervise import Patience
+
+__all__ = ["LaunchRequest", "Patience", "launch"]

@@ -1,0 +1,10 @@
+"""``python -m zeroshard.launch`` is ``zeroshard launch``, without anything on PATH."""
+
+from __future__ import annotations
+
+import sys
+
+from zeroshard.cli.launch import standalone
+
+if __name__ == "__main__":
+    standalone(args=sys.argv[1:], prog_name="zeroshard launch")

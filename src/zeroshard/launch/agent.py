@@ -1,0 +1,316 @@
+"""How are the ranks of one node run?
+
+Torch elastic's agent does the rendezvous, hands out ranks and starts the processes. This file adds
+who watches them (:class:`~zeroshard.launch.supervise.Herd`) and where their output goes. The only
+file of the launcher that imports torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any, TextIO
+
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
+from torch.distributed.elastic.utils.api import macros
+
+from zeroshard.errors import LaunchError
+from zeroshard.launch.cgroup import (
+    read_memory,
+    read_oom_counters,
+    read_rss_nbytes,
+    read_shm_nbytes,
+)
+from zeroshard.launch.decode import EXIT_SURVIVOR, Death, Kernel, Report, build_report
+from zeroshard.launch.guardian import Guardian
+from zeroshard.launch.streams import Streams
+from zeroshard.launch.supervise import Herd, Patience
+
+_TICK_S = 0.02
+_RSS_EVERY_S = 1.0
+_HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRun:
+    """Everything the ranks of one node need. ``arguments`` follow ``program``; both are final."""
+
+    program: str
+    arguments: tuple[str, ...]
+    num_local: int
+    num_nodes: int = 1
+    node_rank: int = 0
+    master_addr: str | None = None
+    master_port: int | None = None  # None: a free port (one node only)
+    pass_local_rank_at: int | None = None  # position of ``--local_rank=N`` among the arguments
+    env: Mapping[str, str] = field(default_factory=dict)  # added to the launcher's environment
+    log_dir: Path | None = None
+    patience: Patience = field(default_factory=Patience)
+    verbose: bool = False
+
+
+def run_node(run: NodeRun, console: TextIO) -> int:
+    """Run the ranks of this node to their end and report; gives the exit code of the launcher."""
+    prefix = "zeroshard-launch-"
+    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as scratch:
+        return _run_node(run, console, Path(scratch))
+
+
+def _run_node(run: NodeRun, console: TextIO, scratch: Path) -> int:
+    before = read_oom_counters()
+    memory = read_memory()
+    # a single rank keeps the terminal (progress bars, debuggers); lines of several must not mix
+    outputs = sys.stdout.buffer if run.num_local * run.num_nodes > 1 else None
+    streams = Streams(console.buffer, outputs, run.log_dir)
+    guardian = Guardian()
+    watch = _Watch(run, streams, guardian)
+    try:
+        with _quiet_torch(run.verbose), _signals(prompt=run.num_nodes > 1):
+            _make_agent(run, watch, _Logs(scratch, streams, run.env)).run()
+    except (SignalException, KeyboardInterrupt) as error:
+        stopped_by = getattr(error, "sigval", signal.SIGINT)
+        if not watch.started:
+            streams.finish(release=True)
+            print(f"zeroshard: stopped by {stopped_by.name} before any rank ran.", file=console)
+            return int(128 + stopped_by)
+        watch.stop_now(stopped_by)
+    except Exception as error:
+        if not watch.deaths:
+            streams.finish(release=True)
+            raise _start_error(run, error) from error
+    finally:
+        guardian.dismiss()
+    limit = memory.cgroup.limit_nbytes if memory.cgroup else None
+    kernel = Kernel(read_oom_counters().since(before), limit, read_shm_nbytes())
+    interrupted = watch.herd.interrupted if watch.herd else None
+    streams.finish(release=not any(d.exitcode for d in watch.deaths) and interrupted is None)
+    deaths = [_with_words(death, streams, scratch) for death in watch.deaths]
+    report = build_report(deaths, kernel, interrupted=interrupted)
+    _print(report, streams, console)
+    return EXIT_SURVIVOR if report.consequence and run.num_nodes > 1 else report.exitcode
+
+
+class _Watch:
+    """The herd of this node once it runs, with what is sampled while it lives."""
+
+    def __init__(self, run: NodeRun, streams: Streams, guardian: Guardian) -> None:
+        self._guardian = guardian
+        self._run = run
+        self._streams = streams
+        self._peak_nbytes: dict[int, int] = {}
+        self._next_sample_s = 0.0
+        # What nohup made the launcher ignore stays ignored (torch's agent does not keep this).
+        self._ignored = {n for n in _HANDLED if signal.getsignal(n) is signal.SIG_IGN}
+        self.herd: Herd | None = None
+
+    @property
+    def started(self) -> bool:
+        return self.herd is not None
+
+    @property
+    def deaths(self) -> list[Death]:
+        """Deaths so far, in order, with the memory last seen of each rank."""
+        deaths = self.herd.deaths if self.herd else []
+        return [replace(d, peak_rss_nbytes=self._peak_nbytes.get(d.rank)) for d in deaths]
+
+    def start(self, processes: Mapping[int, Any]) -> None:
+        """The ranks run: watch them, and take over the signals that torch's agent would act on."""
+        self._guardian.watch(process.pid for process in processes.values())
+        self._streams.start()
+        self.herd = Herd(processes, patience=self._run.patience)
+        if threading.current_thread() is threading.main_thread():
+            for number in _HANDLED:
+                ignored = number in self._ignored
+                signal.signal(number, signal.SIG_IGN if ignored else self._on_signal)
+
+    def tick(self) -> bool:
+        """True when no rank is left."""
+        herd = self.herd
+        if herd is None:
+            return True
+        now_s = time.monotonic()
+        if now_s >= self._next_sample_s:
+            self._next_sample_s = now_s + _RSS_EVERY_S
+            for rank, process in herd.alive.items():
+                nbytes = read_rss_nbytes(process.pid)
+                if nbytes is not None:
+                    self._peak_nbytes[rank] = nbytes
+        ended = herd.tick()
+        if herd.interrupted is not None or any(death.exitcode for death in herd.deaths):
+            self._streams.fail()
+        return ended
+
+    def stop_now(self, number: signal.Signals) -> None:
+        """End all ranks: ask, wait, kill."""
+        if self.herd is not None:
+            self.herd.interrupt(number)
+            while not self.tick():
+                time.sleep(_TICK_S)
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        if self.herd is not None:
+            self.herd.interrupt(signal.Signals(number))
+
+
+class _Agent(LocalElasticAgent):
+    """Torch elastic's agent, with the herd instead of "one failed: SIGTERM to all"."""
+
+    def __init__(self, spec: WorkerSpec, logs: LogsSpecs, watch: _Watch) -> None:
+        super().__init__(spec, logs_specs=logs)
+        self._watch = watch
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        ids: dict[int, Any] = super()._start_workers(worker_group)
+        handlers = self._pcontext.subprocess_handlers  # type: ignore[union-attr]
+        ranks = {worker.local_rank: worker.global_rank for worker in worker_group.workers}
+        self._watch.start({ranks[local]: handler.proc for local, handler in handlers.items()})
+        return ids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if not self._watch.tick():
+            return RunResult(state=WorkerState.HEALTHY)
+        result: RunResult = super()._monitor_workers(worker_group)
+        return result
+
+
+class _Logs(LogsSpecs):
+    """Where torch's agent opens the outputs of the ranks: pipes of ours."""
+
+    def __init__(self, scratch: Path, streams: Streams, env: Mapping[str, str]) -> None:
+        super().__init__(log_dir=str(scratch))
+        self._scratch = scratch
+        self._streams = streams
+        self._env = env
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        dest = LogsDest(filtered_stdout="", filtered_stderr="")
+        for local, env in envs.items():
+            rank = int(env["RANK"])
+            dest.stdouts[local], dest.stderrs[local] = self._streams.paths(rank)
+            dest.error_files[local] = str(_error_file(self._scratch, rank))
+            env.update(self._env)
+            env["TORCHELASTIC_ERROR_FILE"] = dest.error_files[local]
+        return dest
+
+    @property
+    def root_log_dir(self) -> str:
+        return str(self._scratch)
+
+
+def _make_agent(run: NodeRun, watch: _Watch, logs: _Logs) -> _Agent:
+    """An agent for one attempt: one node meets itself on a free port, several meet statically."""
+    static = run.num_nodes > 1 or run.master_port is not None
+    address = run.master_addr or "127.0.0.1"
+    parameters = RendezvousParameters(
+        backend="static" if static else "c10d",
+        endpoint=f"{address}:{run.master_port}" if static else "localhost:0",
+        run_id="zeroshard" if static else uuid.uuid4().hex,
+        min_nodes=run.num_nodes,
+        max_nodes=run.num_nodes,
+        local_addr=None if run.num_nodes > 1 else address,
+        timeout=900,
+        **({"rank": run.node_rank} if static else {}),
+    )
+    # torch expands $-templates in arguments; only the local rank is meant to be one.
+    arguments = [argument.replace("$", "$$") for argument in run.arguments]
+    if run.pass_local_rank_at is not None:
+        arguments.insert(run.pass_local_rank_at, f"--local_rank={macros.local_rank}")
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=run.num_local,
+        entrypoint=run.program,
+        args=tuple(arguments),
+        rdzv_handler=rendezvous_registry.get_rendezvous_handler(parameters),
+        max_restarts=0,
+        monitor_interval=_TICK_S,
+        master_addr=address if static else None,
+        master_port=run.master_port,
+        local_addr=parameters.local_addr,
+    )
+    return _Agent(spec, logs, watch)
+
+
+@contextmanager
+def _quiet_torch(verbose: bool) -> Iterator[None]:
+    """Keep the agent's own log lines off the console: the report says it shorter."""
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # read in this process too
+    root = "torch.distributed.elastic"
+    if not verbose:
+        for name in [n for n in logging.root.manager.loggerDict if n.startswith(root)]:
+            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+    yield
+
+
+@contextmanager
+def _signals(*, prompt: bool) -> Iterator[None]:
+    """Put the signal handlers back at the end.
+
+    ``prompt``: until the ranks run, Ctrl-C ends this process at once, since it waits for other
+    nodes in C++.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in _HANDLED}
+    try:
+        for number in _HANDLED:
+            if prompt and before[number] is not signal.SIG_IGN:
+                signal.signal(number, signal.SIG_DFL)
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _with_words(death: Death, streams: Streams, scratch: Path) -> Death:
+    """The death with what the rank wrote last."""
+    try:
+        error_file = _error_file(scratch, death.rank).read_text(errors="replace")
+    except OSError:
+        error_file = ""
+    return replace(death, stderr=streams.tail(death.rank), error_file=error_file)
+
+
+def _error_file(scratch: Path, rank: int) -> Path:
+    return scratch / f"error-{rank}.json"
+
+
+def _print(report: Report, streams: Streams, console: TextIO) -> None:
+    for line in report.lines:
+        print(f"zeroshard: {line}", file=console)
+    if report.root is not None and report.trace:
+        if streams.shown(report.root):
+            print(f"zeroshard: the traceback of rank {report.root} is above.", file=console)
+        else:
+            print(f"--- rank {report.root}\n{report.trace}", file=console)
+    console.flush()
+
+
+def _start_error(run: NodeRun, error: Exception) -> LaunchError:
+    text = str(error) or type(error).__name__
+    if "EADDRINUSE" in text or "address already in use" in text.lower():
+        return LaunchError(
+            f"port {run.master_port} on {run.master_addr} is in use, so the ranks cannot meet "
+            "there. Give another one with --master_port, or end the program that holds it."
+        )
+    return LaunchError(f"the ranks of node {run.node_rank} could not be started: {text}")

@@ -1,0 +1,251 @@
+"""Who starts whom?
+
+:func:`decide` turns the options, the environment and the hostfile into one of four decisions: ranks
+of this node, a launcher per host over ssh, launchers through ``srun``, or we become a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from zeroshard.errors import LaunchError
+from zeroshard.launch.hosts import Host, check_filters, parse_hostfile, select
+from zeroshard.launch.remote import this_launcher
+from zeroshard.launch.slurm import SlurmJob, rank_env, read_slurm, srun_command
+from zeroshard.launch.supervise import Patience
+
+DEFAULT_PORT = 29500
+_MANY_SLOTS = 1 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchRequest:
+    """The options of ``zeroshard launch``, under DeepSpeed's names where it has them."""
+
+    script: str
+    args: tuple[str, ...] = ()
+    nproc: int | None = None  # also --num_gpus, --num_accelerators
+    hostfile: str | None = None
+    include: str = ""
+    exclude: str = ""
+    num_nodes: int | None = None
+    node_rank: int | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+    module: bool = False
+    no_python: bool = False
+    pass_local_rank: bool = False
+    no_ssh: bool = False
+    ssh_port: int | None = None
+    each_rank_log: str | None = None
+    expect_memory_per_rank: str | None = None
+    patience: Patience = field(default_factory=Patience)
+    quiet: bool = False
+    verbose: bool = False
+    leash: bool = False  # another launcher holds our standard input
+
+
+@dataclass(frozen=True, slots=True)
+class RunHere:
+    """Ranks of this node; ``num_local`` None means one per GPU that is visible."""
+
+    num_local: int | None
+    num_nodes: int
+    node_rank: int
+    master_addr: str | None
+    master_port: int | None
+    devices: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunNodes:
+    """A launcher per host."""
+
+    hosts: tuple[Host, ...]
+    master_port: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunSrun:
+    """A launcher per node of the SLURM job."""
+
+    command: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BecomeRank:
+    """SLURM started one task per rank: this process is one."""
+
+    env: Mapping[str, str]
+
+
+Decision = RunHere | RunNodes | RunSrun | BecomeRank
+
+
+def decide(
+    request: LaunchRequest, env: Mapping[str, str], *, this_host: tuple[str, ...], has_srun: bool
+) -> Decision:
+    """Who starts whom; reads the hostfile and nothing else."""
+    _check(request)
+    job = None if request.hostfile or request.no_ssh else read_slurm(env)
+    if job is not None and job.one_rank_per_task:
+        if request.nproc is not None:
+            raise LaunchError(
+                f"SLURM started {job.num_tasks} tasks on {len(job.hosts)} nodes, and each becomes "
+                f"one rank, so --nproc {request.nproc} has no meaning; leave it out, or use "
+                "--ntasks-per-node=1."
+            )
+        return BecomeRank(
+            rank_env(job, master_addr=request.master_addr, master_port=request.master_port)
+        )
+    if job is not None and (len(job.hosts) > 1 or job.in_step):
+        return _decide_slurm(request, job, has_srun)
+    if request.hostfile is None:
+        return _decide_without_hosts(request)
+    hosts = select(
+        parse_hostfile(_read(request.hostfile), request.hostfile),
+        include=request.include,
+        exclude=request.exclude,
+        num_nodes=request.num_nodes,
+        num_slots=request.nproc,
+    )
+    if request.no_ssh:
+        rank = _node_rank(request, len(hosts))
+        address = request.master_addr or hosts[0].name
+        return _here(request, hosts[rank], len(hosts), rank, address)
+    local = (*this_host, "localhost", "127.0.0.1")
+    if len(hosts) == 1 and hosts[0].name in local:
+        return _here(request, hosts[0], 1, 0, request.master_addr)
+    return RunNodes(hosts, request.master_port or DEFAULT_PORT)
+
+
+def _decide_without_hosts(request: LaunchRequest) -> RunHere:
+    num_nodes = request.num_nodes or 1
+    if num_nodes > 1:
+        if not request.no_ssh:
+            raise LaunchError(
+                f"--num_nodes {num_nodes} needs --hostfile, or --no_ssh --node_rank R on each node."
+            )
+        rank = _node_rank(request, num_nodes)
+        if request.master_addr is None:
+            raise LaunchError(
+                "--no_ssh with several nodes needs --master_addr, the address of node 0."
+            )
+        port = request.master_port or DEFAULT_PORT
+        return RunHere(request.nproc, num_nodes, rank, request.master_addr, port, None)
+    devices = None
+    nproc = request.nproc
+    if request.include:
+        listed = select([Host("localhost", tuple(range(_MANY_SLOTS)))], include=request.include)[0]
+        if len(listed.slots) == _MANY_SLOTS:
+            return RunHere(None, 1, 0, request.master_addr, request.master_port, None)
+        nproc, devices = len(listed.slots), ",".join(map(str, listed.slots))
+    elif request.exclude:
+        raise LaunchError(
+            "--exclude needs --hostfile; without one, say what to use with --include."
+        )
+    return RunHere(nproc, 1, 0, request.master_addr, request.master_port, devices)
+
+
+def _decide_slurm(request: LaunchRequest, job: SlurmJob, has_srun: bool) -> RunHere | RunSrun:
+    nproc = request.nproc or job.tasks_per_node or None
+    address, port = request.master_addr or job.hosts[0], request.master_port or job.port
+    if job.in_step:
+        if len(job.hosts) == 1:
+            return RunHere(request.nproc, 1, 0, request.master_addr, request.master_port, None)
+        return RunHere(request.nproc, len(job.hosts), job.node_id, address, port, None)
+    if not has_srun:
+        raise LaunchError(
+            f"the SLURM job has {len(job.hosts)} nodes, but there is no srun on PATH; give "
+            "--hostfile to use ssh, or run zeroshard launch under srun."
+        )
+    slots = tuple(range(nproc or _MANY_SLOTS))
+    hosts = select(
+        [Host(name, slots) for name in job.hosts],
+        include=request.include,
+        exclude=request.exclude,
+        num_nodes=request.num_nodes,
+    )
+    if any(host.slots != slots for host in hosts):
+        raise LaunchError(
+            "under SLURM --include and --exclude choose whole nodes; choose devices with "
+            "srun's options."
+        )
+    launcher = [*this_launcher(), "--master_addr", request.master_addr or hosts[0].name]
+    launcher += ["--master_port", str(port)]
+    if nproc is not None:
+        launcher += ["--nproc", str(nproc)]
+    launcher += [*passed_on(request), "--", request.script, *request.args]
+    names = [host.name for host in hosts] if len(hosts) < len(job.hosts) else []
+    return RunSrun(tuple(srun_command(len(hosts), names, launcher)))
+
+
+def _here(
+    request: LaunchRequest, host: Host, num_nodes: int, rank: int, address: str | None
+) -> RunHere:
+    port = request.master_port or (DEFAULT_PORT if num_nodes > 1 else None)
+    return RunHere(len(host.slots), num_nodes, rank, address, port, host.devices)
+
+
+def passed_on(request: LaunchRequest) -> list[str]:
+    """The options that every node's launcher needs as well."""
+    words: list[str] = []
+    switches = {
+        "--module": request.module,
+        "--no_python": request.no_python,
+        "--pass_local_rank": request.pass_local_rank,
+        "--quiet": request.quiet,
+    }
+    words += [name for name, on in switches.items() if on]
+    if request.verbose:
+        words += ["--log_level", "info"]
+    if request.each_rank_log:
+        words += ["--enable_each_rank_log", request.each_rank_log]
+    if request.expect_memory_per_rank:
+        words += ["--expect-memory-per-rank", request.expect_memory_per_rank]
+    if request.patience != Patience():
+        words += ["--grace-s", str(request.patience.grace_s)]
+        words += ["--stop-s", str(request.patience.stop_s)]
+    return words
+
+
+def _check(request: LaunchRequest) -> None:
+    if request.module and request.no_python:
+        raise LaunchError("--module and --no_python cannot be given together; keep one of them.")
+    check_filters(
+        include=request.include,
+        exclude=request.exclude,
+        num_nodes=request.num_nodes,
+        num_slots=request.nproc,
+    )
+    if request.node_rank is not None and not request.no_ssh:
+        raise LaunchError(
+            f"--node_rank {request.node_rank} is for one launcher per node; give --no_ssh with it."
+        )
+    if request.master_port is not None and not 0 < request.master_port < 1 << 16:
+        raise LaunchError(
+            f"--master_port is {request.master_port}; it must lie between 1 and 65535."
+        )
+
+
+def _node_rank(request: LaunchRequest, num_nodes: int) -> int:
+    rank = request.node_rank
+    if rank is None:
+        if num_nodes == 1:
+            return 0
+        raise LaunchError("--no_ssh with several nodes needs --node_rank, this node's number.")
+    if not 0 <= rank < num_nodes:
+        raise LaunchError(f"--node_rank {rank} is outside of 0..{num_nodes - 1}.")
+    return rank
+
+
+def _read(hostfile: str) -> str:
+    try:
+        return Path(hostfile).read_text()
+    except OSError as error:
+        raise LaunchError(
+            f"--hostfile {hostfile!r} cannot be read: {error.strerror}. "
+            "It holds lines 'host slots=N'."
+        ) from error

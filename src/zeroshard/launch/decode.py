@@ -1,0 +1,208 @@
+"""Why did a rank die, and which death came first?
+
+Pure: from exit codes, the ends of the standard errors and the kernel's counters to a short report.
+The *root* is the earliest death that is not a consequence of another one. Consequences (a lost
+connection, exit code 76, a stop by the launcher) are folded, because they are louder than the cause
+and often earlier on the screen.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zeroshard.launch.cgroup import OomCounters
+from zeroshard.launch.traces import Trace, last_trace, trace_of_error_file
+
+# Exit codes of ranks that end by themselves in an orderly way.
+EXIT_VERDICT = 75  # this rank raised the verdict on a divergence or a hang
+EXIT_SURVIVOR = 76  # this rank lost its peers
+
+_LOST_PEER = re.compile(
+    r"Connection (?:closed by peer|reset by peer|refused)|Broken pipe|Socket closed|RankLost"
+    r"|ncclRemoteError|ncclSystemError|NCCL communicator was aborted|DistNetworkError"
+    r"|Socket Timeout|failed to recv|connectFullMesh"
+)
+_GLOO_SIZES = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """One ended process. ``exitcode`` is negative for a signal, as in :mod:`subprocess`."""
+
+    rank: int
+    exitcode: int
+    at_s: float
+    stopped: bool = False  # ended after the launcher told it to
+    stderr: str = ""
+    error_file: str = ""
+    peak_rss_nbytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """What the kernel counted during the run, and the limit it enforced."""
+
+    oom: OomCounters
+    cgroup_limit_nbytes: int | None = None
+    shm_nbytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A death in words: ``rank 3 <what>``."""
+
+    death: Death
+    what: str
+    consequence: bool
+    trace: Trace | None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the launcher prints, and its exit code."""
+
+    lines: tuple[str, ...]
+    root: int | None
+    trace: str
+    exitcode: int
+    consequence: bool = False  # even the root only followed a failure elsewhere
+
+
+def decode(death: Death, kernel: Kernel) -> Verdict:
+    """What one exit code means, given what the rank wrote and what the kernel counted."""
+    trace = trace_of_error_file(death.error_file) or last_trace(death.stderr)
+    if death.stopped:
+        return Verdict(death, "was stopped by the launcher", True, None)
+    if death.exitcode < 0:
+        return Verdict(death, _signal(death, kernel), False, trace)
+    headline = f": {trace.headline}" if trace else ""
+    if death.exitcode == EXIT_SURVIVOR:
+        return Verdict(death, f"lost its peers (exit code 76){headline}", True, trace)
+    if death.exitcode == EXIT_VERDICT:
+        return Verdict(
+            death, f"stopped on ZeroShard's verdict (exit code 75){headline}", False, trace
+        )
+    if trace is None:
+        what = f"exited with code {death.exitcode} and left no traceback"
+        return Verdict(death, what, False, None)
+    if death.exitcode != 1:  # an uncaught exception always ends Python with 1
+        what = f"exited with code {death.exitcode}; its last traceback was {trace.headline}"
+        return Verdict(death, what, False, trace)
+    lost = _LOST_PEER.search(trace.text)
+    if lost is not None:
+        return Verdict(death, f"lost its peers: {lost[0]} (exit code 1)", True, trace)
+    return Verdict(death, f"raised {trace.headline} (exit code 1)", False, trace)
+
+
+def build_report(
+    deaths: Sequence[Death], kernel: Kernel, *, interrupted: signal.Signals | None = None
+) -> Report:
+    """The lines for a finished run: the cause, other causes, then the consequences, folded.
+
+    A run without a failed rank has no lines. ``interrupted`` is the signal by which the user ended
+    it.
+    """
+    ordered = sorted(deaths, key=lambda death: (death.at_s, death.rank))
+    failed = [decode(death, kernel) for death in ordered if death.exitcode != 0]
+    if interrupted is not None:
+        text = f"stopped by {interrupted.name}; {_ranks([d.rank for d in ordered])} ended."
+        return Report((text,), None, "", 128 + interrupted)
+    if not failed:
+        return Report((), None, "", 0)
+    root = next((v for v in failed if not v.consequence), failed[0])
+    causes = [root] + [v for v in failed if not v.consequence and v is not root]
+    folded = [v for v in failed if v.consequence and v is not root]
+    lines = [f"{who} {what}." for who, what in _grouped(causes)]
+    early = [d.rank for d in ordered if d.exitcode == 0 and d.at_s < root.death.at_s]
+    if root.consequence and early:
+        lines.append(
+            f"{_ranks(early)} had already ended with exit code 0: the others still waited for it."
+        )
+    lines += [f"{who} followed: {what}." for who, what in _grouped(folded)]
+    code = root.death.exitcode
+    return Report(
+        lines=tuple(lines),
+        root=root.death.rank,
+        trace=root.trace.text if root.trace else "",
+        exitcode=code if code > 0 else 128 - code,
+        consequence=root.consequence,
+    )
+
+
+def _signal(death: Death, kernel: Kernel) -> str:
+    """The meaning of a fatal signal, as ``was killed by ...``."""
+    number = -death.exitcode
+    if number == signal.SIGKILL:
+        return _killed(death, kernel)
+    if number == signal.SIGABRT:
+        sizes = _GLOO_SIZES.search(death.stderr)
+        if sizes:
+            return (
+                f"aborted in gloo: it received {sizes[1]} bytes where {sizes[2]} were expected. "
+                "The ranks called different collectives"
+            )
+        return "aborted (SIGABRT): a C++ check failed; its text is below"
+    if number == signal.SIGBUS:
+        size = "" if kernel.shm_nbytes is None else f" ({kernel.shm_nbytes >> 20} MiB)"
+        return (
+            f"got SIGBUS: most likely /dev/shm{size} is full; "
+            "docker run --shm-size=8g makes it larger"
+        )
+    if number == signal.SIGSEGV:
+        return "died of a segmentation fault (SIGSEGV)"
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        name = f"signal {number}"
+    return f"was ended by {name}, sent from outside"
+
+
+def _killed(death: Death, kernel: Kernel) -> str:
+    rss = (
+        ""
+        if death.peak_rss_nbytes is None
+        else f", RSS {_gib(death.peak_rss_nbytes)} when last seen"
+    )
+    if kernel.oom.cgroup:
+        limit = kernel.cgroup_limit_nbytes
+        bound = "" if limit is None else f", limit {_gib(limit)}"
+        return (
+            f"was killed by the kernel OOM killer (in this cgroup: oom_kill +{kernel.oom.cgroup}"
+            f"{bound}{rss})"
+        )
+    if kernel.oom.host:
+        return (
+            "was killed by the kernel OOM killer (host out of memory, no cgroup limit hit: "
+            f"oom_kill +{kernel.oom.host}{rss})"
+        )
+    if kernel.oom.cgroup is None and kernel.oom.host is None:
+        return f"got SIGKILL; this system does not count OOM kills, so the sender is unknown{rss}"
+    return f"got SIGKILL from outside (scheduler or user); no OOM kill was counted{rss}"
+
+
+def _grouped(verdicts: Sequence[Verdict]) -> list[tuple[str, str]]:
+    """Ranks that died in the same words share a line, in order of their first death."""
+    groups: dict[str, list[int]] = {}
+    for verdict in verdicts:
+        groups.setdefault(verdict.what, []).append(verdict.death.rank)
+    return [(_ranks(ranks), what) for what, ranks in groups.items()]
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """``rank 3`` or ``ranks 0-2, 5``."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / _GIB:.1f} GiB"

@@ -1,0 +1,174 @@
+"""Which hosts, and which slots on them, does a run use?
+
+Pure text and arithmetic: the hostfile (lines ``host slots=N``), and the filters ``--include`` and
+``--exclude`` (``host:0,1@host2``), which keep DeepSpeed's meaning.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from zeroshard.errors import LaunchError
+
+_LINE = re.compile(r"(?P<name>\S+)\s+slots=(?P<slots>\d+)")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A machine and the device indices used on it: one rank per slot, in this order."""
+
+    name: str
+    slots: tuple[int, ...]
+
+    @property
+    def devices(self) -> str | None:
+        """Text for ``CUDA_VISIBLE_DEVICES``; None where ranks use devices 0, 1, 2, ... anyway."""
+        if self.slots == tuple(range(len(self.slots))):
+            return None
+        return ",".join(map(str, self.slots))
+
+
+def parse_hostfile(text: str, source: str) -> tuple[Host, ...]:
+    """Hosts of a hostfile, in its order; every bad line is named at once, as ``source:line``."""
+    hosts: dict[str, Host] = {}
+    first_line: dict[str, int] = {}
+    problems: list[str] = []
+    for number, raw in enumerate(text.splitlines(), start=1):
+        line = raw.split("#", 1)[0].strip()
+        if not line:
+            continue
+        match = _LINE.fullmatch(line)
+        if match is None or not _NAME.fullmatch(match["name"]):
+            problems.append(f"{source}:{number}: {line!r} is not of the form 'host slots=N'.")
+            continue
+        name, count = match["name"], int(match["slots"])
+        if name in hosts:
+            problems.append(
+                f"{source}:{number}: host {name!r} is already on line {first_line[name]}; "
+                "write it once, with all its slots."
+            )
+        elif count == 0:
+            problems.append(f"{source}:{number}: host {name!r} has no slots; remove the line.")
+        else:
+            hosts[name] = Host(name, tuple(range(count)))
+            first_line[name] = number
+    if not hosts and not problems:
+        problems.append(f"{source}: no host in it; expected lines of the form 'host slots=N'.")
+    if problems:
+        raise LaunchError("\n".join(problems))
+    return tuple(hosts.values())
+
+
+def parse_filter(text: str, option: str) -> dict[str, tuple[int, ...] | None]:
+    """``"a:0,2@b"`` -> ``{"a": (0, 2), "b": None}``; None means every slot of the host.
+
+    >>> parse_filter("a:0,2@b", "--include")
+    {'a': (0, 2), 'b': None}
+    """
+    wanted: dict[str, tuple[int, ...] | None] = {}
+    for part in text.split("@"):
+        name, colon, indices = part.strip().partition(":")
+        slots = [index.strip() for index in indices.split(",")] if colon else []
+        if not _NAME.fullmatch(name) or not all(index.isdigit() for index in slots):
+            raise LaunchError(
+                f"{option} {text!r}: {part!r} is not of the form 'host' or 'host:0,1'; "
+                "hosts are separated by '@'."
+            )
+        if name in wanted:
+            raise LaunchError(f"{option} {text!r}: host {name!r} is named twice.")
+        numbers = tuple(sorted({int(index) for index in slots}))
+        if len(numbers) != len(slots):
+            raise LaunchError(f"{option} {text!r}: a slot of host {name!r} is named twice.")
+        wanted[name] = numbers if colon else None
+    return wanted
+
+
+def select(
+    hosts: Iterable[Host],
+    *,
+    include: str = "",
+    exclude: str = "",
+    num_nodes: int | None = None,
+    num_slots: int | None = None,
+) -> tuple[Host, ...]:
+    """The hosts and slots of a run.
+
+    ``include`` keeps what it names, ``exclude`` drops it; ``num_nodes`` keeps the first hosts and
+    ``num_slots`` the first slots of each. A filter together with a number is an error.
+    """
+    chosen = tuple(hosts)
+    check_filters(include=include, exclude=exclude, num_nodes=num_nodes, num_slots=num_slots)
+    if include:
+        chosen = _apply(chosen, parse_filter(include, "--include"), "--include", keep=True)
+    if exclude:
+        chosen = _apply(chosen, parse_filter(exclude, "--exclude"), "--exclude", keep=False)
+        if not chosen:
+            raise LaunchError(f"--exclude {exclude!r} leaves no slot to run on.")
+    if num_nodes is not None:
+        if num_nodes > len(chosen):
+            names = ", ".join(host.name for host in chosen)
+            raise LaunchError(
+                f"--num_nodes {num_nodes}: there are only {len(chosen)} hosts ({names})."
+            )
+        chosen = chosen[:num_nodes]
+    if num_slots is not None:
+        for host in chosen:
+            if num_slots > len(host.slots):
+                raise LaunchError(
+                    f"--nproc {num_slots}: host {host.name!r} has only {len(host.slots)} slots."
+                )
+        chosen = tuple(Host(host.name, host.slots[:num_slots]) for host in chosen)
+    return chosen
+
+
+def check_filters(
+    *, include: str, exclude: str, num_nodes: int | None, num_slots: int | None
+) -> None:
+    """Refuse combinations that say the same thing twice, so that none has to win silently."""
+    if include and exclude:
+        raise LaunchError("--include and --exclude cannot be given together; keep one of them.")
+    if (include or exclude) and (num_nodes is not None or num_slots is not None):
+        option = "--include" if include else "--exclude"
+        number = "--num_nodes" if num_nodes is not None else "--nproc/--num_gpus"
+        raise LaunchError(
+            f"{option} already says which slots are used; it cannot be given with {number}."
+        )
+    for number, count in (("--num_nodes", num_nodes), ("--nproc/--num_gpus", num_slots)):
+        if count is not None and count < 1:
+            raise LaunchError(f"{number} is {count}; it must be at least 1.")
+
+
+def _apply(
+    hosts: tuple[Host, ...],
+    wanted: Mapping[str, tuple[int, ...] | None],
+    option: str,
+    *,
+    keep: bool,
+) -> tuple[Host, ...]:
+    known = {host.name: host for host in hosts}
+    for name, slots in wanted.items():
+        if name not in known:
+            raise LaunchError(
+                f"{option} names host {name!r}, which is not among the hosts ({', '.join(known)})."
+            )
+        unknown = sorted(set(slots or ()) - set(known[name].slots))
+        if unknown:
+            raise LaunchError(
+                f"{option} names slot {unknown[0]} of host {name!r}, which has slots "
+                f"{', '.join(map(str, known[name].slots))}."
+            )
+    result: list[Host] = []
+    for host in hosts:
+        named = host.name in wanted
+        listed = wanted.get(host.name)
+        slots = host.slots if listed is None else tuple(s for s in host.slots if s in listed)
+        if keep and named:
+            result.append(Host(host.name, slots))
+        elif not keep:
+            rest = tuple(s for s in host.slots if not named or s not in slots)
+            if rest:
+                result.append(Host(host.name, rest))
+    return tuple(result)

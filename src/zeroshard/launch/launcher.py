@@ -1,0 +1,191 @@
+"""What does ``zeroshard launch`` do once it is decided who starts whom?"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import sys
+from pathlib import Path
+from typing import TextIO
+
+from zeroshard.errors import LaunchError
+from zeroshard.launch.cgroup import read_memory, read_shm_nbytes
+from zeroshard.launch.decide import (
+    BecomeRank,
+    LaunchRequest,
+    RunHere,
+    RunNodes,
+    RunSrun,
+    decide,
+    passed_on,
+)
+from zeroshard.launch.environ import exported, rank_defaults
+from zeroshard.launch.preflight import check_memory, parse_nbytes
+from zeroshard.launch.remote import (
+    NodeCommand,
+    hold_leash,
+    names_of_this_host,
+    node_commands,
+    run_nodes,
+    ssh_words,
+    this_launcher,
+)
+from zeroshard.launch.supervise import Patience
+
+
+def launch(request: LaunchRequest, console: TextIO | None = None) -> int:
+    """Run a training program on all its ranks and give the exit code of the first rank that failed.
+
+    128 + N for a rank that died of signal N and for a launcher that was stopped by signal N. Raises
+    :class:`LaunchError` for options that cannot work, before anything is started.
+    """
+    console = console or sys.stderr
+    # a full name may take the name service seconds: ask only where it matters
+    fqdn = socket.getfqdn() if request.hostfile else ""
+    this_host = names_of_this_host(socket.gethostname(), fqdn)
+    decision = decide(
+        request, os.environ, this_host=this_host, has_srun=shutil.which("srun") is not None
+    )
+    _check_script(request)
+    if isinstance(decision, BecomeRank):
+        program, arguments = _program(request)
+        local_rank = int(decision.env["LOCAL_RANK"])
+        if request.pass_local_rank:
+            arguments.insert(_local_rank_at(request), f"--local_rank={local_rank}")
+        # SLURM binds each task to its own cores
+        defaults = rank_defaults(os.environ, cores=_cores(), num_local=1)
+        os.execvpe(program, [program, *arguments], {**os.environ, **defaults, **decision.env})
+    if isinstance(decision, RunSrun):
+        os.execvp(decision.command[0], list(decision.command))
+    if isinstance(decision, RunNodes):
+        return run_nodes(
+            _commands(request, decision, this_host),
+            ssh=ssh_words(request.ssh_port),
+            # a node's own launcher is given the time to end its ranks and to report
+            patience=Patience(request.patience.grace_s + 5, request.patience.stop_s + 10),
+            console=console,
+        )
+    return _run_here(request, decision, console)
+
+
+def _run_here(request: LaunchRequest, here: RunHere, console: TextIO) -> int:
+    if request.leash:
+        hold_leash()
+    num_local = here.num_local or _visible_gpus()
+    expected = request.expect_memory_per_rank
+    warnings = check_memory(
+        read_memory(),
+        num_local=num_local,
+        expected_nbytes=parse_nbytes(expected, "--expect-memory-per-rank") if expected else None,
+        shm_nbytes=read_shm_nbytes(),
+    )
+    if not request.quiet:
+        for text in (*warnings, *_shadow_warning(request)):
+            print(f"zeroshard: {text}", file=console)
+    if here.master_port is not None and here.node_rank == 0:
+        _check_port(here.master_port)
+    from zeroshard.launch.agent import NodeRun, run_node
+
+    program, arguments = _program(request)
+    env = rank_defaults(
+        os.environ,
+        cores=_cores(),
+        num_local=num_local,
+        node_rank=here.node_rank,
+        num_nodes=here.num_nodes,
+    )
+    if here.devices is not None:
+        env["CUDA_VISIBLE_DEVICES"] = here.devices
+    return run_node(
+        NodeRun(
+            program=program,
+            arguments=tuple(arguments),
+            num_local=num_local,
+            num_nodes=here.num_nodes,
+            node_rank=here.node_rank,
+            master_addr=here.master_addr,
+            master_port=here.master_port,
+            pass_local_rank_at=_local_rank_at(request) if request.pass_local_rank else None,
+            env=env,
+            log_dir=Path(request.each_rank_log) if request.each_rank_log else None,
+            patience=request.patience,
+            verbose=request.verbose,
+        ),
+        console,
+    )
+
+
+def _commands(
+    request: LaunchRequest, decision: RunNodes, this_host: tuple[str, ...]
+) -> tuple[NodeCommand, ...]:
+    return node_commands(
+        decision.hosts,
+        launcher=this_launcher(),
+        master_addr=request.master_addr,
+        master_port=decision.master_port,
+        options=passed_on(request),
+        program=(request.script, *request.args),
+        env=exported(os.environ),
+        this_host=this_host,
+    )
+
+
+def _program(request: LaunchRequest) -> tuple[str, list[str]]:
+    """What a rank executes: a program and its arguments."""
+    if request.no_python:
+        return request.script, list(request.args)
+    mode = ["-m"] if request.module else []
+    return sys.executable, ["-u", *mode, request.script, *request.args]
+
+
+def _local_rank_at(request: LaunchRequest) -> int:
+    """Where ``--local_rank=N`` goes among the arguments: right behind the script."""
+    return 0 if request.no_python else 2 + request.module
+
+
+def _check_script(request: LaunchRequest) -> None:
+    """A script that is not there is one error here instead of one per rank."""
+    if request.no_python:
+        if shutil.which(request.script) is None:
+            raise LaunchError(
+                f"program {request.script!r} is not found or not executable; --no_python runs "
+                "it as it is."
+            )
+    elif not request.module and not Path(request.script).is_file():
+        hint = ""
+        if Path(*request.script.split(".")).with_suffix(".py").is_file():
+            hint = " To run it as a module, give --module."
+        raise LaunchError(f"script {request.script!r} is not found in {os.getcwd()}.{hint}")
+
+
+def _shadow_warning(request: LaunchRequest) -> tuple[str, ...]:
+    folder = Path(request.script).parent / "deepspeed"
+    if request.module or request.no_python or not folder.is_dir():
+        return ()
+    return (f"the folder {str(folder)!r} beside the script answers every 'import deepspeed'.",)
+
+
+def _check_port(port: int) -> None:
+    """Bind once, so that a port in use is named here instead of in a timeout of all nodes."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise LaunchError(
+                f"port {port} cannot be used on this host ({error.strerror}). Give another one "
+                "with --master_port, or end the program that holds it."
+            ) from error
+
+
+def _visible_gpus() -> int:
+    import torch
+
+    return max(1, torch.cuda.device_count())
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

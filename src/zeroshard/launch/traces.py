@@ -1,0 +1,110 @@
+"""What did a dead rank say last on its standard error?
+
+Pure functions on text. A *trace* is the Python traceback of the uncaught exception (with its chain
+of causes), or the report of the fault handler or of the C++ runtime after a fatal signal.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+
+# torch prefixes tracebacks with the rank once a process group exists.
+_PREFIX = re.compile(r"^\[rank\d+\]:[ ]?")
+_TRACEBACK = re.compile(r"^(?:  \+ Exception Group )?Traceback \(most recent call last\):")
+_FATAL = re.compile(r"^(?:Fatal Python error: |terminate called (?:after|without|recursively))")
+_LINK = re.compile(
+    r"^(?:During handling of the above exception|The above exception was the direct cause)"
+)
+# Printed after the exception that ended the process: not part of it.
+_EPILOGUE = re.compile(
+    r"^(?:Exception ignored |Error in atexit|Error in sys\.excepthook|\[[WIE]\d{3,}|[WIE]\d{4} "
+    r"|Extension modules: )"
+)
+_MAX_LINES = 60
+_MAX_HEADLINE = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The end of a process in its own words."""
+
+    text: str
+    headline: str  # "ValueError: boom"; one line
+
+
+def starts_trace(line: str) -> bool:
+    """Whether this line of standard error opens a trace (so that it may be held back)."""
+    line = _PREFIX.sub("", line)
+    return bool(_TRACEBACK.match(line) or _FATAL.match(line) or _LINK.match(line))
+
+
+def last_trace(stderr: str) -> Trace | None:
+    """The last trace in a process's standard error, or None if it left none."""
+    lines = [_PREFIX.sub("", line) for line in stderr.splitlines()]
+    start = _start_of_last(lines)
+    if start is None:
+        return None
+    block = lines[start:]
+    end = next((i for i, line in enumerate(block) if i and _EPILOGUE.match(line)), len(block))
+    block = block[:end]
+    while block and not block[-1].strip():
+        block.pop()
+    headline = _headline(block)
+    if len(headline) > _MAX_HEADLINE:
+        headline = headline[: _MAX_HEADLINE - 4] + " ..."
+    return Trace(_shorten(block), headline)
+
+
+def trace_of_error_file(content: str) -> Trace | None:
+    """The trace in an error file of torch elastic (programs that use ``@record``), or None."""
+    try:
+        message = json.loads(content)["message"]
+        text = message["extraInfo"]["py_callstack"] if isinstance(message, dict) else message
+    except (ValueError, KeyError, TypeError):
+        return None
+    return last_trace(text) if isinstance(text, str) else None
+
+
+def _start_of_last(lines: list[str]) -> int | None:
+    """Index of the first line of the last trace; a chain of causes counts as one trace."""
+    start: int | None = None
+    linked = False
+    for number, line in enumerate(lines):
+        if start is not None and _EPILOGUE.match(line) and "Exception ignored" in line:
+            break
+        if _LINK.match(line):
+            linked = True
+        elif _FATAL.match(line):
+            aborted = start is not None and _FATAL.match(lines[start]) is not None
+            start = (
+                start if aborted else number
+            )  # the C++ text, then the fault handler's: one trace
+        elif _TRACEBACK.match(line):
+            if not linked:
+                start = number
+            linked = False
+    return start
+
+
+def _headline(block: list[str]) -> str:
+    """The line that names the exception of the last link of a chain, or the fatal error."""
+    last = max((i for i, line in enumerate(block) if _TRACEBACK.match(line)), default=None)
+    if last is None:
+        return block[0] if block else ""
+    marked = block[last].startswith("  +")
+    for line in block[last + 1 :]:
+        text = line.removeprefix("  | ") if marked else line
+        if text and not text.startswith(" "):
+            return text.strip()
+    return block[-1].strip()
+
+
+def _shorten(block: list[str]) -> str:
+    """At most ``_MAX_LINES`` lines: the outermost frames and the end, which matter most, stay."""
+    if len(block) > _MAX_LINES:
+        head, tail = _MAX_LINES // 4, _MAX_LINES - _MAX_LINES // 4 - 1
+        cut = len(block) - head - tail
+        block = [*block[:head], f"  ... {cut} lines left out ...", *block[-tail:]]
+    return "\n".join(block)

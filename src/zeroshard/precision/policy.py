@@ -1,0 +1,145 @@
+"""In which dtype is each number kept, summed, sent and updated?
+
+One row of dtypes per parameter, one table per run. Three modes: ``plain`` (the model as it came: no
+second copy of anything), ``bf16`` and ``fp16`` (16-bit parameters in front of a wider master).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+Mode = Literal["plain", "bf16", "fp16"]
+_MODE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class DtypeRow:
+    """The dtypes of one parameter. ``master == param`` means that there is no second copy."""
+
+    param: torch.dtype
+    grad_accum: torch.dtype  # micro-batches are summed in it
+    reduce: torch.dtype  # gradients travel in it
+    master: torch.dtype  # the optimizer updates it
+    moments: torch.dtype  # optimizer state shaped like the parameter
+
+    @property
+    def has_master(self) -> bool:
+        """Does the optimizer update a copy, from which the parameter is rounded?"""
+        return self.master != self.param
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The dtypes of a run. ``None`` stands for "the parameter's own dtype".
+
+    ``moments`` wider than ``master`` (bf16 master, fp32 moments) needs an optimizer that can do it:
+    :func:`zeroshard.engine.optimizers.build_optimizer` takes ``state_dtype`` for that.
+    """
+
+    mode: Mode = "plain"
+    param: torch.dtype | None = None
+    grad_accum: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    master: torch.dtype | None = None
+    moments: torch.dtype | None = None
+    buffer: torch.dtype | None = None  # None: buffers are left untouched
+    keep_fp32: tuple[str, ...] = ()  # globs over parameter names
+    autocast: torch.dtype | None = None  # forward under torch.autocast
+    autocast_reduced: frozenset[str] = frozenset()  # classes whose gradients travel in that dtype
+
+    def row_for(self, fqn: str, dtype: torch.dtype, owner: nn.Module | None = None) -> DtypeRow:
+        """The dtypes of parameter ``fqn``, which came as ``dtype`` in module ``owner``.
+
+        Integer parameters (quantized, frozen weights) keep their dtype. A parameter matched by
+        ``keep_fp32`` is float32 throughout in a 16-bit mode, and keeps its own dtype in plain mode.
+        """
+        if not dtype.is_floating_point:
+            return DtypeRow(dtype, dtype, dtype, dtype, dtype)
+        if self.mode != "plain" and self.keeps_fp32(fqn):
+            return DtypeRow(*[torch.float32] * 5)
+        reduce = self.reduce
+        if reduce is None and self.autocast is not None and self._reduced_low(owner):
+            reduce = self.autocast
+        return DtypeRow(
+            param=self.param or dtype,
+            grad_accum=self.grad_accum or dtype,
+            reduce=reduce or dtype,
+            master=self.master or dtype,
+            moments=self.moments or dtype,
+        )
+
+    def keeps_fp32(self, fqn: str) -> bool:
+        """Is ``fqn`` named by a pattern of ``keep_fp32``?
+
+        >>> Policy(keep_fp32=("*.router.*",)).keeps_fp32("layers.3.router.weight")
+        True
+        """
+        return any(fnmatchcase(fqn, pattern) for pattern in self.keep_fp32)
+
+    def table(self) -> str:
+        """What :attr:`Engine.dtypes` prints: one line per kind of number.
+
+        >>> print(Policy().table().splitlines()[1])
+        parameters             as in the model
+        """
+        own = "as in the model"
+        rows = [
+            ("parameters", _word(self.param, own)),
+            ("gradient accumulation", _word(self.grad_accum, own)),
+            ("reduction", _word(self.reduce, own)),
+            ("master", _word(self.master, "none: parameters are updated in place")),
+            ("optimizer state", _word(self.moments, own)),
+            ("buffers", _word(self.buffer, "untouched")),
+        ]
+        if self.master is not None and self.master == self.param:
+            rows[3] = ("master", f"none: {_word(self.master)} parameters are updated in place")
+        if self.autocast:
+            rows.append(("forward", f"autocast to {_word(self.autocast)}"))
+        if self.keep_fp32 and self.mode != "plain":
+            rows.append(("float32 throughout", ", ".join(self.keep_fp32)))
+        title = f"precision: {self.mode}"
+        return "\n".join([title, *(f"{name:<22} {value}" for name, value in rows)])
+
+    def _reduced_low(self, owner: nn.Module | None) -> bool:
+        names = {f"{cls.__module__}.{cls.__qualname__}" for cls in type(owner).__mro__}
+        return not names.isdisjoint(self.autocast_reduced)
+
+
+def policy_from(config: Any) -> Policy:
+    """The dtypes that ``config`` asks for.
+
+    Keys: ``bf16.*``, ``fp16.enabled``, ``torch_autocast.*``, ``data_types.{grad_accum_dtype,
+    buffer_dtype}``, ``communication_data_type``, ``keep_fp32``. That the keys fit together (not
+    both modes, ``param_dtype`` equal to the mode) is the configuration's business.
+    """
+    fp16, bf16, autocast = config.fp16, config.bf16, config.torch_autocast
+    mode: Mode = "fp16" if fp16.enabled else "bf16" if bf16.enabled else "plain"
+    narrow = _MODE_DTYPE.get(mode)
+    wide = torch.float32 if narrow else None
+    master = narrow if mode == "bf16" and bf16.bf16_master_weights_and_grads else wide
+    moments = narrow if mode == "bf16" and bf16.bf16_optimizer_states else wide
+    return Policy(
+        mode=mode,
+        param=narrow,
+        grad_accum=_dtype(config.data_types.grad_accum_dtype) or master,
+        reduce=_dtype(config.communication_data_type) or narrow,
+        master=master,
+        moments=moments,
+        buffer=_dtype(config.data_types.buffer_dtype),
+        keep_fp32=tuple(config.keep_fp32),
+        autocast=(_dtype(autocast.dtype) or torch.bfloat16) if autocast.enabled else None,
+        autocast_reduced=frozenset(autocast.lower_precision_safe_modules),
+    )
+
+
+def _dtype(word: str | None) -> torch.dtype | None:
+    return None if word is None else getattr(torch, word)
+
+
+def _word(dtype: torch.dtype | None, otherwise: str = "") -> str:
+    return otherwise if dtype is None else str(dtype).removeprefix("torch.")

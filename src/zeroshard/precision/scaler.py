@@ -1,0 +1,132 @@
+"""By which factor is the loss multiplied before backward, and how does overflow change it?
+
+fp16 gradients below 6e-8 vanish, so the loss is scaled up and the update scaled down again. The
+rule is DeepSpeed's (keys ``fp16.*``), kept in 0-dim tensors on the device: a step never waits for
+the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+_LARGEST = 2.0**127  # doubling further gives inf in fp32, and inf can never be halved again
+
+
+class LossScaler(Protocol):
+    """What the engine asks of a loss scale. ``scale`` is one tensor for life, updated in place."""
+
+    @property
+    def scale(self) -> Tensor:
+        """The factor for the next backward: 0-dim, fp32, on the device."""
+
+    @property
+    def at_floor(self) -> Tensor:
+        """0-dim bool: has a gradient overflowed when the scale could not be lowered any more?"""
+
+    def update(self, found_inf: Tensor) -> None:
+        """End a step. ``found_inf`` (0-dim, any dtype) is nonzero if a gradient was not finite."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers, fit for JSON. Waits for the device."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state``."""
+
+
+class StaticScale:
+    """The same factor throughout (``fp16.loss_scale`` > 0); 1 in every mode but fp16."""
+
+    def __init__(self, value: float = 1.0, *, device: torch.device | str = "cpu") -> None:
+        self.scale = torch.tensor(float(value), dtype=torch.float32, device=device)
+        self.at_floor = torch.zeros((), dtype=torch.bool, device=device)
+
+    def update(self, found_inf: Tensor) -> None:
+        """An overflow skips the update; the factor stays."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self.scale.item()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The factor is the configuration's, not the checkpoint's: nothing to take over."""
+
+
+class DynamicScale:
+    """Halve on overflow, double after ``window`` good steps.
+
+    ``hysteresis - 1`` overflows are forgiven before the first halving. What is forgiven once is
+    not forgiven again until the scale grows, or, with ``consecutive``, until the next good step.
+    The window counts from the last overflow. Keys: ``fp16.{initial_scale_power, loss_scale_window,
+    hysteresis, consecutive_hysteresis, min_loss_scale}``.
+    """
+
+    def __init__(
+        self,
+        init: float = 2.0**16,
+        *,
+        window: int = 1000,
+        hysteresis: int = 2,
+        consecutive: bool = False,
+        min_scale: float = 1.0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._window, self._hysteresis = window, hysteresis
+        self._consecutive, self._min_scale = consecutive, float(min_scale)
+
+        def counter(value: int) -> Tensor:
+            return torch.tensor(value, dtype=torch.int64, device=device)
+
+        self.scale = torch.tensor(float(init), dtype=torch.float32, device=device)
+        self.at_floor = torch.zeros((), dtype=torch.bool, device=device)
+        self._step, self._last_overflow, self._budget = counter(0), counter(-1), counter(hysteresis)
+
+    def update(self, found_inf: Tensor) -> None:
+        overflow = found_inf != 0
+        lower = overflow & (self._budget <= 1)
+        good_steps = self._step - self._last_overflow - 1
+        grow = ~overflow & (good_steps > 0) & (good_steps % self._window == 0)
+        refill = ~overflow if self._consecutive else grow
+
+        self.at_floor.logical_or_(lower & (self.scale <= self._min_scale))
+        halved = (self.scale / 2).clamp_(min=self._min_scale)
+        doubled = (self.scale * 2).clamp_(max=_LARGEST)
+        self.scale.copy_(torch.where(lower, halved, torch.where(grow, doubled, self.scale)))
+        self._budget.sub_((overflow & ~lower).long()).masked_fill_(refill, self._hysteresis)
+        self._last_overflow.copy_(torch.where(overflow, self._step, self._last_overflow))
+        self._step.add_(1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: tensor.item() for name, tensor in self._tensors().items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue as if never interrupted. Window and hysteresis stay the configuration's."""
+        for name, tensor in self._tensors().items():
+            tensor.fill_(state[name])
+
+    def _tensors(self) -> dict[str, Tensor]:
+        return {
+            "scale": self.scale,
+            "step": self._step,
+            "last_overflow": self._last_overflow,
+            "budget": self._budget,
+        }
+
+
+def scaler_from(config: Any, device: torch.device | str) -> LossScaler:
+    """The loss scale of ``config``: for fp16 parameters or fp16 autocast, else the factor 1."""
+    fp16, autocast = config.fp16, config.torch_autocast
+    if not fp16.enabled and not (autocast.enabled and autocast.dtype == "float16"):
+        return StaticScale(1.0, device=device)
+    if fp16.loss_scale:
+        return StaticScale(fp16.loss_scale, device=device)
+    return DynamicScale(
+        2.0**fp16.initial_scale_power,
+        window=fp16.loss_scale_window,
+        hysteresis=fp16.hysteresis,
+        consecutive=fp16.consecutive_hysteresis,
+        min_scale=fp16.min_loss_scale,
+        device=device,
+    )

@@ -1,0 +1,139 @@
+"""What do the ends of all ranks mean together: did the body pass, and if not, who is to blame?"""
+
+from __future__ import annotations
+
+import pickle
+import re
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from zeroshard.testing.worker import Job, Report
+
+GRACE_S = 1.0
+"""How long the peers of a failed rank may take to report as well."""
+
+_LIFELINE_STACK = re.compile(
+    r"^Thread .*\n(  File .*\n)*.* in _end_with_parent\n(  File .*\n)*\n?", re.M
+)
+"""The kit's own thread in the stacks of a blocked rank: noise."""
+
+
+@dataclass(frozen=True)
+class Death:
+    """How a rank ended that ended without a report.
+
+    ``exitcode`` as in ``multiprocessing``: negative for a signal. ``output`` is what it printed.
+    """
+
+    exitcode: int
+    output: str = field(default="", compare=False)
+
+    def __str__(self) -> str:
+        if self.exitcode < 0:
+            how = "stopped" if self.stopped else "killed"
+            return f"{how} by {signal.Signals(-self.exitcode).name}"
+        return f"exit code {self.exitcode}"
+
+    @property
+    def stopped(self) -> bool:
+        """Frozen rather than dead."""
+        return self.exitcode == -signal.SIGSTOP
+
+    def is_as_expected(self, expected: int | None) -> bool:
+        """``expected``: a ``signal.Signals``, an exit code, or None for any death."""
+        if isinstance(expected, signal.Signals):
+            return self.exitcode == -expected
+        return expected is None or self.exitcode == expected
+
+
+class Verdict:
+    """What the ends of all ranks mean together."""
+
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        ends: Mapping[int, Report | Death],
+        expect_death: Mapping[int, int | None],
+        *,
+        keep_exceptions: bool,
+    ) -> None:
+        self._jobs = jobs
+        self._ends = {
+            r: Death(end.exitcode, self._output(r)) if isinstance(end, Death) else end
+            for r, end in ends.items()
+        }
+        self._expect_death = expect_death
+        self.blocked = [r for r in range(len(jobs)) if r not in ends]
+        self._wrong = [
+            r
+            for r, end in self._ends.items()
+            if (
+                not (r in expect_death and end.is_as_expected(expect_death[r]))
+                if isinstance(end, Death)
+                else r in expect_death or (end.kind == "error" and not keep_exceptions)
+            )
+        ]
+        self.failed = bool(self.blocked or self._wrong)
+
+    @property
+    def all_returned(self) -> bool:
+        return all(isinstance(e, Report) and e.kind == "result" for e in self._ends.values())
+
+    @property
+    def skipped(self) -> str | None:
+        """Why a rank asked to skip the test, if one did."""
+        for end in self._ends.values():
+            if isinstance(end, Report) and end.kind == "skip":
+                return str(pickle.loads(end.payload))
+        return None
+
+    @property
+    def results(self) -> list[Any]:
+        ends = [self._ends[r] for r in range(len(self._jobs))]
+        return [end if isinstance(end, Death) else pickle.loads(end.payload) for end in ends]
+
+    def text(self, *, timeout_s: float, ask_for_stacks: Callable[[int], None]) -> str:
+        """The culprit first: a death, then the earliest exception, then ranks still blocked.
+
+        ``ask_for_stacks(rank)`` has a blocked rank write where it is to its output.
+        """
+        world = len(self._jobs)
+        parts = []
+        for r in sorted(self._wrong, key=self._when):
+            end = self._ends[r]
+            if isinstance(end, Report) and end.kind == "result":
+                parts.append(f"rank {r} of {world} returned; its death was expected")
+            elif isinstance(end, Report) and not parts:
+                parts.append(f"rank {r} of {world} failed:\n{end.text.rstrip()}")
+            elif isinstance(end, Report):
+                parts.append(f"rank {r} also failed: {end.text.rstrip().splitlines()[-1]}")
+            else:
+                parts.append(f"rank {r} of {world} died: {end}")
+        after = f"after {GRACE_S:g} s of grace" if parts else f"after {timeout_s:g} s"
+        if self.blocked:
+            parts.append(f"still blocked: ranks {self.blocked} {after}")
+            for r in self.blocked if len(parts) == 1 else ():  # nobody failed: where do they hang?
+                ask_for_stacks(r)
+        for r in range(world):
+            output = self._output(r).rstrip()
+            if output:
+                parts.append(f"--- output of rank {r} ---\n{output}")
+        return "\n".join(parts)
+
+    def show_outputs(self) -> None:
+        """Print what ranks printed, so that the runner's capture shows it."""
+        for r in range(len(self._jobs)):
+            for line in self._output(r).splitlines():
+                print(f"[rank {r}] {line}")
+
+    def _when(self, rank: int) -> float:
+        end = self._ends[rank]
+        return end.at_s if isinstance(end, Report) else 0.0
+
+    def _output(self, rank: int) -> str:
+        path = self._jobs[rank].output
+        text = path.read_text(errors="replace") if path.exists() else ""
+        text = _LIFELINE_STACK.sub("", text)
+        return text if len(text) < 20_000 else f"[...]\n{text[-20_000:]}"

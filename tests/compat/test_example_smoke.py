@@ -1,0 +1,74 @@
+"""Does the program that users copy run from its first line to its last, on two ranks?"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "train_gpt" / "train.py"
+STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished run of the smallest model on this project's own source."""
+    home = tmp_path_factory.mktemp("example")
+    text = home / "text.txt"
+    sources = [path.read_text() for path in sorted((ROOT / "src").rglob("*.py"))]
+    text.write_text("\n".join(sources))
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *(str(EXAMPLE), "--model", "tiny", "--context", "64", "--vocab", "512"),
+        *("--steps", str(STEPS), "--text", str(text), "--runs", str(home), "--name", "smoke"),
+    ]
+    done = subprocess.run(command, cwd=home, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    (home / "smoke" / "stdout.txt").write_text(done.stdout)
+    return home / "smoke"
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_every_step_is_reported_once_although_two_ranks_run(run: Path) -> None:
+    assert [m["step"] for m in metrics(run) if "train_bpb" in m] == list(range(1, STEPS + 1))
+
+
+def test_training_loss_falls(run: Path) -> None:
+    train = [m["train_bpb"] for m in metrics(run) if "train_bpb" in m]
+    assert mean(train[-5:]) < 0.8 * train[0]
+
+
+def test_held_out_loss_is_better_than_chance(run: Path) -> None:
+    last = [m["held_out_bpb"] for m in metrics(run) if "held_out_bpb" in m][-1]
+    assert 0.5 < last < 6.0
+
+
+def test_learning_rate_warms_up_and_then_decays(run: Path) -> None:
+    rates = [m["learning_rate"] for m in metrics(run) if "train_bpb" in m]
+    assert rates[0] < max(rates)
+    assert rates[-1] < 0.1 * max(rates)
+
+
+def test_curve_is_a_picture(run: Path) -> None:
+    assert (run / "curve.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+def test_a_sample_continues_the_prompt_and_is_printed_by_one_rank(run: Path) -> None:
+    assert (run / "stdout.txt").read_text().count("def read_lines(path):") == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_measured_parameters_of_each_rank_equal_the_plan(run: Path, rank: int) -> None:
+    lines = (run / "stdout.txt").read_text().splitlines()
+    [row] = [line.split() for line in lines if line.split()[:2] == [str(rank), "parameters"]]
+    planned, measured = map(float, row[2:])
+    assert planned == measured > 0

@@ -1,0 +1,259 @@
+"""What do ranks learn when one of them calls something else, dies, freezes or is late?
+
+Every fault must end on every surviving rank in seconds, with the right error class, at most five
+lines, and the right ranks and names in them.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from zeroshard.comm import TrustSettings
+from zeroshard.comm.faulty import Fault, FaultyComm
+from zeroshard.comm.watch import Watch, open_watch
+from zeroshard.testing.ranks import Death, on_ranks, run_ranks
+
+QUICK = TrustSettings(first_report_s=0.6, tick_s=0.1, frozen_s=2.0, grace_s=3.0, stuck_s=4.0)
+UNITS = ("embed", "visual", "layers.0", "layers.1")
+SHARD_NUMEL = 64
+
+Outcome = tuple[str, str, float]
+
+
+def watched(trust: TrustSettings = QUICK, transport: str = "auto") -> Watch:
+    return open_watch(transport=transport, device_type="cpu", trust=trust, plan={"stage": "3"})
+
+
+def gather(comm, name: str) -> torch.Tensor:
+    full_N = torch.zeros(SHARD_NUMEL * comm.world_size)
+    comm.all_gather(full_N, torch.full((SHARD_NUMEL,), comm.rank + 1.0), name=name).wait()
+    return full_N
+
+
+def reduce(comm, name: str) -> torch.Tensor:
+    out_S = torch.zeros(SHARD_NUMEL)
+    comm.reduce_scatter(out_S, torch.ones(SHARD_NUMEL * comm.world_size), name=name).wait()
+    return out_S
+
+
+def step(watch: Watch, comm, call: Callable = gather) -> None:
+    for name in UNITS:
+        call(comm, name)
+    hashes = comm.gather_small(
+        torch.tensor([float(watch.history())], dtype=torch.float64), name="norm"
+    )
+    watch.check(hashes[:, 0])
+
+
+def fails_with(fault: Fault, trust: TrustSettings = QUICK, transport: str = "auto") -> Outcome:
+    """(error class, text, seconds) of the second step, in which ``fault`` strikes."""
+    watch = watched(trust, transport)
+    comm = FaultyComm(watch.gathers, replace(fault, at=2))
+    watch.step(0)
+    step(watch, comm)
+    watch.step(1)
+    begun_s = time.monotonic()
+    try:
+        step(watch, comm)
+        step(watch, comm)
+    except Exception as error:
+        watch.close(f"{type(error).__name__}: {error}" if fault.kind == "raise" else "")
+        return type(error).__name__, str(error), time.monotonic() - begun_s
+    watch.close()
+    raise AssertionError("nothing failed")
+
+
+def survivors(results: list, fault: Fault) -> list[Outcome]:
+    return [r for rank, r in enumerate(results) if rank != fault.rank]
+
+
+def check_form(text: str, kind: str) -> None:
+    lines = text.splitlines()
+    assert len(lines) <= 5, text
+    assert max(map(len, lines)) <= 200, text
+    assert lines[0].startswith(f"{kind} at step 1 "), text
+
+
+DIVERGENCES = [
+    (Fault("skip", 2, "visual"), "gather 'visual' (#7)", "gather 'layers.0' (#7)", "skipped"),
+    (Fault("swap", 2, "visual", other="layers.0"), "gather 'visual' (#7)", "'layers.0' (#7)", ""),
+    (Fault("bytes", 2, "visual"), "768 bytes float32", "1536 bytes float32", "Same call"),
+    (Fault("dtype", 2, "visual"), "bytes float32", "bytes int32", "Same call"),
+    (Fault("operation", 2, "visual"), "gather 'visual' (#7)", "reduce 'visual' (#7)", "branches"),
+]
+
+
+@pytest.mark.parametrize(
+    ("fault", "most", "odd", "hint"), DIVERGENCES, ids=[f[0].kind for f in DIVERGENCES]
+)
+def test_ranks_that_call_other_collectives_are_named_on_every_rank(fault, most, odd, hint):
+    results = run_ranks(fails_with, 3, fault, timeout=30)
+    assert len({text for _, text, _ in results}) == 1
+    kind, text, seconds = results[0]
+    assert kind == "RankDivergence"
+    check_form(text, kind)
+    lines = text.splitlines()
+    assert lines[1].startswith("  ranks 0,1: ")
+    assert most in lines[1]
+    assert lines[2].startswith("  rank 2: ")
+    assert odd in lines[2]
+    assert "last agreed: gather 'embed' (#6)" in text
+    assert hint in text
+    assert seconds < 5
+
+
+def test_of_two_ranks_neither_is_presumed_right():
+    results = run_ranks(fails_with, 2, Fault("skip", 0, "visual"), timeout=30)
+    kind, text, _ = results[0]
+    assert kind == "RankDivergence"
+    assert "  rank 0: waiting in gather 'layers.0' (#7)" in text
+    assert "  rank 1: waiting in gather 'visual' (#7)" in text
+
+
+@pytest.mark.parametrize(
+    ("kind", "ends"),
+    [("kill", signal.SIGKILL), ("abort", signal.SIGABRT), ("exit", 0)],
+    ids=["kill", "abort", "exit"],
+)
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_that_dies_is_named_by_the_others(kind, ends, rank):
+    fault = Fault(kind, rank, "layers.0")
+    results = run_ranks(fails_with, 3, fault, expect_death={rank: ends}, timeout=30)
+    assert isinstance(results[rank], Death)
+    for name, text, seconds in survivors(results, fault):
+        assert name == "RankLost"
+        check_form(text, name)
+        assert text.splitlines()[1].startswith(f"  rank {rank} (")
+        assert "ended; its last call was gather 'visual' (#7)" in text
+        assert "waiting in gather 'layers.0' (#8)" in text
+        assert "GLHF" not in text
+        assert seconds < 3
+
+
+def test_an_exception_on_one_rank_is_told_to_the_others():
+    fault = Fault("raise", 1, "layers.0")
+    results = run_ranks(fails_with, 3, fault, timeout=30)
+    assert results[1][0] == "InjectedError"
+    for name, text, seconds in survivors(results, fault):
+        assert name == "RankLost"
+        check_form(text, name)
+        assert "  rank 1 (" in text
+        assert "left: InjectedError: injected at 'layers.0' on rank 1" in text
+        assert seconds < 3
+
+
+def test_a_stopped_rank_ends_the_run_within_its_limit():
+    fault = Fault("freeze", 1, "layers.0")
+    results = run_ranks(fails_with, 3, fault, expect_death={1: signal.SIGSTOP}, timeout=30)
+    for name, text, seconds in survivors(results, fault):
+        assert name == "RankFrozen"
+        check_form(text, name)
+        assert "is stopped by a signal" in text
+        assert "  ranks 0,2: waiting in gather 'layers.0' (#8)" in text
+        assert seconds < 2 * QUICK.frozen_s
+
+
+def test_a_rank_that_holds_the_interpreter_lock_is_found_with_its_stack():
+    fault = Fault("hold", 1, "layers.0", seconds=7)
+    results = run_ranks(fails_with, 3, fault, timeout=40)
+    for name, text, _ in survivors(results, fault):
+        assert name == "RankFrozen"
+        check_form(text, name)
+        assert "runs but does not answer (in faulty.py:" in text
+        assert " _hold)" in text
+    assert results[1][0] == "RankFrozen"  # it learns it when it runs again
+
+
+def late_then_done() -> tuple[float, str]:
+    watch = watched(replace(QUICK, first_report_s=0.3))
+    comm = FaultyComm(watch.gathers, Fault("late", 1, "layers.0", at=2, seconds=2.0))
+    step(watch, comm)
+    with watch.section("data"):
+        step(watch, comm)
+    total = float(gather(comm, "last").sum())
+    watch.close()
+    return total, comm.transport
+
+
+def test_a_late_rank_is_reported_and_the_run_goes_on(capfd):
+    expected = SHARD_NUMEL * (1 + 2 + 3)
+    assert [total for total, _ in run_ranks(late_then_done, 3, timeout=30)] == [expected] * 3
+
+
+def report_of_a_late_rank() -> str:
+    import contextlib
+    import io
+
+    heard = io.StringIO()
+    with contextlib.redirect_stderr(heard):
+        late_then_done()
+    return heard.getvalue()
+
+
+def test_the_report_on_a_late_rank_names_its_section_and_its_stack():
+    heard = [text for text in run_ranks(report_of_a_late_rank, 3, timeout=30) if text]
+    assert len(heard) == 1, heard
+    assert heard[0].startswith("RankLate at step 0 after ")
+    assert "  ranks 0,2: waiting in gather 'layers.0' (#8)" in heard[0]
+    assert "  rank 1: outside collectives, section data: " in heard[0]
+    assert "Not ended; limit 1800 s" in heard[0]
+    assert len(heard[0].splitlines()) <= 5
+
+
+def test_a_rank_that_stays_away_too_long_ends_the_run():
+    trust = replace(QUICK, collective_timeout_s=1.0, grace_s=0.5)
+    fault = Fault("late", 1, "layers.0", seconds=20)
+    results = run_ranks(fails_with, 3, fault, trust, expect_death={1: 75}, timeout=30)
+    for name, text, seconds in survivors(results, fault):
+        assert name == "RankLate"
+        check_form(text, name)
+        assert "  rank 1: outside collectives" in text
+        assert seconds < 4
+    assert "RankLate at step 1" in results[1].output
+
+
+@pytest.mark.parametrize("kind", ["skip", "swap"])
+def test_stock_collectives_notice_a_divergence_at_the_next_hash_check(kind):
+    # Untagged: the ranks sum unrelated numbers and go on, until the hashes are compared.
+    fault = Fault(kind, 2, "visual", other="layers.0")
+    results = run_ranks(fails_with, 3, fault, QUICK, "stock", timeout=30)
+    for name, text, seconds in results:
+        assert name == "RankDivergence"
+        assert "'visual' (#7)" in text
+        assert "rank 2: called gather 'layers.0' (#7)" in text
+        assert seconds < 5
+
+
+def hash_without_sentinel() -> str:
+    watch = watched(replace(QUICK, watchdog=False), "stock")
+    comm = FaultyComm(watch.gathers, Fault("swap", 1, "visual", other="layers.0"))
+    try:
+        step(watch, comm)
+    except Exception as error:
+        return f"{type(error).__name__} {error}"
+    finally:
+        watch.close()
+    raise AssertionError("nothing failed")
+
+
+def test_the_hash_check_needs_no_sentinel():
+    for text in run_ranks(hash_without_sentinel, 3, timeout=30):
+        assert text.startswith("RankDivergence RankDivergence: rank 1 called other collectives")
+
+
+@on_ranks(3)
+def test_no_wrong_number_is_returned_after_a_swap():
+    watch = watched()
+    comm = FaultyComm(watch.gathers, Fault("swap", 2, "visual", other="layers.0"))
+    results = []
+    with pytest.raises(Exception, match="RankDivergence"):
+        for name in UNITS:
+            results.append(reduce(comm, name))
+    watch.close()
+    assert [float(r[0]) for r in results] == [3.0]

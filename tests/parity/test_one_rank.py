@@ -1,0 +1,25 @@
+"""Is one rank plain PyTorch, bit for bit, at every stage and precision and on every awkward model?"""
+
+from __future__ import annotations
+
+import pytest
+from compare import CASES, STAGES, oracle, trained
+
+from zeroshard.testing.parity import assert_bit_equal
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", CASES)
+def test_one_rank_is_plain_pytorch_bit_for_bit(name, precision, accumulation):
+    for stages, rounds_sum in (((0, 1), True), ((2, 3), False)):
+        expected = oracle(name, precision, accumulation, world=1, rounds_sum=rounds_sum)
+        for stage in stages:
+            run = trained(name, precision, accumulation, stage=stage, world=1)
+            assert_bit_equal(run, expected)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_without_clipping_too(stage):
+    expected = oracle("mlp", "fp32", 1, world=1, rounds_sum=True, clip=0.0)
+    assert_bit_equal(trained("mlp", "fp32", 1, stage=stage, world=1, clip=0.0), expected)

@@ -1,0 +1,73 @@
+"""Do two and three ranks equal plain PyTorch on the global batch, and all stages each other?"""
+
+from __future__ import annotations
+
+import pytest
+from compare import CASES, STAGES, check_all_stages, trained
+
+from zeroshard.testing import on_ranks
+from zeroshard.testing.parity import assert_bit_equal
+
+COMBINATIONS = [("fp64", 3), ("fp32", 1), ("bf16", 1), ("bf16", 3), ("fp16", 3)]
+
+
+@pytest.mark.parametrize(("precision", "accumulation"), COMBINATIONS)
+@pytest.mark.parametrize("name", CASES)
+@on_ranks(2)
+def test_two_ranks_equal_one_process(name, precision, accumulation):
+    check_all_stages(name, precision, accumulation, world=2)
+
+
+@pytest.mark.parametrize("name", CASES)
+@on_ranks(3)
+def test_three_ranks_equal_one_process(name):
+    check_all_stages(name, "fp64", 1, world=3)
+
+
+BUCKETS = {"one element": 1, "one parameter": 23 * 35, "huge": 500_000_000}
+KNOBS = [
+    {"reduce_bucket_size": bucket, "overlap_comm": overlap}
+    for bucket in BUCKETS.values()
+    for overlap in (True, False)
+] + [
+    {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0},
+    {"stage3_max_live_parameters": 0, "allgather_bucket_size": 64},
+    {"contiguous_gradients": False, "reduce_scatter": False, "round_robin_gradients": True},
+    {"sub_group_size": 64, "stage3_param_persistence_threshold": 0},
+]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("name", ["reused_checkpointed", "tied", "experts", "lora"])
+@on_ranks(2)
+def test_no_knob_changes_a_bit(name, stage):
+    plain = trained(name, "bf16", 2, stage=stage, world=2)
+    for knobs in KNOBS:
+        config = {"zero_optimization": knobs}
+        assert_bit_equal(trained(name, "bf16", 2, stage=stage, world=2, config=config), plain)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_units_and_transports_change_no_bit(stage):
+    plain = trained("transformer", "bf16", 1, stage=stage, world=2)
+    for config in (
+        {"unit_min_numel": 10**9},
+        {"units": ["Layer"]},
+        {"units": ["Linear", "RMSNorm"]},
+        {"transport": "stock"},
+    ):
+        run = trained("transformer", "bf16", 1, stage=stage, world=2, config=config)
+        assert_bit_equal(run, plain)
+
+
+@pytest.mark.parametrize(
+    "keys", [{"prescale_gradients": True},
+             {"prescale_gradients": True, "gradient_predivide_factor": 4.0}]
+)  # fmt: skip
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_dividing_before_reducing_gives_the_same_mean(stage, keys):
+    plain = trained("mlp", "fp32", 1, stage=stage, world=2)
+    # Powers of two: dividing earlier rounds nothing.
+    assert_bit_equal(trained("mlp", "fp32", 1, stage=stage, world=2, config=keys), plain)

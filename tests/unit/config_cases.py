@@ -1,0 +1,769 @@
+"""Configurations that are wrong, each with the whole text of its error.
+
+The table is the specification of the messages: what, which value, why it matters or what to do.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+
+class Case(NamedTuple):
+    """A wrong configuration for ``world_size`` ranks and the lines that answer it."""
+
+    name: str
+    config: dict[str, Any]
+    world_size: int
+    lines: tuple[str, ...]
+
+    @property
+    def message(self) -> str:
+        count = "1 problem" if len(self.lines) == 1 else f"{len(self.lines)} problems"
+        return "\n  ".join([f"{count} in the configuration:", *self.lines])
+
+
+ONE: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1}
+
+
+def case(name: str, config: dict[str, Any], world_size: int, *lines: str) -> Case:
+    return Case(name, config, world_size, lines)
+
+
+def zero(name: str, section: dict[str, Any], *lines: str) -> Case:
+    return Case(name, {**ONE, "zero_optimization": section}, 1, lines)
+
+
+def optimizer(name: str, type_: str, params: dict[str, Any], *lines: str) -> Case:
+    return Case(name, {**ONE, "optimizer": {"type": type_, "params": params}}, 1, lines)
+
+
+def schedule(name: str, type_: str, params: dict[str, Any], *lines: str) -> Case:
+    return Case(name, {**ONE, "scheduler": {"type": type_, "params": params}}, 1, lines)
+
+
+CASES: tuple[Case, ...] = (
+    # Batch sizes
+    case(
+        "no_batch_size",
+        {},
+        1,
+        (
+            "no batch size is given: write train_batch_size (samples per step over all ranks) or "
+            "train_micro_batch_size_per_gpu (samples per rank per forward)"
+        ),
+    ),
+    case(
+        "only_accumulation",
+        {"gradient_accumulation_steps": 4},
+        2,
+        (
+            "no batch size is given: write train_batch_size (samples per step over all ranks) or "
+            "train_micro_batch_size_per_gpu (samples per rank per forward)"
+        ),
+    ),
+    case(
+        "train_not_divisible_by_gas",
+        {"train_batch_size": 8, "gradient_accumulation_steps": 3},
+        1,
+        "train_batch_size 8 is not divisible by gradient_accumulation_steps 3 x world size 1",
+    ),
+    case(
+        "train_not_divisible_by_micro",
+        {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 3},
+        2,
+        ("train_batch_size 8 is not divisible by train_micro_batch_size_per_gpu 3 x world size 2"),
+    ),
+    case(
+        "train_not_divisible_by_world",
+        {"train_batch_size": 8},
+        3,
+        "train_batch_size 8 is not divisible by world size 3",
+    ),
+    case(
+        "three_sizes_that_do_not_agree",
+        {
+            "train_batch_size": 256,
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": 8,
+        },
+        1,
+        (
+            "train_batch_size 256 is not train_micro_batch_size_per_gpu 4 x "
+            "gradient_accumulation_steps 8 x world size 1 = 32; leave one of the three out and it"
+            " follows from the others"
+        ),
+    ),
+    case(
+        "zero_micro_batch",
+        {"train_micro_batch_size_per_gpu": 0},
+        1,
+        "train_micro_batch_size_per_gpu: must be greater than 0, not 0",
+    ),
+    case(
+        "negative_batch",
+        {"train_batch_size": -8},
+        1,
+        "train_batch_size: must be greater than 0, not -8",
+    ),
+    case(
+        "fractional_batch",
+        {"train_batch_size": 8.5},
+        1,
+        "train_batch_size: must be a whole number, not 8.5",
+    ),
+    case(
+        "batch_is_a_word",
+        {"train_batch_size": "eight"},
+        1,
+        'train_batch_size: must be a whole number, not "eight"',
+    ),
+    case(
+        "batch_is_a_boolean",
+        {"train_batch_size": True},
+        1,
+        "train_batch_size: must be a whole number, not true",
+    ),
+    case(
+        "batch_is_a_list",
+        {"train_batch_size": [8]},
+        1,
+        "train_batch_size: must be a whole number, not [8]",
+    ),
+    # Unknown keys
+    case(
+        "misspelt_section",
+        {**ONE, "zero_optimisation": {"stage": 3}},
+        1,
+        'zero_optimisation: no such key. Did you mean "zero_optimization"?',
+    ),
+    zero(
+        "misspelt_key",
+        {"reduce_buket_size": 1000},
+        'zero_optimization.reduce_buket_size: no such key. Did you mean "reduce_bucket_size"?',
+    ),
+    zero(
+        "misspelt_case", {"Stage": 3}, 'zero_optimization.Stage: no such key. Did you mean "stage"?'
+    ),
+    case(
+        "stage_at_top_level",
+        {**ONE, "stage": 3},
+        1,
+        "stage: no such key. It belongs to zero_optimization.",
+    ),
+    zero(
+        "clipping_in_zero",
+        {"gradient_clipping": 1.0},
+        "zero_optimization.gradient_clipping: no such key. It belongs at the top level.",
+    ),
+    optimizer(
+        "clipping_in_optimizer",
+        "AdamW",
+        {"max_grad_norm": 1.0},
+        (
+            "optimizer.params.max_grad_norm: no such key. The engine clips: write "
+            "gradient_clipping at the top level."
+        ),
+    ),
+    optimizer(
+        "clipping_in_a_torch_optimizer",
+        "RMSprop",
+        {"max_grad_norm": 1.0},
+        (
+            "optimizer.params.max_grad_norm: no such key. The engine clips: write "
+            "gradient_clipping at the top level."
+        ),
+    ),
+    case(
+        "lr_at_top_level",
+        {**ONE, "lr": 0.0001},
+        1,
+        "lr: no such key. It belongs to optimizer.params.",
+    ),
+    zero(
+        "bf16_in_zero",
+        {"bf16": {"enabled": True}},
+        "zero_optimization.bf16: no such key. It belongs at the top level.",
+    ),
+    zero(
+        "aio_in_zero",
+        {"aio": {"thread_count": 2}},
+        "zero_optimization.aio: no such key. It belongs at the top level.",
+    ),
+    case(
+        "auto_cast_in_bf16",
+        {**ONE, "bf16": {"enabled": True, "auto_cast": True}},
+        1,
+        ("bf16.auto_cast: no such key. Only fp16 has it; cast the inputs, or use torch_autocast."),
+    ),
+    case(
+        "monitor_config",
+        {**ONE, "monitor_config": {"enabled": True}},
+        1,
+        (
+            "monitor_config: no such key. Its parts belong at the top level: tensorboard, wandb, "
+            "csv_monitor, comet."
+        ),
+    ),
+    case(
+        "moe_section",
+        {**ONE, "moe": {"enabled": True}},
+        1,
+        (
+            "moe: no such key. Experts are part of the model; list modules that only some ranks "
+            "run in conditional_modules."
+        ),
+    ),
+    case(
+        "batch_size",
+        {"batch_size": 8},
+        1,
+        (
+            "batch_size: no such key. Write train_batch_size (all ranks) or "
+            "train_micro_batch_size_per_gpu (one)."
+        ),
+        (
+            "no batch size is given: write train_batch_size (samples per step over all ranks) or "
+            "train_micro_batch_size_per_gpu (samples per rank per forward)"
+        ),
+    ),
+    case(
+        "word_like_no_other",
+        {**ONE, "frobnicate": 1},
+        1,
+        (
+            'frobnicate: no such key. docs/config.md lists all keys; "unknown_keys": "warn" makes'
+            " this a notice."
+        ),
+    ),
+    case(
+        "unknown_in_small_section",
+        {**ONE, "csv_monitor": {"enabled": True, "folder": "x"}},
+        1,
+        "csv_monitor.folder: no such key. csv_monitor knows enabled, job_name, output_path.",
+    ),
+    case(
+        "unknown_deep",
+        {**ONE, "trust": {"sections": {"sve": 60}}},
+        1,
+        'trust.sections.sve: no such key. Did you mean "save"?',
+    ),
+    case(
+        "key_of_another_section",
+        {**ONE, "fp16": {"check_grad_overflow": True}},
+        1,
+        "fp16.check_grad_overflow: no such key. It belongs to bf16.",
+    ),
+    zero(
+        "offload_device_one_level_up",
+        {"device": "cpu"},
+        (
+            "zero_optimization.device: no such key. It belongs to "
+            "zero_optimization.offload_optimizer or to zero_optimization.offload_param."
+        ),
+    ),
+    # Values of the wrong type or out of range
+    case(
+        "string_true",
+        {**ONE, "fp16": {"enabled": "true"}},
+        1,
+        'fp16.enabled: must be true or false, not the string "true"; write true',
+    ),
+    case(
+        "number_one_for_true",
+        {**ONE, "bf16": {"enabled": 1}},
+        1,
+        "bf16.enabled: must be true or false, not the number 1; write true",
+    ),
+    case(
+        "string_for_bool",
+        {**ONE, "wall_clock_breakdown": "sometimes"},
+        1,
+        'wall_clock_breakdown: must be true or false, not "sometimes"',
+    ),
+    case(
+        "null_for_bool",
+        {**ONE, "prescale_gradients": None},
+        1,
+        (
+            "prescale_gradients: must be true or false, not null; leave the key out for its "
+            "default, false"
+        ),
+    ),
+    case(
+        "null_clipping",
+        {**ONE, "gradient_clipping": None},
+        1,
+        ("gradient_clipping: must be a number, not null; leave the key out for its default, 1.0"),
+    ),
+    case(
+        "negative_clipping",
+        {**ONE, "gradient_clipping": -1},
+        1,
+        "gradient_clipping: must be at least 0, not -1",
+    ),
+    zero("unknown_stage", {"stage": 4}, "zero_optimization.stage: must be 0, 1, 2 or 3, not 4"),
+    zero(
+        "stage_as_boolean",
+        {"stage": True},
+        "zero_optimization.stage: must be 0, 1, 2 or 3, not true",
+    ),
+    case(
+        "zero_is_a_number",
+        {**ONE, "zero_optimization": 2},
+        1,
+        'zero_optimization: must be an object such as {"stage": 0}, not 2',
+    ),
+    case(
+        "section_is_true",
+        {**ONE, "fp16": True},
+        1,
+        'fp16: must be an object such as {"enabled": true}, not true',
+    ),
+    zero(
+        "bucket_of_nothing",
+        {"stage": 2, "reduce_bucket_size": 0},
+        "zero_optimization.reduce_bucket_size: must be greater than 0, not 0",
+    ),
+    zero(
+        "fraction_of_an_element",
+        {"stage": 2, "reduce_bucket_size": 0.5},
+        "zero_optimization.reduce_bucket_size: must be a whole number, not 0.5",
+    ),
+    zero(
+        "infinite_bucket",
+        {"stage": 2, "reduce_bucket_size": math.inf},
+        "zero_optimization.reduce_bucket_size: must be a whole number, not Infinity",
+    ),
+    case(
+        "unknown_dtype",
+        {**ONE, "communication_data_type": "fp8"},
+        1,
+        'communication_data_type: must be a dtype such as "fp32", "fp16" or "bf16", not "fp8"',
+    ),
+    case(
+        "autocast_dtype",
+        {**ONE, "torch_autocast": {"enabled": True, "dtype": "float32"}},
+        1,
+        'torch_autocast.dtype: must be "bfloat16" or "float16", not "float32"',
+    ),
+    case(
+        "negative_loss_scale",
+        {**ONE, "fp16": {"enabled": True, "loss_scale": -1}},
+        1,
+        "fp16.loss_scale: must be at least 0, not -1",
+    ),
+    case(
+        "one_pattern_without_list",
+        {**ONE, "keep_fp32": "*.router.*"},
+        1,
+        'keep_fp32: must be a list of strings; write ["*.router.*"]',
+    ),
+    case(
+        "patterns_are_numbers",
+        {**ONE, "units": [1, 2]},
+        1,
+        "units: must be a list of strings, not [1, 2]",
+    ),
+    case(
+        "unknown_choice",
+        {**ONE, "uneven": "drop"},
+        1,
+        'uneven: must be "error" or "join", not "drop"',
+    ),
+    case(
+        "unknown_transport",
+        {**ONE, "transport": "nccl"},
+        1,
+        'transport: must be "auto", "p2p" or "stock", not "nccl"',
+    ),
+    case(
+        "path_is_a_number",
+        {**ONE, "tensorboard": {"enabled": True, "output_path": 5}},
+        1,
+        "tensorboard.output_path: must be a string, not 5",
+    ),
+    zero(
+        "unknown_device",
+        {"stage": 2, "offload_optimizer": {"device": "gpu"}},
+        ('zero_optimization.offload_optimizer.device: must be "none", "cpu" or "nvme", not "gpu"'),
+    ),
+    case(
+        "unknown_tag_validation",
+        {**ONE, "checkpoint": {"tag_validation": "strict"}},
+        1,
+        'checkpoint.tag_validation: must be "ignore", "warn" or "fail", not "strict"',
+    ),
+    case(
+        "zero_timeout",
+        {**ONE, "trust": {"collective_timeout_s": 0}},
+        1,
+        "trust.collective_timeout_s: must be greater than 0, not 0",
+    ),
+    # Values that cannot hold together
+    case(
+        "two_precisions",
+        {**ONE, "fp16": {"enabled": True}, "bf16": {"enabled": True}},
+        1,
+        "fp16.enabled, bf16.enabled: both are true, but parameters have one dtype; keep one",
+    ),
+    case(
+        "param_dtype_against_mode",
+        {**ONE, "bf16": {"enabled": True}, "data_types": {"param_dtype": "fp16"}},
+        1,
+        (
+            'data_types.param_dtype: "float16" contradicts the enabled mode, which makes '
+            "parameters bfloat16; change one of them"
+        ),
+    ),
+    case(
+        "bf16_states_without_master",
+        {**ONE, "bf16": {"enabled": True, "bf16_optimizer_states": True}},
+        1,
+        "bf16.bf16_optimizer_states: needs bf16.bf16_master_weights_and_grads: true as well",
+    ),
+    case(
+        "clipping_without_norm",
+        {
+            **ONE,
+            "zero_optimization": {"stage": 2, "compute_grad_norm": False},
+            "gradient_clipping": 1.0,
+        },
+        1,
+        (
+            "gradient_clipping: 1 needs the norm, which zero_optimization.compute_grad_norm: "
+            "false switches off; write 0, or true there"
+        ),
+    ),
+    case(
+        "unit_limits_crossed",
+        {**ONE, "unit_min_numel": 100, "unit_max_numel": 10},
+        1,
+        (
+            "unit_min_numel: 100 is above unit_max_numel 10; small units would be merged only to "
+            "be split"
+        ),
+    ),
+    case(
+        "data_parallel_size_of_another_world",
+        {**ONE, "data_parallel_size": 2},
+        4,
+        (
+            "data_parallel_size: 2 is not the world size 4; other parallel dimensions are not "
+            "there yet, leave it out"
+        ),
+    ),
+    case(
+        "old_and_new_spelling",
+        {**ONE, "bfloat16": {"enabled": True}, "bf16": {"enabled": True}},
+        1,
+        "bfloat16: old spelling of bf16, which is given too; keep one",
+    ),
+    zero(
+        "old_switch_is_a_word",
+        {"stage": 2, "cpu_offload": "yes"},
+        'zero_optimization.cpu_offload: must be true or false, not "yes"',
+    ),
+    # Known, but not there (yet)
+    zero(
+        "offload_optimizer_cpu",
+        {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        (
+            'zero_optimization.offload_optimizer.device: "cpu" is asked for; offloading is not '
+            "there yet; leave the device at none"
+        ),
+    ),
+    zero(
+        "offload_param_nvme",
+        {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/tmp"}},
+        (
+            'zero_optimization.offload_param.device: "nvme" is asked for; offloading is not there'
+            " yet; leave the device at none"
+        ),
+    ),
+    zero(
+        "old_cpu_offload",
+        {"stage": 2, "cpu_offload": True},
+        (
+            'zero_optimization.offload_optimizer.device: "cpu" is asked for; offloading is not '
+            "there yet; leave the device at none"
+        ),
+    ),
+    case(
+        "tensor_parallel",
+        {**ONE, "tensor_parallel": {"autotp_size": 2}},
+        1,
+        ("tensor_parallel.autotp_size: 2 is asked for; tensor parallelism is not there yet; use 1"),
+    ),
+    case(
+        "sequence_parallel",
+        {**ONE, "sequence_parallel_size": 2},
+        2,
+        "sequence_parallel_size: planned, not there yet; it is 2, leave it out",
+    ),
+    zero(
+        "hpz",
+        {"stage": 3, "zero_hpz_partition_size": 8},
+        (
+            "zero_optimization.zero_hpz_partition_size: planned, not there yet; it is 8, leave it"
+            " out"
+        ),
+    ),
+    zero(
+        "quantized_gradients",
+        {"stage": 3, "zero_quantized_gradients": True},
+        (
+            "zero_optimization.zero_quantized_gradients: planned, not there yet; it is true, "
+            "leave it out"
+        ),
+    ),
+    case(
+        "nan_rollback",
+        {**ONE, "trust": {"nan_policy": "rollback"}},
+        1,
+        'trust.nan_policy: "rollback" is asked for; only "error" is there yet',
+    ),
+    case(
+        "trackio",
+        {**ONE, "trackio": {"enabled": True}},
+        1,
+        'trackio: planned, not there yet; it is {"enabled": true}, leave it out',
+    ),
+    case(
+        "amp",
+        {**ONE, "amp": {"enabled": True, "opt_level": "O1"}},
+        1,
+        'amp: not supported: DeepSpeed removed it; use "bf16" or "fp16", or "torch_autocast"',
+    ),
+    case(
+        "elasticity",
+        {**ONE, "elasticity": {"enabled": True}},
+        1,
+        "elasticity: not supported: DeepSpeed removed it; checkpoints load at any world size",
+    ),
+    case(
+        "curriculum",
+        {**ONE, "data_efficiency": {"enabled": True}},
+        1,
+        (
+            "data_efficiency: not supported: it changes data and model, which is not ZeRO; use "
+            "the data loader"
+        ),
+    ),
+    case(
+        "deepcompile",
+        {**ONE, "compile": {"deepcompile": True}},
+        1,
+        (
+            "compile.deepcompile: not supported: ZeroShard overlaps without rewriting the graph; "
+            "torch.compile the model instead; it is true, leave it out"
+        ),
+    ),
+    zero(
+        "mics",
+        {"stage": 3, "mics_shard_size": 8},
+        "zero_optimization.mics_shard_size: not supported: DeepSpeed removed it; leave it out",
+    ),
+    zero(
+        "zenflow",
+        {"stage": 2, "zenflow": {"topk_ratio": 0.1}},
+        (
+            "zero_optimization.zenflow: not supported: it updates with stale gradients, which "
+            "changes the result"
+        ),
+    ),
+    case(
+        "sparse_gradients",
+        {**ONE, "sparse_gradients": True},
+        1,
+        "sparse_gradients: not supported: DeepSpeed removed it; use dense embeddings",
+    ),
+    zero(
+        "super_offload",
+        {"stage": 3, "offload_optimizer": {"super_offload": True}},
+        (
+            "zero_optimization.offload_optimizer.super_offload: not supported: it is tied to one "
+            "kind of machine; it is true, leave it out"
+        ),
+    ),
+    # Optimizers
+    optimizer(
+        "misspelt_optimizer",
+        "Adamm",
+        {},
+        'optimizer.type: there is no optimizer "Adamm". Did you mean "Adam"?',
+    ),
+    optimizer(
+        "torch_optimizer_in_small_letters",
+        "rmsprop",
+        {},
+        'optimizer.type: there is no optimizer "rmsprop". Did you mean "RMSprop"?',
+    ),
+    optimizer(
+        "optimizer_that_is_no_name",
+        "torch.optim.SGD",
+        {},
+        (
+            'optimizer.type: there is no optimizer "torch.optim.SGD"; write the name of a class '
+            "of torch.optim"
+        ),
+    ),
+    case(
+        "optimizer_without_type",
+        {**ONE, "optimizer": {"params": {"lr": 0.001}}},
+        1,
+        (
+            "optimizer.type: missing, and it has no default: Adam, AdamW, Adagrad, Lion, Muon, "
+            "SGD or any class of torch.optim."
+        ),
+    ),
+    case(
+        "optimizer_is_a_string",
+        {**ONE, "optimizer": "AdamW"},
+        1,
+        'optimizer: must be an object such as {"type": ...}, not "AdamW"',
+    ),
+    case(
+        "params_are_a_list",
+        {**ONE, "optimizer": {"type": "AdamW", "params": [0.001]}},
+        1,
+        'optimizer.params: must be an object such as {"lr": 0.001}, not [0.001]',
+    ),
+    optimizer(
+        "lamb",
+        "lamb",
+        {"lr": 0.001},
+        (
+            'optimizer.type: "Lamb" is planned, not there yet; use AdamW, or Muon where whole '
+            "matrices matter"
+        ),
+    ),
+    optimizer(
+        "one_bit_adam",
+        "OneBitAdam",
+        {"lr": 0.001},
+        'optimizer.type: "OneBitAdam" is not supported: DeepSpeed removed it; use AdamW',
+    ),
+    optimizer(
+        "misspelt_argument",
+        "AdamW",
+        {"wieght_decay": 0.1},
+        'optimizer.params.wieght_decay: no such key. Did you mean "weight_decay"?',
+    ),
+    optimizer(
+        "argument_of_another_optimizer",
+        "Lion",
+        {"eps": 1e-08},
+        "optimizer.params.eps: no such key. This type takes betas, lr, weight_decay.",
+    ),
+    optimizer(
+        "one_beta",
+        "AdamW",
+        {"betas": [0.9]},
+        ("optimizer.params.betas: must be two numbers in [0, 1), such as [0.9, 0.999], not [0.9]"),
+    ),
+    optimizer(
+        "beta_of_one",
+        "AdamW",
+        {"betas": [0.9, 1.0]},
+        (
+            "optimizer.params.betas: must be two numbers in [0, 1), such as [0.9, 0.999], not "
+            "[0.9, 1.0]"
+        ),
+    ),
+    optimizer(
+        "lr_is_a_word", "AdamW", {"lr": "fast"}, 'optimizer.params.lr: must be a number, not "fast"'
+    ),
+    optimizer(
+        "negative_lr",
+        "AdamW",
+        {"lr": -0.001},
+        "optimizer.params.lr: must be at least 0, not -0.001",
+    ),
+    optimizer(
+        "per_head_muon",
+        "Muon",
+        {"per_head_muon": True},
+        "optimizer.params.per_head_muon: planned, not there yet; it is true, leave it out",
+    ),
+    # Schedules
+    schedule(
+        "misspelt_schedule",
+        "WarmupDecay",
+        {"total_num_steps": 10},
+        'scheduler.type: there is no scheduler "WarmupDecay". Did you mean "WarmupDecayLR"?',
+    ),
+    schedule(
+        "schedule_in_small_letters",
+        "warmuplr",
+        {},
+        'scheduler.type: there is no scheduler "warmuplr". Did you mean "WarmupLR"?',
+    ),
+    schedule(
+        "missing_total",
+        "WarmupDecayLR",
+        {},
+        (
+            "scheduler.params.total_num_steps: missing, and it has no default: Optimizer steps of"
+            " the whole run."
+        ),
+    ),
+    schedule(
+        "auto_total",
+        "WarmupDecayLR",
+        {"total_num_steps": "auto"},
+        (
+            'scheduler.params.total_num_steps: "auto" has no answer here, only you know it; give '
+            "a number"
+        ),
+    ),
+    schedule(
+        "misspelt_schedule_argument",
+        "WarmupLR",
+        {"warmup_steps": 10},
+        'scheduler.params.warmup_steps: no such key. Did you mean "warmup_num_steps"?',
+    ),
+    schedule(
+        "argument_of_another_schedule",
+        "WarmupLR",
+        {"total_num_steps": 10},
+        (
+            "scheduler.params.total_num_steps: no such key. This type takes last_batch_iteration,"
+            " warmup_max_lr, warmup_min_lr, warmup_num_steps, warmup_type."
+        ),
+    ),
+    schedule(
+        "empty_first_half_cycle",
+        "OneCycle",
+        {"cycle_min_lr": 0, "cycle_max_lr": 1, "cycle_first_step_size": 0},
+        "scheduler.params.cycle_first_step_size: must be greater than 0, not 0",
+    ),
+    # All problems at once
+    case(
+        "several_at_once",
+        {
+            "train_batch_size": 8,
+            "gradient_accumulation_steps": 3,
+            "fp16": {"enabled": "true"},
+            "zero_optimization": {"stage": 3, "stge": 1},
+            "optimizer": {"type": "Adamm"},
+            "scheduler": {
+                "type": "OneCycle",
+                "params": {"cycle_min_lr": "auto", "cycle_max_lr": "auto"},
+            },
+        },
+        1,
+        'fp16.enabled: must be true or false, not the string "true"; write true',
+        'optimizer.type: there is no optimizer "Adamm". Did you mean "Adam"?',
+        (
+            'scheduler.params.cycle_max_lr: "auto" has no answer here, only you know it; give a '
+            "number"
+        ),
+        (
+            'scheduler.params.cycle_min_lr: "auto" has no answer here, only you know it; give a '
+            "number"
+        ),
+        "train_batch_size 8 is not divisible by gradient_accumulation_steps 3 x world size 1",
+        'zero_optimization.stge: no such key. Did you mean "stage"?',
+    ),
+)
