@@ -140,6 +140,7 @@ class Unit:
 
     def publish(self) -> None:
         """Start sending the updated own shard of a resident unit to the other ranks."""
+        self.wait()  # nobody used the unit since it was published last
         self._move(UnitState.GATHERING)
         guard.hide(self.params)
         self._handle = self.comm.all_gather(self.full_N, self.shard_S, name=self.name)

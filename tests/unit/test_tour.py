@@ -1,0 +1,66 @@
+"""Does the tour of one training step name the files that a step really visits?"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import zeroshard
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "zeroshard"
+TRANSPORT = {"comm/collectives.py", "comm/recorder.py", "comm/watch.py", "core/flight.py"}
+"""Named in the tour as ``comm/``: which of them runs depends on the transport."""
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(x)
+
+
+def _visited(body) -> set[str]:
+    seen: set[str] = set()
+
+    def note(frame, event, _arg):
+        if event == "call":
+            seen.add(frame.f_code.co_filename)
+
+    sys.setprofile(note)
+    try:
+        body()
+    finally:
+        sys.setprofile(None)
+    paths = (Path(name) for name in seen if name.startswith(str(SOURCE)))
+    return {str(path.relative_to(SOURCE)) for path in paths}
+
+
+def test_a_step_visits_the_files_that_the_tour_names():
+    config = {
+        "train_batch_size": 4,
+        "unit_min_numel": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 3},
+    }
+    with zeroshard.Engine(nn.Sequential(*(_Block() for _ in range(3))), config=config) as engine:
+
+        def step() -> None:
+            loss = engine(torch.randn(4, 8, dtype=torch.bfloat16)).float().square().mean()
+            engine.backward(loss)
+            engine.step()
+
+        step()
+        visited = _visited(step) - TRANSPORT
+    text = (ROOT / "docs" / "tour.md").read_text().split("## One step")[1]
+    named = {n.split(":")[0] for n in re.findall(r"`([a-z]+/[a-z_]+\.py[^`]*)`", text)}
+    read_along = {"core/layout.py", "engine/setup.py", "engine/monitors.py"}  # data and helpers
+    assert visited <= named | read_along, f"not in the tour: {sorted(visited - named)}"
+    assert named <= visited | TRANSPORT | {"core/stages.py"}, f"not visited: {named - visited}"
