@@ -16,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 .PHONY: help setup train test lint bench docs-config clean
 
 help:
-	@echo "make train        train a GPT on real text under ZeRO-3 (RANKS=2, ARGS='--model tiny')"
+	@echo "make train        train a GPT on real text under ZeRO-3 (RANKS=2, ARGS='--size tiny')"
 	@echo "make test         run every test (ARGS='tests/unit -k layout')"
 	@echo "make lint         check style, format and types"
 	@echo "make bench        compare a training step with other libraries (ARGS=...)"

@@ -44,7 +44,7 @@ def main() -> None:
         context=args.context,
         checkpoint=args.checkpoint,
         tied=args.tied,
-        **SIZES[args.model],
+        **SIZES[args.size],
     )
     torch.manual_seed(args.seed)
     with zeroshard.zero.Init(config_dict_or_path=config):  # no rank holds the whole model
@@ -52,7 +52,7 @@ def main() -> None:
     engine, _, loader, _ = zeroshard.initialize(
         model=model, training_data=corpus.train, config=config
     )
-    with engine, Report(args.runs / (args.name or args.model), engine.global_rank) as report:
+    with engine, Report(args.runs / (args.name or args.size), engine.global_rank) as report:
         train(engine, loader, corpus, schedule["total_num_steps"], report)
         report.say(f"\n{sample(engine, corpus, length=160, seed=args.seed)}\n")
         report.say(str(engine.memory_report(all_ranks=True)))
@@ -164,7 +164,7 @@ def repeat(loader: DataLoader[Tensor]) -> Iterator[Tensor]:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", choices=SIZES, default="small")
+    parser.add_argument("--size", choices=SIZES, default="small")
     parser.add_argument("--text", type=Path, help="a text file to learn instead")
     parser.add_argument("--steps", type=int, help="default: the schedule's length")
     parser.add_argument("--vocab", type=int, default=2048)

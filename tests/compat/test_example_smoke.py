@@ -25,7 +25,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text.write_text("\n".join(sources))
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-        *(str(EXAMPLE), "--model", "tiny", "--context", "64", "--vocab", "512"),
+        *(str(EXAMPLE), "--size", "tiny", "--context", "64", "--vocab", "512"),
         *("--steps", str(STEPS), "--text", str(text), "--runs", str(home), "--name", "smoke"),
     ]
     done = subprocess.run(command, cwd=home, capture_output=True, text=True, timeout=150)

@@ -6,17 +6,24 @@ lines, and the right ranks and names in them.
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
 import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from zeroshard.comm import TrustSettings
+from zeroshard.comm import TrustSettings, init_distributed
 from zeroshard.comm.faulty import Fault, FaultyComm
+from zeroshard.comm.recorder import read_box
 from zeroshard.comm.watch import Watch, open_watch
+from zeroshard.errors import RankLost
 from zeroshard.testing.ranks import Death, on_ranks, run_ranks
 
 QUICK = TrustSettings(first_report_s=0.6, tick_s=0.1, frozen_s=2.0, grace_s=3.0, stuck_s=4.0)
@@ -181,15 +188,12 @@ def late_then_done() -> tuple[float, str]:
     return total, comm.transport
 
 
-def test_a_late_rank_is_reported_and_the_run_goes_on(capfd):
+def test_a_late_rank_is_reported_and_the_run_goes_on():
     expected = SHARD_NUMEL * (1 + 2 + 3)
     assert [total for total, _ in run_ranks(late_then_done, 3, timeout=30)] == [expected] * 3
 
 
 def report_of_a_late_rank() -> str:
-    import contextlib
-    import io
-
     heard = io.StringIO()
     with contextlib.redirect_stderr(heard):
         late_then_done()
@@ -218,16 +222,26 @@ def test_a_rank_that_stays_away_too_long_ends_the_run():
     assert "RankLate at step 1" in results[1].output
 
 
-@pytest.mark.parametrize("kind", ["skip", "swap"])
-def test_stock_collectives_notice_a_divergence_at_the_next_hash_check(kind):
+def test_stock_collectives_notice_a_divergence_at_the_next_hash_check():
     # Untagged: the ranks sum unrelated numbers and go on, until the hashes are compared.
-    fault = Fault(kind, 2, "visual", other="layers.0")
-    results = run_ranks(fails_with, 3, fault, QUICK, "stock", timeout=30)
-    for name, text, seconds in results:
+    fault = Fault("swap", 2, "visual", other="layers.0")
+    for name, text, seconds in run_ranks(fails_with, 3, fault, QUICK, "stock", timeout=30):
         assert name == "RankDivergence"
-        assert "'visual' (#7)" in text
+        check_form(text, name)
+        assert "ranks 0,1: called gather 'visual' (#7)" in text
         assert "rank 2: called gather 'layers.0' (#7)" in text
         assert seconds < 5
+
+
+def test_stock_collectives_of_other_sizes_abort_and_the_log_of_the_dead_tells_why():
+    fault = Fault("bytes", 1, "visual")  # rank 0 receives more than it expects
+    died = {0: signal.SIGABRT}
+    name, text, _ = run_ranks(fails_with, 2, fault, QUICK, "stock", expect_death=died, timeout=30)[
+        1
+    ]
+    assert name == "RankDivergence"
+    assert "rank 0: called gather 'visual' (#7) of 512 bytes float32" in text
+    assert " gather 'visual' (#7) of 1024 bytes float32" in text
 
 
 def hash_without_sentinel() -> str:
@@ -257,3 +271,64 @@ def test_no_wrong_number_is_returned_after_a_swap():
             results.append(reduce(comm, name))
     watch.close()
     assert [float(r[0]) for r in results] == [3.0]
+
+
+# -- where the evidence comes from -----------------------------------------------------------------
+
+
+def log_of_a_killed_rank() -> tuple[int, str, str]:
+    watch = watched()
+    comm = FaultyComm(watch.gathers, Fault("kill", 1, "layers.1"))
+    watch.step(4)
+    box = watch.sentinel.peers[1].box
+    with pytest.raises(RankLost):
+        step(watch, comm)
+    flight = read_box(Path(box))
+    watch.close()
+    assert not Path(box).exists()  # the survivors clean up
+    return flight.step, flight.records[-1].op, flight.records[-1].name
+
+
+def test_the_log_of_a_killed_rank_tells_its_last_call():
+    results = run_ranks(log_of_a_killed_rank, 2, expect_death={1: signal.SIGKILL}, timeout=30)
+    assert results[0] == (4, "all_gather", "layers.0")
+
+
+def with_a_store_on_rank_0(fault: Fault) -> Outcome:
+    """As ``fails_with``, where rank 0's process serves the store that sentinels talk through."""
+    init_distributed(dist_backend="gloo", verbose=False)
+    outcome = fails_with(fault)
+    dist.destroy_process_group()
+    return outcome
+
+
+@pytest.mark.parametrize(
+    ("kind", "ends", "expected"),
+    [("kill", signal.SIGKILL, "RankLost"), ("freeze", signal.SIGSTOP, "RankFrozen")],
+    ids=["kill", "freeze"],
+)
+def test_survivors_judge_alone_when_the_store_ends_with_its_rank(kind, ends, expected):
+    fault = Fault(kind, 0, "layers.0")
+    results = run_ranks(
+        with_a_store_on_rank_0, 3, fault, expect_death={0: ends}, group=False, timeout=40
+    )
+    for name, text, seconds in survivors(results, fault):
+        assert name == expected
+        check_form(text, name)
+        assert text.splitlines()[1].startswith("  rank 0 (")
+        assert "its last call was gather 'visual' (#7)" in text
+        assert seconds < 8
+
+
+def evidence_of_a_divergence(folder: str) -> str:
+    return fails_with(Fault("skip", 0, "visual"), replace(QUICK, dump_dir=folder))[1]
+
+
+def test_the_evidence_of_all_ranks_is_kept_in_one_file(tmp_path):
+    text = run_ranks(evidence_of_a_divergence, 2, str(tmp_path), timeout=30)[0]
+    (path,) = tmp_path.iterdir()
+    assert f"details: {path})" in text
+    evidence = json.loads(path.read_text())
+    assert evidence["verdict"]["text"] == text
+    assert [w["rank"] for w in evidence["witnesses"]] == [0, 1]
+    assert all("Thread" in w["stacks"] or "step" in w["stacks"] for w in evidence["witnesses"])

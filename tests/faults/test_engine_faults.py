@@ -1,0 +1,186 @@
+"""Does a training run end in words, on every rank and at every stage, whatever one rank does?"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import zeroshard
+from zeroshard.testing import Death, run_ranks
+
+STAGES = (0, 1, 2, 3)
+QUICK = {"first_report_s": 1.0, "frozen_s": 2.0, "grace_s": 5.0}
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(x).tanh()
+
+
+class Net(nn.Module):
+    """Runs its blocks in the order it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: torch.Tensor, order: tuple[int, ...] = (0, 1, 2, 3)) -> torch.Tensor:
+        for i in order:
+            x = self.blocks[i](x)
+        return x
+
+
+def config(stage: int, **more) -> dict:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "unit_min_numel": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage},
+        "trust": QUICK,
+        **more,
+    }
+
+
+def step(engine, order=(0, 1, 2, 3)) -> None:
+    loss = engine(torch.ones(2, 16), order).square().mean()
+    engine.backward(loss)
+    engine.step()
+
+
+def outcome(body) -> tuple[str, str, float]:
+    """Class and text of the error that ended the run, and how long it took."""
+    os.environ["ZEROSHARD_STALL_S"] = "1"
+    begun_s = time.monotonic()
+    try:
+        body()
+    except zeroshard.errors.ZeroShardError as error:
+        return type(error).__name__, str(error), time.monotonic() - begun_s
+    finally:
+        del os.environ["ZEROSHARD_STALL_S"]
+    return "", "", time.monotonic() - begun_s
+
+
+def diverging(stage: int, order: tuple[int, ...]) -> tuple[str, str, float]:
+    def body() -> None:
+        with zeroshard.Engine(Net(), config=config(stage)) as engine:
+            step(engine)
+            step(engine, order if dist.get_rank() == 1 else (0, 1, 2, 3))
+            step(engine)
+
+    return outcome(body)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 3), (0, 2, 1, 3)], ids=["skips", "swaps"])
+def test_stage_3_ranks_that_run_other_units_are_named(order):
+    for kind, text, seconds in run_ranks(diverging, 2, 3, order, timeout=40):
+        assert kind == "RankDivergence"
+        assert "blocks.1" in text
+        assert "rank 0" in text
+        assert "rank 1" in text
+        assert len(text.splitlines()) <= 5
+        assert seconds < 20
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_below_stage_3_a_rank_may_skip_a_unit(stage):
+    # Whole parameters need no gather, and a missing gradient counts as zero: nothing diverges.
+    for kind, text, _ in run_ranks(diverging, 2, stage, (0, 1, 3), timeout=40):
+        assert (kind, text) == ("", "")
+
+
+def with_other_config(stage: int) -> tuple[str, str, float]:
+    other = {"gradient_clipping": 0.5} if dist.get_rank() == 1 else {"gradient_clipping": 0.25}
+    return outcome(lambda: zeroshard.Engine(Net(), config=config(stage, **other)))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_another_config_on_one_rank_is_an_error_before_the_first_byte(stage):
+    results = run_ranks(with_other_config, 2, stage, timeout=40)
+    for kind, text, seconds in results:
+        assert kind == "RankMismatch"
+        assert "gradient_clipping" in text
+        assert "0.5" in text
+        assert "0.25" in text
+        assert seconds < 5
+    assert results[0][1] == results[1][1]
+
+
+def with_broken_config(stage: int) -> tuple[str, str, float]:
+    extra = {"gradient_cliping": 0.5} if dist.get_rank() == 1 else {}
+    return outcome(lambda: zeroshard.Engine(Net(), config=config(stage, **extra)))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_that_fails_in_set_up_is_named_to_the_others(stage):
+    (kind_0, text_0, seconds), (kind_1, _, _) = run_ranks(with_broken_config, 2, stage, timeout=40)
+    assert kind_1 == "ConfigError"
+    assert kind_0 == "RankMismatch"
+    assert "rank 1" in text_0
+    assert "gradient_cliping" in text_0
+    assert seconds < 5
+
+
+def with_fault(stage: int, fault: str) -> tuple[str, str, float]:
+    engine = zeroshard.Engine(Net(), config=config(stage))
+    step(engine)
+
+    def body() -> None:
+        with engine:
+            if dist.get_rank() == 1:
+                if fault == "raises":
+                    raise ZeroDivisionError("bad sample")
+                if fault == "killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if fault == "frozen":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                if fault == "ends":
+                    return
+            for _ in range(3):
+                step(engine)
+
+    return outcome(body)
+
+
+def check_lost(found, words: str) -> None:
+    kind, text, seconds = found
+    assert kind in ("RankLost", "RankFrozen"), text
+    assert "rank 1" in text
+    assert words in text
+    assert len(text.splitlines()) <= 5
+    assert seconds < 20
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_that_raises_is_named_with_its_exception(stage):
+    results = run_ranks(with_fault, 2, stage, "raises", expect_death={1: 1}, timeout=40)
+    check_lost(results[0], "ZeroDivisionError")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_killed_rank_is_named(stage):
+    results = run_ranks(with_fault, 2, stage, "killed", expect_death={1: signal.SIGKILL}, timeout=40)
+    assert isinstance(results[1], Death)
+    check_lost(results[0], "ended")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_frozen_rank_is_named(stage):
+    results = run_ranks(with_fault, 2, stage, "frozen", expect_death={1: signal.SIGSTOP}, timeout=40)
+    check_lost(results[0], "stopped")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_rank_with_fewer_batches_is_named(stage):
+    results = run_ranks(with_fault, 2, stage, "ends", timeout=40)
+    check_lost(results[0], "closed its engine")
+    assert results[1][0] == ""
