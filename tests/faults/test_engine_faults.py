@@ -168,14 +168,18 @@ def test_a_rank_that_raises_is_named_with_its_exception(stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_killed_rank_is_named(stage):
-    results = run_ranks(with_fault, 2, stage, "killed", expect_death={1: signal.SIGKILL}, timeout=40)
+    results = run_ranks(
+        with_fault, 2, stage, "killed", expect_death={1: signal.SIGKILL}, timeout=40
+    )
     assert isinstance(results[1], Death)
     check_lost(results[0], "ended")
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_frozen_rank_is_named(stage):
-    results = run_ranks(with_fault, 2, stage, "frozen", expect_death={1: signal.SIGSTOP}, timeout=40)
+    results = run_ranks(
+        with_fault, 2, stage, "frozen", expect_death={1: signal.SIGSTOP}, timeout=40
+    )
     check_lost(results[0], "stopped")
 
 

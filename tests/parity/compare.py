@@ -28,7 +28,7 @@ def loss_scale(precision: str) -> Scale | None:
 def oracle(
     name: str, precision: str, accumulation: int, *, world: int, rounds_sum: bool, clip: float = 0.3
 ) -> Trajectory:
-    """Plain PyTorch. ``rounds_sum``: 16-bit gradients are summed over micro-batches, then rounded."""
+    """Plain PyTorch. ``rounds_sum``: 16-bit gradients are rounded after summing micro-batches."""
     case = models.CASES[name]
     return reference_run(
         case,

@@ -1,4 +1,4 @@
-"""Is one rank plain PyTorch, bit for bit, at every stage and precision and on every awkward model?"""
+"""Is one rank plain PyTorch, bit for bit, at every stage and precision, on every model?"""
 
 from __future__ import annotations
 

@@ -36,6 +36,11 @@ def test_the_tightest_limit_is_found(folder, limit_gib, used_gib):
     assert (limit.limit_nbytes, limit.used_nbytes) == (limit_gib * GIB, used_gib * GIB)
 
 
+@pytest.mark.parametrize("folder", ["cgroup_v1_unlimited", "cgroup_none"])
+def test_no_limit_is_no_limit(folder):
+    assert read_memory(FIXTURES / folder).cgroup is None
+
+
 @pytest.mark.parametrize(
     ("folder", "free_gib"),
     [("cgroup_v2", 140), ("cgroup_v1", 12), ("cgroup_hybrid", 2), ("cgroup_none", 0.5)],

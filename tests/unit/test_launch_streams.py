@@ -76,10 +76,18 @@ def test_a_logged_traceback_is_shown_when_the_rank_lives_on(console):
     assert console.getvalue() == TRACE
 
 
+def test_a_traceback_stays_held_once_a_rank_failed(console):
+    stream = _Stream(console, watched=True)
+    stream.feed(TRACE, now_s=0.0)
+    stream.tick(100.0, failing=True)
+    assert console.getvalue() == b""
+
+
 def test_a_progress_bar_without_line_end_is_shown_soon(console):
     stream = _Stream(console, watched=True)
     stream.feed(b"\r10%", now_s=0.0)
     stream.tick(0.1, failing=False)
+    assert console.getvalue() == b"\r10%"
     stream.feed(b"\r20%\nnext\n", now_s=0.2)
     assert console.getvalue() == b"\r10%\r20%\nnext\n"
 

@@ -77,9 +77,7 @@ def agree_plan(
         RankMismatch: names the first field that differs, its values and who has them.
         RankLate: a rank did not come.
     """
-    text = json.dumps([socket.gethostname(), dict(fields)])
-    digest = hashlib.sha256(json.dumps(dict(fields)).encode()).hexdigest()
-    store.set(f"fields/{rank}", text)
+    digest = post_plan(store, rank, fields)
     digests = exchange(store, rank, world_size, digest, key="plan", timeout_s=timeout_s)
     groups: dict[str, list[int]] = {}
     for at, other in enumerate(digests):
@@ -89,6 +87,17 @@ def agree_plan(
     ordered = sorted(groups.values(), key=lambda ranks: (-len(ranks), ranks))
     plans = [json.loads(store.get(f"fields/{ranks[0]}")) for ranks in ordered]
     raise RankMismatch(mismatch_text(ordered, plans))
+
+
+def post_plan(store: Store, rank: int, fields: Mapping[str, str]) -> str:
+    """Post ``fields`` without waiting for the others; returns their digest.
+
+    A rank that fails on its way to :func:`agree_plan` posts why; the others' agreement then fails.
+    """
+    digest = hashlib.sha256(json.dumps(dict(fields)).encode()).hexdigest()
+    store.set(f"fields/{rank}", json.dumps([socket.gethostname(), dict(fields)]))
+    store.set(f"plan/{rank}", digest)
+    return digest
 
 
 def agree_value(
@@ -125,4 +134,4 @@ def mismatch_text(
 
 
 def _short(value: Any) -> str:
-    return str(value)[:60] if value is not None else "missing"
+    return str(value)[:90] if value is not None else "missing"

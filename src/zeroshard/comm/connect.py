@@ -41,11 +41,11 @@ def make_comm(
         return SoloComm(recorder)
     group = group if group is not None else dist.group.WORLD
     assert group is not None  # initialised
-    if dist.get_world_size(group) == 1 and transport != "stock":
-        return SoloComm(recorder)
     backend = _backend_for(group, device_type)
     if backend == "fake":
         return ProcessGroupComm(group, recorder=recorder, guard=guard)
+    if dist.get_world_size(group) == 1 and transport != "stock":
+        return SoloComm(recorder)
     if transport == "p2p" and backend != "gloo":
         raise ConfigError(
             f'transport "p2p" needs gloo, but this process group uses {backend}. '

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import os
 import sys
 import threading
 import traceback
@@ -14,7 +15,7 @@ from types import FrameType
 from typing import Any
 
 from zeroshard.comm.host import Process, fate_of
-from zeroshard.comm.recorder import read_box
+from zeroshard.comm.recorder import read_box, remove_box
 from zeroshard.core.flight import Flight, Record
 from zeroshard.core.verdict import Witness
 
@@ -34,6 +35,12 @@ class Peer:
         """As :func:`zeroshard.comm.host.fate_of`."""
         return fate_of(self.process, here)
 
+    def has_left(self, here: Process) -> bool:
+        """Whether it closed its engine, or its process ended, as far as this host can tell."""
+        if self.process.space != here.space or not here.space:
+            return False
+        return not Path(self.box).exists() or self.fate(here)[0] == "gone"
+
 
 def witness_from_answer(peer: Peer, answer: Mapping[str, Any]) -> Witness:
     """The witness that a rank is for itself."""
@@ -49,12 +56,14 @@ def witness_from_answer(peer: Peer, answer: Mapping[str, Any]) -> Witness:
     )
 
 
-def witness_from_host(peer: Peer, here: Process) -> Witness:
-    """What this host knows of a rank that does not answer."""
+def witness_from_host(peer: Peer, here: Process, *, asked: bool = True) -> Witness:
+    """What this host knows of a rank that does not answer, or could not be ``asked``."""
     fate, detail = peer.fate(here)
+    if fate == "runs" and peer.has_left(here):
+        fate, detail = "left", "closed its engine"
     flight = read_box(Path(peer.box)) if fate != "unknown" else None
     stack = _dumped_stack(Path(peer.box + ".stack")) if fate != "unknown" else ""
-    if fate in ("runs", "unknown"):
+    if fate == "unknown" or (fate == "runs" and asked):
         where = f" (in {stack})" if stack else ""
         fate, detail = "silent", f"its process runs but does not answer{where}"
         if flight is None:
@@ -107,16 +116,19 @@ class FrozenStack:
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("w")
+        self._owner = os.getpid()
 
     def arm(self, after_s: float) -> None:
         """Not now, but in ``after_s``, unless armed again by then."""
         faulthandler.dump_traceback_later(after_s, file=self._file)
 
     def close(self) -> None:
-        """Stop the timer and remove the file."""
+        """Stop the timer and remove the file; not in a forked child, where both are the parent's."""
+        if os.getpid() != self._owner:
+            return
         faulthandler.cancel_dump_traceback_later()
         self._file.close()
-        self._path.unlink(missing_ok=True)
+        remove_box(self._path)
 
 
 def _dumped_stack(path: Path) -> str:

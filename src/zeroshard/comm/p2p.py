@@ -201,7 +201,7 @@ class _Exchange:
     def __init__(self, comm: P2PComm, item: Item) -> None:
         self._comm = comm
         self._item = item
-        self._tag = comm.recorder.tag
+        self._tag = item[2]
         self._links = comm.links(item)
         self._works: list[tuple[int, Any]] = []
         self._buffers: list[Tensor] = []

@@ -107,8 +107,9 @@ class Entries(dict[str, Entry]):
         return entry
 
 
-#: A collective in flight: its sequence number and what it is.
-Item = tuple[int, Entry]
+#: A collective in flight: its sequence number, what it is, and its tag: 31 bits of the running
+#: hash, so that ranks with another history never meet under one tag.
+Item = tuple[int, Entry, int]
 
 
 class Recorder:
@@ -143,7 +144,7 @@ class Recorder:
         self._mask = size - 1
         self._map = _open_box(box, FlightLog.nbytes_for(size))
         # Also when the recorder is forgotten, and at exit; not after SIGKILL, and never in a child.
-        self._remove = weakref.finalize(self, _remove_box, box) if box is not None else None
+        self._remove = weakref.finalize(self, remove_box, box) if box is not None else None
         if box is not None:
             _IN_FILES.add(self)
         self._log = FlightLog(
@@ -169,7 +170,7 @@ class Recorder:
             _monotonic(),
             seq,
         )
-        return seq, entry
+        return seq, entry, history & 0x7FFF_FFFF
 
     def _resize(self, entry: Entry, tensor: torch.Tensor, numel: int, sent: int) -> None:
         entry.bank()
@@ -182,11 +183,6 @@ class Recorder:
             row = self._log.row(entry.op, entry.name, nbytes, name)
             known = entry.rows[numel, dtype] = (row, word_with(entry.digest, nbytes, name))
         entry.row, entry.word = known
-
-    @property
-    def tag(self) -> int:
-        """31 bits of the running hash: ranks with another history never meet under one tag."""
-        return self._history & 0x7FFF_FFFF
 
     @property
     def hash64(self) -> int:
@@ -315,6 +311,29 @@ def box_dir(run: str) -> Path:
     return (shared if shared.is_dir() else Path(tempfile.gettempdir())) / f"zeroshard-{run}"
 
 
+def remove_box(box: Path) -> None:
+    """Remove a log, and its directory with the last one."""
+    with contextlib.suppress(OSError):  # gone already, or not empty yet
+        box.unlink(missing_ok=True)
+        box.parent.rmdir()
+
+
+def sweep_boxes(root: Path | None = None, *, older_than_s: float = 86400.0) -> None:
+    """Remove what killed processes left behind, once it is old and nobody lives who wrote it."""
+    newest_s = time.time() - older_than_s
+    for folder in (root or box_dir("").parent).glob("zeroshard-*"):
+        with contextlib.suppress(OSError):  # another user's, or gone by now
+            files = list(folder.iterdir())
+            flights = [read_box(file) for file in files]
+            if any(file.stat().st_mtime > newest_s for file in (folder, *files)) or any(
+                flight is not None and Path(f"/proc/{flight.pid}").exists() for flight in flights
+            ):
+                continue
+            for file in files:
+                file.unlink()
+            folder.rmdir()
+
+
 def read_box(path: Path) -> Flight | None:
     """The log another process keeps or kept at ``path``; None if there is none."""
     try:
@@ -335,12 +354,6 @@ def _open_box(box: Path | None, nbytes: int) -> mmap.mmap:
     with box.open("wb+") as file:
         file.truncate(nbytes)
         return mmap.mmap(file.fileno(), nbytes)
-
-
-def _remove_box(box: Path) -> None:
-    box.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # another rank's file is still there
-        box.parent.rmdir()
 
 
 #: Recorders whose log is a file. Process-wide, as a fork is: its hook cannot be removed again.

@@ -32,6 +32,7 @@ from zeroshard.comm.evidence import (
     witness_from_answer,
     witness_from_host,
 )
+from zeroshard.comm.recorder import remove_box
 from zeroshard.comm.side import SideChannel, SideChannelLost
 from zeroshard.core.flight import rank_ranges
 from zeroshard.core.verdict import StallClock, Verdict, Witness, judge
@@ -95,6 +96,10 @@ class Sentinel:
         self._elected_at_s: float | None = None
         self._deadline_s: float | None = None
         self._channel = SideChannel(store, name=f"zeroshard-side-{rank}")
+        # An engine that is forgotten instead of closed must not leave threads or files either.
+        weakref.finalize(self, self._channel.end)
+        if self._frozen is not None:
+            weakref.finalize(self, self._frozen.close)
         self._thread = threading.Thread(
             target=_watch,
             args=(weakref.ref(self), self._state, trust.tick_s),
@@ -105,7 +110,13 @@ class Sentinel:
     def start(self, *wakers: Callable[[], object]) -> None:
         """Begin to watch; ``wakers`` are called after a fatal verdict to wake the main thread."""
         self._wakers = list(wakers)
+        self._rearm()
         self._thread.start()
+
+    @property
+    def peers(self) -> dict[int, Peer]:
+        """All ranks of the group by global rank, this one too."""
+        return self._peers
 
     # -- called by the main thread -----------------------------------------------------------------
 
@@ -146,17 +157,16 @@ class Sentinel:
         self._channel.close()
         if self._frozen is not None:
             self._frozen.close()
+        self._clean_up()
 
     def _linger(self) -> None:
         """Let the others read the verdict before this process, and perhaps the store, goes."""
         self._state.delivered.set()
         until = time.monotonic() + _LINGER_S
-        alive = len(self._peers) - sum(
-            p.fate(self._here)[0] == "gone" for p in self._peers.values()
-        )
         with contextlib.suppress(SideChannelLost):
             while time.monotonic() < until:
-                if self._call(lambda s: s.add("read", 0)) >= alive:
+                here = sum(not peer.has_left(self._here) for peer in self._peers.values())
+                if self._call(lambda s: s.add("read", 0)) >= here:
                     return
                 time.sleep(_POLL_S)
 
@@ -170,8 +180,6 @@ class Sentinel:
             return
         recorder = self._recorder
         recorder.note_wait()
-        if self._frozen is not None:
-            self._frozen.arm(10 * self._trust.tick_s)
         waiting = recorder.oldest_pending()
         due = self._stall.observe(now_s, waiting[0] if waiting is not None else None)
         if waiting is None:
@@ -189,11 +197,17 @@ class Sentinel:
             self._judge_alone()
 
     def _call(self, operation: Callable[[Store], Any], timeout_s: float = 5.0) -> Any:
-        """Use the store, unless its server is known to be dead: torch would write pages then."""
+        """Use the store, unless its server is known to go: torch would write pages about it."""
+        self._rearm()
         server = self._store_peer
-        if server is not None and server.fate(self._here)[0] == "gone":
-            raise SideChannelLost(f"rank {server.rank}, which served the store, is gone")
+        if server is not None and server.has_left(self._here):
+            raise SideChannelLost(f"rank {server.rank}, which served the store, has left")
         return self._channel.call(operation, timeout_s)
+
+    def _rearm(self) -> None:
+        """This process runs Python: put off the dump of its stacks."""
+        if self._frozen is not None:
+            self._frozen.arm(10 * self._trust.tick_s)
 
     def _answer(self, asked: int) -> None:
         """Say what this rank does, then wait for what the asker makes of it."""
@@ -268,7 +282,7 @@ class Sentinel:
         """The store is of no use: judge by what this host shows."""
         mine = witness_from_answer(self._peers[self._rank], self._own_answer())
         seen = [
-            mine if r == self._rank else witness_from_host(p, self._here)
+            mine if r == self._rank else witness_from_host(p, self._here, asked=False)
             for r, p in sorted(self._peers.items())
         ]
         verdict, witnesses = self._judged(seen)
@@ -352,7 +366,15 @@ class Sentinel:
         if now_s > deadline_s:
             print(verdict.text, file=sys.stderr, flush=True)
             sys.stdout.flush()
+            self._clean_up(self._rank)
             os._exit(EXIT_VERDICT)
+
+    def _clean_up(self, *ranks: int) -> None:
+        """Remove the files of these ranks and of those that died on this host; see the dump."""
+        for rank, peer in self._peers.items():
+            if rank in ranks or peer.fate(self._here)[0] == "gone":
+                remove_box(Path(peer.box + ".stack"))
+                remove_box(Path(peer.box))
 
 
 def _without_connection(witness: Witness) -> Witness:

@@ -53,9 +53,13 @@ class SideChannel:
             raise SideChannelLost(str(answer.error)) from answer.error
         return cast("T", answer.value)
 
+    def end(self) -> None:
+        """Tell the thread to end."""
+        self._jobs.put(None)
+
     def close(self) -> None:
         """End the thread; one that is stuck in the store is left behind as a daemon."""
-        self._jobs.put(None)
+        self.end()
         self._thread.join(2.0)
 
 

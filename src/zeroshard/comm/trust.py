@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from zeroshard.config.sections import TrustConfig
 from zeroshard.core.verdict import Limits
+from zeroshard.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +70,7 @@ class TrustSettings:
         if (watchdog := env.get("ZEROSHARD_WATCHDOG")) is not None:
             settings = replace(settings, watchdog=watchdog != "0")
         if stall := env.get("ZEROSHARD_STALL_S"):
-            stall_s = float(stall)
+            stall_s = _seconds("ZEROSHARD_STALL_S", stall)
             settings = replace(
                 settings,
                 first_report_s=stall_s,
@@ -92,3 +93,13 @@ class TrustSettings:
             timeout_s=self.collective_timeout_s,
             sections=self.sections,
         )
+
+
+def _seconds(key: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if value <= 0:
+        raise ConfigError(f"{key} is {text!r}; give seconds, for example {key}=10.")
+    return value

@@ -9,7 +9,7 @@ import os
 import secrets
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from zeroshard.comm.agree import Store, agree_plan, exchange, meeting
+from zeroshard.comm.agree import Store, agree_plan, exchange, meeting, post_plan
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.connect import default_store, make_comm
 from zeroshard.comm.env import run_name
 from zeroshard.comm.evidence import Peer
 from zeroshard.comm.host import Process, this_process
-from zeroshard.comm.recorder import Recorder, box_dir
+from zeroshard.comm.recorder import Recorder, box_dir, sweep_boxes
 from zeroshard.comm.sentinel import Sentinel, divergence_text
 from zeroshard.comm.trust import TrustSettings
 from zeroshard.config.sections import TrustConfig
@@ -49,6 +49,12 @@ class Watch:
     def recorder(self) -> Recorder:
         """What this rank has called and sent."""
         return self.gathers.recorder
+
+    @property
+    def scratch_nbytes(self) -> int:
+        """Memory that the communicators keep for messages on their way."""
+        comms = {id(comm): comm for comm in (self.gathers, self.reductions)}
+        return sum(getattr(comm, "scratch_nbytes", 0) for comm in comms.values())
 
     def history(self) -> int:
         """Running hash of what this rank has called, below 2**32: exact in float64."""
@@ -143,10 +149,9 @@ def open_watch(
     name = run_name()
     setup_s = settings.sections.get("setup", settings.collective_timeout_s)
 
-    label = f"zs/{name.run}/{name.attempt}/watch/{','.join(map(str, ranks))}"
     store = default_store()
-    place = meeting(store, label, world_size)
-    agree_plan(place, me, world_size, plan, timeout_s=setup_s)
+    place = _meeting_place(ranks)
+    agree_plan(place, me, world_size, {"setup": "done", **plan}, timeout_s=setup_s)
     token = secrets.token_hex(4) if me == 0 else ""
     card = json.dumps([token, asdict(this_process())])
     cards = [
@@ -158,6 +163,7 @@ def open_watch(
         Peer(rank, Process(**process), str(folder / str(rank)))
         for rank, (_, process) in zip(ranks, cards, strict=True)
     ]
+    sweep_boxes()
     recorder = Recorder(
         box=folder / str(ranks[me]),
         ring=settings.ring,
@@ -197,6 +203,21 @@ def open_watch(
     return watch
 
 
+def decline(reason: str, group: dist.ProcessGroup | None = None) -> None:
+    """Tell the ranks that come to :func:`open_watch` that this one failed. Waits for nobody."""
+    if not _several(group):
+        return
+    me, ranks = dist.get_rank(group), dist.get_process_group_ranks(group or dist.group.WORLD)
+    post_plan(_meeting_place(ranks), me, {"setup": f"failed with {reason}"})
+
+
+def _meeting_place(ranks: Sequence[int]) -> Store:
+    """Where these ranks of this attempt meet next."""
+    name = run_name()
+    label = f"zs/{name.run}/{name.attempt}/watch/{','.join(map(str, ranks))}"
+    return meeting(default_store(), label, len(ranks))
+
+
 def _several(group: dist.ProcessGroup | None) -> bool:
     return (
         dist.is_available()
@@ -221,11 +242,11 @@ def _store_rank(store: Any) -> int | None:
 
 def _close_at_exit(watch: Watch) -> Any:
     """Say goodbye when the program ends without closing its engine, and why it ended."""
-    weak = weakref.ref(watch)
+    weak, owner = weakref.ref(watch), os.getpid()
 
     def farewell() -> None:
         strong = weak()
-        if strong is not None:
+        if strong is not None and os.getpid() == owner:
             error = getattr(sys, "last_value", None)
             strong.close("" if error is None else f"{type(error).__name__}: {error}"[:120])
 

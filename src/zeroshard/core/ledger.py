@@ -7,6 +7,8 @@ patching torch. The memory report and the accounting tests read it.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 RESTING = ("parameters", "gradients", "master", "optimizer")
@@ -31,6 +33,15 @@ class Ledger:
         if nbytes:
             owners[owner] = nbytes
         self.peak[category] = max(self.peak[category], self._total[category])
+
+    @contextmanager
+    def lend(self, owner: str, nbytes: int) -> Iterator[None]:
+        """``owner`` holds ``nbytes`` of scratch memory inside the block."""
+        self.hold("scratch", owner, nbytes)
+        try:
+            yield
+        finally:
+            self.hold("scratch", owner, 0)
 
     def nbytes(self, category: str) -> int:
         """Live bytes of a category."""

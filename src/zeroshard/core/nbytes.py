@@ -6,40 +6,57 @@ The formula of the ZeRO paper (section 3.1 and figure 1), with the padding that 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from zeroshard.core.layout import UnitLayout
+from zeroshard.core.ledger import RESTING
 from zeroshard.core.stages import Stage
 
 
 @dataclass(frozen=True, slots=True)
+class StateBytes:
+    """Optimizer state of one parameter: bytes per element, and per piece of it (a step count)."""
+
+    element_nbytes: int
+    piece_nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class UnitBytes:
-    """What has to be known of one unit to plan its bytes. Sizes are per element."""
+    """What has to be known of one unit to plan its bytes. Sizes are per element.
+
+    ``state``: by name, for every parameter that the optimizer updates.
+    """
 
     layout: UnitLayout
     param_nbytes: int
-    grad_nbytes: int  # 0: frozen
-    master_nbytes: int  # 0: the parameter is its own master
-    state_nbytes: int  # optimizer state shaped like the parameter; 0: none
-    state_scalar_nbytes: int = 0  # optimizer state once per parameter fragment (a step count)
-    optimized: frozenset[str] = frozenset()  # parameters that the optimizer updates
+    grad_nbytes: int = 0  # 0: frozen
+    master_nbytes: int = 0  # 0: the parameter is its own master
+    state: Mapping[str, StateBytes] = field(default_factory=dict)
 
 
 def state_nbytes(units: Iterable[UnitBytes], stage: Stage, rank: int) -> dict[str, int]:
     """Planned resting bytes of ``rank`` per category: parameters, gradients, master, optimizer.
 
-    Optimizer state has no padding: it follows the fragments of the optimized parameters.
+    Optimizer state has no padding: it follows the fragments of the optimized parameters. A parameter
+    that never gets a gradient never gets the state planned for it.
+
+    >>> from zeroshard.core.layout import pack
+    >>> from zeroshard.core.stages import STAGES
+    >>> adam = UnitBytes(pack([("w", (128, 64))], world_size=2), 2, 2, 4, {"w": StateBytes(8)})
+    >>> [sum(state_nbytes([adam], STAGES[n], rank=0).values()) / 8192 for n in range(4)]
+    [16.0, 10.0, 9.0, 8.0]
     """
-    total = dict.fromkeys(("parameters", "gradients", "master", "optimizer"), 0)
+    total = dict.fromkeys(RESTING, 0)
     for unit in units:
         layout = unit.layout
         full, shard = layout.full_numel, layout.shard_numel
-        owned = layout.shard_range(rank) if stage.shards_optimizer else (0, full)
-        fragments = [f for f in layout.fragments_between(*owned) if f.fqn in unit.optimized]
+        low, high = layout.shard_range(rank) if stage.shards_optimizer else (0, full)
         total["parameters"] += unit.param_nbytes * (shard if stage.shards_params else full)
         total["gradients"] += unit.grad_nbytes * (shard if stage.shards_grads else full)
-        total["master"] += unit.master_nbytes * (owned[1] - owned[0])
-        total["optimizer"] += unit.state_nbytes * sum(f.numel for f in fragments)
-        total["optimizer"] += unit.state_scalar_nbytes * len(fragments)
+        total["master"] += unit.master_nbytes * (high - low)
+        for fragment in layout.fragments_between(low, high):
+            if (state := unit.state.get(fragment.fqn)) is not None:
+                total["optimizer"] += state.element_nbytes * fragment.numel + state.piece_nbytes
     return total

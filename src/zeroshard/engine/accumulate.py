@@ -16,16 +16,17 @@ class Accumulation:
     def __init__(self, steps: int, *, managed: bool) -> None:
         self.steps = steps
         self.managed = managed
-        self.micro_steps = 0
+        self.micro_steps = 0  # complete micro-batches of the running step
         self.declared: bool | None = None  # set_gradient_accumulation_boundary
         self.deferred = 0  # depth of no_sync
+        self.uncounted = False  # a backward inside no_sync that no step() has counted yet
         self.divided: set[bool] = set()  # of this step's backwards: was the loss divided already?
 
     def at_boundary(self) -> bool:
         """Is the micro-batch in progress the last of its optimizer step?"""
         if self.declared is not None:
             return self.declared
-        return not self.managed or (self.micro_steps + 1) % self.steps == 0
+        return not self.managed or self.micro_steps + 1 >= self.steps
 
     def reduces_now(self) -> bool:
         """May the backward that begins reduce at once? Not while more backwards are certain to come."""
@@ -37,6 +38,7 @@ class Accumulation:
 
     def note_backward(self, *, divided: bool) -> None:
         """A backward begins. Mixing both kinds in one step would weigh them differently."""
+        self.uncounted = self.uncounted or self.deferred > 0
         self.divided.add(divided)
         if self.steps > 1 and len(self.divided) > 1:
             raise UsageError(
@@ -53,7 +55,10 @@ class Accumulation:
     def advance(self) -> None:
         """A micro-batch is over."""
         self.micro_steps += 1
+        self.uncounted = False
 
-    def begin_step(self) -> None:
-        """A new optimizer step starts."""
+    def restart(self) -> None:
+        """The next micro-batch is the first of an optimizer step."""
+        self.micro_steps = 0
+        self.uncounted = False
         self.divided.clear()

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -18,13 +19,13 @@ from zeroshard.comm.collectives import Comm
 from zeroshard.config import Config
 from zeroshard.core.layout import UnitLayout, pack
 from zeroshard.core.ledger import Ledger
-from zeroshard.core.nbytes import UnitBytes
+from zeroshard.core.nbytes import StateBytes, UnitBytes
 from zeroshard.core.stages import STAGES, Stage
-from zeroshard.engine.optimizers import Probe, needs_whole_parameters, probe
+from zeroshard.engine.optimizers import Muon, Probe, probe, rebind
 from zeroshard.errors import UnsupportedError, UsageError
 from zeroshard.precision.policy import DtypeRow, Policy
 from zeroshard.zero.gather import Gatherer, Site
-from zeroshard.zero.materialize import materialize
+from zeroshard.zero.materialize import check_meta, materialize
 from zeroshard.zero.optimizer import ShardedOptimizer
 from zeroshard.zero.reduce import GradBuffer, GradReducer
 from zeroshard.zero.unit import Unit
@@ -63,12 +64,16 @@ def plan_units(
     optimizer: torch.optim.Optimizer | None,
     *,
     world_size: int,
+    whole: bool,
 ) -> list[UnitSpec]:
     """Cut the model into units: by site, and inside a site by dtype and trainability.
+
+    ``whole``: the optimizer needs whole matrices, so no trained parameter is cut.
 
     Raises :class:`ConfigError` for patterns that match nothing, :class:`UsageError` for an optimizer
     over parameters that the model does not have.
     """
+    check_meta(model)
     zero = config.zero_optimization
     leaf = zero.leaf_module
     sites = find_sites(
@@ -83,10 +88,15 @@ def plan_units(
     )
     params = dict(model.named_parameters())
     updated = _updated_params(params, optimizer)
-    whole = optimizer is not None and needs_whole_parameters(optimizer)
     specs = []
     for site in sites:
-        specs += _site_specs(site, params, updated, policy, world_size=world_size, whole=whole)
+        rows = {
+            fqn: policy.row_for(
+                fqn, params[fqn].dtype, model.get_submodule(fqn.rpartition(".")[0])
+            )
+            for fqn in site.params
+        }
+        specs += _site_specs(site, params, updated, rows, world_size=world_size, whole=whole)
     return specs
 
 
@@ -114,7 +124,7 @@ def _site_specs(
     site: SitePlan,
     params: Mapping[str, nn.Parameter],
     updated: set[int] | None,
-    policy: Policy,
+    rows: Mapping[str, DtypeRow],
     *,
     world_size: int,
     whole: bool,
@@ -125,13 +135,15 @@ def _site_specs(
         if not (param.is_floating_point() or param.is_complex()) and param.requires_grad:
             raise UnsupportedError(f"parameter {fqn!r} of dtype {param.dtype} cannot be trained.")
         trainable = param.requires_grad and (updated is None or id(param) in updated)
-        kinds[trainable, policy.row_for(fqn, param.dtype)].append(fqn)
-    dtypes = {(trainable, row.param) for trainable, row in kinds}
+        kinds[trainable, rows[fqn]].append(fqn)
     specs = []
     for (trainable, row), fqns in kinds.items():
         tags = [] if trainable else ["frozen"]
-        if sum(1 for t, _ in dtypes if t == trainable) > 1:
+        others = [r for t, r in kinds if t == trainable and r != row]
+        if any(r.param != row.param for r in others):
             tags.append(str(row.param).removeprefix("torch."))
+        if any(r.param == row.param for r in others):
+            tags.append(f"sent as {str(row.reduce).removeprefix('torch.')}")
         name = ":".join([site.name, *tags]) if len(kinds) > 1 else site.name
         layout = pack(
             [(fqn, params[fqn].shape) for fqn in fqns],
@@ -148,20 +160,23 @@ def layout_digest(specs: Iterable[UnitSpec]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def probed(optimizer: torch.optim.Optimizer) -> Probe:
-    """What the optimizer's class keeps per parameter, and whether fragments are all it needs.
+def probed(optimizer: torch.optim.Optimizer, policy: Policy) -> dict[torch.dtype, Probe]:
+    """What the optimizer does with masters of each dtype: what it keeps, and whether pieces will do.
 
-    Raises :class:`UnsupportedError` for a class that gives another result on a cut parameter.
+    Raises :class:`UnsupportedError` for a class that cannot run here at all.
     """
-    if needs_whole_parameters(optimizer):
-        return probe(optimizer)
-    found = probe(optimizer)
-    if not found.elementwise:
-        raise UnsupportedError(
-            f"{type(optimizer).__name__} cannot run on sharded parameters: {found.reason}. "
-            "ZeRO gives an optimizer one-dimensional pieces of each parameter. Use an element-wise "
-            "optimizer (Adam, AdamW, SGD, Adagrad, Lion, RMSprop...), or Muon for whole matrices."
-        )
+    dtypes = {p.dtype for g in optimizer.param_groups for p in g["params"] if p.is_floating_point()}
+    masters = {policy.row_for("", dtype).master for dtype in dtypes} or {torch.float32}
+    if policy.keep_fp32:
+        masters.add(torch.float32)
+    found = {dtype: probe(optimizer, dtype=dtype) for dtype in sorted(masters, key=str)}
+    for tried in found.values():
+        if not tried.works or not (tried.elementwise or isinstance(optimizer, Muon)):
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} cannot run on sharded parameters: {tried.reason}. ZeRO "
+                "gives an optimizer pieces of each parameter. Use an element-wise optimizer (Adam, "
+                "AdamW, SGD, Adagrad, Lion, RMSprop...), or Muon, whose matrices are never cut."
+            )
     return found
 
 
@@ -171,7 +186,7 @@ def build_runtime(
     config: Config,
     *,
     optimizer: torch.optim.Optimizer | None,
-    found: Probe | None,
+    found: Mapping[torch.dtype, Probe],
     gather_comm: Comm,
     reduce_comm: Comm,
     device: torch.device,
@@ -186,17 +201,16 @@ def build_runtime(
     stage = STAGES[zero.stage]
     ledger = Ledger()
     params = dict(model.named_parameters())
+    plan = plan_bytes(specs, params, optimizer, found, many=expects_accumulation())
     positions = {id(param): at for at, param in enumerate(params.values())}
     modules = dict(model.named_modules())
     by_site: dict[str, list[Unit]] = defaultdict(list)
     units = []
     for spec in specs:
-        materialize(modules, [slot.fqn for slot in spec.layout.slots], device)
-        members = [_parameter(modules, slot.fqn) for slot in spec.layout.slots]
         unit = Unit(
             spec.name,
             spec.layout,
-            members,
+            _members(modules, spec, device),
             positions=[positions[id(params[slot.fqn])] for slot in spec.layout.slots],
             row=spec.row,
             trainable=spec.trainable,
@@ -239,11 +253,8 @@ def build_runtime(
             shards_optimizer=stage.shards_optimizer,
             rank=gather_comm.rank,
             ledger=ledger,
+            seat=rebind,
         )
-    plan = [
-        unit_bytes(spec, found, many=expects_accumulation(), updated=optimizer is not None)
-        for spec in specs
-    ]
     return Runtime(stage, units, sites, gatherer, reducer, sharded, ledger, plan)
 
 
@@ -255,46 +266,74 @@ def predivide(config: Config, world_size: int) -> float:
     return factor if factor != 1.0 else float(world_size)
 
 
-def unit_bytes(spec: UnitSpec, found: Probe | None, *, many: bool, updated: bool) -> UnitBytes:
-    """The bytes per element that a unit needs at rest."""
-    row = spec.row
-    if not spec.trainable:
-        return UnitBytes(spec.layout, row.param.itemsize, 0, 0, 0)
-    grad = row.grad_accum if many else row.reduce
-    state = [dtype for dtype in found.state.values()] if found and updated else []
-    return UnitBytes(
-        spec.layout,
-        param_nbytes=row.param.itemsize,
-        grad_nbytes=grad.itemsize,
-        master_nbytes=row.master.itemsize if updated and row.master != row.param else 0,
-        state_nbytes=sum((d or row.master).itemsize for d in state if d is not None),
-        state_scalar_nbytes=sum(4 for d in state if d is None),
-        optimized=frozenset(slot.fqn for slot in spec.layout.slots) if updated else frozenset(),
-    )
+def plan_bytes(
+    specs: Iterable[UnitSpec],
+    params: Mapping[str, nn.Parameter],
+    optimizer: torch.optim.Optimizer | None,
+    found: Mapping[torch.dtype, Probe],
+    *,
+    many: bool,
+) -> list[UnitBytes]:
+    """The bytes per element that each unit needs at rest. ``many``: gradients are accumulated."""
+    groups = optimizer.param_groups if optimizer is not None else []
+    group_of = {id(param): at for at, group in enumerate(groups) for param in group["params"]}
+    planned = []
+    for spec in specs:
+        row, layout = spec.row, spec.layout
+        if not spec.trainable:
+            planned.append(UnitBytes(layout, row.param.itemsize))
+            continue
+        state = {}
+        for slot in layout.slots if optimizer is not None else ():
+            kept = found[row.master].state_by_group[group_of[id(params[slot.fqn])]].values()
+            shaped = sum(dtype.itemsize for dtype in kept if dtype is not None)
+            scalars = sum(torch.float32.itemsize for dtype in kept if dtype is None)
+            state[slot.fqn] = StateBytes(shaped, scalars)
+        planned.append(
+            UnitBytes(
+                layout,
+                param_nbytes=row.param.itemsize,
+                grad_nbytes=(row.grad_accum if many else row.reduce).itemsize,
+                master_nbytes=row.master.itemsize if state and row.has_master else 0,
+                state=state,
+            )
+        )
+    return planned
 
 
-def _parameter(modules: Mapping[str, nn.Module], fqn: str) -> nn.Parameter:
-    module, _, leaf = fqn.rpartition(".")
-    param = modules[module]._parameters[leaf]
-    assert param is not None
-    return param
+def _members(
+    modules: Mapping[str, nn.Module], spec: UnitSpec, device: torch.device
+) -> Iterator[nn.Parameter]:
+    """The unit's parameters; those on the meta device get their values when their turn comes."""
+    for slot in spec.layout.slots:
+        name, _, leaf = slot.fqn.rpartition(".")
+        materialize(modules[name], device)
+        param = modules[name]._parameters[leaf]
+        assert param is not None
+        yield param
 
 
-def place_buffers(model: nn.Module, dtype: torch.dtype | None, device: torch.device) -> list[Tensor]:
-    """Move buffers to the device; floating ones change dtype only if asked. Returns them in order."""
+def place_buffers(
+    model: nn.Module,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    *,
+    keep: Sequence[str] = (),
+) -> list[Tensor]:
+    """Move buffers to the device; floating ones change dtype only if asked. Returns them in order.
+
+    ``keep``: globs on names of buffers that keep their dtype.
+    """
     moved: list[Tensor] = []
-    for module in model.modules():
+    for prefix, module in model.named_modules():
+        materialize(module, device)
         for name, buffer in module._buffers.items():
             if buffer is None:
                 continue
-            if buffer.is_meta:
-                raise UsageError(
-                    f"buffer {name!r} of {type(module).__name__} is on the meta device, so its values "
-                    "are unknown. Create buffers on a real device, or give the module a "
-                    "reset_parameters() that fills them."
-                )
-            cast = dtype if dtype is not None and buffer.is_floating_point() else buffer.dtype
-            module._buffers[name] = buffer.to(device=device, dtype=cast)
+            fqn = f"{prefix}.{name}" if prefix else name
+            kept = dtype is None or any(fnmatchcase(fqn, pattern) for pattern in keep)
+            cast = buffer.dtype if kept or not buffer.is_floating_point() else dtype
+            module._buffers[name] = buffer.to(device=device, dtype=cast).contiguous()
             moved.append(module._buffers[name])  # type: ignore[arg-type]
     return moved
 

@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
+from zeroshard.engine.arguments import check_dataset
 from zeroshard.errors import UnevenBatches
 
 T = TypeVar("T")
@@ -46,7 +47,7 @@ def agreed_batches(
             if not all(has_batch):
                 without = [r for r, has in enumerate(has_batch) if not has]
                 if not join or index == 0:
-                    raise UnevenBatches(_text(index, without, has_batch))
+                    raise UnevenBatches(_text(index, without, has_batch, join=join))
             set_weight(float(batch is not _END), sum(has_batch))
             last, index = (last if batch is _END else batch), index + 1
             assert last is not _END, "a rank without any batch was refused above"
@@ -55,10 +56,15 @@ def agreed_batches(
         set_weight(1.0, 0)
 
 
-def _text(index: int, without: list[int], has_batch: list[bool]) -> str:
+def _text(index: int, without: list[int], has_batch: list[bool], *, join: bool) -> str:
     with_it = [r for r, has in enumerate(has_batch) if has]
     ranks = ", ".join(map(str, without))
     others = ", ".join(map(str, with_it))
+    if join:
+        return (
+            f"rank{'s' if len(without) > 1 else ''} {ranks} never had a batch, so there is none to "
+            'repeat while the others finish ("uneven": "join"). Give every rank at least one.'
+        )
     return (
         f"rank{'s' if len(without) > 1 else ''} {ranks} {'have' if len(without) > 1 else 'has'} no "
         f"batch {index} while rank{'s' if len(with_it) > 1 else ''} {others} "
@@ -67,28 +73,31 @@ def _text(index: int, without: list[int], has_batch: list[bool]) -> str:
     )
 
 
-def deepspeed_io(
+def loader_for(
+    engine: Any,
     dataset: Dataset[Any],
-    *,
-    batch_size: int,
-    world_size: int,
-    rank: int,
-    drop_last: bool,
-    shuffle: bool = True,
+    batch_size: int | None = None,
+    route: str = "train",
     pin_memory: bool = False,
-    sampler: Any = None,
+    data_sampler: Any = None,
     collate_fn: Callable[..., Any] | None = None,
-    workers: int = 0,
+    num_local_io_workers: int | None = None,
 ) -> DataLoader[Any]:
-    """A loader in which every rank sees its own part of the dataset (``engine.deepspeed_io``)."""
-    if sampler is None and not isinstance(dataset, torch.utils.data.IterableDataset):
-        sampler = DistributedSampler(dataset, world_size, rank, shuffle=shuffle)
+    """A loader in which every rank sees its own part of the dataset (``engine.deepspeed_io``).
+
+    Training data (``route``) is shuffled. The sampler pads, so that all ranks have as many batches.
+    """
+    check_dataset(dataset)
+    if data_sampler is None and not isinstance(dataset, IterableDataset):
+        data_sampler = DistributedSampler(
+            dataset, engine.world_size, engine.global_rank, shuffle=route == "train"
+        )
     return DataLoader(
         dataset,
-        batch_size=batch_size,
-        sampler=sampler,
-        drop_last=drop_last,
+        batch_size=batch_size or engine.train_micro_batch_size_per_gpu(),
+        sampler=data_sampler,
+        drop_last=engine.settings.dataloader_drop_last,
         pin_memory=pin_memory,
         collate_fn=collate_fn,
-        num_workers=workers,
+        num_workers=num_local_io_workers or 0,
     )

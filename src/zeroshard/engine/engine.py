@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-import math
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,10 @@ from zeroshard.core.ledger import RESTING, TEMPORARY
 from zeroshard.core.nbytes import state_nbytes
 from zeroshard.engine import setup
 from zeroshard.engine.accumulate import Accumulation
+from zeroshard.engine.arguments import check_loss
 from zeroshard.engine.data import agreed_batches
+from zeroshard.engine.getters import GETTERS
+from zeroshard.engine.observe import Observer
 from zeroshard.engine.report import (
     MemoryReport,
     StepReport,
@@ -56,6 +59,8 @@ class Engine(nn.Module):
     >>> engine.close()
     """
 
+    _in_backward: ClassVar[list[Engine]] = []  # whose backward() runs: one loss, several engines
+
     def __init__(
         self,
         model: nn.Module,
@@ -89,15 +94,17 @@ class Engine(nn.Module):
         self.local_rank = parts.place.local_rank
         self._comm: Comm = parts.comm
         self._watch = parts.watch
-        self._monitors = parts.monitors
         self.accumulation = parts.accumulation
         self.global_steps = 0
+        self.micro_steps = 0
         self.skipped_steps = 0
         self.global_samples = 0
+        self._micro_batch_size = self.settings.train_micro_batch_size_per_gpu
         self.last_step: StepReport | None = None
+        self.training_dataloader: Any = None  # what initialize() made of training_data
         self._skips_in_a_row = 0
         self._unread: tuple[StepReport, Any] | None = None  # a skip the host does not know of yet
-        self._in_engine_backward = False
+        self._norms: list[tuple[int, Tensor]] = []  # of the last step, by parameter
         self._scaled_by_caller = False
         self._weight, self._active = 1.0, 0.0
         self._closed = False
@@ -107,9 +114,21 @@ class Engine(nn.Module):
             self.runtime.gatherer,
             self.runtime.reducer,
             at_boundary=self.accumulation.reduces_now,
-            on_forward_begin=self._settle,
+            on_forward_begin=self._on_forward_begin,
             on_backward_begin=self._on_backward_begin,
+            on_abandon=self._on_abandon,
         )
+        self._observer = Observer(
+            self.settings,
+            recorder=self._watch.recorder,
+            ledger=self.runtime.ledger,
+            monitors=parts.monitors,
+            speaks=self.global_rank == 0,
+        )
+        if self._observer.watches_phases:
+            for phase in ("forward", "backward", "step"):
+                setattr(self, phase, self._observer.phase(phase, getattr(self, phase)))
+        self._gc = setup.ManualGC() if self.settings.disable_python_gc else None
 
     # ------------------------------------------------------------------ forward and backward
 
@@ -131,38 +150,50 @@ class Engine(nn.Module):
         ``scale_wrt_gas=False``: the caller divided already. Returns the divided loss, not loss-scaled.
         """
         self._check_open()
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise UsageError(
-                f"engine.backward needs a scalar loss, got {shape}. Reduce it first, for instance "
-                "with .mean()."
-            )
+        check_loss(loss)
+        self._hooks.recover()
         if scale_wrt_gas and self.accumulation.steps > 1:
             loss = loss / self.accumulation.steps
-        scaled = loss * self.scaler.scale if self._scales_loss else loss
+        scaled = loss * self.scaler.scale if self.scales_loss else loss
         if self._weight != 1.0:
             scaled = scaled * self._weight
-        self._in_engine_backward = True
+        self._in_backward.append(self)
         try:
             scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         finally:
-            self._in_engine_backward = False
+            self._in_backward.remove(self)
         return loss
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale, for a plain ``.backward()`` in fp16."""
+        self._check_open()
         self._scaled_by_caller = True
         return loss * self.scaler.scale
 
     @property
-    def _scales_loss(self) -> bool:
-        return bool(
-            self.settings.fp16.enabled or self.policy.autocast == torch.float16
-        )
+    def scales_loss(self) -> bool:
+        """Do gradients pass through fp16, so that the loss is scaled?"""
+        return self.settings.fp16.enabled or self.policy.autocast == torch.float16
+
+    def _on_forward_begin(self) -> None:
+        self._settle()
+        if self.accumulation.uncounted and torch.is_grad_enabled():
+            self._end_micro_batch()  # no_sync: a new forward ends the micro-batch before it
+
+    def _on_abandon(self) -> None:
+        """Gradients were dropped: the next micro-batch is the first of its step."""
+        lost = self.accumulation.micro_steps
+        if lost and self.global_rank == 0:
+            logger.warning("the gradients of %d complete micro-batches of this step are lost", lost)
+        self.accumulation.restart()
+        self._scaled_by_caller, self._active = False, 0.0
 
     def _on_backward_begin(self) -> None:
-        if not self._in_engine_backward:
-            if self._scales_loss and not self._scaled_by_caller:
+        running = self._in_backward
+        if running and self not in running:
+            self._check_shared_loss(running[-1])
+        elif not running:
+            if self.scales_loss and not self._scaled_by_caller:
                 raise UsageError(
                     "loss.backward() in fp16 without loss scaling: small gradients would vanish. Use "
                     "engine.backward(loss), or engine.scale(loss).backward()."
@@ -172,7 +203,21 @@ class Engine(nn.Module):
                     'loss.backward() on a rank that has joined with weight 0 ("uneven": "join"): its '
                     "repeated batch would count. Use engine.backward(loss)."
                 )
-        self.accumulation.note_backward(divided=self._in_engine_backward)
+        self.accumulation.note_backward(divided=bool(running))
+
+    def _check_shared_loss(self, other: Engine) -> None:
+        """The loss that another engine divides and scales reaches this one too."""
+        mine, theirs = self.accumulation.steps, other.accumulation.steps
+        if mine != theirs:
+            raise UsageError(
+                f"one loss goes through engines with gradient_accumulation_steps={theirs} and "
+                f"{mine}, so backward() of one divides it wrongly for the other. Use the same number."
+            )
+        if self.scales_loss or other.scales_loss:
+            raise UsageError(
+                "one loss goes through two engines, and one of them scales it (fp16): their loss "
+                "scales would differ. Train both in bf16 or fp32, or give each engine its own loss."
+            )
 
     # ------------------------------------------------------------------ the step
 
@@ -185,6 +230,11 @@ class Engine(nn.Module):
         self._check_open()
         if self.accumulation.deferred:
             raise UsageError("engine.step() inside no_sync(): leave the context before stepping.")
+        if self._hooks.recover():
+            raise UsageError(
+                "engine.step() after a backward that an exception ended: its gradients are "
+                "incomplete and were dropped. Run the step's micro-batches again."
+            )
         if not self.accumulation.at_boundary():
             self._end_micro_batch()
             return
@@ -199,14 +249,19 @@ class Engine(nn.Module):
                 "engine.backward(loss) first."
             )
         self._settle()
-        self._update(lr_kwargs or {})
+        skipped = self._update(lr_kwargs or {})
         self._end_micro_batch()
+        self.accumulation.restart()
+        self._end_step(skipped)
 
-    def _update(self, lr_kwargs: dict[str, Any]) -> None:
-        """Finish the accumulated batch: reduce, measure, update, publish."""
+    def _update(self, lr_kwargs: dict[str, Any]) -> bool | None:
+        """Finish the accumulated batch: reduce, measure, update, publish.
+
+        Was it skipped? None: only the device knows yet.
+        """
         runtime, optimizer = self.runtime, self.runtime.optimizer
         assert optimizer is not None
-        optimizer.follow_edits(thorough=self.settings.zero_optimization.enable_sanity_checks)
+        optimizer.follow_edits()
         runtime.reducer.finish()
         norm, found_inf, untouched = self._measure()
         scale = self.scaler.scale.clone()
@@ -230,16 +285,26 @@ class Engine(nn.Module):
         self.scaler.update(found_inf if self._checks_overflow else torch.zeros_like(found_inf))
         self.last_step = report
         self.global_steps += 1
+        self._watch.step(self.global_steps)
         self._advance_schedule(skipped, report, lr_kwargs)
+        runtime.reducer.reset()
+        self._hooks.forget_calls()
+        self._scaled_by_caller, self._active = False, 0.0
+        return skipped
+
+    def _end_step(self, skipped: bool | None) -> None:
+        """Tell everybody who wants to know."""
+        report = self.last_step
+        assert report is not None
         if skipped:
             self._on_skip(report)
         elif skipped is not None:
             self._skips_in_a_row = 0
-        runtime.reducer.reset()
-        self._hooks.forget_calls()
-        self.accumulation.begin_step()
-        self._scaled_by_caller, self._active = False, 0.0
-        self._observe(report)
+        self._observer.after_step(
+            report, samples=self.global_samples, skipped=self.skipped_steps
+        )
+        if self._gc is not None:
+            self._gc.collect()
 
     def _measure(self) -> tuple[Tensor | None, Tensor, dict[int, frozenset[int]]]:
         """Global norm, overflow flag and never-touched parameters, from one small exchange.
@@ -249,8 +314,8 @@ class Engine(nn.Module):
         runtime, optimizer = self.runtime, self.runtime.optimizer
         assert optimizer is not None
         measures = self.settings.zero_optimization.compute_grad_norm
-        norms = optimizer.norms() if measures or self._checks_overflow else []
-        squares = local_sum_of_squares(norms, self.device)
+        self._norms = optimizer.norms() if measures or self._checks_overflow else []
+        squares = local_sum_of_squares([norm for _, norm in self._norms], self.device)
         flags = [flag for buffer in runtime.reducer.buffers for flag in buffer.touched]
         words = torch.tensor(
             [float(self._watch.history()), *pack_flags(flags)], dtype=torch.float64
@@ -262,7 +327,8 @@ class Engine(nn.Module):
         norm = total * self._mean_factor() / self.scaler.scale.to(self._wide) if measures else None
         untouched: dict[int, frozenset[int]] = {}
         if not all(flags):  # only a rank that misses gradients has to ask what others had
-            seen = iter(unpack_any(rows[:, 2:], len(flags)))
+            fake = setup.is_fake(rows)
+            seen = iter(flags if fake else unpack_any(rows[:, 2:], len(flags)))
             for buffer in runtime.reducer.buffers:
                 missing = frozenset(i for i in range(len(buffer.touched)) if not next(seen))
                 if missing:
@@ -297,7 +363,7 @@ class Engine(nn.Module):
 
     def _publish(self) -> None:
         """Send updated shards of whole units; the next forward waits for each where it needs it."""
-        units = [u for u in self.runtime.units if u.trainable and u.resident]
+        units = [u for u in self.runtime.units if u.trainable]
         for unit in units:
             unit.publish()
             if self.settings.zero_optimization.overlap_comm is False:
@@ -305,6 +371,7 @@ class Engine(nn.Module):
 
     def _end_micro_batch(self) -> None:
         self.accumulation.advance()
+        self.micro_steps += 1
         self.global_samples += self.train_micro_batch_size_per_gpu() * self.world_size
 
     # ------------------------------------------------------------------ skipped steps
@@ -312,17 +379,17 @@ class Engine(nn.Module):
     @property
     def _checks_overflow(self) -> bool:
         bf16 = self.settings.bf16
-        return bool(self._scales_loss or (bf16.enabled and bf16.check_grad_overflow))
+        return self.scales_loss or (bf16.enabled and bf16.check_grad_overflow)
 
     def _advance_schedule(
         self, skipped: bool | None, report: StepReport, lr_kwargs: dict[str, Any]
     ) -> None:
         """Applied updates advance the schedule. A skip not known yet is taken back when it is."""
-        if skipped or self.lr_scheduler is None:
-            return
+        schedule = self.lr_scheduler
         if skipped is None:
-            self._unread = (report, setup.schedule_snapshot(self.lr_scheduler, self._groups))
-        self.lr_scheduler.step(**lr_kwargs)
+            self._unread = (report, setup.schedule_snapshot(schedule, self._groups))
+        if not skipped and schedule is not None:
+            schedule.step(**lr_kwargs)
 
     def _settle(self) -> None:
         """Learn the outcome of the last step if the host does not know it yet."""
@@ -344,7 +411,7 @@ class Engine(nn.Module):
                 "step %d skipped: the gradient is not finite (loss scale %g)",
                 report.step, report.loss_scale,
             )  # fmt: skip
-        if self.settings.fp16.enabled and bool(self.scaler.at_floor):
+        if self.scales_loss and bool(self.scaler.at_floor):
             raise LossScaleError(self._non_finite_text(report))
 
     def _non_finite_text(self, report: StepReport) -> str:
@@ -357,10 +424,8 @@ class Engine(nn.Module):
 
     def _first_bad_gradient(self) -> str:
         """The first parameter, in model order, whose gradient is not finite on any rank."""
-        assert self.runtime.optimizer is not None
-        first = self.runtime.optimizer.first_non_finite()
-        none = float(2**31)
-        vote = torch.tensor([none if first is None else float(first)], dtype=torch.float64)
+        bad = [float(place) for place, norm in self._norms if not norm.isfinite()]
+        vote = torch.tensor([min(bad, default=float(2**31))], dtype=torch.float64)
         index = int(self._comm.gather_small(vote.to(self.device), name="first bad").min())
         names = dict(enumerate(name for name, _ in self.module.named_parameters()))
         return repr(names.get(index, "unknown"))
@@ -371,7 +436,11 @@ class Engine(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Backwards inside do not complete a step. Legal at every stage: 0 and 1 defer the reduction,
         2 and 3 reduce into the owner's shard, which is the same result at more traffic.
+
+        A forward after a backward inside counts as the next micro-batch, so that ``step()`` may be
+        called once per optimizer step.
         """
+        self._check_open()
         self.accumulation.deferred += 1
         try:
             yield
@@ -387,14 +456,18 @@ class Engine(nn.Module):
         return self.accumulation.at_boundary()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients accumulated so far."""
+        """Forget the gradients accumulated so far: the next micro-batch begins a step."""
+        self._check_open()
+        self._hooks.recover()
         self.runtime.reducer.abandon()
-        self.accumulation.begin_step()
+        if self.accumulation.micro_steps or self.accumulation.divided:
+            self._on_abandon()
         for param in self.module.parameters():
             param.grad = None
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Iterate while ranks agree that there are batches (config key ``uneven``)."""
+        self._check_open()
         return agreed_batches(
             loader,
             exchange=lambda vote: self._comm.gather_small(vote.to(self.device), name="batches").cpu(),
@@ -436,6 +509,11 @@ class Engine(nn.Module):
         """Did the last ``step()`` update the parameters?"""
         return self.last_step is not None and not self.last_step.skipped
 
+    @property
+    def config(self) -> dict[str, Any]:
+        """The configuration as it was passed; a file's contents where a path was."""
+        return self.loaded.raw
+
     def get_lr(self) -> list[float]:
         """Learning rate of each param group, for the next update."""
         self._settle()
@@ -447,9 +525,13 @@ class Engine(nn.Module):
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Samples per rank and forward."""
-        size = self.settings.train_micro_batch_size_per_gpu
-        assert size is not None, "the configuration is resolved"
-        return size
+        assert self._micro_batch_size is not None, "the configuration is resolved"
+        return self._micro_batch_size
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Tell the engine of another micro-batch; the accumulation stays."""
+        self._check_between_steps("set_train_micro_batch_size", micro_batch_size)
+        self._micro_batch_size = micro_batch_size
 
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches per optimizer step."""
@@ -457,19 +539,25 @@ class Engine(nn.Module):
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the batch size by changing the accumulation; the micro-batch stays."""
+        self._check_between_steps("set_train_batch_size", train_batch_size)
         per_step = self.train_micro_batch_size_per_gpu() * self.world_size
         if train_batch_size < per_step or train_batch_size % per_step:
             raise UsageError(
                 f"set_train_batch_size({train_batch_size}): not a multiple of micro-batch "
                 f"{self.train_micro_batch_size_per_gpu()} x world size {self.world_size}."
             )
-        if self.accumulation.divided:
-            raise UsageError("set_train_batch_size in the middle of a step: call it after step().")
         self.accumulation.steps = train_batch_size // per_step
-        self.accumulation.micro_steps = 0
+
+    def _check_between_steps(self, call: str, size: int) -> None:
+        self._check_open()
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise UsageError(f"{call}({size!r}): give a whole number of samples, at least 1.")
+        if self.accumulation.divided or self.accumulation.micro_steps:
+            raise UsageError(f"{call} in the middle of a step: call it after step().")
 
     def iter_full_params(self) -> Iterator[tuple[str, Tensor]]:
         """Stream ``(name, full values)`` of every parameter, one unit in memory at a time. Collective."""
+        self._check_open()
         for unit in self.runtime.units:
             unit.wait()
             full_N = unit.full_N if unit.resident else unit.gathered_copy()
@@ -483,29 +571,13 @@ class Engine(nn.Module):
         measured = {name: ledger.nbytes(name) for name in RESTING}
         measured["gradients"] = ledger.peak["gradients"]  # they exist from backward to step only
         measured |= {name: ledger.peak[name] for name in TEMPORARY}
+        measured["scratch"] += self._watch.scratch_nbytes
         if not all_ranks:
             return MemoryReport({self.global_rank: memory_rows(planned, measured)})
+        self._check_open()
         vector = torch.tensor(vector_of(planned, measured), dtype=torch.float64, device=self.device)
         rows = self._comm.gather_small(vector, name="memory report").tolist()
         return MemoryReport({rank: rows_from_vector(row) for rank, row in enumerate(rows)})
-
-    def _observe(self, report: StepReport) -> None:
-        every = self.settings.steps_per_print
-        due = bool(every) and math.isfinite(every) and report.step % max(1, int(every)) == 0
-        if due and self.global_rank == 0:
-            norm = report.grad_norm
-            logger.info(
-                "step=%d skipped=%d lr=%s grad_norm=%s loss_scale=%g",
-                report.step, self.skipped_steps, [f"{lr:.3g}" for lr in report.lrs],
-                "none" if norm is None else f"{norm:.4g}", report.loss_scale,
-            )  # fmt: skip
-        if self._monitors is not None:
-            self._monitors.write(
-                [
-                    ("Train/Samples/lr", report.lr, self.global_samples),
-                    ("Train/Samples/loss_scale", report.loss_scale, self.global_samples),
-                ]
-            )
 
     # ------------------------------------------------------------------ life
 
@@ -515,19 +587,25 @@ class Engine(nn.Module):
         self.training = mode
         return self
 
-    def close(self) -> None:
-        """Detach hooks and give all memory back. Whole parameters stay readable, shards are gone."""
+    def close(self, reason: str = "") -> None:
+        """Detach hooks and give all memory back. Whole parameters stay readable, shards are gone.
+
+        ``reason``: the error that ends the engine; other ranks learn it if they still wait for this one.
+        """
         if self._closed:
             return
         self._closed = True
         self._hooks.remove()
-        self.runtime.reducer.abandon()
+        if reason:  # other ranks may be gone: end the connections, then wait for nothing
+            self._watch.close(reason)
         for unit in self.runtime.units:
-            unit.close()
+            unit.close(wait=not reason)
+        self.runtime.reducer.close(wait=not reason)
         if self.runtime.optimizer is not None:
             self.runtime.optimizer.close()
-        if self._monitors is not None:
-            self._monitors.close()
+        self._observer.close()
+        if self._gc is not None:
+            self._gc.close()
         self._watch.close()
 
     destroy = close
@@ -535,8 +613,8 @@ class Engine(nn.Module):
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        self.close("" if error is None else f"{type(error).__name__}: {error}"[:200])
 
     def _check_open(self) -> None:
         if self._closed:
@@ -548,5 +626,7 @@ class Engine(nn.Module):
         except AttributeError:
             if name == "module" or name.startswith("__"):
                 raise
-            return getattr(self.module, name)  # generate, config and whatever else models have
+            if name in GETTERS:
+                return functools.partial(GETTERS[name], self)
+            return getattr(self.module, name)  # generate and whatever else models have
 

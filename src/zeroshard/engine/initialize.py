@@ -11,7 +11,8 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from zeroshard.engine.data import deepspeed_io
+from zeroshard.engine.arguments import check_dataset
+from zeroshard.engine.data import loader_for
 from zeroshard.engine.engine import Engine
 from zeroshard.errors import UsageError
 
@@ -46,6 +47,8 @@ def initialize(
             "mpu and mesh_param describe tensor or sequence parallel groups, which ZeroShard does not "
             "combine with ZeRO yet. Leave them out to shard over all ranks."
         )
+    if training_data is not None:
+        check_dataset(training_data)
     engine = Engine(
         model,
         config=_one_config(args, config, config_params),
@@ -54,17 +57,12 @@ def initialize(
         lr_scheduler=lr_scheduler,
     )
     announce(engine)
-    loader = None
-    if training_data is not None:
-        loader = deepspeed_io(
-            training_data,
-            batch_size=engine.train_micro_batch_size_per_gpu(),
-            world_size=engine.world_size,
-            rank=engine.global_rank,
-            drop_last=engine.settings.dataloader_drop_last,
-            collate_fn=collate_fn,
-        )
-    return engine, engine.optimizer, loader, engine.lr_scheduler
+    if hasattr(args, "local_rank"):
+        args.local_rank = engine.local_rank
+    engine.training_dataloader = (
+        None if training_data is None else loader_for(engine, training_data, collate_fn=collate_fn)
+    )
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
 def _one_config(args: Any, config: Any, config_params: Any) -> Any:

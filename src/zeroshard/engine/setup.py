@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import gc
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,14 +12,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from zeroshard.comm.collectives import Comm
-from zeroshard.comm.env import Place, current_place, init_distributed, local_device
-from zeroshard.comm.watch import Watch, open_watch
+from zeroshard.comm.env import Place, current_place, discover, init_distributed, local_device
+from zeroshard.comm.watch import Watch, decline, open_watch
 from zeroshard.config import Config, LoadedConfig, load_config
-from zeroshard.config.resolve import leaves
 from zeroshard.engine import build
 from zeroshard.engine.accumulate import Accumulation
+from zeroshard.engine.arguments import parameter_list, schedule_over
 from zeroshard.engine.monitors import Monitors, build_monitors
-from zeroshard.engine.optimizers import build_optimizer
+from zeroshard.engine.optimizers import Probe, build_optimizer
 from zeroshard.engine.schedulers import build_scheduler
 from zeroshard.errors import UsageError
 from zeroshard.precision.policy import Policy, policy_from
@@ -57,49 +58,98 @@ def assemble(
         raise UsageError(
             f"model is a {type(model).__name__}, not a torch.nn.Module. Pass the model itself."
         )
-    init_distributed()
+    if discover().world_size > 1:  # one process needs no group, no port and no other backend
+        init_distributed()
     place = current_place()
-    loaded = load_config(config, world_size=place.world_size, hidden_size=hidden_size(model))
-    settings = loaded.config
-    target = torch.device(device) if device is not None else local_device(place)
-    policy = policy_from(settings)
-
-    inner = make_optimizer(model, optimizer, model_parameters, settings, target)
-    found = build.probed(inner) if inner is not None else None
-    specs = build.plan_units(model, settings, policy, inner, world_size=place.world_size)
-
+    try:
+        draft = _draft(
+            model, place, config=config, optimizer=optimizer, model_parameters=model_parameters,
+            lr_scheduler=lr_scheduler, device=device,
+        )  # fmt: skip
+    except Exception as error:
+        decline(f"{type(error).__name__}: {_first_fact(error)}")  # others would wait for this rank
+        raise
+    settings, target = draft.loaded.config, draft.device
     watch = open_watch(
         transport=settings.transport,
         device_type=target.type,
         trust=settings.trust,
-        plan={"units": build.layout_digest(specs), **dict(_flat(settings))},
+        plan={"units": build.layout_digest(draft.specs), **draft.loaded.agreed()},
     )
     accumulation = Accumulation(
         settings.gradient_accumulation_steps or 1, managed=settings.managed_gradient_accumulation
     )
     runtime = build.build_runtime(
         model,
-        specs,
+        draft.specs,
         settings,
-        optimizer=inner,
-        found=found,
+        optimizer=draft.optimizer,
+        found=draft.probes,
         gather_comm=watch.gathers,
         reduce_comm=watch.reductions,
         device=target,
         expects_accumulation=accumulation.expects_more,
     )
-    for at, buffer in enumerate(build.place_buffers(model, policy.buffer, target)):
+    buffers = build.place_buffers(
+        model, draft.policy.buffer, target, keep=kept_buffers(model, settings)
+    )
+    for at, buffer in enumerate(buffers):
         watch.gathers.broadcast(buffer, 0, name=f"buffer {at}").wait()
-    scheduler = make_scheduler(lr_scheduler, inner, settings)
-    monitors = build_monitors(settings) if place.rank == 0 else None
     return Parts(
-        loaded, place, target, policy, watch.gathers, watch, runtime,
-        scaler_from(settings, target), scheduler, accumulation, monitors,
+        draft.loaded, place, target, draft.policy, watch.gathers, watch, runtime,
+        scaler_from(settings, target), draft.scheduler, accumulation, draft.monitors,
     )  # fmt: skip
 
 
-def _flat(config: Config) -> Iterable[tuple[str, str]]:
-    return ((key, repr(value)) for key, value in leaves(config))
+def _first_fact(error: Exception) -> str:
+    """The first line of an error that is not a heading."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    return next((line for line in lines if line and not line.endswith(":")), "")
+
+
+@dataclass(frozen=True, eq=False)
+class _Draft:
+    """What a rank decides by itself, before it meets the others."""
+
+    loaded: LoadedConfig
+    device: torch.device
+    policy: Policy
+    optimizer: torch.optim.Optimizer | None
+    probes: Mapping[torch.dtype, Probe]
+    specs: list[build.UnitSpec]
+    scheduler: Any
+    monitors: Monitors | None
+
+
+def _draft(
+    model: nn.Module,
+    place: Place,
+    *,
+    config: Any,
+    optimizer: Any,
+    model_parameters: Iterable[Any] | None,
+    lr_scheduler: Any,
+    device: torch.device | str | None,
+) -> _Draft:
+    loaded = load_config(config, world_size=place.world_size, hidden_size=hidden_size(model))
+    settings = loaded.config
+    policy = policy_from(settings)
+    inner = make_optimizer(model, optimizer, model_parameters, settings, policy)
+    probes = build.probed(inner, policy) if inner is not None else {}
+    specs = build.plan_units(
+        model, settings, policy, inner, world_size=place.world_size,
+        whole=not all(probe.elementwise for probe in probes.values()),
+    )  # fmt: skip
+    return _Draft(
+        loaded,
+        torch.device(device) if device is not None else local_device(place),
+        policy,
+        inner,
+        probes,
+        specs,
+        make_scheduler(lr_scheduler, inner, settings),
+        build_monitors(settings) if place.rank == 0 else None,
+    )
 
 
 def hidden_size(model: nn.Module) -> int | None:
@@ -115,19 +165,31 @@ def hidden_size(model: nn.Module) -> int | None:
     return None
 
 
+def kept_buffers(model: nn.Module, config: Config) -> list[str]:
+    """Globs on buffers that ``data_types.buffer_dtype`` leaves alone; "auto" asks the model.
+
+    Transformers models name parts of modules in ``_keep_in_fp32_modules`` and ``..._strict``.
+    """
+    patterns = config.data_types.keep_in_fp32_modules
+    if patterns != "auto":
+        return list(patterns)
+    parts = [getattr(model, f"_keep_in_fp32_modules{end}", None) or () for end in ("", "_strict")]
+    return [f"*{part}*" for some in parts for part in some]
+
+
 def make_optimizer(
     model: nn.Module,
     optimizer: Any,
     model_parameters: Iterable[Any] | None,
     config: Config,
-    device: torch.device,
+    policy: Policy,
 ) -> torch.optim.Optimizer | None:
     """The optimizer over the model's own parameters: the object given, or the one in the config.
 
     ``model_parameters``: parameters or param-group dicts, default all that require a gradient.
     Raises :class:`UsageError` for an object that is no optimizer, or one in both places.
     """
-    given = list(model_parameters) if model_parameters is not None else []
+    given = parameter_list(model_parameters)
     params = given or [p for p in model.parameters() if p.requires_grad]
     if optimizer is not None:
         if config.optimizer is not None:
@@ -149,8 +211,24 @@ def make_optimizer(
             f'the config names the optimizer "{config.optimizer.type}", but no parameter of the model '
             "requires a gradient."
         )
-    groups = params if isinstance(params[0], dict) else [{"params": params}]
-    return build_optimizer(config.optimizer.type, config.optimizer.params, groups, fused=True)
+    groups = params if isinstance(params[0], dict) else [{"params": _named(model, params)}]
+    masters = {policy.row_for("", p.dtype).master for p in model.parameters()}
+    moments = {policy.row_for("", p.dtype).moments for p in model.parameters()}
+    return build_optimizer(
+        config.optimizer.type,
+        config.optimizer.params,
+        groups,
+        fused=masters <= {torch.float32, torch.float64},
+        state_dtype=None if moments == masters else moments.pop(),
+    )
+
+
+def _named(model: nn.Module, params: Sequence[Any]) -> list[Any]:
+    """Pairs of name and parameter, which an optimizer that treats layers differently needs (Muon)."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    if all(isinstance(p, nn.Parameter) and id(p) in names for p in params):
+        return [(names[id(p)], p) for p in params]
+    return list(params)
 
 
 def make_scheduler(
@@ -169,10 +247,7 @@ def make_scheduler(
             f'a scheduler was passed and the config names "{config.scheduler.type}". Only one can act: '
             'drop the argument or the "scheduler" section.'
         )
-    made = given if hasattr(given, "step") else given(optimizer) if callable(given) else given
-    if not hasattr(made, "step"):
-        raise UsageError(f"lr_scheduler is a {type(given).__name__} without a step() method.")
-    return made
+    return schedule_over(given, optimizer)
 
 
 # ---------------------------------------------------------------------- small pure helpers
@@ -195,10 +270,10 @@ def is_fake(tensor: Tensor | None) -> bool:
 
 
 def read_flag(flag: Tensor) -> bool | None:
-    """The value of a 0-dim flag if the host can know it without waiting, else None."""
-    if is_fake(flag) or flag.device.type != "cpu":
-        return None
-    return bool(flag)
+    """The value of a 0-dim flag if the host can know it without waiting, else None. Fakes are False."""
+    if is_fake(flag):
+        return False
+    return bool(flag) if flag.device.type == "cpu" else None
 
 
 def widest(units: Sequence[Unit]) -> torch.dtype:
@@ -209,6 +284,8 @@ def widest(units: Sequence[Unit]) -> torch.dtype:
 
 def schedule_snapshot(scheduler: Any, groups: list[dict[str, Any]]) -> tuple[Any, list[dict[str, Any]]]:
     """What has to be restored if the update turns out to have been skipped."""
+    if scheduler is None:
+        return None, []
     options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
     return scheduler.state_dict(), options
 
@@ -216,7 +293,26 @@ def schedule_snapshot(scheduler: Any, groups: list[dict[str, Any]]) -> tuple[Any
 def schedule_restore(scheduler: Any, groups: list[dict[str, Any]], snapshot: Any) -> None:
     """Undo one advance of the schedule."""
     state, options = snapshot
+    if scheduler is None or state is None:
+        return
     scheduler.load_state_dict(state)
     for group, saved in zip(groups, options, strict=True):
         group.update(saved)
 
+
+
+class ManualGC:
+    """No cyclic garbage collection but at step boundaries (key ``disable_python_gc``)."""
+
+    def __init__(self) -> None:
+        self._was_on = gc.isenabled()
+        gc.disable()
+
+    def collect(self) -> None:
+        """Collect what recent steps left; what has survived several collections is not looked at."""
+        gc.collect(1)
+
+    def close(self) -> None:
+        """Give the interpreter its collector back."""
+        if self._was_on:
+            gc.enable()

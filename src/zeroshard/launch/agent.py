@@ -203,7 +203,7 @@ class _Logs(LogsSpecs):
         self._env = env
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        dest = LogsDest(filtered_stdout="", filtered_stderr="")
+        dest = LogsDest()
         for local, env in envs.items():
             rank = int(env["RANK"])
             dest.stdouts[local], dest.stderrs[local] = self._streams.paths(rank)

@@ -29,13 +29,11 @@ def release(flat: Tensor) -> None:
     flat.untyped_storage().resize_(0)
 
 
-def empty_flat(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A flat tensor of ``numel`` elements whose storage is not allocated yet."""
-    flat = torch.empty(0, dtype=dtype, device=device)
-    return flat.set_(flat.untyped_storage(), 0, (numel,), (1,)) if numel == 0 else _grown(flat, numel)
+def is_aliased(tensor: Tensor) -> bool:
+    """Does another tensor share the storage? (The two known users: ``tensor``, and this look at it.)"""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2
 
 
-def _grown(flat: Tensor, numel: int) -> Tensor:
-    flat = torch.empty(numel, dtype=flat.dtype, device=flat.device)
-    release(flat)
-    return flat
+def is_shared(a: Tensor, b: Tensor) -> bool:
+    """Do both tensors live in one storage?"""
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata

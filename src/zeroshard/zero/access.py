@@ -108,7 +108,7 @@ class GatheredParameters:
                 unit.reshard()
             for param, owner in self.spread:
                 if owner.shard_S is None:
-                    owner.spread(param)
+                    owner.spread(param, self.modifier_rank or 0)
 
     def _refuse_lost_edits(self) -> None:
         for unit, before in zip(self.units, self._before, strict=True):

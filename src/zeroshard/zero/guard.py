@@ -1,19 +1,24 @@
 """What happens when somebody reads a parameter whose bytes are not here?
 
-A parameter that is sharded, or whose values are still in flight, keeps its true shape, dtype and numel
-but has no readable storage: a CPU kernel on it would be a segmentation fault. Its class is therefore
-switched to :class:`ShardedParameter` while it is away and back when it is full. Metadata is answered as
-usual; any other operation works on full values that are gathered for the reader, with gradients flowing
-back to the parameter; writes raise, because they could not be kept.
+A parameter that is sharded, or whose values are still in flight, keeps its true shape, dtype and numel,
+but its bytes are elsewhere. Its class is switched to :class:`ShardedParameter` while it is away and back
+when it is full, so that a full parameter costs nothing. Metadata is answered as usual; any other
+operation works on full values that are gathered for the reader, with gradients flowing back to the
+parameter; writes raise, because they could not be kept.
+
+A few C++ functions never ask the class. What they find is a *blank*: one NaN, expanded to the shape. So
+they cannot crash the process (a CPU kernel on a freed storage is a segmentation fault), and cannot
+mistake old bytes for values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zeroshard.errors import ShardedAccess
@@ -28,8 +33,11 @@ class Owner(Protocol):
         """A private full copy of the parameter's values. Collective: every rank must read."""
         ...
 
-    def admit(self, param: nn.Parameter) -> bool:
-        """Make the parameter itself full, if it may be written now (during construction)."""
+    def admit(self, param: nn.Parameter, beside: Collection[Tensor]) -> bool:
+        """Make the parameter itself full, if it may be written now (during construction).
+
+        ``beside``: all tensors of the same operation; none of them may go away for it.
+        """
         ...
 
 
@@ -43,33 +51,103 @@ def owner_of(param: Tensor) -> Owner | None:
     return owner
 
 
-_T = torch.Tensor
-_METADATA: frozenset[Any] = frozenset(
-    [getattr(_T, name).__get__ for name in (
-        "shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad", "grad_fn", "is_leaf",
-        "is_sparse", "is_meta", "is_cuda", "is_cpu", "is_quantized", "is_nested", "names", "_version",
-        "nbytes", "itemsize", "is_mps", "is_xpu", "is_mkldnn", "retains_grad", "_base", "output_nr",
-        "_backward_hooks", "_post_accumulate_grad_hooks", "is_sparse_csr", "name", "_grad", "volatile",
-        "is_xla", "is_vulkan", "is_ipu", "is_maia", "is_mtia",
-    ) if hasattr(_T, name)]
-    + [getattr(_T, name).__set__ for name in (
-        "requires_grad", "grad", "names", "_backward_hooks", "_post_accumulate_grad_hooks", "_grad")
-       if hasattr(_T, name)]
-    + [_T.grad.__delete__]  # type: ignore[attr-defined]
-    + [getattr(_T, name) for name in (
-        "size", "numel", "nelement", "dim", "ndimension", "element_size", "stride", "storage_offset",
-        "is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_inference", "is_shared",
-        "is_same_size", "get_device", "__len__", "requires_grad_", "register_hook",
-        "register_post_accumulate_grad_hook", "retain_grad", "has_names", "is_pinned", "is_conj",
-        "is_neg", "sparse_dim", "dense_dim", "type", "__hash__", "_is_view",
-    ) if hasattr(_T, name)]
-    + [torch.is_floating_point, torch.is_complex, torch.numel, torch.is_same_size, torch.is_signed,
-       torch.is_inference, torch.is_conj, torch.is_neg]
-)  # fmt: skip
+# ---------------------------------------------------------------------- being away
 
-_ADDRESSES = frozenset([_T.untyped_storage, _T.data_ptr, _T.storage])
+
+def blank(like: Tensor) -> Tensor:
+    """What a sharded parameter's memory holds: one NaN (the lowest number, if there is none)."""
+    dtype = like.dtype
+    if dtype.is_floating_point or dtype.is_complex:
+        nothing: float = float("nan")
+    else:
+        nothing = 0 if dtype == torch.bool else torch.iinfo(dtype).min
+    return torch.full((), nothing, dtype=dtype, device=like.device).expand(like.shape)
+
+
+def hide(params: Sequence[nn.Parameter], blanks: Sequence[Tensor] | None = None) -> None:
+    """The values go away: from now on reads are served by the owner."""
+    for param, nothing in zip(params, blanks or map(blank, params), strict=True):
+        if not isinstance(param, FakeTensor):  # has no values to guard, and needs its class
+            param.data = nothing
+            param.__class__ = ShardedParameter
+
+
+def show(params: Sequence[nn.Parameter], views: Sequence[Tensor]) -> None:
+    """The values are here, in ``views``: plain parameters again, with nothing on the hot path."""
+    for param, view in zip(params, views, strict=True):
+        if not isinstance(param, FakeTensor):
+            param.__class__ = nn.Parameter
+        param.data = view
+
+
+# ---------------------------------------------------------------------- kinds of functions
+
+_T = torch.Tensor
+
+
+def _named(names: str, *, of: Any = _T) -> list[Any]:
+    return [getattr(of, name) for name in names.split() if hasattr(of, name)]
+
+
+_PROPERTIES = _named(
+    "shape dtype device layout ndim requires_grad grad grad_fn is_leaf is_sparse is_meta is_cuda is_cpu "
+    "is_quantized is_nested names _version nbytes itemsize is_mps is_xpu is_mkldnn retains_grad _base "
+    "output_nr _backward_hooks _post_accumulate_grad_hooks is_sparse_csr name _grad volatile is_xla "
+    "is_vulkan is_ipu is_maia is_mtia grad_dtype"
+)
+_SETTABLE = _named(
+    "requires_grad grad names _backward_hooks _post_accumulate_grad_hooks _grad grad_dtype"
+)
+_METADATA: frozenset[Any] = frozenset(
+    [p.__get__ for p in _PROPERTIES]
+    + [p.__set__ for p in _SETTABLE]
+    + [_T.grad.__delete__]  # type: ignore[attr-defined]
+    + _named(
+        "size numel nelement dim ndimension element_size storage_offset is_floating_point is_complex "
+        "is_signed is_inference is_shared is_same_size get_device __len__ requires_grad_ register_hook "
+        "register_post_accumulate_grad_hook retain_grad has_names is_pinned is_conj is_neg sparse_dim "
+        "dense_dim __hash__ _is_view"
+    )
+    + _named("is_floating_point is_complex numel is_same_size is_signed is_inference is_conj is_neg",
+             of=torch)
+)  # fmt: skip
+_LAYOUT: frozenset[Any] = frozenset(_named("stride is_contiguous dim_order"))
+"""Answered for the full parameter: a blank has other strides."""
+_LIKE: frozenset[Any] = frozenset(
+    _named("zeros_like ones_like empty_like full_like rand_like randn_like randint_like", of=torch)
+    + _named("new_zeros new_ones new_empty new_full new_tensor new_empty_strided")
+)
+"""New tensors of the parameter's shape, dtype and device: its values are not needed."""
+_CASTS: frozenset[Any] = frozenset(
+    _named("to type cpu cuda float double half bfloat16 int long bool short byte char")
+)
+"""The parameter itself if there is nothing to cast."""
+
+_ADDRESSES = frozenset(_named("untyped_storage data_ptr storage _typed_storage"))
 _DATA_SET = _T.data.__set__  # type: ignore[attr-defined]
-_WRITES = frozenset([_DATA_SET, _T.set_, _T.resize_, _T.share_memory_])
+_WRITES = frozenset([_DATA_SET, *_named("set_ resize_ share_memory_ __setitem__")])
+
+
+def _is_inplace(name: str) -> bool:
+    if name.startswith("__"):
+        return name.startswith("__i") and name not in ("__index__", "__invert__", "__int__", "__iter__")
+    return name.endswith("_") or name.startswith("_fused_")
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Any, str]]:
+    """What a call is known to write, and how the message puts it."""
+    name = getattr(func, "__name__", "")
+    targets = args[0] if args else list(kwargs.values())  # torch.nn.init passes all by keyword
+    if func in _ADDRESSES:
+        yield targets, f"asked for its address ({name})"
+    elif func is _DATA_SET:
+        yield targets, "given other values (.data = ...)"
+    elif func in _WRITES or _is_inplace(name):
+        yield targets, f"written in place ({name})"
+    yield kwargs.get("out"), f"written as out= of {name}"
+
+
+# ---------------------------------------------------------------------- the guards
 
 
 class ShardedParameter(nn.Parameter):
@@ -81,24 +159,32 @@ class ShardedParameter(nn.Parameter):
     ) -> Any:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            # ``type()`` without argument names the tensor type; with one it is a cast, that is a read.
-            if func in _METADATA and not (func is _T.type and (len(args) > 1 or kwargs)):
+            # ``type()`` without argument names the tensor type; with one it is a cast.
+            if func in _METADATA or (func is _T.type and len(args) == 1 and not kwargs):
                 return func(*args, **kwargs)
-            sharded = list(_sharded_in((args, kwargs)))
-            if all(owner is not None and owner.admit(param) for param, owner in sharded):
-                if not any(isinstance(param, ShardedParameter) for param, _ in sharded):
-                    return func(*args, **kwargs)
-            _refuse_writes(func, args, kwargs)
-            copies = {id(param): _full_value(param, owner) for param, owner in sharded}
-            args, kwargs = _replaced((args, kwargs), copies)
-            return func(*args, **kwargs)
+            used = list(_tensors_in((args, kwargs), Tensor))
+            for param in used:
+                if isinstance(param, cls) and (owner := owner_of(param)) is not None:
+                    owner.admit(param, used)
+            away = list(_tensors_in((args, kwargs), cls))
+            if not away:
+                return func(*args, **kwargs)
+            if args and (answer := _without_values(func, *args, **kwargs)) is not None:
+                return answer
+            if func is _DATA_SET and args[1] is args[0]:
+                return None
+            for targets, how in _written(func, args, kwargs):
+                for param in _tensors_in(targets, cls):
+                    raise _lost_write(param, how)
+            copies = {id(param): _full_value(param) for param in away}
+        args, kwargs = _replaced((args, kwargs), copies)
+        return _call_read_only(func, args, kwargs, list(copies.values()))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """An ordinary parameter with the full values."""
         if id(self) not in memo:
             with torch.no_grad():
-                values = _full_value(self, owner_of(self))
-            memo[id(self)] = nn.Parameter(values, self.requires_grad)
+                memo[id(self)] = nn.Parameter(_full_value(self), self.requires_grad)
         copy: nn.Parameter = memo[id(self)]
         return copy
 
@@ -113,6 +199,40 @@ class ShardedParameter(nn.Parameter):
             f"unit={owner.name if owner else 'closed'!r})"
         )
 
+    __format__ = object.__format__  # type: ignore[assignment]
+
+
+class ReadOnlyCopy(Tensor):
+    """Full values of a sharded parameter, or a view of them: what ``param.data`` and ``param[0]`` give.
+
+    Plain PyTorch would let the program edit the parameter through them. Here the edit would be lost, so
+    it raises; a clone may be written.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        copies = list(_tensors_in((args, kwargs), cls))
+        if func not in _METADATA and func not in _ADDRESSES:
+            for targets, how in _written(func, args, kwargs):
+                for copy in _tensors_in(targets, cls):
+                    raise _lost_write(copy, how)
+        with torch._C.DisableTorchFunctionSubclass():
+            return _call_read_only(func, args, kwargs, copies)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return plain(self).clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return plain(self).__reduce_ex__(protocol)
+
+
+def plain(copy: Tensor) -> Tensor:
+    """The same values as an ordinary tensor, which may be written."""
+    return copy.as_subclass(Tensor) if isinstance(copy, ReadOnlyCopy) else copy
+
 
 class _ReadFull(torch.autograd.Function):
     """Full values of a sharded parameter as a tensor of the graph: the gradient reaches the parameter."""
@@ -126,7 +246,8 @@ class _ReadFull(torch.autograd.Function):
         return grad, None
 
 
-def _full_value(param: nn.Parameter, owner: Owner | None) -> Tensor:
+def _full_value(param: nn.Parameter) -> Tensor:
+    owner = owner_of(param)
     if owner is None:
         raise ShardedAccess(
             f"a parameter of shape {tuple(param.shape)} was read after its engine was closed. Its "
@@ -140,42 +261,68 @@ def _full_value(param: nn.Parameter, owner: Owner | None) -> Tensor:
     return values
 
 
-def _refuse_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    name = getattr(func, "__name__", "")
-    if func in _ADDRESSES:
-        target, what = args[0], f"asked for its address ({name})"
-    elif func in _WRITES or name == "__setitem__" or _is_inplace(name):
-        target, what = args[0] if args else None, f"written in place ({name})"
-    elif any(True for _ in _sharded_in(kwargs.get("out"))):
-        target, what = kwargs["out"], f"written as out= of {name}"
-    else:
-        return
-    if not isinstance(target, ShardedParameter):
-        return
+def _without_values(func: Any, param: Any, *args: Any, **kwargs: Any) -> Any:
+    """The answer to questions for which a parameter's shape, dtype and device are enough, else None."""
+    if not isinstance(param, ShardedParameter):
+        return None
+    if func in _LAYOUT or func in _LIKE:
+        twin = torch.empty(param.shape, dtype=param.dtype, device="meta")
+        if func in _LIKE:
+            kwargs = {"device": param.device, **kwargs}
+        return func(twin, *args, **kwargs)
+    if func in _CASTS and "memory_format" not in kwargs:
+        nothing = torch.empty(0, dtype=param.dtype, device=param.device)
+        if not any(True for _ in _tensors_in((args, kwargs), ShardedParameter)):
+            return param if func(nothing, *args, **kwargs) is nothing else None
+    return None
+
+
+def _call_read_only(func: Any, args: Any, kwargs: Any, copies: Sequence[Tensor]) -> Any:
+    """Call ``func``; writes into the copies are found, and views of them are guarded too."""
+    before = [_version(copy) for copy in copies]
+    result = func(*args, **kwargs)
+    for copy, version in zip(copies, before, strict=True):
+        if _version(copy) != version:
+            raise _lost_write(copy, f"written by {getattr(func, '__name__', func)}")
+    addresses = {_address(copy) for copy in copies}
+    for tensor in _tensors_in(result, Tensor):
+        if type(tensor) is Tensor and _address(tensor) in addresses:
+            tensor.__class__ = ReadOnlyCopy
+    return result
+
+
+def _version(tensor: Tensor) -> int:
+    """Grows with every write; tensors made in inference mode do not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _address(tensor: Tensor) -> int | None:
+    """Equal for tensors that share memory."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
+
+
+def _lost_write(target: Tensor, how: str) -> ShardedAccess:
     owner = owner_of(target)
-    where = f"unit {owner.name!r}" if owner else "a closed engine"
-    raise ShardedAccess(
-        f"a sharded parameter of shape {tuple(target.shape)} in {where} was {what}; the change could "
-        "not be kept, since its values are spread over the ranks. Write inside `with "
-        "zeroshard.zero.GatheredParameters(param, modifier_rank=0):`, or use "
-        "zeroshard.zero.safe_set_full_fp32_param(param, value)."
+    shape = tuple(target.shape)
+    if isinstance(target, ShardedParameter):
+        what = f"a sharded parameter of shape {shape} in {f'unit {owner.name!r}' if owner else 'a closed engine'}"
+    else:
+        what = f"a view of shape {shape} into a sharded parameter"
+    return ShardedAccess(
+        f"{what} was {how}; the change could not be kept, since its values are spread over the ranks. "
+        "Write inside `with zeroshard.zero.GatheredParameters(param, modifier_rank=0):`, or use "
+        "zeroshard.zero.safe_set_full_fp32_param(param, value). To change a copy, clone() it."
     )
 
 
-def _is_inplace(name: str) -> bool:
-    if name.startswith("__"):
-        return name.startswith("__i") and name not in ("__index__", "__invert__", "__int__", "__iter__")
-    return name.endswith("_")
-
-
-def _sharded_in(tree: Any) -> Iterator[tuple[ShardedParameter, Owner | None]]:
-    if isinstance(tree, ShardedParameter):
-        yield tree, owner_of(tree)
+def _tensors_in(tree: Any, kind: type[Tensor]) -> Iterator[Any]:
+    if isinstance(tree, kind):
+        yield tree
     elif isinstance(tree, (list, tuple)):
         for item in tree:
-            yield from _sharded_in(item)
+            yield from _tensors_in(item, kind)
     elif isinstance(tree, dict):
-        yield from _sharded_in(list(tree.values()))
+        yield from _tensors_in(list(tree.values()), kind)
 
 
 def _replaced(tree: Any, copies: dict[int, Tensor]) -> Any:
@@ -183,18 +330,7 @@ def _replaced(tree: Any, copies: dict[int, Tensor]) -> Any:
         return copies.get(id(tree), tree)
     if isinstance(tree, dict):
         return {key: _replaced(value, copies) for key, value in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(_replaced(item, copies) for item in tree)
+    if isinstance(tree, (list, tuple)):
+        items = [_replaced(item, copies) for item in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
     return tree
-
-
-def hide(params: Iterable[nn.Parameter]) -> None:
-    """The values go away: from now on reads are served by the owner."""
-    for param in params:
-        param.__class__ = ShardedParameter
-
-
-def show(params: Iterable[nn.Parameter]) -> None:
-    """The values are here: plain parameters again, with nothing on the hot path."""
-    for param in params:
-        param.__class__ = nn.Parameter

@@ -32,7 +32,8 @@ class StepHooks:
     """Attaches to the sites of one engine; ``remove`` gives everything back.
 
     ``at_boundary`` is asked once per backward: do its gradients complete a step?
-    ``on_forward_begin``, ``on_backward_begin``: told of each outermost forward and backward.
+    ``on_forward_begin``, ``on_backward_begin``: told of each outermost forward and backward;
+    ``on_abandon``: that the gradients of the running step were dropped.
     """
 
     def __init__(
@@ -43,12 +44,14 @@ class StepHooks:
         at_boundary: Callable[[], bool],
         on_backward_begin: Callable[[], None],
         on_forward_begin: Callable[[], None],
+        on_abandon: Callable[[], None],
     ) -> None:
         self.gatherer = gatherer
         self.reducer = reducer
         self.at_boundary = at_boundary
         self.on_backward_begin = on_backward_begin
         self.on_forward_begin = on_forward_begin
+        self.on_abandon = on_abandon
         self.running_backward = False
         self.creates_graph = False
         self.forward_depth = 0
@@ -102,9 +105,7 @@ class StepHooks:
             self._begin_backward()
             self.gatherer.need(site, forward=False)
             return
-        if self.running_backward:  # an exception ended the last backward
-            self.running_backward = False
-            self.reducer.abandon()
+        self.recover()
         if self.forward_depth == 0:
             self.on_forward_begin()
             self.gatherer.begin_forward()
@@ -198,6 +199,15 @@ class StepHooks:
         return tuple(map(watched, args)), {key: watched(value) for key, value in kwargs.items()}
 
     # ------------------------------------------------------------------ backward
+
+    def recover(self) -> bool:
+        """Drop the gradients of a backward that an exception ended. Was there one?"""
+        if not self.running_backward or in_backward():
+            return False
+        self.running_backward = False
+        self.reducer.abandon()
+        self.on_abandon()
+        return True
 
     def _begin_backward(self) -> None:
         if self.running_backward:

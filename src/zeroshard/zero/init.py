@@ -1,88 +1,93 @@
 """How is a model built that no rank could ever hold?
 
-Inside :class:`Init` a parameter is spread over the ranks as soon as the next module is under
+Inside :class:`Init` a parameter is spread over the ranks as soon as another module is under
 construction. Whoever touches it again (an ``apply(init_weights)`` at the end of a constructor) gets it
 whole, and it is spread again when attention moves on. No constructor is patched.
 """
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.connect import make_comm
-from zeroshard.comm.env import current_place, init_distributed, local_device
+from zeroshard.comm.env import current_place, discover, init_distributed, local_device
 from zeroshard.config import Config, load_config
-from zeroshard.core.layout import ALIGNMENT, round_up
+from zeroshard.core.layout import pack
 from zeroshard.precision.policy import policy_from
-from zeroshard.store.storage import empty_flat
+from zeroshard.store.storage import is_aliased
 from zeroshard.zero import guard
-
-OPEN_MODULES = 2
-"""Modules whose parameters stay whole: the one under construction and one that is being initialised."""
+from zeroshard.zero.deal import Dealer
 
 
 class SpreadParameter:
     """Owner of one parameter before it belongs to a unit: 1/W of it rests here, in ``shard_S``."""
 
-    def __init__(
-        self, param: nn.Parameter, holder: nn.Module, name: str, context: Init
-    ) -> None:
-        self.name = name
+    def __init__(self, param: nn.Parameter, holder: nn.Module, leaf: str, context: Init) -> None:
+        self.name = f"{type(holder).__name__}.{leaf}"
         self.holder = weakref.ref(holder)
         self.context = context
-        self.shape = param.shape
+        self.layout = pack([(self.name, param.shape)], world_size=context.comm.world_size)
+        self.built_as = param.dtype, param.device  # what its constructor and initialisers work in
         self.shard_S: Tensor | None = None
         guard.owners[param] = self
 
-    def spread(self, param: nn.Parameter) -> None:
-        """Keep the own 1/W of rank 0's values, in the training dtype, and free the rest."""
-        comm, dtype = self.context.comm, self.context.dtype
-        values = param.data
-        if dtype is not None and values.is_floating_point():
-            values = values.to(dtype)
-        values = values.contiguous()
-        comm.broadcast(values, 0, name=self.name).wait()
-        shard_numel = round_up(-(-values.numel() // comm.world_size), ALIGNMENT)
-        self.shard_S = values.new_zeros(shard_numel)
-        own = values.view(-1)[comm.rank * shard_numel : (comm.rank + 1) * shard_numel]
-        self.shard_S[: own.numel()].copy_(own)
-        # Not a resize: an initialiser may still hold an alias of the old storage.
-        param.data = empty_flat(values.numel(), values.dtype, values.device).view(self.shape)
-        guard.hide([param])
+    def spread(self, param: nn.Parameter, source: int = 0) -> None:
+        """Keep the own 1/W of rank ``source``'s values, in the training dtype, and free the rest."""
+        context, (dtype, device) = self.context, self.built_as
+        if context.dtype is not None and dtype.is_floating_point:
+            dtype = context.dtype
+        dealer = Dealer(
+            self.layout,
+            self.layout.shard_range(context.comm.rank),
+            dtype=dtype,
+            device=context.device,
+            comm=context.comm,
+            name=self.name,
+            source=source,
+        )
+        (slot,) = self.layout.slots
+        dealer.put(slot, param.data)
+        self.shard_S = dealer.finish()
+        like = torch.empty((), dtype=dtype, device=device).expand(slot.shape)
+        guard.hide([param], [guard.blank(like)])
 
-    def gather(self) -> Tensor:
+    def gather(self, dtype: torch.dtype | None = None) -> Tensor:
         """The full values ``[*shape]``, private. Collective."""
         assert self.shard_S is not None
-        comm = self.context.comm
-        full_N = self.shard_S.new_empty(self.shard_S.numel() * comm.world_size)
-        comm.all_gather(full_N, self.shard_S, name=self.name).wait()
-        return full_N[: self.shape.numel()].view(self.shape)
+        shard_S = self.shard_S.to(dtype or self.shard_S.dtype)
+        full_N = shard_S.new_empty(self.layout.full_numel)
+        self.context.comm.all_gather(full_N, shard_S, name=self.name).wait()
+        (slot,) = self.layout.slots
+        return full_N[: slot.stop].view(slot.shape)
 
     def read(self, param: nn.Parameter) -> Tensor:
         """See :class:`zeroshard.zero.guard.Owner`."""
         return self.gather()
 
-    def admit(self, param: nn.Parameter) -> bool:
+    def admit(self, param: nn.Parameter, beside: Collection[Tensor]) -> bool:
         """Inside the context a touched parameter becomes whole, and may be written."""
         if self.context.active:
-            self.open(param)
+            self.context.reopen(param, self, beside)
         return self.context.active
 
     def open(self, param: nn.Parameter) -> None:
-        """Make the parameter whole in place."""
-        values = self.gather()
-        guard.show([param])
-        param.data = values
+        """Make the parameter whole in place, in the dtype that it was built in."""
+        dtype, device = self.built_as
+        values = self.gather(dtype).to(device)
+        guard.show([param], [values])
         self.shard_S = None
-        self.context.touched(param, self)
 
 
 class Init:
@@ -92,6 +97,11 @@ class Init:
     shards parameters), its precision the dtype; ``dtype`` overrides. ``module``: shard this model now.
     Parameters are initialised in their own dtype, then cast, and rank 0's values win. Buffers are left
     alone. Re-entrant; an exception inside leaves parameters as they are.
+
+    Beside its shards a rank holds the module under construction and one piece of
+    :data:`zeroshard.zero.deal.PIECE_NUMEL` elements. With ``keep_fp32`` patterns everything stays fp32
+    until the engine is built: names are not known earlier. A value that is scaled in place after its
+    module was left (``weight.mul_(0.3)``) is rounded to the training dtype before and after.
     """
 
     def __init__(
@@ -110,33 +120,39 @@ class Init:
         source = config_dict_or_path if config_dict_or_path is not None else config
         parsed = _config_of(source)
         self.enabled = enabled and (parsed is None or parsed.zero_optimization.stage == 3)
-        self.active = False
-        self._open: dict[int, tuple[weakref.ref[nn.Parameter], SpreadParameter]] = {}
-        self._handle: Any = None
+        self.depth = 0
+        self._open: dict[int, tuple[nn.Module, nn.Parameter, SpreadParameter]] = {}
+        self._hooks = contextlib.ExitStack()
         if not self.enabled:
             return
-        init_distributed()
+        if discover().world_size > 1:
+            init_distributed()
+        self.device = local_device()
         self.comm: Comm = make_comm(
             transport=parsed.transport if parsed else "auto",
             group=data_parallel_group,
             purpose="init",
-            device_type=local_device().type,
+            device_type=self.device.type,
         )
+        weakref.finalize(self, self.comm.close)  # with the last parameter that no engine took
         self.dtype = dtype if dtype is not None else _param_dtype(parsed)
         if module is not None:
-            self._spread_module(module)
+            self._take(module)
+            self._spread()
 
-    def _spread_module(self, module: nn.Module) -> None:
-        for holder in module.modules():
-            for leaf, param in holder._parameters.items():
-                if param is not None:
-                    self._registered(holder, leaf, param)
-        self._spread(list(self._open))
+    @property
+    def active(self) -> bool:
+        """Is the program inside the block?"""
+        return self.depth > 0
 
     def __enter__(self) -> Init:
-        if self.enabled:
-            self.active = True
-            self._handle = register_module_parameter_registration_hook(self._registered)
+        self.depth += 1
+        if self.enabled and self.depth == 1:
+            for hook in (
+                register_module_parameter_registration_hook(self._param_registered),
+                register_module_module_registration_hook(self._module_registered),
+            ):
+                self._hooks.callback(hook.remove)
         return self
 
     def __exit__(
@@ -145,35 +161,50 @@ class Init:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if not self.enabled:
+        self.depth -= 1
+        if self.depth:
             return
-        self._handle.remove()
-        self.active = False
+        self._hooks.close()
         if kind is None:
-            self._spread(list(self._open))
+            self._spread()
         self._open.clear()
 
     # ------------------------------------------------------------------ which parameters are whole
 
-    def _registered(self, holder: nn.Module, name: str, param: nn.Parameter | None) -> None:
+    def _param_registered(self, holder: nn.Module, leaf: str, param: nn.Parameter | None) -> None:
         if param is None or param.is_meta or type(param) is not nn.Parameter:
             return
         if guard.owner_of(param) is None:
-            self.touched(param, SpreadParameter(param, holder, f"{type(holder).__name__}.{name}", self))
+            self._spread(but=(holder,))
+            owner = SpreadParameter(param, holder, leaf, self)
+            self._open[id(param)] = (holder, param, owner)
 
-    def touched(self, param: nn.Parameter, owner: SpreadParameter) -> None:
-        """The parameter is whole and in use; others have to go."""
-        self._open.pop(id(param), None)
-        self._open[id(param)] = (weakref.ref(param), owner)
-        recent = list(dict.fromkeys(id(o.holder()) for _, o in reversed(self._open.values())))
-        keep = set(recent[:OPEN_MODULES])
-        self._spread([key for key, (_, o) in self._open.items() if id(o.holder()) not in keep])
+    def _module_registered(self, parent: nn.Module, _leaf: str, child: nn.Module | None) -> None:
+        """The child is complete; if it is a copy, nobody has seen its parameters yet."""
+        if child is not None:
+            self._take(child)
+            self._spread(but=(parent,))
 
-    def _spread(self, keys: Iterable[int]) -> None:
-        for key in keys:
-            reference, owner = self._open.pop(key)
-            param = reference()
-            if param is not None:
+    def _take(self, module: nn.Module) -> None:
+        for holder in module.modules():
+            for leaf, param in holder._parameters.items():
+                self._param_registered(holder, leaf, param)
+
+    def reopen(self, param: nn.Parameter, owner: SpreadParameter, beside: Collection[Tensor]) -> None:
+        """Make a parameter whole that is used again; what is used in the same operation stays so."""
+        holder = owner.holder()
+        used = [h for h, p, _ in self._open.values() if any(p is tensor for tensor in beside)]
+        self._spread(but=(holder, *used))
+        owner.open(param)
+        self._open[id(param)] = (holder or nn.Module(), param, owner)
+
+    def _spread(self, but: Collection[nn.Module | None] = ()) -> None:
+        """Spread what is whole, in order; inside the block not what an initialiser still holds."""
+        for key, (holder, param, owner) in list(self._open.items()):
+            if any(holder is kept for kept in but) or (self.active and is_aliased(param)):
+                continue
+            del self._open[key]
+            if guard.owner_of(param) is owner and owner.shard_S is None:  # nobody took it meanwhile
                 owner.spread(param)
 
 
@@ -182,7 +213,8 @@ def _config_of(source: Any) -> Config | None:
         return None
     if isinstance(source, Config):
         return source
-    return load_config(source, world_size=current_place().world_size).config
+    world_size = current_place().world_size
+    return load_config(source, world_size=world_size, for_training=False).config
 
 
 def _param_dtype(config: Config | None) -> torch.dtype | None:

@@ -1,54 +1,63 @@
 """How does a parameter on the meta device get its first values?
 
-Module by module, right before its unit is sharded: the module gets real memory and its own
+Module by module, right before its unit takes them: the module gets real memory and its own
 ``reset_parameters`` fills it, as its constructor would have done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zeroshard.errors import UsageError
 
 
-def materialize(
-    modules: Mapping[str, nn.Module], fqns: Iterable[str], device: torch.device
-) -> dict[int, nn.Parameter]:
-    """Give the modules that hold ``fqns`` real parameters, if theirs are on the meta device.
+def check_meta(model: nn.Module) -> None:
+    """Raise :class:`UsageError` naming the modules on the meta device that cannot fill themselves."""
+    mute = {
+        name or "the model itself": type(module).__name__
+        for name, module in model.named_modules()
+        if _on_meta(module) and not hasattr(module, "reset_parameters")
+    }
+    if mute:
+        first, kind = next(iter(mute.items()))
+        more = f", and {len(mute) - 1} more modules," if len(mute) > 1 else ""
+        raise UsageError(
+            f"module {first!r} ({kind}){more} on the meta device without reset_parameters(), so nobody "
+            "knows the initial values. Add that method (for buffers too), build the model under "
+            "zeroshard.zero.Init instead, or load weights before initialize()."
+        )
 
-    Tied parameters stay tied. Returns what replaced what: id of the old parameter -> the new one.
-    Raises :class:`UsageError` naming the modules that cannot initialise themselves.
+
+def materialize(module: nn.Module, device: torch.device) -> None:
+    """Give the module's own meta parameters and buffers memory and values; others stay as they are.
+
+    Parameters stay the objects that they are: ties, and optimizers built earlier, hold on to them.
     """
-    replaced: dict[int, nn.Parameter] = {}
-    filled: list[nn.Module] = []
-    for fqn in fqns:
-        module = modules[fqn.rpartition(".")[0]]
-        if not any(p is not None and p.is_meta for p in module._parameters.values()):
-            continue
-        for old in [p for p in module._parameters.values() if p is not None and p.is_meta]:
-            values = torch.empty_like(old, device=device)
-            new = nn.Parameter(values, requires_grad=old.requires_grad)
-            replaced[id(old)] = new
-            for holder in modules.values():
-                for name, param in holder._parameters.items():
-                    if param is old:
-                        holder._parameters[name] = new
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.empty_like(buffer, device=device)
-        filled.append(module)
-    for module in filled:
-        reset = getattr(module, "reset_parameters", None)
-        if reset is None:
-            name = next(fqn for fqn, m in modules.items() if m is module)
-            raise UsageError(
-                f"module {name!r} ({type(module).__name__}) is on the meta device and has no "
-                "reset_parameters(), so nobody knows its initial values. Add that method, build the "
-                "model under zeroshard.zero.Init instead, or load weights before initialize()."
-            )
+    empty = _on_meta(module)
+    if not empty:
+        return
+    for leaf, tensor in empty.items():
+        if isinstance(tensor, nn.Parameter):
+            if tensor.is_meta:  # not yet swapped under another name
+                values = torch.empty_like(tensor, device=device)
+                real = nn.Parameter(values, requires_grad=tensor.requires_grad)
+                real.__dict__.update(tensor.__dict__)
+                torch.utils.swap_tensors(tensor, real)
+        else:
+            module._buffers[leaf] = torch.empty_like(tensor, device=device)
+    # What has its values already (tied, loaded, sharded) is out of reach of reset_parameters.
+    kept = {n: p for n, p in module._parameters.items() if p is not None and n not in empty}
+    for leaf, param in kept.items():
+        stand_in = torch.empty(param.shape, dtype=param.dtype, device=device)
+        module._parameters[leaf] = nn.Parameter(stand_in, requires_grad=param.requires_grad)
+    try:
         with torch.no_grad():
-            reset()
-    return replaced
+            module.reset_parameters()  # type: ignore[operator]  # see check_meta
+    finally:
+        module._parameters.update(kept)
+
+
+def _on_meta(module: nn.Module) -> dict[str, Tensor]:
+    own = {**module._parameters, **module._buffers}
+    return {name: tensor for name, tensor in own.items() if tensor is not None and tensor.is_meta}

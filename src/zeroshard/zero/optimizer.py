@@ -8,12 +8,13 @@ at a time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from zeroshard.core.ledger import Ledger
 from zeroshard.errors import UsageError
@@ -22,8 +23,8 @@ from zeroshard.zero.reduce import GradBuffer
 from zeroshard.zero.unit import Unit
 
 
-SAMPLES = 8
-"""Elements of each fragment that are compared with their master before a step."""
+CHUNK_NUMEL = 2**18
+"""Parameters are compared with their masters in pieces of this many elements: they stay in cache."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -57,7 +58,6 @@ class Tile:
     master_R: Tensor
     fragments: tuple[OwnedFragment, ...]
     own: tuple[int, int]
-    sample: Tensor  # indices of a few elements of every fragment
 
     @property
     def has_master(self) -> bool:
@@ -75,27 +75,28 @@ class Tile:
         if self.has_master:
             self.low_R.copy_(self.master_R)
 
-    def was_edited(self, thorough: bool) -> bool:
-        """Does the parameter memory differ from the rounded master? Waits for the device."""
-        low_R, master_R = self.low_R, self.master_R
-        if not thorough:
-            if not len(self.sample):
-                return False
-            low_R, master_R = low_R[self.sample], master_R[self.sample]
-        rounded = master_R.to(low_R.dtype)
-        return not bool(((rounded == low_R) | (rounded != rounded)).all())
-
     def follow(self) -> None:
-        """The parameter memory was edited: the master takes its values."""
-        if self.has_master:
-            self.master_R.copy_(self.low_R)
+        """Take over what the program wrote into the parameters since the last step, by whatever means.
+
+        Elements that are not the rounded master were written: the master takes them. The others keep
+        the bits that rounding drops. One pass over both, without waiting for the device.
+        """
+        self.unit.wait()
+        self.unit.absorb()
+        if self.has_master and not isinstance(self.low_R, FakeTensor):
+            chunk = CHUNK_NUMEL if self.low_R.device.type == "cpu" else max(1, self.low_R.numel())
+            for master, low in zip(
+                self.master_R.split(chunk), self.low_R.split(chunk), strict=True
+            ):
+                _follow(master, low)
 
 
 class ShardedOptimizer:
     """A ``torch.optim`` optimizer re-seated on this rank's fragments.
 
     The optimizer object stays the user's: its groups keep their options and learning rates, its
-    ``state`` is keyed by fragment. Only ``params`` of the groups are replaced.
+    ``state`` is keyed by fragment. Only ``params`` of the groups are replaced, by ``seat(inner, params
+    of each group)``.
     """
 
     def __init__(
@@ -106,7 +107,9 @@ class ShardedOptimizer:
         shards_optimizer: bool,
         rank: int,
         ledger: Ledger,
+        seat: Callable[[torch.optim.Optimizer, Sequence[Sequence[Tensor]]], None],
     ) -> None:
+        _refuse_used(inner)
         self.inner = inner
         self.ledger = ledger
         group_of = {
@@ -119,9 +122,12 @@ class ShardedOptimizer:
         for tile in self.tiles:
             nbytes = tile.master_R.numel() * tile.master_R.element_size() if tile.has_master else 0
             ledger.hold("master", tile.unit.name, nbytes)
-        _reseat(inner, list(self._fragments()))
-        self._groups = [list(group["params"]) for group in inner.param_groups]
-        self._versions: dict[int, list[int]] = {}
+        self._groups: list[list[Tensor]] = [[] for _ in inner.param_groups]
+        for fragment in self._fragments():
+            self._groups[fragment.group].append(fragment.value)
+        seat(inner, self._groups)
+        self._updating = False
+        self._guard = inner.register_step_pre_hook(self._refuse_direct_step)
         self.skips_on_device = bool(getattr(inner, "_step_supports_amp_scaling", False))
         self.account()
 
@@ -131,8 +137,9 @@ class ShardedOptimizer:
 
     # ------------------------------------------------------------------ the step
 
-    def norms(self) -> list[Tensor]:
-        """2-norm of every own fragment's reduced gradient, in the order of the model's parameters.
+    def norms(self) -> list[tuple[int, Tensor]]:
+        """2-norm of every own fragment's reduced gradient, in the order of the model's parameters:
+        pairs of the position in ``model.parameters()`` and a 0-dim tensor.
 
         With one rank these are the very norms that ``clip_grad_norm_`` takes: none for a parameter
         without gradient, zero for one without elements.
@@ -149,7 +156,7 @@ class ShardedOptimizer:
             for index, slot in enumerate(tile.unit.layout.slots):
                 if slot.numel == 0 and alone and touched[index]:
                     found.append((tile.unit.positions[index], norm_of(grad_R[:0])))
-        return [norm for _, norm in sorted(found, key=lambda item: item[0])]
+        return sorted(found, key=lambda item: item[0])
 
     def update(
         self,
@@ -167,11 +174,13 @@ class ShardedOptimizer:
         inner = self.inner
         if found_inf is not None:
             inner.found_inf, inner.grad_scale = found_inf, None  # type: ignore[attr-defined]
+        self._updating = True
         try:
             for tile in self.tiles:
                 skipped = (untouched or {}).get(id(tile.unit), frozenset())
                 self._update_tile(tile, factor, skipped)
         finally:
+            self._updating = False
             for group, params in zip(inner.param_groups, self._groups, strict=True):
                 group["params"] = params
             if found_inf is not None:
@@ -179,9 +188,16 @@ class ShardedOptimizer:
         self.account()
 
     def _update_tile(self, tile: Tile, factor: Tensor, skipped: frozenset[int]) -> None:
-        master_R, grad_R = tile.master_R, tile.gradient()
-        if grad_R.dtype != master_R.dtype:
-            grad_R = grad_R.to(master_R.dtype)
+        grad_R, master = tile.gradient(), tile.master_R
+        if grad_R.dtype == master.dtype:
+            self._step_tile(tile, grad_R, factor, skipped)
+            return
+        with self.ledger.lend("update", master.numel() * master.element_size()):
+            self._step_tile(tile, grad_R.to(master.dtype), factor, skipped)
+
+    def _step_tile(
+        self, tile: Tile, grad_R: Tensor, factor: Tensor, skipped: frozenset[int]
+    ) -> None:
         grad_R.mul_(factor.to(grad_R.dtype))
         members: list[list[Tensor]] = [[] for _ in self._groups]
         for fragment in tile.fragments:
@@ -197,28 +213,18 @@ class ShardedOptimizer:
             fragment.value.grad = None
         tile.publish_master()
 
-    def follow_edits(self, *, thorough: bool) -> None:
-        """Masters take over what was written into whole 16-bit parameters since the last step.
+    def _refuse_direct_step(self, *_: object) -> None:
+        """Gradients are in the buffers, not in ``.grad``: a direct step would silently do nothing."""
+        if not self._updating:
+            raise UsageError(
+                "optimizer.step() was called directly. Its gradients are sharded and belong to the "
+                "engine: call engine.step(), which also clips and advances the schedule."
+            )
 
-        Edits under ``no_grad`` are seen by the parameters' version. Edits through ``.data`` have none:
-        a sample of elements finds those of whole tensors, ``thorough`` compares everything.
-        """
+    def follow_edits(self) -> None:
+        """What the program wrote into parameters is what the step starts from."""
         for tile in self.tiles:
-            if tile.has_master and tile.unit.resident:
-                versions = [param._version for param in tile.unit.params]
-                if versions != self._versions.get(id(tile), versions) or tile.was_edited(thorough):
-                    tile.follow()
-                self._versions[id(tile)] = versions
-
-    def first_non_finite(self) -> int | None:
-        """Position, in ``model.parameters()``, of the first parameter with a non-finite gradient here."""
-        bad = [
-            tile.unit.positions[fragment.index]
-            for tile in self.tiles
-            for fragment in tile.fragments
-            if not bool(fragment.of(tile.gradient()).isfinite().all())
-        ]
-        return min(bad, default=None)
+            tile.follow()
 
     # ------------------------------------------------------------------ state
 
@@ -239,6 +245,7 @@ class ShardedOptimizer:
 
     def close(self) -> None:
         """Give master and state back."""
+        self._guard.remove()
         self.inner.state.clear()
         for group in self.inner.param_groups:
             group["params"] = []
@@ -271,22 +278,26 @@ def _make_tile(
         fragments.append(
             OwnedFragment(param, index, group_of[id(param)], piece.at, piece.numel, value.detach())
         )
-    sample = torch.tensor(
-        sorted({f.at + i * f.numel // SAMPLES for f in fragments for i in range(SAMPLES)}),
-        device=low_R.device,
-        dtype=torch.int64,
-    )
-    return Tile(unit, buffer, low_R, master_R, tuple(fragments), own, sample)
+    return Tile(unit, buffer, low_R, master_R, tuple(fragments), own)
 
 
-def _reseat(inner: torch.optim.Optimizer, fragments: Sequence[OwnedFragment]) -> None:
-    """Replace the groups' parameters by the fragments, and cut state that exists already."""
-    if any(inner.state.values()):
+def _follow(master: Tensor, low: Tensor) -> None:
+    rounded = master.to(low.dtype)
+    if low.device.type == "cpu" and torch.equal(_bits(rounded), _bits(low)):
+        return  # a look is cheaper than a write
+    torch.where(rounded == low, master, low.to(master.dtype), out=master)
+
+
+def _bits(flat: Tensor) -> Tensor:
+    """For fast comparison; every tile holds a multiple of 64 elements."""
+    return flat.view(torch.int64)
+
+
+def _refuse_used(inner: torch.optim.Optimizer) -> None:
+    """State of earlier steps cannot be cut: nobody knows which tensors follow the parameters."""
+    used = [s for s in inner.state.values() if "momentum_buffer" in s or float(s.get("step", 0)) > 0]
+    if used:
         raise UsageError(
-            "the optimizer has state already (it was stepped before the engine was built). ZeroShard "
-            "cannot know which of its tensors follow the parameters. Build the engine first, and load "
-            "a saved optimizer through the engine."
+            "the optimizer was stepped before the engine was built, and its state would be lost. Build "
+            "the engine first; load a saved optimizer through the engine."
         )
-    inner.state.clear()
-    for at, group in enumerate(inner.param_groups):
-        group["params"] = [f.value for f in fragments if f.group == at]

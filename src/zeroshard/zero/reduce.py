@@ -47,6 +47,7 @@ class GradBuffer:
         self.transient = transient
         self.grads_N: Tensor | None = None
         self.leaving_N: Tensor | None = None  # the source of a reduction in flight
+        self.arriving_S: Tensor | None = None  # and its result
         self.views: list[Tensor] = []
         self.filled = [False] * len(unit.params)  # slots of grads_N that hold a gradient
         self.touched = [False] * len(unit.params)  # parameters with any gradient since the last step
@@ -113,7 +114,7 @@ class GradBuffer:
     def reset(self) -> None:
         """Forget the step's gradients and free them."""
         self.grads_N, self.views = None, []
-        self.leaving_N = self.reduced_S = self.reduced_N = None
+        self.leaving_N = self.arriving_S = self.reduced_S = self.reduced_N = None
         self.filled = [False] * len(self.filled)
         self.touched = [False] * len(self.touched)
         self.arrived = 0
@@ -125,7 +126,10 @@ class GradBuffer:
         resting = [self.reduced_S, self.reduced_N] + ([] if self.transient else local)
         self.ledger.hold("gradients", self.unit.name, _storage_nbytes(resting))
         if self.transient:
-            self.ledger.hold("buckets", self.unit.name, _storage_nbytes(local))
+            leaving_nbytes = _storage_nbytes(local)
+            arriving_nbytes = _storage_nbytes([*local, self.arriving_S]) - leaving_nbytes
+            self.ledger.hold("buckets", self.unit.name, leaving_nbytes)
+            self.ledger.hold("scratch", self.unit.name, arriving_nbytes)
 
 
 def _storage_nbytes(tensors: Sequence[Tensor | None]) -> int:
@@ -233,13 +237,15 @@ class GradReducer:
         if self.predivide != 1.0:
             grads_N.div_(self.predivide)
         if grads_N.dtype != unit.row.reduce:
-            grads_N = grads_N.to(unit.row.reduce)
+            with buffer.ledger.lend("cast", layout.full_numel * unit.row.reduce.itemsize):
+                grads_N = grads_N.to(unit.row.reduce)
         begin, end = layout.shard_range(buffer.comm.rank)
-        # Whole gradients rest in place (stages 0 and 1); a sharded one is a tensor of its own.
-        target_S = grads_N[begin:end] if not self.eager else torch.empty_like(grads_N[begin:end])
+        # Whole gradients rest in place (stages 0 and 1); a true shard is a tensor of its own.
+        apart = self.eager and buffer.comm.world_size > 1
+        target_S = torch.empty_like(grads_N[begin:end]) if apart else grads_N[begin:end]
         handles = self._reduce_scatter(buffer, target_S, grads_N)
         self._in_flight.append(_InFlight(buffer, handles, target_S, grads_N))
-        buffer.leaving_N = grads_N
+        buffer.leaving_N, buffer.arriving_S = grads_N, target_S
         buffer.account()
         self._drain(self.in_flight_limit)
 
@@ -253,8 +259,9 @@ class GradReducer:
         grads_WS = grads_N.view(world_size, shard_numel)
         for at in range(0, shard_numel, columns):
             bucket = grads_WS[:, at : at + columns].contiguous().view(-1)
-            handle = comm.reduce_scatter(target_S[at : at + columns], bucket, name=name)
-            handle.wait()  # small buckets exist to bound memory: one at a time
+            with buffer.ledger.lend("bucket", bucket.nbytes):
+                handle = comm.reduce_scatter(target_S[at : at + columns], bucket, name=name)
+                handle.wait()  # small buckets exist to bound memory: one at a time
         return handles
 
     def _drain(self, keep: int) -> None:
@@ -270,7 +277,7 @@ class GradReducer:
                 buffer.add_reduced(done.target_S)
             if self.whole:
                 buffer.reduced_N = done.source if first else None
-            buffer.leaving_N = None
+            buffer.leaving_N = buffer.arriving_S = None
             buffer.account()
 
     # ------------------------------------------------------------------ the step
@@ -314,6 +321,12 @@ class GradReducer:
                 handle.wait()
         for buffer in self.buffers:
             buffer.reset()
+
+    def close(self, *, wait: bool = True) -> None:
+        """Give all gradients back; ``wait=False`` drops reductions that will never finish."""
+        if not wait:
+            self._in_flight.clear()
+        self.abandon()
 
     def reset(self) -> None:
         """After the update: gradients are used up."""

@@ -6,17 +6,18 @@ flat tensors carry them: ``full_N``, ``shard_S``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from zeroshard.core.layout import UnitLayout
-from zeroshard.errors import UnitStateError
+from zeroshard.core.layout import Slot, UnitLayout
+from zeroshard.errors import UnitStateError, UsageError
 from zeroshard.store import storage
 from zeroshard.zero import guard
+from zeroshard.zero.deal import Dealer
 
 if TYPE_CHECKING:
     from zeroshard.comm.collectives import Comm, Handle
@@ -51,14 +52,15 @@ class Unit:
     """Parameters of one dtype that are gathered together, in one flat storage that lives for ever.
 
     ``resident`` units (stages 0-2) stay whole: ``shard_S`` is a slice of ``full_N``. Other units own
-    ``shard_S`` and fill ``full_N`` only around their use.
+    ``shard_S`` and fill ``full_N`` only around their use. ``params`` are taken one by one, in the order
+    of the layout: each may come into being when its turn comes. Rank 0's values win.
     """
 
     def __init__(
         self,
         name: str,
         layout: UnitLayout,
-        params: Sequence[nn.Parameter],
+        params: Iterable[nn.Parameter],
         *,
         positions: Sequence[int],
         row: DtypeRow,
@@ -70,7 +72,6 @@ class Unit:
     ) -> None:
         self.name = name
         self.layout = layout
-        self.params = tuple(params)
         self.positions = tuple(positions)  # of the parameters in ``model.parameters()``
         self.row = row
         self.trainable = trainable
@@ -82,23 +83,31 @@ class Unit:
         self.pins = 0  # readers inside GatheredParameters: not to be freed under them
         self._handle: Handle | None = None
 
-        self.full_N = torch.zeros(layout.full_numel, dtype=row.param, device=device)
-        for param, slot in zip(self.params, layout.slots, strict=True):
-            self._adopt(param, self.full_N[slot.start : slot.stop].view(slot.shape))
-        comm.broadcast(self.full_N, 0, name=name).wait()  # rank 0's values win
-        begin, end = layout.shard_range(comm.rank)
-        self.shard_S = self.full_N[begin:end] if resident else self.full_N[begin:end].clone()
-        itemsize = self.full_N.element_size()
-        held = layout.full_numel if resident else layout.shard_numel
-        ledger.hold("parameters", name, held * itemsize)
-        self._account_gathered()
+        low, high = layout.shard_range(comm.rank)
+        own = (0, layout.full_numel) if resident else (low, high)
+        dealer = Dealer(layout, own, dtype=row.param, device=device, comm=comm, name=name)
+        self.full_N = dealer.part if resident else torch.empty(
+            layout.full_numel, dtype=row.param, device=device
+        )  # fmt: skip
+        self.params = tuple(
+            self._adopt(param, slot, dealer)
+            for param, slot in zip(params, layout.slots, strict=True)
+        )
+        self._views = [self.view(self.full_N, param) for param in self.params]
+        self._blanks = [guard.blank(param) for param in self.params]
+        part = dealer.finish()
+        self.shard_S = part[low:high] if resident else part
+        ledger.hold("parameters", name, storage.flat_nbytes(part))
+        if not resident:
+            self.drop()
 
-    def _adopt(self, param: nn.Parameter, view: Tensor) -> None:
+    def _adopt(self, param: nn.Parameter, slot: Slot, dealer: Dealer) -> nn.Parameter:
+        """The parameter's values go to the shards, its memory becomes a view of the unit's."""
         with torch.no_grad():
-            view.copy_(param.detach())  # a parameter built under Init is gathered here
-        guard.show([param])
-        param.data = view
+            dealer.put(slot, param)  # a parameter built under Init is gathered here
+        guard.show([param], [self.full_N[slot.start : slot.stop].view(slot.shape)])
         guard.owners[param] = self
+        return param
 
     @property
     def full_nbytes(self) -> int:
@@ -126,23 +135,32 @@ class Unit:
         handle, self._handle = self._handle, None
         handle.wait()
         self._move(UnitState.FULL)
-        guard.show(self.params)
+        guard.show(self.params, self._views)
 
     def reshard(self) -> None:
-        """Free the full parameters, unless the unit is resident."""
+        """Free the full parameters, unless the unit is resident; what was written into them stays."""
         if self.resident or self.pins or self.state is UnitState.SHARDED:
             return
         self.wait()  # a gather in flight writes into the storage: it cannot be freed before
+        self.absorb()
+        self.drop()
+
+    def drop(self) -> None:
+        """Free the full parameters as they are: the own shard is newer."""
         self._move(UnitState.SHARDED)
-        guard.hide(self.params)
+        guard.hide(self.params, self._blanks)
         storage.release(self.full_N)
         self._account_gathered()
 
     def publish(self) -> None:
-        """Start sending the updated own shard of a resident unit to the other ranks."""
+        """The own shard was updated: send it to the other ranks if they hold the unit whole."""
         self.wait()  # nobody used the unit since it was published last
+        if not (self.resident or self.pins):
+            if self.state is UnitState.FULL:
+                self.drop()
+            return
         self._move(UnitState.GATHERING)
-        guard.hide(self.params)
+        guard.hide(self.params, self._blanks)
         self._handle = self.comm.all_gather(self.full_N, self.shard_S, name=self.name)
 
     def _move(self, to: UnitState) -> None:
@@ -168,6 +186,23 @@ class Unit:
         """The parameter's position among the unit's slots."""
         return next(i for i, own in enumerate(self.params) if own is param)
 
+    def absorb(self) -> None:
+        """Take over what the program wrote into full parameters, in place or by ``param.data = ...``.
+
+        Costs a copy of the own shard; nobody has to know whether anything was written.
+        """
+        if self.state is not UnitState.FULL:
+            return
+        for param, view, slot in zip(self.params, self._views, self.layout.slots, strict=True):
+            if not storage.is_shared(param, view):
+                _check_assigned(param, slot, view)
+                with torch.no_grad():
+                    view.copy_(param)
+                param.data = view
+        if not self.resident:
+            begin, end = self.layout.shard_range(self.comm.rank)
+            self.shard_S.copy_(self.full_N[begin:end])
+
     def gathered_copy(self, shard_S: Tensor | None = None) -> Tensor:
         """A private gathered tensor ``[N]`` of the parameters, or of any other sharded state.
 
@@ -180,21 +215,26 @@ class Unit:
         return full_N
 
     def read(self, param: nn.Parameter) -> Tensor:
-        """See :class:`zeroshard.zero.guard.Owner`. Resident units answer with the parameter itself."""
+        """See :class:`zeroshard.zero.guard.Owner`."""
         self.wait()
-        if self.state is UnitState.FULL:
-            values = self.view(self.full_N, param)
-            return values if self.resident else values.clone()
-        return self.view(self.gathered_copy(), param).clone()
+        full_N = self.full_N if self.state is UnitState.FULL else self.gathered_copy()
+        return self.view(full_N, param).clone()
 
-    def admit(self, param: nn.Parameter) -> bool:
+    def admit(self, param: nn.Parameter, beside: Collection[Tensor]) -> bool:
         """A resident unit in flight only has to arrive; sharded parameters are never written."""
         if self.resident:
             self.wait()
         return self.resident
 
-    def close(self) -> None:
-        """Give the bytes back. Resident parameters stay readable, sharded ones raise when read."""
+    def close(self, *, wait: bool = True) -> None:
+        """Give the bytes back. Resident parameters stay readable, sharded ones raise when read.
+
+        ``wait=False``: a gather in flight will never finish; it is dropped.
+        """
+        if not wait and self.state is UnitState.GATHERING:
+            self._handle = None
+            self._move(UnitState.FULL)
+            guard.show(self.params, self._views)
         self.wait()
         self.pins = 0
         self.reshard()
@@ -205,3 +245,13 @@ class Unit:
             self.shard_S = torch.empty(0, dtype=self.shard_S.dtype)
         for category in ("parameters", "gathered"):
             self.ledger.hold(category, self.name, 0)
+
+
+def _check_assigned(param: nn.Parameter, slot: Slot, view: Tensor) -> None:
+    if (param.shape, param.dtype) != (view.shape, view.dtype):
+        raise UsageError(
+            f"parameter {slot.fqn!r} was given other memory (param.data = ..., module.to(...), "
+            f"module.half()...): shape {tuple(param.shape)} and {param.dtype} instead of "
+            f"{tuple(view.shape)} and {view.dtype}, for which the engine was built. Assign values of "
+            "the same shape and dtype, or change the model before the engine is built."
+        )

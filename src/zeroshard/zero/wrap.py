@@ -23,7 +23,7 @@ _EXPERTS = ("*experts", "*experts.*")  # a rank may route no token to an expert:
 
 @dataclass(frozen=True, slots=True)
 class SitePlan:
-    """One site: the module's fully qualified name (``""`` for the root) and its own parameters' names."""
+    """One site: the module's full name (``""`` for the root) and its own parameters' names."""
 
     fqn: str
     params: tuple[str, ...]
@@ -47,8 +47,8 @@ def find_sites(
 
     ``units``: ``"auto"``, or patterns of module names or class names that become sites.
     ``max_numel``/``min_numel``: blocks above are cut into their children, blocks below join the
-    enclosing site. ``conditional``: modules that only some ranks run; their parameters belong to the
-    enclosing site, which every rank runs. ``leaves``: modules that are never cut.
+    enclosing site. ``conditional``: modules that only some ranks run; their parameters belong to
+    the enclosing site, which every rank runs. ``leaves``: modules that are never cut.
 
     A parameter shared by several modules belongs to the site of their lowest common ancestor.
     Raises :class:`ConfigError` for a pattern that matches nothing.

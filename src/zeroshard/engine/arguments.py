@@ -1,0 +1,100 @@
+"""Are the objects that a caller hands in what the engine needs? Pure checks, with words for what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from zeroshard.errors import UsageError
+
+_INSTEAD = "Pass model.parameters(), a list of them, or a list of param-group dicts."
+
+
+def parameter_list(model_parameters: Any) -> list[Any]:
+    """``model_parameters`` as a list; groups hold lists too, since a generator can be read only once.
+
+    Raises :class:`UsageError` for what is no collection of parameters or of param-group dicts.
+    """
+    if model_parameters is None:
+        return []
+    single = isinstance(model_parameters, (str, Tensor, nn.Module, Mapping))
+    if single or not isinstance(model_parameters, Iterable):
+        kind = type(model_parameters).__name__
+        raise UsageError(
+            f"model_parameters is a {kind}, not an iterable of parameters. {_INSTEAD}"
+        )
+    members = list(model_parameters)
+    for member in members:
+        if isinstance(member, dict):
+            if "params" not in member:
+                raise UsageError(
+                    f"model_parameters holds a group with the keys {sorted(member)}, but without "
+                    '"params". Name its parameters there.'
+                )
+            continue
+        named = isinstance(member, tuple) and len(member) == 2
+        if not isinstance(member[1] if named else member, Tensor):
+            raise UsageError(
+                f"model_parameters holds a {type(member).__name__}, which is no parameter. {_INSTEAD}"
+            )
+    if len({isinstance(member, dict) for member in members}) > 1:
+        raise UsageError(
+            "model_parameters mixes parameters and param-group dicts. Put the parameters into a group."
+        )
+    return [_listed(member) if isinstance(member, dict) else member for member in members]
+
+
+def _listed(group: dict[str, Any]) -> dict[str, Any]:
+    params = group["params"]
+    return {**group, "params": [params] if isinstance(params, Tensor) else list(params)}
+
+
+def schedule_over(given: Any, optimizer: torch.optim.Optimizer) -> Any:
+    """The schedule object: ``given``, or what it makes from the optimizer.
+
+    Raises :class:`UsageError` for what is no schedule, or follows another optimizer.
+    """
+    makes = isinstance(given, type) or (callable(given) and not hasattr(given, "step"))
+    made = given(optimizer) if makes else given
+    if not hasattr(made, "step"):
+        raise UsageError(
+            f"lr_scheduler is a {type(made).__name__} without a step() method. Pass a schedule, or a "
+            "function that makes one from the optimizer."
+        )
+    follows = getattr(made, "optimizer", optimizer)
+    if isinstance(follows, torch.optim.Optimizer) and follows is not optimizer:
+        raise UsageError(
+            f"lr_scheduler follows another optimizer ({type(follows).__name__}) than the engine's "
+            f"({type(optimizer).__name__}), so it would change nothing. Pass a function that makes it "
+            "from the engine's optimizer."
+        )
+    return made
+
+
+def check_loss(loss: Any) -> None:
+    """Can this be backpropagated? Raises :class:`UsageError` if not."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise UsageError(
+            f"engine.backward needs a scalar loss, got {shape}. Reduce it first, for instance "
+            "with .mean()."
+        )
+    if not loss.requires_grad:
+        raise UsageError(
+            "engine.backward(loss): the loss has no graph. It was computed under torch.no_grad(), "
+            "detached, or depends on no trainable parameter."
+        )
+
+
+def check_dataset(dataset: Any) -> None:
+    """Can a loader be made of it? Raises :class:`UsageError` if not."""
+    is_data = hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")
+    if isinstance(dataset, DataLoader) or not is_data:
+        raise UsageError(
+            f"training_data is a {type(dataset).__name__}, not a dataset. Pass the dataset itself; the "
+            "engine makes the loader that splits it over the ranks."
+        )

@@ -1,0 +1,170 @@
+"""What does a run say about itself while it trains? One place for lines, monitors and breakdowns.
+
+Nothing here waits for a device except to write down a number that somebody asked for: times are the
+host's (``time.perf_counter``), traffic comes from the recorder, bytes from the ledger.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from zeroshard.comm.recorder import Recorder
+from zeroshard.config import Config
+from zeroshard.core.ledger import RESTING, TEMPORARY, Ledger
+from zeroshard.engine.monitors import Monitors, train_events
+from zeroshard.engine.report import StepReport
+
+logger = logging.getLogger("zeroshard")
+T = TypeVar("T")
+
+BREAKDOWN_EVERY = 10
+"""Steps between breakdowns if ``steps_per_print`` does not say."""
+
+
+class Observer:
+    """Reports finished steps: a line and breakdowns on rank 0, events to the monitors.
+
+    Keys: ``steps_per_print``, ``wall_clock_breakdown`` (time inside forward, backward and step),
+    ``memory_breakdown`` (bytes held at the end of each), ``comms_logger`` (collectives since the last
+    line; ``verbose`` per unit, ``prof_ops`` only these) and the monitor sections.
+    """
+
+    def __init__(
+        self,
+        settings: Config,
+        *,
+        recorder: Recorder,
+        ledger: Ledger,
+        monitors: Monitors | None,
+        speaks: bool,
+    ) -> None:
+        self._settings = settings
+        self._recorder, self._ledger = recorder, ledger
+        self._monitors = monitors
+        self._speaks = speaks
+        self._seconds: dict[str, float] = {}  # since the last line
+        self._last_s: dict[str, float] = {}  # of the running step, for the monitors
+        self._held: dict[str, dict[str, int]] = {}
+        self._sent: dict[tuple[str, str], tuple[int, int]] = {}
+        self._steps = 0
+        breaks_down = settings.wall_clock_breakdown or settings.memory_breakdown
+        self.watches_phases = breaks_down
+        self._breakdown_every = self._every(settings.steps_per_print) or (
+            BREAKDOWN_EVERY if breaks_down or settings.comms_logger.enabled else 0
+        )
+        self._line_every = self._every(settings.steps_per_print)
+
+    @staticmethod
+    def _every(steps: float | None) -> int:
+        """Accelerate sends infinity for never."""
+        return max(1, int(steps)) if steps and math.isfinite(steps) else 0
+
+    def phase(self, name: str, call: Callable[..., T]) -> Callable[..., T]:
+        """``call``, timed, and with the bytes held at its end noted."""
+
+        @functools.wraps(call)
+        def observed(*args: Any, **kwargs: Any) -> T:
+            begin_s = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._note(name, time.perf_counter() - begin_s)
+
+        return observed
+
+    def _note(self, name: str, seconds: float) -> None:
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+        self._last_s[name] = self._last_s.get(name, 0.0) + seconds
+        self._held[name] = {c: self._ledger.nbytes(c) for c in (*RESTING, *TEMPORARY)}
+
+    def after_step(self, report: StepReport, *, samples: int, skipped: int) -> None:
+        """An optimizer step is over; ``samples`` and ``skipped`` count from the start of the run."""
+        self._steps += 1
+        if self._monitors:
+            self._monitors.write(
+                train_events(samples, lr=report.lr, loss_scale=report.loss_scale)
+                + [
+                    (f"Train/Samples/elapsed_time_ms_{name}", 1e3 * seconds, samples)
+                    for name, seconds in self._last_s.items()
+                    if self._settings.wall_clock_breakdown
+                ]
+            )
+        self._last_s = {}
+        if self._speaks and self._line_every and report.step % self._line_every == 0:
+            logger.info("%s", step_line(report, skipped))
+        if self._breakdown_every and report.step % self._breakdown_every == 0:
+            lines = self.lines()
+            for line in lines if self._speaks else ():
+                logger.info("%s", line)
+
+    def lines(self) -> list[str]:
+        """The breakdowns that the configuration asks for, over the steps since the last call."""
+        found = []
+        if self._settings.wall_clock_breakdown:
+            found.append(self._time_line())
+        if self._settings.memory_breakdown:
+            found += [memory_line(name, held) for name, held in self._held.items()]
+        if self._settings.comms_logger.enabled:
+            found += self._traffic_lines()
+        self._seconds, self._steps = {}, 0
+        return found
+
+    def _time_line(self) -> str:
+        steps = max(1, self._steps)
+        parts = [f"{name} {1e3 * total / steps:.2f}" for name, total in self._seconds.items()]
+        return f"host ms per step: {', '.join(parts)}"
+
+    def _traffic_lines(self) -> list[str]:
+        section = self._settings.comms_logger
+        totals: dict[str, tuple[int, int]] = {}
+        for entry in self._recorder.traffic():
+            op = entry.op.partition(" ")[0]  # "broadcast from 0"
+            calls, sent = self._sent.get((entry.op, entry.name), (0, 0))
+            self._sent[entry.op, entry.name] = (entry.calls, entry.sent_numel)
+            if not section.prof_all and op not in section.prof_ops:
+                continue
+            for label in (op, f"{op} {entry.name}") if section.verbose else (op,):
+                before = totals.get(label, (0, 0))
+                totals[label] = (
+                    before[0] + entry.calls - calls, before[1] + entry.sent_numel - sent
+                )  # fmt: skip
+        steps = max(1, self._steps)
+        return [
+            f"collectives per step: {label} {calls / steps:g} calls, "
+            f"{sent / steps / 1e6:.3f} M elements sent"
+            for label, (calls, sent) in sorted(totals.items())
+            if calls
+        ]
+
+    def close(self) -> None:
+        """End the monitors."""
+        if self._monitors is not None:
+            self._monitors.close()
+
+
+def step_line(report: StepReport, skipped: int) -> str:
+    """One line about a step. Waits for the device."""
+    norm, clipped = report.grad_norm, report.grad_norm_clipped
+    text = "none" if norm is None or clipped is None else f"{norm:.4g}"
+    if norm is not None and clipped is not None and clipped < norm:
+        text += f" -> clipped {clipped:.4g}"
+    lrs = ", ".join(f"{lr:.3g}" for lr in report.lrs)
+    return (
+        f"step={report.step} skipped={skipped} lr=[{lrs}] grad_norm={text} "
+        f"loss_scale={report.loss_scale:g}"
+    )
+
+
+def memory_line(phase: str, held: dict[str, int]) -> str:
+    """What a phase left behind.
+
+    >>> memory_line("forward", {"parameters": 2**20, "gradients": 0})
+    'MiB held after forward: parameters 1.00'
+    """
+    parts = [f"{name} {nbytes / 2**20:.2f}" for name, nbytes in held.items() if nbytes]
+    return f"MiB held after {phase}: {', '.join(parts) or 'nothing'}"

@@ -1,0 +1,76 @@
+"""How do whole parameters become flat shards without a whole unit in memory?
+
+Piece by piece: rank 0's values are put into a small buffer in the order of the layout, sent to all, and
+every rank keeps what lies in its own part. Letters as in :mod:`zeroshard.zero.unit`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zeroshard.comm.collectives import Comm
+from zeroshard.core.layout import Slot, UnitLayout
+
+PIECE_NUMEL = 2**22
+"""Elements sent at a time: bounds what construction needs beside shards and one parameter."""
+
+
+class Dealer:
+    """Deals the parameters of one layout to the ranks; each keeps ``part`` of the flat whole.
+
+    ``own``: the range of ``full_N`` that this rank keeps. ``put`` takes parameters in the order of the
+    layout, in any dtype, on any device; padding is zero. ``finish`` gives the part. Collective; the
+    values of rank ``source`` win.
+    """
+
+    def __init__(
+        self,
+        layout: UnitLayout,
+        own: tuple[int, int],
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        comm: Comm,
+        name: str,
+        source: int = 0,
+    ) -> None:
+        self.layout = layout
+        self.begin, self.end = own
+        self.comm = comm
+        self.name = name
+        self.source = source
+        self.part = torch.zeros(self.end - self.begin, dtype=dtype, device=device)
+        self._low = 0  # where the piece in hand begins
+        self._piece = self.part.new_zeros(min(PIECE_NUMEL, layout.full_numel))
+
+    def put(self, slot: Slot, values: Tensor) -> None:
+        """The next parameter, of ``slot.shape``."""
+        flat = values.detach().reshape(-1)
+        at = slot.start
+        while at < slot.stop:
+            self._send_until(at)
+            stop = min(slot.stop, self._low + len(self._piece))
+            self._piece[at - self._low : stop - self._low].copy_(
+                flat[at - slot.start : stop - slot.start]
+            )
+            at = stop
+
+    def finish(self) -> Tensor:
+        """Send the rest. Returns what this rank keeps."""
+        self._send_until(self.layout.full_numel)
+        return self.part
+
+    def _send_until(self, position: int) -> None:
+        """Send pieces until the one in hand contains ``position``."""
+        while self._low < self.layout.full_numel and position >= self._low + len(self._piece):
+            low, high = self._low, self._low + len(self._piece)
+            self.comm.broadcast(self._piece, self.source, name=self.name).wait()
+            begin, end = max(self.begin, low), min(self.end, high)
+            if begin < end:
+                self.part[begin - self.begin : end - self.begin].copy_(
+                    self._piece[begin - low : end - low]
+                )
+            self._low = high
+            rest = min(len(self._piece), self.layout.full_numel - high)
+            self._piece = self._piece[:rest].zero_()

@@ -1,0 +1,139 @@
+"""What is really allocated on this rank, found without asking the engine's ledger."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.core.ledger import RESTING
+
+WIDTH = 384
+"""64 x 6: on 1, 2, 3 and 6 ranks no parameter, and no unit, needs padding."""
+
+BATCH, TRIVIAL_NBYTES = 2, 16 * 1024
+
+
+class Block(nn.Module):
+    """A residual perceptron."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, width)
+        self.down = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.up(self.norm(x)).relu())
+        return x + y
+
+
+class Stack(nn.Module):
+    """Blocks of one size between two linears that belong to the root."""
+
+    def __init__(self, depth: int = 4, width: int = WIDTH) -> None:
+        super().__init__()
+        self.inp = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.out = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = block(x)
+        y: Tensor = self.out(x)
+        return y
+
+
+def stack_config(
+    stage: int, precision: str = "bf16", accumulation: int = 1, **zero: Any
+) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_accumulation_steps": accumulation,
+        "units": ["Block"],
+        "zero_optimization": {"stage": stage, **zero},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    }
+    if precision != "fp32":
+        config[precision] = {"enabled": True}
+    if precision == "fp16":
+        config["fp16"]["loss_scale"] = 128
+    return config
+
+
+def micro_step(engine: Any) -> None:
+    """Forward and backward of one micro-batch; nothing of it stays alive."""
+    x = torch.ones(BATCH, WIDTH, dtype=next(engine.module.parameters()).dtype)
+    engine.backward(engine(x).float().square().mean())
+
+
+def storage_sizes(tensors: Iterable[Any]) -> dict[int, int]:
+    """Bytes of each storage behind the tensors, by identity: views of one storage count once."""
+    storages = [t.untyped_storage() for t in tensors if isinstance(t, Tensor)]
+    return {s._cdata: s.nbytes() for s in storages}
+
+
+def everything_alive() -> dict[int, int]:
+    """Every storage that any Python object of this process can reach."""
+    gc.collect()
+    with torch._C.DisableTorchFunctionSubclass():  # sharded parameters hide their storage
+        return storage_sizes(o for o in gc.get_objects() if issubclass(type(o), Tensor))
+
+
+def resting(engine: Any) -> dict[str, int]:
+    """Bytes of parameters, masters and optimizer state, from model and optimizer themselves.
+
+    A parameter that is away shows one element, expanded to its shape.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        params = storage_sizes(p for p in engine.module.parameters() if p.is_contiguous())
+        params |= storage_sizes(unit.shard_S for unit in engine.runtime.units)
+        updated = storage_sizes(p for g in engine.optimizer.param_groups for p in g["params"])
+    masters = {key: nbytes for key, nbytes in updated.items() if key not in params}
+    state = storage_sizes(v for s in engine.optimizer.state.values() for v in s.values())
+    return {
+        "parameters": sum(params.values()),
+        "master": sum(masters.values()),
+        "optimizer": sum(state.values()),
+    }
+
+
+def planned(engine: Any) -> dict[str, int]:
+    return {row.category: row.planned for row in engine.memory_report().rows if row.planned is not None}
+
+
+def measured(engine: Any) -> dict[str, int]:
+    return {row.category: row.measured for row in engine.memory_report().rows}
+
+
+def assert_plan_is_real(
+    engine: Any,
+    before: dict[int, int],
+    *,
+    micro: Callable[[Any], None] = micro_step,
+    steps: int = 2,
+) -> None:
+    """Train; plan, ledger and census agree to the byte in every resting category.
+
+    ``before``: what lived when the model did not. Beside resting bytes and the communicator's scratch
+    memory only trivial tensors (a learning rate, a loss scale, sampled positions) may be alive.
+    """
+    grads_peak = 0
+    for _ in range(steps * engine.accumulation.steps):
+        micro(engine)
+        alive = everything_alive()
+        new = sum(nbytes for key, nbytes in alive.items() if key not in before)
+        known = sum(resting(engine).values()) + engine._watch.scratch_nbytes
+        held = engine.runtime.ledger.nbytes("gradients")
+        assert 0 <= new - known - held <= TRIVIAL_NBYTES, (new, known, held)
+        grads_peak = max(grads_peak, held)
+        engine.step()
+    plan, ledger = planned(engine), measured(engine)
+    listed = {name: ledger[name] for name in RESTING}
+    real = {**resting(engine), "gradients": grads_peak}
+    assert listed == plan, f"ledger {listed} != plan {plan}"
+    assert real == plan, f"census {real} != plan {plan}"
