@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import random
 import signal
 import time
 from collections.abc import Callable
@@ -191,6 +192,17 @@ def late_then_done() -> tuple[float, str]:
 def test_a_late_rank_is_reported_and_the_run_goes_on():
     expected = SHARD_NUMEL * (1 + 2 + 3)
     assert [total for total, _ in run_ranks(late_then_done, 3, timeout=30)] == [expected] * 3
+
+
+@on_ranks(3)
+def test_pauses_outside_collectives_never_end_a_run():
+    watch = watched(replace(QUICK, first_report_s=0.1, tick_s=0.02, stacks=False))
+    pauses = random.Random(watch.gathers.rank)
+    with contextlib.redirect_stderr(io.StringIO()):
+        for _ in range(25):
+            time.sleep(pauses.choice((0.0, 0.05, 0.3)))
+            step(watch, watch.gathers)
+    watch.close()
 
 
 def report_of_a_late_rank() -> str:

@@ -101,9 +101,6 @@ def _reduce_scatter(transport):
             comm.reduce_scatter(out_S, own_N, name="apart").wait()
             assert same_bits(own_N, buffers[r])  # an output elsewhere leaves the input alone
             comm.reduce_scatter(slice_of(own_N, r, W), own_N, name="inside").wait()
-            if transport == "stock" and W > 2:  # gloo adds around a ring, in the buffer's dtype
-                torch.testing.assert_close(out_S.double(), expected.double(), rtol=2e-2, atol=0.2)
-                continue
             assert same_bits(out_S, expected), (dtype, shard_numel)
             assert same_bits(slice_of(own_N, r, W), expected), (dtype, shard_numel)
     comm.close()
@@ -310,30 +307,25 @@ def test_an_engine_with_another_plan_is_refused_before_any_collective():
 
 def possessions():
     gc.collect()
-    files = {p for p in Path("/dev/shm").glob("zeroshard-*/*") if _is_mine(p)}
-    return set(threading.enumerate()), set(open_sockets()), files
-
-
-def _is_mine(path):
-    from zeroshard.comm.recorder import read_box
-
-    flight = read_box(path)
-    return flight is None or flight.pid == os.getpid()
+    return set(threading.enumerate()), set(open_sockets())
 
 
 @pytest.mark.parametrize("transport", ["p2p", "stock"])
 @on_ranks(2)
 def test_closing_leaves_no_thread_no_socket_and_no_file(transport):
     before = possessions()
+    logs = []
     for _ in range(20):
         watch = open_watch(transport=transport, device_type="cpu", trust=QUICK, plan={"a": "1"})
         watch.gathers.gather_small(torch.zeros(1), name="x")
+        logs.append(Path(watch.sentinel.peers[dist.get_rank()].box))
+        assert logs[-1].exists()
         watch.close()
     dist.barrier()
-    threads, sockets, files = possessions()
+    threads, sockets = possessions()
     assert threads <= before[0]
     assert len(sockets) <= len(before[1])
-    assert files <= before[2]
+    assert not any(log.parent.exists() for log in logs)
 
 
 @on_ranks(2)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from zeroshard.comm.collectives import Comm, Guard, ProcessGroupComm, SoloComm
+from zeroshard.comm.gloo import GlooComm
 from zeroshard.comm.host import open_sockets
 from zeroshard.comm.p2p import P2PComm, open_links
 from zeroshard.comm.recorder import Recorder
@@ -60,15 +61,16 @@ def make_comm(
         return P2PComm(
             links, ranks=ranks, recorder=recorder, guard=guard, sockets=_new_sockets(before)
         )
+    stock = GlooComm if backend == "gloo" else ProcessGroupComm
     if len(ranks) < dist.get_world_size():
         # Only these ranks are here, and a group that only they build could meet the store keys of
         # an earlier one of the same ranks.
-        return ProcessGroupComm(group, recorder=recorder, guard=guard)
+        return stock(group, recorder=recorder, guard=guard)
     timeout = timedelta(seconds=timeout_s)
     before = open_sockets()
     own = dist.new_group(timeout=timeout, backend=backend, group_desc=f"zeroshard {purpose}")
     sockets = _new_sockets(before) if backend == "gloo" else None
-    return ProcessGroupComm(own, recorder=recorder, guard=guard, owns_group=True, sockets=sockets)
+    return stock(own, recorder=recorder, guard=guard, owns_group=True, sockets=sockets)
 
 
 def _new_sockets(before: Mapping[int, str]) -> dict[int, str]:

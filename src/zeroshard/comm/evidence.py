@@ -9,7 +9,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -30,6 +30,10 @@ class Peer:
     rank: int
     process: Process
     box: str
+
+    def far(self) -> Peer:
+        """The same rank, of which this host can see nothing."""
+        return replace(self, process=replace(self.process, space=""))
 
     def fate(self, here: Process) -> tuple[str, str]:
         """As :func:`zeroshard.comm.host.fate_of`."""
@@ -79,6 +83,15 @@ def witness_from_host(peer: Peer, here: Process, *, asked: bool = True) -> Witne
     )
 
 
+def without_connection(witness: Witness) -> Witness:
+    """A connection to this rank broke: if it runs and does not wait, it dropped its end."""
+    if witness.fate == "silent":
+        return replace(witness, fate="gone", detail="its connection closed; it does not answer")
+    if witness.fate == "runs" and not (witness.flight and witness.flight.waiting):
+        return replace(witness, fate="left", detail="it closed its end of the connection")
+    return witness
+
+
 def stack_line(thread: int) -> str:
     """Where a thread is, innermost first, on one line; frames of ours and torch's are left out.
 
@@ -123,7 +136,7 @@ class FrozenStack:
         faulthandler.dump_traceback_later(after_s, file=self._file)
 
     def close(self) -> None:
-        """Stop the timer and remove the file; not in a forked child, where both are the parent's."""
+        """Stop the timer and remove the file. In a forked child both are the parent's."""
         if os.getpid() != self._owner:
             return
         faulthandler.cancel_dump_traceback_later()

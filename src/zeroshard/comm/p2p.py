@@ -92,7 +92,7 @@ class P2PComm:
         self._links: Links | None = links
         self._guard: Guard = guard or NoGuard()
         self._sockets = dict(sockets or {})
-        self._scratch = _Scratch()
+        self._scratch = Scratch()
 
     @property
     def scratch_nbytes(self) -> int:
@@ -189,7 +189,7 @@ class P2PComm:
         """Drop the connections; the last handle in flight closes the sockets."""
         self._links = None
         self._sockets = {}
-        self._scratch = _Scratch()
+        self._scratch = Scratch()
         self.recorder.close()
 
 
@@ -284,7 +284,7 @@ def sum_in_rank_order(parts: Sequence[Tensor], out_S: Tensor) -> None:
         out_S[begin:end].copy_(total)
 
 
-class _Scratch:
+class Scratch:
     """Flat buffers that are used again; at most as many as were ever in flight at once."""
 
     def __init__(self) -> None:

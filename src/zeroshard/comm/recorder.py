@@ -31,6 +31,7 @@ from zeroshard.core.flight import (
     FlightLog,
     Record,
     read_flight,
+    read_flight_pid,
     word_of,
     word_with,
 )
@@ -318,20 +319,19 @@ def remove_box(box: Path) -> None:
         box.parent.rmdir()
 
 
-def sweep_boxes(root: Path | None = None, *, older_than_s: float = 86400.0) -> None:
+def sweep_boxes(root: Path | None = None, *, older_than_s: float = 3600.0) -> None:
     """Remove what killed processes left behind, once it is old and nobody lives who wrote it."""
     newest_s = time.time() - older_than_s
     for folder in (root or box_dir("").parent).glob("zeroshard-*"):
         with contextlib.suppress(OSError):  # another user's, or gone by now
-            files = list(folder.iterdir())
-            flights = [read_box(file) for file in files]
-            if any(file.stat().st_mtime > newest_s for file in (folder, *files)) or any(
-                flight is not None and Path(f"/proc/{flight.pid}").exists() for flight in flights
-            ):
+            if folder.stat().st_mtime > newest_s:
                 continue
-            for file in files:
-                file.unlink()
-            folder.rmdir()
+            files = list(folder.iterdir())
+            writers = [read_flight_pid(file.read_bytes()) for file in files]
+            if not any(pid is not None and Path(f"/proc/{pid}").exists() for pid in writers):
+                for file in files:
+                    file.unlink()
+                folder.rmdir()
 
 
 def read_box(path: Path) -> Flight | None:

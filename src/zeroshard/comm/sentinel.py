@@ -29,11 +29,12 @@ from zeroshard.comm.evidence import (
     Peer,
     stack_line,
     stacks,
+    without_connection,
     witness_from_answer,
     witness_from_host,
 )
 from zeroshard.comm.recorder import remove_box
-from zeroshard.comm.side import SideChannel, SideChannelLost
+from zeroshard.comm.side import SideChannel, SideChannelLost, look, read_verdict, write_verdict
 from zeroshard.core.flight import rank_ranges
 from zeroshard.core.verdict import StallClock, Verdict, Witness, judge
 
@@ -110,6 +111,8 @@ class Sentinel:
     def start(self, *wakers: Callable[[], object]) -> None:
         """Begin to watch; ``wakers`` are called after a fatal verdict to wake the main thread."""
         self._wakers = list(wakers)
+        # All logs exist by now. What cannot be seen is in another container: as good as far away.
+        self._peers.update({r: p.far() for r, p in self._peers.items() if not Path(p.box).exists()})
         self._rearm()
         self._thread.start()
 
@@ -217,7 +220,7 @@ class Sentinel:
         self._elected_at_s = None
         until = time.monotonic() + 7 * self._trust.tick_s
         while time.monotonic() < until and not self._state.stop.is_set():
-            found = self._call(lambda s: _read_verdict(s, asked))
+            found = self._call(lambda s: read_verdict(s, asked))
             if found is not None:
                 verdict, reported = found
                 if reported:
@@ -241,7 +244,7 @@ class Sentinel:
         verdict, witnesses = self._judged(self._collect(number))
         reported = self._publish_locally(verdict, witnesses)
         text = json.dumps({"verdict": asdict(verdict), "reported": reported})
-        self._call(lambda s: _write_verdict(s, number, text, verdict.fatal))
+        self._call(lambda s: write_verdict(s, number, text, verdict.fatal))
         if verdict.fatal:
             self._adopt(verdict)
         return True
@@ -276,7 +279,7 @@ class Sentinel:
         return [found[rank] for rank in sorted(found)]
 
     def _look(self, key: str) -> str | None:
-        return cast("str | None", self._call(lambda s: _get(s, key)))
+        return cast("str | None", self._call(lambda s: look(s, key)))
 
     def _judge_alone(self) -> None:
         """The store is of no use: judge by what this host shows."""
@@ -292,7 +295,7 @@ class Sentinel:
 
     def _judged(self, witnesses: list[Witness]) -> tuple[Verdict, list[Witness]]:
         suspects = self._state.suspects
-        witnesses = [_without_connection(w) if w.rank in suspects else w for w in witnesses]
+        witnesses = [without_connection(w) if w.rank in suspects else w for w in witnesses]
         limits = self._trust.limits(self._recorder.median_step_s())
         blocked_s = max([self._stall.blocked_s, *(w.blocked_s for w in witnesses)])
         details = str(self._dump_path())
@@ -377,15 +380,6 @@ class Sentinel:
                 remove_box(Path(peer.box))
 
 
-def _without_connection(witness: Witness) -> Witness:
-    """A connection to this rank broke: if it runs and does not wait, it dropped its end."""
-    if witness.fate == "silent":
-        return replace(witness, fate="gone", detail="its connection closed; it does not answer")
-    if witness.fate == "runs" and not (witness.flight and witness.flight.waiting):
-        return replace(witness, fate="left", detail="it closed its end of the connection")
-    return witness
-
-
 def error_of(verdict: Verdict) -> Exception:
     """The exception a verdict stands for."""
     kind: type[Exception] = getattr(errors, verdict.kind, errors.DistributedError)
@@ -416,24 +410,3 @@ def _watch(sentinel: weakref.ref[Sentinel], state: _State, tick_s: float) -> Non
                 complained = True
                 print(f"zeroshard: the sentinel failed once: {error!r}", file=sys.stderr)
         del strong
-
-
-def _get(store: Store, key: str) -> str | None:
-    return store.get(key).decode() if store.check([key]) else None
-
-
-def _read_verdict(store: Store, number: int) -> tuple[Verdict, bool] | None:
-    """The first fatal verdict of all, else the one on question ``number``, if there is one."""
-    final = _get(store, "final")
-    text = final if final is not None else _get(store, f"verdict/{number}")
-    if text is None:
-        return None
-    found = json.loads(text)
-    words = found["verdict"]
-    return Verdict(**{**words, "ranks": tuple(words["ranks"])}), bool(found["reported"])
-
-
-def _write_verdict(store: Store, number: int, text: str, fatal: bool) -> None:
-    if fatal and store.add("finals", 1) == 1:
-        store.set("final", text)
-    store.set(f"verdict/{number}", text)

@@ -6,12 +6,14 @@ So the store is touched by one thread of its own, and whoever asks waits no long
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, TypeVar, cast
 
 from zeroshard.comm.agree import Store
+from zeroshard.core.verdict import Verdict
 
 T = TypeVar("T")
 
@@ -79,3 +81,26 @@ def _serve(store: Store, jobs: SimpleQueue[tuple[Callable[[Store], Any], _Answer
             answer.error = error
         answer.done.set()
         del operation, answer, job
+
+
+def look(store: Store, key: str) -> str | None:
+    """The value under ``key``, if there is one; never waits for it."""
+    return store.get(key).decode() if store.check([key]) else None
+
+
+def read_verdict(store: Store, number: int) -> tuple[Verdict, bool] | None:
+    """The first fatal verdict of all, else the one on question ``number``, if there is one."""
+    final = look(store, "final")
+    text = final if final is not None else look(store, f"verdict/{number}")
+    if text is None:
+        return None
+    found = json.loads(text)
+    words = found["verdict"]
+    return Verdict(**{**words, "ranks": tuple(words["ranks"])}), bool(found["reported"])
+
+
+def write_verdict(store: Store, number: int, text: str, fatal: bool) -> None:
+    """Publish the answer to question ``number``; the first fatal one stands for good."""
+    if fatal and store.add("finals", 1) == 1:
+        store.set("final", text)
+    store.set(f"verdict/{number}", text)

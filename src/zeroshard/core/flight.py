@@ -158,6 +158,14 @@ def read_flight(raw: bytes, later: bytes | None = None) -> Flight | None:
     return Flight(pid, rank, world, head, step, waiting, _text(section), tuple(records))
 
 
+def read_flight_pid(raw: bytes) -> int | None:
+    """The process that keeps or kept a log; None if these bytes are no log."""
+    if len(raw) < _HEADER.size:
+        return None
+    magic, _, pid, *_ = _HEADER.unpack_from(raw)
+    return pid if magic == _MAGIC else None
+
+
 def rank_ranges(ranks: Iterable[int], limit: int = 64) -> str:
     """Ranks as people write them, in about ``limit`` characters.
 

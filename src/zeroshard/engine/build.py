@@ -231,9 +231,11 @@ def build_runtime(
         live_numel=zero.stage3_max_live_parameters,
         keep_last=zero.stage3_max_reuse_distance > 0,
     )
+    # The root runs around all other sites: it comes first, so that it is reduced last.
+    in_order = [*by_site[""], *(unit for unit in units if unit not in by_site[""])]
     buffers = [
         GradBuffer(unit, comm=reduce_comm, ledger=ledger, transient=stage.shards_grads)
-        for unit in units
+        for unit in in_order
         if unit.trainable
     ]
     reducer = GradReducer(

@@ -109,7 +109,9 @@ class Engine(nn.Module):
         self._weight, self._active = 1.0, 0.0
         self._closed = False
         for tile in self.runtime.optimizer.tiles if self.runtime.optimizer else ():
-            tile.unit.training = Training(self.runtime.optimizer, tile, self._mean_factor_on_host)
+            tile.unit.training = Training(
+                self.runtime.optimizer, tile, self.runtime.reducer.summed, self._mean_factor_on_host
+            )
         self._hooks = StepHooks(
             self.runtime.gatherer,
             self.runtime.reducer,
@@ -544,7 +546,8 @@ class Engine(nn.Module):
         if train_batch_size < per_step or train_batch_size % per_step:
             raise UsageError(
                 f"set_train_batch_size({train_batch_size}): not a multiple of micro-batch "
-                f"{self.train_micro_batch_size_per_gpu()} x world size {self.world_size}."
+                f"{self.train_micro_batch_size_per_gpu()} x world size {self.world_size}. Only the "
+                f"accumulation changes, so give a multiple of {per_step}."
             )
         self.accumulation.steps = train_batch_size // per_step
 
@@ -560,9 +563,13 @@ class Engine(nn.Module):
         self._check_open()
         for unit in self.runtime.units:
             unit.wait()
-            full_N = unit.full_N if unit.resident else unit.gathered_copy()
-            for slot in unit.layout.slots:
-                yield slot.fqn, full_N[slot.start : slot.stop].view(slot.shape).detach()
+            unit.absorb()
+            nbytes = 0 if unit.resident else unit.full_nbytes
+            with self.runtime.ledger.lend("iter_full_params", nbytes):
+                full_N = unit.full_N if unit.resident else unit.gathered_copy()
+                for slot in unit.layout.slots:
+                    yield slot.fqn, full_N[slot.start : slot.stop].view(slot.shape).detach()
+                del full_N
 
     def memory_report(self, *, all_ranks: bool = False) -> MemoryReport:
         """Planned and measured bytes per category; of all ranks if asked (then collective)."""

@@ -87,7 +87,9 @@ def _one_config(args: Any, config: Any, config_params: Any) -> Any:
 
 def announce(engine: Engine) -> None:
     """What this run will do: values and their origins, dtypes, bytes. Rank 0, once."""
-    logger.setLevel((engine.settings.log_level or "info").upper())
+    level = engine.settings.log_level
+    if level is not None or logger.level == logging.NOTSET:
+        logger.setLevel((level or "info").upper())
     if not logger.handlers:
         handler = logging.StreamHandler(sys.stdout)
         handler.setFormatter(logging.Formatter("[zeroshard] %(message)s"))

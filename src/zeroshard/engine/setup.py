@@ -79,22 +79,26 @@ def assemble(
     accumulation = Accumulation(
         settings.gradient_accumulation_steps or 1, managed=settings.managed_gradient_accumulation
     )
-    runtime = build.build_runtime(
-        model,
-        draft.specs,
-        settings,
-        optimizer=draft.optimizer,
-        found=draft.probes,
-        gather_comm=watch.gathers,
-        reduce_comm=watch.reductions,
-        device=target,
-        expects_accumulation=accumulation.expects_more,
-    )
-    buffers = build.place_buffers(
-        model, draft.policy.buffer, target, keep=kept_buffers(model, settings)
-    )
-    for at, buffer in enumerate(buffers):
-        watch.gathers.broadcast(buffer, 0, name=f"buffer {at}").wait()
+    try:
+        runtime = build.build_runtime(
+            model,
+            draft.specs,
+            settings,
+            optimizer=draft.optimizer,
+            found=draft.probes,
+            gather_comm=watch.gathers,
+            reduce_comm=watch.reductions,
+            device=target,
+            expects_accumulation=accumulation.expects_more,
+        )
+        buffers = build.place_buffers(
+            model, draft.policy.buffer, target, keep=kept_buffers(model, settings)
+        )
+        for at, buffer in enumerate(buffers):
+            watch.gathers.broadcast(buffer, 0, name=f"buffer {at}").wait()
+    except BaseException as error:
+        watch.close(f"{type(error).__name__}: {error}"[:200])
+        raise
     return Parts(
         draft.loaded, place, target, draft.policy, watch.gathers, watch, runtime,
         scaler_from(settings, target), draft.scheduler, accumulation, draft.monitors,

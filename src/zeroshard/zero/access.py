@@ -15,10 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.errors import ShardedAccess, UsageError
+from zeroshard.errors import DistributedError, ShardedAccess, UsageError
 from zeroshard.zero import guard
 from zeroshard.zero.init import SpreadParameter
 from zeroshard.zero.optimizer import OwnedFragment, ShardedOptimizer, Tile
+from zeroshard.zero.reduce import GradBuffer
+from zeroshard.zero.touch import pack_flags, unpack_any
 from zeroshard.zero.unit import Unit, UnitState
 
 
@@ -28,6 +30,7 @@ class Training:
 
     optimizer: ShardedOptimizer | None
     tile: Tile
+    summed: Callable[[GradBuffer], Tensor | None]  # gradient [S] of the backwards since the last step
     grad_factor: Callable[[], float]  # from the reduced sum to the mean that the user means
 
     def fragments(self, param: nn.Parameter) -> Iterator[OwnedFragment]:
@@ -48,9 +51,11 @@ class GatheredParameters:
     """Full, readable and (with ``modifier_rank``) writable parameters inside a ``with`` block.
 
     ``params``: a parameter or any iterable; plain tensors, buffers and parameters that are full already
-    are fine. ``modifier_rank``: the edits of this rank reach all ranks and the master at exit. Without
-    it the values are for reading, and :class:`ShardedAccess` at exit says that an edit would be lost.
-    Contexts may nest. Collective. (DeepSpeed: ``deepspeed.zero.GatheredParameters``.)
+    are fine. ``modifier_rank``: the edits of this rank reach all ranks and the master at exit, also if
+    an exception ends the block. Without it the values are for reading: an edit raises
+    :class:`ShardedAccess` at exit, on every rank. (Parameters that rest whole, stages 0-2, keep an edit
+    that is the same on all ranks.) Contexts may nest. Collective.
+    (DeepSpeed: ``deepspeed.zero.GatheredParameters``.)
     """
 
     def __init__(
@@ -62,30 +67,32 @@ class GatheredParameters:
     ) -> None:
         self.enabled = enabled
         self.modifier_rank = modifier_rank
-        items = [params] if isinstance(params, Tensor) else list(params) if enabled else []
         self.units: list[Unit] = []
         self.spread: list[tuple[nn.Parameter, SpreadParameter]] = []
-        for param in items:
+        self._opened: list[Unit] = []  # by this context: others close what they opened
+        for param in _items(params) if enabled else []:
             owner = guard.owner_of(param) if isinstance(param, Tensor) else None
             if isinstance(owner, Unit) and owner not in self.units:
                 self.units.append(owner)
             elif isinstance(owner, SpreadParameter):
                 self.spread.append((param, owner))
-        self._before: list[int] = []
+        for unit in self.units:
+            _check_rank(modifier_rank, unit.comm.world_size)
 
     def __enter__(self) -> None:
-        if not self.enabled:
-            return
         for param, owner in self.spread:
             if owner.shard_S is not None:
                 owner.open(param)
+        self._opened = [unit for unit in self.units if unit.state is UnitState.SHARDED]
         for unit in self.units:
             unit.unshard()
         for unit in self.units:
             unit.wait()
+            unit.reclaim()
+        for unit in self.units:
             unit.pins += 1
-        if self.modifier_rank is None:
-            self._before = [_checksum(unit.full_N) for unit in self.units]
+            if self.modifier_rank is None and unit.seal is None:
+                unit.seal = _hashes(unit.full_N)
 
     def __exit__(
         self,
@@ -93,58 +100,112 @@ class GatheredParameters:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if not self.enabled:
-            return
-        for unit in self.units:
-            unit.pins -= 1
         try:
-            if kind is None and self.modifier_rank is None:
-                self._refuse_lost_edits()
-            elif kind is None:
+            for unit in self.units:
+                unit.reclaim()
+            if isinstance(error, DistributedError) or (kind and self.modifier_rank is None):
+                pass  # nobody to tell, or nothing to keep
+            elif self.modifier_rank is not None:
                 for unit in self.units:
                     _adopt_edits(unit, self.modifier_rank)
+            else:
+                self._refuse_lost_edits()
         finally:
             for unit in self.units:
-                unit.reshard()
+                unit.pins = max(0, unit.pins - 1)
+                if not unit.pins:
+                    unit.seal = None
+                    if unit in self._opened:
+                        unit.forget()  # what was to be kept is in the shards
             for param, owner in self.spread:
                 if owner.shard_S is None:
                     owner.spread(param, self.modifier_rank or 0)
 
     def _refuse_lost_edits(self) -> None:
-        for unit, before in zip(self.units, self._before, strict=True):
-            after = _checksum(unit.full_N)
-            vote = torch.tensor([before != after, after % 2**31], dtype=torch.float64)
-            votes = unit.comm.gather_small(vote.to(unit.full_N.device), name=f"edits of {unit.name}")
-            if not bool(votes[:, 0].any()):
+        """Whatever happens, all ranks leave with the same values."""
+        refused: list[str] = []
+        for unit in self.units:
+            edited, same_everywhere = _edits(unit)
+            if not edited:
                 continue
-            if unit.resident and bool((votes[:, 1] == votes[0, 1]).all()):
-                _adopt_own(unit)  # the same edit on every rank of a whole unit is kept
-                continue
+            if not unit.resident:
+                unit.comm.all_gather(unit.full_N, unit.shard_S, name=unit.name).wait()
+                refused += edited
+            elif same_everywhere:
+                _adopt_own(unit)
+            else:
+                _adopt_edits(unit, 0)
+                refused += edited
+        if refused:
             raise ShardedAccess(
-                f"parameters of unit {unit.name!r} were edited inside GatheredParameters without "
-                "modifier_rank; the edit would be lost, or differ between ranks. Pass "
-                "modifier_rank=0 to send rank 0's edit to everybody."
+                f"{', '.join(map(repr, refused[:3]))}{'...' if len(refused) > 3 else ''} changed "
+                "inside GatheredParameters without modifier_rank; the edit would be lost, or differ "
+                "between ranks. Pass modifier_rank=0 to send rank 0's edit to everybody."
             )
 
 
-def _checksum(full_N: Tensor) -> int:
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[full_N.element_size()]
-    return int(full_N.detach().view(bits).sum(dtype=torch.int64))
+def _items(params: Any) -> list[Any]:
+    if isinstance(params, Tensor):
+        return [params]
+    if isinstance(params, nn.Module) or not isinstance(params, Iterable):
+        raise UsageError(
+            f"GatheredParameters got a {type(params).__name__}. Pass a parameter or an iterable of "
+            "parameters, for instance module.parameters()."
+        )
+    return list(params)
 
 
-def _adopt_edits(unit: Unit, source: int | None) -> None:
+def _check_rank(modifier_rank: int | None, world_size: int) -> None:
+    if modifier_rank is not None and modifier_rank not in range(world_size):
+        raise UsageError(
+            f"modifier_rank={modifier_rank!r} is no rank of the {world_size} that share the "
+            "parameter. Pass one of them, or None to read only."
+        )
+
+
+def _edits(unit: Unit) -> tuple[list[str], bool]:
+    """Parameters that any rank edited since the unit was sealed; did all ranks end with the same values?
+
+    Collective.
+    """
+    if unit.seal is None:  # a step in between changed everything
+        return [], True
+    after = _hashes(unit.full_N)
+    changed = after != unit.seal
+    slots = unit.layout.slots
+    flags = [bool(changed[s.start // 64 : -(-s.stop // 64)].any()) for s in slots]
+    digest = int((after * _weights(len(after), after.device)).sum()) % 2**48
+    vote = torch.tensor([float(digest), *pack_flags(flags)], dtype=torch.float64)
+    votes = unit.comm.gather_small(vote.to(after.device), name=f"edits of {unit.name}")
+    any_rank = unpack_any(votes[:, 1:], len(flags))
+    edited = [slot.fqn for slot, flag in zip(slots, any_rank, strict=True) if flag]
+    return edited, bool((votes[:, 0] == votes[0, 0]).all())
+
+
+def _hashes(full_N: Tensor) -> Tensor:
+    """One number for every 64 elements, ``[N / 64]``: equal before and after means not written."""
+    words = full_N.detach().view(torch.int64).view(-1, 8 * full_N.element_size())
+    return (words * _weights(words.shape[1], words.device)).sum(1)
+
+
+def _weights(count: int, device: torch.device) -> Tensor:
+    """Fixed odd numbers, so that exchanged values show."""
+    generator = torch.Generator().manual_seed(64)
+    return (torch.randint(2**62, (count,), generator=generator) | 1).to(device)
+
+
+def _adopt_edits(unit: Unit, source: int) -> None:
     """The values of rank ``source`` become everybody's, in parameter, shard and master."""
-    assert source is not None
     unit.comm.broadcast(unit.full_N, source, name=unit.name).wait()
     _adopt_own(unit)
 
 
 def _adopt_own(unit: Unit) -> None:
-    begin, end = unit.layout.shard_range(unit.comm.rank)
-    if not unit.resident:
-        unit.shard_S.copy_(unit.full_N[begin:end])
+    unit.absorb()
     if unit.training is not None:
         unit.training.tile.follow()
+    if unit.seal is not None:
+        unit.seal = _hashes(unit.full_N)
 
 
 # ---------------------------------------------------------------------- full values
@@ -166,17 +227,21 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
     if found is None:
         return None
     unit, training = found
-    unit.wait()
+    training.tile.follow()
     return training.full(unit, param, training.tile.master_R)
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """The averaged, unscaled gradient between backward and ``step``, fp32 ``[*shape]``; else None."""
+    """The gradient of all backwards since the last step, fp32 ``[*shape]``; None before the first.
+
+    Averaged over the ranks, and unscaled: what ``param.grad`` would be in plain PyTorch on the global
+    batch. Zeros where nothing arrived.
+    """
     found = _training_of(param)
     if found is None:
         return None
     unit, training = found
-    grad_S = training.tile.buffer.reduced_S
+    grad_S = training.summed(training.tile.buffer)
     if grad_S is None:
         return None
     full = unit.view(unit.gathered_copy(grad_S), param)
@@ -210,7 +275,6 @@ def _state_tile(
     for fragment in training.fragments(param):
         value = training.optimizer.state_of(fragment).get(key)
         if isinstance(value, Tensor) and value.shape == fragment.value.shape and value.dim():
-            tile_R = tile_R.to(value.dtype)
             fragment.of(tile_R).copy_(value)
             return tile_R, 1, 0.0
         if value is not None:
@@ -225,13 +289,11 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Set a parameter and its master to ``value`` (``[*shape]``, the same on every rank)."""
     unit, training = _trained(param, "safe_set_full_fp32_param")
     _check_shape(param.shape, value, "safe_set_full_fp32_param")
-    _write_local(training, param, training.tile.master_R, value)
-    unit.wait()
-    training.tile.publish_master()
-    if unit.resident and training.is_sharded:
-        unit.publish()
-    elif unit.state is UnitState.FULL and not unit.resident:
-        unit.view(unit.full_N, param).copy_(value)
+    training.tile.follow()  # earlier edits of other parameters
+    for fragment in training.fragments(param):
+        begin = _begin_of(training, fragment)
+        _write(training, fragment, value.reshape(-1)[begin : begin + fragment.numel])
+    _tell(unit, training)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
@@ -259,10 +321,15 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
     """Overwrite optimizer state after the first step; ``value`` has the parameter's shape."""
-    _, training = _trained(param, "safe_set_full_optimizer_state")
+    unit, training = _trained(param, "safe_set_full_optimizer_state")
     _check_shape(param.shape, value, "safe_set_full_optimizer_state")
-    for fragment in training.fragments(param):
-        target = _existing_state(training, fragment, optim_state_key)
+    targets = [(f, _state(training, f, optim_state_key)) for f in training.fragments(param)]
+    missing = torch.tensor([float(any(target is None for _, target in targets))])
+    votes = unit.comm.gather_small(missing.double().to(unit.shard_S.device), name=unit.name)
+    if bool(votes.any()):  # also on ranks that own nothing of the parameter
+        raise _no_state(training, optim_state_key)
+    for fragment, target in targets:
+        assert target is not None
         begin = _begin_of(training, fragment)
         target.view(-1).copy_(value.reshape(-1)[begin : begin + fragment.numel])
 
@@ -305,13 +372,11 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Set this rank's piece of the master and of the parameter; collective at stages 1 and 2."""
     unit, training = _trained(param, "safe_set_local_fp32_param")
+    training.tile.follow()
     for fragment in training.fragments(param):
         _check_shape((fragment.numel,), value.view(-1), "safe_set_local_fp32_param")
-        fragment.of(training.tile.master_R).view(-1).copy_(value.view(-1))
-    unit.wait()
-    training.tile.publish_master()
-    if unit.resident and training.is_sharded:
-        unit.publish()
+        _write(training, fragment, value.view(-1))
+    _tell(unit, training)
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
@@ -333,7 +398,10 @@ def safe_set_local_optimizer_state(
     _, training = _trained(param, "safe_set_local_optimizer_state")
     for fragment in training.fragments(param):
         _check_shape((fragment.numel,), value.view(-1), "safe_set_local_optimizer_state")
-        _existing_state(training, fragment, optim_state_key).view(-1).copy_(value.view(-1))
+        target = _state(training, fragment, optim_state_key)
+        if target is None:
+            raise _no_state(training, optim_state_key)
+        target.view(-1).copy_(value.view(-1))
 
 
 def _local(
@@ -356,10 +424,17 @@ def _trained(param: nn.Parameter, what: str) -> tuple[Unit, Training]:
     return found
 
 
-def _write_local(training: Training, param: nn.Parameter, tile_R: Tensor, value: Tensor) -> None:
-    for fragment in training.fragments(param):
-        begin = _begin_of(training, fragment)
-        fragment.of(tile_R).view(-1).copy_(value.reshape(-1)[begin : begin + fragment.numel])
+def _write(training: Training, fragment: OwnedFragment, values: Tensor) -> None:
+    """Set the fragment in master and parameter memory; ``values`` is 1-D."""
+    with torch.no_grad():
+        for tile_R in (training.tile.master_R, training.tile.low_R):
+            fragment.of(tile_R).view(-1).copy_(values)
+
+
+def _tell(unit: Unit, training: Training) -> None:
+    """The tile was written: whoever holds the unit whole gets the new values."""
+    if training.is_sharded:
+        unit.publish()
 
 
 def _begin_of(training: Training, fragment: OwnedFragment) -> int:
@@ -369,16 +444,20 @@ def _begin_of(training: Training, fragment: OwnedFragment) -> int:
     return low + fragment.at - unit.layout.slots[fragment.index].start
 
 
-def _existing_state(training: Training, fragment: OwnedFragment, key: str) -> Tensor:
+def _state(training: Training, fragment: OwnedFragment, key: str) -> Tensor | None:
+    """The fragment's state tensor, if there is one of its shape."""
     assert training.optimizer is not None
-    state = training.optimizer.state_of(fragment)
-    value = state.get(key)
-    if not isinstance(value, Tensor) or value.numel() != fragment.numel:
-        raise UsageError(
-            f"there is no optimizer state {key!r} to set; this optimizer has "
-            f"{sorted(state) or 'none before its first step'}."
-        )
-    return value
+    value = training.optimizer.state_of(fragment).get(key)
+    return value if isinstance(value, Tensor) and value.numel() == fragment.numel else None
+
+
+def _no_state(training: Training, key: str) -> UsageError:
+    assert training.optimizer is not None
+    known = sorted({name for s in training.optimizer.inner.state.values() for name in s})
+    return UsageError(
+        f"there is no optimizer state {key!r} to set; this optimizer has "
+        f"{known or 'none before its first step'}."
+    )
 
 
 def _check_shape(expected: Iterable[int], value: Tensor, what: str) -> None:

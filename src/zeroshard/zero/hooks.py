@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
+from zeroshard.zero import guard
 from zeroshard.zero.gather import Gatherer, Site
 from zeroshard.zero.reduce import GradBuffer, GradReducer
 
@@ -75,6 +76,9 @@ class StepHooks:
                 root = site is self.gatherer.root
                 post = _bound(me, after, site)
                 self._handles.append(site.module.register_forward_hook(post, always_call=root))
+        root_module = self.gatherer.root.module
+        self._handles.append(root_module.register_state_dict_post_hook(_release_values))
+        for site in self.gatherer.sites:
             for unit in site.units:
                 if (buffer := buffers.get(id(unit))) is not None:
                     for index, param in enumerate(unit.params):
@@ -263,14 +267,36 @@ class StepHooks:
             site.open_calls.clear()
 
 
-def _bound(me: Any, method: Callable[..., Any], site: Site) -> Callable[..., Any]:
-    """The hook as a plain function, opaque to the compiler: graphs are cut at sites, not inside."""
+class _Hook:
+    """A site's hook, opaque to the compiler: graphs are cut at sites, not inside.
 
-    @torch._dynamo.disable  # type: ignore[misc]
-    def hook(*args: Any) -> Any:
-        return method(me, site, *args)
+    A copied or pickled module leaves its hooks behind: the copy belongs to no engine.
+    """
 
-    return hook
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self._hook = torch._dynamo.disable(hook)
+
+    def __call__(self, *args: Any) -> Any:
+        return self._hook(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, (_nothing,)
+
+
+def _nothing(*_: Any) -> None:
+    """What a hook does in a copy of its module."""
+
+
+def _bound(me: Any, method: Callable[..., Any], site: Site) -> _Hook:
+    return _Hook(lambda *args: method(me, site, *args))
+
+
+def _release_values(
+    _module: nn.Module, state: dict[str, Any], _prefix: str, _metadata: dict[str, Any]
+) -> None:
+    """The values in a ``state_dict`` are the program's own: it may write them."""
+    for name, value in state.items():
+        state[name] = guard.plain(value)
 
 
 def _landing(me: Any, site: Site, buffer: GradBuffer, index: int) -> Callable[[Tensor], None]:

@@ -176,6 +176,7 @@ class GradReducer:
         self.in_flight_limit = MAX_IN_FLIGHT if overlap else 0
         self.predivide = predivide
         self.reducing = False
+        self.waiting = False  # gradients of a finished backward are still local
         self._next = 0
         self._in_flight: deque[_InFlight] = deque()
 
@@ -215,7 +216,8 @@ class GradReducer:
 
     def end_backward(self) -> None:
         """Reduce the rest in the fixed order, so that all ranks issue the same collectives."""
-        if not self.reducing:
+        self.waiting = not self.reducing
+        if self.waiting:
             return
         while self._next < len(self.order):
             self._launch_next()
@@ -287,7 +289,7 @@ class GradReducer:
         if any(buffer.grads_N is not None for buffer in self.buffers) or any(
             buffer.reduced_S is None for buffer in self.buffers
         ):
-            self.reducing, self._next = True, len(self.order)
+            self.reducing, self.waiting, self._next = True, False, len(self.order)
             for buffer in self.order:
                 if buffer.grads_N is not None or buffer.reduced_S is None:
                     self._launch(buffer)
@@ -314,13 +316,30 @@ class GradReducer:
             handle.wait()
             buffer.account()
 
+    def summed(self, buffer: GradBuffer) -> Tensor | None:
+        """The reduced gradient ``[S]`` of all backwards since the last step; None before the first.
+
+        Collective. What waits for its reduction is reduced in a copy: a reader changes nothing.
+        """
+        if not self.waiting:
+            return buffer.reduced_S
+        layout, row = buffer.unit.layout, buffer.unit.row
+        grads_N = torch.zeros(layout.full_numel, dtype=row.grad_accum, device=buffer.unit.full_N.device)
+        for slot, view, filled in zip(layout.slots, buffer.views, buffer.filled, strict=False):
+            if filled:
+                grads_N[slot.start : slot.stop].view(slot.shape).copy_(view)
+        grads_N = grads_N.div_(self.predivide).to(row.reduce)
+        sum_S = torch.empty(layout.shard_numel, dtype=row.reduce, device=grads_N.device)
+        for handle in self._reduce_scatter(buffer, sum_S, grads_N):
+            handle.wait()
+        return sum_S if buffer.reduced_S is None else buffer.reduced_S + sum_S
+
     def abandon(self) -> None:
         """Forget a backward that an exception ended; reductions in flight are waited for."""
         while self._in_flight:
             for handle in self._in_flight.popleft().handles:
                 handle.wait()
-        for buffer in self.buffers:
-            buffer.reset()
+        self.reset()
 
     def close(self, *, wait: bool = True) -> None:
         """Give all gradients back; ``wait=False`` drops reductions that will never finish."""
@@ -332,4 +351,4 @@ class GradReducer:
         """After the update: gradients are used up."""
         for buffer in self.buffers:
             buffer.reset()
-        self.reducing = False
+        self.reducing = self.waiting = False

@@ -81,6 +81,7 @@ class Unit:
         self.state = UnitState.FULL
         self.training: Training | None = None  # what the optimizer side adds; None while frozen
         self.pins = 0  # readers inside GatheredParameters: not to be freed under them
+        self.seal: Tensor | None = None  # hashes of the values that a reader saw first
         self._handle: Handle | None = None
 
         low, high = layout.shard_range(comm.rank)
@@ -99,7 +100,7 @@ class Unit:
         self.shard_S = part[low:high] if resident else part
         ledger.hold("parameters", name, storage.flat_nbytes(part))
         if not resident:
-            self.drop()
+            self._drop()
 
     def _adopt(self, param: nn.Parameter, slot: Slot, dealer: Dealer) -> nn.Parameter:
         """The parameter's values go to the shards, its memory becomes a view of the unit's."""
@@ -143,10 +144,16 @@ class Unit:
             return
         self.wait()  # a gather in flight writes into the storage: it cannot be freed before
         self.absorb()
-        self.drop()
+        self._drop()
 
-    def drop(self) -> None:
-        """Free the full parameters as they are: the own shard is newer."""
+    def forget(self) -> None:
+        """Free the full parameters without a look at them: the own shard is what counts."""
+        if self.resident or self.state is UnitState.SHARDED:
+            return
+        self.wait()
+        self._drop()
+
+    def _drop(self) -> None:
         self._move(UnitState.SHARDED)
         guard.hide(self.params, self._blanks)
         storage.release(self.full_N)
@@ -156,10 +163,10 @@ class Unit:
         """The own shard was updated: send it to the other ranks if they hold the unit whole."""
         self.wait()  # nobody used the unit since it was published last
         if not (self.resident or self.pins):
-            if self.state is UnitState.FULL:
-                self.drop()
+            self.forget()
             return
         self._move(UnitState.GATHERING)
+        self.seal = None
         guard.hide(self.params, self._blanks)
         self._handle = self.comm.all_gather(self.full_N, self.shard_S, name=self.name)
 
@@ -191,6 +198,13 @@ class Unit:
 
         Costs a copy of the own shard; nobody has to know whether anything was written.
         """
+        self.reclaim()
+        if self.state is UnitState.FULL and not self.resident:
+            begin, end = self.layout.shard_range(self.comm.rank)
+            self.shard_S.copy_(self.full_N[begin:end])
+
+    def reclaim(self) -> None:
+        """Parameters to which the program gave other memory are views of ``full_N`` again."""
         if self.state is not UnitState.FULL:
             return
         for param, view, slot in zip(self.params, self._views, self.layout.slots, strict=True):
@@ -199,9 +213,6 @@ class Unit:
                 with torch.no_grad():
                     view.copy_(param)
                 param.data = view
-        if not self.resident:
-            begin, end = self.layout.shard_range(self.comm.rank)
-            self.shard_S.copy_(self.full_N[begin:end])
 
     def gathered_copy(self, shard_S: Tensor | None = None) -> Tensor:
         """A private gathered tensor ``[N]`` of the parameters, or of any other sharded state.

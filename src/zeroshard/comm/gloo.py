@@ -1,0 +1,113 @@
+"""Which of stock gloo's collectives gather and reduce with the fewest copies and additions?
+
+Not those of that name: gloo's reduce-scatter all-reduces a clone of the whole input, in the buffer's
+own dtype; its all-gather goes through a private buffer. An all-to-all moves half as many bytes as the
+all-reduce and leaves the sum to us, in rank order and rounded once; broadcasts arrive in place.
+Measured with two ranks and 6 MB of bf16: a reduction takes 2.4 instead of 8.4 ms of CPU time, a gather
+2.2 instead of 3.1.
+
+W ranks; N padded elements, S = N // W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zeroshard.comm.collectives import DONE, Handle, ProcessGroupComm
+from zeroshard.comm.p2p import Scratch, sum_in_rank_order
+
+
+class GlooComm(ProcessGroupComm):
+    """Stock collectives of a gloo group. Sums are those of :class:`zeroshard.comm.p2p.P2PComm`."""
+
+    def __init__(self, group: dist.ProcessGroup, **options: Any) -> None:
+        super().__init__(group, **options)
+        self._scratch = Scratch()
+
+    @property
+    def scratch_nbytes(self) -> int:
+        """Memory kept for incoming chunks."""
+        return self._scratch.nbytes
+
+    def all_gather(self, full_N: Tensor, shard_S: Tensor, *, name: str) -> Handle:
+        """Every rank broadcasts its slice into its place in ``full_N``."""
+        numel, shard_numel = full_N.numel(), shard_S.numel()
+        item = self.recorder.enter(self._gathers[name], full_N, numel, numel - shard_numel)
+        if not numel:
+            return DONE
+        slices = full_N.view(self.world_size, shard_numel).unbind()
+        own = slices[self.rank]
+        if own.data_ptr() != shard_S.data_ptr():
+            own.copy_(shard_S)
+        return _All(
+            [
+                self._start(item, dist.broadcast, piece.view(torch.uint8), source)
+                for piece, source in zip(slices, self.ranks, strict=True)
+            ]
+        )
+
+    def reduce_scatter(self, out_S: Tensor, full_N: Tensor, *, name: str) -> Handle:
+        """Every rank gets all ranks' chunks of its slice; the sum is formed in ``wait``."""
+        numel = full_N.numel()
+        item = self.recorder.enter(self._reductions[name], full_N, numel, numel - out_S.numel())
+        if not numel:
+            return DONE
+        space = self._scratch.take(full_N.dtype, numel)
+        chunks = space[:numel]
+        arrival = self._start(
+            item, dist.all_to_all_single, chunks.view(torch.uint8), full_N.view(torch.uint8)
+        )
+        parts = chunks.view(self.world_size, -1).unbind()
+        return _Sum(arrival, parts, out_S, space, self._scratch)
+
+    def close(self) -> None:
+        """Destroy the group if this object made it, and free the scratch memory."""
+        super().close()
+        self._scratch = Scratch()
+
+
+class _All:
+    """Several handles as one."""
+
+    __slots__ = ("_handles",)
+
+    def __init__(self, handles: Sequence[Handle]) -> None:
+        self._handles = handles
+
+    def wait(self) -> None:
+        for handle in self._handles:
+            handle.wait()
+
+
+class _Sum:
+    """Chunks on their way, to be added up once they are here."""
+
+    __slots__ = ("_arrival", "_out_S", "_parts", "_scratch", "_space")
+
+    def __init__(
+        self,
+        arrival: Handle,
+        parts: Sequence[Tensor],
+        out_S: Tensor,
+        space: Tensor,
+        scratch: Scratch,
+    ) -> None:
+        self._arrival: Handle | None = arrival
+        self._parts = parts
+        self._out_S = out_S
+        self._space = space
+        self._scratch = scratch
+
+    def wait(self) -> None:
+        arrival, self._arrival = self._arrival, None
+        if arrival is None:
+            return
+        arrival.wait()
+        sum_in_rank_order(self._parts, self._out_S)
+        self._scratch.give(self._space)
+        del self._parts, self._out_S, self._space

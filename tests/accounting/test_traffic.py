@@ -1,0 +1,103 @@
+"""Do exactly 2Ψ, 2Ψ, 2Ψ and 3Ψ elements pass through collectives in a step?
+
+Ψ counts the padded elements of all units: what collectives really move.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from census import Stack, micro_step, stack_config
+
+from zeroshard import Engine
+from zeroshard.core.stages import STAGES
+from zeroshard.testing import on_ranks
+
+
+def moved(engine: Engine) -> Counter[str]:
+    """Elements per operation in one optimizer step, after one that learnt the order of units.
+
+    Buffers of full size; the exchange of the norm is a handful of numbers and not counted.
+    """
+    for step in range(2):
+        engine._watch.recorder.reset_traffic()
+        for _ in range(engine.accumulation.steps):
+            micro_step(engine)
+            engine.step()
+    payload = engine._watch.recorder.payload_numel
+    assert payload.pop("gather_small") < 64
+    return payload
+
+
+def psi(engine: Engine) -> int:
+    return sum(unit.layout.full_numel for unit in engine.runtime.units)
+
+
+def check_volume(config: dict, stage: int) -> None:
+    with Engine(Stack(), config=config) as engine:
+        payload, whole = moved(engine), psi(engine)
+        assert payload.total() == STAGES[stage].volume * whole
+        assert payload["reduce_scatter"] == whole
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_moves_as_many_elements_as_the_paper_says(stage, world):
+    from zeroshard.testing import run_ranks
+
+    run_ranks(check_volume, world, stack_config(stage, stage3_max_reuse_distance=0), stage)
+
+
+@pytest.mark.parametrize("bucket", [5000, 500_000_000])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(2)
+def test_buckets_cut_messages_and_add_none(stage, bucket):
+    zero = {"stage3_max_reuse_distance": 0, "reduce_bucket_size": bucket, "overlap_comm": False}
+    check_volume(stack_config(stage, **zero), stage)
+
+
+@on_ranks(2)
+def test_what_backward_needs_first_is_kept_and_not_gathered_again():
+    with Engine(Stack(), config=stack_config(3)) as engine:
+        payload = moved(engine)
+        sizes = {unit.name: unit.layout.full_numel for unit in engine.runtime.units}
+        kept = sizes["root"] + sizes["blocks.3"]
+        assert payload["all_gather"] == 2 * psi(engine) - kept
+        assert payload["reduce_scatter"] == psi(engine)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(2)
+def test_accumulation_is_free_below_stage_2_and_reduces_every_micro_batch_above(stage):
+    config = stack_config(stage, accumulation=3, stage3_max_reuse_distance=0)
+    with Engine(Stack(), config=config) as engine:
+        payload, whole = moved(engine), psi(engine)
+        reductions, gathers = {0: (1, 1), 1: (1, 1), 2: (3, 1), 3: (3, 6)}[stage]
+        assert payload["reduce_scatter"] == reductions * whole
+        assert payload["all_gather"] == gathers * whole
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(2)
+def test_frozen_parameters_are_never_reduced(stage):
+    model = Stack()
+    model.blocks[0].requires_grad_(False)
+    model.inp.requires_grad_(False)
+    with Engine(model, config=stack_config(stage)) as engine:
+        payload = moved(engine)
+        trained = sum(u.layout.full_numel for u in engine.runtime.units if u.trainable)
+        assert payload["reduce_scatter"] == trained < psi(engine)
+        if stage < 3:
+            assert payload["all_gather"] == trained
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(3)
+def test_a_rank_sends_its_part_of_the_volume(stage):
+    """Of N elements in a collective over W ranks, each rank sends the (W - 1) / W it does not keep."""
+    with Engine(Stack(), config=stack_config(stage, stage3_max_reuse_distance=0)) as engine:
+        moved(engine)
+        sent = engine._watch.recorder.sent_numel
+        volume = sent["all_gather"] + sent["reduce_scatter"]
+        assert volume == STAGES[stage].volume * psi(engine) * 2 // 3

@@ -1,0 +1,316 @@
+"""Reading a sharded parameter in every way a program can: right values, or an error by name."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812
+import torch.utils.dlpack
+from torch import nn
+
+import zeroshard
+from zeroshard.errors import ShardedAccess, UsageError
+from zeroshard.testing import on_ranks
+from zeroshard.zero import GatheredParameters
+from zeroshard.zero.guard import ReadOnlyCopy, ShardedParameter
+
+STAGES = [0, 1, 2, 3]
+PRECISIONS = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True}}}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Net(nn.Module):
+    """Two layers that read each other's weights nowhere, and a scalar at the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 6)
+        self.second = nn.Linear(6, 5)
+        self.gain = nn.Parameter(torch.tensor(0.5))
+        self.register_buffer("shift", torch.ones(5))
+
+    def forward(self, x):
+        return self.second(F.relu(self.first(x))) * self.gain + self.shift
+
+
+def build(precision="fp32"):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return Net().to(DTYPES[precision])
+
+
+def engine_of(stage, model=None, precision="fp32", **config):
+    model = build() if model is None else model
+    keys = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "unit_min_numel": 1,
+        "zero_optimization": {"stage": stage},
+        **PRECISIONS[precision],
+        **config,
+    }
+    return zeroshard.Engine(model, config=keys)
+
+
+def train_once(engine, value=1.0):
+    dtype = next(engine.module.parameters()).dtype
+    x = torch.full((2, 5), value, dtype=dtype) * (1 + dist.get_rank())
+    engine.backward(engine(x).float().square().mean())
+    engine.step()
+
+
+def saved_and_loaded(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def in_place_sum(p):
+    total = torch.zeros_like(p)
+    return total.add_(p).copy_(p)
+
+
+X = torch.linspace(-1, 1, 15).view(3, 5)
+
+READS = {
+    "sum": lambda p: p.sum(),
+    "torch.sum": torch.sum,
+    "index": lambda p: p[0],
+    "index twice": lambda p: p[0][1],
+    "mask": lambda p: p[p > 0],
+    "slice": lambda p: p[1:, ::2],
+    "data": lambda p: p.data,
+    "data view": lambda p: p.data.view(-1)[3:7].clone(),
+    "detach": lambda p: p.detach(),
+    "t": lambda p: p.t(),
+    "T": lambda p: p.T.contiguous(),
+    "view": lambda p: p.view(-1),
+    "clone": lambda p: p.clone(),
+    "numpy": lambda p: p.detach().numpy(),
+    "cpu numpy": lambda p: p.data.cpu().numpy().copy(),
+    "tolist": lambda p: p.tolist(),
+    "item": lambda p: p[0, 0].item(),
+    "float": lambda p: float(p[0, 0]),
+    "iterate": lambda p: [row * 2 for row in p],
+    "unbind": lambda p: list(p.unbind(0)),
+    "stack": lambda p: torch.stack([p, p]),
+    "cat": lambda p: torch.cat([p, torch.ones(1, p.shape[1])]),
+    "einsum": lambda p: torch.einsum("ij,ij->i", p, p),
+    "linear": lambda p: F.linear(X, p),
+    "matmul": lambda p: X @ p.t(),
+    "right operand": lambda p: 2.0 - p,
+    "compare": lambda p: p == p,
+    "equal": lambda p: torch.equal(p, p.detach()),
+    "allclose": lambda p: torch.allclose(p, p + 1e-12),
+    "contains": lambda p: float(p.detach()[0, 0]) in p,
+    "to other dtype": lambda p: p.to(torch.float64),
+    "double": lambda p: p.double(),
+    "type": lambda p: p.type(torch.float64),
+    "type_as": lambda p: p.type_as(torch.ones(1, dtype=torch.float64)),
+    "norm": lambda p: p.norm(),
+    "linalg": lambda p: torch.linalg.vector_norm(p),
+    "max": lambda p: p.max(0),
+    "isnan": lambda p: p.isnan().any(),
+    "where": lambda p: torch.where(p > 0, p, -p),
+    "svd": lambda p: torch.linalg.svdvals(p),
+    "out of another": lambda p: torch.add(p, 1, out=torch.empty_like(p).detach()) if not torch.is_grad_enabled() else p + 1,
+    "into a plain tensor": lambda p: in_place_sum(p) if not torch.is_grad_enabled() else p + 1,
+    "parameters_to_vector": lambda p: nn.utils.parameters_to_vector([p, p]),
+    "foreach": lambda p: torch._foreach_mul([p, p], 2),
+    "foreach norm": lambda p: torch._foreach_norm([p]),
+    "get_total_norm": lambda p: nn.utils.get_total_norm([p.detach()]),
+    "deepcopy": lambda p: copy.deepcopy(p),
+    "deepcopy twice": lambda p: copy.deepcopy([p, p])[1],
+    "copy": lambda p: copy.copy(p).detach(),
+    "pickle": lambda p: pickle.loads(pickle.dumps(p)),
+    "pickle data": lambda p: pickle.loads(pickle.dumps(p.data)),
+    "save": saved_and_loaded,
+    "save data": lambda p: saved_and_loaded({"w": p.data, "row": p.detach()[0]}),
+    "new parameter of a clone": lambda p: nn.Parameter(p.data.clone()),
+    "tensor of list": lambda p: torch.tensor(p.tolist()),
+    "as_tensor": lambda p: torch.as_tensor(p.detach()),
+    "asarray": lambda p: torch.asarray(p.detach()),
+    "numpy array": lambda p: __import__("numpy").asarray(p.detach()),
+    "dlpack": lambda p: torch.from_dlpack(p.detach()),
+    "pin": lambda p: p.detach().contiguous(),
+    "expand": lambda p: p.expand(2, *p.shape).sum(0),
+    "new_tensor": lambda p: p.new_tensor([1.0]),
+    "zeros_like": lambda p: torch.zeros_like(p),
+    "ones_like": lambda p: torch.ones_like(p, dtype=torch.float64),
+    "new_zeros": lambda p: p.new_zeros(3),
+    "full_like": lambda p: torch.full_like(p, 3.0),
+    "checkpoint": lambda p: torch.utils.checkpoint.checkpoint(torch.square, p, use_reentrant=False),
+    "namedtuple": lambda p: torch.sort(p, 0),
+    "block_diag": lambda p: torch.block_diag(p, p),
+    "custom function": lambda p: Double.apply(p),
+    "jit operator": lambda p: torch.ops.aten.add(p, p),
+    "bool": lambda p: bool(p[0, 0] == p[0, 0]),
+    "len of rows": lambda p: [len(row) for row in p],
+    "str of values": lambda p: str(p.tolist()),
+    "histogram": lambda p: torch.histc(p.detach(), 4),
+}
+
+METADATA = {
+    "shape": lambda p: p.shape,
+    "size": lambda p: (p.size(), p.size(0)),
+    "numel": lambda p: (p.numel(), torch.numel(p), p.nelement()),
+    "dim": lambda p: (p.dim(), p.ndim),
+    "dtype": lambda p: p.dtype,
+    "device": lambda p: p.device,
+    "stride": lambda p: (p.stride(), p.stride(0), p.is_contiguous()),
+    "len": len,
+    "isinstance": lambda p: (isinstance(p, nn.Parameter), isinstance(p, torch.Tensor)),
+    "is_tensor": torch.is_tensor,
+    "is_leaf": lambda p: (p.is_leaf, p.requires_grad, p.grad_fn),
+    "grad": lambda p: p.grad,
+    "type": lambda p: p.type(),
+    "element_size": lambda p: p.element_size() * p.numel(),
+    "floating": lambda p: (p.is_floating_point(), torch.is_floating_point(p), p.is_complex()),
+    "same tensor": lambda p: p.to(p.dtype) is p and p.to(p.device) is p and p.float() is p,
+    "hash": lambda p: hash(p) == hash(p),
+    "in a set": lambda p: p in {p},
+    "in a list": lambda p: p in [p],
+    "layout": lambda p: (p.layout, p.is_sparse, p.is_cuda),
+}
+
+WRITES = {
+    "add_": lambda p: p.add_(1),
+    "iadd": lambda p: p.__iadd__(1),
+    "copy_": lambda p: p.copy_(torch.ones(6, 5)),
+    "zero_": lambda p: p.zero_(),
+    "setitem": lambda p: p.__setitem__(0, 1.0),
+    "mask": lambda p: p.masked_fill_(torch.ones(6, 5) > 0, 0.0),
+    "index_add_": lambda p: p.index_add_(0, torch.tensor([0]), torch.ones(1, 5)),
+    "data assigned": lambda p: setattr(p, "data", torch.ones(6, 5)),
+    "data in place": lambda p: p.data.mul_(2),
+    "data filled": lambda p: p.data.fill_(2),
+    "data item": lambda p: p.data.__setitem__(0, 1.0),
+    "data of a row": lambda p: p.data[0].zero_(),
+    "data clamp_": lambda p: p.data.clamp_(-1, 1),
+    "detached": lambda p: p.detach().mul_(2),
+    "view": lambda p: p.view(-1).mul_(2),
+    "row": lambda p: p[0].mul_(2),
+    "transposed": lambda p: p.t().mul_(2),
+    "unbound": lambda p: p.unbind(0)[1].mul_(2),
+    "chunk": lambda p: p.chunk(2)[0].zero_(),
+    "out": lambda p: torch.add(torch.ones(6, 5), 1, out=p),
+    "out data": lambda p: torch.add(torch.ones(6, 5), 1, out=p.data),
+    "normal_": lambda p: nn.init.normal_(p),
+    "kaiming": lambda p: nn.init.kaiming_uniform_(p),
+    "orthogonal_": lambda p: nn.init.orthogonal_(p),
+    "eye_": lambda p: nn.init.eye_(p),
+    "trunc_normal_": lambda p: nn.init.trunc_normal_(p),
+    "zeros_": lambda p: nn.init.zeros_(p),
+    "init of data": lambda p: nn.init.ones_(p.data),
+    "foreach": lambda p: torch._foreach_add_([p], 1.0),
+    "foreach data": lambda p: torch._foreach_add_([p.data], 1.0),
+    "vector_to_parameters": lambda p: nn.utils.vector_to_parameters(torch.ones(30), [p]),
+    "set_": lambda p: p.set_(torch.ones(6, 5)),
+    "resize_": lambda p: p.resize_(2, 2),
+    "address": lambda p: p.data_ptr(),
+    "storage": lambda p: p.untyped_storage(),
+    "share_memory_": lambda p: p.share_memory_(),
+    "uniform_": lambda p: p.uniform_(),
+    "random": lambda p: torch.nn.init.uniform_(p, a=-1, b=1),
+    "renorm": lambda p: p.data.renorm_(2, 0, 1.0),
+    "dropout": lambda p: F.dropout(p, 0.5, inplace=True),
+    "relu": lambda p: F.relu(p, inplace=True),
+    "normalise": lambda p: F.normalize(p, out=p.data),
+    "embedding renorm": lambda p: F.embedding(torch.tensor([0]), p, max_norm=0.01),
+}
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * 2 + 0 * x
+
+
+def same(a, b) -> bool:
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.detach(), b.detach())
+    if isinstance(a, dict):
+        return all(same(a[k], b[k]) for k in b)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool((a == b).all()) if hasattr(a, "all") else a == b
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_every_read_gives_the_true_values(stage, grad):
+    with engine_of(stage) as engine:
+        train_once(engine)
+        truth = {name: full.clone() for name, full in engine.iter_full_params()}
+        plain = nn.Parameter(truth["first.weight"])
+        wrong = []
+        for name, read in READS.items():
+            if stage == 1:  # the values of a resident unit are on their way right after a step
+                for unit in engine.runtime.units:
+                    unit.publish()
+            p = engine.module.first.weight
+            assert type(p) is ShardedParameter
+            with torch.set_grad_enabled(grad):
+                try:
+                    seen, expected = read(p), read(plain)
+                except Exception as error:
+                    wrong.append(f"{name}: {type(error).__name__}: {str(error)[:150]}")
+                    continue
+            if not same(seen, expected):
+                wrong.append(f"{name}: {str(seen)[:80]} != {str(expected)[:80]}")
+        assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_metadata_and_printing_need_no_other_rank(stage):
+    with engine_of(stage) as engine:
+        train_once(engine)
+        plain = nn.Parameter(torch.ones(6, 5))
+        if dist.get_rank() == 0:
+            p = engine.module.first.weight
+            for name, ask in METADATA.items():
+                assert ask(p) == ask(plain), name
+            assert "Linear(in_features=5" in repr(engine.module)
+            assert repr(p) == str(p) == f"{p}"
+            if stage == 3:
+                assert "shape=(6, 5)" in repr(p)
+                assert "unit='first'" in repr(p)
+                assert type(p) is ShardedParameter
+        train_once(engine)
+
+
+@on_ranks(2)
+def test_every_write_to_a_sharded_parameter_raises():
+    with engine_of(3) as engine:
+        truth = {name: full.clone() for name, full in engine.iter_full_params()}
+        p = engine.module.first.weight
+        wrong = []
+        for name, write in WRITES.items():
+            with torch.no_grad():
+                try:
+                    write(p)
+                    wrong.append(f"{name}: no error")
+                except ShardedAccess as error:
+                    text = str(error)
+                    for part in ("(6, 5)", "GatheredParameters", "safe_set_full_fp32_param"):
+                        if part not in text and "view of shape" not in text:
+                            wrong.append(f"{name}: {part} not in {text}")
+                except Exception as error:
+                    wrong.append(f"{name}: {type(error).__name__}: {str(error)[:150]}")
+        for name, full in engine.iter_full_params():
+            assert torch.equal(full, truth[name])
+        assert not wrong, "\n".join(wrong)
