@@ -5,6 +5,13 @@ from __future__ import annotations
 import ctypes
 import gc
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -36,3 +43,26 @@ class Peak:
 
     def __exit__(self, *_: object) -> None:
         self.nbytes = resident_nbytes("VmHWM") - self._before
+
+
+class TensorPeak(TorchDispatchMode):
+    """``nbytes``: the exact sum, at its highest, of all storages that were made in the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nbytes = 0
+        self._alive: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and not tensor.is_meta:
+                storage = tensor.untyped_storage()
+                self._alive.setdefault(storage._cdata, StorageWeakRef(storage))
+        self._alive = {key: ref for key, ref in self._alive.items() if not ref.expired()}
+        self.nbytes = max(self.nbytes, sum(map(_nbytes_behind, self._alive)))
+        return result
+
+
+def _nbytes_behind(cdata: int) -> int:
+    return torch.UntypedStorage._new_with_weak_ptr(cdata).nbytes()

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from census import everything_alive
-from peak import Peak
+from peak import Peak, TensorPeak
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroshard import Engine
-from zeroshard.core.layout import round_up
 from zeroshard.testing import on_ranks
-from zeroshard.zero import Init
+from zeroshard.zero import Init, deal
 
 SLACK = 1.1
 
@@ -29,11 +26,11 @@ class Block(nn.Module):
         self.down = nn.Linear(11 * width // 4, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.norm(x)
+        y = self.norm(x)
         for layer in self.qkvo:
-            x = layer(x)
-        y: Tensor = self.down(self.up(x) * self.gate(x))
-        return y
+            y = y + layer(y)
+        z: Tensor = self.down(self.up(y) * self.gate(y))
+        return x + z
 
 
 class Model(nn.Module):
@@ -59,37 +56,35 @@ class Model(nn.Module):
         return y
 
 
-def config(world: int, **keys: object) -> dict:
-    return {
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 3},
-        **keys,
-    }
-
-
 def allowed(numel: int, unit_numel: int, world: int) -> float:
     """2Ψ/N and one unit, in 16 bit."""
     return SLACK * (2 * numel / world + 2 * unit_numel)
 
 
-BIG = {"width": 1024, "depth": 6, "vocabulary": 8000}  # 94 million parameters, 187 MB in 16 bit
-BIG_NUMEL = 6 * (4 * 1024**2 + 3 * 1024 * 2816 + 1024) + 2 * 8000 * 1024
-BIG_UNIT = 4 * 1024**2 + 3 * 1024 * 2816 + 1024
+BIG = {"width": 1024, "depth": 6, "vocabulary": 2048}
+BIG_UNIT = 4 * 1024**2 + 3 * 1024 * 2816 + 1024  # a block
+BIG_NUMEL = 6 * BIG_UNIT + 2 * 2048 * 1024  # 81 million parameters, 163 MB in 16 bit
 
 
 TINY = {"width": 64, "depth": 1, "vocabulary": 64}
 
 
-def built(how: str, size: dict[str, int]) -> Engine:
-    """An engine without optimizer: shards of parameters are all that rests in it."""
+def built(how: str, size: dict[str, int], **keys: object) -> Engine:
+    """An engine; without optimizer, shards of parameters are all that rests in it."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3},
+        "unit_min_numel": 2**16,
+        **keys,
+    }
     if how == "Init":
-        with Init(config_dict_or_path=config(0)):
+        with Init(config_dict_or_path=config):
             model = Model(**size)
     else:
         with torch.device("meta"):
             model = Model(**size, twice=False)
-    return Engine(model, config=config(0))
+    return Engine(model, config=config)
 
 
 @pytest.mark.parametrize("how", ["Init", "meta device"])
@@ -108,3 +103,36 @@ def test_the_same_measurement_finds_an_ordinary_construction_too_large():
     with Peak() as peak:
         Model(**BIG, twice=False)
     assert peak.nbytes > allowed(BIG_NUMEL, BIG_UNIT, world=2)
+
+
+SMALL = {"width": 128, "depth": 5, "vocabulary": 4096}
+SMALL_BLOCK = 4 * 128**2 + 3 * 128 * 352 + 128
+SMALL_EMBEDDING = 4096 * 128  # a unit by itself, more than twice a block
+SMALL_NUMEL = 5 * SMALL_BLOCK + 2 * SMALL_EMBEDDING
+
+
+@pytest.mark.parametrize("how", ["Init", "meta device"])
+@on_ranks(3)
+def test_tensors_stay_under_the_shards_and_the_largest_unit_as_it_is_built(how):
+    """Exact, and with a unit of one module. Modules are initialised in fp32: that unit needs 4 bytes."""
+    before, deal.PIECE_NUMEL = deal.PIECE_NUMEL, 8192
+    try:
+        with TensorPeak() as peak:
+            built(how, SMALL).close()
+    finally:
+        deal.PIECE_NUMEL = before
+    assert peak.nbytes <= SLACK * (2 * SMALL_NUMEL / 3 + 4 * SMALL_EMBEDDING)
+    assert peak.nbytes >= 2 * SMALL_NUMEL / 3 + SMALL_BLOCK
+
+
+@pytest.mark.parametrize("how", ["Init", "meta device"])
+@on_ranks(2)
+def test_such_an_engine_trains(how):
+    optimizer = {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
+    with built(how, TINY, **optimizer) as engine:
+        before = {name: full.clone() for name, full in engine.iter_full_params()}
+        ids = torch.arange(32).view(1, 32)
+        loss = nn.functional.cross_entropy(engine(ids).float().flatten(0, 1), ids.flatten())
+        engine.backward(loss)
+        engine.step()
+        assert all((full != before[name]).any() for name, full in engine.iter_full_params())

@@ -12,8 +12,8 @@ from zeroshard.errors import ZeroShardError
 from zeroshard.testing import on_ranks
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
-from call_cases import CASES  # noqa: E402
-from test_bad_calls import says  # noqa: E402
+from call_cases import CASES
+from test_bad_calls import says
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[case.name for case in CASES])

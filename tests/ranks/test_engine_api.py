@@ -63,7 +63,8 @@ def test_every_form_of_optimizer_trains_alike(form):
         "callable": lambda: adamw,
         "class": lambda: partial(torch.optim.AdamW, lr=1e-2, eps=1e-3, weight_decay=0.01),
         "config": lambda: {
-            "type": "AdamW", "params": {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.01}
+            "type": "AdamW",
+            "params": {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.01},
         },
     }[form]()
     with open_engine(3, model=model, optimizer=given) as engine:
@@ -180,7 +181,7 @@ def test_training_data_follows_batch_size_drop_last_and_collate_fn():
 
 def test_an_engine_without_optimizer_runs_the_model():
     with open_engine(3, optimizer=None) as engine:
-        (x, _), = data(1)[0]
+        ((x, _),) = data(1)[0]
         with torch.no_grad():
             assert torch.equal(engine(x), CASE.build()(x))
         assert engine.get_lr() == []
@@ -301,7 +302,7 @@ def test_every_accumulation_loop_agrees_in_bf16(stage):
 @pytest.mark.parametrize("first", ["engine", "plain"])
 def test_mixing_both_kinds_of_backward_in_one_accumulated_step_raises(first):
     with open_engine(gradient_accumulation_steps=2) as engine:
-        (a, b), = data(1, 2)
+        ((a, b),) = data(1, 2)
         calls = [lambda x: engine.backward(loss_of(engine, x)),
                  lambda x: loss_of(engine, x).backward()]  # fmt: skip
         calls = calls if first == "engine" else calls[::-1]

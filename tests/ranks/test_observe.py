@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from loops import CASE, STAGES, config_for, data, open_engine, own_data, train
+from loops import CASE, STAGES, config_for, data, loss_of, open_engine, own_data, train
 
 import zeroshard
 from zeroshard.testing import on_ranks
@@ -112,6 +112,29 @@ def test_the_traffic_log_can_be_narrowed_and_widened():
         assert any("reduce_scatter blocks.1 1 calls" in line for line in traffic)
 
 
+def test_a_loop_that_steps_only_at_boundaries_is_warned_once():
+    """PyTorch's idiom would silently train on every 16th micro-batch."""
+    with logged() as lines, open_engine(gradient_accumulation_steps=4) as engine:
+        for micros in data(2, 4):
+            for batch in micros:
+                engine.backward(loss_of(engine, batch))
+            engine.step()
+        assert engine.global_steps == 0
+    assert len(lines) == 1
+    assert lines[0].startswith("engine.step() after 4 backwards counts as one micro-batch of 4. If")
+
+
+@pytest.mark.parametrize("losses", [1, 3])
+def test_several_losses_in_a_micro_batch_are_not_warned_of(losses):
+    with logged() as lines, open_engine(gradient_accumulation_steps=4) as engine:
+        for batch in data(1, 4)[0]:
+            for _ in range(losses):
+                engine.backward(loss_of(engine, batch))
+            engine.step()
+        assert engine.global_steps == 1
+    assert lines == []
+
+
 def test_breakdowns_change_nothing_else():
     with open_engine(3) as engine:
         train(engine, data(3))
@@ -143,9 +166,7 @@ def test_without_pythons_collector_the_engine_collects_at_boundaries():
 @pytest.mark.parametrize("dump", [False, True])
 def test_dump_state_prints_every_key(dump):
     with logged() as lines:
-        engine, *_ = zeroshard.initialize(
-            model=CASE.build(), config=config_for(1, dump_state=dump)
-        )
+        engine, *_ = zeroshard.initialize(model=CASE.build(), config=config_for(1, dump_state=dump))
         engine.close()
     text = "\n".join(lines)
     assert "ZeRO stage 1 on 1 rank(s)" in text

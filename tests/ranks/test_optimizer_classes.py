@@ -47,8 +47,7 @@ def test_elementwise_classes_equal_plain_pytorch_at_every_stage(name):
     batches = make_batches(CASE, steps=4, world=2)
     expected = reference_run(CASE, make, batches, clip=0.5, precision="fp64")
     runs = [
-        engine_run(CASE, make, batches, stage=stage, clip=0.5, precision="fp64")
-        for stage in STAGES
+        engine_run(CASE, make, batches, stage=stage, clip=0.5, precision="fp64") for stage in STAGES
     ]
     assert_close_trajectory(runs[0], expected, rtol=1e-10)
     for run in runs[1:]:

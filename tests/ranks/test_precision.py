@@ -21,8 +21,9 @@ from loops import (
     trained,
     weights,
 )
-from torch import Tensor, nn
+from torch import nn
 
+from zeroshard.engine import setup
 from zeroshard.errors import LossScaleError, UsageError
 from zeroshard.testing import on_ranks
 from zeroshard.testing.parity import (
@@ -130,9 +131,10 @@ def test_at_the_floor_the_first_bad_parameter_is_named(stage):
         with pytest.raises(LossScaleError) as caught:
             train(engine, [third])
         assert str(caught.value) == (
-            "Non-finite gradients for 2 steps up to step 3, and the loss scale 2 is at its minimum, "
-            "so lowering it cannot help. First bad gradient: '1.weight'. If the model was trained in "
-            'bf16, train it in bf16; else look at the loss, or lower "fp16": {"min_loss_scale"}.'
+            "Non-finite gradients for 2 steps up to step 3, and the loss scale 2 is at its "
+            "minimum, so lowering it cannot help. First bad gradient: '1.weight'. If the model was "
+            'trained in bf16, train it in bf16; else look at the loss, or lower "fp16": '
+            '{"min_loss_scale"}.'
         )
         assert engine.skipped_steps == 2
 
@@ -151,6 +153,56 @@ def test_training_can_go_on_after_the_floor():
         train(engine, [second])
         assert not engine.last_step.skipped
         assert not torch.equal(weights(engine)["2.weight"], before["2.weight"])
+
+
+def late(monkeypatch):
+    """As on a device: the host does not read the flag when the step is taken."""
+    monkeypatch.setattr(setup, "read_flag", lambda _flag: None)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_a_skip_that_the_host_learns_late_changes_nothing(stage, fused):
+    runs = []
+    for is_late in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            if is_late:
+                late(patch)
+            keys = {
+                "fp16": {**FP16, "initial_scale_power": 6, "hysteresis": 1},
+                "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4}},
+            }
+            optimizer = {"type": "AdamW", "params": {"lr": 0.1, "fused": fused}}
+            with open_engine(stage, optimizer=optimizer, **keys) as engine:
+                lrs = []
+                for step, ((x, y),) in enumerate(own_data(engine, 5)):
+                    x = x * 60000 if step in (1, 2) and engine.global_rank else x
+                    engine.backward(loss_of(engine, (x, y)))
+                    engine.step()
+                    lrs.append((engine.last_step.lr, engine.last_step.loss_scale))
+                lrs.append(engine.get_lr())
+                assert engine.skipped_steps == 2
+                runs.append((lrs, weights(engine)))
+    assert runs[0][0] == runs[1][0]
+    assert_same(runs[1][1], runs[0][1])
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_a_floor_that_the_host_learns_late_still_names_the_parameter(stage):
+    model = fragile()
+    fp16 = {**FP16, "initial_scale_power": 1, "hysteresis": 1, "min_loss_scale": 2}
+    optimizer = {"type": "AdamW", "params": {"lr": 0.1}}
+    with pytest.MonkeyPatch.context() as patch:
+        late(patch)
+        with open_engine(stage, model=model, fp16=fp16, optimizer=optimizer) as engine:
+            first, second = own_data(engine, 2)
+            model[2].bad = engine.global_rank == 0
+            train(engine, [first])
+            model[2].bad = False
+            with pytest.raises(LossScaleError, match=r"First bad gradient: '2\.weight'"):
+                train(engine, [second])
 
 
 def test_plain_backward_in_fp16_needs_the_scale():
@@ -195,7 +247,7 @@ def test_auto_cast_casts_floating_inputs_only():
     assert seen == [torch.float16, torch.int64, torch.float16]
 
 
-# ---------------------------------------------------------------------- what is not finite elsewhere
+# ---------------------------------------------------------------------- not finite elsewhere
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -393,9 +445,7 @@ def test_only_gradients_of_listed_modules_travel_in_the_autocast_dtype(listed, l
         section["lower_precision_safe_modules"] = listed
     with open_engine(3, torch_autocast=section) as engine:
         sent = {
-            slot.fqn: unit.row.reduce
-            for unit in engine.runtime.units
-            for slot in unit.layout.slots
+            slot.fqn: unit.row.reduce for unit in engine.runtime.units for slot in unit.layout.slots
         }
         for name, dtype in sent.items():
             is_norm = "norm" in name
@@ -487,7 +537,6 @@ def test_unused_parameters_are_named_if_they_may_not_be(stage):
     with open_engine(stage, model=model, zero_optimization=zero) as engine:
         with pytest.raises(UsageError, match="1 trainable parameters got no gradient on any rank"):
             train(engine, own_data(engine, 1))
-
 
 
 def test_the_table_of_dtypes_says_what_is_done():

@@ -108,7 +108,6 @@ TORCH = {
 @on_ranks(2)
 def test_torch_schedules_act_as_in_plain_pytorch(name):
     """Also on the betas, which OneCycleLR moves."""
-    optimizers = []
 
     def scheduled(params):
         optimizer = adamw(params)

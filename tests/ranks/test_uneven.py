@@ -15,9 +15,9 @@ from zeroshard.testing.parity import make_batches
 
 TEXT = (
     "rank 2 has no batch 5 while ranks 0, 1, 3 do. Every rank must see the same number of batches: "
-    "drop or pad the rest (a DistributedSampler does), or set \"uneven\": \"join\" to let the others "
+    'drop or pad the rest (a DistributedSampler does), or set "uneven": "join" to let the others '
     "finish."
-)  # fmt: skip
+)
 
 
 def batches_of(engine, counts, seed=0):
@@ -49,7 +49,8 @@ def test_a_rank_that_runs_out_early_is_an_error_everywhere_at_once(stage):
 def test_the_error_names_all_who_have_none():
     with open_engine(0) as engine, pytest.raises(UnevenBatches) as caught:
         fit(engine, (4, 4, 8, 4))
-    assert str(caught.value).startswith("ranks 0, 1, 3 have no batch 4 while rank 2 does. ")
+    who = "ranks 0, 1, 3 have no batch 4 while rank 2 does"
+    assert str(caught.value) == TEXT.replace("rank 2 has no batch 5 while ranks 0, 1, 3 do", who)
 
 
 def reference(counts, micros, optimizer=adamw):
@@ -169,7 +170,7 @@ def evaluates_alone(stage):
         engine.memory_report(all_ranks=True)
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [0, 3])
 def test_a_rank_that_goes_on_to_evaluate_is_told_on_both_sides(stage):
     results = run_ranks(evaluates_alone, 2, stage, keep_exceptions=True, timeout=40)
     assert [isinstance(result, DistributedError) for result in results] == [True, True]

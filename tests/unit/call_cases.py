@@ -19,7 +19,7 @@ ADAMW = {"type": "AdamW", "params": {"lr": 1e-2}}
 
 @dataclass(frozen=True)
 class Case:
-    """``call()`` raises ``error``, whose text begins with ``text`` (all of it, unless it ends in "...")."""
+    """``call()`` raises ``error`` with ``text``; one that ends in "..." is the beginning."""
 
     name: str
     call: Callable[[], Any]
@@ -87,9 +87,7 @@ def no_config():
     zeroshard.initialize(model=linear())
 
 
-@wrong(
-    "the configuration was given 2 times: as config and as args.deepspeed_config. Give it once."
-)
+@wrong("the configuration was given 2 times: as config and as args.deepspeed_config. Give it once.")
 def config_and_args():
     args = argparse.Namespace(deepspeed_config="ds.json")
     zeroshard.initialize(args, model=linear(), config=config())
@@ -101,16 +99,16 @@ def config_and_config_params():
 
 
 @wrong(
-    "mpu and mesh_param describe tensor or sequence parallel groups, which ZeroShard does not combine "
-    "with ZeRO yet. Leave them out to shard over all ranks."
+    "mpu and mesh_param describe tensor or sequence parallel groups, which ZeroShard does not "
+    "combine with ZeRO yet. Leave them out to shard over all ranks."
 )
 def mpu_given():
     zeroshard.initialize(model=linear(), mpu=object(), config=config())
 
 
 @wrong(
-    'an optimizer object was passed and the config names "AdamW". Only one can act: drop the argument '
-    'or the "optimizer" section.'
+    'an optimizer object was passed and the config names "AdamW". Only one can act: drop the '
+    'argument or the "optimizer" section.'
 )
 def two_optimizers():
     model = linear()
@@ -119,16 +117,16 @@ def two_optimizers():
 
 
 @wrong(
-    "optimizer is a str, not a torch.optim.Optimizer. Pass an optimizer object, or a function that makes "
-    "one from parameters."
+    "optimizer is a str, not a torch.optim.Optimizer. Pass an optimizer object, or a function that "
+    "makes one from parameters."
 )
 def optimizer_is_a_name():
     engine(optimizer="AdamW")
 
 
 @wrong(
-    "optimizer is a NoneType, not a torch.optim.Optimizer. Pass an optimizer object, or a function that "
-    "makes one from parameters."
+    "optimizer is a NoneType, not a torch.optim.Optimizer. Pass an optimizer object, or a function "
+    "that makes one from parameters."
 )
 def optimizer_function_returns_nothing():
     engine(optimizer=lambda params: None)
@@ -136,8 +134,8 @@ def optimizer_function_returns_nothing():
 
 @wrong(
     "the optimizer holds 2 parameters that are not in the model (the first has shape (2, 3)). They "
-    "would never be reduced or updated. Build the optimizer from the parameters of the very model that "
-    "is passed in, after any step that replaces parameters."
+    "would never be reduced or updated. Build the optimizer from the parameters of the very model "
+    "that is passed in, after any step that replaces parameters."
 )
 def optimizer_of_another_model():
     engine(optimizer=torch.optim.SGD(linear().parameters()))
@@ -155,17 +153,16 @@ def used_optimizer():
     engine(model, optimizer=optimizer)
 
 
-@wrong(
-    'the config names the optimizer "AdamW", but no parameter of the model requires a gradient.'
-)
+@wrong('the config names the optimizer "AdamW", but no parameter of the model requires a gradient.')
 def nothing_to_train():
     engine(linear().requires_grad_(False))
 
 
 @wrong(
-    "Adafactor cannot run on sharded parameters: Adafactor gives other numbers for a matrix cut in two, "
-    "so it needs whole parameters. ZeRO gives an optimizer pieces of each parameter. Use an element-wise "
-    "optimizer (Adam, AdamW, SGD, Adagrad, Lion, RMSprop...), or Muon, whose matrices are never cut.",
+    "Adafactor cannot run on sharded parameters: Adafactor gives other numbers for a matrix cut "
+    "in two, so it needs whole parameters. ZeRO gives an optimizer pieces of each parameter. Use "
+    "an element-wise optimizer (Adam, AdamW, SGD, Adagrad, Lion, RMSprop...), or Muon, whose "
+    "matrices are never cut.",
     UnsupportedError,
 )
 def adafactor():
@@ -173,7 +170,8 @@ def adafactor():
 
 
 @wrong(
-    "LBFGS cannot run on sharded parameters: LBFGS.step needs a closure that runs the model again. ...",
+    "LBFGS cannot run on sharded parameters: LBFGS.step needs a closure that runs the model "
+    "again. ...",
     UnsupportedError,
 )
 def lbfgs():
@@ -181,8 +179,8 @@ def lbfgs():
 
 
 @wrong(
-    "SparseAdam cannot run on sharded parameters: SparseAdam fails on a small matrix: RuntimeError: "
-    "SparseAdam does not support dense gradients, please consider Adam instead. ...",
+    "SparseAdam cannot run on sharded parameters: SparseAdam fails on a small matrix: "
+    "RuntimeError: SparseAdam does not support dense gradients, please consider Adam instead. ...",
     UnsupportedError,
 )
 def sparse_adam():
@@ -190,16 +188,16 @@ def sparse_adam():
 
 
 @wrong(
-    "model_parameters is a Linear, not an iterable of parameters. Pass model.parameters(), a list of "
-    "them, or a list of param-group dicts."
+    "model_parameters is a Linear, not an iterable of parameters. Pass model.parameters(), a list "
+    "of them, or a list of param-group dicts."
 )
 def model_as_parameters():
     engine(model_parameters=linear())
 
 
 @wrong(
-    "model_parameters is a Parameter, not an iterable of parameters. Pass model.parameters(), a list of "
-    "them, or a list of param-group dicts."
+    "model_parameters is a Parameter, not an iterable of parameters. Pass model.parameters(), a "
+    "list of them, or a list of param-group dicts."
 )
 def one_parameter():
     model = linear()
@@ -207,24 +205,22 @@ def one_parameter():
 
 
 @wrong(
-    "model_parameters holds a str, which is no parameter. Pass model.parameters(), a list of them, or a "
-    "list of param-group dicts."
+    "model_parameters holds a str, which is no parameter. Pass model.parameters(), a list of them, "
+    "or a list of param-group dicts."
 )
 def names_as_parameters():
     engine(model_parameters=["weight"])
 
 
 @wrong(
-    "model_parameters holds a group with the keys ['lr', 'param'], but without \"params\". Name its "
-    "parameters there."
+    "model_parameters holds a group with the keys ['lr', 'param'], but without \"params\". Name "
+    "its parameters there."
 )
 def group_without_params():
     engine(model_parameters=[{"param": [], "lr": 1.0}])
 
 
-@wrong(
-    "model_parameters mixes parameters and param-group dicts. Put the parameters into a group."
-)
+@wrong("model_parameters mixes parameters and param-group dicts. Put the parameters into a group.")
 def parameters_and_groups():
     model = linear()
     engine(model, model_parameters=[model.weight, {"params": [model.bias]}])
@@ -236,24 +232,24 @@ def schedule_without_optimizer():
 
 
 @wrong(
-    'a scheduler was passed and the config names "WarmupLR". Only one can act: drop the argument or the '
-    '"scheduler" section.'
+    'a scheduler was passed and the config names "WarmupLR". Only one can act: drop the argument '
+    'or the "scheduler" section.'
 )
 def two_schedules():
     engine(scheduler={"type": "WarmupLR"}, lr_scheduler=lambda o: None)
 
 
 @wrong(
-    "lr_scheduler is a NoneType without a step() method. Pass a schedule, or a function that makes one "
-    "from the optimizer."
+    "lr_scheduler is a NoneType without a step() method. Pass a schedule, or a function that makes "
+    "one from the optimizer."
 )
 def schedule_function_returns_nothing():
     engine(lr_scheduler=lambda optimizer: None)
 
 
 @wrong(
-    "lr_scheduler follows another optimizer (SGD) than the engine's (AdamW), so it would change nothing. "
-    "Pass a function that makes it from the engine's optimizer."
+    "lr_scheduler follows another optimizer (SGD) than the engine's (AdamW), so it would change "
+    "nothing. Pass a function that makes it from the engine's optimizer."
 )
 def schedule_of_another_optimizer():
     other = torch.optim.SGD(linear().parameters())
@@ -261,8 +257,8 @@ def schedule_of_another_optimizer():
 
 
 @wrong(
-    "training_data is a DataLoader, not a dataset. Pass the dataset itself; the engine makes the loader "
-    "that splits it over the ranks."
+    "training_data is a DataLoader, not a dataset. Pass the dataset itself; the engine makes the "
+    "loader that splits it over the ranks."
 )
 def loader_as_training_data():
     zeroshard.initialize(
@@ -271,7 +267,8 @@ def loader_as_training_data():
 
 
 @wrong(
-    "units: 'Block' matches no module name and no class name of the model. Classes in the model: Linear.",
+    "units: 'Block' matches no module name and no class name of the model. Classes in the model: "
+    "Linear.",
     ConfigError,
 )
 def unit_pattern_without_match():
@@ -279,8 +276,8 @@ def unit_pattern_without_match():
 
 
 @wrong(
-    "conditional_modules: 'visual' matches no module name and no class name of the model. Classes in the "
-    "model: Linear.",
+    "conditional_modules: 'visual' matches no module name and no class name of the model. Classes "
+    "in the model: Linear.",
     ConfigError,
 )
 def conditional_pattern_without_match():
@@ -307,8 +304,8 @@ def loss_is_a_number():
 
 
 @wrong(
-    "engine.backward(loss): the loss has no graph. It was computed under torch.no_grad(), detached, or "
-    "depends on no trainable parameter."
+    "engine.backward(loss): the loss has no graph. It was computed under torch.no_grad(), "
+    "detached, or depends on no trainable parameter."
 )
 def loss_without_graph():
     with engine() as e, torch.no_grad():
@@ -326,8 +323,8 @@ def unscaled_fp16():
 
 @wrong(
     "engine.backward(loss) and loss.backward() were mixed in one step with "
-    "gradient_accumulation_steps=2: the first divides the loss before, the other is divided afterwards. "
-    "Use one of them for all losses of a step."
+    "gradient_accumulation_steps=2: the first divides the loss before, the other is divided "
+    "afterwards. Use one of them for all losses of a step."
 )
 def both_kinds_of_backward():
     with engine(gradient_accumulation_steps=2) as e:
@@ -358,8 +355,8 @@ def shared_loss_in_fp16():
 
 
 @wrong(
-    "engine.step() before any backward of this step: there is no gradient. Call engine.backward(loss) "
-    "first."
+    "engine.step() before any backward of this step: there is no gradient. Call "
+    "engine.backward(loss) first."
 )
 def step_without_backward():
     with engine() as e:
@@ -367,8 +364,8 @@ def step_without_backward():
 
 
 @wrong(
-    "engine.step() before any backward of this step: there is no gradient. Call engine.backward(loss) "
-    "first."
+    "engine.step() before any backward of this step: there is no gradient. Call "
+    "engine.backward(loss) first."
 )
 def step_twice():
     with engine() as e:
@@ -413,8 +410,8 @@ def step_after_an_exception():
 
 
 @wrong(
-    "optimizer.step() was called directly. Its gradients are sharded and belong to the engine: call "
-    "engine.step(), which also clips and advances the schedule."
+    "optimizer.step() was called directly. Its gradients are sharded and belong to the engine: "
+    "call engine.step(), which also clips and advances the schedule."
 )
 def optimizer_stepped_directly():
     with engine() as e:
@@ -430,16 +427,14 @@ def unused_parameter():
     model = linear()
     model.spare = nn.Parameter(torch.ones(4))
     section = {"stage": 2, "ignore_unused_parameters": False}
-    with zeroshard.Engine(
-        model, config=config(optimizer=ADAMW, zero_optimization=section)
-    ) as e:
+    with zeroshard.Engine(model, config=config(optimizer=ADAMW, zero_optimization=section)) as e:
         e.backward(loss_of(e))
         e.step()
 
 
 @wrong(
-    "parameter 'weight' has a sparse gradient; ZeRO reduces dense flat gradients. Use sparse=False in "
-    "the embedding.",
+    "parameter 'weight' has a sparse gradient; ZeRO reduces dense flat gradients. Use "
+    "sparse=False in the embedding.",
     UnsupportedError,
 )
 def sparse_gradient():
@@ -511,8 +506,8 @@ CASES += [
 
 
 @wrong(
-    "a tensor of shape (3,) does not belong to any open engine. Pass a parameter of the model that was "
-    "given to zeroshard.initialize()."
+    "a tensor of shape (3,) does not belong to any open engine. Pass a parameter of the model that "
+    "was given to zeroshard.initialize()."
 )
 def stranger_read():
     from zeroshard.zero import safe_get_full_fp32_param
@@ -521,8 +516,8 @@ def stranger_read():
 
 
 @wrong(
-    "'weight' changed inside GatheredParameters without modifier_rank; the edit would be lost, or differ "
-    "between ranks. Pass modifier_rank=0 to send rank 0's edit to everybody.",
+    "'weight' changed inside GatheredParameters without modifier_rank; the edit would be lost, or "
+    "differ between ranks. Pass modifier_rank=0 to send rank 0's edit to everybody.",
     ShardedAccess,
 )
 def edit_that_would_be_lost():

@@ -140,10 +140,10 @@ class SoloComm:
 
 
 class ProcessGroupComm:
-    """The stock collectives of a process group: NCCL, gloo, torch's fake backend and others.
+    """The stock collectives of a process group: NCCL, torch's fake backend and others.
 
-    Sums follow the backend's own order: with two ranks that is rank order; with more, gloo and NCCL
-    add around a ring, in the buffer's own dtype.
+    Sums follow the backend's own order: with two ranks that is rank order; with more, NCCL adds around
+    a ring, in the buffer's own dtype. For gloo see :class:`zeroshard.comm.gloo.GlooComm`.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class ProcessGroupComm:
         return self._start(item, _all_gather, full_N, shard_S)
 
     def reduce_scatter(self, out_S: Tensor, full_N: Tensor, *, name: str) -> Handle:
-        """Stock reduce-scatter. Gloo clones the whole input on the calling thread."""
+        """Stock reduce-scatter."""
         numel = full_N.numel()
         item = self.recorder.enter(self._reductions[name], full_N, numel, numel - out_S.numel())
         return self._start(item, _reduce_scatter, out_S, full_N) if numel else DONE

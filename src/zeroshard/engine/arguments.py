@@ -1,4 +1,4 @@
-"""Are the objects that a caller hands in what the engine needs? Pure checks, with words for what is not."""
+"""Are the objects that a caller hands in what the engine needs? If not, these checks say why."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _INSTEAD = "Pass model.parameters(), a list of them, or a list of param-group di
 
 
 def parameter_list(model_parameters: Any) -> list[Any]:
-    """``model_parameters`` as a list; groups hold lists too, since a generator can be read only once.
+    """``model_parameters`` as a list; groups hold lists too: a generator can be read only once.
 
     Raises :class:`UsageError` for what is no collection of parameters or of param-group dicts.
     """
@@ -24,9 +24,7 @@ def parameter_list(model_parameters: Any) -> list[Any]:
     single = isinstance(model_parameters, (str, Tensor, nn.Module, Mapping))
     if single or not isinstance(model_parameters, Iterable):
         kind = type(model_parameters).__name__
-        raise UsageError(
-            f"model_parameters is a {kind}, not an iterable of parameters. {_INSTEAD}"
-        )
+        raise UsageError(f"model_parameters is a {kind}, not an iterable of parameters. {_INSTEAD}")
     members = list(model_parameters)
     for member in members:
         if isinstance(member, dict):
@@ -39,11 +37,13 @@ def parameter_list(model_parameters: Any) -> list[Any]:
         named = isinstance(member, tuple) and len(member) == 2
         if not isinstance(member[1] if named else member, Tensor):
             raise UsageError(
-                f"model_parameters holds a {type(member).__name__}, which is no parameter. {_INSTEAD}"
+                f"model_parameters holds a {type(member).__name__}, which is no parameter. "
+                f"{_INSTEAD}"
             )
     if len({isinstance(member, dict) for member in members}) > 1:
         raise UsageError(
-            "model_parameters mixes parameters and param-group dicts. Put the parameters into a group."
+            "model_parameters mixes parameters and param-group dicts. Put the parameters into a "
+            "group."
         )
     return [_listed(member) if isinstance(member, dict) else member for member in members]
 
@@ -62,15 +62,15 @@ def schedule_over(given: Any, optimizer: torch.optim.Optimizer) -> Any:
     made = given(optimizer) if makes else given
     if not hasattr(made, "step"):
         raise UsageError(
-            f"lr_scheduler is a {type(made).__name__} without a step() method. Pass a schedule, or a "
-            "function that makes one from the optimizer."
+            f"lr_scheduler is a {type(made).__name__} without a step() method. Pass a schedule, or "
+            "a function that makes one from the optimizer."
         )
     follows = getattr(made, "optimizer", optimizer)
     if isinstance(follows, torch.optim.Optimizer) and follows is not optimizer:
         raise UsageError(
             f"lr_scheduler follows another optimizer ({type(follows).__name__}) than the engine's "
-            f"({type(optimizer).__name__}), so it would change nothing. Pass a function that makes it "
-            "from the engine's optimizer."
+            f"({type(optimizer).__name__}), so it would change nothing. Pass a function that "
+            "makes it from the engine's optimizer."
         )
     return made
 
@@ -95,6 +95,6 @@ def check_dataset(dataset: Any) -> None:
     is_data = hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")
     if isinstance(dataset, DataLoader) or not is_data:
         raise UsageError(
-            f"training_data is a {type(dataset).__name__}, not a dataset. Pass the dataset itself; the "
-            "engine makes the loader that splits it over the ranks."
+            f"training_data is a {type(dataset).__name__}, not a dataset. Pass the dataset itself; "
+            "the engine makes the loader that splits it over the ranks."
         )

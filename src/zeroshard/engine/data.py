@@ -1,8 +1,8 @@
 """What happens when ranks have different numbers of batches?
 
 A rank that stops early would leave the others waiting in a collective. Iterating through the engine
-makes ranks agree before every batch: the others learn it at once, as an error or as an invitation to
-join with weight zero until everybody is through.
+makes ranks agree before every batch: the others learn it at once, as an error or as an invitation
+to join with weight zero until everybody is through.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def agreed_batches(
 ) -> Iterator[T]:
     """Yield the loader's batches while any rank has one.
 
-    ``exchange``: ``[1] -> [W, 1]``, one tiny collective per batch. ``set_weight(own, active)``: this
-    rank's weight (0 or 1) for the batch that follows and how many ranks count. With ``join`` a rank
-    without a batch repeats its last one with weight 0. Raises :class:`UnevenBatches` on every rank
-    otherwise, and for a rank that never had a batch.
+    ``exchange``: ``[1] -> [W, 1]``, one tiny collective per batch. ``set_weight(own, active)``:
+    this rank's weight (0 or 1) for the batch that follows and how many ranks count. With ``join`` a
+    rank without a batch repeats its last one with weight 0. Raises :class:`UnevenBatches` on every
+    rank otherwise, and for a rank that never had a batch.
     """
     iterator, index = iter(loader), 0
     last: T = _END
@@ -68,12 +68,13 @@ def _text(index: int, without: list[int], has_batch: list[bool], *, join: bool) 
     return (
         f"rank{'s' if len(without) > 1 else ''} {ranks} {'have' if len(without) > 1 else 'has'} no "
         f"batch {index} while rank{'s' if len(with_it) > 1 else ''} {others} "
-        f"{'do' if len(with_it) > 1 else 'does'}. Every rank must see the same number of batches: drop "
-        'or pad the rest (a DistributedSampler does), or set "uneven": "join" to let the others finish.'
+        f"{'do' if len(with_it) > 1 else 'does'}. Every rank must see the same number of batches: "
+        'drop or pad the rest (a DistributedSampler does), or set "uneven": "join" to let the '
+        "others finish."
     )
 
 
-def loader_for(
+def loader_for(  # noqa: PLR0917  (the order is DeepSpeed's)
     engine: Any,
     dataset: Dataset[Any],
     batch_size: int | None = None,

@@ -22,6 +22,7 @@ from zeroshard.engine.data import agreed_batches
 from zeroshard.engine.getters import GETTERS
 from zeroshard.engine.observe import Observer
 from zeroshard.engine.report import (
+    HostFlag,
     MemoryReport,
     StepReport,
     memory_rows,
@@ -36,6 +37,13 @@ from zeroshard.zero.touch import pack_flags, unpack_any
 
 logger = logging.getLogger("zeroshard")
 T = TypeVar("T")
+
+MISCOUNTED = (
+    "engine.step() after %d backwards counts as one micro-batch of %d. If step() is called only where "
+    "a step ends, say so: set_gradient_accumulation_boundary(), no_sync(), or "
+    '"managed_gradient_accumulation": false'
+)
+"""A warning and no error: several losses in one micro-batch are legal."""
 
 
 class Engine(nn.Module):
@@ -106,7 +114,8 @@ class Engine(nn.Module):
         self._unread: tuple[StepReport, Any] | None = None  # a skip the host does not know of yet
         self._norms: list[tuple[int, Tensor]] = []  # of the last step, by parameter
         self._scaled_by_caller = False
-        self._weight, self._active = 1.0, 0.0
+        self._weight = 1.0
+        self._active = self._rounds = 0  # of "join": batches of all ranks, and of one, this step
         self._closed = False
         for tile in self.runtime.optimizer.tiles if self.runtime.optimizer else ():
             tile.unit.training = Training(
@@ -178,7 +187,6 @@ class Engine(nn.Module):
         return self.settings.fp16.enabled or self.policy.autocast == torch.float16
 
     def _on_forward_begin(self) -> None:
-        self._settle()
         if self.accumulation.uncounted and torch.is_grad_enabled():
             self._end_micro_batch()  # no_sync: a new forward ends the micro-batch before it
 
@@ -188,10 +196,13 @@ class Engine(nn.Module):
         if lost and self.global_rank == 0:
             logger.warning("the gradients of %d complete micro-batches of this step are lost", lost)
         self.accumulation.restart()
-        self._scaled_by_caller, self._active = False, 0.0
+        self._forget_step()
 
-    def _on_backward_begin(self) -> None:
+    def _on_backward_begin(self, landed: bool) -> bool:
+        """Does the backward that begins count? If nobody announced it, not before a gradient landed."""
         running = self._in_backward
+        if not running and not landed:
+            return False
         if running and self not in running:
             self._check_shared_loss(running[-1])
         elif not running:
@@ -206,6 +217,7 @@ class Engine(nn.Module):
                     "repeated batch would count. Use engine.backward(loss)."
                 )
         self.accumulation.note_backward(divided=bool(running))
+        return True
 
     def _check_shared_loss(self, other: Engine) -> None:
         """The loss that another engine divides and scales reaches this one too."""
@@ -238,6 +250,8 @@ class Engine(nn.Module):
                 "incomplete and were dropped. Run the step's micro-batches again."
             )
         if not self.accumulation.at_boundary():
+            if self.accumulation.seems_miscounted() and self.global_rank == 0:
+                logger.warning(MISCOUNTED, self.accumulation.backwards, self.accumulation.steps)
             self._end_micro_batch()
             return
         if self.runtime.optimizer is None:
@@ -274,7 +288,7 @@ class Engine(nn.Module):
         report = StepReport(
             self.global_steps + 1,
             tuple(float(group["lr"]) for group in self._groups),
-            norm, clip, scale, found_inf if self._checks_overflow else None,
+            norm, clip, scale, HostFlag(found_inf) if self._checks_overflow else None,
         )  # fmt: skip
         skipped = setup.read_flag(found_inf) if self._checks_overflow else False
         if skipped is None and not optimizer.skips_on_device:
@@ -291,8 +305,11 @@ class Engine(nn.Module):
         self._advance_schedule(skipped, report, lr_kwargs)
         runtime.reducer.reset()
         self._hooks.forget_calls()
-        self._scaled_by_caller, self._active = False, 0.0
+        self._forget_step()
         return skipped
+
+    def _forget_step(self) -> None:
+        self._scaled_by_caller, self._active, self._rounds = False, 0, 0
 
     def _end_step(self, skipped: bool | None) -> None:
         """Tell everybody who wants to know."""
@@ -357,7 +374,7 @@ class Engine(nn.Module):
         if self.settings.gradient_allreduce_op == "sum":
             ranks = 1
         elif self._active:  # ranks that had a batch, on average over the step's micro-batches
-            ranks = self._active / self.accumulation.steps
+            ranks = self._active / self._rounds
         return self.runtime.reducer.predivide / ranks / self.accumulation.remaining_divisor
 
     def _mean_factor_on_host(self) -> float:
@@ -394,9 +411,12 @@ class Engine(nn.Module):
             schedule.step(**lr_kwargs)
 
     def _settle(self) -> None:
-        """Learn the outcome of the last step if the host does not know it yet."""
+        """Learn the outcome of the last step if the host does not know it yet.
+
+        It waits for that step alone: the forward and backward that came after stay queued.
+        """
         unread, self._unread = self._unread, None
-        if unread is None or setup.is_fake(unread[0]._found_inf):
+        if unread is None:
             return
         report, snapshot = unread
         if report.skipped:
@@ -479,8 +499,8 @@ class Engine(nn.Module):
 
     def _set_weight(self, own: float, active: int) -> None:
         self._weight = own
-        if self.settings.uneven == "join":
-            self._active += active
+        if self.settings.uneven == "join" and active:
+            self._active, self._rounds = self._active + active, self._rounds + 1
 
     # ------------------------------------------------------------------ reading
 

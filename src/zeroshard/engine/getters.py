@@ -1,7 +1,7 @@
 """Which small questions do programs written for DeepSpeed ask an engine?
 
-One table from the method's name to its answer; :class:`~zeroshard.engine.engine.Engine` looks here for
-what it does not have itself. Every key of ``zero_optimization`` is a method ``zero_<key>()``.
+One table from the method's name to its answer; ``Engine`` looks here for what it does not have.
+Every key of ``zero_optimization`` is a method ``zero_<key>()``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _CONFIGURED = {
     "managed_gradient_accumulation": "managed_gradient_accumulation",
     "dump_state": "dump_state",
     "zero_optimization_stage": "zero_optimization.stage",
-    **{f"zero_{key}": f"zero_optimization.{key}" for key in ZeroConfig.model_fields if key != "stage"},
+    **{f"zero_{k}": f"zero_optimization.{k}" for k in ZeroConfig.model_fields if k != "stage"},
 }
 """Method -> dotted key of the resolved configuration."""
 
@@ -61,8 +61,8 @@ GETTERS: dict[str, Getter] = {
     "get_mom": _moments,
     "get_type": lambda engine: [type(engine.optimizer).__name__ for _ in engine._groups],
     "get_data_parallel_rank": lambda engine: engine.global_rank,
-    "get_model_parallel_rank": lambda engine: 0,
-    "get_sequence_parallel_group": lambda engine: None,
+    "get_model_parallel_rank": lambda _engine: 0,
+    "get_sequence_parallel_group": lambda _engine: None,
     "deepspeed_io": loader_for,
 }
 """Method -> its answer for an engine."""

@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
+from zeroshard.comm.env import discover, init_distributed
 from zeroshard.engine.arguments import check_dataset
 from zeroshard.engine.data import loader_for
 from zeroshard.engine.engine import Engine
@@ -19,7 +20,7 @@ from zeroshard.errors import UsageError
 logger = logging.getLogger("zeroshard")
 
 
-def initialize(
+def initialize(  # noqa: PLR0917  (the order is DeepSpeed's)
     args: Any = None,
     model: nn.Module | None = None,
     optimizer: Any = None,
@@ -44,14 +45,17 @@ def initialize(
         raise UsageError("initialize() needs model=: the torch.nn.Module to train.")
     if mpu is not None or mesh_param is not None:
         raise UsageError(
-            "mpu and mesh_param describe tensor or sequence parallel groups, which ZeroShard does not "
-            "combine with ZeRO yet. Leave them out to shard over all ranks."
+            "mpu and mesh_param describe tensor or sequence parallel groups, which ZeroShard does "
+            "not combine with ZeRO yet. Leave them out to shard over all ranks."
         )
     if training_data is not None:
         check_dataset(training_data)
+    source = _one_config(args, config, config_params)
+    if discover().world_size > 1:
+        init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     engine = Engine(
         model,
-        config=_one_config(args, config, config_params),
+        config=source,
         optimizer=optimizer,
         model_parameters=model_parameters,
         lr_scheduler=lr_scheduler,
@@ -75,12 +79,13 @@ def _one_config(args: Any, config: Any, config_params: Any) -> Any:
     given = {name: source for name, source in sources.items() if source is not None}
     if len(given) > 1:
         raise UsageError(
-            f"the configuration was given {len(given)} times: as {' and as '.join(given)}. Give it once."
+            f"the configuration was given {len(given)} times: as {' and as '.join(given)}. "
+            "Give it once."
         )
     if not given:
         raise UsageError(
-            "no configuration: pass config= (a dict or the path of a JSON file), or start the program "
-            "with --deepspeed_config FILE."
+            "no configuration: pass config= (a dict or the path of a JSON file), or start the "
+            "program with --deepspeed_config FILE."
         )
     return next(iter(given.values()))
 

@@ -30,8 +30,8 @@ class Observer:
     """Reports finished steps: a line and breakdowns on rank 0, events to the monitors.
 
     Keys: ``steps_per_print``, ``wall_clock_breakdown`` (time inside forward, backward and step),
-    ``memory_breakdown`` (bytes held at the end of each), ``comms_logger`` (collectives since the last
-    line; ``verbose`` per unit, ``prof_ops`` only these) and the monitor sections.
+    ``memory_breakdown`` (bytes held at the end of each), ``comms_logger`` (collectives since the
+    last line; ``verbose`` per unit, ``prof_ops`` only these) and the monitor sections.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Observer:
         self._held[name] = {c: self._ledger.nbytes(c) for c in (*RESTING, *TEMPORARY)}
 
     def after_step(self, report: StepReport, *, samples: int, skipped: int) -> None:
-        """An optimizer step is over; ``samples`` and ``skipped`` count from the start of the run."""
+        """An optimizer step is over; ``samples`` and ``skipped`` count from the run's start."""
         self._steps += 1
         if self._monitors:
             self._monitors.write(

@@ -6,9 +6,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from zeroshard.core.ledger import RESTING, TEMPORARY
+
+
+class HostFlag:
+    """A 0-dim flag on its way to the host. Reading waits for what made it, not for later work."""
+
+    def __init__(self, flag: Tensor) -> None:
+        self._flag, self._arrival = flag, None
+        if flag.is_cuda:
+            self._flag = torch.empty((), dtype=flag.dtype, pin_memory=True)
+            self._flag.copy_(flag, non_blocking=True)
+            self._arrival = torch.cuda.Event()
+            self._arrival.record()
+
+    def __bool__(self) -> bool:
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        return bool(self._flag)
 
 
 @dataclass(frozen=True)
@@ -20,7 +38,7 @@ class StepReport:
     _norm: Tensor | None  # 0-dim, before clipping; None if not computed
     _clip: Tensor | None  # 0-dim factor, at most 1
     _scale: Tensor  # 0-dim loss scale that this step's gradients carried
-    _found_inf: Tensor | None  # 0-dim; None where nothing is checked
+    _found_inf: HostFlag | None  # None where nothing is checked
 
     @property
     def lr(self) -> float:

@@ -300,23 +300,29 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     """Replace the averaged gradient before ``step``; ``value`` has the parameter's shape."""
     unit, training = _trained(param, "safe_set_full_grad")
     _check_shape(param.shape, value, "safe_set_full_grad")
+    _set_grad(unit, training, unit.index(param), 0, value.reshape(-1), "safe_set_full_grad")
+
+
+def _set_grad(
+    unit: Unit, training: Training, index: int, at: int, values: Tensor, what: str
+) -> None:
+    """Set ``param.flat[at : at + len(values)]`` of the gradient, as far as this rank reduces it."""
     buffer = training.tile.buffer
     if buffer.reduced_S is None:
         raise UsageError(
-            "safe_set_full_grad: there is no reduced gradient. Call it after the backward that "
-            "completes a step and before step()."
+            f"{what}: there is no reduced gradient. Call it after the backward that completes a step "
+            "and before step()."
         )
-    raw = value.to(_at_least_fp32(buffer.reduced_S.dtype)) / training.grad_factor()
+    raw = values.to(_at_least_fp32(buffer.reduced_S.dtype)) / training.grad_factor()
     if buffer.reduced_S.dtype != raw.dtype:  # 16-bit sums would round the edit
         buffer.reduced_S = buffer.reduced_S.to(raw.dtype)
         buffer.reduced_N = None
-    slot = unit.layout.slots[unit.index(param)]
+    buffer.touched[index] = True
     begin, end = unit.layout.shard_range(unit.comm.rank)
-    low, high = max(begin, slot.start), min(end, slot.stop)
+    start = unit.layout.slots[index].start + at
+    low, high = max(begin, start), min(end, start + len(raw))
     if low < high:
-        buffer.reduced_S[low - begin : high - begin].copy_(
-            raw.reshape(-1)[low - slot.start : high - slot.start]
-        )
+        buffer.reduced_S[low - begin : high - begin].copy_(raw[low - start : high - start])
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
@@ -343,17 +349,23 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    """This rank's piece of the averaged gradient, 1-D fp32 (a copy)."""
+    """This rank's piece of the gradient (see :func:`safe_get_full_grad`), 1-D fp32 (a copy).
 
-    def piece(training: Training, fragment: OwnedFragment) -> Tensor | None:
-        tile = training.tile
-        grad_R = tile.buffer.reduced_S if training.is_sharded else tile.buffer.reduced_N
-        if grad_R is None or grad_R.numel() != tile.low_R.numel():
-            return None
+    Collective where gradients wait for their reduction, and at stage 0.
+    """
+    found = _training_of(param)
+    if found is None:
+        return None
+    unit, training = found
+    grad_R = training.summed(training.tile.buffer)
+    if grad_R is None:
+        return None
+    if not training.is_sharded:
+        grad_R = unit.gathered_copy(grad_R)
+    for fragment in training.fragments(param):
         values = fragment.of(grad_R).view(-1)
         return values.to(_at_least_fp32(values.dtype)) * training.grad_factor()
-
-    return _local(param, piece)
+    return None
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
@@ -381,14 +393,11 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     """Set this rank's piece of the averaged gradient before ``step``."""
-    _, training = _trained(param, "safe_set_local_grad")
-    buffer = training.tile.buffer
+    unit, training = _trained(param, "safe_set_local_grad")
     for fragment in training.fragments(param):
-        grad_R = buffer.reduced_S if training.is_sharded else buffer.reduced_N
-        if grad_R is None:
-            raise UsageError("safe_set_local_grad: there is no reduced gradient before backward.")
         _check_shape((fragment.numel,), value.view(-1), "safe_set_local_grad")
-        fragment.of(grad_R).view(-1).copy_(value.view(-1) / training.grad_factor())
+        at = _begin_of(training, fragment)
+        _set_grad(unit, training, fragment.index, at, value.view(-1), "safe_set_local_grad")
 
 
 def safe_set_local_optimizer_state(
@@ -461,6 +470,8 @@ def _no_state(training: Training, key: str) -> UsageError:
 
 
 def _check_shape(expected: Iterable[int], value: Tensor, what: str) -> None:
+    if not isinstance(value, Tensor):
+        raise UsageError(f"{what}: the value is a {type(value).__name__}, expected a tensor.")
     if tuple(value.shape) != tuple(expected):
         raise UsageError(
             f"{what}: the value has shape {tuple(value.shape)}, expected {tuple(expected)}."

@@ -6,7 +6,6 @@ every rank keeps what lies in its own part. Letters as in :mod:`zeroshard.zero.u
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from zeroshard.comm.collectives import Comm
@@ -17,32 +16,31 @@ PIECE_NUMEL = 2**22
 
 
 class Dealer:
-    """Deals the parameters of one layout to the ranks; each keeps ``part`` of the flat whole.
+    """Deals the parameters of one layout to the ranks; each keeps a ``part`` of the flat whole.
 
-    ``own``: the range of ``full_N`` that this rank keeps. ``put`` takes parameters in the order of the
-    layout, in any dtype, on any device; padding is zero. ``finish`` gives the part. Collective; the
-    values of rank ``source`` win.
+    ``part``: what this rank keeps, ``full_N[begin : begin + len(part)]``; it is complete after
+    ``finish``, padding is zero. ``put`` takes parameters in the order of the layout, in any dtype, on
+    any device. Collective; the values of rank ``source`` win.
     """
 
     def __init__(
         self,
         layout: UnitLayout,
-        own: tuple[int, int],
+        part: Tensor,
+        begin: int,
         *,
-        dtype: torch.dtype,
-        device: torch.device,
         comm: Comm,
         name: str,
         source: int = 0,
     ) -> None:
         self.layout = layout
-        self.begin, self.end = own
+        self.part = part
+        self.begin, self.end = begin, begin + len(part)
         self.comm = comm
         self.name = name
         self.source = source
-        self.part = torch.zeros(self.end - self.begin, dtype=dtype, device=device)
         self._low = 0  # where the piece in hand begins
-        self._piece = self.part.new_zeros(min(PIECE_NUMEL, layout.full_numel))
+        self._piece = part.new_zeros(min(PIECE_NUMEL, layout.full_numel))
 
     def put(self, slot: Slot, values: Tensor) -> None:
         """The next parameter, of ``slot.shape``."""
@@ -56,10 +54,9 @@ class Dealer:
             )
             at = stop
 
-    def finish(self) -> Tensor:
-        """Send the rest. Returns what this rank keeps."""
+    def finish(self) -> None:
+        """Send the rest."""
         self._send_until(self.layout.full_numel)
-        return self.part
 
     def _send_until(self, position: int) -> None:
         """Send pieces until the one in hand contains ``position``."""

@@ -13,11 +13,12 @@ mistake old bytes for values.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -42,13 +43,16 @@ class Owner(Protocol):
 
 
 owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Parameter -> its :class:`Owner`. Weak: it keeps neither models nor engines alive."""
+"""Parameter -> a reference that gives its :class:`Owner`, or None when that died.
+
+A weak one where the owner holds the parameter: the two would keep each other alive for ever.
+"""
 
 
 def owner_of(param: Tensor) -> Owner | None:
     """The owner of a parameter, or None for a parameter that nobody shards."""
-    owner: Owner | None = owners.get(param)
-    return owner
+    reference: Callable[[], Owner | None] | None = owners.get(param)
+    return None if reference is None else reference()
 
 
 # ---------------------------------------------------------------------- being away
@@ -72,11 +76,16 @@ def hide(params: Sequence[nn.Parameter], blanks: Sequence[Tensor] | None = None)
             param.__class__ = ShardedParameter
 
 
-def show(params: Sequence[nn.Parameter], views: Sequence[Tensor]) -> None:
-    """The values are here, in ``views``: plain parameters again, with nothing on the hot path."""
-    for param, view in zip(params, views, strict=True):
+def show(
+    params: Sequence[nn.Parameter], views: Sequence[Tensor], kinds: Sequence[type[nn.Parameter]]
+) -> None:
+    """The values are here, in ``views``: plain parameters again, with nothing on the hot path.
+
+    ``kinds``: the classes that the parameters were built with, nearly always ``nn.Parameter``.
+    """
+    for param, view, kind in zip(params, views, kinds, strict=True):
         if not isinstance(param, FakeTensor):
-            param.__class__ = nn.Parameter
+            param.__class__ = kind
         param.data = view
 
 
@@ -123,9 +132,17 @@ _CASTS: frozenset[Any] = frozenset(
 )
 """The parameter itself if there is nothing to cast."""
 
+_AUTOGRAD: frozenset[Any] = frozenset(
+    [torch.autograd.grad, torch.autograd.backward, *_named("backward")]
+)
+"""These want to know which parameter, not its values."""
 _ADDRESSES = frozenset(_named("untyped_storage data_ptr storage _typed_storage"))
 _DATA_SET = _T.data.__set__  # type: ignore[attr-defined]
-_WRITES = frozenset([_DATA_SET, *_named("set_ resize_ share_memory_ __setitem__")])
+_RECEIVING = frozenset(
+    "all_reduce broadcast reduce recv irecv scatter all_gather all_gather_into_tensor all_to_all "
+    "all_to_all_single reduce_scatter reduce_scatter_tensor".split()
+)
+"""Functions of ``torch.distributed`` that write their first argument."""
 
 
 def _is_inplace(name: str) -> bool:
@@ -138,12 +155,12 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
     """What a call is known to write, and how the message puts it."""
     name = getattr(func, "__name__", "")
     targets = args[0] if args else list(kwargs.values())  # torch.nn.init passes all by keyword
-    if func in _ADDRESSES:
-        yield targets, f"asked for its address ({name})"
-    elif func is _DATA_SET:
+    if func == _DATA_SET:
         yield targets, "given other values (.data = ...)"
-    elif func in _WRITES or _is_inplace(name):
+    elif name == "__setitem__" or _is_inplace(name):
         yield targets, f"written in place ({name})"
+    elif name in _RECEIVING and func.__module__.startswith("torch.distributed"):
+        yield targets, f"written by {name}"
     yield kwargs.get("out"), f"written as out= of {name}"
 
 
@@ -171,13 +188,22 @@ class ShardedParameter(nn.Parameter):
                 return func(*args, **kwargs)
             if args and (answer := _without_values(func, *args, **kwargs)) is not None:
                 return answer
-            if func is _DATA_SET and args[1] is args[0]:
+            if func == _DATA_SET and args[1] is args[0]:
                 return None
+            if func in _ADDRESSES and isinstance(args[0], cls):
+                raise ShardedAccess(
+                    f"{_described(args[0])} was asked for its address ({func.__name__}), but has no "
+                    f"memory of its own. {_WAYS_OUT}"
+                )
             for targets, how in _written(func, args, kwargs):
                 for param in _tensors_in(targets, cls):
                     raise _lost_write(param, how)
-            copies = {id(param): _full_value(param) for param in away}
-        args, kwargs = _replaced((args, kwargs), copies)
+            if func in _AUTOGRAD:
+                edges = {id(param): get_gradient_edge(param) for param in away}
+                copies: dict[int, Tensor] = {}
+            else:
+                edges = copies = {id(param): _full_value(param) for param in away}
+        args, kwargs = _replaced((args, kwargs), edges)
         return _call_read_only(func, args, kwargs, list(copies.values()))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -190,6 +216,14 @@ class ShardedParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.__deepcopy__({}).__reduce_ex__(protocol)
+
+    def set_(self, *_: Any, **__: Any) -> Tensor:
+        """``Tensor.set_`` would not ask the class."""
+        raise _lost_write(self, "given other memory (set_)")
+
+    def as_subclass(self, cls: type[Tensor]) -> Tensor:  # type: ignore[override]
+        """``Tensor.as_subclass`` would not ask the class."""
+        return self.view_as(self).as_subclass(cls)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         """Metadata only: printing happens on one rank, and reading would need them all."""
@@ -227,6 +261,12 @@ class ReadOnlyCopy(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return plain(self).__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return plain(self).__repr__(tensor_contents=tensor_contents)
+
+    def __format__(self, spec: str) -> str:
+        return plain(self).__format__(spec)
 
 
 def plain(copy: Tensor) -> Tensor:
@@ -302,17 +342,25 @@ def _address(tensor: Tensor) -> int | None:
 
 
 def _lost_write(target: Tensor, how: str) -> ShardedAccess:
-    owner = owner_of(target)
-    shape = tuple(target.shape)
-    if isinstance(target, ShardedParameter):
-        what = f"a sharded parameter of shape {shape} in {f'unit {owner.name!r}' if owner else 'a closed engine'}"
-    else:
-        what = f"a view of shape {shape} into a sharded parameter"
     return ShardedAccess(
-        f"{what} was {how}; the change could not be kept, since its values are spread over the ranks. "
-        "Write inside `with zeroshard.zero.GatheredParameters(param, modifier_rank=0):`, or use "
-        "zeroshard.zero.safe_set_full_fp32_param(param, value). To change a copy, clone() it."
+        f"{_described(target)} was {how}; the change could not be kept, since the values are spread "
+        f"over the ranks. {_WAYS_OUT}"
     )
+
+
+_WAYS_OUT = (
+    "Write inside `with zeroshard.zero.GatheredParameters(param, modifier_rank=0):`, or use "
+    "zeroshard.zero.safe_set_full_fp32_param(param, value). To change a copy, clone() it."
+)
+
+
+def _described(target: Tensor) -> str:
+    shape = tuple(target.shape)
+    if not isinstance(target, ShardedParameter):
+        return f"a view of shape {shape} into a sharded parameter"
+    owner = owner_of(target)
+    where = f"unit {owner.name!r}" if owner else "a closed engine"
+    return f"a sharded parameter of shape {shape} in {where}"
 
 
 def _tensors_in(tree: Any, kind: type[Tensor]) -> Iterator[Any]:
@@ -325,7 +373,7 @@ def _tensors_in(tree: Any, kind: type[Tensor]) -> Iterator[Any]:
         yield from _tensors_in(list(tree.values()), kind)
 
 
-def _replaced(tree: Any, copies: dict[int, Tensor]) -> Any:
+def _replaced(tree: Any, copies: Mapping[int, Any]) -> Any:
     if isinstance(tree, Tensor):
         return copies.get(id(tree), tree)
     if isinstance(tree, dict):

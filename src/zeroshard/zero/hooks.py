@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
+from zeroshard.errors import UsageError
 from zeroshard.zero import guard
 from zeroshard.zero.gather import Gatherer, Site
 from zeroshard.zero.reduce import GradBuffer, GradReducer
@@ -33,7 +34,8 @@ class StepHooks:
     """Attaches to the sites of one engine; ``remove`` gives everything back.
 
     ``at_boundary`` is asked once per backward: do its gradients complete a step?
-    ``on_forward_begin``, ``on_backward_begin``: told of each outermost forward and backward;
+    ``on_forward_begin``: told of each outermost forward. ``on_backward_begin(landed)``: asked whether a
+    backward counts, when it begins and again when a gradient landed (``torch.autograd.grad`` lands none);
     ``on_abandon``: that the gradients of the running step were dropped.
     """
 
@@ -43,7 +45,7 @@ class StepHooks:
         reducer: GradReducer,
         *,
         at_boundary: Callable[[], bool],
-        on_backward_begin: Callable[[], None],
+        on_backward_begin: Callable[[bool], bool],
         on_forward_begin: Callable[[], None],
         on_abandon: Callable[[], None],
     ) -> None:
@@ -54,11 +56,14 @@ class StepHooks:
         self.on_forward_begin = on_forward_begin
         self.on_abandon = on_abandon
         self.running_backward = False
+        self.counted = False  # is the running backward known to be one, or may it only ask?
         self.creates_graph = False
         self.forward_depth = 0
         self._calls = count()
         self._buffers = {id(buffer.unit): buffer for buffer in reducer.buffers}
         self._handles: list[RemovableHandle] = []
+        self._landings: list[tuple[Site, GradBuffer, int]] = []  # what each gradient hook is for
+        self._places = self._parameter_places()
         self._attach()
 
     # ------------------------------------------------------------------ attaching
@@ -82,7 +87,8 @@ class StepHooks:
             for unit in site.units:
                 if (buffer := buffers.get(id(unit))) is not None:
                     for index, param in enumerate(unit.params):
-                        land = _landing(me, site, buffer, index)
+                        land = _landing(me, len(self._landings))
+                        self._landings.append((site, buffer, index))
                         self._handles.append(param.register_post_accumulate_grad_hook(land))
 
     def _site_hooks(
@@ -111,9 +117,31 @@ class StepHooks:
             return
         self.recover()
         if self.forward_depth == 0:
+            self._check_places()
             self.on_forward_begin()
             self.gatherer.begin_forward()
         self.forward_depth += 1
+
+    def _parameter_places(self) -> list[tuple[dict[str, Any], str, nn.Parameter]]:
+        """Where each parameter hangs in the module tree."""
+        modules = self.gatherer.root.module.modules()
+        tables = [module._parameters for module in modules]
+        return [(t, leaf, p) for t in tables for leaf, p in t.items() if p is not None]
+
+    def _check_places(self) -> None:
+        """What replaced a parameter after the engine was built would never be reduced or updated."""
+        if all(table.get(leaf) is param for table, leaf, param in self._places):
+            return
+        named = self.gatherer.root.module.named_parameters()
+        strangers = [name for name, param in named if guard.owner_of(param) is None]
+        if strangers:
+            raise UsageError(
+                f"parameter {strangers[0]!r} (and {len(strangers) - 1} more) came into the model after "
+                "the engine was built, for instance by load_state_dict(assign=True), pruning, resizing "
+                "or module.to('meta'). It would never be trained. Change the model first, then build "
+                "the engine; load values with load_state_dict() inside GatheredParameters."
+            )
+        self._places = self._parameter_places()
 
     def _after_root(self, site: Site, _module: nn.Module, _args: Any, output: Any) -> None:
         if in_backward():
@@ -218,7 +246,7 @@ class StepHooks:
             return
         self.running_backward = True
         self.creates_graph = torch.is_grad_enabled()  # then a second backward needs the values
-        self.on_backward_begin()
+        self.counted = self.on_backward_begin(False)
         self.reducer.begin_backward(boundary=self.at_boundary())
         for site in self.gatherer.sites:
             site.missing_grads = sum(len(u.params) for u in site.units if u.trainable)
@@ -228,8 +256,11 @@ class StepHooks:
         self._begin_backward()
         self.gatherer.need(site, forward=False)
 
-    def _landed(self, site: Site, buffer: GradBuffer, index: int, param: nn.Parameter) -> None:
+    def _landed(self, landing: int, param: nn.Parameter) -> None:
+        site, buffer, index = self._landings[landing]
         self._begin_backward()
+        if not self.counted:
+            self.counted = self.on_backward_begin(True)
         self.reducer.land(buffer, index, param)
         site.missing_grads -= 1
         if site.missing_grads <= 0:
@@ -299,9 +330,11 @@ def _release_values(
         state[name] = guard.plain(value)
 
 
-def _landing(me: Any, site: Site, buffer: GradBuffer, index: int) -> Callable[[Tensor], None]:
+def _landing(me: Any, landing: int) -> Callable[[Tensor], None]:
+    """The hook holds no buffer: what hangs on a parameter is out of the garbage collector's sight."""
+
     def landed(param: Tensor) -> None:
-        me._landed(site, buffer, index, param)
+        me._landed(landing, param)
 
     return landed
 

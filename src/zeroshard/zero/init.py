@@ -41,34 +41,32 @@ class SpreadParameter:
         self.layout = pack([(self.name, param.shape)], world_size=context.comm.world_size)
         self.built_as = param.dtype, param.device  # what its constructor and initialisers work in
         self.shard_S: Tensor | None = None
-        guard.owners[param] = self
+        guard.owners[param] = lambda: self
 
     def spread(self, param: nn.Parameter, source: int = 0) -> None:
         """Keep the own 1/W of rank ``source``'s values, in the training dtype, and free the rest."""
         context, (dtype, device) = self.context, self.built_as
         if context.dtype is not None and dtype.is_floating_point:
             dtype = context.dtype
+        shard_S = torch.zeros(self.layout.shard_numel, dtype=dtype, device=context.device)
+        begin, _ = self.layout.shard_range(context.comm.rank)
         dealer = Dealer(
-            self.layout,
-            self.layout.shard_range(context.comm.rank),
-            dtype=dtype,
-            device=context.device,
-            comm=context.comm,
-            name=self.name,
-            source=source,
+            self.layout, shard_S, begin, comm=context.comm, name=self.name, source=source
         )
         (slot,) = self.layout.slots
         dealer.put(slot, param.data)
-        self.shard_S = dealer.finish()
+        dealer.finish()
+        self.shard_S = shard_S
         like = torch.empty((), dtype=dtype, device=device).expand(slot.shape)
         guard.hide([param], [guard.blank(like)])
 
     def gather(self, dtype: torch.dtype | None = None) -> Tensor:
         """The full values ``[*shape]``, private. Collective."""
         assert self.shard_S is not None
-        shard_S = self.shard_S.to(dtype or self.shard_S.dtype)
-        full_N = shard_S.new_empty(self.layout.full_numel)
-        self.context.comm.all_gather(full_N, shard_S, name=self.name).wait()
+        comm = self.context.comm
+        full_N = self.shard_S.new_empty(self.layout.full_numel, dtype=dtype)
+        own_S = full_N[slice(*self.layout.shard_range(comm.rank))].copy_(self.shard_S)
+        comm.all_gather(full_N, own_S, name=self.name).wait()
         (slot,) = self.layout.slots
         return full_N[: slot.stop].view(slot.shape)
 
@@ -86,7 +84,7 @@ class SpreadParameter:
         """Make the parameter whole in place, in the dtype that it was built in."""
         dtype, device = self.built_as
         values = self.gather(dtype).to(device)
-        guard.show([param], [values])
+        guard.show([param], [values], [nn.Parameter])
         self.shard_S = None
 
 

@@ -75,6 +75,17 @@ class Tile:
         if self.has_master:
             self.low_R.copy_(self.master_R)
 
+    def refuse_grad(self) -> None:
+        """Gradients leave ``.grad`` as they arrive: what is there was put there, and would be ignored."""
+        with torch._C.DisableTorchFunctionSubclass():
+            strays = [i for i, param in enumerate(self.unit.params) if param.grad is not None]
+        if strays:
+            raise UsageError(
+                f"{self.unit.layout.slots[strays[0]].fqn!r}.grad was assigned after backward; the "
+                "gradient that step() uses is sharded and kept elsewhere. Use "
+                "zeroshard.zero.safe_set_full_grad(param, value)."
+            )
+
     def follow(self) -> None:
         """Take over what the program wrote into the parameters since the last step, by whatever means.
 
@@ -224,6 +235,7 @@ class ShardedOptimizer:
     def follow_edits(self) -> None:
         """What the program wrote into parameters is what the step starts from."""
         for tile in self.tiles:
+            tile.refuse_grad()
             tile.follow()
 
     # ------------------------------------------------------------------ state
@@ -252,7 +264,7 @@ class ShardedOptimizer:
         for tile in self.tiles:
             for category in ("master", "optimizer"):
                 self.ledger.hold(category, tile.unit.name, 0)
-        self.tiles = []
+        self.tiles, self._groups = [], []
 
 
 def _make_tile(

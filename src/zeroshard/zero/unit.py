@@ -6,6 +6,7 @@ flat tensors carry them: ``full_N``, ``shard_S``.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -83,31 +84,37 @@ class Unit:
         self.pins = 0  # readers inside GatheredParameters: not to be freed under them
         self.seal: Tensor | None = None  # hashes of the values that a reader saw first
         self._handle: Handle | None = None
+        self._me = weakref.ref(self)
 
         low, high = layout.shard_range(comm.rank)
-        own = (0, layout.full_numel) if resident else (low, high)
-        dealer = Dealer(layout, own, dtype=row.param, device=device, comm=comm, name=name)
-        self.full_N = dealer.part if resident else torch.empty(
-            layout.full_numel, dtype=row.param, device=device
-        )  # fmt: skip
+        make = torch.zeros if resident else torch.empty
+        self.full_N = make(layout.full_numel, dtype=row.param, device=device)
+        self._views = [self.full_N[slot.start : slot.stop].view(slot.shape) for slot in layout.slots]
+        if not resident:
+            storage.release(self.full_N)  # making views needed the bytes, construction does not
+        part = self.full_N if resident else self.full_N.new_zeros(layout.shard_numel)
+        dealer = Dealer(layout, part, 0 if resident else low, comm=comm, name=name)
         self.params = tuple(
-            self._adopt(param, slot, dealer)
-            for param, slot in zip(params, layout.slots, strict=True)
+            self._adopt(param, slot, view, dealer)
+            for param, slot, view in zip(params, layout.slots, self._views, strict=True)
         )
-        self._views = [self.view(self.full_N, param) for param in self.params]
         self._blanks = [guard.blank(param) for param in self.params]
-        part = dealer.finish()
+        self._kinds = [type(param) for param in self.params]
+        dealer.finish()
         self.shard_S = part[low:high] if resident else part
         ledger.hold("parameters", name, storage.flat_nbytes(part))
         if not resident:
             self._drop()
 
-    def _adopt(self, param: nn.Parameter, slot: Slot, dealer: Dealer) -> nn.Parameter:
+    def _adopt(
+        self, param: nn.Parameter, slot: Slot, view: Tensor, dealer: Dealer
+    ) -> nn.Parameter:
         """The parameter's values go to the shards, its memory becomes a view of the unit's."""
         with torch.no_grad():
             dealer.put(slot, param)  # a parameter built under Init is gathered here
-        guard.show([param], [self.full_N[slot.start : slot.stop].view(slot.shape)])
-        guard.owners[param] = self
+        kind = nn.Parameter if isinstance(param, guard.ShardedParameter) else type(param)
+        guard.show([param], [view], [kind])
+        guard.owners[param] = self._me
         return param
 
     @property
@@ -136,7 +143,7 @@ class Unit:
         handle, self._handle = self._handle, None
         handle.wait()
         self._move(UnitState.FULL)
-        guard.show(self.params, self._views)
+        guard.show(self.params, self._views, self._kinds)
 
     def reshard(self) -> None:
         """Free the full parameters, unless the unit is resident; what was written into them stays."""
@@ -245,7 +252,7 @@ class Unit:
         if not wait and self.state is UnitState.GATHERING:
             self._handle = None
             self._move(UnitState.FULL)
-            guard.show(self.params, self._views)
+            guard.show(self.params, self._views, self._kinds)
         self.wait()
         self.pins = 0
         self.reshard()

@@ -1,0 +1,123 @@
+"""Does an engine give everything back, twenty times in a row?"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from census import Stack, everything_alive, micro_step, stack_config
+from peak import give_back, resident_nbytes
+from torch import nn
+
+from zeroshard import Engine
+from zeroshard.errors import ShardedAccess
+from zeroshard.testing import on_ranks
+
+STAGES = (0, 1, 2, 3)
+MIB = 2**20
+
+
+def live_and_die(model: nn.Module, stage: int) -> Engine:
+    engine = Engine(model, config=stack_config(stage))
+    micro_step(engine)
+    engine.step()
+    engine.close()
+    return engine
+
+
+def hooks_of(model: nn.Module) -> int:
+    """Everything that somebody attached to the modules and parameters."""
+    on_modules = sum(
+        len(getattr(module, name))
+        for module in model.modules()
+        for name in vars(module)
+        if name.endswith("_hooks") or name.endswith("_hooks_with_kwargs")
+    )
+    on_params = sum(
+        len(getattr(p, name) or ())
+        for p in model.parameters()
+        for name in ("_backward_hooks", "_post_accumulate_grad_hooks")
+    )
+    return on_modules + on_params
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_twenty_engines_in_a_row_leave_memory_flat(stage):
+    """A leak of one engine's smallest state, 2 bytes per parameter, would add up to 112 MB."""
+    for _ in range(6):
+        live_and_die(Stack(), stage)
+    give_back()
+    tensors, resident = sum(everything_alive().values()), resident_nbytes()
+    for _ in range(20):
+        live_and_die(Stack(), stage)
+    give_back()
+    assert sum(everything_alive().values()) == tensors
+    assert resident_nbytes() - resident < MIB
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_a_closed_engine_leaves_no_hook_on_the_model(stage):
+    model = Stack()
+    before = hooks_of(model)
+    engine = Engine(model, config=stack_config(stage))
+    assert hooks_of(model) > before
+    micro_step(engine)
+    engine.step()
+    engine.close()
+    assert hooks_of(model) == before
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_closing_frees_state_at_once_although_engine_and_model_live_on(stage):
+    before = everything_alive()
+    model = Stack()
+    engine = live_and_die(model, stage)
+    left = sum(nbytes for key, nbytes in everything_alive().items() if key not in before)
+    whole = 2 * sum(p.numel() for p in model.parameters())
+    assert left <= (0 if stage == 3 else whole) + 4096
+    assert engine.last_step.grad_norm > 0
+
+
+@pytest.mark.parametrize("closed", [True, False])
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_the_garbage_collector_frees_an_engine_and_its_model_closed_or_not(stage, closed):
+    model = Stack()
+    engine = Engine(model, config=stack_config(stage))
+    micro_step(engine)
+    engine.step()
+    params = [weakref.ref(p) for p in model.parameters()]
+    units = [weakref.ref(unit) for unit in engine.runtime.units]
+    if closed:
+        engine.close()
+    else:
+        engine._watch.close()  # threads and sockets are not the collector's business
+    del model, engine
+    gc.collect()
+    assert not any(reference() is not None for reference in (*params, *units))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@on_ranks(2)
+def test_a_whole_model_goes_on_after_its_engine_and_takes_another(stage):
+    model = Stack()
+    live_and_die(model, stage)
+    x = torch.ones(1, 384, dtype=torch.bfloat16)
+    y = model(x)
+    y.float().sum().backward()
+    assert model.out.weight.grad is not None
+    model.zero_grad()
+    live_and_die(model, stage)
+
+
+@on_ranks(2)
+def test_shards_are_gone_with_their_engine_and_reading_says_so():
+    model = Stack()
+    live_and_die(model, 3)
+    with pytest.raises(ShardedAccess, match="closed"):
+        model.out.weight.sum()
