@@ -21,7 +21,7 @@ class Shape:
 
 
 class Block(nn.Module):
-    """Attention and MLP, pre-norm, with biases as in GPT-2: twelve parameters, four of them large."""
+    """Attention and MLP, pre-norm, biases as in GPT-2: twelve parameters, four of them large."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Returns the mean cross entropy of the next token; no dropout, so that runs can be compared."""
+    """Returns the mean cross entropy of the next token; no dropout: runs can be compared."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class GPT(nn.Module):
 
 
 def build(shape: Shape, seed: int = 0) -> GPT:
-    """A GPT in fp32 whose initial values are exact in bf16: every precision starts at the same point."""
+    """A GPT in fp32 whose values are exact in bf16: every precision starts at the same point."""
     torch.manual_seed(seed)
     model = GPT(shape)
     with torch.no_grad():
@@ -76,10 +76,10 @@ def build(shape: Shape, seed: int = 0) -> GPT:
 
 
 def batches(shape: Shape, *, rank: int, tokens: int, count: int = 4) -> list[tuple[Tensor, Tensor]]:
-    """``count`` pairs ``[1, tokens]`` of random tokens and their successors, different on every rank.
+    """``count`` pairs ``[1, tokens]`` of random tokens and their successors, others on every rank.
 
-    Training cycles through them: learning them by heart makes the loss fall fast, which shows wrong
-    gradients within a few steps.
+    Training cycles through them: learning them by heart makes the loss fall fast, which shows
+    wrong gradients within a few steps.
     """
     generator = torch.Generator().manual_seed(1000 + rank)
     rows = torch.randint(shape.vocabulary, (count, tokens + 1), generator=generator)

@@ -3,12 +3,12 @@
     python benchmarks/sanity.py                 # everything that is installed, about four minutes
     python benchmarks/sanity.py --only stock    # lines whose name contains a word
 
-Every system is a team of processes that stays alive; the teams take turns in short bursts of steps, so
-that whatever else the machine does meets all of them. While one team works the others sleep. The
-measure is CPU time of the process (``time.process_time``: all its threads, waiting not included), which
-a loaded machine hardly changes; wall time is shown beside it.
+Every system is a team of processes that stays alive; the teams take turns in short bursts of
+steps, so that whatever else the machine does meets all of them. While one team works the others
+sleep. The measure is CPU time of the process (``time.process_time``: all its threads, waiting not
+included), which a loaded machine changes much less than wall time; that is shown beside it.
 
-Peers come with ``pip install 'zeroshard[bench]'``; see benchmarks/README.md. A peer that is missing is
+Peers come with the extra ``zeroshard[bench]``; see benchmarks/README.md. A peer that is missing is
 reported as missing.
 """
 
@@ -57,7 +57,7 @@ class Options:
 
 
 def work(connection: Connection, name: str, rank: int, meeting: str, options: Options) -> None:
-    """Build the system, then answer each number ``n`` that comes with the records of ``n`` steps."""
+    """Build the system, then answer each number ``n`` that comes with records of ``n`` steps."""
     try:
         _serve(connection, name, rank, meeting, options)
     except EOFError:
@@ -199,7 +199,7 @@ class Team:
 
 
 def measure(systems: list[System], options: Options, say: Any) -> list[Team]:
-    """Run all systems in turns. Teams are built one after the other and sleep between their turns."""
+    """Run all systems in turns. Teams are built one after the other and sleep between turns."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "torch.distributed"])
     teams = [Team(system, options) for system in systems]
@@ -294,7 +294,7 @@ def show(rows: list[dict[str, Any]], missing: list[System], options: Options) ->
         if "error" in row:
             console.print(f"{row['name']} failed: {row['error']}", style="red")
     if missing:
-        console.print("Peers: pip install 'zeroshard[bench]', see benchmarks/README.md", style="dim")
+        console.print("How to install the peers: benchmarks/README.md", style="dim")
     own = [row for row in rows if row["family"].startswith("ZeroShard") and "losses" in row]
     if len(own) > 1:
         same = all(row["losses"] == own[0]["losses"] for row in own)
@@ -348,11 +348,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=128, help="per rank and step")
-    parser.add_argument("--warm-up", type=int, default=3, help="first steps of every system, not timed")
+    parser.add_argument("--warm-up", type=int, default=3, help="first steps, not timed")
     parser.add_argument("--rounds", type=int, default=5, help="turns of every system")
     parser.add_argument("--burst", type=int, default=4, help="steps per turn")
     parser.add_argument("--layers", type=int, default=Shape.layers)
-    parser.add_argument("--only", nargs="*", default=[], help="lines whose name contains one of these")
+    parser.add_argument("--only", nargs="*", default=[], help="lines with one of these words")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/<date>-cpu.json")
     given = parser.parse_args()
     shape = Shape(layers=given.layers, context=given.tokens)

@@ -25,7 +25,14 @@ _HOME = {
     "initialize": "zeroshard.engine.initialize",
 }
 
-__all__ = ["Engine", "__version__", "add_config_arguments", "init_distributed", "initialize", "zero"]
+__all__ = [
+    "Engine",
+    "__version__",
+    "add_config_arguments",
+    "init_distributed",
+    "initialize",
+    "zero",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -104,7 +104,9 @@ def resting(engine: Any) -> dict[str, int]:
 
 
 def planned(engine: Any) -> dict[str, int]:
-    return {row.category: row.planned for row in engine.memory_report().rows if row.planned is not None}
+    return {
+        row.category: row.planned for row in engine.memory_report().rows if row.planned is not None
+    }
 
 
 def measured(engine: Any) -> dict[str, int]:

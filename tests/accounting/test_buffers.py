@@ -33,7 +33,9 @@ def full_nbytes(engine: Engine) -> dict[str, int]:
 @on_ranks(2)
 def test_a_huge_bucket_size_costs_no_more_than_the_model(stage):
     config = stack_config(stage, reduce_bucket_size=HUGE, allgather_bucket_size=HUGE)
-    report, engine = trained(Stack(depth=1), config | {"units": ["Stack"]})  # one unit: the worst case
+    report, engine = trained(
+        Stack(depth=1), config | {"units": ["Stack"]}
+    )  # one unit: the worst case
     model_nbytes = sum(full_nbytes(engine).values())
     assert report["buckets"] <= model_nbytes
     assert report["gathered"] <= model_nbytes

@@ -107,7 +107,9 @@ class Plain:
     def train_with(self, step: int, gradients: dict[str, Tensor]) -> None:
         """One step with some gradients replaced."""
         self.optim.zero_grad()
-        self.masters(sum(factor_of(rank, step) for rank in range(self.world)) / self.world).backward()
+        self.masters(
+            sum(factor_of(rank, step) for rank in range(self.world)) / self.world
+        ).backward()
         for name, value in gradients.items():
             self.masters.get_parameter(name).grad = value.clone()
         self.optim.step()

@@ -237,7 +237,9 @@ def test_edit_without_modifier_raises_on_every_rank_and_ranks_stay_equal(stage, 
         texts = [None, None]
         dist.all_gather_object(texts, str(caught.value))
         assert texts[0] == texts[1]
-        assert texts[0].startswith(f"{NAME!r} changed inside GatheredParameters without modifier_rank")
+        assert texts[0].startswith(
+            f"{NAME!r} changed inside GatheredParameters without modifier_rank"
+        )
         values = [torch.empty(13, 7) for _ in range(2)]
         dist.all_gather(values, p.detach().clone())
         assert torch.equal(*values)

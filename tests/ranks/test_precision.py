@@ -102,19 +102,19 @@ class Explode(torch.autograd.Function):
         return torch.full_like(grad, torch.inf)
 
 
-class BadWeight(nn.Linear):
-    """The gradient of its weight alone is not finite, on one rank."""
+class BadBias(nn.Linear):
+    """The gradient of its bias alone is not finite: with two ranks, in the shard of the second."""
 
     bad = False
 
     def forward(self, x):
-        weight = Explode.apply(self.weight) if self.bad else self.weight
-        return nn.functional.linear(x, weight, self.bias)
+        bias = Explode.apply(self.bias) if self.bad else self.bias
+        return nn.functional.linear(x, self.weight, bias)
 
 
 def fragile():
     torch.manual_seed(0)
-    return nn.Sequential(*(BadWeight(23, 23) for _ in range(4)))
+    return nn.Sequential(*(BadBias(23, 23) for _ in range(4)))
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -132,7 +132,7 @@ def test_at_the_floor_the_first_bad_parameter_is_named(stage):
             train(engine, [third])
         assert str(caught.value) == (
             "Non-finite gradients for 2 steps up to step 3, and the loss scale 2 is at its "
-            "minimum, so lowering it cannot help. First bad gradient: '1.weight'. If the model was "
+            "minimum, so lowering it cannot help. First bad gradient: '1.bias'. If the model was "
             'trained in bf16, train it in bf16; else look at the loss, or lower "fp16": '
             '{"min_loss_scale"}.'
         )
@@ -201,7 +201,7 @@ def test_a_floor_that_the_host_learns_late_still_names_the_parameter(stage):
             model[2].bad = engine.global_rank == 0
             train(engine, [first])
             model[2].bad = False
-            with pytest.raises(LossScaleError, match=r"First bad gradient: '2\.weight'"):
+            with pytest.raises(LossScaleError, match=r"First bad gradient: '2\.bias'"):
                 train(engine, [second])
 
 

@@ -14,7 +14,7 @@ from zeroshard.launch import LaunchRequest, Patience, launch
 CONTEXT = {"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
 
 
-def launch_command(  # noqa: PLR0917
+def launch_command(
     script: Annotated[str, typer.Argument(help="The training program.")],
     args: Annotated[list[str] | None, typer.Argument(help="Its arguments.")] = None,
     nproc: Annotated[

@@ -142,8 +142,8 @@ class SoloComm:
 class ProcessGroupComm:
     """The stock collectives of a process group: NCCL, torch's fake backend and others.
 
-    Sums follow the backend's own order: with two ranks that is rank order; with more, NCCL adds around
-    a ring, in the buffer's own dtype. For gloo see :class:`zeroshard.comm.gloo.GlooComm`.
+    Sums follow the backend's own order: with two ranks that is rank order; with more, NCCL adds
+    around a ring, in the buffer's own dtype. Gloo has its own: :mod:`zeroshard.comm.gloo`.
     """
 
     def __init__(

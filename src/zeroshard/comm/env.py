@@ -107,7 +107,7 @@ def run_name(environ: Mapping[str, str] | None = None) -> RunName:
     return RunName("" if run == "none" else run, int(attempt) if attempt.isdigit() else 0)
 
 
-def init_distributed(  # noqa: PLR0917  (the order is part of the contract)
+def init_distributed(
     dist_backend: str | None = None,
     auto_mpi_discovery: bool = True,
     distributed_port: int = 29500,

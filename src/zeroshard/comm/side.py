@@ -18,7 +18,7 @@ from zeroshard.core.verdict import Verdict
 T = TypeVar("T")
 
 
-class SideChannelLost(Exception):  # noqa: N818 (a state of the channel, never shown to users)
+class SideChannelLost(Exception):
     """The store did not answer in time, or its server is gone."""
 
 

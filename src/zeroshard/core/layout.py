@@ -50,7 +50,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Part of a parameter in one shard: ``shard[at : at + numel] == param.flat[begin : begin + numel]``."""
+    """Part of a parameter in one shard: ``shard[at:][:numel] == param.flat[begin:][:numel]``."""
 
     fqn: str
     begin: int

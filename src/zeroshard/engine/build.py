@@ -10,7 +10,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -91,9 +90,7 @@ def plan_units(
     specs = []
     for site in sites:
         rows = {
-            fqn: policy.row_for(
-                fqn, params[fqn].dtype, model.get_submodule(fqn.rpartition(".")[0])
-            )
+            fqn: policy.row_for(fqn, params[fqn].dtype, model.get_submodule(fqn.rpartition(".")[0]))
             for fqn in site.params
         }
         specs += _site_specs(site, params, updated, rows, world_size=world_size, whole=whole)
@@ -338,4 +335,3 @@ def place_buffers(
             module._buffers[name] = buffer.to(device=device, dtype=cast).contiguous()
             moved.append(module._buffers[name])  # type: ignore[arg-type]
     return moved
-

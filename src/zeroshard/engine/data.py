@@ -74,7 +74,7 @@ def _text(index: int, without: list[int], has_batch: list[bool], *, join: bool) 
     )
 
 
-def loader_for(  # noqa: PLR0917  (the order is DeepSpeed's)
+def loader_for(
     engine: Any,
     dataset: Dataset[Any],
     batch_size: int | None = None,

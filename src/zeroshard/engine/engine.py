@@ -16,7 +16,6 @@ from zeroshard.config import LoadedConfig
 from zeroshard.core.ledger import RESTING, TEMPORARY
 from zeroshard.core.nbytes import state_nbytes
 from zeroshard.engine import setup
-from zeroshard.engine.accumulate import Accumulation
 from zeroshard.engine.arguments import check_loss
 from zeroshard.engine.data import agreed_batches
 from zeroshard.engine.getters import GETTERS
@@ -319,9 +318,7 @@ class Engine(nn.Module):
             self._on_skip(report)
         elif skipped is not None:
             self._skips_in_a_row = 0
-        self._observer.after_step(
-            report, samples=self.global_samples, skipped=self.skipped_steps
-        )
+        self._observer.after_step(report, samples=self.global_samples, skipped=self.skipped_steps)
         if self._gc is not None:
             self._gc.collect()
 
@@ -492,7 +489,9 @@ class Engine(nn.Module):
         self._check_open()
         return agreed_batches(
             loader,
-            exchange=lambda vote: self._comm.gather_small(vote.to(self.device), name="batches").cpu(),
+            exchange=lambda vote: self._comm.gather_small(
+                vote.to(self.device), name="batches"
+            ).cpu(),
             join=self.settings.uneven == "join",
             set_weight=self._set_weight,
         )
@@ -656,4 +655,3 @@ class Engine(nn.Module):
             if name in GETTERS:
                 return functools.partial(GETTERS[name], self)
             return getattr(self.module, name)  # generate and whatever else models have
-

@@ -20,7 +20,7 @@ from zeroshard.errors import UsageError
 logger = logging.getLogger("zeroshard")
 
 
-def initialize(  # noqa: PLR0917  (the order is DeepSpeed's)
+def initialize(
     args: Any = None,
     model: nn.Module | None = None,
     optimizer: Any = None,

@@ -106,7 +106,7 @@ class Schedule:
 class WarmupLR(Schedule):
     """From ``warmup_min_lr`` to ``warmup_max_lr`` (None: the group's) in ``warmup_num_steps``."""
 
-    def __init__(  # noqa: PLR0917 - DeepSpeed's order
+    def __init__(
         self,
         optimizer: Any,
         warmup_min_lr: PerGroup = 0.0,
@@ -129,14 +129,14 @@ class WarmupLR(Schedule):
         share = self._warmup(i) if i < self._warmup.steps else self._share_after(i)
         return [low + (high - low) * share for low, high in zip(self._min, self._max, strict=True)]
 
-    def _share_after(self, i: int) -> float:  # noqa: ARG002 - subclasses decay with it
+    def _share_after(self, i: int) -> float:
         return 1.0
 
 
 class WarmupDecayLR(WarmupLR):
     """As WarmupLR, then straight down to ``warmup_min_lr`` at ``total_num_steps``."""
 
-    def __init__(  # noqa: PLR0917 - DeepSpeed's order
+    def __init__(
         self,
         optimizer: Any,
         total_num_steps: int,
@@ -164,7 +164,7 @@ class WarmupDecayLR(WarmupLR):
 class WarmupCosineLR(Schedule):
     """A share of each group's learning rate: warm-up, then half a cosine to ``cos_min_ratio``."""
 
-    def __init__(  # noqa: PLR0917 - DeepSpeed's order
+    def __init__(
         self,
         optimizer: Any,
         total_num_steps: int,
@@ -197,7 +197,7 @@ class WarmupCosineLR(Schedule):
 class LRRangeTest(Schedule):
     """Grows without end, to find the largest learning rate that still trains (Smith 2017)."""
 
-    def __init__(  # noqa: PLR0917 - DeepSpeed's order
+    def __init__(
         self,
         optimizer: Any,
         lr_range_test_min_lr: PerGroup = 1e-3,
@@ -225,7 +225,7 @@ class OneCycle(Schedule):
     their momentum.
     """
 
-    def __init__(  # noqa: PLR0917 - DeepSpeed's order
+    def __init__(
         self,
         optimizer: Any,
         cycle_min_lr: PerGroup,

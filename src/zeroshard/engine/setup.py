@@ -235,9 +235,7 @@ def _named(model: nn.Module, params: Sequence[Any]) -> list[Any]:
     return list(params)
 
 
-def make_scheduler(
-    given: Any, optimizer: torch.optim.Optimizer | None, config: Config
-) -> Any:
+def make_scheduler(given: Any, optimizer: torch.optim.Optimizer | None, config: Config) -> Any:
     """The schedule object: the one given, made by a callable, or named in the config."""
     if given is None and config.scheduler is None:
         return None
@@ -286,7 +284,9 @@ def widest(units: Sequence[Unit]) -> torch.dtype:
     return torch.float64 if torch.float64 in masters else torch.float32
 
 
-def schedule_snapshot(scheduler: Any, groups: list[dict[str, Any]]) -> tuple[Any, list[dict[str, Any]]]:
+def schedule_snapshot(
+    scheduler: Any, groups: list[dict[str, Any]]
+) -> tuple[Any, list[dict[str, Any]]]:
     """What has to be restored if the update turns out to have been skipped."""
     if scheduler is None:
         return None, []
@@ -302,7 +302,6 @@ def schedule_restore(scheduler: Any, groups: list[dict[str, Any]], snapshot: Any
     scheduler.load_state_dict(state)
     for group, saved in zip(groups, options, strict=True):
         group.update(saved)
-
 
 
 class ManualGC:

@@ -31,9 +31,10 @@ def release(flat: Tensor) -> None:
 
 def is_aliased(tensor: Tensor) -> bool:
     """Does another tensor share the storage? (The two known users: ``tensor``, and this look at it.)"""
-    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) > 2
+    users: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return users > 2
 
 
 def is_shared(a: Tensor, b: Tensor) -> bool:
     """Do both tensors live in one storage?"""
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)

@@ -47,7 +47,7 @@ PRELOAD = (
 _Body = TypeVar("_Body", bound=Callable[..., Any])
 
 
-class RanksFailed(Exception):  # noqa: N818 - reads as a sentence in a test report
+class RanksFailed(Exception):
     """A body failed on at least one rank. The text begins with the rank that failed first."""
 
 

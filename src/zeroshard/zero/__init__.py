@@ -8,17 +8,41 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zeroshard.zero.access import (
         GatheredParameters as GatheredParameters,
+    )
+    from zeroshard.zero.access import (
         safe_get_full_fp32_param as safe_get_full_fp32_param,
+    )
+    from zeroshard.zero.access import (
         safe_get_full_grad as safe_get_full_grad,
+    )
+    from zeroshard.zero.access import (
         safe_get_full_optimizer_state as safe_get_full_optimizer_state,
+    )
+    from zeroshard.zero.access import (
         safe_get_local_fp32_param as safe_get_local_fp32_param,
+    )
+    from zeroshard.zero.access import (
         safe_get_local_grad as safe_get_local_grad,
+    )
+    from zeroshard.zero.access import (
         safe_get_local_optimizer_state as safe_get_local_optimizer_state,
+    )
+    from zeroshard.zero.access import (
         safe_set_full_fp32_param as safe_set_full_fp32_param,
+    )
+    from zeroshard.zero.access import (
         safe_set_full_grad as safe_set_full_grad,
+    )
+    from zeroshard.zero.access import (
         safe_set_full_optimizer_state as safe_set_full_optimizer_state,
+    )
+    from zeroshard.zero.access import (
         safe_set_local_fp32_param as safe_set_local_fp32_param,
+    )
+    from zeroshard.zero.access import (
         safe_set_local_grad as safe_set_local_grad,
+    )
+    from zeroshard.zero.access import (
         safe_set_local_optimizer_state as safe_set_local_optimizer_state,
     )
     from zeroshard.zero.init import Init as Init
@@ -31,7 +55,7 @@ _ACCESS = [
       for what in ("fp32_param", "grad", "optimizer_state")),
 ]  # fmt: skip
 
-__all__ = ["Init", *_ACCESS]  # noqa: PLE0604, PLE0605
+__all__ = ["Init", *_ACCESS]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:

@@ -30,7 +30,9 @@ class Training:
 
     optimizer: ShardedOptimizer | None
     tile: Tile
-    summed: Callable[[GradBuffer], Tensor | None]  # gradient [S] of the backwards since the last step
+    summed: Callable[
+        [GradBuffer], Tensor | None
+    ]  # gradient [S] of the backwards since the last step
     grad_factor: Callable[[], float]  # from the reduced sum to the mean that the user means
 
     def fragments(self, param: nn.Parameter) -> Iterator[OwnedFragment]:
@@ -266,9 +268,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     return training.full(unit, param, tile_R)
 
 
-def _state_tile(
-    training: Training, param: nn.Parameter, key: str
-) -> tuple[Tensor, int, float]:
+def _state_tile(training: Training, param: nn.Parameter, key: str) -> tuple[Tensor, int, float]:
     """The state laid out like the tile; 0, 1 or 2 for absent, tensor, scalar; the scalar."""
     tile_R = torch.zeros_like(training.tile.master_R)
     assert training.optimizer is not None

@@ -22,10 +22,13 @@ def norm_of(flat: Tensor) -> Tensor:
     16-bit values are upcast first: a 16-bit reduction is slow and inexact on CPU.
     """
     if flat.dtype in (torch.float32, torch.float64):
-        return torch.linalg.vector_norm(flat)
-    if flat.numel() <= CHUNK_NUMEL:
-        return torch.linalg.vector_norm(flat.float())
-    return torch.linalg.vector_norm(torch.stack([norm_of(c) for c in flat.split(CHUNK_NUMEL)]))
+        wide = flat
+    elif flat.numel() <= CHUNK_NUMEL:
+        wide = flat.float()
+    else:
+        wide = torch.stack([norm_of(chunk) for chunk in flat.split(CHUNK_NUMEL)])
+    norm: Tensor = torch.linalg.vector_norm(wide)
+    return norm
 
 
 def local_sum_of_squares(norms: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -36,7 +39,7 @@ def local_sum_of_squares(norms: Sequence[Tensor], device: torch.device) -> Tenso
     """
     if not norms:
         return torch.zeros((), dtype=torch.float64, device=device)
-    local = torch.linalg.vector_norm(torch.stack(list(norms)))
+    local: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)))
     return local.double().square()
 
 

@@ -18,8 +18,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zeroshard.errors import ShardedAccess
@@ -110,7 +110,7 @@ _SETTABLE = _named(
 _METADATA: frozenset[Any] = frozenset(
     [p.__get__ for p in _PROPERTIES]
     + [p.__set__ for p in _SETTABLE]
-    + [_T.grad.__delete__]  # type: ignore[attr-defined]
+    + [_T.grad.__delete__]  # type: ignore[union-attr]
     + _named(
         "size numel nelement dim ndimension element_size storage_offset is_floating_point is_complex "
         "is_signed is_inference is_shared is_same_size get_device __len__ requires_grad_ register_hook "
@@ -139,15 +139,32 @@ _AUTOGRAD: frozenset[Any] = frozenset(
 _ADDRESSES = frozenset(_named("untyped_storage data_ptr storage _typed_storage"))
 _DATA_SET = _T.data.__set__  # type: ignore[attr-defined]
 _RECEIVING = frozenset(
-    "all_reduce broadcast reduce recv irecv scatter all_gather all_gather_into_tensor all_to_all "
-    "all_to_all_single reduce_scatter reduce_scatter_tensor".split()
+    [
+        "all_reduce",
+        "broadcast",
+        "reduce",
+        "recv",
+        "irecv",
+        "scatter",
+        "all_gather",
+        "all_gather_into_tensor",
+        "all_to_all",
+        "all_to_all_single",
+        "reduce_scatter",
+        "reduce_scatter_tensor",
+    ]
 )
 """Functions of ``torch.distributed`` that write their first argument."""
 
 
 def _is_inplace(name: str) -> bool:
     if name.startswith("__"):
-        return name.startswith("__i") and name not in ("__index__", "__invert__", "__int__", "__iter__")
+        return name.startswith("__i") and name not in (
+            "__index__",
+            "__invert__",
+            "__int__",
+            "__iter__",
+        )
     return name.endswith("_") or name.startswith("_fused_")
 
 
@@ -198,13 +215,12 @@ class ShardedParameter(nn.Parameter):
             for targets, how in _written(func, args, kwargs):
                 for param in _tensors_in(targets, cls):
                     raise _lost_write(param, how)
-            if func in _AUTOGRAD:
-                edges = {id(param): get_gradient_edge(param) for param in away}
-                copies: dict[int, Tensor] = {}
-            else:
-                edges = copies = {id(param): _full_value(param) for param in away}
-        args, kwargs = _replaced((args, kwargs), edges)
-        return _call_read_only(func, args, kwargs, list(copies.values()))
+            asks = func in _AUTOGRAD
+            stand_in = get_gradient_edge if asks else _full_value
+            stand_ins: dict[int, Any] = {id(param): stand_in(param) for param in away}
+        # With guards on again: a backward runs recomputed forwards, which may read other parameters.
+        args, kwargs = _replaced((args, kwargs), stand_ins)
+        return _call_read_only(func, args, kwargs, [] if asks else list(stand_ins.values()))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         """An ordinary parameter with the full values."""
@@ -225,7 +241,7 @@ class ShardedParameter(nn.Parameter):
         """``Tensor.as_subclass`` would not ask the class."""
         return self.view_as(self).as_subclass(cls)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Metadata only: printing happens on one rank, and reading would need them all."""
         owner = owner_of(self)
         return (
@@ -262,11 +278,11 @@ class ReadOnlyCopy(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return plain(self).__reduce_ex__(protocol)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return plain(self).__repr__(tensor_contents=tensor_contents)
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(plain(self))
 
     def __format__(self, spec: str) -> str:
-        return plain(self).__format__(spec)
+        return format(plain(self), spec)
 
 
 def plain(copy: Tensor) -> Tensor:

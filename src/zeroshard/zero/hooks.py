@@ -91,9 +91,7 @@ class StepHooks:
                         self._landings.append((site, buffer, index))
                         self._handles.append(param.register_post_accumulate_grad_hook(land))
 
-    def _site_hooks(
-        self, site: Site
-    ) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
+    def _site_hooks(self, site: Site) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
         if site is self.gatherer.root:
             return StepHooks._before_root, StepHooks._after_root
         if all(unit.resident for unit in site.units):
@@ -280,9 +278,9 @@ class StepHooks:
 
     def _release(self, site: Site) -> None:
         """Free the site once nothing of this backward can need it: its gradients are all there."""
-        if site.missing_grads <= 0 and not site.open_calls and site is not self.gatherer.root:
-            if not self.creates_graph:
-                site.reshard()
+        through = site.missing_grads <= 0 and not site.open_calls
+        if through and site is not self.gatherer.root and not self.creates_graph:
+            site.reshard()
 
     def _end_backward(self) -> None:
         if not self.running_backward:

@@ -188,7 +188,9 @@ class Init:
             for leaf, param in holder._parameters.items():
                 self._param_registered(holder, leaf, param)
 
-    def reopen(self, param: nn.Parameter, owner: SpreadParameter, beside: Collection[Tensor]) -> None:
+    def reopen(
+        self, param: nn.Parameter, owner: SpreadParameter, beside: Collection[Tensor]
+    ) -> None:
         """Make a parameter whole that is used again; what is used in the same operation stays so."""
         holder = owner.holder()
         used = [h for h, p, _ in self._open.values() if any(p is tensor for tensor in beside)]

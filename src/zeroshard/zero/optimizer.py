@@ -22,7 +22,6 @@ from zeroshard.zero.clip import norm_of
 from zeroshard.zero.reduce import GradBuffer
 from zeroshard.zero.unit import Unit
 
-
 CHUNK_NUMEL = 2**18
 """Parameters are compared with their masters in pieces of this many elements: they stay in cache."""
 
@@ -124,7 +123,9 @@ class ShardedOptimizer:
         self.inner = inner
         self.ledger = ledger
         group_of = {
-            id(param): at for at, group in enumerate(inner.param_groups) for param in group["params"]
+            id(param): at
+            for at, group in enumerate(inner.param_groups)
+            for param in group["params"]
         }
         self.tiles = [
             _make_tile(buffer, group_of, shards_optimizer=shards_optimizer, rank=rank)
@@ -307,7 +308,9 @@ def _bits(flat: Tensor) -> Tensor:
 
 def _refuse_used(inner: torch.optim.Optimizer) -> None:
     """State of earlier steps cannot be cut: nobody knows which tensors follow the parameters."""
-    used = [s for s in inner.state.values() if "momentum_buffer" in s or float(s.get("step", 0)) > 0]
+    used = [
+        s for s in inner.state.values() if "momentum_buffer" in s or float(s.get("step", 0)) > 0
+    ]
     if used:
         raise UsageError(
             "the optimizer was stepped before the engine was built, and its state would be lost. Build "

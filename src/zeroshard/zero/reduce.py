@@ -50,7 +50,9 @@ class GradBuffer:
         self.arriving_S: Tensor | None = None  # and its result
         self.views: list[Tensor] = []
         self.filled = [False] * len(unit.params)  # slots of grads_N that hold a gradient
-        self.touched = [False] * len(unit.params)  # parameters with any gradient since the last step
+        self.touched = [False] * len(
+            unit.params
+        )  # parameters with any gradient since the last step
         self.arrived = 0  # in the running backward
         self.complete = False  # nothing more is expected in the running backward
         self.reduced_S: Tensor | None = None
@@ -251,13 +253,15 @@ class GradReducer:
         buffer.account()
         self._drain(self.in_flight_limit)
 
-    def _reduce_scatter(self, buffer: GradBuffer, target_S: Tensor, grads_N: Tensor) -> list[Handle]:
+    def _reduce_scatter(
+        self, buffer: GradBuffer, target_S: Tensor, grads_N: Tensor
+    ) -> list[Handle]:
         comm, name = buffer.comm, buffer.unit.name
         world_size, shard_numel = comm.world_size, target_S.numel()
         columns = max(64, -(-self.bucket_numel // world_size // 64) * 64)
         if columns >= shard_numel:
             return [comm.reduce_scatter(target_S, grads_N, name=name)]
-        handles = []
+        handles: list[Handle] = []
         grads_WS = grads_N.view(world_size, shard_numel)
         for at in range(0, shard_numel, columns):
             bucket = grads_WS[:, at : at + columns].contiguous().view(-1)
@@ -309,9 +313,7 @@ class GradReducer:
                     device=buffer.reduced_S.device,
                 )
             buffer.reduced_N = full_N
-            handles.append(
-                buffer.comm.all_gather(full_N, buffer.reduced_S, name=buffer.unit.name)
-            )
+            handles.append(buffer.comm.all_gather(full_N, buffer.reduced_S, name=buffer.unit.name))
         for buffer, handle in zip(self.buffers, handles, strict=True):
             handle.wait()
             buffer.account()
@@ -324,7 +326,9 @@ class GradReducer:
         if not self.waiting:
             return buffer.reduced_S
         layout, row = buffer.unit.layout, buffer.unit.row
-        grads_N = torch.zeros(layout.full_numel, dtype=row.grad_accum, device=buffer.unit.full_N.device)
+        grads_N = torch.zeros(
+            layout.full_numel, dtype=row.grad_accum, device=buffer.unit.full_N.device
+        )
         for slot, view, filled in zip(layout.slots, buffer.views, buffer.filled, strict=False):
             if filled:
                 grads_N[slot.start : slot.stop].view(slot.shape).copy_(view)

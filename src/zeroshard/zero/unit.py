@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class UnitState(Enum):
     """What this rank holds of the unit's parameters.
 
-        SHARDED --unshard()--> GATHERING --wait()--> FULL --reshard()--> SHARDED
-                                   ^-----publish()-----'
+    SHARDED --unshard()--> GATHERING --wait()--> FULL --reshard()--> SHARDED
+                               ^-----publish()-----'
     """
 
     SHARDED = "sharded"  # shard_S only: the resting state of stage 3
@@ -89,7 +89,9 @@ class Unit:
         low, high = layout.shard_range(comm.rank)
         make = torch.zeros if resident else torch.empty
         self.full_N = make(layout.full_numel, dtype=row.param, device=device)
-        self._views = [self.full_N[slot.start : slot.stop].view(slot.shape) for slot in layout.slots]
+        self._views = [
+            self.full_N[slot.start : slot.stop].view(slot.shape) for slot in layout.slots
+        ]
         if not resident:
             storage.release(self.full_N)  # making views needed the bytes, construction does not
         part = self.full_N if resident else self.full_N.new_zeros(layout.shard_numel)
@@ -106,9 +108,7 @@ class Unit:
         if not resident:
             self._drop()
 
-    def _adopt(
-        self, param: nn.Parameter, slot: Slot, view: Tensor, dealer: Dealer
-    ) -> nn.Parameter:
+    def _adopt(self, param: nn.Parameter, slot: Slot, view: Tensor, dealer: Dealer) -> nn.Parameter:
         """The parameter's values go to the shards, its memory becomes a view of the unit's."""
         with torch.no_grad():
             dealer.put(slot, param)  # a parameter built under Init is gathered here
