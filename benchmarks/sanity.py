@@ -265,8 +265,8 @@ def show(rows: list[dict[str, Any]], missing: list[System], options: Options) ->
         title=f"CPU ms per step and rank: {options.ranks} ranks x 1 thread, "
         f"{options.tokens} tokens per rank, gloo"
     )
-    table.add_column("system")
-    for head in ("median", "min", "max", *PHASES, "wall", "loss", "distance", "best peer / it"):
+    table.add_column("system", no_wrap=True)
+    for head in ("median", "min", "max", *PHASES, "wall", "loss", "distance", "peer / it"):
         table.add_column(head, justify="right")
     for row in rows:
         if "error" in row:
@@ -288,7 +288,7 @@ def show(rows: list[dict[str, Any]], missing: list[System], options: Options) ->
         lines = sum(1 for other in missing if other.library == system.library)
         table.add_row(f"{system.family} ({lines} lines): not installed")
     console = Console()
-    console = console if console.is_terminal else Console(width=120)
+    console = console if console.is_terminal else Console(width=124)
     console.print(table)
     for row in rows:
         if "error" in row:
@@ -348,8 +348,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=128, help="per rank and step")
-    parser.add_argument("--warm-up", type=int, default=3, help="first steps, not timed")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of every system")
+    parser.add_argument("--warm-up", type=int, default=4, help="first steps, not timed")
+    parser.add_argument("--rounds", type=int, default=4, help="turns of every system")
     parser.add_argument("--burst", type=int, default=4, help="steps per turn")
     parser.add_argument("--layers", type=int, default=Shape.layers)
     parser.add_argument("--only", nargs="*", default=[], help="lines with one of these words")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import os
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from models import GPT
 from torch import Tensor, nn
 
-ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 CLIP = 1.0
 
 
@@ -177,5 +178,6 @@ def catalogue() -> list[System]:
 
 def prepare_process() -> None:
     """What some systems read from the environment before they are imported."""
+    warnings.filterwarnings("ignore", category=FutureWarning)  # peers under newer names of torch
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.setdefault("DS_BUILD_OPS", "0")

@@ -204,13 +204,19 @@ def _adopt_edits(unit: Unit, source: int) -> None:
 
 def _adopt_own(unit: Unit) -> None:
     unit.absorb()
-    if unit.training is not None:
-        unit.training.tile.follow()
+    if (training := _training(unit)) is not None:
+        training.tile.follow()
     if unit.seal is not None:
         unit.seal = _hashes(unit.full_N)
 
 
 # ---------------------------------------------------------------------- full values
+
+
+def _training(unit: Unit) -> Training | None:
+    """The unit only carries it, so that it need not know the optimizer."""
+    assert unit.training is None or isinstance(unit.training, Training)
+    return unit.training
 
 
 def _training_of(param: nn.Parameter) -> tuple[Unit, Training] | None:
@@ -220,7 +226,8 @@ def _training_of(param: nn.Parameter) -> tuple[Unit, Training] | None:
             f"a tensor of shape {tuple(param.shape)} does not belong to any open engine. Pass a "
             "parameter of the model that was given to zeroshard.initialize()."
         )
-    return None if owner.training is None else (owner, owner.training)
+    training = _training(owner)
+    return None if training is None else (owner, training)
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:

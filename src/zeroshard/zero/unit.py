@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from zeroshard.comm.collectives import Comm, Handle
     from zeroshard.core.ledger import Ledger
     from zeroshard.precision.policy import DtypeRow
-    from zeroshard.zero.access import Training
 
 
 class UnitState(Enum):
@@ -80,7 +79,7 @@ class Unit:
         self.comm = comm
         self.ledger = ledger
         self.state = UnitState.FULL
-        self.training: Training | None = None  # what the optimizer side adds; None while frozen
+        self.training: object | None = None  # an ``access.Training``; None while frozen
         self.pins = 0  # readers inside GatheredParameters: not to be freed under them
         self.seal: Tensor | None = None  # hashes of the values that a reader saw first
         self._handle: Handle | None = None
