@@ -348,8 +348,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=128, help="per rank and step")
-    parser.add_argument("--warm-up", type=int, default=4, help="first steps, not timed")
-    parser.add_argument("--rounds", type=int, default=4, help="turns of every system")
+    parser.add_argument("--warm-up", type=int, default=3, help="first steps, not timed")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of every system")
     parser.add_argument("--burst", type=int, default=4, help="steps per turn")
     parser.add_argument("--layers", type=int, default=Shape.layers)
     parser.add_argument("--only", nargs="*", default=[], help="lines with one of these words")

@@ -177,6 +177,8 @@ METADATA = {
     "element_size": lambda p: p.element_size() * p.numel(),
     "floating": lambda p: (p.is_floating_point(), torch.is_floating_point(p), p.is_complex()),
     "same tensor": lambda p: p.to(p.dtype) is p and p.to(p.device) is p and p.float() is p,
+    "like": lambda p: (torch.zeros_like(p).tolist(), torch.empty_like(p).stride()),
+    "new": lambda p: (p.new_ones(2).tolist(), p.new_zeros(2).dtype),
     "hash": lambda p: hash(p) == hash(p),
     "in a set": lambda p: p in {p},
     "in a list": lambda p: p in [p],

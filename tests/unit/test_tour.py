@@ -61,6 +61,7 @@ def test_a_step_visits_the_files_that_the_tour_names():
         visited = _visited(step) - TRANSPORT
     text = (ROOT / "docs" / "tour.md").read_text().split("## One step")[1]
     named = {n.split(":")[0] for n in re.findall(r"`([a-z]+/[a-z_]+\.py[^`]*)`", text)}
-    read_along = {"core/layout.py", "engine/setup.py", "engine/monitors.py"}  # data and helpers
+    helpers = ("arguments", "monitors", "observe", "setup")
+    read_along = {"core/layout.py", *(f"engine/{name}.py" for name in helpers)}
     assert visited <= named | read_along, f"not in the tour: {sorted(visited - named)}"
     assert named <= visited | TRANSPORT | {"core/stages.py"}, f"not visited: {named - visited}"
