@@ -75,12 +75,14 @@ def build(shape: Shape, seed: int = 0) -> GPT:
     return model
 
 
-def batches(shape: Shape, *, rank: int, tokens: int, count: int = 4) -> list[tuple[Tensor, Tensor]]:
-    """``count`` pairs ``[1, tokens]`` of random tokens and their successors, others on every rank.
+def batches(shape: Shape, *, rank: int, tokens: int, count: int = 8) -> list[tuple[Tensor, Tensor]]:
+    """``count`` pairs ``[1, tokens]`` of tokens and their successors, others on every rank.
 
-    Training cycles through them: learning them by heart makes the loss fall fast, which shows
-    wrong gradients within a few steps.
+    Tokens are as frequent as words in a text (Zipf). Training cycles through the pairs: the loss
+    falls fast and smoothly, first to the frequencies and then by learning the pairs by heart, so
+    that wrong gradients show within a few steps.
     """
     generator = torch.Generator().manual_seed(1000 + rank)
-    rows = torch.randint(shape.vocabulary, (count, tokens + 1), generator=generator)
+    places = torch.rand(count, tokens + 1, generator=generator, dtype=torch.float64)
+    rows = (shape.vocabulary**places).long() - 1
     return [(row[None, :-1], row[None, 1:]) for row in rows]

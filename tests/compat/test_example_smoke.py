@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "train_gpt" / "train.py"
-STEPS = 40
+STEPS = 60
 
 
 @pytest.fixture(scope="module")
