@@ -226,7 +226,7 @@ def summary(teams: list[Team]) -> list[dict[str, Any]]:
     The centre is the median over libraries, one curve each: no library outvotes the others.
     """
     trained = [team for team in reversed(teams) if team.system.trains and not team.error]
-    curves = {team.system.library + team.system.family[:4]: team.losses for team in trained}
+    curves = {team.system.family.split()[0]: team.losses for team in trained}
     centre = [median(column) for column in zip(*curves.values(), strict=True)]
     rows = []
     for team in teams:
