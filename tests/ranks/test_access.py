@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from dots import Plain, assert_same, factor_of, open_engine, train
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import zeroshard
@@ -320,8 +322,21 @@ def test_streaming_holds_one_unit_at_a_time():
         ledger = engine.runtime.ledger
         unit_nbytes = max(unit.full_nbytes for unit in engine.runtime.units)
         before = ledger.nbytes("scratch")
-        most = max(ledger.nbytes("scratch") - before for _ in engine.iter_full_params())
+        most, seen = 0, []
+
+        def gather(original):
+            assert all(earlier.expired() for earlier in seen)
+            full_N = original()
+            seen.append(StorageWeakRef(full_N.untyped_storage()))
+            return full_N
+
+        for unit in engine.runtime.units:
+            unit.gathered_copy = functools.partial(gather, unit.gathered_copy)
+        for _, full in engine.iter_full_params():
+            most = max(most, ledger.nbytes("scratch") - before)
+            del full
         assert most == unit_nbytes
+        assert len(seen) == 6
         assert ledger.nbytes("scratch") == before
         assert ledger.nbytes("gathered") == 0
 

@@ -254,7 +254,7 @@ class Unit:
             guard.show(self.params, self._views, self._kinds)
         self.wait()
         self.pins = 0
-        self.reshard()
+        self.forget()
         for param in self.params:
             guard.owners.pop(param, None)
         self.training = None
