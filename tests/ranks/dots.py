@@ -130,20 +130,25 @@ class Plain:
         self.master(name).copy_(torch.where(after == before, self.master(name), after.float()))
 
 
-def assert_same(engine: zeroshard.Engine, plain: Plain) -> None:
+def assert_same(engine: zeroshard.Engine, plain: Plain, after: str = "") -> None:
     """Parameters, masters and moments agree; the reductions are exact, the updates nearly so."""
     from zeroshard.zero import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     params = dict(engine.module.named_parameters())
-    close = {"rtol": 2e-6, "atol": 1e-7}
+
+    def assert_close(actual: Tensor, expected: Tensor, what: str) -> None:
+        torch.testing.assert_close(
+            actual, expected, rtol=2e-6, atol=1e-7, msg=lambda m: f"{after} {what}: {m}"
+        )
+
     seen = dict(engine.iter_full_params())
     assert sorted(seen) == sorted(plain.names)
     for name in plain.names:
         master = safe_get_full_fp32_param(params[name])
         assert master is not None
         assert master.dtype == torch.float32
-        torch.testing.assert_close(master, plain.master(name), **close)
-        assert torch.equal(seen[name], master.to(plain.dtype)), name
+        assert_close(master, plain.master(name), name)
+        assert torch.equal(seen[name], master.to(plain.dtype)), f"{after} {name}"
         for key in ("exp_avg", "exp_avg_sq"):
             state = safe_get_full_optimizer_state(params[name], key)
-            torch.testing.assert_close(state, plain.state(name, key), **close)
+            assert_close(state, plain.state(name, key), f"{name} {key}")

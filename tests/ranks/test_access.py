@@ -188,7 +188,7 @@ def test_setting_what_is_not_there_raises_on_every_rank(stage):
 # ---------------------------------------------------------------------- optimizer state, local pieces
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2)
 def test_optimizer_state_is_read_and_set_in_full(stage, precision):
@@ -209,7 +209,7 @@ def test_optimizer_state_is_read_and_set_in_full(stage, precision):
         assert_same(engine, plain)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(3)
 def test_local_pieces_reassemble_to_the_full_values(stage, precision):
@@ -431,10 +431,12 @@ class Plainly:
         self.optim.step()
 
 
-def assert_close_to(engine, plain):
+def assert_close_to(engine, plain, after=""):
     truth = dict(plain.model.named_parameters())
     for name, full in engine.iter_full_params():
-        torch.testing.assert_close(full, truth[name].detach(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            full, truth[name].detach(), rtol=1e-5, atol=1e-6, msg=lambda m: f"{after}: {m}"
+        )
 
 
 def small():
@@ -461,18 +463,17 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2)
-def test_gradients_flow_through_parameters_read_outside_their_module(stage, name):
-    loss, model = LOSSES[name], small()
+def test_gradients_flow_through_parameters_read_outside_their_module(stage):
+    model = small()
     plain = Plainly(model)
     with mlp_engine(stage, model) as engine:
-        for step in range(3):
+        for step, (name, loss) in enumerate([*LOSSES.items()] * 2):
             engine.backward(loss(engine, engine.module, batch(step)))
             engine.step()
-            plain.step(lambda m, rank, step=step: loss(m, m, batch(step, rank)))
-        assert_close_to(engine, plain)
+            plain.step(lambda m, rank, step=step, loss=loss: loss(m, m, batch(step, rank)))
+            assert_close_to(engine, plain, name)
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -107,37 +107,26 @@ KEPT_WHERE_WHOLE = {
 }
 
 
-@pytest.mark.parametrize("way", KEPT_AT_EVERY_STAGE)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2)
-def test_edit_survives_the_next_step_as_in_plain_pytorch(stage, precision, way):
+def test_edits_survive_the_next_step_as_in_plain_pytorch(stage, precision):
+    ways = KEPT_AT_EVERY_STAGE if stage == 3 else {**KEPT_AT_EVERY_STAGE, **KEPT_WHERE_WHOLE}
     plain = Plain(precision, 2)
     with open_engine(stage, precision) as engine:
-        train(engine, range(2))
-        plain.train(range(2))
-        KEPT_AT_EVERY_STAGE[way](engine.module.get_parameter(NAME))
-        plain.edit(NAME, lambda p: VALUES.to(p.dtype))
-        assert_same(engine, plain)
-        train(engine, range(2, 4))
-        plain.train(range(2, 4))
-        assert_same(engine, plain)
-
-
-@pytest.mark.parametrize("way", KEPT_WHERE_WHOLE)
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("stage", [0, 1, 2])
-@on_ranks(2)
-def test_plain_edit_of_a_whole_parameter_is_kept(stage, precision, way):
-    plain = Plain(precision, 2)
-    with open_engine(stage, precision) as engine:
-        train(engine, range(2))
-        plain.train(range(2))
-        KEPT_WHERE_WHOLE[way](engine.module.get_parameter(NAME))
-        plain.edit(NAME, lambda p: VALUES.to(p.dtype))
-        train(engine, range(2, 4))
-        plain.train(range(2, 4))
-        assert_same(engine, plain)
+        for step, (way, edit) in enumerate(ways.items()):
+            train(engine, range(step, step + 1))
+            plain.train(range(step, step + 1))
+            edit(engine.module.get_parameter(NAME))
+            if way.startswith("safe_set"):  # names the master itself
+                plain.master(NAME).copy_(rounded(plain.low(NAME)))
+            else:
+                plain.edit(NAME, lambda p: VALUES.to(p.dtype))
+            if way in KEPT_AT_EVERY_STAGE:
+                assert_same(engine, plain, way)
+            train(engine, range(9, 10))
+            plain.train(range(9, 10))
+            assert_same(engine, plain, way)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -180,45 +169,40 @@ def test_safe_set_gives_the_master_all_bits(stage, precision):
         assert torch.equal(safe_get_full_fp32_param(p), values)
 
 
-@pytest.mark.parametrize("way", KEPT_WHERE_WHOLE)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2)
-def test_edit_inside_forward_is_kept(stage, precision, way):
+def test_edits_inside_forward_are_kept(stage, precision):
     """Max-norm layers and the like write their weight in forward, where it is full at every stage."""
     plain = Plain(precision, 2)
-    edit, once = KEPT_WHERE_WHOLE[way], []
+    pending = []
 
     def hook(module, args):
-        if once:
-            edit(module.weight)
-            once.clear()
+        if pending:
+            pending.pop()(module.weight)
 
     with open_engine(stage, precision) as engine:
         train(engine, range(1))
         plain.train(range(1))
         engine.module.dots[1].register_forward_pre_hook(hook)
-        once.append(True)
-        train(engine, range(1, 2))
-        plain.edit(NAME, lambda p: VALUES.to(p.dtype))
-        plain.train(range(1, 2))
-        assert_same(engine, plain)
-        train(engine, range(2, 3))
-        plain.train(range(2, 3))
-        assert_same(engine, plain)
+        for way, edit in KEPT_WHERE_WHOLE.items():
+            pending.append(edit)
+            train(engine, range(1, 2))
+            plain.edit(NAME, lambda p: VALUES.to(p.dtype))
+            plain.train(range(1, 2))
+            assert_same(engine, plain, way)
 
 
-@pytest.mark.parametrize("way", KEPT_WHERE_WHOLE)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @on_ranks(2)
-def test_plain_edit_of_a_sharded_parameter_raises_and_changes_nothing(precision, way):
+def test_plain_edits_of_a_sharded_parameter_raise_and_change_nothing(precision):
     plain = Plain(precision, 2)
     with open_engine(3, precision) as engine:
         train(engine, range(2))
         plain.train(range(2))
-        p = engine.module.get_parameter(NAME)
-        with pytest.raises(ShardedAccess, match="could not be kept"):
-            KEPT_WHERE_WHOLE[way](p)
+        for edit in KEPT_WHERE_WHOLE.values():
+            with pytest.raises(ShardedAccess, match="could not be kept"):
+                edit(engine.module.get_parameter(NAME))
         train(engine, range(2, 3))
         plain.train(range(2, 3))
         assert_same(engine, plain)
