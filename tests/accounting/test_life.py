@@ -46,11 +46,11 @@ def hooks_of(model: nn.Module) -> int:
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2)
 def test_twenty_engines_in_a_row_leave_memory_flat(stage):
-    """Tensors to the byte. Of resident memory 0.1 MB an engine is let pass: every process group leaves
-    its addresses in the store. The smallest tensor of an engine that leaked would add up to 30 MB.
+    """Tensors to the byte. Resident memory by less than 1 MB: every process group leaves its addresses
+    in the store and a little in gloo's threads. A leaked tensor of an engine would add up to 30 MB.
     """
     give_back()  # from here on the allocator keeps nothing
-    for _ in range(6):
+    for _ in range(30):  # until the threads' arenas are there
         live_and_die(Stack(), stage)
     give_back()
     tensors, resident = sum(everything_alive().values()), resident_nbytes()
@@ -58,7 +58,7 @@ def test_twenty_engines_in_a_row_leave_memory_flat(stage):
         live_and_die(Stack(), stage)
     give_back()
     assert sum(everything_alive().values()) == tensors
-    assert resident_nbytes() - resident < 4 * MIB
+    assert resident_nbytes() - resident < MIB
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -29,7 +29,7 @@ from zeroshard.comm.collectives import (
     first_line,
 )
 from zeroshard.comm.host import shut_down
-from zeroshard.comm.recorder import Item, Recorder
+from zeroshard.comm.recorder import TAG_BITS, Item, Recorder
 
 #: Elements summed at a time: blocks of all ranks together stay in the second-level cache.
 _BLOCK_NUMEL = 1 << 16
@@ -201,7 +201,7 @@ class _Exchange:
     def __init__(self, comm: P2PComm, item: Item) -> None:
         self._comm = comm
         self._item = item
-        self._tag = item[2]
+        self._tag = item[2] & TAG_BITS
         self._links = comm.links(item)
         self._works: list[tuple[int, Any]] = []
         self._buffers: list[Tensor] = []

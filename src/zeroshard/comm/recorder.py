@@ -37,7 +37,6 @@ from zeroshard.core.flight import (
 )
 
 _pack = SLOT.pack_into
-_SLOT_NBYTES = SLOT.size
 _monotonic = time.monotonic
 
 
@@ -108,9 +107,10 @@ class Entries(dict[str, Entry]):
         return entry
 
 
-#: A collective in flight: its sequence number, what it is, and its tag: 31 bits of the running
-#: hash, so that ranks with another history never meet under one tag.
+#: A collective in flight: its sequence number, what it is, and the running hash with it. Tags are 31
+#: bits of the hash (:data:`TAG_BITS`), so that ranks with another history never meet under one tag.
 Item = tuple[int, Entry, int]
+TAG_BITS = 0x7FFF_FFFF
 
 
 class Recorder:
@@ -143,6 +143,7 @@ class Recorder:
         self._by_op: dict[str, Entries] = {}
         size = 1 << max(ring - 1, 1).bit_length()
         self._mask = size - 1
+        self._slots = tuple(range(RING_AT, RING_AT + size * SLOT.size, SLOT.size))
         self._map = _open_box(box, FlightLog.nbytes_for(size))
         # Also when the recorder is forgotten, and at exit; not after SIGKILL, and never in a child.
         self._remove = weakref.finalize(self, remove_box, box) if box is not None else None
@@ -163,15 +164,8 @@ class Recorder:
         self._history = history = (self._history * MULTIPLIER ^ entry.word) & MASK_64
         self.seq = seq = self.seq + 1
         entry.calls += 1
-        _pack(
-            self._map,
-            RING_AT + (seq & self._mask) * _SLOT_NBYTES,
-            history,
-            entry.row,
-            _monotonic(),
-            seq,
-        )
-        return seq, entry, history & 0x7FFF_FFFF
+        _pack(self._map, self._slots[seq & self._mask], history, entry.row, _monotonic(), seq)
+        return seq, entry, history
 
     def _resize(self, entry: Entry, tensor: torch.Tensor, numel: int, sent: int) -> None:
         entry.bank()
