@@ -20,6 +20,7 @@ from zeroshard.core.layout import UnitLayout, pack
 from zeroshard.core.ledger import Ledger
 from zeroshard.core.nbytes import StateBytes, UnitBytes
 from zeroshard.core.stages import STAGES, Stage
+from zeroshard.engine.kernels import kernel_of
 from zeroshard.engine.optimizers import Muon, Probe, probe, rebind
 from zeroshard.errors import UnsupportedError, UsageError
 from zeroshard.precision.policy import DtypeRow, Policy
@@ -253,6 +254,7 @@ def build_runtime(
             rank=gather_comm.rank,
             ledger=ledger,
             seat=rebind,
+            kernel_of=kernel_of,
         )
     return Runtime(stage, units, sites, gatherer, reducer, sharded, ledger, plan)
 

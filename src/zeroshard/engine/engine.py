@@ -33,6 +33,7 @@ from zeroshard.zero.access import Training
 from zeroshard.zero.clip import clip_factor, local_sum_of_squares
 from zeroshard.zero.hooks import StepHooks
 from zeroshard.zero.touch import pack_flags, unpack_any
+from zeroshard.zero.unit import Unit
 
 logger = logging.getLogger("zeroshard")
 T = TypeVar("T")
@@ -294,9 +295,9 @@ class Engine(nn.Module):
             skipped = bool(found_inf)  # this class cannot skip on the device: one wait per step
         if not skipped:
             on_device = found_inf.float() if skipped is None else None
-            optimizer.update(factor, found_inf=on_device, untouched=untouched)
-            if runtime.stage.shards_optimizer:
-                self._publish()
+            optimizer.update(
+                factor, found_inf=on_device, untouched=untouched, published=self._publish
+            )
         self.scaler.update(found_inf if self._checks_overflow else torch.zeros_like(found_inf))
         self.last_step = report
         self.global_steps += 1
@@ -377,10 +378,9 @@ class Engine(nn.Module):
     def _mean_factor_on_host(self) -> float:
         return self._mean_factor() / float(self.scaler.scale)
 
-    def _publish(self) -> None:
-        """Send updated shards of whole units; the next forward waits for each where it needs it."""
-        units = [u for u in self.runtime.units if u.trainable]
-        for unit in units:
+    def _publish(self, unit: Unit) -> None:
+        """Send an updated shard of a whole unit; the next forward waits for it where it needs it."""
+        if self.runtime.stage.shards_optimizer:
             unit.publish()
             if self.settings.zero_optimization.overlap_comm is False:
                 unit.wait()

@@ -49,14 +49,34 @@ class Lion(Optimizer):
                 if not self.state[p]:
                     self.state[p]["exp_avg"] = torch.zeros_like(p)
             momenta = [self.state[p]["exp_avg"] for p in params]
-            lr, (beta1, beta2) = group["lr"], group["betas"]
-            update = torch._foreach_lerp(momenta, grads, 1 - beta1)
-            torch._foreach_sign_(update)
-            torch._foreach_mul_(update, -lr)
-            torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
-            torch._foreach_add_(params, update)
-            torch._foreach_lerp_(momenta, grads, 1 - beta2)
+            lion_(
+                params,
+                grads,
+                momenta,
+                lr=group["lr"],
+                betas=group["betas"],
+                weight_decay=group["weight_decay"],
+            )
         return loss
+
+
+def lion_(
+    params: list[Tensor],
+    grads: list[Tensor],
+    momenta: list[Tensor],
+    *,
+    lr: float | Tensor,
+    betas: tuple[float, float],
+    weight_decay: float,
+) -> None:
+    """Lion's arithmetic on lists of tensors, in place."""
+    beta1, beta2 = betas
+    update = torch._foreach_lerp(momenta, grads, 1 - beta1)
+    torch._foreach_sign_(update)
+    torch._foreach_mul_(update, -lr)
+    torch._foreach_mul_(params, 1 - lr * weight_decay)
+    torch._foreach_add_(params, update)
+    torch._foreach_lerp_(momenta, grads, 1 - beta2)
 
 
 class FlexibleAdam(Optimizer):

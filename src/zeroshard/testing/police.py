@@ -30,6 +30,9 @@ _SWITCHES: dict[Callable[[], Any], Callable[[Any], Any]] = {
 }
 
 
+_ONCE = frozenset({"zeroshard-compile"})  # one thread per process, begun by its first engine
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """What a process shares between its tests."""
@@ -45,7 +48,7 @@ def snapshot() -> Snapshot:
     """The state now. Costs about 0.1 ms. Open files are known on Linux only."""
     return Snapshot(
         environ={k: v for k, v in os.environ.items() if k not in _VOLATILE},
-        threads=frozenset(threading.enumerate()),
+        threads=frozenset(t for t in threading.enumerate() if t.name not in _ONCE),
         files=_open_files(),
         process_group=dist.is_available() and dist.is_initialized(),
         switches={switch.__name__: switch() for switch in _SWITCHES},

@@ -2,8 +2,9 @@
 
 It is given fragments instead of parameters: one-dimensional slices of the flat shards (or the parameter
 in its own shape, where a rank owns all of it), in the same param groups. An element-wise optimizer never
-learns the difference. Units are updated one after the other, so that fp32 gradients exist for one unit
-at a time.
+learns the difference. Units are updated one after the other. Where the class's kernel is known, a unit
+goes through it in one pass over memory (:mod:`zeroshard.zero.onepass`); else the optimizer's own
+``step`` runs, and fp32 gradients exist for one unit at a time.
 """
 
 from __future__ import annotations
@@ -18,12 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from zeroshard.core.ledger import Ledger
 from zeroshard.errors import UsageError
+from zeroshard.native import adam
 from zeroshard.zero.clip import norm_of
+from zeroshard.zero.onepass import PIECE_NUMEL, Kernel, OnePass, follow
 from zeroshard.zero.reduce import GradBuffer
 from zeroshard.zero.unit import Unit
-
-CHUNK_NUMEL = 2**18
-"""Parameters are compared with their masters in pieces of this many elements: they stay in cache."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -86,19 +86,19 @@ class Tile:
             )
 
     def follow(self) -> None:
-        """Take over what the program wrote into the parameters since the last step, by whatever means.
-
-        Elements that are not the rounded master were written: the master takes them. The others keep
-        the bits that rounding drops. One pass over both, without waiting for the device.
-        """
+        """The master takes over what the program wrote into the parameters, by whatever means."""
         self.unit.wait()
         self.unit.absorb()
+        self.follow_low()
+
+    def follow_low(self) -> None:
+        """The master takes what differs from it in ``low_R``, without waiting for the device."""
         if self.has_master and not isinstance(self.low_R, FakeTensor):
-            chunk = CHUNK_NUMEL if self.low_R.device.type == "cpu" else max(1, self.low_R.numel())
+            piece = PIECE_NUMEL if self.low_R.device.type == "cpu" else max(1, self.low_R.numel())
             for master, low in zip(
-                self.master_R.split(chunk), self.low_R.split(chunk), strict=True
+                self.master_R.split(piece), self.low_R.split(piece), strict=True
             ):
-                _follow(master, low)
+                follow(master, low)
 
 
 class ShardedOptimizer:
@@ -106,7 +106,7 @@ class ShardedOptimizer:
 
     The optimizer object stays the user's: its groups keep their options and learning rates, its
     ``state`` is keyed by fragment. Only ``params`` of the groups are replaced, by ``seat(inner, params
-    of each group)``.
+    of each group)``. ``kernel_of`` knows which optimizers can be updated in one pass, and how.
     """
 
     def __init__(
@@ -118,6 +118,7 @@ class ShardedOptimizer:
         rank: int,
         ledger: Ledger,
         seat: Callable[[torch.optim.Optimizer, Sequence[Sequence[Tensor]]], None],
+        kernel_of: Callable[[torch.optim.Optimizer], Kernel | None],
     ) -> None:
         _refuse_used(inner)
         self.inner = inner
@@ -139,6 +140,9 @@ class ShardedOptimizer:
             self._groups[fragment.group].append(fragment.value)
         seat(inner, self._groups)
         self._updating = False
+        self._kernel_of = kernel_of
+        self._kernel: Kernel | None = None
+        self._passes: dict[int, OnePass] = {}  # by position of the tile
         self._guard = inner.register_step_pre_hook(self._refuse_direct_step)
         self.skips_on_device = bool(getattr(inner, "_step_supports_amp_scaling", False))
         self.account()
@@ -176,21 +180,30 @@ class ShardedOptimizer:
         *,
         found_inf: Tensor | None = None,
         untouched: Mapping[int, frozenset[int]] | None = None,
+        published: Callable[[Unit], object] = id,
     ) -> None:
         """One optimizer step with gradients multiplied by ``factor`` (0-dim).
 
         ``found_inf``: 0-dim float, 1 where nothing may change; passed to optimizers that skip on the
         device. ``untouched``: per unit (by id) the slots that no rank gave a gradient: like PyTorch
-        with ``grad is None``, they are left out of the step.
+        with ``grad is None``, they are left out of the step. ``published(unit)`` is called as soon as
+        the unit is updated, before the next one is.
         """
         inner = self.inner
+        in_one_pass = self._choose_kernel() and found_inf is None
         if found_inf is not None:
             inner.found_inf, inner.grad_scale = found_inf, None  # type: ignore[attr-defined]
         self._updating = True
         try:
-            for tile in self.tiles:
+            for at, tile in enumerate(self.tiles):
                 skipped = (untouched or {}).get(id(tile.unit), frozenset())
-                self._update_tile(tile, factor, skipped)
+                prepared = self._one_pass(at, tile) if in_one_pass and not skipped else None
+                if prepared is not None:
+                    self._run(prepared, tile, factor)
+                else:
+                    tile.follow_low()
+                    self._update_tile(tile, factor, skipped)
+                published(tile.unit)
         finally:
             self._updating = False
             for group, params in zip(inner.param_groups, self._groups, strict=True):
@@ -198,6 +211,47 @@ class ShardedOptimizer:
             if found_inf is not None:
                 del inner.found_inf, inner.grad_scale  # type: ignore[attr-defined]
         self.account()
+
+    def _choose_kernel(self) -> bool:
+        """Is there a kernel, now? Options and hooks may have changed since the last step."""
+        inner = self.inner
+        hooked = len(inner._optimizer_step_pre_hooks) > 1 or bool(inner._optimizer_step_post_hooks)
+        kernel = None if hooked else self._kernel_of(inner)
+        if kernel != self._kernel:
+            self._kernel = kernel
+            self._passes.clear()
+            if kernel is not None and kernel.compiles:
+                adam.prepare()
+        return kernel is not None
+
+    def _one_pass(self, at: int, tile: Tile) -> OnePass | None:
+        """The tile's prepared pass; None on other devices, and until the optimizer made its state."""
+        kernel = self._kernel
+        assert kernel is not None
+        if tile.master_R.device.type != "cpu" or isinstance(tile.master_R, FakeTensor):
+            return None
+        states = [self.inner.state.get(fragment.value, {}) for fragment in tile.fragments]
+        prepared = self._passes.get(at)
+        if prepared is not None and prepared.is_current(states):
+            return prepared
+        names = {*kernel.shaped, *(["step"] if kernel.counts else [])}
+        if not all(names <= state.keys() for state in states):
+            return None
+        self._passes[at] = made = OnePass(
+            kernel,
+            [(fragment.group, fragment.at, fragment.value) for fragment in tile.fragments],
+            states,
+            master_R=tile.master_R,
+            low_R=tile.low_R,
+        )
+        return made
+
+    def _run(self, prepared: OnePass, tile: Tile, factor: Tensor) -> None:
+        grad_R, master_R = tile.gradient(), tile.master_R
+        casts = grad_R.dtype != master_R.dtype
+        piece_nbytes = min(PIECE_NUMEL, master_R.numel()) * master_R.element_size()
+        with self.ledger.lend("update", piece_nbytes if casts else 0):
+            prepared.run(grad_R, float(factor), self.inner.param_groups)
 
     def _update_tile(self, tile: Tile, factor: Tensor, skipped: frozenset[int]) -> None:
         grad_R, master = tile.gradient(), tile.master_R
@@ -234,10 +288,14 @@ class ShardedOptimizer:
             )
 
     def follow_edits(self) -> None:
-        """What the program wrote into parameters is what the step starts from."""
+        """What the program wrote into parameters is what the step starts from.
+
+        Parameters are brought home here; masters follow in :meth:`update`, which reads them anyway.
+        """
         for tile in self.tiles:
             tile.refuse_grad()
-            tile.follow()
+            tile.unit.wait()
+            tile.unit.absorb()
 
     # ------------------------------------------------------------------ state
 
@@ -265,7 +323,7 @@ class ShardedOptimizer:
         for tile in self.tiles:
             for category in ("master", "optimizer"):
                 self.ledger.hold(category, tile.unit.name, 0)
-        self.tiles, self._groups = [], []
+        self.tiles, self._groups, self._passes = [], [], {}
 
 
 def _make_tile(
@@ -292,18 +350,6 @@ def _make_tile(
             OwnedFragment(param, index, group_of[id(param)], piece.at, piece.numel, value.detach())
         )
     return Tile(unit, buffer, low_R, master_R, tuple(fragments), own)
-
-
-def _follow(master: Tensor, low: Tensor) -> None:
-    rounded = master.to(low.dtype)
-    if low.device.type == "cpu" and torch.equal(_bits(rounded), _bits(low)):
-        return  # a look is cheaper than a write
-    torch.where(rounded == low, master, low.to(master.dtype), out=master)
-
-
-def _bits(flat: Tensor) -> Tensor:
-    """For fast comparison; every tile holds a multiple of 64 elements."""
-    return flat.view(torch.int64)
 
 
 def _refuse_used(inner: torch.optim.Optimizer) -> None:

@@ -1,0 +1,146 @@
+"""Does a training step make the host wait for the GPU, or the allocator ask the driver for memory?
+
+Three looks, since none sees everything. PyTorch's own debug mode names each operation that waits, but
+knows nothing of events and streams that are waited for by hand. Behind a GPU that sleeps, any wait
+shows in the time that the host needs. The allocator counts its calls to the driver.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from trainers import SYSTEMS, Job, Trainer, batches
+
+_WAITS = "synchronizing CUDA operation"  # part of the text of PyTorch's warning and error
+_SLEEP_CYCLES = 2_000_000_000  # about a second: longer than any host needs for a step
+_DRIVER_CALLS = ("num_device_alloc", "num_device_free", "num_alloc_retries")
+Phase = tuple[str, Callable[[], Any]]
+
+
+def audit(job: Job, *, rows: int = 1) -> dict[str, Any]:
+    """Driver calls in steps 4 to 10, then waits of one step, by the three looks.
+
+    The batch is on the GPU, and no loss is read: every wait is the system's own.
+    """
+    trainer = SYSTEMS[job.system](job)
+    data = batches(job.shape, rows, job.device, count=1)[0]
+    for _ in range(3):
+        _step(trainer, data)
+    before = _driver_calls(job.device)
+    for _ in range(7):
+        _step(trainer, data)
+    found: dict[str, Any] = {"driver_calls_after_step_3": _since(before, job.device)}
+    if job.device != "cuda":
+        _step(trainer, data)
+        trainer.close()
+        return found
+    found["behind_sleep"] = _behind_sleep(trainer, data)
+    found["waits"] = _named_waits(trainer, data)
+    found["first_error"] = _first_error(trainer, data)
+    return found
+
+
+def _phases(trainer: Trainer, data: tuple[Tensor, Tensor]) -> list[Phase]:
+    loss: list[Tensor] = []
+    return [
+        ("forward", lambda: loss.append(trainer.forward(*data))),
+        ("backward", lambda: trainer.backward(loss[0])),
+        ("step", trainer.step),
+    ]
+
+
+def _step(trainer: Trainer, data: tuple[Tensor, Tensor]) -> None:
+    for _, call in _phases(trainer, data):
+        call()
+
+
+def _driver_calls(device: str) -> dict[str, int]:
+    if device != "cuda":
+        return {}
+    torch.cuda.synchronize()
+    stats = torch.cuda.memory_stats()
+    calls = {name: int(stats.get(name, 0)) for name in _DRIVER_CALLS}
+    if hasattr(torch.cuda, "host_memory_stats"):
+        host = torch.cuda.host_memory_stats()
+        calls |= {name: int(host.get(name, 0)) for name in ("num_host_alloc", "num_host_free")}
+    return calls
+
+
+def _since(before: dict[str, int], device: str) -> dict[str, int]:
+    return {name: count - before[name] for name, count in _driver_calls(device).items()}
+
+
+def _behind_sleep(trainer: Trainer, data: tuple[Tensor, Tensor]) -> dict[str, Any]:
+    """Host milliseconds per phase while the GPU sleeps, and whether it still slept at the end of each."""
+    torch.cuda.synchronize()
+    woken = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    torch.cuda._sleep(_SLEEP_CYCLES)  # type: ignore[no-untyped-call]
+    woken.record()
+    found: dict[str, Any] = {}
+    for name, call in _phases(trainer, data):
+        begin_s = time.perf_counter()
+        call()
+        found[f"{name}_ms"] = 1e3 * (time.perf_counter() - begin_s)
+        found[f"{name}_waited"] = bool(woken.query())  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    return found
+
+
+def _named_waits(trainer: Trainer, data: tuple[Tensor, Tensor]) -> list[dict[str, Any]]:
+    """Every wait of one step that PyTorch knows of, with the frames that led there."""
+    found: list[dict[str, Any]] = []
+    phase = ""
+
+    def note(message: Any, *_: Any, **__: Any) -> None:
+        if _WAITS in str(message):
+            found.append({"phase": phase, "frames": frames_of(traceback.extract_stack())})
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = note
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            for name, call in _phases(trainer, data):
+                phase = name
+                call()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    return found
+
+
+def _first_error(trainer: Trainer, data: tuple[Tensor, Tensor]) -> dict[str, Any] | None:
+    """Where the first wait raises, None if nothing does. Leaves the system unusable if it raises."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    phase = ""
+    try:
+        for name, call in _phases(trainer, data):
+            phase = name
+            call()
+    except RuntimeError as error:
+        if _WAITS not in str(error):
+            raise
+        return {"phase": phase, "frames": frames_of(traceback.extract_tb(error.__traceback__))}
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    return None
+
+
+def frames_of(stack: traceback.StackSummary) -> list[str]:
+    """The library's own frames, outermost first; without any, the innermost frame that is not ours."""
+    named = [
+        (f.filename.replace("\\", "/"), f"{f.lineno} in {f.name}: {f.line}")
+        for f in stack
+        if not f.filename.endswith(("audit.py", "warnings.py"))
+    ]
+    own = [f"zeroshard/{file.partition('/zeroshard/')[2]}:{text}" for file, text in named
+           if "/zeroshard/" in file]  # fmt: skip
+    return own or [f"{file}:{text}" for file, text in named[-1:]]

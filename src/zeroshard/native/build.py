@@ -1,0 +1,94 @@
+"""Where is a C++ source compiled, and where is the result kept?
+
+In a folder of the user's own, under a name that holds the source, the compiler and the processor. A
+library appears there complete or not at all, whoever else builds it at the same time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+from pathlib import Path
+
+FLAGS = (
+    *("-O3", "-march=native", "-shared", "-fPIC"),
+    *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
+)
+_TIMEOUT_S = 120
+
+
+class CannotBuild(Exception):
+    """No compiler, or it failed. The message is one line."""
+
+
+def load(source: Path) -> ctypes.CDLL:
+    """The compiled ``source``, from the cache if it is there. Raises :class:`CannotBuild`."""
+    compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "clang++", "c++")), None)
+    if compiler is None or shutil.which(compiler) is None:
+        raise CannotBuild(f"no C++ compiler ({compiler or 'g++, clang++'}) was found")
+    identity = [source.read_text(), compiler, _version_of(compiler), *FLAGS, _processor()]
+    name = hashlib.sha256("\0".join(identity).encode()).hexdigest()[:24]
+    try:
+        library = _cache_folder() / f"{source.stem}-{name}.so"
+        if not library.exists():
+            _build(compiler, source, library)
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        raise CannotBuild(f"{type(error).__name__}: {error}") from error
+
+
+def _build(compiler: str, source: Path, library: Path) -> None:
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        fresh = Path(folder, library.name)
+        command = [compiler, *FLAGS, "-o", str(fresh), str(source)]
+        try:
+            ended = _run(command, _TIMEOUT_S)
+        except subprocess.TimeoutExpired as error:
+            raise CannotBuild(f"{compiler} took more than {_TIMEOUT_S} s") from error
+        if ended.returncode:
+            first = next(iter(ended.stderr.strip().splitlines()), "no message")
+            raise CannotBuild(f"{compiler} failed: {first[:200]}")
+        fresh.replace(library)
+
+
+def _run(command: list[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=timeout_s)
+
+
+def _version_of(compiler: str) -> str:
+    try:
+        ended = _run([compiler, "--version"], 20)
+    except subprocess.SubprocessError as error:
+        raise CannotBuild(f"{compiler} --version: {error}") from error
+    return ended.stdout
+
+
+def _processor() -> str:
+    """What ``-march=native`` depends on: a home directory may serve many kinds of machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    known = {line for line in lines if line.startswith(("model name", "flags", "Features"))}
+    return "\n".join(sorted(known))
+
+
+def _cache_folder() -> Path:
+    """A folder that only this user can write: what lies in it is executed."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(base, "zeroshard", "native")
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        state = folder.stat()
+        mine = state.st_uid == os.getuid() and not state.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        if mine and os.access(folder, os.W_OK):
+            return folder
+    except (OSError, RuntimeError):
+        pass  # no home, a read-only one, or somebody else's: the next line serves
+    return Path(tempfile.mkdtemp(prefix="zeroshard-native-"))

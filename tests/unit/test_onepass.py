@@ -1,0 +1,202 @@
+"""Is the one-pass update the optimizer's own step, bit for bit, compiled or not?"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from zeroshard import Engine
+from zeroshard.engine.optimizer_classes import Lion
+from zeroshard.native import adam, build
+from zeroshard.zero import onepass, optimizer
+
+SIZES = [(64, 64), (7, 3), (129,), (64,), (1,), (300, 70)]  # with and without a tail
+
+OPTIMIZERS = {
+    "AdamW": lambda groups: torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), fused=True),
+    "Adam, L2": lambda groups: torch.optim.Adam(groups, lr=1e-2, weight_decay=0.3, fused=True),
+    "AdamW, maximize": lambda groups: torch.optim.AdamW(groups, maximize=True, fused=True),
+    "AdamW, tensor lr": lambda groups: torch.optim.AdamW(groups, lr=torch.tensor(1e-2), fused=True),
+    "SGD": lambda groups: torch.optim.SGD(groups, lr=1e-2, fused=True),
+    "SGD, momentum": lambda groups: torch.optim.SGD(
+        groups, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1, fused=True
+    ),
+    "Lion": lambda groups: Lion(groups, lr=1e-3, weight_decay=0.1),
+}
+
+
+class Bag(nn.Module):
+    """Parameters of all sizes; the gradient of each is a fixed random tensor times a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.bag = nn.ParameterList(
+            nn.Parameter(torch.randn(size, generator=generator)) for size in SIZES
+        )
+        self.slopes = [torch.randn(size, generator=generator) for size in SIZES]
+
+    def forward(self, scale: torch.Tensor) -> torch.Tensor:
+        pairs = zip(self.bag, self.slopes, strict=True)
+        return sum((p.float() * s * scale).sum() for p, s in pairs) + 0.01 * sum(
+            p.float().square().sum() for p in self.bag
+        )
+
+
+def train(name, precision, *, steps=5, edit=True):
+    """Parameters, masters and moments after some steps, one of them with an edit before it."""
+    model = Bag()
+    params = list(model.bag)
+    groups = [{"params": params[::2]}, {"params": params[1::2], "weight_decay": 0.2, "lr": 3e-3}]
+    config = {"train_batch_size": 1, "gradient_clipping": 1.0, "zero_optimization": {"stage": 2}}
+    if precision != "fp32":
+        config[precision] = {"enabled": True}
+    with Engine(model, config=config, optimizer=OPTIMIZERS[name](groups)) as engine:
+        for step in range(steps):
+            engine.backward(engine(torch.tensor(1.5**step)))
+            engine.step()
+            if edit and step == 2:
+                with torch.no_grad():
+                    model.bag[0].mul_(1.5)
+                    model.bag[1].add_(1.0)
+        tiles = engine.runtime.optimizer.tiles
+        state = [
+            value.clone()
+            for tile in tiles
+            for fragment in tile.fragments
+            for value in engine.runtime.optimizer.state_of(fragment).values()
+        ]
+        masters = [tile.master_R.clone() for tile in tiles]
+        return [p.detach().clone() for p in model.bag] + masters + state
+
+
+def assert_same_bits(some, others):
+    assert len(some) == len(others) > len(SIZES)
+    for a, b in zip(some, others, strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)
+
+
+@pytest.fixture(scope="module")
+def library():
+    found = adam.wait()
+    assert found is not None, "a compiler is there: the library must be"
+    return found
+
+
+@pytest.mark.parametrize("piece", [64, 192, 2**18])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_pieces_give_the_bits_of_the_optimizers_own_step(monkeypatch, name, precision, piece):
+    monkeypatch.setattr(adam, "compiled", lambda: None)
+    monkeypatch.setattr(onepass, "PIECE_NUMEL", piece)
+    ran = []
+    run = onepass.OnePass.run
+    monkeypatch.setattr(onepass.OnePass, "run", lambda *a: (ran.append(1), run(*a)))
+    pieces = train(name, precision)
+    assert ran
+    monkeypatch.setattr(optimizer.ShardedOptimizer, "_choose_kernel", lambda self: False)
+    count = len(ran)
+    assert_same_bits(pieces, train(name, precision))
+    assert len(ran) == count
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["AdamW", "Adam, L2", "AdamW, maximize", "AdamW, tensor lr"])
+def test_the_compiled_update_gives_the_same_bits(monkeypatch, library, name, precision, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        used = []
+        update = adam.CompiledAdam.update
+        monkeypatch.setattr(
+            adam.CompiledAdam, "update", lambda *a, **kw: (used.append(kw), update(*a, **kw))
+        )
+        compiled = train(name, precision)
+        assert used
+        assert used[0] == {"threads": threads}
+        monkeypatch.setattr(adam, "compiled", lambda: None)
+        assert_same_bits(compiled, train(name, precision))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("__builtin_fmaf(weight1, g - exp_avg[i], ", "(weight1 * (g - exp_avg[i]) + "),
+        ("__builtin_fmaf(param, l2, g)", "(param * l2 + g)"),
+        ("param * decay", "param - param * (1 - decay)"),
+        ("((bits >> 16) & 1u)", "1u"),
+        ("1 - std::pow(options.beta2, step)", "1.0"),
+    ],
+)
+def test_a_library_with_other_bits_is_refused(tmp_path, right, wrong):
+    source = (onepass.adam.__file__).replace("adam.py", "adam.cpp")
+    text = open(source).read()
+    assert right in text
+    other = tmp_path / "adam.cpp"
+    other.write_text(text.replace(right, wrong))
+    assert not adam.agrees_with_torch(adam.CompiledAdam(build.load(other)))
+
+
+def test_without_a_compiler_there_is_one_line_and_no_library(monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(build.CannotBuild, match=r"no C\+\+ compiler \(no-such-compiler\)"):
+        build.load(tmp_path / "x.cpp")
+
+
+def test_what_the_compiler_says_is_in_the_message(tmp_path):
+    bad = tmp_path / "bad.cpp"
+    bad.write_text("int f() { return nonsense; }")
+    with pytest.raises(build.CannotBuild, match="failed: "):
+        build.load(bad)
+
+
+def test_a_cache_folder_that_others_can_write_is_not_used(monkeypatch, tmp_path):
+    folder = tmp_path / "zeroshard" / "native"
+    folder.mkdir(parents=True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert build._cache_folder() == folder
+    folder.chmod(0o777)
+    assert build._cache_folder() != folder
+
+
+def test_options_that_change_between_steps_are_followed():
+    """A kernel is chosen anew at every step: what it cannot do runs through ``step`` again."""
+    results = []
+    for fused in (True, False):
+        torch.manual_seed(0)
+        model = nn.Linear(64, 64)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
+        if not fused:
+            inner.register_step_post_hook(lambda *_: None)  # forces the optimizer's own step
+        with Engine(model, config={"train_batch_size": 1}, optimizer=inner) as engine:
+            for step in range(6):
+                inner.param_groups[0]["momentum"] = 0.0 if step == 3 else 0.9
+                engine.backward(engine(torch.ones(2, 64)).square().mean())
+                engine.step()
+            results.append(copy.deepcopy(model.weight.detach()))
+    assert torch.equal(*results)
+
+
+def test_a_loaded_state_is_what_the_next_step_uses():
+    results = []
+    for loads in (True, False):
+        torch.manual_seed(0)
+        model = nn.Linear(64, 64)
+        inner = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        with Engine(model, config={"train_batch_size": 1}, optimizer=inner) as engine:
+            for step in range(6):
+                if step == 3:
+                    for state in inner.state.values():
+                        new = {key: value.clone() * 0.5 for key, value in state.items()}
+                        state.update(new) if loads else [state[k].mul_(0.5) for k in state]
+                engine.backward(engine(torch.ones(2, 64)).square().mean())
+                engine.step()
+            results.append(model.weight.detach().clone())
+    assert torch.equal(*results)
