@@ -19,7 +19,7 @@ help:
 	@echo "make train        train a GPT on real text under ZeRO-3 (RANKS=2, ARGS='--size tiny')"
 	@echo "make test         run every test (ARGS='tests/unit -k layout')"
 	@echo "make lint         check style, format and types"
-	@echo "make bench        compare a training step with other libraries (ARGS=...)"
+	@echo "make bench        measure beside other libraries, a quarter of an hour (ARGS='--only a1')"
 	@echo "make docs-config  write docs/config.md from the table of keys"
 	@echo "make clean        remove .venv and caches"
 
@@ -44,7 +44,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 bench: $(READY)
-	$(BIN)/python benchmarks/sanity.py $(ARGS)
+	$(BIN)/python benchmarks/run.py $(ARGS)
 
 docs-config: $(READY)
 	$(BIN)/python -m zeroshard.config.docs > docs/config.md.new

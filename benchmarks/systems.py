@@ -8,41 +8,57 @@ bf16 compute, fp32 master, gradients reduced in bf16 unless the text says otherw
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.metadata
-import os
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from models import GPT
 from torch import Tensor, nn
 
 ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 CLIP = 1.0
+TRANSPORTS = ("stock", "p2p", "shm")
+"""Every way in which ZeroShard can move bytes between CPU ranks; one that a version lacks is said so."""
+
+
+def _nothing(_last: bool) -> None:
+    pass
 
 
 @dataclass(frozen=True)
 class Trainer:
-    """One training step in three parts."""
+    """One training step in parts. ``before(last)`` comes before the forward of every micro-batch."""
 
     forward: Callable[[Tensor, Tensor], Tensor]
     backward: Callable[[Tensor], Any]
     step: Callable[[], Any]
     close: Callable[[], Any] = lambda: None
+    before: Callable[[bool], Any] = _nothing
+    counts: bool = False
+    """The system counts micro-batches itself: ``step`` is called after every one."""
+
+
+Build = Callable[[Any, int], Trainer]
+"""From a model and the number of micro-batches per step."""
 
 
 @dataclass(frozen=True)
 class System:
-    """One line of the table. ``library``: the package that must be installed."""
+    """One line of a table. ``library``: the package that must be installed.
+
+    ``compared``: does it train on all ranks' data, so that its losses must be the others'?
+    """
 
     name: str
     family: str
     library: str
-    build: Callable[[GPT], Trainer]
+    build: Build
     setting: str
-    trains: bool = True
+    stage: int | None = None
+    transport: str = ""
+    compared: bool = True
 
     @property
     def version(self) -> str | None:
@@ -52,43 +68,113 @@ class System:
         except importlib.metadata.PackageNotFoundError:
             return None
 
+    @property
+    def absent(self) -> str:
+        """Why this line cannot run here; empty if it can."""
+        if self.version is None:
+            return f"{self.library} is not installed"
+        if self.transport and not has_transport(self.transport):
+            return f"transport {self.transport!r} is not in this version"
+        return ""
 
-def floor(model: GPT) -> Trainer:
+
+def has_transport(name: str) -> bool:
+    """Does the installed ZeroShard know this transport?"""
+    from zeroshard.comm import connect
+
+    return name in connect.TRANSPORTS
+
+
+# ---------------------------------------------------------------------- torch by itself
+
+
+def floor(model: Any, micro_batches: int) -> Trainer:
     """Forward and backward of the bf16 model: no exchange, no update. Nobody can be below it."""
     model.bfloat16()
-    return Trainer(model, Tensor.backward, lambda: model.zero_grad(set_to_none=True))
+    return Trainer(
+        model, _backward(micro_batches),
+        lambda: model.zero_grad(set_to_none=True),
+    )  # fmt: skip
 
 
-def ddp(model: GPT) -> Trainer:
-    """DDP keeps fp32 parameters, computes under bf16 autocast and all-reduces fp32 gradients."""
-    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+def _backward(micro_batches: int) -> Callable[[Tensor], None]:
+    """The gradient of a mean over micro-batches, one at a time."""
 
-    def forward(tokens: Tensor, targets: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            loss: Tensor = wrapped(tokens, targets)
-            return loss
+    def backward(loss: Tensor) -> None:
+        torch.autograd.backward(loss / micro_batches)
 
-    return Trainer(forward, Tensor.backward, _clipped_step(model, optimizer))
+    return backward
 
 
-def fsdp2(reshard: bool) -> Callable[[GPT], Trainer]:
-    """FSDP2: fp32 shards, bf16 parameters, bf16 reductions, one group per block."""
+def plain(**kernel: bool) -> Build:
+    """bf16 parameters, an fp32 master of each, casts, clipping, one ``torch.optim.AdamW``."""
 
-    def build(model: GPT) -> Trainer:
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    options: dict[str, Any] = {**ADAMW, **kernel}
 
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-        for block in model.blocks:
-            fully_shard(block, mp_policy=policy, reshard_after_forward=reshard)
-        fully_shard(model, mp_policy=policy, reshard_after_forward=reshard)
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
-        return Trainer(model, Tensor.backward, _clipped_step(model, optimizer))
+    def build(model: Any, micro_batches: int) -> Trainer:
+        masters = [param.detach().clone() for param in model.parameters()]
+        params = list(model.bfloat16().parameters())
+        optimizer = torch.optim.AdamW(masters, **options)
+
+        def step() -> None:
+            for master, param in zip(masters, params, strict=True):
+                master.grad, param.grad = param.grad.float(), None
+            nn.utils.clip_grad_norm_(masters, CLIP)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            for master, param in zip(masters, params, strict=True):
+                param.data.copy_(master)
+
+        return Trainer(model, _backward(micro_batches), step)
 
     return build
 
 
-def _clipped_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+def ddp(model: Any, micro_batches: int) -> Trainer:
+    """DDP keeps fp32 parameters, computes under bf16 autocast and all-reduces fp32 gradients."""
+    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+
+    def forward(x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss: Tensor = wrapped(x, y)
+            return loss
+
+    def before(last: bool) -> None:  # what no_sync() does, one flag at a time
+        wrapped.require_backward_grad_sync = last
+
+    return Trainer(
+        forward, _backward(micro_batches), clipped_step(model, optimizer),
+        before=before,
+    )  # fmt: skip
+
+
+def shard_with_fsdp2(model: Any, *, reshard: bool) -> None:
+    """FSDP2: fp32 shards, bf16 parameters, bf16 reductions, one group per large module."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    for module in [*model.groups(), model]:
+        fully_shard(module, mp_policy=policy, reshard_after_forward=reshard)
+
+
+def fsdp2(reshard: bool, *, syncs_always: bool = True) -> Build:
+    """``syncs_always=False``: gradients are reduced after the last micro-batch only."""
+
+    def build(model: Any, micro_batches: int) -> Trainer:
+        shard_with_fsdp2(model, reshard=reshard)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+        return Trainer(
+            model, _backward(micro_batches), clipped_step(model, optimizer),
+            before=lambda last: model.set_requires_gradient_sync(last or syncs_always),
+        )  # fmt: skip
+
+    return build
+
+
+def clipped_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Clip, update, drop the gradients."""
+
     def step() -> None:
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
@@ -97,87 +183,130 @@ def _clipped_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callabl
     return step
 
 
-def deepspeed(stage: int) -> Callable[[GPT], Trainer]:
-    """DeepSpeed with the best keys found for this size, see benchmarks/README.md."""
+# ---------------------------------------------------------------------- DeepSpeed
 
-    def build(model: GPT) -> Trainer:
-        with contextlib.redirect_stdout(None):
-            import deepspeed as library
 
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "bf16": {"enabled": True},
-            "gradient_clipping": CLIP,
-            "zero_optimization": {
-                "stage": stage,
-                "overlap_comm": False,
-                "contiguous_gradients": True,
-                "reduce_bucket_size": 5_000_000,
-                "allgather_bucket_size": 5_000_000,
-            },
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-            "steps_per_print": 10**9,
-        }
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+def import_deepspeed() -> Any:
+    """The library without what it prints when it is imported."""
+    with contextlib.redirect_stdout(None):
+        return importlib.import_module("deepspeed")
+
+
+def deepspeed_config(stage: int, micro_batches: int = 1) -> dict[str, Any]:
+    """The best keys found for this size, see benchmarks/README.md."""
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": micro_batches,
+        "bf16": {"enabled": True},
+        "gradient_clipping": CLIP,
+        "zero_optimization": {
+            "stage": stage,
+            "overlap_comm": False,
+            "contiguous_gradients": True,
+            "reduce_bucket_size": 5_000_000,
+            "allgather_bucket_size": 5_000_000,
+        },
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "steps_per_print": 10**9,
+    }
+
+
+def deepspeed(stage: int) -> Build:
+    """DeepSpeed around torch's fused AdamW."""
+
+    def build(model: Any, micro_batches: int) -> Trainer:
+        library = import_deepspeed()
         engine, *_ = library.initialize(
-            model=model, optimizer=optimizer, config=config, dist_init_required=False
+            model=model,
+            optimizer=torch.optim.AdamW(model.parameters(), fused=True, **ADAMW),
+            config=deepspeed_config(stage, micro_batches),
+            dist_init_required=False,
         )
-        return Trainer(engine, engine.backward, engine.step, engine.destroy)
+        return Trainer(engine, engine.backward, engine.step, engine.destroy, counts=True)
 
     return build
 
 
-def zeroshard(stage: int, transport: str) -> Callable[[GPT], Trainer]:
-    """ZeroShard; ``stock``: collectives of gloo, ``p2p``: tagged sends and receives over gloo."""
+# ---------------------------------------------------------------------- ZeroShard
 
-    def build(model: GPT) -> Trainer:
+
+def zeroshard_config(stage: int, micro_batches: int = 1, **keys: Any) -> dict[str, Any]:
+    """Defaults of the library, and the numbers that all systems share."""
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": micro_batches,
+        "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},
+        "bf16": {"enabled": True},
+        "gradient_clipping": CLIP,
+        "zero_optimization": {"stage": stage},
+        "steps_per_print": 10**9,
+        **keys,
+    }
+
+
+def zeroshard(stage: int, **keys: Any) -> Build:
+    """ZeroShard with further keys of its configuration, such as ``transport``."""
+
+    def build(model: Any, micro_batches: int) -> Trainer:
         from zeroshard import Engine
 
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},
-            "bf16": {"enabled": True},
-            "gradient_clipping": CLIP,
-            "zero_optimization": {"stage": stage},
-            "steps_per_print": 10**9,
-            "transport": transport,
-        }
-        engine = Engine(model, config=config)
-        return Trainer(engine, engine.backward, engine.step, engine.close)
+        engine = Engine(model, config=zeroshard_config(stage, micro_batches, **keys))
+        return Trainer(engine, engine.backward, engine.step, engine.close, counts=True)
 
     return build
 
 
-def catalogue() -> list[System]:
-    """Every line of the comparison, in the order of the table."""
-    fsdp_setting = "fp32 shards, bf16 reductions, reshard_after_forward as named"
-    own_setting = "bf16 reductions, defaults"
-    return [
-        System("forward + backward", "floor", "torch", floor, "bf16, one rank by itself", False),
-        System("DDP", "DDP", "torch", ddp, "fp32 parameters and reductions, bf16 autocast"),
-        System("FSDP2, not resharded", "FSDP2", "torch", fsdp2(False), fsdp_setting),
-        System("FSDP2, resharded", "FSDP2", "torch", fsdp2(True), fsdp_setting),
-        *(
-            System(
-                f"DeepSpeed stage {stage}", "DeepSpeed", "deepspeed", deepspeed(stage),
-                "bf16 reductions, overlap_comm off, buckets of 5e6",
-            )
-            for stage in (1, 2, 3)
-        ),
-        *(
-            System(
-                f"ZeroShard stage {stage}, {transport}", f"ZeroShard {transport}", "zeroshard",
-                zeroshard(stage, transport), own_setting,
-            )
-            for transport in ("stock", "p2p")
-            for stage in (0, 1, 2, 3)
-        ),
-    ]  # fmt: skip
+# ---------------------------------------------------------------------- the lines of the tables
 
 
-def prepare_process() -> None:
-    """What some systems read from the environment before they are imported."""
-    warnings.filterwarnings("ignore", category=FutureWarning)  # peers under newer names of torch
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    os.environ.setdefault("DS_BUILD_OPS", "0")
+def floor_line() -> System:
+    """The model alone."""
+    return System(
+        "forward + backward", "floor", "torch", floor, "bf16, one rank by itself", compared=False
+    )
+
+
+def plain_line(name: str, *, compared: bool, **kernel: bool) -> System:
+    """PyTorch in one process. With one rank it has the data of the others."""
+    return System(
+        name, "PyTorch", "torch", plain(**kernel), "bf16, fp32 master, one rank by itself",
+        compared=compared,
+    )  # fmt: skip
+
+
+def ddp_line() -> System:
+    """No sharding."""
+    return System(
+        "DDP", "DDP", "torch", ddp,
+        "fp32 parameters and reductions, bf16 autocast; no_sync while it accumulates",
+    )  # fmt: skip
+
+
+def fsdp2_line(reshard: bool, *, syncs_always: bool = True) -> System:
+    """Stage 2 if parameters stay gathered from forward to backward, else stage 3."""
+    name = f"FSDP2, {'resharded' if reshard else 'not resharded'}"
+    setting = f"fp32 shards, bf16 reductions, reshard_after_forward={reshard}"
+    if not syncs_always:
+        name, setting = f"{name}, no sync", f"{setting}, set_requires_gradient_sync(False)"
+    build = fsdp2(reshard, syncs_always=syncs_always)
+    return System(name, "FSDP2", "torch", build, setting, stage=3 if reshard else 2)
+
+
+def deepspeed_line(stage: int) -> System:
+    """One stage of DeepSpeed."""
+    return System(
+        f"DeepSpeed stage {stage}", "DeepSpeed", "deepspeed", deepspeed(stage),
+        "bf16 reductions, overlap_comm off, buckets of 5e6", stage=stage,
+    )  # fmt: skip
+
+
+def zeroshard_line(stage: int, transport: str = "auto", *, suffix: str = "", **keys: Any) -> System:
+    """One stage of ZeroShard. ``auto``: the transport that users get; it is not named then."""
+    name = f"ZeroShard stage {stage}" + (f", {transport}" if transport != "auto" else "") + suffix
+    extra = "".join(f", {key}={value}" for key, value in keys.items())
+    return System(
+        name, f"ZeroShard {transport}", "zeroshard", zeroshard(stage, transport=transport, **keys),
+        f"bf16 reductions, transport {transport}{extra or ', defaults'}",
+        stage=stage, transport=transport,
+    )  # fmt: skip

@@ -73,7 +73,8 @@ def test_without_prefetch_and_reuse_two_units_are_gathered():
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2)
 def test_scratch_lists_messages_on_their_way_and_the_fp32_gradient_of_one_unit(stage):
-    with Engine(Stack(depth=6), config=stack_config(stage)) as engine:
+    config = {**stack_config(stage), "transport": "p2p"}
+    with Engine(Stack(depth=6), config=config) as engine:
         for _ in range(2):
             micro_step(engine)
             engine.step()
@@ -91,7 +92,8 @@ def test_scratch_lists_messages_on_their_way_and_the_fp32_gradient_of_one_unit(s
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2)
 def test_small_buckets_bound_what_messages_need(stage):
-    with Engine(Stack(depth=2), config=stack_config(stage, reduce_bucket_size=1024)) as engine:
+    config = {**stack_config(stage, reduce_bucket_size=1024), "transport": "p2p"}
+    with Engine(Stack(depth=2), config=config) as engine:
         micro_step(engine)
         engine.step()
         assert engine._watch.gathers.scratch_nbytes <= 1024 * 2

@@ -77,6 +77,7 @@ def built(how: str, size: dict[str, int], **keys: object) -> Engine:
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": 3},
         "unit_min_numel": 2**16,
+        "transport": "p2p",  # shared memory holds a copy of each shard that is being gathered
         **keys,
     }
     if how == "Init":

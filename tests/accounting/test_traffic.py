@@ -67,6 +67,43 @@ def test_what_backward_needs_first_is_kept_and_not_gathered_again():
         assert payload["reduce_scatter"] == psi(engine)
 
 
+@pytest.mark.parametrize("live", [10**9, 0.6])
+@on_ranks(2)
+def test_units_that_are_reused_soon_are_kept_as_far_as_memory_allows(live):
+    """With room for everything stage 3 moves what stage 2 does; its memory is bounded by the limit."""
+    with Engine(Stack(), config=stack_config(3)) as engine:
+        limit = int(live * psi(engine)) if isinstance(live, float) else live
+    zero = {"stage3_max_reuse_distance": 10**9, "stage3_max_live_parameters": limit}
+    with Engine(Stack(), config=stack_config(3, **zero)) as engine:
+        payload = moved(engine)
+        sizes = {unit.name: unit.layout.full_numel for unit in engine.runtime.units}
+        room, kept = limit - sizes["root"], sizes["root"]
+        for name in ("blocks.3", "blocks.2", "blocks.1", "blocks.0"):
+            room -= sizes[name]
+            kept += sizes[name] if room >= 0 else 0
+        assert sizes["root"] < kept
+        assert (kept == psi(engine)) == (live == 10**9)
+        assert payload["all_gather"] == 2 * psi(engine) - kept
+        element = engine.runtime.units[0].row.param.itemsize
+        transient = 2 * max(n for name, n in sizes.items() if name != "root")
+        assert engine.runtime.ledger.peak["gathered"] <= (limit + transient) * element
+
+
+@pytest.mark.parametrize(("distance", "kept"), [(0, 0), (1, 1), (2.0, 2), (4.0, 3), (3.9, 2)])
+@on_ranks(2)
+def test_the_distance_to_backward_decides_what_is_kept(distance, kept):
+    """Between a block's forward and its backward lie the later blocks, twice. Blocks are equal here."""
+    with Engine(Stack(), config=stack_config(3)) as engine:
+        block = {u.name: u.layout.full_numel for u in engine.runtime.units}["blocks.3"]
+    numel = int(distance * block) if isinstance(distance, float) else distance
+    zero = {"stage3_max_reuse_distance": numel}
+    with Engine(Stack(), config=stack_config(3, **zero)) as engine:
+        payload = moved(engine)
+        sizes = {unit.name: unit.layout.full_numel for unit in engine.runtime.units}
+        spared = kept * block + (sizes["root"] if numel else 0)
+        assert payload["all_gather"] == 2 * psi(engine) - spared
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @on_ranks(2)
 def test_accumulation_is_free_below_stage_2_and_reduces_every_micro_batch_above(stage):

@@ -88,6 +88,8 @@ def check_form(text: str, kind: str) -> None:
     assert lines[0].startswith(f"{kind} at step 1 "), text
 
 
+BOTH = pytest.mark.parametrize("transport", ["shm", "p2p"])
+
 DIVERGENCES = [
     (Fault("skip", 2, "visual"), "gather 'visual' (#7)", "gather 'layers.0' (#7)", "skipped"),
     (Fault("swap", 2, "visual", other="layers.0"), "gather 'visual' (#7)", "'layers.0' (#7)", ""),
@@ -97,11 +99,14 @@ DIVERGENCES = [
 ]
 
 
+@BOTH
 @pytest.mark.parametrize(
     ("fault", "most", "odd", "hint"), DIVERGENCES, ids=[f[0].kind for f in DIVERGENCES]
 )
-def test_ranks_that_call_other_collectives_are_named_on_every_rank(fault, most, odd, hint):
-    results = run_ranks(fails_with, 3, fault, timeout=30)
+def test_ranks_that_call_other_collectives_are_named_on_every_rank(
+    fault, most, odd, hint, transport
+):
+    results = run_ranks(fails_with, 3, fault, QUICK, transport, timeout=30)
     assert len({text for _, text, _ in results}) == 1
     kind, text, seconds = results[0]
     assert kind == "RankDivergence"
@@ -130,9 +135,11 @@ def test_of_two_ranks_neither_is_presumed_right():
     ids=["kill", "abort", "exit"],
 )
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_rank_that_dies_is_named_by_the_others(kind, ends, rank):
+@BOTH
+def test_a_rank_that_dies_is_named_by_the_others(kind, ends, rank, transport):
     fault = Fault(kind, rank, "layers.0")
-    results = run_ranks(fails_with, 3, fault, expect_death={rank: ends}, timeout=30)
+    died = {rank: ends}
+    results = run_ranks(fails_with, 3, fault, QUICK, transport, expect_death=died, timeout=30)
     assert isinstance(results[rank], Death)
     for name, text, seconds in survivors(results, fault):
         assert name == "RankLost"
@@ -144,9 +151,10 @@ def test_a_rank_that_dies_is_named_by_the_others(kind, ends, rank):
         assert seconds < 3
 
 
-def test_an_exception_on_one_rank_is_told_to_the_others():
+@BOTH
+def test_an_exception_on_one_rank_is_told_to_the_others(transport):
     fault = Fault("raise", 1, "layers.0")
-    results = run_ranks(fails_with, 3, fault, timeout=30)
+    results = run_ranks(fails_with, 3, fault, QUICK, transport, timeout=30)
     assert results[1][0] == "InjectedError"
     for name, text, seconds in survivors(results, fault):
         assert name == "RankLost"
@@ -156,9 +164,11 @@ def test_an_exception_on_one_rank_is_told_to_the_others():
         assert seconds < 3
 
 
-def test_a_stopped_rank_ends_the_run_within_its_limit():
+@BOTH
+def test_a_stopped_rank_ends_the_run_within_its_limit(transport):
     fault = Fault("freeze", 1, "layers.0")
-    results = run_ranks(fails_with, 3, fault, expect_death={1: signal.SIGSTOP}, timeout=30)
+    died = {1: signal.SIGSTOP}
+    results = run_ranks(fails_with, 3, fault, QUICK, transport, expect_death=died, timeout=30)
     for name, text, seconds in survivors(results, fault):
         assert name == "RankFrozen"
         check_form(text, name)
@@ -167,9 +177,10 @@ def test_a_stopped_rank_ends_the_run_within_its_limit():
         assert seconds < 2 * QUICK.frozen_s
 
 
-def test_a_rank_that_holds_the_interpreter_lock_is_found_with_its_stack():
+@BOTH
+def test_a_rank_that_holds_the_interpreter_lock_is_found_with_its_stack(transport):
     fault = Fault("hold", 1, "layers.0", seconds=7)
-    results = run_ranks(fails_with, 3, fault, timeout=40)
+    results = run_ranks(fails_with, 3, fault, QUICK, transport, timeout=40)
     for name, text, _ in survivors(results, fault):
         assert name == "RankFrozen"
         check_form(text, name)
@@ -273,9 +284,10 @@ def test_the_hash_check_needs_no_sentinel():
         assert text.startswith("RankDivergence RankDivergence: rank 1 called other collectives")
 
 
+@BOTH
 @on_ranks(3)
-def test_no_wrong_number_is_returned_after_a_swap():
-    watch = watched()
+def test_no_wrong_number_is_returned_after_a_swap(transport):
+    watch = watched(transport=transport)
     comm = FaultyComm(watch.gathers, Fault("swap", 2, "visual", other="layers.0"))
     results = []
     with pytest.raises(Exception, match="RankDivergence"):

@@ -55,8 +55,8 @@ def open_comm(transport, **options):
     return make_comm(transport=transport, **options)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
-@pytest.mark.parametrize("transport", ["p2p", "stock"])
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("transport", ["shm", "p2p", "stock"])
 def test_all_gather(transport, n):
     on_ranks(n)(_all_gather)(transport)
 
@@ -83,8 +83,8 @@ def _all_gather(transport):
     comm.close()
 
 
-@pytest.mark.parametrize("n", [1, 2, 3])
-@pytest.mark.parametrize("transport", ["p2p", "stock"])
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("transport", ["shm", "p2p", "stock"])
 def test_reduce_scatter_sums_in_rank_order(transport, n):
     on_ranks(n)(_reduce_scatter)(transport)
 
@@ -107,7 +107,7 @@ def _reduce_scatter(transport):
 
 
 @pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("transport", ["p2p", "stock"])
+@pytest.mark.parametrize("transport", ["shm", "p2p", "stock"])
 def test_gather_small_gives_every_rank_the_same_rows(transport, n):
     on_ranks(n)(_gather_small)(transport)
 
@@ -124,7 +124,7 @@ def _gather_small(transport):
 
 
 @pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("transport", ["p2p", "stock"])
+@pytest.mark.parametrize("transport", ["shm", "p2p", "stock"])
 def test_broadcast_from_any_rank(transport, n):
     on_ranks(n)(_broadcast)(transport)
 
@@ -167,7 +167,7 @@ def test_a_wide_sum_is_rounded_once():
 
 
 @pytest.mark.parametrize("n", [2, 3])
-@pytest.mark.parametrize("transport", ["p2p", "stock"])
+@pytest.mark.parametrize("transport", ["shm", "p2p", "stock"])
 def test_traffic_is_what_the_collectives_must_send(transport, n):
     on_ranks(n)(_traffic)(transport)
 
@@ -190,17 +190,19 @@ def _traffic(transport):
     comm.close()
 
 
+@pytest.mark.parametrize("transport", ["shm", "p2p"])
 @on_ranks(2)
-def test_transports_opened_one_after_another_do_not_meet_dead_ones():
+def test_transports_opened_one_after_another_do_not_meet_dead_ones(transport):
     for _ in range(4):
-        comm = open_comm("p2p")
+        comm = open_comm(transport)
         assert comm.gather_small(torch.tensor([comm.rank]), name="x").flatten().tolist() == [0, 1]
         comm.close()
 
 
+@pytest.mark.parametrize("transport", ["shm", "p2p"])
 @on_ranks(2)
-def test_a_closed_transport_refuses_calls():
-    comm = open_comm("p2p")
+def test_a_closed_transport_refuses_calls(transport):
+    comm = open_comm(transport)
     comm.close()
     with pytest.raises(UsageError, match="closed communicator"):
         comm.gather_small(torch.zeros(1), name="x")
@@ -310,7 +312,7 @@ def possessions():
     return set(threading.enumerate()), set(open_sockets())
 
 
-@pytest.mark.parametrize("transport", ["p2p", "stock"])
+@pytest.mark.parametrize("transport", ["shm", "p2p", "stock"])
 @on_ranks(2)
 def test_closing_leaves_no_thread_no_socket_and_no_file(transport):
     before = possessions()
@@ -328,9 +330,10 @@ def test_closing_leaves_no_thread_no_socket_and_no_file(transport):
     assert not any(log.parent.exists() for log in logs)
 
 
+@pytest.mark.parametrize("transport", ["shm", "p2p"])
 @on_ranks(2)
-def test_a_forgotten_watch_ends_its_threads():
-    watch = open_watch(transport="p2p", device_type="cpu", trust=QUICK, plan={"a": "1"})
+def test_a_forgotten_watch_ends_its_threads(transport):
+    watch = open_watch(transport=transport, device_type="cpu", trust=QUICK, plan={"a": "1"})
     threads = [t for t in threading.enumerate() if t.name.startswith("zeroshard-")]
     assert len(threads) == 2
     dist.barrier()
@@ -341,10 +344,11 @@ def test_a_forgotten_watch_ends_its_threads():
         assert not thread.is_alive()
 
 
+@pytest.mark.parametrize("transport", ["shm", "p2p"])
 @on_ranks(2)
-def test_two_watches_in_one_process_do_not_disturb_each_other():
+def test_two_watches_in_one_process_do_not_disturb_each_other(transport):
     watches = [
-        open_watch(transport="p2p", device_type="cpu", trust=QUICK, plan={"engine": str(i)})
+        open_watch(transport=transport, device_type="cpu", trust=QUICK, plan={"engine": str(i)})
         for i in range(2)
     ]
     for _ in range(3):
@@ -357,9 +361,10 @@ def test_two_watches_in_one_process_do_not_disturb_each_other():
     watches[1].close()
 
 
+@pytest.mark.parametrize("transport", ["shm", "p2p"])
 @on_ranks(2)
-def test_a_forked_child_leaves_the_log_to_its_parent():
-    watch = open_watch(transport="p2p", device_type="cpu", trust=QUICK, plan={"a": "1"})
+def test_a_forked_child_leaves_the_log_to_its_parent(transport):
+    watch = open_watch(transport=transport, device_type="cpu", trust=QUICK, plan={"a": "1"})
     watch.gathers.gather_small(torch.zeros(1), name="x")
     before = watch.recorder.flight()
     child = os.fork()

@@ -375,7 +375,7 @@ CASES: tuple[Case, ...] = (
         "unknown_transport",
         {**ONE, "transport": "nccl"},
         1,
-        'transport: must be "auto", "p2p" or "stock", not "nccl"',
+        'transport: must be "auto", "shm", "p2p" or "stock", not "nccl"',
     ),
     case(
         "path_is_a_number",

@@ -59,6 +59,13 @@ class Comm(Protocol):
     def broadcast(self, tensor: Tensor, src: int, *, name: str) -> Handle:
         """Overwrite ``tensor`` on every rank with that of rank ``src`` of this group."""
 
+    def empty(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """``[numel]`` for one ``reduce_scatter``, in the memory that this transport sends from.
+
+        Afterwards only the own slice, and a later collective, may write to it; then drop it. Its
+        storage must not be resized.
+        """
+
     def close(self) -> None:
         """Give back groups, sockets and scratch memory. Later calls are errors."""
 
@@ -133,6 +140,10 @@ class SoloComm:
         check_source(src, 1)
         self.recorder.enter(self._broadcasts[name], tensor, tensor.numel(), 0)
         return DONE
+
+    def empty(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Plain memory."""
+        return torch.empty(numel, dtype=dtype, device=device)
 
     def close(self) -> None:
         """Nothing to give back but the recorder's file."""
@@ -212,6 +223,10 @@ class ProcessGroupComm:
             return DONE
         flat = tensor.detach()
         return self._start(item, dist.broadcast, flat, self.ranks[src])
+
+    def empty(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Plain memory."""
+        return torch.empty(numel, dtype=dtype, device=device)
 
     def _start(self, item: Item, call: Any, *args: Any) -> Handle:
         if self._group is None:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
+from typing import cast
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from zeroshard.comm.agree import Store as AgreeStore
+from zeroshard.comm.agree import meeting
 from zeroshard.comm.collectives import Comm, Guard, ProcessGroupComm, SoloComm
 from zeroshard.comm.gloo import GlooComm
 from zeroshard.comm.host import open_sockets
 from zeroshard.comm.p2p import P2PComm, open_links
 from zeroshard.comm.recorder import Recorder
+from zeroshard.comm.shm import Meeting, ShmComm, meet
 from zeroshard.errors import ConfigError
 
-TRANSPORTS = ("auto", "p2p", "stock")
+TRANSPORTS = ("auto", "shm", "p2p", "stock")
 
 
 def make_comm(
@@ -30,9 +34,13 @@ def make_comm(
 ) -> Comm:
     """A communicator over ``group`` (default: all ranks). Every rank of the group must call it.
 
-    ``transport``: ``p2p`` is gloo with tags; ``stock`` is the group's own collectives; ``auto``
-    takes p2p on gloo and stock elsewhere. Gloo and NCCL get a process group of their own, so that
-    tags, sockets and streams are not shared with the program or with another purpose.
+    ``transport``, for CPU ranks of a gloo group: ``shm`` is memory that ranks of one host share;
+    ``p2p`` is gloo with tags. ``stock`` is the group's own collectives. ``auto`` takes shm where all
+    ranks can, else p2p, and stock on other backends. Gloo and NCCL get a process group of their own,
+    so that tags, sockets and streams are not shared with the program or with another purpose.
+
+    Raises:
+        ConfigError: these ranks cannot use ``transport``; on all of them, with the reason.
     """
     if transport not in TRANSPORTS:
         raise ConfigError(
@@ -47,12 +55,27 @@ def make_comm(
         return ProcessGroupComm(group, recorder=recorder, guard=guard)
     if dist.get_world_size(group) == 1 and transport != "stock":
         return SoloComm(recorder)
-    if transport == "p2p" and backend != "gloo":
+    if transport in ("shm", "p2p") and backend != "gloo":
         raise ConfigError(
-            f'transport "p2p" needs gloo, but this process group uses {backend}. '
-            'Its messages carry no tag there. Use "auto".'
+            f'transport "{transport}" needs gloo, but this process group uses {backend}. '
+            'Use "auto".'
         )
     ranks = dist.get_process_group_ranks(group)
+    if backend == "gloo" and transport in ("auto", "shm"):
+        met = _meet(ranks, purpose, device_type, timeout_s)
+        if not isinstance(met, str):
+            return ShmComm(
+                met,
+                rank=dist.get_rank(group),
+                ranks=ranks,
+                recorder=recorder,
+                guard=guard,
+                timeout_s=timeout_s,
+            )
+        if transport == "shm":
+            raise ConfigError(
+                f'transport "shm" is not possible here: {met}. Use "auto": it takes p2p then.'
+            )
     if backend == "gloo" and transport != "stock":
         before = open_sockets()
         links = open_links(
@@ -71,6 +94,15 @@ def make_comm(
     own = dist.new_group(timeout=timeout, backend=backend, group_desc=f"zeroshard {purpose}")
     sockets = _new_sockets(before) if backend == "gloo" else None
     return stock(own, recorder=recorder, guard=guard, owns_group=True, sockets=sockets)
+
+
+def _meet(ranks: list[int], purpose: str, device_type: str, timeout_s: float) -> Meeting | str:
+    """Share memory among ``ranks``, or why not; the same on all of them."""
+    if device_type != "cpu":
+        return f"it moves tensors of the CPU, not of {device_type}"
+    label = f"zs/shm/{purpose}/{','.join(map(str, ranks))}"
+    place = meeting(cast("AgreeStore", default_store()), label, len(ranks))
+    return meet(place, ranks.index(dist.get_rank()), len(ranks), timeout_s=timeout_s)
 
 
 def _new_sockets(before: Mapping[int, str]) -> dict[int, str]:

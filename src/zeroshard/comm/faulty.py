@@ -110,6 +110,10 @@ class FaultyComm:
             return DONE
         return self.inner.broadcast(tensor, src, name=name)
 
+    def empty(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """As the inner one."""
+        return self.inner.empty(numel, dtype=dtype, device=device)
+
     def close(self) -> None:
         """Close the inner one."""
         self.inner.close()

@@ -167,6 +167,10 @@ class P2PComm:
             exchange.receive(flat, src)
         return exchange
 
+    def empty(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Plain memory."""
+        return torch.empty(numel, dtype=dtype, device=device)
+
     def fail(self, item: Item, peer: int, error: RuntimeError) -> NoReturn:
         """Raise what the guard makes of a broken link to ``peer``."""
         raise self._guard.explain(item, [self.ranks[peer]], first_line(error)) from None

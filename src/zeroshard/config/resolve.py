@@ -230,7 +230,7 @@ def _solve(
     """``config`` with all three batch sizes, and which of them were derived."""
     zero = config.zero_optimization
     if zero.overlap_comm is None:
-        zero = zero.model_copy(update={"overlap_comm": zero.stage == 3})
+        zero = zero.model_copy(update={"overlap_comm": True})
     update: dict[str, Any] = {}
     if not config.zero_optimization.compute_grad_norm and "gradient_clipping" not in found.given:
         update["gradient_clipping"] = 0.0

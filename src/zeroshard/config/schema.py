@@ -135,7 +135,7 @@ class ZeroConfig(Section):
         500_000_000, "Upper limit in elements of gradients that are reduced together."
     )
     overlap_comm: Flag | None = honour(
-        None, "Reduce while backward goes on; null is resolved to true at stage 3, false below."
+        None, "Reduce while backward goes on, gather while the next forward does; null is true."
     )
     compute_grad_norm: Flag = honour(
         True, "false: the norm is None and gradient_clipping must be 0."
@@ -148,7 +148,12 @@ class ZeroConfig(Section):
         50_000_000, "Upper limit in elements of parameters that are fetched ahead."
     )
     stage3_max_live_parameters: Natural = honour(
-        1_000_000_000, "Upper limit in elements of gathered parameters."
+        1_000_000_000, "No parameters are fetched ahead or kept beyond this many gathered elements."
+    )
+    stage3_max_reuse_distance: Natural | None = honour(
+        None,
+        "Parameters stay full after forward if backward needs them again within this many elements; "
+        "null: only those that it needs first.",
     )
     stage3_gather_16bit_weights_on_model_save: Flag = not_yet(
         False, "Allow save_16bit_model at stage 3."
@@ -178,9 +183,6 @@ class ZeroConfig(Section):
     log_trace_cache_warnings: Flag = accept(False, "Log noise.")
     save_muon_momentum_buffer_in_memory: Flag = accept(False, "Muon together with nvme.")
     sub_group_size: Count = accept(1_000_000_000, "Tile of the offloaded update; derived here.")
-    stage3_max_reuse_distance: Natural = accept(
-        1_000_000_000, "Keep parameters that are reused this soon; the recorded order decides."
-    )
     stage3_param_persistence_threshold: Natural = accept(
         100_000, "Keep smaller parameters whole; here small ones share a unit."
     )
@@ -218,9 +220,10 @@ class Config(Section):
     uneven: Annotated[Literal["error", "join"], Lower] = honour(
         "error", "When some ranks run out of batches: stop with an error, or let the others finish."
     )
-    transport: Annotated[Literal["auto", "p2p", "stock"], Lower] = honour(
+    transport: Annotated[Literal["auto", "shm", "p2p", "stock"], Lower] = honour(
         "auto",
-        "How bytes travel on gloo: tagged sends and receives, or the process group's collectives.",
+        "How bytes travel on gloo: memory shared by ranks of one host, tagged sends and receives, "
+        "or the process group's collectives.",
     )
     trust: side.TrustConfig = honour(
         side.TrustConfig, "How divergence and hangs of ranks are found and reported."

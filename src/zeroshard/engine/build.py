@@ -225,9 +225,9 @@ def build_runtime(
     ]
     gatherer = Gatherer(
         sites,
-        prefetch_numel=zero.stage3_prefetch_bucket_size if zero.overlap_comm is not False else 0,
+        prefetch_numel=zero.stage3_prefetch_bucket_size if zero.overlap_comm else 0,
         live_numel=zero.stage3_max_live_parameters,
-        keep_last=zero.stage3_max_reuse_distance > 0,
+        reuse_numel=zero.stage3_max_reuse_distance,
     )
     # The root runs around all other sites: it comes first, so that it is reduced last.
     in_order = [*by_site[""], *(unit for unit in units if unit not in by_site[""])]
@@ -242,7 +242,7 @@ def build_runtime(
         whole=not stage.shards_optimizer,
         expects_accumulation=expects_accumulation,
         bucket_numel=zero.reduce_bucket_size,
-        overlap=zero.overlap_comm is not False,
+        overlap=bool(zero.overlap_comm),
         predivide=predivide(config, gather_comm.world_size),
     )
     sharded = None

@@ -335,7 +335,9 @@ class Engine(nn.Module):
         squares = local_sum_of_squares([norm for _, norm in self._norms], self.device)
         flags = [flag for buffer in runtime.reducer.buffers for flag in buffer.touched]
         words = torch.tensor(
-            [float(self._watch.history()), *pack_flags(flags)], dtype=torch.float64
+            [float(self._watch.history()), *pack_flags(flags)],
+            dtype=torch.float64,
+            pin_memory=self.device.type == "cuda",  # from pageable memory the host would wait
         ).to(self.device, non_blocking=True)
         rows = self._comm.gather_small(torch.cat([squares.view(1), words]), name="norm")
         self._watch.check(rows[:, 1])

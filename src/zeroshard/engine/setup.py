@@ -70,6 +70,8 @@ def assemble(
         decline(f"{type(error).__name__}: {_first_fact(error)}")  # others would wait for this rank
         raise
     settings, target = draft.loaded.config, draft.device
+    if target.type == "cuda":  # events are recorded, and kernels queued, on the current device
+        torch.cuda.set_device(target)
     watch = open_watch(
         transport=settings.transport,
         device_type=target.type,

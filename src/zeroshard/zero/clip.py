@@ -21,6 +21,9 @@ def norm_of(flat: Tensor) -> Tensor:
 
     16-bit values are upcast first: a 16-bit reduction is slow and inexact on CPU.
     """
+    if flat.device.type != "cpu" and flat.dtype != torch.float64:
+        measured: Tensor = torch.linalg.vector_norm(flat, dtype=torch.float32)  # one kernel
+        return measured
     if flat.dtype in (torch.float32, torch.float64):
         wide = flat
     elif flat.numel() <= CHUNK_NUMEL:

@@ -6,7 +6,7 @@ both directions; a wrong guess costs time, never a wrong value, since every use 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -21,12 +21,12 @@ class Site:
     name: str
     module: nn.Module
     units: tuple[Unit, ...]
+    numel: int = field(init=False)  # elements that are gathered for it
     open_calls: set[int] = field(default_factory=set)  # forward calls whose backward is not through
     missing_grads: int = 0  # gradients of this backward that have not arrived yet
 
-    @property
-    def numel(self) -> int:
-        return sum(unit.layout.full_numel for unit in self.units if not unit.resident)
+    def __post_init__(self) -> None:
+        self.numel = sum(unit.layout.full_numel for unit in self.units if not unit.resident)
 
     def start(self) -> None:
         for unit in self.units:
@@ -51,9 +51,10 @@ class Gatherer:
     """Unshards sites before their use, some ahead, and reshards them after.
 
     ``prefetch_numel``: elements gathered ahead of their use (``stage3_prefetch_bucket_size``).
-    ``live_numel``: no gathering ahead beyond this many full elements (``stage3_max_live_parameters``).
-    ``keep_last``: what backward needs first stays full after forward (``stage3_max_reuse_distance``
-    above 0); it would be gathered twice in a row otherwise.
+    ``live_numel``: nothing is gathered ahead or kept beyond this many full elements
+    (``stage3_max_live_parameters``). ``reuse_numel``: a site stays full after forward if no more than
+    this many elements are used until its backward (``stage3_max_reuse_distance``); None keeps the
+    last one, which would be gathered twice in a row otherwise, 0 keeps none.
     """
 
     def __init__(
@@ -62,13 +63,15 @@ class Gatherer:
         *,
         prefetch_numel: int,
         live_numel: int,
-        keep_last: bool = True,
+        reuse_numel: int | None = None,
     ) -> None:
-        self.keep_last = keep_last
+        self.reuse_numel = reuse_numel
+        self._kept: frozenset[int] = frozenset()
         self.sites = list(sites)
         self.root = self.sites[-1]
         self.prefetch_numel = prefetch_numel
         self.live_numel = live_numel
+        self._is_limited = sum(site.numel for site in self.sites) > live_numel
         self.order: list[Site] = []  # of the last complete forward
         self._position: dict[int, int] = {}
         self._recording: list[Site] = []
@@ -85,6 +88,7 @@ class Gatherer:
         if [id(s) for s in self._recording] != [id(s) for s in self.order]:
             self.order = self._recording
             self._position = {id(site): i for i, site in enumerate(self.order)}
+            self._kept = frozenset(id(site) for site in self._worth_keeping())
         self._recording = []
 
     def need(self, site: Site, *, forward: bool) -> None:
@@ -96,9 +100,27 @@ class Gatherer:
         self._prefetch(site, forward)
         site.wait()
 
+    @property
+    def keeps_root(self) -> bool:
+        """Does the root stay full between forward and backward?"""
+        return self.reuse_numel != 0
+
     def keeps_for_backward(self, site: Site) -> bool:
-        """The last site of forward is the first of backward: freeing it would gather it twice."""
-        return self.keep_last and bool(self.order) and self.order[-1] is site
+        """Would freeing the site after its forward cost more than it frees?"""
+        return id(site) in self._kept
+
+    def _worth_keeping(self) -> Iterator[Site]:
+        """Of the order of forward, from its end: what backward uses soon, as far as memory allows."""
+        live, distance = self.root.numel, 0
+        for site in reversed(self.order):
+            live += site.numel
+            if self.reuse_numel is None:
+                if distance:
+                    return
+            elif live > self.live_numel or distance > self.reuse_numel or not self.reuse_numel:
+                return
+            yield site
+            distance += 2 * site.numel
 
     def reshard_all(self, but: Site | None = None) -> None:
         """Free every sharded unit that is full."""
@@ -111,7 +133,9 @@ class Gatherer:
         if at is None:
             return
         ahead = self.order[at + 1 :] if forward else reversed(self.order[:at])
-        budget = min(self.prefetch_numel, self.live_numel - self.live())
+        budget = self.prefetch_numel
+        if self._is_limited:
+            budget = min(budget, self.live_numel - self.live())
         for later in ahead:
             budget -= later.numel
             if budget < 0:

@@ -149,7 +149,7 @@ class StepHooks:
             return
         self.gatherer.end_forward()
         if self._watch_outputs(site, output):
-            if not self.gatherer.keep_last:
+            if not self.gatherer.keeps_root:
                 site.reshard()
         elif not _may_have_graph(output):
             self.gatherer.reshard_all()

@@ -61,7 +61,9 @@ class GradBuffer:
     def open(self, dtype: torch.dtype) -> Tensor:
         """Allocate ``grads_N``; its contents are undefined until filled."""
         unit = self.unit
-        self.grads_N = torch.empty(unit.layout.full_numel, dtype=dtype, device=unit.full_N.device)
+        self.grads_N = self.comm.empty(
+            unit.layout.full_numel, dtype=dtype, device=unit.full_N.device
+        )
         self._set_views()
         self.account()
         return self.grads_N

@@ -1,0 +1,36 @@
+"""On which machine, with which versions and under which load was this measured?"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+
+def describe() -> dict[str, Any]:
+    """Facts that a reader needs in order to compare."""
+    return {
+        "cores": os.cpu_count(),
+        "processor": _field("/proc/cpuinfo", "model name") or platform.processor(),
+        "memory": _field("/proc/meminfo", "MemTotal"),
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in ("torch", "deepspeed", "zeroshard")},
+    }
+
+
+def _version(name: str) -> str | None:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(name)
+    return None
+
+
+def _field(path: str, name: str) -> str:
+    with contextlib.suppress(OSError):
+        for line in Path(path).read_text().splitlines():
+            if line.startswith(name):
+                return line.partition(":")[2].strip()
+    return ""

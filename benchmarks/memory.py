@@ -1,0 +1,162 @@
+"""How much memory do all ranks of a stage-3 run need, while the model is built and while it trains?
+
+Each library constructs the model in its own best way: FSDP2 on the meta device, DeepSpeed and
+ZeroShard inside their ``zero.Init``. What a process has before (libraries, connections, one tiny
+model that came and went) does not count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from models import GPT, GPTTask, Shape
+from systems import (
+    ADAMW,
+    Trainer,
+    clipped_step,
+    deepspeed_config,
+    deepspeed_line,
+    fsdp2_line,
+    import_deepspeed,
+    shard_with_fsdp2,
+    zeroshard_config,
+    zeroshard_line,
+)
+from teams import Say, Team, running
+from training import Row
+
+TITLE = "A5  memory of a model with a large vocabulary: stage 3, 2 ranks"
+NBYTES_PER_PARAMETER = 16
+"""Parameter and gradient in bf16, master and two moments in fp32: sharded, of all ranks together."""
+
+BIG = Shape(vocabulary=65536, width=512, layers=4, context=64)
+TINY = Shape(vocabulary=256, width=64, layers=2, heads=2, context=16)
+SMOKE = Shape(vocabulary=1024, width=64, layers=2, heads=2, context=16)
+
+
+def _fsdp2(shape: Shape) -> Trainer:
+    with torch.device("meta"):
+        model = GPT(shape)
+    shard_with_fsdp2(model, reshard=True)
+    model.to_empty(device="cpu")
+    for module in model.modules():
+        reset: Any = getattr(module, "reset_parameters", None)
+        if reset is not None:
+            reset()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+    return Trainer(model, torch.autograd.backward, clipped_step(model, optimizer))
+
+
+def _deepspeed(shape: Shape) -> Trainer:
+    library = import_deepspeed()
+    config = deepspeed_config(3)
+    with library.zero.Init(config_dict_or_path=config):
+        model = GPT(shape)
+    engine, *_ = library.initialize(
+        model=model,
+        optimizer=torch.optim.AdamW(model.parameters(), fused=True, **ADAMW),
+        config=config,
+        dist_init_required=False,
+    )
+    return Trainer(engine, engine.backward, engine.step, engine.destroy)
+
+
+def _zeroshard(shape: Shape) -> Trainer:
+    from zeroshard import Engine
+    from zeroshard.zero import Init
+
+    config = zeroshard_config(3)
+    with Init(config_dict_or_path=config):
+        model = GPT(shape)
+    engine = Engine(model, config=config)
+    return Trainer(engine, engine.backward, engine.step, engine.close)
+
+
+SYSTEMS = {
+    "FSDP2": (fsdp2_line(True), _fsdp2),
+    "DeepSpeed": (deepspeed_line(3), _deepspeed),
+    "ZeroShard": (zeroshard_line(3), _zeroshard),
+}
+
+
+@dataclass(frozen=True)
+class MemoryJob:
+    """Build and train a GPT of ``shape``."""
+
+    system: str
+    shape: Shape
+
+    def prepare(self) -> None:
+        """One tiny model: imports, connections and kernels are there afterwards."""
+        session = MemorySession(SYSTEMS[self.system][1](TINY), GPTTask(TINY).data(0, 2))
+        session.turn(2)
+        session.close()
+
+    def open(self, rank: int) -> MemorySession:
+        """Build the model that counts."""
+        data = GPTTask(self.shape).data(rank, 2)
+        return MemorySession(SYSTEMS[self.system][1](self.shape), data)
+
+
+@dataclass
+class MemorySession:
+    """``turn(n)`` trains n steps and returns their losses."""
+
+    trainer: Trainer
+    data: list[Any] = field(default_factory=list)
+
+    def turn(self, request: int) -> list[float]:
+        """The losses."""
+        losses = []
+        for number in range(request):
+            loss = self.trainer.forward(*self.data[number % len(self.data)])
+            self.trainer.backward(loss)
+            self.trainer.step()
+            losses.append(float(loss.detach()))
+        return losses
+
+    def close(self) -> None:
+        """Close the system."""
+        self.trainer.close()
+
+
+def run(say: Say, *, smoke: bool, rounds: int | None = None) -> dict[str, Any]:
+    """One row per library: MiB of all ranks together above what the processes had before.
+
+    Libraries take no turns here: only one of them is in memory.
+    """
+    del rounds
+    shape, steps = (SMOKE, 2) if smoke else (BIG, 6)
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in GPT(shape).parameters())
+    rows: list[Row] = []
+    for name, (line, _) in SYSTEMS.items():
+        row: Row = {"name": name, "version": line.version, "setting": line.setting, "stage": 3}
+        rows.append(
+            row | ({"absent": line.absent} if line.absent else _measure(name, shape, steps, say))
+        )
+    return {
+        "title": TITLE,
+        "settings": {"task": asdict(GPTTask(shape)), "parameters": parameters, "steps": steps},
+        "formula_mib": round(NBYTES_PER_PARAMETER * parameters / 2**20, 1),
+        "rows": rows,
+    }
+
+
+def _measure(name: str, shape: Shape, steps: int, say: Say) -> Row:
+    team = Team(name, MemoryJob(name, shape))
+    with running([team], say, interval_s=0.005):
+        say(f"training {name}")
+        if not team.error:
+            with team.watched("training", 0.005):
+                answers = team.turn(steps)
+    if team.error:
+        return {"error": team.error}
+    losses = [sum(of_ranks) / len(of_ranks) for of_ranks in zip(*answers, strict=True)]
+    return {
+        "peak_mib": {phase: round(n / 2**20, 1) for phase, n in team.peak_nbytes.items()},
+        "losses": losses,
+        "learns": losses[-1] < losses[0],
+    }

@@ -1,0 +1,211 @@
+"""Which tasks do the systems train side by side, who takes part, and for how long?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from models import GPTTask, Shape, StackTask
+from systems import (
+    ADAMW,
+    CLIP,
+    TRANSPORTS,
+    ddp_line,
+    deepspeed_line,
+    floor_line,
+    fsdp2_line,
+    plain_line,
+    zeroshard_line,
+)
+from teams import Say
+from training import Effort, Line, compare
+
+STEP_NBYTES_PER_ELEMENT = 30
+"""Gradient 2 + 2 (norm, update), parameter 2, master, first and second moment 8 each."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One protocol in which every line trains the same task.
+
+    ``small``: the lines of a smoke test; ``None`` means all.
+    """
+
+    key: str
+    title: str
+    task: GPTTask | StackTask
+    lines: Sequence[Line]
+    effort: Effort
+    micro_batches: int = 1
+    small: Sequence[str] | None = None
+
+    def run(self, say: Say, *, smoke: bool, rounds: int | None = None) -> dict[str, Any]:
+        """Measure, and say what was measured."""
+        chosen = self.shrunk() if smoke else self
+        task = chosen.task
+        effort = replace(chosen.effort, rounds=rounds or chosen.effort.rounds)
+        rows = compare(self.key, chosen.lines, task, effort, say, micro_batches=self.micro_batches)
+        return {
+            "title": self.title,
+            "settings": {
+                "task": asdict(task),
+                "parameters": sum(p.numel() for p in task.model().parameters()),
+                "micro_batches": self.micro_batches,
+                "threads_per_rank": 1,
+                "adamw": ADAMW,
+                "clip": CLIP,
+                "warm_up_steps": effort.warm_up,
+                "rounds": effort.rounds,
+                "steps_per_turn": effort.burst,
+            },
+            "rows": rows,
+        }
+
+    def shrunk(self) -> Comparison:
+        """The same in seconds: tiny models, few steps, some of the lines."""
+        kept = [line for line in self.lines if self.small is None or line.title in self.small]
+        if isinstance(self.task, GPTTask):
+            shape = Shape(vocabulary=256, width=64, layers=2, heads=2, context=16)
+            task: GPTTask | StackTask = GPTTask(shape, self.task.batch)
+        else:
+            task = replace(self.task, width=64, depth=min(self.task.depth, 20))
+        return replace(self, task=task, lines=kept, effort=Effort(1, 2, 2))
+
+
+# ---------------------------------------------------------------------- the lines
+
+
+def _lines(*systems: Any, ranks: int = 2) -> list[Line]:
+    return [Line(system, ranks) for system in systems]
+
+
+def _transports() -> list[Line]:
+    return _lines(*(zeroshard_line(stage, t) for t in TRANSPORTS for stage in (0, 1, 2, 3)))
+
+
+def _peers() -> list[Line]:
+    return _lines(
+        ddp_line(),
+        fsdp2_line(False),
+        fsdp2_line(True),
+        *(deepspeed_line(stage) for stage in (1, 2, 3)),
+    )
+
+
+def _own() -> list[Line]:
+    return _lines(*(zeroshard_line(stage) for stage in (1, 2, 3)))
+
+
+def _updates() -> list[Line]:
+    return _lines(
+        zeroshard_line(2),
+        plain_line("PyTorch, fused", compared=True, fused=True),
+        plain_line("PyTorch, foreach", compared=True, foreach=True),
+        plain_line("PyTorch, for-loop", compared=True, foreach=False, fused=False),
+        deepspeed_line(2),
+        ranks=1,
+    )
+
+
+def _gathers() -> list[Line]:
+    layers: dict[str, Any] = {"units": ["Layer"], "unit_min_numel": 0}
+    return _lines(
+        floor_line(),
+        fsdp2_line(True),
+        deepspeed_line(3),
+        zeroshard_line(3, suffix=", a unit per layer", **layers),
+        zeroshard_line(3, suffix=", merged units"),
+        ranks=1,
+    )
+
+
+def _at_size() -> list[Line]:
+    return [
+        Line(
+            zeroshard_line(stage), ranks, f"ZeroShard stage {stage}, {ranks} rank{'s'[: ranks - 1]}"
+        )
+        for ranks in (2, 1)
+        for stage in (2, 3)
+    ]
+
+
+_FEW = ("DDP", "FSDP2, resharded", "DeepSpeed stage 3", "ZeroShard stage 3")
+
+COMPARISONS = [
+    Comparison(
+        "a1",
+        "A1  a step bound by communication: 2 ranks, 128 tokens each",
+        GPTTask(),
+        [
+            *_lines(floor_line(), plain_line("PyTorch, fused, no exchange", compared=False, fused=True)),
+            *_peers(),
+            *_transports(),
+        ],
+        Effort(5, 7, 5),
+        small=(
+            "forward + backward", "DDP", "FSDP2, resharded", "DeepSpeed stage 3",
+            "ZeroShard stage 2, p2p", "ZeroShard stage 3, p2p", "ZeroShard stage 3, shm",
+        ),
+    ),
+    Comparison(
+        "a2-512",
+        "A2  the same, 512 tokens per rank",
+        GPTTask(Shape(context=512)),
+        [*_lines(floor_line()), *_peers(), *_own()],
+        Effort(2, 4, 2),
+        small=_FEW[1:],
+    ),
+    Comparison(
+        "a2-2048",
+        "A2  the same, 2048 tokens per rank",
+        GPTTask(Shape(context=2048)),
+        [*_lines(floor_line()), *_peers(), *_own()],
+        Effort(1, 3, 1),
+        small=(),
+    ),
+    Comparison(
+        "a4",
+        "A4  the update alone: 8.4 million elements, 1 rank",
+        StackTask(width=1024, depth=8),
+        _updates(),
+        Effort(3, 4, 5),
+        small=("PyTorch, fused", "ZeroShard stage 2", "DeepSpeed stage 2"),
+    ),
+    Comparison(
+        "a6",
+        "A6  gradient accumulation over 8 micro-batches of 128 tokens",
+        GPTTask(),
+        [
+            *_lines(floor_line()),
+            *_peers(),
+            *_lines(
+                fsdp2_line(False, syncs_always=False), fsdp2_line(True, syncs_always=False)
+            ),
+            *_own(),
+        ],
+        Effort(1, 3, 1),
+        micro_batches=8,
+        small=("FSDP2, resharded, no sync", *_FEW[2:]),
+    ),
+    Comparison(
+        "a7",
+        "A7  overhead of 200 tiny layers, 1 rank",
+        StackTask(width=64, depth=200, batch=4),
+        _gathers(),
+        Effort(5, 5, 10),
+    ),
+    Comparison(
+        "a8",
+        "A8  at a batch of 4096 tokens per rank: stage 3 beside stage 2, two ranks beside one",
+        GPTTask(Shape(context=2048), batch=2),
+        _at_size(),
+        Effort(1, 3, 1),
+    ),
+]  # fmt: skip
+
+
+def find_line(protocol: str, title: str) -> Line:
+    """The line of that title, as a process of its team needs it."""
+    lines = next(c.lines for c in COMPARISONS if c.key == protocol)
+    return next(line for line in lines if line.title == title)

@@ -1,0 +1,115 @@
+"""What does ZeroShard cost beside DDP, FSDP2 and DeepSpeed, on CPU ranks of this machine?
+
+    python benchmarks/run.py                  # protocols A1 to A8, about a quarter of an hour
+    python benchmarks/run.py --only a1 a4     # some of them
+    python benchmarks/run.py --smoke          # a tiny version of everything
+
+Peers come with the extra ``zeroshard[bench]``; see benchmarks/README.md. A line that cannot run here
+is reported with its reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def protocols() -> dict[str, Callable[..., dict[str, Any]]]:
+    """Every protocol by its key, in the order of the report."""
+    import collectives
+    import memory
+    from protocols import COMPARISONS
+
+    runs: dict[str, Callable[..., dict[str, Any]]] = {c.key: c.run for c in COMPARISONS}
+    runs |= {"a3": partial(collectives.run, ranks=2), "a5": memory.run}
+    return dict(sorted(runs.items(), key=lambda item: item[0].partition("-")[0]))
+
+
+def measure(
+    chosen: dict[str, Callable[..., dict[str, Any]]], *, smoke: bool, rounds: int | None
+) -> dict[str, Any]:
+    """Run the chosen protocols one after the other."""
+    import machine
+    import stream
+    from targets import FORMAT
+
+    began = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"{time.monotonic() - began:5.0f} s  {text}", flush=True)
+
+    result: dict[str, Any] = {
+        "format": FORMAT,
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "smoke": smoke,
+        "unit": "milliseconds; cpu is process time, mean over ranks; wall is the slowest rank's",
+        "machine": machine.describe(),
+        "stream_gb_per_s": stream.measure(2**24 if smoke else 2**28),
+        "protocols": {},
+    }
+    for key, run in chosen.items():
+        say(f"{key} begins")
+        result["protocols"][key] = run(partial(_tell, say, key), smoke=smoke, rounds=rounds)
+        result["protocols"][key]["load_average"] = [round(x, 2) for x in os.getloadavg()]
+    result["seconds"] = round(time.monotonic() - began)
+    return result
+
+
+def _tell(say: Callable[[str], None], key: str, text: str) -> None:
+    say(f"{key}: {text}")
+
+
+def place(given: argparse.Namespace) -> Path | None:
+    """Where the result belongs. Part of a run, or a tiny one, never looks like a whole one."""
+    if given.out or given.smoke:
+        out: Path | None = given.out
+        return out
+    day, parts = datetime.date.today().isoformat(), "".join(f"-{key}" for key in given.only)
+    return RESULTS / f"{day}-cpu{parts}.json"
+
+
+def main() -> None:
+    """Parse, measure, show, write."""
+    runs = protocols()
+    families = sorted({key.partition("-")[0] for key in runs})
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", default=[], choices=families, help="some protocols")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, no result kept")
+    parser.add_argument("--rounds", type=int, help="turns of every line; default: by protocol")
+    parser.add_argument("--ranks", type=int, default=2, help="of the collectives alone (a3)")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/<date>-cpu.json")
+    given = parser.parse_args()
+    if "a3" in runs:
+        runs["a3"] = partial(runs["a3"], ranks=given.ranks)
+    wanted = given.only or families
+    result = measure(
+        {key: run for key, run in runs.items() if key.partition("-")[0] in wanted},
+        smoke=given.smoke,
+        rounds=given.rounds,
+    )
+    path = place(given)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=1) + "\n")
+        print(f"written: {path}")
+    import report
+
+    report.show(result)
+    if path is not None:
+        import pictures
+
+        pictures.draw(result, path.parent, path.stem)
+
+
+if __name__ == "__main__":
+    os.environ["OMP_NUM_THREADS"] = "1"
+    main()

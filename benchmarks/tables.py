@@ -1,0 +1,162 @@
+"""Does the README say what was measured? Rewrites its block of numbers from the newest result.
+
+python benchmarks/tables.py           # rewrite
+python benchmarks/tables.py --check   # only compare
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from targets import (
+    FORMAT,
+    STAGES,
+    best,
+    bound_ms,
+    is_own,
+    ms,
+    named,
+    own_of_stage,
+    peers_of_stage,
+    rows_of,
+)
+from views import View, target_view
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+RESULTS = Path(__file__).parent / "results"
+BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+WHOLE = re.compile(r"\d{4}-\d\d-\d\d-cpu\.json")
+
+
+def newest(folder: Path = RESULTS) -> Path | None:
+    """The last whole run in this version's format; parts of runs have longer names."""
+    found = sorted(path for path in folder.glob("*.json") if WHOLE.fullmatch(path.name))
+    return next((path for path in reversed(found) if _read(path).get("format") == FORMAT), None)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(path.read_text())
+    return result
+
+
+def asked(arguments: Sequence[str]) -> Path:
+    """The result that a command line names, or the newest."""
+    path = Path(arguments[0]) if arguments else newest()
+    if path is None:
+        raise SystemExit(f"no result in {RESULTS}: run `make bench` first")
+    return path
+
+
+def block(result: dict[str, Any] | None) -> str:
+    """The text between the markers."""
+    if result is None:
+        return "Not measured yet with these protocols: `make bench`, then `python benchmarks/tables.py`."
+    parts = [_setting(result), _markdown(_by_stage(result)), *_sentences(result)]
+    return "\n\n".join([*parts, _markdown(target_view(result), columns=4)])
+
+
+def _setting(result: dict[str, Any]) -> str:
+    machine, a1 = result["machine"], result["protocols"]["a1"]
+    floor = named(rows_of(result, "a1"), "forward + backward")
+    alone = f" Forward and backward alone take {ms(floor):.0f}" if floor else ""
+    bound = bound_ms(result)
+    update = f", with an update at the bandwidth of the memory {bound:.0f}." if bound else "."
+    return (
+        "Process CPU milliseconds per step and rank (median; wall time in parentheses), one "
+        f"interleaved run: 2 CPU ranks with one thread each, a bf16 GPT of "
+        f"{a1['settings']['parameters'] / 1e6:.1f} million parameters, "
+        f"{a1['settings']['task']['shape']['context']} tokens per rank, so few that exchange and "
+        f"update matter.{alone}{update if alone else ''} Measured on {machine['cores']} cores "
+        f"({machine['processor']}) with torch {machine['versions']['torch']}, load average "
+        f"{machine['load_average'][0]:.1f} at the start: compare within the table. FSDP2 stands at "
+        "stage 2 without resharding after forward, at stage 3 with it."
+    )
+
+
+def _by_stage(result: dict[str, Any]) -> View:
+    """A1: stages down, systems across, ZeroShard's transports beside each other."""
+    rows = rows_of(result, "a1")
+    transports = list(dict.fromkeys(row["transport"] for row in rows if is_own(row)))
+    version = result["machine"]["versions"]["deepspeed"] or ""
+    heads = [
+        "stage", *(f"ZeroShard, {name}" for name in transports),
+        f"DeepSpeed {version}".strip(), "FSDP2", "DDP",
+    ]  # fmt: skip
+    table = []
+    for stage in (0, *STAGES):
+        peers = peers_of_stage(rows, stage)
+        own = [best(own_of_stage(rows, stage, [name])) for name in transports]
+        others = [best(r for r in peers if r["family"] == name) for name in ("DeepSpeed", "FSDP2")]
+        ddp = None if stage else named(rows, "DDP")
+        cells = [
+            f"{ms(row):.0f} ({ms(row, 'wall'):.0f})" if row else "" for row in (*own, *others, ddp)
+        ]
+        table.append([str(stage), *cells])
+    return View("", heads, table, [])
+
+
+def _sentences(result: dict[str, Any]) -> list[str]:
+    """The smallest and largest advantage at more tokens, if that was measured."""
+    found = []
+    for key, tokens in (("a2-512", 512), ("a2-2048", 2048)):
+        rows = rows_of(result, key)
+        for stage in STAGES:
+            peer, own = best(peers_of_stage(rows, stage)), best(own_of_stage(rows, stage, ["auto"]))
+            if peer and own:
+                found.append((tokens, stage, ms(peer) / ms(own)))
+    if not found:
+        return []
+    text = "; ".join(
+        f"{tokens} tokens: "
+        + ", ".join(f"stage {s} {ratio:.2f}x" for t, s, ratio in found if t == tokens)
+        for tokens in dict.fromkeys(t for t, _, _ in found)
+    )
+    return [
+        f"With more tokens per step the better peer of the same stage takes, in CPU time, {text}."
+    ]
+
+
+def _markdown(view: View, columns: int | None = None) -> str:
+    lines = [view.heads[:columns], ["---", *["--:"] * (len(view.heads[:columns]) - 1)]]
+    lines += [row[:columns] for row in view.rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def rewritten(readme: str, result: dict[str, Any] | None) -> str:
+    """The README with the block of this result."""
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise SystemExit(f"README.md lacks {BEGIN} or {END}")
+    return f"{before}{BEGIN}\n{block(result)}\n{END}{after}"
+
+
+def main() -> int:
+    """1 if the README said something else and ``--check`` was given."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true")
+    given = parser.parse_args()
+    path = newest()
+    source = path.name if path else "no result"
+    old = README.read_text()
+    new = rewritten(old, _read(path) if path else None)
+    if old == new:
+        print(f"README.md says what {source} says")
+        return 0
+    if given.check:
+        print(f"README.md differs from {source}: run python benchmarks/tables.py")
+        return 1
+    README.write_text(new)
+    print(f"README.md rewritten from {source}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,239 @@
+"""What was ZeroShard meant to reach, and did it?
+
+Every function takes a whole result (see run.py) and returns a :class:`Target`; its value is None where
+the lines it needs were not measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from protocols import STEP_NBYTES_PER_ELEMENT
+from training import Row, usable
+
+FORMAT = 2
+"""Of results: a number for their shape, so that an older file is not misread."""
+
+PEERS = ("DDP", "FSDP2", "DeepSpeed")
+STAGES = (1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Target:
+    """``at_least``: is a larger value better? ``detail`` says what was compared."""
+
+    name: str
+    limit: float
+    value: float | None
+    detail: str = ""
+    at_least: bool = True
+    unit: str = "x"
+
+    @property
+    def wanted(self) -> str:
+        """The limit in words."""
+        return f"{'at least' if self.at_least else 'at most'} {self._text(self.limit)}"
+
+    @property
+    def measured(self) -> str:
+        """The value in words."""
+        return "-" if self.value is None else self._text(self.value)
+
+    @property
+    def verdict(self) -> str:
+        """met, missed, or not measured. The measured value counts, not its rounding."""
+        if self.value is None:
+            return "not measured"
+        met = self.value >= self.limit if self.at_least else self.value <= self.limit
+        return "met" if met else "missed"
+
+    def _text(self, value: float) -> str:
+        return f"{100 * value:.0f} %" if self.unit == "%" else f"{value:.2f}x"
+
+
+def all_targets(result: dict[str, Any]) -> list[Target]:
+    """Every row of the table of targets."""
+    return [
+        _same_stage(
+            result, "A1: CPU, own collectives against the better peer", 2.0, ("p2p", "shm")
+        ),
+        _same_stage(result, "A1: CPU, stock collectives against the better peer", 1.3, ("stock",)),
+        _same_stage(
+            result, "A1: wall, own collectives against the better peer", 1.8, ("p2p", "shm"), "wall"
+        ),
+        _whole_step(result),
+        _never_slower(result),
+        _update(result),
+        _stage_three(result),
+        _scaling(result),
+        _memory(result),
+        _overhead(result),
+    ]
+
+
+# ---------------------------------------------------------------------- finding lines
+
+
+def rows_of(result: dict[str, Any], key: str) -> list[Row]:
+    """The measured lines of a protocol that trained as the others did."""
+    rows: Iterable[Row] = result["protocols"].get(key, {}).get("rows", ())
+    return [row for row in rows if usable(row)]
+
+
+def named(rows: Iterable[Row], name: str) -> Row | None:
+    """The line of this name."""
+    return next((row for row in rows if row["name"] == name), None)
+
+
+def is_own(row: Row) -> bool:
+    """Is it a line of ZeroShard?"""
+    return bool(row["family"].startswith("ZeroShard"))
+
+
+def ms(row: Row, measure: str = "cpu") -> float:
+    """The median."""
+    return float(row[f"{measure}_ms"]["median"])
+
+
+def best(rows: Iterable[Row], measure: str = "cpu") -> Row | None:
+    """The line with the least time."""
+    return min(rows, key=lambda row: ms(row, measure), default=None)
+
+
+def peers_of_stage(rows: Sequence[Row], stage: int) -> list[Row]:
+    """FSDP2 and DeepSpeed where they shard the same."""
+    return [r for r in rows if r["family"] in PEERS[1:] and r["stage"] == stage]
+
+
+def own_of_stage(rows: Sequence[Row], stage: int, transports: Sequence[str]) -> list[Row]:
+    """ZeroShard over some transports."""
+    return [
+        r for r in rows if is_own(r) and r["stage"] == stage and r["transport"] in transports
+    ]  # fmt: skip
+
+
+def bound_ms(result: dict[str, Any]) -> float | None:
+    """A1's floor, and the update of one rank's elements at the bandwidth of the memory."""
+    floor = named(rows_of(result, "a1"), "forward + backward")
+    if floor is None:
+        return None
+    numel = result["protocols"]["a1"]["settings"]["parameters"] / floor["ranks"]
+    return ms(floor) + update_ms(numel, result)
+
+
+def update_ms(numel: float, result: dict[str, Any]) -> float:
+    """The update of so many elements at the measured bandwidth."""
+    gb_per_s = float(result["stream_gb_per_s"]["best"])
+    return STEP_NBYTES_PER_ELEMENT * numel / gb_per_s / 1e6
+
+
+# ---------------------------------------------------------------------- the targets
+
+
+def _same_stage(
+    result: dict[str, Any],
+    name: str,
+    limit: float,
+    transports: Sequence[str],
+    measure: str = "cpu",
+) -> Target:
+    rows, ratios = rows_of(result, "a1"), {}
+    for stage in STAGES:
+        peer = best(peers_of_stage(rows, stage), measure)
+        own = best(own_of_stage(rows, stage, transports), measure)
+        if peer and own:
+            ratios[stage] = (ms(peer, measure) / ms(own, measure), own["transport"])
+    complete = len(ratios) == len(STAGES)
+    worst = min(ratio for ratio, _ in ratios.values()) if complete else None
+    detail = "; ".join(f"stage {s}: {r:.2f}x ({t})" for s, (r, t) in ratios.items())
+    return Target(name, limit, worst, detail)
+
+
+def _whole_step(result: dict[str, Any]) -> Target:
+    name = "A1: CPU of a step, of floor + update at memory bandwidth"
+    own = best(row for row in rows_of(result, "a1") if is_own(row) and row["stage"])
+    bound = bound_ms(result)
+    if own is None or bound is None:
+        return Target(name, 1.2, None, at_least=False)
+    detail = f"{own['name']}: {ms(own):.0f} of {bound:.0f} ms"
+    return Target(name, 1.2, ms(own) / bound, detail, at_least=False)
+
+
+def _never_slower(result: dict[str, Any]) -> Target:
+    name = "A2: CPU at 2048 tokens, fastest peer against our slowest stage"
+    rows = rows_of(result, "a2-2048")
+    peer = best(row for row in rows if row["family"] in PEERS)
+    own = max((row for row in rows if is_own(row)), key=ms, default=None)
+    if peer is None or own is None:
+        return Target(name, 1.0, None)
+    wall = ms(peer, "wall") / ms(own, "wall")
+    return Target(
+        name, 1.0, ms(peer) / ms(own), f"{peer['name']} / {own['name']}; wall {wall:.2f}x"
+    )
+
+
+def _update(result: dict[str, Any]) -> Target:
+    name = "A4: the update, of STREAM"
+    row = named(rows_of(result, "a4"), "ZeroShard stage 2")
+    if row is None:
+        return Target(name, 0.85, None, unit="%")
+    numel = result["protocols"]["a4"]["settings"]["parameters"]
+    detail = f"{ms(row, 'step'):.1f} ms, STREAM {result['stream_gb_per_s']['best']:.1f} GB/s"
+    return Target(name, 0.85, update_ms(numel, result) / ms(row, "step"), detail, unit="%")
+
+
+def _stage_three(result: dict[str, Any]) -> Target:
+    name = "A8: throughput of stage 3, of stage 2"
+    rows = rows_of(result, "a8")
+    two, three = (named(rows, f"ZeroShard stage {stage}, 2 ranks") for stage in (2, 3))
+    if two is None or three is None:
+        return Target(name, 0.96, None)
+    detail = f"wall; CPU {ms(two) / ms(three):.2f}x"
+    return Target(name, 0.96, ms(two, "wall") / ms(three, "wall"), detail)
+
+
+def _scaling(result: dict[str, Any]) -> Target:
+    name = "A8: throughput per rank of 2 ranks, of 1"
+    rows, ratios = rows_of(result, "a8"), {}
+    for stage in (2, 3):
+        one = named(rows, f"ZeroShard stage {stage}, 1 rank")
+        two = named(rows, f"ZeroShard stage {stage}, 2 ranks")
+        if one and two:
+            ratios[stage] = ms(one, "wall") / ms(two, "wall")
+    detail = "wall; " + ", ".join(f"stage {s}: {r:.2f}x" for s, r in ratios.items())
+    return Target(name, 0.92, min(ratios.values(), default=None), detail if ratios else "")
+
+
+def _memory(result: dict[str, Any]) -> Target:
+    name = "A5: peak memory of training, of FSDP2's"
+    rows = result["protocols"].get("a5", {}).get("rows", ())
+    found = {row["name"]: row["peak_mib"]["training"] for row in rows if row.get("learns")}
+    if not {"FSDP2", "ZeroShard"} <= found.keys():
+        return Target(name, 0.7, None, at_least=False)
+    detail = f"{found['ZeroShard']:.0f} of {found['FSDP2']:.0f} MiB"
+    return Target(name, 0.7, found["ZeroShard"] / found["FSDP2"], detail, at_least=False)
+
+
+def overhead_us(row: Row, result: dict[str, Any]) -> float | None:
+    """A7: CPU of forward and backward per layer above the plain model's."""
+    plain = named(rows_of(result, "a7"), "forward + backward")
+    layers = result["protocols"]["a7"]["settings"]["task"]["depth"]
+    if plain is None:
+        return None
+    return float(1000 * (ms(row, "compute") - ms(plain, "compute")) / layers)
+
+
+def _overhead(result: dict[str, Any]) -> Target:
+    name = "A7: overhead per layer, of FSDP2's"
+    rows = rows_of(result, "a7")
+    peer = named(rows, "FSDP2, resharded")
+    own = named(rows, "ZeroShard stage 3, a unit per layer")
+    if peer is None or own is None:
+        return Target(name, 1 / 3, None, at_least=False)
+    mine, theirs = overhead_us(own, result), overhead_us(peer, result)
+    if mine is None or theirs is None:
+        return Target(name, 1 / 3, None, at_least=False)
+    detail = f"{mine:.0f} of {theirs:.0f} microseconds"
+    return Target(name, 1 / 3, mine / theirs, detail, at_least=False)

@@ -1,0 +1,184 @@
+"""Which columns does the table of each protocol have?
+
+A result (see run.py) becomes tables of text; who prints them is another question (report.py, tables.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from targets import (
+    PEERS,
+    all_targets,
+    best,
+    bound_ms,
+    is_own,
+    ms,
+    named,
+    overhead_us,
+    rows_of,
+    update_ms,
+)
+from training import PHASES, Row, usable
+
+
+@dataclass(frozen=True)
+class View:
+    """A table. ``notes`` go below it: what failed, what is missing, what holds for all lines."""
+
+    title: str
+    heads: list[str]
+    rows: list[list[str]]
+    notes: list[str]
+
+
+Cells = Callable[[Row, dict[str, Any]], list[str]]
+
+
+def views(result: dict[str, Any]) -> list[View]:
+    """One table per protocol, the targets last if one of them was measured."""
+    tables = [_view(key, result) for key in result["protocols"]]
+    kept = [table for table in tables if table.rows or table.notes]
+    measured = any(target.value is not None for target in all_targets(result))
+    return [*kept, target_view(result)] if measured else kept
+
+
+def _view(key: str, result: dict[str, Any]) -> View:
+    protocol = result["protocols"][key]
+    if key == "a3":
+        return _collectives(protocol)
+    heads, cells = {
+        "a4": (_UPDATE_HEADS, _update_cells),
+        "a5": (_MEMORY_HEADS, _memory_cells),
+        "a7": (_LAYER_HEADS, _layer_cells),
+    }.get(key, (_STEP_HEADS, _step_cells))
+    rows = [
+        [row["name"], *cells(row, result)] for row in protocol["rows"] if not _excuse(row)
+    ]  # fmt: skip
+    notes = _notes(protocol["rows"])
+    if key == "a1":
+        rows[1:1] = _bound_row(result, len(heads))
+    if key == "a5":
+        notes.insert(0, f"16 bytes per parameter: {protocol['formula_mib']:.0f} MiB")
+    own = [row for row in rows_of(result, key) if key == "a1" and is_own(row)]
+    if len(own) > 1:
+        same = all(row["losses"] == own[0]["losses"] for row in own)
+        notes.insert(0, f"ZeroShard's {len(own)} loss curves are {'' if same else 'NOT '}bit-equal")
+    return View(protocol["title"], ["system", *heads], rows, notes)
+
+
+def _bound_row(result: dict[str, Any], columns: int) -> list[list[str]]:
+    """The step that nothing but the memory limits; none if the floor was not measured."""
+    floor, bound = named(rows_of(result, "a1"), "forward + backward"), bound_ms(result)
+    if floor is None or bound is None:
+        return []
+    cells = [""] * columns
+    cells[0], cells[_STEP_HEADS.index("step")] = f"{bound:.0f}", f"{bound - ms(floor):.0f}"
+    return [["floor + update at memory bandwidth", *cells]]
+
+
+def _excuse(row: Row) -> str:
+    return str(row.get("error") or row.get("absent") or "")
+
+
+def _notes(rows: list[Row]) -> list[str]:
+    """Lines that did not run, those with the same reason together."""
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        if excuse := _excuse(row):
+            kind = "failed" if "error" in row else "not run"
+            reasons.setdefault(f"{kind}: {excuse}", []).append(row["name"])
+    return [f"{', '.join(names)}: {reason}" for reason, names in reasons.items()]
+
+
+_STEP_HEADS = [
+    "CPU ms", "min", "max", *PHASES, "wall ms", "built MiB", "train MiB", "loss",
+    "distance", "peer / it",
+]  # fmt: skip
+
+
+def _step_cells(row: Row, result: dict[str, Any]) -> list[str]:
+    rows = next(p["rows"] for p in result["protocols"].values() if row in p["rows"])
+    peer = best(r for r in rows if usable(r) and r["family"] in PEERS[1:])
+    trains = "loss_distance" in row
+    return [
+        *(f"{row['cpu_ms'][key]:.0f}" for key in ("median", "min", "max")),
+        *(f"{ms(row, measure):.0f}" for measure in (*PHASES, "wall")),
+        *(f"{row['peak_mib'][phase]:.0f}" for phase in ("construction", "training")),
+        f"{row['losses'][-1]:.4f}" if trains else "",
+        _distance(row),
+        f"{ms(peer) / ms(row):.2f}" if peer and trains else "",
+    ]
+
+
+def _distance(row: Row) -> str:
+    """Empty for a line that is not compared."""
+    if "loss_distance" not in row:
+        return ""
+    return f"{row['loss_distance']:.0e}" + ("" if row["comparable"] else " NO RESULT")
+
+
+_UPDATE_HEADS = ["CPU ms", "min", "max", "GB/s", "of STREAM", "distance"]
+
+
+def _update_cells(row: Row, result: dict[str, Any]) -> list[str]:
+    numel = result["protocols"]["a4"]["settings"]["parameters"]
+    share = update_ms(numel, result) / ms(row, "step")
+    return [
+        *(f"{row['step_ms'][key]:.1f}" for key in ("median", "min", "max")),
+        f"{share * result['stream_gb_per_s']['best']:.1f}",
+        f"{100 * share:.0f} %",
+        _distance(row),
+    ]
+
+
+_MEMORY_HEADS = ["construction MiB", "training MiB", "of 16 B per parameter"]
+
+
+def _memory_cells(row: Row, result: dict[str, Any]) -> list[str]:
+    built, trained = (row["peak_mib"][phase] for phase in ("construction", "training"))
+    share = f"{trained / result['protocols']['a5']['formula_mib']:.2f}x"
+    return [f"{built:.0f}", f"{trained:.0f}", share if row["learns"] else "NO RESULT"]
+
+
+_LAYER_HEADS = ["forward + backward ms", "min", "max", "us per layer above plain", "distance"]
+
+
+def _layer_cells(row: Row, result: dict[str, Any]) -> list[str]:
+    extra = overhead_us(row, result)
+    return [
+        *(f"{row['compute_ms'][key]:.1f}" for key in ("median", "min", "max")),
+        "" if extra is None or row["family"] == "floor" else f"{extra:.1f}",
+        _distance(row),
+    ]
+
+
+def _collectives(protocol: dict[str, Any]) -> View:
+    """One line per case; for every transport CPU ms / wall ms / GB/s."""
+    measured = [row for row in protocol["rows"] if not _excuse(row)]
+    kinds = list(dict.fromkeys(row["name"] for row in measured))
+    cases = list(dict.fromkeys(row["case"] for row in measured))
+    by_place = {(row["case"], row["name"]): row for row in measured}
+    rows = []
+    for case in cases:
+        found = [by_place.get((case, kind)) for kind in kinds]
+        rows.append([case, *("" if row is None else _collective_cell(row) for row in found)])
+    notes = ["CPU ms / wall ms / GB/s of the full buffer; memcpy copies it inside each process"]
+    return View(
+        f"{protocol['title']}, {protocol['settings']['ranks']} ranks",
+        ["call", *kinds], rows, [*notes, *_notes(protocol["rows"])],
+    )  # fmt: skip
+
+
+def _collective_cell(row: Row) -> str:
+    if not row["right"]:
+        return "WRONG"
+    return f"{ms(row):.3g} / {ms(row, 'wall'):.3g} / {row['gb_per_s']:.1f}"
+
+
+def target_view(result: dict[str, Any]) -> View:
+    """What was wanted, and what was measured."""
+    rows = [[t.name, t.wanted, t.measured, t.verdict, t.detail] for t in all_targets(result)]
+    return View("Targets", ["what", "wanted", "measured", "", "from"], rows, [])

@@ -1,0 +1,558 @@
+"""How do CPU ranks of one host gather and reduce straight out of each other's memory?
+
+A rank posts where its source lies, under the number and the history of the collective; the others
+copy or sum from there in ``wait`` and mark that they are done. There is no barrier: a source is a
+staging block that is used again only when all have read it. A post with another history counts as
+not there yet, so ranks that call different collectives wait, and the sentinel names them.
+
+W ranks; N padded elements, S = N // W; K elements of a small vector.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from zeroshard.comm.agree import Store, exchange
+from zeroshard.comm.collectives import DONE, Guard, Handle, NoGuard, check_source, closed
+from zeroshard.comm.host import Process, fate_of, this_process
+from zeroshard.comm.p2p import sum_in_rank_order
+from zeroshard.comm.recorder import Item, Recorder
+from zeroshard.comm.shared import INLINE_NBYTES, RING, Arena, Block, Window, unavailable
+
+#: Looks before the wait sleeps: a few microseconds.
+_LOOKS = 32
+#: The longest sleep; in between Python handles signals, and the fate of the peer is looked at.
+_SLICE_S = 0.25
+_POLL_S = 0.0005
+#: A large broadcast travels in pieces: at most so many, and of no fewer bytes than this.
+_PIECES = 64
+_PIECE_NBYTES = 1 << 20
+#: How many of them its source holds copies of at once, and how long it lets the others catch up.
+_AHEAD = 4
+_CATCH_UP_S = 1.0
+_NOWHERE = (0, 0, 0)
+_move = ctypes.memmove
+
+
+class Meeting(NamedTuple):
+    """What the ranks of one host have opened of each other, by rank inside the group."""
+
+    arena: Arena
+    windows: Mapping[int, Window]
+    processes: Sequence[Process]
+
+
+def meet(store: Store, rank: int, world_size: int, *, timeout_s: float) -> Meeting | str:
+    """Open each other's memory, or say why not: the same on all ranks. Collective.
+
+    ``store`` is a key space of this meeting's own.
+    """
+    here, why = this_process(), unavailable()
+    arena = None
+    if not why:
+        try:
+            arena = Arena()
+        except OSError as error:
+            why = f"rank {rank} cannot make shared memory: {error}"
+    mine = {"why": why, "process": asdict(here), "fd": -1, "token": 0}
+    if arena is not None:
+        mine |= {"fd": arena.fd, "token": arena.board.token}
+    texts = exchange(store, rank, world_size, json.dumps(mine), key="card", timeout_s=timeout_s)
+    cards = [json.loads(text) for text in texts]
+    processes = [Process(**card["process"]) for card in cards]
+    why = next((card["why"] for card in cards if card["why"]), "") or _apart(processes)
+    windows = {}
+    if not why:
+        try:
+            for peer, card in enumerate(cards):
+                if peer != rank:
+                    windows[peer] = Window(processes[peer].pid, card["fd"], card["token"])
+        except OSError as error:
+            why = f"rank {rank} cannot open the memory of rank {peer}: {error.strerror or error}"
+    # Nobody goes on before all have opened all: from then on a process may end at any time.
+    answers = exchange(store, rank, world_size, why, key="opened", timeout_s=timeout_s)
+    why = next((answer for answer in answers if answer), "")
+    if why or arena is None:
+        if arena is not None:
+            arena.close()
+        return why
+    return Meeting(arena, windows, processes)
+
+
+def _apart(processes: Sequence[Process]) -> str:
+    first = processes[0]
+    for rank, process in enumerate(processes):
+        if not process.space or process.space != first.space:
+            there = "in another container" if process.host == first.host else f"on {process.host}"
+            return f"rank 0 runs on {first.host}, rank {rank} {there}"
+    return ""
+
+
+class ShmComm:
+    """Collectives through memory that ranks of one host share.
+
+    ``ranks`` are the global ranks of the group in order. Sums go in that order on every rank;
+    16-bit sums accumulate in fp32 and are rounded once.
+    """
+
+    transport = "shm"
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        *,
+        rank: int,
+        ranks: Sequence[int],
+        recorder: Recorder | None = None,
+        guard: Guard | None = None,
+        timeout_s: float = 1860.0,
+    ) -> None:
+        self.world_size = len(ranks)
+        self.rank = rank
+        self.ranks = tuple(ranks)
+        self.recorder = recorder or Recorder()
+        self._gathers = self.recorder.entries("all_gather")
+        self._reductions = self.recorder.entries("reduce_scatter")
+        self._small = self.recorder.entries("gather_small")
+        self._broadcasts = [self.recorder.entries(f"broadcast from {r}") for r in self.ranks]
+        self._ring: Ring | None = Ring(
+            meeting,
+            rank=rank,
+            ranks=self.ranks,
+            recorder=self.recorder,
+            guard=guard or NoGuard(),
+            timeout_s=timeout_s,
+        )
+
+    @property
+    def scratch_nbytes(self) -> int:
+        """Memory of the blocks that hold sources, but for those that :meth:`empty` has lent."""
+        return self._ring.arena.own_nbytes if self._ring is not None else 0
+
+    def empty(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """``[numel]`` that the others can read: a reduction of it needs no copy.
+
+        After a ``reduce_scatter`` of it the others may read the slices that are theirs even when
+        the own ``wait`` is over. So write no more than the own slice then, and drop the tensor; the
+        memory is used again when all are done. Its storage cannot be resized.
+        """
+        if self._ring is None or not numel or device.type != "cpu":
+            return torch.empty(numel, dtype=dtype, device=device)
+        return self._ring.block(numel * dtype.itemsize, slack=1).tensor(numel, dtype)
+
+    def all_gather(self, full_N: Tensor, shard_S: Tensor, *, name: str) -> Handle:
+        """Every other rank's slice is copied into its place in ``wait``."""
+        numel, shard_numel = full_N.numel(), shard_S.numel()
+        item = self.recorder.enter(self._gathers[name], full_N, numel, numel - shard_numel)
+        if not numel:
+            return DONE
+        slices = full_N.detach().view(self.world_size, shard_numel).unbind()
+        return self._gather(item, slices, shard_S.detach())
+
+    def _gather(self, item: Item, slices: Sequence[Tensor], shard_S: Tensor) -> Handle:
+        ring = self._open(item)
+        seq = ring.begin(item)
+        # Always a copy: the shard is private memory, and the next update writes it.
+        ring.post_copy(seq, item, [shard_S])
+        own = slices[self.rank]
+        if own.data_ptr() != shard_S.data_ptr():
+            own.copy_(shard_S)
+        return _Gather(ring, item, seq, slices)
+
+    def reduce_scatter(self, out_S: Tensor, full_N: Tensor, *, name: str) -> Handle:
+        """The sum is formed in ``wait``, out of the others' memory."""
+        numel, shard_numel = full_N.numel(), out_S.numel()
+        item = self.recorder.enter(self._reductions[name], full_N, numel, numel - shard_numel)
+        if not numel:
+            return DONE
+        ring = self._open(item)
+        seq = ring.begin(item)
+        full_N = full_N.detach()
+        if not ring.post_in_place(seq, item, full_N):
+            begin, end = self.rank * shard_numel, (self.rank + 1) * shard_numel
+            ring.post_copy(seq, item, [full_N[:begin], full_N[end:]])
+        return _Reduction(ring, item, seq, out_S.detach(), full_N)
+
+    def gather_small(self, vector_K: Tensor, *, name: str) -> Tensor:
+        """The vector travels inside the slot that announces it, unless it is too large."""
+        vector = vector_K.detach().contiguous()
+        numel = vector.numel()
+        item = self.recorder.enter(self._small[name], vector, numel, numel * (self.world_size - 1))
+        rows = vector.new_empty((self.world_size, numel))
+        nbytes = vector.nbytes
+        if not numel:
+            return rows
+        if nbytes > INLINE_NBYTES:
+            self._gather(item, rows.unbind(), vector.view(-1)).wait()
+            return rows
+        ring = self._open(item)
+        seq = ring.begin(item)
+        ring.post_inline(seq, item, vector)
+        first = rows.data_ptr()
+        _move(first + self.rank * nbytes, vector.data_ptr(), nbytes)
+        for peer, window in ring.windows:
+            ring.await_post(item, seq, peer, window)
+            _move(first + peer * nbytes, window.board.inline(seq), nbytes)
+        ring.board.mark_done(seq)
+        return rows
+
+    def broadcast(self, tensor: Tensor, src: int, *, name: str) -> Handle:
+        """The source posts copies, piece by piece; the others read them in ``wait``."""
+        check_source(src, self.world_size)
+        numel = tensor.numel()
+        sent = numel * (self.world_size - 1) if src == self.rank else 0
+        item = self.recorder.enter(self._broadcasts[src][name], tensor, numel, sent)
+        if not numel:
+            return DONE
+        ring = self._open(item)
+        flat = tensor.detach().view(-1)
+        if flat.nbytes <= INLINE_NBYTES:
+            return self._broadcast_small(ring, item, flat, src)
+        step = max(-(-numel // _PIECES), _PIECE_NBYTES // flat.element_size())
+        pieces = {ring.begin(item): piece for piece in flat.split(step)}
+        return (
+            _Departure(ring, item, pieces)
+            if src == self.rank
+            else _Arrival(ring, item, pieces, src)
+        )
+
+    def _broadcast_small(self, ring: Ring, item: Item, flat: Tensor, src: int) -> Handle:
+        seq = ring.begin(item)
+        if src != self.rank:
+            return _SmallArrival(ring, item, seq, src, flat)
+        ring.post_inline(seq, item, flat)
+        ring.board.mark_done(seq)  # there is nothing for the source to read
+        return DONE
+
+    def _open(self, item: Item) -> Ring:
+        if self._ring is None:
+            raise closed(item[1])
+        return self._ring
+
+    def abort(self) -> None:
+        """Make every blocked wait fail now. For the sentinel's thread."""
+        ring = self._ring
+        if ring is not None:
+            ring.abort()
+
+    def close(self) -> None:
+        """Tell the others. Memory that tensors or handles still refer to goes with the last."""
+        ring, self._ring = self._ring, None
+        if ring is not None:
+            ring.close()
+        self.recorder.close()
+
+
+class Ring:
+    """The posts of all ranks, in the order of their collectives. Handles keep it alive.
+
+    A slot is used again after :data:`RING` collectives. Then the own wait for the old one is made
+    up for, and all ranks must have read it: no rank can miss a post, however many are in flight.
+    """
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        *,
+        rank: int,
+        ranks: Sequence[int],
+        recorder: Recorder,
+        guard: Guard,
+        timeout_s: float,
+    ) -> None:
+        self.arena = meeting.arena
+        self.board = meeting.arena.board
+        self.rank = rank
+        self.world_size = len(ranks)
+        # Start with the neighbour, so that not every rank reads from rank 0 first.
+        order = [(rank + i) % len(ranks) for i in range(1, len(ranks))]
+        self.windows = [(peer, meeting.windows[peer]) for peer in order]
+        self._processes = meeting.processes
+        self._ranks = ranks
+        self._recorder = recorder
+        self._guard = guard
+        self._timeout_s = timeout_s
+        self._seq = 0
+        self._aborted = False
+        self._pending: dict[int, _Pending] = {}
+
+    def window(self, peer: int) -> Window:
+        """The memory of rank ``peer``."""
+        return self.windows[(peer - self.rank - 1) % self.world_size][1]
+
+    # -- sources -----------------------------------------------------------------------------------
+
+    def begin(self, item: Item) -> int:
+        """The number of a new collective, whose slot is free."""
+        self._seq = seq = self._seq + 1
+        old = seq - RING
+        if old > 0:
+            pending = self._pending.get(old)
+            if pending is not None:
+                pending.wait()
+            self.await_read(item, old)
+        return seq
+
+    def block(self, nbytes: int, *, slack: int = 2) -> Block:
+        """A block that nobody uses."""
+        return self.arena.take(nbytes, self._is_free, slack=slack)
+
+    def _is_free(self, block: Block) -> bool:
+        return not block.is_lent and self.is_read(block)
+
+    def is_read(self, block: Block) -> bool:
+        """Whether all ranks have read all that was posted from ``block``."""
+        reads = block.reads
+        while reads and all(window.board.is_done(reads[-1]) for _, window in self.windows):
+            reads.pop()
+        return not reads
+
+    def post_copy(self, seq: int, item: Item, parts: Sequence[Tensor]) -> None:
+        """Post a copy of ``parts``, one after another: the caller's memory stays its own."""
+        nbytes = sum(part.nbytes for part in parts)
+        block = self.block(nbytes)
+        begin = 0
+        for part in parts:
+            end = begin + part.nbytes
+            block.bytes[begin:end].view(part.dtype).copy_(part)
+            begin = end
+        block.reads.append(seq)
+        self.board.post(seq, item[2], (block.offset, block.nbytes, 0), nbytes)
+
+    def post_in_place(self, seq: int, item: Item, tensor: Tensor) -> bool:
+        """Post the place of ``tensor`` itself, if it lies in a block."""
+        block = self.arena.block_of(tensor)
+        if block is None:
+            return False
+        block.reads.append(seq)
+        begin = tensor.data_ptr() - block.bytes.data_ptr()
+        self.board.post(seq, item[2], (block.offset, block.nbytes, begin), tensor.nbytes)
+        return True
+
+    def post_inline(self, seq: int, item: Item, tensor: Tensor) -> None:
+        """Post the bytes of a small tensor inside the slot."""
+        _move(self.board.inline(seq), tensor.data_ptr(), tensor.nbytes)
+        self.board.post(seq, item[2], _NOWHERE, tensor.nbytes)
+
+    # -- waiting -----------------------------------------------------------------------------------
+
+    def await_post(self, item: Item, seq: int, peer: int, window: Window) -> None:
+        """Return when ``peer`` has posted the collective ``item`` as its number ``seq``."""
+        has, tag = window.board.has, item[2]
+        for _ in range(_LOOKS):
+            if has(seq, tag):
+                return
+        self._wait(item, peer, window, seq, posted=True)
+
+    def await_read(self, item: Item, seq: int) -> None:
+        """Return when all ranks have read all they need of ``seq``."""
+        for peer, window in self.windows:
+            if not window.board.is_done(seq):
+                self._wait(item, peer, window, seq, posted=False)
+
+    def await_readers(self, item: Item, tensor: Tensor) -> None:
+        """Before the own communicator writes to ``tensor``: what was posted from it must be read."""
+        block = self.arena.block_of(tensor)
+        if block is None or self.is_read(block):
+            return
+        for seq in sorted(block.reads):
+            self.await_read(item, seq)
+
+    def catch_up(self, item: Item, seq: int) -> None:
+        """Give the others time to read ``seq``, so that few copies are in flight.
+
+        Not more than a second: a rank that waits for its handles in another order may need what this
+        one starts next.
+        """
+        until_s = time.monotonic() + _CATCH_UP_S
+        self._recorder.waiting = item
+        try:
+            for _, window in self.windows:
+                board = window.board
+                while not (board.closed or self._aborted):
+                    event = board.event
+                    if board.is_done(seq) or time.monotonic() > until_s:
+                        break
+                    board.sleep(event, _SLICE_S)
+        finally:
+            self._recorder.waiting = None
+
+    def _wait(self, item: Item, peer: int, window: Window, seq: int, *, posted: bool) -> None:
+        """Sleep until ``peer`` has posted ``seq``, or has read it. Ends by itself if it cannot."""
+        board, process = window.board, self._processes[peer]
+        here = self._processes[self.rank]
+        slice_s = _SLICE_S if posted else _POLL_S  # nobody is woken by a mark that it was read
+        begun_s = looked_s = time.monotonic()
+        gone = ""
+        self._recorder.waiting = item
+        try:
+            while True:
+                # Before the look: what came before the end is still good.
+                over = gone or ("it closed its communicator" if board.closed else "")
+                event = board.event
+                if board.has(seq, item[2]) if posted else board.is_done(seq):
+                    return
+                now_s = time.monotonic()
+                if self._aborted:
+                    over = over or "the wait was ended"
+                elif now_s > begun_s + self._timeout_s:
+                    over = over or f"nothing came for {self._timeout_s:.0f} s"
+                if over:
+                    self._fail(item, peer, over)
+                board.sleep(event, slice_s) if posted else time.sleep(slice_s)
+                if now_s > looked_s + _SLICE_S / 2:
+                    looked_s = now_s
+                    fate, words = fate_of(process, here)
+                    gone = words if fate == "gone" else ""
+        finally:
+            self._recorder.waiting = None
+
+    def _fail(self, item: Item, peer: int, detail: str) -> NoReturn:
+        raise self._guard.explain(item, [self._ranks[peer]], detail)
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def hold(self, pending: _Pending, *seqs: int) -> None:
+        """Remember what is in flight."""
+        self._pending.update(dict.fromkeys(seqs, pending))
+
+    def finish(self, *seqs: int) -> None:
+        """This rank has read all it needs of ``seqs``."""
+        for seq in seqs:
+            self._pending.pop(seq, None)
+            self.board.mark_done(seq)
+
+    def abort(self) -> None:
+        """Every wait fails from now on."""
+        self._aborted = True
+        for _, window in self.windows:
+            window.board.wake()
+
+    def close(self) -> None:
+        """Post nothing more; what is in flight may still be waited for."""
+        self._pending.clear()
+        self.board.close()
+
+
+class _Pending:
+    """A collective in flight, as one or more posts; it keeps its buffers alive until the wait."""
+
+    __slots__ = ("_item", "_ring", "_seqs")
+
+    def __init__(self, ring: Ring, item: Item, *seqs: int) -> None:
+        self._ring: Ring | None = ring
+        self._item = item
+        self._seqs = seqs
+        ring.hold(self, *seqs)
+
+    def wait(self) -> None:
+        ring, self._ring = self._ring, None
+        if ring is not None:
+            self.complete(ring)
+            ring.finish(*self._seqs)
+
+    def complete(self, ring: Ring) -> None:
+        """Read what this rank needs of the others' memory."""
+        raise NotImplementedError
+
+
+class _Gather(_Pending):
+    __slots__ = ("_slices",)
+
+    def __init__(self, ring: Ring, item: Item, seq: int, slices: Sequence[Tensor]) -> None:
+        super().__init__(ring, item, seq)
+        self._slices = slices
+
+    def complete(self, ring: Ring) -> None:
+        slices, self._slices = self._slices, ()
+        (seq,) = self._seqs
+        ring.await_readers(self._item, slices[0])
+        for peer, window in ring.windows:
+            ring.await_post(self._item, seq, peer, window)
+            target = slices[peer]
+            place, _ = window.board.place(seq)
+            target.copy_(window.tensor(place, 0, target.numel(), target.dtype))
+
+
+class _Reduction(_Pending):
+    __slots__ = ("_full_N", "_out_S")
+
+    def __init__(self, ring: Ring, item: Item, seq: int, out_S: Tensor, full_N: Tensor) -> None:
+        super().__init__(ring, item, seq)
+        self._out_S = out_S
+        self._full_N = full_N
+
+    def complete(self, ring: Ring) -> None:
+        full_N, out_S = self._full_N, self._out_S
+        del self._full_N, self._out_S
+        numel, rank, (seq,) = out_S.numel(), ring.rank, self._seqs
+        parts = [*full_N.view(ring.world_size, numel).unbind()]
+        for peer, window in ring.windows:
+            ring.await_post(self._item, seq, peer, window)
+            place, nbytes = window.board.place(seq)
+            # A copy has no room for the slice that the peer keeps for itself.
+            at = rank if nbytes == full_N.nbytes else rank - (rank > peer)
+            parts[peer] = window.tensor(place, at * out_S.nbytes, numel, out_S.dtype)
+        sum_in_rank_order(parts, out_S)
+
+
+class _SmallArrival(_Pending):
+    __slots__ = ("_flat", "_src")
+
+    def __init__(self, ring: Ring, item: Item, seq: int, src: int, flat: Tensor) -> None:
+        super().__init__(ring, item, seq)
+        self._src = src
+        self._flat = flat
+
+    def complete(self, ring: Ring) -> None:
+        flat, (seq,), window = self._flat, self._seqs, ring.window(self._src)
+        del self._flat
+        ring.await_post(self._item, seq, self._src, window)
+        _move(flat.data_ptr(), window.board.inline(seq), flat.nbytes)
+
+
+class _Arrival(_Pending):
+    __slots__ = ("_pieces", "_src")
+
+    def __init__(self, ring: Ring, item: Item, pieces: Mapping[int, Tensor], src: int) -> None:
+        super().__init__(ring, item, *pieces)
+        self._src = src
+        self._pieces = pieces
+
+    def complete(self, ring: Ring) -> None:
+        pieces, self._pieces = self._pieces, {}
+        window = ring.window(self._src)
+        for seq, piece in pieces.items():
+            ring.await_readers(self._item, piece)
+            ring.await_post(self._item, seq, self._src, window)
+            place, _ = window.board.place(seq)
+            piece.copy_(window.tensor(place, 0, piece.numel(), piece.dtype))
+            ring.board.mark_done(seq)
+            ring.board.announce()  # the source keeps pace with us
+
+
+class _Departure(_Pending):
+    """The source's side: the first pieces are posted at once, each other when one was read."""
+
+    __slots__ = ("_pieces",)
+
+    def __init__(self, ring: Ring, item: Item, pieces: Mapping[int, Tensor]) -> None:
+        super().__init__(ring, item, *pieces)
+        for seq, piece in list(pieces.items())[:_AHEAD]:
+            ring.post_copy(seq, item, [piece])
+        self._pieces = pieces
+
+    def complete(self, ring: Ring) -> None:
+        pieces, self._pieces = self._pieces, {}
+        for seq, piece in list(pieces.items())[_AHEAD:]:
+            ring.catch_up(self._item, seq - _AHEAD)
+            ring.post_copy(seq, self._item, [piece])
+        ring.catch_up(self._item, self._seqs[-1])

@@ -1,0 +1,224 @@
+"""Do the benchmarks run from the first protocol to the last, and would they notice a wrong result?"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import tables  # noqa: E402
+import targets  # noqa: E402
+import teams  # noqa: E402
+import training  # noqa: E402
+import views  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny run of everything."""
+    home = tmp_path_factory.mktemp("benchmarks")
+    command = [sys.executable, str(BENCHMARKS / "run.py"), "--smoke", "--out", str(home / "x.json")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=home, env=environment, capture_output=True, text=True, timeout=170
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    (home / "stdout.txt").write_text(done.stdout)
+    return home
+
+
+@pytest.fixture(scope="module")
+def result(run: Path) -> dict[str, Any]:
+    return json.loads((run / "x.json").read_text())
+
+
+KEYS = ["a1", "a2-512", "a3", "a4", "a5", "a6", "a7", "a8"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", KEYS)
+def test_every_line_that_is_installed_is_measured(result, key):
+    rows = result["protocols"][key]["rows"]
+    assert [row["error"] for row in rows if "error" in row] == []
+    absent = [row["absent"] for row in rows if "absent" in row]
+    assert all("not installed" in why or "not in this version" in why for why in absent)
+    assert any("ZeroShard" in row["name"] or row["name"] == "p2p" for row in rows)
+
+
+@pytest.mark.slow
+def test_all_systems_train_alike(result):
+    for protocol in result["protocols"].values():
+        assert all(row["comparable"] for row in protocol["rows"] if "comparable" in row)
+        assert all(row["right"] for row in protocol["rows"] if "right" in row)
+        assert all(row["learns"] for row in protocol["rows"] if "learns" in row)
+    compared = [row for row in result["protocols"]["a1"]["rows"] if "comparable" in row]
+    assert {row["family"].split()[0] for row in compared} >= {"DDP", "FSDP2", "ZeroShard"}
+
+
+@pytest.mark.slow
+def test_tables_and_pictures_are_made(run, result):
+    printed = (run / "stdout.txt").read_text()
+    for key in KEYS:
+        assert result["protocols"][key]["title"] in printed
+    assert "Targets" in printed
+    for name in ("losses", "steps"):
+        assert (run / f"x-{name}.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+@pytest.mark.slow
+def test_readme_block_is_made_from_a_result(result):
+    readme = f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n"
+    once = tables.rewritten(readme, result)
+    assert once.startswith("before\n")
+    assert once.endswith("\nafter\n")
+    assert "old" not in once
+    assert all(f"| {stage} | " in once for stage in (0, 1, 2, 3))
+    assert tables.rewritten(once, result) == once
+
+
+def test_readme_says_what_the_newest_result_says():
+    path = tables.newest()
+    measured = json.loads(path.read_text()) if path else None
+    readme = tables.README.read_text()
+    assert tables.rewritten(readme, measured) == readme, "run python benchmarks/tables.py"
+
+
+# ---------------------------------------------------------------------- judging
+
+
+def row(name: str, cpu: float, losses: list[float] | None = None, **keys: Any) -> dict[str, Any]:
+    times = {"cpu_ms": {"median": cpu}, "wall_ms": {"median": 2 * cpu}}
+    family = name.split(maxsplit=1)[0]
+    base = {"name": name, "family": family, "stage": None, "transport": "", "ranks": 2}
+    return {**base, **times, "losses": losses or [5.0, 4.0], "compared": True, **keys}
+
+
+def test_a_line_whose_losses_leave_the_others_is_no_result():
+    rows = [row("DDP", 3), row("FSDP2 x", 2), row("ZeroShard x", 1, [5.0, 4.1])]
+    training._judge(rows)
+    assert [training.usable(r) for r in rows] == [True, True, False]
+    assert "NO RESULT" in views._distance(rows[2])
+
+
+def test_lines_of_one_library_do_not_outvote_the_others():
+    own = [row(f"ZeroShard {i}", 1, [5.0, 4.1]) for i in range(9)]
+    rows = [row("DDP", 3), row("FSDP2 x", 2), *own]
+    training._judge(rows)
+    assert [training.usable(r) for r in rows] == [True, True] + [False] * 9
+
+
+def a1(**cpu_of_own: float) -> dict[str, Any]:
+    peers = [row("DeepSpeed", 100 * s, stage=s) for s in (1, 2, 3)]
+    peers += [row("FSDP2", 90 * s, stage=s) for s in (2, 3)]
+    own = [
+        row("ZeroShard", cpu * s, stage=s, transport=transport)
+        for transport, cpu in cpu_of_own.items()
+        for s in (1, 2, 3)
+    ]
+    return {"protocols": {"a1": {"rows": peers + own}}}
+
+
+@pytest.mark.parametrize(
+    ("cpu", "value", "verdict"), [(45.0, 2.0, "met"), (46.0, 90 / 46, "missed")]
+)
+def test_own_collectives_are_held_against_the_better_peer_at_the_worst_stage(cpu, value, verdict):
+    found = targets._same_stage(a1(p2p=cpu, stock=1.0), "x", 2.0, ("p2p", "shm"))
+    assert found.value == pytest.approx(value)
+    assert found.verdict == verdict
+
+
+def test_a_target_without_its_lines_is_not_measured():
+    incomplete = a1(p2p=1.0)
+    incomplete["protocols"]["a1"]["rows"].pop()
+    assert targets._same_stage(incomplete, "x", 2.0, ("p2p",)).verdict == "not measured"
+    nothing = {"protocols": {}, "stream_gb_per_s": {"best": 30.0}}
+    assert {t.verdict for t in targets.all_targets(nothing)} == {"not measured"}
+
+
+def test_a_limit_from_above_is_met_from_below():
+    assert targets.Target("x", 0.7, 0.69, at_least=False).verdict == "met"
+    assert targets.Target("x", 0.7, 0.71, at_least=False).verdict == "missed"
+
+
+# ---------------------------------------------------------------------- teams
+
+
+@dataclass(frozen=True)
+class Echo:
+    """Answers what it is asked; with ``fails`` rank 1 does not even begin."""
+
+    fails: bool
+
+    def prepare(self):
+        pass
+
+    def open(self, rank):
+        if self.fails and rank == 1:
+            raise ValueError("no such transport")
+        return self
+
+    def turn(self, request):
+        return request
+
+    def close(self):
+        pass
+
+
+def test_a_team_that_fails_says_why_and_the_others_go_on(capfd):
+    good, bad = teams.Team("good", Echo(False)), teams.Team("bad", Echo(True))
+    with teams.running([bad, good], lambda text: None):
+        assert bad.error == "rank 1: ValueError: no such transport"
+        assert [(n, team.turn(n)) for n, team in teams.in_turns([bad, good], 2)] == [
+            (0, [0, 0]),
+            (1, [1, 1]),
+        ]
+    assert not good.error
+
+
+# ---------------------------------------------------------------------- memory
+
+NBYTES = 32 * 2**20
+HOLD = """
+import mmap, os, sys
+held = mmap.mmap(int(sys.argv[1]), 0)
+for at in range(0, len(held), 4096):
+    held[at]
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_page_that_two_processes_share_counts_once():
+    descriptor = os.memfd_create("shared")
+    try:
+        os.ftruncate(descriptor, NBYTES)
+        before = teams.pss_nbytes([os.getpid()])
+        with mmap.mmap(descriptor, NBYTES) as held:
+            held.write(b"x" * NBYTES)
+            alone = teams.pss_nbytes([os.getpid()]) - before
+            other = subprocess.Popen(
+                [sys.executable, "-c", HOLD, str(descriptor)],
+                pass_fds=[descriptor], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            )  # fmt: skip
+            with other:
+                other.stdout.readline()
+                half = teams.pss_nbytes([os.getpid()]) - before
+                both = teams.pss_nbytes([os.getpid(), other.pid]) - before
+                other.stdin.close()
+    finally:
+        os.close(descriptor)
+    slack = 16 * 2**20  # the other interpreter itself, and what this one allocated meanwhile
+    assert NBYTES <= alone < NBYTES + slack
+    assert half < 0.75 * NBYTES
+    assert NBYTES <= both < NBYTES + slack
