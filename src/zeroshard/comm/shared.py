@@ -162,22 +162,34 @@ class Board:
 
 
 class Block:
-    """Part of the own file. ``reads``: the collectives that the others may still read it for."""
+    """Part of the own file. ``reads``: the collectives that the others may still read it for.
+
+    ``bytes`` is what is used of its ``nbytes``: all of it, or what :meth:`lend` was asked for.
+    """
 
     __slots__ = ("_map", "bytes", "nbytes", "offset", "reads", "used_s")
 
     def __init__(self, fd: int, offset: int, nbytes: int) -> None:
         os.posix_fallocate(fd, offset, nbytes)  # raises here where a later write would kill
         self._map = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, offset=offset)
-        with torch.inference_mode(False):
-            self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.bytes = self._tensor(nbytes)
         self.offset = offset
         self.nbytes = nbytes
         self.reads: list[int] = []
         self.used_s = 0.0
 
-    def tensor(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """``[numel]`` at the begin of the block; the block is in use as long as its storage is."""
+    def _tensor(self, nbytes: int) -> Tensor:
+        with torch.inference_mode(False):
+            return torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes)
+
+    def use(self, nbytes: int) -> None:
+        """From now on this much is in use; the block must be free."""
+        if self.bytes.nbytes != nbytes:
+            self.bytes = self._tensor(nbytes)
+
+    def lend(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """``[numel]`` at the begin, with a storage of just these bytes, as long as that lives."""
+        self.use(numel * dtype.itemsize)
         return torch.empty(0, dtype=dtype).set_(self.bytes.untyped_storage(), 0, (numel,), (1,))
 
     @property
@@ -207,7 +219,7 @@ class Arena:
     @property
     def own_nbytes(self) -> int:
         """Memory in blocks that no tensor of the program lives in."""
-        return sum(block.nbytes for block in self.blocks.values() if not block.is_lent)
+        return sum(block.bytes.nbytes for block in self.blocks.values() if not block.is_lent)
 
     def block_of(self, tensor: Tensor) -> Block | None:
         """The block that ``tensor`` lies in, if any."""

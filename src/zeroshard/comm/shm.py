@@ -146,7 +146,7 @@ class ShmComm:
         """
         if self._ring is None or not numel or device.type != "cpu":
             return torch.empty(numel, dtype=dtype, device=device)
-        return self._ring.block(numel * dtype.itemsize, slack=1).tensor(numel, dtype)
+        return self._ring.block(numel * dtype.itemsize, slack=1).lend(numel, dtype)
 
     def all_gather(self, full_N: Tensor, shard_S: Tensor, *, name: str) -> Handle:
         """Every other rank's slice is copied into its place in ``wait``."""
@@ -319,6 +319,7 @@ class Ring:
         """Post a copy of ``parts``, one after another: the caller's memory stays its own."""
         nbytes = sum(part.nbytes for part in parts)
         block = self.block(nbytes)
+        block.use(block.nbytes)
         begin = 0
         for part in parts:
             end = begin + part.nbytes
