@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_ROLLUP = Path("/proc/self/smaps_rollup")
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
@@ -43,6 +45,35 @@ class Peak:
 
     def __exit__(self, *_: object) -> None:
         self.nbytes = resident_nbytes("VmHWM") - self._before
+
+
+class SharedPeak:
+    """Like :class:`Peak`, with pages that ranks share counted once: each has its part of them.
+
+    The kernel keeps no high-water mark of that: it is looked up every few milliseconds.
+    """
+
+    def __enter__(self) -> SharedPeak:
+        give_back()
+        self._before = self._highest = _proportional_nbytes()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._over.wait(0.003):
+            self._highest = max(self._highest, _proportional_nbytes())
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        self.nbytes = self._highest - self._before
+
+
+def _proportional_nbytes() -> int:
+    (line,) = (x for x in _ROLLUP.read_text().splitlines() if x.startswith("Pss:"))
+    return int(line.split()[1]) * 1024
 
 
 class TensorPeak(TorchDispatchMode):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from peak import Peak, TensorPeak, give_back
+from peak import Peak, SharedPeak, TensorPeak, give_back
 from torch import Tensor, nn
 
 from zeroshard import Engine
@@ -77,7 +77,6 @@ def built(how: str, size: dict[str, int], **keys: object) -> Engine:
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": 3},
         "unit_min_numel": 2**16,
-        "transport": "p2p",  # shared memory holds a copy of each shard that is being gathered
         **keys,
     }
     if how == "Init":
@@ -98,12 +97,14 @@ def fresh_ranks():
 
 
 @pytest.mark.usefixtures("fresh_ranks")
+@pytest.mark.parametrize("transport", ["p2p", "shm"])
 @pytest.mark.parametrize("how", ["Init", "meta device"])
 @on_ranks(2, timeout=120)
-def test_resident_memory_stays_under_the_shards_and_one_unit(how):
+def test_resident_memory_stays_under_the_shards_and_one_unit(how, transport):
+    measure = Peak() if transport == "p2p" else SharedPeak()
     give_back()
-    built(how, TINY).close()  # what is imported and opened once is not counted
-    with Peak() as peak, built(how, BIG) as engine:
+    built(how, TINY, transport=transport).close()  # imported and opened once: not counted
+    with measure as peak, built(how, BIG, transport=transport) as engine:
         numel = sum(p.numel() for p in engine.module.parameters())
         assert (numel, engine.runtime.units[2].layout.params_numel) == (BIG_NUMEL, BIG_UNIT)
     assert peak.nbytes <= allowed(BIG_NUMEL, BIG_UNIT, world=2)
@@ -130,7 +131,7 @@ def test_tensors_stay_under_the_shards_and_the_largest_unit_as_it_is_built(how):
     before, deal.PIECE_NUMEL = deal.PIECE_NUMEL, 8192
     try:
         with TensorPeak() as peak:
-            built(how, SMALL).close()
+            built(how, SMALL, transport="p2p").close()  # what shared memory needs is measured above
     finally:
         deal.PIECE_NUMEL = before
     assert peak.nbytes <= SLACK * (2 * SMALL_NUMEL / 3 + 4 * SMALL_EMBEDDING)

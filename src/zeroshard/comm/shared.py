@@ -240,7 +240,7 @@ class Arena:
                 if block.nbytes == nbytes:
                     break
         if best is None:
-            self._sweep(now_s, is_free)
+            self._sweep(now_s, is_free, below_nbytes=nbytes)
             best = Block(self.fd, self._end, nbytes)
             self._end += nbytes
             self.blocks[best.bytes.data_ptr()] = best
@@ -249,11 +249,18 @@ class Arena:
         best.used_s = now_s
         return best
 
-    def _sweep(self, now_s: float, is_free: Callable[[Block], bool]) -> None:
-        """Give back what nobody has asked for in a long time: set-up needs other sizes than steps."""
+    def _sweep(
+        self, now_s: float, is_free: Callable[[Block], bool], *, below_nbytes: int = 0
+    ) -> None:
+        """Give back what nobody has asked for in a long time: set-up needs other sizes than steps.
+
+        A new block takes the place of the free ones that were too small. What a step needs comes back
+        once, and stays: nothing larger is made then.
+        """
         self._swept_s = now_s
         for address, block in list(self.blocks.items()):
-            if now_s > block.used_s + _IDLE_S and is_free(block):
+            idle = now_s > block.used_s + _IDLE_S or block.nbytes < below_nbytes
+            if idle and is_free(block):
                 del self.blocks[address]
                 block.discard()
 

@@ -34,7 +34,7 @@ _SLICE_S = 0.25
 _POLL_S = 0.0005
 #: A large broadcast travels in pieces: at most so many, and of no fewer bytes than this.
 _PIECES = 64
-_PIECE_NBYTES = 1 << 20
+_PIECE_NBYTES = 1 << 18
 #: How many of them its source holds copies of at once, and how long it lets the others catch up.
 _AHEAD = 4
 _CATCH_UP_S = 1.0
