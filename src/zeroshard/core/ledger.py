@@ -29,10 +29,15 @@ class Ledger:
     def hold(self, category: str, owner: str, nbytes: int) -> None:
         """``owner`` now holds ``nbytes`` in ``category`` (replacing what it held; 0 releases)."""
         owners = self.live[category]
-        self._total[category] += nbytes - owners.pop(owner, 0)
+        change = nbytes - owners.get(owner, 0)
+        if not change:
+            return
         if nbytes:
             owners[owner] = nbytes
-        self.peak[category] = max(self.peak[category], self._total[category])
+        else:
+            del owners[owner]
+        self._total[category] = total = self._total[category] + change
+        self.peak[category] = max(self.peak[category], total)
 
     @contextmanager
     def lend(self, owner: str, nbytes: int) -> Iterator[None]:

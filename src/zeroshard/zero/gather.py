@@ -43,6 +43,13 @@ class Site:
             unit.reshard()
 
     @property
+    def is_read_in_backward(self) -> bool:
+        """An embedding's backward scatters into its gradient and never reads the table."""
+        module = self.module
+        # One forward hook is ours; what others of the program's compute is not known.
+        return type(module) is not nn.Embedding or len(module._forward_hooks) > 1
+
+    @property
     def is_sharded(self) -> bool:
         return any(unit.state is UnitState.SHARDED for unit in self.units)
 
@@ -91,14 +98,19 @@ class Gatherer:
             self._kept = frozenset(id(site) for site in self._worth_keeping())
         self._recording = []
 
-    def need(self, site: Site, *, forward: bool) -> None:
-        """The site's parameters are about to be used."""
+    def need(self, site: Site, *, forward: bool, reads: bool = True) -> None:
+        """The site is about to be used, and its parameters if it ``reads`` them.
+
+        ``forward``: the pass that is running; a recomputed forward belongs to backward.
+        """
         if forward and id(site) not in self._seen and site is not self.root:
             self._seen.add(id(site))
             self._recording.append(site)
-        site.start()
+        if reads:
+            site.start()
         self._prefetch(site, forward)
-        site.wait()
+        if reads:
+            site.wait()
 
     @property
     def keeps_root(self) -> bool:
@@ -140,7 +152,7 @@ class Gatherer:
             budget -= later.numel
             if budget < 0:
                 return
-            if later.is_sharded:
+            if later.is_sharded and (forward or later.is_read_in_backward):
                 later.start()
                 return  # one gather ahead of the compute: enough to hide it, bounded in memory
 

@@ -252,7 +252,7 @@ class StepHooks:
 
     def _before_backward(self, site: Site) -> None:
         self._begin_backward()
-        self.gatherer.need(site, forward=False)
+        self.gatherer.need(site, forward=False, reads=site.is_read_in_backward)
 
     def _landed(self, landing: int, param: nn.Parameter) -> None:
         site, buffer, index = self._landings[landing]

@@ -68,6 +68,22 @@ class GradBuffer:
         self.account()
         return self.grads_N
 
+    def _is_whole(self, grad: Tensor, dtype: torch.dtype) -> bool:
+        """Is this gradient all of ``grads_N`` already? So it is where one matrix makes the unit."""
+        return (
+            len(self.unit.params) == 1
+            and grad.numel() == self.unit.layout.full_numel
+            and grad.dtype == dtype
+            and grad.is_contiguous()
+        )
+
+    def adopt(self, grad: Tensor) -> None:
+        """Take the gradient itself for ``grads_N``. Autograd gave it away: nobody else writes it."""
+        self.grads_N = grad.detach().view(-1)
+        self._set_views()
+        self.filled[0] = self.touched[0] = True
+        self.account()
+
     def _set_views(self) -> None:
         assert self.grads_N is not None
         self.views = [
@@ -77,6 +93,9 @@ class GradBuffer:
     def land(self, index: int, grad: Tensor, dtype: torch.dtype) -> None:
         """Move one gradient into its slot, or add it to what is there."""
         if self.grads_N is None:
+            if self._is_whole(grad, dtype):
+                self.adopt(grad)
+                return
             self.open(dtype)
         if not self.filled[index]:
             self.views[index].copy_(grad)
@@ -139,6 +158,8 @@ class GradBuffer:
 def _storage_nbytes(tensors: Sequence[Tensor | None]) -> int:
     """Bytes behind the tensors; slices of one storage count once."""
     storages = [t.untyped_storage() for t in tensors if t is not None]
+    if len(storages) < 2:
+        return storages[0].nbytes() if storages else 0
     return sum({s._cdata: s.nbytes() for s in storages}.values())
 
 
