@@ -37,7 +37,8 @@ def psi(engine: Engine) -> int:
 def check_volume(config: dict, stage: int) -> None:
     with Engine(Stack(), config=config) as engine:
         payload, whole = moved(engine), psi(engine)
-        assert payload.total() == STAGES[stage].volume * whole
+        volume = STAGES[stage].volume if engine.world_size > 1 else 2  # alone there is no shard
+        assert payload.total() == volume * whole
         assert payload["reduce_scatter"] == whole
 
 

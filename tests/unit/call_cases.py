@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import zeroshard
-from zeroshard.errors import ConfigError, ShardedAccess, UnsupportedError, UsageError
+from zeroshard.errors import ConfigError, UnsupportedError, UsageError
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2}}
 
@@ -513,14 +513,3 @@ def stranger_read():
     from zeroshard.zero import safe_get_full_fp32_param
 
     safe_get_full_fp32_param(nn.Parameter(torch.ones(3)))
-
-
-@wrong(
-    "'weight' changed inside GatheredParameters without modifier_rank; the edit would be lost, or "
-    "differ between ranks. Pass modifier_rank=0 to send rank 0's edit to everybody.",
-    ShardedAccess,
-)
-def edit_that_would_be_lost():
-    with engine(stage=3) as e:
-        with zeroshard.zero.GatheredParameters(e.module.weight), torch.no_grad():
-            e.module.weight.zero_()

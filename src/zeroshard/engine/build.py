@@ -212,7 +212,8 @@ def build_runtime(
             positions=[positions[id(params[slot.fqn])] for slot in spec.layout.slots],
             row=spec.row,
             trainable=spec.trainable,
-            resident=not stage.shards_params,
+            # One rank's shard is the unit: to gather it would only make a copy.
+            resident=not stage.shards_params or gather_comm.world_size == 1,
             comm=gather_comm,
             ledger=ledger,
             device=device,
