@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from census import Stack, micro_step, stack_config
+import torch
+from census import WIDTH, Stack, micro_step, stack_config
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from zeroshard import Engine
 from zeroshard.core.stages import STAGES
@@ -139,3 +142,37 @@ def test_a_rank_sends_its_part_of_the_volume(stage):
         sent = engine._watch.recorder.sent_numel
         volume = sent["all_gather"] + sent["reduce_scatter"]
         assert volume == STAGES[stage].volume * psi(engine) * 2 // 3
+
+
+class Worded(nn.Module):
+    """An embedding, two blocks and a head; ``hooked``: the program computes with the table in a hook."""
+
+    def __init__(self, *, hooked: bool = False, recomputed: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WIDTH, WIDTH)
+        self.blocks = Stack(depth=2)
+        self.recomputed = recomputed
+        if hooked:
+            self.embed.register_forward_hook(lambda module, _, out: out * module.weight.mean())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        words = torch.arange(x.shape[0])
+        if self.recomputed:
+            return checkpoint(lambda w: self.blocks(self.embed(w) + x), words, use_reentrant=False)
+        return self.blocks(self.embed(words) + x)
+
+
+@pytest.mark.parametrize(
+    ("how", "gathers"), [({}, 1), ({"hooked": True}, 2), ({"recomputed": True}, 2)]
+)
+@on_ranks(2)
+def test_an_embedding_is_not_gathered_for_backward(how, gathers):
+    """Unless a hook of the program uses it, or its forward runs again."""
+    config = {**stack_config(3), "units": ["Block", "Embedding"]}
+    with Engine(Worded(**how), config=config) as engine:
+        moved(engine)
+        entries = engine._watch.recorder.entries("all_gather")
+        (embedding,) = (u for u in engine.runtime.units if u.name.startswith("embed"))
+        assert entries[embedding.name].calls == gathers
+        (linear,) = (u for u in engine.runtime.units if u.name.startswith("blocks.blocks.0"))
+        assert entries[linear.name].calls == 2  # in each direction

@@ -166,6 +166,20 @@ def test_a_cache_folder_that_others_can_write_is_not_used(monkeypatch, tmp_path)
     assert build._cache_folder() != folder
 
 
+def test_the_compiler_can_be_kept_out(monkeypatch):
+    asked = []
+    monkeypatch.setattr(adam, "prepare", lambda: asked.append(1))
+    monkeypatch.setattr(adam, "compiled", lambda: asked.append(1))
+    for allowed in (False, True):
+        config = {"train_batch_size": 1, "compile_update": allowed}
+        inner = torch.optim.AdamW((model := nn.Linear(64, 64)).parameters(), fused=True)
+        with Engine(model, config=config, optimizer=inner) as engine:
+            for _ in range(3):
+                engine.backward(engine(torch.ones(2, 64)).square().mean())
+                engine.step()
+        assert bool(asked) is allowed
+
+
 def test_options_that_change_between_steps_are_followed():
     """A kernel is chosen anew at every step: what it cannot do runs through ``step`` again."""
     results = []

@@ -46,7 +46,7 @@ What ZeroShard does with a key is one of:
 
 OWN = (
     *("unknown_keys", "units", "unit_max_numel", "unit_min_numel", "conditional_modules"),
-    *("keep_fp32", "uneven", "transport", "trust", "trackio"),
+    *("keep_fp32", "uneven", "transport", "compile_update", "trust", "trackio"),
 )
 
 SAMPLE = """\

@@ -225,6 +225,9 @@ class Config(Section):
         "How bytes travel on gloo: memory shared by ranks of one host, tagged sends and receives, "
         "or the process group's collectives.",
     )
+    compile_update: Flag = honour(
+        True, "Compile the CPU update of Adam and AdamW if a C++ compiler is there; same bits."
+    )
     trust: side.TrustConfig = honour(
         side.TrustConfig, "How divergence and hangs of ranks are found and reported."
     )

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -255,7 +256,7 @@ def build_runtime(
             rank=gather_comm.rank,
             ledger=ledger,
             seat=rebind,
-            kernel_of=kernel_of,
+            kernel_of=partial(kernel_of, compiles=config.compile_update),
         )
     return Runtime(stage, units, sites, gatherer, reducer, sharded, ledger, plan)
 

@@ -15,9 +15,10 @@ _State = dict[str, list[Tensor]]
 _Group = Mapping[str, Any]
 
 
-def kernel_of(optimizer: torch.optim.Optimizer) -> Kernel | None:
+def kernel_of(optimizer: torch.optim.Optimizer, *, compiles: bool = True) -> Kernel | None:
     """The optimizer's arithmetic as a function; None if only its own ``step`` knows it.
 
+    ``compiles``: a compiled kernel may stand in for it (own key ``compile_update``).
     Subclasses, unusual options and torch's unfused loops keep their own ``step``: results never depend
     on which way was taken.
     """
@@ -29,7 +30,7 @@ def kernel_of(optimizer: torch.optim.Optimizer) -> Kernel | None:
     if kind in (torch.optim.Adam, torch.optim.AdamW):
         plain = not any(group["amsgrad"] for group in groups)
         moments = ("exp_avg", "exp_avg_sq")
-        return Kernel(_adam, moments, counts=True, compiles=True) if plain else None
+        return Kernel(_adam, moments, counts=True, compiles=compiles) if plain else None
     if kind is torch.optim.SGD:
         with_momentum = {group["momentum"] != 0 for group in groups}
         if len(with_momentum) == 1:
