@@ -29,7 +29,13 @@ def norm_of(flat: Tensor) -> Tensor:
     elif flat.numel() <= CHUNK_NUMEL:
         wide = flat.float()
     else:
-        wide = torch.stack([norm_of(chunk) for chunk in flat.split(CHUNK_NUMEL)])
+        room = flat.new_empty(CHUNK_NUMEL, dtype=torch.float32)  # one for all: it stays in cache
+        wide = torch.stack(
+            [
+                torch.linalg.vector_norm(room[: chunk.numel()].copy_(chunk))
+                for chunk in flat.split(CHUNK_NUMEL)
+            ]
+        )
     norm: Tensor = torch.linalg.vector_norm(wide)
     return norm
 
