@@ -80,7 +80,8 @@ def test_two_hundred_steps_leave_memory_flat(stage, transport):
             if step == 100:  # torch's log of its own collectives is full, arenas are warm
                 give_back()
                 resident = resident_nbytes()
-        assert sum(everything_alive().values()) <= tensors + late
+        slack = late + 1024  # a few numbers on their way
+        assert sum(everything_alive().values()) <= tensors + slack
         assert engine._watch.scratch_nbytes <= scratch + late
         give_back()
         assert resident_nbytes() - resident < MIB
