@@ -15,6 +15,10 @@ NOISE = 0.005
 """Largest relative distance of a loss from the other systems' that bf16 may explain. (The same model in
 fp32 and under bf16 autocast, in one process: 0.0002 over 20 steps.)"""
 
+COMPARED_STEPS = 16
+"""Two passes over the data. Later a batch this small makes the loss jump by itself, by a factor of two,
+and rounding decides at which step: from there on no two libraries agree."""
+
 PHASES = ("forward", "backward", "step")
 MEASURES = ("cpu", "wall", "compute", *PHASES)
 """Of every step: CPU seconds in all, wall seconds, CPU of forward + backward, CPU of each phase."""
@@ -194,10 +198,12 @@ def _judge(rows: list[Row]) -> None:
     """
     for ranks in {row["ranks"] for row in rows}:
         trained = [r for r in rows if r.get("compared") and r["ranks"] == ranks]
-        curves = {row["family"].split()[0]: row["losses"] for row in reversed(trained)}
+        early = {row["name"]: row["losses"][:COMPARED_STEPS] for row in trained}
+        curves = {row["family"].split()[0]: early[row["name"]] for row in reversed(trained)}
         centre = [median(column) for column in zip(*curves.values(), strict=True)]
         for row in trained:
-            away = max(abs(a - b) / abs(b) for a, b in zip(row["losses"], centre, strict=True))
+            pairs = zip(early[row["name"]], centre, strict=True)
+            away = max(abs(a - b) / abs(b) for a, b in pairs)
             row["loss_distance"] = float(f"{away:.2g}")
             row["comparable"] = away <= NOISE
 

@@ -75,6 +75,7 @@ class GradBuffer:
             and grad.numel() == self.unit.layout.full_numel
             and grad.dtype == dtype
             and grad.is_contiguous()
+            and not grad.requires_grad  # with a graph of its own it is the program's too
         )
 
     def adopt(self, grad: Tensor) -> None:
