@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -163,7 +164,21 @@ def test_a_cache_folder_that_others_can_write_is_not_used(monkeypatch, tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert build._cache_folder() == folder
     folder.chmod(0o777)
-    assert build._cache_folder() != folder
+    assert build._cache_folder() is None
+    monkeypatch.setattr(build.tempfile, "tempdir", str(tmp_path))
+    source = Path(adam.__file__).with_name("adam.cpp")
+    assert adam.agrees_with_torch(adam.CompiledAdam(build.load(source)))
+    assert [*folder.iterdir()] == []
+    assert [*tmp_path.iterdir()] == [tmp_path / "zeroshard"]  # nothing is left of it
+
+
+def test_a_compiler_that_cannot_be_started_is_one_line(monkeypatch, tmp_path):
+    broken = tmp_path / "compiler"
+    broken.write_text("no program")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CXX", str(broken))
+    with pytest.raises(build.CannotBuild, match="OSError"):
+        build.load(Path(adam.__file__).with_name("adam.cpp"))
 
 
 def test_the_compiler_can_be_kept_out(monkeypatch):

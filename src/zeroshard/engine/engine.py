@@ -239,7 +239,8 @@ class Engine(nn.Module):
         """At an accumulation boundary: clip, update, zero the gradients, advance the schedule.
 
         Elsewhere it only counts the micro-batch. Nothing is updated, and the schedule stays, if the
-        gradient is not finite (fp16, and bf16 with ``check_grad_overflow``). Waits for no device.
+        gradient is not finite (fp16, and bf16 with ``check_grad_overflow``). Waits for the device only
+        where an optimizer cannot skip there, or a parameter got no gradient.
         """
         self._check_open()
         if self.accumulation.deferred:

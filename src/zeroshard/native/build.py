@@ -32,15 +32,23 @@ def load(source: Path) -> ctypes.CDLL:
     compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "clang++", "c++")), None)
     if compiler is None or shutil.which(compiler) is None:
         raise CannotBuild(f"no C++ compiler ({compiler or 'g++, clang++'}) was found")
-    identity = [source.read_text(), compiler, _version_of(compiler), *FLAGS, _processor()]
-    name = hashlib.sha256("\0".join(identity).encode()).hexdigest()[:24]
     try:
-        library = _cache_folder() / f"{source.stem}-{name}.so"
-        if not library.exists():
-            _build(compiler, source, library)
-        return ctypes.CDLL(str(library))
+        identity = [source.read_text(), compiler, _version_of(compiler), *FLAGS, _processor()]
+        digest = hashlib.sha256("\0".join(identity).encode()).hexdigest()[:24]
+        name = f"{source.stem}-{digest}.so"
+        folder = _cache_folder()
+        if folder is not None:
+            return _load(compiler, source, folder / name)
+        with tempfile.TemporaryDirectory(prefix="zeroshard-native-") as passing:
+            return _load(compiler, source, Path(passing, name))  # loaded code outlives its file
     except OSError as error:
         raise CannotBuild(f"{type(error).__name__}: {error}") from error
+
+
+def _load(compiler: str, source: Path, library: Path) -> ctypes.CDLL:
+    if not library.exists():
+        _build(compiler, source, library)
+    return ctypes.CDLL(str(library))
 
 
 def _build(compiler: str, source: Path, library: Path) -> None:
@@ -79,16 +87,14 @@ def _processor() -> str:
     return "\n".join(sorted(known))
 
 
-def _cache_folder() -> Path:
-    """A folder that only this user can write: what lies in it is executed."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    folder = Path(base, "zeroshard", "native")
+def _cache_folder() -> Path | None:
+    """A folder that only this user can write: what lies in it is executed. None if there is none."""
     try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        folder = Path(base, "zeroshard", "native")
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         state = folder.stat()
-        mine = state.st_uid == os.getuid() and not state.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-        if mine and os.access(folder, os.W_OK):
-            return folder
-    except (OSError, RuntimeError):
-        pass  # no home, a read-only one, or somebody else's: the next line serves
-    return Path(tempfile.mkdtemp(prefix="zeroshard-native-"))
+    except (OSError, RuntimeError):  # no home, or a read-only one
+        return None
+    mine = state.st_uid == os.getuid() and not state.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return folder if mine and os.access(folder, os.W_OK) else None
