@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from zeroshard.core.ledger import Ledger
 from zeroshard.errors import UnsupportedError
+from zeroshard.store import storage
 from zeroshard.zero.unit import Unit
 
 if TYPE_CHECKING:
@@ -76,10 +77,12 @@ class GradBuffer:
             and grad.dtype == dtype
             and grad.is_contiguous()
             and not grad.requires_grad  # with a graph of its own it is the program's too
+            and grad.untyped_storage().nbytes() == grad.nbytes
+            and not storage.is_aliased(grad)  # ``a + b.view(...)`` gives both one memory
         )
 
     def adopt(self, grad: Tensor) -> None:
-        """Take the gradient itself for ``grads_N``. Autograd gave it away: nobody else writes it."""
+        """Take the gradient itself for ``grads_N``. Autograd gave it away, alone."""
         self.grads_N = grad.detach().view(-1)
         self._set_views()
         self.filled[0] = self.touched[0] = True

@@ -1,0 +1,67 @@
+"""Gradients that are taken as they are: never when two parameters got one memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from zeroshard import Engine
+from zeroshard.testing import on_ranks
+from zeroshard.zero.reduce import GradBuffer
+
+
+class Hold(nn.Module):
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(1)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * 1 if x is None else x @ self.weight.view(64, 64)
+
+
+class Pair(nn.Module):
+    """``a + b.view(...)``: autograd hands both gradients out in one memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = Hold(64, 64), Hold(4096), Hold(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c(x @ (self.a.weight + self.b.weight.view(64, 64)))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@on_ranks(2)
+def test_gradients_in_one_memory_are_kept_apart(stage):
+    adopted, plain = [], Pair()
+    adopt, GradBuffer.adopt = GradBuffer.adopt, lambda self, g: (adopted.append(1), adopt(self, g))
+    try:
+        model = Pair()
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "units": ["Hold"],
+            "prescale_gradients": True,
+            "gradient_clipping": 0.1,
+            "zero_optimization": {"stage": stage},
+        }
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+        with Engine(model, config=config, optimizer=optimizer) as engine:
+            for _ in range(3):
+                x = torch.ones(2, 64)
+                engine.backward(engine(x).square().mean())
+                engine.step()
+                reference.zero_grad()
+                plain(x).square().mean().backward()
+                for p in plain.parameters():
+                    p.grad = p.grad.clone()
+                nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+                reference.step()
+            for (name, full), expected in zip(
+                engine.iter_full_params(), plain.parameters(), strict=True
+            ):
+                torch.testing.assert_close(full, expected.detach(), msg=name)
+    finally:
+        GradBuffer.adopt = adopt
+    assert adopted, "no gradient was taken as it is: the test shows nothing"
