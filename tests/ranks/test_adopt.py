@@ -65,3 +65,24 @@ def test_gradients_in_one_memory_are_kept_apart(stage):
     finally:
         GradBuffer.adopt = adopt
     assert adopted, "no gradient was taken as it is: the test shows nothing"
+
+
+@on_ranks(1)
+def test_memory_that_somebody_else_holds_is_not_taken():
+    config = {
+        "train_batch_size": 1,
+        "units": ["Hold"],
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 2},
+    }
+    with Engine(Pair(), config=config) as engine:
+        buffer = next(b for b in engine.runtime.reducer.buffers if b.unit.name == "a")
+        alone, shared, part = torch.ones(64, 64), torch.ones(64, 64), torch.ones(8192)
+        other = shared.view(-1)
+        assert buffer._is_whole(alone, torch.float32)
+        assert not buffer._is_whole(shared, torch.float32)
+        del other
+        assert buffer._is_whole(shared, torch.float32)
+        assert not buffer._is_whole(part[:4096].view(64, 64), torch.float32)
+        assert not buffer._is_whole(alone, torch.bfloat16)
+        assert not buffer._is_whole(alone.requires_grad_(), torch.float32)
