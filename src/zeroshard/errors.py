@@ -39,6 +39,14 @@ class UnevenBatches(ZeroShardError):
     """Some ranks have a batch where others have none."""
 
 
+class DiskError(ZeroShardError):
+    """The disk tier cannot hold, read or write state; the text gives path, offset and bytes."""
+
+
+class HostMemoryError(ZeroShardError):
+    """What the ranks of a host plan to hold exceeds the memory they may use; the text has a table."""
+
+
 class CheckpointError(ZeroShardError):
     """A checkpoint could not be written or read; nothing that existed before was touched."""
 

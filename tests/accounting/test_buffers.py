@@ -79,7 +79,7 @@ def test_scratch_lists_messages_on_their_way_and_the_fp32_gradient_of_one_unit(s
             micro_step(engine)
             engine.step()
         transport_nbytes = engine._watch.gathers.scratch_nbytes
-        ledger_nbytes = engine.runtime.ledger.peak["scratch"]
+        ledger_nbytes = engine.runtime.ledger.peak("scratch")
         largest = max(unit.layout.full_numel for unit in engine.runtime.units)
         updated = largest if stage == 0 else largest // 2
         assert transport_nbytes > 0
@@ -119,4 +119,9 @@ def test_the_report_of_all_ranks_has_each_ranks_own_bytes():
         engine.step()
         report = engine.memory_report(all_ranks=True)
         assert sorted(report.ranks) == [0, 1, 2]
-        assert report.ranks[engine.global_rank] == engine.memory_report().rows
+        # The exchange needs scratch memory of its own, which only the later report has seen.
+        theirs, mine = (
+            [row for row in rows if row.category != "scratch"]
+            for rows in (report.ranks[engine.global_rank], engine.memory_report().rows)
+        )
+        assert theirs == mine

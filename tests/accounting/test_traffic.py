@@ -90,7 +90,7 @@ def test_units_that_are_reused_soon_are_kept_as_far_as_memory_allows(live):
         assert payload["all_gather"] == 2 * psi(engine) - kept
         element = engine.runtime.units[0].row.param.itemsize
         transient = 2 * max(n for name, n in sizes.items() if name != "root")
-        assert engine.runtime.ledger.peak["gathered"] <= (limit + transient) * element
+        assert engine.runtime.ledger.peak("gathered") <= (limit + transient) * element
 
 
 @pytest.mark.parametrize(("distance", "kept"), [(0, 0), (1, 1), (2.0, 2), (4.0, 3), (3.9, 2)])

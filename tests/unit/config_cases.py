@@ -464,31 +464,86 @@ CASES: tuple[Case, ...] = (
         {"stage": 2, "cpu_offload": "yes"},
         'zero_optimization.cpu_offload: must be true or false, not "yes"',
     ),
+    # Offloading
+    zero(
+        "offload_at_stage_0",
+        {"stage": 0, "offload_optimizer": {"device": "cpu"}},
+        (
+            'zero_optimization.offload_optimizer.device: "cpu" at stage 0, where nothing is '
+            "sharded: every rank of a host would keep the whole optimizer state there; take stage "
+            "1, which gives the same result"
+        ),
+    ),
+    zero(
+        "old_cpu_offload_without_stage",
+        {"cpu_offload": True},
+        (
+            'zero_optimization.offload_optimizer.device: "cpu" at stage 0, where nothing is '
+            "sharded: every rank of a host would keep the whole optimizer state there; take stage "
+            "1, which gives the same result"
+        ),
+    ),
+    zero(
+        "wrong_stage_hides_what_follows_from_it",
+        {"stage": 7, "offload_optimizer": {"device": "cpu"}},
+        "zero_optimization.stage: must be 0, 1, 2 or 3, not 7",
+    ),
+    zero(
+        "wrong_device_hides_what_follows_from_it",
+        {"stage": 2, "offload_optimizer": {"device": "disk", "delayed_update": True}},
+        'zero_optimization.offload_optimizer.device: must be "none", "cpu" or "nvme", not "disk"',
+    ),
+    zero(
+        "nvme_without_path",
+        {
+            "stage": 3,
+            "offload_optimizer": {"device": "nvme"},
+            "offload_param": {"device": "nvme", "nvme_path": "none"},
+        },
+        (
+            'zero_optimization.offload_optimizer.nvme_path: device "nvme" needs it: write a '
+            'directory on a fast local disk, such as "/local_nvme"'
+        ),
+        (
+            'zero_optimization.offload_param.nvme_path: device "nvme" needs it: write a '
+            'directory on a fast local disk, such as "/local_nvme"'
+        ),
+    ),
+    zero(
+        "nvme_path_is_a_number",
+        {"stage": 1, "offload_optimizer": {"device": "nvme", "nvme_path": 5}},
+        "zero_optimization.offload_optimizer.nvme_path: must be a string, not 5",
+    ),
+    zero(
+        "ratio_in_percent",
+        {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 50}},
+        "zero_optimization.offload_optimizer.ratio: must be at most 1, not 50",
+    ),
+    zero(
+        "negative_max_in_cpu",
+        {"stage": 3, "offload_param": {"device": "cpu", "max_in_cpu": -1}},
+        "zero_optimization.offload_param.max_in_cpu: must be at least 0, not -1",
+    ),
+    zero(
+        "delayed_update_on_disk",
+        {
+            "stage": 2,
+            "offload_optimizer": {"device": "nvme", "nvme_path": "/d", "delayed_update": True},
+        },
+        (
+            "zero_optimization.offload_optimizer.delayed_update: needs device cpu, not nvme: only "
+            "an update in host memory can run beside the next step"
+        ),
+    ),
+    zero(
+        "delayed_update_on_the_device",
+        {"stage": 2, "offload_optimizer": {"delayed_update": True}},
+        (
+            "zero_optimization.offload_optimizer.delayed_update: needs device cpu, not none: only "
+            "an update in host memory can run beside the next step"
+        ),
+    ),
     # Known, but not there (yet)
-    zero(
-        "offload_optimizer_cpu",
-        {"stage": 2, "offload_optimizer": {"device": "cpu"}},
-        (
-            'zero_optimization.offload_optimizer.device: "cpu" is asked for; offloading is not '
-            "there yet; leave the device at none"
-        ),
-    ),
-    zero(
-        "offload_param_nvme",
-        {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/tmp"}},
-        (
-            'zero_optimization.offload_param.device: "nvme" is asked for; offloading is not there'
-            " yet; leave the device at none"
-        ),
-    ),
-    zero(
-        "old_cpu_offload",
-        {"stage": 2, "cpu_offload": True},
-        (
-            'zero_optimization.offload_optimizer.device: "cpu" is asked for; offloading is not '
-            "there yet; leave the device at none"
-        ),
-    ),
     case(
         "tensor_parallel",
         {**ONE, "tensor_parallel": {"autotp_size": 2}},

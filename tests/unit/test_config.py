@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from zeroshard.config import Config, LoadedConfig, load_config, not_yet
+from zeroshard.config import KEYS, Config, LoadedConfig, load_config, not_yet
+from zeroshard.errors import ConfigError
 
 ONE: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1}
 
@@ -183,8 +185,13 @@ def test_a_configuration_cannot_be_changed() -> None:
             True,
         ),
         (
-            {"zero_optimization": {"stage": 0, "cpu_offload": True}},
+            {"zero_optimization": {"stage": 1, "cpu_offload": True}},
             "zero_optimization.offload_optimizer.device",
+            "cpu",
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "cpu_offload_param": True}},
+            "zero_optimization.offload_param.device",
             "cpu",
         ),
     ],
@@ -245,17 +252,107 @@ def test_a_feature_that_is_off_is_accepted_in_silence(section: dict[str, Any]) -
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_offloaded_parameters_below_stage_3_only_give_a_notice(stage: int) -> None:
-    zero = {"stage": stage, "offload_param": {"device": "cpu"}}
-    loaded = load({**ONE, "zero_optimization": zero})
-    assert mentions(loaded, "no effect now", "zero_optimization.offload_param.device")
+    zero = {"stage": stage, "offload_param": {"device": "nvme"}}
+    loaded = load({**ONE, "gradient_clipping": 1.0, "zero_optimization": zero})
+    assert loaded.notices == (
+        f"zero_optimization.offload_param: no effect at stage {stage}, as in DeepSpeed: "
+        "parameters are sharded at stage 3 only",
+    )
 
 
 def test_not_yet_names_what_would_act() -> None:
-    zero = {"stage": 3, "offload_param": {"device": "cpu"}}
-    config = Config.model_validate({"zero_optimization": zero})
-    assert [line.split(":")[0] for line in not_yet(config)] == [
-        "zero_optimization.offload_param.device"
+    config = Config.model_validate({"tensor_parallel": {"autotp_size": 2}})
+    assert [line.split(":")[0] for line in not_yet(config)] == ["tensor_parallel.autotp_size"]
+
+
+# Offloading
+
+
+@pytest.mark.parametrize(
+    ("stage", "section"),
+    [
+        (1, {"offload_optimizer": {"device": "cpu", "ratio": 0.3, "pin_memory": False}}),
+        (2, {"offload_optimizer": {"device": "nvme", "nvme_path": "/d", "max_in_cpu": 1e6}}),
+        (3, {"offload_optimizer": {"device": "CPU", "delayed_update": True}}),
+        (3, {"offload_param": {"device": "cpu", "max_in_cpu": 1e9}}),
+        (3, {"offload_param": {"device": "nvme", "nvme_path": Path("/d")}}),
+    ],
+)
+def test_offload_settings_that_act_are_accepted_in_silence(
+    stage: int, section: dict[str, Any]
+) -> None:
+    zero = {"stage": stage, **section}
+    assert load({**ONE, "gradient_clipping": 1.0, "zero_optimization": zero}).notices == ()
+
+
+def test_offload_settings_arrive_as_written() -> None:
+    optimizer = {
+        "device": "nvme",
+        "nvme_path": "/d",
+        "pin_memory": False,
+        "ratio": "0.25",
+        "max_in_cpu": 5e8,
+    }
+    zero = {"stage": 1, "offload_optimizer": optimizer}
+    section = load({**ONE, "zero_optimization": zero}).config.zero_optimization.offload_optimizer
+    assert section is not None
+    assert (section.device, section.nvme_path, section.pin_memory) == ("nvme", "/d", False)
+    assert (section.ratio, section.max_in_cpu) == (0.25, 500_000_000)
+
+
+@pytest.mark.parametrize("name", ["offload_optimizer", "offload_param"])
+def test_everything_leaves_for_the_disk_unless_asked(name: str) -> None:
+    path = f"zero_optimization.{name}.max_in_cpu"
+    zero = {"stage": 3, name: {"device": "nvme", "nvme_path": "/d"}}
+    assert value({"zero_optimization": zero}, path) == 0
+
+
+def test_the_whole_optimizer_state_leaves_unless_a_ratio_is_given() -> None:
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    assert value({"zero_optimization": zero}, "zero_optimization.offload_optimizer.ratio") == 1.0
+
+
+@pytest.mark.parametrize("word", [None, "none", "None", "null", "", "auto"])
+def test_words_for_no_path(word: str | None) -> None:
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu", "nvme_path": word}}
+    path = "zero_optimization.offload_optimizer.nvme_path"
+    assert value({"zero_optimization": zero}, path) is None
+
+
+def test_tuning_of_swap_buffers_is_accepted_with_a_notice() -> None:
+    inner = {"device": "nvme", "nvme_path": "/d", "buffer_count": 9}
+    zero = {
+        "stage": 3,
+        "sub_group_size": 1e8,
+        "offload_optimizer": {**inner, "pipeline_read": True, "pipeline_write": True},
+        "offload_param": {**inner, "buffer_size": 1e7},
+    }
+    names = [
+        *("offload_optimizer.buffer_count", "offload_optimizer.pipeline_read"),
+        *("offload_optimizer.pipeline_write", "offload_param.buffer_count"),
+        *("offload_param.buffer_size", "sub_group_size"),
     ]
+    loaded = load({**ONE, "gradient_clipping": 1.0, "zero_optimization": zero})
+    listed = ", ".join(f"zero_optimization.{name}" for name in names)
+    assert loaded.notices == (f"accepted, no effect here: {listed}",)
+
+
+@pytest.mark.parametrize(
+    "zero",
+    [
+        {"stage": "auto", "offload_optimizer": {"device": "cpu"}},
+        {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "auto"}},
+    ],
+)
+def test_what_is_still_auto_is_not_judged_before_training(zero: dict[str, Any]) -> None:
+    load({"zero_optimization": zero}, for_training=False)
+    with pytest.raises(ConfigError, match="offload_"):
+        load({**ONE, "zero_optimization": zero})
+
+
+def test_the_page_says_that_a_delayed_update_changes_the_algorithm() -> None:
+    doc = KEYS["zero_optimization.offload_optimizer.delayed_update"].doc
+    assert "parameters of step t are those of update t-1: changes the algorithm" in doc
 
 
 # Notices

@@ -1,4 +1,4 @@
-"""Memory limits and kill counters, read from recorded folders of each cgroup version."""
+"""Kill counters, read from recorded folders of each cgroup version, and the launcher's own check."""
 
 from __future__ import annotations
 
@@ -6,47 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from zeroshard.engine.host_memory import CgroupLimit, HostLimits
 from zeroshard.errors import LaunchError
-from zeroshard.launch.cgroup import (
-    CgroupLimit,
-    Memory,
-    OomCounters,
-    read_memory,
-    read_oom_counters,
-    read_rss_nbytes,
-)
+from zeroshard.launch.cgroup import OomCounters, read_oom_counters, read_rss_nbytes
 from zeroshard.launch.preflight import check_memory, parse_nbytes
 
 FIXTURES = Path(__file__).parent / "fixtures"
 GIB = 1 << 30
-
-
-@pytest.mark.parametrize(
-    ("folder", "limit_gib", "used_gib"),
-    [
-        ("cgroup_v2", 240, 100),  # the limit sits on the parent; file cache does not count
-        ("cgroup_v2_container", 8, 1),  # the visible root is the container's cgroup
-        ("cgroup_v1", 16, 4),
-        ("cgroup_hybrid", 4, 1),  # the v2 line has no memory controller there
-    ],
-)
-def test_the_tightest_limit_is_found(folder, limit_gib, used_gib):
-    limit = read_memory(FIXTURES / folder).cgroup
-    assert limit is not None
-    assert (limit.limit_nbytes, limit.used_nbytes) == (limit_gib * GIB, used_gib * GIB)
-
-
-@pytest.mark.parametrize("folder", ["cgroup_v1_unlimited", "cgroup_none"])
-def test_no_limit_is_no_limit(folder):
-    assert read_memory(FIXTURES / folder).cgroup is None
-
-
-@pytest.mark.parametrize(
-    ("folder", "free_gib"),
-    [("cgroup_v2", 140), ("cgroup_v1", 12), ("cgroup_hybrid", 2), ("cgroup_none", 0.5)],
-)
-def test_free_memory_is_the_smaller_of_host_and_cgroup(folder, free_gib):
-    assert read_memory(FIXTURES / folder).free_nbytes == free_gib * GIB
 
 
 @pytest.mark.parametrize(
@@ -76,7 +42,7 @@ def test_resident_memory_of_a_process_that_is_gone():
     assert read_rss_nbytes(1, FIXTURES / "cgroup_none") is None
 
 
-ROOMY = Memory(64 * GIB, 48 * GIB, CgroupLimit(16 * GIB, 4 * GIB, "/x"))
+ROOMY = HostLimits(64 * GIB, 48 * GIB, CgroupLimit(16 * GIB, 4 * GIB, "/x"))
 
 
 def check(memory=ROOMY, *, num_local=2, expected=None, shm=8 * GIB):
@@ -99,7 +65,7 @@ def test_expected_memory_that_does_not_fit_is_refused_with_the_numbers():
 
 
 def test_hardly_any_memory_is_a_warning():
-    assert check(Memory(GIB, GIB // 2, None), num_local=3) == (
+    assert check(HostLimits(GIB, GIB // 2, None), num_local=3) == (
         "only 0.5 GiB of memory are free for 3 ranks (host MemAvailable 0.5 GiB); "
         "importing torch alone takes about 0.25 GiB each.",
     )
@@ -113,7 +79,7 @@ def test_the_shared_memory_of_a_default_container_is_a_warning():
 
 
 def test_unknown_memory_is_not_judged():
-    assert check(Memory(None, None, None), expected=1 << 50, shm=None) == ()
+    assert check(HostLimits(None, None, None), expected=1 << 50, shm=None) == ()
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def train(name, precision, *, steps=5, edit=True):
             for fragment in tile.fragments
             for value in engine.runtime.optimizer.state_of(fragment).values()
         ]
-        masters = [tile.master_R.clone() for tile in tiles]
+        masters = [tile.flat(lambda chunk: chunk.master_C).clone() for tile in tiles]
         return [p.detach().clone() for p in model.bag] + masters + state
 
 

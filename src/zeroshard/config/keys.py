@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from zeroshard.config.fields import Section, Verdict
 from zeroshard.config.params import OPTIMIZERS, SCHEDULERS
-from zeroshard.config.schema import OFFLOAD, Config, section_type
+from zeroshard.config.schema import Config, section_type
 
 
 @dataclass(frozen=True)
@@ -165,12 +165,6 @@ def not_yet(config: Config) -> list[str]:
     the call says so. ``load_config`` turns these lines into errors.
     """
     lines: list[str] = []
-    zero = config.zero_optimization
-    for name, acts in (("offload_optimizer", zero.stage >= 1), ("offload_param", zero.stage == 3)):
-        section = getattr(zero, name)
-        if section is not None and section.device != "none" and acts:
-            path = f"zero_optimization.{name}.device"
-            lines.append(f'{path}: "{section.device}" is asked for; {OFFLOAD}')
     tensor = config.tensor_parallel
     for path, size in (
         ("tensor_parallel.autotp_size", tensor.autotp_size),

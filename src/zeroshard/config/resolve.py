@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from zeroshard.config import offload
 from zeroshard.config.fields import Section, is_auto, show
 from zeroshard.config.keys import KEYS, get, not_yet
 from zeroshard.config.params import PARAMS
@@ -126,6 +127,8 @@ def load_config(
     config = validate(Config, given, "", found) or Config()
     found.errors.extend(not_yet(config))
     found.errors.extend(_contradictions(config, found, world_size))
+    unknown = found.rejected if for_training else found.rejected | found.autos
+    found.errors.extend(offload.contradictions(config.zero_optimization, unknown))
     config, derived = _solve(config, found, world_size, world_hint, require_batch=for_training)
     if found.errors:
         raise ConfigError(_report(found.errors, where))
@@ -317,6 +320,7 @@ def _notice(config: Config, found: Findings) -> None:
                 f"scheduler.params.warmup_max_lr is not given: its default 0.001 replaces "
                 f"the optimizer's lr {lr:g}"
             )
+    found.notices.extend(offload.notices(config.zero_optimization))
     idle: dict[str, list[str]] = {"accept": sorted(found.hints), "not yet": []}
     for path in sorted(found.given):
         row = KEYS.get(path)

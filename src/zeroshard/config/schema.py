@@ -39,8 +39,6 @@ _EXPERTS = (
 )
 _SAFE_MODULES = tuple(f"torch.nn.modules.{m}" for m in ("linear.Linear", *side.CONVOLUTIONS))
 
-OFFLOAD = "offloading is not there yet; leave the device at none"
-
 
 class FP16Config(Section):
     enabled: Flag = honour(False, "fp16 parameters and gradients, fp32 master; not with bf16.")
@@ -97,28 +95,43 @@ class SchedulerConfig(Section):
 
 
 class OffloadConfig(Section):
-    device: Annotated[Literal["none", "cpu", "nvme"], side.DEVICE] = not_yet(
-        "none", "Where the state rests between its uses.", why=OFFLOAD
+    device: Annotated[Literal["none", "cpu", "nvme"], side.DEVICE] = honour(
+        "none", "Where it rests between its uses: on the device, in host memory or on disk."
     )
-    nvme_path: Text | None = not_yet(None, "Directory for device nvme.")
-    pin_memory: Flag = not_yet(True, "Page-locked host memory.")
+    nvme_path: Annotated[Text | None, side.DIRECTORY] = honour(
+        None, "Directory on the disk, required for nvme; null and none: not given."
+    )
+    pin_memory: Flag = honour(True, "Page-locked host memory on a GPU machine.")
     buffer_count: Count | None = accept(None, "Swap buffers; derived here.")
 
 
 class OffloadParamConfig(OffloadConfig):
     buffer_size: Int = accept(100_000_000, "Elements of a swap buffer; derived here.")
-    max_in_cpu: Int = accept(1_000_000_000, "Elements kept in host memory beside nvme.")
+    max_in_cpu: Natural = honour(
+        0, "With nvme: elements per rank that stay in host memory; DeepSpeed's default is 1e9."
+    )
 
 
 class OffloadOptimizerConfig(OffloadConfig):
-    ratio: Fraction = later(1.0, "Share of the update that runs on the CPU.")
+    ratio: Fraction = honour(
+        1.0, "Share of the optimizer state that leaves the device, at any stage; 0: none of it."
+    )
+    max_in_cpu: Natural = honour(
+        0,
+        "With nvme: elements per rank whose state stays in host memory. ZeroShard's own key.",
+    )
+    delayed_update: Flag = honour(
+        False,
+        "The update runs beside the next step; parameters of step t are those of update t-1: "
+        "changes the algorithm. Needs device cpu. ZeroShard's own key.",
+    )
     super_offload: Flag = refuse(
         False, "Offload for superchips.", why="it is tied to one kind of machine"
     )
     cpuadam_cores_perc: Fraction = accept(0.8, "Only with super_offload.")
-    pipeline_read: Flag = accept(False, "Overlap reads; always done.")
-    pipeline_write: Flag = accept(False, "Overlap writes; always done.")
-    fast_init: Flag = accept(False, "Quicker start with nvme.")
+    pipeline_read: Flag = accept(False, "Overlap reads with the update; always done.")
+    pipeline_write: Flag = accept(False, "Overlap writes with the update; always done.")
+    fast_init: Flag = accept(False, "Quicker start with nvme; always done.")
 
 
 class LeafModuleConfig(Section):
@@ -162,11 +175,11 @@ class ZeroConfig(Section):
         True, "Under zero.Init, Module.apply(fn) sees whole parameters."
     )
     leaf_module: LeafModuleConfig = honour(LeafModuleConfig, "Modules gathered as one unit.")
-    offload_optimizer: OffloadOptimizerConfig | None = not_yet(
-        None, "Optimizer state outside the device (stages 1-3).", why=OFFLOAD
+    offload_optimizer: OffloadOptimizerConfig | None = honour(
+        None, "Optimizer state outside the device (stages 1-3)."
     )
-    offload_param: OffloadParamConfig | None = not_yet(
-        None, "Parameters outside the device (stage 3; no effect below).", why=OFFLOAD
+    offload_param: OffloadParamConfig | None = honour(
+        None, "Parameters outside the device (stage 3; no effect below)."
     )
     allgather_bucket_size: Count = accept(
         500_000_000, "Parameters gathered together after a step; we gather unit by unit."

@@ -53,9 +53,16 @@ def _device(value: object) -> object:
     return "none" if value is None else str(value).strip().lower()
 
 
+def _directory(value: object) -> object:
+    """Launchers that have no path send null, "none" or nothing at all."""
+    is_none = isinstance(value, str) and value.strip().lower() in ("", "none", "null")
+    return None if is_none else value
+
+
 AUTOCAST_DTYPE = BeforeValidator(_autocast_dtype)
 STAGE = BeforeValidator(_stage)
 DEVICE = BeforeValidator(_device)
+DIRECTORY = BeforeValidator(_directory)
 
 
 class TrustSectionsConfig(Section):

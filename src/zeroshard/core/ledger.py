@@ -1,7 +1,7 @@
 """Who owns which bytes right now?
 
-Units, buckets and optimizers report every allocation and release themselves; nothing is inferred by
-patching torch. The memory report and the accounting tests read it.
+Units, buckets, optimizers and stores report every allocation and release themselves; nothing is inferred
+by patching torch. The memory report and the accounting tests read it.
 """
 
 from __future__ import annotations
@@ -11,24 +11,30 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from zeroshard.core.tiers import Tier
+
 RESTING = ("parameters", "gradients", "master", "optimizer")
 """Categories of the ZeRO formula: what a rank holds between two phases of a step."""
 
 TEMPORARY = ("gathered", "buckets", "scratch")
 """Categories that exist only inside a phase; their peaks are bounded and listed."""
 
+Key = tuple[str, Tier]
+"""A category and the kind of memory."""
+
 
 @dataclass
 class Ledger:
-    """Live and peak bytes per category and owner on this rank."""
+    """Live and peak bytes per category, tier and owner on this rank."""
 
-    live: dict[str, dict[str, int]] = field(default_factory=lambda: defaultdict(dict))
-    peak: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    _total: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    live: dict[Key, dict[str, int]] = field(default_factory=lambda: defaultdict(dict))
+    _peak: dict[Key, int] = field(default_factory=lambda: defaultdict(int))
+    _total: dict[Key, int] = field(default_factory=lambda: defaultdict(int))
 
-    def hold(self, category: str, owner: str, nbytes: int) -> None:
+    def hold(self, category: str, owner: str, nbytes: int, tier: Tier = Tier.DEVICE) -> None:
         """``owner`` now holds ``nbytes`` in ``category`` (replacing what it held; 0 releases)."""
-        owners = self.live[category]
+        key = category, tier
+        owners = self.live[key]
         change = nbytes - owners.get(owner, 0)
         if not change:
             return
@@ -36,18 +42,22 @@ class Ledger:
             owners[owner] = nbytes
         else:
             del owners[owner]
-        self._total[category] = total = self._total[category] + change
-        self.peak[category] = max(self.peak[category], total)
+        self._total[key] = total = self._total[key] + change
+        self._peak[key] = max(self._peak[key], total)
 
     @contextmanager
-    def lend(self, owner: str, nbytes: int) -> Iterator[None]:
+    def lend(self, owner: str, nbytes: int, tier: Tier = Tier.DEVICE) -> Iterator[None]:
         """``owner`` holds ``nbytes`` of scratch memory inside the block."""
-        self.hold("scratch", owner, nbytes)
+        self.hold("scratch", owner, nbytes, tier)
         try:
             yield
         finally:
-            self.hold("scratch", owner, 0)
+            self.hold("scratch", owner, 0, tier)
 
-    def nbytes(self, category: str) -> int:
+    def nbytes(self, category: str, tier: Tier = Tier.DEVICE) -> int:
         """Live bytes of a category."""
-        return self._total[category]
+        return self._total[category, tier]
+
+    def peak(self, category: str, tier: Tier = Tier.DEVICE) -> int:
+        """The most bytes that the category ever had."""
+        return self._peak[category, tier]

@@ -6,12 +6,13 @@ The formula of the ZeRO paper (section 3.1 and figure 1), with the padding that 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zeroshard.core.layout import UnitLayout
-from zeroshard.core.ledger import RESTING
+from zeroshard.core.ledger import RESTING, Key
 from zeroshard.core.stages import Stage
+from zeroshard.core.tiers import Span, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,8 @@ class StateBytes:
 class UnitBytes:
     """What has to be known of one unit to plan its bytes. Sizes are per element.
 
-    ``state``: by name, for every parameter that the optimizer updates.
+    ``state``: by name, for every parameter that the optimizer updates. ``spans``: where master and state
+    of this rank rest, default all on the device; ``param_tier``: where its parameters do.
     """
 
     layout: UnitLayout
@@ -34,13 +36,16 @@ class UnitBytes:
     grad_nbytes: int = 0  # 0: frozen
     master_nbytes: int = 0  # 0: the parameter is its own master
     state: Mapping[str, StateBytes] = field(default_factory=dict)
+    spans: Sequence[Span] = ()
+    param_tier: Tier = Tier.DEVICE
 
 
-def state_nbytes(units: Iterable[UnitBytes], stage: Stage, rank: int) -> dict[str, int]:
-    """Planned resting bytes of ``rank`` per category: parameters, gradients, master, optimizer.
+def state_nbytes(units: Iterable[UnitBytes], stage: Stage, rank: int) -> dict[Key, int]:
+    """Planned resting bytes of ``rank`` per category (parameters, gradients, master, optimizer) and tier.
 
     Optimizer state has no padding: it follows the fragments of the optimized parameters. A parameter
-    that never gets a gradient never gets the state planned for it.
+    that never gets a gradient never gets the state planned for it. Step counts stay in host memory
+    where the state is on disk.
 
     >>> from zeroshard.core.layout import pack
     >>> from zeroshard.core.stages import STAGES
@@ -48,15 +53,21 @@ def state_nbytes(units: Iterable[UnitBytes], stage: Stage, rank: int) -> dict[st
     >>> [sum(state_nbytes([adam], STAGES[n], rank=0).values()) / 8192 for n in range(4)]
     [16.0, 10.0, 9.0, 8.0]
     """
-    total = dict.fromkeys(RESTING, 0)
+    total = {(category, tier): 0 for category in RESTING for tier in Tier}
     for unit in units:
         layout = unit.layout
         full, shard = layout.full_numel, layout.shard_numel
         low, high = layout.shard_range(rank) if stage.shards_optimizer else (0, full)
-        total["parameters"] += unit.param_nbytes * (shard if stage.shards_params else full)
-        total["gradients"] += unit.grad_nbytes * (shard if stage.shards_grads else full)
-        total["master"] += unit.master_nbytes * (high - low)
-        for fragment in layout.fragments_between(low, high):
-            if (state := unit.state.get(fragment.fqn)) is not None:
-                total["optimizer"] += state.element_nbytes * fragment.numel + state.piece_nbytes
+        held = shard if stage.shards_params else full
+        total["parameters", unit.param_tier] += unit.param_nbytes * held
+        total["gradients", Tier.DEVICE] += unit.grad_nbytes * (
+            shard if stage.shards_grads else full
+        )
+        for span in unit.spans or (Span(0, high - low, Tier.DEVICE),):
+            total["master", span.tier] += unit.master_nbytes * (span.end - span.begin)
+            counts = Tier.HOST if span.tier is Tier.DISK else span.tier
+            for fragment in layout.fragments_between(low + span.begin, low + span.end):
+                if (state := unit.state.get(fragment.fqn)) is not None:
+                    total["optimizer", span.tier] += state.element_nbytes * fragment.numel
+                    total["optimizer", counts] += state.piece_nbytes
     return total

@@ -16,19 +16,24 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm.collectives import Comm
+from zeroshard.comm.env import Place
 from zeroshard.config import Config
 from zeroshard.core.layout import UnitLayout, pack
 from zeroshard.core.ledger import Ledger
-from zeroshard.core.nbytes import StateBytes, UnitBytes
+from zeroshard.core.nbytes import StateBytes, UnitBytes, state_nbytes
 from zeroshard.core.stages import STAGES, Stage
+from zeroshard.core.tiers import Tier
 from zeroshard.engine.kernels import kernel_of
+from zeroshard.engine.offload import Resting, Stores, plan_resting
 from zeroshard.engine.optimizers import Muon, Probe, probe, rebind
+from zeroshard.engine.preflight import check_room
 from zeroshard.errors import UnsupportedError, UsageError
 from zeroshard.precision.policy import DtypeRow, Policy
 from zeroshard.zero.gather import Gatherer, Site
 from zeroshard.zero.materialize import check_meta, materialize
 from zeroshard.zero.optimizer import ShardedOptimizer
 from zeroshard.zero.reduce import GradBuffer, GradReducer
+from zeroshard.zero.tile import page_nbytes
 from zeroshard.zero.unit import Unit
 from zeroshard.zero.wrap import SitePlan, find_sites
 
@@ -56,6 +61,7 @@ class Runtime:
     optimizer: ShardedOptimizer | None
     ledger: Ledger
     plan: list[UnitBytes]
+    stores: Stores
 
 
 def plan_units(
@@ -188,6 +194,7 @@ def build_runtime(
     found: Mapping[torch.dtype, Probe],
     gather_comm: Comm,
     reduce_comm: Comm,
+    place: Place,
     device: torch.device,
     expects_accumulation: Callable[[], bool],
 ) -> Runtime:
@@ -200,7 +207,19 @@ def build_runtime(
     stage = STAGES[zero.stage]
     ledger = Ledger()
     params = dict(model.named_parameters())
-    plan = plan_bytes(specs, params, optimizer, found, many=expects_accumulation())
+    # The root runs around all other sites: it comes first, so that it is reduced last.
+    in_order = sorted(specs, key=lambda spec: spec.site != "")
+    resting = plan_resting(
+        {spec.name: spec.layout for spec in in_order},
+        [spec.name for spec in in_order if spec.trainable] if optimizer is not None else [],
+        config,
+        rank=gather_comm.rank,
+        whole=not all(probe.elementwise for probe in found.values()),
+    )
+    plan = plan_bytes(specs, params, optimizer, found, many=expects_accumulation(), resting=resting)
+    if resting.is_away:
+        check_room(state_nbytes(plan, stage, gather_comm.rank), config, gather_comm, place, device)
+    stores = Stores(config, ledger, resting, device)
     positions = {id(param): at for at, param in enumerate(params.values())}
     modules = dict(model.named_modules())
     by_site: dict[str, list[Unit]] = defaultdict(list)
@@ -214,10 +233,13 @@ def build_runtime(
             row=spec.row,
             trainable=spec.trainable,
             # One rank's shard is the unit: to gather it would only make a copy.
-            resident=not stage.shards_params or gather_comm.world_size == 1,
+            resident=not stage.shards_params
+            or (gather_comm.world_size == 1 and resting.tier_of(spec.name) is Tier.DEVICE),
             comm=gather_comm,
             ledger=ledger,
             device=device,
+            rest_of=stores.rest_of(spec.name),
+            shard_device=None if resting.tier_of(spec.name) is Tier.DEVICE else torch.device("cpu"),
         )
         units.append(unit)
         by_site[spec.site].append(unit)
@@ -231,12 +253,13 @@ def build_runtime(
         live_numel=zero.stage3_max_live_parameters,
         reuse_numel=zero.stage3_max_reuse_distance,
     )
-    # The root runs around all other sites: it comes first, so that it is reduced last.
-    in_order = [*by_site[""], *(unit for unit in units if unit not in by_site[""])]
+    by_name = {unit.name: unit for unit in units}
     buffers = [
-        GradBuffer(unit, comm=reduce_comm, ledger=ledger, transient=stage.shards_grads)
-        for unit in in_order
-        if unit.trainable
+        GradBuffer(
+            by_name[spec.name], comm=reduce_comm, ledger=ledger, transient=stage.shards_grads
+        )
+        for spec in in_order
+        if spec.trainable
     ]
     reducer = GradReducer(
         buffers,
@@ -252,13 +275,34 @@ def build_runtime(
         sharded = ShardedOptimizer(
             optimizer,
             buffers,
+            spans=[resting.spans_of(buffer.unit.name) for buffer in buffers],
             shards_optimizer=stage.shards_optimizer,
-            rank=gather_comm.rank,
             ledger=ledger,
             seat=rebind,
             kernel_of=partial(kernel_of, compiles=config.compile_update),
+            pager=stores.pager(_page_sizes(buffers, resting, found)),
+            state_dtypes=lambda buffer: partial(_shaped, found[buffer.unit.row.master]),
         )
-    return Runtime(stage, units, sites, gatherer, reducer, sharded, ledger, plan)
+    return Runtime(stage, units, sites, gatherer, reducer, sharded, ledger, plan, stores)
+
+
+def _shaped(probe: Probe, group: int) -> dict[str, torch.dtype]:
+    """What the optimizer keeps in the parameter's shape, for parameters of the group."""
+    kept = probe.state_by_group[group]
+    return {name: dtype for name, dtype in kept.items() if dtype is not None}
+
+
+def _page_sizes(
+    buffers: Iterable[GradBuffer], resting: Resting, found: Mapping[torch.dtype, Probe]
+) -> Iterator[int]:
+    """The most bytes that each chunk on disk can need."""
+    for buffer in buffers:
+        row = buffer.unit.row
+        kept = [dtype for dtype in found[row.master].state.values() if dtype is not None]
+        dtypes = [*kept, row.master] if row.has_master else kept
+        for span in resting.spans_of(buffer.unit.name):
+            if span.tier is Tier.DISK:
+                yield page_nbytes(span.end - span.begin, dtypes)
 
 
 def predivide(config: Config, world_size: int) -> float:
@@ -276,6 +320,7 @@ def plan_bytes(
     found: Mapping[torch.dtype, Probe],
     *,
     many: bool,
+    resting: Resting,
 ) -> list[UnitBytes]:
     """The bytes per element that each unit needs at rest. ``many``: gradients are accumulated."""
     groups = optimizer.param_groups if optimizer is not None else []
@@ -284,7 +329,8 @@ def plan_bytes(
     for spec in specs:
         row, layout = spec.row, spec.layout
         if not spec.trainable:
-            planned.append(UnitBytes(layout, row.param.itemsize))
+            tier = resting.tier_of(spec.name)
+            planned.append(UnitBytes(layout, row.param.itemsize, param_tier=tier))
             continue
         state = {}
         for slot in layout.slots if optimizer is not None else ():
@@ -299,6 +345,8 @@ def plan_bytes(
                 grad_nbytes=(row.grad_accum if many else row.reduce).itemsize,
                 master_nbytes=row.master.itemsize if state and row.has_master else 0,
                 state=state,
+                spans=resting.spans_of(spec.name),
+                param_tier=resting.tier_of(spec.name),
             )
         )
     return planned

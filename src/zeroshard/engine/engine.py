@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from zeroshard.comm.collectives import Comm
 from zeroshard.config import LoadedConfig
-from zeroshard.core.ledger import RESTING, TEMPORARY
 from zeroshard.core.nbytes import state_nbytes
 from zeroshard.engine import setup
 from zeroshard.engine.arguments import check_loss
@@ -24,6 +23,7 @@ from zeroshard.engine.report import (
     HostFlag,
     MemoryReport,
     StepReport,
+    measured_nbytes,
     memory_rows,
     rows_from_vector,
     vector_of,
@@ -594,13 +594,9 @@ class Engine(nn.Module):
                 del full_N
 
     def memory_report(self, *, all_ranks: bool = False) -> MemoryReport:
-        """Planned and measured bytes per category; of all ranks if asked (then collective)."""
-        ledger = self.runtime.ledger
+        """Planned and measured bytes per category and tier; of all ranks if asked (then collective)."""
         planned = state_nbytes(self.runtime.plan, self.runtime.stage, self._comm.rank)
-        measured = {name: ledger.nbytes(name) for name in RESTING}
-        measured["gradients"] = ledger.peak["gradients"]  # they exist from backward to step only
-        measured |= {name: ledger.peak[name] for name in TEMPORARY}
-        measured["scratch"] += self._watch.scratch_nbytes
+        measured = measured_nbytes(self.runtime.ledger, self._watch.scratch_nbytes)
         if not all_ranks:
             return MemoryReport({self.global_rank: memory_rows(planned, measured)})
         self._check_open()
@@ -632,6 +628,7 @@ class Engine(nn.Module):
         self.runtime.reducer.close(wait=not reason)
         if self.runtime.optimizer is not None:
             self.runtime.optimizer.close()
+        self.runtime.stores.close()
         self._observer.close()
         if self._gc is not None:
             self._gc.close()

@@ -41,6 +41,11 @@ def _configured(path: str) -> Getter:
     return lambda engine: get(engine.settings, path)
 
 
+def _offloads_to(engine: Any, *devices: str) -> bool:
+    section = engine.settings.zero_optimization.offload_optimizer
+    return section is not None and section.device in devices
+
+
 def _moments(engine: Any) -> list[Any]:
     return [group.get("momentum", group.get("betas")) for group in engine._groups]
 
@@ -48,6 +53,11 @@ def _moments(engine: Any) -> list[Any]:
 GETTERS: dict[str, Getter] = {
     **{name: _configured(path) for name, path in _CONFIGURED.items()},
     "zero_optimization": lambda engine: engine.runtime.stage.number > 0,
+    "zero_use_cpu_optimizer": lambda engine: _offloads_to(engine, "cpu", "nvme"),
+    "zero_cpu_offload": lambda engine: _offloads_to(engine, "cpu"),
+    "zero_partial_offload": lambda engine: getattr(
+        engine.settings.zero_optimization.offload_optimizer, "ratio", 1.0
+    ),
     "zero_optimization_partition_gradients": lambda engine: engine.runtime.stage.shards_grads,
     "zero_optimization_partition_weights": lambda engine: engine.runtime.stage.shards_params,
     "dynamic_loss_scale": lambda engine: engine.scales_loss and not engine.settings.fp16.loss_scale,

@@ -9,7 +9,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from zeroshard.core.ledger import RESTING, TEMPORARY
+from zeroshard.core.ledger import RESTING, TEMPORARY, Key, Ledger
+from zeroshard.core.tiers import Tier
 
 
 class HostFlag:
@@ -75,48 +76,75 @@ class MemoryRow:
     category: str
     planned: int | None
     measured: int
+    tier: str = Tier.DEVICE.value
 
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Planned and measured bytes per category, for each rank that was asked."""
+    """Planned and measured bytes per category and tier, for each rank that was asked."""
 
     ranks: Mapping[int, tuple[MemoryRow, ...]]
 
     @property
     def rows(self) -> tuple[MemoryRow, ...]:
-        """Rows of the lowest rank in the report."""
+        """Rows of the lowest rank in the report: all categories on the device, then what is elsewhere."""
         return self.ranks[min(self.ranks)]
 
     def __str__(self) -> str:
-        header = f"{'rank':>4}  {'category':<12}{'planned MiB':>14}{'measured MiB':>14}"
-        lines = [header]
+        """A table in MiB: one line per rank and category, two columns for each tier in use."""
+        used = {row.tier for rows in self.ranks.values() for row in rows}
+        tiers = [tier.value for tier in Tier if tier.value in used]
+        heads = "".join(f"{f'{tier} planned':>18}{'measured':>12}" for tier in tiers)
+        lines = [f"{'rank':>4}  {'category':<12}{heads}  (MiB)"]
         for rank, rows in sorted(self.ranks.items()):
-            for row in rows:
-                planned = "" if row.planned is None else f"{row.planned / 2**20:.2f}"
-                lines.append(
-                    f"{rank:>4}  {row.category:<12}{planned:>14}{row.measured / 2**20:>14.2f}"
-                )
+            cells = {(row.category, row.tier): row for row in rows}
+            for category in dict.fromkeys(row.category for row in rows):
+                line = f"{rank:>4}  {category:<12}"
+                for tier in tiers:
+                    line += _cells(cells.get((category, tier)))
+                lines.append(line.rstrip())
         return "\n".join(lines)
 
 
-def memory_rows(planned: Mapping[str, int], measured: Mapping[str, int]) -> tuple[MemoryRow, ...]:
-    """Resting categories with their plan, then the peaks of temporaries."""
-    resting = [MemoryRow(name, planned[name], measured[name]) for name in RESTING]
-    return (*resting, *(MemoryRow(name, None, measured[name]) for name in TEMPORARY))
+def _cells(row: MemoryRow | None) -> str:
+    if row is None:
+        return f"{'':>30}"
+    planned = "" if row.planned is None else f"{row.planned / 2**20:.2f}"
+    return f"{planned:>18}{row.measured / 2**20:>12.2f}"
+
+
+def memory_rows(planned: Mapping[Key, int], measured: Mapping[Key, int]) -> tuple[MemoryRow, ...]:
+    """Resting categories with their plan, then the peaks of temporaries; other tiers where used."""
+    rows = []
+    for tier in Tier:
+        for name in (*RESTING, *TEMPORARY):
+            plan = planned[name, tier] if name in RESTING else None
+            if tier is Tier.DEVICE or plan or measured[name, tier]:
+                rows.append(MemoryRow(name, plan, measured[name, tier], tier.value))
+    return tuple(rows)
+
+
+_PLANNED: list[Key] = [(name, tier) for tier in Tier for name in RESTING]
+_MEASURED: list[Key] = [(name, tier) for tier in Tier for name in (*RESTING, *TEMPORARY)]
 
 
 def rows_from_vector(vector: Sequence[float]) -> tuple[MemoryRow, ...]:
     """Inverse of :func:`vector_of`."""
-    count = len(RESTING)
-    planned = dict(zip(RESTING, map(int, vector[:count]), strict=True))
-    names = (*RESTING, *TEMPORARY)
-    measured = dict(zip(names, map(int, vector[count:]), strict=True))
+    planned = dict(zip(_PLANNED, map(int, vector), strict=False))
+    measured = dict(zip(_MEASURED, map(int, vector[len(_PLANNED) :]), strict=True))
     return memory_rows(planned, measured)
 
 
-def vector_of(planned: Mapping[str, int], measured: Mapping[str, int]) -> list[float]:
+def vector_of(planned: Mapping[Key, int], measured: Mapping[Key, int]) -> list[float]:
     """Plan and measurement as numbers that ranks can exchange."""
-    return [float(planned[n]) for n in RESTING] + [
-        float(measured[n]) for n in (*RESTING, *TEMPORARY)
-    ]
+    return [float(planned[key]) for key in _PLANNED] + [float(measured[key]) for key in _MEASURED]
+
+
+def measured_nbytes(ledger: Ledger, scratch_nbytes: int) -> dict[Key, int]:
+    """What rests now, and the peaks of what comes and goes; ``scratch_nbytes``: the communicator's."""
+    measured = {(name, tier): ledger.nbytes(name, tier) for name in RESTING for tier in Tier}
+    measured |= {(name, tier): ledger.peak(name, tier) for name in TEMPORARY for tier in Tier}
+    for tier in Tier:  # they exist from backward to step only
+        measured["gradients", tier] = ledger.peak("gradients", tier)
+    measured["scratch", Tier.DEVICE] += scratch_nbytes
+    return measured

@@ -90,6 +90,7 @@ def assemble(
             found=draft.probes,
             gather_comm=watch.gathers,
             reduce_comm=watch.reductions,
+            place=place,
             device=target,
             expects_accumulation=accumulation.expects_more,
         )

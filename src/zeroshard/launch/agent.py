@@ -34,9 +34,9 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
 from torch.distributed.elastic.utils.api import macros
 
+from zeroshard.engine.host_memory import host_limits
 from zeroshard.errors import LaunchError
 from zeroshard.launch.cgroup import (
-    read_memory,
     read_oom_counters,
     read_rss_nbytes,
     read_shm_nbytes,
@@ -78,7 +78,7 @@ def run_node(run: NodeRun, console: TextIO) -> int:
 
 def _run_node(run: NodeRun, console: TextIO, scratch: Path) -> int:
     before = read_oom_counters()
-    memory = read_memory()
+    memory = host_limits()
     # a single rank keeps the terminal (progress bars, debuggers); lines of several must not mix
     outputs = sys.stdout.buffer if run.num_local * run.num_nodes > 1 else None
     streams = Streams(console.buffer, outputs, run.log_dir)

@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
+from zeroshard.engine.host_memory import host_limits
 from zeroshard.errors import LaunchError
-from zeroshard.launch.cgroup import read_memory, read_shm_nbytes
+from zeroshard.launch.cgroup import read_shm_nbytes
 from zeroshard.launch.decide import (
     BecomeRank,
     LaunchRequest,
@@ -75,7 +76,7 @@ def _run_here(request: LaunchRequest, here: RunHere, console: TextIO) -> int:
     num_local = here.num_local or _visible_gpus()
     expected = request.expect_memory_per_rank
     warnings = check_memory(
-        read_memory(),
+        host_limits(),
         num_local=num_local,
         expected_nbytes=parse_nbytes(expected, "--expect-memory-per-rank") if expected else None,
         shm_nbytes=read_shm_nbytes(),

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import re
 
+from zeroshard.engine.host_memory import HostLimits, gib
 from zeroshard.errors import LaunchError
-from zeroshard.launch.cgroup import Memory
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -33,7 +33,7 @@ def parse_nbytes(text: str, option: str) -> int:
 
 
 def check_memory(
-    memory: Memory,
+    memory: HostLimits,
     *,
     num_local: int,
     expected_nbytes: int | None,
@@ -47,14 +47,14 @@ def check_memory(
     free = memory.free_nbytes
     if free is not None and expected_nbytes is not None and num_local * expected_nbytes > free:
         raise LaunchError(
-            f"{_count(num_local)} x {_gib(expected_nbytes)} = {_gib(num_local * expected_nbytes)} "
-            f"of memory are expected, but only {_gib(free)} are free here ({_where(memory)}).\n"
+            f"{_count(num_local)} x {gib(expected_nbytes)} = {gib(num_local * expected_nbytes)} "
+            f"of memory are expected, but only {gib(free)} are free here ({memory.in_words()}).\n"
             "The kernel would kill a rank during the run. Use fewer ranks per node, a higher ZeRO "
             "stage, a larger memory limit, or correct --expect-memory-per-rank."
         )
     if free is not None and expected_nbytes is None and num_local * _BARE_RANK_NBYTES > free:
         warnings.append(
-            f"only {_gib(free)} of memory are free for {_count(num_local)} ({_where(memory)}); "
+            f"only {gib(free)} of memory are free for {_count(num_local)} ({memory.in_words()}); "
             "importing torch alone takes about 0.25 GiB each."
         )
     if shm_nbytes is not None and shm_nbytes <= _SMALL_SHM_NBYTES:
@@ -65,19 +65,5 @@ def check_memory(
     return tuple(warnings)
 
 
-def _where(memory: Memory) -> str:
-    parts: list[str] = []
-    if memory.cgroup is not None:
-        limit = memory.cgroup
-        parts.append(f"cgroup limit {_gib(limit.limit_nbytes)}, {_gib(limit.used_nbytes)} in use")
-    if memory.host_free_nbytes is not None:
-        parts.append(f"host MemAvailable {_gib(memory.host_free_nbytes)}")
-    return "; ".join(parts)
-
-
 def _count(num_local: int) -> str:
     return "1 rank" if num_local == 1 else f"{num_local} ranks"
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / (1 << 30):.1f} GiB"

@@ -58,7 +58,11 @@ class Spans:
     def __init__(self, spans: Sequence[Span]) -> None:
         self.kept = list(spans)
         self.array = (_Span * len(spans))()
-        for entry, span in zip(self.array, spans, strict=True):
+        self.locate()
+
+    def locate(self) -> None:
+        """Take the addresses of the tensors; again whenever a storage behind them was resized."""
+        for entry, span in zip(self.array, self.kept, strict=True):
             assert span.master.numel() % SPAN_MULTIPLE == 0
             entry.master, entry.exp_avg = span.master.data_ptr(), span.exp_avg.data_ptr()
             entry.exp_avg_sq, entry.step = span.exp_avg_sq.data_ptr(), span.step.data_ptr()

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from zeroshard.errors import DistributedError, ShardedAccess, UsageError
 from zeroshard.zero import guard
 from zeroshard.zero.init import SpreadParameter
-from zeroshard.zero.optimizer import OwnedFragment, ShardedOptimizer, Tile
+from zeroshard.zero.optimizer import ShardedOptimizer
 from zeroshard.zero.reduce import GradBuffer
+from zeroshard.zero.tile import Chunk, OwnedFragment, Tile
 from zeroshard.zero.touch import pack_flags, unpack_any
 from zeroshard.zero.unit import Unit, UnitState
 
@@ -35,9 +36,12 @@ class Training:
     ]  # gradient [S] of the backwards since the last step
     grad_factor: Callable[[], float]  # from the reduced sum to the mean that the user means
 
-    def fragments(self, param: nn.Parameter) -> Iterator[OwnedFragment]:
-        """What this rank updates of the parameter (one piece or none)."""
-        return (f for f in self.tile.fragments if f.param is param)
+    def visit(
+        self, param: nn.Parameter, *, changed: bool = False
+    ) -> Iterator[tuple[Chunk, OwnedFragment]]:
+        """What this rank updates of the parameter, each piece with its memory valid until the next."""
+        for chunk in self.tile.visit(changed=changed):
+            yield from ((chunk, f) for f in chunk.fragments if f.param is param)
 
     def full(self, unit: Unit, param: nn.Parameter, tile_R: Tensor) -> Tensor:
         """A private full tensor of the parameter's shape from any flat tensor of the tile."""
@@ -46,7 +50,7 @@ class Training:
 
     @property
     def is_sharded(self) -> bool:
-        return self.tile.low_R is not self.tile.unit.full_N
+        return not self.tile.is_whole
 
 
 class GatheredParameters:
@@ -131,7 +135,7 @@ class GatheredParameters:
             if not edited:
                 continue
             if not unit.resident:
-                unit.comm.all_gather(unit.full_N, unit.shard_S, name=unit.name).wait()
+                unit.full_N.copy_(unit.gathered_copy())
                 refused += edited
             elif same_everywhere:
                 _adopt_own(unit)
@@ -237,7 +241,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
         return None
     unit, training = found
     training.tile.follow()
-    return training.full(unit, param, training.tile.master_R)
+    return training.full(unit, param, training.tile.flat(lambda chunk: chunk.master_C))
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
@@ -277,19 +281,25 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
 def _state_tile(training: Training, param: nn.Parameter, key: str) -> tuple[Tensor, int, float]:
     """The state laid out like the tile; 0, 1 or 2 for absent, tensor, scalar; the scalar."""
-    tile_R = torch.zeros_like(training.tile.master_R)
+    tile, (present, scalar) = training.tile, (0, 0.0)
+    tile_R = torch.zeros(
+        tile.low_R.numel(), dtype=tile.unit.row.master, device=tile.chunks[0].master_C.device
+    )
     assert training.optimizer is not None
-    for fragment in training.fragments(param):
+    for chunk, fragment in training.visit(param):
         value = training.optimizer.state_of(fragment).get(key)
-        if isinstance(value, Tensor) and value.shape == fragment.value.shape and value.dim():
-            fragment.of(tile_R).copy_(value)
-            return tile_R, 1, 0.0
-        if value is not None:
-            if fragment.value.dim() == 0:
-                fragment.of(tile_R).copy_(torch.as_tensor(value))
-                return tile_R, 1, 0.0
-            return tile_R, 2, float(value)
-    return tile_R, 0, 0.0
+        if value is None:
+            continue
+        place = fragment.of(tile_R[chunk.at : chunk.at + chunk.numel])
+        if isinstance(value, Tensor) and value.shape == fragment.value.shape:
+            place.copy_(value)
+            present = 1
+        elif fragment.value.dim() == 0:
+            place.copy_(torch.as_tensor(value))
+            present = 1
+        else:
+            present, scalar = 2, float(value)
+    return tile_R, present, scalar
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
@@ -297,10 +307,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     unit, training = _trained(param, "safe_set_full_fp32_param")
     _check_shape(param.shape, value, "safe_set_full_fp32_param")
     training.tile.follow()  # earlier edits of other parameters
-    for fragment in training.fragments(param):
-        begin = _begin_of(training, fragment)
-        _write(training, fragment, value.reshape(-1)[begin : begin + fragment.numel])
-    _tell(unit, training)
+    _write(unit, training, param, value.reshape(-1))
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
@@ -336,23 +343,22 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
     """Overwrite optimizer state after the first step; ``value`` has the parameter's shape."""
     unit, training = _trained(param, "safe_set_full_optimizer_state")
     _check_shape(param.shape, value, "safe_set_full_optimizer_state")
-    targets = [(f, _state(training, f, optim_state_key)) for f in training.fragments(param)]
-    missing = torch.tensor([float(any(target is None for _, target in targets))])
-    votes = unit.comm.gather_small(missing.double().to(unit.shard_S.device), name=unit.name)
-    if bool(votes.any()):  # also on ranks that own nothing of the parameter
-        raise _no_state(training, optim_state_key)
-    for fragment, target in targets:
-        assert target is not None
-        begin = _begin_of(training, fragment)
-        target.view(-1).copy_(value.reshape(-1)[begin : begin + fragment.numel])
+    missing = _lacks_state(training, param, optim_state_key)
+    vote = torch.tensor([float(missing)], dtype=torch.float64).to(unit.full_N.device)
+    if bool(unit.comm.gather_small(vote, name=unit.name).any()):
+        raise _no_state(
+            training, optim_state_key
+        )  # also on ranks that own nothing of the parameter
+    _write_state(training, param, optim_state_key, value.reshape(-1))
 
 
 # ---------------------------------------------------------------------- this rank's part
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """This rank's piece of the master, 1-D (a view); None if it owns nothing of it."""
-    return _local(param, lambda training, f: f.of(training.tile.master_R).view(-1))
+    """This rank's piece of the master, 1-D (a view if it is one piece in memory); None if it owns nothing
+    of it."""
+    return _local(param, lambda chunk, f: f.of(chunk.master_C).view(-1))
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
@@ -369,18 +375,25 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
         return None
     if not training.is_sharded:
         grad_R = unit.gathered_copy(grad_R)
-    for fragment in training.fragments(param):
-        values = fragment.of(grad_R).view(-1)
-        return values.to(_at_least_fp32(values.dtype)) * training.grad_factor()
+    for index, at, numel in training.tile.owned:
+        if index == unit.index(param):
+            values = grad_R[at : at + numel]
+            return values.to(_at_least_fp32(values.dtype)) * training.grad_factor()
     return None
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """This rank's piece of optimizer state, 1-D (a view), or a scalar; None before the first step."""
+    """This rank's piece of optimizer state, 1-D, or a scalar; None before the first step.
 
-    def piece(training: Training, fragment: OwnedFragment) -> Tensor | None:
-        assert training.optimizer is not None
-        value = training.optimizer.state_of(fragment).get(optim_state_key)
+    A view if it is one piece in memory, else a copy.
+    """
+    found = _training_of(param)
+    if found is None or found[1].optimizer is None:
+        return None
+    optimizer = found[1].optimizer
+
+    def piece(_: Chunk, fragment: OwnedFragment) -> Tensor | None:
+        value = optimizer.state_of(fragment).get(optim_state_key)
         if isinstance(value, Tensor) and value.numel() == fragment.numel:
             return value.view(-1)
         return None if value is None else torch.as_tensor(value)
@@ -391,20 +404,19 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Set this rank's piece of the master and of the parameter; collective at stages 1 and 2."""
     unit, training = _trained(param, "safe_set_local_fp32_param")
+    _check_piece(training, param, value, "safe_set_local_fp32_param")
     training.tile.follow()
-    for fragment in training.fragments(param):
-        _check_shape((fragment.numel,), value.view(-1), "safe_set_local_fp32_param")
-        _write(training, fragment, value.view(-1))
-    _tell(unit, training)
+    _write(unit, training, param, value.reshape(-1), offset=_begin_of(training, param))
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     """Set this rank's piece of the averaged gradient before ``step``."""
     unit, training = _trained(param, "safe_set_local_grad")
-    for fragment in training.fragments(param):
-        _check_shape((fragment.numel,), value.view(-1), "safe_set_local_grad")
-        at = _begin_of(training, fragment)
-        _set_grad(unit, training, fragment.index, at, value.view(-1), "safe_set_local_grad")
+    if _check_piece(training, param, value, "safe_set_local_grad"):
+        begin = _begin_of(training, param)
+        _set_grad(
+            unit, training, unit.index(param), begin, value.reshape(-1), "safe_set_local_grad"
+        )
 
 
 def safe_set_local_optimizer_state(
@@ -412,22 +424,31 @@ def safe_set_local_optimizer_state(
 ) -> None:
     """Set this rank's piece of optimizer state after the first step."""
     _, training = _trained(param, "safe_set_local_optimizer_state")
-    for fragment in training.fragments(param):
-        _check_shape((fragment.numel,), value.view(-1), "safe_set_local_optimizer_state")
-        target = _state(training, fragment, optim_state_key)
-        if target is None:
-            raise _no_state(training, optim_state_key)
-        target.view(-1).copy_(value.view(-1))
+    if not _check_piece(training, param, value, "safe_set_local_optimizer_state"):
+        return
+    if _lacks_state(training, param, optim_state_key):
+        raise _no_state(training, optim_state_key)
+    offset = _begin_of(training, param)
+    _write_state(training, param, optim_state_key, value.reshape(-1), offset=offset)
 
 
 def _local(
-    param: nn.Parameter, piece: Callable[[Training, OwnedFragment], Tensor | None]
+    param: nn.Parameter, piece: Callable[[Chunk, OwnedFragment], Tensor | None]
 ) -> Tensor | None:
+    """This rank's piece; in several chunks, or on disk, it is put together from copies."""
     found = _training_of(param)
     if found is None:
         return None
     _, training = found
-    return next((piece(training, f) for f in training.fragments(param)), None)
+    if len(training.tile.chunks) == 1 and training.tile.pager is None:
+        return next((piece(chunk, f) for chunk, f in training.visit(param)), None)
+    pieces = []
+    for chunk, fragment in training.visit(param):
+        value = piece(chunk, fragment)
+        if value is None or not value.dim():
+            return value
+        pieces.append(value.clone())
+    return torch.cat(pieces) if pieces else None
 
 
 def _trained(param: nn.Parameter, what: str) -> tuple[Unit, Training]:
@@ -440,24 +461,42 @@ def _trained(param: nn.Parameter, what: str) -> tuple[Unit, Training]:
     return found
 
 
-def _write(training: Training, fragment: OwnedFragment, values: Tensor) -> None:
-    """Set the fragment in master and parameter memory; ``values`` is 1-D."""
-    with torch.no_grad():
-        for tile_R in (training.tile.master_R, training.tile.low_R):
-            fragment.of(tile_R).view(-1).copy_(values)
+def _write(
+    unit: Unit, training: Training, param: nn.Parameter, flat: Tensor, *, offset: int = 0
+) -> None:
+    """Set the parameter from ``offset`` on in master and parameter memory, and tell the other ranks."""
+    with torch.no_grad(), training.tile.in_hand():
+        for chunk, fragment in training.visit(param, changed=True):
+            begin = fragment.begin - offset
+            values = flat[begin : begin + fragment.numel]
+            for flat_C in (chunk.master_C, chunk.low_C):
+                fragment.of(flat_C).view(-1).copy_(values)
+        if training.is_sharded:
+            unit.publish()
 
 
-def _tell(unit: Unit, training: Training) -> None:
-    """The tile was written: whoever holds the unit whole gets the new values."""
-    if training.is_sharded:
-        unit.publish()
+def _write_state(
+    training: Training, param: nn.Parameter, key: str, flat: Tensor, *, offset: int = 0
+) -> None:
+    for _, fragment in training.visit(param, changed=True):
+        target = _state(training, fragment, key)
+        assert target is not None
+        begin = fragment.begin - offset
+        target.view(-1).copy_(flat[begin : begin + fragment.numel])
 
 
-def _begin_of(training: Training, fragment: OwnedFragment) -> int:
-    """Where the fragment starts in its parameter."""
-    unit = training.tile.unit
-    low = unit.layout.shard_range(unit.comm.rank)[0] if training.is_sharded else 0
-    return low + fragment.at - unit.layout.slots[fragment.index].start
+def _begin_of(training: Training, param: nn.Parameter) -> int:
+    """Where this rank's piece starts in the parameter; 0 if it has none."""
+    return min((f.begin for f in training.tile.fragments if f.param is param), default=0)
+
+
+def _check_piece(training: Training, param: nn.Parameter, value: Tensor, what: str) -> int:
+    """Elements of this rank's piece; refuses a value of another size."""
+    numel = sum(f.numel for f in training.tile.fragments if f.param is param)
+    if numel:
+        flat = value.view(-1) if isinstance(value, Tensor) else value
+        _check_shape((numel,), flat, what)
+    return numel
 
 
 def _state(training: Training, fragment: OwnedFragment, key: str) -> Tensor | None:
@@ -465,6 +504,12 @@ def _state(training: Training, fragment: OwnedFragment, key: str) -> Tensor | No
     assert training.optimizer is not None
     value = training.optimizer.state_of(fragment).get(key)
     return value if isinstance(value, Tensor) and value.numel() == fragment.numel else None
+
+
+def _lacks_state(training: Training, param: nn.Parameter, key: str) -> bool:
+    """Is there a piece of the parameter on this rank without such state?"""
+    found = [_state(training, fragment, key) for _, fragment in training.visit(param)]
+    return any(state is None for state in found)
 
 
 def _no_state(training: Training, key: str) -> UsageError:

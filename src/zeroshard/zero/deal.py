@@ -6,6 +6,7 @@ every rank keeps what lies in its own part. Letters as in :mod:`zeroshard.zero.u
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from zeroshard.comm.collectives import Comm
@@ -20,7 +21,8 @@ class Dealer:
 
     ``part``: what this rank keeps, ``full_N[begin : begin + len(part)]``; it is complete after
     ``finish``, padding is zero. ``put`` takes parameters in the order of the layout, in any dtype, on
-    any device. Collective; the values of rank ``source`` win.
+    any device. ``device``: where the ranks exchange pieces, default where ``part`` is. Collective; the
+    values of rank ``source`` win.
     """
 
     def __init__(
@@ -32,6 +34,7 @@ class Dealer:
         comm: Comm,
         name: str,
         source: int = 0,
+        device: torch.device | None = None,
     ) -> None:
         self.layout = layout
         self.part = part
@@ -40,7 +43,9 @@ class Dealer:
         self.name = name
         self.source = source
         self._low = 0  # where the piece in hand begins
-        self._piece = part.new_zeros(min(PIECE_NUMEL, layout.full_numel))
+        self._piece = torch.zeros(
+            min(PIECE_NUMEL, layout.full_numel), dtype=part.dtype, device=device or part.device
+        )
 
     def put(self, slot: Slot, values: Tensor) -> None:
         """The next parameter, of ``slot.shape``."""

@@ -32,6 +32,11 @@ class Site:
         for unit in self.units:
             unit.unshard()
 
+    def fetch(self) -> None:
+        """Read shards that rest on disk ahead of their gather: it is rank-local and takes longest."""
+        for unit in self.units:
+            unit.rest.fetch()
+
     def wait(self) -> None:
         for unit in self.units:
             unit.unshard()
@@ -139,13 +144,15 @@ class Gatherer:
         for site in self.sites:
             if site is not but:
                 site.reshard()
+                for unit in site.units:
+                    unit.rest.drop()
 
     def _prefetch(self, site: Site, forward: bool) -> None:
         at = self._position.get(id(site))
         if at is None:
             return
         ahead = self.order[at + 1 :] if forward else reversed(self.order[:at])
-        budget = self.prefetch_numel
+        budget, started = self.prefetch_numel, False
         if self._is_limited:
             budget = min(budget, self.live_numel - self.live())
         for later in ahead:
@@ -153,8 +160,11 @@ class Gatherer:
             if budget < 0:
                 return
             if later.is_sharded and (forward or later.is_read_in_backward):
-                later.start()
-                return  # one gather ahead of the compute: enough to hide it, bounded in memory
+                if started:
+                    later.fetch()
+                    return
+                later.start()  # one gather ahead of the compute: enough to hide it, bounded in memory
+                started = True
 
     def live(self) -> int:
         """Elements of sharded units that are full or on their way."""

@@ -83,6 +83,7 @@ class OnePass:
             for begin in range(0, numel, PIECE_NUMEL)
         ]
         self._spans: adam.Spans | None = None
+        self._base = self._addresses()
         self._tails: list[_Piece] = []
         if kernel.compiles and _spans_fit(low_R, master_R, states):
             self._spans = _spans(fragments, states, low_R if low_R is not master_R else None)
@@ -119,9 +120,16 @@ class OnePass:
             self._run_pieces(self._pieces, grad_R, factor, groups)
             return
         assert self._spans is not None
+        if self._base != (base := self._addresses()):
+            self._spans.locate()
+            self._base = base
         threads = torch.get_num_threads()
         compiled.update(self._spans, grad_R, factor, groups, threads=threads)
         self._run_pieces(self._tails, grad_R, factor, groups)
+
+    def _addresses(self) -> tuple[int, int]:
+        """A shard that rests on disk has other memory each time; views follow it, addresses do not."""
+        return self._master_R.data_ptr(), self._low_R.data_ptr()
 
     def _run_pieces(
         self,

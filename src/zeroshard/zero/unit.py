@@ -7,7 +7,7 @@ flat tensors carry them: ``full_N``, ``shard_S``.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from zeroshard.core.layout import Slot, UnitLayout
 from zeroshard.errors import UnitStateError, UsageError
 from zeroshard.store import storage
+from zeroshard.store.shards import InMemory, Rest
 from zeroshard.zero import guard
 from zeroshard.zero.deal import Dealer
 
@@ -53,7 +54,9 @@ class Unit:
 
     ``resident`` units (stages 0-2) stay whole: ``shard_S`` is a slice of ``full_N``. Other units own
     ``shard_S`` and fill ``full_N`` only around their use. ``params`` are taken one by one, in the order
-    of the layout: each may come into being when its turn comes. Rank 0's values win.
+    of the layout: each may come into being when its turn comes. Rank 0's values win. ``rest_of`` says
+    where ``shard_S``, with its first values in it, rests from now on; ``shard_device``: its memory when
+    it is in hand, default ``device``.
     """
 
     def __init__(
@@ -69,6 +72,8 @@ class Unit:
         comm: Comm,
         ledger: Ledger,
         device: torch.device,
+        rest_of: Callable[[Tensor], Rest] = InMemory,
+        shard_device: torch.device | None = None,
     ) -> None:
         self.name = name
         self.layout = layout
@@ -83,6 +88,7 @@ class Unit:
         self.pins = 0  # readers inside GatheredParameters: not to be freed under them
         self.seal: Tensor | None = None  # hashes of the values that a reader saw first
         self._handle: Handle | None = None
+        self._source_S: Tensor | None = None  # what the gather in flight reads
         self._me = weakref.ref(self)
 
         low, high = layout.shard_range(comm.rank)
@@ -93,8 +99,10 @@ class Unit:
         ]
         if not resident:
             storage.release(self.full_N)  # making views needed the bytes, construction does not
-        part = self.full_N if resident else self.full_N.new_zeros(layout.shard_numel)
-        dealer = Dealer(layout, part, 0 if resident else low, comm=comm, name=name)
+        part = self.full_N
+        if not resident:
+            part = torch.zeros(layout.shard_numel, dtype=row.param, device=shard_device or device)
+        dealer = Dealer(layout, part, 0 if resident else low, comm=comm, name=name, device=device)
         self.params = tuple(
             self._adopt(param, slot, view, dealer)
             for param, slot, view in zip(params, layout.slots, self._views, strict=True)
@@ -103,7 +111,8 @@ class Unit:
         self._kinds = [type(param) for param in self.params]
         dealer.finish()
         self.shard_S = part[low:high] if resident else part
-        ledger.hold("parameters", name, storage.flat_nbytes(part))
+        self.rest = rest_of(self.shard_S)
+        ledger.hold("parameters", name, storage.flat_nbytes(part), self.rest.tier)
         if not resident:
             self._drop()
 
@@ -132,7 +141,11 @@ class Unit:
         self._move(UnitState.GATHERING)
         storage.allocate(self.full_N)
         self._account_gathered()
-        self._handle = self.comm.all_gather(self.full_N, self.shard_S, name=self.name)
+        self._gather()
+
+    def _gather(self) -> None:
+        self._source_S = self.rest.bring().to(self.full_N.device, non_blocking=True)
+        self._handle = self.comm.all_gather(self.full_N, self._source_S, name=self.name)
 
     def wait(self) -> None:
         """Finish the gather in flight, if there is one: parameters can be read afterwards."""
@@ -141,7 +154,10 @@ class Unit:
         assert self._handle is not None
         handle, self._handle = self._handle, None
         handle.wait()
+        self._source_S = None
+        self.rest.leave()
         self._move(UnitState.FULL)
+        self.rest.gathered(self._own_part)
         guard.show(self.params, self._views, self._kinds)
 
     def reshard(self) -> None:
@@ -168,13 +184,14 @@ class Unit:
     def publish(self) -> None:
         """The own shard was updated: send it to the other ranks if they hold the unit whole."""
         self.wait()  # nobody used the unit since it was published last
+        self.rest.save()
         if not (self.resident or self.pins):
             self.forget()
             return
         self._move(UnitState.GATHERING)
         self.seal = None
         guard.hide(self.params, self._blanks)
-        self._handle = self.comm.all_gather(self.full_N, self.shard_S, name=self.name)
+        self._gather()
 
     def _move(self, to: UnitState) -> None:
         if (self.state, to) not in _LEGAL:
@@ -206,8 +223,12 @@ class Unit:
         """
         self.reclaim()
         if self.state is UnitState.FULL and not self.resident:
-            begin, end = self.layout.shard_range(self.comm.rank)
-            self.shard_S.copy_(self.full_N[begin:end])
+            self.rest.keep(self._own_part)
+
+    @property
+    def _own_part(self) -> Tensor:
+        begin, end = self.layout.shard_range(self.comm.rank)
+        return self.full_N[begin:end]
 
     def reclaim(self) -> None:
         """Parameters to which the program gave other memory are views of ``full_N`` again."""
@@ -226,9 +247,11 @@ class Unit:
         Collective. The unit's own state does not change.
         """
         self.wait()
-        source_S = self.shard_S if shard_S is None else shard_S
-        full_N = torch.empty(self.layout.full_numel, dtype=source_S.dtype, device=source_S.device)
+        source_S = (self.rest.bring() if shard_S is None else shard_S).to(self.full_N.device)
+        full_N = self.full_N.new_empty(self.layout.full_numel, dtype=source_S.dtype)
         self.comm.all_gather(full_N, source_S, name=self.name).wait()
+        if shard_S is None:
+            self.rest.leave()
         return full_N
 
     def read(self, param: nn.Parameter) -> Tensor:
@@ -249,7 +272,7 @@ class Unit:
         ``wait=False``: a gather in flight will never finish; it is dropped.
         """
         if not wait and self.state is UnitState.GATHERING:
-            self._handle = None
+            self._handle = self._source_S = None
             self._move(UnitState.FULL)
             guard.show(self.params, self._views, self._kinds)
         self.wait()
@@ -258,10 +281,12 @@ class Unit:
         for param in self.params:
             guard.owners.pop(param, None)
         self.training = None
+        self.rest.close()
+        self.ledger.hold("parameters", self.name, 0, self.rest.tier)
+        self.ledger.hold("gathered", self.name, 0)
         if not self.resident:
             self.shard_S = torch.empty(0, dtype=self.shard_S.dtype)
-        for category in ("parameters", "gathered"):
-            self.ledger.hold(category, self.name, 0)
+            self.rest = InMemory(self.shard_S)
 
 
 def _check_assigned(param: nn.Parameter, slot: Slot, view: Tensor) -> None:

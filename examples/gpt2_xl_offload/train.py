@@ -1,0 +1,92 @@
+"""Train GPT-2 XL, 1.5 billion parameters, where they do not fit: its state rests on disk.
+
+    zeroshard launch --nproc 2 examples/gpt2_xl_offload/train.py --nvme-path /path/on/a/disk
+    zeroshard launch --nproc 2 examples/gpt2_xl_offload/train.py --smoke
+
+Parameters, fp32 masters and Adam's moments take 14 bytes a parameter, 22 GB for XL. Here they lie in one
+file per rank, which the system frees with the process; memory holds the unit at work, the gradients, and
+a few megabytes on their way. The text is Python's own standard library, byte by byte.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sysconfig
+import time
+from pathlib import Path
+
+import torch
+from model import GPT2, SIZES
+from torch import Tensor
+
+import zeroshard
+
+
+def main() -> None:
+    args = parse_arguments()
+    config = json.loads(args.config.read_text())
+    for part in ("offload_optimizer", "offload_param"):
+        config["zero_optimization"][part]["nvme_path"] = str(args.nvme_path)
+    shape = SIZES["smoke" if args.smoke else args.size]
+    with torch.device("meta"):  # parameters get their values, and a place on disk, unit by unit
+        model = GPT2(shape)
+    torch.manual_seed(0)
+    engine, *_ = zeroshard.initialize(model=model, config=config)
+    with engine:
+        if engine.global_rank == 0:
+            numel = sum(p.numel() for p in model.parameters())
+            print(f"{numel / 1e6:.1f} million parameters", flush=True)
+        train(engine, args.steps, min(args.tokens, shape.context))
+        report = engine.memory_report(all_ranks=True)
+        if engine.global_rank == 0:
+            print(report, flush=True)
+
+
+def train(engine: zeroshard.Engine, steps: int, tokens: int) -> None:
+    """Take ``steps`` steps on one stretch of text per rank: the loss has to fall."""
+    text_T = read_text(tokens + 1, offset=engine.global_rank * (tokens + 1))
+    inputs, targets = text_T[None, :-1], text_T[None, 1:]
+    for step in range(1, steps + 1):
+        begin = time.perf_counter()
+        loss = engine(inputs, targets)
+        engine.backward(loss)
+        engine.step()
+        if engine.global_rank == 0:
+            seconds = time.perf_counter() - begin
+            print(
+                f"step {step}  loss {loss.item():.4f}  norm {engine.get_global_grad_norm():.3f}  "
+                f"{seconds:.1f} s  resident {resident_nbytes() / 2**30:.2f} GiB",
+                flush=True,
+            )
+
+
+def read_text(length: int, offset: int) -> Tensor:
+    """``length`` bytes of the standard library as token numbers, ``[length]``."""
+    source = Path(sysconfig.get_paths()["stdlib"]) / "argparse.py"
+    data = source.read_bytes()[offset:][:length]
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).long()
+
+
+def resident_nbytes() -> int:
+    """Proportional memory (PSS) of this process: shared pages are divided among their users."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+
+
+def parse_arguments() -> argparse.Namespace:
+    here = Path(__file__).parent
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", choices=list(SIZES), default="xl")
+    parser.add_argument("--smoke", action="store_true", help="the smallest size")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=128, help="per rank and step")
+    parser.add_argument(
+        "--nvme-path", type=Path, default=Path("/tmp"), help="a directory on a disk"
+    )
+    parser.add_argument("--config", type=Path, default=here / "ds_config.json")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

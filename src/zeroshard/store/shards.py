@@ -1,0 +1,195 @@
+"""How does a unit's shard rest, and how does it come to be read?
+
+A unit asks its ``rest`` and never learns which one it has. Letters as in :mod:`zeroshard.zero.unit`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from zeroshard.core.ledger import Ledger
+from zeroshard.core.tiers import Tier
+from zeroshard.store import storage
+
+if TYPE_CHECKING:
+    from zeroshard.store.disk import Extent, SwapFile, Transfer
+
+SAVES_IN_FLIGHT = 2
+"""Shards that may be on their way to the disk; more would hold memory for no speed."""
+
+
+class InMemory:
+    """A shard that is always there: on the device, or in host memory."""
+
+    def __init__(self, shard_S: Tensor, tier: Tier = Tier.DEVICE) -> None:
+        self.shard_S = shard_S
+        self.tier = tier
+
+    def fetch(self) -> None:
+        """Begin to bring the shard into memory."""
+
+    def bring(self) -> Tensor:
+        """The shard, readable until :meth:`leave`. Calls may nest."""
+        return self.shard_S
+
+    def leave(self) -> None:
+        """The reader is through."""
+
+    def drop(self) -> None:
+        """What was fetched and not used may go."""
+
+    def save(self) -> None:
+        """The shard in hand was written: its values go to where it rests."""
+
+    def keep(self, part_S: Tensor) -> None:
+        """The program may have written into the gathered unit; ``part_S`` is this rank's part of it."""
+        self.shard_S.copy_(part_S)
+
+    def gathered(self, part_S: Tensor) -> None:
+        """The unit is full, and ``part_S`` is this rank's part of it."""
+
+    def close(self) -> None:
+        """The shard is not needed any more."""
+
+
+class Saves:
+    """The writes in flight of one file, oldest first: bounds the memory that they hold."""
+
+    def __init__(self) -> None:
+        self._leaving: deque[OnDisk] = deque()
+
+    def add(self, rest: OnDisk) -> None:
+        self._leaving.append(rest)
+        while len(self._leaving) > SAVES_IN_FLIGHT:
+            self._leaving.popleft().finish()
+
+
+class OnDisk:
+    """A shard in a file. Its memory exists while somebody reads it, or while it is on its way.
+
+    Creation does not write: :meth:`save` does, while ``shard_S`` has its first values.
+    """
+
+    tier = Tier.DISK
+
+    def __init__(
+        self, shard_S: Tensor, file: SwapFile, saves: Saves, *, ledger: Ledger, name: str
+    ) -> None:
+        self.shard_S = shard_S
+        self._file = file
+        self._saves = saves
+        self._ledger = ledger
+        self._name = name
+        self._extent: Extent = file.reserve(storage.flat_nbytes(shard_S))
+        self._readers = 0
+        self._read: Transfer | None = None
+        self._write: Transfer | None = None
+        self._here = True  # has it memory?
+        self._print: int | None = None  # of the values that the unit was gathered with
+        self._account()
+
+    def fetch(self) -> None:
+        """See :class:`InMemory`. A shard still on its way out only stays."""
+        if not self._here:
+            self._allocate()
+            self._read = self._file.read(self._extent, self.shard_S)
+
+    def bring(self) -> Tensor:
+        """See :class:`InMemory`. Raises :class:`DiskError` if the file cannot be read."""
+        self.fetch()
+        self._readers += 1
+        read, self._read = self._read, None
+        if read is not None:
+            read.wait()
+        return self.shard_S
+
+    def leave(self) -> None:
+        """See :class:`InMemory`."""
+        assert self._readers, f"nobody reads {self._name}"
+        self._readers -= 1
+        self._release_if_idle()
+
+    def drop(self) -> None:
+        """See :class:`InMemory`."""
+        if self._read is not None:
+            self._read.wait()
+            self._read = None
+        self._release_if_idle()
+
+    def save(self) -> None:
+        """See :class:`InMemory`. The write goes on behind; its errors surface at the next use."""
+        assert self._here, f"{self._name} is not in hand"
+        assert self._read is None, f"{self._name} is still being read"
+        if self._write is not None:
+            self._write.wait()
+        self._write = self._file.write(self._extent, self.shard_S)
+        self._saves.add(self)
+
+    def finish(self) -> None:
+        """Wait until the values are in the file; the memory goes if nobody reads it."""
+        if self._write is not None:
+            self._write.wait()
+            self._write = None
+        self._release_if_idle()
+
+    def keep(self, part_S: Tensor) -> None:
+        """See :class:`InMemory`. Costs a look at the part, and a write only where it was edited."""
+        if self._print == _fingerprint(part_S):
+            return
+        self.drop()
+        if self._write is not None:
+            self.finish()
+        if not self._here:
+            self._allocate()
+        self.shard_S.copy_(part_S)
+        self.save()
+        self._print = _fingerprint(part_S)
+
+    def gathered(self, part_S: Tensor) -> None:
+        """See :class:`InMemory`."""
+        self._print = _fingerprint(part_S)
+
+    def close(self) -> None:
+        """See :class:`InMemory`."""
+        if self._read is not None:
+            self._read.wait()
+        if self._write is not None:
+            self._write.wait()
+        self._read = self._write = None
+        self._readers = 0
+        self._release_if_idle()
+        self._ledger.hold("parameters", self._name, 0, Tier.DISK)
+
+    def _allocate(self) -> None:
+        storage.allocate(self.shard_S)
+        self._here = True
+        self._account()
+
+    def _release_if_idle(self) -> None:
+        if self._here and not self._readers and self._read is None and self._write is None:
+            storage.release(self.shard_S)
+            self._here = False
+            self._account()
+
+    def _account(self) -> None:
+        nbytes = storage.flat_nbytes(self.shard_S) if self._here else 0
+        self._ledger.hold("scratch", f"{self._name} (shard)", nbytes, Tier.HOST)
+
+
+Rest = InMemory | OnDisk
+
+_PIECE_WORDS = 2**16
+
+
+def _fingerprint(flat: Tensor) -> int:
+    """A number that changes if any one word does, and with exchanged words. Pieces stay in cache."""
+    words = flat.view(torch.int64)
+    weights = torch.arange(1, 2 * min(len(words), _PIECE_WORDS), 2) * 0x1E3779B97F4A7C15 | 1
+    total = 0
+    for piece in words.split(_PIECE_WORDS):  # odd weights: a change of one word is never lost
+        total = (3 * total + int((piece * weights[: len(piece)]).sum())) % 2**64
+    return total

@@ -1,0 +1,286 @@
+"""What does this rank update of each unit, and where does it rest between updates?
+
+Letters: ``R`` elements that a rank updates of a unit, S where state is sharded, else N. ``C`` elements of
+one chunk of them: what rests in one place and is updated together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from zeroshard.core.ledger import Ledger
+from zeroshard.core.tiers import Span, Tier
+from zeroshard.errors import UsageError
+from zeroshard.store import storage
+from zeroshard.zero.onepass import PIECE_NUMEL, follow
+from zeroshard.zero.reduce import GradBuffer
+from zeroshard.zero.unit import Unit
+
+if TYPE_CHECKING:
+    from zeroshard.store.pager import Page, Pager
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class OwnedFragment:
+    """The part of one parameter inside one chunk: ``chunk[at : at + numel]``."""
+
+    param: nn.Parameter  # the model's parameter
+    index: int  # its slot in the unit
+    group: int  # its param group
+    begin: int  # where it starts in the flat parameter
+    at: int
+    numel: int
+    value: Tensor  # what the optimizer sees: a view of the master
+
+    def of(self, flat_C: Tensor) -> Tensor:
+        """The fragment's place in a flat tensor of the chunk, in the optimizer's shape."""
+        return flat_C[self.at : self.at + self.numel].view(self.value.shape)
+
+
+@dataclass(eq=False, slots=True)
+class Chunk:
+    """A part of a tile: ``tile[at : at + C]``.
+
+    ``low_C`` is the parameter memory itself. ``master_C`` is what the optimizer updates: the same
+    tensor, or an fp32 copy for 16-bit parameters. On disk, ``page`` holds the master, if there is one,
+    and ``state_C``: by name, what the optimizer keeps in the parameter's shape. Both are views of
+    memory that other chunks use too: only inside :meth:`Tile.visit` they are valid.
+    """
+
+    at: int
+    tier: Tier
+    low_C: Tensor
+    master_C: Tensor
+    fragments: tuple[OwnedFragment, ...]
+    page: Page | None = None
+    state_C: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def numel(self) -> int:
+        return self.low_C.numel()
+
+    @property
+    def has_master(self) -> bool:
+        return self.master_C is not self.low_C
+
+    @property
+    def master_nbytes(self) -> int:
+        return self.master_C.nbytes if self.has_master else 0
+
+    def publish_master(self) -> None:
+        """Round the master into the parameter memory."""
+        if self.has_master:
+            self.low_C.copy_(self.master_C)
+
+    def follow_low(self) -> None:
+        """The master takes what differs from it in ``low_C``, without waiting for the device."""
+        if self.has_master and not isinstance(self.low_C, FakeTensor):
+            piece = PIECE_NUMEL if self.low_C.device.type == "cpu" else max(1, self.numel)
+            for master, low in zip(
+                self.master_C.split(piece), self.low_C.split(piece), strict=True
+            ):
+                follow(master, low)
+
+
+@dataclass(eq=False, slots=True)
+class Tile:
+    """What this rank updates of one unit: ``R`` elements in chunks.
+
+    ``low_R`` is the parameter memory. ``own`` is this rank's shard inside the tile: the part that it
+    measures for the global norm. ``owned``: ``(slot, at, numel)`` of each parameter's part in the tile.
+    """
+
+    unit: Unit
+    buffer: GradBuffer
+    low_R: Tensor
+    own: tuple[int, int]
+    owned: tuple[tuple[int, int, int], ...]
+    chunks: tuple[Chunk, ...]
+    pager: Pager | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Does this rank update all of the unit (stage 0)?"""
+        return self.low_R is self.unit.full_N
+
+    @property
+    def fragments(self) -> tuple[OwnedFragment, ...]:
+        return tuple(fragment for chunk in self.chunks for fragment in chunk.fragments)
+
+    def gradient(self) -> Tensor:
+        """The reduced gradient ``[R]`` of the running step (a sum over ranks, still loss-scaled)."""
+        grad = self.buffer.reduced_N if self.is_whole else self.buffer.reduced_S
+        assert grad is not None, "GradReducer.finish() comes before the update"
+        return grad
+
+    @contextlib.contextmanager
+    def in_hand(self) -> Iterator[None]:
+        """``low_R`` is readable inside."""
+        self.unit.rest.bring()
+        try:
+            yield
+        finally:
+            self.unit.rest.leave()
+
+    def visit(self, *, changed: bool = False) -> Iterator[Chunk]:
+        """Each chunk in turn, with its memory valid until the next; ``changed``: it is kept."""
+        with self.in_hand():
+            for chunk in self.chunks:
+                if chunk.page is None:
+                    yield chunk
+                    continue
+                assert self.pager is not None
+                with self.pager.open(chunk.page, changed=changed):
+                    yield chunk
+
+    def flat(self, part: Callable[[Chunk], Tensor]) -> Tensor:
+        """``part`` of every chunk as one flat tensor ``[R]``: the chunk's own where it is the only one
+        and in memory, else a copy."""
+        if len(self.chunks) == 1 and self.chunks[0].page is None:
+            with self.in_hand():
+                return part(self.chunks[0])
+        return torch.cat([part(chunk).clone() for chunk in self.visit()])
+
+    def refuse_grad(self) -> None:
+        """Gradients leave ``.grad`` as they arrive: what is there was put there, and would be ignored."""
+        with torch._C.DisableTorchFunctionSubclass():
+            strays = [i for i, param in enumerate(self.unit.params) if param.grad is not None]
+        if strays:
+            raise UsageError(
+                f"{self.unit.layout.slots[strays[0]].fqn!r}.grad was assigned after backward; the "
+                "gradient that step() uses is sharded and kept elsewhere. Use "
+                "zeroshard.zero.safe_set_full_grad(param, value)."
+            )
+
+    def follow(self) -> None:
+        """The master takes over what the program wrote into the parameters, by whatever means."""
+        self.unit.wait()
+        self.unit.absorb()
+        for chunk in self.visit(changed=True):
+            chunk.follow_low()
+
+    def account(self, ledger: Ledger, state: Mapping[Tensor, Mapping[str, object]]) -> None:
+        """Report master and optimizer state to the ledger."""
+        held = dict.fromkeys([(c, t) for c in ("master", "optimizer") for t in Tier], 0)
+        for chunk in self.chunks:
+            held["master", chunk.tier] += chunk.master_nbytes
+            for fragment in chunk.fragments:
+                for value in state.get(fragment.value, {}).values():
+                    if isinstance(value, Tensor):
+                        held["optimizer", self._tier_of(chunk, value)] += value.nbytes
+        for (category, tier), nbytes in held.items():
+            ledger.hold(category, self.unit.name, nbytes, tier)
+
+    def _tier_of(self, chunk: Chunk, value: Tensor) -> Tier:
+        """State of a chunk on disk that has no place on its page (a step count) is in host memory."""
+        if chunk.page is None or storage.is_shared(value, chunk.page.bytes):
+            return chunk.tier
+        return Tier.HOST
+
+
+StateDtypes = Callable[[int], Mapping[str, torch.dtype]]
+"""For a param group: what an optimizer keeps in the parameter's shape, name to dtype."""
+
+
+def make_tile(
+    buffer: GradBuffer,
+    group_of: Mapping[int, int],
+    spans: Sequence[Span],
+    *,
+    whole: bool,
+    pager: Pager | None,
+    state_dtypes: StateDtypes,
+) -> Tile:
+    """Cut what this rank updates of ``buffer``'s unit into chunks, and make their masters.
+
+    ``whole``: all of the unit, on every rank (stage 0). ``group_of``: param group by ``id(param)``.
+    """
+    unit, layout = buffer.unit, buffer.unit.layout
+    low, high = layout.shard_range(unit.comm.rank)
+    if whole:
+        low_R, begin, end, own = unit.full_N, 0, layout.full_numel, (low, high)
+    else:
+        low_R, begin, end, own = unit.shard_S, low, high, (0, high - low)
+    index_of = {slot.fqn: i for i, slot in enumerate(layout.slots)}
+    owned = tuple(
+        (index_of[piece.fqn], piece.at, piece.numel)
+        for piece in layout.fragments_between(begin, end)
+    )
+    tile = Tile(unit, buffer, low_R, own, owned, (), pager)
+    with tile.in_hand():
+        tile.chunks = tuple(
+            _make_chunk(tile, begin, span, group_of, pager=pager, state_dtypes=state_dtypes)
+            for span in spans or (Span(0, end - begin, Tier.DEVICE),)
+        )
+    return tile
+
+
+def _make_chunk(
+    tile: Tile,
+    tile_begin: int,
+    span: Span,
+    group_of: Mapping[int, int],
+    *,
+    pager: Pager | None,
+    state_dtypes: StateDtypes,
+) -> Chunk:
+    unit, layout = tile.unit, tile.unit.layout
+    whole = span.begin == 0 and span.end == tile.low_R.numel()
+    low_C = tile.low_R if whole else tile.low_R[span.begin : span.end]
+    index_of = {slot.fqn: i for i, slot in enumerate(layout.slots)}
+    pieces = list(layout.fragments_between(tile_begin + span.begin, tile_begin + span.end))
+    groups = {group_of[id(unit.params[index_of[piece.fqn]])] for piece in pieces}
+    has_master = unit.row.master != unit.row.param
+    page, master_C, state_C = None, low_C, {}
+    if span.tier is Tier.DISK and pager is not None:
+        kept = {name: dtype for group in groups for name, dtype in state_dtypes(group).items()}
+        sections = {"": unit.row.master, **kept} if has_master else kept
+        page = pager.page(page_nbytes(low_C.numel(), sections.values()))
+        views = _sections(page.bytes, low_C.numel(), sections)
+        master_C = views.pop("", low_C)
+        state_C = views
+        if has_master:
+            with pager.open(page, changed=True):
+                master_C.copy_(low_C)
+                page.filled_nbytes = page_nbytes(low_C.numel(), [unit.row.master])
+    elif has_master:
+        master_C = low_C.to(unit.row.master)
+    fragments = []
+    for piece in pieces:
+        index = index_of[piece.fqn]
+        param, slot = unit.params[index], layout.slots[index]
+        value = master_C[piece.at : piece.at + piece.numel]
+        if piece.numel == slot.numel:
+            value = value.view(slot.shape)
+        fragments.append(
+            OwnedFragment(
+                param,
+                index,
+                group_of[id(param)],
+                piece.begin,
+                piece.at,
+                piece.numel,
+                value.detach(),
+            )
+        )
+    return Chunk(span.begin, span.tier, low_C, master_C, tuple(fragments), page, state_C)
+
+
+def page_nbytes(numel: int, dtypes: Iterable[torch.dtype]) -> int:
+    """Bytes of flat tensors on a page: each begins where SIMD and the disk like it."""
+    return sum(-(-numel * dtype.itemsize // 4096) * 4096 for dtype in dtypes)
+
+
+def _sections(memory: Tensor, numel: int, sections: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+    views, at = {}, 0
+    for name, dtype in sections.items():
+        views[name] = memory[at : at + numel * dtype.itemsize].view(dtype)
+        at += page_nbytes(numel, [dtype])
+    return views
