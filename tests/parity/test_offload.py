@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -10,8 +13,10 @@ from compare import CASES, trained
 
 from zeroshard import Engine
 from zeroshard.core import tiers
+from zeroshard.engine import offload
 from zeroshard.errors import UsageError
 from zeroshard.native import adam
+from zeroshard.store.bus import Bus
 from zeroshard.testing import on_ranks
 from zeroshard.testing.parity import assert_bit_equal
 from zeroshard.zero import (
@@ -51,15 +56,22 @@ def stores(path: Path, stage: int) -> dict[str, dict]:
     return found
 
 
+def chunks_of(numel: int) -> contextlib.AbstractContextManager[int]:
+    """Chunks on disk are this long at most."""
+    return mock.patch.object(tiers, "CHUNK_NUMEL", numel)
+
+
 def check_stores(
     path: Path, name: str, precision: str, accumulation: int, *, stages: tuple[int, ...], world: int
 ) -> None:
-    tiers.CHUNK_NUMEL = CHUNK_NUMEL
     for stage in stages:
         plain = trained(name, precision, accumulation, stage=stage, world=world)
         for store, keys in stores(path, stage).items():
             config = {"zero_optimization": keys}
-            run = trained(name, precision, accumulation, stage=stage, world=world, config=config)
+            with chunks_of(CHUNK_NUMEL):
+                run = trained(
+                    name, precision, accumulation, stage=stage, world=world, config=config
+                )
             try:
                 assert_bit_equal(run, plain)
             except AssertionError as error:
@@ -127,10 +139,10 @@ def bits_of_training(keys: dict, *, steps: int = 6) -> dict[str, torch.Tensor]:
 def test_the_compiled_update_gives_the_same_bits_in_every_store(tmp_path):
     adam.prepare()
     adam.wait()  # else it would step in at some later step
-    tiers.CHUNK_NUMEL = 4096
     plain = bits_of_training({})
     for store, keys in stores(tmp_path, 3).items():
-        found = bits_of_training(keys)
+        with chunks_of(4096):
+            found = bits_of_training(keys)
         assert found.keys() == plain.keys()
         for name, value in plain.items():
             assert torch.equal(found[name], value), f"{store}: {name}"
@@ -138,7 +150,6 @@ def test_the_compiled_update_gives_the_same_bits_in_every_store(tmp_path):
 
 @on_ranks(2)
 def test_values_on_disk_are_read_and_written_like_any_others(tmp_path):
-    tiers.CHUNK_NUMEL = 4096
     disk = {"device": "nvme", "nvme_path": str(tmp_path)}
     model = torch.nn.Linear(96, 200)
     config = {
@@ -147,7 +158,7 @@ def test_values_on_disk_are_read_and_written_like_any_others(tmp_path):
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "zero_optimization": {"stage": 3, "offload_optimizer": disk, "offload_param": disk},
     }
-    with Engine(model, config=config) as engine:
+    with chunks_of(4096), Engine(model, config=config) as engine:
         engine.backward(engine(torch.ones(4, 96).bfloat16()).float().square().mean())
         engine.step()
         value = torch.arange(96 * 200).view(200, 96).float()
@@ -163,3 +174,72 @@ def test_values_on_disk_are_read_and_written_like_any_others(tmp_path):
         assert not safe_get_full_optimizer_state(model.weight, "exp_avg").any()
         with pytest.raises(UsageError, match="state on disk"):
             engine.optimizer.state_dict()
+
+
+@contextlib.contextmanager
+def a_bus_between() -> Iterator[Bus]:
+    """What a GPU machine has: device and host memory are two. Here they are two names of one."""
+    bus = Bus()
+    with mock.patch.object(offload, "make_bus", lambda _device, *, copies: bus):
+        yield bus
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", ["transformer", "tied", "experts", "unused"])
+@on_ranks(2)
+def test_a_bus_between_device_and_host_changes_no_bit(name, precision, tmp_path):
+    with a_bus_between():
+        check_stores(tmp_path, name, precision, 1, stages=(1, 2, 3), world=2)
+
+
+@on_ranks(2)
+def test_the_update_on_the_worker_gives_the_same_bits(tmp_path):
+    adam.prepare()
+    adam.wait()
+    plain = bits_of_training({})
+    with a_bus_between(), chunks_of(4096):
+        for store, keys in stores(tmp_path, 3).items():
+            found = bits_of_training(keys)
+            for name, value in plain.items():
+                assert torch.equal(found[name], value), f"{store}: {name}"
+
+
+def train_matrix(config: dict, *, steps: int) -> list[torch.Tensor]:
+    """A bf16 matrix of 64 x 64 after each step, trained by SGD: plain enough to follow by hand."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 64, bias=False)
+    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, **config}
+    seen = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5, fused=True)
+    with Engine(model, config=config, optimizer=optimizer) as engine:
+        for step in range(steps):
+            with GatheredParameters(model.weight):
+                seen.append(model.weight.detach().clone())
+            x = torch.full((1, 64), float(step + 1)).bfloat16()
+            engine.backward(engine(x).float().sum())
+            engine.step()
+    return seen
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2)
+def test_two_bytes_an_element_cross_the_bus_each_way(stage):
+    keys = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
+    with a_bus_between() as bus:
+        train_matrix({"zero_optimization": keys}, steps=5)
+    shard_nbytes, numbers_nbytes = 2 * 64 * 64 // 2, 3 * 8  # factor, overflow, edited
+    assert bus.up_nbytes == 5 * shard_nbytes
+    assert bus.down_nbytes == 5 * (shard_nbytes + numbers_nbytes)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2)
+def test_a_delayed_update_reaches_the_parameters_one_step_later(stage):
+    keys = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
+    exact = train_matrix({"zero_optimization": keys}, steps=4)
+    keys["offload_optimizer"]["delayed_update"] = True
+    delayed = train_matrix({"zero_optimization": keys}, steps=5)
+    # The gradient of this model does not depend on its parameters, so only the delay shows.
+    assert torch.equal(delayed[0], exact[0])
+    for late, on_time in zip(delayed[1:], exact, strict=True):
+        assert torch.equal(late, on_time)

@@ -6,6 +6,7 @@ The only reader of ``/proc``. Where there is none, nothing is known and nothing 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import socket
 from collections.abc import Mapping
@@ -32,6 +33,13 @@ class Process:
 def this_process() -> Process:
     """The process that runs this."""
     return Process(socket.gethostname(), _space(), os.getpid(), _stat(os.getpid())[1])
+
+
+def host_number() -> int:
+    """The same for all processes of a host, another for each host; 52 bits, so that a float holds it."""
+    boot = _space().partition(" ")[0]
+    digest = hashlib.sha256(f"{socket.gethostname()} {boot}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 12
 
 
 def fate_of(process: Process, here: Process) -> tuple[str, str]:

@@ -282,6 +282,8 @@ def build_runtime(
             kernel_of=partial(kernel_of, compiles=config.compile_update),
             pager=stores.pager(_page_sizes(buffers, resting, found)),
             state_dtypes=lambda buffer: partial(_shaped, found[buffer.unit.row.master]),
+            host=stores.host_side(_host_sizes(buffers, resting), _grad_itemsize(buffers)),
+            delayed=stores.is_delayed,
         )
     return Runtime(stage, units, sites, gatherer, reducer, sharded, ledger, plan, stores)
 
@@ -290,6 +292,40 @@ def _shaped(probe: Probe, group: int) -> dict[str, torch.dtype]:
     """What the optimizer keeps in the parameter's shape, for parameters of the group."""
     kept = probe.state_by_group[group]
     return {name: dtype for name, dtype in kept.items() if dtype is not None}
+
+
+def _grad_itemsize(buffers: Iterable[GradBuffer]) -> int:
+    """Bytes of the widest element in which a reduced gradient can come."""
+    rows = [buffer.unit.row for buffer in buffers]
+    return max((d.itemsize for row in rows for d in (row.reduce, row.grad_accum)), default=4)
+
+
+def _host_sizes(
+    buffers: Sequence[GradBuffer], resting: Resting
+) -> Iterator[tuple[str, int, torch.dtype]]:
+    """Everything that lies in pinned memory on a GPU machine: masters, and scratch for the bus."""
+    itemsize, widest = _grad_itemsize(buffers), {"grad": 0, "low": 0}
+    for buffer in buffers:
+        row = buffer.unit.row
+        for span in resting.spans_of(buffer.unit.name):
+            numel = span.end - span.begin
+            if span.tier is Tier.DEVICE:
+                continue
+            yield "scratch", 3, torch.float64
+            if span.tier is Tier.HOST:
+                yield "scratch", numel * itemsize, torch.uint8
+                yield "scratch", numel * row.param.itemsize, torch.uint8
+                if row.has_master:
+                    yield "master", numel, row.master
+            else:
+                # One buffer for all, but a longer chunk than those before it takes a new one.
+                for name, nbytes in (
+                    ("grad", numel * itemsize),
+                    ("low", numel * row.param.itemsize),
+                ):
+                    if nbytes > widest[name]:
+                        widest[name] = nbytes
+                        yield "scratch", nbytes, torch.uint8
 
 
 def _page_sizes(

@@ -30,6 +30,7 @@ from zeroshard.engine.report import (
 )
 from zeroshard.errors import LossScaleError, UsageError
 from zeroshard.zero.access import Training
+from zeroshard.zero.behind import Pending
 from zeroshard.zero.clip import clip_factor, local_sum_of_squares
 from zeroshard.zero.hooks import StepHooks
 from zeroshard.zero.touch import pack_flags, unpack_any
@@ -117,6 +118,9 @@ class Engine(nn.Module):
         self._weight = 1.0
         self._active = self._rounds = 0  # of "join": batches of all ranks, and of one, this step
         self._closed = False
+        self._late: list[tuple[Unit, Pending]] = []
+        offload = self.settings.zero_optimization.offload_optimizer
+        self._is_delayed = offload is not None and offload.delayed_update
         for tile in self.runtime.optimizer.tiles if self.runtime.optimizer else ():
             tile.unit.training = Training(
                 self.runtime.optimizer, tile, self.runtime.reducer.summed, self._mean_factor_on_host
@@ -278,6 +282,7 @@ class Engine(nn.Module):
         """
         runtime, optimizer = self.runtime, self.runtime.optimizer
         assert optimizer is not None
+        self._publish_late()
         optimizer.follow_edits()
         runtime.reducer.finish()
         norm, found_inf, untouched = self._measure()
@@ -381,12 +386,29 @@ class Engine(nn.Module):
     def _mean_factor_on_host(self) -> float:
         return self._mean_factor() / float(self.scaler.scale)
 
-    def _publish(self, unit: Unit) -> None:
-        """Send an updated shard of a whole unit; the next forward waits for it where it needs it."""
-        if self.runtime.stage.shards_optimizer:
+    def _publish(self, unit: Unit, pending: Pending | None) -> None:
+        """Send an updated shard of a whole unit; the next forward waits for it where it needs it.
+
+        ``pending``: it is still being updated, behind. Units that ranks gather from each other right
+        after are waited for here: all ranks gather in this order, whatever they do in forward.
+        """
+        if pending is not None and self._is_delayed:
+            self._late.append((unit, pending))
+        elif pending is not None and not (unit.resident and self.world_size > 1):
+            unit.publish(pending.finish)
+        elif self.runtime.stage.shards_optimizer:
+            if pending is not None:
+                pending.finish()
             unit.publish()
             if self.settings.zero_optimization.overlap_comm is False:
                 unit.wait()
+
+    def _publish_late(self) -> None:
+        """Parameters whose update was put off (own key ``delayed_update``) get it now."""
+        late, self._late = self._late, []
+        for unit, pending in late:
+            pending.finish()
+            unit.publish()
 
     def _end_micro_batch(self) -> None:
         self.accumulation.advance()
@@ -583,6 +605,7 @@ class Engine(nn.Module):
     def iter_full_params(self) -> Iterator[tuple[str, Tensor]]:
         """Stream ``(name, full values)`` of every parameter, one unit in memory at a time. Collective."""
         self._check_open()
+        self._publish_late()
         for unit in self.runtime.units:
             unit.wait()
             unit.absorb()
@@ -620,6 +643,8 @@ class Engine(nn.Module):
         if self._closed:
             return
         self._closed = True
+        if not reason:
+            self._publish_late()
         self._hooks.remove()
         if reason:  # other ranks may be gone: end the connections, then wait for nothing
             self._watch.close(reason)

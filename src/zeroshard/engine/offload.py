@@ -19,10 +19,13 @@ from zeroshard.core.layout import UnitLayout
 from zeroshard.core.ledger import Ledger
 from zeroshard.core.stages import STAGES
 from zeroshard.core.tiers import Placement, Span, Tier, place
+from zeroshard.store.bus import Bus, CudaBus
 from zeroshard.store.disk import SwapFile
 from zeroshard.store.heap import return_large_blocks
 from zeroshard.store.pager import Pager
+from zeroshard.store.pinned import HostArena, slot_nbytes
 from zeroshard.store.shards import InMemory, OnDisk, Rest, Saves
+from zeroshard.zero.crossing import HostSide
 
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 
@@ -94,6 +97,13 @@ def _starts(layout: UnitLayout, rank: int) -> list[int]:
     return [slot.start - low for slot in layout.slots if low < slot.start < high]
 
 
+def make_bus(device: torch.device, *, copies: bool) -> Bus | None:
+    """The way between ``device`` and host memory; None where that is one memory, unless ``copies``."""
+    if device.type == "cuda":
+        return CudaBus(device)
+    return Bus() if copies else None
+
+
 class Stores:
     """The files of one engine on this rank, one for each directory, and what is built on them.
 
@@ -112,6 +122,13 @@ class Stores:
         self._param_path = zero.offload_param.nvme_path if zero.offload_param else None
         self._resting = resting
         self._is_fake = isinstance(torch.empty(0), FakeTensor)
+        self._device = device
+        self._pins = zero.offload_optimizer is not None and zero.offload_optimizer.pin_memory
+        self.is_delayed = (
+            zero.offload_optimizer is not None and zero.offload_optimizer.delayed_update
+        )
+        self._arena: HostArena | None = None
+        self.bus: Bus | None = None
         if device.type == "cpu" and Tier.DISK in resting.params.values():
             return_large_blocks()  # shards come and go between activations
 
@@ -145,8 +162,29 @@ class Stores:
         self._pager = Pager(self._file(self._optimizer_path), largest)
         return self._pager
 
+    def host_side(
+        self, sizes: Iterable[tuple[str, int, torch.dtype]], grad_itemsize: int
+    ) -> HostSide | None:
+        """What crosses the bus, and the memory for it; None where the device's memory is the host's.
+
+        ``sizes``: everything that will be taken, by ledger category. Of CPU ranks only the delayed update needs it: what
+        forward reads must not change meanwhile.
+        """
+        wanted = list(sizes)
+        if not wanted or self._is_fake:
+            return None
+        self.bus = make_bus(self._device, copies=self.is_delayed)
+        if self.bus is None:
+            return None
+        self._arena = HostArena(sum(slot_nbytes(*size) for _, *size in wanted), self._pins)
+        crossing_nbytes = sum(slot_nbytes(*size) for what, *size in wanted if what == "scratch")
+        self._ledger.hold("scratch", "buffers of the bus", crossing_nbytes, Tier.HOST)
+        return HostSide(self.bus, self._arena.take, grad_itemsize)
+
     def close(self) -> None:
         """Give memory and disk back."""
+        if self._arena is not None:
+            self._arena.close()
         if self._pager is not None:
             self._pager.close()
         for file in self._files.values():

@@ -8,20 +8,25 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 import torch
 
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.env import Place
+from zeroshard.comm.host import host_number
 from zeroshard.config import Config
 from zeroshard.core.ledger import Key
 from zeroshard.core.tiers import Tier
 from zeroshard.engine.fit import check_host
 from zeroshard.engine.host_memory import host_limits
+from zeroshard.errors import DiskError
 from zeroshard.store import disk_check
 
 logger = logging.getLogger("zeroshard")
+
+UNKNOWN_NBYTES = 1 << 52
+"""Stands for a limit that the system does not tell; a float holds it exactly."""
 
 PROBE_NBYTES = 128 << 20
 """Written and read once to measure a disk: well under a second on any that can be trained on."""
@@ -57,7 +62,9 @@ def demand_of(planned: Mapping[Key, int], *, on_cpu: bool) -> Demand:
     Demand(host_nbytes=0, optimizer_nbytes=12, param_nbytes=0)
     """
     tiers = (Tier.HOST, Tier.DEVICE) if on_cpu else (Tier.HOST,)
-    new = ("gradients", "master", "optimizer")  # parameters exist already, in the model
+    new = ["gradients", "master", "optimizer"]
+    if not on_cpu:
+        new.append("parameters")  # on CPU ranks they exist already, in the model
     return Demand(
         sum(planned[category, tier] for category in new for tier in tiers),
         planned["master", Tier.DISK] + planned["optimizer", Tier.DISK],
@@ -68,27 +75,57 @@ def demand_of(planned: Mapping[Key, int], *, on_cpu: bool) -> Demand:
 def check_room(
     planned: Mapping[Key, int], config: Config, comm: Comm, place: Place, device: torch.device
 ) -> None:
-    """Refuse a plan that this host cannot hold, and forecast what its disks will cost. Collective.
+    """Refuse a plan that some host cannot hold, and forecast what its disks will cost. Collective.
 
-    Raises :class:`HostMemoryError` or :class:`DiskError` with the numbers of all ranks of the host.
+    Every rank judges every host by the same numbers, so that all raise or none does:
+    :class:`HostMemoryError` or :class:`DiskError`, with the numbers of all ranks of the host.
     """
+    paths = _paths(config)
+    limits = host_limits()
+    me = host_number()
     mine = demand_of(planned, on_cpu=device.type == "cpu")
-    host = place.rank // place.local_world_size
-    row = torch.tensor([host, *astuple(mine)], dtype=torch.float64).to(device)
-    rows = comm.gather_small(row, name="room").tolist()
-    here = [Demand(*map(int, numbers)) for other, *numbers in rows if other == host]
-    check_host([demand.host_nbytes for demand in here], host_limits())
-    wanted: dict[str, int] = defaultdict(int)
+    row = [me, limits.free_nbytes or UNKNOWN_NBYTES, *(_free(path) for path in paths)]
+    row_K = torch.tensor([*row, *astuple(mine)], dtype=torch.float64).to(device)
+    hosts: dict[int, list[tuple[list[int], Demand]]] = defaultdict(list)
+    for number, *rest in comm.gather_small(row_K, name="room").tolist():
+        frees, numbers = rest[: 1 + len(paths)], rest[1 + len(paths) :]
+        hosts[int(number)].append((list(map(int, frees)), Demand(*map(int, numbers))))
+    for number, ranks in hosts.items():
+        demands = [demand for _, demand in ranks]
+        memory, *disks = (min(column) for column in zip(*(free for free, _ in ranks), strict=True))
+        known = replace(
+            limits,
+            host_free_nbytes=None if memory == UNKNOWN_NBYTES else memory,
+            cgroup=limits.cgroup if number == me and limits.is_cgroup_tighter else None,
+        )
+        check_host([demand.host_nbytes for demand in demands], known)
+        for (path, kinds), free in zip(paths.items(), disks, strict=True):
+            wanted = sum(getattr(demand, kind) for demand in demands for kind in kinds)
+            disk_check.check(path, wanted, free=free)
+            if number == me and place.local_rank == 0 and wanted >= PROBED_FROM_NBYTES:
+                _forecast(path, wanted, demands)
+    comm.gather_small(row_K[:1], name="room measured")  # until then nobody writes or takes blocks
+
+
+def _paths(config: Config) -> dict[str, list[str]]:
+    """Directories in use, and which of a :class:`Demand`'s bytes rest there."""
     zero = config.zero_optimization
-    if zero.offload_optimizer is not None and zero.offload_optimizer.nvme_path:
-        wanted[zero.offload_optimizer.nvme_path] += sum(d.optimizer_nbytes for d in here)
-    if zero.offload_param is not None and zero.offload_param.nvme_path:
-        wanted[zero.offload_param.nvme_path] += sum(d.param_nbytes for d in here)
-    for path, nbytes in wanted.items():
-        if nbytes:
-            disk_check.check(path, nbytes)
-            if place.local_rank == 0 and nbytes >= PROBED_FROM_NBYTES:
-                _forecast(path, nbytes, here)
+    paths: dict[str, list[str]] = defaultdict(list)
+    for section, kind in (
+        (zero.offload_optimizer, "optimizer_nbytes"),
+        (zero.offload_param, "param_nbytes"),
+    ):
+        if section is not None and section.device == "nvme" and section.nvme_path is not None:
+            paths[section.nvme_path].append(kind)
+    return paths
+
+
+def _free(path: str) -> int:
+    """Free bytes; what cannot be looked up fails where it is opened, with the reason."""
+    try:
+        return disk_check.free_below(path)
+    except DiskError:
+        return UNKNOWN_NBYTES
 
 
 def _forecast(path: str, nbytes: int, here: list[Demand]) -> None:

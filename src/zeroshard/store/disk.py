@@ -169,7 +169,7 @@ _Jobs = SimpleQueue[tuple[Transfer, int, int] | None]
 class SwapFile:
     """One rank's file, at most as long as its process lives.
 
-    ``directory`` is made if only its last component is missing. ``direct`` says whether transfers
+    ``directory`` may begin with ``~`` and is made if only its last component is missing. ``direct`` says whether transfers
     bypass the page cache; ``read_nbytes`` and ``written_nbytes`` count what system calls moved, padding
     to whole pages included; ``bounce_nbytes`` is what the threads hold for memory that is not aligned.
     The threads start with the first transfer.
@@ -183,7 +183,7 @@ class SwapFile:
         assert threads > 0
         assert block_nbytes > 0
         assert block_nbytes % PAGE_NBYTES == 0
-        self.directory = os.path.abspath(directory)
+        self.directory = os.path.abspath(os.path.expanduser(directory))
         self.block_nbytes = block_nbytes
         self.read_nbytes = 0
         self.written_nbytes = 0

@@ -13,7 +13,16 @@ from zeroshard.errors import DiskError
 from zeroshard.store.disk import BLOCK_NBYTES, Extent, SwapFile
 from zeroshard.store.disk_open import PAGE_NBYTES, aligned_bytes, free_nbytes
 
-__all__ = ["Speed", "check", "filesystem_of", "forecast", "free_nbytes", "measure", "warning"]
+__all__ = [
+    "Speed",
+    "check",
+    "filesystem_of",
+    "forecast",
+    "free_below",
+    "free_nbytes",
+    "measure",
+    "warning",
+]
 
 _PATIENCE_S = 0.25  # for each direction; the round that crosses it still ends
 _FIRST_ROUND_NBYTES = 1 << 20
@@ -40,12 +49,13 @@ class Speed:
         )
 
 
-def check(directory: str | Path, wanted_nbytes: int) -> None:
+def check(directory: str | Path, wanted_nbytes: int, *, free: int | None = None) -> None:
     """Raise ``DiskError`` if what all ranks of this host want to keep below ``directory`` does not fit.
 
-    Made before any rank reserves: what is reserved is no longer free.
+    Made before any rank reserves: what is reserved is no longer free. ``free``: bytes, if they were
+    looked up already, perhaps on another host.
     """
-    free = free_nbytes(_existing(directory))
+    free = free_below(directory) if free is None else free
     if wanted_nbytes > free:
         raise DiskError(
             f"{directory} cannot hold the training state: the ranks of this host need {wanted_nbytes} "
@@ -53,6 +63,11 @@ def check(directory: str | Path, wanted_nbytes: int) -> None:
             f"{wanted_nbytes - free} too few. Free space, name another nvme_path, let less rest on disk "
             "(max_in_cpu, or device 'cpu'), or use more hosts."
         )
+
+
+def free_below(directory: str | Path) -> int:
+    """Free bytes where ``directory`` is, or will be made. Raises ``DiskError``."""
+    return free_nbytes(_existing(directory))
 
 
 def measure(
@@ -131,7 +146,7 @@ def filesystem_of(directory: str | Path, mounts: str) -> str:
 
 def _existing(directory: str | Path) -> Path:
     """The directory, or its parent where it has yet to be made."""
-    path = Path(directory)
+    path = Path(os.path.expanduser(directory))
     return path if path.exists() else path.absolute().parent
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from zeroshard.core.ledger import Ledger
 from zeroshard.core.tiers import Tier
+from zeroshard.errors import DiskError
 from zeroshard.store import storage
 
 if TYPE_CHECKING:
@@ -101,10 +102,14 @@ class OnDisk:
     def bring(self) -> Tensor:
         """See :class:`InMemory`. Raises :class:`DiskError` if the file cannot be read."""
         self.fetch()
-        self._readers += 1
         read, self._read = self._read, None
         if read is not None:
-            read.wait()
+            try:
+                read.wait()
+            except DiskError:
+                self._release_if_idle()  # or the next reader would take what is there for the shard
+                raise
+        self._readers += 1
         return self.shard_S
 
     def leave(self) -> None:
@@ -116,7 +121,7 @@ class OnDisk:
     def drop(self) -> None:
         """See :class:`InMemory`."""
         if self._read is not None:
-            self._read.wait()
+            self._read.join()  # whoever needs the shard will read it again, and hear of an error
             self._read = None
         self._release_if_idle()
 
@@ -155,10 +160,9 @@ class OnDisk:
 
     def close(self) -> None:
         """See :class:`InMemory`."""
-        if self._read is not None:
-            self._read.wait()
-        if self._write is not None:
-            self._write.wait()
+        for transfer in (self._read, self._write):
+            if transfer is not None:
+                transfer.join()
         self._read = self._write = None
         self._readers = 0
         self._release_if_idle()

@@ -469,8 +469,7 @@ def _write(
         for chunk, fragment in training.visit(param, changed=True):
             begin = fragment.begin - offset
             values = flat[begin : begin + fragment.numel]
-            for flat_C in (chunk.master_C, chunk.low_C):
-                fragment.of(flat_C).view(-1).copy_(values)
+            chunk.write(fragment, values)
         if training.is_sharded:
             unit.publish()
 

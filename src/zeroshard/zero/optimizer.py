@@ -22,7 +22,10 @@ from zeroshard.core.tiers import Span, Tier
 from zeroshard.errors import UsageError
 from zeroshard.native import adam
 from zeroshard.store import storage
+from zeroshard.store.bus import Arrival
+from zeroshard.zero.behind import Behind, Pending
 from zeroshard.zero.clip import norm_of
+from zeroshard.zero.crossing import Crossing, Delivery, HostSide
 from zeroshard.zero.onepass import PIECE_NUMEL, Kernel, OnePass
 from zeroshard.zero.reduce import GradBuffer
 from zeroshard.zero.tile import Chunk, OwnedFragment, StateDtypes, Tile, make_tile
@@ -38,7 +41,9 @@ class ShardedOptimizer:
     The optimizer object stays the user's: its groups keep their options and learning rates, its
     ``state`` is keyed by fragment. Only ``params`` of the groups are replaced, by ``seat(inner, params
     of each group)``. ``kernel_of`` knows which optimizers can be updated in one pass, and how.
-    ``spans``: per buffer, where its parts rest; ``pager`` and ``state_dtypes`` serve those on disk.
+    ``spans``: per buffer, where its parts rest; ``pager`` and ``state_dtypes`` serve those on disk,
+    ``host`` those that are not in the device's memory. ``delayed``: a parameter that was updated there is
+    sent up when the next step begins (own key ``delayed_update``).
     """
 
     def __init__(
@@ -53,6 +58,8 @@ class ShardedOptimizer:
         kernel_of: Callable[[torch.optim.Optimizer], Kernel | None],
         pager: Pager | None = None,
         state_dtypes: Callable[[GradBuffer], StateDtypes] | None = None,
+        host: HostSide | None = None,
+        delayed: bool = False,
     ) -> None:
         _refuse_used(inner)
         self.inner = inner
@@ -72,6 +79,7 @@ class ShardedOptimizer:
                 whole=not shards_optimizer,
                 pager=pager,
                 state_dtypes=state_dtypes(buffer) if state_dtypes else lambda _group: {},
+                host=host,
             )
             self.tiles.append(tile)
             tile.account(ledger, inner.state)
@@ -80,9 +88,12 @@ class ShardedOptimizer:
             self._groups[fragment.group].append(fragment.value)
         seat(inner, self._groups)
         self._updating = False
+        self._torn = ""  # what ended an update in the middle
         self._kernel_of = kernel_of
         self._kernel: Kernel | None = None
         self._passes: dict[int, OnePass] = {}  # by id of the chunk
+        self._behind = Behind() if host is not None else None
+        self._delayed = delayed
         self._guards = [inner.register_step_pre_hook(self._refuse_direct_step)]
         if pager is not None:
             self._guards.append(inner.register_state_dict_pre_hook(_refuse_state_dict))
@@ -122,39 +133,55 @@ class ShardedOptimizer:
         *,
         found_inf: Tensor | None = None,
         untouched: Mapping[int, frozenset[int]] | None = None,
-        published: Callable[[Unit], object] = id,
+        published: Callable[[Unit, Pending | None], object] = lambda _unit, _pending: None,
     ) -> None:
         """One optimizer step with gradients multiplied by ``factor`` (0-dim).
 
         ``found_inf``: 0-dim float, 1 where nothing may change; passed to optimizers that skip on the
         device. ``untouched``: per unit (by id) the slots that no rank gave a gradient: like PyTorch
-        with ``grad is None``, they are left out of the step. ``published(unit)`` is called as soon as
-        the unit is updated, before the next one is.
+        with ``grad is None``, they are left out of the step. ``published(unit, pending)`` is called as
+        soon as the unit is updated; with host memory behind a bus, when all are on their way, and
+        ``pending`` then waits for this one.
         """
         inner = self.inner
-        in_one_pass = self._choose_kernel() and found_inf is None
-        if found_inf is not None:
-            inner.found_inf, inner.grad_scale = found_inf, None  # type: ignore[attr-defined]
+        has_kernel = self._choose_kernel()
+        pending: dict[int, Pending] = {}
         self._updating = True
         try:
             for tile, chunk in self._in_turn():
                 skipped = (untouched or {}).get(id(tile.unit), frozenset())
                 grad_C = tile.gradient()[chunk.at : chunk.at + chunk.numel]
-                prepared = self._one_pass(chunk) if in_one_pass and not skipped else None
-                if prepared is not None:
+                prepared = self._one_pass(chunk) if has_kernel and not skipped else None
+                if chunk.crossing is not None:
+                    stays = chunk.page is None and tile.unit.rest.tier is not Tier.DISK
+                    delivery = chunk.crossing.send_down(grad_C, factor, found_inf)
+                    sent = (
+                        self._update_behind(prepared, chunk.crossing, delivery)
+                        if prepared is not None and stays
+                        else self._update_at_home(chunk, chunk.crossing, delivery, skipped)
+                    )
+                    pending.setdefault(id(tile.unit), Pending()).add(chunk.crossing, sent)
+                elif prepared is not None and found_inf is None:
                     self._run(prepared, chunk, grad_C, factor)
                 else:
                     chunk.follow_low()
-                    self._update_chunk(chunk, grad_C, factor, skipped)
+                    self._update_chunk(chunk, grad_C, factor, skipped, found_inf)
                 self._settle(chunk)
-                if chunk is tile.chunks[-1]:
-                    published(tile.unit)
+                stays = self._behind is not None and tile.unit.rest.tier is not Tier.DISK
+                if chunk is tile.chunks[-1] and not stays:
+                    if (here := pending.pop(id(tile.unit), None)) is not None:
+                        here.finish()
+                    published(tile.unit, None)
+            for tile in self.tiles if self._behind is not None else ():
+                if tile.unit.rest.tier is not Tier.DISK:
+                    published(tile.unit, pending.get(id(tile.unit)))
+        except BaseException as error:
+            self._torn = f"{type(error).__name__}: {error}"
+            raise
         finally:
             self._updating = False
             for group, params in zip(inner.param_groups, self._groups, strict=True):
                 group["params"] = params
-            if found_inf is not None:
-                del inner.found_inf, inner.grad_scale  # type: ignore[attr-defined]
         self.account()
 
     def _in_turn(self) -> Iterator[tuple[Tile, Chunk]]:
@@ -220,9 +247,44 @@ class ShardedOptimizer:
             [(fragment.group, fragment.at, fragment.value) for fragment in chunk.fragments],
             states,
             master_R=chunk.master_C,
-            low_R=chunk.low_C,
+            low_R=chunk.near,
         )
         return made
+
+    def _update_behind(
+        self, prepared: OnePass, crossing: Crossing, delivery: Delivery
+    ) -> Callable[[], Arrival | None]:
+        """Update a chunk in host memory on the worker. Calling the result waits until it was sent up."""
+        assert self._behind is not None
+        groups = [{**group, "params": ()} for group in self.inner.param_groups]  # as they are now
+
+        def update() -> Arrival | None:
+            delivery.wait()
+            if delivery.is_edited:
+                crossing.take_edits()
+            if not delivery.is_skipped:
+                prepared.run(delivery.grad_C, delivery.factor, groups)
+            return None if self._delayed else crossing.send_up()
+
+        return self._behind.submit(update, then=crossing.send_up if self._delayed else None)
+
+    def _update_at_home(
+        self, chunk: Chunk, crossing: Crossing, delivery: Delivery, skipped: frozenset[int]
+    ) -> Callable[[], Arrival | None]:
+        """The same here and now: the optimizer's own ``step`` is needed, or the memory does not stay."""
+        delivery.wait()
+        if delivery.is_edited:
+            crossing.take_edits()
+        chunk.follow_low()
+        if not delivery.is_skipped:
+            factor = torch.tensor(delivery.factor, dtype=torch.float64)
+            self._update_chunk(chunk, delivery.grad_C, factor, skipped)
+        if chunk.page is None:
+            return crossing.send_up
+        arrival = crossing.send_up()
+        if arrival is not None:
+            arrival.wait_on_host()  # the next chunk uses the same memory
+        return lambda: arrival
 
     def _run(self, prepared: OnePass, chunk: Chunk, grad_C: Tensor, factor: Tensor) -> None:
         master_C = chunk.master_C
@@ -232,17 +294,27 @@ class ShardedOptimizer:
             prepared.run(grad_C, float(factor), self.inner.param_groups)
 
     def _update_chunk(
-        self, chunk: Chunk, grad_C: Tensor, factor: Tensor, skipped: frozenset[int]
+        self,
+        chunk: Chunk,
+        grad_C: Tensor,
+        factor: Tensor,
+        skipped: frozenset[int],
+        found_inf: Tensor | None = None,
     ) -> None:
         master_C = chunk.master_C
         if grad_C.dtype == master_C.dtype:
-            self._step_chunk(chunk, grad_C, factor, skipped)
+            self._step_chunk(chunk, grad_C, factor, skipped, found_inf)
             return
         with self.ledger.lend("update", master_C.nbytes):
-            self._step_chunk(chunk, grad_C.to(master_C.dtype), factor, skipped)
+            self._step_chunk(chunk, grad_C.to(master_C.dtype), factor, skipped, found_inf)
 
     def _step_chunk(
-        self, chunk: Chunk, grad_C: Tensor, factor: Tensor, skipped: frozenset[int]
+        self,
+        chunk: Chunk,
+        grad_C: Tensor,
+        factor: Tensor,
+        skipped: frozenset[int],
+        found_inf: Tensor | None,
     ) -> None:
         grad_C.mul_(factor.to(grad_C.dtype))
         members: list[list[Tensor]] = [[] for _ in self._groups]
@@ -254,10 +326,23 @@ class ShardedOptimizer:
             return
         for group, params in zip(self.inner.param_groups, members, strict=True):
             group["params"] = params
-        self.inner.step()
+        with self._skipping(found_inf):
+            self.inner.step()
         for fragment in chunk.fragments:
             fragment.value.grad = None
         chunk.publish_master()
+
+    @contextlib.contextmanager
+    def _skipping(self, found_inf: Tensor | None) -> Iterator[None]:
+        """Inside, the optimizer's own step changes nothing where ``found_inf`` is 1."""
+        if found_inf is None:
+            yield
+            return
+        self.inner.found_inf, self.inner.grad_scale = found_inf, None  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            del self.inner.found_inf, self.inner.grad_scale  # type: ignore[attr-defined]
 
     def _refuse_direct_step(self, *_: object) -> None:
         """Gradients are in the buffers, not in ``.grad``: a direct step would silently do nothing."""
@@ -271,7 +356,14 @@ class ShardedOptimizer:
         """What the program wrote into parameters is what the step starts from.
 
         Parameters are brought home here; masters follow in :meth:`update`, which reads them anyway.
+        Raises :class:`UsageError` after an update that an error ended in the middle.
         """
+        if self._torn:
+            raise UsageError(
+                f"an update ended in the middle ({self._torn}): parameters before it are one step ahead "
+                "of those after it, and what was on its way is lost. Close this engine, build a new one "
+                "and continue from the last checkpoint."
+            )
         for tile in self.tiles:
             tile.refuse_grad()
             tile.unit.wait()
@@ -301,6 +393,8 @@ class ShardedOptimizer:
                     self.ledger.hold(category, tile.unit.name, 0, tier)
         if self.pager is not None:
             self.ledger.hold("scratch", "slots of the disk", 0, Tier.HOST)
+        if self._behind is not None:
+            self._behind.close()
         self.tiles, self._groups, self._passes = [], [], {}
 
 

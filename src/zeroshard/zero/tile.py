@@ -19,6 +19,7 @@ from zeroshard.core.ledger import Ledger
 from zeroshard.core.tiers import Span, Tier
 from zeroshard.errors import UsageError
 from zeroshard.store import storage
+from zeroshard.zero.crossing import Crossing, HostSide
 from zeroshard.zero.onepass import PIECE_NUMEL, follow
 from zeroshard.zero.reduce import GradBuffer
 from zeroshard.zero.unit import Unit
@@ -49,7 +50,8 @@ class Chunk:
     """A part of a tile: ``tile[at : at + C]``.
 
     ``low_C`` is the parameter memory itself. ``master_C`` is what the optimizer updates: the same
-    tensor, or an fp32 copy for 16-bit parameters. On disk, ``page`` holds the master, if there is one,
+    tensor, or an fp32 copy for 16-bit parameters; where that is not in the device's memory,
+    ``crossing`` connects the two. On disk, ``page`` holds the master, if there is one,
     and ``state_C``: by name, what the optimizer keeps in the parameter's shape. Both are views of
     memory that other chunks use too: only inside :meth:`Tile.visit` they are valid.
     """
@@ -61,6 +63,12 @@ class Chunk:
     fragments: tuple[OwnedFragment, ...]
     page: Page | None = None
     state_C: dict[str, Tensor] = field(default_factory=dict)
+    crossing: Crossing | None = None
+
+    @property
+    def near(self) -> Tensor:
+        """The parameter as it is where the master is."""
+        return self.low_C if self.crossing is None else self.crossing.home_C
 
     @property
     def numel(self) -> int:
@@ -68,7 +76,7 @@ class Chunk:
 
     @property
     def has_master(self) -> bool:
-        return self.master_C is not self.low_C
+        return self.master_C is not self.near
 
     @property
     def master_nbytes(self) -> int:
@@ -77,16 +85,27 @@ class Chunk:
     def publish_master(self) -> None:
         """Round the master into the parameter memory."""
         if self.has_master:
-            self.low_C.copy_(self.master_C)
+            self.near.copy_(self.master_C)
 
     def follow_low(self) -> None:
-        """The master takes what differs from it in ``low_C``, without waiting for the device."""
+        """The master takes what differs from it in ``near``, without waiting for the device."""
         if self.has_master and not isinstance(self.low_C, FakeTensor):
-            piece = PIECE_NUMEL if self.low_C.device.type == "cpu" else max(1, self.numel)
-            for master, low in zip(
-                self.master_C.split(piece), self.low_C.split(piece), strict=True
-            ):
+            piece = PIECE_NUMEL if self.near.device.type == "cpu" else max(1, self.numel)
+            for master, low in zip(self.master_C.split(piece), self.near.split(piece), strict=True):
                 follow(master, low)
+
+    def follow(self) -> None:
+        """The master takes over what the program wrote into the parameter."""
+        if self.crossing is not None:
+            self.crossing.take_edits()
+        self.follow_low()
+
+    def write(self, fragment: OwnedFragment, values: Tensor) -> None:
+        """Set the fragment to 1-D ``values``, in master and parameter memory."""
+        for flat_C in {id(t): t for t in (self.master_C, self.near, self.low_C)}.values():
+            fragment.of(flat_C).view(-1).copy_(values)
+        if self.crossing is not None:
+            self.crossing.reseal()
 
 
 @dataclass(eq=False, slots=True)
@@ -164,7 +183,7 @@ class Tile:
         self.unit.wait()
         self.unit.absorb()
         for chunk in self.visit(changed=True):
-            chunk.follow_low()
+            chunk.follow()
 
     def account(self, ledger: Ledger, state: Mapping[Tensor, Mapping[str, object]]) -> None:
         """Report master and optimizer state to the ledger."""
@@ -197,6 +216,7 @@ def make_tile(
     whole: bool,
     pager: Pager | None,
     state_dtypes: StateDtypes,
+    host: HostSide | None,
 ) -> Tile:
     """Cut what this rank updates of ``buffer``'s unit into chunks, and make their masters.
 
@@ -216,7 +236,9 @@ def make_tile(
     tile = Tile(unit, buffer, low_R, own, owned, (), pager)
     with tile.in_hand():
         tile.chunks = tuple(
-            _make_chunk(tile, begin, span, group_of, pager=pager, state_dtypes=state_dtypes)
+            _make_chunk(
+                tile, begin, span, group_of, pager=pager, state_dtypes=state_dtypes, host=host
+            )
             for span in spans or (Span(0, end - begin, Tier.DEVICE),)
         )
     return tile
@@ -230,6 +252,7 @@ def _make_chunk(
     *,
     pager: Pager | None,
     state_dtypes: StateDtypes,
+    host: HostSide | None,
 ) -> Chunk:
     unit, layout = tile.unit, tile.unit.layout
     whole = span.begin == 0 and span.end == tile.low_R.numel()
@@ -238,20 +261,25 @@ def _make_chunk(
     pieces = list(layout.fragments_between(tile_begin + span.begin, tile_begin + span.end))
     groups = {group_of[id(unit.params[index_of[piece.fqn]])] for piece in pieces}
     has_master = unit.row.master != unit.row.param
-    page, master_C, state_C = None, low_C, {}
+    crossing = None
+    if host is not None and span.tier is not Tier.DEVICE:
+        at_home = unit.rest.tier is not Tier.DEVICE
+        crossing = host.crossing(low_C, at_home=at_home, shares=span.tier is Tier.DISK)
+    near_C = low_C if crossing is None else crossing.home_C
+    page, master_C, state_C = None, near_C, {}
     if span.tier is Tier.DISK and pager is not None:
         kept = {name: dtype for group in groups for name, dtype in state_dtypes(group).items()}
         sections = {"": unit.row.master, **kept} if has_master else kept
         page = pager.page(page_nbytes(low_C.numel(), sections.values()))
         views = _sections(page.bytes, low_C.numel(), sections)
-        master_C = views.pop("", low_C)
+        master_C = views.pop("", near_C)
         state_C = views
         if has_master:
             with pager.open(page, changed=True):
-                master_C.copy_(low_C)
+                master_C.copy_(near_C)
                 page.filled_nbytes = page_nbytes(low_C.numel(), [unit.row.master])
     elif has_master:
-        master_C = low_C.to(unit.row.master)
+        master_C = _copy_of(near_C, unit.row.master, host if crossing is not None else None)
     fragments = []
     for piece in pieces:
         index = index_of[piece.fqn]
@@ -270,7 +298,13 @@ def _make_chunk(
                 value.detach(),
             )
         )
-    return Chunk(span.begin, span.tier, low_C, master_C, tuple(fragments), page, state_C)
+    return Chunk(span.begin, span.tier, low_C, master_C, tuple(fragments), page, state_C, crossing)
+
+
+def _copy_of(near_C: Tensor, dtype: torch.dtype, host: HostSide | None) -> Tensor:
+    if host is None:
+        return near_C.to(dtype)
+    return host.take(near_C.numel(), dtype).copy_(near_C)
 
 
 def page_nbytes(numel: int, dtypes: Iterable[torch.dtype]) -> int:

@@ -89,6 +89,7 @@ class Unit:
         self.seal: Tensor | None = None  # hashes of the values that a reader saw first
         self._handle: Handle | None = None
         self._source_S: Tensor | None = None  # what the gather in flight reads
+        self._updating: Callable[[], None] | None = None  # waits for the update that runs behind
         self._me = weakref.ref(self)
 
         low, high = layout.shard_range(comm.rank)
@@ -138,6 +139,7 @@ class Unit:
         """Start gathering the full parameters; a no-op unless they are sharded."""
         if self.state is not UnitState.SHARDED:
             return
+        self._finish_update()
         self._move(UnitState.GATHERING)
         storage.allocate(self.full_N)
         self._account_gathered()
@@ -149,6 +151,7 @@ class Unit:
 
     def wait(self) -> None:
         """Finish the gather in flight, if there is one: parameters can be read afterwards."""
+        self._finish_update()
         if self.state is not UnitState.GATHERING:
             return
         assert self._handle is not None
@@ -181,17 +184,33 @@ class Unit:
         storage.release(self.full_N)
         self._account_gathered()
 
-    def publish(self) -> None:
-        """The own shard was updated: send it to the other ranks if they hold the unit whole."""
+    def publish(self, updating: Callable[[], None] | None = None) -> None:
+        """The own shard was updated: send it to the other ranks if they hold the unit whole.
+
+        ``updating``: it still is, and this waits for it. Whoever uses the unit next does so first.
+        """
         self.wait()  # nobody used the unit since it was published last
-        self.rest.save()
-        if not (self.resident or self.pins):
+        if updating is None:
+            self.rest.save()
+        if self.resident or self.pins:
+            self._move(UnitState.GATHERING)
+            self.seal = None
+            guard.hide(self.params, self._blanks)
+            if updating is None:
+                self._gather()
+        else:
             self.forget()
+        self._updating = updating
+
+    def _finish_update(self) -> None:
+        """Wait for the update that runs behind, if there is one, and go on where it was left."""
+        updating, self._updating = self._updating, None
+        if updating is None:
             return
-        self._move(UnitState.GATHERING)
-        self.seal = None
-        guard.hide(self.params, self._blanks)
-        self._gather()
+        updating()
+        self.rest.save()
+        if self.state is UnitState.GATHERING:
+            self._gather()
 
     def _move(self, to: UnitState) -> None:
         if (self.state, to) not in _LEGAL:
@@ -271,10 +290,12 @@ class Unit:
 
         ``wait=False``: a gather in flight will never finish; it is dropped.
         """
-        if not wait and self.state is UnitState.GATHERING:
-            self._handle = self._source_S = None
-            self._move(UnitState.FULL)
-            guard.show(self.params, self._views, self._kinds)
+        if not wait:
+            self._updating = None
+            if self.state is UnitState.GATHERING:
+                self._handle = self._source_S = None
+                self._move(UnitState.FULL)
+                guard.show(self.params, self._views, self._kinds)
         self.wait()
         self.pins = 0
         self.forget()

@@ -1,0 +1,100 @@
+"""How do values cross between the device and host memory?
+
+A gradient goes down in 2 bytes an element, the updated parameter comes back up in 2 (ZeRO-Offload, arXiv
+2101.06840, section 4). Both directions run beside the computation and beside each other, and both are
+counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Arrival(Protocol):
+    """A transfer under way. It keeps both of its ends alive."""
+
+    def wait_on_host(self) -> None:
+        """Block this thread until the values are there."""
+
+    def wait_on_device(self) -> None:
+        """Later work of the current stream waits; this thread does not."""
+
+
+class Bus:
+    """Copies between two kinds of memory, done at once: the same memory under two names.
+
+    What CPU ranks use where a copy is wanted all the same, and the base of what GPUs use.
+    ``down_nbytes``, ``up_nbytes``: bytes that crossed since the bus was made.
+    """
+
+    def __init__(self) -> None:
+        self.down_nbytes = 0
+        self.up_nbytes = 0
+
+    def down(self, source: Tensor, target: Tensor) -> Arrival:
+        """From the device into host memory, behind what the current stream has queued."""
+        self.down_nbytes += source.nbytes
+        return self._copy(source, target)
+
+    def up(self, source: Tensor, target: Tensor) -> Arrival:
+        """From host memory to the device. Any thread; ``target`` must not be in use."""
+        self.up_nbytes += source.nbytes
+        return self._copy(source, target)
+
+    def _copy(self, source: Tensor, target: Tensor) -> Arrival:
+        target.copy_(source)
+        return _Arrived()
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrived:
+    def wait_on_host(self) -> None:
+        """It is there."""
+
+    def wait_on_device(self) -> None:
+        """It is there."""
+
+
+class CudaBus(Bus):
+    """One stream for each direction; host memory should be pinned, else the copies are not in the
+    background."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._down = torch.cuda.Stream(device)
+        self._up = torch.cuda.Stream(device)
+
+    def down(self, source: Tensor, target: Tensor) -> Arrival:
+        """See :class:`Bus`."""
+        self.down_nbytes += source.nbytes
+        self._down.wait_stream(torch.cuda.current_stream(source.device))
+        return _on_stream(self._down, source, target)
+
+    def up(self, source: Tensor, target: Tensor) -> Arrival:
+        """See :class:`Bus`."""
+        self.up_nbytes += source.nbytes
+        return _on_stream(self._up, source, target)
+
+
+@dataclass(frozen=True, slots=True)
+class _Event:
+    event: torch.cuda.Event
+    ends: tuple[Tensor, Tensor]  # the allocator must not give them away before
+
+    def wait_on_host(self) -> None:
+        self.event.synchronize()
+
+    def wait_on_device(self) -> None:
+        torch.cuda.current_stream().wait_event(self.event)
+
+
+def _on_stream(stream: torch.cuda.Stream, source: Tensor, target: Tensor) -> Arrival:
+    with torch.cuda.stream(stream):
+        target.copy_(source, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(stream)
+    return _Event(event, (source, target))

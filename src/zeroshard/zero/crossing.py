@@ -1,0 +1,165 @@
+"""How does a chunk that rests in host memory meet its gradient, and the device its parameter?
+
+Two bytes an element go down, two come up. What the update has to know of the step goes down with the
+gradient: the host reads nothing from the device that it would have to wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zeroshard.store.bus import Arrival, Bus
+
+_PIECE_WORDS = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """A gradient on its way down, with the numbers of its step. Read them after :meth:`wait`."""
+
+    grad_C: Tensor  # on the host
+    _numbers: Tensor  # on the host: factor, overflow, edited
+    _arrivals: Sequence[Arrival]
+
+    def wait(self) -> None:
+        """Block this thread until gradient and numbers are there."""
+        for arrival in self._arrivals:
+            arrival.wait_on_host()
+
+    @property
+    def factor(self) -> float:
+        """What the gradient is to be multiplied by."""
+        return float(self._numbers[0])
+
+    @property
+    def is_skipped(self) -> bool:
+        """Was the gradient of the step not finite, on any rank?"""
+        return bool(self._numbers[1])
+
+    @property
+    def is_edited(self) -> bool:
+        """Did the program write into the parameter on the device since it was sent up?"""
+        return bool(self._numbers[2])
+
+
+class Crossing:
+    """The host's side of one chunk.
+
+    ``low_C`` is the parameter on the device, or None where it rests in host memory itself. ``home_C`` is
+    the host's copy of it: rounded masters, as they were sent up last. If it ``shares`` that memory with
+    other chunks, the parameter comes down before each use.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        low_C: Tensor | None,
+        *,
+        grad_bytes: Tensor,
+        home_C: Tensor,
+        numbers: Tensor,
+        shares: bool,
+    ) -> None:
+        self.bus = bus
+        self.home_C = home_C
+        self._low_C = low_C
+        self._grad_bytes = grad_bytes
+        self._numbers = numbers
+        self._shares = shares
+        self._seal: Tensor | None = None
+        if low_C is not None:
+            home_C.copy_(low_C)
+            self._seal = _fingerprint(low_C)
+
+    def send_down(self, grad_C: Tensor, factor: Tensor, found_inf: Tensor | None) -> Delivery:
+        """Start ``grad_C`` on its way, behind what the current stream has queued."""
+        edited = torch.zeros((), dtype=torch.bool, device=grad_C.device)
+        if self._low_C is not None:
+            assert self._seal is not None, "sealed when it arrived"
+            edited = _fingerprint(self._low_C) != self._seal
+        skipped = torch.zeros_like(edited) if found_inf is None else found_inf != 0
+        words = torch.stack([x.double().to(grad_C.device) for x in (factor, skipped, edited)])
+        target_C = self._grad_bytes[: grad_C.nbytes].view(grad_C.dtype)
+        arrivals = [self.bus.down(grad_C, target_C), self.bus.down(words, self._numbers)]
+        if self._shares and self._low_C is not None:
+            arrivals.append(self.bus.down(self._low_C, self.home_C))
+        return Delivery(target_C, self._numbers, arrivals)
+
+    def take_edits(self) -> None:
+        """The host's copy becomes what the program wrote on the device, if it did. Waits to know."""
+        if self._low_C is None:
+            return
+        if self._shares or bool(_fingerprint(self._low_C) != self._seal):
+            self.bus.down(self._low_C, self.home_C).wait_on_host()
+            self.reseal()
+
+    def reseal(self) -> None:
+        """Host and device were written alike."""
+        if self._low_C is not None:
+            self._seal = _fingerprint(self._low_C)
+
+    def send_up(self) -> Arrival | None:
+        """Start the updated parameter on its way; None where it is at home."""
+        return None if self._low_C is None else self.bus.up(self.home_C, self._low_C)
+
+    def arrived(self, arrival: Arrival | None) -> None:
+        """The parameter is used from here on, by the current stream; edits show from now."""
+        if arrival is not None:
+            assert self._low_C is not None
+            arrival.wait_on_device()
+            self.reseal()
+
+
+class HostSide:
+    """Makes crossings: the bus, and ``take(numel, dtype)``, which gives host memory.
+
+    ``grad_itemsize``: bytes of the widest gradient element. Chunks on disk are updated one at a time:
+    they share one buffer for gradients and one for parameters.
+    """
+
+    def __init__(
+        self, bus: Bus, take: Callable[[int, torch.dtype], Tensor], grad_itemsize: int
+    ) -> None:
+        self.bus = bus
+        self.take = take
+        self._grad_itemsize = grad_itemsize
+        self._shared: dict[str, Tensor] = {}
+
+    def crossing(self, low_C: Tensor, *, at_home: bool, shares: bool) -> Crossing:
+        """For one chunk. ``at_home``: the parameter rests in host memory; ``shares``: see the class."""
+        numel, dtype = low_C.numel(), low_C.dtype
+        grad_bytes = self._room("grad", numel * self._grad_itemsize, shares)
+        home_C = low_C
+        if not at_home:
+            home_C = self._room("low", numel * dtype.itemsize, shares).view(dtype)
+        return Crossing(
+            self.bus,
+            None if at_home else low_C,
+            grad_bytes=grad_bytes,
+            home_C=home_C,
+            numbers=self.take(3, torch.float64),
+            shares=shares,
+        )
+
+    def _room(self, name: str, nbytes: int, shares: bool) -> Tensor:
+        if not shares:
+            return self.take(nbytes, torch.uint8)
+        known = self._shared.get(name)
+        if known is None or known.nbytes < nbytes:
+            self._shared[name] = known = self.take(nbytes, torch.uint8)
+        return known[:nbytes]
+
+
+def _fingerprint(flat: Tensor) -> Tensor:
+    """A 0-dim number that changes if any one word does, made without waiting for the device."""
+    words = flat.view(torch.int64)
+    weights = torch.arange(1, 2 * min(len(words), _PIECE_WORDS), 2, device=flat.device)
+    weights = weights * 0x1E3779B97F4A7C15 | 1
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for piece in words.split(_PIECE_WORDS):
+        total = 3 * total + (piece * weights[: len(piece)]).sum()
+    return total
