@@ -11,21 +11,21 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+from judging import Row
 from models import GPT, GPTTask, Shape
 from systems import (
     ADAMW,
     Trainer,
-    clipped_step,
     deepspeed_config,
     deepspeed_line,
     fsdp2_line,
+    fused_step,
     import_deepspeed,
     shard_with_fsdp2,
     zeroshard_config,
     zeroshard_line,
 )
 from teams import Say, Team, running
-from training import Row
 
 TITLE = "A5  memory of a model with a large vocabulary: stage 3, 2 ranks"
 NBYTES_PER_PARAMETER = 16
@@ -45,8 +45,7 @@ def _fsdp2(shape: Shape) -> Trainer:
         reset: Any = getattr(module, "reset_parameters", None)
         if reset is not None:
             reset()
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
-    return Trainer(model, torch.autograd.backward, clipped_step(model, optimizer))
+    return Trainer(model, torch.autograd.backward, fused_step(model))
 
 
 def _deepspeed(shape: Shape) -> Trainer:

@@ -1,4 +1,4 @@
-"""What do the benchmarks train? Three models, the same object for every system.
+"""What do the benchmarks train? Two kinds of models, the same object for every system.
 
 A loss is ``model(x, y)``. ``groups`` are the modules that a library which is told by hand what to
 gather together should be told (FSDP2's ``fully_shard``).
@@ -6,15 +6,32 @@ gather together should be told (FSDP2's ``fully_shard``).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 Batch = tuple[Tensor, Tensor]
 M = TypeVar("M", bound=nn.Module)
+
+
+class Sizes(Protocol):
+    """What a GPT has to be told."""
+
+    @property
+    def vocabulary(self) -> int: ...
+    @property
+    def width(self) -> int: ...
+    @property
+    def layers(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def context(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -29,16 +46,28 @@ class Shape:
 
 
 class Embedding(nn.Embedding):
-    """Small values from the start, wherever the parameter is when it gets them."""
+    """Small values from the start, wherever the parameter is when it gets them.
+
+    Not smaller: a norm that follows turns a change of so small a vector into one of the same share,
+    and the loss then jumps by itself; which step it does that in is a matter of rounding.
+    """
+
+    std = 0.1
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=0.02)
+        nn.init.normal_(self.weight, std=self.std)
+
+
+class TiedEmbedding(Embedding):
+    """A table that is also the output layer: smaller, so that no logit is large."""
+
+    std = 0.02
 
 
 class Block(nn.Module):
     """Attention and MLP, pre-norm, biases as in GPT-2: twelve parameters, four of them large."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Sizes) -> None:
         super().__init__()
         width = shape.width
         self.heads = shape.heads
@@ -60,35 +89,47 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Returns the mean cross entropy of the next token; no dropout: runs can be compared."""
+    """Returns the mean cross entropy of the next token; no dropout: runs can be compared.
 
-    def __init__(self, shape: Shape) -> None:
+    ``tied``: the embedding is also the head. ``recompute``: of the blocks only the inputs are kept.
+    """
+
+    def __init__(self, shape: Sizes, *, tied: bool = False, recompute: bool = False) -> None:
         super().__init__()
-        self.embed = Embedding(shape.vocabulary, shape.width)
-        self.place = Embedding(shape.context, shape.width)
+        table = TiedEmbedding if tied else Embedding
+        self.recompute = recompute
+        self.embed = table(shape.vocabulary, shape.width)
+        self.place = table(shape.context, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width)
-        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        self.head = None if tied else nn.Linear(shape.width, shape.vocabulary, bias=False)
 
     def groups(self) -> list[nn.Module]:
-        """The blocks, and the two modules that are as large as several of them."""
-        return [self.embed, *self.blocks, self.head]
+        """The blocks, and the two modules that are as large as several of them, unless they are one."""
+        return [*self.blocks] if self.head is None else [self.embed, *self.blocks, self.head]
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.embed(tokens) + self.place(torch.arange(tokens.shape[1], device=tokens.device))
+        recompute = self.recompute and torch.is_grad_enabled()
         for block in self.blocks:
-            x = block(x)
-        logits = self.head(self.norm(x))
+            x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
+        x = self.norm(x)
+        logits = functional.linear(x, self.embed.weight) if self.head is None else self.head(x)
         return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
 class Layer(nn.Module):
-    """One linear map beside a residual path, so weak that many of them still learn smoothly."""
+    """One linear map beside a residual path.
 
-    def __init__(self, width: int, strength: float) -> None:
+    So weak that many of them still learn smoothly, and strong enough that bf16 does not round what it
+    adds away: losses of layers that change nothing would always be the same.
+    """
+
+    strength = 0.025
+
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.linear = nn.Linear(width, width, bias=False)
-        self.strength = strength
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.add(x, self.linear(x), alpha=self.strength)
@@ -99,7 +140,7 @@ class Stack(nn.Module):
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer(width, 1 / (depth * width**0.5)) for _ in range(depth))
+        self.layers = nn.ModuleList(Layer(width) for _ in range(depth))
 
     def groups(self) -> list[nn.Module]:
         """Every layer by itself."""
@@ -120,20 +161,15 @@ class GPTTask:
 
     def model(self) -> GPT:
         """fp32, with values exact in bf16: every precision starts at the same point."""
-        return _exact(GPT(self.shape), 1 / (2 * self.shape.layers) ** 0.5)
+        return _exact(lambda: GPT(self.shape), 1 / (2 * self.shape.layers) ** 0.5)
 
     def data(self, rank: int, count: int) -> list[Batch]:
-        """``count`` pairs ``[batch, context]`` of tokens and their successors, others on every rank.
+        """``count`` pairs ``[batch, context]``, others on every rank.
 
-        Tokens are as frequent as words in a text (Zipf). Training cycles through the pairs: the
-        loss falls fast and smoothly, first to the frequencies and then by learning the pairs by
-        heart, so that wrong gradients show within a few steps.
+        Training cycles through the pairs: the loss falls fast and smoothly, first to the frequencies
+        and then by learning the pairs by heart, so that wrong gradients show within a few steps.
         """
-        generator = torch.Generator().manual_seed(1000 + rank)
-        size = (count, self.batch, self.shape.context + 1)
-        places = torch.rand(size, generator=generator, dtype=torch.float64)
-        rows = (self.shape.vocabulary**places).long() - 1
-        return [(row[:, :-1], row[:, 1:]) for row in rows]
+        return text(self.shape, self.batch, count, seed=1000 + rank)
 
 
 @dataclass(frozen=True)
@@ -146,7 +182,7 @@ class StackTask:
 
     def model(self) -> Stack:
         """fp32, with values exact in bf16."""
-        return _exact(Stack(self.width, self.depth), 1.0)
+        return _exact(lambda: Stack(self.width, self.depth), 1.0)
 
     def data(self, rank: int, count: int) -> list[Batch]:
         """``count`` pairs of bf16 ``[batch, width]``."""
@@ -155,11 +191,25 @@ class StackTask:
         return [(x, y) for x, y in pairs]
 
 
-def _exact(model: M, residual_scale: float) -> M:
-    torch.manual_seed(0)
+def text(shape: Sizes, batch: int, count: int, *, seed: int) -> list[Batch]:
+    """``count`` pairs ``[batch, context]`` of tokens and their successors.
+
+    Tokens are as frequent as words in a text (Zipf).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    size = (count, batch, shape.context + 1)
+    places = torch.rand(size, generator=generator, dtype=torch.float64)
+    rows = (shape.vocabulary**places).long() - 1
+    return [(row[:, :-1], row[:, 1:]) for row in rows]
+
+
+def _exact(build: Callable[[], M], residual_scale: float) -> M:
+    """Weights of layers by their place, everything else as its constructor leaves it."""
+    torch.manual_seed(0)  # before the constructors: biases are theirs
+    model = build()
     with torch.no_grad():
         for name, param in model.named_parameters():
-            if param.dim() == 2:
+            if param.dim() == 2 and not name.startswith(("embed.", "place.")):
                 residual = name.endswith(("out.weight", "down.weight"))
                 param.normal_(std=0.02 * (residual_scale if residual else 1))
             param.copy_(param.bfloat16())

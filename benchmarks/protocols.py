@@ -52,7 +52,7 @@ class Comparison:
                 "task": asdict(task),
                 "parameters": sum(p.numel() for p in task.model().parameters()),
                 "micro_batches": self.micro_batches,
-                "threads_per_rank": 1,
+                "threads_per_rank": self.lines[0].threads,
                 "adamw": ADAMW,
                 "clip": CLIP,
                 "warm_up_steps": effort.warm_up,
@@ -76,28 +76,28 @@ class Comparison:
 # ---------------------------------------------------------------------- the lines
 
 
-def _lines(*systems: Any, ranks: int = 2) -> list[Line]:
-    return [Line(system, ranks) for system in systems]
+def _lines(*systems: Any, ranks: int = 2, threads: int = 1) -> list[Line]:
+    return [Line(system, ranks, threads=threads) for system in systems]
 
 
 def _transports() -> list[Line]:
     return _lines(*(zeroshard_line(stage, t) for t in TRANSPORTS for stage in (0, 1, 2, 3)))
 
 
-def _peers() -> list[Line]:
+def _peers(reduce: str = "bf16") -> list[Line]:
     return _lines(
         ddp_line(),
-        fsdp2_line(False),
-        fsdp2_line(True),
-        *(deepspeed_line(stage) for stage in (1, 2, 3)),
+        fsdp2_line(False, reduce=reduce),
+        fsdp2_line(True, reduce=reduce),
+        *(deepspeed_line(stage, reduce=reduce) for stage in (1, 2, 3)),
     )
 
 
-def _own() -> list[Line]:
-    return _lines(*(zeroshard_line(stage) for stage in (1, 2, 3)))
+def _own(reduce: str = "bf16") -> list[Line]:
+    return _lines(*(zeroshard_line(stage, reduce=reduce) for stage in (1, 2, 3)))
 
 
-def _updates() -> list[Line]:
+def _updates(threads: int = 1) -> list[Line]:
     return _lines(
         zeroshard_line(2),
         plain_line("PyTorch, fused", compared=True, fused=True),
@@ -105,6 +105,7 @@ def _updates() -> list[Line]:
         plain_line("PyTorch, for-loop", compared=True, foreach=False, fused=False),
         deepspeed_line(2),
         ranks=1,
+        threads=threads,
     )
 
 
@@ -131,6 +132,7 @@ def _at_size() -> list[Line]:
 
 
 _FEW = ("DDP", "FSDP2, resharded", "DeepSpeed stage 3", "ZeroShard stage 3")
+_FEW_UPDATES = ("PyTorch, fused", "ZeroShard stage 2", "DeepSpeed stage 2")
 
 COMPARISONS = [
     Comparison(
@@ -142,11 +144,19 @@ COMPARISONS = [
             *_peers(),
             *_transports(),
         ],
-        Effort(5, 7, 5),
+        Effort(5, 9, 5),  # fifty steps: the curves that are laid over each other
         small=(
             "forward + backward", "DDP", "FSDP2, resharded", "DeepSpeed stage 3",
             "ZeroShard stage 2, p2p", "ZeroShard stage 3, p2p", "ZeroShard stage 3, shm",
         ),
+    ),
+    Comparison(
+        "a1-fp32",
+        "A1  the same, gradients reduced in fp32",
+        GPTTask(),
+        [*_lines(floor_line()), *_peers("fp32"), *_own("fp32")],
+        Effort(5, 4, 5),
+        small=_FEW,
     ),
     Comparison(
         "a2-512",
@@ -170,7 +180,15 @@ COMPARISONS = [
         StackTask(width=1024, depth=8),
         _updates(),
         Effort(3, 4, 5),
-        small=("PyTorch, fused", "ZeroShard stage 2", "DeepSpeed stage 2"),
+        small=_FEW_UPDATES,
+    ),
+    Comparison(
+        "a4-2",
+        "A4  the update alone on 2 threads: 8.4 million elements, 1 rank",
+        StackTask(width=1024, depth=8),
+        _updates(threads=2),
+        Effort(3, 4, 5),
+        small=_FEW_UPDATES,
     ),
     Comparison(
         "a6",

@@ -9,6 +9,7 @@ import json
 import sys
 from typing import Any
 
+from targets import stream_gb_per_s
 from views import View, views
 
 
@@ -22,7 +23,7 @@ def show(result: dict[str, Any]) -> None:
     console.print(
         f"{result['machine']['processor']}, {result['machine']['cores']} cores, load "
         f"{result['machine']['load_average'][0]}; {versions}; "
-        f"STREAM {result['stream_gb_per_s']['best']} GB/s"
+        f"STREAM {stream_gb_per_s(result)} GB/s"
     )
     for view in views(result):
         _show(view, console)

@@ -1,6 +1,6 @@
 """What does ZeroShard cost beside DDP, FSDP2 and DeepSpeed, on CPU ranks of this machine?
 
-    python benchmarks/run.py                  # protocols A1 to A8, about a quarter of an hour
+    python benchmarks/run.py                  # protocols A1 to A8, about 17 minutes
     python benchmarks/run.py --only a1 a4     # some of them
     python benchmarks/run.py --smoke          # a tiny version of everything
 
@@ -30,7 +30,8 @@ def protocols() -> dict[str, Callable[..., dict[str, Any]]]:
     from protocols import COMPARISONS
 
     runs: dict[str, Callable[..., dict[str, Any]]] = {c.key: c.run for c in COMPARISONS}
-    runs |= {"a3": partial(collectives.run, ranks=2), "a5": memory.run}
+    runs |= {"a3": partial(collectives.run, ranks=2), "a3-4": partial(collectives.run, ranks=4)}
+    runs |= {"a5": memory.run}
     return dict(sorted(runs.items(), key=lambda item: item[0].partition("-")[0]))
 
 
@@ -42,7 +43,7 @@ def measure(
     import stream
     from targets import FORMAT
 
-    began = time.monotonic()
+    began, nbytes = time.monotonic(), 2**24 if smoke else 2**28
 
     def say(text: str) -> None:
         print(f"{time.monotonic() - began:5.0f} s  {text}", flush=True)
@@ -53,7 +54,8 @@ def measure(
         "smoke": smoke,
         "unit": "milliseconds; cpu is process time, mean over ranks; wall is the slowest rank's",
         "machine": machine.describe(),
-        "stream_gb_per_s": stream.measure(2**24 if smoke else 2**28),
+        "stream_gb_per_s": stream.measure(nbytes),
+        "stream_gb_per_s_of_2_threads": stream.measure(nbytes, threads=2),
         "protocols": {},
     }
     for key, run in chosen.items():
@@ -85,11 +87,8 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[], choices=families, help="some protocols")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, no result kept")
     parser.add_argument("--rounds", type=int, help="turns of every line; default: by protocol")
-    parser.add_argument("--ranks", type=int, default=2, help="of the collectives alone (a3)")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/<date>-cpu.json")
     given = parser.parse_args()
-    if "a3" in runs:
-        runs["a3"] = partial(runs["a3"], ranks=given.ranks)
     wanted = given.only or families
     result = measure(
         {key: run for key, run in runs.items() if key.partition("-")[0] in wanted},

@@ -2,7 +2,7 @@
 
 Every function here builds one system on one rank, in its best configuration for this setting, from
 the same fp32 model: AdamW with the same numbers and torch's fused kernel, gradients clipped at 1.0,
-bf16 compute, fp32 master, gradients reduced in bf16 unless the text says otherwise.
+bf16 compute, fp32 master, gradients reduced in bf16 where nobody asks for fp32.
 """
 
 from __future__ import annotations
@@ -10,16 +10,18 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.metadata
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-ADAMW: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-"""A low rate: at 1e-3 the untied GPT's loss jumps before the data was seen twice."""
+ADAMW: dict[str, Any] = {"lr": 5e-5, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+"""A low rate: at 3e-4 the loss of so small a batch jumps by itself after some 20 steps, at 1e-4 it can
+within 50. From there on rounding decides, and no two systems can be compared."""
 CLIP = 1.0
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 TRANSPORTS = ("stock", "p2p", "shm")
 """Every way in which ZeroShard can move bytes between CPU ranks; one that a version lacks is said so."""
 
@@ -28,15 +30,23 @@ def _nothing(_last: bool) -> None:
     pass
 
 
+def _no_norm() -> None:
+    return None
+
+
 @dataclass(frozen=True)
 class Trainer:
-    """One training step in parts. ``before(last)`` comes before the forward of every micro-batch."""
+    """One training step in parts. ``before(last)`` comes before the forward of every micro-batch.
+
+    ``norm``: of the whole gradient of the last step, before clipping; None where nobody computes it.
+    """
 
     forward: Callable[[Tensor, Tensor], Tensor]
     backward: Callable[[Tensor], Any]
     step: Callable[[], Any]
     close: Callable[[], Any] = lambda: None
     before: Callable[[bool], Any] = _nothing
+    norm: Callable[[], float | None] = _no_norm
     counts: bool = False
     """The system counts micro-batches itself: ``step`` is called after every one."""
 
@@ -107,6 +117,55 @@ def _backward(micro_batches: int) -> Callable[[Tensor], None]:
     return backward
 
 
+class ClippedStep:
+    """Clip, update, drop the gradients. ``foreach``: the kernel of the norm, None for the fastest."""
+
+    def __init__(
+        self,
+        params: list[Tensor],
+        optimizer: torch.optim.Optimizer,
+        *,
+        foreach: bool | None = None,
+    ) -> None:
+        self._params = params
+        self._optimizer = optimizer
+        self._foreach = foreach
+        self._norm: Any = None
+
+    def __call__(self) -> None:
+        self._norm = nn.utils.clip_grad_norm_(self._params, CLIP, foreach=self._foreach)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def norm(self) -> float | None:
+        """Of the gradient that was clipped last, of all ranks together."""
+        found = self._norm
+        return None if found is None else float(getattr(found, "full_tensor", lambda: found)())
+
+
+class MasterStep(ClippedStep):
+    """The same on fp32 masters beside 16-bit parameters, with the casts written out."""
+
+    def __init__(
+        self,
+        params: list[Tensor],
+        masters: list[Tensor],
+        optimizer: torch.optim.Optimizer,
+        *,
+        foreach: bool | None = None,
+    ) -> None:
+        super().__init__(masters, optimizer, foreach=foreach)
+        self._narrow = params
+
+    def __call__(self) -> None:
+        for master, param in zip(self._params, self._narrow, strict=True):
+            assert param.grad is not None
+            master.grad, param.grad = param.grad.float(), None
+        super().__call__()
+        with torch.no_grad():
+            torch._foreach_copy_(self._narrow, self._params)
+
+
 def plain(**kernel: bool) -> Build:
     """bf16 parameters, an fp32 master of each, casts, clipping, one ``torch.optim.AdamW``."""
 
@@ -115,18 +174,8 @@ def plain(**kernel: bool) -> Build:
     def build(model: Any, micro_batches: int) -> Trainer:
         masters = [param.detach().clone() for param in model.parameters()]
         params = list(model.bfloat16().parameters())
-        optimizer = torch.optim.AdamW(masters, **options)
-
-        def step() -> None:
-            for master, param in zip(masters, params, strict=True):
-                master.grad, param.grad = param.grad.float(), None
-            nn.utils.clip_grad_norm_(masters, CLIP)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            for master, param in zip(masters, params, strict=True):
-                param.data.copy_(master)
-
-        return Trainer(model, _backward(micro_batches), step)
+        step = MasterStep(params, masters, torch.optim.AdamW(masters, **options))
+        return Trainer(model, _backward(micro_batches), step, norm=step.norm)
 
     return build
 
@@ -134,7 +183,7 @@ def plain(**kernel: bool) -> Build:
 def ddp(model: Any, micro_batches: int) -> Trainer:
     """DDP keeps fp32 parameters, computes under bf16 autocast and all-reduces fp32 gradients."""
     wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+    step = fused_step(model)
 
     def forward(x: Tensor, y: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -144,44 +193,37 @@ def ddp(model: Any, micro_batches: int) -> Trainer:
     def before(last: bool) -> None:  # what no_sync() does, one flag at a time
         wrapped.require_backward_grad_sync = last
 
-    return Trainer(
-        forward, _backward(micro_batches), clipped_step(model, optimizer),
-        before=before,
-    )  # fmt: skip
+    return Trainer(forward, _backward(micro_batches), step, before=before, norm=step.norm)
 
 
-def shard_with_fsdp2(model: Any, *, reshard: bool) -> None:
-    """FSDP2: fp32 shards, bf16 parameters, bf16 reductions, one group per large module."""
+def shard_with_fsdp2(model: Any, *, reshard: bool, reduce: str = "bf16", **options: Any) -> None:
+    """FSDP2: fp32 shards, bf16 parameters, one group per large module."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=_DTYPES[reduce])
     for module in [*model.groups(), model]:
-        fully_shard(module, mp_policy=policy, reshard_after_forward=reshard)
+        fully_shard(module, mp_policy=policy, reshard_after_forward=reshard, **options)
 
 
-def fsdp2(reshard: bool, *, syncs_always: bool = True) -> Build:
+def fsdp2(reshard: bool, *, syncs_always: bool = True, reduce: str = "bf16") -> Build:
     """``syncs_always=False``: gradients are reduced after the last micro-batch only."""
 
     def build(model: Any, micro_batches: int) -> Trainer:
-        shard_with_fsdp2(model, reshard=reshard)
-        optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+        shard_with_fsdp2(model, reshard=reshard, reduce=reduce)
+        step = fused_step(model)
         return Trainer(
-            model, _backward(micro_batches), clipped_step(model, optimizer),
+            model, _backward(micro_batches), step,
             before=lambda last: model.set_requires_gradient_sync(last or syncs_always),
+            norm=step.norm,
         )  # fmt: skip
 
     return build
 
 
-def clipped_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """Clip, update, drop the gradients."""
-
-    def step() -> None:
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return step
+def fused_step(model: nn.Module, adamw: Mapping[str, Any] = ADAMW) -> ClippedStep:
+    """Clip, and update all parameters with torch's fused AdamW."""
+    params: list[Tensor] = list(model.parameters())
+    return ClippedStep(params, torch.optim.AdamW(params, fused=True, **adamw))
 
 
 # ---------------------------------------------------------------------- DeepSpeed
@@ -193,13 +235,10 @@ def import_deepspeed() -> Any:
         return importlib.import_module("deepspeed")
 
 
-def deepspeed_config(stage: int, micro_batches: int = 1) -> dict[str, Any]:
+def deepspeed_config(stage: int, micro_batches: int = 1, reduce: str = "bf16") -> dict[str, Any]:
     """The best keys found for this size, see benchmarks/README.md."""
     return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": micro_batches,
-        "bf16": {"enabled": True},
-        "gradient_clipping": CLIP,
+        **_common_config(micro_batches, reduce),
         "zero_optimization": {
             "stage": stage,
             "overlap_comm": False,
@@ -209,11 +248,22 @@ def deepspeed_config(stage: int, micro_batches: int = 1) -> dict[str, Any]:
         },
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "steps_per_print": 10**9,
     }
 
 
-def deepspeed(stage: int) -> Build:
+def _common_config(micro_batches: int, reduce: str) -> dict[str, Any]:
+    """What DeepSpeed and ZeroShard call by the same names. Both reduce in bf16 unless they are told."""
+    keys: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": micro_batches,
+        "bf16": {"enabled": True},
+        "gradient_clipping": CLIP,
+        "steps_per_print": 10**9,
+    }
+    return keys if reduce == "bf16" else {**keys, "communication_data_type": reduce}
+
+
+def deepspeed(stage: int, reduce: str = "bf16") -> Build:
     """DeepSpeed around torch's fused AdamW."""
 
     def build(model: Any, micro_batches: int) -> Trainer:
@@ -221,10 +271,10 @@ def deepspeed(stage: int) -> Build:
         engine, *_ = library.initialize(
             model=model,
             optimizer=torch.optim.AdamW(model.parameters(), fused=True, **ADAMW),
-            config=deepspeed_config(stage, micro_batches),
+            config=deepspeed_config(stage, micro_batches, reduce),
             dist_init_required=False,
         )
-        return Trainer(engine, engine.backward, engine.step, engine.destroy, counts=True)
+        return engine_trainer(engine, engine.destroy)
 
     return build
 
@@ -232,28 +282,41 @@ def deepspeed(stage: int) -> Build:
 # ---------------------------------------------------------------------- ZeroShard
 
 
-def zeroshard_config(stage: int, micro_batches: int = 1, **keys: Any) -> dict[str, Any]:
+def engine_trainer(engine: Any, close: Callable[[], Any]) -> Trainer:
+    """The parts of an engine of DeepSpeed or ZeroShard."""
+
+    def norm() -> float | None:
+        found = engine.get_global_grad_norm()
+        return None if found is None else float(found)
+
+    return Trainer(engine, engine.backward, engine.step, close, norm=norm, counts=True)
+
+
+def adamw_config(adamw: Mapping[str, Any] = ADAMW) -> dict[str, Any]:
+    """The optimizer as a configuration names it."""
+    return {"type": "AdamW", "params": {**adamw, "betas": list(adamw["betas"])}}
+
+
+def zeroshard_config(
+    stage: int, micro_batches: int = 1, reduce: str = "bf16", **keys: Any
+) -> dict[str, Any]:
     """Defaults of the library, and the numbers that all systems share."""
     return {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": micro_batches,
-        "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},
-        "bf16": {"enabled": True},
-        "gradient_clipping": CLIP,
+        **_common_config(micro_batches, reduce),
+        "optimizer": adamw_config(),
         "zero_optimization": {"stage": stage},
-        "steps_per_print": 10**9,
         **keys,
     }
 
 
-def zeroshard(stage: int, **keys: Any) -> Build:
+def zeroshard(stage: int, reduce: str = "bf16", **keys: Any) -> Build:
     """ZeroShard with further keys of its configuration, such as ``transport``."""
 
     def build(model: Any, micro_batches: int) -> Trainer:
         from zeroshard import Engine
 
-        engine = Engine(model, config=zeroshard_config(stage, micro_batches, **keys))
-        return Trainer(engine, engine.backward, engine.step, engine.close, counts=True)
+        engine = Engine(model, config=zeroshard_config(stage, micro_batches, reduce, **keys))
+        return engine_trainer(engine, engine.close)
 
     return build
 
@@ -284,30 +347,33 @@ def ddp_line() -> System:
     )  # fmt: skip
 
 
-def fsdp2_line(reshard: bool, *, syncs_always: bool = True) -> System:
+def fsdp2_line(reshard: bool, *, syncs_always: bool = True, reduce: str = "bf16") -> System:
     """Stage 2 if parameters stay gathered from forward to backward, else stage 3."""
     name = f"FSDP2, {'resharded' if reshard else 'not resharded'}"
-    setting = f"fp32 shards, bf16 reductions, reshard_after_forward={reshard}"
+    setting = f"fp32 shards, {reduce} reductions, reshard_after_forward={reshard}"
     if not syncs_always:
         name, setting = f"{name}, no sync", f"{setting}, set_requires_gradient_sync(False)"
-    build = fsdp2(reshard, syncs_always=syncs_always)
+    build = fsdp2(reshard, syncs_always=syncs_always, reduce=reduce)
     return System(name, "FSDP2", "torch", build, setting, stage=3 if reshard else 2)
 
 
-def deepspeed_line(stage: int) -> System:
+def deepspeed_line(stage: int, *, reduce: str = "bf16") -> System:
     """One stage of DeepSpeed."""
     return System(
-        f"DeepSpeed stage {stage}", "DeepSpeed", "deepspeed", deepspeed(stage),
-        "bf16 reductions, overlap_comm off, buckets of 5e6", stage=stage,
+        f"DeepSpeed stage {stage}", "DeepSpeed", "deepspeed", deepspeed(stage, reduce),
+        f"{reduce} reductions, overlap_comm off, buckets of 5e6", stage=stage,
     )  # fmt: skip
 
 
-def zeroshard_line(stage: int, transport: str = "auto", *, suffix: str = "", **keys: Any) -> System:
+def zeroshard_line(
+    stage: int, transport: str = "auto", *, suffix: str = "", reduce: str = "bf16", **keys: Any
+) -> System:
     """One stage of ZeroShard. ``auto``: the transport that users get; it is not named then."""
     name = f"ZeroShard stage {stage}" + (f", {transport}" if transport != "auto" else "") + suffix
     extra = "".join(f", {key}={value}" for key, value in keys.items())
     return System(
-        name, f"ZeroShard {transport}", "zeroshard", zeroshard(stage, transport=transport, **keys),
-        f"bf16 reductions, transport {transport}{extra or ', defaults'}",
+        name, f"ZeroShard {transport}", "zeroshard",
+        zeroshard(stage, reduce, transport=transport, **keys),
+        f"{reduce} reductions, transport {transport}{extra or ', defaults'}",
         stage=stage, transport=transport,
     )  # fmt: skip

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from judging import Row, usable
 from protocols import STEP_NBYTES_PER_ELEMENT
-from training import Row, usable
 
 FORMAT = 2
 """Of results: a number for their shape, so that an older file is not misread."""
@@ -123,10 +123,15 @@ def bound_ms(result: dict[str, Any]) -> float | None:
     return ms(floor) + update_ms(numel, result)
 
 
-def update_ms(numel: float, result: dict[str, Any]) -> float:
+def update_ms(numel: float, result: dict[str, Any], threads: int = 1) -> float:
     """The update of so many elements at the measured bandwidth."""
-    gb_per_s = float(result["stream_gb_per_s"]["best"])
-    return STEP_NBYTES_PER_ELEMENT * numel / gb_per_s / 1e6
+    return STEP_NBYTES_PER_ELEMENT * numel / stream_gb_per_s(result, threads) / 1e6
+
+
+def stream_gb_per_s(result: dict[str, Any], threads: int = 1) -> float:
+    """The bandwidth of the memory, as one thread sees it or several."""
+    suffix = "" if threads == 1 else f"_of_{threads}_threads"
+    return float(result[f"stream_gb_per_s{suffix}"]["best"])
 
 
 # ---------------------------------------------------------------------- the targets

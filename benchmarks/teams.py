@@ -21,8 +21,9 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
+T = TypeVar("T")
 Say = Callable[[str], None]
 
 PATIENCE_S = 300.0
@@ -54,9 +55,11 @@ class Job(Protocol):
 # ---------------------------------------------------------------------- one rank
 
 
-def _work(connection: Connection, job: Job, rank: int, ranks: int, meeting: str) -> None:
+def _work(
+    connection: Connection, job: Job, rank: int, ranks: int, threads: int, meeting: str
+) -> None:
     try:
-        _serve(connection, job, rank, ranks, meeting)
+        _serve(connection, job, rank, ranks, threads, meeting)
     except EOFError:
         pass  # the program that asks has gone
     except BaseException as error:
@@ -64,7 +67,9 @@ def _work(connection: Connection, job: Job, rank: int, ranks: int, meeting: str)
         connection.send(("error", f"rank {rank}: {short}", traceback.format_exc()))
 
 
-def _serve(connection: Connection, job: Job, rank: int, ranks: int, meeting: str) -> None:
+def _serve(
+    connection: Connection, job: Job, rank: int, ranks: int, threads: int, meeting: str
+) -> None:
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     os.environ |= {key: str(value) for key, value in place.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
@@ -73,7 +78,7 @@ def _serve(connection: Connection, job: Job, rank: int, ranks: int, meeting: str
     import torch
     import torch.distributed as dist
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     store = dist.FileStore(meeting, ranks)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     job.prepare()
@@ -98,6 +103,7 @@ class Team:
     name: str
     job: Job
     ranks: int = 2
+    threads: int = 1
     error: str = ""
     peak_nbytes: dict[str, int] = field(default_factory=dict)
     _ends: list[Connection] = field(default_factory=list)
@@ -110,7 +116,9 @@ class Team:
         for rank in range(self.ranks):
             end, far = context.Pipe()
             process = context.Process(
-                target=_work, args=(far, self.job, rank, self.ranks, meeting), daemon=True
+                target=_work,
+                args=(far, self.job, rank, self.ranks, self.threads, meeting),
+                daemon=True,
             )
             process.start()
             far.close()
@@ -232,10 +240,14 @@ def fork_server() -> Any:
 
 def in_turns(teams: Sequence[Team], rounds: int) -> Iterator[tuple[int, Team]]:
     """Forwards, backwards, forwards... through the teams that still work."""
+    return ((number, team) for number, team in to_and_fro(teams, rounds) if not team.error)
+
+
+def to_and_fro(items: Sequence[T], rounds: int) -> Iterator[tuple[int, T]]:
+    """Forwards, backwards, forwards... through the list: drift of the machine meets all of it."""
     for number in range(rounds):
-        for team in teams if number % 2 == 0 else reversed(teams):
-            if not team.error:
-                yield number, team
+        for item in items if number % 2 == 0 else reversed(items):
+            yield number, item
 
 
 class Clock:

@@ -1,29 +1,20 @@
-"""How is a training step measured, and do all systems train alike?"""
+"""How is a training step measured?"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
+from judging import Row, judge, statistics
 from models import GPTTask, StackTask
 from systems import System, Trainer
 from teams import Clock, Say, Team, in_turns, running
 
-NOISE = 0.005
-"""Largest relative distance of a loss from the other systems' that bf16 may explain. (The same model in
-fp32 and under bf16 autocast, in one process: 0.0002 over 20 steps.)"""
-
-COMPARED_STEPS = 16
-"""Two passes over the data. Later a batch this small makes the loss jump by itself, by a factor of two,
-and rounding decides at which step: from there on no two libraries agree."""
-
 PHASES = ("forward", "backward", "step")
-MEASURES = ("cpu", "wall", "compute", *PHASES)
-"""Of every step: CPU seconds in all, wall seconds, CPU of forward + backward, CPU of each phase."""
-
-Row = dict[str, Any]
+MEASURES = ("cpu", "wall", "compute", *PHASES, "step_wall")
+"""Of every step: CPU seconds in all, wall seconds, CPU of forward + backward, CPU of each phase, wall
+seconds of the last phase."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +28,12 @@ class Effort:
 
 @dataclass(frozen=True)
 class Line:
-    """A system in a comparison; ``ranks`` may differ from that of the others."""
+    """A system in a comparison; ``ranks`` may differ from that of the others. ``threads``: per rank."""
 
     system: System
     ranks: int = 2
     name: str = ""
+    threads: int = 1
 
     @property
     def title(self) -> str:
@@ -89,8 +81,8 @@ class TrainingSession:
         self.trainer.close()
 
     def _step(self) -> dict[str, float]:
-        """CPU seconds of this process in each part of the step, wall seconds of the whole, the loss."""
-        clock, cpu = Clock(), dict.fromkeys(PHASES, 0.0)
+        """CPU seconds of this process in each part of the step, wall seconds, loss, norm if known."""
+        clock, cpu = Clock(), dict.fromkeys((*PHASES, "step_wall"), 0.0)
         losses, trainer = [], self.trainer
         for number in range(self.micro_batches):
             last = number + 1 == self.micro_batches
@@ -101,16 +93,19 @@ class TrainingSession:
             loss = trainer.forward(x, y)
             after_forward = clock.read()[0]
             trainer.backward(loss)
-            after_backward = clock.read()[0]
+            after_backward, step_begin = clock.read()
             if last or trainer.counts:
                 trainer.step()
-            end = clock.read()[0]
+            end, step_end = clock.read()
             cpu["forward"] += after_forward - begin
             cpu["backward"] += after_backward - after_forward
             cpu["step"] += end - after_backward
+            cpu["step_wall"] += step_end - step_begin
             losses.append(loss.detach())
         wall = clock.read()[1]
-        return {**cpu, "wall": wall, "loss": sum(map(float, losses)) / len(losses)}
+        norm = trainer.norm()
+        known = {} if norm is None else {"norm": norm}
+        return {**cpu, "wall": wall, "loss": sum(map(float, losses)) / len(losses), **known}
 
 
 def compare(
@@ -125,7 +120,10 @@ def compare(
     """One row per line: statistics of its steps, and whether its losses are the others'."""
     teams = {
         line.title: Team(
-            line.title, TrainingJob(protocol, line.title, task, micro_batches), line.ranks
+            line.title,
+            TrainingJob(protocol, line.title, task, micro_batches),
+            line.ranks,
+            line.threads,
         )
         for line in lines
         if not line.system.absent
@@ -141,26 +139,21 @@ def compare(
             say(f"round {number + 1} of {effort.rounds}: {team.name}")
             steps[team.name] += _mean_over_ranks(team.turn(effort.burst))
     rows = [_row(line, teams.get(line.title), steps, effort.warm_up) for line in lines]
-    _judge(rows)
+    judge(rows)
     return rows
 
 
 def _mean_over_ranks(answers: list[list[dict[str, float]]]) -> list[dict[str, float]]:
-    """CPU time and loss: the mean; wall time: the slowest rank."""
+    """CPU time, loss and norm: the mean; wall time: the slowest rank."""
     steps = []
     for records in zip(*answers, strict=True):
         step = {key: sum(r[key] for r in records) / len(records) for key in records[0]}
-        step["wall"] = max(record["wall"] for record in records)
+        for key in ("wall", "step_wall"):
+            step[key] = max(record[key] for record in records)
         step["compute"] = step["forward"] + step["backward"]
         step["cpu"] = step["compute"] + step["step"]
         steps.append(step)
     return steps
-
-
-def statistics(values: Sequence[float]) -> dict[str, float]:
-    """What is kept of measured numbers, four digits of each."""
-    found = {"median": median(values), "min": min(values), "max": max(values)}
-    return {key: float(f"{value:.4g}") for key, value in found.items()}
 
 
 def _row(
@@ -185,29 +178,8 @@ def _row(
     row |= {f"{key}_ms": statistics([1000 * s[key] for s in timed]) for key in MEASURES}
     row["steps"] = len(timed)
     row["losses"] = [step["loss"] for step in mine]
+    if all("norm" in step for step in mine):
+        row["norms"] = [step["norm"] for step in mine]
     row["peak_mib"] = {key: round(n / 2**20, 1) for key, n in team.peak_nbytes.items()}
     row["compared"] = system.compared
     return row
-
-
-def _judge(rows: list[Row]) -> None:
-    """How far is each line from the median over libraries, one curve each?
-
-    No library outvotes the others. Lines with another number of ranks have other data: they are
-    compared among themselves.
-    """
-    for ranks in {row["ranks"] for row in rows}:
-        trained = [r for r in rows if r.get("compared") and r["ranks"] == ranks]
-        early = {row["name"]: row["losses"][:COMPARED_STEPS] for row in trained}
-        curves = {row["family"].split()[0]: early[row["name"]] for row in reversed(trained)}
-        centre = [median(column) for column in zip(*curves.values(), strict=True)]
-        for row in trained:
-            pairs = zip(early[row["name"]], centre, strict=True)
-            away = max(abs(a - b) / abs(b) for a, b in pairs)
-            row["loss_distance"] = float(f"{away:.2g}")
-            row["comparable"] = away <= NOISE
-
-
-def usable(row: Row) -> bool:
-    """Was it measured, and does it train as the others do?"""
-    return "cpu_ms" in row and row.get("comparable", True)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from judging import NORM_NOISE, Row, usable
 from targets import (
     PEERS,
     all_targets,
@@ -19,9 +20,10 @@ from targets import (
     named,
     overhead_us,
     rows_of,
+    stream_gb_per_s,
     update_ms,
 )
-from training import PHASES, Row, usable
+from training import PHASES
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,8 @@ class View:
     notes: list[str]
 
 
-Cells = Callable[[Row, dict[str, Any]], list[str]]
+Cells = Callable[[Row, str, dict[str, Any]], list[str]]
+"""From a line, the key of its protocol and the whole result."""
 
 
 def views(result: dict[str, Any]) -> list[View]:
@@ -47,15 +50,16 @@ def views(result: dict[str, Any]) -> list[View]:
 
 def _view(key: str, result: dict[str, Any]) -> View:
     protocol = result["protocols"][key]
-    if key == "a3":
+    if key.startswith("a3"):
         return _collectives(protocol)
     heads, cells = {
         "a4": (_UPDATE_HEADS, _update_cells),
+        "a4-2": (["wall ms", *_UPDATE_HEADS[1:]], _update_cells),
         "a5": (_MEMORY_HEADS, _memory_cells),
         "a7": (_LAYER_HEADS, _layer_cells),
     }.get(key, (_STEP_HEADS, _step_cells))
     rows = [
-        [row["name"], *cells(row, result)] for row in protocol["rows"] if not _excuse(row)
+        [row["name"], *cells(row, key, result)] for row in protocol["rows"] if not _excuse(row)
     ]  # fmt: skip
     notes = _notes(protocol["rows"])
     if key == "a1":
@@ -99,12 +103,12 @@ _STEP_HEADS = [
 ]  # fmt: skip
 
 
-def _step_cells(row: Row, result: dict[str, Any]) -> list[str]:
-    rows = next(p["rows"] for p in result["protocols"].values() if row in p["rows"])
+def _step_cells(row: Row, key: str, result: dict[str, Any]) -> list[str]:
+    rows = result["protocols"][key]["rows"]
     peer = best(r for r in rows if usable(r) and r["family"] in PEERS[1:])
     trains = "loss_distance" in row
     return [
-        *(f"{row['cpu_ms'][key]:.0f}" for key in ("median", "min", "max")),
+        *(f"{row['cpu_ms'][part]:.0f}" for part in ("median", "min", "max")),
         *(f"{ms(row, measure):.0f}" for measure in (*PHASES, "wall")),
         *(f"{row['peak_mib'][phase]:.0f}" for phase in ("construction", "training")),
         f"{row['losses'][-1]:.4f}" if trains else "",
@@ -117,18 +121,23 @@ def _distance(row: Row) -> str:
     """Empty for a line that is not compared."""
     if "loss_distance" not in row:
         return ""
-    return f"{row['loss_distance']:.0e}" + ("" if row["comparable"] else " NO RESULT")
+    cell = f"{row['loss_distance']:.0e}"
+    if row.get("norm_distance", 0) > NORM_NOISE:
+        cell += f" norm {row['norm_distance']:.0e}"
+    return cell + ("" if row["comparable"] else " NO RESULT")
 
 
 _UPDATE_HEADS = ["CPU ms", "min", "max", "GB/s", "of STREAM", "distance"]
 
 
-def _update_cells(row: Row, result: dict[str, Any]) -> list[str]:
-    numel = result["protocols"]["a4"]["settings"]["parameters"]
-    share = update_ms(numel, result) / ms(row, "step")
+def _update_cells(row: Row, key: str, result: dict[str, Any]) -> list[str]:
+    settings = result["protocols"][key]["settings"]
+    numel, threads = settings["parameters"], settings["threads_per_rank"]
+    measure = "step" if threads == 1 else "step_wall"
+    share = update_ms(numel, result, threads) / ms(row, measure)
     return [
-        *(f"{row['step_ms'][key]:.1f}" for key in ("median", "min", "max")),
-        f"{share * result['stream_gb_per_s']['best']:.1f}",
+        *(f"{row[f'{measure}_ms'][part]:.1f}" for part in ("median", "min", "max")),
+        f"{share * stream_gb_per_s(result, threads):.1f}",
         f"{100 * share:.0f} %",
         _distance(row),
     ]
@@ -137,16 +146,16 @@ def _update_cells(row: Row, result: dict[str, Any]) -> list[str]:
 _MEMORY_HEADS = ["construction MiB", "training MiB", "of 16 B per parameter"]
 
 
-def _memory_cells(row: Row, result: dict[str, Any]) -> list[str]:
+def _memory_cells(row: Row, key: str, result: dict[str, Any]) -> list[str]:
     built, trained = (row["peak_mib"][phase] for phase in ("construction", "training"))
-    share = f"{trained / result['protocols']['a5']['formula_mib']:.2f}x"
+    share = f"{trained / result['protocols'][key]['formula_mib']:.2f}x"
     return [f"{built:.0f}", f"{trained:.0f}", share if row["learns"] else "NO RESULT"]
 
 
 _LAYER_HEADS = ["forward + backward ms", "min", "max", "us per layer above plain", "distance"]
 
 
-def _layer_cells(row: Row, result: dict[str, Any]) -> list[str]:
+def _layer_cells(row: Row, _key: str, result: dict[str, Any]) -> list[str]:
     extra = overhead_us(row, result)
     return [
         *(f"{row['compute_ms'][key]:.1f}" for key in ("median", "min", "max")),

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from trainers import (
-    GPT,
     SYSTEMS,
     Job,
     Trainer,
     batches,
+    new_model,
     plain,
     zeroshard,
     zeroshard_config,
@@ -98,7 +98,7 @@ def _init(job: Job) -> str:
             if sharded:
                 stack.enter_context(zero.Init(config_dict_or_path=config))
             stack.enter_context(torch.device(job.device))
-            model = GPT(job.shape)
+            model = new_model(job.shape)
         engine = Engine(model, config=config, device=job.device)
         curves.append(_curve(zeroshard_trainer(engine), job, 3))
     return difference(curves[0], curves[1])

@@ -16,18 +16,22 @@ import datetime
 import importlib.util
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[1]))  # what both kinds of benchmarks share lies there
+
+from judging import Row, distance, statistics
 from rich.console import Console
 from rich.table import Table
 from shapes import SHAPES, Shape, budgets, mfu, peak_tflops
+from teams import to_and_fro
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -36,7 +40,6 @@ ENOUGH_S = 12.0  # below this much time left, no turn is begun: a process needs 
 OUT_OF_TIME = "out of time"
 NOT_COMPARABLE = 0.01  # relative distance of the last loss from the first system's
 Answer = dict[str, Any]
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -159,13 +162,10 @@ def compared(
 ) -> list[Row]:
     """One row per line. A line that failed in its first turn has no second."""
     answers: dict[Line, list[Answer]] = {line: [] for line in lines}
-    for turn in range(turns):
-        for line in lines if turn % 2 == 0 else list(reversed(lines)):
-            if any("error" in answer for answer in answers[line]):
-                continue
-            options = {"rows": rows, **given.get("options", {})}
-            answer = bench.turn("train", line, size, **{**given, "options": options})
-            answers[line].append(answer)
+    options = {"rows": rows, **given.pop("options", {})}
+    for _, line in to_and_fro(lines, turns):
+        if not any("error" in answer for answer in answers[line]):
+            answers[line].append(bench.turn("train", line, size, **given, options={**options}))
     peak = peak_tflops(bench.machine.get("gpu", "")) or bench.machine.get("matmul_bf16_tflops")
     shape = SHAPES[bench.shape(size)]
     made = [summary(line, size, shape, answers[line], rows, peak) for line in lines]
@@ -183,12 +183,12 @@ def summary(
         row["error"] = errors[0]
     if not good:
         return row
-    steps_ms = [ms for answer in good for ms in answer["step_ms"]]
-    median_ms = statistics.median(steps_ms)
-    rate = rows * shape.context / median_ms * 1e3
-    row |= {"turns": len(good), "step_ms": median_ms, "min_ms": min(steps_ms), "tokens_per_s": rate}
+    steps = statistics([ms for answer in good for ms in answer["step_ms"]])
+    rate = rows * shape.context / steps["median"] * 1e3
+    row |= {"turns": len(good), "step_ms": steps["median"], "min_ms": steps["min"]}
+    row["tokens_per_s"] = rate
     for key in ("forward_ms", "backward_ms", "update_ms", "wall_ms", "host_cpu_ms"):
-        row[key] = statistics.median(answer[key] for answer in good)
+        row[key] = median(answer[key] for answer in good)
     for key in ("allocated_nbytes", "reserved_nbytes"):
         if key in good[0]:
             row[key] = max(answer[key] for answer in good)
@@ -201,9 +201,8 @@ def with_distance(rows: list[Row]) -> list[Row]:
     """Whoever trains differently is not compared: the last loss is held against the first row's."""
     measured = [row for row in rows if "losses" in row]
     for row in measured:
-        wanted, found = measured[0]["losses"][-1], row["losses"][-1]
-        row["distance"] = abs(found - wanted) / abs(wanted)
-        if not row["distance"] <= NOT_COMPARABLE:  # also NaN
+        row["distance"] = distance(row["losses"][-1:], measured[0]["losses"][-1:])
+        if row["distance"] > NOT_COMPARABLE:
             row["error"] = "NO RESULT: trains differently"
     return rows
 

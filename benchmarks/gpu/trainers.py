@@ -6,69 +6,27 @@ same numbers and torch's fused kernel, gradients clipped at norm 1.0.
 
 from __future__ import annotations
 
-import contextlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).parents[1]))  # what both kinds of benchmarks share lies there
+
+import systems
 import torch
+from models import GPT, text
 from shapes import Shape
+from systems import CLIP, ClippedStep, MasterStep
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
-ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-CLIP = 1.0
+ADAMW: dict[str, Any] = {**systems.ADAMW, "lr": 1e-4}
 
 
-class Embedding(nn.Embedding):
-    """A table that is also the output layer: small values, so that training begins calmly."""
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=0.02)
-
-
-class Block(nn.Module):
-    """Attention and MLP, pre-norm."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        width = shape.width
-        self.heads = shape.heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        batch, length, width = x_BTD.shape
-        qkv = self.qkv(self.norm1(x_BTD)).view(batch, length, 3, self.heads, width // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x_BTD = x_BTD + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        hidden = functional.gelu(self.up(self.norm2(x_BTD)), approximate="tanh")
-        result: Tensor = x_BTD + self.down(hidden)
-        return result
-
-
-class GPT(nn.Module):
-    """Returns the mean cross entropy of the next token. ``recompute``: block inputs are kept only."""
-
-    def __init__(self, shape: Shape, *, recompute: bool = False) -> None:
-        super().__init__()
-        self.recompute = recompute
-        self.embed = Embedding(shape.vocabulary, shape.width)
-        self.place = Embedding(shape.context, shape.width)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
-        self.norm = nn.LayerNorm(shape.width)
-
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
-        places = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
-        x_BTD = self.embed(tokens_BT) + self.place(places)
-        for block in self.blocks:
-            kept = self.recompute and torch.is_grad_enabled()
-            x_BTD = checkpoint(block, x_BTD, use_reentrant=False) if kept else block(x_BTD)
-        logits = functional.linear(self.norm(x_BTD), self.embed.weight)
-        return functional.cross_entropy(logits.flatten(0, 1).float(), targets_BT.flatten())
+def new_model(shape: Shape, *, recompute: bool = False) -> GPT:
+    """A model whose embedding is also its head, where and in which dtype torch makes tensors now."""
+    return GPT(shape, tied=True, recompute=recompute)
 
 
 def build(shape: Shape, device: str, *, dtype: torch.dtype, recompute: bool = False) -> GPT:
@@ -78,30 +36,22 @@ def build(shape: Shape, device: str, *, dtype: torch.dtype, recompute: bool = Fa
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            return GPT(shape, recompute=recompute)
+            return new_model(shape, recompute=recompute)
     finally:
         torch.set_default_dtype(before)
 
 
 def batches(shape: Shape, rows: int, device: str, count: int = 4) -> list[tuple[Tensor, Tensor]]:
-    """``count`` pairs ``[rows, context]`` of tokens, as frequent as words in a text, and successors."""
-    generator = torch.Generator().manual_seed(1)
-    size = (count, rows, shape.context + 1)
-    text = (shape.vocabulary ** torch.rand(size, generator=generator, dtype=torch.float64)).long()
-    return [(row[:, :-1].to(device), row[:, 1:].to(device)) for row in text.sub_(1)]
+    """``count`` pairs ``[rows, context]`` of tokens and their successors, on the device."""
+    pairs = text(shape, rows, count, seed=1)
+    return [(tokens.to(device), targets.to(device)) for tokens, targets in pairs]
 
 
 @dataclass(frozen=True)
-class Trainer:
-    """One training step in three parts."""
+class Trainer(systems.Trainer):
+    """One training step in three parts. ``values``: copies of all masters, rounding hides nothing."""
 
-    forward: Callable[[Tensor, Tensor], Tensor]
-    backward: Callable[[Tensor], Any]
-    step: Callable[[], Any]
-    close: Callable[[], Any] = lambda: None
-    values: Callable[[], dict[str, Tensor]] = (
-        dict  # copies of all masters by name: rounding hides nothing
-    )
+    values: Callable[[], dict[str, Tensor]] = dict
     engine: Any = None
 
 
@@ -130,7 +80,7 @@ def zeroshard_config(job: Job) -> dict[str, Any]:
             zero["offload_optimizer"]["nvme_path"] = job.folder
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": {**ADAMW, "betas": list(ADAMW["betas"])}},
+        "optimizer": systems.adamw_config(ADAMW),
         "gradient_clipping": CLIP,
         "zero_optimization": zero,
     }
@@ -170,7 +120,7 @@ def zeroshard_trainer(engine: Any) -> Trainer:
         found = {n: safe_get_full_fp32_param(p) for n, p in engine.module.named_parameters()}
         return {name: value for name, value in found.items() if value is not None}
 
-    return Trainer(engine, engine.backward, engine.step, engine.close, values, engine)
+    return Trainer(engine, engine.backward, engine.step, engine.close, values=values, engine=engine)
 
 
 def plain(job: Job) -> Trainer:
@@ -183,18 +133,12 @@ def plain(job: Job) -> Trainer:
     wide = job.precision == "fp32"
     masters: list[Tensor] = params if wide else [nn.Parameter(p.detach().float()) for p in params]
     optimizer = torch.optim.AdamW(masters, fused=True, **ADAMW)
-
-    def step() -> None:
-        if not wide:
-            for master, param in zip(masters, params, strict=True):
-                assert param.grad is not None
-                master.grad, param.grad = param.grad.float(), None
-        nn.utils.clip_grad_norm_(masters, CLIP, foreach=False if job.bitwise else None)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        if not wide:
-            with torch.no_grad():
-                torch._foreach_copy_(params, masters)
+    foreach = False if job.bitwise else None
+    step: ClippedStep = (
+        ClippedStep(masters, optimizer, foreach=foreach)
+        if wide
+        else MasterStep(params, masters, optimizer, foreach=foreach)
+    )
 
     def values() -> dict[str, Tensor]:
         names = [name for name, _ in model.named_parameters()]
@@ -205,29 +149,18 @@ def plain(job: Job) -> Trainer:
 
 def fsdp2(job: Job) -> Trainer:
     """FSDP2 on one GPU: fp32 shards, bf16 parameters, one group per block, not resharded."""
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy
 
     _open_group(job.device)
     model = build(job.shape, job.device, dtype=torch.bfloat16, recompute=job.recompute).float()
     more: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()} if job.offload else {}
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    for part in (*model.blocks, model):
-        fully_shard(part, mp_policy=policy, reshard_after_forward=bool(job.offload), **more)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
-
-    def step() -> None:
-        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return Trainer(model, Tensor.backward, step, _close_group)
+    systems.shard_with_fsdp2(model, reshard=bool(job.offload), **more)
+    return Trainer(model, Tensor.backward, systems.fused_step(model, ADAMW), _close_group)
 
 
 def deepspeed(job: Job) -> Trainer:
     """DeepSpeed, torch's fused AdamW unless state is offloaded (then its own CPU Adam)."""
-    with contextlib.redirect_stdout(None):
-        import deepspeed as library  # type: ignore[import-not-found,unused-ignore]
-
+    library = systems.import_deepspeed()
     _open_group(job.device)
     model = build(job.shape, job.device, dtype=torch.bfloat16, recompute=job.recompute)
     config = zeroshard_config(job) | {

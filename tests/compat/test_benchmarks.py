@@ -7,16 +7,24 @@ import mmap
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+
+from zeroshard.testing.ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import judging  # noqa: E402
+import models  # noqa: E402
+import protocols  # noqa: E402
+import systems  # noqa: E402
 import tables  # noqa: E402
 import targets  # noqa: E402
 import teams  # noqa: E402
@@ -43,7 +51,7 @@ def result(run: Path) -> dict[str, Any]:
     return json.loads((run / "x.json").read_text())
 
 
-KEYS = ["a1", "a2-512", "a3", "a4", "a5", "a6", "a7", "a8"]
+KEYS = ["a1", "a1-fp32", "a2-512", "a3", "a3-4", "a4", "a4-2", "a5", "a6", "a7", "a8"]
 
 
 @pytest.mark.slow
@@ -106,16 +114,120 @@ def row(name: str, cpu: float, losses: list[float] | None = None, **keys: Any) -
 
 def test_a_line_whose_losses_leave_the_others_is_no_result():
     rows = [row("DDP", 3), row("FSDP2 x", 2), row("ZeroShard x", 1, [5.0, 4.1])]
-    training._judge(rows)
-    assert [training.usable(r) for r in rows] == [True, True, False]
+    judging.judge(rows)
+    assert [judging.usable(r) for r in rows] == [True, True, False]
     assert "NO RESULT" in views._distance(rows[2])
+
+
+def test_a_line_whose_gradient_has_another_norm_is_no_result():
+    rows = [row("DDP", 3, norms=[2.0, 1.0]), row("FSDP2 x", 2), row("ZeroShard x", 1, norms=[2, 1])]
+    judging.judge(rows)
+    assert all(judging.usable(r) for r in rows)
+    rows.append(row("DeepSpeed x", 1, norms=[4.0, 2.0]))
+    judging.judge(rows)
+    assert [judging.usable(r) for r in rows] == [True, True, True, False]
+    assert "norm 1e+00 NO RESULT" in views._distance(rows[3])
+
+
+def test_a_loss_that_is_no_number_is_no_result():
+    rows = [row("DDP", 3), row("FSDP2 x", 2), row("ZeroShard x", 1, [float("nan"), 4.0])]
+    judging.judge(rows)
+    assert [judging.usable(r) for r in rows] == [True, True, False]
+
+
+def test_the_last_step_counts_as_much_as_the_first():
+    curve = [5.0] * 49
+    rows = [row("DDP", 3, [*curve, 5.0]), row("FSDP2 x", 2, [*curve, 5.0])]
+    rows.append(row("ZeroShard x", 1, [*curve, 5.1]))
+    judging.judge(rows)
+    assert [judging.usable(r) for r in rows] == [True, True, False]
+
+
+SMALL = models.GPTTask(models.Shape(vocabulary=256, width=64, layers=2, heads=2, context=16))
+STEPS = 50
+
+
+def _summed(trainer: systems.Trainer) -> systems.Trainer:
+    """A library that forgets to divide by the number of ranks."""
+    return replace(trainer, backward=lambda loss: trainer.backward(2 * loss))
+
+
+def train(rank_of_data: int | None, system: str, fault: str) -> list[dict[str, float]]:
+    """What one rank records of fifty steps."""
+    rank = dist.get_rank() if rank_of_data is None else rank_of_data
+    build = {
+        "DDP": systems.ddp,
+        "FSDP2": systems.fsdp2(True),
+        "ZeroShard": systems.zeroshard(3),
+        "alone": systems.plain(),  # a library that forgets to exchange gradients
+        "idle": systems.floor,  # one that forgets to update
+    }[system]
+    trainer = build(SMALL.model(), 1)
+    session = training.TrainingSession(
+        _summed(trainer) if fault == "summed" else trainer, SMALL.data(rank, 8), 1
+    )
+    records = session.turn(STEPS)
+    session.close()
+    return records
+
+
+def curves(name: str, system: str, fault: str = "", data: int | None = None) -> dict[str, Any]:
+    steps = training._mean_over_ranks(run_ranks(train, 2, data, system, fault))
+    found = row(name, 1, [step["loss"] for step in steps])
+    return found | ({"norms": [step["norm"] for step in steps]} if "norm" in steps[0] else {})
+
+
+@pytest.fixture(scope="module")
+def honest() -> list[dict[str, Any]]:
+    return [curves(name, name) for name in ("DDP", "FSDP2", "ZeroShard")]
+
+
+def test_libraries_that_train_rightly_agree_in_every_step(honest):
+    judging.judge(honest)
+    assert [len(r["losses"]) for r in honest] == [STEPS] * 3
+    assert all(judging.usable(r) for r in honest)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"system": "DDP", "fault": "summed"},
+        {"system": "DDP", "data": 0},
+        {"system": "alone"},
+        {"system": "idle"},
+    ],
+    ids=["gradients summed", "one rank's data repeated", "gradients not exchanged", "no update"],
+)
+def test_a_library_that_trains_wrongly_is_no_result(honest, wrong):
+    rows = [*honest, curves("Wrong", **wrong)]
+    judging.judge(rows)
+    assert [judging.usable(r) for r in rows] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("key", ["a4", "a7"])
+def test_the_stacks_learn_more_than_two_libraries_may_differ(key):
+    """Else a library that never updates would pass for one that does."""
+    task = next(c.task for c in protocols.COMPARISONS if c.key == key)
+    task = replace(task, width=min(task.width, 256))
+    session = training.TrainingSession(
+        systems.plain(fused=True)(task.model(), 1), task.data(0, 1), 1
+    )
+    losses = [step["loss"] for step in session.turn(20)]
+    assert losses[-1] < losses[0] * (1 - 2 * judging.NOISE)
+
+
+def test_a_model_does_not_depend_on_what_was_drawn_before():
+    one = SMALL.model()
+    torch.manual_seed(7)
+    other = SMALL.model()
+    assert all(map(torch.equal, one.state_dict().values(), other.state_dict().values()))
 
 
 def test_lines_of_one_library_do_not_outvote_the_others():
     own = [row(f"ZeroShard {i}", 1, [5.0, 4.1]) for i in range(9)]
     rows = [row("DDP", 3), row("FSDP2 x", 2), *own]
-    training._judge(rows)
-    assert [training.usable(r) for r in rows] == [True, True] + [False] * 9
+    judging.judge(rows)
+    assert [judging.usable(r) for r in rows] == [True, True] + [False] * 9
 
 
 def a1(**cpu_of_own: float) -> dict[str, Any]:

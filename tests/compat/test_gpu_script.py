@@ -93,12 +93,13 @@ def test_full_use_is_all_of_the_promised_arithmetic(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_rehearsal_goes_through_every_task(tmp_path: Path) -> None:
-    """Offloading is refused by the library itself, checks hold, and nothing is written."""
+    """Checks hold, state off the GPU is trained with too, and nothing is written."""
     done = script("--rehearse", "--only", "checks", "B1", "B2", "B6", "--minutes", "90",
-                  "--systems", "plain",
+                  "--systems", "plain", "ZeroShard stage 2",
                   "--out", str(tmp_path / "found.json"))  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert "ZeroShard stage 2: needs offload_optimizer: not in this version" in done.stdout
+    assert "train ZeroShard stage 2 bf16 7B" in done.stdout
+    assert "not in this version" not in done.stdout
     assert "error" not in done.stdout
     assert "exit code" not in done.stdout
     assert not list(tmp_path.iterdir())

@@ -150,7 +150,51 @@ class SoloComm:
         self.recorder.close()
 
 
-class ProcessGroupComm:
+class Member:
+    """One of several ranks that call the same collectives, and its record of what it was asked for.
+
+    The base of every communicator with more than one rank: entering a call here means that all of
+    them describe it in the same words, and count what they send in the same way.
+    """
+
+    def __init__(
+        self, rank: int, ranks: Sequence[int], recorder: Recorder | None, guard: Guard | None
+    ) -> None:
+        self.world_size = len(ranks)
+        self.rank = rank
+        self.ranks = tuple(ranks)
+        self.recorder = recorder or Recorder()
+        self._guard: Guard = guard or NoGuard()
+        self._gathers = self.recorder.entries("all_gather")
+        self._reductions = self.recorder.entries("reduce_scatter")
+        self._small = self.recorder.entries("gather_small")
+        self._broadcasts = [self.recorder.entries(f"broadcast from {r}") for r in self.ranks]
+
+    def empty(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Plain memory."""
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def _enter_gather(self, full_N: Tensor, shard_S: Tensor, name: str) -> Item:
+        numel = full_N.numel()
+        return self.recorder.enter(self._gathers[name], full_N, numel, numel - shard_S.numel())
+
+    def _enter_reduction(self, out_S: Tensor, full_N: Tensor, name: str) -> Item:
+        numel = full_N.numel()
+        return self.recorder.enter(self._reductions[name], full_N, numel, numel - out_S.numel())
+
+    def _enter_small(self, vector_K: Tensor, name: str) -> Item:
+        numel = vector_K.numel()
+        sent = numel * (self.world_size - 1)
+        return self.recorder.enter(self._small[name], vector_K, numel, sent)
+
+    def _enter_broadcast(self, tensor: Tensor, src: int, name: str) -> Item:
+        check_source(src, self.world_size)
+        numel = tensor.numel()
+        sent = numel * (self.world_size - 1) if src == self.rank else 0
+        return self.recorder.enter(self._broadcasts[src][name], tensor, numel, sent)
+
+
+class ProcessGroupComm(Member):
     """The stock collectives of a process group: NCCL, torch's fake backend and others.
 
     Sums follow the backend's own order: with two ranks that is rank order; with more, NCCL adds
@@ -166,28 +210,19 @@ class ProcessGroupComm:
         owns_group: bool = False,
         sockets: Mapping[int, str] | None = None,
     ) -> None:
-        self.world_size = dist.get_world_size(group)
-        self.rank = dist.get_rank(group)
-        self.ranks = tuple(dist.get_process_group_ranks(group))
+        super().__init__(dist.get_rank(group), dist.get_process_group_ranks(group), recorder, guard)
         backend = dist.get_backend(group)
         self.transport = backend if backend in ("nccl", "fake") else f"stock:{backend}"
-        self.recorder = recorder or Recorder()
-        self._gathers = self.recorder.entries("all_gather")
-        self._reductions = self.recorder.entries("reduce_scatter")
-        self._small = self.recorder.entries("gather_small")
-        self._broadcasts = [self.recorder.entries(f"broadcast from {r}") for r in self.ranks]
         self._group: dist.ProcessGroup | None = group
         self._owns_group = owns_group
-        self._guard: Guard = guard or NoGuard()
         # Gloo blocks the host inside wait: in slices, so that Ctrl-C and a verdict get through.
         self._slice = _SLICE if backend == "gloo" else None
         self._sockets = dict(sockets or {})
 
     def all_gather(self, full_N: Tensor, shard_S: Tensor, *, name: str) -> Handle:
         """Stock all-gather. Types that a backend may not know travel as bytes."""
-        numel = full_N.numel()
-        item = self.recorder.enter(self._gathers[name], full_N, numel, numel - shard_S.numel())
-        if not numel:
+        item = self._enter_gather(full_N, shard_S, name)
+        if not full_N.numel():
             return DONE
         if full_N.dtype not in _NATIVE:
             full_N, shard_S = full_N.view(torch.uint8), shard_S.view(torch.uint8)
@@ -195,18 +230,14 @@ class ProcessGroupComm:
 
     def reduce_scatter(self, out_S: Tensor, full_N: Tensor, *, name: str) -> Handle:
         """Stock reduce-scatter."""
-        numel = full_N.numel()
-        item = self.recorder.enter(self._reductions[name], full_N, numel, numel - out_S.numel())
-        return self._start(item, _reduce_scatter, out_S, full_N) if numel else DONE
+        item = self._enter_reduction(out_S, full_N, name)
+        return self._start(item, _reduce_scatter, out_S, full_N) if full_N.numel() else DONE
 
     def gather_small(self, vector_K: Tensor, *, name: str) -> Tensor:
         """Stock all-gather into a new tensor; on CUDA the result is ready on the current stream."""
-        numel = vector_K.numel()
-        item = self.recorder.enter(
-            self._small[name], vector_K, numel, numel * (self.world_size - 1)
-        )
-        rows = vector_K.new_empty((self.world_size, numel))
-        if numel:
+        item = self._enter_small(vector_K, name)
+        rows = vector_K.new_empty((self.world_size, vector_K.numel()))
+        if vector_K.numel():
             flat, vector = rows.view(-1), vector_K.detach().contiguous()
             if vector.dtype not in _NATIVE:
                 flat, vector = flat.view(torch.uint8), vector.view(torch.uint8)
@@ -215,18 +246,10 @@ class ProcessGroupComm:
 
     def broadcast(self, tensor: Tensor, src: int, *, name: str) -> Handle:
         """Stock broadcast; ``src`` is a rank of this group."""
-        check_source(src, self.world_size)
-        numel = tensor.numel()
-        sent = numel * (self.world_size - 1) if src == self.rank else 0
-        item = self.recorder.enter(self._broadcasts[src][name], tensor, numel, sent)
-        if not numel:
+        item = self._enter_broadcast(tensor, src, name)
+        if not tensor.numel():
             return DONE
-        flat = tensor.detach()
-        return self._start(item, dist.broadcast, flat, self.ranks[src])
-
-    def empty(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Plain memory."""
-        return torch.empty(numel, dtype=dtype, device=device)
+        return self._start(item, dist.broadcast, tensor.detach(), self.ranks[src])
 
     def _start(self, item: Item, call: Any, *args: Any) -> Handle:
         if self._group is None:

@@ -36,11 +36,10 @@ class GlooComm(ProcessGroupComm):
 
     def all_gather(self, full_N: Tensor, shard_S: Tensor, *, name: str) -> Handle:
         """Every rank broadcasts its slice into its place in ``full_N``."""
-        numel, shard_numel = full_N.numel(), shard_S.numel()
-        item = self.recorder.enter(self._gathers[name], full_N, numel, numel - shard_numel)
-        if not numel:
+        item = self._enter_gather(full_N, shard_S, name)
+        if not full_N.numel():
             return DONE
-        slices = full_N.view(self.world_size, shard_numel).unbind()
+        slices = full_N.view(self.world_size, -1).unbind()
         own = slices[self.rank]
         if own.data_ptr() != shard_S.data_ptr():
             own.copy_(shard_S)
@@ -54,7 +53,7 @@ class GlooComm(ProcessGroupComm):
     def reduce_scatter(self, out_S: Tensor, full_N: Tensor, *, name: str) -> Handle:
         """Every rank gets all ranks' chunks of its slice; the sum is formed in ``wait``."""
         numel = full_N.numel()
-        item = self.recorder.enter(self._reductions[name], full_N, numel, numel - out_S.numel())
+        item = self._enter_reduction(out_S, full_N, name)
         if not numel:
             return DONE
         space = self._scratch.take(full_N.dtype, numel)

@@ -23,8 +23,7 @@ from zeroshard.comm.collectives import (
     DONE,
     Guard,
     Handle,
-    NoGuard,
-    check_source,
+    Member,
     closed,
     first_line,
 )
@@ -61,7 +60,7 @@ def open_links(
     return cast(Links, dist.ProcessGroupGloo(private, ranks.index(rank), len(ranks), timeout))
 
 
-class P2PComm:
+class P2PComm(Member):
     """Tagged sends and receives over gloo connections that belong to this object alone.
 
     ``ranks`` are the global ranks of the group in order. Sums go in that order on every rank;
@@ -79,18 +78,10 @@ class P2PComm:
         guard: Guard | None = None,
         sockets: Mapping[int, str] | None = None,
     ) -> None:
-        self.world_size = links.size()
-        self.rank = links.rank()
-        self.ranks = tuple(ranks)
-        self.recorder = recorder or Recorder()
-        self._gathers = self.recorder.entries("all_gather")
-        self._reductions = self.recorder.entries("reduce_scatter")
-        self._small = self.recorder.entries("gather_small")
-        self._broadcasts = [self.recorder.entries(f"broadcast from {r}") for r in self.ranks]
+        super().__init__(links.rank(), ranks, recorder, guard)
         # Start with the neighbour, so that not every rank talks to rank 0 first.
         self._peers = [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
         self._links: Links | None = links
-        self._guard: Guard = guard or NoGuard()
         self._sockets = dict(sockets or {})
         self._scratch = Scratch()
 
@@ -101,11 +92,10 @@ class P2PComm:
 
     def all_gather(self, full_N: Tensor, shard_S: Tensor, *, name: str) -> Handle:
         """Every other rank's slice arrives in its place in ``full_N``."""
-        numel, shard_numel = full_N.numel(), shard_S.numel()
-        item = self.recorder.enter(self._gathers[name], full_N, numel, numel - shard_numel)
-        if not numel:
+        item = self._enter_gather(full_N, shard_S, name)
+        if not full_N.numel():
             return DONE
-        slices = full_N.view(self.world_size, shard_numel).unbind()
+        slices = full_N.view(self.world_size, -1).unbind()
         exchange = _Exchange(self, item)
         for peer in self._peers:
             exchange.receive(slices[peer], peer)
@@ -118,10 +108,10 @@ class P2PComm:
 
     def reduce_scatter(self, out_S: Tensor, full_N: Tensor, *, name: str) -> Handle:
         """Chunks cross pairwise; the sum is formed in ``wait``."""
-        numel, shard_numel = full_N.numel(), out_S.numel()
-        item = self.recorder.enter(self._reductions[name], full_N, numel, numel - shard_numel)
-        if not numel:
+        item = self._enter_reduction(out_S, full_N, name)
+        if not full_N.numel():
             return DONE
+        shard_numel = out_S.numel()
         slices = full_N.view(self.world_size, shard_numel).unbind()
         space = self._scratch.take(full_N.dtype, (self.world_size - 1) * shard_numel)
         parts = [*space[: (self.world_size - 1) * shard_numel].view(-1, shard_numel).unbind()]
@@ -137,7 +127,7 @@ class P2PComm:
         """One message to every rank; tags make a mismatch wait instead of mixing numbers."""
         vector = vector_K.detach().contiguous()
         numel = vector.numel()
-        item = self.recorder.enter(self._small[name], vector, numel, numel * len(self._peers))
+        item = self._enter_small(vector, name)
         rows = vector.new_empty((self.world_size, numel))
         rows[self.rank] = vector
         if numel:
@@ -152,11 +142,8 @@ class P2PComm:
 
     def broadcast(self, tensor: Tensor, src: int, *, name: str) -> Handle:
         """The source sends to every rank."""
-        check_source(src, self.world_size)
-        numel = tensor.numel()
-        sent = numel * len(self._peers) if src == self.rank else 0
-        item = self.recorder.enter(self._broadcasts[src][name], tensor, numel, sent)
-        if not numel:
+        item = self._enter_broadcast(tensor, src, name)
+        if not tensor.numel():
             return DONE
         flat = tensor.detach().view(-1)
         exchange = _Exchange(self, item)
@@ -166,10 +153,6 @@ class P2PComm:
         else:
             exchange.receive(flat, src)
         return exchange
-
-    def empty(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Plain memory."""
-        return torch.empty(numel, dtype=dtype, device=device)
 
     def fail(self, item: Item, peer: int, error: RuntimeError) -> NoReturn:
         """Raise what the guard makes of a broken link to ``peer``."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm.agree import Store, exchange
-from zeroshard.comm.collectives import DONE, Guard, Handle, NoGuard, check_source, closed
+from zeroshard.comm.collectives import DONE, Guard, Handle, Member, closed
 from zeroshard.comm.host import Process, fate_of, this_process
 from zeroshard.comm.p2p import sum_in_rank_order
 from zeroshard.comm.recorder import Item, Recorder
@@ -96,7 +96,7 @@ def _apart(processes: Sequence[Process]) -> str:
     return ""
 
 
-class ShmComm:
+class ShmComm(Member):
     """Collectives through memory that ranks of one host share.
 
     ``ranks`` are the global ranks of the group in order. Sums go in that order on every rank;
@@ -115,20 +115,13 @@ class ShmComm:
         guard: Guard | None = None,
         timeout_s: float = 1860.0,
     ) -> None:
-        self.world_size = len(ranks)
-        self.rank = rank
-        self.ranks = tuple(ranks)
-        self.recorder = recorder or Recorder()
-        self._gathers = self.recorder.entries("all_gather")
-        self._reductions = self.recorder.entries("reduce_scatter")
-        self._small = self.recorder.entries("gather_small")
-        self._broadcasts = [self.recorder.entries(f"broadcast from {r}") for r in self.ranks]
+        super().__init__(rank, ranks, recorder, guard)
         self._ring: Ring | None = Ring(
             meeting,
             rank=rank,
             ranks=self.ranks,
             recorder=self.recorder,
-            guard=guard or NoGuard(),
+            guard=self._guard,
             timeout_s=timeout_s,
         )
 
@@ -150,11 +143,10 @@ class ShmComm:
 
     def all_gather(self, full_N: Tensor, shard_S: Tensor, *, name: str) -> Handle:
         """Every other rank's slice is copied into its place in ``wait``."""
-        numel, shard_numel = full_N.numel(), shard_S.numel()
-        item = self.recorder.enter(self._gathers[name], full_N, numel, numel - shard_numel)
-        if not numel:
+        item = self._enter_gather(full_N, shard_S, name)
+        if not full_N.numel():
             return DONE
-        slices = full_N.detach().view(self.world_size, shard_numel).unbind()
+        slices = full_N.detach().view(self.world_size, -1).unbind()
         return self._gather(item, slices, shard_S.detach())
 
     def _gather(self, item: Item, slices: Sequence[Tensor], shard_S: Tensor) -> Handle:
@@ -169,14 +161,14 @@ class ShmComm:
 
     def reduce_scatter(self, out_S: Tensor, full_N: Tensor, *, name: str) -> Handle:
         """The sum is formed in ``wait``, out of the others' memory."""
-        numel, shard_numel = full_N.numel(), out_S.numel()
-        item = self.recorder.enter(self._reductions[name], full_N, numel, numel - shard_numel)
-        if not numel:
+        item = self._enter_reduction(out_S, full_N, name)
+        if not full_N.numel():
             return DONE
         ring = self._open(item)
         seq = ring.begin(item)
         full_N = full_N.detach()
         if not ring.post_in_place(seq, item, full_N):
+            shard_numel = out_S.numel()
             begin, end = self.rank * shard_numel, (self.rank + 1) * shard_numel
             ring.post_copy(seq, item, [full_N[:begin], full_N[end:]])
         return _Reduction(ring, item, seq, out_S.detach(), full_N)
@@ -185,7 +177,7 @@ class ShmComm:
         """The vector travels inside the slot that announces it, unless it is too large."""
         vector = vector_K.detach().contiguous()
         numel = vector.numel()
-        item = self.recorder.enter(self._small[name], vector, numel, numel * (self.world_size - 1))
+        item = self._enter_small(vector, name)
         rows = vector.new_empty((self.world_size, numel))
         nbytes = vector.nbytes
         if not numel:
@@ -206,10 +198,7 @@ class ShmComm:
 
     def broadcast(self, tensor: Tensor, src: int, *, name: str) -> Handle:
         """The source posts copies, piece by piece; the others read them in ``wait``."""
-        check_source(src, self.world_size)
-        numel = tensor.numel()
-        sent = numel * (self.world_size - 1) if src == self.rank else 0
-        item = self.recorder.enter(self._broadcasts[src][name], tensor, numel, sent)
+        item, numel = self._enter_broadcast(tensor, src, name), tensor.numel()
         if not numel:
             return DONE
         ring = self._open(item)
