@@ -103,7 +103,17 @@ def test_no_store_changes_a_bit_on_one_rank(precision, tmp_path):
     check_stores(tmp_path, "transformer", precision, 1, stages=(1, 2, 3), world=1)
 
 
-def bits_of_training(keys: dict, *, steps: int = 6) -> dict[str, torch.Tensor]:
+def edit(weight: torch.nn.Parameter, stage: int, rank: int) -> None:
+    """The program writes into a parameter; parameter and master have it wherever they are."""
+    if stage < 3:
+        weight.data[3].mul_(2)
+        return
+    with GatheredParameters(weight, modifier_rank=0):
+        if rank == 0:
+            weight.data[3].mul_(2)
+
+
+def bits_of_training(keys: dict, *, stage: int = 3, steps: int = 6) -> dict[str, torch.Tensor]:
     """Parameters, masters and moments after a few steps of the fused AdamW that config names."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(96, 200), torch.nn.Tanh(), torch.nn.Linear(200, 7))
@@ -113,7 +123,7 @@ def bits_of_training(keys: dict, *, steps: int = 6) -> dict[str, torch.Tensor]:
         "bf16": {"enabled": True},
         "gradient_clipping": 0.5,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": 3, **keys},
+        "zero_optimization": {"stage": stage, **keys},
     }
     with Engine(model, config=config) as engine:
         for step in range(steps):
@@ -121,12 +131,8 @@ def bits_of_training(keys: dict, *, steps: int = 6) -> dict[str, torch.Tensor]:
             x = torch.randn(4, 96, generator=generator).bfloat16()
             engine.backward(engine(x).float().square().mean())
             engine.step()
-            if (
-                step == 3
-            ):  # an edit of a sharded parameter reaches parameter and master wherever they are
-                with GatheredParameters(model[0].weight, modifier_rank=0):
-                    if engine.global_rank == 0:
-                        model[0].weight.data[3].mul_(2)
+            if step == 3:
+                edit(model[0].weight, stage, engine.global_rank)
         found = {name: full.clone() for name, full in engine.iter_full_params()}
         for name, param in model.named_parameters():
             found[f"{name} master"] = safe_get_full_fp32_param(param)
@@ -192,16 +198,50 @@ def test_a_bus_between_device_and_host_changes_no_bit(name, precision, tmp_path)
         check_stores(tmp_path, name, precision, 1, stages=(1, 2, 3), world=2)
 
 
-@on_ranks(2)
-def test_the_update_on_the_worker_gives_the_same_bits(tmp_path):
+def check_the_worker(path: Path, stage: int) -> None:
     adam.prepare()
     adam.wait()
-    plain = bits_of_training({})
+    plain = bits_of_training({}, stage=stage)
     with a_bus_between(), chunks_of(4096):
-        for store, keys in stores(tmp_path, 3).items():
-            found = bits_of_training(keys)
+        for store, keys in stores(path, stage).items():
+            found = bits_of_training(keys, stage=stage)
             for name, value in plain.items():
                 assert torch.equal(found[name], value), f"{store}: {name}"
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2)
+def test_the_update_on_the_worker_gives_the_same_bits(stage, tmp_path):
+    check_the_worker(tmp_path, stage)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(1)
+def test_the_update_beside_the_next_forward_gives_the_same_bits(stage, tmp_path):
+    check_the_worker(tmp_path, stage)
+
+
+@on_ranks(1)
+def test_an_error_of_the_worker_is_raised_where_its_unit_is_used(tmp_path):
+    adam.prepare()
+    adam.wait()
+    model = torch.nn.Linear(64, 64)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    }
+    with a_bus_between() as bus, Engine(model, config=config) as engine:
+        x = torch.ones(1, 64).bfloat16()
+        for _ in range(2):
+            engine.backward(engine(x).float().sum())
+            engine.step()
+        engine.backward(engine(x).float().sum())
+        with mock.patch.object(bus, "up", side_effect=MemoryError("no room")):
+            engine.step()
+            with pytest.raises(MemoryError, match="no room"):
+                engine(x)
 
 
 def train_matrix(config: dict, *, steps: int) -> list[torch.Tensor]:

@@ -543,6 +543,18 @@ CASES: tuple[Case, ...] = (
             "an update in host memory can run beside the next step"
         ),
     ),
+    zero(
+        "delayed_update_of_parameters_in_host_memory",
+        {
+            "stage": 3,
+            "offload_optimizer": {"device": "cpu", "delayed_update": True},
+            "offload_param": {"device": "cpu"},
+        },
+        (
+            "zero_optimization.offload_optimizer.delayed_update: needs parameters on the device, not "
+            'offload_param.device "cpu": the next step would read what the update writes'
+        ),
+    ),
     # Known, but not there (yet)
     case(
         "tensor_parallel",

@@ -323,8 +323,8 @@ def let_go_when_joined(calls: Calls, monkeypatch) -> None:
 
 
 def test_nothing_moves_any_more_when_a_consumer_has_left(file, monkeypatch):
-    pager = Pager(file, NBYTES, slots=5, read_ahead=0)
-    pages = filled(pager, 5)
+    pager = Pager(file, NBYTES, slots=5)
+    pages = filled(pager, 3)  # all reads are queued in front of the first write
     calls = Calls(monkeypatch)
     let_go_when_joined(calls, monkeypatch)
     leave(pager, pages, 2, "raise")

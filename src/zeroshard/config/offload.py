@@ -29,6 +29,12 @@ def contradictions(zero: ZeroConfig, unknown: Collection[str]) -> Iterator[str]:
                 f"{_ZERO}.offload_optimizer.delayed_update: needs device cpu, not "
                 f"{optimizer.device}: only an update in host memory can run beside the next step"
             )
+        elif optimizer.delayed_update and param is not None and param.device != "none":
+            yield (
+                f"{_ZERO}.offload_optimizer.delayed_update: needs parameters on the device, not "
+                f'offload_param.device "{param.device}": the next step would read what the update '
+                "writes"
+            )
     if param is not None and STAGES[zero.stage].shards_params:
         yield from _without_path("offload_param", param, unknown)
 

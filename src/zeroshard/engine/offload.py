@@ -22,7 +22,7 @@ from zeroshard.core.tiers import Placement, Span, Tier, place
 from zeroshard.store.bus import Bus, CudaBus
 from zeroshard.store.disk import SwapFile
 from zeroshard.store.heap import return_large_blocks
-from zeroshard.store.pager import Pager
+from zeroshard.store.pager import Pager, Timeline
 from zeroshard.store.pinned import HostArena, slot_nbytes
 from zeroshard.store.shards import InMemory, OnDisk, Rest, Saves
 from zeroshard.zero.crossing import HostSide
@@ -176,10 +176,19 @@ class Stores:
         self.bus = make_bus(self._device, copies=self.is_delayed)
         if self.bus is None:
             return None
-        self._arena = HostArena(sum(slot_nbytes(*size) for _, *size in wanted), self._pins)
-        crossing_nbytes = sum(slot_nbytes(*size) for what, *size in wanted if what == "scratch")
+        self._arena = HostArena(
+            sum(slot_nbytes(numel, dtype) for _, numel, dtype in wanted), self._pins
+        )
+        crossing_nbytes = sum(
+            slot_nbytes(numel, dtype) for what, numel, dtype in wanted if what == "scratch"
+        )
         self._ledger.hold("scratch", "buffers of the bus", crossing_nbytes, Tier.HOST)
         return HostSide(self.bus, self._arena.take, grad_itemsize)
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """What the disk did while the last update ran; None if no optimizer state rests on it."""
+        return None if self._pager is None else self._pager.timeline
 
     def close(self) -> None:
         """Give memory and disk back."""

@@ -169,9 +169,10 @@ _Jobs = SimpleQueue[tuple[Transfer, int, int] | None]
 class SwapFile:
     """One rank's file, at most as long as its process lives.
 
-    ``directory`` may begin with ``~`` and is made if only its last component is missing. ``direct`` says whether transfers
-    bypass the page cache; ``read_nbytes`` and ``written_nbytes`` count what system calls moved, padding
-    to whole pages included; ``bounce_nbytes`` is what the threads hold for memory that is not aligned.
+    ``directory`` may begin with ``~`` and is made if only its last component is missing. ``direct``
+    says whether transfers bypass the page cache; ``read_nbytes`` and ``written_nbytes`` count what
+    system calls moved, padding to whole pages included; ``bounce_nbytes`` is what the threads hold for
+    memory that is not aligned.
     The threads start with the first transfer.
 
     Raises ``DiskError`` where no file can be made, and from every call if the disk fails.

@@ -33,8 +33,6 @@ class Room:
     def __init__(self, leaving: Sequence[Tensor], *, pin: bool) -> None:
         self.nbytes = _needed_nbytes(leaving)
         self._arena = HostArena(self.nbytes, pin)
-        self._memory = self._arena.take(self.nbytes, torch.uint8)
-        self._used_nbytes = 0
 
     @property
     def is_pinned(self) -> bool:
@@ -42,16 +40,14 @@ class Room:
 
     def clear_for(self, leaving: Sequence[Tensor]) -> bool:
         """All that is in it may be overwritten. Is it large enough for these?"""
-        self._used_nbytes = 0
+        self._arena.used_nbytes = 0
         return _needed_nbytes(leaving) <= self.nbytes
 
     def carry(self, here: Tensor) -> Tensor:
-        """A copy of the bytes, in this room."""
+        """A copy of the bytes in this room, with a storage of its own."""
         if here.is_cuda:
             here.record_stream(torch.cuda.current_stream(here.device))
-        begin = self._used_nbytes
-        self._used_nbytes += slot_nbytes(here.numel(), torch.uint8)
-        there = self._memory[begin : begin + here.numel()]
+        there = self._arena.take(here.numel(), torch.uint8)
         return there.copy_(here, non_blocking=self.is_pinned)
 
     def close(self) -> None:

@@ -50,6 +50,7 @@ class Pending:
 
     def finish(self) -> None:
         """Wait, so that the current stream may use the unit's own part. Raises what the worker did."""
-        chunks, self._chunks = self._chunks, []
-        for crossing, sent in chunks:
+        while self._chunks:
+            crossing, sent = self._chunks[0]
             crossing.arrived(sent())
+            del self._chunks[0]  # what failed fails again for the next who waits
