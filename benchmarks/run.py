@@ -1,6 +1,6 @@
 """What does ZeroShard cost beside DDP, FSDP2 and DeepSpeed, on CPU ranks of this machine?
 
-    python benchmarks/run.py                  # protocols A1 to A8, about 17 minutes
+    python benchmarks/run.py                  # protocols A1 to A9, about 19 minutes
     python benchmarks/run.py --only a1 a4     # some of them
     python benchmarks/run.py --smoke          # a tiny version of everything
 
@@ -14,6 +14,7 @@ import argparse
 import datetime
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -23,15 +24,18 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 
 
-def protocols() -> dict[str, Callable[..., dict[str, Any]]]:
-    """Every protocol by its key, in the order of the report."""
+def protocols(disk: str) -> dict[str, Callable[..., dict[str, Any]]]:
+    """Every protocol by its key, in the order of the report. ``disk``: a directory on one."""
     import collectives
     import memory
+    import offload
     from protocols import COMPARISONS
 
     runs: dict[str, Callable[..., dict[str, Any]]] = {c.key: c.run for c in COMPARISONS}
     runs |= {"a3": partial(collectives.run, ranks=2), "a3-4": partial(collectives.run, ranks=4)}
     runs |= {"a5": memory.run}
+    runs["a9"] = partial(offload.run, directory=disk)
+    runs["a9-disk"] = partial(offload.run_disk, directory=disk)
     return dict(sorted(runs.items(), key=lambda item: item[0].partition("-")[0]))
 
 
@@ -81,15 +85,19 @@ def place(given: argparse.Namespace) -> Path | None:
 
 def main() -> None:
     """Parse, measure, show, write."""
-    runs = protocols()
-    families = sorted({key.partition("-")[0] for key in runs})
+    families = sorted({key.partition("-")[0] for key in protocols("")})
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", default=[], choices=families, help="some protocols")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, no result kept")
     parser.add_argument("--rounds", type=int, help="turns of every line; default: by protocol")
+    parser.add_argument(
+        "--disk", default=tempfile.gettempdir(), metavar="DIR",
+        help="for A9, a directory on a disk; default: the system's temporary one",
+    )  # fmt: skip
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/<date>-cpu.json")
     given = parser.parse_args()
     wanted = given.only or families
+    runs = protocols(os.path.abspath(given.disk))
     result = measure(
         {key: run for key, run in runs.items() if key.partition("-")[0] in wanted},
         smoke=given.smoke,

@@ -49,6 +49,8 @@ class Trainer:
     norm: Callable[[], float | None] = _no_norm
     counts: bool = False
     """The system counts micro-batches itself: ``step`` is called after every one."""
+    moved: Callable[[], Mapping[str, int]] = dict
+    """Bytes that moved over a bus and to disk since the start, by direction; nothing: not counted."""
 
 
 Build = Callable[[Any, int], Trainer]
@@ -59,7 +61,8 @@ Build = Callable[[Any, int], Trainer]
 class System:
     """One line of a table. ``library``: the package that must be installed.
 
-    ``compared``: does it train on all ranks' data, so that its losses must be the others'?
+    ``compared``: does it train on all ranks' data, so that its losses must be the others'? ``excuse``:
+    why it cannot run here, where more is missing than a library.
     """
 
     name: str
@@ -70,6 +73,7 @@ class System:
     stage: int | None = None
     transport: str = ""
     compared: bool = True
+    excuse: str = ""
 
     @property
     def version(self) -> str | None:
@@ -86,7 +90,7 @@ class System:
             return f"{self.library} is not installed"
         if self.transport and not has_transport(self.transport):
             return f"transport {self.transport!r} is not in this version"
-        return ""
+        return self.excuse
 
 
 def has_transport(name: str) -> bool:

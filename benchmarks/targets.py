@@ -70,6 +70,9 @@ def all_targets(result: dict[str, Any]) -> list[Target]:
         _scaling(result),
         _memory(result),
         _overhead(result),
+        _host_offload(result, "cpu"),
+        _host_offload(result, "wall"),
+        _disk(result),
     ]
 
 
@@ -242,3 +245,37 @@ def _overhead(result: dict[str, Any]) -> Target:
         return Target(name, 1 / 3, None, at_least=False)
     detail = f"{mine:.0f} of {theirs:.0f} microseconds"
     return Target(name, 1 / 3, mine / theirs, detail, at_least=False)
+
+
+def offload_ratio(row: Row, rows: Sequence[Row], measure: str) -> float | None:
+    """A9: a step of this line, of the line of its stage without offload."""
+    reference = named(rows, row.get("reference", ""))
+    return ms(row, measure) / ms(reference, measure) if reference else None
+
+
+def _host_offload(result: dict[str, Any], measure: str) -> Target:
+    word = {"cpu": "CPU", "wall": "wall"}[measure]
+    name = f"A9: {word} of a step with state in host memory, of one without offload"
+    rows = rows_of(result, "a9")
+    ratios = {}
+    for stage, part in ((2, "optimizer"), (3, "optimizer"), (3, "parameters")):
+        row = named(rows, f"ZeroShard stage {stage}, {part} cpu")
+        if row is None or (ratio := offload_ratio(row, rows, measure)) is None:
+            return Target(name, 1.05, None, at_least=False)
+        ratios[f"stage {stage}, {part}"] = ratio
+    detail = "; ".join(f"{what}: {ratio:.2f}x" for what, ratio in ratios.items())
+    return Target(name, 1.05, max(ratios.values()), detail, at_least=False)
+
+
+def _disk(result: dict[str, Any]) -> Target:
+    name = "A9: bandwidth of the disk, of a raw O_DIRECT loop"
+    protocol = result["protocols"].get("a9-disk", {})
+    if "share_of_raw" not in protocol:
+        return Target(name, 0.85, None, unit="%")
+    share = protocol["share_of_raw"]
+    own, *raw = (row["gb_per_s"] for row in protocol["rows"])
+    detail = (
+        f"{own} of {max(raw)} GB/s, median over rounds of {100 * share['min']:.0f} to "
+        f"{100 * share['max']:.0f} %"
+    )
+    return Target(name, 0.85, share["median"], detail, unit="%")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 from judging import Row, judge, statistics
 from models import GPTTask, StackTask
 from systems import System, Trainer
-from teams import Clock, Say, Team, in_turns, running
+from teams import Clock, Job, Say, Team, in_turns, running
 
 PHASES = ("forward", "backward", "step")
 MEASURES = ("cpu", "wall", "compute", *PHASES, "step_wall")
@@ -84,6 +85,7 @@ class TrainingSession:
         """CPU seconds of this process in each part of the step, wall seconds, loss, norm if known."""
         clock, cpu = Clock(), dict.fromkeys((*PHASES, "step_wall"), 0.0)
         losses, trainer = [], self.trainer
+        before = trainer.moved()
         for number in range(self.micro_batches):
             last = number + 1 == self.micro_batches
             x, y = self.data[self.done % len(self.data)]
@@ -105,6 +107,7 @@ class TrainingSession:
         wall = clock.read()[1]
         norm = trainer.norm()
         known = {} if norm is None else {"norm": norm}
+        known |= {key: float(now - before[key]) for key, now in trainer.moved().items()}
         return {**cpu, "wall": wall, "loss": sum(map(float, losses)) / len(losses), **known}
 
 
@@ -116,15 +119,18 @@ def compare(
     say: Say,
     *,
     micro_batches: int = 1,
+    job: Callable[[Line], Job] | None = None,
 ) -> list[Row]:
-    """One row per line: statistics of its steps, and whether its losses are the others'."""
+    """One row per line: statistics of its steps, and whether its losses are the others'.
+
+    ``job``: for lines that :func:`protocols.find_line` does not know.
+    """
+
+    def found(line: Line) -> Job:
+        return TrainingJob(protocol, line.title, task, micro_batches) if job is None else job(line)
+
     teams = {
-        line.title: Team(
-            line.title,
-            TrainingJob(protocol, line.title, task, micro_batches),
-            line.ranks,
-            line.threads,
-        )
+        line.title: Team(line.title, found(line), line.ranks, line.threads)
         for line in lines
         if not line.system.absent
     }
@@ -176,6 +182,8 @@ def _row(
     mine = steps[line.title]
     timed = mine[warm_up:]
     row |= {f"{key}_ms": statistics([1000 * s[key] for s in timed]) for key in MEASURES}
+    if moved := [key for key in timed[0] if key.endswith("_nbytes")]:
+        row["moved_nbytes"] = {key: round(median(step[key] for step in timed)) for key in moved}
     row["steps"] = len(timed)
     row["losses"] = [step["loss"] for step in mine]
     if all("norm" in step for step in mine):

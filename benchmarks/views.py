@@ -18,6 +18,7 @@ from targets import (
     is_own,
     ms,
     named,
+    offload_ratio,
     overhead_us,
     rows_of,
     stream_gb_per_s,
@@ -43,6 +44,8 @@ Cells = Callable[[Row, str, dict[str, Any]], list[str]]
 def views(result: dict[str, Any]) -> list[View]:
     """One table per protocol, the targets last if one of them was measured."""
     tables = [_view(key, result) for key in result["protocols"]]
+    if "a9" in result["protocols"]:
+        tables.insert([*result["protocols"]].index("a9") + 1, _moved_view(result))
     kept = [table for table in tables if table.rows or table.notes]
     measured = any(target.value is not None for target in all_targets(result))
     return [*kept, target_view(result)] if measured else kept
@@ -57,6 +60,8 @@ def _view(key: str, result: dict[str, Any]) -> View:
         "a4-2": (["wall ms", *_UPDATE_HEADS[1:]], _update_cells),
         "a5": (_MEMORY_HEADS, _memory_cells),
         "a7": (_LAYER_HEADS, _layer_cells),
+        "a9": (_OFFLOAD_HEADS, _offload_cells),
+        "a9-disk": (_DISK_HEADS, _disk_cells),
     }.get(key, (_STEP_HEADS, _step_cells))
     rows = [
         [row["name"], *cells(row, key, result)] for row in protocol["rows"] if not _excuse(row)
@@ -66,7 +71,10 @@ def _view(key: str, result: dict[str, Any]) -> View:
         rows[1:1] = _bound_row(result, len(heads))
     if key == "a5":
         notes.insert(0, f"16 bytes per parameter: {protocol['formula_mib']:.0f} MiB")
-    own = [row for row in rows_of(result, key) if key == "a1" and is_own(row)]
+    own = [
+        row for row in rows_of(result, key)
+        if key in ("a1", "a9") and is_own(row) and row["compared"]
+    ]  # fmt: skip
     if len(own) > 1:
         same = all(row["losses"] == own[0]["losses"] for row in own)
         notes.insert(0, f"ZeroShard's {len(own)} loss curves are {'' if same else 'NOT '}bit-equal")
@@ -161,6 +169,67 @@ def _layer_cells(row: Row, _key: str, result: dict[str, Any]) -> list[str]:
         *(f"{row['compute_ms'][key]:.1f}" for key in ("median", "min", "max")),
         "" if extra is None or row["family"] == "floor" else f"{extra:.1f}",
         _distance(row),
+    ]
+
+
+_OFFLOAD_HEADS = [
+    "CPU ms", "min", "max", "wall ms", "min", "max", "CPU, of none", "wall, of none", "train MiB",
+    "distance",
+]  # fmt: skip
+
+
+def _offload_cells(row: Row, key: str, result: dict[str, Any]) -> list[str]:
+    rows = rows_of(result, key)
+    ratios = [offload_ratio(row, rows, measure) for measure in ("cpu", "wall")]
+    return [
+        *(
+            f"{row[m][part]:.0f}"
+            for m in ("cpu_ms", "wall_ms")
+            for part in ("median", "min", "max")
+        ),
+        *("" if ratio is None else f"{ratio:.2f}x" for ratio in ratios),
+        f"{row['peak_mib']['training']:.0f}",
+        _distance(row),
+    ]
+
+
+def _moved_view(result: dict[str, Any]) -> View:
+    """A9's bytes of a step and rank over the bus and to disk, beside the formula."""
+    kinds = ("down_nbytes", "up_nbytes", "read_nbytes", "written_nbytes")
+    rows = []
+    for row in result["protocols"]["a9"]["rows"]:
+        theory = row.get("theory_nbytes", {})
+        if any(theory.values()):
+            pairs = [(row["moved_nbytes"][kind], theory[kind]) for kind in kinds]
+            rows.append([row["name"], *(_moved_cell(*pair) for pair in pairs)])
+    notes = [
+        "counted, by the formula, and the ratio; the formula reads parameters three times, for forward, "
+        "backward and update, but what stays in memory between two uses is not read again",
+        "on CPU ranks the device's memory is the host's: only a delayed update copies",
+    ]
+    heads = ["system", "down MB", "up MB", "read MB", "written MB"]
+    return View("A9  bytes of a step and rank over the bus and to disk", heads, rows, notes)
+
+
+def _moved_cell(counted: int, theory: int) -> str:
+    if not counted and not theory:
+        return "0"
+    ratio = f"{counted / theory:.3f}x" if theory else "none expected"
+    return f"{counted / 1e6:.2f} / {theory / 1e6:.2f}  {ratio}"
+
+
+_DISK_HEADS = ["wall ms", "min", "max", "CPU ms", "GB/s", "of best raw", "O_DIRECT"]
+
+
+def _disk_cells(row: Row, key: str, result: dict[str, Any]) -> list[str]:
+    """The share is of the best bare loop of the same round: they had the same disk."""
+    share = result["protocols"][key]["share_of_raw"]["median"]
+    return [
+        *(f"{row['wall_ms'][part]:.0f}" for part in ("median", "min", "max")),
+        f"{ms(row):.0f}",
+        f"{row['gb_per_s']:.2f}",
+        f"{100 * share:.0f} %" if is_own({"family": row["name"]}) else "",
+        "yes" if row["direct"] else "NO",
     ]
 
 

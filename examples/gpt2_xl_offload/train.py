@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import torch
+from memory import Sampler, resident_nbytes
 from model import GPT2, SIZES
 from torch import Tensor
 
@@ -29,18 +30,27 @@ def main() -> None:
     for part in ("offload_optimizer", "offload_param"):
         config["zero_optimization"][part]["nvme_path"] = str(args.nvme_path)
     shape = SIZES["smoke" if args.smoke else args.size]
+    if args.smoke:
+        config["unit_min_numel"] = 1  # as many units as blocks, like the large sizes
     with torch.device("meta"):  # parameters get their values, and a place on disk, unit by unit
         model = GPT2(shape)
     torch.manual_seed(0)
-    engine, *_ = zeroshard.initialize(model=model, config=config)
-    with engine:
-        if engine.global_rank == 0:
-            numel = sum(p.numel() for p in model.parameters())
-            print(f"{numel / 1e6:.1f} million parameters", flush=True)
-        train(engine, args.steps, min(args.tokens, shape.context))
-        report = engine.memory_report(all_ranks=True)
-        if engine.global_rank == 0:
-            print(report, flush=True)
+    with Sampler() as memory:
+        engine, *_ = zeroshard.initialize(model=model, config=config)
+        with engine:
+            if engine.global_rank == 0:
+                numel = sum(p.numel() for p in model.parameters())
+                print(f"{numel / 1e6:.1f} million parameters", flush=True)
+            train(engine, args.steps, min(args.tokens, shape.context))
+            report = engine.memory_report(all_ranks=True)
+            seen, bound = memory.peaks()
+            if engine.global_rank == 0:
+                print(report, flush=True)
+                print(
+                    f"peak memory of all ranks together: {seen / 2**30:.2f} GiB PSS "
+                    f"(at most {bound / 2**30:.2f}, the sum of each rank's own peak)",
+                    flush=True,
+                )
 
 
 def train(engine: zeroshard.Engine, steps: int, tokens: int) -> None:
@@ -66,12 +76,6 @@ def read_text(length: int, offset: int) -> Tensor:
     source = Path(sysconfig.get_paths()["stdlib"]) / "argparse.py"
     data = source.read_bytes()[offset:][:length]
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).long()
-
-
-def resident_nbytes() -> int:
-    """Proportional memory (PSS) of this process: shared pages are divided among their users."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 
 
 def parse_arguments() -> argparse.Namespace:

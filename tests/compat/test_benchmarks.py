@@ -23,6 +23,8 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import judging  # noqa: E402
 import models  # noqa: E402
+import offload  # noqa: E402
+import places  # noqa: E402
 import protocols  # noqa: E402
 import systems  # noqa: E402
 import tables  # noqa: E402
@@ -51,7 +53,9 @@ def result(run: Path) -> dict[str, Any]:
     return json.loads((run / "x.json").read_text())
 
 
-KEYS = ["a1", "a1-fp32", "a2-512", "a3", "a3-4", "a4", "a4-2", "a5", "a6", "a7", "a8"]
+KEYS = [
+    "a1", "a1-fp32", "a2-512", "a3", "a3-4", "a4", "a4-2", "a5", "a6", "a7", "a8", "a9", "a9-disk",
+]  # fmt: skip
 
 
 @pytest.mark.slow
@@ -60,7 +64,8 @@ def test_every_line_that_is_installed_is_measured(result, key):
     rows = result["protocols"][key]["rows"]
     assert [row["error"] for row in rows if "error" in row] == []
     absent = [row["absent"] for row in rows if "absent" in row]
-    assert all("not installed" in why or "not in this version" in why for why in absent)
+    known = ("not installed", "not in this version", "which is memory")
+    assert all(any(words in why for words in known) for why in absent)
     assert any("ZeroShard" in row["name"] or row["name"] == "p2p" for row in rows)
 
 
@@ -72,6 +77,26 @@ def test_all_systems_train_alike(result):
         assert all(row["learns"] for row in protocol["rows"] if "learns" in row)
     compared = [row for row in result["protocols"]["a1"]["rows"] if "comparable" in row]
     assert {row["family"].split()[0] for row in compared} >= {"DDP", "FSDP2", "ZeroShard"}
+
+
+@pytest.mark.slow
+def test_no_place_of_state_changes_a_loss(result):
+    rows = [row for row in result["protocols"]["a9"]["rows"] if row.get("compared")]
+    assert len(rows) >= 5
+    assert all(row["losses"] == rows[0]["losses"] for row in rows)
+
+
+@pytest.mark.slow
+def test_bytes_over_the_bus_and_to_disk_are_the_formula(result):
+    """Pages are padded to 4 KiB, and parameters that stay in memory are not read again."""
+    rows = [row for row in result["protocols"]["a9"]["rows"] if "theory_nbytes" in row]
+    moving = [row for row in rows if any(row["theory_nbytes"].values())]
+    assert any(row["theory_nbytes"]["down_nbytes"] for row in moving)
+    for row in rows:
+        for direction, theory in row["theory_nbytes"].items():
+            least = 0.8 if direction == "read_nbytes" and "all" in row["name"] else 1
+            counted = row["moved_nbytes"][direction]
+            assert least * theory <= counted <= 1.05 * theory, (row["name"], direction)
 
 
 @pytest.mark.slow
@@ -261,6 +286,34 @@ def test_a_target_without_its_lines_is_not_measured():
 def test_a_limit_from_above_is_met_from_below():
     assert targets.Target("x", 0.7, 0.69, at_least=False).verdict == "met"
     assert targets.Target("x", 0.7, 0.71, at_least=False).verdict == "missed"
+
+
+def test_a_directory_in_memory_is_no_disk():
+    why_not = places.no_disk("/dev/shm")
+    assert "/dev/shm is a tmpfs, which is memory" in why_not
+    lines = places.lines("/dev/shm", peers=False)
+    assert {line.system.absent for line in lines if "nvme" in line.title} == {why_not}
+    assert {line.system.absent for line in lines if "nvme" not in line.title} == {""}
+    result = offload.run_disk(print, smoke=True, directory="/dev/shm")
+    assert {row["absent"] for row in result["rows"]} == {why_not}
+    assert targets._disk({"protocols": {"a9-disk": result}}).verdict == "not measured"
+
+
+def offloaded(**cpu_of_own: float) -> dict[str, Any]:
+    names = {place.name: place.reference for place in places.PLACES if "nvme" not in place.name}
+    rows = [
+        row(name, cpu_of_own.get(name.split()[-2], 100), stage=int(name.split()[2][0]))
+        | {"reference": reference}
+        for name, reference in names.items()
+    ]
+    return {"protocols": {"a9": {"rows": rows}}}
+
+
+@pytest.mark.parametrize(("cpu", "verdict"), [(104.0, "met"), (106.0, "missed")])
+def test_the_slowest_step_with_state_in_host_memory_counts(cpu, verdict):
+    found = targets._host_offload(offloaded(parameters=cpu, optimizer=90), "cpu")
+    assert found.value == pytest.approx(cpu / 100)
+    assert found.verdict == verdict
 
 
 # ---------------------------------------------------------------------- teams

@@ -111,11 +111,14 @@ def test_pieces_give_the_bits_of_the_optimizers_own_step(monkeypatch, name, prec
 def test_the_compiled_update_gives_the_same_bits(monkeypatch, library, name, precision, threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
+    monkeypatch.setattr(onepass, "THREAD_NUMEL", 64)
     try:
         used = []
         update = adam.CompiledAdam.update
         monkeypatch.setattr(
-            adam.CompiledAdam, "update", lambda *a, **kw: (used.append(kw), update(*a, **kw))
+            adam.CompiledAdam,
+            "update",
+            lambda *a, **kw: (used.append(kw), update(*a, **kw, piece_numel=640)),
         )
         compiled = train(name, precision)
         assert used
@@ -127,6 +130,41 @@ def test_the_compiled_update_gives_the_same_bits(monkeypatch, library, name, pre
 
 
 @pytest.mark.parametrize(
+    ("cores", "local_ranks", "omp", "expected"),
+    [
+        (16, 1, 1, 16),  # torchrun's 1 is nobody's choice
+        (16, 8, 1, 2),
+        (16, 3, 1, 5),
+        (4, 8, 1, 1),
+        (16, 8, 4, 4),  # somebody's choice
+        (2, 1, 32, 32),
+        (0, 0, 0, 1),
+    ],
+)
+def test_a_rank_takes_its_share_of_the_cores_or_what_was_chosen(cores, local_ranks, omp, expected):
+    assert onepass.threads_for(2**40, cores, local_ranks, omp) == expected
+
+
+@pytest.mark.parametrize(("numel", "expected"), [(0, 1), (100, 1), (2, 2), (7, 7), (2**20, 16)])
+def test_few_elements_take_few_threads(numel, expected):
+    numel = numel if numel in (0, 100) else numel * onepass.THREAD_NUMEL
+    assert onepass.threads_for(numel, 16) == onepass.threads_for(numel, 1, 1, 16) == expected
+
+
+def test_a_caller_can_say_how_many_threads_the_update_may_use(monkeypatch, library):
+    monkeypatch.setattr(onepass, "THREAD_NUMEL", 64)
+    used = []
+    monkeypatch.setattr(adam.CompiledAdam, "update", lambda *a, threads: used.append(threads))
+    master, low = torch.zeros(64 * 9), torch.zeros(64 * 9).bfloat16()
+    state = {"exp_avg": torch.zeros(576), "exp_avg_sq": torch.zeros(576), "step": torch.zeros(())}
+    kernel = onepass.Kernel(lambda *_: None, ("exp_avg", "exp_avg_sq"), counts=True, compiles=True)
+    one = onepass.OnePass(kernel, [(0, 0, master)], [state], master_R=master, low_R=low)
+    for threads in (1, 4, 10):
+        one.run(low.clone(), 1.0, [{}], threads=threads)
+    assert used == [1, 4, 9]
+
+
+@pytest.mark.parametrize(
     ("right", "wrong"),
     [
         ("__builtin_fmaf(weight1, g - exp_avg[i], ", "(weight1 * (g - exp_avg[i]) + "),
@@ -134,6 +172,8 @@ def test_the_compiled_update_gives_the_same_bits(monkeypatch, library, name, pre
         ("param * decay", "param - param * (1 - decay)"),
         ("((bits >> 16) & 1u)", "1u"),
         ("1 - std::pow(options.beta2, step)", "1.0"),
+        ("std::max<int64_t>(begin - from, 0)", "0"),
+        ("std::min(end - from, span.numel)", "span.numel"),
     ],
 )
 def test_a_library_with_other_bits_is_refused(tmp_path, right, wrong):
@@ -229,3 +269,22 @@ def test_a_loaded_state_is_what_the_next_step_uses():
                 engine.step()
             results.append(model.weight.detach().clone())
     assert torch.equal(*results)
+
+
+def test_a_library_of_another_source_compiler_or_machine_is_not_taken(monkeypatch, tmp_path):
+    source = tmp_path / "adam.cpp"
+    source.write_text("int one;")
+    names = [build._name(source, "g++")]
+    for what, value in (
+        ("FLAGS", (*build.FLAGS, "-Wall")),
+        ("_version_of", lambda _: "another version"),
+        ("_processor", lambda: "another processor"),
+    ):
+        monkeypatch.setattr(build, what, value)
+        names.append(build._name(source, "g++"))
+    monkeypatch.setattr(build.platform, "libc_ver", lambda: ("glibc", "2.0"))
+    names.append(build._name(source, "g++"))
+    source.write_text("int two;")
+    names.append(build._name(source, "g++"))
+    assert len(set(names)) == len(names) == 6
+    assert build._name(source, "g++") == names[-1]

@@ -28,6 +28,7 @@ KINDS = (OPTIM_STATES, HP_PARAMS, LP_PARAMS, LP_GRADS, "contiguous_grad_buffer")
 """DeepSpeed's names: optimizer state, masters, parameters (with their own masters, in fp32), gradients
 that wait for ``step()``. The last names a buffer that does not exist here."""
 
+_MOVING = frozenset(KINDS[:4])
 _CATEGORIES = {OPTIM_STATES: "optimizer", HP_PARAMS: "master"}
 _OWNER = "room for states that are away"
 
@@ -48,7 +49,7 @@ class Away:
 
     def check(self, call: str, *kinds: str) -> None:
         """Raise :class:`UsageError` if any of these is away; default: if anything is."""
-        missing = [kind for kind in KINDS if kind in self.kinds and (kind in kinds or not kinds)]
+        missing = [kind for kind in KINDS if kind in self.kinds and kind in (kinds or KINDS)]
         if missing:
             raise UsageError(
                 f"{call} while {', '.join(missing)} rest in host memory (engine.offload_states()): "
@@ -57,11 +58,9 @@ class Away:
 
     # ------------------------------------------------------------------ there and back
 
-    def offload(
-        self, include: Any, device: Any, *, pin_memory: bool, non_blocking: bool
-    ) -> None:
+    def offload(self, include: Any, device: Any, *, pin_memory: bool, non_blocking: bool) -> None:
         """See :meth:`zeroshard.engine.engine.Engine.offload_states`."""
-        kinds = kinds_of(include) - self.kinds
+        kinds = (kinds_of(include) & _MOVING) - self.kinds
         if _target(device) == "none":
             logger.warning('offload_states(device="none") moves nothing')
             return

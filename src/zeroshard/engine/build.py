@@ -24,16 +24,17 @@ from zeroshard.core.nbytes import StateBytes, UnitBytes, state_nbytes
 from zeroshard.core.stages import STAGES, Stage
 from zeroshard.core.tiers import Tier
 from zeroshard.engine.kernels import kernel_of
-from zeroshard.engine.offload import Resting, Stores, plan_resting
+from zeroshard.engine.offload import Stores, update_threads
 from zeroshard.engine.optimizers import Muon, Probe, probe, rebind
 from zeroshard.engine.preflight import check_room
+from zeroshard.engine.resting import Resting, plan_resting, shaped_state
 from zeroshard.errors import UnsupportedError, UsageError
 from zeroshard.precision.policy import DtypeRow, Policy
+from zeroshard.zero.behind import Behind
 from zeroshard.zero.gather import Gatherer, Site
 from zeroshard.zero.materialize import check_meta, materialize
 from zeroshard.zero.optimizer import ShardedOptimizer
 from zeroshard.zero.reduce import GradBuffer, GradReducer
-from zeroshard.zero.tile import page_nbytes
 from zeroshard.zero.unit import Unit
 from zeroshard.zero.wrap import SitePlan, find_sites
 
@@ -62,6 +63,7 @@ class Runtime:
     ledger: Ledger
     plan: list[UnitBytes]
     stores: Stores
+    forecast: list[str]  # what the disks of this host will cost, in words
 
 
 def plan_units(
@@ -211,134 +213,91 @@ def build_runtime(
     in_order = sorted(specs, key=lambda spec: spec.site != "")
     resting = plan_resting(
         {spec.name: spec.layout for spec in in_order},
-        [spec.name for spec in in_order if spec.trainable] if optimizer is not None else [],
+        {spec.name: spec.row for spec in in_order if spec.trainable and optimizer is not None},
         config,
         rank=gather_comm.rank,
         whole=not all(probe.elementwise for probe in found.values()),
     )
     plan = plan_bytes(specs, params, optimizer, found, many=expects_accumulation(), resting=resting)
+    forecast = []
     if resting.is_away:
-        check_room(state_nbytes(plan, stage, gather_comm.rank), config, gather_comm, place, device)
+        planned = state_nbytes(plan, stage, gather_comm.rank)
+        forecast = check_room(planned, resting, config, gather_comm, place, device)
     stores = Stores(config, ledger, resting, device)
-    positions = {id(param): at for at, param in enumerate(params.values())}
-    modules = dict(model.named_modules())
-    by_site: dict[str, list[Unit]] = defaultdict(list)
-    units = []
-    for spec in specs:
-        unit = Unit(
-            spec.name,
-            spec.layout,
-            _members(modules, spec, device),
-            positions=[positions[id(params[slot.fqn])] for slot in spec.layout.slots],
-            row=spec.row,
-            trainable=spec.trainable,
-            # One rank's shard is the unit: to gather it would only make a copy.
-            resident=not stage.shards_params
-            or (gather_comm.world_size == 1 and resting.tier_of(spec.name) is Tier.DEVICE),
-            comm=gather_comm,
-            ledger=ledger,
-            device=device,
-            rest_of=stores.rest_of(spec.name),
-            shard_device=None if resting.tier_of(spec.name) is Tier.DEVICE else torch.device("cpu"),
+    try:
+        positions = {id(param): at for at, param in enumerate(params.values())}
+        modules = dict(model.named_modules())
+        by_site: dict[str, list[Unit]] = defaultdict(list)
+        units = []
+        for spec in specs:
+            unit = Unit(
+                spec.name,
+                spec.layout,
+                _members(modules, spec, device),
+                positions=[positions[id(params[slot.fqn])] for slot in spec.layout.slots],
+                row=spec.row,
+                trainable=spec.trainable,
+                # One rank's shard is the unit: to gather it would only make a copy.
+                resident=not stage.shards_params
+                or (gather_comm.world_size == 1 and resting.tier_of(spec.name) is Tier.DEVICE),
+                comm=gather_comm,
+                ledger=ledger,
+                device=device,
+                rest_of=stores.rest_of(spec.name),
+                room=stores.room_of(spec.name),
+            )
+            units.append(unit)
+            by_site[spec.site].append(unit)
+        sites = [
+            Site(fqn or "root", modules[fqn], tuple(by_site[fqn]))
+            for fqn in [*(f for f in dict.fromkeys(s.site for s in specs) if f), ""]
+        ]
+        gatherer = Gatherer(
+            sites,
+            prefetch_numel=zero.stage3_prefetch_bucket_size if zero.overlap_comm else 0,
+            live_numel=zero.stage3_max_live_parameters,
+            reuse_numel=zero.stage3_max_reuse_distance,
         )
-        units.append(unit)
-        by_site[spec.site].append(unit)
-    sites = [
-        Site(fqn or "root", modules[fqn], tuple(by_site[fqn]))
-        for fqn in [*(f for f in dict.fromkeys(s.site for s in specs) if f), ""]
-    ]
-    gatherer = Gatherer(
-        sites,
-        prefetch_numel=zero.stage3_prefetch_bucket_size if zero.overlap_comm else 0,
-        live_numel=zero.stage3_max_live_parameters,
-        reuse_numel=zero.stage3_max_reuse_distance,
-    )
-    by_name = {unit.name: unit for unit in units}
-    buffers = [
-        GradBuffer(
-            by_name[spec.name], comm=reduce_comm, ledger=ledger, transient=stage.shards_grads
-        )
-        for spec in in_order
-        if spec.trainable
-    ]
-    reducer = GradReducer(
-        buffers,
-        eager=stage.shards_grads,
-        whole=not stage.shards_optimizer,
-        expects_accumulation=expects_accumulation,
-        bucket_numel=zero.reduce_bucket_size,
-        overlap=bool(zero.overlap_comm),
-        predivide=predivide(config, gather_comm.world_size),
-    )
-    sharded = None
-    if optimizer is not None:
-        sharded = ShardedOptimizer(
-            optimizer,
+        by_name = {unit.name: unit for unit in units}
+        buffers = [
+            GradBuffer(
+                by_name[spec.name], comm=reduce_comm, ledger=ledger, transient=stage.shards_grads
+            )
+            for spec in in_order
+            if spec.trainable
+        ]
+        reducer = GradReducer(
             buffers,
-            spans=[resting.spans_of(buffer.unit.name) for buffer in buffers],
-            shards_optimizer=stage.shards_optimizer,
-            ledger=ledger,
-            seat=rebind,
-            kernel_of=partial(kernel_of, compiles=config.compile_update),
-            pager=stores.pager(_page_sizes(buffers, resting, found)),
-            state_dtypes=lambda buffer: partial(_shaped, found[buffer.unit.row.master]),
-            host=stores.host_side(_host_sizes(buffers, resting), _grad_itemsize(buffers)),
-            delayed=stores.is_delayed,
+            eager=stage.shards_grads,
+            whole=not stage.shards_optimizer,
+            expects_accumulation=expects_accumulation,
+            bucket_numel=zero.reduce_bucket_size,
+            overlap=bool(zero.overlap_comm),
+            predivide=predivide(config, gather_comm.world_size),
         )
-    return Runtime(stage, units, sites, gatherer, reducer, sharded, ledger, plan, stores)
-
-
-def _shaped(probe: Probe, group: int) -> dict[str, torch.dtype]:
-    """What the optimizer keeps in the parameter's shape, for parameters of the group."""
-    kept = probe.state_by_group[group]
-    return {name: dtype for name, dtype in kept.items() if dtype is not None}
-
-
-def _grad_itemsize(buffers: Iterable[GradBuffer]) -> int:
-    """Bytes of the widest element in which a reduced gradient can come."""
-    rows = [buffer.unit.row for buffer in buffers]
-    return max((d.itemsize for row in rows for d in (row.reduce, row.grad_accum)), default=4)
-
-
-def _host_sizes(
-    buffers: Sequence[GradBuffer], resting: Resting
-) -> Iterator[tuple[str, int, torch.dtype]]:
-    """Everything that lies in pinned memory on a GPU machine: masters, and scratch for the bus."""
-    itemsize, widest = _grad_itemsize(buffers), {"grad": 0, "low": 0}
-    for buffer in buffers:
-        row = buffer.unit.row
-        for span in resting.spans_of(buffer.unit.name):
-            numel = span.end - span.begin
-            if span.tier is Tier.DEVICE:
-                continue
-            yield "scratch", 3, torch.float64
-            if span.tier is Tier.HOST:
-                yield "scratch", numel * itemsize, torch.uint8
-                yield "scratch", numel * row.param.itemsize, torch.uint8
-                if row.has_master:
-                    yield "master", numel, row.master
-            else:
-                # One buffer for all, but a longer chunk than those before it takes a new one.
-                for name, nbytes in (
-                    ("grad", numel * itemsize),
-                    ("low", numel * row.param.itemsize),
-                ):
-                    if nbytes > widest[name]:
-                        widest[name] = nbytes
-                        yield "scratch", nbytes, torch.uint8
-
-
-def _page_sizes(
-    buffers: Iterable[GradBuffer], resting: Resting, found: Mapping[torch.dtype, Probe]
-) -> Iterator[int]:
-    """The most bytes that each chunk on disk can need."""
-    for buffer in buffers:
-        row = buffer.unit.row
-        kept = [dtype for dtype in found[row.master].state.values() if dtype is not None]
-        dtypes = [*kept, row.master] if row.has_master else kept
-        for span in resting.spans_of(buffer.unit.name):
-            if span.tier is Tier.DISK:
-                yield page_nbytes(span.end - span.begin, dtypes)
+        sharded = None
+        if optimizer is not None:
+            host = stores.host_side()
+            sharded = ShardedOptimizer(
+                optimizer,
+                buffers,
+                spans=[resting.spans_of(buffer.unit.name) for buffer in buffers],
+                shards_optimizer=stage.shards_optimizer,
+                ledger=ledger,
+                seat=rebind,
+                kernel_of=partial(kernel_of, compiles=config.compile_update),
+                pager=stores.pager(found),
+                state_dtypes=lambda buffer: partial(shaped_state, found[buffer.unit.row.master]),
+                host=host,
+                behind=None if host is None else Behind(threads=update_threads(device, place)),
+                delayed=stores.is_delayed,
+            )
+        return Runtime(
+            stage, units, sites, gatherer, reducer, sharded, ledger, plan, stores, forecast
+        )
+    except BaseException:
+        stores.close()  # an error holds on to what was built: the disk would come back late
+        raise
 
 
 def predivide(config: Config, world_size: int) -> float:

@@ -16,6 +16,7 @@ from zeroshard.config import LoadedConfig
 from zeroshard.core.nbytes import state_nbytes
 from zeroshard.engine import setup
 from zeroshard.engine.arguments import check_loss
+from zeroshard.engine.away import Away, device_of, goes_home
 from zeroshard.engine.data import agreed_batches
 from zeroshard.engine.getters import GETTERS
 from zeroshard.engine.observe import Observer
@@ -133,12 +134,15 @@ class Engine(nn.Module):
             on_backward_begin=self._on_backward_begin,
             on_abandon=self._on_abandon,
         )
+        self._away = Away(self.runtime, self._hooks, self.device)
+        stores = self.runtime.stores
         self._observer = Observer(
             self.settings,
             recorder=self._watch.recorder,
             ledger=self.runtime.ledger,
             monitors=parts.monitors,
             speaks=self.global_rank == 0,
+            disk=lambda: stores.timeline,
         )
         if self._observer.watches_phases:
             for phase in ("forward", "backward", "step"):
@@ -150,6 +154,7 @@ class Engine(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model. Returns what the model returns."""
         self._check_open()
+        self._away.check("engine.forward()", "lp_params")
         if self.settings.fp16.enabled and self.settings.fp16.auto_cast:
             args, kwargs = setup.cast_floats((args, kwargs), torch.float16)
         if self.policy.autocast is None:
@@ -165,6 +170,7 @@ class Engine(nn.Module):
         ``scale_wrt_gas=False``: the caller divided already. Returns the divided loss, not loss-scaled.
         """
         self._check_open()
+        self._away.check("engine.backward()", "lp_params", "lp_grads")
         check_loss(loss)
         self._hooks.recover()
         if scale_wrt_gas and self.accumulation.steps > 1:
@@ -204,6 +210,7 @@ class Engine(nn.Module):
 
     def _on_backward_begin(self, landed: bool) -> bool:
         """Does the backward that begins count? If nobody announced it, not before a gradient landed."""
+        self._away.check("loss.backward()", "lp_params", "lp_grads")
         running = self._in_backward
         if not running and not landed:
             return False
@@ -247,6 +254,7 @@ class Engine(nn.Module):
         where an optimizer cannot skip there, or a parameter got no gradient.
         """
         self._check_open()
+        self._away.check("engine.step()")
         if self.accumulation.deferred:
             raise UsageError("engine.step() inside no_sync(): leave the context before stepping.")
         if self._hooks.recover():
@@ -627,6 +635,53 @@ class Engine(nn.Module):
         rows = self._comm.gather_small(vector, name="memory report").tolist()
         return MemoryReport({rank: rows_from_vector(row) for rank, row in enumerate(rows)})
 
+    # ------------------------------------------------------------------ away from the device
+
+    def offload_states(
+        self,
+        include: Any = None,
+        device: Any = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Move training state from the device to host memory, at any stage: the device is for something
+        else until :meth:`reload_states`. What rests in host memory or on disk anyway stays.
+
+        ``include``: some of ``optim_states``, ``hp_params`` (masters), ``lp_params`` (parameters; in fp32
+        they are their own masters) and ``lp_grads``; None is all. Until they are back, calls that need
+        them raise :class:`UsageError`; views of parameters or optimizer state that the program took
+        before must not be read. ``non_blocking``: copies go on behind, and freed memory stays in torch's
+        cache. Page-locked memory is kept for the next time; :meth:`empty_partition_cache` gives it back.
+        Every rank calls it.
+        """
+        self._check_open()
+        self._away.offload(include, device, pin_memory=pin_memory, non_blocking=non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Bring back, bit by bit, all that :meth:`offload_states` moved. Every rank calls it."""
+        self._check_open()
+        self._away.reload(non_blocking=non_blocking)
+
+    def empty_partition_cache(self) -> None:
+        """Free gathered parameters of sharded units until their next use, and memory kept for
+        :meth:`offload_states`. Every rank calls it, between steps."""
+        self._check_open()
+        self.runtime.gatherer.reshard_all()
+        self._away.forget_spare()
+
+    def to(self, *args: Any, **kwargs: Any) -> Engine:
+        """To ``"cpu"``: :meth:`offload_states`. To the engine's own device, which on CPU ranks is
+        ``"cpu"``: :meth:`reload_states`. Raises :class:`UsageError` for others, and for dtypes."""
+        if goes_home(device_of(args, kwargs), self.device):
+            self.reload_states()
+        else:
+            self.offload_states()
+        return self
+
+    def cpu(self) -> Engine:
+        """See :meth:`to`."""
+        return self.to("cpu")
+
     # ------------------------------------------------------------------ life
 
     def train(self, mode: bool = True) -> Engine:
@@ -643,21 +698,23 @@ class Engine(nn.Module):
         if self._closed:
             return
         self._closed = True
+        self._away.close()
         if not reason:
             self._publish_late()
         self._hooks.remove()
         if reason:  # other ranks may be gone: end the connections, then wait for nothing
             self._watch.close(reason)
-        for unit in self.runtime.units:
-            unit.close(wait=not reason)
-        self.runtime.reducer.close(wait=not reason)
-        if self.runtime.optimizer is not None:
-            self.runtime.optimizer.close()
-        self.runtime.stores.close()
-        self._observer.close()
-        if self._gc is not None:
-            self._gc.close()
-        self._watch.close()
+        with contextlib.ExitStack() as rest:  # last in, first closed; an error keeps nothing open
+            rest.callback(self._watch.close)
+            if self._gc is not None:
+                rest.callback(self._gc.close)
+            rest.callback(self._observer.close)
+            rest.callback(self.runtime.stores.close)
+            if self.runtime.optimizer is not None:
+                rest.callback(self.runtime.optimizer.close)
+            rest.callback(self.runtime.reducer.close, wait=not reason)
+            for unit in reversed(self.runtime.units):
+                rest.callback(unit.close, wait=not reason)
 
     destroy = close
 
@@ -670,6 +727,8 @@ class Engine(nn.Module):
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("this engine was closed; build a new one to go on.")
+        if self.runtime.optimizer is not None:
+            self.runtime.optimizer.check_whole()
 
     def __getattr__(self, name: str) -> Any:
         try:

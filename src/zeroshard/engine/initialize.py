@@ -109,7 +109,7 @@ def announce(engine: Engine) -> None:
         runtime.stage.number, engine.world_size, numel / 1e6, len(runtime.units),
         engine.transport, engine.device,
     )  # fmt: skip
-    for text in (engine.loaded.table(), engine.dtypes, *engine.loaded.notices):
+    for text in (engine.loaded.table(), engine.dtypes, *engine.loaded.notices, *runtime.forecast):
         logger.info("%s", text)
     if engine.settings.dump_state:
         logger.info("%s", engine.loaded.table(every_key=True))

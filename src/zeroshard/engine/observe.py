@@ -32,6 +32,9 @@ class Observer:
     Keys: ``steps_per_print``, ``wall_clock_breakdown`` (time inside forward, backward and step),
     ``memory_breakdown`` (bytes held at the end of each), ``comms_logger`` (collectives since the
     last line; ``verbose`` per unit, ``prof_ops`` only these) and the monitor sections.
+
+    ``disk`` gives what rank 0's disk did during the last update, as text that a line can show; None
+    where no optimizer state rests on disk. It follows the step's line.
     """
 
     def __init__(
@@ -42,8 +45,10 @@ class Observer:
         ledger: Ledger,
         monitors: Monitors | None,
         speaks: bool,
+        disk: Callable[[], object | None] = lambda: None,
     ) -> None:
         self._settings = settings
+        self._disk, self._last_disk = disk, disk()
         self._recorder, self._ledger = recorder, ledger
         self._monitors = monitors
         self._speaks = speaks
@@ -95,8 +100,11 @@ class Observer:
                 ]
             )
         self._last_s = {}
+        before, self._last_disk = self._last_disk, self._disk()
         if self._speaks and self._line_every and report.step % self._line_every == 0:
             logger.info("%s", step_line(report, skipped))
+            if self._last_disk is not before:  # a skipped step leaves the disk alone
+                logger.info("%s", self._last_disk)
         if self._breakdown_every and report.step % self._breakdown_every == 0:
             lines = self.lines()
             for line in lines if self._speaks else ():

@@ -1,100 +1,33 @@
-"""What of a rank's state rests outside the device, and which stores serve it?
+"""Which stores serve the state that rests outside the device?
 
-DeepSpeed's keys ``offload_optimizer`` and ``offload_param`` become a plan (pure, equal to what
-:func:`zeroshard.core.nbytes.state_nbytes` counts) and then, once memory is made, the stores behind it.
+They are made from the plan of :mod:`zeroshard.engine.resting`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import os
+import sys
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from zeroshard.comm.env import Place
 from zeroshard.config import Config
-from zeroshard.core.layout import UnitLayout
 from zeroshard.core.ledger import Ledger
-from zeroshard.core.stages import STAGES
-from zeroshard.core.tiers import Placement, Span, Tier, place
+from zeroshard.core.tiers import Tier
+from zeroshard.engine.optimizers import Probe
+from zeroshard.engine.resting import Resting, grad_itemsize, host_sizes, page_sizes
 from zeroshard.store.bus import Bus, CudaBus
 from zeroshard.store.disk import SwapFile
 from zeroshard.store.heap import return_large_blocks
 from zeroshard.store.pager import Pager, Timeline
 from zeroshard.store.pinned import HostArena, slot_nbytes
-from zeroshard.store.shards import InMemory, OnDisk, Rest, Saves
+from zeroshard.store.shards import InMemory, OnDisk, Rest, Room, Saves
 from zeroshard.zero.crossing import HostSide
-
-_TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
-
-
-@dataclass(frozen=True)
-class Resting:
-    """Where state rests on this rank: by unit, spans of what it updates, and the tier of its shard."""
-
-    spans: Mapping[str, Sequence[Span]] = field(default_factory=dict)
-    params: Mapping[str, Tier] = field(default_factory=dict)
-
-    @property
-    def is_away(self) -> bool:
-        """Does anything rest outside the device?"""
-        return bool(self.spans or self.params)
-
-    def spans_of(self, unit: str) -> Sequence[Span]:
-        """Empty: all on the device."""
-        return self.spans.get(unit, ())
-
-    def tier_of(self, unit: str) -> Tier:
-        """Of the unit's parameters."""
-        return self.params.get(unit, Tier.DEVICE)
-
-
-def optimizer_placement(config: Config) -> Placement:
-    """DeepSpeed key ``zero_optimization.offload_optimizer``."""
-    section = config.zero_optimization.offload_optimizer
-    if section is None or not STAGES[config.zero_optimization.stage].shards_optimizer:
-        return Placement()
-    return Placement(_TIERS[section.device], section.ratio, section.max_in_cpu)
-
-
-def param_placement(config: Config) -> Placement:
-    """DeepSpeed key ``zero_optimization.offload_param``; it acts at stage 3 only."""
-    section = config.zero_optimization.offload_param
-    if section is None or not STAGES[config.zero_optimization.stage].shards_params:
-        return Placement()
-    return Placement(_TIERS[section.device], host_numel=section.max_in_cpu)
-
-
-def plan_resting(
-    layouts: Mapping[str, UnitLayout],
-    trained: Iterable[str],
-    config: Config,
-    *,
-    rank: int,
-    whole: bool,
-) -> Resting:
-    """``layouts``: units in forward order. ``whole``: the optimizer's matrices are never cut."""
-    optimizer, params = optimizer_placement(config), param_placement(config)
-    spans: dict[str, Sequence[Span]] = {}
-    if optimizer.is_away:
-        chosen = {name: layouts[name] for name in trained}
-        numels = [layout.shard_numel for layout in chosen.values()]
-        cuts = [_starts(layout, rank) for layout in chosen.values()] if whole else None
-        spans = dict(zip(chosen, place(numels, optimizer, cuts=cuts), strict=True))
-    tiers = {}
-    if params.is_away:
-        numels = [layout.shard_numel for layout in layouts.values()]
-        placed = place(numels, params, cuts=[() for _ in numels])
-        tiers = {name: parts[0].tier for name, parts in zip(layouts, placed, strict=True) if parts}
-    return Resting(spans, tiers)
-
-
-def _starts(layout: UnitLayout, rank: int) -> list[int]:
-    """Where parameters begin in the rank's shard."""
-    low, high = layout.shard_range(rank)
-    return [slot.start - low for slot in layout.slots if low < slot.start < high]
+from zeroshard.zero.onepass import threads_for
 
 
 def make_bus(device: torch.device, *, copies: bool) -> Bus | None:
@@ -123,11 +56,12 @@ class Stores:
         self._resting = resting
         self._is_fake = isinstance(torch.empty(0), FakeTensor)
         self._device = device
-        self._pins = zero.offload_optimizer is not None and zero.offload_optimizer.pin_memory
+        sections = {"optimizer": zero.offload_optimizer, "param": zero.offload_param}
+        self._pins = {name: s is not None and s.pin_memory for name, s in sections.items()}
         self.is_delayed = (
             zero.offload_optimizer is not None and zero.offload_optimizer.delayed_update
         )
-        self._arena: HostArena | None = None
+        self._arenas: list[HostArena] = []
         self.bus: Bus | None = None
         if device.type == "cpu" and Tier.DISK in resting.params.values():
             return_large_blocks()  # shards come and go between activations
@@ -154,36 +88,48 @@ class Stores:
 
         return on_disk
 
-    def pager(self, page_nbytes: Iterable[int]) -> Pager | None:
-        """A ring for pages of these sizes; None if there are none."""
-        largest = max(page_nbytes, default=0)
+    def room_of(self, unit: str) -> Room | None:
+        """What gives the unit's shard its memory; None: the device. A GPU copies it over the bus for each
+        use; what goes to disk has memory only then, and cannot stay pinned."""
+        tier = self._resting.tier_of(unit)
+        if tier is Tier.DEVICE:
+            return None
+        if tier is Tier.DISK or self._device.type == "cpu" or self._is_fake:
+            return lambda numel, dtype: torch.zeros(numel, dtype=dtype)
+
+        def pinned(numel: int, dtype: torch.dtype) -> Tensor:
+            arena = HostArena(slot_nbytes(numel, dtype), self._pins["param"])
+            self._arenas.append(arena)
+            return arena.take(numel, dtype)
+
+        return pinned
+
+    def pager(self, found: Mapping[torch.dtype, Probe]) -> Pager | None:
+        """A ring for the pages on disk; None if there are none."""
+        largest = max(page_sizes(self._resting, found), default=0)
         if not largest or self._is_fake:
             return None
         self._pager = Pager(self._file(self._optimizer_path), largest)
         return self._pager
 
-    def host_side(
-        self, sizes: Iterable[tuple[str, int, torch.dtype]], grad_itemsize: int
-    ) -> HostSide | None:
+    def host_side(self) -> HostSide | None:
         """What crosses the bus, and the memory for it; None where the device's memory is the host's.
 
-        ``sizes``: everything that will be taken, by ledger category. Of CPU ranks only the delayed update needs it: what
-        forward reads must not change meanwhile.
+        Of CPU ranks only the delayed update needs it: what forward reads must not change meanwhile.
         """
-        wanted = list(sizes)
+        wanted = list(host_sizes(self._resting))
         if not wanted or self._is_fake:
             return None
         self.bus = make_bus(self._device, copies=self.is_delayed)
         if self.bus is None:
             return None
-        self._arena = HostArena(
-            sum(slot_nbytes(numel, dtype) for _, numel, dtype in wanted), self._pins
-        )
-        crossing_nbytes = sum(
-            slot_nbytes(numel, dtype) for what, numel, dtype in wanted if what == "scratch"
-        )
-        self._ledger.hold("scratch", "buffers of the bus", crossing_nbytes, Tier.HOST)
-        return HostSide(self.bus, self._arena.take, grad_itemsize)
+        nbytes = dict.fromkeys(("master", "scratch"), 0)
+        for category, numel, dtype in wanted:
+            nbytes[category] += slot_nbytes(numel, dtype)
+        self._ledger.hold("scratch", "buffers of the bus", nbytes["scratch"], Tier.HOST)
+        arena = HostArena(sum(nbytes.values()), self._pins["optimizer"])
+        self._arenas.append(arena)
+        return HostSide(self.bus, arena.take, grad_itemsize(self._resting))
 
     @property
     def timeline(self) -> Timeline | None:
@@ -192,9 +138,20 @@ class Stores:
 
     def close(self) -> None:
         """Give memory and disk back."""
-        if self._arena is not None:
-            self._arena.close()
+        for arena in self._arenas:
+            arena.close()
+        self._ledger.hold("scratch", "buffers of the bus", 0, Tier.HOST)
         if self._pager is not None:
             self._pager.close()
         for file in self._files.values():
             file.close()
+
+
+def update_threads(device: torch.device, place: Place) -> int:
+    """Of the update in host memory: beside a GPU the cores are free for it, CPU ranks compute on them."""
+    omp = torch.get_num_threads()
+    if device.type == "cpu":
+        return omp
+    has_mask = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_mask else os.cpu_count() or 1
+    return threads_for(sys.maxsize, cores, place.local_world_size, omp)

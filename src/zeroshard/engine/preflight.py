@@ -5,9 +5,8 @@ Asked before the first byte moves: a run that cannot work ends here, with the nu
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 
 import torch
@@ -20,10 +19,9 @@ from zeroshard.core.ledger import Key
 from zeroshard.core.tiers import Tier
 from zeroshard.engine.fit import check_host
 from zeroshard.engine.host_memory import host_limits
+from zeroshard.engine.resting import Resting, host_sizes
 from zeroshard.errors import DiskError
 from zeroshard.store import disk_check
-
-logger = logging.getLogger("zeroshard")
 
 UNKNOWN_NBYTES = 1 << 52
 """Stands for a limit that the system does not tell; a float holds it exactly."""
@@ -42,24 +40,35 @@ class Demand:
     host_nbytes: int  # in host memory; on CPU ranks all that is not on disk
     optimizer_nbytes: int  # on disk
     param_nbytes: int  # on disk
+    micro_batches: int = 1  # forwards and backwards of a step
+
+    def traffic(self, kind: str) -> tuple[int, int]:
+        """Bytes read from and written to disk in a step, at most, for a field of this class.
+
+        State is read and written once. Shards are read for every forward and backward, and for the
+        update; units that stay full between forward and backward are read once for both.
+        """
+        if kind == "param_nbytes":
+            return (2 * self.micro_batches + 1) * self.param_nbytes, self.param_nbytes
+        return self.optimizer_nbytes, self.optimizer_nbytes
 
     @property
     def read_nbytes(self) -> int:
-        """Read from disk in a step: state once; shards for forward, backward and update."""
-        return self.optimizer_nbytes + 3 * self.param_nbytes
+        """Read from disk in a step, at most."""
+        return self.traffic("optimizer_nbytes")[0] + self.traffic("param_nbytes")[0]
 
     @property
     def written_nbytes(self) -> int:
         """Written to disk in a step."""
-        return self.optimizer_nbytes + self.param_nbytes
+        return self.traffic("optimizer_nbytes")[1] + self.traffic("param_nbytes")[1]
 
 
-def demand_of(planned: Mapping[Key, int], *, on_cpu: bool) -> Demand:
+def demand_of(planned: Mapping[Key, int], *, on_cpu: bool, micro_batches: int = 1) -> Demand:
     """``planned``: bytes per category and tier. ``on_cpu``: the device's memory is the host's.
 
     >>> tiers = {(c, t): 0 for c in ("parameters", "gradients", "master", "optimizer") for t in Tier}
     >>> demand_of({**tiers, ("master", Tier.DISK): 4, ("optimizer", Tier.DISK): 8}, on_cpu=True)
-    Demand(host_nbytes=0, optimizer_nbytes=12, param_nbytes=0)
+    Demand(host_nbytes=0, optimizer_nbytes=12, param_nbytes=0, micro_batches=1)
     """
     tiers = (Tier.HOST, Tier.DEVICE) if on_cpu else (Tier.HOST,)
     new = ["gradients", "master", "optimizer"]
@@ -69,13 +78,21 @@ def demand_of(planned: Mapping[Key, int], *, on_cpu: bool) -> Demand:
         sum(planned[category, tier] for category in new for tier in tiers),
         planned["master", Tier.DISK] + planned["optimizer", Tier.DISK],
         planned["parameters", Tier.DISK],
+        micro_batches,
     )
 
 
 def check_room(
-    planned: Mapping[Key, int], config: Config, comm: Comm, place: Place, device: torch.device
-) -> None:
+    planned: Mapping[Key, int],
+    resting: Resting,
+    config: Config,
+    comm: Comm,
+    place: Place,
+    device: torch.device,
+) -> list[str]:
     """Refuse a plan that some host cannot hold, and forecast what its disks will cost. Collective.
+
+    Returns the forecast in words, on the first rank of each host.
 
     Every rank judges every host by the same numbers, so that all raise or none does:
     :class:`HostMemoryError` or :class:`DiskError`, with the numbers of all ranks of the host.
@@ -83,9 +100,17 @@ def check_room(
     paths = _paths(config)
     limits = host_limits()
     me = host_number()
-    mine = demand_of(planned, on_cpu=device.type == "cpu")
+    micro_batches = config.gradient_accumulation_steps or 1
+    mine = demand_of(planned, on_cpu=device.type == "cpu", micro_batches=micro_batches)
+    if device.type != "cpu":  # masters are in the plan; gradients and parameters in passing are not
+        sizes = host_sizes(resting)
+        scratch_nbytes = sum(
+            numel * dtype.itemsize for what, numel, dtype in sizes if what == "scratch"
+        )
+        mine = replace(mine, host_nbytes=mine.host_nbytes + scratch_nbytes)
     row = [me, limits.free_nbytes or UNKNOWN_NBYTES, *(_free(path) for path in paths)]
     row_K = torch.tensor([*row, *astuple(mine)], dtype=torch.float64).to(device)
+    forecasts: list[str] = []
     hosts: dict[int, list[tuple[list[int], Demand]]] = defaultdict(list)
     for number, *rest in comm.gather_small(row_K, name="room").tolist():
         frees, numbers = rest[: 1 + len(paths)], rest[1 + len(paths) :]
@@ -103,8 +128,9 @@ def check_room(
             wanted = sum(getattr(demand, kind) for demand in demands for kind in kinds)
             disk_check.check(path, wanted, free=free)
             if number == me and place.local_rank == 0 and wanted >= PROBED_FROM_NBYTES:
-                _forecast(path, wanted, demands)
+                forecasts += _forecast(path, kinds, demands)
     comm.gather_small(row_K[:1], name="room measured")  # until then nobody writes or takes blocks
+    return forecasts
 
 
 def _paths(config: Config) -> dict[str, list[str]]:
@@ -128,15 +154,20 @@ def _free(path: str) -> int:
         return UNKNOWN_NBYTES
 
 
-def _forecast(path: str, nbytes: int, here: list[Demand]) -> None:
-    """Say what the disk will cost. Measured by one rank of a host, so that ranks do not disturb it."""
+def _forecast(path: str, kinds: Sequence[str], here: Sequence[Demand]) -> Iterator[str]:
+    """What the disk will cost. Measured by one rank of a host, so that ranks do not disturb it."""
     speed = disk_check.measure(path, PROBE_NBYTES)
-    seconds = disk_check.forecast(
-        sum(d.read_nbytes for d in here), sum(d.written_nbytes for d in here), speed
+    nbytes = sum(getattr(demand, kind) for demand in here for kind in kinds)
+    reads, writes = (
+        sum(traffic)
+        for traffic in zip(
+            *(demand.traffic(kind) for demand in here for kind in kinds), strict=True
+        )
     )
-    logger.info(
-        "%.2f GB of state rest in %s: %s; about %.1f s of transfers per step",
-        nbytes / 1e9, path, speed, seconds,
-    )  # fmt: skip
+    seconds = disk_check.forecast(reads, writes, speed)
+    yield (
+        f"{nbytes / 1e9:.2f} GB of this host's state rest in {path}: {speed}; about {seconds:.1f} s of "
+        "transfers per step"
+    )
     if doubt := disk_check.warning(path):
-        logger.warning("%s", doubt)
+        yield doubt

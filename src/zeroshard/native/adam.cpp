@@ -3,10 +3,24 @@
 // The numbers are those of torch's fused CPU kernel, bit for bit: the same operations in the same order,
 // and a fused multiply-add exactly where torch has one. The compiler must not make others
 // (-ffp-contract=off). Before the library is used, it is compared with torch on the machine at hand.
+//
+// Several threads may share a step. No element depends on another, and each is computed by the same code
+// wherever the work is cut, so the bits do not depend on the threads.
 
+#include <pthread.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cfenv>
+#include <chrono>
 #include <cmath>
+#include <condition_variable>
 #include <cstdint>
 #include <cstring>
+#include <mutex>
+#include <system_error>
+#include <thread>
 
 namespace {
 
@@ -87,33 +101,162 @@ void update(const Span& span, const Grad* __restrict grad, int64_t begin, int64_
 }
 
 template <typename Grad>
-void update_all(const Span* spans, int64_t count, const Options* groups, const Grad* grad, float factor,
-                int64_t part, int64_t parts) {
-  for (int64_t at = 0; at < count; ++at) {
-    const Span& span = spans[at];
-    const Options& options = groups[span.group];
-    const int64_t begin = span.numel / 64 * part / parts * 64;  // numel is a multiple of 64
-    const int64_t end = span.numel / 64 * (part + 1) / parts * 64;
-    const Grad* own = grad + span.grad_at;
-    if (span.low && options.decoupled) update<Grad, true, true>(span, own, begin, end, factor, options);
-    else if (span.low) update<Grad, true, false>(span, own, begin, end, factor, options);
-    else if (options.decoupled) update<Grad, false, true>(span, own, begin, end, factor, options);
-    else update<Grad, false, false>(span, own, begin, end, factor, options);
+void update_part(const Span& span, const Options& options, const Grad* grad, float factor, int64_t begin,
+                 int64_t end) {
+  const Grad* own = grad + span.grad_at;
+  if (span.low && options.decoupled) update<Grad, true, true>(span, own, begin, end, factor, options);
+  else if (span.low) update<Grad, true, false>(span, own, begin, end, factor, options);
+  else if (options.decoupled) update<Grad, false, true>(span, own, begin, end, factor, options);
+  else update<Grad, false, false>(span, own, begin, end, factor, options);
+}
+
+class Work {
+ public:
+  virtual void run() noexcept = 0;  // by every thread that takes part: until nothing is left to take
+
+ protected:
+  ~Work() = default;
+};
+
+// All spans, laid one after the other and cut into equal pieces: who is free takes the next piece.
+template <typename Grad>
+class Step final : public Work {
+ public:
+  Step(const Span* spans, int64_t count, const Options* groups, const Grad* grad, float factor,
+       int64_t piece_numel)
+      : spans_(spans), count_(count), groups_(groups), grad_(grad), factor_(factor), piece_numel_(piece_numel) {
+    std::fegetenv(&environment_);
   }
+
+  void run() noexcept override {
+    std::fesetenv(&environment_);  // the caller's: whether denormal numbers count as zero is in it
+    int64_t at = 0, start = 0;     // span `at` begins at element `start` of all
+    for (;;) {
+      const int64_t begin = next_.fetch_add(piece_numel_, std::memory_order_relaxed);
+      const int64_t end = begin + piece_numel_;
+      while (at < count_ && start + spans_[at].numel <= begin) start += spans_[at++].numel;
+      if (at == count_) return;
+      for (int64_t i = at, from = start; i < count_ && from < end; from += spans_[i++].numel) {
+        const Span& span = spans_[i];
+        update_part(span, groups_[span.group], grad_, factor_, std::max<int64_t>(begin - from, 0),
+                    std::min(end - from, span.numel));
+      }
+    }
+  }
+
+ private:
+  const Span* spans_;
+  int64_t count_;
+  const Options* groups_;
+  const Grad* grad_;
+  float factor_;
+  int64_t piece_numel_;
+  std::fenv_t environment_;
+  alignas(64) std::atomic<int64_t> next_{0};  // the first element that nobody took
+};
+
+// Threads that sleep until there is work, one work at a time. They are detached and the pool is never
+// destroyed, so the process may end, by whatever way, while they sleep. None waits by spinning.
+class Pool {
+ public:
+  // `work.run()` on this thread and on up to `helpers` others; returns when all of them have. A helper
+  // that wakes only after this thread is through is not waited for.
+  void run(Work& work, int64_t helpers) {
+    const std::lock_guard<std::mutex> alone(calls_);
+    {
+      const std::lock_guard<std::mutex> lock(state_);
+      while (alive_ < helpers && hire()) ++alive_;
+      helpers = std::min(helpers, alive_);
+      work_ = &work;
+      seats_ = helpers;
+    }
+    for (int64_t seat = 0; seat < helpers; ++seat) wake_.notify_one();
+    work.run();
+    std::unique_lock<std::mutex> lock(state_);
+    work_ = nullptr;
+    seats_ = 0;
+    done_.wait(lock, [this] { return busy_ == 0; });
+  }
+
+ private:
+  static constexpr std::chrono::seconds kIdle{5};  // then a helper ends: it costs 0.1 ms to have it back
+
+  bool hire() noexcept {  // with no signals: the program's handlers belong on its own threads
+    sigset_t all, before;
+    sigfillset(&all);
+    for (const int own : {SIGSEGV, SIGBUS, SIGFPE, SIGILL}) sigdelset(&all, own);
+    pthread_sigmask(SIG_BLOCK, &all, &before);
+    bool hired = true;
+    try {
+      std::thread(&Pool::serve, this).detach();
+    } catch (const std::system_error&) {  // no more threads for this process: fewer will do
+      hired = false;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    return hired;
+  }
+
+  void serve() {
+#ifdef __linux__
+    pthread_setname_np(pthread_self(), "zs-update");
+#endif
+    std::unique_lock<std::mutex> lock(state_);
+    while (wake_.wait_for(lock, kIdle, [this] { return seats_ > 0; })) {
+      --seats_;
+      ++busy_;
+      Work& work = *work_;
+      lock.unlock();
+      work.run();
+      lock.lock();
+      if (--busy_ == 0) done_.notify_one();
+    }
+    --alive_;
+  }
+
+  std::mutex calls_;  // held by the caller whose work it is
+  std::mutex state_;  // guards what follows
+  std::condition_variable wake_, done_;
+  Work* work_ = nullptr;
+  int64_t seats_ = 0, busy_ = 0, alive_ = 0;  // helpers wanted, at work, and there
+};
+
+std::atomic<Pool*> the_pool{nullptr};
+
+// A child has none of its parent's threads, and locks may be held in its copy for ever: it forgets the pool.
+[[maybe_unused]] const int forgets_in_children = pthread_atfork(nullptr, nullptr, [] { the_pool = nullptr; });
+
+Pool& pool() {
+  Pool* found = the_pool;
+  if (found == nullptr) {
+    Pool* made = new Pool;
+    if (the_pool.compare_exchange_strong(found, made)) return *made;
+    delete made;
+  }
+  return *found;
+}
+
+template <typename Grad>
+void step(const Span* spans, int64_t count, const Options* groups, const Grad* grad, float factor,
+          int64_t threads, int64_t piece_numel) {
+  constexpr int64_t kAll = int64_t{1} << 62;
+  Step<Grad> work(spans, count, groups, grad, factor, threads > 1 ? piece_numel : kAll);
+  if (threads > 1) pool().run(work, threads - 1);
+  else work.run();
 }
 
 }  // namespace
 
 extern "C" {
 
-// Part `part` of `parts` of every span, so that several threads share the work.
+// `threads`: the caller and up to so many less one from the pool, in pieces of `piece_numel` elements. Both
+// are positive. Calls from several threads are safe; those that use the pool go one after the other.
 void adam_bf16(const Span* spans, int64_t count, const Options* groups, const uint16_t* grad, float factor,
-               int64_t part, int64_t parts) {
-  update_all(spans, count, groups, grad, factor, part, parts);
+               int64_t threads, int64_t piece_numel) {
+  step(spans, count, groups, grad, factor, threads, piece_numel);
 }
 
 void adam_fp32(const Span* spans, int64_t count, const Options* groups, const float* grad, float factor,
-               int64_t part, int64_t parts) {
-  update_all(spans, count, groups, grad, factor, part, parts);
+               int64_t threads, int64_t piece_numel) {
+  step(spans, count, groups, grad, factor, threads, piece_numel);
 }
 }

@@ -6,10 +6,11 @@ bit, and offered only if no bit differs.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +23,9 @@ from zeroshard.native.build import CannotBuild, load
 logger = logging.getLogger("zeroshard")
 SPAN_MULTIPLE = 64
 """Spans hold a multiple of this many elements: torch finishes other tails in scalar code."""
+
+PIECE_NUMEL = 2**16
+"""Elements that a thread takes at a time: some 50 microseconds, so that a busy core holds none up."""
 
 _GRADS = {torch.bfloat16: "adam_bf16", torch.float32: "adam_fp32"}
 
@@ -55,9 +59,10 @@ class Span(NamedTuple):
 class Spans:
     """Addresses for :meth:`CompiledAdam.update`, taken once. Keeps the tensors alive."""
 
-    def __init__(self, spans: Sequence[Span]) -> None:
+    def __init__(self, spans: Iterable[Span]) -> None:
         self.kept = list(spans)
-        self.array = (_Span * len(spans))()
+        self.numel = sum(span.master.numel() for span in self.kept)
+        self.array = (_Span * len(self.kept))()
         self.locate()
 
     def locate(self) -> None:
@@ -101,26 +106,26 @@ class CompiledAdam:
         groups: Sequence[Mapping[str, Any]],
         *,
         threads: int = 1,
+        piece_numel: int = PIECE_NUMEL,
     ) -> None:
-        """One step over all spans with ``grad_R * factor``; steps are counted already."""
+        """One step over all spans with ``grad_R * factor``; steps are counted already.
+
+        The caller and up to ``threads - 1`` of the library's own threads deal out pieces of
+        ``piece_numel`` elements. They change no bit. Those threads begin with the first call that
+        wants them, end some seconds after the last one, and hold neither a fork nor an exit up. May
+        be called from several threads at once.
+        """
         options = (_Options * len(groups))()
         for entry, group in zip(options, groups, strict=True):
             entry.lr, (entry.beta1, entry.beta2) = float(group["lr"]), map(float, group["betas"])
             entry.weight_decay, entry.eps = group["weight_decay"], group["eps"]
             entry.decoupled = group["decoupled_weight_decay"]
             entry.maximize = group["maximize"]
-        call, grad = self._calls[grad_R.dtype], grad_R.data_ptr()
-
-        def run(part: int) -> None:
-            call(spans.array, len(spans.array), options, grad, factor, part, threads)
-
-        # Threads of the moment: a pool would outlive the engine, and the work takes milliseconds.
-        others = [threading.Thread(target=run, args=(part,)) for part in range(1, threads)]
-        for thread in others:
-            thread.start()
-        run(0)
-        for thread in others:
-            thread.join()
+        call = self._calls[grad_R.dtype]
+        call(
+            *(spans.array, len(spans.array), options, grad_R.data_ptr(), factor),
+            *(max(1, threads), max(1, piece_numel)),
+        )
 
 
 class _Preparation:
@@ -128,6 +133,8 @@ class _Preparation:
 
     def __init__(self) -> None:
         self.result: CompiledAdam | None = None
+        self._checks = self._leaves = False
+        atexit.register(self._leave)
         self.thread = threading.Thread(target=self._run, name="zeroshard-compile", daemon=True)
         self.thread.start()
 
@@ -137,12 +144,24 @@ class _Preparation:
         except CannotBuild as error:
             logger.info("the update is not compiled: %s", error)
             return
+        self._checks = True
+        if self._leaves:
+            return
         if agrees_with_torch(compiled):
             self.result = compiled
         else:
             logger.info(
                 "the compiled update is not used: it differs from torch's on this processor"
             )
+
+    def _leave(self) -> None:
+        """A thread that is inside torch when the interpreter ends takes the process down (SIGABRT).
+
+        So the check, some milliseconds, is waited for, or does not begin. Compilation is not.
+        """
+        self._leaves = True
+        if self._checks:
+            self.thread.join()
 
 
 @cache
@@ -190,7 +209,10 @@ def _agrees(
     numel: int,
     generator: torch.Generator,
 ) -> bool:
-    """Three steps from values of all magnitudes, among them zeros and values too large."""
+    """Three steps from values of all magnitudes, among them zeros and values too large.
+
+    Step ``i`` runs on ``i`` threads, which share two spans in pieces that end inside both.
+    """
     scale = 10.0 ** torch.randint(-30, 4, (numel,), generator=generator)
     master = torch.randn(numel, generator=generator) * scale.clamp(min=1e-10)
     low = None if low_dtype is None else master.to(low_dtype)
@@ -204,8 +226,16 @@ def _agrees(
         grad = (torch.randn(numel, generator=generator) * scale).to(grad_dtype)
         grad[at::7] = 0
         grad[at + 8 :: 501] = float("inf")
-        spans = Spans([Span(0, 0, master, state[0], state[1], step, low)])
-        candidate.update(spans, grad, 0.37, [group])
+        cuts = slice(0, numel // 192 * 64), slice(numel // 192 * 64, numel)
+        spans = Spans(
+            Span(
+                *(0, cut.start, master[cut], state[0][cut], state[1][cut], step),
+                None if low is None else low[cut],
+            )
+            for cut in cuts
+        )
+        piece_numel = numel // 8
+        candidate.update(spans, grad, 0.37, [group], threads=at + 1, piece_numel=piece_numel)
         fused(
             [expected], [grad.float() * 0.37], [truth[0]], [truth[1]], [], [step],
             lr=group["lr"], beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"],

@@ -1,7 +1,8 @@
 """Where is a C++ source compiled, and where is the result kept?
 
-In a folder of the user's own, under a name that holds the source, the compiler and the processor. A
-library appears there complete or not at all, whoever else builds it at the same time.
+In a folder of the user's own, under a name that holds the source, the compiler, its flags, the C
+library and the processor. A library appears there complete or not at all, whoever else builds it at the
+same time.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import tempfile
 from pathlib import Path
 
 FLAGS = (
-    *("-O3", "-march=native", "-shared", "-fPIC"),
+    *("-O3", "-march=native", "-shared", "-fPIC", "-std=c++17", "-pthread"),
     *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
 )
 _TIMEOUT_S = 120
@@ -33,9 +34,7 @@ def load(source: Path) -> ctypes.CDLL:
     if compiler is None or shutil.which(compiler) is None:
         raise CannotBuild(f"no C++ compiler ({compiler or 'g++, clang++'}) was found")
     try:
-        identity = [source.read_text(), compiler, _version_of(compiler), *FLAGS, _processor()]
-        digest = hashlib.sha256("\0".join(identity).encode()).hexdigest()[:24]
-        name = f"{source.stem}-{digest}.so"
+        name = _name(source, compiler)
         folder = _cache_folder()
         if folder is not None:
             return _load(compiler, source, folder / name)
@@ -43,6 +42,14 @@ def load(source: Path) -> ctypes.CDLL:
             return _load(compiler, source, Path(passing, name))  # loaded code outlives its file
     except OSError as error:
         raise CannotBuild(f"{type(error).__name__}: {error}") from error
+
+
+def _name(source: Path, compiler: str) -> str:
+    """Other for everything that the library's code depends on, so that no old one is taken."""
+    identity = [source.read_text(), compiler, _version_of(compiler), *FLAGS, _processor()]
+    identity += platform.libc_ver()  # containers with one home
+    digest = hashlib.sha256("\0".join(identity).encode()).hexdigest()[:24]
+    return f"{source.stem}-{digest}.so"
 
 
 def _load(compiler: str, source: Path, library: Path) -> ctypes.CDLL:

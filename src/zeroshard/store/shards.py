@@ -6,6 +6,7 @@ A unit asks its ``rest`` and never learns which one it has. Letters as in :mod:`
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -185,6 +186,9 @@ class OnDisk:
 
 
 Rest = InMemory | OnDisk
+
+Room = Callable[[int, torch.dtype], Tensor]
+"""Gives zeroed memory, ``[numel]`` of a dtype."""
 
 _PIECE_WORDS = 2**16
 

@@ -230,8 +230,14 @@ def _training_of(param: nn.Parameter) -> tuple[Unit, Training] | None:
             f"a tensor of shape {tuple(param.shape)} does not belong to any open engine. Pass a "
             "parameter of the model that was given to zeroshard.initialize()."
         )
+    owner.check_here()
     training = _training(owner)
-    return None if training is None else (owner, training)
+    if training is None:
+        return None
+    training.tile.check_here()
+    if training.optimizer is not None:
+        training.optimizer.check_whole()
+    return owner, training
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:

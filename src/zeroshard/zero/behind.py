@@ -17,9 +17,10 @@ Sent = Callable[[], Arrival | None]
 
 
 class Behind:
-    """The worker thread of one engine."""
+    """The worker thread of one engine. ``threads``: how many an update may use, itself among them."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, threads: int) -> None:
+        self.threads = threads
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="zeroshard-update")
 
     def submit(self, update: Sent, *, then: Sent | None = None) -> Sent:

@@ -23,6 +23,22 @@ from zeroshard.native import adam
 PIECE_NUMEL = 2**18
 """Elements that go through all operations together: 5 MB for AdamW, held by the last-level cache."""
 
+THREAD_NUMEL = 2**17
+"""Elements that make one more thread worth its waking: 0.1 ms of work."""
+
+
+def threads_for(numel: int, cores: int, local_ranks: int = 1, omp: int = 1) -> int:
+    """How many threads should update ``numel`` elements in host memory?
+
+    ``cores``: those that this host's ``local_ranks`` ranks may use. ``omp``: what ``OMP_NUM_THREADS`` or
+    ``torch.set_num_threads`` allow this rank. A number above 1 was chosen for it (torch's own default
+    leaves out cores that the rank may not use) and is taken; 1 is also what torchrun sets where nobody
+    chose, and then the rank takes its share of the cores. Small pieces get fewer: a thread for every
+    ``THREAD_NUMEL`` elements.
+    """
+    wanted = omp if omp > 1 else cores // max(1, local_ranks)
+    return max(1, min(wanted, numel // THREAD_NUMEL))
+
 
 @dataclass(frozen=True)
 class Kernel:
@@ -107,11 +123,19 @@ class OnePass:
             )
         )
 
-    def run(self, grad_R: Tensor, factor: float, groups: Sequence[Mapping[str, Any]]) -> None:
+    def run(
+        self,
+        grad_R: Tensor,
+        factor: float,
+        groups: Sequence[Mapping[str, Any]],
+        *,
+        threads: int | None = None,
+    ) -> None:
         """Update master, state and parameter with ``grad_R * factor``. ``grad_R`` may be overwritten.
 
         Elements of the parameter that are not the rounded master were written by the program: the
-        master takes them first.
+        master takes them first. ``threads``: the most that a compiled update may use, by default as
+        many as torch's own operations; the bits do not depend on it.
         """
         if self._steps:
             torch._foreach_add_(self._steps, 1)
@@ -123,8 +147,10 @@ class OnePass:
         if self._base != (base := self._addresses()):
             self._spans.locate()
             self._base = base
-        threads = torch.get_num_threads()
-        compiled.update(self._spans, grad_R, factor, groups, threads=threads)
+        most = torch.get_num_threads() if threads is None else threads
+        compiled.update(
+            self._spans, grad_R, factor, groups, threads=threads_for(self._spans.numel, most)
+        )
         self._run_pieces(self._tails, grad_R, factor, groups)
 
     def _addresses(self) -> tuple[int, int]:

@@ -42,8 +42,8 @@ class ShardedOptimizer:
     ``state`` is keyed by fragment. Only ``params`` of the groups are replaced, by ``seat(inner, params
     of each group)``. ``kernel_of`` knows which optimizers can be updated in one pass, and how.
     ``spans``: per buffer, where its parts rest; ``pager`` and ``state_dtypes`` serve those on disk,
-    ``host`` those that are not in the device's memory. ``delayed``: a parameter that was updated there is
-    sent up when the next step begins (own key ``delayed_update``).
+    ``host`` and ``behind`` those that are not in the device's memory. ``delayed``: a parameter that was
+    updated there is sent up when the next step begins (own key ``delayed_update``).
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class ShardedOptimizer:
         pager: Pager | None = None,
         state_dtypes: Callable[[GradBuffer], StateDtypes] | None = None,
         host: HostSide | None = None,
+        behind: Behind | None = None,
         delayed: bool = False,
     ) -> None:
         _refuse_used(inner)
@@ -92,7 +93,7 @@ class ShardedOptimizer:
         self._kernel_of = kernel_of
         self._kernel: Kernel | None = None
         self._passes: dict[int, OnePass] = {}  # by id of the chunk
-        self._behind = Behind() if host is not None else None
+        self._behind = behind
         self._delayed = delayed
         self._guards = [inner.register_step_pre_hook(self._refuse_direct_step)]
         if pager is not None:
@@ -256,6 +257,7 @@ class ShardedOptimizer:
     ) -> Callable[[], Arrival | None]:
         """Update a chunk in host memory on the worker. Calling the result waits until it was sent up."""
         assert self._behind is not None
+        threads = self._behind.threads
         groups = [{**group, "params": ()} for group in self.inner.param_groups]  # as they are now
 
         def update() -> Arrival | None:
@@ -263,7 +265,7 @@ class ShardedOptimizer:
             if delivery.is_edited:
                 crossing.take_edits()
             if not delivery.is_skipped:
-                prepared.run(delivery.grad_C, delivery.factor, groups)
+                prepared.run(delivery.grad_C, delivery.factor, groups, threads=threads)
             return None if self._delayed else crossing.send_up()
 
         return self._behind.submit(update, then=crossing.send_up if self._delayed else None)
@@ -356,24 +358,49 @@ class ShardedOptimizer:
         """What the program wrote into parameters is what the step starts from.
 
         Parameters are brought home here; masters follow in :meth:`update`, which reads them anyway.
-        Raises :class:`UsageError` after an update that an error ended in the middle.
         """
+        for tile in self.tiles:
+            tile.refuse_grad()
+            tile.unit.wait()
+            tile.unit.absorb()
+
+    def check_whole(self) -> None:
+        """Raise :class:`UsageError` after an update that an error ended in the middle."""
         if self._torn:
             raise UsageError(
                 f"an update ended in the middle ({self._torn}): parameters before it are one step ahead "
                 "of those after it, and what was on its way is lost. Close this engine, build a new one "
                 "and continue from the last checkpoint."
             )
-        for tile in self.tiles:
-            tile.refuse_grad()
-            tile.unit.wait()
-            tile.unit.absorb()
 
     # ------------------------------------------------------------------ state
 
     def state_of(self, fragment: OwnedFragment) -> dict[str, Any]:
         """The optimizer's state of one fragment; empty before the first step."""
         return dict(self.inner.state.get(fragment.value, {}))
+
+    def move_out(self, category: str) -> list[Tensor]:
+        """Masters, or optimizer state, leave the device until :meth:`move_in`: tensors there whose bytes
+        the caller keeps meanwhile; he may release their storages."""
+        shared = [t for tile in self.tiles for t in (tile.unit.full_N, tile.unit.shard_S)]
+        if category != "master":  # state may be a view of what stays
+            shared += [t for tile in self.tiles for t in tile.movable("master", {})]
+        others = {t.untyped_storage()._cdata for t in shared}
+        leaving = []
+        for tile in self.tiles:
+            for tensor in tile.movable(category, self.inner.state):
+                if tensor.untyped_storage()._cdata not in others:
+                    leaving.append(tensor)
+            tile.moved |= {category}
+        self.account()
+        return leaving
+
+    def move_in(self) -> None:
+        """The bytes are back, in the same storages."""
+        for tile in self.tiles:
+            tile.moved = frozenset()
+        self._passes.clear()  # they know addresses
+        self.account()
 
     def account(self) -> None:
         """Report optimizer state to the ledger."""

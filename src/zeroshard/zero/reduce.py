@@ -18,9 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.core.ledger import Ledger
+from zeroshard.core.tiers import Tier
 from zeroshard.errors import UnsupportedError
 from zeroshard.store import storage
-from zeroshard.zero.unit import Unit
+from zeroshard.store.luggage import distinct
+from zeroshard.zero.unit import Unit, away_error
 
 if TYPE_CHECKING:
     from zeroshard.comm.collectives import Comm, Handle
@@ -58,6 +60,7 @@ class GradBuffer:
         self.complete = False  # nothing more is expected in the running backward
         self.reduced_S: Tensor | None = None
         self.reduced_N: Tensor | None = None
+        self.tier = Tier.DEVICE  # HOST: all of it left the device for now
 
     def open(self, dtype: torch.dtype) -> Tensor:
         """Allocate ``grads_N``; its contents are undefined until filled."""
@@ -147,11 +150,43 @@ class GradBuffer:
         self.arrived = 0
         self.account()
 
+    def check_here(self) -> None:
+        """Raise :class:`UsageError` while gradients are away."""
+        if self.tier is not Tier.DEVICE:
+            raise away_error(f"the gradient of {self.unit.name!r}")
+
+    def held(self) -> list[Tensor]:
+        """All bytes that are held between two backwards."""
+        return distinct(t for t in (self.grads_N, self.reduced_S, self.reduced_N) if t is not None)
+
+    def move(self, tier: Tier, carry: Callable[[Tensor], Tensor]) -> None:
+        """Gradients go to another kind of memory, if they are not there. ``carry`` copies bytes."""
+        if tier is self.tier:
+            return
+        held = self.held()
+        there = {here.untyped_storage()._cdata: carry(here) for here in held}
+
+        def moved(flat: Tensor | None) -> Tensor | None:
+            if flat is None or not flat.numel():
+                return flat
+            begin = flat.storage_offset() * flat.element_size()
+            copy = there[flat.untyped_storage()._cdata]
+            return copy[begin : begin + flat.nbytes].view(flat.dtype)
+
+        self.grads_N, self.reduced_S, self.reduced_N = map(
+            moved, (self.grads_N, self.reduced_S, self.reduced_N)
+        )
+        if self.grads_N is not None:
+            self._set_views()
+        self.ledger.hold("gradients", self.unit.name, 0, self.tier)
+        self.tier = tier
+        self.ledger.hold("gradients", self.unit.name, sum(here.nbytes for here in held), tier)
+
     def account(self) -> None:
         """Report to the ledger what is held here."""
         local = [self.grads_N, self.leaving_N]
         resting = [self.reduced_S, self.reduced_N] + ([] if self.transient else local)
-        self.ledger.hold("gradients", self.unit.name, _storage_nbytes(resting))
+        self.ledger.hold("gradients", self.unit.name, _storage_nbytes(resting), self.tier)
         if self.transient:
             leaving_nbytes = _storage_nbytes(local)
             arriving_nbytes = _storage_nbytes([*local, self.arriving_S]) - leaving_nbytes
@@ -350,6 +385,7 @@ class GradReducer:
 
         Collective. What waits for its reduction is reduced in a copy: a reader changes nothing.
         """
+        buffer.check_here()
         if not self.waiting:
             return buffer.reduced_S
         layout, row = buffer.unit.layout, buffer.unit.row
@@ -374,9 +410,12 @@ class GradReducer:
 
     def close(self, *, wait: bool = True) -> None:
         """Give all gradients back; ``wait=False`` drops reductions that will never finish."""
-        if not wait:
+        try:
+            if wait:
+                self.abandon()
+        finally:
             self._in_flight.clear()
-        self.abandon()
+            self.abandon()
 
     def reset(self) -> None:
         """After the update: gradients are used up."""

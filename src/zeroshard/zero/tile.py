@@ -22,7 +22,7 @@ from zeroshard.store import storage
 from zeroshard.zero.crossing import Crossing, HostSide
 from zeroshard.zero.onepass import PIECE_NUMEL, follow
 from zeroshard.zero.reduce import GradBuffer
-from zeroshard.zero.unit import Unit
+from zeroshard.zero.unit import Unit, away_error
 
 if TYPE_CHECKING:
     from zeroshard.store.pager import Page, Pager
@@ -123,6 +123,7 @@ class Tile:
     owned: tuple[tuple[int, int, int], ...]
     chunks: tuple[Chunk, ...]
     pager: Pager | None = None
+    moved: frozenset[str] = frozenset()  # of "master" and "optimizer": what left the device for now
 
     @property
     def is_whole(self) -> bool:
@@ -182,20 +183,48 @@ class Tile:
         """The master takes over what the program wrote into the parameters, by whatever means."""
         self.unit.wait()
         self.unit.absorb()
+        if "master" in self.moved:
+            return  # the update looks again
         for chunk in self.visit(changed=True):
             chunk.follow()
+
+    def check_here(self) -> None:
+        """Raise :class:`UsageError` while anything of the unit's state is away."""
+        self.unit.check_here()
+        self.buffer.check_here()
+        if self.moved:
+            raise away_error(f"{' and '.join(sorted(self.moved))} state of {self.unit.name!r}")
+
+    def movable(
+        self, category: str, state: Mapping[Tensor, Mapping[str, object]]
+    ) -> Iterator[Tensor]:
+        """Masters, or optimizer state, on the device."""
+        for chunk in self.chunks:
+            if chunk.tier is not Tier.DEVICE:
+                continue
+            if category == "master":
+                yield from [chunk.master_C] if chunk.has_master else []
+                continue
+            for fragment in chunk.fragments:
+                for value in state.get(fragment.value, {}).values():
+                    if isinstance(value, Tensor) and value.device == self.low_R.device:
+                        yield value
 
     def account(self, ledger: Ledger, state: Mapping[Tensor, Mapping[str, object]]) -> None:
         """Report master and optimizer state to the ledger."""
         held = dict.fromkeys([(c, t) for c in ("master", "optimizer") for t in Tier], 0)
         for chunk in self.chunks:
-            held["master", chunk.tier] += chunk.master_nbytes
+            held["master", self._now("master", chunk.tier)] += chunk.master_nbytes
             for fragment in chunk.fragments:
                 for value in state.get(fragment.value, {}).values():
                     if isinstance(value, Tensor):
-                        held["optimizer", self._tier_of(chunk, value)] += value.nbytes
+                        tier = self._now("optimizer", self._tier_of(chunk, value))
+                        held["optimizer", tier] += value.nbytes
         for (category, tier), nbytes in held.items():
             ledger.hold(category, self.unit.name, nbytes, tier)
+
+    def _now(self, category: str, tier: Tier) -> Tier:
+        return Tier.HOST if tier is Tier.DEVICE and category in self.moved else tier
 
     def _tier_of(self, chunk: Chunk, value: Tensor) -> Tier:
         """State of a chunk on disk that has no place on its page (a step count) is in host memory."""

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from zeroshard.core.layout import Slot, UnitLayout
+from zeroshard.core.tiers import Tier
 from zeroshard.errors import UnitStateError, UsageError
 from zeroshard.store import storage
-from zeroshard.store.shards import InMemory, Rest
+from zeroshard.store.shards import InMemory, Rest, Room
 from zeroshard.zero import guard
 from zeroshard.zero.deal import Dealer
 
@@ -32,11 +34,13 @@ class UnitState(Enum):
 
     SHARDED --unshard()--> GATHERING --wait()--> FULL --reshard()--> SHARDED
                                ^-----publish()-----'
+    SHARDED, and FULL where it rests whole --move_out()--> AWAY --move_in()--> as it was
     """
 
     SHARDED = "sharded"  # shard_S only: the resting state of stage 3
     GATHERING = "gathering"  # full_N allocated, its contents in flight: do not read
     FULL = "full"  # full_N valid, the module's parameters are views of it
+    AWAY = "away"  # nothing: the program wants the device for something else
 
 
 _LEGAL = frozenset(
@@ -45,8 +49,16 @@ _LEGAL = frozenset(
         (UnitState.GATHERING, UnitState.FULL),
         (UnitState.FULL, UnitState.SHARDED),
         (UnitState.FULL, UnitState.GATHERING),
+        (UnitState.SHARDED, UnitState.AWAY),
+        (UnitState.AWAY, UnitState.SHARDED),
+        (UnitState.FULL, UnitState.AWAY),
+        (UnitState.AWAY, UnitState.FULL),
     ]
 )
+
+
+_EMPTY = (UnitState.SHARDED, UnitState.AWAY)
+"""There is nothing to free."""
 
 
 class Unit:
@@ -55,8 +67,8 @@ class Unit:
     ``resident`` units (stages 0-2) stay whole: ``shard_S`` is a slice of ``full_N``. Other units own
     ``shard_S`` and fill ``full_N`` only around their use. ``params`` are taken one by one, in the order
     of the layout: each may come into being when its turn comes. Rank 0's values win. ``rest_of`` says
-    where ``shard_S``, with its first values in it, rests from now on; ``shard_device``: its memory when
-    it is in hand, default ``device``.
+    where ``shard_S``, with its first values in it, rests from now on; ``room(numel, dtype)`` gives
+    it zeroed memory, default on ``device``.
     """
 
     def __init__(
@@ -73,7 +85,7 @@ class Unit:
         ledger: Ledger,
         device: torch.device,
         rest_of: Callable[[Tensor], Rest] = InMemory,
-        shard_device: torch.device | None = None,
+        room: Room | None = None,
     ) -> None:
         self.name = name
         self.layout = layout
@@ -90,6 +102,8 @@ class Unit:
         self._handle: Handle | None = None
         self._source_S: Tensor | None = None  # what the gather in flight reads
         self._updating: Callable[[], None] | None = None  # waits for the update that runs behind
+        self._lost_update = False  # it failed, and somebody was told
+        self._versions: _unsafe_preserve_version_counter | None = None
         self._me = weakref.ref(self)
 
         low, high = layout.shard_range(comm.rank)
@@ -102,7 +116,11 @@ class Unit:
             storage.release(self.full_N)  # making views needed the bytes, construction does not
         part = self.full_N
         if not resident:
-            part = torch.zeros(layout.shard_numel, dtype=row.param, device=shard_device or device)
+            part = (
+                torch.zeros(layout.shard_numel, dtype=row.param, device=device)
+                if room is None
+                else room(layout.shard_numel, row.param)
+            )
         dealer = Dealer(layout, part, 0 if resident else low, comm=comm, name=name, device=device)
         self.params = tuple(
             self._adopt(param, slot, view, dealer)
@@ -138,21 +156,24 @@ class Unit:
     def unshard(self) -> None:
         """Start gathering the full parameters; a no-op unless they are sharded."""
         if self.state is not UnitState.SHARDED:
+            self.check_here()
             return
         self._finish_update()
+        shard_S = self.rest.bring()  # may fail: the unit is sharded then, as it was
         self._move(UnitState.GATHERING)
         storage.allocate(self.full_N)
         self._account_gathered()
-        self._gather()
+        self._gather(shard_S)
 
-    def _gather(self) -> None:
-        self._source_S = self.rest.bring().to(self.full_N.device, non_blocking=True)
+    def _gather(self, shard_S: Tensor) -> None:
+        self._source_S = shard_S.to(self.full_N.device, non_blocking=True)
         self._handle = self.comm.all_gather(self.full_N, self._source_S, name=self.name)
 
     def wait(self) -> None:
         """Finish the gather in flight, if there is one: parameters can be read afterwards."""
         self._finish_update()
         if self.state is not UnitState.GATHERING:
+            self.check_here()
             return
         assert self._handle is not None
         handle, self._handle = self._handle, None
@@ -165,7 +186,7 @@ class Unit:
 
     def reshard(self) -> None:
         """Free the full parameters, unless the unit is resident; what was written into them stays."""
-        if self.resident or self.pins or self.state is UnitState.SHARDED:
+        if self.resident or self.pins or self.state in _EMPTY:
             return
         self.wait()  # a gather in flight writes into the storage: it cannot be freed before
         self.absorb()
@@ -173,7 +194,7 @@ class Unit:
 
     def forget(self) -> None:
         """Free the full parameters without a look at them: the own shard is what counts."""
-        if self.resident or self.state is UnitState.SHARDED:
+        if self.resident or self.state in _EMPTY:
             return
         self.wait()
         self._drop()
@@ -197,20 +218,24 @@ class Unit:
             self.seal = None
             guard.hide(self.params, self._blanks)
             if updating is None:
-                self._gather()
+                self._gather(self.rest.bring())
         else:
             self.forget()
         self._updating = updating
 
     def _finish_update(self) -> None:
         """Wait for the update that runs behind, if there is one, and go on where it was left."""
-        updating, self._updating = self._updating, None
-        if updating is None:
+        if self._updating is None:
             return
-        updating()
+        try:
+            self._updating()
+        except BaseException:
+            self._lost_update = True
+            raise  # and again for whoever uses the unit next: its values are not those of any step
+        self._updating = None
         self.rest.save()
         if self.state is UnitState.GATHERING:
-            self._gather()
+            self._gather(self.rest.bring())
 
     def _move(self, to: UnitState) -> None:
         if (self.state, to) not in _LEGAL:
@@ -221,8 +246,55 @@ class Unit:
         self.state = to
 
     def _account_gathered(self) -> None:
-        held = 0 if self.resident or self.state is UnitState.SHARDED else self.full_nbytes
+        held = 0 if self.resident or self.state in _EMPTY else self.full_nbytes
         self.ledger.hold("gathered", self.name, held)
+
+    # ------------------------------------------------------------------ leaving the device
+
+    def check_here(self) -> None:
+        """Raise :class:`UsageError` while the parameters are away."""
+        if self.state is UnitState.AWAY:
+            raise away_error(f"unit {self.name!r}")
+
+    def move_out(self) -> list[Tensor]:
+        """Nobody uses the unit until :meth:`move_in`. Returns flat tensors on the device whose bytes the
+        caller keeps meanwhile; he may release their storage.
+
+        Autograd refuses graphs that saved the parameters, until they are back.
+        """
+        if self.state is UnitState.AWAY:
+            return []
+        self.wait()
+        self.reclaim()
+        self.reshard()
+        self.rest.drop()
+        self._versions = _unsafe_preserve_version_counter(self.params)
+        torch.autograd.graph.increment_version(self.params)
+        if self.resident:
+            guard.hide(self.params, self._blanks)
+        self._move(UnitState.AWAY)
+        if self.rest.tier is not Tier.DEVICE:
+            return []
+        self._account_own(Tier.HOST)
+        return [self.full_N if self.resident else self.shard_S]
+
+    def move_in(self) -> None:
+        """The bytes are back, in the same storage."""
+        if self.state is not UnitState.AWAY:
+            return
+        self._move(UnitState.FULL if self.resident else UnitState.SHARDED)
+        if self.resident:
+            guard.show(self.params, self._views, self._kinds)
+        assert self._versions is not None
+        self._versions.__exit__()
+        self._versions = None
+        if self.rest.tier is Tier.DEVICE:
+            self._account_own(Tier.DEVICE)
+
+    def _account_own(self, tier: Tier) -> None:
+        nbytes = storage.flat_nbytes(self.full_N if self.resident else self.shard_S)
+        for other in (Tier.DEVICE, Tier.HOST):
+            self.ledger.hold("parameters", self.name, nbytes if other is tier else 0, other)
 
     # ------------------------------------------------------------------ reading and writing
 
@@ -281,6 +353,7 @@ class Unit:
 
     def admit(self, param: nn.Parameter, beside: Collection[Tensor]) -> bool:
         """A resident unit in flight only has to arrive; sharded parameters are never written."""
+        self.check_here()
         if self.resident:
             self.wait()
         return self.resident
@@ -288,15 +361,20 @@ class Unit:
     def close(self, *, wait: bool = True) -> None:
         """Give the bytes back. Resident parameters stay readable, sharded ones raise when read.
 
-        ``wait=False``: a gather in flight will never finish; it is dropped.
+        ``wait=False``: a gather in flight will never finish; it is dropped, as one is that failed.
         """
-        if not wait:
-            self._updating = None
-            if self.state is UnitState.GATHERING:
-                self._handle = self._source_S = None
-                self._move(UnitState.FULL)
-                guard.show(self.params, self._views, self._kinds)
-        self.wait()
+        try:
+            if wait and not self._lost_update and (self._updating or self._handle):
+                self.wait()
+        finally:
+            self._give_back()
+
+    def _give_back(self) -> None:
+        self._updating = None
+        if self.state is UnitState.GATHERING:
+            self._handle = self._source_S = None
+            self._move(UnitState.FULL)
+            guard.show(self.params, self._views, self._kinds)
         self.pins = 0
         self.forget()
         for param in self.params:
@@ -308,6 +386,14 @@ class Unit:
         if not self.resident:
             self.shard_S = torch.empty(0, dtype=self.shard_S.dtype)
             self.rest = InMemory(self.shard_S)
+
+
+def away_error(what: str) -> UsageError:
+    """For whoever needs what is not on the device."""
+    return UsageError(
+        f"{what} is in host memory: engine.offload_states() or engine.to('cpu') moved it there. Call "
+        "engine.reload_states() first."
+    )
 
 
 def _check_assigned(param: nn.Parameter, slot: Slot, view: Tensor) -> None:

@@ -1,0 +1,135 @@
+"""What of a rank's state rests outside the device, and how many bytes does that take?
+
+DeepSpeed's keys ``offload_optimizer`` and ``offload_param`` become a plan: pure, and equal to what
+:func:`zeroshard.core.nbytes.state_nbytes` counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from zeroshard.config import Config
+from zeroshard.core.layout import UnitLayout
+from zeroshard.core.stages import STAGES
+from zeroshard.core.tiers import Placement, Span, Tier, place
+from zeroshard.engine.optimizers import Probe
+from zeroshard.precision.policy import DtypeRow
+from zeroshard.zero.tile import page_nbytes
+
+_TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
+
+
+@dataclass(frozen=True)
+class Resting:
+    """Where state rests on this rank: by unit, spans of what it updates, and the tier of its shard."""
+
+    spans: Mapping[str, Sequence[Span]] = field(default_factory=dict)
+    params: Mapping[str, Tier] = field(default_factory=dict)
+    rows: Mapping[str, DtypeRow] = field(default_factory=dict)  # of the units in ``spans``
+
+    @property
+    def is_away(self) -> bool:
+        """Does anything rest outside the device?"""
+        return bool(self.spans or self.params)
+
+    def spans_of(self, unit: str) -> Sequence[Span]:
+        """Empty: all on the device."""
+        return self.spans.get(unit, ())
+
+    def tier_of(self, unit: str) -> Tier:
+        """Of the unit's parameters."""
+        return self.params.get(unit, Tier.DEVICE)
+
+
+def optimizer_placement(config: Config) -> Placement:
+    """DeepSpeed key ``zero_optimization.offload_optimizer``."""
+    section = config.zero_optimization.offload_optimizer
+    if section is None or not STAGES[config.zero_optimization.stage].shards_optimizer:
+        return Placement()
+    return Placement(_TIERS[section.device], section.ratio, section.max_in_cpu)
+
+
+def param_placement(config: Config) -> Placement:
+    """DeepSpeed key ``zero_optimization.offload_param``; it acts at stage 3 only."""
+    section = config.zero_optimization.offload_param
+    if section is None or not STAGES[config.zero_optimization.stage].shards_params:
+        return Placement()
+    return Placement(_TIERS[section.device], host_numel=section.max_in_cpu)
+
+
+def plan_resting(
+    layouts: Mapping[str, UnitLayout],
+    trained: Mapping[str, DtypeRow],
+    config: Config,
+    *,
+    rank: int,
+    whole: bool,
+) -> Resting:
+    """``layouts``: units in forward order; ``trained``: those of them that are updated. ``whole``: the
+    optimizer's matrices are never cut."""
+    optimizer, params = optimizer_placement(config), param_placement(config)
+    spans: dict[str, Sequence[Span]] = {}
+    if optimizer.is_away:
+        chosen = {name: layouts[name] for name in trained}
+        numels = [layout.shard_numel for layout in chosen.values()]
+        cuts = [_starts(layout, rank) for layout in chosen.values()] if whole else None
+        spans = dict(zip(chosen, place(numels, optimizer, cuts=cuts), strict=True))
+    tiers = {}
+    if params.is_away:
+        numels = [layout.shard_numel for layout in layouts.values()]
+        placed = place(numels, params, cuts=[() for _ in numels])
+        tiers = {name: parts[0].tier for name, parts in zip(layouts, placed, strict=True) if parts}
+    return Resting(spans, tiers, trained)
+
+
+def _starts(layout: UnitLayout, rank: int) -> list[int]:
+    """Where parameters begin in the rank's shard."""
+    low, high = layout.shard_range(rank)
+    return [slot.start - low for slot in layout.slots if low < slot.start < high]
+
+
+def shaped_state(probe: Probe, group: int) -> dict[str, torch.dtype]:
+    """What the optimizer keeps in the parameter's shape, for parameters of the group."""
+    kept = probe.state_by_group[group]
+    return {name: dtype for name, dtype in kept.items() if dtype is not None}
+
+
+def grad_itemsize(resting: Resting) -> int:
+    """Bytes of the widest element in which a reduced gradient can come."""
+    rows = resting.rows.values()
+    return max((d.itemsize for row in rows for d in (row.reduce, row.grad_accum)), default=4)
+
+
+def page_sizes(resting: Resting, found: Mapping[torch.dtype, Probe]) -> Iterator[int]:
+    """The most bytes that each chunk on disk can need."""
+    for name, spans in resting.spans.items():
+        row = resting.rows[name]
+        kept = [dtype for dtype in found[row.master].state.values() if dtype is not None]
+        dtypes = [*kept, row.master] if row.has_master else kept
+        for span in spans:
+            if span.tier is Tier.DISK:
+                yield page_nbytes(span.end - span.begin, dtypes)
+
+
+def host_sizes(resting: Resting) -> Iterator[tuple[str, int, torch.dtype]]:
+    """What lies in pinned memory on a GPU machine, by ledger category: masters, scratch of the bus."""
+    itemsize, widest = grad_itemsize(resting), {"grad": 0, "low": 0}
+    for name, spans in resting.spans.items():
+        row = resting.rows[name]
+        for span in spans:
+            numel = span.end - span.begin
+            if span.tier is Tier.DEVICE:
+                continue
+            yield "scratch", 3, torch.float64
+            crossing = {"grad": numel * itemsize, "low": numel * row.param.itemsize}
+            for what, nbytes in crossing.items():
+                # On disk one buffer serves all, but a longer chunk than those before takes a new one.
+                if span.tier is Tier.HOST or nbytes > widest[what]:
+                    yield "scratch", nbytes, torch.uint8
+                if span.tier is Tier.DISK:
+                    widest[what] = max(widest[what], nbytes)
+            if span.tier is Tier.HOST and row.has_master:
+                yield "master", numel, row.master

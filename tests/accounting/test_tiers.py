@@ -1,0 +1,388 @@
+"""Do plan, ledger and real memory agree in every tier, and does the disk move the bytes of the theory?"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from census import TRIVIAL_NBYTES, Stack, everything_alive, micro_step, stack_config
+from peak import give_back, resident_nbytes
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from zeroshard import Engine
+from zeroshard.core import tiers
+from zeroshard.core.ledger import RESTING, TEMPORARY
+from zeroshard.core.nbytes import state_nbytes
+from zeroshard.core.tiers import Tier
+from zeroshard.engine.preflight import demand_of
+from zeroshard.store.disk import SwapFile
+from zeroshard.store.disk_open import PAGE_NBYTES
+from zeroshard.store.shards import OnDisk
+from zeroshard.testing import on_ranks
+
+CHUNK_NUMEL = 2**14
+"""Every unit of the model is cut on disk: about a hundred chunks."""
+
+PSI = sum(p.numel() for p in Stack().parameters())
+STEP_NBYTES = 4  # Adam counts the steps of every fragment
+MIB = 2**20
+
+
+def stores(path: Path, stage: int) -> dict[str, dict[str, Any]]:
+    """Every place where something of this stage can rest, as DeepSpeed's keys say it."""
+    disk = {"device": "nvme", "nvme_path": str(path)}
+    host = {"device": "cpu"}
+    found: dict[str, dict[str, Any]] = {
+        "all on the device": {},
+        "optimizer in host memory": {"offload_optimizer": host},
+        "three tenths of it": {"offload_optimizer": {**host, "ratio": 0.3}},
+        "optimizer on disk": {"offload_optimizer": disk},
+        "a part in each": {"offload_optimizer": {**disk, "ratio": 0.67, "max_in_cpu": 50_001}},
+    }
+    if stage == 3:
+        found |= {
+            "parameters in host memory": {"offload_param": host},
+            "parameters on disk": {"offload_param": disk},
+            "some parameters on disk": {"offload_param": {**disk, "max_in_cpu": 200_000}},
+            "all in host memory": {"offload_optimizer": host, "offload_param": host},
+            "all on disk": {"offload_optimizer": disk, "offload_param": disk},
+        }
+    return found
+
+
+@contextmanager
+def small_chunks() -> Iterator[None]:
+    """Ranks live on: the next test finds the constant as it was."""
+    before, tiers.CHUNK_NUMEL = tiers.CHUNK_NUMEL, CHUNK_NUMEL
+    try:
+        yield
+    finally:
+        tiers.CHUNK_NUMEL = before
+
+
+def files_of(engine: Engine) -> list[SwapFile]:
+    return list(engine.runtime.stores._files.values())
+
+
+def train(engine: Engine, steps: int) -> None:
+    for _ in range(steps * engine.accumulation.steps):
+        micro_step(engine)
+        engine.step()
+
+
+Column = dict[str, int]
+
+
+def columns(engine: Engine) -> tuple[dict[str, Column], dict[str, Column]]:
+    """Planned and measured bytes: tier -> category -> bytes; what is not in the report is 0."""
+    planned = {tier.value: dict.fromkeys(RESTING, 0) for tier in Tier}
+    measured = {tier.value: dict.fromkeys(RESTING, 0) for tier in Tier}
+    for row in engine.memory_report().rows:
+        if row.planned is not None:
+            planned[row.tier][row.category] = row.planned
+            measured[row.tier][row.category] = row.measured
+    return planned, measured
+
+
+# ---------------------------------------------------------------------- the formula
+
+
+def fragments_in(engine: Engine, *where: Tier) -> int:
+    """Pieces of parameters whose state rests there: each has a step count."""
+    chunks = [chunk for tile in engine.runtime.optimizer.tiles for chunk in tile.chunks]
+    return sum(len(chunk.fragments) for chunk in chunks if chunk.tier in where)
+
+
+def device_formula(engine: Engine, stage: int, precision: str, zero: dict[str, Any]) -> Column:
+    """Section 3.1 of the ZeRO paper, less what left the device: the part ``ratio`` of master and state,
+    up to 64 elements, and the parameters."""
+    world = engine.world_size
+    low, master = (4, 0) if precision == "fp32" else (2, 4)
+    updated = PSI // world
+    ratio = 0.0
+    if "offload_optimizer" in zero:
+        ratio = zero["offload_optimizer"].get("ratio", 1.0)
+    staying = -(-(updated - int(ratio * updated)) // 64) * 64
+    accumulated = 4 if engine.accumulation.steps > 1 else low
+    return {
+        "parameters": 0 if "offload_param" in zero else low * PSI // (world if stage == 3 else 1),
+        "gradients": accumulated * PSI // (world if stage >= 2 else 1),
+        "master": master * staying,
+        "optimizer": 8 * staying + STEP_NBYTES * fragments_in(engine, Tier.DEVICE),
+    }
+
+
+def whole(engine: Engine, stage: int, precision: str) -> Column:
+    """All tiers together: an offload moves bytes and neither makes nor loses any."""
+    formula = device_formula(engine, stage, precision, {})
+    return {
+        **formula,
+        "optimizer": 8 * PSI // engine.world_size + STEP_NBYTES * fragments_in(engine, *Tier),
+    }
+
+
+def check_columns(path: Path, precisions: list[tuple[str, int]], stages: tuple[int, ...]) -> None:
+    with small_chunks():
+        for stage in stages:
+            for precision, accumulation in precisions:
+                for store, zero in stores(path, stage).items():
+                    config = stack_config(stage, precision, accumulation, **zero)
+                    with Engine(Stack(), config=config) as engine:
+                        train(engine, 2)
+                        case = f"stage {stage}, {precision} x {accumulation}, {store}"
+                        planned, measured = columns(engine)
+                        assert measured == planned, case
+                        assert planned["device"] == device_formula(
+                            engine, stage, precision, zero
+                        ), case
+                        together = {c: sum(planned[t.value][c] for t in Tier) for c in RESTING}
+                        assert together == whole(engine, stage, precision), case
+
+
+@on_ranks(1)
+def test_one_rank_plans_every_store_to_the_byte(tmp_path):
+    check_columns(tmp_path, [("bf16", 1), ("fp32", 3)], (1, 3))
+
+
+@on_ranks(2)
+def test_two_ranks_plan_every_store_to_the_byte(tmp_path):
+    check_columns(tmp_path, [("bf16", 1), ("bf16", 3), ("fp16", 1), ("fp32", 1)], (1, 2, 3))
+
+
+@on_ranks(3)
+def test_three_ranks_plan_every_store_to_the_byte(tmp_path):
+    check_columns(tmp_path, [("bf16", 1), ("fp32", 1)], (1, 3))
+
+
+@on_ranks(2)
+def test_with_all_on_disk_a_device_holds_gradients_and_the_host_step_counts(tmp_path):
+    with small_chunks():
+        config = stack_config(3, **stores(tmp_path, 3)["all on disk"])
+        with Engine(Stack(), config=config) as engine:
+            train(engine, 2)
+            nothing = dict.fromkeys(RESTING, 0)
+            _, measured = columns(engine)
+            assert measured == {
+                "device": {**nothing, "gradients": 2 * PSI // 2},
+                "host": {**nothing, "optimizer": STEP_NBYTES * fragments_in(engine, Tier.DISK)},
+                "disk": {
+                    "parameters": 2 * PSI // 2,
+                    "gradients": 0,
+                    "master": 4 * PSI // 2,
+                    "optimizer": 8 * PSI // 2,
+                },
+            }
+
+
+# ---------------------------------------------------------------------- what is really there
+
+
+def check_census(path: Path, stages: tuple[int, ...], precision: str) -> None:
+    """Between backward and step, everything alive is in the ledger's device and host columns. Beside it
+    there are the communicator's memory, what the disk's threads align with, and trivial tensors."""
+    with small_chunks():
+        for stage in stages:
+            for store, zero in stores(path, stage).items():
+                before = everything_alive()
+                model = Stack()
+                engine = Engine(model, config=stack_config(stage, precision, **zero))
+                with engine:
+                    for _ in range(3):
+                        micro_step(engine)
+                        ledger = engine.runtime.ledger
+                        held = sum(
+                            ledger.nbytes(category, tier)
+                            for category in (*RESTING, *TEMPORARY)
+                            for tier in (Tier.DEVICE, Tier.HOST)
+                        )
+                        beside = engine._watch.scratch_nbytes
+                        beside += sum(file.bounce_nbytes for file in files_of(engine))
+                        alive = everything_alive()
+                        new = sum(nbytes for key, nbytes in alive.items() if key not in before)
+                        slack = new - held - beside
+                        assert 0 <= slack <= TRIVIAL_NBYTES, (stage, store, new, held, beside)
+                        engine.step()
+                del model, engine
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@on_ranks(2)
+def test_all_live_memory_is_in_the_ledger_on_two_ranks(precision, tmp_path):
+    check_census(tmp_path, (1, 2, 3), precision)
+
+
+@on_ranks(1)
+def test_all_live_memory_is_in_the_ledger_on_one_rank(tmp_path):
+    check_census(tmp_path, (1, 3), "bf16")
+
+
+@on_ranks(3)
+def test_all_live_memory_is_in_the_ledger_on_three_ranks(tmp_path):
+    check_census(tmp_path, (3,), "bf16")
+
+
+@on_ranks(2)
+def test_a_file_reserves_what_the_plan_puts_on_disk(tmp_path):
+    """And less than a page beside it for every extent."""
+    with small_chunks():
+        for stage in (1, 3):
+            for store, zero in stores(tmp_path, stage).items():
+                with Engine(Stack(), config=stack_config(stage, **zero)) as engine:
+                    planned = sum(columns(engine)[0]["disk"].values())
+                    reserved = sum(file.reserved_nbytes for file in files_of(engine))
+                    extents = 3 * fragments_in(engine, Tier.DISK) + len(engine.runtime.units)
+                    assert 0 <= reserved - planned <= extents * PAGE_NBYTES, (stage, store)
+
+
+# ---------------------------------------------------------------------- what the disk moves
+
+
+class CheckpointedStack(Stack):
+    """Blocks run again in backward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        y: Tensor = self.out(x)
+        return y
+
+
+def moved_nbytes(file: SwapFile, nbytes: int) -> int:
+    """What system calls move for an extent: whole pages, past the page cache."""
+    return -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES if file.direct else nbytes
+
+
+def finish(engine: Engine) -> None:
+    """Shards on their way to the disk arrive."""
+    for unit in engine.runtime.units:
+        if isinstance(unit.rest, OnDisk):
+            unit.rest.finish()
+
+
+def traffic_of_a_step(engine: Engine, file: SwapFile) -> tuple[int, int]:
+    """Bytes read and written. Shards arrive before and after: those that left last would be read out of
+    memory otherwise, however long ago they left."""
+    finish(engine)
+    before = file.read_nbytes, file.written_nbytes
+    train(engine, 1)
+    finish(engine)
+    return file.read_nbytes - before[0], file.written_nbytes - before[1]
+
+
+REUSE = {
+    "by default": ({}, ["root", "blocks.3"]),
+    "no unit": ({"stage3_max_reuse_distance": 0}, []),
+}
+"""Which units stay full from forward to backward: one read serves both."""
+
+
+@pytest.mark.parametrize("model", [Stack, CheckpointedStack])
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("reuse", REUSE)
+@on_ranks(2)
+def test_shards_are_read_for_each_pass_and_the_update_and_written_once(
+    reuse, accumulation, model, tmp_path
+):
+    """Forward and backward of every micro-batch gather a unit, the update reads this rank's shard once
+    more and writes it: 2 a + 1 reads, less one a micro-batch of what stays full in between."""
+    keys, kept = REUSE[reuse]
+    keys = {**keys, "offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    with Engine(model(), config=stack_config(3, "bf16", accumulation, **keys)) as engine:
+        (file,) = files_of(engine)
+        train(engine, 1)  # learns the order of units
+        read, written = traffic_of_a_step(engine, file)
+        shards = {
+            unit.name: moved_nbytes(file, 2 * unit.layout.shard_numel)
+            for unit in engine.runtime.units
+        }
+        total, spared = sum(shards.values()), sum(shards[name] for name in kept)
+        assert read == (2 * accumulation + 1) * total - accumulation * spared
+        assert written == total
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2)
+def test_state_is_read_once_and_written_once_in_a_step(stage, precision, tmp_path):
+    zero = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    with (
+        small_chunks(),
+        Engine(Stack(), config=stack_config(stage, precision, 3, **zero)) as engine,
+    ):
+        (file,) = files_of(engine)
+        train(engine, 1)  # state comes into being
+        read, written = traffic_of_a_step(engine, file)
+        assert read == written == file.reserved_nbytes
+        state = sum(columns(engine)[1]["disk"].values())
+        assert state == (12 if precision == "bf16" else 8) * PSI // 2
+        chunks = sum(len(tile.chunks) for tile in engine.runtime.optimizer.tiles)
+        assert 0 <= read - state <= 3 * chunks * PAGE_NBYTES
+
+
+@on_ranks(2)
+def test_the_first_step_reads_masters_only_and_a_skipped_one_nothing(tmp_path):
+    zero = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    with Engine(Stack(), config=stack_config(1, "fp16", **zero)) as engine:
+        (file,) = files_of(engine)
+        read, written = traffic_of_a_step(engine, file)
+        assert written == file.reserved_nbytes
+        assert 0 <= read - 4 * PSI // 2 <= PAGE_NBYTES * len(engine.runtime.units)
+        before = file.read_nbytes, file.written_nbytes
+        x = torch.full((2, 384), torch.inf, dtype=torch.float16)
+        engine.backward(engine(x).float().square().mean())
+        engine.step()
+        assert engine.last_step.skipped
+        assert (file.read_nbytes, file.written_nbytes) == before
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@on_ranks(2)
+def test_the_forecast_counts_what_a_step_moves(accumulation, tmp_path):
+    disk = {"device": "nvme", "nvme_path": str(tmp_path)}
+    zero = {"offload_optimizer": disk, "offload_param": disk, "stage3_max_reuse_distance": 0}
+    with small_chunks():
+        config = stack_config(3, "bf16", accumulation, **zero)
+        with Engine(Stack(), config=config) as engine:
+            (file,) = files_of(engine)
+            train(engine, 1)
+            read, written = traffic_of_a_step(engine, file)
+            plan = state_nbytes(engine.runtime.plan, engine.runtime.stage, engine.global_rank)
+            demand = demand_of(plan, on_cpu=True, micro_batches=accumulation)
+            extents = 3 * fragments_in(engine, Tier.DISK) + 7 * len(engine.runtime.units)
+            assert 0 <= read - demand.read_nbytes <= extents * PAGE_NBYTES
+            assert 0 <= written - demand.written_nbytes <= extents * PAGE_NBYTES
+
+
+# ---------------------------------------------------------------------- life
+
+
+@on_ranks(2)
+def test_two_hundred_steps_with_everything_on_disk_leave_memory_flat(tmp_path):
+    """No tensor, no block of the file, no thread and no megabyte is added."""
+    config = {**stack_config(3, **stores(tmp_path, 3)["all on disk"]), "transport": "p2p"}
+    with small_chunks(), Engine(Stack(), config=config) as engine:
+        (file,) = files_of(engine)
+
+        def held() -> int:
+            finish(engine)
+            return sum(everything_alive().values()) - file.bounce_nbytes
+
+        for step in range(300):
+            train(engine, 1)
+            if step == 1:
+                tensors, reserved = held(), file.reserved_nbytes
+            if step == 100:
+                give_back()
+                resident, threads = resident_nbytes(), threading.active_count()
+        assert held() <= tensors + 1024  # a few numbers on their way
+        assert file.reserved_nbytes == reserved
+        assert threading.active_count() == threads
+        give_back()
+        assert resident_nbytes() - resident < MIB
