@@ -153,19 +153,9 @@ def offloaded(stage: int, zero: Mapping[str, Any]) -> Build:
         keys = zeroshard_config(stage, micro_batches, zero_optimization=dict(zero))
         engine = Engine(model, config=keys)
         trainer = engine_trainer(engine, engine.close)
-        return replace(trainer, moved=lambda: _moved_nbytes(engine.runtime.stores))
+        return replace(trainer, moved=lambda: engine.runtime.stores.moved_nbytes)
 
     return build
-
-
-def _moved_nbytes(stores: Any) -> dict[str, int]:
-    files, bus = list(stores._files.values()), stores.bus
-    return {
-        "read_nbytes": sum(file.read_nbytes for file in files),
-        "written_nbytes": sum(file.written_nbytes for file in files),
-        "down_nbytes": bus.down_nbytes if bus is not None else 0,
-        "up_nbytes": bus.up_nbytes if bus is not None else 0,
-    }
 
 
 def deepspeed_cpu(stage: int) -> Build:

@@ -190,6 +190,22 @@ def test_helpers_round_tiny_numbers_as_their_caller_does(library):
     assert not same(alone, stepped(library, [2**20], threads=1, **how)), "it makes a difference"
 
 
+def test_a_helper_that_made_room_for_its_caller_may_run_everywhere_again(library):
+    allowed = os.sched_getaffinity(0)
+
+    def all_may():
+        stepped(library, [2**20], threads=3)
+        return helpers() and all(os.sched_getaffinity(helper) == allowed for helper in helpers())
+
+    for processor in allowed:
+        for thread in (0, *helpers()):
+            os.sched_setaffinity(thread, {processor})  # they sleep where the caller runs
+        stepped(library, [2**20], threads=3)
+        for thread in (0, *helpers()):
+            os.sched_setaffinity(thread, allowed)
+        until(all_may)
+
+
 @pytest.mark.parametrize("moment", ["between calls", "inside a call"])
 def test_a_forked_child_has_helpers_of_its_own(library, moment):
     sizes = [64 * 100] * 4  # few enough for torch to use one thread in the child

@@ -122,8 +122,8 @@ class OffloadOptimizerConfig(OffloadConfig):
     )
     delayed_update: Flag = honour(
         False,
-        "The update runs beside the next step; parameters of step t are those of update t-1: "
-        "changes the algorithm. Needs device cpu. ZeroShard's own key.",
+        "The update runs beside the next step and reaches the parameters when that one ends: step t "
+        "computes with the updates up to t-2. Changes the algorithm; needs device cpu. Own key.",
     )
     super_offload: Flag = refuse(
         False, "Offload for superchips.", why="it is tied to one kind of machine"

@@ -27,7 +27,7 @@ from zeroshard.engine.kernels import kernel_of
 from zeroshard.engine.offload import Stores, update_threads
 from zeroshard.engine.optimizers import Muon, Probe, probe, rebind
 from zeroshard.engine.preflight import check_room
-from zeroshard.engine.resting import Resting, plan_resting, shaped_state
+from zeroshard.engine.resting import Resting, check_device, plan_resting, shaped_state
 from zeroshard.errors import UnsupportedError, UsageError
 from zeroshard.precision.policy import DtypeRow, Policy
 from zeroshard.zero.behind import Behind
@@ -220,6 +220,7 @@ def build_runtime(
     )
     plan = plan_bytes(specs, params, optimizer, found, many=expects_accumulation(), resting=resting)
     forecast = []
+    check_device(resting, device)
     if resting.is_away:
         planned = state_nbytes(plan, stage, gather_comm.rank)
         forecast = check_room(planned, resting, config, gather_comm, place, device)

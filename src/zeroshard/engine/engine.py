@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -21,7 +21,6 @@ from zeroshard.engine.data import agreed_batches
 from zeroshard.engine.getters import GETTERS
 from zeroshard.engine.observe import Observer
 from zeroshard.engine.report import (
-    HostFlag,
     MemoryReport,
     StepReport,
     measured_nbytes,
@@ -29,13 +28,10 @@ from zeroshard.engine.report import (
     rows_from_vector,
     vector_of,
 )
+from zeroshard.engine.update import Skips, Update
 from zeroshard.errors import LossScaleError, UsageError
 from zeroshard.zero.access import Training
-from zeroshard.zero.behind import Pending
-from zeroshard.zero.clip import clip_factor, local_sum_of_squares
 from zeroshard.zero.hooks import StepHooks
-from zeroshard.zero.touch import pack_flags, unpack_any
-from zeroshard.zero.unit import Unit
 
 logger = logging.getLogger("zeroshard")
 T = TypeVar("T")
@@ -107,24 +103,31 @@ class Engine(nn.Module):
         self.accumulation = parts.accumulation
         self.global_steps = 0
         self.micro_steps = 0
-        self.skipped_steps = 0
         self.global_samples = 0
         self._micro_batch_size = self.settings.train_micro_batch_size_per_gpu
         self.last_step: StepReport | None = None
+        self._norms: Sequence[tuple[int, Tensor]] = ()  # of the last step, by parameter
         self.training_dataloader: Any = None  # what initialize() made of training_data
-        self._skips_in_a_row = 0
-        self._unread: tuple[StepReport, Any] | None = None  # a skip the host does not know of yet
-        self._norms: list[tuple[int, Tensor]] = []  # of the last step, by parameter
         self._scaled_by_caller = False
         self._weight = 1.0
-        self._active = self._rounds = 0  # of "join": batches of all ranks, and of one, this step
         self._closed = False
-        self._late: list[tuple[Unit, Pending]] = []
-        offload = self.settings.zero_optimization.offload_optimizer
-        self._is_delayed = offload is not None and offload.delayed_update
+        bf16 = self.settings.bf16
+        self._update = Update(
+            self.runtime,
+            self.settings,
+            watch=self._watch,
+            scaler=self.scaler,
+            accumulation=self.accumulation,
+            device=self.device,
+            checks_overflow=self.scales_loss or (bf16.enabled and bf16.check_grad_overflow),
+        )
+        self._skips = Skips(lambda: self.lr_scheduler, self._groups)
         for tile in self.runtime.optimizer.tiles if self.runtime.optimizer else ():
             tile.unit.training = Training(
-                self.runtime.optimizer, tile, self.runtime.reducer.summed, self._mean_factor_on_host
+                self.runtime.optimizer,
+                tile,
+                self.runtime.reducer.summed,
+                self._update.unscaled_factor,
             )
         self._hooks = StepHooks(
             self.runtime.gatherer,
@@ -278,52 +281,21 @@ class Engine(nn.Module):
                 "engine.backward(loss) first."
             )
         self._settle()
-        skipped = self._update(lr_kwargs or {})
+        report, skipped, measures = self._update.take(self.global_steps + 1)
+        self.last_step = report
+        self.global_steps += 1
+        self._skips.advance(skipped, report, lr_kwargs or {})
+        self.runtime.reducer.reset()
+        self._hooks.forget_calls()
+        self._forget_step()
+        self._norms = measures.own_norms
         self._end_micro_batch()
         self.accumulation.restart()
         self._end_step(skipped)
 
-    def _update(self, lr_kwargs: dict[str, Any]) -> bool | None:
-        """Finish the accumulated batch: reduce, measure, update, publish.
-
-        Was it skipped? None: only the device knows yet.
-        """
-        runtime, optimizer = self.runtime, self.runtime.optimizer
-        assert optimizer is not None
-        self._publish_late()
-        optimizer.follow_edits()
-        runtime.reducer.finish()
-        norm, found_inf, untouched = self._measure()
-        scale = self.scaler.scale.clone()
-        clip = None if norm is None else clip_factor(norm, self.settings.gradient_clipping)
-        factor = self._mean_factor() / scale.to(self._wide)
-        if clip is not None:
-            factor = clip.to(self._wide) * factor
-        report = StepReport(
-            self.global_steps + 1,
-            tuple(float(group["lr"]) for group in self._groups),
-            norm, clip, scale, HostFlag(found_inf) if self._checks_overflow else None,
-        )  # fmt: skip
-        skipped = setup.read_flag(found_inf) if self._checks_overflow else False
-        if skipped is None and not optimizer.skips_on_device:
-            skipped = bool(found_inf)  # this class cannot skip on the device: one wait per step
-        if not skipped:
-            on_device = found_inf.float() if skipped is None else None
-            optimizer.update(
-                factor, found_inf=on_device, untouched=untouched, published=self._publish
-            )
-        self.scaler.update(found_inf if self._checks_overflow else torch.zeros_like(found_inf))
-        self.last_step = report
-        self.global_steps += 1
-        self._watch.step(self.global_steps)
-        self._advance_schedule(skipped, report, lr_kwargs)
-        runtime.reducer.reset()
-        self._hooks.forget_calls()
-        self._forget_step()
-        return skipped
-
     def _forget_step(self) -> None:
-        self._scaled_by_caller, self._active, self._rounds = False, 0, 0
+        self._scaled_by_caller = False
+        self._update.forget_step()
 
     def _end_step(self, skipped: bool | None) -> None:
         """Tell everybody who wants to know."""
@@ -332,91 +304,10 @@ class Engine(nn.Module):
         if skipped:
             self._on_skip(report)
         elif skipped is not None:
-            self._skips_in_a_row = 0
+            self._skips.in_a_row = 0
         self._observer.after_step(report, samples=self.global_samples, skipped=self.skipped_steps)
         if self._gc is not None:
             self._gc.collect()
-
-    def _measure(self) -> tuple[Tensor | None, Tensor, dict[int, frozenset[int]]]:
-        """Global norm, overflow flag and never-touched parameters, from one small exchange.
-
-        The exchange carries ``[sum of squares, history hash, touched flags...]`` of each rank.
-        """
-        runtime, optimizer = self.runtime, self.runtime.optimizer
-        assert optimizer is not None
-        measures = self.settings.zero_optimization.compute_grad_norm
-        self._norms = optimizer.norms() if measures or self._checks_overflow else []
-        squares = local_sum_of_squares([norm for _, norm in self._norms], self.device)
-        flags = [flag for buffer in runtime.reducer.buffers for flag in buffer.touched]
-        words = torch.tensor(
-            [float(self._watch.history()), *pack_flags(flags)],
-            dtype=torch.float64,
-            pin_memory=self.device.type == "cuda",  # from pageable memory the host would wait
-        ).to(self.device, non_blocking=True)
-        rows = self._comm.gather_small(torch.cat([squares.view(1), words]), name="norm")
-        self._watch.check(rows[:, 1])
-        total = rows[:, 0].sum().sqrt().to(self._wide)
-        found_inf = total.isfinite().logical_not()
-        norm = total * self._mean_factor() / self.scaler.scale.to(self._wide) if measures else None
-        untouched: dict[int, frozenset[int]] = {}
-        if not all(flags):  # only a rank that misses gradients has to ask what others had
-            fake = setup.is_fake(rows)
-            seen = iter(flags if fake else unpack_any(rows[:, 2:], len(flags)))
-            for buffer in runtime.reducer.buffers:
-                missing = frozenset(i for i in range(len(buffer.touched)) if not next(seen))
-                if missing:
-                    untouched[id(buffer.unit)] = missing
-        if untouched and not self.settings.zero_optimization.ignore_unused_parameters:
-            self._refuse_unused(untouched)
-        return norm, found_inf, untouched
-
-    def _refuse_unused(self, untouched: dict[int, frozenset[int]]) -> None:
-        names = [
-            unit.layout.slots[i].fqn
-            for unit in self.runtime.units
-            for i in sorted(untouched.get(id(unit), ()))
-        ]
-        raise UsageError(
-            f"{len(names)} trainable parameters got no gradient on any rank: {', '.join(names[:5])}"
-            f"{'...' if len(names) > 5 else ''}. Freeze them, use them, or set "
-            '"ignore_unused_parameters": true.'
-        )
-
-    def _mean_factor(self) -> float:
-        """From the sum over ranks and backwards to the mean: one number, exact where it is 1."""
-        ranks: float = self.world_size
-        if self.settings.gradient_allreduce_op == "sum":
-            ranks = 1
-        elif self._active:  # ranks that had a batch, on average over the step's micro-batches
-            ranks = self._active / self._rounds
-        return self.runtime.reducer.predivide / ranks / self.accumulation.remaining_divisor
-
-    def _mean_factor_on_host(self) -> float:
-        return self._mean_factor() / float(self.scaler.scale)
-
-    def _publish(self, unit: Unit, pending: Pending | None) -> None:
-        """Send an updated shard of a whole unit; the next forward waits for it where it needs it.
-
-        ``pending``: it is still being updated, behind. Units that ranks gather from each other right
-        after are waited for here: all ranks gather in this order, whatever they do in forward.
-        """
-        if pending is not None and self._is_delayed:
-            self._late.append((unit, pending))
-        elif pending is not None and not (unit.resident and self.world_size > 1):
-            unit.publish(pending.finish)
-        elif self.runtime.stage.shards_optimizer:
-            if pending is not None:
-                pending.finish()
-            unit.publish()
-            if self.settings.zero_optimization.overlap_comm is False:
-                unit.wait()
-
-    def _publish_late(self) -> None:
-        """Parameters whose update was put off (own key ``delayed_update``) get it now."""
-        late, self._late = self._late, []
-        for unit, pending in late:
-            pending.finish()
-            unit.publish()
 
     def _end_micro_batch(self) -> None:
         self.accumulation.advance()
@@ -425,40 +316,20 @@ class Engine(nn.Module):
 
     # ------------------------------------------------------------------ skipped steps
 
-    @property
-    def _checks_overflow(self) -> bool:
-        bf16 = self.settings.bf16
-        return self.scales_loss or (bf16.enabled and bf16.check_grad_overflow)
-
-    def _advance_schedule(
-        self, skipped: bool | None, report: StepReport, lr_kwargs: dict[str, Any]
-    ) -> None:
-        """Applied updates advance the schedule. A skip not known yet is taken back when it is."""
-        schedule = self.lr_scheduler
-        if skipped is None:
-            self._unread = (report, setup.schedule_snapshot(schedule, self._groups))
-        if not skipped and schedule is not None:
-            schedule.step(**lr_kwargs)
-
     def _settle(self) -> None:
-        """Learn the outcome of the last step if the host does not know it yet.
-
-        It waits for that step alone: the forward and backward that came after stay queued.
-        """
-        unread, self._unread = self._unread, None
-        if unread is None:
-            return
-        report, snapshot = unread
-        if report.skipped:
-            setup.schedule_restore(self.lr_scheduler, self._groups, snapshot)
+        """Learn the outcome of the last step if the host does not know it yet."""
+        if (report := self._skips.settle()) is not None:
             self._on_skip(report)
-        else:
-            self._skips_in_a_row = 0
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that changed nothing, as far as the host knows."""
+        return self._skips.count
 
     def _on_skip(self, report: StepReport) -> None:
-        self.skipped_steps += 1
-        self._skips_in_a_row += 1
-        if self._skips_in_a_row == 1 and self.global_rank == 0:
+        self._skips.count += 1
+        self._skips.in_a_row += 1
+        if self._skips.in_a_row == 1 and self.global_rank == 0:
             logger.warning(
                 "step %d skipped: the gradient is not finite (loss scale %g)",
                 report.step, report.loss_scale,
@@ -468,7 +339,7 @@ class Engine(nn.Module):
 
     def _non_finite_text(self, report: StepReport) -> str:
         return (
-            f"Non-finite gradients for {self._skips_in_a_row} steps up to step {report.step}, and the "
+            f"Non-finite gradients for {self._skips.in_a_row} steps up to step {report.step}, and the "
             f"loss scale {report.loss_scale:g} is at its minimum, so lowering it cannot help. First "
             f"bad gradient: {self._first_bad_gradient()}. If the model was trained in bf16, train it "
             'in bf16; else look at the loss, or lower "fp16": {"min_loss_scale"}.'
@@ -532,18 +403,13 @@ class Engine(nn.Module):
     def _set_weight(self, own: float, active: int) -> None:
         self._weight = own
         if self.settings.uneven == "join" and active:
-            self._active, self._rounds = self._active + active, self._rounds + 1
+            self._update.join(active)
 
     # ------------------------------------------------------------------ reading
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
         return self.optimizer.param_groups if self.optimizer is not None else []
-
-    @property
-    def _wide(self) -> torch.dtype:
-        """The dtype of norms and factors: fp64 if the model trains in fp64."""
-        return setup.widest(self.runtime.units)
 
     @property
     def transport(self) -> str:
@@ -613,7 +479,7 @@ class Engine(nn.Module):
     def iter_full_params(self) -> Iterator[tuple[str, Tensor]]:
         """Stream ``(name, full values)`` of every parameter, one unit in memory at a time. Collective."""
         self._check_open()
-        self._publish_late()
+        self._update.publish_late()
         for unit in self.runtime.units:
             unit.wait()
             unit.absorb()
@@ -698,12 +564,6 @@ class Engine(nn.Module):
         if self._closed:
             return
         self._closed = True
-        self._away.close()
-        if not reason:
-            self._publish_late()
-        self._hooks.remove()
-        if reason:  # other ranks may be gone: end the connections, then wait for nothing
-            self._watch.close(reason)
         with contextlib.ExitStack() as rest:  # last in, first closed; an error keeps nothing open
             rest.callback(self._watch.close)
             if self._gc is not None:
@@ -715,6 +575,12 @@ class Engine(nn.Module):
             rest.callback(self.runtime.reducer.close, wait=not reason)
             for unit in reversed(self.runtime.units):
                 rest.callback(unit.close, wait=not reason)
+            if reason:  # other ranks may be gone: end the connections, then wait for nothing
+                rest.callback(self._watch.close, reason)
+            rest.callback(self._hooks.remove)
+            if not reason:
+                rest.callback(self._update.publish_late)
+            rest.callback(self._away.close)
 
     destroy = close
 

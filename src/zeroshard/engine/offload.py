@@ -136,6 +136,17 @@ class Stores:
         """What the disk did while the last update ran; None if no optimizer state rests on it."""
         return None if self._pager is None else self._pager.timeline
 
+    @property
+    def moved_nbytes(self) -> dict[str, int]:
+        """Bytes counted since the engine was built: from and to disk, down from and up to the device."""
+        bus = self.bus or Bus()
+        return {
+            "read_nbytes": sum(file.read_nbytes for file in self._files.values()),
+            "written_nbytes": sum(file.written_nbytes for file in self._files.values()),
+            "down_nbytes": bus.down_nbytes,
+            "up_nbytes": bus.up_nbytes,
+        }
+
     def close(self) -> None:
         """Give memory and disk back."""
         for arena in self._arenas:

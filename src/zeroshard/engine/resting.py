@@ -16,6 +16,7 @@ from zeroshard.core.layout import UnitLayout
 from zeroshard.core.stages import STAGES
 from zeroshard.core.tiers import Placement, Span, Tier, place
 from zeroshard.engine.optimizers import Probe
+from zeroshard.errors import UnsupportedError
 from zeroshard.precision.policy import DtypeRow
 from zeroshard.zero.tile import page_nbytes
 
@@ -83,6 +84,20 @@ def plan_resting(
         placed = place(numels, params, cuts=[() for _ in numels])
         tiers = {name: parts[0].tier for name, parts in zip(layouts, placed, strict=True) if parts}
     return Resting(spans, tiers, trained)
+
+
+def check_device(resting: Resting, device: torch.device) -> None:
+    """Raise :class:`UnsupportedError` where a GPU would hold masters of parameters that it does not."""
+    if device.type == "cpu":
+        return
+    for name, spans in resting.spans.items() or ((name, ()) for name in resting.rows):
+        on_device = not spans or any(span.tier is Tier.DEVICE for span in spans)
+        if resting.tier_of(name) is not Tier.DEVICE and on_device:
+            raise UnsupportedError(
+                f"unit {name!r}: offload_param moves its parameters off the GPU, and its optimizer state "
+                "would stay there: every step would carry the parameters over the bus twice more. Set "
+                'offload_optimizer.device to "cpu" or "nvme" with ratio 1, or drop offload_param.'
+            )
 
 
 def _starts(layout: UnitLayout, rank: int) -> list[int]:

@@ -9,6 +9,11 @@
 
 #include <pthread.h>
 #include <signal.h>
+#ifdef __linux__
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include <algorithm>
 #include <atomic>
@@ -21,6 +26,7 @@
 #include <mutex>
 #include <system_error>
 #include <thread>
+#include <vector>
 
 namespace {
 
@@ -155,6 +161,52 @@ class Step final : public Work {
   alignas(64) std::atomic<int64_t> next_{0};  // the first element that nobody took
 };
 
+#ifdef __linux__
+
+// Where a helper wakes. Linux likes to wake a thread where it ran last, even if its waker is busy there and
+// another processor is idle; then they take turns until the next balancing, which is all of a step.
+// A helper that slept where the caller runs is kept from there until it has woken.
+class Seat {
+ public:
+  Seat() { pthread_setname_np(pthread_self(), "zs-update"); }
+
+  void leave() { slept_at_ = sched_getcpu(); }
+
+  void avoid(int processor) {  // by the caller, while the helper sleeps
+    if (slept_at_ != processor && !is_aside_) return;
+    if (!is_aside_ && sched_getaffinity(thread_, sizeof allowed_, &allowed_) != 0) return;
+    cpu_set_t others = allowed_;
+    CPU_CLR(processor, &others);
+    if (CPU_COUNT(&others) == 0) return;
+    is_aside_ = sched_setaffinity(thread_, sizeof others, &others) == 0 || is_aside_;
+  }
+
+  void take() {
+    if (is_aside_) sched_setaffinity(thread_, sizeof allowed_, &allowed_);
+    is_aside_ = false;
+  }
+
+ private:
+  pid_t thread_ = static_cast<pid_t>(syscall(SYS_gettid));
+  int slept_at_ = sched_getcpu();
+  bool is_aside_ = false;
+  cpu_set_t allowed_;
+};
+
+int processor() { return sched_getcpu(); }
+
+#else
+
+struct Seat {
+  void leave() {}
+  void avoid(int) {}
+  void take() {}
+};
+
+int processor() { return -1; }
+
+#endif
+
 // Threads that sleep until there is work, one work at a time. They are detached and the pool is never
 // destroyed, so the process may end, by whatever way, while they sleep. None waits by spinning.
 class Pool {
@@ -169,6 +221,8 @@ class Pool {
       helpers = std::min(helpers, alive_);
       work_ = &work;
       seats_ = helpers;
+      const int here = processor();
+      for (Seat* seat : asleep_) seat->avoid(here);
     }
     for (int64_t seat = 0; seat < helpers; ++seat) wake_.notify_one();
     work.run();
@@ -197,11 +251,15 @@ class Pool {
   }
 
   void serve() {
-#ifdef __linux__
-    pthread_setname_np(pthread_self(), "zs-update");
-#endif
+    Seat own;
     std::unique_lock<std::mutex> lock(state_);
-    while (wake_.wait_for(lock, kIdle, [this] { return seats_ > 0; })) {
+    for (;;) {
+      own.leave();
+      asleep_.push_back(&own);
+      const bool wanted = wake_.wait_for(lock, kIdle, [this] { return seats_ > 0; });
+      asleep_.erase(std::find(asleep_.begin(), asleep_.end(), &own));
+      own.take();
+      if (!wanted) break;
       --seats_;
       ++busy_;
       Work& work = *work_;
@@ -218,6 +276,7 @@ class Pool {
   std::condition_variable wake_, done_;
   Work* work_ = nullptr;
   int64_t seats_ = 0, busy_ = 0, alive_ = 0;  // helpers wanted, at work, and there
+  std::vector<Seat*> asleep_;
 };
 
 std::atomic<Pool*> the_pool{nullptr};
