@@ -290,8 +290,9 @@ def build_runtime(
                 pager=stores.pager(found),
                 state_dtypes=lambda buffer: partial(shaped_state, found[buffer.unit.row.master]),
                 host=host,
-                behind=None if host is None else Behind(threads=update_threads(device, place)),
-                delayed=stores.is_delayed,
+                behind=None
+                if host is None
+                else Behind(threads=update_threads(device, place), delayed=stores.is_delayed),
             )
         return Runtime(
             stage, units, sites, gatherer, reducer, sharded, ledger, plan, stores, forecast

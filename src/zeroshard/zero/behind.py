@@ -6,31 +6,58 @@ the parameter up. The main thread waits only where a unit is used that is not ba
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 from zeroshard.store.bus import Arrival
-from zeroshard.zero.crossing import Crossing
+from zeroshard.zero.crossing import Crossing, Delivery
+from zeroshard.zero.onepass import OnePass
+
+Groups = Sequence[Mapping[str, Any]]
+"""An optimizer's param groups: their options."""
 
 Sent = Callable[[], Arrival | None]
 """Gives the transfer of a parameter to the device once it is under way; None where it stays."""
 
 
 class Behind:
-    """The worker thread of one engine. ``threads``: how many an update may use, itself among them."""
+    """The worker thread of one engine. ``threads``: how many an update may use, itself among them.
 
-    def __init__(self, *, threads: int) -> None:
-        self.threads = threads
+    ``delayed``: an updated parameter is sent up by whoever waits for it, not at once.
+    """
+
+    def __init__(self, *, threads: int, delayed: bool) -> None:
+        self._threads = threads
+        self._delayed = delayed
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="zeroshard-update")
 
-    def submit(self, update: Sent, *, then: Sent | None = None) -> Sent:
-        """Run ``update`` behind. Calling what is returned waits for it, raises what it raised, and
-        gives what it returned; with ``then``, what that gives, run by the caller."""
+    def update(
+        self, prepared: OnePass, crossing: Crossing, delivery: Delivery, groups: Groups
+    ) -> None:
+        """Wait for the gradient and update the chunk, on this thread."""
+        delivery.wait()
+        if delivery.is_edited:
+            crossing.take_edits()
+        if not delivery.is_skipped:
+            prepared.run(delivery.grad_C, delivery.factor, groups, threads=self._threads)
+
+    def submit(
+        self, prepared: OnePass, crossing: Crossing, delivery: Delivery, groups: Groups
+    ) -> Sent:
+        """The same on the worker, with the options of ``groups`` as they are now. Calling the result
+        waits for it and raises what it raised."""
+        options = [{**group, "params": ()} for group in groups]
+
+        def update() -> Arrival | None:
+            self.update(prepared, crossing, delivery, options)
+            return None if self._delayed else crossing.send_up()
+
         future: Future[Arrival | None] = self._worker.submit(update)
 
         def sent() -> Arrival | None:
             arrival = future.result()
-            return arrival if then is None else then()
+            return crossing.send_up() if self._delayed else arrival
 
         return sent
 

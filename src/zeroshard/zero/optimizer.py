@@ -42,8 +42,7 @@ class ShardedOptimizer:
     ``state`` is keyed by fragment. Only ``params`` of the groups are replaced, by ``seat(inner, params
     of each group)``. ``kernel_of`` knows which optimizers can be updated in one pass, and how.
     ``spans``: per buffer, where its parts rest; ``pager`` and ``state_dtypes`` serve those on disk,
-    ``host`` and ``behind`` those that are not in the device's memory. ``delayed``: a parameter that was
-    updated there is sent up when the next step begins (own key ``delayed_update``).
+    ``host`` and ``behind`` those that are not in the device's memory.
     """
 
     def __init__(
@@ -60,7 +59,6 @@ class ShardedOptimizer:
         state_dtypes: Callable[[GradBuffer], StateDtypes] | None = None,
         host: HostSide | None = None,
         behind: Behind | None = None,
-        delayed: bool = False,
     ) -> None:
         _refuse_used(inner)
         self.inner = inner
@@ -94,7 +92,6 @@ class ShardedOptimizer:
         self._kernel: Kernel | None = None
         self._passes: dict[int, OnePass] = {}  # by id of the chunk
         self._behind = behind
-        self._delayed = delayed
         self._guards = [inner.register_step_pre_hook(self._refuse_direct_step)]
         if pager is not None:
             self._guards.append(inner.register_state_dict_pre_hook(_refuse_state_dict))
@@ -157,9 +154,11 @@ class ShardedOptimizer:
                     stays = chunk.page is None and tile.unit.rest.tier is not Tier.DISK
                     delivery = chunk.crossing.send_down(grad_C, factor, found_inf)
                     sent = (
-                        self._update_behind(prepared, chunk.crossing, delivery)
-                        if prepared is not None and stays
-                        else self._update_at_home(chunk, chunk.crossing, delivery, skipped)
+                        self._behind.submit(prepared, chunk.crossing, delivery, inner.param_groups)
+                        if self._behind is not None and prepared is not None and stays
+                        else self._update_at_home(
+                            chunk, chunk.crossing, delivery, prepared, skipped
+                        )
                     )
                     pending.setdefault(id(tile.unit), Pending()).add(chunk.crossing, sent)
                 elif prepared is not None and found_inf is None:
@@ -252,35 +251,26 @@ class ShardedOptimizer:
         )
         return made
 
-    def _update_behind(
-        self, prepared: OnePass, crossing: Crossing, delivery: Delivery
+    def _update_at_home(
+        self,
+        chunk: Chunk,
+        crossing: Crossing,
+        delivery: Delivery,
+        prepared: OnePass | None,
+        skipped: frozenset[int],
     ) -> Callable[[], Arrival | None]:
-        """Update a chunk in host memory on the worker. Calling the result waits until it was sent up."""
+        """Update a chunk in host memory here and now: its memory does not stay, or there is no kernel."""
         assert self._behind is not None
-        threads = self._behind.threads
-        groups = [{**group, "params": ()} for group in self.inner.param_groups]  # as they are now
-
-        def update() -> Arrival | None:
+        if prepared is not None:
+            self._behind.update(prepared, crossing, delivery, self.inner.param_groups)
+        else:
             delivery.wait()
             if delivery.is_edited:
                 crossing.take_edits()
+            chunk.follow_low()
             if not delivery.is_skipped:
-                prepared.run(delivery.grad_C, delivery.factor, groups, threads=threads)
-            return None if self._delayed else crossing.send_up()
-
-        return self._behind.submit(update, then=crossing.send_up if self._delayed else None)
-
-    def _update_at_home(
-        self, chunk: Chunk, crossing: Crossing, delivery: Delivery, skipped: frozenset[int]
-    ) -> Callable[[], Arrival | None]:
-        """The same here and now: the optimizer's own ``step`` is needed, or the memory does not stay."""
-        delivery.wait()
-        if delivery.is_edited:
-            crossing.take_edits()
-        chunk.follow_low()
-        if not delivery.is_skipped:
-            factor = torch.tensor(delivery.factor, dtype=torch.float64)
-            self._update_chunk(chunk, delivery.grad_C, factor, skipped)
+                factor = torch.tensor(delivery.factor, dtype=torch.float64)
+                self._update_chunk(chunk, delivery.grad_C, factor, skipped)
         if chunk.page is None:
             return crossing.send_up
         arrival = crossing.send_up()
