@@ -24,6 +24,7 @@ from trainers import (
 )
 
 STEPS = 10
+OFFLOAD_LIMIT = 1e-3
 Curve = tuple[list[Tensor], dict[str, Tensor]]  # losses of the steps, masters after the last
 
 
@@ -45,7 +46,48 @@ def checks(job: Job) -> dict[str, Any]:
         for stage in (0, 3):
             half = replace(job, stage=stage)
             found[f"fp16 stage {stage} skips an overflow"] = _tried(_overflow, half)
+        for stage in (1, 3):
+            own = replace(job, precision="bf16", bitwise=True, stage=stage)
+            found[f"bf16 stage {stage} with state in host memory"] = _tried(_offloaded, own)
+            found[f"bf16 stage {stage} moved to the host and back"] = _tried(_there_and_back, own)
     return {"checks": found}
+
+
+def _offloaded(job: Job) -> str:
+    """Losses with the update in host memory stay close: its last bits are the CPU's, not the GPU's."""
+    near, far = (_curve(zeroshard(j), j)[0] for j in (job, replace(job, offload="cpu")))
+    worst = max(abs(float(a) - float(b)) / abs(float(a)) for a, b in zip(near, far, strict=True))
+    return "" if worst <= OFFLOAD_LIMIT else f"losses differ by {worst:.1e}"
+
+
+def _there_and_back(job: Job) -> str:
+    """``offload_states`` frees the device, and training goes on bit for bit after ``reload_states``."""
+    curves, findings = [], []
+    for moves in (False, True):
+        trainer = zeroshard(job)
+        data = batches(job.shape, 2, job.device)
+        losses = []
+        for number in range(STEPS):
+            loss = trainer.forward(*data[number % len(data)])
+            trainer.backward(loss)
+            trainer.step()
+            losses.append(loss.detach().clone())
+            del loss
+            if moves and number == STEPS // 2:
+                before = _held_nbytes(job.device)
+                trainer.engine.offload_states()
+                freed = before - _held_nbytes(job.device)
+                state = sum(r.measured for r in trainer.engine.memory_report().rows if r.planned)
+                if job.device.startswith("cuda") and freed < 0.9 * state:
+                    findings.append(f"{freed} bytes were freed, {state} moved")
+                trainer.engine.reload_states()
+        curves.append((losses, trainer.values()))
+        trainer.close()
+    return "; ".join(filter(None, [difference(*curves), *findings]))
+
+
+def _held_nbytes(device: str) -> int:
+    return torch.cuda.memory_allocated() if device.startswith("cuda") else 0
 
 
 def _tried(check: Callable[..., str], *given: Any) -> str:
