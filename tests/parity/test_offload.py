@@ -22,6 +22,7 @@ from zeroshard.testing.parity import assert_bit_equal
 from zeroshard.zero import (
     GatheredParameters,
     safe_get_full_fp32_param,
+    safe_get_full_grad,
     safe_get_full_optimizer_state,
     safe_get_local_fp32_param,
     safe_set_full_fp32_param,
@@ -84,7 +85,9 @@ def test_no_store_changes_a_bit_on_two_ranks(name, tmp_path):
     check_stores(tmp_path, name, "bf16", 1, stages=(3,), world=2)
 
 
-@pytest.mark.parametrize(("precision", "accumulation"), [("fp32", 1), ("bf16", 3), ("fp16", 1)])
+@pytest.mark.parametrize(
+    ("precision", "accumulation"), [("fp64", 1), ("fp32", 1), ("bf16", 3), ("fp16", 1)]
+)
 @pytest.mark.parametrize("name", ["transformer", "tied", "lora"])
 @on_ranks(2)
 def test_no_store_changes_a_bit_at_any_stage_and_precision(name, precision, accumulation, tmp_path):
@@ -219,6 +222,60 @@ def test_the_update_on_the_worker_gives_the_same_bits(stage, tmp_path):
 @on_ranks(1)
 def test_the_update_beside_the_next_forward_gives_the_same_bits(stage, tmp_path):
     check_the_worker(tmp_path, stage)
+
+
+def after_each_backward(keys: dict, *, reads: bool, losses: int) -> tuple[list, list[int]]:
+    """Gradients as the program reads them (if it does) and parameters at last; what the device held
+    between backward and step. ``losses``: backwards in one step."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(96, 200), torch.nn.Tanh(), torch.nn.Linear(200, 7))
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "units": ["Linear"],
+        "bf16": {"enabled": True},
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": keys,
+    }
+    seen, held = [], []
+    with Engine(model, config=config) as engine:
+        for step in range(4):
+            generator = torch.Generator().manual_seed(10 * step + engine.global_rank)
+            x = torch.randn(4, 96, generator=generator).bfloat16()
+            for part in range(losses):
+                engine.backward(engine(x + part).float().square().mean())
+            held.append(engine.runtime.ledger.nbytes("gradients"))
+            if reads:
+                seen += [safe_get_full_grad(param) for param in model.parameters()]
+            engine.step()
+        seen += [full.clone() for _, full in engine.iter_full_params()]
+    return seen, held
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("losses", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2)
+def test_gradients_leave_during_backward_and_come_back_for_readers(stage, losses, reads):
+    adam.prepare()
+    adam.wait()
+    keys = {"stage": stage}
+    plain, held = after_each_backward(keys, reads=reads, losses=losses)
+    assert min(held) > 0
+    with a_bus_between():
+        keys["offload_optimizer"] = {"device": "cpu"}
+        found, held = after_each_backward(keys, reads=reads, losses=losses)
+    assert max(held) == 0
+    assert len(found) == len(plain)
+    assert all(map(torch.equal, found, plain))
+
+
+@on_ranks(1)
+def test_half_of_a_gradient_does_not_leave():
+    keys = {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
+    with a_bus_between():
+        _, held = after_each_backward(keys, reads=False, losses=1)
+    assert min(held) > 0
 
 
 @on_ranks(1)

@@ -29,7 +29,7 @@ class Behind:
 
     def __init__(self, *, threads: int, delayed: bool) -> None:
         self._threads = threads
-        self._delayed = delayed
+        self.delayed = delayed
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="zeroshard-update")
 
     def update(
@@ -51,13 +51,13 @@ class Behind:
 
         def update() -> Arrival | None:
             self.update(prepared, crossing, delivery, options)
-            return None if self._delayed else crossing.send_up()
+            return None if self.delayed else crossing.send_up()
 
         future: Future[Arrival | None] = self._worker.submit(update)
 
         def sent() -> Arrival | None:
             arrival = future.result()
-            return crossing.send_up() if self._delayed else arrival
+            return crossing.send_up() if self.delayed else arrival
 
         return sent
 

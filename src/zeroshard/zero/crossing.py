@@ -71,23 +71,40 @@ class Crossing:
         self._numbers = numbers
         self._shares = shares
         self._seal: Tensor | None = None
+        self._grad_C: Tensor | None = None  # of the running step, on the host
+        self._grad_arrival: Arrival | None = None
         if low_C is not None:
             home_C.copy_(low_C)
             self._seal = _fingerprint(low_C)
 
-    def send_down(self, grad_C: Tensor, factor: Tensor, found_inf: Tensor | None) -> Delivery:
-        """Start ``grad_C`` on its way, behind what the current stream has queued."""
-        edited = torch.zeros((), dtype=torch.bool, device=grad_C.device)
+    def send_gradient(self, grad_C: Tensor) -> None:
+        """Start the gradient of a step on its way, behind what the current stream has queued."""
+        self._grad_C = self._grad_bytes[: grad_C.nbytes].view(grad_C.dtype)
+        self._grad_arrival = self.bus.down(grad_C, self._grad_C)
+
+    def recall_gradient(self, grad_C: Tensor) -> None:
+        """Bring the gradient back into ``grad_C``, on the device. Waits for both ways."""
+        assert self._grad_arrival is not None
+        assert self._grad_C is not None
+        self._grad_arrival.wait_on_host()
+        self.bus.up(self._grad_C, grad_C).wait_on_host()
+
+    def send_numbers(self, factor: Tensor, found_inf: Tensor | None) -> Delivery:
+        """Start what the update has to know beside the gradient; the delivery is of both."""
+        assert self._grad_arrival is not None
+        assert self._grad_C is not None
+        device = factor.device if self._low_C is None else self._low_C.device
+        edited = torch.zeros((), dtype=torch.bool, device=device)
         if self._low_C is not None:
             assert self._seal is not None, "sealed when it arrived"
             edited = _fingerprint(self._low_C) != self._seal
         skipped = torch.zeros_like(edited) if found_inf is None else found_inf != 0
-        words = torch.stack([x.double().to(grad_C.device) for x in (factor, skipped, edited)])
-        target_C = self._grad_bytes[: grad_C.nbytes].view(grad_C.dtype)
-        arrivals = [self.bus.down(grad_C, target_C), self.bus.down(words, self._numbers)]
+        words = torch.stack([x.double().to(device) for x in (factor, skipped, edited)])
+        arrivals = [self._grad_arrival, self.bus.down(words, self._numbers)]
         if self._shares and self._low_C is not None:
             arrivals.append(self.bus.down(self._low_C, self.home_C))
-        return Delivery(target_C, self._numbers, arrivals)
+        self._grad_arrival = None
+        return Delivery(self._grad_C, self._numbers, arrivals)
 
     def take_edits(self) -> None:
         """The host's copy becomes what the program wrote on the device, if it did. Waits to know."""

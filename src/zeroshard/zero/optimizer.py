@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -92,6 +93,10 @@ class ShardedOptimizer:
         self._kernel: Kernel | None = None
         self._passes: dict[int, OnePass] = {}  # by id of the chunk
         self._behind = behind
+        self._left_norms: dict[int, list[tuple[int, Tensor]]] = {}  # by position of the tile
+        for at, tile in enumerate(self.tiles):
+            if behind is not None and not behind.delayed and tile.is_updated_behind:
+                tile.buffer.sends = partial(self._send_gradient, at)
         self._guards = [inner.register_step_pre_hook(self._refuse_direct_step)]
         if pager is not None:
             self._guards.append(inner.register_state_dict_pre_hook(_refuse_state_dict))
@@ -113,17 +118,31 @@ class ShardedOptimizer:
         without gradient, zero for one without elements.
         """
         found: list[tuple[int, Tensor]] = []
-        for tile in self.tiles:
-            grad_R, (low, high) = tile.gradient(), tile.own
-            alone, touched = tile.buffer.comm.world_size == 1, tile.buffer.touched
-            for index, at, numel in tile.owned:
-                begin, end = max(low, at), min(high, at + numel)
-                if begin < end and (touched[index] or not alone):
-                    found.append((tile.unit.positions[index], norm_of(grad_R[begin:end])))
-            for index, slot in enumerate(tile.unit.layout.slots):
-                if slot.numel == 0 and alone and touched[index]:
-                    found.append((tile.unit.positions[index], norm_of(grad_R[:0])))
+        for at, tile in enumerate(self.tiles):
+            if tile.buffer.has_left:
+                found += self._left_norms[at]
+            else:
+                found += _norms_of(tile, tile.gradient())
         return sorted(found, key=lambda item: item[0])
+
+    def _send_gradient(self, at: int, grad_R: Tensor) -> Callable[[], Tensor]:
+        """A gradient is complete, and used in host memory: measure it and let it go."""
+        tile = self.tiles[at]
+        tile.unit.wait()  # the update of the step before has read what is overwritten now
+        self._left_norms[at] = _norms_of(tile, grad_R)
+        for chunk in tile.chunks:
+            assert chunk.crossing is not None
+            chunk.crossing.send_gradient(grad_R[chunk.at : chunk.at + chunk.numel])
+        dtype, device = grad_R.dtype, grad_R.device
+
+        def recall() -> Tensor:
+            back_R = torch.empty(tile.low_R.numel(), dtype=dtype, device=device)
+            for chunk in tile.chunks:
+                assert chunk.crossing is not None
+                chunk.crossing.recall_gradient(back_R[chunk.at : chunk.at + chunk.numel])
+            return back_R
+
+        return recall
 
     def update(
         self,
@@ -148,11 +167,12 @@ class ShardedOptimizer:
         try:
             for tile, chunk in self._in_turn():
                 skipped = (untouched or {}).get(id(tile.unit), frozenset())
-                grad_C = tile.gradient()[chunk.at : chunk.at + chunk.numel]
                 prepared = self._one_pass(chunk) if has_kernel and not skipped else None
                 if chunk.crossing is not None:
                     stays = chunk.page is None and tile.unit.rest.tier is not Tier.DISK
-                    delivery = chunk.crossing.send_down(grad_C, factor, found_inf)
+                    if not tile.buffer.has_left:
+                        chunk.crossing.send_gradient(tile.gradient_of(chunk))
+                    delivery = chunk.crossing.send_numbers(factor, found_inf)
                     sent = (
                         self._behind.submit(prepared, chunk.crossing, delivery, inner.param_groups)
                         if self._behind is not None and prepared is not None and stays
@@ -162,9 +182,10 @@ class ShardedOptimizer:
                     )
                     pending.setdefault(id(tile.unit), Pending()).add(chunk.crossing, sent)
                 elif prepared is not None and found_inf is None:
-                    self._run(prepared, chunk, grad_C, factor)
+                    self._run(prepared, chunk, tile.gradient_of(chunk), factor)
                 else:
                     chunk.follow_low()
+                    grad_C = tile.gradient_of(chunk)
                     self._update_chunk(chunk, grad_C, factor, skipped, found_inf)
                 self._settle(chunk)
                 stays = self._behind is not None and tile.unit.rest.tier is not Tier.DISK
@@ -413,6 +434,21 @@ class ShardedOptimizer:
         if self._behind is not None:
             self._behind.close()
         self.tiles, self._groups, self._passes = [], [], {}
+
+
+def _norms_of(tile: Tile, grad_R: Tensor) -> list[tuple[int, Tensor]]:
+    """Of the tile's own fragments: see :meth:`ShardedOptimizer.norms`."""
+    found: list[tuple[int, Tensor]] = []
+    low, high = tile.own
+    alone, touched = tile.buffer.comm.world_size == 1, tile.buffer.touched
+    for index, at, numel in tile.owned:
+        begin, end = max(low, at), min(high, at + numel)
+        if begin < end and (touched[index] or not alone):
+            found.append((tile.unit.positions[index], norm_of(grad_R[begin:end])))
+    for index, slot in enumerate(tile.unit.layout.slots):
+        if slot.numel == 0 and alone and touched[index]:
+            found.append((tile.unit.positions[index], norm_of(grad_R[:0])))
+    return found
 
 
 def _refuse_used(inner: torch.optim.Optimizer) -> None:

@@ -58,9 +58,45 @@ class GradBuffer:
         )  # parameters with any gradient since the last step
         self.arrived = 0  # in the running backward
         self.complete = False  # nothing more is expected in the running backward
-        self.reduced_S: Tensor | None = None
+        self._reduced_S: Tensor | None = None
         self.reduced_N: Tensor | None = None
+        self.sends: Callable[[Tensor], Callable[[], Tensor]] | None = None  # see leave()
+        self._recall: Callable[[], Tensor] | None = None
         self.tier = Tier.DEVICE  # HOST: all of it left the device for now
+
+    @property
+    def reduced_S(self) -> Tensor | None:  # noqa: N802  (the suffix is the extent)
+        """The reduced gradient of the running step on the device; None before there is one.
+
+        One that left comes back for whoever asks.
+        """
+        if self._recall is not None:
+            recall, self._recall = self._recall, None
+            self._reduced_S = recall()
+            self.account()
+        return self._reduced_S
+
+    @reduced_S.setter
+    def reduced_S(self, values_S: Tensor | None) -> None:  # noqa: N802
+        self._recall = None
+        self._reduced_S = values_S
+
+    @property
+    def is_reduced(self) -> bool:
+        """Is there a reduced gradient, here or where its update is?"""
+        return self.has_left or self._reduced_S is not None
+
+    @property
+    def has_left(self) -> bool:
+        """Is the reduced gradient in host memory, where its update is, and not here?"""
+        return self._recall is not None
+
+    def leave(self) -> None:
+        """The gradient of the step is complete. If it is updated in host memory it goes there now, beside
+        the rest of backward: ``sends(reduced_S)`` starts that and returns what would bring it back."""
+        if self.sends is not None and self._reduced_S is not None:
+            recall = self.sends(self._reduced_S)
+            self._reduced_S, self._recall = None, recall
 
     def open(self, dtype: torch.dtype) -> Tensor:
         """Allocate ``grads_N``; its contents are undefined until filled."""
@@ -144,7 +180,9 @@ class GradBuffer:
     def reset(self) -> None:
         """Forget the step's gradients and free them."""
         self.grads_N, self.views = None, []
-        self.leaving_N = self.arriving_S = self.reduced_S = self.reduced_N = None
+        self.leaving_N = self.arriving_S = self.reduced_S = self.reduced_N = (
+            None  # and what has left
+        )
         self.filled = [False] * len(self.filled)
         self.touched = [False] * len(self.touched)
         self.arrived = 0
@@ -185,7 +223,7 @@ class GradBuffer:
     def account(self) -> None:
         """Report to the ledger what is held here."""
         local = [self.grads_N, self.leaving_N]
-        resting = [self.reduced_S, self.reduced_N] + ([] if self.transient else local)
+        resting = [self._reduced_S, self.reduced_N] + ([] if self.transient else local)
         self.ledger.hold("gradients", self.unit.name, _storage_nbytes(resting), self.tier)
         if self.transient:
             leaving_nbytes = _storage_nbytes(local)
@@ -241,6 +279,7 @@ class GradReducer:
         self.predivide = predivide
         self.reducing = False
         self.waiting = False  # gradients of a finished backward are still local
+        self._completes = False  # does the running backward complete a step's gradients?
         self._next = 0
         self._in_flight: deque[_InFlight] = deque()
 
@@ -249,6 +288,7 @@ class GradReducer:
     def begin_backward(self, *, boundary: bool) -> None:
         """Called once per backward, before its first gradient."""
         self.reducing = self.eager or boundary
+        self._completes = boundary
         self._next = 0
         for buffer in self.buffers:
             buffer.arrived, buffer.complete = 0, False
@@ -338,7 +378,7 @@ class GradReducer:
             for handle in done.handles:
                 handle.wait()
             buffer = done.buffer
-            first = buffer.reduced_S is None
+            first = not buffer.is_reduced
             if first and self.eager and self.expects_accumulation():
                 buffer.reduced_S = done.target_S.to(buffer.unit.row.grad_accum)
             else:
@@ -346,6 +386,8 @@ class GradReducer:
             if self.whole:
                 buffer.reduced_N = done.source if first else None
             buffer.leaving_N = buffer.arriving_S = None
+            if self._completes:
+                buffer.leave()
             buffer.account()
 
     # ------------------------------------------------------------------ the step
@@ -353,11 +395,11 @@ class GradReducer:
     def finish(self) -> None:
         """Everything that arrived is reduced; at stage 0 every rank gets the whole gradient."""
         if any(buffer.grads_N is not None for buffer in self.buffers) or any(
-            buffer.reduced_S is None for buffer in self.buffers
+            not buffer.is_reduced for buffer in self.buffers
         ):
             self.reducing, self.waiting, self._next = True, False, len(self.order)
             for buffer in self.order:
-                if buffer.grads_N is not None or buffer.reduced_S is None:
+                if buffer.grads_N is not None or not buffer.is_reduced:
                     self._launch(buffer)
             self._drain(0)
         if self.whole:

@@ -134,6 +134,16 @@ class Tile:
     def fragments(self) -> tuple[OwnedFragment, ...]:
         return tuple(fragment for chunk in self.chunks for fragment in chunk.fragments)
 
+    @property
+    def is_updated_behind(self) -> bool:
+        """Do all of its chunks rest in host memory across a bus, and stay there?"""
+        on_host = all(chunk.crossing is not None and chunk.page is None for chunk in self.chunks)
+        return on_host and self.unit.rest.tier is not Tier.DISK
+
+    def gradient_of(self, chunk: Chunk) -> Tensor:
+        """The chunk's part of :meth:`gradient`."""
+        return self.gradient()[chunk.at : chunk.at + chunk.numel]
+
     def gradient(self) -> Tensor:
         """The reduced gradient ``[R]`` of the running step (a sum over ranks, still loss-scaled)."""
         grad = self.buffer.reduced_N if self.is_whole else self.buffer.reduced_S
