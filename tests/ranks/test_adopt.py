@@ -8,7 +8,7 @@ from torch import nn
 
 from zeroshard import Engine
 from zeroshard.testing import on_ranks
-from zeroshard.zero.reduce import GradBuffer
+from zeroshard.zero.gradients import GradBuffer
 
 
 class Hold(nn.Module):

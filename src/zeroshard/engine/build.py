@@ -32,9 +32,10 @@ from zeroshard.errors import UnsupportedError, UsageError
 from zeroshard.precision.policy import DtypeRow, Policy
 from zeroshard.zero.behind import Behind
 from zeroshard.zero.gather import Gatherer, Site
+from zeroshard.zero.gradients import GradBuffer
 from zeroshard.zero.materialize import check_meta, materialize
 from zeroshard.zero.optimizer import ShardedOptimizer
-from zeroshard.zero.reduce import GradBuffer, GradReducer
+from zeroshard.zero.reduce import GradReducer
 from zeroshard.zero.unit import Unit
 from zeroshard.zero.wrap import SitePlan, find_sites
 

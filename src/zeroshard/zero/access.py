@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from zeroshard.errors import DistributedError, ShardedAccess, UsageError
 from zeroshard.zero import guard
+from zeroshard.zero.gradients import GradBuffer
 from zeroshard.zero.init import SpreadParameter
 from zeroshard.zero.optimizer import ShardedOptimizer
-from zeroshard.zero.reduce import GradBuffer
 from zeroshard.zero.tile import Chunk, OwnedFragment, Tile
 from zeroshard.zero.touch import pack_flags, unpack_any
 from zeroshard.zero.unit import Unit, UnitState

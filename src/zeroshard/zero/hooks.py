@@ -22,7 +22,8 @@ from torch.utils.hooks import RemovableHandle
 from zeroshard.errors import UsageError
 from zeroshard.zero import guard
 from zeroshard.zero.gather import Gatherer, Site
-from zeroshard.zero.reduce import GradBuffer, GradReducer
+from zeroshard.zero.gradients import GradBuffer
+from zeroshard.zero.reduce import GradReducer
 
 
 def in_backward() -> bool:

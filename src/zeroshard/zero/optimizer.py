@@ -25,10 +25,9 @@ from zeroshard.native import adam
 from zeroshard.store import storage
 from zeroshard.store.bus import Arrival
 from zeroshard.zero.behind import Behind, Pending
-from zeroshard.zero.clip import norm_of
 from zeroshard.zero.crossing import Crossing, Delivery, HostSide
+from zeroshard.zero.gradients import GradBuffer
 from zeroshard.zero.onepass import PIECE_NUMEL, Kernel, OnePass
-from zeroshard.zero.reduce import GradBuffer
 from zeroshard.zero.tile import Chunk, OwnedFragment, StateDtypes, Tile, make_tile
 from zeroshard.zero.unit import Unit
 
@@ -111,25 +110,21 @@ class ShardedOptimizer:
     # ------------------------------------------------------------------ the step
 
     def norms(self) -> list[tuple[int, Tensor]]:
-        """2-norm of every own fragment's reduced gradient, in the order of the model's parameters:
-        pairs of the position in ``model.parameters()`` and a 0-dim tensor.
-
-        With one rank these are the very norms that ``clip_grad_norm_`` takes: none for a parameter
-        without gradient, zero for one without elements.
-        """
+        """2-norm of every own fragment's reduced gradient, in the order of the model's parameters: see
+        :meth:`Tile.norms`. Gradients that left for host memory were measured before."""
         found: list[tuple[int, Tensor]] = []
         for at, tile in enumerate(self.tiles):
             if tile.buffer.has_left:
                 found += self._left_norms[at]
             else:
-                found += _norms_of(tile, tile.gradient())
+                found += tile.norms(tile.gradient())
         return sorted(found, key=lambda item: item[0])
 
     def _send_gradient(self, at: int, grad_R: Tensor) -> Callable[[], Tensor]:
         """A gradient is complete, and used in host memory: measure it and let it go."""
         tile = self.tiles[at]
         tile.unit.wait()  # the update of the step before has read what is overwritten now
-        self._left_norms[at] = _norms_of(tile, grad_R)
+        self._left_norms[at] = tile.norms(grad_R)
         for chunk in tile.chunks:
             assert chunk.crossing is not None
             chunk.crossing.send_gradient(grad_R[chunk.at : chunk.at + chunk.numel])
@@ -434,21 +429,6 @@ class ShardedOptimizer:
         if self._behind is not None:
             self._behind.close()
         self.tiles, self._groups, self._passes = [], [], {}
-
-
-def _norms_of(tile: Tile, grad_R: Tensor) -> list[tuple[int, Tensor]]:
-    """Of the tile's own fragments: see :meth:`ShardedOptimizer.norms`."""
-    found: list[tuple[int, Tensor]] = []
-    low, high = tile.own
-    alone, touched = tile.buffer.comm.world_size == 1, tile.buffer.touched
-    for index, at, numel in tile.owned:
-        begin, end = max(low, at), min(high, at + numel)
-        if begin < end and (touched[index] or not alone):
-            found.append((tile.unit.positions[index], norm_of(grad_R[begin:end])))
-    for index, slot in enumerate(tile.unit.layout.slots):
-        if slot.numel == 0 and alone and touched[index]:
-            found.append((tile.unit.positions[index], norm_of(grad_R[:0])))
-    return found
 
 
 def _refuse_used(inner: torch.optim.Optimizer) -> None:

@@ -19,9 +19,10 @@ from zeroshard.core.ledger import Ledger
 from zeroshard.core.tiers import Span, Tier
 from zeroshard.errors import UsageError
 from zeroshard.store import storage
+from zeroshard.zero.clip import norm_of
 from zeroshard.zero.crossing import Crossing, HostSide
+from zeroshard.zero.gradients import GradBuffer
 from zeroshard.zero.onepass import PIECE_NUMEL, follow
-from zeroshard.zero.reduce import GradBuffer
 from zeroshard.zero.unit import Unit, away_error
 
 if TYPE_CHECKING:
@@ -149,6 +150,25 @@ class Tile:
         grad = self.buffer.reduced_N if self.is_whole else self.buffer.reduced_S
         assert grad is not None, "GradReducer.finish() comes before the update"
         return grad
+
+    def norms(self, grad_R: Tensor) -> list[tuple[int, Tensor]]:
+        """2-norm of every own fragment of a gradient ``[R]``: pairs of the parameter's position in
+        ``model.parameters()`` and a 0-dim tensor.
+
+        With one rank these are the very norms that ``clip_grad_norm_`` takes: none for a parameter
+        without gradient, zero for one without elements.
+        """
+        found: list[tuple[int, Tensor]] = []
+        low, high = self.own
+        alone, touched = self.buffer.comm.world_size == 1, self.buffer.touched
+        for index, at, numel in self.owned:
+            begin, end = max(low, at), min(high, at + numel)
+            if begin < end and (touched[index] or not alone):
+                found.append((self.unit.positions[index], norm_of(grad_R[begin:end])))
+        for index, slot in enumerate(self.unit.layout.slots):
+            if slot.numel == 0 and alone and touched[index]:
+                found.append((self.unit.positions[index], norm_of(grad_R[:0])))
+        return found
 
     @contextlib.contextmanager
     def in_hand(self) -> Iterator[None]:

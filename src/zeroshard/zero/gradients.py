@@ -1,0 +1,231 @@
+"""What does this rank hold of one unit's gradients?
+
+A gradient that arrives is moved into its slot; a second arrival *adds*: there is no "already reduced"
+state. Letters as in :mod:`zeroshard.zero.unit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from zeroshard.core.ledger import Ledger
+from zeroshard.core.tiers import Tier
+from zeroshard.store import storage
+from zeroshard.store.luggage import distinct
+from zeroshard.zero.unit import Unit, away_error
+
+if TYPE_CHECKING:
+    from zeroshard.comm.collectives import Comm
+
+
+def accumulate(into: Tensor, values: Tensor) -> None:
+    """``into += values`` without a mixed-dtype kernel, which is many times slower on CPU."""
+    into.add_(values if values.dtype == into.dtype else values.to(into.dtype))
+
+
+class GradBuffer:
+    """Gradients of one unit: the local sum ``grads_N``, and what was reduced so far.
+
+    The optimizer reads ``reduced_S`` where its state is sharded, ``reduced_N`` at stage 0.
+    ``transient``: the local sum exists only until its reduction (stages 2 and 3).
+    """
+
+    def __init__(self, unit: Unit, *, comm: Comm, ledger: Ledger, transient: bool) -> None:
+        self.unit = unit
+        self.comm = comm
+        self.ledger = ledger
+        self.transient = transient
+        self.grads_N: Tensor | None = None
+        self.leaving_N: Tensor | None = None  # the source of a reduction in flight
+        self.arriving_S: Tensor | None = None  # and its result
+        self.views: list[Tensor] = []
+        self.filled = [False] * len(unit.params)  # slots of grads_N that hold a gradient
+        self.touched = [False] * len(
+            unit.params
+        )  # parameters with any gradient since the last step
+        self.arrived = 0  # in the running backward
+        self.complete = False  # nothing more is expected in the running backward
+        self._reduced_S: Tensor | None = None
+        self.reduced_N: Tensor | None = None
+        self.sends: Callable[[Tensor], Callable[[], Tensor]] | None = None  # see leave()
+        self._recall: Callable[[], Tensor] | None = None
+        self.tier = Tier.DEVICE  # HOST: all of it left the device for now
+
+    @property
+    def reduced_S(self) -> Tensor | None:  # noqa: N802  (the suffix is the extent)
+        """The reduced gradient of the running step on the device; None before there is one.
+
+        One that left comes back for whoever asks.
+        """
+        if self._recall is not None:
+            recall, self._recall = self._recall, None
+            self._reduced_S = recall()
+            self.account()
+        return self._reduced_S
+
+    @reduced_S.setter
+    def reduced_S(self, values_S: Tensor | None) -> None:  # noqa: N802
+        self._recall = None
+        self._reduced_S = values_S
+
+    @property
+    def is_reduced(self) -> bool:
+        """Is there a reduced gradient, here or where its update is?"""
+        return self.has_left or self._reduced_S is not None
+
+    @property
+    def has_left(self) -> bool:
+        """Is the reduced gradient in host memory, where its update is, and not here?"""
+        return self._recall is not None
+
+    def leave(self) -> None:
+        """The gradient of the step is complete. If it is updated in host memory it goes there now, beside
+        the rest of backward: ``sends(reduced_S)`` starts that and returns what would bring it back."""
+        if self.sends is not None and self._reduced_S is not None:
+            recall = self.sends(self._reduced_S)
+            self._reduced_S, self._recall = None, recall
+
+    def open(self, dtype: torch.dtype) -> Tensor:
+        """Allocate ``grads_N``; its contents are undefined until filled."""
+        unit = self.unit
+        self.grads_N = self.comm.empty(
+            unit.layout.full_numel, dtype=dtype, device=unit.full_N.device
+        )
+        self._set_views()
+        self.account()
+        return self.grads_N
+
+    def _is_whole(self, grad: Tensor, dtype: torch.dtype) -> bool:
+        """Is this gradient all of ``grads_N`` already? So it is where one matrix makes the unit."""
+        return (
+            len(self.unit.params) == 1
+            and grad.numel() == self.unit.layout.full_numel
+            and grad.dtype == dtype
+            and grad.is_contiguous()
+            and not grad.requires_grad  # with a graph of its own it is the program's too
+            and grad.untyped_storage().nbytes() == grad.nbytes
+            and not storage.is_aliased(grad)  # ``a + b.view(...)`` gives both one memory
+        )
+
+    def adopt(self, grad: Tensor) -> None:
+        """Take the gradient itself for ``grads_N``. Autograd gave it away, alone."""
+        self.grads_N = grad.detach().view(-1)
+        self._set_views()
+        self.filled[0] = self.touched[0] = True
+        self.account()
+
+    def _set_views(self) -> None:
+        assert self.grads_N is not None
+        self.views = [
+            self.grads_N[slot.start : slot.stop].view(slot.shape) for slot in self.unit.layout.slots
+        ]
+
+    def land(self, index: int, grad: Tensor, dtype: torch.dtype) -> None:
+        """Move one gradient into its slot, or add it to what is there."""
+        if self.grads_N is None:
+            if self._is_whole(grad, dtype):
+                self.adopt(grad)
+                return
+            self.open(dtype)
+        if not self.filled[index]:
+            self.views[index].copy_(grad)
+            self.filled[index] = True
+        else:
+            self._promote()
+            accumulate(self.views[index], grad)
+        self.touched[index] = True
+
+    def _promote(self) -> None:
+        """Sums are kept in the accumulation dtype, also when they were not expected."""
+        assert self.grads_N is not None
+        if self.grads_N.dtype != self.unit.row.grad_accum:
+            self.grads_N = self.grads_N.to(self.unit.row.grad_accum)
+            self._set_views()
+            self.account()
+
+    def take(self) -> Tensor:
+        """The complete local gradient ``[N]``, zeros where nothing arrived; the buffer starts anew."""
+        if self.grads_N is None:
+            self.open(self.unit.row.reduce)
+        assert self.grads_N is not None
+        for view, filled in zip(self.views, self.filled, strict=True):
+            if not filled:
+                view.zero_()
+        taken, self.grads_N, self.views = self.grads_N, None, []
+        self.filled = [False] * len(self.filled)
+        return taken
+
+    def add_reduced(self, values_S: Tensor) -> None:
+        """One more reduced gradient of the same step."""
+        if self.reduced_S is None:
+            self.reduced_S = values_S
+            return
+        if self.reduced_S.dtype != self.unit.row.grad_accum:
+            self.reduced_S = self.reduced_S.to(self.unit.row.grad_accum)
+        accumulate(self.reduced_S, values_S)
+
+    def reset(self) -> None:
+        """Forget the step's gradients and free them."""
+        self.grads_N, self.views = None, []
+        self.leaving_N = self.arriving_S = self.reduced_S = self.reduced_N = (
+            None  # and what has left
+        )
+        self.filled = [False] * len(self.filled)
+        self.touched = [False] * len(self.touched)
+        self.arrived = 0
+        self.account()
+
+    def check_here(self) -> None:
+        """Raise :class:`UsageError` while gradients are away."""
+        if self.tier is not Tier.DEVICE:
+            raise away_error(f"the gradient of {self.unit.name!r}")
+
+    def held(self) -> list[Tensor]:
+        """All bytes that are held between two backwards."""
+        return distinct(t for t in (self.grads_N, self.reduced_S, self.reduced_N) if t is not None)
+
+    def move(self, tier: Tier, carry: Callable[[Tensor], Tensor]) -> None:
+        """Gradients go to another kind of memory, if they are not there. ``carry`` copies bytes."""
+        if tier is self.tier:
+            return
+        held = self.held()
+        there = {here.untyped_storage()._cdata: carry(here) for here in held}
+
+        def moved(flat: Tensor | None) -> Tensor | None:
+            if flat is None or not flat.numel():
+                return flat
+            begin = flat.storage_offset() * flat.element_size()
+            copy = there[flat.untyped_storage()._cdata]
+            return copy[begin : begin + flat.nbytes].view(flat.dtype)
+
+        self.grads_N, self.reduced_S, self.reduced_N = map(
+            moved, (self.grads_N, self.reduced_S, self.reduced_N)
+        )
+        if self.grads_N is not None:
+            self._set_views()
+        self.ledger.hold("gradients", self.unit.name, 0, self.tier)
+        self.tier = tier
+        self.ledger.hold("gradients", self.unit.name, sum(here.nbytes for here in held), tier)
+
+    def account(self) -> None:
+        """Report to the ledger what is held here."""
+        local = [self.grads_N, self.leaving_N]
+        resting = [self._reduced_S, self.reduced_N] + ([] if self.transient else local)
+        self.ledger.hold("gradients", self.unit.name, _storage_nbytes(resting), self.tier)
+        if self.transient:
+            leaving_nbytes = _storage_nbytes(local)
+            arriving_nbytes = _storage_nbytes([*local, self.arriving_S]) - leaving_nbytes
+            self.ledger.hold("buckets", self.unit.name, leaving_nbytes)
+            self.ledger.hold("scratch", self.unit.name, arriving_nbytes)
+
+
+def _storage_nbytes(tensors: Sequence[Tensor | None]) -> int:
+    """Bytes behind the tensors; slices of one storage count once."""
+    storages = [t.untyped_storage() for t in tensors if t is not None]
+    if len(storages) < 2:
+        return storages[0].nbytes() if storages else 0
+    return sum({s._cdata: s.nbytes() for s in storages}.values())
