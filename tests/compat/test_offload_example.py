@@ -59,7 +59,7 @@ def test_the_loss_falls_with_every_step(lines: list[str]) -> None:
     losses = [float(found[1]) for found in matches(lines, r"^step \d+  loss (\S+) ")]
     assert len(losses) == 3
     assert losses == sorted(losses, reverse=True)
-    assert losses[-1] < losses[0] - 0.1
+    assert losses[-1] < losses[0] - 0.03
 
 
 def test_each_rank_holds_its_part_of_14_bytes_a_parameter_on_disk(lines: list[str]) -> None:
