@@ -51,6 +51,13 @@ class Net(nn.Module):
         return x
 
 
+@pytest.fixture(autouse=True)
+def _chunks_of_others_are_left_alone():
+    before = tiers.CHUNK_NUMEL
+    yield
+    tiers.CHUNK_NUMEL = before
+
+
 def config(place: Path | str, stage: int = 3, **more) -> dict:
     """Everything that can rest on disk at this stage does, in chunks much smaller than a unit."""
     tiers.CHUNK_NUMEL = 512

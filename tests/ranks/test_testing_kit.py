@@ -138,6 +138,7 @@ def test_a_hang_ends_in_time_with_the_place_where_it_hangs():
 
 
 def _end_rank_1(how):
+    dist.barrier()  # who ends while others still connect takes them along
     if dist.get_rank() == 1:
         print("last words", flush=True)
         if isinstance(how, signal.Signals):
