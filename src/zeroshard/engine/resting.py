@@ -90,7 +90,8 @@ def check_device(resting: Resting, device: torch.device) -> None:
     """Raise :class:`UnsupportedError` where a GPU would hold masters of parameters that it does not."""
     if device.type == "cpu":
         return
-    for name, spans in resting.spans.items() or ((name, ()) for name in resting.rows):
+    for name in resting.rows:
+        spans = resting.spans_of(name)
         on_device = not spans or any(span.tier is Tier.DEVICE for span in spans)
         if resting.tier_of(name) is not Tier.DEVICE and on_device:
             raise UnsupportedError(

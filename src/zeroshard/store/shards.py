@@ -144,7 +144,7 @@ class OnDisk:
 
     def keep(self, part_S: Tensor) -> None:
         """See :class:`InMemory`. Costs a look at the part, and a write only where it was edited."""
-        if self._print == _fingerprint(part_S):
+        if self._print == int(storage.fingerprint(part_S)):
             return
         self.drop()
         if self._write is not None:
@@ -153,11 +153,11 @@ class OnDisk:
             self._allocate()
         self.shard_S.copy_(part_S)
         self.save()
-        self._print = _fingerprint(part_S)
+        self._print = int(storage.fingerprint(part_S))
 
     def gathered(self, part_S: Tensor) -> None:
         """See :class:`InMemory`."""
-        self._print = _fingerprint(part_S)
+        self._print = int(storage.fingerprint(part_S))
 
     def close(self) -> None:
         """See :class:`InMemory`."""
@@ -189,15 +189,3 @@ Rest = InMemory | OnDisk
 
 Room = Callable[[int, torch.dtype], Tensor]
 """Gives zeroed memory, ``[numel]`` of a dtype."""
-
-_PIECE_WORDS = 2**16
-
-
-def _fingerprint(flat: Tensor) -> int:
-    """A number that changes if any one word does, and with exchanged words. Pieces stay in cache."""
-    words = flat.view(torch.int64)
-    weights = torch.arange(1, 2 * min(len(words), _PIECE_WORDS), 2) * 0x1E3779B97F4A7C15 | 1
-    total = 0
-    for piece in words.split(_PIECE_WORDS):  # odd weights: a change of one word is never lost
-        total = (3 * total + int((piece * weights[: len(piece)]).sum())) % 2**64
-    return total

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from zeroshard.store.bus import Arrival, Bus
-
-_PIECE_WORDS = 2**20
+from zeroshard.store.storage import fingerprint
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +74,7 @@ class Crossing:
         self._grad_arrival: Arrival | None = None
         if low_C is not None:
             home_C.copy_(low_C)
-            self._seal = _fingerprint(low_C)
+            self._seal = fingerprint(low_C)
 
     def send_gradient(self, grad_C: Tensor) -> None:
         """Start the gradient of a step on its way, behind what the current stream has queued."""
@@ -97,7 +96,7 @@ class Crossing:
         edited = torch.zeros((), dtype=torch.bool, device=device)
         if self._low_C is not None:
             assert self._seal is not None, "sealed when it arrived"
-            edited = _fingerprint(self._low_C) != self._seal
+            edited = fingerprint(self._low_C) != self._seal
         skipped = torch.zeros_like(edited) if found_inf is None else found_inf != 0
         words = torch.stack([x.double().to(device) for x in (factor, skipped, edited)])
         arrivals = [self._grad_arrival, self.bus.down(words, self._numbers)]
@@ -110,14 +109,14 @@ class Crossing:
         """The host's copy becomes what the program wrote on the device, if it did. Waits to know."""
         if self._low_C is None:
             return
-        if self._shares or bool(_fingerprint(self._low_C) != self._seal):
+        if self._shares or bool(fingerprint(self._low_C) != self._seal):
             self.bus.down(self._low_C, self.home_C).wait_on_host()
             self.reseal()
 
     def reseal(self) -> None:
         """Host and device were written alike."""
         if self._low_C is not None:
-            self._seal = _fingerprint(self._low_C)
+            self._seal = fingerprint(self._low_C)
 
     def send_up(self) -> Arrival | None:
         """Start the updated parameter on its way; None where it is at home."""
@@ -169,14 +168,3 @@ class HostSide:
         if known is None or known.nbytes < nbytes:
             self._shared[name] = known = self.take(nbytes, torch.uint8)
         return known[:nbytes]
-
-
-def _fingerprint(flat: Tensor) -> Tensor:
-    """A 0-dim number that changes if any one word does, made without waiting for the device."""
-    words = flat.view(torch.int64)
-    weights = torch.arange(1, 2 * min(len(words), _PIECE_WORDS), 2, device=flat.device)
-    weights = weights * 0x1E3779B97F4A7C15 | 1
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for piece in words.split(_PIECE_WORDS):
-        total = 3 * total + (piece * weights[: len(piece)]).sum()
-    return total

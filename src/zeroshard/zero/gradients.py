@@ -171,9 +171,8 @@ class GradBuffer:
     def reset(self) -> None:
         """Forget the step's gradients and free them."""
         self.grads_N, self.views = None, []
-        self.leaving_N = self.arriving_S = self.reduced_S = self.reduced_N = (
-            None  # and what has left
-        )
+        self.leaving_N = self.arriving_S = None
+        self.reduced_S = self.reduced_N = None  # what has left is not called back
         self.filled = [False] * len(self.filled)
         self.touched = [False] * len(self.touched)
         self.arrived = 0

@@ -112,6 +112,9 @@ class Unit:
         self._views = [
             self.full_N[slot.start : slot.stop].view(slot.shape) for slot in layout.slots
         ]
+        self._own_part = self.full_N[
+            low:high
+        ]  # like all views, valid whenever the storage has bytes
         if not resident:
             storage.release(self.full_N)  # making views needed the bytes, construction does not
         part = self.full_N
@@ -315,11 +318,6 @@ class Unit:
         self.reclaim()
         if self.state is UnitState.FULL and not self.resident:
             self.rest.keep(self._own_part)
-
-    @property
-    def _own_part(self) -> Tensor:
-        begin, end = self.layout.shard_range(self.comm.rank)
-        return self.full_N[begin:end]
 
     def reclaim(self) -> None:
         """Parameters to which the program gave other memory are views of ``full_N`` again."""
