@@ -223,13 +223,6 @@ def test_an_unchanged_page_is_not_written(pager):
     assert contents(pager, pages) == [0, 1, 77, 3]
 
 
-def test_changes_that_are_not_to_be_kept_are_not_written(pager):
-    pages = filled(pager, 4)
-    for page in pager.walk(pages, keep=lambda page: page is not pages[1]):
-        page.bytes.fill_(77)
-    assert contents(pager, pages) == [77, 1, 77, 77]
-
-
 def test_only_the_filled_part_of_a_page_moves(pager):
     page = pager.page(NBYTES)
     with pager.open(page, changed=True):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -56,11 +56,6 @@ class Page:
         assert self.is_open, "a page grows only while it is open"
         assert 0 <= nbytes <= self.nbytes, (nbytes, self.nbytes)
         self._filled_nbytes = nbytes
-
-
-def always(_: Page) -> bool:
-    """Keep every page's changes."""
-    return True
 
 
 @dataclass(slots=True)
@@ -141,13 +136,12 @@ class Pager:
         self,
         pages: Sequence[Page],
         *,
-        keep: Callable[[Page], bool] = always,
         drain: bool = True,
     ) -> Generator[Page, None, None]:
         """Open one page after the other; see the module.
 
-        When the consumer comes back, the page is written if ``page.changed`` (True when it is yielded)
-        and ``keep(page)``; else the disk keeps what it had. ``drain=False`` leaves the last writes on
+        When the consumer comes back, the page is written if ``page.changed`` (True when it is yielded);
+        else the disk keeps what it had. ``drain=False`` leaves the last writes on
         their way, and who next needs their slots waits for them. A consumer that leaves early leaves
         the open page and all later ones as they are on disk (so does ``zip(others, walk)`` without
         ``strict=True`` with the last page: it does not come back for more).
@@ -172,7 +166,7 @@ class Pager:
                 line.pages += 1
                 page.changed = True
                 yield page
-                self._leave(page, line, written=page.changed and keep(page))
+                self._leave(page, line, written=page.changed)
                 begun.popleft()
             if drain:
                 for slot in self._slots:
