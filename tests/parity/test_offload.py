@@ -116,8 +116,8 @@ def edit(weight: torch.nn.Parameter, stage: int, rank: int) -> None:
             weight.data[3].mul_(2)
 
 
-def bits_of_training(keys: dict, *, stage: int = 3, steps: int = 6) -> dict[str, torch.Tensor]:
-    """Parameters, masters and moments after a few steps of the fused AdamW that config names."""
+def two_layers(zero: dict) -> tuple[torch.nn.Module, dict]:
+    """A model of two units, and how it is trained."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(96, 200), torch.nn.Tanh(), torch.nn.Linear(200, 7))
     config = {
@@ -126,12 +126,22 @@ def bits_of_training(keys: dict, *, stage: int = 3, steps: int = 6) -> dict[str,
         "bf16": {"enabled": True},
         "gradient_clipping": 0.5,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": stage, **keys},
+        "zero_optimization": zero,
     }
+    return model, config
+
+
+def batch_of(step: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(4, 96, generator=generator).bfloat16()
+
+
+def bits_of_training(keys: dict, *, stage: int = 3, steps: int = 6) -> dict[str, torch.Tensor]:
+    """Parameters, masters and moments after a few steps of the fused AdamW that config names."""
+    model, config = two_layers({"stage": stage, **keys})
     with Engine(model, config=config) as engine:
         for step in range(steps):
-            generator = torch.Generator().manual_seed(10 * step + engine.global_rank)
-            x = torch.randn(4, 96, generator=generator).bfloat16()
+            x = batch_of(step, engine.global_rank)
             engine.backward(engine(x).float().square().mean())
             engine.step()
             if step == 3:
@@ -227,21 +237,11 @@ def test_the_update_beside_the_next_forward_gives_the_same_bits(stage, tmp_path)
 def after_each_backward(keys: dict, *, reads: bool, losses: int) -> tuple[list, list[int]]:
     """Gradients as the program reads them (if it does) and parameters at last; what the device held
     between backward and step. ``losses``: backwards in one step."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(96, 200), torch.nn.Tanh(), torch.nn.Linear(200, 7))
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "units": ["Linear"],
-        "bf16": {"enabled": True},
-        "gradient_clipping": 0.5,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": keys,
-    }
+    model, config = two_layers(keys)
     seen, held = [], []
     with Engine(model, config=config) as engine:
         for step in range(4):
-            generator = torch.Generator().manual_seed(10 * step + engine.global_rank)
-            x = torch.randn(4, 96, generator=generator).bfloat16()
+            x = batch_of(step, engine.global_rank)
             for part in range(losses):
                 engine.backward(engine(x + part).float().square().mean())
             held.append(engine.runtime.ledger.nbytes("gradients"))
