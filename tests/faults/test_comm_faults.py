@@ -318,6 +318,29 @@ def test_the_log_of_a_killed_rank_tells_its_last_call():
     assert results[0] == (4, "all_gather", "layers.0")
 
 
+def log_of_the_dead_after_another_left() -> tuple[bool, bool]:
+    watch = watched()
+    comm = FaultyComm(watch.gathers, Fault("kill", 0, "layers.1"))
+    with pytest.raises(RankLost):
+        step(watch, comm)
+    dead, other = (Path(watch.sentinel.peers[r].box) for r in (0, 1))
+    if dist.get_rank() == 2:
+        until = time.monotonic() + 20
+        while other.exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        assert not other.exists()
+    kept = read_box(dead) is not None
+    watch.close()
+    return kept, dead.exists()
+
+
+def test_the_last_survivor_removes_the_log_of_the_dead_and_no_other_does():
+    died = {0: signal.SIGKILL}
+    results = run_ranks(log_of_the_dead_after_another_left, 3, expect_death=died, timeout=40)
+    assert results[1][0]
+    assert results[2] == (True, False)
+
+
 def with_a_store_on_rank_0(fault: Fault) -> Outcome:
     """As ``fails_with``, where rank 0's process serves the store that sentinels talk through."""
     init_distributed(dist_backend="gloo", verbose=False)

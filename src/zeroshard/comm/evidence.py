@@ -41,9 +41,18 @@ class Peer:
 
     def has_left(self, here: Process) -> bool:
         """Whether it closed its engine, or its process ended, as far as this host can tell."""
-        if self.process.space != here.space or not here.space:
+        if not self.is_on(here):
             return False
         return not Path(self.box).exists() or self.fate(here)[0] == "gone"
+
+    def is_on(self, here: Process) -> bool:
+        """Whether this host sees the rank's process and files."""
+        return bool(here.space) and self.process.space == here.space
+
+    def remove_files(self) -> None:
+        """Remove its log and its stack file, of which this host holds the paths."""
+        remove_box(Path(self.box + ".stack"))
+        remove_box(Path(self.box))
 
 
 def witness_from_answer(peer: Peer, answer: Mapping[str, Any]) -> Witness:

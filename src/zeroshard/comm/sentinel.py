@@ -33,7 +33,6 @@ from zeroshard.comm.evidence import (
     witness_from_answer,
     witness_from_host,
 )
-from zeroshard.comm.recorder import remove_box
 from zeroshard.comm.side import SideChannel, SideChannelLost, look, read_verdict, write_verdict
 from zeroshard.core.flight import rank_ranges
 from zeroshard.core.verdict import StallClock, Verdict, Witness, judge
@@ -369,15 +368,20 @@ class Sentinel:
         if now_s > deadline_s:
             print(verdict.text, file=sys.stderr, flush=True)
             sys.stdout.flush()
-            self._clean_up(self._rank)
+            self._clean_up()
             os._exit(EXIT_VERDICT)
 
-    def _clean_up(self, *ranks: int) -> None:
-        """Remove the files of these ranks and of those that died on this host; see the dump."""
-        for rank, peer in self._peers.items():
-            if rank in ranks or peer.fate(self._here)[0] == "gone":
-                remove_box(Path(peer.box + ".stack"))
-                remove_box(Path(peer.box))
+    def _clean_up(self) -> None:
+        """Remove this rank's files; the last to leave this host removes those of its dead too.
+
+        Until then a rank that judges alone still reads what the dead did last. Each removes its own
+        first and looks at the others' after that, so of two that leave at once one sees itself last.
+        """
+        self._peers[self._rank].remove_files()
+        here = [p for r, p in self._peers.items() if r != self._rank and p.is_on(self._here)]
+        if all(peer.has_left(self._here) for peer in here):
+            for peer in here:
+                peer.remove_files()
 
 
 def error_of(verdict: Verdict) -> Exception:
