@@ -37,7 +37,7 @@ HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 OWNERS = {  # module, or prefix of modules: the layers that may import it
     "torch.distributed": {"comm", "launch", "testing"},
     "torch": set(HEIGHT) - {"core", "config", "errors"} | {"testing"},
-    "pydantic": {"config"},
+    "pydantic": {"config", "checkpoint"},
     "typer": {"cli", "launch"},
     "pytest": {"testing"},
     "_pytest": {"testing"},

@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from zeroshard.cli.ckpt import ckpt
 from zeroshard.cli.launch import CONTEXT, launch_command
 from zeroshard.errors import ConfigError
 
@@ -24,6 +25,7 @@ main = typer.Typer(
     help="ZeRO training for PyTorch.",
 )
 main.command("launch", context_settings=CONTEXT)(launch_command)
+main.add_typer(ckpt, name="ckpt")
 
 
 @main.command("config")

@@ -9,8 +9,8 @@ import os
 import secrets
 import sys
 import weakref
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, cast
 
 import torch
@@ -23,9 +23,11 @@ from zeroshard.comm.collectives import Comm
 from zeroshard.comm.connect import default_store, make_comm
 from zeroshard.comm.env import run_name
 from zeroshard.comm.evidence import Peer
+from zeroshard.comm.forum import Forum
 from zeroshard.comm.host import Process, this_process
 from zeroshard.comm.recorder import Recorder, box_dir, sweep_boxes
 from zeroshard.comm.sentinel import Sentinel, divergence_text
+from zeroshard.comm.side import look
 from zeroshard.comm.trust import TrustSettings
 from zeroshard.config.sections import TrustConfig
 from zeroshard.errors import RankDivergence
@@ -37,11 +39,13 @@ class Watch:
 
     Gathers and reductions are one object on gloo and have their own on NCCL, where collectives of
     one communicator run one after the other. They share one recorder: there is one order of calls.
+    ``forum`` is for facts that ranks tell each other while one of them may wait for a disk.
     """
 
     gathers: Comm
     reductions: Comm
     sentinel: Sentinel | None = None
+    forum: Forum = field(default_factory=Forum)
     _pending: tuple[Tensor, torch.cuda.Event] | None = None
     _farewell: Any = None
 
@@ -194,13 +198,33 @@ def open_watch(
         comms.append(comm)
         if comm.transport != "nccl":
             break
-    watch = Watch(comms[0], comms[-1], sentinel)
+    client = _own_client(cast("Any", place))
+    forum = Forum(
+        cast("Store", PrefixStore("forum", client)),
+        rank=me,
+        world_size=world_size,
+        gone=_gone(peers, peers[me].process, cast("Store", PrefixStore("sentinel", client))),
+        timeout_s=settings.sections.get("save", settings.collective_timeout_s),
+    )
+    watch = Watch(comms[0], comms[-1], sentinel, forum)
     if sentinel is not None:
         if comms[0].transport == "nccl":
             recorder.watch_device()
         sentinel.start(*(comm.abort for comm in comms if hasattr(comm, "abort")))
         watch._farewell = _close_at_exit(watch)
     return watch
+
+
+def _gone(peers: Sequence[Peer], here: Process, sentinels: Store) -> Callable[[int], str]:
+    """Why a rank will not answer any more; see :class:`Forum`."""
+
+    def gone(rank: int) -> str:
+        fate, detail = peers[rank].fate(here)
+        if fate == "gone":
+            return detail
+        return look(sentinels, f"left/{peers[rank].rank}") or ""
+
+    return gone
 
 
 def decline(reason: str, group: dist.ProcessGroup | None = None) -> None:

@@ -297,7 +297,7 @@ class Config(Section):
     activation_checkpointing: side.ActivationConfig = not_yet(
         side.ActivationConfig, "Options of the checkpointing calls; nothing by themselves."
     )
-    checkpoint: side.CheckpointConfig = not_yet(side.CheckpointConfig, "Saving and loading.")
+    checkpoint: side.CheckpointConfig = honour(side.CheckpointConfig, "Saving and loading.")
     aio: side.AioConfig = accept(side.AioConfig, "Tuning of disk access; derived here.")
     wall_clock_breakdown: Flag = honour(False, "Time of each phase, without a sync per phase.")
     memory_breakdown: Flag = honour(False, "Memory at each phase.")

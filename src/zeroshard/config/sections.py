@@ -128,11 +128,32 @@ class ParallelWriteConfig(Section):
 
 
 class CheckpointConfig(Section):
-    tag_validation: Annotated[Literal["ignore", "warn", "fail"], Lower] = not_yet(
-        "warn", "What to do when ranks save under different tags."
+    tag_validation: Annotated[Literal["ignore", "warn", "fail"], Lower] = honour(
+        "warn", "What to do when ranks save under different tags; rank 0's is used."
+    )
+    asynchronous: Flag = honour(
+        False, "Own key: write in the background, from a copy in host memory."
+    )
+    keep_last: Count | None = honour(
+        None, "Own key: remove older checkpoints of the directory; default: keep all."
+    )
+    max_buffer_mb: Count = honour(
+        512, "Own key: MiB of host memory that saving, loading and exporting may take."
+    )
+    frozen: Annotated[Literal["once", "always", "reference"], Lower] = honour(
+        "once",
+        "Own key: frozen weights are written once per directory, with every save, or never (then "
+        "loading checks that the model has the same ones).",
+    )
+    allow_pickle: Flag = honour(
+        False,
+        "Own key: client_state may hold objects that only pickle can store. Loading those runs "
+        "code: set it only for checkpoints that you wrote.",
     )
     load_universal: Flag = accept(False, "Load a converted checkpoint; ours need no conversion.")
-    use_node_local_storage: Flag = not_yet(False, "Every node writes its own copy.")
+    use_node_local_storage: Flag = accept(
+        False, "Directories that nodes do not share are noticed when the first file is written."
+    )
     parallel_write: ParallelWriteConfig = accept(ParallelWriteConfig, "How DeepSpeed writes.")
     checkpoint_serialization: Flag | None = accept(None, "How DeepSpeed writes.")
     writer: WriterConfig | None = accept(None, "How DeepSpeed writes.")

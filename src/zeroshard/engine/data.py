@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import Dataset
 
 from zeroshard.engine.arguments import check_dataset
+from zeroshard.engine.loader import ResumableLoader
 from zeroshard.errors import UnevenBatches
 
 T = TypeVar("T")
@@ -83,19 +84,19 @@ def loader_for(
     data_sampler: Any = None,
     collate_fn: Callable[..., Any] | None = None,
     num_local_io_workers: int | None = None,
-) -> DataLoader[Any]:
+) -> ResumableLoader:
     """A loader in which every rank sees its own part of the dataset (``engine.deepspeed_io``).
 
-    Training data (``route``) is shuffled. The sampler pads, so that all ranks have as many batches.
+    Training data (``route``) is shuffled. The sampler pads, so that all ranks have as many batches. The
+    loader can be resumed: see :class:`zeroshard.engine.loader.ResumableLoader`.
     """
     check_dataset(dataset)
-    if data_sampler is None and not isinstance(dataset, IterableDataset):
-        data_sampler = DistributedSampler(
-            dataset, engine.world_size, engine.global_rank, shuffle=route == "train"
-        )
-    return DataLoader(
+    return ResumableLoader(
         dataset,
-        batch_size=batch_size or engine.train_micro_batch_size_per_gpu(),
+        batch_size or engine.train_micro_batch_size_per_gpu(),
+        rank=engine.global_rank,
+        world_size=engine.world_size,
+        shuffle=route == "train",
         sampler=data_sampler,
         drop_last=engine.settings.dataloader_drop_last,
         pin_memory=pin_memory,

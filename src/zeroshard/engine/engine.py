@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from os import PathLike
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from zeroshard.core.nbytes import state_nbytes
 from zeroshard.engine import setup
 from zeroshard.engine.arguments import check_loss
 from zeroshard.engine.away import Away, device_of, goes_home
+from zeroshard.engine.checkpoint import Checkpoints
 from zeroshard.engine.data import agreed_batches
 from zeroshard.engine.getters import GETTERS
 from zeroshard.engine.observe import Observer
@@ -98,6 +100,7 @@ class Engine(nn.Module):
         self.world_size = parts.place.world_size
         self.global_rank = parts.place.rank
         self.local_rank = parts.place.local_rank
+        self.local_world_size = parts.place.local_world_size
         self._comm: Comm = parts.comm
         self._watch = parts.watch
         self.accumulation = parts.accumulation
@@ -150,6 +153,7 @@ class Engine(nn.Module):
         if self._observer.watches_phases:
             for phase in ("forward", "backward", "step"):
                 setattr(self, phase, self._observer.phase(phase, getattr(self, phase)))
+        self._checkpoints = Checkpoints(self)
         self._gc = setup.ManualGC() if self.settings.disable_python_gc else None
 
     # ------------------------------------------------------------------ forward and backward
@@ -501,6 +505,76 @@ class Engine(nn.Module):
         rows = self._comm.gather_small(vector, name="memory report").tolist()
         return MemoryReport({rank: rows_from_vector(row) for rank, row in enumerate(rows)})
 
+    # ------------------------------------------------------------------ checkpoints
+
+    def save_checkpoint(
+        self,
+        save_dir: str | PathLike[str],
+        tag: object = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write everything that training needs to go on: ``save_dir/tag`` appears as a whole, then
+        ``latest`` names it. Every rank calls it.
+
+        ``tag``: default ``global_step<N>``. ``client_state``: plain data and tensors of the caller, from
+        rank 0. ``exclude_frozen_parameters``: their digest is kept, and the model must bring the same
+        ones. With ``"checkpoint": {"asynchronous": true}`` it returns when the values are copied;
+        :meth:`wait_for_checkpoint` waits for the rest, and so does the next save.
+
+        Returns True. Raises :class:`CheckpointError` on every rank if it could not be written; what was
+        saved before is untouched. (``docs/checkpoints.md``, ``docs/format.md``.)
+        """
+        self._check_open()
+        self._away.check("engine.save_checkpoint()")
+        with self._watch.section("save"):
+            self._checkpoints.save(
+                save_dir,
+                tag,
+                client_state or {},
+                save_latest=save_latest,
+                exclude_frozen=exclude_frozen_parameters,
+            )
+        return True
+
+    def wait_for_checkpoint(self) -> None:
+        """Return when the last save is on disk. Raises what ended it."""
+        with self._watch.section("save"):
+            self._checkpoints.wait()
+
+    def load_checkpoint(
+        self,
+        load_dir: str | PathLike[str],
+        tag: object = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str, dict[str, Any]]:
+        """Go on where a checkpoint was saved, by whatever world size, stage, store or unit plan, by this
+        library or by DeepSpeed. Every rank calls it.
+
+        ``tag=None`` takes ``latest``; if that one is damaged, the newest older one that is not, with a
+        warning. ``load_module_strict=False`` loads the parameters and buffers that fit by name.
+        ``load_module_only``: weights alone; counters, schedule and generators stay.
+
+        Returns the directory and the ``client_state``. Raises :class:`CheckpointError` on every rank:
+        for one of another model or optimizer before anything is changed.
+        """
+        if self._closed:
+            self._check_open()
+        self._away.check("engine.load_checkpoint()")
+        with self._watch.section("save"):
+            return self._checkpoints.load(
+                load_dir,
+                tag,
+                strict=load_module_strict,
+                optimizer_states=load_optimizer_states,
+                scheduler_states=load_lr_scheduler_states,
+                module_only=load_module_only,
+            )
+
     # ------------------------------------------------------------------ away from the device
 
     def offload_states(
@@ -575,6 +649,7 @@ class Engine(nn.Module):
             rest.callback(self.runtime.reducer.close, wait=not reason)
             for unit in reversed(self.runtime.units):
                 rest.callback(unit.close, wait=not reason)
+            rest.callback(self._checkpoints.close)
             if reason:  # other ranks may be gone: end the connections, then wait for nothing
                 rest.callback(self._watch.close, reason)
             rest.callback(self._hooks.remove)

@@ -132,6 +132,11 @@ class Stores:
         return HostSide(self.bus, arena.take, grad_itemsize(self._resting))
 
     @property
+    def uses_disk(self) -> bool:
+        """Does anything rest on disk?"""
+        return bool(self._files)
+
+    @property
     def timeline(self) -> Timeline | None:
         """What the disk did while the last update ran; None if no optimizer state rests on it."""
         return None if self._pager is None else self._pager.timeline

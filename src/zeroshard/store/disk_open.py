@@ -24,7 +24,7 @@ PAGE_NBYTES = 4096
 _ZEROS_NBYTES = 8 << 20
 
 _NO_TMPFILE = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT}
-_NO_FALLOCATE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
+NO_FALLOCATE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 
 _view: Callable[[int, int, int], memoryview] = ctypes.PYFUNCTYPE(
     ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int
@@ -114,7 +114,7 @@ def allocate(fd: int, offset: int, nbytes: int) -> None:
     try:
         os.posix_fallocate(fd, offset, nbytes)
     except OSError as error:
-        if error.errno not in _NO_FALLOCATE:
+        if error.errno not in NO_FALLOCATE:
             raise
         zeros = aligned_bytes(min(_ZEROS_NBYTES, nbytes))
         memory = memory_at(zeros.data_ptr(), zeros.nbytes)

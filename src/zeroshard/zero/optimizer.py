@@ -87,7 +87,7 @@ class ShardedOptimizer:
             self._groups[fragment.group].append(fragment.value)
         seat(inner, self._groups)
         self._updating = False
-        self._torn = ""  # what ended an update in the middle
+        self._torn = ""  # why parameters and state are of no one step
         self._kernel_of = kernel_of
         self._kernel: Kernel | None = None
         self._passes: dict[int, OnePass] = {}  # by id of the chunk
@@ -192,7 +192,11 @@ class ShardedOptimizer:
                 if tile.unit.rest.tier is not Tier.DISK:
                     published(tile.unit, pending.get(id(tile.unit)))
         except BaseException as error:
-            self._torn = f"{type(error).__name__}: {error}"
+            self._torn = (
+                f"an update ended in the middle ({type(error).__name__}: {error}): parameters before it "
+                "are one step ahead of those after it, and what was on its way is lost. Close this "
+                "engine, build a new one and continue from the last checkpoint."
+            )
             raise
         finally:
             self._updating = False
@@ -371,19 +375,35 @@ class ShardedOptimizer:
             tile.unit.absorb()
 
     def check_whole(self) -> None:
-        """Raise :class:`UsageError` after an update that an error ended in the middle."""
+        """Raise :class:`UsageError` after an update that an error ended in the middle, and the like."""
         if self._torn:
-            raise UsageError(
-                f"an update ended in the middle ({self._torn}): parameters before it are one step ahead "
-                "of those after it, and what was on its way is lost. Close this engine, build a new one "
-                "and continue from the last checkpoint."
-            )
+            raise UsageError(self._torn)
 
     # ------------------------------------------------------------------ state
 
     def state_of(self, fragment: OwnedFragment) -> dict[str, Any]:
         """The optimizer's state of one fragment; empty before the first step."""
         return dict(self.inner.state.get(fragment.value, {}))
+
+    def seat_state(
+        self, chunk: Chunk, fragment: OwnedFragment, state: Mapping[str, Any]
+    ) -> None:
+        """State from elsewhere takes the place of a fragment's own; empty: as before the first step. The
+        chunk's page is open, if it has one."""
+        self.inner.state.pop(fragment.value, None)
+        if state:
+            self.inner.state[fragment.value] = dict(state)
+        if chunk.page is not None:
+            chunk.page.filled_nbytes = chunk.page.nbytes
+
+    def forget_passes(self) -> None:
+        """State is in other tensors than it was."""
+        self._passes.clear()
+
+    def mark_torn(self, reason: str) -> None:
+        """Something ended in the middle: :meth:`check_whole` raises with this text from now on; "" is
+        whole again."""
+        self._torn = reason
 
     def move_out(self, category: str) -> list[Tensor]:
         """Masters, or optimizer state, leave the device until :meth:`move_in`: tensors there whose bytes
@@ -405,7 +425,7 @@ class ShardedOptimizer:
         """The bytes are back, in the same storages."""
         for tile in self.tiles:
             tile.moved = frozenset()
-        self._passes.clear()  # they know addresses
+        self.forget_passes()
         self.account()
 
     def account(self) -> None:

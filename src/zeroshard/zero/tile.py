@@ -101,6 +101,13 @@ class Chunk:
             self.crossing.take_edits()
         self.follow_low()
 
+    def publish(self) -> None:
+        """The master was written from outside a step: the parameter follows, on both sides of a bus."""
+        self.publish_master()
+        if self.crossing is not None:
+            self.low_C.copy_(self.near)
+            self.crossing.reseal()
+
     def write(self, fragment: OwnedFragment, values: Tensor) -> None:
         """Set the fragment to 1-D ``values``, in master and parameter memory."""
         for flat_C in {id(t): t for t in (self.master_C, self.near, self.low_C)}.values():

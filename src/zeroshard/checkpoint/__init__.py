@@ -1,0 +1,1 @@
+"""How does a run's state reach files, and how does it come back?"""

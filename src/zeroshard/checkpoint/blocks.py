@@ -1,0 +1,294 @@
+"""How do the bytes of a checkpoint file get to the disk and back, so that a flipped bit is noticed?
+
+A file is written once, from its start to its end, in blocks. Each block has a CRC-32, which the manifest
+keeps. Writing goes past the page cache where the file system takes that; a few aligned buffers are all
+the memory it costs. Whoever reads a part of a block reads, and checks, all of it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import stat
+import threading
+import zlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from torch import Tensor
+
+from zeroshard.errors import CheckpointError
+from zeroshard.store.disk_open import (
+    NO_FALLOCATE,
+    aligned_bytes,
+    memory_at,
+    reason,
+    round_to_page,
+    turn_direct,
+)
+
+BLOCK_NBYTES = 4 << 20
+WRITE_THREADS = 2
+WRITE_BUFFERS = 4
+READ_THREADS = 4
+_AHEAD_NBYTES = 32 << 20
+_EDGES = 4  # blocks kept because the next fragment begins in them
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in host memory, writable, as long as the tensor lives."""
+    assert tensor.device.type == "cpu", tensor.device
+    assert tensor.is_contiguous()
+    return memory_at(tensor.data_ptr(), tensor.nbytes) if tensor.nbytes else memoryview(bytearray())
+
+
+class BlockWriter:
+    """A new file of exactly ``nbytes``. Blocks are reserved at once: a full disk shows here.
+
+    :meth:`write` takes the bytes in order; :meth:`finish` makes them durable and returns the CRC-32 of
+    each block. All raise :class:`CheckpointError`, with path and reason.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        nbytes: int,
+        *,
+        block_nbytes: int = BLOCK_NBYTES,
+        buffers: int = WRITE_BUFFERS,
+    ) -> None:
+        self.path = path
+        self.nbytes = nbytes
+        self._block_nbytes = block_nbytes
+        self._crcs = [0] * -(-nbytes // block_nbytes)
+        self._failure: OSError | None = None
+        self._free: SimpleQueue[tuple[Tensor, memoryview]] = SimpleQueue()
+        for _ in range(min(max(1, buffers), WRITE_BUFFERS, len(self._crcs))):
+            buffer = aligned_bytes(round_to_page(min(block_nbytes, nbytes)))
+            self._free.put((buffer, bytes_of(buffer)))
+        self._buffer: tuple[Tensor, memoryview] | None = None
+        self._at = 0  # bytes taken so far
+        self._fd = -1
+        self._jobs: SimpleQueue[tuple[int, tuple[Tensor, memoryview]] | None] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        try:
+            self._fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_NOFOLLOW, 0o644)
+            turn_direct(self._fd)
+            _reserve(self._fd, nbytes)
+        except OSError as error:
+            self.close()
+            raise self._error(error) from error
+        # Plain threads: an executor takes no work once the program begins to end, and saves go on then.
+        for _ in range(min(WRITE_THREADS, len(self._crcs))):
+            thread = threading.Thread(target=self._work, name="zeroshard-save")
+            thread.start()
+            self._threads.append(thread)
+
+    def write(self, data: memoryview) -> None:
+        """Take the next bytes; they may change as soon as this returns."""
+        assert self._at + len(data) <= self.nbytes, "more bytes than announced"
+        done = 0
+        while done < len(data):
+            if self._buffer is None:
+                self._buffer = self._free.get()
+            inside = self._at % self._block_nbytes
+            part = min(self._block_nbytes - inside, len(data) - done)
+            self._buffer[1][inside : inside + part] = data[done : done + part]
+            done += part
+            self._at += part
+            if self._at % self._block_nbytes == 0 or self._at == self.nbytes:
+                block = (self._at - 1) // self._block_nbytes
+                self._jobs.put((block, self._buffer))
+                self._buffer = None
+        self._check()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            self._put(*job)
+
+    def _put(self, block: int, buffer: tuple[Tensor, memoryview]) -> None:
+        """On a thread: checksum and write one block; the tail is padded, and cut off at the end."""
+        memory, begin = buffer[1], block * self._block_nbytes
+        used = min(self._block_nbytes, self.nbytes - begin)
+        try:
+            if self._failure is None:
+                self._crcs[block] = zlib.crc32(memory[:used])
+                written, padded = 0, round_to_page(used)
+                while written < padded:
+                    written += os.pwrite(self._fd, memory[written:padded], begin + written)
+        except OSError as error:
+            self._failure = error
+        finally:
+            self._free.put(buffer)
+
+    def finish(self) -> tuple[int, ...]:
+        """Return when all bytes are on the disk."""
+        assert self._at == self.nbytes, f"{self._at} of {self.nbytes} bytes were written"
+        try:
+            self._join()
+            self._check()
+            os.ftruncate(self._fd, self.nbytes)
+            os.fsync(self._fd)
+        except OSError as error:
+            raise self._error(error) from error
+        finally:
+            self.close()
+        return tuple(self._crcs)
+
+    def close(self) -> None:
+        """Let go of the file, finished or not."""
+        self._join()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _join(self) -> None:
+        """Return when all blocks that were handed over are written."""
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._error(self._failure) from self._failure
+
+    def _error(self, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path} ({self.nbytes:,} bytes) cannot be written: {reason(error)}."
+        )
+
+
+def _reserve(fd: int, nbytes: int) -> None:
+    """Reserve blocks where the file system can; elsewhere nothing: to write zeros would cost a save."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    size = ctypes.c_int64(nbytes)
+    if nbytes and libc.fallocate(fd, 0, ctypes.c_int64(0), size) != 0:
+        number = ctypes.get_errno()
+        if number not in NO_FALLOCATE:
+            raise OSError(number, os.strerror(number))
+
+
+class BlockFile:
+    """A file that was written by :class:`BlockWriter`, open for reading.
+
+    Raises :class:`CheckpointError` if it is missing, no regular file, or of another size than ``nbytes``.
+    One thread at a time calls; blocks are read on ``threads``, default: on some of its own.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        nbytes: int,
+        crcs: Sequence[int],
+        *,
+        block_nbytes: int = BLOCK_NBYTES,
+        threads: ThreadPoolExecutor | None = None,
+    ) -> None:
+        assert len(crcs) == -(-nbytes // block_nbytes)
+        self.path = path
+        self.nbytes = nbytes
+        self._crcs = crcs
+        self._block_nbytes = block_nbytes
+        self._edges: OrderedDict[int, Future[memoryview]] = OrderedDict()
+        self._threads = threads if threads is not None else reading_threads()
+        self._owns_threads = threads is None
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError as error:
+            self._fd = -1
+            self.close()
+            raise CheckpointError(f"{path} cannot be opened: {reason(error)}.") from error
+        found = os.fstat(self._fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_size != nbytes:
+            self.close()
+            what = "is no regular file"
+            if stat.S_ISREG(found.st_mode):
+                what = (
+                    f"has {found.st_size:,} bytes instead of {nbytes:,}: it was cut off or replaced"
+                )
+            raise CheckpointError(f"{path} {what}.")
+
+    def read(self, offset: int, memory: memoryview) -> None:
+        """Fill ``memory`` from ``offset`` on with checked bytes."""
+        end, step = offset + len(memory), self._block_nbytes
+        if not 0 <= offset <= end <= self.nbytes:
+            raise CheckpointError(
+                f"{self.path}: bytes {offset:,} to {end:,} are outside of its {self.nbytes:,}."
+            )
+        inner: list[Future[None]] = []
+        edges: list[tuple[Future[memoryview], slice, memoryview]] = []
+        for block in range(offset // step, -(-end // step)):
+            begin, stop = block * step, min(block * step + step, self.nbytes)
+            low, high = max(begin, offset), min(stop, end)
+            target = memory[low - offset : high - offset]
+            if (low, high) == (begin, stop) and block not in self._edges:
+                inner.append(self._threads.submit(self._read_block, block, target))
+            else:
+                edges.append((self._edge(block), slice(low - begin, high - begin), target))
+        os.posix_fadvise(self._fd, end, _AHEAD_NBYTES, os.POSIX_FADV_WILLNEED)
+        # All end before this does, also after an error: they use the caller's memory and the open file.
+        begun: list[Future[Any]] = [*inner, *(edge for edge, _, _ in edges)]
+        wait(begun)
+        for future in inner:
+            future.result()
+        for edge, part, target in edges:
+            target[:] = edge.result()[part]
+
+    def check(self) -> None:
+        """Read all of it."""
+        scratch = bytearray(min(self.nbytes, READ_THREADS * self._block_nbytes))
+        for offset in range(0, self.nbytes, max(1, len(scratch))):
+            self.read(offset, memoryview(scratch)[: self.nbytes - offset])
+
+    def _edge(self, block: int) -> Future[memoryview]:
+        """A block of which only a part is wanted; the neighbour will want the rest."""
+        if block not in self._edges:
+            self._edges[block] = self._threads.submit(self._read_edge, block)
+            if len(self._edges) > _EDGES:
+                self._edges.popitem(last=False)
+        self._edges.move_to_end(block)
+        return self._edges[block]
+
+    def _read_edge(self, block: int) -> memoryview:
+        begin = block * self._block_nbytes
+        memory = memoryview(bytearray(min(self._block_nbytes, self.nbytes - begin)))
+        self._read_block(block, memory)
+        return memory
+
+    def _read_block(self, block: int, memory: memoryview) -> None:
+        begin, done = block * self._block_nbytes, 0
+        while done < len(memory):
+            try:
+                got = os.preadv(self._fd, [memory[done:]], begin + done)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{self.path} cannot be read at byte {begin + done:,}: {reason(error)}."
+                ) from error
+            if not got:
+                raise CheckpointError(f"{self.path} ends at byte {begin + done:,}: it was cut off.")
+            done += got
+        if zlib.crc32(memory) != self._crcs[block]:
+            raise CheckpointError(
+                f"{self.path} is damaged between bytes {begin:,} and {begin + len(memory):,}: their "
+                "checksum is not the one that was saved."
+            )
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        self._edges.clear()
+        if self._owns_threads:
+            self._threads.shutdown()
+
+
+def reading_threads() -> ThreadPoolExecutor:
+    """What :class:`BlockFile` reads on. They start when they are needed; shut them down."""
+    return ThreadPoolExecutor(READ_THREADS, "zeroshard-load")

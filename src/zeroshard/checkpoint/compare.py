@@ -1,0 +1,122 @@
+"""What is different between two saved runs?
+
+By name, whatever their world sizes and files: only a piece of each tensor is in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zeroshard.checkpoint.manifest import SavedParameter
+from zeroshard.checkpoint.saved import Source
+from zeroshard.checkpoint.shardfile import DTYPES
+
+PIECE_NUMEL = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """``what`` is different about the tensor, or number, ``part`` of ``name``. ``max_abs``: the largest
+    difference of two elements, NaN if one of them is none; None where elements cannot be compared."""
+
+    name: str
+    part: str
+    what: str
+    max_abs: float | None = None
+
+
+def differences(left: Source, right: Source) -> Iterator[Difference]:
+    """Names that only one has, shapes, dtypes, and values that are not equal bit by bit: parameters with
+    what the optimizer keeps for them, then buffers of rank 0. Raises :class:`CheckpointError`."""
+    parameters = left.parameters, right.parameters
+    yield from _one_sided("", "parameter", *parameters)
+    for name in [name for name in parameters[0] if name in parameters[1]]:
+        ours, theirs = parameters[0][name], parameters[1][name]
+        if ours.shape != theirs.shape:
+            shapes = f"shape {list(ours.shape)} and {list(theirs.shape)}"
+            yield Difference(name, "", shapes)
+            continue
+        yield from _one_sided(name, "", ours.tensors, theirs.tensors)
+        for part in [part for part in ours.tensors if part in theirs.tensors]:
+            pieces = (_pieces(source, name, part, ours.numel) for source in (left, right))
+            dtypes = ours.tensors[part].dtype, theirs.tensors[part].dtype
+            yield from _values(
+                name, part, DTYPES[dtypes[0]], DTYPES[dtypes[1]], zip(*pieces, strict=True)
+            )
+        yield from _numbers(name, ours, theirs)
+    buffers = left.buffers(0), right.buffers(0)
+    yield from _one_sided("", "buffer", *buffers)
+    for name in [name for name in buffers[0] if name in buffers[1]]:
+        a, b = buffers[0][name], buffers[1][name]
+        if a.shape != b.shape:
+            yield Difference(name, "buffer", f"shape {list(a.shape)} and {list(b.shape)}")
+        else:
+            pair = (a.reshape(-1), b.reshape(-1))
+            yield from _values(name, "buffer", a.dtype, b.dtype, iter([pair]))
+
+
+def _one_sided(
+    name: str, part: str, left: Mapping[str, object], right: Mapping[str, object]
+) -> Iterator[Difference]:
+    for side, ours, theirs in (("first", left, right), ("second", right, left)):
+        for key in [key for key in ours if key not in theirs]:
+            yield Difference(name or key, part or key, f"only in the {side}")
+
+
+def _pieces(source: Source, fqn: str, tensor: str, numel: int) -> Iterator[Tensor]:
+    dtype = DTYPES[source.parameters[fqn].tensors[tensor].dtype]
+    for begin in range(0, numel, PIECE_NUMEL):
+        piece = torch.empty(min(PIECE_NUMEL, numel - begin), dtype=dtype)
+        source.fill(fqn, tensor, begin, piece)
+        yield piece
+
+
+def _values(
+    name: str,
+    part: str,
+    dtype: torch.dtype,
+    other: torch.dtype,
+    pairs: Iterator[tuple[Tensor, Tensor]],
+) -> Iterator[Difference]:
+    """At most one difference. ``pairs``: flat pieces of both."""
+    gaps = [max_abs_difference(a, b) for a, b in pairs]
+    found = [gap for gap in gaps if gap is not None]
+    words = [] if dtype == other else [f"{dtype} and {other}".replace("torch.", "")]
+    if found:
+        words.append("values")
+    if words:
+        largest = float(torch.tensor(found, dtype=torch.float64).max()) if found else 0.0
+        yield Difference(name, part, ", ".join(words), largest)
+
+
+def max_abs_difference(a: Tensor, b: Tensor) -> float | None:
+    """The largest difference of two elements of flat tensors; None if all are equal, bit by bit if the
+    dtypes are the same.
+
+    >>> max_abs_difference(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5]))
+    0.5
+    """
+    if a.numel() == 0:
+        return None
+    if a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8)):
+        return None
+    wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+    one, other = a.to(wide), b.to(wide)
+    same = (one == other) | (one.isnan() & other.isnan())  # infinities too
+    gap = (one - other).abs().masked_fill(same, 0.0)
+    largest = float(gap.max())
+    return largest if largest or a.dtype == b.dtype else None
+
+
+def _numbers(name: str, ours: SavedParameter, theirs: SavedParameter) -> Iterator[Difference]:
+    """Such as the step count of each parameter."""
+    for key in sorted(ours.scalars.keys() | theirs.scalars.keys()):
+        one, other = (p.scalars[key][1] if key in p.scalars else None for p in (ours, theirs))
+        if one != other:
+            yield Difference(name, key, f"{one} and {other}")
+    if ours.trained != theirs.trained:
+        yield Difference(name, "", "trained in one, frozen in the other")

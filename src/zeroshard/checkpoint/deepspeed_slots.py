@@ -1,0 +1,252 @@
+"""Where in the flat tensors of DeepSpeed's optimizers is a parameter, and its state?
+
+A *slot* is what the optimizer takes for one parameter. At stages 1 and 2 it is a flat tensor with the
+parameters of a group, one after the other (with gaps where they are aligned), cut into W parts, one of
+each rank. At stage 3 it is a sub-group: every parameter is cut into W equal parts, the last one padded,
+and a rank has its part of each, one after the other. At stage 0 it is a group as a whole, or a parameter.
+State is laid out like the masters; single numbers belong to all parameters of a slot.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from zeroshard.errors import CheckpointError
+
+_SCALARS = ("step", "mu_product", "eta", "mu")
+"""State of torch's optimizers that is a number also where the parameter is one."""
+
+
+class Chain:
+    """Tensors one after the other, read as one flat tensor."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._tensors = [_plain(tensor) for tensor in tensors if tensor.numel()]
+        self._starts = [0, *accumulate(tensor.numel() for tensor in self._tensors)]
+
+    @property
+    def numel(self) -> int:
+        return self._starts[-1]
+
+    def read(self, begin: int, out: Tensor) -> None:
+        """Copy ``chain[begin : begin + out.numel()]``."""
+        at, end = begin, begin + out.numel()
+        which = bisect_right(self._starts, at) - 1
+        while at < end:
+            start, stop = self._starts[which], min(end, self._starts[which + 1])
+            piece = self._tensors[which].reshape(-1)[at - start : stop - start]
+            out[at - begin : stop - begin].copy_(piece)
+            at, which = stop, which + 1
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Without a gradient's history: masters were saved as leaves."""
+    if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
+        raise ValueError(f"a tensor is {tensor.layout} on {tensor.device}")
+    return tensor.detach()
+
+
+class Place(NamedTuple):
+    """Element ``i`` of a flat tensor is element ``offset + i % part`` of chain ``i // part``."""
+
+    chains: Sequence[Chain]
+    offset: int
+    part: int
+    dtype: torch.dtype
+
+    def read(self, begin: int, out: Tensor) -> None:
+        """Copy ``flat[begin : begin + out.numel()]``."""
+        at, end = begin, begin + out.numel()
+        while at < end:
+            which, inside = divmod(at, self.part)
+            stop = min(end, at - inside + self.part)
+            self.chains[which].read(self.offset + inside, out[at - begin : stop - begin])
+            at = stop
+
+
+def whole_place(tensor: Tensor) -> Place:
+    """Of a tensor that is one parameter."""
+    return Place([Chain([tensor])], 0, tensor.numel(), tensor.dtype)
+
+
+class Slot(NamedTuple):
+    """What the optimizer takes for one parameter; lists have an item of each rank.
+
+    ``padding``: elements that state has at the end and masters may lack. ``gaps``: behind each parameter.
+    ``slack``: the padding at the end of the whole slot is less than this.
+    """
+
+    group: int
+    shapes: Mapping[str, tuple[int, ...]]
+    masters: list[Tensor]
+    states: list[Mapping[str, Any]]
+    padding: list[int]
+    gaps: Sequence[int]
+    slack: int
+    is_cut: bool  # parameter by parameter (stage 3)
+
+
+def places(path: Path, slot: Slot, pieces: list[Tensor]) -> Iterator[tuple[str, Place]]:
+    """Where the parameters of a slot are in tensors that are laid out like its masters."""
+    ranks, dtype = len(pieces), pieces[0].dtype
+    chains = [Chain([p]) for p in pieces] if slot.is_cut else [Chain(pieces)]
+    offset = 0
+    if any(gap < 0 for gap in slot.gaps):
+        raise ValueError("a gap of less than no elements")
+    for (fqn, shape), gap in zip(slot.shapes.items(), slot.gaps, strict=True):
+        part = -(-prod(shape) // ranks) if slot.is_cut else prod(shape)
+        yield fqn, Place(chains, offset, part, dtype)
+        offset += part + gap
+    for rank, chain in enumerate(chains):
+        if not 0 <= chain.numel - offset < slot.slack or any(p.dtype != dtype for p in pieces):
+            where = f"rank {rank} has" if slot.is_cut else "the ranks have"
+            raise CheckpointError(
+                f"{path}: {where} {chain.numel:,} elements for {len(slot.shapes)} parameters from "
+                f"{next(iter(slot.shapes), '')!r} on, which take {offset:,}. Files may be of different "
+                "saves; or the state was on NVMe when it was saved, which leaves it out of these files."
+            )
+
+
+def like_master(key: str, state: Any, master: Tensor, padding: int) -> Tensor | None:
+    """State of a slot that is laid out like its master, without the padding at its end."""
+    if not isinstance(state, Tensor) or (state.dim() == 0 and key in _SCALARS):
+        return None
+    if state.shape == master.shape:
+        return state
+    if state.dim() == master.dim() == 1 and state.numel() == master.numel() + padding:
+        return state[: master.numel()]
+    return None
+
+
+def shape_of(size: Iterable[Any]) -> tuple[int, ...]:
+    """A ``torch.Size``, or what older releases saved in its place."""
+    return tuple(int(n) for n in size)
+
+
+def sharded_slots(
+    wrappers: Sequence[Mapping[str, Any]],
+    param_shapes: Sequence[Mapping[str, Any]],
+    *,
+    is_cut: bool,
+) -> tuple[list[Slot], list[dict[str, Any]]]:
+    """The slots of stages 1 to 3, and the options of the optimizer's groups."""
+    masters = [
+        w["fp32_flat_groups" if is_cut else "single_partition_of_fp32_groups"] for w in wrappers
+    ]
+    bases = [w["optimizer_state_dict" if is_cut else "base_optimizer_state"] for w in wrappers]
+    count, ranks = len(param_shapes), len(wrappers)
+    if isinstance(bases[0], list):  # an elastic checkpoint: state by slot, options nowhere
+        options: list[dict[str, Any]] = [{} for _ in range(count)]
+        states = bases
+        groups = list(range(count))
+        row = {"step": wrappers[0].get("base_optimizer_state_step")}
+        states = [[_with_step(state, row) for state in base] for base in bases]
+    else:
+        options = dict(bases[0])["param_groups"]
+        keys = [(group, key) for group, row in enumerate(options) for key in row["params"]]
+        groups = [group for group, _ in keys]
+        states = [
+            [_with_step(base["state"].get(key, {}), base["param_groups"][g]) for g, key in keys]
+            for base in bases
+        ]
+    if any(len(rows) != count for rows in (*masters, *states, groups)):
+        raise ValueError(f"{count} groups of parameters, but not as many of masters or of state")
+    none = [0] * count
+    padding = [w.get("group_paddings", none) if not is_cut else none for w in wrappers]
+    gaps = wrappers[0].get("param_alignment_paddings") or [[0] * len(row) for row in param_shapes]
+    slots = [
+        Slot(
+            group=groups[at],
+            shapes={fqn: shape_of(size) for fqn, size in param_shapes[at].items()},
+            masters=[row[at] for row in masters],
+            states=[row[at] for row in states],
+            padding=[row[at] for row in padding],
+            gaps=gaps[at],
+            slack=1 if is_cut else 2 * ranks,
+            is_cut=is_cut,
+        )
+        for at in range(count)
+    ]
+    return slots, options
+
+
+def whole_slots(
+    path: Path,
+    wrapper: Mapping[str, Any],
+    weights: Mapping[str, Tensor],
+    groups: Sequence[Sequence[str]] | None,
+) -> tuple[list[Slot], list[dict[str, Any]]]:
+    """The slots of stage 0: a slot is a parameter, or a group where masters were kept flat."""
+    inner = wrapper if "param_groups" in wrapper else dict(wrapper["optimizer_state_dict"])
+    options = inner["param_groups"]
+    names = _names_of_groups(path, wrapper, options, weights, groups)
+    slots = []
+    for group, fqns in enumerate(names):
+        keys = options[group]["params"]
+        if "fp32_groups_flat" in wrapper:
+            shapes = {fqn: shape_of(weights[fqn].shape) for fqn in fqns}
+            flat = wrapper["fp32_groups_flat"][group]
+            slots.append(_whole_slot(group, shapes, flat, inner, keys[0]))
+            continue
+        masters = wrapper["fp32_groups"][group] if "fp32_groups" in wrapper else None
+        for at, (fqn, key) in enumerate(zip(fqns, keys, strict=True)):
+            master = weights[fqn] if masters is None else masters[at]
+            if master.shape != weights[fqn].shape:
+                raise CheckpointError(
+                    f"{path}: parameter {at} of the optimizer's group {group} has shape "
+                    f"{list(master.shape)}, but {fqn!r} has {list(weights[fqn].shape)}. The groups are "
+                    "not those of the saved run."
+                )
+            slots.append(_whole_slot(group, {fqn: shape_of(master.shape)}, master, inner, key))
+    return slots, options
+
+
+def _whole_slot(
+    group: int,
+    shapes: Mapping[str, tuple[int, ...]],
+    master: Tensor,
+    inner: Mapping[str, Any],
+    key: Any,
+) -> Slot:
+    state = _with_step(inner["state"].get(key, {}), inner["param_groups"][group])
+    return Slot(group, shapes, [master], [state], [0], [0] * len(shapes), 1, is_cut=False)
+
+
+def _with_step(state: Mapping[str, Any], row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Some optimizers of DeepSpeed count their steps in the group, not in each state."""
+    return {**state, "step": row["step"]} if row.get("step") is not None else state
+
+
+def _names_of_groups(
+    path: Path,
+    wrapper: Mapping[str, Any],
+    options: Sequence[Mapping[str, Any]],
+    weights: Mapping[str, Tensor],
+    groups: Sequence[Sequence[str]] | None,
+) -> Sequence[Sequence[str]]:
+    """Which parameters are in which group: the files of stage 0 have them without their names."""
+    names = [list(weights)] if groups is None else groups
+    if "fp32_groups_flat" in wrapper:
+        have = [flat.numel() for flat in wrapper["fp32_groups_flat"]]
+        want = [sum(weights[fqn].numel() for fqn in row if fqn in weights) for row in names]
+        what = "elements"
+    else:
+        have = [len(row["params"]) for row in options]
+        want = [len(row) for row in names]
+        what = "parameters"
+    if have != want or any(fqn not in weights for row in names for fqn in row):
+        told = "" if groups is None else " that were given"
+        raise CheckpointError(
+            f"{path} was saved at stage 0. Its optimizer has groups of {have} {what}, without their "
+            f"names; the groups{told} have {want}. Give the names of the trained parameters by group, in "
+            "the order that the optimizer had: a model with the same optimizer knows them."
+        )
+    return names

@@ -1,0 +1,224 @@
+"""Which checkpoints does a directory hold, and how does a new one come into being without harm to others?
+
+A save writes into ``.TAG.saving-NONCE``, which nobody reads, and renames it to ``TAG`` when all of it is
+on the disk; ``latest`` follows. A save under a name that exists puts the old one aside as
+``.TAG.replaced`` for the moment between two renames: who finds that without ``TAG`` takes it back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from zeroshard.checkpoint.manifest import Manifest
+from zeroshard.checkpoint.saved import Saved, read_manifest, read_small
+from zeroshard.errors import CheckpointError, UsageError
+from zeroshard.store.disk_open import reason
+
+LATEST = "latest"
+_SAVING = re.compile(r"\..+\.saving-[0-9a-f]{8}")
+_REPLACED = re.compile(r"\..+\.replaced")
+_TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@=+,-]{0,199}")
+
+
+def check_tag(tag: object) -> str:
+    """A tag is the name of a directory. Raises :class:`UsageError` for one that cannot be."""
+    text = str(tag)
+    if not _TAG.fullmatch(text) or text == LATEST or text.startswith("frozen-"):
+        raise UsageError(
+            f"tag={tag!r} cannot be the name of a checkpoint. Use letters, digits and _ . - = + , @, not "
+            "starting with a dot or 'frozen-', and not the word 'latest'."
+        )
+    return text
+
+
+def saving_name(tag: str, nonce: str) -> str:
+    """Where a save writes until it is complete."""
+    return f".{tag}.saving-{nonce}"
+
+
+def latest(directory: str | Path) -> str:
+    """The tag of the newest checkpoint, as ``latest`` says.
+
+    Raises :class:`CheckpointError` if the file is missing or names none, with the tags that are there.
+    """
+    path = Path(directory) / LATEST
+    try:
+        text = read_small(path, 4096).decode().strip()
+    except FileNotFoundError as error:
+        what = "is not there" if not Path(directory).is_dir() else "has no file 'latest'"
+        raise CheckpointError(f"{directory} {what}. {_hint(directory)}") from error
+    except (OSError, UnicodeDecodeError, CheckpointError) as error:
+        why = reason(error) if isinstance(error, OSError) else str(error).rstrip(".")
+        raise CheckpointError(f"{path} cannot be read: {why}. {_hint(directory)}") from error
+    if not _TAG.fullmatch(text):
+        raise CheckpointError(f"{path} names {text[:80]!r}, which is no tag. {_hint(directory)}")
+    return text
+
+
+def _hint(directory: str | Path) -> str:
+    there = tags(directory)
+    if there:
+        return f"The directory holds {', '.join(there[-5:])}: pass one as tag=."
+    return "The directory holds no checkpoint: check the path, and that a save was completed."
+
+
+def tags(directory: str | Path) -> list[str]:
+    """The complete checkpoints of a directory, oldest first (by step, then by time)."""
+    found = []
+    for path in _subdirectories(Path(directory)):
+        with contextlib.suppress(CheckpointError):
+            manifest = read_manifest(path)
+            found.append((manifest.step, manifest.saved_at, path.name))
+    return [tag for _, _, tag in sorted(found)]
+
+
+def _subdirectories(directory: Path) -> Iterator[Path]:
+    with contextlib.suppress(OSError):
+        for path in sorted(directory.iterdir()):
+            if _TAG.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+                yield path
+
+
+def resolve(directory: str | Path, tag: object = None) -> Path:
+    """The directory of one checkpoint; None: of the latest.
+
+    Raises :class:`CheckpointError` if there is none, with what there is.
+    """
+    name = latest(directory) if tag is None else check_tag(tag)
+    path = Path(directory) / name
+    restore_replaced(Path(directory), name)
+    if not path.is_dir():
+        others = tags(directory)
+        hint = f"There are {', '.join(others[-5:])}." if others else "There is no other one either."
+        raise CheckpointError(f"{path} is not there. {hint}")
+    return path
+
+
+def restore_replaced(directory: Path, tag: str) -> None:
+    """A save that replaced ``tag`` ended between its two renames: take the old one back."""
+    aside = directory / f".{tag}.replaced"
+    if aside.is_dir() and not (directory / tag).exists():
+        with contextlib.suppress(FileNotFoundError):  # another rank did it
+            aside.rename(directory / tag)
+
+
+def fallbacks(directory: str | Path, tag: str) -> list[str]:
+    """Complete checkpoints that are older than ``tag`` in their order, newest first; of a tag that is
+    not complete itself: all."""
+    there = tags(directory)
+    older = there[: there.index(tag)] if tag in there else there
+    return older[::-1]
+
+
+# ---------------------------------------------------------------------- writing
+
+
+def begin(directory: Path, name: str, *, nonce: str) -> None:
+    """Make the place of a save; what earlier saves left unfinished goes. One save at a time writes to a
+    directory. Raises :class:`CheckpointError`."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for left in list(directory.iterdir()):
+            if _SAVING.fullmatch(left.name) and not left.name.endswith(nonce):
+                shutil.rmtree(left, ignore_errors=True)
+            elif _REPLACED.fullmatch(left.name):
+                restore_replaced(directory, left.name[1 : -len(".replaced")])
+                shutil.rmtree(left, ignore_errors=True)  # if its successor is there
+        (directory / name).mkdir(exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"{directory / name} cannot be made: {reason(error)}.") from error
+
+
+def commit(place: Path, final: Path, between: Callable[[], None] = lambda: None) -> None:
+    """Everything below ``place`` is durable: give it its name. ``between`` is called while a checkpoint
+    of that name is aside."""
+    sync_directory(place)
+    aside = final.with_name(f".{final.name}.replaced")
+    if final.exists():
+        if aside.exists():
+            shutil.rmtree(aside)
+        final.rename(aside)
+        between()
+    try:
+        place.rename(final)
+    except OSError:
+        restore_replaced(final.parent, final.name)
+        raise
+    sync_directory(final.parent)
+    if aside.exists():
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Replace a small file: whoever reads it finds the old text or the new one."""
+    fresh = path.with_name(f".{path.name}.new")
+    with fresh.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.replace(path)
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def prune(directory: str | Path, keep: int, *, dry_run: bool = False) -> list[str]:
+    """Remove all but the ``keep`` newest complete checkpoints, and frozen weights that none of the others
+    refers to. Returns what was, or would be, removed. The one that ``latest`` names stays."""
+    root = Path(directory)
+    there = tags(root)
+    stays = set(there[max(0, len(there) - keep) :])
+    with contextlib.suppress(CheckpointError):
+        stays.add(latest(root))
+    removed = [tag for tag in there if tag not in stays]
+    if not dry_run:
+        for tag in removed:
+            _remove(root / tag)
+    used = {name for tag in stays for name in frozen_names(root / tag)}
+    for path in _subdirectories(root):
+        if path.name.startswith("frozen-") and path.name not in used:
+            removed.append(path.name)
+            if not dry_run:
+                _remove(path)
+    return removed
+
+
+def _remove(path: Path) -> None:
+    """First the name, so that nobody takes half of it for whole."""
+    gone = path.with_name(saving_name(path.name, "00000000"))
+    shutil.rmtree(gone, ignore_errors=True)
+    path.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def frozen_names(path: Path) -> set[str]:
+    """The directories of frozen weights that a checkpoint refers to."""
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError:
+        return set()
+    return {f.name.split("/")[1] for f in manifest.files if f.name.startswith("../")}
+
+
+def find_frozen(directory: Path, name: str) -> Manifest | None:
+    """A complete checkpoint of the directory that refers to these frozen weights, all of them there."""
+    if not (directory / name).is_dir():
+        return None
+    for tag in reversed(tags(directory)):
+        with contextlib.suppress(CheckpointError), Saved(directory / tag) as saved:
+            own = [f for f in saved.manifest.files if f.name.startswith(f"../{name}/")]
+            if own and not saved.problems():
+                return saved.manifest
+    return None

@@ -1,0 +1,445 @@
+"""How do weights become files that Hugging Face libraries load, and is what lies there what was meant?
+
+Tensors come one after the other, in pieces; each goes to its place in a file whose layout is known from
+the start. Files have temporary names until the safetensors library has read every tensor back and its
+checksum is that of the bytes that were meant. What an earlier export left is untouched until then.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, suppress
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from zeroshard.checkpoint.blocks import bytes_of
+from zeroshard.checkpoint.directory import sync_directory, write_durably
+from zeroshard.checkpoint.export_plan import (
+    MAX_SHARD_SIZE,
+    SAFETENSORS,
+    Shard,
+    Weight,
+    file_layout,
+    index_of,
+    parse_dtype,
+    parse_size,
+    plan_shards,
+    written_dtype,
+)
+from zeroshard.checkpoint.manifest import MANIFEST, VALUE
+from zeroshard.checkpoint.saved import Source
+from zeroshard.checkpoint.shardfile import DTYPES, dtype_name
+from zeroshard.errors import CheckpointError
+from zeroshard.store.disk_open import allocate, free_nbytes, reason
+
+PIECE_NBYTES = 16 << 20
+"""Converted and written at a time."""
+_MAPPED_NBYTES = 64 << 20  # the library maps what it reads, until the file is opened again
+_PART = ".part"
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes done and to do; each byte counts twice, when written and when read back."""
+
+
+# ---------------------------------------------------------------------- writing
+
+
+def pieces_of(tensor: Tensor) -> Iterator[Tensor]:
+    """The elements of a tensor on any device, a few at a time."""
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    yield from flat.split(max(1, PIECE_NBYTES // flat.element_size()))
+
+
+class Exporter:
+    """Writes the files of one export below ``directory``, which is made.
+
+    :meth:`put` takes the weights in their order; :meth:`finish` puts the files in place. All raise
+    :class:`CheckpointError`. Host memory: a few pieces, and the names.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[Weight],
+        directory: str | Path,
+        *,
+        filename: str = SAFETENSORS,
+        max_shard_size: int | str | None = MAX_SHARD_SIZE,
+        progress: Progress = lambda _done, _total: None,
+    ) -> None:
+        self.directory = Path(directory)
+        self.filename = filename
+        self.shards = plan_shards(weights, filename=filename, max_nbytes=parse_size(max_shard_size))
+        self._progress = progress
+        self._done_nbytes = 0
+        self._waiting = iter(self.shards)
+        self._file: _ShardFile | None = None
+        layouts_nbytes = sum(len(file_layout(s)[0]) + s.weights_nbytes for s in self.shards)
+        prepare(self.directory, filename, layouts_nbytes)
+
+    def put(self, name: str, pieces: Iterable[Tensor]) -> None:
+        """Write the next tensor of the plan: flat pieces, in order, of its own dtype, on any device."""
+        if self._file is None:
+            self._file = self._open()
+        self._file.put(name, pieces, self._note)
+        if self._file.complete:
+            self._close_shard()
+
+    def _open(self) -> _ShardFile:
+        shard = next(self._waiting)
+        return _ShardFile(self.directory / (shard.file + _PART), shard)
+
+    def _close_shard(self) -> None:
+        assert self._file is not None
+        file, self._file = self._file, None
+        with closing(file):
+            file.sync()
+        verify(file.path, file.shard, file.crcs, self._note)
+
+    def _note(self, nbytes: int) -> None:
+        self._done_nbytes += nbytes
+        self._progress(self._done_nbytes, 2 * sum(shard.weights_nbytes for shard in self.shards))
+
+    def finish(self) -> list[Path]:
+        """Give the verified files their names, the index last. Returns the paths of the weights."""
+        if not self.shards[0].weights:
+            self._file = self._open()
+            self._close_shard()
+        assert self._file is None, "weights are missing"
+        assert next(self._waiting, None) is None, "weights are missing"
+        return put_in_place(self.directory, self.filename, self.shards)
+
+    def close(self) -> None:
+        """Remove what :meth:`finish` did not put in place."""
+        if self._file is not None:
+            self._file.close()
+        for shard in self.shards:
+            with suppress(OSError):  # it is what is left of a failure, which has been told
+                (self.directory / (shard.file + _PART)).unlink(missing_ok=True)
+
+    def __enter__(self) -> Exporter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _ShardFile:
+    """A file under its temporary name. Tensors come in the shard's order, and lie in the layout's."""
+
+    def __init__(self, path: Path, shard: Shard) -> None:
+        self.path = path
+        self.shard = shard
+        self.crcs: dict[str, int] = {}
+        self._head, self._begins = file_layout(shard)
+        self._nbytes = len(self._head) + shard.weights_nbytes
+        self._waiting = iter(shard.weights)
+        self._fd = -1
+        try:
+            flags = os.O_CREAT | os.O_TRUNC | os.O_RDWR | os.O_NOFOLLOW
+            self._fd = os.open(path, flags, 0o666)
+            allocate(self._fd, 0, self._nbytes)
+        except OSError as error:
+            self.close()
+            raise self._error(error) from error
+
+    @property
+    def complete(self) -> bool:
+        return len(self.crcs) == len(self.shard.weights)
+
+    def put(self, name: str, pieces: Iterable[Tensor], note: Callable[[int], None]) -> None:
+        weight = next(self._waiting)
+        assert weight.name == name, f"{name!r} came instead of {weight.name!r}"
+        begin = at = self._begins[name]
+        crc = 0
+        for piece in pieces:
+            here = converted(piece, weight.dtype, name=name).cpu().contiguous()
+            data = bytes_of(here)
+            assert at + len(data) <= begin + weight.nbytes, (
+                f"{name!r} has more bytes than announced"
+            )
+            crc = zlib.crc32(data, crc)
+            self._write(data, at)
+            at += len(data)
+            note(len(data))
+        assert at == begin + weight.nbytes, f"{name!r} has fewer bytes than announced"
+        self.crcs[name] = crc
+
+    def _write(self, data: memoryview, at: int) -> None:
+        done = 0
+        try:
+            while done < len(data):
+                done += os.pwrite(self._fd, data[done:], at + done)
+        except OSError as error:
+            raise self._error(error) from error
+
+    def sync(self) -> None:
+        """Return when all bytes are on the disk. They leave the page cache: a check reads the disk."""
+        self._write(memoryview(self._head), 0)
+        try:
+            os.fsync(self._fd)
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            raise self._error(error) from error
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _error(self, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path} ({self._nbytes:,} bytes) cannot be written: {reason(error)}."
+        )
+
+
+def converted(piece: Tensor, dtype: torch.dtype, *, name: str) -> Tensor:
+    """``piece`` in ``dtype``, rounded to the nearest, ties to even.
+
+    Raises :class:`CheckpointError` for a finite value that would become infinite.
+    """
+    if piece.dtype == dtype:
+        return piece
+    out = piece.to(dtype)
+    if torch.finfo(dtype).max < torch.finfo(piece.dtype).max and out.isinf().any():
+        lost = piece[out.isinf() & piece.isfinite()]
+        if lost.numel():
+            raise CheckpointError(
+                f"{name!r} has the value {float(lost[0]):g}, which {str(dtype).removeprefix('torch.')} "
+                f"cannot hold (at most {torch.finfo(dtype).max:g}). Export as float32"
+                f"{' or bfloat16' if dtype == torch.float16 else ''}."
+            )
+    return out
+
+
+def prepare(directory: Path, filename: str, nbytes: int) -> None:
+    """Make the directory, remove what an interrupted export left, and see whether ``nbytes`` fit."""
+    if (directory / MANIFEST).exists():
+        raise CheckpointError(
+            f"{directory} is a checkpoint: an export there could replace its files. Name another."
+        )
+    stem, suffix = os.path.splitext(filename)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for left in directory.glob(f"{glob_text(stem)}*{suffix}{_PART}"):
+            left.unlink(missing_ok=True)
+        free = free_nbytes(directory)
+    except OSError as error:
+        raise CheckpointError(f"{directory} cannot be written: {reason(error)}.") from error
+    if nbytes > free:
+        raise CheckpointError(
+            f"the export needs {nbytes:,} bytes, and {directory} has {free:,} free: nothing was "
+            "written. Free some space, or choose a smaller dtype."
+        )
+
+
+def glob_text(text: str) -> str:
+    """A pattern that matches only this text."""
+    return re.sub(r"([*?\[])", r"[\1]", text)
+
+
+def put_in_place(directory: Path, filename: str, shards: Sequence[Shard]) -> list[Path]:
+    """Rename complete files, the index last; remove files of an earlier export.
+
+    One file replaces another at once. Of several, those in between are without index: a reader finds
+    none, and never some of each export.
+    """
+    stem, suffix = os.path.splitext(filename)
+    index = directory / f"{filename}.index.json"
+    wanted = [directory / shard.file for shard in shards]
+    shard_name = re.compile(rf"{re.escape(stem)}-\d{{5}}-of-\d{{5}}{re.escape(suffix)}")
+    try:
+        if len(shards) > 1:
+            index.unlink(missing_ok=True)
+            (directory / filename).unlink(missing_ok=True)  # loaders prefer it to an index
+        for path in wanted:
+            os.replace(path.with_name(path.name + _PART), path)
+        if len(shards) > 1:
+            sync_directory(directory)
+            write_durably(index, index_of(shards))
+        else:
+            index.unlink(missing_ok=True)
+        for path in directory.iterdir():
+            if shard_name.fullmatch(path.name) and path not in wanted:
+                path.unlink(missing_ok=True)
+        sync_directory(directory)
+    except OSError as error:
+        raise CheckpointError(
+            f"the files of the export cannot be put in place in {directory}: {reason(error)}."
+        ) from error
+    return wanted
+
+
+# ---------------------------------------------------------------------- reading back
+
+
+def verify(
+    path: Path,
+    shard: Shard,
+    crcs: dict[str, int],
+    note: Callable[[int], None] = lambda _nbytes: None,
+) -> None:
+    """Does the safetensors library find exactly these tensors, with the bytes that were meant?
+
+    Raises :class:`CheckpointError`.
+    """
+    found = dict.fromkeys(crcs, 0)
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = set(file.keys())
+            shapes = {n: (s.get_shape(), s.get_dtype()) for n in names for s in [file.get_slice(n)]}
+        meant = {w.name: (list(w.shape), dtype_name(w.dtype, where=w.name)) for w in shard.weights}
+        if shapes != meant:
+            odd = sorted(name for name in shapes | meant if shapes.get(name) != meant.get(name))
+            raise CheckpointError(f"{path} does not hold {odd[0]!r} as it was written.")
+        for parts in _readable_parts(shard.weights):
+            with safe_open(path, framework="pt") as file:
+                for weight, rows in parts:
+                    if rows is None:
+                        part = file.get_tensor(weight.name)
+                    else:
+                        part = file.get_slice(weight.name)[rows].contiguous()
+                    found[weight.name] = zlib.crc32(bytes_of(part), found[weight.name])
+                    note(part.nbytes)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read back: {error}.") from error
+    wrong = [name for name in crcs if found[name] != crcs[name]]
+    if wrong:
+        raise CheckpointError(
+            f"{path}: the disk gave back other bytes than were written, for {wrong[0]!r}"
+            f"{f' and {len(wrong) - 1} more' if len(wrong) > 1 else ''}. Do not trust this disk."
+        )
+
+
+def _readable_parts(weights: Sequence[Weight]) -> Iterator[list[tuple[Weight, slice | None]]]:
+    """All rows of all weights, in lists that are read through one mapping of the file."""
+    batch: list[tuple[Weight, slice | None]] = []
+    nbytes = 0
+    for weight in weights:
+        rows = weight.shape[0] if weight.shape and weight.nbytes > PIECE_NBYTES else 1
+        step = max(1, PIECE_NBYTES * rows // max(1, weight.nbytes))
+        for low in range(0, rows, step):
+            batch.append((weight, slice(low, min(low + step, rows)) if rows > 1 else None))
+            nbytes += weight.nbytes * step // rows
+            if nbytes >= _MAPPED_NBYTES:
+                yield batch
+                batch, nbytes = [], 0
+    if batch:
+        yield batch
+
+
+# ---------------------------------------------------------------------- from a checkpoint
+
+
+def chosen_parameters(source: Source, *, exclude_frozen_parameters: bool = False) -> list[str]:
+    """The parameters of a checkpoint that an export takes, in its order.
+
+    Raises :class:`CheckpointError` if the values of some were not saved.
+    """
+    chosen = [
+        name
+        for name, parameter in source.parameters.items()
+        if parameter.trained or not exclude_frozen_parameters
+    ]
+    missing = [name for name in chosen if VALUE not in source.parameters[name].tensors]
+    if missing:
+        raise CheckpointError(
+            f"{source.path} was saved without the values of {len(missing)} frozen parameters "
+            f"({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}). Export the others with "
+            "exclude_frozen_parameters, or save with them."
+        )
+    return chosen
+
+
+def saved_pieces(source: Source, fqn: str) -> Iterator[Tensor]:
+    """The value of a saved parameter in flat pieces; each is overwritten by the next."""
+    parameter = source.parameters[fqn]
+    dtype = DTYPES[parameter.tensors[VALUE].dtype]
+    buffer = torch.empty(min(parameter.numel, PIECE_NBYTES // dtype.itemsize), dtype=dtype)
+    for begin in range(0, parameter.numel, max(1, len(buffer))):
+        piece = buffer[: parameter.numel - begin]
+        source.fill(fqn, VALUE, begin, piece)
+        yield piece
+
+
+def export_checkpoint(
+    source: Source,
+    directory: str | Path,
+    *,
+    dtype: str | torch.dtype | None = None,
+    max_shard_size: int | str | None = MAX_SHARD_SIZE,
+    exclude_frozen_parameters: bool = False,
+    filename: str = SAFETENSORS,
+    progress: Progress = lambda _done, _total: None,
+) -> list[Path]:
+    """Write the parameters and persistent buffers of a checkpoint for Hugging Face libraries.
+
+    ``dtype``: of the parameters, None for that in which they were saved (masters are fp32); buffers keep
+    theirs. Tied weights are written once, under the name that the model lists first. ``max_shard_size``:
+    bytes of one file, or a text like ``"5GB"``. Returns the files' paths, which were verified. Raises
+    :class:`CheckpointError`.
+    """
+    wanted = parse_dtype(dtype)
+    names = chosen_parameters(source, exclude_frozen_parameters=exclude_frozen_parameters)
+    buffers = source.buffers(0)
+    weights = [
+        Weight(
+            name,
+            written_dtype(DTYPES[source.parameters[name].tensors[VALUE].dtype], wanted),
+            source.parameters[name].shape,
+        )
+        for name in names
+    ]
+    weights += [Weight(name, b.dtype, tuple(b.shape)) for name, b in buffers.items()]
+    with Exporter(
+        weights, directory, filename=filename, max_shard_size=max_shard_size, progress=progress
+    ) as exporter:
+        for name in names:
+            exporter.put(name, saved_pieces(source, name))
+        for name, buffer in buffers.items():
+            exporter.put(name, pieces_of(buffer))
+        return exporter.finish()
+
+
+# ---------------------------------------------------------------------- torch's own files
+
+
+def write_bins(
+    shards: Sequence[Shard],
+    directory: str | Path,
+    *,
+    filename: str,
+    read: Callable[[str], Tensor],
+) -> list[Path]:
+    """Write files with ``torch.save``, loaded with ``weights_only=True``; one at a time is in memory.
+
+    ``read`` gives a weight ``[*shape]`` in host memory by its name. Files get their names when all are
+    complete. Returns their paths. Raises :class:`CheckpointError`.
+    """
+    directory = Path(directory)
+    prepare(directory, filename, sum(shard.weights_nbytes for shard in shards))
+    parts = [directory / (shard.file + _PART) for shard in shards]
+    try:
+        for shard, part in zip(shards, parts, strict=True):
+            _save(part, {weight.name: read(weight.name) for weight in shard.weights})
+        return put_in_place(directory, filename, shards)
+    finally:
+        for part in parts:
+            with suppress(OSError):  # it is what is left of a failure, which has been told
+                part.unlink(missing_ok=True)
+
+
+def _save(path: Path, state: dict[str, Tensor]) -> None:
+    try:
+        with path.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except (OSError, RuntimeError) as error:  # torch's writer makes one of the other
+        text = reason(error) if isinstance(error, OSError) else str(error)
+        raise CheckpointError(f"{path} cannot be written: {text}.") from error

@@ -1,0 +1,325 @@
+"""What does a checkpoint say about itself, and when is that believed?
+
+``docs/format.md`` is the specification. The manifest is JSON from a directory that anybody may have
+written: whatever is in it, reading it ends in a valid :class:`Manifest` or in a :class:`CheckpointError`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from zeroshard.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+FORMAT = "zeroshard checkpoint"
+VERSION = 1
+VALUE = "value"
+"""The tensor that every stored parameter has: its master, or itself where it has none."""
+
+MAX_NUMEL = 2**53  # what a number in JSON holds exactly
+MAX_NBYTES = 1 << 30  # of the manifest itself
+_RESERVED = {"buffer", "tree", "pad"}  # what keys of other entries begin with
+_FILE = re.compile(r"(?:\.\./frozen-[0-9a-f]{16}/)?[A-Za-z0-9_][A-Za-z0-9_.-]{0,120}\.safetensors")
+
+ITEMSIZE = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
+    "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8,
+}  # fmt: skip
+"""Bytes of one element, by the names that safetensors gives to dtypes."""
+
+Dtype = Literal[
+    "BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "I16", "U16", "F16", "BF16",
+    "I32", "U32", "F32", "I64", "U64", "F64", "C64",
+]  # fmt: skip
+_LARGEST = {
+    "F8_E4M3": 448.0, "F8_E5M2": 57344.0, "F16": 65504.0, "BF16": 3.3895313892515355e38,
+    "F32": 3.4028234663852886e38, "F64": 1.7976931348623157e308,
+}  # fmt: skip
+
+Natural = Annotated[int, Field(ge=0, le=MAX_NUMEL)]
+Shape = Annotated[tuple[Natural, ...], Field(max_length=64)]
+Name = Annotated[str, Field(min_length=1, max_length=1000)]
+Crc = Annotated[int, Field(ge=0, lt=2**32)]
+
+
+class Fragment(NamedTuple):
+    """``numel`` elements of a flat tensor from ``begin`` on, in the file at this place of ``files``."""
+
+    file: Natural
+    begin: Natural
+    numel: Natural
+
+
+class _Part(BaseModel):
+    """Unknown keys of a later minor revision are ignored; types are not converted."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class SavedFile(_Part):
+    """One safetensors file. ``crc32``: of each block, in order."""
+
+    name: str
+    nbytes: Natural
+    crc32: tuple[Crc, ...]
+
+
+class SavedTensor(_Part):
+    """A flat tensor in fragments that tile it."""
+
+    dtype: Dtype
+    fragments: tuple[Fragment, ...]
+
+
+class Digest(_Part):
+    """A sum over the bytes of a flat tensor; :func:`zeroshard.checkpoint.local.digest_part`."""
+
+    dtype: Dtype
+    sum: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+
+
+class SavedParameter(_Part):
+    """A parameter, and what the optimizer keeps for it.
+
+    ``tensors`` has all that is of the parameter's shape: ``value`` and, for Adam, ``exp_avg`` and
+    ``exp_avg_sq``. ``scalars`` are single numbers such as ``step``, each with the dtype of the 0-dim
+    tensor that it was, or "number". ``aliases``: other names of the same parameter (tied weights).
+    ``digest``: of a frozen parameter, also where its bytes are not stored.
+    """
+
+    shape: Shape
+    trained: bool
+    group: Natural | None = None
+    aliases: tuple[Name, ...] = ()
+    tensors: dict[Name, SavedTensor] = {}
+    scalars: dict[Name, tuple[Dtype | Literal["number"], float | int | bool]] = {}
+    digest: Digest | None = None
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+class SavedBuffer(_Part):
+    """A module's buffer: one copy for all ranks, or one copy of each rank, in rank order."""
+
+    dtype: Dtype
+    shape: Shape
+    files: Annotated[tuple[Natural, ...], Field(min_length=1)]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+class Manifest(_Part):
+    """The whole of a checkpoint but the bytes. ``shared`` and ``ranks`` are trees as
+    :mod:`zeroshard.checkpoint.tree` encodes them; their tensors are in ``shared_file`` and
+    ``rank_files``."""
+
+    tag: Name
+    step: Natural
+    saved_at: Name
+    writer: dict[Name, Name]
+    world_size: Annotated[int, Field(ge=1, le=2**20)]
+    stage: Annotated[int, Field(ge=0, le=3)]
+    block_nbytes: Annotated[int, Field(ge=4096, le=2**30)]
+    files: tuple[SavedFile, ...]
+    parameters: dict[Name, SavedParameter]
+    buffers: dict[Name, SavedBuffer] = {}
+    shared: Any = None
+    shared_file: Natural = 0
+    ranks: tuple[Any, ...] = ()
+    rank_files: tuple[Natural, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters."""
+        return sum(parameter.numel for parameter in self.parameters.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Of all files."""
+        return sum(file.nbytes for file in self.files)
+
+    def dump(self) -> str:
+        """The text of ``manifest.json``."""
+        body = self.model_dump(mode="json", exclude_defaults=True)
+        head = {"format": FORMAT, "version": VERSION, "sha256": _sha256(body)}
+        return json.dumps({**head, "body": body}, allow_nan=False, separators=(",", ":"))
+
+
+def _sha256(body: Mapping[str, Any]) -> str:
+    text = json.dumps(body, allow_nan=False, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def fragment_key(fqn: str, tensor: str, begin: int) -> str:
+    """The name of a fragment in its file.
+
+    >>> fragment_key("layers.0.weight", "exp_avg", 64)
+    'exp_avg:64:layers.0.weight'
+    """
+    return f"{tensor}:{begin}:{fqn}"
+
+
+def buffer_key(name: str) -> str:
+    """The name of a buffer in its file."""
+    return f"buffer:0:{name}"
+
+
+def tree_key(name: str) -> str:
+    """The name, in its file, of a tensor that a tree refers to."""
+    return f"tree:0:{name}"
+
+
+def parse(text: str | bytes, *, where: str | Path) -> Manifest:
+    """Read a manifest. Raises :class:`CheckpointError`, and nothing else, for any bytes."""
+    if len(text) > MAX_NBYTES:
+        raise CheckpointError(f"{where} has {len(text):,} bytes; a manifest has at most 2**30.")
+    try:
+        head = json.loads(text, object_pairs_hook=_distinct, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where} is not readable as JSON: {_shortened(error)}.") from error
+    if not isinstance(head, dict) or head.get("format") != FORMAT:
+        raise CheckpointError(
+            f'{where} is not the manifest of a checkpoint: no "format": "{FORMAT}".'
+        )
+    version, body = head.get("version"), head.get("body")
+    if type(version) is not int or version != VERSION:
+        raise CheckpointError(
+            f"{where} has version {_shown(version)}; this release reads {VERSION}. A newer release "
+            "wrote it: install that one, or export the checkpoint there."
+        )
+    if not isinstance(body, dict):
+        raise CheckpointError(f"{where} has no body.")
+    try:
+        if head.get("sha256") != _sha256(body):
+            raise CheckpointError(f"{where} is damaged: its own checksum does not match.")
+        found = Manifest.model_validate_json(json.dumps(body), strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = "".join(f"{_shortened(step)}." for step in first["loc"]).removesuffix(".")
+        what = f"{place}: {_shortened(first['msg'])}".removeprefix(": ")
+        raise CheckpointError(f"{where}: {what}.") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where} cannot be read: {_shortened(error)}.") from error
+    problem = next(_problems(found), None)
+    if problem is not None:
+        raise CheckpointError(f"{where}: {problem}.")
+    return found
+
+
+def _distinct(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice, times = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the name {_shown(twice)} appears {times} times in one object")
+    return found
+
+
+def _shown(value: object) -> str:
+    """In a message, where what somebody else wrote is never long."""
+    return _shortened(repr(value))
+
+
+def _shortened(text: object) -> str:
+    whole = str(text)
+    return whole if len(whole) <= 200 else f"{whole[:200]}..."
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no number")
+
+
+def _problems(manifest: Manifest) -> Iterator[str]:
+    """What no schema says: references, covers, paths, sizes."""
+    names = [file.name for file in manifest.files]
+    if len(set(names)) != len(names):
+        yield "two files have the same name"
+    for file in manifest.files:
+        if not _FILE.fullmatch(file.name):
+            yield f"the file name {_shown(file.name)} leads out of the directory, or is none"
+            return
+        if len(file.crc32) != -(-file.nbytes // manifest.block_nbytes):
+            yield (
+                f"{file.name}: {len(file.crc32)} checksums for {file.nbytes:,} bytes in blocks of "
+                f"{manifest.block_nbytes:,}"
+            )
+    taken: set[str] = set()
+    held = [0] * len(names)  # bytes of fragments, by file
+    for fqn, parameter in manifest.parameters.items():
+        for name in (fqn, *parameter.aliases):
+            if name in taken:
+                yield f"{_shown(name)} names two parameters, or one twice"
+            taken.add(name)
+        if _extent(parameter.shape) > MAX_NUMEL:
+            yield f"{_shown(fqn)} of shape {_shown(list(parameter.shape))} is too large"
+        for name, tensor in parameter.tensors.items():
+            where = f"{_shown(name)} of {_shown(fqn)}"
+            if ":" in name or name in _RESERVED:
+                yield f"{where}: no tensor may have this name"
+            yield from _cover_problems(where, parameter.numel, tensor, manifest)
+            for file_at, _, numel in tensor.fragments:
+                held[file_at] += numel * ITEMSIZE[tensor.dtype]
+        for name, (kind, number) in parameter.scalars.items():
+            if not _fits(kind, number):
+                yield f"{_shown(name)} of {_shown(fqn)}: {_shown(number)} is no {kind}"
+    for file, nbytes in zip(manifest.files, held, strict=True):
+        if nbytes > file.nbytes:
+            yield f"{file.name}: fragments of {nbytes:,} bytes do not fit into its {file.nbytes:,}"
+    for name, buffer in manifest.buffers.items():
+        if _extent(buffer.shape) > MAX_NUMEL or max(buffer.files) >= len(names):
+            yield f"buffer {_shown(name)} is too large, or in no file"
+        if len(buffer.files) not in (1, manifest.world_size):
+            yield f"buffer {_shown(name)} has {len(buffer.files)} copies for {manifest.world_size} ranks"
+    if len(manifest.ranks) != len(manifest.rank_files):
+        yield f"{len(manifest.ranks)} ranks have state in {len(manifest.rank_files)} files"
+    if len(manifest.ranks) not in (0, manifest.world_size):
+        yield f"{len(manifest.ranks)} of {manifest.world_size} ranks have state"
+    if any(file >= len(names) for file in (manifest.shared_file, *manifest.rank_files)) and names:
+        yield "state is in a file that does not exist"
+
+
+def _cover_problems(
+    where: str, numel: int, tensor: SavedTensor, manifest: Manifest
+) -> Iterator[str]:
+    at = 0
+    for file, begin, length in sorted(tensor.fragments, key=lambda f: f.begin):
+        if file >= len(manifest.files):
+            yield f"{where}: a fragment is in file {file} of {len(manifest.files)}"
+            return
+        if begin != at or length == 0:
+            what = "overlap" if begin < at or length == 0 else "have a gap"
+            yield f"{where}: fragments {what} at element {min(begin, at):,}"
+            return
+        at += length
+    if at != numel:
+        yield f"{where}: fragments hold {at:,} of {numel:,} elements"
+
+
+def _extent(shape: Sequence[int]) -> int:
+    """Elements, as if no extent were 0: torch multiplies the others too."""
+    return prod(max(1, extent) for extent in shape)
+
+
+def _fits(kind: str, number: float | int | bool) -> bool:
+    """Can a 0-dim tensor of this dtype, or a Python number, be made of it?"""
+    if isinstance(number, bool) or kind == "BOOL":
+        return isinstance(number, bool) and kind in ("BOOL", "number")
+    if kind in _LARGEST:
+        return abs(number) <= _LARGEST[kind]
+    if kind == "number" and isinstance(number, float):
+        return True
+    bits = 8 * ITEMSIZE.get(kind, 8)
+    low, high = (0, 2**bits) if kind.startswith("U") else (-(2 ** (bits - 1)), 2 ** (bits - 1))
+    return isinstance(number, int) and kind != "C64" and low <= number < high

@@ -1,0 +1,128 @@
+"""Which random numbers come after a resume?
+
+Those that would have come without it: every rank's generators are saved and set again. A program on
+another number of ranks has ranks that nobody saved for. A generator that was in one state on all ranks
+is a shared one (decisions that all ranks make alike) and stays shared; of the others each new rank gets
+its own, made by hashing, so that it is the same at every resume.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from zeroshard.checkpoint.tree import encode
+from zeroshard.errors import CheckpointError
+
+State = dict[str, Any]
+"""Generator -> its state, as data for :func:`zeroshard.checkpoint.tree.encode`.
+
+``torch``: uint8 ``[n]``; ``python``, ``numpy`` (if imported), ``device`` (if it is not the CPU): dicts.
+"""
+
+
+def rng_state(device: torch.device) -> State:
+    """The state of the global generators: torch's, Python's, numpy's if imported, the device's."""
+    version, words, gauss = random.getstate()
+    state: State = {
+        "torch": torch.get_rng_state(),
+        "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+    }
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        state["numpy"] = numpy.random.get_state(legacy=False)
+    if device.type != "cpu":
+        own = torch.get_device_module(device).get_rng_state(device)
+        state["device"] = {"type": device.type, "state": own}
+    return state
+
+
+def set_rng_state(state: State, device: torch.device) -> None:
+    """Put the global generators where ``state`` says.
+
+    A device of a kind for which nothing was saved is seeded from torch's state, so that two resumes
+    agree; numpy's generator is left alone if it was not saved. Raises :class:`CheckpointError` if a state
+    does not fit its generator.
+    """
+    at = "torch"
+    try:
+        torch.set_rng_state(state["torch"].cpu())
+        if device.type != "cpu":
+            at = "device"
+            _set_device(state, device)
+        at = "python"
+        words = tuple(state["python"]["words"].tolist())
+        random.setstate((state["python"]["version"], words, state["python"]["gauss"]))
+        if "numpy" in state:
+            at = "numpy"
+            import numpy
+
+            numpy.random.set_state(state["numpy"])
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the saved state of the {at} random generator does not fit: {error}. It was saved by "
+            "another version, is damaged, or the program uses another kind of generator now. Resume with "
+            "the program and the versions that saved it."
+        ) from error
+
+
+def _set_device(state: State, device: torch.device) -> None:
+    module = torch.get_device_module(device)
+    saved = state.get("device", {})
+    if saved.get("type") == device.type and "state" in saved:
+        module.set_rng_state(saved["state"].cpu(), device)
+        return
+    seed = saved["seed"] if "seed" in saved else _seed(state["torch"], device.type)
+    with module.device(device):
+        module.manual_seed(seed)
+
+
+def rng_state_for(rank: int, saved: Sequence[State]) -> State:
+    """The state with which ``rank`` goes on, at any world size; ``saved``: those of the saved ranks.
+
+    A rank that was saved gets its own. One that was not gets, for each generator, the state that all
+    saved ranks had in common, or else one derived from that of ``rank % len(saved)`` and ``rank``. Pure.
+    """
+    if rank < len(saved):
+        return saved[rank]
+    near = saved[rank % len(saved)]
+    return {
+        part: near[part]
+        if len({_digest(state.get(part)) for state in saved}) == 1
+        else _derived(part, near[part], rank)
+        for part in near
+    }
+
+
+def _derived(part: str, state: Any, rank: int) -> Any:
+    """A state of the same generator that depends on every bit of ``state`` and on the rank."""
+    seed = _seed(state, rank)
+    if part == "torch":
+        return torch.Generator().manual_seed(seed).get_state()
+    if part == "python":
+        version, words, gauss = random.Random(seed).getstate()
+        return {"version": version, "words": torch.tensor(words), "gauss": gauss}
+    if part == "numpy":
+        import numpy
+
+        words_of_seed = [seed & 0xFFFFFFFF, seed >> 32]
+        return numpy.random.RandomState(words_of_seed).get_state(legacy=False)
+    return {"type": state["type"], "seed": seed}
+
+
+def _seed(state: Any, salt: int | str) -> int:
+    """63 bits: what every generator takes."""
+    digest = hashlib.sha256(_digest(state) + repr(salt).encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def _digest(state: Any) -> bytes:
+    form, tensors = encode(state, where="rng")
+    parts = [json.dumps(form).encode(), *(t.numpy().tobytes() for t in tensors.values())]
+    return hashlib.sha256(b"".join(parts)).digest()

@@ -1,0 +1,595 @@
+"""How do ranks write one checkpoint together, so that it is there as a whole or not at all?
+
+Every rank writes one file of its own pieces; rank 0 collects what is in them and writes the manifest. The
+ranks agree through :class:`zeroshard.comm.forum.Forum`: no collective waits for a disk. An error of one
+rank ends the save on all, in the same words, and leaves what was there before.
+
+1. :func:`plan`: which files, what is in them, whether frozen weights are there already.
+2. :meth:`Job.snapshot`, if training is to go on meanwhile: copy this rank's bytes to host memory.
+3. :meth:`Job.run`: reserve, write, put the manifest together, rename.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import secrets
+import shutil
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroshard.checkpoint import directory as places
+from zeroshard.checkpoint.blocks import BLOCK_NBYTES, BlockWriter, bytes_of
+from zeroshard.checkpoint.local import Local, digest_part
+from zeroshard.checkpoint.manifest import (
+    MANIFEST,
+    VALUE,
+    Digest,
+    Dtype,
+    Fragment,
+    Manifest,
+    SavedBuffer,
+    SavedFile,
+    SavedParameter,
+    SavedTensor,
+    buffer_key,
+    fragment_key,
+    parse,
+    tree_key,
+)
+from zeroshard.checkpoint.shardfile import Entry, dtype_name, lay_out
+from zeroshard.checkpoint.together import agree
+from zeroshard.comm.forum import Forum
+from zeroshard.errors import CheckpointError, DistributedError
+from zeroshard.store.disk_open import aligned_bytes, free_nbytes
+from zeroshard.zero.unit import Unit
+
+logger = logging.getLogger("zeroshard")
+
+POINTS = (
+    "planned", "made", "reserved", "half", "written", "collected",
+    "manifest", "frozen", "aside", "committed", "latest", "pruned",
+)  # fmt: skip
+"""Where a save can be watched, and where tests end it."""
+
+_STAGING_NBYTES = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The ``checkpoint`` section of the configuration, as far as saving needs it."""
+
+    frozen: str = "once"
+    keep_last: int | None = None
+    max_buffer_nbytes: int = 512 << 20
+    tag_validation: str = "warn"
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What goes into the manifest beside tensors. ``shared`` counts on rank 0; trees are encoded, their
+    tensors apart. ``buffers``: this rank's, by name."""
+
+    step: int
+    stage: int
+    writer: Mapping[str, str]
+    aliases: Mapping[str, Sequence[str]]
+    shared: Any
+    shared_tensors: Mapping[str, Tensor]
+    own: Any
+    own_tensors: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    exclude_frozen: bool = False
+    save_latest: bool = True
+    script: str = ""  # put beside ``latest``
+
+
+@dataclass(eq=False, slots=True)
+class _File:
+    """One file of this rank, in order. ``rows``: ``(fqn, tensor, dtype, begin, numel)``."""
+
+    name: str  # as the manifest has it
+    units: list[Unit]
+    extras: dict[str, Tensor]
+    head: bytes
+    entries: list[Entry]
+    rows: list[tuple[str, str, Dtype, int, int]]
+    image: Tensor | None = None  # all of its bytes, in a snapshot
+
+    @property
+    def nbytes(self) -> int:
+        return max([len(self.head), *(e.offset + e.nbytes for e in self.entries[-1:])])
+
+
+def _planned(name: str, local: Local, units: list[Unit], extras: dict[str, Tensor]) -> _File:
+    rows = [
+        (
+            p.fqn,
+            p.tensor,
+            dtype_name(p.dtype, where=f"{p.tensor} of {p.fqn!r}"),
+            p.begin,
+            p.numel,
+        )
+        for unit in units
+        for p in local.pieces(unit)
+    ]
+    entries = [
+        Entry(fragment_key(f, t, begin), dtype, (numel,)) for f, t, dtype, begin, numel in rows
+    ]
+    entries += [
+        Entry(key, dtype_name(tensor.dtype, where=key), tuple(tensor.shape))
+        for key, tensor in extras.items()
+    ]
+    return _File(name, units, extras, *lay_out(entries), rows)
+
+
+SHARED_FILE = "shared.safetensors"
+
+
+def file_name(rank: int, world_size: int) -> str:
+    """The file that a rank writes."""
+    return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+class Job:
+    """One save, as one rank does it. Made by :func:`plan`."""
+
+    def __init__(
+        self,
+        root: Path,
+        decision: Mapping[str, Any],
+        *,
+        local: Local,
+        forum: Forum,
+        facts: Facts,
+        options: Options,
+        at: Callable[[str], None],
+    ) -> None:
+        self.root = root
+        self.tag: str = decision["tag"]
+        self._forum = forum
+        self._local = local
+        self._facts = facts
+        self._options = options
+        self._at = at
+        self._digests: dict[str, Digest] = decision.get("digests", {})
+        self._reused: Manifest | None = decision.get("reused")
+        self._place = root / places.saving_name(self.tag, decision["nonce"])
+        self._frozen_name: str = decision["frozen_name"]
+        self._frozen_place = root / places.saving_name(self._frozen_name, decision["nonce"])
+        own_buffers = set(decision["own_buffers"])
+        me = file_name(forum.rank, forum.world_size)
+        extras = {tree_key(f"rank/{name}"): t for name, t in facts.own_tensors.items()}
+        extras |= {buffer_key(name): facts.buffers[name] for name in own_buffers}
+        self._own_buffers = own_buffers
+        self._frozen: str = decision["frozen"]
+        frozen = [unit for unit in local.units if not unit.trainable]
+        with_it = [] if self._frozen != "here" else frozen
+        trained = [unit for unit in local.units if unit.trainable]
+        self._files = [_planned(me, local, [*trained, *with_it], extras)]
+        if forum.rank == 0:  # what every rank reads is not in a file with a shard
+            common = {tree_key(f"shared/{name}"): t for name, t in facts.shared_tensors.items()}
+            for name, buffer in facts.buffers.items():
+                if name not in own_buffers:
+                    common[buffer_key(name)] = buffer
+            self._files.append(_planned(SHARED_FILE, local, [], common))
+        if self._frozen == "write":
+            self._files.append(_planned(f"../{self._frozen_name}/{me}", local, frozen, {}))
+        self._scalars = _merged(map(local.scalars, local.units), _numbers)  # now: training goes on
+        self._leader = 0  # the lowest rank that shares the directory with this one
+        self._text = ""  # the manifest, on rank 0
+        self._writers: list[BlockWriter] = []
+
+    @property
+    def nbytes(self) -> int:
+        """What this rank writes."""
+        return sum(file.nbytes for file in self._files)
+
+    # ------------------------------------------------------------------ copying, or writing at once
+
+    def snapshot(self, take: Callable[[int], Tensor]) -> None:
+        """Copy all bytes of this rank into host memory that ``take(nbytes)`` gives (uint8)."""
+        for file in self._files:
+            image = take(file.nbytes)
+            image[: len(file.head)].copy_(torch.frombuffer(bytearray(file.head), dtype=torch.uint8))
+            for entry, values in self._values(file):
+                place = image[entry.offset : entry.offset + entry.nbytes]
+                if values is None:
+                    place.zero_()
+                elif entry.nbytes:
+                    place.view(values.dtype).copy_(values, non_blocking=True)
+            file.image = image
+        if any(unit.full_N.is_cuda for unit in self._local.units):
+            torch.cuda.synchronize()
+
+    def run(self) -> Path:
+        """Write and commit; every rank does it. Returns the checkpoint's directory.
+
+        Raises:
+            CheckpointError: on every rank, in the same words; what existed before is untouched.
+            RankLost, RankLate: another rank ended or did not come.
+        """
+        try:
+            self._agree("making the directory", self._make)
+            self._at("made")
+            room = self._agree("looking for each other's files", self._find_leader, _room_by_leader)
+            self._agree("reserving space", lambda: self._reserve(room["wanted"]))
+            self._at("reserved")
+            merged = self._agree("writing", self._write, self._merge)
+            self._at("collected")
+            self._agree(
+                "completing it", lambda: self._publish(self._text or merged.get("manifest", ""))
+            )
+        except BaseException as error:
+            self._abandon(keep=isinstance(error, DistributedError))
+            raise
+        return self.root / self.tag
+
+    # ------------------------------------------------------------------ steps
+
+    def _agree(
+        self,
+        topic: str,
+        act: Callable[[], dict[str, Any] | None],
+        decide: Callable[[list[dict[str, Any]]], dict[str, Any]] = lambda _said: {},
+    ) -> dict[str, Any]:
+        failed = f"checkpoint {self.tag!r} was not saved to {self.root}"
+        return agree(self._forum, failed, topic, act, decide)
+
+    def _make(self) -> None:
+        for place in {self._path(file).parent for file in self._files}:
+            places.begin(self.root, place.name, nonce=place.name[-8:])
+        for file in self._files:
+            self._path(file).touch()
+
+    def _find_leader(self) -> dict[str, Any]:
+        world_size = self._forum.world_size
+        self._leader = next(
+            rank
+            for rank in range(self._forum.rank + 1)
+            if (self._place / file_name(rank, world_size)).exists()
+        )
+        return {"leader": self._leader, "nbytes": self.nbytes}
+
+    def _reserve(self, wanted: Mapping[str, int]) -> None:
+        need, free = wanted.get(str(self._forum.rank), 0), free_nbytes(self.root)
+        if need > free:
+            raise CheckpointError(
+                f"{self.root} has {free:,} bytes free, and this checkpoint needs {need:,}. Make room, "
+                'keep fewer ("checkpoint": {"keep_last": N}), or save elsewhere.'
+            )
+        for file in self._files:
+            self._path(file).unlink()
+            self._writers.append(
+                BlockWriter(
+                    self._path(file),
+                    file.nbytes,
+                    buffers=self._options.max_buffer_nbytes // 4 // BLOCK_NBYTES,
+                )
+            )
+
+    def _write(self) -> dict[str, Any]:
+        said = []
+        for file, writer in zip(self._files, self._writers, strict=True):
+            done = 0
+            for data in self._bytes(file):
+                writer.write(data)
+                if done < file.nbytes / 2 <= done + len(data):
+                    self._at("half")
+                done += len(data)
+            said.append(
+                {
+                    "name": file.name,
+                    "nbytes": file.nbytes,
+                    "crc32": writer.finish(),
+                    "rows": file.rows,
+                }
+            )
+        self._at("written")
+        return {
+            "leader": self._leader,
+            "files": said,
+            "tree": self._facts.own,
+            "scalars": self._scalars,
+            "groups": _merged(map(self._local.groups, self._local.units)),
+        }
+
+    def _publish(self, text: str) -> None:
+        """On one rank of those that share a directory."""
+        if self._leader != self._forum.rank:
+            return
+        places.write_durably(self._place / MANIFEST, text)
+        self._at("manifest")
+        if self._frozen_place.exists():
+            places.commit(self._frozen_place, self.root / self._frozen_name)
+            self._at("frozen")
+        places.commit(self._place, self.root / self.tag, lambda: self._at("aside"))
+        self._at("committed")
+        if self._facts.save_latest:
+            places.write_durably(self.root / places.LATEST, self.tag)
+            if self._facts.script:
+                places.write_durably(self.root / "zero_to_fp32.py", self._facts.script)
+        self._at("latest")
+        if self._options.keep_last is not None:
+            places.prune(self.root, self._options.keep_last)
+        self._at("pruned")
+
+    def _abandon(self, *, keep: bool) -> None:
+        """The save failed. ``keep``: ranks are lost, and others may still write."""
+        for writer in self._writers:
+            writer.close()
+        for place in {self._path(file).parent for file in self._files} if not keep else ():
+            shutil.rmtree(place, ignore_errors=True)
+
+    def _path(self, file: _File) -> Path:
+        leaf = Path(file.name).name
+        return (self._frozen_place if file.name.startswith("../") else self._place) / leaf
+
+    # ------------------------------------------------------------------ bytes
+
+    def _bytes(self, file: _File) -> Iterator[memoryview]:
+        """The file from start to end; each part is good until the next."""
+        if file.image is not None:
+            yield bytes_of(file.image)
+            return
+        yield memoryview(file.head)
+        staging = None
+        for entry, values in self._values(file):
+            if values is None:
+                yield memoryview(bytes(entry.nbytes))
+            elif values.device.type == "cpu":
+                yield bytes_of(values)
+            else:
+                if staging is None:
+                    staging = _staging(min(_STAGING_NBYTES, self._options.max_buffer_nbytes // 4))
+                whole = staging.view(values.dtype)
+                for part in values.split(whole.numel()):
+                    whole[: part.numel()].copy_(part)
+                    yield bytes_of(whole[: part.numel()])
+
+    def _values(self, file: _File) -> Iterator[tuple[Entry, Tensor | None]]:
+        """Each entry with what is in it, in the order of the file; None is padding."""
+        values = chain(
+            (p.values for unit in file.units for p in self._local.visit(unit)),
+            (t.detach().contiguous() for t in file.extras.values()),
+        )
+        for entry in file.entries:
+            yield entry, None if entry.key.startswith("pad:") else next(values).view(-1)
+        for _ in values:
+            raise AssertionError("there is more to save than was planned")
+
+    # ------------------------------------------------------------------ the manifest, on rank 0
+
+    def _merge(self, said: list[dict[str, Any]]) -> dict[str, Any]:
+        """Every rank's part as one manifest; it is read once as a stranger would."""
+        files: list[SavedFile] = []
+        found: dict[str, dict[str, tuple[Dtype, list[Fragment]]]] = {}
+        main: list[int] = []
+        for part in said:
+            main.append(len(files))
+            for file in part["files"]:
+                for fqn, tensor, dtype, begin, numel in file["rows"]:
+                    fragments = found.setdefault(fqn, {}).setdefault(tensor, (dtype, []))[1]
+                    fragments.append(Fragment(len(files), begin, numel))
+                files.append(
+                    SavedFile(name=file["name"], nbytes=file["nbytes"], crc32=file["crc32"])
+                )
+        if self._reused is not None:
+            _reuse(self._reused, self._frozen_name, files, found)
+        shared_file = next(at for at, file in enumerate(files) if file.name == SHARED_FILE)
+        scalars = _merged(part["scalars"] for part in said)
+        groups = _merged(part["groups"] for part in said)
+        parameters = {}
+        for unit in self._local.units:
+            is_stored = unit.trainable or not self._is_left_out
+            for slot in unit.layout.slots:
+                if slot.numel == 0 and is_stored:
+                    dtype = unit.row.master if self._local.tile_of(unit) else unit.row.param
+                    name = dtype_name(dtype, where=slot.fqn)
+                    found.setdefault(slot.fqn, {})[VALUE] = (name, [])
+                parameters[slot.fqn] = SavedParameter(
+                    shape=slot.shape,
+                    trained=unit.trainable,
+                    group=groups.get(slot.fqn),
+                    aliases=tuple(self._facts.aliases.get(slot.fqn, ())),
+                    tensors={
+                        tensor: SavedTensor(dtype=dtype, fragments=tuple(fragments))
+                        for tensor, (dtype, fragments) in found.get(slot.fqn, {}).items()
+                    },
+                    scalars=scalars.get(slot.fqn, {}),
+                    digest=self._digests.get(slot.fqn),
+                )
+        manifest = Manifest(
+            tag=self.tag,
+            step=self._facts.step,
+            saved_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            writer=dict(self._facts.writer),
+            world_size=self._forum.world_size,
+            stage=self._facts.stage,
+            block_nbytes=BLOCK_NBYTES,
+            files=tuple(files),
+            parameters=parameters,
+            buffers={
+                name: SavedBuffer(
+                    dtype=dtype_name(buffer.dtype, where=f"buffer {name!r}"),
+                    shape=tuple(buffer.shape),
+                    files=tuple(main) if name in self._own_buffers else (shared_file,),
+                )
+                for name, buffer in self._facts.buffers.items()
+            },
+            shared=self._facts.shared,
+            shared_file=shared_file,
+            ranks=tuple(part["tree"] for part in said),
+            rank_files=tuple(main),
+        )
+        self._text = manifest.dump()
+        parse(self._text, where=MANIFEST)
+        return {"manifest": self._text} if any(part["leader"] for part in said) else {}
+
+    @property
+    def _is_left_out(self) -> bool:
+        return self._frozen == "none"
+
+
+def plan(
+    root: Path,
+    tag: str,
+    *,
+    local: Local,
+    forum: Forum,
+    facts: Callable[[], Facts],
+    options: Options,
+    at: Callable[[str], None] = lambda _point: None,
+) -> Job:
+    """Decide with all ranks what is written, and by whom. Raises as :meth:`Job.run`."""
+    kept: dict[str, Any] = {}  # what only rank 0 needs
+
+    made: list[Facts] = []
+
+    def own_facts() -> dict[str, Any]:
+        made.append(facts())
+        frozen = [unit for unit in local.units if not unit.trainable]
+        return {
+            "tag": tag,
+            "digests": _digest_parts(local, frozen),
+            "buffers": {name: _crc(buffer) for name, buffer in made[0].buffers.items()},
+            "frozen_here": [path.name for path in root.glob("frozen-*")],
+        }
+
+    def decide(said: list[dict[str, Any]]) -> dict[str, Any]:
+        names = {part["tag"] for part in said}
+        if len(names) > 1 and options.tag_validation == "fail":
+            listed = ", ".join(f"{part['tag']!r} on rank {r}" for r, part in enumerate(said))
+            raise CheckpointError(f"ranks save under different tags: {listed}.")
+        kept["digests"] = digests = _total_digests(local, (part["digests"] for part in said))
+        summary = json.dumps({fqn: d.model_dump() for fqn, d in sorted(digests.items())})
+        name = f"frozen-{hashlib.sha256(summary.encode()).hexdigest()[:16]}"
+        how = {"always": "here", "reference": "none", "once": "write"}[options.frozen]
+        if made[0].exclude_frozen or not digests:
+            how = "none"
+        if how == "write" and all(name in part["frozen_here"] for part in said):
+            kept["reused"] = places.find_frozen(root, name)
+            how = "reuse" if kept["reused"] is not None else how
+        first = said[0]["buffers"]
+        return {
+            "tag": said[0]["tag"],
+            "tags": sorted(names),
+            "nonce": secrets.token_hex(4),
+            "frozen": how,
+            "frozen_name": name,
+            "own_buffers": [
+                buffer
+                for buffer, crc in first.items()
+                if any(part["buffers"].get(buffer) != crc for part in said)
+            ],
+        }
+
+    failed = f"checkpoint {tag!r} was not saved to {root}"
+    decision = agree(forum, failed, "planning it", own_facts, decide)
+    if len(decision["tags"]) > 1 and options.tag_validation == "warn" and forum.rank == 0:
+        logger.warning(
+            "ranks save under different tags (%s): rank 0's is used", ", ".join(decision["tags"])
+        )
+    at("planned")
+    return Job(
+        root, {**decision, **kept}, local=local, forum=forum, facts=made[0], options=options, at=at
+    )
+
+
+def _room_by_leader(said: list[dict[str, Any]]) -> dict[str, Any]:
+    wanted: dict[str, int] = {}
+    for part in said:
+        leader = str(part["leader"])
+        wanted[leader] = wanted.get(leader, 0) + part["nbytes"]
+    return {"wanted": wanted}
+
+
+def _digest_parts(local: Local, units: Iterable[Unit]) -> dict[str, int]:
+    parts: dict[str, int] = {}
+    for unit in units:
+        for piece in local.visit(unit):
+            parts[piece.fqn] = parts.get(piece.fqn, 0) + digest_part(piece)
+    return parts
+
+
+def _total_digests(local: Local, parts: Iterable[Mapping[str, int]]) -> dict[str, Digest]:
+    totals: dict[str, int] = {}
+    for part in parts:
+        for fqn, sum_ in part.items():
+            totals[fqn] = (totals.get(fqn, 0) + sum_) % 2**64
+    return {
+        slot.fqn: Digest(
+            dtype=dtype_name(unit.row.param, where=slot.fqn), sum=f"{totals.get(slot.fqn, 0):016x}"
+        )
+        for unit in local.units
+        if not unit.trainable
+        for slot in unit.layout.slots
+    }
+
+
+def _crc(tensor: Tensor) -> int:
+    return zlib.crc32(bytes_of(tensor.detach().cpu().contiguous()))
+
+
+def _merged(
+    tables: Iterable[Mapping[str, Any]], convert: Callable[[Any], Any] = lambda value: value
+) -> dict[str, Any]:
+    """One table of all; what several ranks know is the same."""
+    return {fqn: convert(row) for table in tables for fqn, row in table.items()}
+
+
+def _numbers(row: Mapping[str, object]) -> dict[str, tuple[str, float | int | bool]]:
+    """An optimizer's single numbers as the manifest has them."""
+    found: dict[str, tuple[str, float | int | bool]] = {}
+    for name, value in row.items():
+        if isinstance(value, Tensor) and value.numel() == 1:
+            found[name] = dtype_name(value.dtype, where=f"state {name!r}"), value.item()
+        elif isinstance(value, bool | int | float):
+            found[name] = "number", value
+        elif value is not None:
+            raise CheckpointError(
+                f"the optimizer keeps {name!r} as a {type(value).__name__}"
+                f"{list(value.shape) if isinstance(value, Tensor) else ''}: neither of the parameter's "
+                "shape nor a number, so it cannot be cut for other ranks. Save it in client_state."
+            )
+    return found
+
+
+def _reuse(
+    before: Manifest,
+    frozen_name: str,
+    files: list[SavedFile],
+    found: dict[str, dict[str, tuple[Dtype, list[Fragment]]]],
+) -> None:
+    """Refer to frozen weights that an earlier save of the directory wrote."""
+    place_of: dict[int, int] = {}
+    for at, file in enumerate(before.files):
+        if file.name.startswith(f"../{frozen_name}/"):
+            place_of[at] = len(files)
+            files.append(file)
+    for fqn, parameter in before.parameters.items():
+        value = parameter.tensors.get(VALUE)
+        if (
+            value is not None
+            and all(f.file in place_of for f in value.fragments)
+            and not parameter.trained
+        ):
+            fragments = [Fragment(place_of[f.file], f.begin, f.numel) for f in value.fragments]
+            found[fqn] = {VALUE: (value.dtype, fragments)}
+
+
+def _staging(nbytes: int) -> Tensor:
+    """Host memory that a GPU copies into."""
+    nbytes -= nbytes % 64
+    if torch.cuda.is_available():
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    return aligned_bytes(nbytes)

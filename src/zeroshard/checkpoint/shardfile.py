@@ -1,0 +1,135 @@
+"""What is where in a safetensors file, before it is written and when it is read?
+
+The library reads and writes whole files; these are written tensor by tensor, with a known layout, so
+that no rank holds more than a few blocks. Every tensor starts at a multiple of 64 bytes: entries named
+``pad:`` fill the gaps, since the format allows no holes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import cast
+
+import torch
+
+from zeroshard.checkpoint.blocks import BlockFile
+from zeroshard.checkpoint.manifest import ITEMSIZE, Dtype
+from zeroshard.errors import CheckpointError
+
+ALIGN_NBYTES = 64
+_MAX_HEADER_NBYTES = 100 << 20  # the format's own limit
+
+DTYPES: dict[Dtype, torch.dtype] = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
+    "I32": torch.int32, "U32": torch.uint32, "I64": torch.int64, "U64": torch.uint64,
+    "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
+}  # fmt: skip
+"""torch's dtypes by the names that safetensors gives them."""
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def dtype_name(dtype: torch.dtype, *, where: str) -> Dtype:
+    """The name of a dtype in files. Raises :class:`CheckpointError` for one that they cannot hold."""
+    if dtype not in _NAMES:
+        raise CheckpointError(f"{where} is of {dtype}, which the safetensors format cannot hold.")
+    return _NAMES[dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a file: ``file[offset : offset + nbytes]``."""
+
+    key: str
+    dtype: Dtype
+    shape: tuple[int, ...]
+    offset: int = 0  # from the start of the file
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * ITEMSIZE[self.dtype]
+
+
+def lay_out(entries: Iterable[Entry]) -> tuple[bytes, list[Entry]]:
+    """The first bytes of a file, and the entries with their offsets in the order of the file.
+
+    Raises :class:`CheckpointError` for two entries with one key, or a header over the format's limit.
+    """
+    placed: list[Entry] = []
+    at = 0
+    for entry in entries:
+        gap = -at % ALIGN_NBYTES
+        if gap:
+            placed.append(Entry(f"pad:{len(placed)}", "U8", (gap,), at))
+            at += gap
+        placed.append(Entry(entry.key, entry.dtype, entry.shape, at))
+        at += entry.nbytes
+    table = {
+        e.key: {"dtype": e.dtype, "shape": e.shape, "data_offsets": [e.offset, e.offset + e.nbytes]}
+        for e in placed
+    }
+    if len(table) != len(placed):
+        raise CheckpointError("two tensors of one checkpoint file have the same name.")
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-(len(text) + 8) % ALIGN_NBYTES)
+    if len(text) > _MAX_HEADER_NBYTES:
+        raise CheckpointError(
+            f"{len(placed):,} tensors in one file: its header would have {len(text):,} bytes, more "
+            "than the safetensors format allows. Save with more ranks, or larger units."
+        )
+    head = len(text).to_bytes(8, "little") + text
+    return head, [Entry(e.key, e.dtype, e.shape, e.offset + len(head)) for e in placed]
+
+
+def read_entries(file: BlockFile) -> dict[str, Entry]:
+    """The tensors of a file by key. Raises :class:`CheckpointError` for any file that is not one."""
+    try:
+        head = bytearray(8)
+        file.read(0, memoryview(head))
+        length = int.from_bytes(head, "little")
+        if length > min(_MAX_HEADER_NBYTES, file.nbytes - 8):
+            raise ValueError(f"its header would have {length:,} bytes")
+        text = bytearray(length)
+        file.read(8, memoryview(text))
+        table = json.loads(bytes(text))
+        table.pop("__metadata__", None)
+        found = {key: _entry(key, row, 8 + length) for key, row in table.items()}
+        at = 8 + length
+        for entry in sorted(found.values(), key=lambda e: (e.offset, e.nbytes)):
+            if entry.offset != at:
+                raise ValueError(
+                    f"tensors leave a hole or overlap at byte {min(at, entry.offset):,}"
+                )
+            at += entry.nbytes
+        if at != file.nbytes:
+            raise ValueError(f"its tensors end at byte {at:,}")
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        AttributeError,
+        RecursionError,
+        OverflowError,
+    ) as error:
+        raise CheckpointError(
+            f"{file.path} is no safetensors file of {file.nbytes:,} bytes: {str(error)[:200]}."
+        ) from error
+    return found
+
+
+def _entry(key: str, row: Mapping[str, object], begin: int) -> Entry:
+    dtype, shape, offsets = row["dtype"], row["shape"], row["data_offsets"]
+    name = repr(key[:80])
+    if not isinstance(shape, list) or not isinstance(offsets, list) or not isinstance(dtype, str):
+        raise ValueError(f"{name} is not described")
+    low, high = offsets
+    if len(shape) > 64 or not all(type(n) is int and 0 <= n <= 2**53 for n in (*shape, low, high)):
+        raise ValueError(f"{name} has a shape or a place that is none")
+    if prod(max(1, n) for n in shape) > 2**53:  # torch multiplies the others too if one is 0
+        raise ValueError(f"{name} is too large")
+    if dtype not in ITEMSIZE or prod(shape) * ITEMSIZE[dtype] != high - low:
+        raise ValueError(f"{name} of {dtype[:20]} {shape} does not have {high - low} bytes")
+    return Entry(key, cast("Dtype", dtype), tuple(shape), begin + low)

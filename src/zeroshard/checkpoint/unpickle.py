@@ -1,0 +1,139 @@
+"""What is made of a foreign file that ``torch.save`` wrote: which of its objects, and what of the others?
+
+Numbers, texts, containers and tensors are made, by torch's restricted unpickler; of a few named classes a
+likeness without methods. In the place of any other object stands an :class:`Unread`. Nothing that a file
+names is imported or called. Tensors are mapped from the file: those that nobody reads cost nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+
+from zeroshard.errors import CheckpointError
+
+
+class Unread:
+    """In the place of an object that only unpickling could make: whoever uses it gets a
+    :class:`CheckpointError` that names its file and class."""
+
+    _what = "an object"
+
+    def __new__(cls, *_args: Any) -> Unread:
+        return super().__new__(cls)
+
+    def __setstate__(self, _state: Any) -> None:
+        """What it held is dropped."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)  # as Python's own protocols expect: copying, printing
+        self.refuse()
+
+    def __repr__(self) -> str:
+        return f"<not read: {self._what}>"
+
+    def refuse(self, *_args: Any) -> NoReturn:
+        """Raise the error."""
+        raise CheckpointError(
+            f"{self._what}, which is not made: unpickling could run any code. If the value is needed, "
+            "load the checkpoint where its class is at hand, and save it as plain data (numbers, "
+            "texts, lists, dicts, tensors)."
+        )
+
+    __call__ = __getitem__ = __setitem__ = __contains__ = __iter__ = __len__ = refuse
+    __bool__ = __int__ = __float__ = __index__ = refuse
+
+
+class Likeness:
+    """The attributes of an object, without its class's methods."""
+
+    def __new__(cls, *_args: Any) -> Likeness:
+        return super().__new__(cls)
+
+
+class _NumpyDtype:
+    """``numpy.dtype(name, ...)``; the state that follows (byte order) is little endian here."""
+
+    def __init__(self, name: str, *_flags: Any) -> None:
+        self.name = name
+
+    def __setstate__(self, _state: Any) -> None:
+        """The name says it all."""
+
+
+def _numpy_scalar(dtype: _NumpyDtype, data: Any) -> bool | int | float:
+    """A number of numpy's, as Python's; a best loss is often one."""
+    kind = np.dtype(dtype.name)
+    if kind.kind not in "biuf":
+        raise ValueError(f"a scalar of {dtype.name!r}")
+    value: bool | int | float = np.frombuffer(data, dtype=kind, count=1)[0].item()
+    return value
+
+
+_KNOWN: tuple[tuple[Any, str], ...] = (
+    (Namespace, "argparse.Namespace"),
+    (_NumpyDtype, "numpy.dtype"),
+    (_numpy_scalar, "numpy.core.multiarray.scalar"),
+    (_numpy_scalar, "numpy._core.multiarray.scalar"),
+)
+
+_safe_list = threading.Lock()  # torch has one list for the process
+
+
+def load_plain(path: Path, likenesses: Mapping[str, Any]) -> Any:
+    """The content of a file; raises :class:`CheckpointError`, and nothing else, for any bytes.
+
+    ``likenesses``: by full name, what is called in the place of classes of other packages.
+    """
+    known: list[Any] = [*_KNOWN, *((stand_in, name) for name, stand_in in likenesses.items())]
+    unknown: list[str] = []
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be opened: {error.strerror}.") from error
+    try:
+        with _safe_list:
+            with safe_globals(known):
+                unknown = sorted(get_unsafe_globals_in_checkpoint(path))
+            others = [(_unread_class(name, path), name) for name in unknown]
+            with safe_globals([*known, *others]):
+                return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:  # what a pickle makes its reader raise is up to who wrote it
+        refers = f" It refers to {', '.join(unknown)}." if unknown else ""
+        raise CheckpointError(
+            f"{path} cannot be read without running code, or is damaged: {_short(error)}.{refers} If it "
+            "was cut off or copied badly, take it from another copy."
+        ) from error
+
+
+def _unread_class(name: str, path: Path) -> type[Unread]:
+    return type("Unread", (Unread,), {"_what": f"{path} holds an object of {name}"})
+
+
+def _short(error: Exception) -> str:
+    """The one line of torch's long text that says what happened."""
+    before, _, after = str(error).partition("WeightsUnpickler error: ")
+    lines = (after or before).strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip(".")
+
+
+def unread_in(value: Any) -> Iterator[Unread]:
+    """The objects in nested data that were not made."""
+    if isinstance(value, Unread):
+        yield value
+    elif isinstance(value, type) and issubclass(value, Unread):  # the class itself was saved
+        yield value()
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from unread_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from unread_in(item)

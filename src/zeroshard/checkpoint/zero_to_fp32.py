@@ -1,0 +1,223 @@
+"""How do programs that know DeepSpeed's ``zero_to_fp32`` get whole fp32 weights out of a checkpoint?
+
+Its names, arguments and command line, for the checkpoints that this library reads. No ranks, no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.checkpoint.export import (
+    chosen_parameters,
+    converted,
+    export_checkpoint,
+    saved_pieces,
+    write_bins,
+)
+from zeroshard.checkpoint.export_plan import (
+    MAX_SHARD_SIZE,
+    Weight,
+    parse_size,
+    plan_shards,
+    written_dtype,
+)
+from zeroshard.checkpoint.manifest import VALUE
+from zeroshard.checkpoint.saved import Source
+from zeroshard.checkpoint.shardfile import DTYPES
+from zeroshard.checkpoint.sources import open_source
+from zeroshard.errors import ZeroShardError
+
+logger = logging.getLogger("zeroshard")
+
+BIN = "pytorch_model.bin"
+
+SCRIPT = '''\
+#!/usr/bin/env python
+"""Writes whole fp32 weights of a checkpoint beside this file: zero_to_fp32.py . OUTPUT_DIR"""
+
+import sys
+
+from zeroshard.checkpoint.zero_to_fp32 import main
+
+sys.exit(main())
+'''
+"""What saving puts beside ``latest``, under the name that programs call."""
+
+
+@dataclass(frozen=True, slots=True)
+class LazyTensor:
+    """A weight that is read when :meth:`contiguous` is called, each time anew."""
+
+    source: Source
+    fqn: str
+    dtype: torch.dtype
+    shape: torch.Size
+
+    def numel(self) -> int:
+        """Elements."""
+        return self.shape.numel()
+
+    def contiguous(self) -> Tensor:
+        """The values, ``[*shape]`` in host memory. Raises :class:`CheckpointError`."""
+        out = torch.empty(self.numel(), dtype=self.dtype)
+        at = 0
+        for piece in saved_pieces(self.source, self.fqn):
+            out[at : at + len(piece)] = converted(piece, self.dtype, name=self.fqn)
+            at += len(piece)
+        return out.view(self.shape)
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | Path,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
+) -> dict[str, Any]:
+    """The whole state dict: parameters in fp32, under all their names, and persistent buffers as saved.
+
+    ``checkpoint_dir`` holds tags; None is the latest. Host memory: 4 bytes per parameter. With
+    ``lazy_mode`` a :class:`LazyTensor` for each parameter, which keeps the files open. Raises
+    :class:`CheckpointError`.
+    """
+    source = open_source(checkpoint_dir, tag)
+    lazy = _lazy_state(source, exclude_frozen_parameters=exclude_frozen_parameters)
+    if lazy_mode:
+        return {**_with_aliases(source, lazy), **source.buffers(0)}
+    with closing(source):
+        whole = {name: tensor.contiguous() for name, tensor in lazy.items()}
+        return {**_with_aliases(source, whole), **source.buffers(0)}
+
+
+def _lazy_state(source: Source, *, exclude_frozen_parameters: bool) -> dict[str, LazyTensor]:
+    """By canonical name."""
+    return {
+        name: LazyTensor(
+            source,
+            name,
+            written_dtype(DTYPES[source.parameters[name].tensors[VALUE].dtype], torch.float32),
+            torch.Size(source.parameters[name].shape),
+        )
+        for name in chosen_parameters(source, exclude_frozen_parameters=exclude_frozen_parameters)
+    }
+
+
+def _with_aliases(source: Source, state: dict[str, Any]) -> dict[str, Any]:
+    """Tied weights under each of their names: the same object."""
+    return {
+        name: value
+        for fqn, value in state.items()
+        for name in (fqn, *source.parameters[fqn].aliases)
+    }
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | Path,
+    output_dir: str | Path,
+    max_shard_size: int | str | None = MAX_SHARD_SIZE,
+    safe_serialization: bool = True,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write the fp32 weights of a checkpoint to ``output_dir``, in files of at most ``max_shard_size``.
+
+    As safetensors they are streamed and verified. ``safe_serialization=False``: ``pytorch_model.bin``,
+    with tied weights under all their names; one file at a time is in memory. Raises
+    :class:`CheckpointError`.
+    """
+    with closing(open_source(checkpoint_dir, tag)) as source:
+        if safe_serialization:
+            export_checkpoint(
+                source,
+                output_dir,
+                dtype=torch.float32,
+                max_shard_size=max_shard_size,
+                exclude_frozen_parameters=exclude_frozen_parameters,
+            )
+            return
+        lazy = _lazy_state(source, exclude_frozen_parameters=exclude_frozen_parameters)
+        state: dict[str, LazyTensor | Tensor] = {
+            **_with_aliases(source, lazy),
+            **source.buffers(0),
+        }
+        weights = [Weight(name, t.dtype, tuple(t.shape)) for name, t in state.items()]
+        shards = plan_shards(weights, filename=BIN, max_nbytes=parse_size(max_shard_size))
+        last: list[tuple[Any, Tensor]] = []  # names of a tied weight follow each other
+
+        def read(name: str) -> Tensor:
+            if not last or last[0][0] is not state[name]:
+                last[:] = [(state[name], state[name].contiguous())]
+            return last[0][1]
+
+        write_bins(shards, output_dir, filename=BIN, read=read)
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
+) -> nn.Module:
+    """Put the weights of a checkpoint into an ordinary module, where its parameters are. Returns it.
+
+    Names that only one of the two has are left alone, with a warning. Host memory: the fp32 weights.
+    """
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    for what, names in (("has no", missing), ("alone has", unexpected)):
+        if names:
+            logger.warning(
+                "the checkpoint %s %s %s%s",
+                checkpoint_dir,
+                what,
+                ", ".join(names[:3]),
+                f" and {len(names) - 3} more" if len(names) > 3 else "",
+            )
+    return model
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line of ``zero_to_fp32.py``. Returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="zero_to_fp32.py", description="Write the whole fp32 weights of a checkpoint."
+    )
+    parser.add_argument("checkpoint_dir", help="the directory that holds the tags")
+    parser.add_argument("output_dir", help="where the weights go")
+    parser.add_argument("--max_shard_size", default=MAX_SHARD_SIZE, help="of one file, like 5GB")
+    parser.add_argument(
+        "--safe_serialization",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="safetensors; otherwise pytorch_model.bin",
+    )
+    parser.add_argument("-t", "--tag", help="which checkpoint; default: the latest")
+    parser.add_argument(
+        "--exclude_frozen_parameters", action="store_true", help="write only what was trained"
+    )
+    parser.add_argument("-d", "--debug", action="store_true", help="say what goes on")
+    args = parser.parse_args(arguments)
+    if args.debug:
+        logging.basicConfig(level=logging.DEBUG)
+    try:
+        convert_zero_checkpoint_to_fp32_state_dict(
+            args.checkpoint_dir,
+            args.output_dir,
+            max_shard_size=args.max_shard_size,
+            safe_serialization=args.safe_serialization,
+            tag=args.tag,
+            exclude_frozen_parameters=args.exclude_frozen_parameters,
+        )
+    except ZeroShardError as error:
+        print(f"zero_to_fp32.py: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

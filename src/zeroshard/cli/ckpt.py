@@ -1,0 +1,425 @@
+"""What can one do with checkpoints from a shell, without ranks?"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from zeroshard.errors import CheckpointError, UsageError, ZeroShardError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from zeroshard.checkpoint.compare import Difference
+    from zeroshard.checkpoint.export import Progress
+    from zeroshard.checkpoint.saved import Source
+
+ckpt = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Look at checkpoints, check, compare, export and remove them.",
+)
+
+Place = Annotated[Path, typer.Argument(help="Where the tags are, or one of them.")]
+Tag = Annotated[str | None, typer.Option("--tag", "-t", help="Which one; default: the latest.")]
+AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
+
+
+@ckpt.command("ls")
+def ls_command(
+    directory: Annotated[Path, typer.Argument(help="Where the tags are.")], as_json: AsJson = False
+) -> None:
+    """List the checkpoints of a directory, and what is wrong with those that cannot be loaded."""
+    with _errors_told():
+        found = rows(directory)
+    if as_json:
+        print(json.dumps([asdict(row) for row in found], indent=2))
+        return
+    if not found:
+        print(f"{directory} holds no checkpoint.")
+        return
+    _print_table(
+        ["tag", "step", "saved at", "ranks", "stage", "size", "parameters", "state"],
+        [
+            [
+                f"{row.tag} (latest)" if row.latest else row.tag,
+                *map(_text, (row.step, row.saved_at, row.world_size, row.stage)),
+                _size(row.nbytes),
+                _text(row.numel),
+                row.state,
+            ]
+            for row in found
+        ],
+    )
+
+
+@ckpt.command("show")
+def show_command(directory: Place, tag: Tag = None, as_json: AsJson = False) -> None:
+    """Show what is in a checkpoint: counters, parameters with their state, buffers, files."""
+    with _errors_told(), contextlib.closing(_open(directory, tag)) as source:
+        facts = facts_of(source)
+    if as_json:
+        print(json.dumps(facts, indent=2))
+        return
+    for key, value in facts.items():
+        if not isinstance(value, list):
+            print(f"{key}: {value if not isinstance(value, dict) else json.dumps(value)}")
+    for title in ("parameters", "buffers", "files"):
+        table: list[dict[str, Any]] = facts.get(title, [])
+        if table:
+            print(f"\n{len(table):,} {title}")
+            _print_table(list(table[0]), [[_text(v) for v in row.values()] for row in table])
+
+
+@ckpt.command("verify")
+def verify_command(directory: Place, tag: Tag = None) -> None:
+    """Read every byte of a checkpoint. Ends with 1 if any is not what was saved."""
+    with _errors_told():
+        path = _path(directory, tag)
+        problems = problems_of(path)
+    for problem in problems:
+        print(problem)
+    if problems:
+        raise typer.Exit(1)
+    print(f"{path}: every byte is what was saved.")
+
+
+@ckpt.command("export")
+def export_command(
+    directory: Place,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The directory to write to.")],
+    tag: Tag = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", help="float32, float16 or bfloat16; default: as saved."),
+    ] = None,
+    max_shard_size: Annotated[
+        str, typer.Option("--max-shard-size", "--max_shard_size", help="Of one file.")
+    ] = "5GB",
+    exclude_frozen: Annotated[
+        bool,
+        typer.Option(
+            "--exclude-frozen", "--exclude_frozen_parameters", help="Only what was trained."
+        ),
+    ] = False,
+) -> None:
+    """Write the weights as safetensors that Hugging Face libraries load, and read them back."""
+    from zeroshard.checkpoint.export import export_checkpoint
+
+    with _errors_told(), contextlib.closing(_open(directory, tag)) as source, _bar() as progress:
+        paths = export_checkpoint(
+            source,
+            out,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+            exclude_frozen_parameters=exclude_frozen,
+            progress=progress,
+        )
+    for path in paths:
+        print(path)
+
+
+@ckpt.command("diff")
+def diff_command(
+    first: Annotated[Path, typer.Argument(help="A tag's directory, or one that holds tags.")],
+    second: Annotated[Path, typer.Argument(help="The other one.")],
+    tag: Tag = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare two checkpoints by name, whatever their ranks and files. Ends with 1 if they differ."""
+    from zeroshard.checkpoint.compare import differences
+
+    with (
+        _errors_told(),
+        contextlib.closing(_open(first, tag)) as left,
+        contextlib.closing(_open(second, tag)) as right,
+    ):
+        found = list(differences(left, right))
+    if as_json:
+        print(json.dumps([_as_json(difference) for difference in found], indent=2))
+    elif found:
+        _print_table(
+            ["name", "of", "different", "max |a - b|"],
+            [
+                [d.name, d.part, d.what, "" if d.max_abs is None else f"{d.max_abs:g}"]
+                for d in found
+            ],
+        )
+    else:
+        print("No difference.")
+    if found:
+        raise typer.Exit(1)
+
+
+@ckpt.command("prune")
+def prune_command(
+    directory: Annotated[Path, typer.Argument(help="Where the tags are.")],
+    keep: Annotated[int, typer.Option("--keep", min=1, help="How many of the newest stay.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+) -> None:
+    """Remove all but the newest complete checkpoints; the one that 'latest' names stays in any case."""
+    from zeroshard.checkpoint.directory import prune
+
+    with _errors_told():
+        _check_directory(directory)
+        going = prune(directory, keep, dry_run=True)
+        for name in going:
+            print(f"{name}  {_size(_nbytes_below(directory / name))}")
+        if not going:
+            print("Nothing to remove.")
+        elif not dry_run:
+            if not yes:
+                typer.confirm(f"Remove {len(going)} from {directory}?", abort=True)
+            prune(directory, keep)
+
+
+# ---------------------------------------------------------------------- what is there
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of ``ls``; None: not known. ``state``: ``complete``, or why it cannot be loaded."""
+
+    tag: str
+    state: str
+    nbytes: int
+    step: int | None = None
+    saved_at: str | None = None
+    world_size: int | None = None
+    stage: int | None = None
+    numel: int | None = None
+    latest: bool = False
+
+
+def rows(directory: Path) -> list[Row]:
+    """All that looks like a checkpoint below ``directory``, by step."""
+    from zeroshard.checkpoint import directory as places
+
+    _check_directory(directory)
+    latest = ""
+    with contextlib.suppress(CheckpointError):
+        latest = places.latest(directory)
+    paths = [path for path in sorted(directory.iterdir()) if path.is_dir()]
+    found = [row for path in paths if (row := _row(path, latest)) is not None]
+    return sorted(found, key=lambda row: (row.step is None, row.step, row.saved_at))
+
+
+def _row(path: Path, latest: str) -> Row | None:
+    from zeroshard.checkpoint.deepspeed import is_deepspeed
+    from zeroshard.checkpoint.manifest import MANIFEST
+    from zeroshard.checkpoint.saved import Saved
+
+    nbytes = _nbytes_below(path)
+    is_latest = path.name == latest
+    if path.name.startswith("."):
+        unfinished = ".saving-" in path.name
+        return Row(path.name, "a save that did not end", nbytes) if unfinished else None
+    if not (path / MANIFEST).exists():
+        if is_deepspeed(path):
+            return Row(path.name, "written by DeepSpeed", nbytes, latest=is_latest)
+        missing = f"{MANIFEST} is missing"
+        return Row(path.name, missing, nbytes, latest=True) if is_latest else None
+    try:
+        with Saved(path) as saved:
+            manifest, problems = saved.manifest, saved.problems()
+    except CheckpointError as error:
+        return Row(path.name, str(error), nbytes, latest=is_latest)
+    return Row(
+        path.name,
+        next(iter(problems.values()), "complete"),
+        nbytes,
+        manifest.step,
+        manifest.saved_at,
+        manifest.world_size,
+        manifest.stage,
+        manifest.numel,
+        is_latest,
+    )
+
+
+def facts_of(source: Source) -> dict[str, Any]:
+    """What ``show`` prints: JSON values; lists of dicts are tables."""
+    from zeroshard.checkpoint.manifest import VALUE
+    from zeroshard.checkpoint.saved import Saved
+
+    facts: dict[str, Any] = {"path": str(source.path)}
+    if isinstance(source, Saved):
+        m = source.manifest
+        facts |= {"tag": m.tag, "step": m.step, "saved_at": m.saved_at, "writer": m.writer}
+        facts |= {"world_size": m.world_size, "stage": m.stage, "nbytes": m.nbytes}
+    facts["numel"] = sum(parameter.numel for parameter in source.parameters.values())
+    facts |= _shared_facts(source)
+    facts["parameters"] = [
+        {
+            "name": name,
+            "shape": list(parameter.shape),
+            "dtype": parameter.tensors[VALUE].dtype if VALUE in parameter.tensors else None,
+            "trained": parameter.trained,
+            "group": parameter.group,
+            "state": [key for key in parameter.tensors if key != VALUE],
+            "numbers": {key: number for key, (_, number) in parameter.scalars.items()},
+            "aliases": list(parameter.aliases),
+        }
+        for name, parameter in source.parameters.items()
+    ]
+    facts["buffers"] = [
+        {"name": name, "shape": list(b.shape), "dtype": str(b.dtype).removeprefix("torch.")}
+        for name, b in source.buffers(0).items()
+    ]
+    if isinstance(source, Saved):
+        facts["files"] = [{"name": f.name, "nbytes": f.nbytes} for f in source.manifest.files]
+    return facts
+
+
+def _shared_facts(source: Source) -> dict[str, Any]:
+    try:
+        shared = source.shared()
+    except CheckpointError as error:  # the rest can still be shown
+        return {"shared state": str(error)}
+    names = {
+        "state": sorted(shared),
+        "client_state": sorted(map(str, shared.get("client_state") or {})),
+    }
+    return {"counters": shared.get("counters", {}), **{k: ", ".join(v) for k, v in names.items()}}
+
+
+def problems_of(path: Path) -> list[str]:
+    """What is wrong with the checkpoint at ``path``; all of it is read."""
+    from zeroshard.checkpoint.saved import Saved
+    from zeroshard.checkpoint.sources import open_source
+
+    try:
+        with contextlib.closing(open_source(path.parent, path.name)) as source:
+            return source.verify() if isinstance(source, Saved) else _unreadable(source)
+    except CheckpointError as error:
+        return [str(error)]
+
+
+def _unreadable(source: Source) -> list[str]:
+    """Of a format without checksums: what cannot be read."""
+    from zeroshard.checkpoint.saved import full
+
+    found = []
+    for name, parameter in source.parameters.items():
+        for tensor in parameter.tensors:
+            try:
+                full(source, name, tensor)
+            except CheckpointError as error:
+                found.append(str(error))
+    return found
+
+
+def _path(directory: Path, tag: str | None) -> Path:
+    """The directory of one checkpoint. Raises :class:`CheckpointError` if there is none."""
+    from zeroshard.checkpoint.deepspeed import is_deepspeed
+    from zeroshard.checkpoint.directory import resolve
+    from zeroshard.checkpoint.manifest import MANIFEST
+
+    _check_directory(directory)
+    if (directory / MANIFEST).exists() or is_deepspeed(directory):
+        if tag is not None and tag != directory.resolve().name:
+            raise UsageError(f"{directory} is one checkpoint; --tag {tag} needs their directory.")
+        return directory.resolve()
+    return resolve(directory, tag).resolve()
+
+
+def _open(directory: Path, tag: str | None) -> Source:
+    from zeroshard.checkpoint.sources import open_source
+
+    path = _path(directory, tag)
+    return open_source(path.parent, path.name)
+
+
+def _check_directory(directory: Path) -> None:
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is no directory.")
+
+
+def _nbytes_below(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+# ---------------------------------------------------------------------- in words
+
+
+def _as_json(difference: Difference) -> dict[str, Any]:
+    """JSON has no NaN and no infinity: they become texts."""
+    largest = difference.max_abs
+    odd = largest is not None and not math.isfinite(largest)
+    return {**asdict(difference), "max_abs": str(largest) if odd else largest}
+
+
+@contextlib.contextmanager
+def _errors_told() -> Iterator[None]:
+    """Errors that have a text for people end the command with 2, without a traceback."""
+    try:
+        yield
+    except (ZeroShardError, OSError) as error:
+        print(f"zeroshard: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+
+
+@contextlib.contextmanager
+def _bar() -> Iterator[Progress]:
+    """A progress bar, if somebody sees it."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+
+    console = _console(stderr=True)
+    columns = (BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("")
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _console(*, stderr: bool = False) -> Console:
+    """As wide as it takes where nobody's window limits it."""
+    from rich.console import Console
+
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, width=None if stream.isatty() else 1000, highlight=False)
+
+
+def _print_table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*heads, box=None, pad_edge=False, header_style="bold")
+    for line in lines:
+        table.add_row(*map(Text, line))
+    _console().print(table)
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {v}" for key, v in value.items())
+    if isinstance(value, list) and not all(isinstance(v, int) for v in value):
+        return ", ".join(map(str, value))
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _size(nbytes: int) -> str:
+    """Decimal, as disks and ``max_shard_size`` count.
+
+    >>> _size(1_234_000)
+    '1.23 MB'
+    """
+    value, unit = float(nbytes), "B"
+    for larger in ("kB", "MB", "GB", "TB"):
+        if value < 1000:
+            break
+        value, unit = value / 1000, larger
+    return f"{value:.3g} {unit}" if unit != "B" else f"{nbytes} B"

@@ -1,0 +1,529 @@
+"""What of an engine goes into a checkpoint, and how does it come back?
+
+Which bytes lie where is the business of :mod:`zeroshard.checkpoint`. Here is the engine's side: counters,
+groups, schedule, loss scaler, generators, data position, and when nobody may train meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import count
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from zeroshard import __version__
+from zeroshard.checkpoint import directory as places
+from zeroshard.checkpoint import load, rng, tree
+from zeroshard.checkpoint.local import Local
+from zeroshard.checkpoint.save import Facts, Job, Options, plan
+from zeroshard.checkpoint.saved import Source
+from zeroshard.checkpoint.sources import open_source
+from zeroshard.checkpoint.spread import fetch_missing
+from zeroshard.checkpoint.together import agree
+from zeroshard.checkpoint.zero_to_fp32 import SCRIPT
+from zeroshard.core.tiers import Tier
+from zeroshard.engine.host_memory import gib, host_limits
+from zeroshard.errors import CheckpointError, UsageError
+from zeroshard.store.disk_open import aligned_bytes
+
+if TYPE_CHECKING:
+    from zeroshard.engine.engine import Engine
+
+logger = logging.getLogger("zeroshard")
+
+_OWNER = "copy for a checkpoint"
+_HALF_LOADED = (
+    "loading a checkpoint did not come to its end: parameters and optimizer state are of two runs. Load "
+    "another checkpoint, or this one once its files are restored."
+)
+_IMPLEMENTATION = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
+"""Options of a param group that say how this program runs, not what it computes."""
+
+
+class Checkpoints:
+    """Saves and loads one engine. At most one save is on its way."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._section = engine.settings.checkpoint
+        self._thread: threading.Thread | None = None
+        self._outcome: list[BaseException] = []  # of the save behind, if it failed
+        self._images: list[Tensor] = []  # host memory for copies; kept for the next save
+        self._is_half_loaded = False
+        self.watch_point: Callable[[str], None] = lambda _point: None  # see ``save.POINTS``
+
+    @property
+    def _local(self) -> Local:
+        return Local(self._engine.runtime.units, self._engine.runtime.optimizer)
+
+    # ------------------------------------------------------------------ saving
+
+    def save(
+        self,
+        directory: str | PathLike[str],
+        tag: object,
+        client_state: Mapping[str, Any],
+        *,
+        save_latest: bool,
+        exclude_frozen: bool,
+    ) -> Path:
+        """See :meth:`zeroshard.engine.engine.Engine.save_checkpoint`."""
+        engine, section = self._engine, self._section
+        name = places.check_tag(f"global_step{engine.global_steps}" if tag is None else tag)
+        self.wait()
+        engine._settle()
+        engine._update.publish_late()
+        if engine.accumulation.divided and engine.global_rank == 0:
+            logger.warning(
+                "saving in the middle of a step: gradients of %d backwards are not saved, and a resumed "
+                "run begins the step anew. Save after engine.step().",
+                engine.accumulation.backwards,
+            )
+        job = plan(
+            Path(directory),
+            name,
+            local=self._local,
+            forum=engine._watch.forum,
+            facts=lambda: self._facts(client_state, save_latest, exclude_frozen),
+            options=Options(
+                frozen=section.frozen,
+                keep_last=section.keep_last,
+                max_buffer_nbytes=section.max_buffer_mb << 20,
+                tag_validation=section.tag_validation,
+            ),
+            at=self.watch_point,
+        )
+        if section.asynchronous and self._can_copy(job):
+            job.snapshot(self._taker())
+            self._thread = threading.Thread(
+                target=self._run, args=(job,), name="zeroshard-checkpoint"
+            )
+            self._thread.start()
+        else:
+            job.run()
+        return job.root / job.tag
+
+    def _run(self, job: Job) -> None:
+        """On the thread of a save behind."""
+        try:
+            job.run()
+        except BaseException as error:
+            logger.error("%s", error)
+            self._outcome.append(error)
+
+    def wait(self) -> None:
+        """Return when the last save is complete. Raises what ended it, once."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._outcome:
+            raise self._outcome.pop()
+
+    def close(self) -> None:
+        """Wait for the save on its way, and give the copy's memory back."""
+        try:
+            self.wait()
+        finally:
+            self._images.clear()
+            self._engine.runtime.ledger.hold("scratch", _OWNER, 0, Tier.HOST)
+
+    def _can_copy(self, job: Job) -> bool:
+        """Is there host memory for a copy of this rank's bytes? Else the save is synchronous here."""
+        if self._engine.runtime.stores.uses_disk:
+            logger.info("state rests on disk, and a copy of it in host memory is what that avoids: "
+                        "this checkpoint is written before training goes on")  # fmt: skip
+            return False
+        free, wanted = host_limits().free_nbytes, job.nbytes - sum(i.nbytes for i in self._images)
+        ranks = self._engine.local_world_size
+        if free is not None and wanted * ranks > free:
+            logger.warning(
+                "no memory for a copy: %d ranks of this host need %s each, and %s are free. This "
+                "checkpoint is written before training goes on.", ranks, gib(wanted), gib(free),
+            )  # fmt: skip
+            return False
+        return True
+
+    def _taker(self) -> Callable[[int], Tensor]:
+        """Gives host memory, in the order of the files: what the last save had, if it is enough."""
+        images, turn = self._images, count()
+
+        def take(nbytes: int) -> Tensor:
+            at = next(turn)
+            if at == len(images) or images[at].nbytes < nbytes:
+                pin = self._engine.device.type == "cuda"
+                fresh = (
+                    torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+                    if pin
+                    else aligned_bytes(nbytes)
+                )
+                images[at : at + 1] = [fresh]
+            held = sum(image.nbytes for image in images)
+            self._engine.runtime.ledger.hold("scratch", _OWNER, held, Tier.HOST)
+            return images[at][:nbytes]
+
+        return take
+
+    def _facts(
+        self, client_state: Mapping[str, Any], save_latest: bool, exclude_frozen: bool
+    ) -> Facts:
+        engine = self._engine
+        shared, shared_tensors = self._shared(client_state)  # collective if it holds parameters
+        mine = {"rng": rng.rng_state(engine.device)}
+        if hasattr(engine.training_dataloader, "state_dict"):
+            mine["data"] = engine.training_dataloader.state_dict()
+        own, own_tensors = tree.encode(mine, where="rank")
+        return Facts(
+            step=engine.global_steps,
+            stage=int(engine.settings.zero_optimization.stage),
+            writer={"zeroshard": __version__, "torch": str(torch.__version__)},
+            aliases=_aliases(engine.module),
+            shared=shared,
+            shared_tensors=shared_tensors,
+            own=own,
+            own_tensors=own_tensors,
+            buffers=dict(persistent_buffers(engine.module)),
+            exclude_frozen=exclude_frozen,
+            save_latest=save_latest,
+            script=SCRIPT,
+        )
+
+    def _shared(self, client_state: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
+        """State of which rank 0's is everybody's."""
+        engine = self._engine
+        plain: dict[str, Any] = {
+            "counters": {
+                "global_steps": engine.global_steps,
+                "micro_steps": engine.micro_steps,
+                "global_samples": engine.global_samples,
+                "skipped_steps": engine.skipped_steps,
+            },
+            "scaler": engine.scaler.state_dict(),
+            "groups": [
+                {k: v for k, v in group.items() if k not in _IMPLEMENTATION}
+                for group in engine._groups
+            ],
+        }
+        if engine.optimizer is not None:
+            plain["optimizer"] = type(engine.optimizer).__name__
+        if engine.lr_scheduler is not None:
+            plain["scheduler"] = engine.lr_scheduler.state_dict()
+        node: dict[str, Any] = {}
+        tensors: dict[str, Tensor] = {}
+        for name, value in {**plain, "client_state": dict(client_state)}.items():
+            node[name], found = tree.encode(
+                value, where=name, allow_pickle=self._section.allow_pickle
+            )
+            tensors |= found
+        return node, tensors
+
+    # ------------------------------------------------------------------ loading
+
+    def load(
+        self,
+        directory: str | PathLike[str],
+        tag: object,
+        *,
+        strict: bool,
+        optimizer_states: bool,
+        scheduler_states: bool,
+        module_only: bool,
+    ) -> tuple[str, dict[str, Any]]:
+        """See :meth:`zeroshard.engine.engine.Engine.load_checkpoint`."""
+        self.wait()
+        self._check_idle()
+        root = Path(directory)
+        failed = f"no checkpoint of {root} was loaded"
+        tried: list[str] = []
+        candidates = self._candidates(root, tag)
+        for name in candidates:
+            try:
+                source, own = self._open(root, name)
+            except CheckpointError as error:
+                tried.append(str(error))
+                continue
+            with contextlib.closing(source):
+                shared = self._check(
+                    source, strict=strict, optimizer_states=optimizer_states and not module_only
+                )
+                loaded = self._fill(source, tried, with_state=optimizer_states and not module_only)
+                if not loaded:
+                    continue
+                if not module_only:
+                    self._restore(source, shared, own, optimizer_states, scheduler_states)
+                self._mark(half_loaded=False)
+                self._report(tried, source.path)
+                return str(source.path), shared.get("client_state", {})
+        raise CheckpointError(f"{failed}: {' '.join(tried)}")
+
+    def _mark(self, *, half_loaded: bool) -> None:
+        """Until all is filled and restored, the engine is of no one run, and refuses to train."""
+        self._is_half_loaded = half_loaded
+        optimizer = self._engine.runtime.optimizer
+        if optimizer is not None:
+            optimizer.mark_torn(_HALF_LOADED if half_loaded else "")
+
+    def _check_idle(self) -> None:
+        engine = self._engine
+        if self._is_half_loaded:  # which is what another load is for
+            self._mark(half_loaded=False)
+            engine.zero_grad()
+            self._mark(half_loaded=True)
+        else:
+            engine.zero_grad()
+        for unit in engine.runtime.units:
+            if unit.pins:
+                raise UsageError(
+                    f"engine.load_checkpoint() while unit {unit.name!r} is gathered by "
+                    "GatheredParameters: leave the context first."
+                )
+        engine._settle()
+        engine._update.publish_late()
+
+    def _candidates(self, root: Path, tag: object) -> list[str]:
+        """Rank 0 looks; everybody tries the same ones, in the same order."""
+
+        def look() -> dict[str, Any]:
+            if self._engine.global_rank:
+                return {}
+            if tag is not None:
+                return {"names": [places.resolve(root, tag).name]}
+            newest = places.latest(root)
+            places.restore_replaced(root, newest)
+            return {"names": [newest, *places.fallbacks(root, newest)]}
+
+        found = self._agree(
+            f"no checkpoint of {root} was loaded", "looking for it", look, lambda said: said[0]
+        )
+        names: list[str] = found["names"]
+        return names
+
+    def _open(self, root: Path, name: str) -> tuple[Source, dict[str, Any]]:
+        """It, and the rank's own state in it. All that is small is read here, before anything changes.
+
+        Raises :class:`CheckpointError` on all ranks if it is not complete.
+        """
+        opened: list[Source] = []
+        failed = f"{root / name} cannot be loaded"
+        fetch_missing(
+            root / name,
+            self._engine._comm,
+            self._engine._watch.forum,
+            failed,
+            needs=lambda manifest: load.needed_files(
+                manifest, self._local, self._engine.global_rank, self._engine.world_size
+            ),
+            device=self._engine.device,
+        )
+        own: dict[str, Any] = {}
+
+        def look() -> None:
+            opened.append(open_source(root, name))
+            opened[0].probe(self._engine.global_rank)
+            own.update(self._own_state(opened[0]))
+
+        try:
+            self._agree(failed, "opening it", look)
+        except BaseException:
+            for source in opened:
+                source.close()
+            raise
+        return opened[0], own
+
+    def _own_state(self, source: Source) -> dict[str, Any]:
+        """The rank's generators and data position; empty if none were saved."""
+        rank, ranks = self._engine.global_rank, source.ranks()
+        if not ranks:
+            return {}
+        own = ranks[rank % len(ranks)]
+        if len(ranks) != self._engine.world_size:
+            own["rng"] = rng.rng_state_for(rank, [one["rng"] for one in ranks])
+        return own
+
+    def _check(self, source: Source, *, strict: bool, optimizer_states: bool) -> dict[str, Any]:
+        """Whether it is of this model and this optimizer; before anything is changed."""
+        engine, local = self._engine, self._local
+        shapes = {s.fqn: s.shape for unit in local.units for s in unit.layout.slots}
+        dtypes = {s.fqn: unit.row.param for unit in local.units for s in unit.layout.slots}
+        found: dict[str, Any] = {}
+
+        def compare() -> dict[str, Any]:
+            self._names = load.match(source, shapes, strict=strict).names
+            found["shared"] = source.shared(allow_pickle=self._section.allow_pickle)
+            if optimizer_states:
+                _check_groups(
+                    source, found["shared"], local, self._names, engine._groups, engine.optimizer
+                )
+            if strict:
+                _check_buffers(source.buffers(engine.global_rank), engine.module, source.path)
+            return {"digests": load.digests_to_compare(local, source.parameters, self._names)}
+
+        def judge(said: list[dict[str, Any]]) -> dict[str, Any]:
+            parts = [part["digests"] for part in said]
+            if strict:
+                load.refuse_other_frozen(
+                    parts, source.parameters, self._names, dtypes, path=source.path
+                )
+            return {}
+
+        self._agree(f"{source.path} was not loaded", "comparing it with the model", compare, judge)
+        shared: dict[str, Any] = found["shared"]
+        return shared
+
+    def _fill(self, source: Source, tried: list[str], *, with_state: bool) -> bool:
+        """Read all values. False, with the reason in ``tried``: some could not be read, on some rank.
+
+        An error of another kind leaves at once: other ranks are in collectives, and learn it when this
+        engine is closed.
+        """
+        engine = self._engine
+        loader = load.Loader(
+            self._local,
+            source,
+            self._names,
+            with_state=with_state,
+            max_buffer_nbytes=self._section.max_buffer_mb << 20,
+        )
+        self._mark(half_loaded=True)
+        loader.fill()
+
+        def finish() -> None:
+            if loader.failure is not None:
+                raise loader.failure
+            buffers = source.buffers(engine.global_rank)
+            for name, buffer in persistent_buffers(engine.module):
+                if name in buffers:
+                    buffer.copy_(buffers[name])
+
+        try:
+            self._agree(f"{source.path} is damaged", "reading it", finish)
+        except CheckpointError as error:
+            tried.append(str(error))
+            return False
+        return True
+
+    def _restore(
+        self,
+        source: Source,
+        shared: Mapping[str, Any],
+        own: Mapping[str, Any],
+        optimizer_states: bool,
+        scheduler_states: bool,
+    ) -> None:
+        """Everything that is not a parameter's."""
+        engine = self._engine
+        counters = shared.get("counters", {})
+        engine.global_steps = int(counters.get("global_steps", 0))
+        engine.micro_steps = int(counters.get("micro_steps", 0))
+        engine.global_samples = int(counters.get("global_samples", 0))
+        engine._skips.count = int(counters.get("skipped_steps", 0))
+        engine._skips.in_a_row = 0
+        if optimizer_states:
+            for group, saved in zip(engine._groups, shared.get("groups", []), strict=True):
+                _restore_group(group, saved)
+            if engine.scaler.state_dict().keys() <= shared.get("scaler", {}).keys():
+                engine.scaler.load_state_dict(shared["scaler"])
+        if scheduler_states and engine.lr_scheduler is not None and "scheduler" in shared:
+            engine.lr_scheduler.load_state_dict(shared["scheduler"])
+        if "data" in own and hasattr(engine.training_dataloader, "load_state_dict"):
+            engine.training_dataloader.load_state_dict(own["data"])
+        if "rng" in own:
+            rng.set_rng_state(own["rng"], engine.device)
+
+    def _report(self, tried: Sequence[str], path: Path) -> None:
+        if tried and self._engine.global_rank == 0:
+            logger.warning("%s Using %s instead.", " ".join(tried), path.name)
+
+    def _agree(
+        self,
+        failed: str,
+        topic: str,
+        act: Callable[[], dict[str, Any] | None],
+        decide: Callable[[list[dict[str, Any]]], dict[str, Any]] = lambda _said: {},
+    ) -> dict[str, Any]:
+        return agree(self._engine._watch.forum, failed, topic, act, decide)
+
+
+def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that a ``state_dict`` has, by name; one that is registered twice, once."""
+    seen: set[int] = set()
+    for prefix, child in module.named_modules():
+        for name, buffer in child._buffers.items():
+            if buffer is None or name in child._non_persistent_buffers_set or id(buffer) in seen:
+                continue
+            seen.add(id(buffer))
+            yield f"{prefix}.{name}".lstrip("."), buffer
+
+
+def _aliases(module: torch.nn.Module) -> dict[str, list[str]]:
+    """Other names of tied parameters, by their first name."""
+    first = {id(param): name for name, param in module.named_parameters()}
+    found: dict[str, list[str]] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        if first[id(param)] != name:
+            found.setdefault(first[id(param)], []).append(name)
+    return found
+
+
+def _check_buffers(saved: Mapping[str, Tensor], module: torch.nn.Module, path: Path) -> None:
+    own = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(module)}
+    there = {name: tuple(buffer.shape) for name, buffer in saved.items()}
+    wrong = sorted(n for n in own.keys() | there.keys() if own.get(n) != there.get(n))
+    if wrong:
+        name = wrong[0]
+        raise CheckpointError(
+            f"{path}: {len(wrong)} buffers differ from the model's; {name!r} has shape "
+            f"{there.get(name, 'none')} there and {own.get(name, 'none')} here. "
+            "load_module_strict=False loads what fits by name."
+        )
+
+
+def _check_groups(
+    source: Source,
+    shared: Mapping[str, Any],
+    local: Local,
+    names: Mapping[str, str],
+    groups: Sequence[Mapping[str, Any]],
+    optimizer: torch.optim.Optimizer | None,
+) -> None:
+    """Optimizer state fits, or an error says why before anything is changed."""
+    hint = " load_optimizer_states=False loads the weights alone."
+    saved = shared.get("groups", [])
+    kind, own = shared.get("optimizer"), type(optimizer).__name__
+    if optimizer is None:
+        raise CheckpointError(f"{source.path} has optimizer state, and this engine has none.{hint}")
+    if kind is not None and kind != own:
+        raise CheckpointError(
+            f"{source.path} was saved with {kind}, and this engine has {own}.{hint}"
+        )
+    if len(saved) != len(groups):
+        raise CheckpointError(
+            f"{source.path} has {len(saved)} param groups, and this optimizer has {len(groups)}.{hint}"
+        )
+    for unit in local.units:
+        for fqn, group in local.groups(unit).items():
+            there = source.parameters[names[fqn]].group if fqn in names else None
+            if there is not None and there != group:
+                raise CheckpointError(
+                    f"{source.path}: {fqn!r} was in param group {there}, and is in group {group} "
+                    f"now: options such as the weight decay would go to the wrong parameters.{hint}"
+                )
+
+
+def _restore_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    for name, value in saved.items():
+        if name in _IMPLEMENTATION:
+            continue
+        own = group.get(name)
+        if isinstance(own, Tensor):
+            own.copy_(torch.as_tensor(value))
+        elif isinstance(own, tuple):
+            group[name] = tuple(value)
+        else:
+            group[name] = value

@@ -1,0 +1,326 @@
+"""How do the weights of a running engine become files for others, at any stage and by whichever rank?
+
+Every rank takes part: units are gathered one by one, and rank 0 writes. What goes wrong there is told
+to all ranks at fixed places, so that none waits for a rank that has given up.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.checkpoint.export import Exporter, pieces_of, write_bins
+from zeroshard.checkpoint.export_plan import (
+    MAX_SHARD_SIZE,
+    SAFETENSORS,
+    Weight,
+    loaded_name,
+    parse_size,
+    plan_shards,
+)
+from zeroshard.checkpoint.together import agree
+from zeroshard.errors import UsageError
+
+LP_PARAMS = "lp_params"
+
+
+def save_16bit_model(
+    engine: Any,
+    save_dir: str | Path,
+    save_filename: str = SAFETENSORS,
+    exclude_frozen_parameters: bool = False,
+) -> bool:
+    """Write the whole model's weights, in the dtype in which it computes, to one file. Collective.
+
+    Works at every stage. A name that ends in ``.safetensors`` is written in pieces, by rank 0; any other
+    (DeepSpeed's is ``pytorch_model.bin``) with ``torch.save``, for which rank 0 needs host memory for the
+    whole model. Tied weights have one name in safetensors and all their names in the other.
+
+    Returns True. Raises :class:`CheckpointError` on every rank if rank 0 cannot write.
+    """
+    call = "save_16bit_model"
+    if Path(save_filename).name != str(save_filename):
+        raise UsageError(
+            f"{call}(save_filename={save_filename!r}): give a name without a directory."
+        )
+    weights = _weights_of(engine, exclude_frozen_parameters=exclude_frozen_parameters)
+    with engine._watch.section("save"):
+        if str(save_filename).endswith(".safetensors"):
+            _write(engine, call, weights, save_dir, filename=save_filename, max_shard_size=None)
+            return True
+        state = _state_dict(engine, call, weights)
+        agreed = _Agreed(engine, call)
+        agreed.run(_write_bin, state, Path(save_dir), str(save_filename))
+        agreed.settle()
+    return True
+
+
+def save_pretrained(
+    engine: Any,
+    save_dir: str | Path,
+    max_shard_size: int | str | None = MAX_SHARD_SIZE,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write a directory that ``from_pretrained`` loads: safetensors and the model's own configuration.
+    Collective.
+
+    The dtype is that in which the model computes. Host memory: rank 0 holds one unit and a few pieces. A
+    model with adapters (PEFT) saves these alone, through its own ``save_pretrained``, as it would without
+    an engine. Raises :class:`CheckpointError` on every rank if rank 0 cannot write.
+    """
+    call = "save_pretrained"
+    parse_size(max_shard_size)
+    module = engine.module
+    adapters = getattr(module, "peft_config", None)
+    weights = _weights_of(
+        engine,
+        exclude_frozen_parameters=exclude_frozen_parameters,
+        adapters=tuple(adapters) if adapters else None,
+    )
+    with engine._watch.section("save"):
+        if adapters:
+            state = _state_dict(engine, call, weights)
+            agreed = _Agreed(engine, call)
+            agreed.run(_save_adapters, module, save_dir, state)
+        else:
+            agreed = _write(
+                engine, call, weights, save_dir, filename=SAFETENSORS, max_shard_size=max_shard_size
+            )
+            agreed.run(_save_config, module, Path(save_dir), weights)
+        agreed.settle()
+
+
+def consolidated_16bit_state_dict(
+    engine: Any, exclude_frozen_parameters: bool = False
+) -> dict[str, Tensor] | None:
+    """The whole state dict on rank 0, in host memory, in the dtypes of the model; None on others.
+    Collective.
+
+    Keys and their order are those of ``module.state_dict()``; tied weights are one tensor.
+    """
+    weights = _weights_of(engine, exclude_frozen_parameters=exclude_frozen_parameters)
+    with engine._watch.section("save"):
+        state = _state_dict(engine, "consolidated_16bit_state_dict", weights)
+    return state if engine.global_rank == 0 else None
+
+
+# ---------------------------------------------------------------------- which weights
+
+
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """``params``: by canonical name, in the order of the units; ``names``: all names of each.
+    ``buffers``: persistent ones. ``written``: the name of each in safetensors."""
+
+    params: dict[str, nn.Parameter]
+    names: dict[str, tuple[str, ...]]
+    buffers: dict[str, Tensor]
+    written: dict[str, str]
+
+    def planned(self) -> list[Weight]:
+        """In the order in which :func:`_stream` gives them."""
+        tensors = {**self.params, **self.buffers}
+        return [Weight(self.written[n], t.dtype, tuple(t.shape)) for n, t in tensors.items()]
+
+
+def _weights_of(
+    engine: Any, *, exclude_frozen_parameters: bool, adapters: Sequence[str] | None = None
+) -> _Weights:
+    engine._check_open()
+    engine._away.check("saving weights", LP_PARAMS)
+    module = engine.module
+    names: dict[int, list[str]] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    taken = {
+        slot.fqn: param
+        for unit in engine.runtime.units
+        for slot, param in zip(unit.layout.slots, unit.params, strict=True)
+        if _is_wanted(slot.fqn, param, exclude_frozen_parameters, adapters)
+    }
+    aliases = {fqn: _first(fqn, names[id(param)]) for fqn, param in taken.items()}
+    buffers = persistent_buffers(module) if adapters is None else {}
+    tied = _tied_names(module)
+    written = {fqn: loaded_name(aliases[fqn], tied) for fqn in taken}
+    return _Weights(taken, aliases, buffers, {**written, **{name: name for name in buffers}})
+
+
+def _is_wanted(
+    fqn: str, param: nn.Parameter, exclude_frozen: bool, adapters: Sequence[str] | None
+) -> bool:
+    """Of a model with adapters: what is trained, and adapters that are not trained now."""
+    if adapters is not None:
+        return param.requires_grad or any(part in adapters for part in fqn.split("."))
+    return param.requires_grad or not exclude_frozen
+
+
+def _first(fqn: str, names: Sequence[str]) -> tuple[str, ...]:
+    return (fqn, *(name for name in names if name != fqn))
+
+
+def _tied_names(module: nn.Module) -> Iterable[str]:
+    """Of a Hugging Face model: patterns of the names that it ties to others after loading."""
+    found: Any = getattr(module, "all_tied_weights_keys", None)  # with those of its parts
+    return found or getattr(module, "_tied_weights_keys", None) or ()
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """What ``module.state_dict()`` has besides parameters, without touching these."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, owner in module.named_modules(remove_duplicate=False)
+        for name, buffer in owner._buffers.items()
+        if buffer is not None and name not in owner._non_persistent_buffers_set
+    }
+
+
+# ---------------------------------------------------------------------- gathered and written
+
+
+def _stream(engine: Any, weights: _Weights) -> Generator[tuple[str, Tensor], None, None]:
+    """Whole values by canonical name, one unit in memory at a time, then the buffers. Collective."""
+    engine._update.publish_late()
+    for unit in engine.runtime.units:
+        slots = [slot for slot in unit.layout.slots if slot.fqn in weights.params]
+        if not slots:
+            continue
+        unit.wait()
+        unit.absorb()
+        nbytes = 0 if unit.resident else unit.full_nbytes
+        with engine.runtime.ledger.lend("saving weights", nbytes):
+            full_N = unit.full_N if unit.resident else unit.gathered_copy()
+            for slot in slots:
+                yield slot.fqn, full_N[slot.start : slot.stop].view(slot.shape).detach()
+            del full_N
+    yield from weights.buffers.items()
+
+
+class _Agreed:
+    """Rank 0 works; at :meth:`settle` all learn whether that went well. Collective."""
+
+    def __init__(self, engine: Any, call: str) -> None:
+        self._engine = engine
+        self._call = call
+        self._failure: Exception | None = None
+
+    def run(self, work: Callable[..., Any], *args: Any) -> Any:
+        """On rank 0, unless something failed before: ``work(*args)``."""
+        if self._engine.global_rank != 0 or self._failure is not None:
+            return None
+        try:
+            return work(*args)
+        except Exception as error:  # told to everybody by settle()
+            self._failure = error
+            return None
+
+    def settle(self) -> None:
+        """Raise :class:`CheckpointError` on every rank if rank 0 failed."""
+        forum = self._engine._watch.forum
+        agree(forum, f"{self._call}() failed", "rank 0 writes weights", self._tell)
+
+    def _tell(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+
+def _write(
+    engine: Any,
+    call: str,
+    weights: _Weights,
+    save_dir: str | Path,
+    *,
+    filename: str,
+    max_shard_size: int | str | None,
+) -> _Agreed:
+    """Stream all weights into safetensors; every rank knows the plan, so also where files end."""
+    planned = weights.planned()
+    shards = plan_shards(planned, filename=filename, max_nbytes=parse_size(max_shard_size))
+    ends = {shard.weights[-1].name for shard in shards if shard.weights}
+    agreed = _Agreed(engine, call)
+    with ExitStack() as stack:
+
+        def begin() -> Exporter:
+            return stack.enter_context(
+                Exporter(planned, save_dir, filename=filename, max_shard_size=max_shard_size)
+            )
+
+        exporter = agreed.run(begin)
+        agreed.settle()
+        for fqn, tensor in stack.enter_context(closing(_stream(engine, weights))):
+            name = weights.written[fqn]
+            if exporter is not None:
+                agreed.run(exporter.put, name, pieces_of(tensor))
+            del tensor  # a view of its unit: the next one comes when this one is freed
+            if name in ends:
+                agreed.settle()
+        if exporter is not None:
+            agreed.run(exporter.finish)
+        agreed.settle()
+    return agreed
+
+
+def _state_dict(engine: Any, call: str, weights: _Weights) -> dict[str, Tensor]:
+    """Host copies by all their names, in the order of ``module.state_dict()``; empty but on rank 0."""
+    agreed = _Agreed(engine, call)
+    copies: dict[str, Tensor] = {}
+
+    def keep(fqn: str, tensor: Tensor) -> None:
+        copies[fqn] = tensor.to("cpu", copy=True)
+
+    with closing(_stream(engine, weights)) as stream:
+        for fqn, tensor in stream:
+            agreed.run(keep, fqn, tensor)
+            del tensor  # see _write
+    agreed.settle()
+    if engine.global_rank != 0:
+        return {}
+    canonical = {name: fqn for fqn, names in weights.names.items() for name in names}
+    canonical |= {name: name for name in weights.buffers}
+    return {
+        name: copies[canonical[name]] for name in _state_order(engine.module) if name in canonical
+    }
+
+
+def _state_order(module: nn.Module) -> Iterator[str]:
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        for name in (*owner._parameters, *owner._buffers):
+            yield f"{prefix}.{name}" if prefix else name
+
+
+def _write_bin(state: dict[str, Tensor], save_dir: Path, filename: str) -> None:
+    weights = [Weight(name, t.dtype, tuple(t.shape)) for name, t in state.items()]
+    shards = plan_shards(weights, filename=filename, max_nbytes=None)
+    write_bins(shards, save_dir, filename=filename, read=state.__getitem__)
+
+
+# ---------------------------------------------------------------------- beside the weights
+
+
+def _save_config(module: nn.Module, save_dir: Path, weights: _Weights) -> None:
+    """What ``from_pretrained`` reads before the weights, if the module has it."""
+    config: Any = getattr(module, "config", None)
+    if hasattr(config, "save_pretrained"):
+        config = copy.deepcopy(config)
+        config.architectures = [type(module).__name__]
+        numels: Counter[torch.dtype] = Counter()
+        for param in weights.params.values():
+            numels[param.dtype] += param.numel()
+        if numels:
+            key = "dtype" if hasattr(config, "dtype") else "torch_dtype"
+            setattr(config, key, str(max(numels, key=numels.__getitem__)).removeprefix("torch."))
+        config.save_pretrained(str(save_dir))
+    generation: Any = getattr(module, "generation_config", None)
+    if hasattr(generation, "save_pretrained"):
+        generation.save_pretrained(str(save_dir))
+
+
+def _save_adapters(module: Any, save_dir: str | Path, state: dict[str, Tensor]) -> None:
+    module.save_pretrained(str(save_dir), state_dict=state)

@@ -1,0 +1,441 @@
+"""Where in the data is a run, and how does another run go on from there?
+
+In one epoch local sample ``i`` of rank ``r`` is number ``i * W + r`` of one permutation that all ranks
+know. After ``k`` batches of ``B`` samples on each rank, its first ``k * B * W`` numbers are consumed,
+and no others. So one number says where the run is, on any number of ranks, with any batch size: the
+rest of the permutation is dealt anew, and no sample is lost or seen twice (except those that pad the
+end, so that all ranks have as many). Batches are counted where the loader hands them out, not where
+workers read ahead.
+
+A program may go on inside an epoch: the next pass over the loader yields the rest of it, perhaps
+nothing, and the one after that is whole. ``len(loader)`` stays that of a whole epoch.
+
+Letters: ``W`` ranks, ``B`` samples in a batch of one rank.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+)
+
+from zeroshard.checkpoint.rng import rng_state, set_rng_state
+from zeroshard.errors import CheckpointError
+
+_log = logging.getLogger(__name__)
+
+
+class ResumableSampler(DistributedSampler[Any]):
+    """torch's ``DistributedSampler``, whose next pass may begin inside the epoch.
+
+    The order, the padding and the meaning of all arguments are torch's. ``consumed``: samples of the
+    epoch that all ranks together have been handed; another epoch begins at 0.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        num_replicas: int,
+        rank: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
+        self.consumed = 0
+        self.begin = 0  # of the next pass
+
+    @property
+    def dataset_len(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the permutation. A position inside the epoch is kept if it is the same epoch."""
+        if epoch != self.epoch:
+            self.consumed = self.begin = 0
+        super().set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        """This rank's indices from ``begin`` on. The pass after this one begins at 0."""
+        begin, self.begin = self.begin, 0
+        order = self._order()
+        mine = dealt(order, begin, self.rank, self.num_replicas, drop_last=self.drop_last)
+        return iter(mine.tolist())
+
+    def _order(self) -> torch.Tensor:
+        if not self.shuffle:
+            return torch.arange(self.dataset_len)
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return torch.randperm(self.dataset_len, generator=generator)
+
+
+def dealt(
+    order: torch.Tensor, begin: int, rank: int, world_size: int, *, drop_last: bool
+) -> torch.Tensor:
+    """The part of ``order[begin:]`` that ``rank`` gets, as long as every other rank's. Pure.
+
+    The rest is padded from the start of ``order``, or cut with ``drop_last``. ``order``: int64 ``[n]``.
+
+    >>> [dealt(torch.arange(7), 3, r, 3, drop_last=False).tolist() for r in range(3)]
+    [[3, 6], [4, 0], [5, 1]]
+    """
+    left = len(order) - begin
+    count = left // world_size if drop_last else -(-left // world_size)
+    places = begin + rank + world_size * torch.arange(count)
+    return order[places % len(order)] if count else order[:0]
+
+
+# ---------------------------------------------------------------------- positions
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """Where a pass over the loader began."""
+
+    epoch: int = 0
+    samples: int = 0  # consumed before it, over all ranks
+    batches: int = 0  # handed out before it on this rank; they must be read again
+    noted: deque[Any] = field(default_factory=deque)  # states of a sampler at batches drawn ahead
+
+
+class Position(Protocol):
+    """Where a loader is. One kind for each way of choosing samples."""
+
+    kind: str
+
+    def begin(self) -> Begun:
+        """A pass begins."""
+        ...
+
+    def reach(self, begun: Begun, batches: int) -> None:
+        """The pass has handed out so many batches on this rank."""
+        ...
+
+    def end(self, begun: Begun) -> None:
+        """The pass has no more batches."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Plain data, to be loaded by a position of the same kind."""
+        ...
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """The next pass goes on from there. Raises :class:`CheckpointError` and changes nothing."""
+        ...
+
+
+class EpochPosition:
+    """A prefix of the epoch's permutation; the same on all ranks, and fit for any number of them."""
+
+    kind = "epoch"
+
+    def __init__(self, sampler: ResumableSampler, batch_size: int) -> None:
+        self._sampler = sampler
+        self._batch_size = batch_size
+
+    def begin(self) -> Begun:
+        return Begun(self._sampler.epoch, self._sampler.begin)
+
+    def reach(self, begun: Begun, batches: int) -> None:
+        sampler = self._sampler
+        if sampler.epoch == begun.epoch:  # else the program has chosen another while this one runs
+            consumed = begun.samples + batches * self._batch_size * sampler.num_replicas
+            sampler.consumed = min(consumed, sampler.dataset_len)
+
+    def end(self, begun: Begun) -> None:
+        if self._sampler.epoch == begun.epoch:
+            self._sampler.consumed = 0
+
+    def state(self) -> dict[str, Any]:
+        sampler = self._sampler
+        return {
+            "epoch": sampler.epoch,
+            "samples": sampler.consumed,
+            "dataset_len": sampler.dataset_len,
+            "shuffle": sampler.shuffle,
+            "seed": sampler.seed,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        sampler = self._sampler
+        before, now = _count(state, "dataset_len"), sampler.dataset_len
+        epoch, samples = _count(state, "epoch"), _count(state, "samples", before)
+        if before != now:
+            raise CheckpointError(
+                f"the dataset has {now} samples, and had {before} when the checkpoint was written: "
+                f"which {samples} of them epoch {epoch} has seen cannot be told. Resume with the same "
+                "dataset, or without the position in it."
+            )
+        if (state.get("shuffle"), state.get("seed")) != (sampler.shuffle, sampler.seed):
+            raise CheckpointError(
+                f"samples came in another order when the checkpoint was written (shuffle "
+                f"{state.get('shuffle')}, seed {state.get('seed')}; now {sampler.shuffle}, "
+                f"{sampler.seed}), so some would be lost and others seen twice. Resume with the same "
+                "sampler, or without the position in it."
+            )
+        sampler.set_epoch(epoch)
+        sampler.consumed = sampler.begin = samples
+
+
+class StreamPosition:
+    """Batches read from an ``IterableDataset`` on this rank.
+
+    Nobody but the dataset knows which samples a rank, a worker or a batch gets, so all three numbers must
+    be as they were. The cost of a resume: what was handed out is read again, and thrown away.
+    """
+
+    kind = "stream"
+
+    def __init__(self, batch_size: int, world_size: int, num_workers: int) -> None:
+        self._cut = {
+            "world_size": world_size,
+            "batch_size": batch_size,
+            "num_workers": num_workers,
+        }
+        self._batches = 0
+        self._begin = 0  # of the next pass
+
+    def begin(self) -> Begun:
+        self._batches, self._begin = self._begin, 0
+        return Begun(batches=self._batches)
+
+    def reach(self, begun: Begun, batches: int) -> None:
+        self._batches = begun.batches + batches
+
+    def end(self, begun: Begun) -> None:
+        self._batches = 0
+
+    def state(self) -> dict[str, Any]:
+        return {"batches": self._batches, **self._cut}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        batches = _count(state, "batches")
+        differ = [
+            f"{name} {_count(state, name)} then and {now} now"
+            for name, now in self._cut.items()
+            if _count(state, name) != now
+        ]
+        if differ and batches:
+            raise CheckpointError(
+                f"training_data is an IterableDataset, which alone knows what a rank reads, and the "
+                f"checkpoint was written inside a pass over it with other numbers: {', '.join(differ)}. "
+                "Resume with the same ones, or use a dataset with a length and __getitem__."
+            )
+        self._batches = self._begin = batches
+
+
+class SamplerPosition:
+    """What the program's own sampler says of itself, as it was when a batch was drawn for it.
+
+    Workers draw ahead, so the sampler's state is noted at each draw, and is current when that batch is
+    handed out. A sampler without ``state_dict`` and ``load_state_dict`` begins anew at a resume.
+    """
+
+    kind = "sampler"
+
+    def __init__(self, sampler: Any, batch_size: int, rank: int, world_size: int) -> None:
+        self._sampler = sampler
+        self._batch_size = batch_size
+        self._rank = rank
+        self._world_size = world_size
+        self._can = hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
+        self._begun = Begun()
+        self._current: Any = None  # None: what the sampler says now
+        self._has_warned = False
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        """The sampler's indices; the loader draws through this."""
+        noted = self._begun.noted
+        for count, index in enumerate(self._sampler, 1):
+            if self._can and count % self._batch_size == 0:
+                noted.append(copy.deepcopy(self._sampler.state_dict()))
+            yield index
+        if self._can:  # of a last, shorter batch
+            noted.append(copy.deepcopy(self._sampler.state_dict()))
+
+    def begin(self) -> Begun:
+        self._begun = Begun()
+        return self._begun
+
+    def reach(self, begun: Begun, batches: int) -> None:
+        if self._can:
+            self._current = begun.noted.popleft()
+
+    def end(self, begun: Begun) -> None:
+        self._current = None
+
+    def state(self) -> dict[str, Any]:
+        state = self._current
+        if not self._can:
+            self._warn("is not saved: after a resume the sampler begins anew")
+        elif state is None:
+            state = copy.deepcopy(self._sampler.state_dict())
+        return {"sampler": state, "world_size": self._world_size}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        world_size = _count(state, "world_size")
+        if "sampler" not in state:
+            raise CheckpointError("the saved position of the data is damaged: it has no sampler.")
+        if not self._can or state["sampler"] is None:
+            self._warn("is not in the checkpoint: the sampler begins anew")
+            return
+        if world_size != self._world_size and self._rank == 0:
+            _log.warning(
+                "the state of %s was saved on %d ranks and is loaded on %d: whether it deals the samples "
+                "anew is up to its load_state_dict.",
+                type(self._sampler).__name__,
+                world_size,
+                self._world_size,
+            )
+        self._sampler.load_state_dict(copy.deepcopy(state["sampler"]))
+        self._current = None
+
+    def _warn(self, what: str) -> None:
+        """Once, by one rank."""
+        if not self._has_warned and self._rank == 0:
+            _log.warning(
+                "the position in the data %s, since %s has no state_dict and load_state_dict. Give it "
+                "both, or leave data_sampler out: the engine's own sampler shuffles like torch's "
+                "DistributedSampler and goes on where it was.",
+                what,
+                type(self._sampler).__name__,
+            )
+        self._has_warned = True
+
+
+def _count(state: Mapping[str, Any], name: str, most: int = 2**63 - 1) -> int:
+    value = state.get(name)
+    if type(value) is not int or not 0 <= value <= most:
+        raise CheckpointError(
+            f"the saved position of the data is damaged: its {name!r} is {value!r:.40}, not a number "
+            f"from 0 to {most}. Resume from another checkpoint, or without the position."
+        )
+    return value
+
+
+# ---------------------------------------------------------------------- the loader
+
+
+class ResumableLoader(DataLoader[Any]):
+    """A ``DataLoader`` that knows where it is: ``state_dict()`` and ``load_state_dict()``.
+
+    Without a ``sampler`` every rank sees its own part of the dataset, in the order of torch's
+    ``DistributedSampler``; ``sampler.set_epoch`` keeps a loaded position if the epoch is the loaded one.
+    Making an iterator draws nothing from torch's global generator; workers are seeded from
+    ``torch.initial_seed()``, the rank and the pass, and anew where a pass is resumed.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        shuffle: bool = True,
+        sampler: Any = None,
+        drop_last: bool = False,
+        pin_memory: bool = False,
+        collate_fn: Callable[..., Any] | None = None,
+        num_workers: int = 0,
+    ) -> None:
+        is_stream = isinstance(dataset, IterableDataset)
+        if sampler is None and not is_stream:
+            sampler = ResumableSampler(dataset, world_size, rank, shuffle)
+        super().__init__(
+            dataset,
+            batch_size=batch_size,
+            sampler=sampler,
+            drop_last=drop_last,
+            pin_memory=pin_memory,
+            collate_fn=collate_fn,
+            num_workers=num_workers,
+            generator=torch.Generator(),
+        )
+        self.rank = rank
+        self._passes = 0  # number of the pass that runs, or comes next
+        self._is_inside = False  # a pass runs, or was left
+        self._position: Position
+        if is_stream:
+            self._position = StreamPosition(batch_size, world_size, num_workers)
+        elif isinstance(sampler, ResumableSampler):
+            self._position = EpochPosition(sampler, batch_size)
+        else:
+            self._position = drawn = SamplerPosition(sampler, batch_size, rank, world_size)
+            cast("BatchSampler", self.batch_sampler).sampler = drawn
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """One pass: the rest of the epoch after a resume, else all of it."""
+        self._passes += self._is_inside
+        self._is_inside = True
+        begun = self._position.begin()
+        self.generator.manual_seed(
+            _seed(torch.initial_seed(), self.rank, self._passes, begun.samples, begun.batches)
+        )
+        batches = super().__iter__()
+        if begun.batches:
+            _read_again(batches, begun.batches)
+        for count, batch in enumerate(batches, 1):
+            self._position.reach(begun, count)
+            yield batch
+        self._position.end(begun)
+        self._passes += 1
+        self._is_inside = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the data is after the batch handed out last, as plain data.
+
+        The same on all ranks, except for an ``IterableDataset`` or an own sampler.
+        """
+        return {"kind": self._position.kind, "passes": self._passes, **self._position.state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The next pass goes on where ``state`` was taken, perhaps on another number of ranks.
+
+        Raises :class:`CheckpointError`, on every rank and before anything changes, if the data is another
+        (length, seed, shuffling), if ``state`` is damaged, or if an ``IterableDataset`` was read by
+        another number of ranks.
+        """
+        kind = state.get("kind") if isinstance(state, Mapping) else None
+        if kind != self._position.kind:
+            raise CheckpointError(
+                f"the checkpoint's position in the data is of the kind {kind!r:.40}, and this loader's "
+                f"of the kind {self._position.kind!r} (epoch: a dataset with a length; stream: an "
+                "IterableDataset; sampler: an own data_sampler). Resume with data of the same kind, or "
+                "without the position."
+            )
+        passes = _count(state, "passes")
+        self._position.load(state)
+        self._passes, self._is_inside = passes, False
+
+
+def _read_again(batches: Iterator[Any], count: int) -> None:
+    """Read what was handed out before; the random numbers that this draws were drawn before too."""
+    _log.info("reading %d batches again to get to where the stream was.", count)
+    cpu = torch.device("cpu")
+    random_state = rng_state(cpu)
+    for _ in itertools.islice(batches, count):
+        pass
+    set_rng_state(random_state, cpu)
+
+
+def _seed(*parts: int) -> int:
+    """63 bits that depend on all parts."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little") >> 1
