@@ -171,6 +171,7 @@ def _reserve(fd: int, nbytes: int) -> None:
     if nbytes and libc.fallocate(fd, 0, ctypes.c_int64(0), size) != 0:
         number = ctypes.get_errno()
         if number not in NO_FALLOCATE:
+            os.ftruncate(fd, 0)  # some file systems keep what they could reserve
             raise OSError(number, os.strerror(number))
 
 

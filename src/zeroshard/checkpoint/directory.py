@@ -52,8 +52,10 @@ def latest(directory: str | Path) -> str:
     except FileNotFoundError as error:
         what = "is not there" if not Path(directory).is_dir() else "has no file 'latest'"
         raise CheckpointError(f"{directory} {what}. {_hint(directory)}") from error
-    except (OSError, UnicodeDecodeError, CheckpointError) as error:
-        why = reason(error) if isinstance(error, OSError) else str(error).rstrip(".")
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} {directory}: {_hint(directory)}") from error
+    except (OSError, UnicodeDecodeError) as error:
+        why = reason(error) if isinstance(error, OSError) else error
         raise CheckpointError(f"{path} cannot be read: {why}. {_hint(directory)}") from error
     if not _TAG.fullmatch(text):
         raise CheckpointError(f"{path} names {text[:80]!r}, which is no tag. {_hint(directory)}")
@@ -63,8 +65,8 @@ def latest(directory: str | Path) -> str:
 def _hint(directory: str | Path) -> str:
     there = tags(directory)
     if there:
-        return f"The directory holds {', '.join(there[-5:])}: pass one as tag=."
-    return "The directory holds no checkpoint: check the path, and that a save was completed."
+        return f"It holds {', '.join(there[-5:])}: pass one as tag=."
+    return "It holds no checkpoint: check the path, and that a save was completed."
 
 
 def tags(directory: str | Path) -> list[str]:

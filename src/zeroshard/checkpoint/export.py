@@ -270,7 +270,8 @@ def put_in_place(directory: Path, filename: str, shards: Sequence[Shard]) -> lis
         sync_directory(directory)
     except OSError as error:
         raise CheckpointError(
-            f"the files of the export cannot be put in place in {directory}: {reason(error)}."
+            f"the files of the export cannot be put in place in {directory}: {reason(error)}. What it "
+            "holds now may not be whole: export again."
         ) from error
     return wanted
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from zeroshard.checkpoint.local import Local, digest_part, fqn_of
+from zeroshard.checkpoint.local import Local, digest_part, fqn_of, is_shaped
 from zeroshard.checkpoint.manifest import VALUE, Dtype, Manifest, SavedParameter
 from zeroshard.checkpoint.saved import Source
 from zeroshard.checkpoint.shardfile import DTYPES
@@ -168,7 +168,7 @@ class Loader:
                 state[name] = _number(kind, number, name, fragment, optimizer)
             for name in saved.tensors:
                 if name != VALUE:
-                    state[name] = here = _place(chunk, fragment, name)
+                    state[name] = here = _place(optimizer, chunk, fragment, name)
                     self._read(fqn, name, fragment.begin, here.view(-1))
             optimizer.seat_state(chunk, fragment, state)
 
@@ -196,10 +196,16 @@ class Loader:
             out[at : at + part.numel()].copy_(part)
 
 
-def _place(chunk: Chunk, fragment: OwnedFragment, name: str) -> Tensor:
-    """Where state of a fragment belongs: on the chunk's page, or in own memory beside the master."""
+def _place(
+    optimizer: ShardedOptimizer, chunk: Chunk, fragment: OwnedFragment, name: str
+) -> Tensor:
+    """Where state of a fragment belongs: where it is, on the chunk's page, or beside the master."""
     if name in chunk.state_C:
         return fragment.of(chunk.state_C[name])
+    there = optimizer.inner.state.get(fragment.value, {}).get(name)
+    if is_shaped(name, there, fragment):
+        assert isinstance(there, Tensor)
+        return there
     return torch.empty_like(fragment.value)
 
 

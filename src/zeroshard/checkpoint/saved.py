@@ -291,15 +291,24 @@ class _RankStates(Sequence[dict[str, Any]]):
 
 def read_manifest(path: Path) -> Manifest:
     """The manifest of a checkpoint directory. Raises :class:`CheckpointError`."""
-    file = path / MANIFEST
+    text = manifest_bytes(path)
+    if not text:
+        raise CheckpointError(
+            f"{path / MANIFEST} is not there, or empty: the save was not completed, or this is no "
+            "checkpoint."
+        )
+    return parse(text, where=path / MANIFEST)
+
+
+def manifest_bytes(path: Path) -> bytes:
+    """The manifest of a checkpoint directory as it is; none if there is none. Raises
+    :class:`CheckpointError`."""
     try:
-        text = read_small(file, MAX_NBYTES)
+        return read_small(path / MANIFEST, MAX_NBYTES)
+    except FileNotFoundError:
+        return b""
     except OSError as error:
-        what = "is not there: the save was not completed, or this is no checkpoint"
-        if not isinstance(error, FileNotFoundError):
-            what = f"cannot be read: {reason(error)}"
-        raise CheckpointError(f"{file} {what}.") from error
-    return parse(text, where=file)
+        raise CheckpointError(f"{path / MANIFEST} cannot be read: {reason(error)}.") from error
 
 
 def read_small(path: Path, max_nbytes: int) -> bytes:
@@ -308,8 +317,11 @@ def read_small(path: Path, max_nbytes: int) -> bytes:
     Raises ``OSError``, and :class:`CheckpointError` for what is no such file.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with open(fd, "rb") as file:
+    try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode) or found.st_size > max_nbytes:
             raise CheckpointError(f"{path} is no regular file of at most {max_nbytes:,} bytes.")
-        return file.read(max_nbytes)
+        with open(fd, "rb", closefd=False) as file:
+            return file.read(max_nbytes)
+    finally:
+        os.close(fd)

@@ -19,7 +19,7 @@ import torch
 from zeroshard.checkpoint.blocks import BlockFile, BlockWriter, bytes_of
 from zeroshard.checkpoint.directory import write_durably
 from zeroshard.checkpoint.manifest import MANIFEST, Manifest, SavedFile
-from zeroshard.checkpoint.saved import Saved
+from zeroshard.checkpoint.saved import Saved, manifest_bytes
 from zeroshard.checkpoint.together import agree
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.forum import Forum
@@ -45,8 +45,8 @@ def fetch_missing(
     manifest = path / MANIFEST
 
     def own_manifest() -> dict[str, Any]:
-        text = manifest.read_text() if manifest.exists() else ""
-        return {"sha256": hashlib.sha256(text.encode()).hexdigest() if text else ""}
+        text = manifest_bytes(path)
+        return {"sha256": hashlib.sha256(text).hexdigest() if text else ""}
 
     def judge_manifests(said: list[dict[str, Any]]) -> dict[str, Any]:
         shas = [part["sha256"] for part in said]
@@ -58,7 +58,7 @@ def fetch_missing(
                 f"{manifest} is of another save on rank {others[0]} than on rank 0: their directories "
                 "are not shared, and hold different runs."
             )
-        return {"is_ours": True, "text": "" if all(shas) else manifest.read_text()}
+        return {"is_ours": True, "text": "" if all(shas) else manifest_bytes(path).decode()}
 
     said = agree(forum, failed, "reading the manifest", own_manifest, judge_manifests)
     if not said["is_ours"]:

@@ -241,8 +241,7 @@ class Checkpoints:
         root = Path(directory)
         failed = f"no checkpoint of {root} was loaded"
         tried: list[str] = []
-        candidates = self._candidates(root, tag)
-        for name in candidates:
+        for name in self._candidates(root, tag):
             try:
                 source, own = self._open(root, name)
             except CheckpointError as error:
@@ -256,11 +255,13 @@ class Checkpoints:
                 if not loaded:
                     continue
                 if not module_only:
-                    self._restore(source, shared, own, optimizer_states, scheduler_states)
+                    self._restore(shared, own, optimizer_states, scheduler_states)
                 self._mark(half_loaded=False)
                 self._report(tried, source.path)
                 return str(source.path), shared.get("client_state", {})
-        raise CheckpointError(f"{failed}: {' '.join(tried)}")
+        # Where ranks have directories of their own, rank 0's is told, as in every other error.
+        said = self._engine._watch.forum.broadcast(f"{failed}: {' '.join(tried)}", topic="telling why")
+        raise CheckpointError(said)
 
     def _mark(self, *, half_loaded: bool) -> None:
         """Until all is filled and restored, the engine is of no one run, and refuses to train."""
@@ -410,7 +411,6 @@ class Checkpoints:
 
     def _restore(
         self,
-        source: Source,
         shared: Mapping[str, Any],
         own: Mapping[str, Any],
         optimizer_states: bool,
