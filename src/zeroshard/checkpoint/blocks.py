@@ -35,7 +35,6 @@ BLOCK_NBYTES = 4 << 20
 WRITE_THREADS = 2
 WRITE_BUFFERS = 4
 READ_THREADS = 4
-_AHEAD_NBYTES = 32 << 20
 _EDGES = 4  # blocks kept because the next fragment begins in them
 
 
@@ -232,7 +231,6 @@ class BlockFile:
                 inner.append(self._threads.submit(self._read_block, block, target))
             else:
                 edges.append((self._edge(block), slice(low - begin, high - begin), target))
-        os.posix_fadvise(self._fd, end, _AHEAD_NBYTES, os.POSIX_FADV_WILLNEED)
         # All end before this does, also after an error: they use the caller's memory and the open file.
         begun: list[Future[Any]] = [*inner, *(edge for edge, _, _ in edges)]
         wait(begun)

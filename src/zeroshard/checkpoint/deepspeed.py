@@ -363,11 +363,9 @@ class DeepSpeedSaved:
             numbers = [_number(item) for item in found]
             if isinstance(numbers[0], (bool, int, float)):
                 what = f"{key!r} of {next(iter(slot.shapes))!r}"
-                kind = (
-                    dtype_name(found[0].dtype, where=what)
-                    if isinstance(found[0], Tensor)
-                    else "number"
-                )
+                kind = "F32" if key == "step" else "number"  # as torch's optimizers have it
+                if isinstance(found[0], Tensor):
+                    kind = dtype_name(found[0].dtype, where=what)
                 scalars[key] = (kind, self._agreed(what, numbers))
             elif numbers[0] is not None:
                 self._leave(f"{key!r} of the optimizer, unlike its parameters in shape")

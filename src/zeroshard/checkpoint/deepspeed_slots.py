@@ -221,8 +221,9 @@ def _whole_slot(
 
 
 def _with_step(state: Mapping[str, Any], row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Some optimizers of DeepSpeed count their steps in the group, not in each state."""
-    return {**state, "step": row["step"]} if row.get("step") is not None else state
+    """Old releases of DeepSpeed's FusedAdam count in the group; later ones leave a 0 there."""
+    step = row.get("step")
+    return {"step": step, **state} if state and step is not None else state
 
 
 def _names_of_groups(

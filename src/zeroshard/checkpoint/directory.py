@@ -11,10 +11,10 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from zeroshard.checkpoint.manifest import Manifest
+from zeroshard.checkpoint.manifest import MANIFEST, Manifest
 from zeroshard.checkpoint.saved import Saved, read_manifest, read_small
 from zeroshard.errors import CheckpointError, UsageError
 from zeroshard.store.disk_open import reason
@@ -147,8 +147,9 @@ def commit(place: Path, final: Path, between: Callable[[], None] = lambda: None)
         final.rename(aside)
         between()
     try:
-        place.rename(final)
-    except OSError:
+        with _naming(final):
+            place.rename(final)
+    except CheckpointError:
         restore_replaced(final.parent, final.name)
         raise
     sync_directory(final.parent)
@@ -159,26 +160,38 @@ def commit(place: Path, final: Path, between: Callable[[], None] = lambda: None)
 def write_durably(path: Path, text: str) -> None:
     """Replace a small file: whoever reads it finds the old text or the new one."""
     fresh = path.with_name(f".{path.name}.new")
-    with fresh.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.replace(path)
+    with _naming(path):
+        with fresh.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(path)
     sync_directory(path.parent)
 
 
 def sync_directory(path: Path) -> None:
     """Make the names in a directory durable."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    with _naming(path):
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """An error of a write says which file it was: the system does not, of an open one."""
     try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be written: {reason(error)}.") from error
 
 
 def prune(directory: str | Path, keep: int, *, dry_run: bool = False) -> list[str]:
-    """Remove all but the ``keep`` newest complete checkpoints, and frozen weights that none of the others
-    refers to. Returns what was, or would be, removed. The one that ``latest`` names stays."""
+    """Remove all but the ``keep`` newest complete checkpoints, and frozen weights that no other directory
+    refers to. Returns what was, or would be, removed. The one that ``latest`` names stays, and so do all
+    frozen weights beside a manifest that cannot be read: a newer release may have written it."""
     root = Path(directory)
     there = tags(root)
     stays = set(there[max(0, len(there) - keep) :])
@@ -188,13 +201,25 @@ def prune(directory: str | Path, keep: int, *, dry_run: bool = False) -> list[st
     if not dry_run:
         for tag in removed:
             _remove(root / tag)
-    used = {name for tag in stays for name in frozen_names(root / tag)}
+    used = _frozen_in_use(root, gone=removed)
     for path in _subdirectories(root):
-        if path.name.startswith("frozen-") and path.name not in used:
+        if used is not None and path.name.startswith("frozen-") and path.name not in used:
             removed.append(path.name)
             if not dry_run:
                 _remove(path)
     return removed
+
+
+def _frozen_in_use(root: Path, *, gone: Collection[str]) -> set[str] | None:
+    """What any directory but those that are ``gone`` refers to, also one that was put aside. None: one of
+    them cannot be read."""
+    used: set[str] = set()
+    for file in root.glob(f"*/{MANIFEST}"):
+        try:
+            used |= frozen_names(file.parent) if file.parent.name not in gone else set()
+        except CheckpointError:
+            return None
+    return used
 
 
 def _remove(path: Path) -> None:
@@ -206,12 +231,9 @@ def _remove(path: Path) -> None:
 
 
 def frozen_names(path: Path) -> set[str]:
-    """The directories of frozen weights that a checkpoint refers to."""
-    try:
-        manifest = read_manifest(path)
-    except CheckpointError:
-        return set()
-    return {f.name.split("/")[1] for f in manifest.files if f.name.startswith("../")}
+    """The directories of frozen weights that a checkpoint refers to. Raises :class:`CheckpointError`."""
+    files = read_manifest(path).files
+    return {f.name.split("/")[1] for f in files if f.name.startswith("../")}
 
 
 def find_frozen(directory: Path, name: str) -> Manifest | None:

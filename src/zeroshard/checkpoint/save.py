@@ -459,6 +459,7 @@ def plan(
         made.append(facts())
         frozen = [unit for unit in local.units if not unit.trainable]
         return {
+            "root": str(root),
             "tag": tag,
             "digests": _digest_parts(local, frozen),
             "buffers": {name: _crc(buffer) for name, buffer in made[0].buffers.items()},
@@ -466,7 +467,13 @@ def plan(
         }
 
     def decide(said: list[dict[str, Any]]) -> dict[str, Any]:
-        names = {part["tag"] for part in said}
+        names, roots = {part["tag"] for part in said}, {part["root"] for part in said}
+        if len(roots) > 1:
+            logger.warning(
+                "ranks save to different directories (%s): each gets the files of its own ranks. That "
+                "is for disks that nodes do not share; else give every rank the same path.",
+                ", ".join(sorted(roots)[:3]) + (", ..." if len(roots) > 3 else ""),
+            )
         if len(names) > 1 and options.tag_validation == "fail":
             listed = ", ".join(f"{part['tag']!r} on rank {r}" for r, part in enumerate(said))
             raise CheckpointError(f"ranks save under different tags: {listed}.")
