@@ -25,7 +25,6 @@ from zeroshard.errors import CheckpointError
 from zeroshard.store.disk_open import (
     NO_FALLOCATE,
     aligned_bytes,
-    memory_at,
     reason,
     round_to_page,
     turn_direct,
@@ -39,10 +38,17 @@ _EDGES = 4  # blocks kept because the next fragment begins in them
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in host memory, writable, as long as the tensor lives."""
+    """The bytes of a contiguous tensor in host memory, writable; they keep it alive.
+
+    (``Tensor.numpy()`` would mark the storage as not resizable, and units free theirs by resizing.)
+    """
     assert tensor.device.type == "cpu", tensor.device
     assert tensor.is_contiguous()
-    return memory_at(tensor.data_ptr(), tensor.nbytes) if tensor.nbytes else memoryview(bytearray())
+    if not tensor.nbytes:
+        return memoryview(bytearray())
+    found = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+    found.owner = tensor  # type: ignore[attr-defined]
+    return memoryview(found).cast("B")
 
 
 class BlockWriter:

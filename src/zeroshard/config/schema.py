@@ -168,8 +168,8 @@ class ZeroConfig(Section):
         "Parameters stay full after forward if backward needs them again within this many elements; "
         "null: only those that it needs first.",
     )
-    stage3_gather_16bit_weights_on_model_save: Flag = not_yet(
-        False, "Allow save_16bit_model at stage 3."
+    stage3_gather_16bit_weights_on_model_save: Flag = accept(
+        False, "Allow save_16bit_model at stage 3, which works here in any case."
     )
     override_module_apply: Flag = honour(
         True, "Under zero.Init, Module.apply(fn) sees whole parameters."

@@ -126,10 +126,12 @@ class Checkpoints:
         if self._outcome:
             raise self._outcome.pop()
 
-    def close(self) -> None:
-        """Wait for the save on its way, and give the copy's memory back."""
+    def close(self, *, quiet: bool = False) -> None:
+        """Wait for the save on its way, and give the copy's memory back. ``quiet``: another error ends the
+        engine, and is not to be hidden; what ended the save was logged."""
         try:
-            self.wait()
+            with contextlib.suppress(Exception) if quiet else contextlib.nullcontext():
+                self.wait()
         finally:
             self._images.clear()
             self._engine.runtime.ledger.hold("scratch", _OWNER, 0, Tier.HOST)

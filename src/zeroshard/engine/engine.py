@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zeroshard.comm.collectives import Comm
 from zeroshard.config import LoadedConfig
 from zeroshard.core.nbytes import state_nbytes
-from zeroshard.engine import setup
+from zeroshard.engine import export, setup
 from zeroshard.engine.arguments import check_loss
 from zeroshard.engine.away import Away, device_of, goes_home
 from zeroshard.engine.checkpoint import Checkpoints
@@ -575,6 +575,12 @@ class Engine(nn.Module):
                 module_only=load_module_only,
             )
 
+    save_16bit_model = export.save_16bit_model
+    save_fp16_model = export.save_16bit_model
+    save_pretrained = export.save_pretrained
+    _consolidated_16bit_state_dict = export.consolidated_16bit_state_dict
+    _zero3_consolidated_16bit_state_dict = export.consolidated_16bit_state_dict
+
     # ------------------------------------------------------------------ away from the device
 
     def offload_states(
@@ -649,9 +655,10 @@ class Engine(nn.Module):
             rest.callback(self.runtime.reducer.close, wait=not reason)
             for unit in reversed(self.runtime.units):
                 rest.callback(unit.close, wait=not reason)
-            rest.callback(self._checkpoints.close)
             if reason:  # other ranks may be gone: end the connections, then wait for nothing
                 rest.callback(self._watch.close, reason)
+            # Before anybody is told that this rank is gone: the others would give the save up.
+            rest.callback(self._checkpoints.close, quiet=bool(reason))
             rest.callback(self._hooks.remove)
             if not reason:
                 rest.callback(self._update.publish_late)
