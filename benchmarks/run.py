@@ -1,6 +1,6 @@
 """What does ZeroShard cost beside DDP, FSDP2 and DeepSpeed, on CPU ranks of this machine?
 
-    python benchmarks/run.py                  # protocols A1 to A9, about 19 minutes
+    python benchmarks/run.py                  # protocols A1 to A10, about 20 minutes
     python benchmarks/run.py --only a1 a4     # some of them
     python benchmarks/run.py --smoke          # a tiny version of everything
 
@@ -26,6 +26,7 @@ RESULTS = Path(__file__).parent / "results"
 
 def protocols(disk: str) -> dict[str, Callable[..., dict[str, Any]]]:
     """Every protocol by its key, in the order of the report. ``disk``: a directory on one."""
+    import checkpoints
     import collectives
     import memory
     import offload
@@ -36,7 +37,8 @@ def protocols(disk: str) -> dict[str, Callable[..., dict[str, Any]]]:
     runs |= {"a5": memory.run}
     runs["a9"] = partial(offload.run, directory=disk)
     runs["a9-disk"] = partial(offload.run_disk, directory=disk)
-    return dict(sorted(runs.items(), key=lambda item: item[0].partition("-")[0]))
+    runs["a10"] = partial(checkpoints.run, directory=disk)
+    return dict(sorted(runs.items(), key=lambda item: int(item[0].partition("-")[0][1:])))
 
 
 def measure(

@@ -73,6 +73,9 @@ def all_targets(result: dict[str, Any]) -> list[Target]:
         _host_offload(result, "cpu"),
         _host_offload(result, "wall"),
         _disk(result),
+        _checkpoint(result, "save"),
+        _checkpoint(result, "load"),
+        _blocked(result),
     ]
 
 
@@ -279,3 +282,27 @@ def _disk(result: dict[str, Any]) -> Target:
         f"{100 * share['max']:.0f} %"
     )
     return Target(name, 0.85, share["median"], detail, unit="%")
+
+
+def _checkpoint(result: dict[str, Any], kind: str) -> Target:
+    """The better peer counts."""
+    name = f"A10: wall time to {kind} a checkpoint, the better peer's of it"
+    rows = [row for row in rows_of(result, "a10") if kind in row and "copy" not in row]
+    own = [row for row in rows if row["name"] == "ZeroShard"]
+    peers = [row for row in rows if row not in own]
+    if not own or not peers:
+        return Target(name, 1.0, None)
+    walls = {row["name"]: row[kind]["wall_ms"]["median"] for row in rows}
+    peer = min((row["name"] for row in peers), key=lambda line: walls[line])
+    detail = f"{walls[own[0]['name']]:.0f} ms; {peer}: {walls[peer]:.0f} ms"
+    return Target(name, 1.0, walls[peer] / walls[own[0]["name"]], detail)
+
+
+def _blocked(result: dict[str, Any]) -> Target:
+    name = "A10: training waits for a save in the background, of a copy of the rank's state"
+    rows = [row for row in rows_of(result, "a10") if "copy" in row]
+    if not rows:
+        return Target(name, 1.0, None, at_least=False)
+    waits, copies = (rows[0][kind]["wall_ms"]["median"] for kind in ("save", "copy"))
+    detail = f"{waits:.0f} ms; the copy {copies:.0f} ms"
+    return Target(name, 1.0, waits / copies, detail, at_least=False)

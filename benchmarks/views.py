@@ -62,6 +62,7 @@ def _view(key: str, result: dict[str, Any]) -> View:
         "a7": (_LAYER_HEADS, _layer_cells),
         "a9": (_OFFLOAD_HEADS, _offload_cells),
         "a9-disk": (_DISK_HEADS, _disk_cells),
+        "a10": (_CHECKPOINT_HEADS, _checkpoint_cells),
     }.get(key, (_STEP_HEADS, _step_cells))
     rows = [
         [row["name"], *cells(row, key, result)] for row in protocol["rows"] if not _excuse(row)
@@ -231,6 +232,26 @@ def _disk_cells(row: Row, key: str, result: dict[str, Any]) -> list[str]:
         f"{100 * share:.0f} %" if is_own({"family": row["name"]}) else "",
         "yes" if row["direct"] else "NO",
     ]
+
+
+_CHECKPOINT_HEADS = [
+    "save ms", "min", "max", "GB/s", "CPU ms", "load ms", "min", "max", "GB/s", "CPU ms",
+    "copy ms",
+]  # fmt: skip
+
+
+def _checkpoint_cells(row: Row, _key: str, _result: dict[str, Any]) -> list[str]:
+    """A line in the background has no bandwidth: its time is what training waits."""
+    cells = []
+    for kind in ("save", "load"):
+        found = row.get(kind)
+        if found is None:
+            cells += [""] * 5
+            continue
+        rate = "" if "copy" in row else f"{found['gb_per_s']:.2f}"
+        wall = (f"{found['wall_ms'][part]:.0f}" for part in ("median", "min", "max"))
+        cells += [*wall, rate, f"{found['cpu_ms']['median']:.0f}"]
+    return [*cells, f"{row['copy']['wall_ms']['median']:.0f}" if "copy" in row else ""]
 
 
 def _collectives(protocol: dict[str, Any]) -> View:
