@@ -13,7 +13,7 @@ from compare import CASES, trained
 
 from zeroshard import Engine
 from zeroshard.core import tiers
-from zeroshard.engine import offload
+from zeroshard.engine import build, offload
 from zeroshard.errors import UsageError
 from zeroshard.native import adam
 from zeroshard.store.bus import Bus
@@ -199,7 +199,10 @@ def test_values_on_disk_are_read_and_written_like_any_others(tmp_path):
 def a_bus_between() -> Iterator[Bus]:
     """What a GPU machine has: device and host memory are two. Here they are two names of one."""
     bus = Bus()
-    with mock.patch.object(offload, "make_bus", lambda _device, *, copies: bus):
+    with (
+        mock.patch.object(build, "has_bus", lambda _device: True),
+        mock.patch.object(offload, "make_bus", lambda _device, *, copies: bus),
+    ):
         yield bus
 
 
