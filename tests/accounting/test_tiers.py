@@ -203,7 +203,9 @@ def test_with_all_on_disk_a_device_holds_nothing_and_the_host_step_counts(tmp_pa
 # ---------------------------------------------------------------------- what is really there
 
 
-def check_census(path: Path, stages: tuple[int, ...], precision: str) -> None:
+def check_census(
+    path: Path, stages: tuple[int, ...], precision: str, accumulation: int = 1
+) -> None:
     """Between backward and step, everything alive is in the ledger's device and host columns. Beside it
     there are the communicator's memory, what the disk's threads align with, and trivial tensors."""
     with small_chunks():
@@ -211,9 +213,9 @@ def check_census(path: Path, stages: tuple[int, ...], precision: str) -> None:
             for store, zero in stores(path, stage).items():
                 before = everything_alive()
                 model = Stack()
-                engine = Engine(model, config=stack_config(stage, precision, **zero))
+                engine = Engine(model, config=stack_config(stage, precision, accumulation, **zero))
                 with engine:
-                    for _ in range(3):
+                    for _ in range(3 * accumulation):
                         micro_step(engine)
                         ledger = engine.runtime.ledger
                         held = sum(
@@ -231,10 +233,10 @@ def check_census(path: Path, stages: tuple[int, ...], precision: str) -> None:
                 del model, engine
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize(("precision", "accumulation"), [("bf16", 1), ("bf16", 2), ("fp32", 1)])
 @on_ranks(2)
-def test_all_live_memory_is_in_the_ledger_on_two_ranks(precision, tmp_path):
-    check_census(tmp_path, (1, 2, 3), precision)
+def test_all_live_memory_is_in_the_ledger_on_two_ranks(precision, accumulation, tmp_path):
+    check_census(tmp_path, (1, 2, 3), precision, accumulation)
 
 
 @on_ranks(1)

@@ -221,6 +221,7 @@ def eventful_training(
                         safe_set_full_grad(last, 2 * safe_get_full_grad(last))
                     safe_set_full_grad(first, torch.ones_like(first, dtype=torch.float32))
                     read("set")
+                    assert not keys or engine.runtime.ledger.nbytes("gradients") == 0
                 engine.step()
             assert engine.last_step.skipped == (precision == "fp16" and step == 6)
         for name, param in model.named_parameters():
