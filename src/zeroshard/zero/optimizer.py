@@ -419,6 +419,7 @@ class ShardedOptimizer:
         for group in self.inner.param_groups:
             group["params"] = []
         for tile in self.tiles:
+            tile.buffer.measure = tile.buffer.rest = None
             for category in ("master", "optimizer"):
                 for tier in Tier:
                     self.ledger.hold(category, tile.unit.name, 0, tier)
