@@ -446,6 +446,28 @@ def test_gradients_wait_on_disk_and_few_are_in_memory_at_a_time(stage, accumulat
         assert len(units) > 2 * slots
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2)
+def test_a_gradient_is_on_its_way_before_it_is_waited_for(stage, tmp_path):
+    zero = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    config = stack_config(stage, "bf16", 2, **zero)
+    with Engine(Stack(), config=config) as engine, pytest.MonkeyPatch.context() as patch:
+        begun, bring = [], GradOnDisk.bring
+
+        def watched(rest: GradOnDisk) -> Tensor:
+            begun.append(rest._values_S is not None)
+            return bring(rest)
+
+        patch.setattr(GradOnDisk, "bring", watched)
+        for _ in range(2):
+            micro_step(engine)
+            arrive(engine)
+            engine.step()
+        units = len(engine.runtime.units)
+        assert len(begun) == (units if stage == 1 else 2 * units)
+        assert begun.count(False) == 1  # the first of the update
+
+
 # ---------------------------------------------------------------------- life
 
 
