@@ -68,8 +68,9 @@ class Place:
 
     def theory(self, numel: int) -> dict[str, int]:
         """Bytes that a rank with ``numel`` elements of each unit's state moves in a step. Only a delayed
-        update has a bus on CPU ranks: else the device's memory is the host's."""
-        optimizer = STATE_NBYTES * numel if self.optimizer == _DISK else 0
+        update has a bus on CPU ranks: else the device's memory is the host's. Gradients go where their
+        update finds its state."""
+        optimizer = (STATE_NBYTES + PARAM_NBYTES) * numel if self.optimizer == _DISK else 0
         param = PARAM_NBYTES * numel if self.param == _DISK else 0
         bus = PARAM_NBYTES * numel if self.delayed else 0
         return {

@@ -3,9 +3,9 @@
     zeroshard launch --nproc 2 examples/gpt2_xl_offload/train.py --nvme-path /path/on/a/disk
     zeroshard launch --nproc 2 examples/gpt2_xl_offload/train.py --smoke
 
-Parameters, fp32 masters and Adam's moments take 14 bytes a parameter, 22 GB for XL. Here they lie in one
-file per rank, which the system frees with the process; memory holds the units at work, the gradients,
-and what is on its way, some 100 MB. The text is Python's own standard library, byte by byte.
+Parameters, gradients, fp32 masters and Adam's moments take 16 bytes a parameter, 25 GB for XL. Here they
+lie in one file per rank, which the system frees with the process; memory holds the units at work and
+what is on its way. The text is Python's own standard library, byte by byte.
 """
 
 from __future__ import annotations

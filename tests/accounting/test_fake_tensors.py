@@ -135,6 +135,28 @@ def test_every_kind_of_step_runs_without_values(stage, precision, accumulation, 
     assert {name: measured[name] for name in planned} == planned
 
 
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradients_on_disk_are_planned_to_the_byte_and_no_file_is_made(
+    stage, accumulation, fake_ranks, tmp_path
+):
+    settings = config(stage, accumulation=accumulation)
+    settings["zero_optimization"]["offload_optimizer"] = {
+        "device": "nvme",
+        "nvme_path": str(tmp_path / "swap"),
+    }
+    with FakeTensorMode():
+        model = nn.Sequential(nn.Embedding(512, 64), Layer(64), nn.Linear(64, 512))
+        with Engine(model, config=settings) as engine:
+            take_steps(engine, 2)
+            rows = [row for row in engine.memory_report().rows if row.category == "gradients"]
+    assert [row for row in rows if row.measured != row.planned] == []
+    assert [row.tier for row in rows if row.planned] == (
+        ["device", "disk"] if stage == 1 and accumulation > 1 else ["disk"]
+    )
+    assert not (tmp_path / "swap").exists()
+
+
 def test_a_given_optimizer_steps_without_values(fake_ranks):
     with FakeTensorMode():
         model = nn.Sequential(nn.Embedding(512, 64), Layer(64), nn.Linear(64, 512))

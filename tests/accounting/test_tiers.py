@@ -23,8 +23,10 @@ from zeroshard.core.tiers import Tier
 from zeroshard.engine.preflight import demand_of
 from zeroshard.store.disk import SwapFile
 from zeroshard.store.disk_open import PAGE_NBYTES
-from zeroshard.store.shards import OnDisk
+from zeroshard.store.grads import GradOnDisk
+from zeroshard.store.shards import SAVES_IN_FLIGHT, OnDisk
 from zeroshard.testing import on_ranks
+from zeroshard.zero.reduce import MAX_IN_FLIGHT
 
 CHUNK_NUMEL = 2**14
 """Every unit of the model is cut on disk: about a hundred chunks."""
@@ -99,9 +101,27 @@ def fragments_in(engine: Engine, *where: Tier) -> int:
     return sum(len(chunk.fragments) for chunk in chunks if chunk.tier in where)
 
 
+def gradients(engine: Engine, stage: int, precision: str) -> tuple[int, int]:
+    """Bytes that wait on the device and on disk for the update. On disk wait reduced gradients of units
+    whose state all rests there; stage 1 sums micro-batches whole on every rank before it reduces them."""
+    low = 4 if precision == "fp32" else 2
+    many = engine.accumulation.steps > 1
+    summed = 4 if many else low
+    tiles = engine.runtime.optimizer.tiles
+    on_disk = sum(
+        tile.low_R.numel()
+        for tile in tiles
+        if all(chunk.tier is Tier.DISK for chunk in tile.chunks)
+    )
+    if stage >= 2:
+        return summed * (PSI // engine.world_size - on_disk), summed * on_disk
+    local = PSI if many else PSI - engine.world_size * on_disk
+    return summed * local, low * on_disk
+
+
 def device_formula(engine: Engine, stage: int, precision: str, zero: dict[str, Any]) -> Column:
     """Section 3.1 of the ZeRO paper, less what left the device: the part ``ratio`` of master and state,
-    up to 64 elements, and the parameters."""
+    up to 64 elements, the parameters and the gradients that wait on disk."""
     world = engine.world_size
     low, master = (4, 0) if precision == "fp32" else (2, 4)
     updated = PSI // world
@@ -109,10 +129,9 @@ def device_formula(engine: Engine, stage: int, precision: str, zero: dict[str, A
     if "offload_optimizer" in zero:
         ratio = zero["offload_optimizer"].get("ratio", 1.0)
     staying = -(-(updated - int(ratio * updated)) // 64) * 64
-    accumulated = 4 if engine.accumulation.steps > 1 else low
     return {
         "parameters": 0 if "offload_param" in zero else low * PSI // (world if stage == 3 else 1),
-        "gradients": accumulated * PSI // (world if stage >= 2 else 1),
+        "gradients": gradients(engine, stage, precision)[0],
         "master": master * staying,
         "optimizer": 8 * staying + STEP_NBYTES * fragments_in(engine, Tier.DEVICE),
     }
@@ -123,6 +142,7 @@ def whole(engine: Engine, stage: int, precision: str) -> Column:
     formula = device_formula(engine, stage, precision, {})
     return {
         **formula,
+        "gradients": sum(gradients(engine, stage, precision)),
         "optimizer": 8 * PSI // engine.world_size + STEP_NBYTES * fragments_in(engine, *Tier),
     }
 
@@ -161,7 +181,7 @@ def test_three_ranks_plan_every_store_to_the_byte(tmp_path):
 
 
 @on_ranks(2)
-def test_with_all_on_disk_a_device_holds_gradients_and_the_host_step_counts(tmp_path):
+def test_with_all_on_disk_a_device_holds_nothing_and_the_host_step_counts(tmp_path):
     with small_chunks():
         config = stack_config(3, **stores(tmp_path, 3)["all on disk"])
         with Engine(Stack(), config=config) as engine:
@@ -169,11 +189,11 @@ def test_with_all_on_disk_a_device_holds_gradients_and_the_host_step_counts(tmp_
             nothing = dict.fromkeys(RESTING, 0)
             _, measured = columns(engine)
             assert measured == {
-                "device": {**nothing, "gradients": 2 * PSI // 2},
+                "device": nothing,
                 "host": {**nothing, "optimizer": STEP_NBYTES * fragments_in(engine, Tier.DISK)},
                 "disk": {
                     "parameters": 2 * PSI // 2,
-                    "gradients": 0,
+                    "gradients": 2 * PSI // 2,
                     "master": 4 * PSI // 2,
                     "optimizer": 8 * PSI // 2,
                 },
@@ -183,7 +203,9 @@ def test_with_all_on_disk_a_device_holds_gradients_and_the_host_step_counts(tmp_
 # ---------------------------------------------------------------------- what is really there
 
 
-def check_census(path: Path, stages: tuple[int, ...], precision: str) -> None:
+def check_census(
+    path: Path, stages: tuple[int, ...], precision: str, accumulation: int = 1
+) -> None:
     """Between backward and step, everything alive is in the ledger's device and host columns. Beside it
     there are the communicator's memory, what the disk's threads align with, and trivial tensors."""
     with small_chunks():
@@ -191,9 +213,9 @@ def check_census(path: Path, stages: tuple[int, ...], precision: str) -> None:
             for store, zero in stores(path, stage).items():
                 before = everything_alive()
                 model = Stack()
-                engine = Engine(model, config=stack_config(stage, precision, **zero))
+                engine = Engine(model, config=stack_config(stage, precision, accumulation, **zero))
                 with engine:
-                    for _ in range(3):
+                    for _ in range(3 * accumulation):
                         micro_step(engine)
                         ledger = engine.runtime.ledger
                         held = sum(
@@ -211,10 +233,10 @@ def check_census(path: Path, stages: tuple[int, ...], precision: str) -> None:
                 del model, engine
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize(("precision", "accumulation"), [("bf16", 1), ("bf16", 2), ("fp32", 1)])
 @on_ranks(2)
-def test_all_live_memory_is_in_the_ledger_on_two_ranks(precision, tmp_path):
-    check_census(tmp_path, (1, 2, 3), precision)
+def test_all_live_memory_is_in_the_ledger_on_two_ranks(precision, accumulation, tmp_path):
+    check_census(tmp_path, (1, 2, 3), precision, accumulation)
 
 
 @on_ranks(1)
@@ -236,7 +258,7 @@ def test_a_file_reserves_what_the_plan_puts_on_disk(tmp_path):
                 with Engine(Stack(), config=stack_config(stage, **zero)) as engine:
                     planned = sum(columns(engine)[0]["disk"].values())
                     reserved = sum(file.reserved_nbytes for file in files_of(engine))
-                    extents = 3 * fragments_in(engine, Tier.DISK) + len(engine.runtime.units)
+                    extents = 3 * fragments_in(engine, Tier.DISK) + 2 * len(engine.runtime.units)
                     assert 0 <= reserved - planned <= extents * PAGE_NBYTES, (stage, store)
 
 
@@ -266,12 +288,22 @@ def finish(engine: Engine) -> None:
             unit.rest.finish()
 
 
+def arrive(engine: Engine) -> None:
+    """Gradients on their way to the disk arrive."""
+    for buffer in engine.runtime.reducer.buffers:
+        if isinstance(buffer.rest, GradOnDisk):
+            buffer.rest.finish()
+
+
 def traffic_of_a_step(engine: Engine, file: SwapFile) -> tuple[int, int]:
-    """Bytes read and written. Shards arrive before and after: those that left last would be read out of
-    memory otherwise, however long ago they left."""
+    """Bytes read and written. Shards arrive before and after, and gradients in between: those that left
+    last would be read out of memory otherwise, however long ago they left."""
     finish(engine)
     before = file.read_nbytes, file.written_nbytes
-    train(engine, 1)
+    for _ in range(engine.accumulation.steps):
+        micro_step(engine)
+        arrive(engine)
+        engine.step()
     finish(engine)
     return file.read_nbytes - before[0], file.written_nbytes - before[1]
 
@@ -319,27 +351,41 @@ def test_state_is_read_once_and_written_once_in_a_step(stage, precision, tmp_pat
         (file,) = files_of(engine)
         train(engine, 1)  # state comes into being
         read, written = traffic_of_a_step(engine, file)
-        assert read == written == file.reserved_nbytes
-        state = sum(columns(engine)[1]["disk"].values())
+        disk = columns(engine)[1]["disk"]
+        reductions = 3 if stage > 1 else 1
+        grads = moved_gradients(engine, file)
+        assert read == written == file.reserved_nbytes + (reductions - 1) * grads
+        state = disk["master"] + disk["optimizer"]
         assert state == (12 if precision == "bf16" else 8) * PSI // 2
         chunks = sum(len(tile.chunks) for tile in engine.runtime.optimizer.tiles)
-        assert 0 <= read - state <= 3 * chunks * PAGE_NBYTES
+        assert 0 <= read - reductions * grads - state <= 3 * chunks * PAGE_NBYTES
+
+
+def moved_gradients(engine: Engine, file: SwapFile) -> int:
+    """Bytes that move when every reduced gradient goes to the disk once."""
+    many = engine.accumulation.steps > 1 and engine.runtime.stage.shards_grads
+    rows = [(unit.layout.shard_numel, unit.row) for unit in engine.runtime.units]
+    return sum(
+        moved_nbytes(file, numel * (row.grad_accum if many else row.reduce).itemsize)
+        for numel, row in rows
+    )
 
 
 @on_ranks(2)
-def test_the_first_step_reads_masters_only_and_a_skipped_one_nothing(tmp_path):
+def test_the_first_step_reads_no_moments_and_a_skipped_one_nothing(tmp_path):
     zero = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
     with Engine(Stack(), config=stack_config(1, "fp16", **zero)) as engine:
         (file,) = files_of(engine)
         read, written = traffic_of_a_step(engine, file)
         assert written == file.reserved_nbytes
-        assert 0 <= read - 4 * PSI // 2 <= PAGE_NBYTES * len(engine.runtime.units)
+        grads = moved_gradients(engine, file)
+        assert 0 <= read - grads - 4 * PSI // 2 <= PAGE_NBYTES * len(engine.runtime.units)
         before = file.read_nbytes, file.written_nbytes
         x = torch.full((2, 384), torch.inf, dtype=torch.float16)
         engine.backward(engine(x).float().square().mean())
         engine.step()
         assert engine.last_step.skipped
-        assert (file.read_nbytes, file.written_nbytes) == before
+        assert (file.read_nbytes, file.written_nbytes) == (before[0], before[1] + grads)
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])
@@ -354,10 +400,72 @@ def test_the_forecast_counts_what_a_step_moves(accumulation, tmp_path):
             train(engine, 1)
             read, written = traffic_of_a_step(engine, file)
             plan = state_nbytes(engine.runtime.plan, engine.runtime.stage, engine.global_rank)
-            demand = demand_of(plan, on_cpu=True, micro_batches=accumulation)
-            extents = 3 * fragments_in(engine, Tier.DISK) + 7 * len(engine.runtime.units)
+            demand = demand_of(
+                plan, on_cpu=True, micro_batches=accumulation, reductions=accumulation
+            )
+            extents = 3 * fragments_in(engine, Tier.DISK) + 10 * len(engine.runtime.units)
             assert 0 <= read - demand.read_nbytes <= extents * PAGE_NBYTES
             assert 0 <= written - demand.written_nbytes <= extents * PAGE_NBYTES
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2)
+def test_gradients_wait_on_disk_and_few_are_in_memory_at_a_time(stage, accumulation, tmp_path):
+    """Two on their way out, and a third until it is known that the first has arrived; in the update the
+    one in use and the next. Those that reductions in flight are to be added to come back beside them."""
+    zero = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    config = stack_config(stage, "bf16", accumulation, **zero)
+    with Engine(Stack(depth=12), config=config) as engine, pytest.MonkeyPatch.context() as patch:
+        ledger, units = engine.runtime.ledger, engine.runtime.units
+        most_nbytes, account = 0, GradOnDisk._account
+
+        def watched(rest: GradOnDisk) -> None:
+            nonlocal most_nbytes
+            account(rest)
+            scratch = ledger.live["scratch", Tier.HOST].items()
+            here = sum(nbytes for owner, nbytes in scratch if owner.endswith("(gradient)"))
+            most_nbytes = max(most_nbytes, here)
+
+        patch.setattr(GradOnDisk, "_account", watched)
+        reduces_each = stage > 1 and accumulation > 1
+        for _ in range(2 * accumulation):
+            micro_step(engine)
+            complete = engine.is_gradient_accumulation_boundary()
+            if complete or stage > 1:
+                assert ledger.nbytes("gradients", Tier.DEVICE) == 0
+                assert ledger.nbytes("gradients", Tier.HOST) == 0
+                waiting = (4 if reduces_each else 2) * sum(u.layout.shard_numel for u in units)
+                assert ledger.nbytes("gradients", Tier.DISK) == waiting
+            engine.step()
+            assert not complete or ledger.nbytes("gradients", Tier.DISK) == 0
+        # A sum of stage 1 is a slice of what the rank summed by itself, which lives as long.
+        itemsize = 4 if accumulation > 1 else 2
+        slots = SAVES_IN_FLIGHT + 1 + (MAX_IN_FLIGHT + 1 if reduces_each else 0)
+        assert 0 < most_nbytes <= slots * itemsize * max(u.layout.shard_numel for u in units)
+        assert len(units) > 2 * slots
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2)
+def test_a_gradient_is_on_its_way_before_it_is_waited_for(stage, tmp_path):
+    zero = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    config = stack_config(stage, "bf16", 2, **zero)
+    with Engine(Stack(), config=config) as engine, pytest.MonkeyPatch.context() as patch:
+        begun, bring = [], GradOnDisk.bring
+
+        def watched(rest: GradOnDisk) -> Tensor:
+            begun.append(rest._values_S is not None)
+            return bring(rest)
+
+        patch.setattr(GradOnDisk, "bring", watched)
+        for _ in range(2):
+            micro_step(engine)
+            arrive(engine)
+            engine.step()
+        units = len(engine.runtime.units)
+        assert len(begun) == (units if stage == 1 else 2 * units)
+        assert begun.count(False) == 1  # the first of the update
 
 
 # ---------------------------------------------------------------------- life

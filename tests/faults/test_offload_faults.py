@@ -151,12 +151,12 @@ def outcome(body: Callable[[], object]) -> tuple[str, str, float]:
 # ---------------------------------------------------------------- a rank that is killed
 
 
-def killed_while_swapping(place: Path, stage: int) -> tuple[str, str, float]:
+def killed_while_swapping(place: Path, stage: int, number: int) -> tuple[str, str, float]:
     def body() -> None:
         with zeroshard.Engine(Net(), config=config(place, stage)) as engine:
             step(engine)
             if dist.get_rank() == 1:
-                kill_at_write(5)
+                kill_at_write(number)
             for _ in range(3):
                 step(engine)
 
@@ -164,7 +164,7 @@ def killed_while_swapping(place: Path, stage: int) -> tuple[str, str, float]:
 
 
 def kill_at_write(number: int) -> None:
-    """The process dies inside a write of a walk: pages before it are updated, later ones are not."""
+    """The process dies inside a write: what came before it is on disk, what comes later is not."""
     real, left = os.pwritev, [number]
 
     def deadly(fd: int, buffers: list, offset: int) -> int:
@@ -176,10 +176,11 @@ def kill_at_write(number: int) -> None:
     os.pwritev = deadly
 
 
+@pytest.mark.parametrize("number", [2, 9], ids=["a gradient", "a page"])  # of four units
 @pytest.mark.parametrize("stage", STORES)
-def test_a_rank_killed_while_it_swaps_is_named_and_its_disk_comes_back(place, stage):
-    death = {1: signal.SIGKILL}
-    results = run_ranks(killed_while_swapping, 2, place, stage, expect_death=death, timeout=40)
+def test_a_rank_killed_while_it_swaps_is_named_and_its_disk_comes_back(place, stage, number):
+    body, death = killed_while_swapping, {1: signal.SIGKILL}
+    results = run_ranks(body, 2, place, stage, number, expect_death=death, timeout=40)
     assert isinstance(results[1], Death)
     kind, text, seconds = results[0]
     assert kind == "RankLost"
@@ -296,6 +297,83 @@ def failing_uncaught(place: Path, stage: int, call: str) -> tuple[str, str, floa
     return outcome(body)
 
 
+def gradient_extents(engine: zeroshard.Engine) -> dict[int, int]:
+    """Offset to length of what gradients have in the swap file."""
+    extents = [buffer.rest._extent for buffer in engine.runtime.reducer.buffers]
+    return {extent.offset: extent.nbytes for extent in extents}
+
+
+def break_gradients(patch: pytest.MonkeyPatch, extents: dict[int, int], call: str, fault: int):
+    """Only where gradients lie ``os.call`` fails."""
+    real = getattr(os, call)
+
+    def broken(fd: int, buffers: list, offset: int) -> int:
+        if offset in extents:
+            raise OSError(fault, os.strerror(fault))
+        return real(fd, buffers, offset)
+
+    patch.setattr(os, call, broken)
+
+
+def failing_at_gradients(
+    place: Path, stage: int, call: str, fault: int
+) -> tuple[str, str, float, dict[int, int]]:
+    extents: dict[int, int] = {}
+
+    def body() -> None:
+        with zeroshard.Engine(Net(depth=6), config=config(place, stage)) as engine:
+            step(engine)
+            extents.update(gradient_extents(engine))
+            with pytest.MonkeyPatch.context() as patch:
+                if dist.get_rank() == 1:
+                    break_gradients(patch, extents, call, fault)
+                for _ in range(3):
+                    step(engine)
+
+    found = outcome(body)
+    assert swap_files(place) == 0
+    return (*found, extents)
+
+
+@pytest.mark.parametrize("fault", ["a write", "a full disk", "a read"])
+@pytest.mark.parametrize("stage", STORES)
+def test_a_gradient_that_does_not_reach_the_disk_or_come_back_ends_the_run_on_all(
+    place, stage, fault
+):
+    call, number, doing, why = FAULTS[fault]
+    results = run_ranks(failing_at_gradients, 2, place, stage, call, number, timeout=40)
+    kind, text, seconds, extents = results[1]
+    assert kind == "DiskError"
+    found = re.fullmatch(
+        rf"{doing} (\d+) bytes at offset (\d+) of the swap file {re.escape(str(place))}/\S+ ended after "
+        rf"0 bytes: {re.escape(why)}\. {re.escape(LOST)}",
+        text,
+    )
+    assert found, text
+    assert int(found[1]) <= extents[int(found[2])]
+    assert seconds < 20
+    kind, text, seconds, _ = results[0]
+    assert kind == "RankLost"
+    assert "rank 1" in text
+    assert f"{doing} " in text
+    assert seconds < 20
+
+
+def test_a_backward_whose_gradients_could_not_be_written_can_be_taken_again(place, monkeypatch):
+    """Nothing was updated: when the disk works again, the batch can be, too."""
+    with build_at(place) as engine:
+        expected = [step(engine) for _ in range(4)]
+    with build_at(place) as engine:
+        losses = [step(engine) for _ in range(2)]
+        with monkeypatch.context() as patch:
+            break_gradients(patch, gradient_extents(engine), "pwritev", errno.EIO)
+            with pytest.raises(DiskError, match="writing"):
+                backward(engine)
+        engine.zero_grad()
+        losses += [step(engine) for _ in range(2)]
+    assert losses == expected
+
+
 # ---------------------------------------------------------------- half of an update
 
 
@@ -376,7 +454,7 @@ NUMEL = 2 * (1024 * 1024 + 1024)
 def too_small(
     place: Path, stage: int, free_nbytes_by_host: list[int] | None
 ) -> tuple[str, str, float]:
-    """Two ranks want 14 (stage 3) or 12 bytes for each of 2.1 M parameters. No unit is ever made."""
+    """Two ranks want 16 (stage 3) or 14 bytes for each of 2.1 M parameters. No unit is ever made."""
 
     def unit(*_: object, **__: object) -> None:
         raise AssertionError("memory is made before the disk was asked")
@@ -402,7 +480,7 @@ def check_too_small(results: list, place: Path, wanted: int, free_nbytes: int) -
         assert seconds < 5
 
 
-@pytest.mark.parametrize(("stage", "each_nbytes"), [(1, 12), (2, 12), (3, 14)])
+@pytest.mark.parametrize(("stage", "each_nbytes"), [(1, 14), (2, 14), (3, 16)])
 def test_a_disk_that_cannot_hold_the_state_is_refused_before_memory_is_made(
     place, stage, each_nbytes
 ):
@@ -415,7 +493,7 @@ def test_a_disk_that_cannot_hold_the_state_is_refused_before_memory_is_made(
 @pytest.mark.parametrize("frees", [[1 << 20], [1 << 40, 1 << 20]], ids=["one host", "two hosts"])
 def test_all_ranks_hear_of_one_hosts_small_disk(place, frees):
     results = run_ranks(too_small, 2, place, 3, frees, timeout=40)
-    check_too_small(results, place, 14 * NUMEL // len(frees), 1 << 20)
+    check_too_small(results, place, 16 * NUMEL // len(frees), 1 << 20)
 
 
 def built_on_a_disk_that_shrinks(place: Path, number: int) -> tuple[str, str, float, int]:

@@ -13,10 +13,11 @@ from compare import CASES, trained
 
 from zeroshard import Engine
 from zeroshard.core import tiers
-from zeroshard.engine import offload
+from zeroshard.engine import build, offload
 from zeroshard.errors import UsageError
 from zeroshard.native import adam
 from zeroshard.store.bus import Bus
+from zeroshard.store.grads import GradOnDisk
 from zeroshard.testing import on_ranks
 from zeroshard.testing.parity import assert_bit_equal
 from zeroshard.zero import (
@@ -26,6 +27,7 @@ from zeroshard.zero import (
     safe_get_full_optimizer_state,
     safe_get_local_fp32_param,
     safe_set_full_fp32_param,
+    safe_set_full_grad,
     safe_set_full_optimizer_state,
     safe_set_local_optimizer_state,
 )
@@ -104,6 +106,163 @@ def test_no_store_changes_a_bit_on_three_ranks(name, tmp_path):
 @on_ranks(1)
 def test_no_store_changes_a_bit_on_one_rank(precision, tmp_path):
     check_stores(tmp_path, "transformer", precision, 1, stages=(1, 2, 3), world=1)
+
+
+def check_gradients_on_disk(path: Path, precision: str, accumulation: int, *, world: int) -> None:
+    disk = {"device": "nvme", "nvme_path": str(path)}
+    for stage in (1, 2, 3):
+        plain = trained("unused", precision, accumulation, stage=stage, world=world)
+        for keys in ({}, {"offload_param": disk} if stage == 3 else {"reduce_bucket_size": 640}):
+            config = {"zero_optimization": {"offload_optimizer": disk, **keys}}
+            with chunks_of(CHUNK_NUMEL):
+                run = trained(
+                    "unused", precision, accumulation, stage=stage, world=world, config=config
+                )
+            assert_bit_equal(run, plain)
+
+
+GRID = pytest.mark.parametrize(
+    ("precision", "accumulation"), [(p, a) for p in ("fp32", "bf16", "fp16") for a in (1, 2)]
+)
+
+
+@GRID
+@on_ranks(1)
+def test_gradients_on_disk_change_no_bit_on_one_rank(precision, accumulation, tmp_path):
+    check_gradients_on_disk(tmp_path, precision, accumulation, world=1)
+
+
+@GRID
+@on_ranks(2)
+def test_gradients_on_disk_change_no_bit_on_two_ranks(precision, accumulation, tmp_path):
+    check_gradients_on_disk(tmp_path, precision, accumulation, world=2)
+
+
+@GRID
+@on_ranks(3)
+def test_gradients_on_disk_change_no_bit_on_three_ranks(precision, accumulation, tmp_path):
+    check_gradients_on_disk(tmp_path, precision, accumulation, world=3)
+
+
+class Stumbling(torch.nn.Module):
+    """Three layers, one that is never used, and a backward that fails where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(3))
+        self.spare = torch.nn.Linear(64, 64)
+        self.stumbles = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x).tanh()
+            if self.stumbles and layer is self.layers[0]:
+                x.register_hook(self.fail)  # the other layers are reduced by then
+        return x
+
+    def fail(self, _grad: torch.Tensor) -> None:
+        raise KeyError("in backward")
+
+
+def eventful_training(
+    keys: dict, *, stage: int, precision: str, accumulation: int
+) -> dict[str, torch.Tensor]:
+    """What a program sees of gradients that it reads, sets, drops, interrupts and moves; and where that
+    leads: masters and moments."""
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.5,
+        "units": ["Linear"],
+        "unit_min_numel": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": stage, **keys},
+        **({precision: {"enabled": True}} if precision != "fp32" else {}),
+    }
+    if precision == "fp16":
+        config["fp16"]["initial_scale_power"] = 8
+    found: dict[str, torch.Tensor] = {}
+    model = Stumbling()
+    with Engine(model, config=config) as engine:
+        first, last = model.layers[0].weight, model.layers[-1].weight
+
+        def backward(seed: int, scale: float = 1.0) -> None:
+            generator = torch.Generator().manual_seed(10 * seed + engine.global_rank)
+            x = scale * torch.randn(4, 64, generator=generator).to(first.dtype)
+            engine.backward(engine(x).float().square().mean())
+
+        def read(when: str) -> None:
+            for name, param in model.named_parameters():
+                if (grad := safe_get_full_grad(param)) is not None:
+                    found[f"{when}: {name}"] = grad.clone()
+
+        for step in range(8):
+            for micro in range(accumulation):
+                if step == 3 and micro == 0:  # drop what was computed
+                    backward(step)
+                    read("dropped")
+                    engine.zero_grad()
+                if step == 4 and micro == 0:  # fail when others are on their way
+                    model.stumbles = True
+                    with pytest.raises(KeyError, match="in backward"):
+                        backward(step)
+                    model.stumbles = False
+                overflows = step == 6 and precision == "fp16" and micro == 0
+                backward(10 * step + micro, scale=float("inf") if overflows else 1.0)
+                if step == 1:
+                    read(f"micro-batch {micro}")
+                if step == 5:
+                    engine.offload_states(include=["lp_grads"])
+                    engine.reload_states()
+                    read(f"moved {micro}")
+                if step == 2 and micro == accumulation - 1:
+                    for _ in range(2):  # what was set is read, and set again
+                        safe_set_full_grad(last, 2 * safe_get_full_grad(last))
+                    safe_set_full_grad(first, torch.ones_like(first, dtype=torch.float32))
+                    read("set")
+                    assert not keys or engine.runtime.ledger.nbytes("gradients") == 0
+                engine.step()
+            assert engine.last_step.skipped == (precision == "fp16" and step == 6)
+        for name, param in model.named_parameters():
+            found[name] = safe_get_full_fp32_param(param)
+            if (moment := safe_get_full_optimizer_state(param, "exp_avg")) is not None:
+                found[f"{name} exp_avg"] = moment
+        rests = {type(buffer.rest) for buffer in engine.runtime.reducer.buffers}
+        assert rests == {GradOnDisk if keys else type(None)}
+    return found
+
+
+def check_events(path: Path, **how) -> None:
+    plain = eventful_training({}, **how)
+    disk = {"device": "nvme", "nvme_path": str(path)}
+    keys = {"offload_optimizer": disk}
+    with chunks_of(512):
+        found = eventful_training(keys, **how)
+    assert found.keys() == plain.keys()
+    different = [name for name, value in plain.items() if not torch.equal(found[name], value)]
+    assert different == []
+
+
+@GRID
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2)
+def test_programs_that_touch_gradients_on_disk_see_the_same(
+    stage, precision, accumulation, tmp_path
+):
+    check_events(tmp_path, stage=stage, precision=precision, accumulation=accumulation)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(1)
+def test_a_program_on_one_rank_that_touches_them_sees_the_same(stage, tmp_path):
+    check_events(tmp_path, stage=stage, precision="bf16", accumulation=2)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(3)
+def test_a_program_on_three_ranks_that_touches_them_sees_the_same(stage, tmp_path):
+    check_events(tmp_path, stage=stage, precision="bf16", accumulation=2)
 
 
 def edit(weight: torch.nn.Parameter, stage: int, rank: int) -> None:
@@ -199,7 +358,10 @@ def test_values_on_disk_are_read_and_written_like_any_others(tmp_path):
 def a_bus_between() -> Iterator[Bus]:
     """What a GPU machine has: device and host memory are two. Here they are two names of one."""
     bus = Bus()
-    with mock.patch.object(offload, "make_bus", lambda _device, *, copies: bus):
+    with (
+        mock.patch.object(build, "has_bus", lambda _device: True),
+        mock.patch.object(offload, "make_bus", lambda _device, *, copies: bus),
+    ):
         yield bus
 
 
@@ -252,18 +414,22 @@ def after_each_backward(keys: dict, *, reads: bool, losses: int) -> tuple[list, 
     return seen, held
 
 
+@pytest.mark.parametrize("where", ["host", "disk"])
 @pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize("losses", [1, 2])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @on_ranks(2)
-def test_gradients_leave_during_backward_and_come_back_for_readers(stage, losses, reads):
+def test_gradients_leave_during_backward_and_are_there_for_readers(
+    stage, losses, reads, where, tmp_path
+):
     adam.prepare()
     adam.wait()
     keys = {"stage": stage}
     plain, held = after_each_backward(keys, reads=reads, losses=losses)
     assert min(held) > 0
-    with a_bus_between():
-        keys["offload_optimizer"] = {"device": "cpu"}
+    with a_bus_between() if where == "host" else contextlib.nullcontext():
+        place = {"device": "cpu"} if where == "host" else {"device": "nvme", "nvme_path": tmp_path}
+        keys["offload_optimizer"] = place
         found, held = after_each_backward(keys, reads=reads, losses=losses)
     assert max(held) == 0
     assert len(found) == len(plain)

@@ -29,11 +29,14 @@ class UnitBytes:
 
     ``state``: by name, for every parameter that the optimizer updates. ``spans``: where master and state
     of this rank rest, default all on the device; ``param_tier``: where its parameters do.
+    ``grad_nbytes``: gradients that wait on the device for the update, or for more of them;
+    ``disk_grad_nbytes``: reduced ones that wait on disk.
     """
 
     layout: UnitLayout
     param_nbytes: int
-    grad_nbytes: int = 0  # 0: frozen
+    grad_nbytes: int = 0
+    disk_grad_nbytes: int = 0
     master_nbytes: int = 0  # 0: the parameter is its own master
     state: Mapping[str, StateBytes] = field(default_factory=dict)
     spans: Sequence[Span] = ()
@@ -63,6 +66,7 @@ def state_nbytes(units: Iterable[UnitBytes], stage: Stage, rank: int) -> dict[Ke
         total["gradients", Tier.DEVICE] += unit.grad_nbytes * (
             shard if stage.shards_grads else full
         )
+        total["gradients", Tier.DISK] += unit.disk_grad_nbytes * shard
         for span in unit.spans or (Span(0, high - low, Tier.DEVICE),):
             total["master", span.tier] += unit.master_nbytes * (span.end - span.begin)
             counts = Tier.HOST if span.tier is Tier.DISK else span.tier

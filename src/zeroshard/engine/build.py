@@ -24,10 +24,16 @@ from zeroshard.core.nbytes import StateBytes, UnitBytes, state_nbytes
 from zeroshard.core.stages import STAGES, Stage
 from zeroshard.core.tiers import Tier
 from zeroshard.engine.kernels import kernel_of
-from zeroshard.engine.offload import Stores, update_threads
+from zeroshard.engine.offload import Stores, has_bus, update_threads
 from zeroshard.engine.optimizers import Muon, Probe, probe, rebind
 from zeroshard.engine.preflight import check_room
-from zeroshard.engine.resting import Resting, check_device, plan_resting, shaped_state
+from zeroshard.engine.resting import (
+    Resting,
+    check_device,
+    grad_itemsizes,
+    plan_resting,
+    shaped_state,
+)
 from zeroshard.errors import UnsupportedError, UsageError
 from zeroshard.precision.policy import DtypeRow, Policy
 from zeroshard.zero.behind import Behind
@@ -218,8 +224,17 @@ def build_runtime(
         config,
         rank=gather_comm.rank,
         whole=not all(probe.elementwise for probe in found.values()),
+        has_bus=has_bus(device),
     )
-    plan = plan_bytes(specs, params, optimizer, found, many=expects_accumulation(), resting=resting)
+    plan = plan_bytes(
+        specs,
+        params,
+        optimizer,
+        found,
+        many=expects_accumulation(),
+        shards_grads=stage.shards_grads,
+        resting=resting,
+    )
     forecast = []
     check_device(resting, device)
     if resting.is_away:
@@ -261,9 +276,16 @@ def build_runtime(
             reuse_numel=zero.stage3_max_reuse_distance,
         )
         by_name = {unit.name: unit for unit in units}
+        bytes_of = {spec.name: planned for spec, planned in zip(specs, plan, strict=True)}
         buffers = [
             GradBuffer(
-                by_name[spec.name], comm=reduce_comm, ledger=ledger, transient=stage.shards_grads
+                by_name[spec.name],
+                comm=reduce_comm,
+                ledger=ledger,
+                transient=stage.shards_grads or not bytes_of[spec.name].grad_nbytes,
+                rest=stores.grad_rest(
+                    spec.name, bytes_of[spec.name].disk_grad_nbytes * spec.layout.shard_numel
+                ),
             )
             for spec in in_order
             if spec.trainable
@@ -318,9 +340,11 @@ def plan_bytes(
     found: Mapping[torch.dtype, Probe],
     *,
     many: bool,
+    shards_grads: bool,
     resting: Resting,
 ) -> list[UnitBytes]:
-    """The bytes per element that each unit needs at rest. ``many``: gradients are accumulated."""
+    """The bytes per element that each unit needs at rest. ``many``: gradients are accumulated;
+    ``shards_grads``: each backward's are reduced at once."""
     groups = optimizer.param_groups if optimizer is not None else []
     group_of = {id(param): at for at, group in enumerate(groups) for param in group["params"]}
     planned = []
@@ -336,11 +360,15 @@ def plan_bytes(
             shaped = sum(dtype.itemsize for dtype in kept if dtype is not None)
             scalars = sum(torch.float32.itemsize for dtype in kept if dtype is None)
             state[slot.fqn] = StateBytes(shaped, scalars)
+        in_memory, on_disk = grad_itemsizes(
+            row, many=many, on_disk=spec.name in resting.grads, shards_grads=shards_grads
+        )
         planned.append(
             UnitBytes(
                 layout,
                 param_nbytes=row.param.itemsize,
-                grad_nbytes=(row.grad_accum if many else row.reduce).itemsize,
+                grad_nbytes=in_memory,
+                disk_grad_nbytes=on_disk,
                 master_nbytes=row.master.itemsize if state and row.has_master else 0,
                 state=state,
                 spans=resting.spans_of(spec.name),

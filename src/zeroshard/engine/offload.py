@@ -22,12 +22,19 @@ from zeroshard.engine.optimizers import Probe
 from zeroshard.engine.resting import Resting, grad_itemsize, host_sizes, page_sizes
 from zeroshard.store.bus import Bus, CudaBus
 from zeroshard.store.disk import SwapFile
+from zeroshard.store.grads import GradOnDisk, GradUnwritten
 from zeroshard.store.heap import return_large_blocks
 from zeroshard.store.pager import Pager, Timeline
 from zeroshard.store.pinned import HostArena, slot_nbytes
 from zeroshard.store.shards import InMemory, OnDisk, Rest, Room, Saves
 from zeroshard.zero.crossing import HostSide
+from zeroshard.zero.gradients import GradRest
 from zeroshard.zero.onepass import threads_for
+
+
+def has_bus(device: torch.device) -> bool:
+    """Is host memory another than the device's?"""
+    return device.type != "cpu"
 
 
 def make_bus(device: torch.device, *, copies: bool) -> Bus | None:
@@ -48,7 +55,7 @@ class Stores:
     ) -> None:
         zero = config.zero_optimization
         self._ledger = ledger
-        self._saves = Saves()
+        self._saves, self._grad_saves = Saves(), Saves()
         self._files: dict[str, SwapFile] = {}
         self._pager: Pager | None = None
         self._optimizer_path = zero.offload_optimizer.nvme_path if zero.offload_optimizer else None
@@ -63,8 +70,8 @@ class Stores:
         )
         self._arenas: list[HostArena] = []
         self.bus: Bus | None = None
-        if device.type == "cpu" and Tier.DISK in resting.params.values():
-            return_large_blocks()  # shards come and go between activations
+        if device.type == "cpu" and (resting.grads or Tier.DISK in resting.params.values()):
+            return_large_blocks()  # shards and gradients come and go between activations
 
     def _file(self, path: str | None) -> SwapFile:
         assert path is not None, "the configuration is resolved"
@@ -103,6 +110,15 @@ class Stores:
             return arena.take(numel, dtype)
 
         return pinned
+
+    def grad_rest(self, unit: str, nbytes: int) -> GradRest | None:
+        """Where the unit's reduced gradient of ``nbytes`` waits for its update; None: where it is."""
+        if unit not in self._resting.grads:
+            return None
+        if self._is_fake:
+            return GradUnwritten(ledger=self._ledger, name=unit)
+        file = self._file(self._optimizer_path)
+        return GradOnDisk(file, nbytes, self._grad_saves, ledger=self._ledger, name=unit)
 
     def pager(self, found: Mapping[torch.dtype, Probe]) -> Pager | None:
         """A ring for the pages on disk; None if there are none."""

@@ -10,12 +10,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.env import Place
 from zeroshard.comm.host import host_number
 from zeroshard.config import Config
 from zeroshard.core.ledger import Key
+from zeroshard.core.stages import STAGES
 from zeroshard.core.tiers import Tier
 from zeroshard.engine.fit import check_host
 from zeroshard.engine.host_memory import host_limits
@@ -40,35 +42,47 @@ class Demand:
     host_nbytes: int  # in host memory; on CPU ranks all that is not on disk
     optimizer_nbytes: int  # on disk
     param_nbytes: int  # on disk
+    gradient_nbytes: int  # on disk
     micro_batches: int = 1  # forwards and backwards of a step
+    reductions: int = 1  # of a step
 
     def traffic(self, kind: str) -> tuple[int, int]:
         """Bytes read from and written to disk in a step, at most, for a field of this class.
 
         State is read and written once. Shards are read for every forward and backward, and for the
-        update; units that stay full between forward and backward are read once for both.
+        update; units that stay full between forward and backward are read once for both. Gradients are
+        written after each reduction, and read for the next one and for the update.
         """
+        nbytes: int = getattr(self, kind)
         if kind == "param_nbytes":
-            return (2 * self.micro_batches + 1) * self.param_nbytes, self.param_nbytes
-        return self.optimizer_nbytes, self.optimizer_nbytes
+            return (2 * self.micro_batches + 1) * nbytes, nbytes
+        times = self.reductions if kind == "gradient_nbytes" else 1
+        return times * nbytes, times * nbytes
 
     @property
     def read_nbytes(self) -> int:
         """Read from disk in a step, at most."""
-        return self.traffic("optimizer_nbytes")[0] + self.traffic("param_nbytes")[0]
+        return sum(self.traffic(kind)[0] for kind in ON_DISK)
 
     @property
     def written_nbytes(self) -> int:
         """Written to disk in a step."""
-        return self.traffic("optimizer_nbytes")[1] + self.traffic("param_nbytes")[1]
+        return sum(self.traffic(kind)[1] for kind in ON_DISK)
 
 
-def demand_of(planned: Mapping[Key, int], *, on_cpu: bool, micro_batches: int = 1) -> Demand:
+ON_DISK = ("optimizer_nbytes", "param_nbytes", "gradient_nbytes")
+"""Fields of a :class:`Demand`."""
+
+
+def demand_of(
+    planned: Mapping[Key, int], *, on_cpu: bool, micro_batches: int = 1, reductions: int = 1
+) -> Demand:
     """``planned``: bytes per category and tier. ``on_cpu``: the device's memory is the host's.
 
     >>> tiers = {(c, t): 0 for c in ("parameters", "gradients", "master", "optimizer") for t in Tier}
     >>> demand_of({**tiers, ("master", Tier.DISK): 4, ("optimizer", Tier.DISK): 8}, on_cpu=True)
-    Demand(host_nbytes=0, optimizer_nbytes=12, param_nbytes=0, micro_batches=1)
+    Demand(host_nbytes=0, optimizer_nbytes=12, param_nbytes=0, gradient_nbytes=0, \
+micro_batches=1, reductions=1)
     """
     tiers = (Tier.HOST, Tier.DEVICE) if on_cpu else (Tier.HOST,)
     new = ["gradients", "master", "optimizer"]
@@ -78,7 +92,9 @@ def demand_of(planned: Mapping[Key, int], *, on_cpu: bool, micro_batches: int = 
         sum(planned[category, tier] for category in new for tier in tiers),
         planned["master", Tier.DISK] + planned["optimizer", Tier.DISK],
         planned["parameters", Tier.DISK],
+        planned["gradients", Tier.DISK],
         micro_batches,
+        reductions,
     )
 
 
@@ -101,7 +117,13 @@ def check_room(
     limits = host_limits()
     me = host_number()
     micro_batches = config.gradient_accumulation_steps or 1
-    mine = demand_of(planned, on_cpu=device.type == "cpu", micro_batches=micro_batches)
+    stage = STAGES[config.zero_optimization.stage]
+    mine = demand_of(
+        planned,
+        on_cpu=device.type == "cpu",
+        micro_batches=micro_batches,
+        reductions=micro_batches if stage.shards_grads else 1,
+    )
     if device.type != "cpu":  # masters are in the plan; gradients and parameters in passing are not
         sizes = host_sizes(resting)
         scratch_nbytes = sum(
@@ -112,7 +134,10 @@ def check_room(
     row_K = torch.tensor([*row, *astuple(mine)], dtype=torch.float64).to(device)
     forecasts: list[str] = []
     hosts: dict[int, list[tuple[list[int], Demand]]] = defaultdict(list)
-    for number, *rest in comm.gather_small(row_K, name="room").tolist():
+    rows = comm.gather_small(row_K, name="room")
+    if isinstance(rows, FakeTensor):
+        return []  # nothing will be held
+    for number, *rest in rows.tolist():
         frees, numbers = rest[: 1 + len(paths)], rest[1 + len(paths) :]
         hosts[int(number)].append((list(map(int, frees)), Demand(*map(int, numbers))))
     for number, ranks in hosts.items():
@@ -137,12 +162,12 @@ def _paths(config: Config) -> dict[str, list[str]]:
     """Directories in use, and which of a :class:`Demand`'s bytes rest there."""
     zero = config.zero_optimization
     paths: dict[str, list[str]] = defaultdict(list)
-    for section, kind in (
-        (zero.offload_optimizer, "optimizer_nbytes"),
-        (zero.offload_param, "param_nbytes"),
+    for section, kinds in (
+        (zero.offload_optimizer, ("optimizer_nbytes", "gradient_nbytes")),
+        (zero.offload_param, ("param_nbytes",)),
     ):
         if section is not None and section.device == "nvme" and section.nvme_path is not None:
-            paths[section.nvme_path].append(kind)
+            paths[section.nvme_path] += kinds
     return paths
 
 

@@ -25,11 +25,15 @@ _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 
 @dataclass(frozen=True)
 class Resting:
-    """Where state rests on this rank: by unit, spans of what it updates, and the tier of its shard."""
+    """Where state rests on this rank: by unit, spans of what it updates, and the tier of its shard.
+
+    ``grads``: units whose reduced gradient waits on disk.
+    """
 
     spans: Mapping[str, Sequence[Span]] = field(default_factory=dict)
     params: Mapping[str, Tier] = field(default_factory=dict)
     rows: Mapping[str, DtypeRow] = field(default_factory=dict)  # of the units in ``spans``
+    grads: frozenset[str] = frozenset()
 
     @property
     def is_away(self) -> bool:
@@ -68,9 +72,10 @@ def plan_resting(
     *,
     rank: int,
     whole: bool,
+    has_bus: bool,
 ) -> Resting:
     """``layouts``: units in forward order; ``trained``: those of them that are updated. ``whole``: the
-    optimizer's matrices are never cut."""
+    optimizer's matrices are never cut. ``has_bus``: host memory is not the device's."""
     optimizer, params = optimizer_placement(config), param_placement(config)
     spans: dict[str, Sequence[Span]] = {}
     if optimizer.is_away:
@@ -83,7 +88,27 @@ def plan_resting(
         numels = [layout.shard_numel for layout in layouts.values()]
         placed = place(numels, params, cuts=[() for _ in numels])
         tiers = {name: parts[0].tier for name, parts in zip(layouts, placed, strict=True) if parts}
-    return Resting(spans, tiers, trained)
+    on_disk = {name for name, parts in spans.items() if _all_on_disk(parts)}
+    # Across a bus a gradient waits in memory: the update would need it there, chunk by chunk.
+    return Resting(spans, tiers, trained, frozenset() if has_bus else frozenset(on_disk))
+
+
+def _all_on_disk(spans: Sequence[Span]) -> bool:
+    return bool(spans) and all(span.tier is Tier.DISK for span in spans)
+
+
+def grad_itemsizes(
+    row: DtypeRow, *, many: bool, on_disk: bool, shards_grads: bool
+) -> tuple[int, int]:
+    """Bytes of an element of the gradient that waits in memory, and of one that waits on disk; 0: none
+    does. ``many``: several are summed before an update, and where every rank sums the whole gradient by
+    itself (stage 1) that sum stays in memory until it is reduced."""
+    summed = (row.grad_accum if many else row.reduce).itemsize
+    if not on_disk:
+        return summed, 0
+    if shards_grads:
+        return 0, summed
+    return summed if many else 0, row.reduce.itemsize
 
 
 def check_device(resting: Resting, device: torch.device) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from zeroshard.store.disk import Extent, SwapFile, Transfer
 
 SAVES_IN_FLIGHT = 2
-"""Shards that may be on their way to the disk; more would hold memory for no speed."""
+"""Shards, or gradients, that may be on their way to the disk; more would hold memory for no speed."""
 
 
 class InMemory:
@@ -58,13 +58,21 @@ class InMemory:
         """The shard is not needed any more."""
 
 
+class Leaving(Protocol):
+    """Something that is written behind the computation."""
+
+    def finish(self) -> None:
+        """Wait until it is in the file; its memory may go."""
+
+
 class Saves:
-    """The writes in flight of one file, oldest first: bounds the memory that they hold."""
+    """The writes in flight of one kind, oldest first: bounds the memory that they hold."""
 
     def __init__(self) -> None:
-        self._leaving: deque[OnDisk] = deque()
+        self._leaving: deque[Leaving] = deque()
 
-    def add(self, rest: OnDisk) -> None:
+    def add(self, rest: Leaving) -> None:
+        """One more; the oldest ends first if there are too many."""
         self._leaving.append(rest)
         while len(self._leaving) > SAVES_IN_FLIGHT:
             self._leaving.popleft().finish()

@@ -343,6 +343,8 @@ def _set_grad(
     low, high = max(begin, start), min(end, start + len(raw))
     if low < high:
         buffer.reduced_S[low - begin : high - begin].copy_(raw[low - start : high - start])
+    buffer.leave(complete=True)
+    buffer.account()
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:

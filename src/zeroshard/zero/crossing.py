@@ -130,6 +130,50 @@ class Crossing:
             self.reseal()
 
 
+class GradOnHost:
+    """A unit's reduced gradient in host memory, where its update is, from the end of its reduction.
+
+    ``parts``: its chunks, together ``numel`` elements. ``before()`` is called before they are written to.
+    """
+
+    early = False
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[slice, Crossing]],
+        *,
+        numel: int,
+        before: Callable[[], object],
+    ) -> None:
+        self._parts = parts
+        self._numel = numel
+        self._before = before
+        self._like: Tensor | None = None  # empty; it has dtype and device of what was sent
+
+    def send(self, values_R: Tensor) -> None:
+        """See :class:`~zeroshard.zero.gradients.GradRest`."""
+        self._before()
+        self._like = values_R.new_empty(0)
+        for part, crossing in self._parts:
+            crossing.send_gradient(values_R[part])
+
+    def fetch(self) -> None:
+        """Nothing: it is used where it is."""
+
+    def bring(self) -> Tensor:
+        """A copy on the device."""
+        assert self._like is not None
+        back_R = self._like.new_empty(self._numel)
+        for part, crossing in self._parts:
+            crossing.recall_gradient(back_R[part])
+        return back_R
+
+    peek = bring
+
+    def forget(self) -> None:
+        """Nothing: its memory is there for the next."""
+
+
 class HostSide:
     """Makes crossings: the bus, and ``take(numel, dtype)``, which gives host memory.
 

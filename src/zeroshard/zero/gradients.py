@@ -7,7 +7,7 @@ state. Letters as in :mod:`zeroshard.zero.unit`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -27,14 +27,51 @@ def accumulate(into: Tensor, values: Tensor) -> None:
     into.add_(values if values.dtype == into.dtype else values.to(into.dtype))
 
 
+Norms = list[tuple[int, Tensor]]
+"""A parameter's position in the model, and the 2-norm of what this rank owns of its gradient."""
+
+
+class GradRest(Protocol):
+    """Where a unit's reduced gradient waits for its update, if that is not where it was reduced.
+
+    ``early``: it goes there after each backward, not only when the gradient of the step is complete.
+    """
+
+    early: bool
+
+    def send(self, values_S: Tensor) -> None:
+        """Start it on its way. It may not be written to any more, and replaces what is there."""
+
+    def fetch(self) -> None:
+        """Begin to bring it back."""
+
+    def bring(self) -> Tensor:
+        """The gradient, for whoever changes it or uses it up."""
+
+    def peek(self) -> Tensor:
+        """The gradient, to be read and dropped: it goes on resting there."""
+
+    def forget(self) -> None:
+        """It is used up."""
+
+
 class GradBuffer:
     """Gradients of one unit: the local sum ``grads_N``, and what was reduced so far.
 
     The optimizer reads ``reduced_S`` where its state is sharded, ``reduced_N`` at stage 0.
-    ``transient``: the local sum exists only until its reduction (stages 2 and 3).
+    ``transient``: the local sum exists only until its reduction (stages 2 and 3). ``rest``: where what
+    was reduced waits; default here.
     """
 
-    def __init__(self, unit: Unit, *, comm: Comm, ledger: Ledger, transient: bool) -> None:
+    def __init__(
+        self,
+        unit: Unit,
+        *,
+        comm: Comm,
+        ledger: Ledger,
+        transient: bool,
+        rest: GradRest | None = None,
+    ) -> None:
         self.unit = unit
         self.comm = comm
         self.ledger = ledger
@@ -51,25 +88,24 @@ class GradBuffer:
         self.complete = False  # nothing more is expected in the running backward
         self._reduced_S: Tensor | None = None
         self.reduced_N: Tensor | None = None
-        self.sends: Callable[[Tensor], Callable[[], Tensor]] | None = None  # see leave()
-        self._recall: Callable[[], Tensor] | None = None
+        self.rest = rest
+        self.has_left = False  # is what was reduced at its rest, and not here?
+        self.measure: Callable[[Tensor], Norms] | None = None  # what the optimizer owns
+        self.norms: Norms | None = None  # of a complete gradient, taken when it left
         self.tier = Tier.DEVICE  # HOST: all of it left the device for now
 
     @property
     def reduced_S(self) -> Tensor | None:  # noqa: N802  (the suffix is the extent)
-        """The reduced gradient of the running step on the device; None before there is one.
-
-        One that left comes back for whoever asks.
-        """
-        if self._recall is not None:
-            recall, self._recall = self._recall, None
-            self._reduced_S = recall()
-            self.account()
+        """The reduced gradient of the running step, for whoever changes it or uses it up; None before
+        there is one. One that left comes back, and is counted at its rest until it leaves again."""
+        if self.has_left:
+            assert self.rest is not None
+            self.reduced_S = self.rest.bring()
         return self._reduced_S
 
     @reduced_S.setter
     def reduced_S(self, values_S: Tensor | None) -> None:  # noqa: N802
-        self._recall = None
+        self.has_left, self.norms = False, None
         self._reduced_S = values_S
 
     @property
@@ -77,17 +113,35 @@ class GradBuffer:
         """Is there a reduced gradient, here or where its update is?"""
         return self.has_left or self._reduced_S is not None
 
-    @property
-    def has_left(self) -> bool:
-        """Is the reduced gradient in host memory, where its update is, and not here?"""
-        return self._recall is not None
+    def peek(self) -> Tensor | None:
+        """The reduced gradient, for whoever reads it only: it stays where it is."""
+        if self.has_left:
+            assert self.rest is not None
+            return self.rest.peek()
+        return self._reduced_S
 
-    def leave(self) -> None:
-        """The gradient of the step is complete. If it is updated in host memory it goes there now, beside
-        the rest of backward: ``sends(reduced_S)`` starts that and returns what would bring it back."""
-        if self.sends is not None and self._reduced_S is not None:
-            recall = self.sends(self._reduced_S)
-            self._reduced_S, self._recall = None, recall
+    def leave(self, *, complete: bool) -> None:
+        """What was reduced goes to its rest, beside the rest of backward. ``complete``: nothing more is
+        expected in this step; then it is measured, so that the norm does not call it back."""
+        rest, values_S = self.rest, self._reduced_S
+        if rest is None or values_S is None or not (complete or rest.early):
+            return
+        rest.send(values_S)
+        self.reduced_S, self.has_left = None, True
+        if complete and self.measure is not None:
+            self.norms = self.measure(values_S)
+
+    def fetch(self) -> None:
+        """The reduced gradient will be needed soon."""
+        if self.has_left:
+            assert self.rest is not None
+            self.rest.fetch()
+
+    def spend(self) -> None:
+        """The update is through with a gradient that has another rest: its memory goes."""
+        if self.rest is not None:
+            self.reduced_S = None
+            self.rest.forget()
 
     def open(self, dtype: torch.dtype) -> Tensor:
         """Allocate ``grads_N``; its contents are undefined until filled."""
@@ -172,7 +226,8 @@ class GradBuffer:
         """Forget the step's gradients and free them."""
         self.grads_N, self.views = None, []
         self.leaving_N = self.arriving_S = None
-        self.reduced_S = self.reduced_N = None  # what has left is not called back
+        self.reduced_S = self.reduced_N = None
+        self.spend()
         self.filled = [False] * len(self.filled)
         self.touched = [False] * len(self.touched)
         self.arrived = 0
@@ -184,8 +239,8 @@ class GradBuffer:
             raise away_error(f"the gradient of {self.unit.name!r}")
 
     def held(self) -> list[Tensor]:
-        """All bytes that are held between two backwards."""
-        return distinct(t for t in (self.grads_N, self.reduced_S, self.reduced_N) if t is not None)
+        """All bytes that are held here between two backwards."""
+        return distinct(t for t in (self.grads_N, self._reduced_S, self.reduced_N) if t is not None)
 
     def move(self, tier: Tier, carry: Callable[[Tensor], Tensor]) -> None:
         """Gradients go to another kind of memory, if they are not there. ``carry`` copies bytes."""
@@ -201,8 +256,8 @@ class GradBuffer:
             copy = there[flat.untyped_storage()._cdata]
             return copy[begin : begin + flat.nbytes].view(flat.dtype)
 
-        self.grads_N, self.reduced_S, self.reduced_N = map(
-            moved, (self.grads_N, self.reduced_S, self.reduced_N)
+        self.grads_N, self._reduced_S, self.reduced_N = map(
+            moved, (self.grads_N, self._reduced_S, self.reduced_N)
         )
         if self.grads_N is not None:
             self._set_views()

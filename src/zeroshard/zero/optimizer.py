@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +25,7 @@ from zeroshard.store import storage
 from zeroshard.store.bus import Arrival
 from zeroshard.zero.behind import Behind, Pending
 from zeroshard.zero.crossing import Crossing, Delivery, HostSide
-from zeroshard.zero.gradients import GradBuffer
+from zeroshard.zero.gradients import GradBuffer, Norms
 from zeroshard.zero.onepass import PIECE_NUMEL, Kernel, OnePass
 from zeroshard.zero.tile import Chunk, OwnedFragment, StateDtypes, Tile, make_tile
 from zeroshard.zero.unit import Unit
@@ -92,10 +91,10 @@ class ShardedOptimizer:
         self._kernel: Kernel | None = None
         self._passes: dict[int, OnePass] = {}  # by id of the chunk
         self._behind = behind
-        self._left_norms: dict[int, list[tuple[int, Tensor]]] = {}  # by position of the tile
-        for at, tile in enumerate(self.tiles):
+        for tile in self.tiles:
+            tile.buffer.measure = tile.measure
             if behind is not None and not behind.delayed and tile.is_updated_behind:
-                tile.buffer.sends = partial(self._send_gradient, at)
+                tile.buffer.rest = tile.grad_on_host()
         self._guards = [inner.register_step_pre_hook(self._refuse_direct_step)]
         if pager is not None:
             self._guards.append(inner.register_state_dict_pre_hook(_refuse_state_dict))
@@ -109,35 +108,11 @@ class ShardedOptimizer:
 
     # ------------------------------------------------------------------ the step
 
-    def norms(self) -> list[tuple[int, Tensor]]:
+    def norms(self) -> Norms:
         """2-norm of every own fragment's reduced gradient, in the order of the model's parameters: see
-        :meth:`Tile.norms`. Gradients that left for host memory were measured before."""
-        found: list[tuple[int, Tensor]] = []
-        for at, tile in enumerate(self.tiles):
-            if tile.buffer.has_left:
-                found += self._left_norms[at]
-            else:
-                found += tile.norms(tile.gradient())
+        :meth:`Tile.norms`."""
+        found = [norm for tile in self.tiles for norm in tile.norms()]
         return sorted(found, key=lambda item: item[0])
-
-    def _send_gradient(self, at: int, grad_R: Tensor) -> Callable[[], Tensor]:
-        """A gradient is complete, and used in host memory: measure it and let it go."""
-        tile = self.tiles[at]
-        tile.unit.wait()  # the update of the step before has read what is overwritten now
-        self._left_norms[at] = tile.norms(grad_R)
-        for chunk in tile.chunks:
-            assert chunk.crossing is not None
-            chunk.crossing.send_gradient(grad_R[chunk.at : chunk.at + chunk.numel])
-        dtype, device = grad_R.dtype, grad_R.device
-
-        def recall() -> Tensor:
-            back_R = torch.empty(tile.low_R.numel(), dtype=dtype, device=device)
-            for chunk in tile.chunks:
-                assert chunk.crossing is not None
-                chunk.crossing.recall_gradient(back_R[chunk.at : chunk.at + chunk.numel])
-            return back_R
-
-        return recall
 
     def update(
         self,
@@ -205,7 +180,8 @@ class ShardedOptimizer:
         self.account()
 
     def _in_turn(self) -> Iterator[tuple[Tile, Chunk]]:
-        """Every chunk with its memory valid until the next; the next tile's shard is on its way."""
+        """Every chunk with its memory valid until the next; the next tile's shard and gradient are on
+        their way."""
         paged = [chunk.page for tile in self.tiles for chunk in tile.chunks if chunk.page]
         pages = self.pager.walk(paged) if self.pager is not None else (page for page in paged)
         with contextlib.closing(pages):
@@ -213,11 +189,13 @@ class ShardedOptimizer:
                 with tile.in_hand():
                     if following is not None:
                         following.unit.rest.fetch()
+                        following.buffer.fetch()
                     for chunk in tile.chunks:
                         if chunk.page is not None:
                             page = next(pages)
                             assert page is chunk.page
                         yield tile, chunk
+                tile.buffer.spend()
             for _ in pages:
                 raise AssertionError("the walk goes on after its last page")
 
@@ -441,6 +419,7 @@ class ShardedOptimizer:
         for group in self.inner.param_groups:
             group["params"] = []
         for tile in self.tiles:
+            tile.buffer.measure = tile.buffer.rest = None
             for category in ("master", "optimizer"):
                 for tier in Tier:
                     self.ledger.hold(category, tile.unit.name, 0, tier)

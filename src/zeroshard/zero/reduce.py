@@ -126,6 +126,7 @@ class GradReducer:
 
     def _launch(self, buffer: GradBuffer) -> None:
         unit, layout = buffer.unit, buffer.unit.layout
+        buffer.fetch()  # what was reduced before comes back while this is reduced
         grads_N = buffer.take()
         if self.predivide != 1.0:
             grads_N.div_(self.predivide)
@@ -134,7 +135,7 @@ class GradReducer:
                 grads_N = grads_N.to(unit.row.reduce)
         begin, end = layout.shard_range(buffer.comm.rank)
         # Whole gradients rest in place (stages 0 and 1); a true shard is a tensor of its own.
-        apart = self.eager and buffer.comm.world_size > 1
+        apart = buffer.transient and buffer.comm.world_size > 1
         target_S = torch.empty_like(grads_N[begin:end]) if apart else grads_N[begin:end]
         handles = self._reduce_scatter(buffer, target_S, grads_N)
         self._in_flight.append(_InFlight(buffer, handles, target_S, grads_N))
@@ -173,8 +174,7 @@ class GradReducer:
             if self.whole:
                 buffer.reduced_N = done.source if first else None
             buffer.leaving_N = buffer.arriving_S = None
-            if self._completes:
-                buffer.leave()
+            buffer.leave(complete=self._completes)
             buffer.account()
 
     # ------------------------------------------------------------------ the step
@@ -185,6 +185,7 @@ class GradReducer:
             not buffer.is_reduced for buffer in self.buffers
         ):
             self.reducing, self.waiting, self._next = True, False, len(self.order)
+            self._completes = True
             for buffer in self.order:
                 if buffer.grads_N is not None or not buffer.is_reduced:
                     self._launch(buffer)
@@ -216,7 +217,7 @@ class GradReducer:
         """
         buffer.check_here()
         if not self.waiting:
-            return buffer.reduced_S
+            return buffer.peek()
         layout, row = buffer.unit.layout, buffer.unit.row
         grads_N = torch.zeros(
             layout.full_numel, dtype=row.grad_accum, device=buffer.unit.full_N.device
@@ -228,7 +229,8 @@ class GradReducer:
         sum_S = torch.empty(layout.shard_numel, dtype=row.reduce, device=grads_N.device)
         for handle in self._reduce_scatter(buffer, sum_S, grads_N):
             handle.wait()
-        return sum_S if buffer.reduced_S is None else buffer.reduced_S + sum_S
+        before_S = buffer.peek()
+        return sum_S if before_S is None else before_S + sum_S
 
     def abandon(self) -> None:
         """Forget a backward that an exception ended; reductions in flight are waited for."""

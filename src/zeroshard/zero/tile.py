@@ -20,8 +20,8 @@ from zeroshard.core.tiers import Span, Tier
 from zeroshard.errors import UsageError
 from zeroshard.store import storage
 from zeroshard.zero.clip import norm_of
-from zeroshard.zero.crossing import Crossing, HostSide
-from zeroshard.zero.gradients import GradBuffer
+from zeroshard.zero.crossing import Crossing, GradOnHost, HostSide
+from zeroshard.zero.gradients import GradBuffer, Norms
 from zeroshard.zero.onepass import PIECE_NUMEL, follow
 from zeroshard.zero.unit import Unit, away_error
 
@@ -148,6 +148,16 @@ class Tile:
         on_host = all(chunk.crossing is not None and chunk.page is None for chunk in self.chunks)
         return on_host and self.unit.rest.tier is not Tier.DISK
 
+    def grad_on_host(self) -> GradOnHost:
+        """Where the reduced gradient waits if :attr:`is_updated_behind`."""
+        parts = [
+            (slice(chunk.at, chunk.at + chunk.numel), chunk.crossing)
+            for chunk in self.chunks
+            if chunk.crossing is not None
+        ]
+        # The update of the step before has read what is overwritten now.
+        return GradOnHost(parts, numel=self.low_R.numel(), before=self.unit.wait)
+
     def gradient_of(self, chunk: Chunk) -> Tensor:
         """The chunk's part of :meth:`gradient`."""
         return self.gradient()[chunk.at : chunk.at + chunk.numel]
@@ -158,14 +168,22 @@ class Tile:
         assert grad is not None, "GradReducer.finish() comes before the update"
         return grad
 
-    def norms(self, grad_R: Tensor) -> list[tuple[int, Tensor]]:
-        """2-norm of every own fragment of a gradient ``[R]``: pairs of the parameter's position in
-        ``model.parameters()`` and a 0-dim tensor.
+    def norms(self) -> Norms:
+        """:meth:`measure` of the running step's gradient. One that left was measured before."""
+        buffer = self.buffer
+        if buffer.norms is not None:
+            return buffer.norms
+        grad_R = buffer.reduced_N if self.is_whole else buffer.peek()
+        assert grad_R is not None, "GradReducer.finish() comes before the norm"
+        return self.measure(grad_R)
+
+    def measure(self, grad_R: Tensor) -> Norms:
+        """2-norm of every own fragment of a gradient ``[R]``.
 
         With one rank these are the very norms that ``clip_grad_norm_`` takes: none for a parameter
         without gradient, zero for one without elements.
         """
-        found: list[tuple[int, Tensor]] = []
+        found: Norms = []
         low, high = self.own
         alone, touched = self.buffer.comm.world_size == 1, self.buffer.touched
         for index, at, numel in self.owned:
