@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -18,11 +19,10 @@ STEPS = 60
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a finished run of the smallest model on this project's own source."""
+    """The folder of a finished run of the smallest model on sentences that are always the same."""
     home = tmp_path_factory.mktemp("example")
     text = home / "text.txt"
-    sources = [path.read_text() for path in sorted((ROOT / "src").rglob("*.py"))]
-    text.write_text("\n".join(sources))
+    text.write_text(sentences())
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
         *(str(EXAMPLE), "--size", "tiny", "--context", "64", "--vocab", "512"),
@@ -32,6 +32,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     (home / "smoke" / "stdout.txt").write_text(done.stdout)
     return home / "smoke"
+
+
+def sentences() -> str:
+    """Words of which a few are frequent and most are rare, as in a language."""
+    draw = random.Random(7)
+    letters = "aeioutnsrhldcm"
+    words = ["".join(draw.choices(letters, k=draw.randint(2, 8))) for _ in range(400)]
+    weights = [1 / (rank + 2) for rank in range(len(words))]
+    lines = (draw.choices(words, weights, k=draw.randint(4, 14)) for _ in range(12_000))
+    return "\n".join(" ".join(line).capitalize() + "." for line in lines)
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:

@@ -139,9 +139,9 @@ def shaped_state(probe: Probe, group: int) -> dict[str, torch.dtype]:
 
 
 def grad_itemsize(resting: Resting) -> int:
-    """Bytes of the widest element in which a reduced gradient can come."""
+    """Bytes of the widest element in which a gradient can come; one that a program sets is in fp32."""
     rows = resting.rows.values()
-    return max((d.itemsize for row in rows for d in (row.reduce, row.grad_accum)), default=4)
+    return max([4, *(d.itemsize for row in rows for d in (row.reduce, row.grad_accum))])
 
 
 def page_sizes(resting: Resting, found: Mapping[torch.dtype, Probe]) -> Iterator[int]:

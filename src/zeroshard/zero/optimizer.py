@@ -363,9 +363,7 @@ class ShardedOptimizer:
         """The optimizer's state of one fragment; empty before the first step."""
         return dict(self.inner.state.get(fragment.value, {}))
 
-    def seat_state(
-        self, chunk: Chunk, fragment: OwnedFragment, state: Mapping[str, Any]
-    ) -> None:
+    def seat_state(self, chunk: Chunk, fragment: OwnedFragment, state: Mapping[str, Any]) -> None:
         """State from elsewhere takes the place of a fragment's own; empty: as before the first step. The
         chunk's page is open, if it has one."""
         self.inner.state.pop(fragment.value, None)
