@@ -329,8 +329,7 @@ class DeepSpeedSaved:
             self._places[fqn, VALUE] = place
         other_names: dict[str, list[str]] = {}
         for alias, fqn in _aliases(self._models[0]).items():
-            if alias not in rows:
-                other_names.setdefault(fqn, []).append(alias)
+            other_names.setdefault(fqn, []).append(alias)
         tensors: dict[str, dict[str, SavedTensor]] = {fqn: {} for fqn in rows}
         for (fqn, key), place in self._places.items():
             dtype = dtype_name(place.dtype, where=f"{key} of {fqn!r}")

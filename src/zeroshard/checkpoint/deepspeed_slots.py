@@ -116,14 +116,12 @@ def places(path: Path, slot: Slot, pieces: list[Tensor]) -> Iterator[tuple[str, 
 
 
 def like_master(key: str, state: Any, master: Tensor, padding: int) -> Tensor | None:
-    """State of a slot that is laid out like its master, without the padding at its end."""
+    """State of a slot, if it is laid out like its master. Padding is behind all parameters, so that more
+    of it moves none of them."""
     if not isinstance(state, Tensor) or (state.dim() == 0 and key in _SCALARS):
         return None
-    if state.shape == master.shape:
-        return state
-    if state.dim() == master.dim() == 1 and state.numel() == master.numel() + padding:
-        return state[: master.numel()]
-    return None
+    padded = state.dim() == master.dim() == 1 and state.numel() == master.numel() + padding
+    return state if padded or state.shape == master.shape else None
 
 
 def shape_of(size: Iterable[Any]) -> tuple[int, ...]:

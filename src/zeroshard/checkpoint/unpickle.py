@@ -49,7 +49,7 @@ class Unread:
         )
 
     __call__ = __getitem__ = __setitem__ = __contains__ = __iter__ = __len__ = refuse
-    __bool__ = __int__ = __float__ = __index__ = refuse
+    __int__ = __float__ = __index__ = refuse
 
 
 class Likeness:

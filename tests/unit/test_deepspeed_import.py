@@ -1,0 +1,957 @@
+"""What DeepSpeed writes is read bit for bit; wrong files are refused, and nothing in them runs.
+
+The directories are made here, of the same files, keys and cuts as those of real runs, which
+tests/compat/test_deepspeed_checkpoints.py reads where DeepSpeed is installed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from argparse import Namespace
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from enum import Enum
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.serialization import get_safe_globals
+
+from zeroshard.checkpoint.deepspeed import DeepSpeedSaved, is_deepspeed
+from zeroshard.checkpoint.saved import full
+from zeroshard.errors import CheckpointError
+
+SHAPES = {
+    "embed.weight": (11, 7), "norm.weight": (7,), "gain": (1,), "up.weight": (5, 7), "up.bias": (5,),
+    "head.weight": (3, 7),
+}  # fmt: skip
+GROUPS = [["embed.weight", "up.weight", "head.weight"], ["norm.weight", "gain", "up.bias"]]
+OPTIONS = {"lr": 0.1, "betas": (0.9, 0.95), "weight_decay": 0.0}
+
+
+@pytest.fixture(scope="module")
+def deepspeed_classes():
+    """Classes under DeepSpeed's names, while files are written."""
+    names = {
+        "deepspeed.runtime.fp16.loss_scaler": ["LossScaler", "DynamicLossScaler"],
+        "deepspeed.utils.tensor_fragment": ["fragment_address"],
+        "deepspeed.runtime.zero.config": [],
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        made = {}
+        for name, classes in names.items():
+            module = types.ModuleType(name)
+            for part in range(1, name.count(".") + 1):
+                patch.setitem(
+                    sys.modules,
+                    name.rsplit(".", part)[0],
+                    types.ModuleType(name.rsplit(".", part)[0]),
+                )
+            patch.setitem(sys.modules, name, module)
+            for cls in classes:
+                made[cls] = type(cls, (), {"__module__": name})
+                setattr(module, cls, made[cls])
+            if not classes:
+                made["Stage"] = Enum(
+                    "ZeroStageEnum", {"one": 1, "two": 2, "three": 3}, module=name, type=int
+                )
+                module.ZeroStageEnum = made["Stage"]
+        yield types.SimpleNamespace(**made)
+
+
+@dataclass
+class Run:
+    """What to write: see ``write``."""
+
+    stage: int
+    ranks: int = 1
+    shapes: dict = field(default_factory=lambda: dict(SHAPES))
+    groups: list = field(default_factory=lambda: [list(row) for row in GROUPS])
+    frozen: dict = field(default_factory=dict)  # name: shape
+    tied: dict = field(default_factory=dict)  # other name: name
+    align: int = 1
+    sub_group: int = 2  # parameters in one, at stage 3
+    bf16: bool = True
+    state: bool = True
+    step: object = field(default_factory=lambda: torch.tensor(3.0))
+    client_state: dict = field(default_factory=dict)
+    model: dict = field(default_factory=dict)  # what replaces keys of the model file
+    optim: dict = field(default_factory=dict)  # and of optimizer_state_dict
+    kind: str = "list"  # of the optimizer at stage 0: "list", "flat" or "torch"
+    scaler: dict = field(default_factory=lambda: {"cur_scale": 1.0, "dynamic": False})
+
+
+def value(name, shape):
+    """Different for each parameter and element."""
+    start = sum(map(ord, name)) / 7
+    return torch.arange(prod(shape), dtype=torch.float32).view(shape) / 3 + start
+
+
+def first_moment(tensor):
+    return -tensor
+
+
+def second_moment(tensor):
+    return tensor * tensor
+
+
+KEYS = {"value": lambda t: t, "exp_avg": first_moment, "exp_avg_sq": second_moment}
+
+
+def write(path, run, classes):
+    """Make the files of a run in ``path``."""
+    path.mkdir(exist_ok=True)
+    module = OrderedDict((name, value(name, s).bfloat16()) for name, s in run.shapes.items())
+    module |= {name: value(name, s).bfloat16() for name, s in run.frozen.items()}
+    module |= {alias: module[name] for alias, name in run.tied.items()}
+    module["seen"] = torch.tensor(5)
+    sharded = run.stage > 0
+    common = {
+        "module": module, "buffer_names": ["seen"], "optimizer": None, "param_shapes": None,
+        "frozen_param_shapes": None, "shared_params": dict(run.tied) if sharded else None,
+        "frozen_param_fragments": None, "lr_scheduler": {"last_batch_iteration": 2},
+        "data_sampler": None, "random_ltd": None, "skipped_steps": 1, "global_steps": 3,
+        "global_samples": 24, "dp_world_size": run.ranks, "mp_world_size": 1,
+        "checkpoint_parallel_dimensions": {"pp_degree": 1, "tp_degree": 1},
+        "ds_config": {"bf16": {"enabled": True}}, "ds_version": "0.19.8",
+    }  # fmt: skip
+    if run.stage == 0:
+        common["optimizer"] = whole_optimizer(run)
+    elif run.stage == 3:
+        rows = [(row, at) for row in run.groups for at in range(0, len(row), run.sub_group)]
+        common["param_shapes"] = [shapes_of(run, r[at : at + run.sub_group]) for r, at in rows]
+        common["frozen_param_shapes"] = {n: torch.Size(s) for n, s in run.frozen.items()}
+    else:
+        common["param_shapes"] = [shapes_of(run, row) for row in run.groups]
+    for rank in range(run.ranks):
+        model = {**common}
+        if run.stage == 3:
+            empty = {n: torch.empty(0) for n in module}
+            model["module"] = OrderedDict(empty | {"seen": torch.tensor(5 + rank)})
+            model["frozen_param_fragments"] = {
+                name: cut_evenly(value(name, s).bfloat16(), run.ranks)[rank].clone()
+                for name, s in run.frozen.items()
+            }
+            name = f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+        else:
+            name = "mp_rank_00_model_states.pt"
+        torch.save({**model, **run.model, **run.client_state}, path / name)
+        if sharded:
+            prefix = "bf16_" if run.bf16 else ""
+            wrapper = (stage_3 if run.stage == 3 else stage_12)(run, rank, classes)
+            torch.save(
+                {"optimizer_state_dict": {**wrapper, **run.optim}, "ds_version": "0.19.8"},
+                path / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
+            )
+    return path
+
+
+def shapes_of(run, names):
+    return OrderedDict((name, torch.Size(run.shapes[name])) for name in names)
+
+
+def cut_evenly(tensor, ranks):
+    flat = tensor.reshape(-1)
+    part = -(-flat.numel() // ranks)
+    padded = torch.cat([flat, torch.full((part * ranks - flat.numel(),), 99.0, dtype=flat.dtype)])
+    return padded.view(ranks, part)
+
+
+def scaler_of(run, classes):
+    cls = classes.DynamicLossScaler if run.scaler["dynamic"] else classes.LossScaler
+    found = cls()
+    vars(found).update(run.scaler)
+    return found
+
+
+def options_of(run, keys):
+    rows = [{**OPTIONS, "lr": 0.1 * (at + 1)} for at in range(len(run.groups))]
+    return [{**row, "params": mine} for row, mine in zip(rows, keys, strict=True)]
+
+
+def stage_12(run, rank, classes):
+    masters, states, paddings, gaps = [], {}, [], []
+    for at, names in enumerate(run.groups):
+        pieces, filled = [], []
+        for name in names:
+            flat = value(name, run.shapes[name]).reshape(-1)
+            done = sum(p.numel() for p in pieces) + flat.numel()
+            gap = -done % run.align if name != names[-1] else 0
+            pieces += [flat, torch.full((gap,), 99.0)]
+            filled.append(gap)
+        flat = torch.cat(pieces)
+        pad = -flat.numel() % (2 * run.ranks)
+        part = (flat.numel() + pad) // run.ranks
+        lean = max(0, min(part, flat.numel() - rank * part))
+        mine = torch.cat([flat, torch.full((pad,), 99.0)])[rank * part :][:part]
+        masters.append(mine[:lean].clone().requires_grad_())
+        if run.state:
+            states[at] = {
+                "step": run.step, "exp_avg": first_moment(mine), "exp_avg_sq": second_moment(mine)
+            }  # fmt: skip
+        paddings.append(part - lean)
+        gaps.append(filled)
+    return {
+        "loss_scaler": scaler_of(run, classes),
+        "dynamic_loss_scale": run.scaler["dynamic"],
+        "overflow": False,
+        "clip_grad": 1.0,
+        "base_optimizer_state": {
+            "state": states,
+            "param_groups": options_of(run, [[at] for at in range(len(run.groups))]),
+        },
+        "single_partition_of_fp32_groups": masters,
+        "zero_stage": classes.Stage(run.stage),
+        "group_paddings": paddings,
+        "param_alignment_paddings": gaps,
+        "partition_count": [run.ranks] * len(run.groups),
+        "ds_version": "0.19.8",
+        "param_slice_mappings": [OrderedDict(a=classes.fragment_address())],
+    }
+
+
+def stage_3(run, rank, classes):
+    masters, states, keys = [], {}, []
+    for names in run.groups:
+        keys.append([])
+        for at in range(0, len(names), run.sub_group):
+            pieces = [
+                cut_evenly(value(name, run.shapes[name]), run.ranks)[rank]
+                for name in names[at : at + run.sub_group]
+            ]
+            flat = torch.cat(pieces)
+            keys[-1].append(len(masters))
+            if run.state:
+                states[len(masters)] = {
+                    "step": run.step, "exp_avg": first_moment(flat), "exp_avg_sq": second_moment(flat)
+                }  # fmt: skip
+            masters.append(flat)
+    return {
+        "zero_stage": classes.Stage(3),
+        "loss_scaler": scaler_of(run, classes),
+        "dynamic_loss_scale": run.scaler["dynamic"],
+        "overflow": False,
+        "partition_count": run.ranks,
+        "optimizer_state_dict": {"state": states, "param_groups": options_of(run, keys)},
+        "fp32_flat_groups": masters,
+    }
+
+
+def whole_optimizer(run):
+    masters = [[value(n, run.shapes[n]) for n in row] for row in run.groups]
+    if run.kind == "flat":
+        masters = [[torch.cat([m.reshape(-1) for m in row])] for row in masters]
+    states, keys = {}, []
+    for row in masters:
+        keys.append([])
+        for master in row:
+            keys[-1].append(len(states))
+            states[len(states)] = {
+                "step": run.step, "exp_avg": first_moment(master), "exp_avg_sq": second_moment(master)
+            }  # fmt: skip
+    inner = {"state": states, "param_groups": options_of(run, keys)}
+    if run.kind == "torch":
+        return inner
+    if run.kind == "flat":
+        masters = {"fp32_groups_flat": [row[0] for row in masters]}
+    else:
+        masters = {"fp32_groups": masters}
+    return {
+        "dynamic_loss_scale": True, "cur_scale": 2048.0, "cur_iter": 3, "last_overflow_iter": 1,
+        "optimizer_state_dict": inner, **masters,
+    }  # fmt: skip
+
+
+def check_values(saved, run, keys=tuple(KEYS)):
+    for name, shape in run.shapes.items():
+        for key in keys:
+            found = full(saved, name, key)
+            assert torch.equal(found, KEYS[key](value(name, shape))), (name, key)
+            assert not found.requires_grad
+
+
+SHARDED = [(stage, ranks) for stage in (1, 2, 3) for ranks in (1, 2, 3, 5, 16)]
+
+
+# ---------------------------------------------------------------------- what is read
+
+
+@pytest.mark.parametrize(("stage", "ranks"), SHARDED)
+def test_masters_and_moments_come_back(tmp_path, deepspeed_classes, stage, ranks):
+    run = Run(stage, ranks)
+    saved = DeepSpeedSaved(write(tmp_path, run, deepspeed_classes))
+    check_values(saved, run)
+    assert set(saved.parameters) == set(SHAPES)
+    for name, parameter in saved.parameters.items():
+        assert parameter.trained
+        assert parameter.shape == SHAPES[name]
+        assert name in GROUPS[parameter.group]
+        assert parameter.scalars == {"step": ("F32", 3.0)}
+        assert {key: t.dtype for key, t in parameter.tensors.items()} == dict.fromkeys(KEYS, "F32")
+    assert saved.left_behind == []
+
+
+@pytest.mark.parametrize("align", [4, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_aligned_parameters_have_gaps_between_them(tmp_path, deepspeed_classes, align, ranks):
+    run = Run(2, ranks, align=align)
+    check_values(DeepSpeedSaved(write(tmp_path, run, deepspeed_classes)), run)
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_piece_of_any_run_comes_back(tmp_path_factory, deepspeed_classes, data):
+    dims = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+    shapes = data.draw(st.dictionaries(st.sampled_from("abcdefgh"), dims, min_size=2))
+    cut = data.draw(st.integers(1, len(shapes) - 1))
+    names = list(shapes)
+    run = Run(
+        data.draw(st.sampled_from([1, 2, 3])),
+        data.draw(st.integers(1, 6)),
+        shapes=shapes,
+        groups=[names[:cut], names[cut:]],
+        align=data.draw(st.sampled_from([1, 4])),
+        sub_group=data.draw(st.integers(1, 4)),
+    )
+    saved = DeepSpeedSaved(write(tmp_path_factory.mktemp("run"), run, deepspeed_classes))
+    name = data.draw(st.sampled_from(names))
+    numel = prod(shapes[name])
+    begin = data.draw(st.integers(0, numel))
+    out = torch.full((data.draw(st.integers(0, numel - begin)),), float("nan"))
+    saved.fill(name, "exp_avg", begin, out)
+    expected = first_moment(value(name, shapes[name])).reshape(-1)
+    assert torch.equal(out, expected[begin : begin + out.numel()])
+
+
+@pytest.mark.parametrize("kind", ["list", "flat"])
+def test_stage_0_with_masters(tmp_path, deepspeed_classes, kind):
+    run = Run(0, kind=kind, groups=[list(SHAPES)])
+    saved = DeepSpeedSaved(write(tmp_path, run, deepspeed_classes))
+    check_values(saved, run)
+    assert saved.shared()["scaler"] == {
+        "scale": 2048.0, "step": 3, "last_overflow": 1, "budget": 1
+    }  # fmt: skip
+
+
+def test_stage_0_without_masters_has_the_module_s_values(tmp_path, deepspeed_classes):
+    run = Run(0, kind="torch", groups=[list(SHAPES)])
+    saved = DeepSpeedSaved(write(tmp_path, run, deepspeed_classes))
+    check_values(saved, run, ("exp_avg", "exp_avg_sq"))
+    found = full(saved, "embed.weight")
+    assert torch.equal(found, value("embed.weight", (11, 7)).bfloat16())
+
+
+@pytest.mark.parametrize("kind", ["list", "flat", "torch"])
+def test_stage_0_with_two_groups_needs_their_names(tmp_path, deepspeed_classes, kind):
+    run = Run(0, kind=kind)
+    path = write(tmp_path, run, deepspeed_classes)
+    with pytest.raises(CheckpointError, match="names of the trained parameters by group"):
+        DeepSpeedSaved(path)
+    saved = DeepSpeedSaved(path, groups=GROUPS)
+    check_values(saved, run, ("exp_avg", "exp_avg_sq"))
+    assert saved.parameters["gain"].group == 1
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        [GROUPS[1], GROUPS[0]],
+        [GROUPS[0], [*GROUPS[1][:2], "nobody"]],
+        [GROUPS[0], [*GROUPS[1], "up.bias"]],
+        [[*GROUPS[0], *GROUPS[1]]],
+    ],
+)
+@pytest.mark.parametrize("kind", ["list", "flat", "torch"])
+def test_stage_0_refuses_groups_of_another_model(tmp_path, deepspeed_classes, groups, kind):
+    path = write(tmp_path, Run(0, kind=kind), deepspeed_classes)
+    if kind == "torch" and groups[0] == GROUPS[1]:
+        return  # nothing but the state's shapes tells: see left_behind
+    with pytest.raises(CheckpointError, match=r"group"):
+        DeepSpeedSaved(path, groups=groups)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_tied_weights_are_one_parameter_with_two_names(tmp_path, deepspeed_classes, stage):
+    run = Run(stage, 2, tied={"lm_head.weight": "embed.weight"}, groups=[list(SHAPES)])
+    saved = DeepSpeedSaved(write(tmp_path, run, deepspeed_classes))
+    check_values(saved, run)
+    assert saved.parameters["embed.weight"].aliases == ("lm_head.weight",)
+    assert "lm_head.weight" not in saved.parameters
+
+
+def test_empty_parameters_are_not_tied(tmp_path, deepspeed_classes):
+    """They have one address, by which DeepSpeed knows tied weights."""
+    frozen = {"a": (0, 3), "b": (5, 0)}
+    run = Run(2, 1, frozen=frozen, model={"shared_params": {"b": "a"}})
+    saved = DeepSpeedSaved(write(tmp_path, run, deepspeed_classes))
+    assert saved.parameters["a"].aliases == ()
+    assert full(saved, "b").shape == (5, 0)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_frozen_parameters_come_back_as_they_were_computed_with(tmp_path, deepspeed_classes, stage):
+    frozen = {"base.weight": (5, 3), "base.bias": (1,)}
+    saved = DeepSpeedSaved(write(tmp_path, Run(stage, 3, frozen=frozen), deepspeed_classes))
+    for name, shape in frozen.items():
+        parameter = saved.parameters[name]
+        assert not parameter.trained
+        assert parameter.group is None
+        assert set(parameter.tensors) == {"value"}
+        assert torch.equal(full(saved, name), value(name, shape).bfloat16())
+
+
+def test_frozen_parameters_may_have_been_left_out(tmp_path, deepspeed_classes):
+    run = Run(3, 2, model={"frozen_param_shapes": None, "frozen_param_fragments": None})
+    check_values(DeepSpeedSaved(write(tmp_path, run, deepspeed_classes)), run)
+
+
+def test_buffers_are_the_rank_s_own_at_stage_3_and_rank_0_s_below(tmp_path, deepspeed_classes):
+    below = DeepSpeedSaved(write(tmp_path / "2", Run(2, 3), deepspeed_classes))
+    assert [int(below.buffers(rank)["seen"]) for rank in range(4)] == [5, 5, 5, 5]
+    own = DeepSpeedSaved(write(tmp_path / "3", Run(3, 3), deepspeed_classes))
+    assert [int(own.buffers(rank)["seen"]) for rank in range(4)] == [5, 6, 7, 5]
+
+
+def test_a_run_that_never_stepped_has_masters_alone(tmp_path, deepspeed_classes):
+    run = Run(2, 2, state=False)
+    saved = DeepSpeedSaved(write(tmp_path, run, deepspeed_classes))
+    check_values(saved, run, ("value",))
+    assert set(saved.parameters["gain"].tensors) == {"value"}
+    assert saved.parameters["gain"].scalars == {}
+
+
+def test_an_engine_without_an_optimizer_saves_weights(tmp_path, deepspeed_classes):
+    path = write(tmp_path, Run(0, groups=[], model={"optimizer": None}), deepspeed_classes)
+    saved = DeepSpeedSaved(path)
+    assert torch.equal(full(saved, "gain"), value("gain", (1,)).bfloat16())
+    assert saved.parameters["gain"].trained
+
+
+def test_state_of_an_elastic_checkpoint_is_a_list(tmp_path, deepspeed_classes):
+    run = Run(2, 3)
+    path = write(tmp_path, run, deepspeed_classes)
+    for rank in range(3):
+        file = path / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        whole = torch.load(file, weights_only=False)
+        inner = whole["optimizer_state_dict"]
+        base = inner["base_optimizer_state"]["state"]
+        leans = [master.numel() for master in inner["single_partition_of_fp32_groups"]]
+        inner["base_optimizer_state"] = [
+            {key: base[at][key][: leans[at]].clone() for key in ("exp_avg", "exp_avg_sq")}
+            for at in range(2)
+        ]
+        inner["base_optimizer_state_step"] = 7
+        torch.save(whole, file)
+    saved = DeepSpeedSaved(path)
+    check_values(saved, run)
+    assert saved.parameters["gain"].scalars == {"step": ("F32", 7)}
+    assert saved.shared()["groups"] == [{}, {}]  # the new run's options stay
+
+
+def test_a_step_that_the_group_counts_is_each_parameter_s(tmp_path, deepspeed_classes):
+    run = Run(1, 2)
+    path = write(tmp_path, run, deepspeed_classes)
+    edit_optims(
+        path, lambda w: [row.update(step=9) for row in w["base_optimizer_state"]["param_groups"]]
+    )
+    edit_optims(
+        path, lambda w: [row.pop("step") for row in w["base_optimizer_state"]["state"].values()]
+    )
+    saved = DeepSpeedSaved(path)
+    assert saved.parameters["gain"].scalars == {"step": ("F32", 9)}
+    assert "step" not in saved.shared()["groups"][0]
+
+
+def test_a_step_of_a_state_is_believed_before_its_group_s(tmp_path, deepspeed_classes):
+    path = write(tmp_path, Run(3, 2, step=4), deepspeed_classes)
+    edit_optims(
+        path, lambda w: [row.update(step=0) for row in w["optimizer_state_dict"]["param_groups"]]
+    )
+    assert DeepSpeedSaved(path).parameters["gain"].scalars == {"step": ("F32", 4)}
+
+
+def test_a_group_that_never_stepped_has_no_step(tmp_path, deepspeed_classes):
+    path = write(tmp_path, Run(2, 2, state=False), deepspeed_classes)
+    edit_optims(
+        path, lambda w: [row.update(step=0) for row in w["base_optimizer_state"]["param_groups"]]
+    )
+    assert DeepSpeedSaved(path).parameters["gain"].scalars == {}
+
+
+def test_other_state_of_the_run_is_left_behind_and_said(tmp_path, deepspeed_classes):
+    path = write(tmp_path, Run(2, 2, model={"random_ltd": {"at": 1}}), deepspeed_classes)
+    assert DeepSpeedSaved(path).left_behind == ["the state of 'random_ltd'"]
+
+
+def edit_optims(path, edit, ranks=None):
+    for file in sorted(path.glob("*optim_states.pt"))[slice(ranks)]:
+        whole = torch.load(file, weights_only=False)
+        edit(whole["optimizer_state_dict"])
+        torch.save(whole, file)
+
+
+def test_state_of_another_shape_is_left_behind_and_said(tmp_path, deepspeed_classes):
+    path = write(tmp_path, Run(1, 2), deepspeed_classes)
+
+    def add(wrapper):
+        wrapper["base_optimizer_state"]["state"][0]["worker_error"] = torch.zeros(1000)
+
+    edit_optims(path, add)
+    saved = DeepSpeedSaved(path)
+    assert set(saved.parameters["embed.weight"].tensors) == set(KEYS)
+    (text,) = saved.left_behind
+    assert "worker_error" in text
+
+
+def test_counters_groups_scaler_and_schedule(tmp_path, deepspeed_classes):
+    run = Run(2, 2)
+    run.scaler = {
+        "cur_scale": 512.0, "cur_iter": 30, "last_overflow_iter": 28, "cur_hysteresis": 1,
+        "dynamic": True, "scale_window": 1000, "dtype": torch.half,
+    }  # fmt: skip
+    found = DeepSpeedSaved(write(tmp_path, run, deepspeed_classes)).shared()
+    assert found["counters"] == {"global_steps": 3, "global_samples": 24, "skipped_steps": 1}
+    assert found["groups"] == [{**OPTIONS, "lr": 0.1}, {**OPTIONS, "lr": 0.2}]
+    assert found["scaler"] == {"scale": 512.0, "step": 30, "last_overflow": 28, "budget": 1}
+    assert found["scheduler"] == {"last_batch_iteration": 2}
+    assert found["client_state"] == {}
+
+
+def test_what_was_not_saved_is_missing(tmp_path, deepspeed_classes):
+    run = Run(2, 2, model={"lr_scheduler": None})
+    saved = DeepSpeedSaved(write(tmp_path, run, deepspeed_classes))
+    assert set(saved.shared()) == {"counters", "groups", "client_state"}
+    assert saved.ranks() == []
+
+
+def test_client_state_is_the_program_s_own(tmp_path, deepspeed_classes):
+    mine = {
+        "epoch": 3,
+        "args": Namespace(lr=0.1, names=["a"]),
+        "best": np.float64(0.25),
+        "flag": np.bool_(True),
+        "seen": {"at": torch.arange(3), 7: (1, None)},
+    }
+    path = write(tmp_path, Run(3, 2, client_state=mine), deepspeed_classes)
+    found = DeepSpeedSaved(path).shared()["client_state"]
+    assert found.keys() == mine.keys()
+    assert found["args"] == mine["args"]
+    assert found["best"] == 0.25
+    assert type(found["best"]) is float
+    assert found["flag"] is True
+    assert torch.equal(found["seen"]["at"], torch.arange(3))
+    assert found["seen"][7] == (1, None)
+
+
+def test_state_returned_is_the_caller_s_own(tmp_path, deepspeed_classes):
+    path = write(tmp_path, Run(2, client_state={"a": torch.zeros(3)}), deepspeed_classes)
+    saved = DeepSpeedSaved(path)
+    saved.shared()["client_state"]["a"].fill_(1)
+    saved.shared()["groups"][0]["lr"] = 5
+    saved.buffers(0)["seen"].fill_(9)
+    assert torch.equal(saved.shared()["client_state"]["a"], torch.zeros(3))
+    assert saved.shared()["groups"][0]["lr"] == 0.1
+    assert int(saved.buffers(0)["seen"]) == 5
+
+
+def test_only_what_is_asked_for_is_read(tmp_path, deepspeed_classes):
+    shapes = {"big": (4096, 4096), "small": (3,)}
+    run = Run(2, shapes=shapes, groups=[list(shapes)], state=False)
+    path = write(tmp_path, run, deepspeed_classes)
+    before = resident_nbytes()
+    saved = DeepSpeedSaved(path)
+    out = torch.empty(1000)
+    saved.fill("big", "value", 5_000_000, out)
+    grown = resident_nbytes() - before
+    assert torch.equal(out, value("big", (4096, 4096)).view(-1)[5_000_000:5_001_000])
+    assert grown < 8 << 20  # of 64 MiB
+
+
+def resident_nbytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_reading_needs_no_deepspeed_and_leaves_torch_s_list_alone(tmp_path, deepspeed_classes):
+    path = write(tmp_path, Run(2, 2), deepspeed_classes)
+    before = get_safe_globals()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [n for n in sys.modules if n.partition(".")[0] == "deepspeed"]:
+            patch.delitem(sys.modules, name)
+        DeepSpeedSaved(path)
+        assert not [n for n in sys.modules if n.partition(".")[0] == "deepspeed"]
+    assert get_safe_globals() == before
+
+
+def test_a_tag_of_deepspeed_is_known_by_its_files(tmp_path, deepspeed_classes):
+    for stage in (0, 1, 3):
+        run = Run(stage, 2, groups=[list(SHAPES)])
+        assert is_deepspeed(write(tmp_path / str(stage), run, deepspeed_classes))
+    assert not is_deepspeed(tmp_path)
+    assert not is_deepspeed(tmp_path / "nowhere")
+    (tmp_path / "manifest.json").write_text("{}")
+    assert not is_deepspeed(tmp_path)
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+def optim_file(path, rank):
+    return path / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+
+
+def model_file(path, rank):
+    return path / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize(("stage", "file"), [(2, optim_file), (3, optim_file), (3, model_file)])
+def test_a_rank_without_its_file_is_named(tmp_path, deepspeed_classes, stage, rank, file):
+    path = write(tmp_path, Run(stage, 3), deepspeed_classes)
+    file(path, rank).unlink()
+    with pytest.raises(CheckpointError, match=rf"^[^ ]* lacks .*R = {rank}\. .*copy all files"):
+        DeepSpeedSaved(path)
+
+
+def test_all_ranks_without_their_files_are_named(tmp_path, deepspeed_classes):
+    path = write(tmp_path, Run(2, 2), deepspeed_classes)
+    for file in path.glob("*optim*"):
+        file.unlink()
+    with pytest.raises(CheckpointError, match="R = 0, 1"):
+        DeepSpeedSaved(path)
+
+
+@pytest.mark.parametrize("kind", ["optim", "model"])
+def test_files_of_a_larger_run_are_refused(tmp_path, deepspeed_classes, kind):
+    path = write(tmp_path, Run(3, 3), deepspeed_classes)
+    left = [f for f in path.glob("*rank_2_*") if kind in f.name]
+    kept = {file.name: file.read_bytes() for file in left}
+    for file in path.iterdir():
+        file.unlink()
+    write(tmp_path, Run(3, 2), deepspeed_classes)
+    for name, data in kept.items():
+        (path / name).write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"3 ranks, but the run had 2: .*rank_2"):
+        DeepSpeedSaved(path)
+
+
+def test_files_of_two_runs_of_one_size_are_refused(tmp_path, deepspeed_classes):
+    path = write(tmp_path / "a", Run(2, 2), deepspeed_classes)
+    other = write(tmp_path / "b", Run(2, 2, step=torch.tensor(4.0)), deepspeed_classes)
+    optim_file(path, 1).write_bytes(optim_file(other, 1).read_bytes())
+    with pytest.raises(CheckpointError, match=r"3\.0 in the file of rank 0 and 4\.0 .*rank 1"):
+        DeepSpeedSaved(path)
+
+
+def test_model_files_of_two_steps_are_refused(tmp_path, deepspeed_classes):
+    path = write(tmp_path / "a", Run(3, 2), deepspeed_classes)
+    other = write(tmp_path / "b", Run(3, 2, model={"global_steps": 8}), deepspeed_classes)
+    model_file(path, 1).write_bytes(model_file(other, 1).read_bytes())
+    with pytest.raises(CheckpointError, match=r"step 3.* rank 1 of step 8"):
+        DeepSpeedSaved(path)
+
+
+def test_two_prefixes_for_one_rank_are_refused(tmp_path, deepspeed_classes):
+    path = write(tmp_path, Run(2, 2), deepspeed_classes)
+    write(tmp_path, Run(2, 2, bf16=False), deepspeed_classes)
+    with pytest.raises(CheckpointError, match="different saves under one tag"):
+        DeepSpeedSaved(path)
+
+
+def test_files_of_two_stages_are_refused(tmp_path, deepspeed_classes):
+    path = write(tmp_path, Run(2, 2), deepspeed_classes)
+    write(tmp_path, Run(3, 2), deepspeed_classes)
+    with pytest.raises(CheckpointError, match="different saves under one tag"):
+        DeepSpeedSaved(path)
+
+
+def test_another_partition_count_is_refused(tmp_path, deepspeed_classes):
+    path = write(tmp_path, Run(2, 2, optim={"partition_count": [2, 1]}), deepspeed_classes)
+    with pytest.raises(CheckpointError, match=r"\[2, 1\] parts.* 2 ranks"):
+        DeepSpeedSaved(path)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mp_rank_01_model_states.pt",
+        "bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt",
+        "layer_03-model_00-model_states.pt",
+        "layer_0_expert_3_mp_rank_00_model_states.pt",
+        "expp_rank_0_mp_rank_00_optim_states.pt",
+    ],
+)
+def test_files_of_other_parallelism_are_refused_by_name(tmp_path, deepspeed_classes, name):
+    path = write(tmp_path, Run(2, 2), deepspeed_classes)
+    (path / name).touch()
+    with pytest.raises(CheckpointError, match=f"parallelism.*{name}.*not supported"):
+        DeepSpeedSaved(path)
+
+
+@pytest.mark.parametrize(
+    ("seen", "keys"),
+    [
+        ("mp_world_size 2", {"mp_world_size": 2}),
+        ("tp_degree 4", {"checkpoint_parallel_dimensions": {"tp_degree": 4}}),
+        ("num_experts", {"num_experts": [8]}),
+        ("ds_autoep_layers", {"ds_autoep_layers": []}),
+    ],
+)
+def test_other_parallelism_is_refused_by_its_keys(tmp_path, deepspeed_classes, seen, keys):
+    path = write(tmp_path, Run(2, 2, model=keys), deepspeed_classes)
+    with pytest.raises(CheckpointError, match=rf"parallelism \({seen}\)"):
+        DeepSpeedSaved(path)
+
+
+def test_a_directory_without_model_files_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="one tag, such as global_step1000"):
+        DeepSpeedSaved(tmp_path)
+    with pytest.raises(CheckpointError, match="cannot be opened"):
+        DeepSpeedSaved(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("part", [0.0, 0.1, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("name", ["mp_rank_00_model_states.pt", "optim"])
+def test_a_file_that_was_cut_off_is_named(tmp_path, deepspeed_classes, name, part):
+    path = write(tmp_path, Run(2, 2), deepspeed_classes)
+    file = optim_file(path, 1) if name == "optim" else path / name
+    data = file.read_bytes()
+    file.write_bytes(data[: int(len(data) * part)])
+    with pytest.raises(CheckpointError, match=f"{file.name}.*cut off"):
+        DeepSpeedSaved(path)
+
+
+def test_any_damaged_byte_ends_in_an_error_or_in_values(tmp_path, deepspeed_classes):
+    path = write(tmp_path, Run(3, 1), deepspeed_classes)
+    file = optim_file(path, 0)
+    data = bytearray(file.read_bytes())
+    generator = torch.Generator().manual_seed(0)
+    for at in torch.randint(0, len(data), (300,), generator=generator).tolist():
+        damaged = bytearray(data)
+        damaged[at] ^= 0xFF
+        file.write_bytes(damaged)
+        try:
+            saved = DeepSpeedSaved(path)
+            for name in saved.parameters:
+                full(saved, name)
+        except CheckpointError:
+            continue
+
+
+def test_files_of_the_format_before_zip_are_refused(tmp_path, deepspeed_classes):
+    path = write(tmp_path, Run(2, 1), deepspeed_classes)
+    file = path / "mp_rank_00_model_states.pt"
+    content = torch.load(file, weights_only=False)
+    torch.save(content, file, _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointError, match=file.name):
+        DeepSpeedSaved(path)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_masters_that_were_on_nvme_are_not_in_the_files(tmp_path, deepspeed_classes, stage):
+    path = write(tmp_path, Run(stage, 2, state=False), deepspeed_classes)
+    key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+
+    def empty(wrapper):
+        wrapper[key] = [torch.empty(0) for _ in wrapper[key]]
+
+    edit_optims(path, empty)
+    with pytest.raises(CheckpointError, match=r"0 elements .*NVMe"):
+        DeepSpeedSaved(path)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("more", [-1, 1])
+def test_masters_of_another_size_than_the_shapes_are_refused(
+    tmp_path, deepspeed_classes, stage, more
+):
+    path = write(tmp_path, Run(stage, 2, groups=[list(SHAPES)], sub_group=9), deepspeed_classes)
+    file = path / "mp_rank_00_model_states.pt" if stage == 1 else model_file(path, 0)
+    content = torch.load(file, weights_only=False)
+    content["param_shapes"][0]["up.bias"] = torch.Size([5 + more * 5])
+    torch.save(content, file)
+    with pytest.raises(CheckpointError, match=r"elements for 6 parameters from 'embed\.weight' on"):
+        DeepSpeedSaved(path)
+
+
+@pytest.mark.parametrize(
+    "masters", [torch.zeros(4, device="meta"), torch.ones(4).to_sparse(), "none"], ids=str
+)
+def test_masters_that_are_no_plain_tensors_are_refused(tmp_path, deepspeed_classes, masters):
+    run = Run(2, 1, shapes={"a": (4,)}, groups=[["a"]], state=False)
+    run.optim = {"single_partition_of_fp32_groups": [masters]}
+    with pytest.raises(CheckpointError, match="not laid out as DeepSpeed"):
+        DeepSpeedSaved(write(tmp_path, run, deepspeed_classes))
+
+
+def test_gaps_go_forward(tmp_path, deepspeed_classes):
+    gaps = [[-77, 77, 0], [0, 0, 0]]
+    run = Run(2, 1, optim={"param_alignment_paddings": gaps})
+    with pytest.raises(CheckpointError, match="less than no elements"):
+        DeepSpeedSaved(write(tmp_path, run, deepspeed_classes))
+
+
+def test_frozen_pieces_of_another_size_are_refused(tmp_path, deepspeed_classes):
+    path = write(tmp_path, Run(3, 2, frozen={"base": (5,)}), deepspeed_classes)
+    content = torch.load(model_file(path, 1), weights_only=False)
+    content["frozen_param_fragments"]["base"] = torch.empty(0, dtype=torch.bfloat16)
+    torch.save(content, model_file(path, 1))
+    with pytest.raises(CheckpointError, match=r"'base' .*\[3, 0\] elements, not of 3"):
+        DeepSpeedSaved(path)
+
+
+def test_weights_of_stage_3_without_an_optimizer_are_not_in_the_files(tmp_path, deepspeed_classes):
+    path = write(tmp_path, Run(3, 1, model={"param_shapes": None}), deepspeed_classes)
+    optim_file(path, 0).unlink()
+    with pytest.raises(CheckpointError, match="without an optimizer"):
+        DeepSpeedSaved(path)
+
+
+JUNK = [
+    None, 3, -1, "text", [], [3], ["text"], {}, {"a": 1}, (), 2.5, torch.zeros(2), [torch.zeros(2)],
+    [{"a": torch.zeros(1)}], {"embed.weight": "gone"}, [[1], [2]], torch.zeros(2, device="meta"),
+    [torch.zeros(2).to_sparse()] * 2, {"state": {}, "param_groups": []},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_junk_under_any_key_ends_in_an_error_or_in_values(tmp_path, deepspeed_classes, stage):
+    run = Run(stage, 1, groups=[list(SHAPES)])
+    write(tmp_path, run, deepspeed_classes)
+    for file in tmp_path.iterdir():
+        whole = torch.load(file, weights_only=False)
+        for table in (whole, whole.get("optimizer_state_dict", {}), whole.get("optimizer") or {}):
+            for key, kept in list(table.items()):
+                for junk in JUNK:
+                    table[key] = junk
+                    torch.save(whole, file)
+                    read_all(tmp_path)
+                del table[key]
+                torch.save(whole, file)
+                read_all(tmp_path)
+                table[key] = kept
+        torch.save(whole, file)
+    check_values(DeepSpeedSaved(tmp_path), run)
+
+
+def read_all(path):
+    """Everything of a directory, or a CheckpointError."""
+    try:
+        saved = DeepSpeedSaved(path)
+        for name, parameter in saved.parameters.items():
+            for key in parameter.tensors:
+                full(saved, name, key)
+        saved.shared()
+        saved.buffers(0)
+    except CheckpointError:
+        pass
+
+
+# ---------------------------------------------------------------------- nothing runs
+
+
+class Payload:
+    """Unpickled by ``pickle``, it makes a file."""
+
+    def __init__(self, kind, mark):
+        self.kind, self.mark = kind, mark
+
+    def __reduce__(self):
+        if self.kind == "os.system":
+            return os.system, (f"touch {self.mark}",)
+        if self.kind == "open":
+            return open, (str(self.mark), "w")
+        if self.kind == "eval":
+            return eval, (f"open({str(self.mark)!r}, 'w')",)
+        return Path.touch, (Path(self.mark),)
+
+
+KINDS = ["os.system", "open", "eval", "Path.touch"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("place", ["client_state", "model", "optim", "module", "config"])
+def test_code_in_a_file_does_not_run(tmp_path, deepspeed_classes, kind, place):
+    mark = tmp_path / "mark"
+    payload = Payload(kind, mark)
+    keys = {
+        "client_state": {"client_state": {"x": {"y": [payload]}}},
+        "model": {"model": {"lr_scheduler": payload}},
+        "optim": {"optim": {"loss_scaler": payload}},
+        "module": {"model": {"module": {"x": payload}}},
+        "config": {"model": {"ds_config": payload}},
+    }[place]
+    path = write(tmp_path / "tag", Run(2, 2, **keys), deepspeed_classes)
+    try:
+        shared = DeepSpeedSaved(path).shared(allow_pickle=True)
+        repr(shared)
+    except CheckpointError as error:
+        assert "states.pt" in str(error)
+        assert kind != "os.system" or "refers to posix.system" in str(error)
+    else:
+        assert kind != "os.system"
+    assert not mark.exists()
+    if kind != "Path.touch":  # the payload is what it says it is
+        torch.load(
+            next(f for f in sorted(path.iterdir()) if b"mark" in f.read_bytes()), weights_only=False
+        )
+        assert mark.exists()
+
+
+class Unknown:
+    """A class of the program."""
+
+    def __init__(self):
+        self.number = 3
+
+
+@pytest.mark.parametrize(
+    ("keys", "file"),
+    [
+        ({"model": {"lr_scheduler": {"a": [Unknown()]}}}, "mp_rank_00_model_states.pt"),
+        ({"optim": {"loss_scaler": Unknown()}}, "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+        ({"optim": {"overflow": Unknown}}, "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+    ],
+)
+def test_an_object_where_it_matters_is_refused_with_file_and_class(
+    tmp_path, deepspeed_classes, keys, file
+):
+    path = write(tmp_path, Run(2, 2, **keys), deepspeed_classes)
+    with pytest.raises(
+        CheckpointError, match=rf"{file} holds an object of .*\.Unknown.*plain data"
+    ):
+        DeepSpeedSaved(path)
+
+
+def test_an_object_of_the_program_is_refused_when_it_is_used(tmp_path, deepspeed_classes):
+    run = Run(2, 2, client_state={"mine": Unknown(), "array": np.zeros(3), "epoch": 4})
+    saved = DeepSpeedSaved(write(tmp_path, run, deepspeed_classes))
+    check_values(saved, run)
+    state = saved.shared()["client_state"]
+    assert state["epoch"] == 4
+    assert "Unknown" in repr(state)
+    mine = state["mine"]
+    for use in (
+        lambda: mine.number, lambda: mine(), lambda: mine[0], lambda: list(mine), lambda: len(mine),
+        lambda: bool(mine), lambda: float(mine), lambda: 3 in mine, lambda: state["array"].sum(),
+    ):  # fmt: skip
+        with pytest.raises(CheckpointError, match=r"model_states\.pt holds an object of"):
+            use()
+
+
+def test_an_object_in_the_module_is_left_behind_and_said(tmp_path, deepspeed_classes):
+    run = Run(2, 2)
+    path = write(tmp_path, run, deepspeed_classes)
+    file = path / "mp_rank_00_model_states.pt"
+    content = torch.load(file, weights_only=False)
+    content["module"]["layer._extra_state"] = Unknown()
+    torch.save(content, file)
+    saved = DeepSpeedSaved(path)
+    check_values(saved, run)
+    (text,) = saved.left_behind
+    assert "layer._extra_state" in text
