@@ -7,6 +7,7 @@ groups, schedule, loss scaler, generators, data position, and when nobody may tr
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -127,8 +128,8 @@ class Checkpoints:
             raise self._outcome.pop()
 
     def close(self, *, quiet: bool = False) -> None:
-        """Wait for the save on its way, and give the copy's memory back. ``quiet``: another error ends the
-        engine, and is not to be hidden; what ended the save was logged."""
+        """Wait for the save on its way, and give the copy's memory back. ``quiet``: another error ends
+        the engine, and is not to be hidden; what ended the save was logged."""
         try:
             with contextlib.suppress(Exception) if quiet else contextlib.nullcontext():
                 self.wait()
@@ -212,8 +213,8 @@ class Checkpoints:
                 for group in engine._groups
             ],
         }
-        if engine.optimizer is not None:
-            plain["optimizer"] = type(engine.optimizer).__name__
+        if engine.basic_optimizer is not None:
+            plain["optimizer"] = type(engine.basic_optimizer).__name__
         if engine.lr_scheduler is not None:
             plain["scheduler"] = engine.lr_scheduler.state_dict()
         node: dict[str, Any] = {}
@@ -257,13 +258,16 @@ class Checkpoints:
                 if not loaded:
                     continue
                 if not module_only:
-                    self._restore(shared, own, optimizer_states, scheduler_states)
+                    restore = functools.partial(
+                        self._restore, shared, own, optimizer_states, scheduler_states
+                    )
+                    self._agree(f"{source.path} was not loaded", "restoring the rest", restore)
                 self._mark(half_loaded=False)
                 self._report(tried, source.path)
                 return str(source.path), shared.get("client_state", {})
         # Where ranks have directories of their own, rank 0's is told, as in every other error.
-        said = self._engine._watch.forum.broadcast(f"{failed}: {' '.join(tried)}", topic="telling why")
-        raise CheckpointError(said)
+        why = f"{failed}: {' '.join(tried)}"
+        raise CheckpointError(self._engine._watch.forum.broadcast(why, topic="telling why"))
 
     def _mark(self, *, half_loaded: bool) -> None:
         """Until all is filled and restored, the engine is of no one run, and refuses to train."""
@@ -361,7 +365,7 @@ class Checkpoints:
             found["shared"] = source.shared(allow_pickle=self._section.allow_pickle)
             if optimizer_states:
                 _check_groups(
-                    source, found["shared"], local, self._names, engine._groups, engine.optimizer
+                    source, found["shared"], local, self._names, engine._groups, engine.basic_optimizer
                 )
             if strict:
                 _check_buffers(source.buffers(engine.global_rank), engine.module, source.path)

@@ -207,6 +207,7 @@ class _Agreed:
     """Rank 0 works; at :meth:`settle` all learn whether that went well. Collective."""
 
     def __init__(self, engine: Any, call: str) -> None:
+        engine.wait_for_checkpoint()  # a save behind talks to the other ranks over the same forum
         self._engine = engine
         self._call = call
         self._failure: Exception | None = None

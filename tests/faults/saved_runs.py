@@ -1,0 +1,109 @@
+"""A saved run for tests that break it, and what it should give back."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from checkpoint_model import differences, everything, open_engine, train
+
+from zeroshard import Engine
+from zeroshard.checkpoint.saved import Saved
+from zeroshard.errors import ZeroShardError
+
+STAGE = 3
+
+
+def keep_expected(engine: Engine, root: Path, tag: str) -> None:
+    """Beside ``root``: all state that loading ``tag`` shall give back. Collective."""
+    expected = everything(engine)
+    if engine.global_rank == 0:
+        torch.save(expected, root.parent / f"{root.name}.{tag}.pt")
+
+
+def saves(root: Path, *tags: str, stage: int = STAGE, **keys) -> None:
+    """One step before each save. Frozen weights go with each, so that it stands by itself."""
+    with open_engine(stage, checkpoint={"frozen": "always"}, **keys) as engine:
+        for tag in tags:
+            train(engine, 1)
+            engine.save_checkpoint(root, tag, {"note": tag})
+            keep_expected(engine, root, tag)
+
+
+def equals_expected(engine: Engine, root: Path, tag: str) -> list[str]:
+    """What differs from the state that was saved as ``tag``. Collective."""
+    expected = torch.load(root.parent / f"{root.name}.{tag}.pt")
+    return differences(everything(engine), expected)
+
+
+def failure(act) -> tuple[str, str]:
+    """Class and text of the error that a call ended with; empty ones if it went well."""
+    try:
+        act()
+    except ZeroShardError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def everywhere(value: object) -> list:
+    """The value of every rank. Collective."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def contents(place: Path) -> dict[str, str]:
+    """Every file and directory below ``place``, files by hash."""
+    found = {}
+    for folder, folders, files in os.walk(place):
+        for name in [*folders, *files]:
+            path = Path(folder, name)
+            mode = path.lstat().st_mode
+            is_file = stat.S_ISREG(mode)
+            what = hashlib.sha256(path.read_bytes()).hexdigest() if is_file else oct(mode)
+            found[str(path.relative_to(place))] = what
+    return found
+
+
+def saved_run(root: Path, stage: int = STAGE, **keys: object) -> Engine:
+    """An engine two steps on, whose first step is saved."""
+    engine = open_engine(stage, **keys)
+    train(engine, 1)
+    engine.save_checkpoint(root, "first")
+    keep_expected(engine, root, "first")
+    train(engine, 1)
+    return engine
+
+
+def check_refused(engine: Engine, place: Path, *needles: str, tag: str = "second") -> str:
+    """A save into ``place`` fails on all ranks in the same words, and touches nothing."""
+    before = everything(engine)
+    there = contents(place) if os.path.isdir(place) else None
+    everywhere(0)
+    kind, text = failure(lambda: engine.save_checkpoint(place, tag))
+    everywhere(0)
+    assert kind == "CheckpointError", (kind, text)
+    assert len(set(everywhere(text))) == 1
+    for needle in (f"checkpoint {tag!r} was not saved to {place}", *needles):
+        assert needle in text
+    assert differences(everything(engine), before) == []
+    assert there is None or contents(place) == there
+    return text
+
+
+def check_goes_on(engine: Engine, root: Path) -> None:
+    """Training does, and so does saving; what was there before is there."""
+    train(engine, 1)
+    engine.save_checkpoint(root, "third")
+    keep_expected(engine, root, "third")
+    assert [name for name in os.listdir(root) if name.startswith(".")] == []
+    for tag in ("first", "third"):
+        with Saved(root / tag) as saved:
+            assert saved.verify() == []
+    for tag in ("first", "third"):
+        engine.load_checkpoint(root, tag)
+        assert equals_expected(engine, root, tag) == []
