@@ -46,7 +46,7 @@ class Gate:
         self.passed: list[str] = []
         self._open = threading.Event()
         self._point = point
-        engine._checkpoints.watch_point = self._at
+        engine._saves.watch_point = self._at
 
     def _at(self, point: str) -> None:
         if point == self._point:
@@ -162,7 +162,7 @@ def raises_while_it_fails(root: Path) -> None:
         os.pwrite = broken
         try:
             engine.save_checkpoint(root, "first")
-            engine._checkpoints._thread.join()
+            engine._saves._thread.join()
         finally:
             os.pwrite = real
         raise KeyError("the program's own")
@@ -185,7 +185,7 @@ def dies_behind(root: Path, who: tuple[int, ...]) -> tuple[str, str, float]:
         if point == "half" and engine.global_rank in who:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    engine._checkpoints.watch_point = at
+    engine._saves.watch_point = at
     engine.save_checkpoint(root, "second")
     begun_s = time.monotonic()
     kind, text = failure(engine.wait_for_checkpoint)
@@ -222,7 +222,7 @@ delay_s = 0.3 + dist.get_rank()  # one waits for the other, longer than it trust
 engine = open_engine(3, checkpoint={"asynchronous": True})
 train(engine, 1)
 keep_expected(engine, root, "first")
-engine._checkpoints.watch_point = lambda point: point == "half" and time.sleep(delay_s)
+engine._saves.watch_point = lambda point: point == "half" and time.sleep(delay_s)
 engine.save_checkpoint(root, "first")
 assert not (root / "first").exists()
 if how == "exit":

@@ -19,7 +19,7 @@ from zeroshard.checkpoint.saved import Saved, read_manifest, read_small
 from zeroshard.errors import CheckpointError, UsageError
 from zeroshard.store.disk_open import reason
 
-LATEST = "latest"
+LATEST, SCRIPT = "latest", "zero_to_fp32.py"
 _SAVING = re.compile(r"\..+\.saving-[0-9a-f]{8}")
 _REPLACED = re.compile(r"\..+\.replaced")
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@=+,-]{0,199}")
@@ -28,10 +28,10 @@ _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@=+,-]{0,199}")
 def check_tag(tag: object) -> str:
     """A tag is the name of a directory. Raises :class:`UsageError` for one that cannot be."""
     text = str(tag)
-    if not _TAG.fullmatch(text) or text == LATEST or text.startswith("frozen-"):
+    if not _TAG.fullmatch(text) or text in (LATEST, SCRIPT) or text.startswith("frozen-"):
         raise UsageError(
             f"tag={tag!r} cannot be the name of a checkpoint. Use letters, digits and _ . - = + , @, not "
-            "starting with a dot or 'frozen-', and not the word 'latest'."
+            "starting with a dot or 'frozen-', and neither 'latest' nor 'zero_to_fp32.py'."
         )
     return text
 

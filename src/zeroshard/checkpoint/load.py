@@ -196,9 +196,7 @@ class Loader:
             out[at : at + part.numel()].copy_(part)
 
 
-def _place(
-    optimizer: ShardedOptimizer, chunk: Chunk, fragment: OwnedFragment, name: str
-) -> Tensor:
+def _place(optimizer: ShardedOptimizer, chunk: Chunk, fragment: OwnedFragment, name: str) -> Tensor:
     """Where state of a fragment belongs: where it is, on the chunk's page, or beside the master."""
     if name in chunk.state_C:
         return fragment.of(chunk.state_C[name])

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import secrets
 import shutil
 import zlib
@@ -196,6 +197,10 @@ class Job:
 
     # ------------------------------------------------------------------ copying, or writing at once
 
+    def copy(self, take: Callable[[int], Tensor]) -> None:
+        """:meth:`snapshot`, on all ranks or on none."""
+        self._agree("copying", lambda: self.snapshot(take))
+
     def snapshot(self, take: Callable[[int], Tensor]) -> None:
         """Copy all bytes of this rank into host memory that ``take(nbytes)`` gives (uint8)."""
         for file in self._files:
@@ -232,6 +237,8 @@ class Job:
         except BaseException as error:
             self._abandon(keep=isinstance(error, DistributedError))
             raise
+        # Rank 0 may serve the store, and end right after this: the others have heard that all is well.
+        self._forum.gather("", topic="ending the save")
         return self.root / self.tag
 
     # ------------------------------------------------------------------ steps
@@ -317,7 +324,7 @@ class Job:
         if self._facts.save_latest:
             places.write_durably(self.root / places.LATEST, self.tag)
             if self._facts.script:
-                places.write_durably(self.root / "zero_to_fp32.py", self._facts.script)
+                places.write_durably(self.root / places.SCRIPT, self._facts.script)
         self._at("latest")
         if self._options.keep_last is not None:
             places.prune(self.root, self._options.keep_last)
@@ -568,6 +575,8 @@ def _numbers(row: Mapping[str, object]) -> dict[str, tuple[str, float | int | bo
                 f"{list(value.shape) if isinstance(value, Tensor) else ''}: neither of the parameter's "
                 "shape nor a number, so it cannot be cut for other ranks. Save it in client_state."
             )
+        if name in found and not math.isfinite(found[name][1]):
+            raise CheckpointError(f"the optimizer's {name!r} is {found[name][1]}: it has diverged.")
     return found
 
 

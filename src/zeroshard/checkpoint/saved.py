@@ -66,6 +66,10 @@ class Source(Protocol):
         """Read what is small: the buffers of ``rank``, and what state all ranks share is made of. Raises
         :class:`CheckpointError` for bytes that cannot be read or are not those that were saved."""
 
+    @property
+    def left_behind(self) -> Sequence[str]:
+        """What the files hold beside that, and nobody takes over; in words."""
+
     def close(self) -> None:
         """Let go of all files."""
 
@@ -96,6 +100,8 @@ class Saved:
         self._threads = reading_threads()
         self._open: dict[int, tuple[BlockFile, dict[str, Entry]]] = {}
         self._sorted: dict[tuple[str, str], tuple[list[Fragment], list[int]]] = {}
+
+    left_behind: Sequence[str] = ()
 
     @property
     def parameters(self) -> Mapping[str, SavedParameter]:

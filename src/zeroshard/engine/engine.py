@@ -18,9 +18,9 @@ from zeroshard.core.nbytes import state_nbytes
 from zeroshard.engine import export, setup
 from zeroshard.engine.arguments import check_loss
 from zeroshard.engine.away import Away, device_of, goes_home
-from zeroshard.engine.checkpoint import Checkpoints
 from zeroshard.engine.data import agreed_batches
 from zeroshard.engine.getters import GETTERS
+from zeroshard.engine.loading import Loads
 from zeroshard.engine.observe import Observer
 from zeroshard.engine.report import (
     MemoryReport,
@@ -30,8 +30,9 @@ from zeroshard.engine.report import (
     rows_from_vector,
     vector_of,
 )
+from zeroshard.engine.saving import Saves
 from zeroshard.engine.update import Skips, Update
-from zeroshard.errors import LossScaleError, UsageError
+from zeroshard.errors import LossScaleError, UnsupportedError, UsageError
 from zeroshard.zero.access import Training
 from zeroshard.zero.hooks import StepHooks
 
@@ -153,7 +154,7 @@ class Engine(nn.Module):
         if self._observer.watches_phases:
             for phase in ("forward", "backward", "step"):
                 setattr(self, phase, self._observer.phase(phase, getattr(self, phase)))
-        self._checkpoints = Checkpoints(self)
+        self._saves, self._loads = Saves(self), Loads(self)
         self._gc = setup.ManualGC() if self.settings.disable_python_gc else None
 
     # ------------------------------------------------------------------ forward and backward
@@ -416,6 +417,11 @@ class Engine(nn.Module):
         return self.optimizer.param_groups if self.optimizer is not None else []
 
     @property
+    def basic_optimizer(self) -> torch.optim.Optimizer | None:
+        """The torch optimizer, whatever a program that wraps it calls ``optimizer``."""
+        return self.runtime.optimizer.inner if self.runtime.optimizer is not None else None
+
+    @property
     def transport(self) -> str:
         """Which collectives are used, for instance ``p2p`` or ``nccl``."""
         return self._comm.transport
@@ -529,7 +535,7 @@ class Engine(nn.Module):
         self._check_open()
         self._away.check("engine.save_checkpoint()")
         with self._watch.section("save"):
-            self._checkpoints.save(
+            self._saves.save(
                 save_dir,
                 tag,
                 client_state or {},
@@ -541,7 +547,7 @@ class Engine(nn.Module):
     def wait_for_checkpoint(self) -> None:
         """Return when the last save is on disk. Raises what ended it."""
         with self._watch.section("save"):
-            self._checkpoints.wait()
+            self._saves.wait()
 
     def load_checkpoint(
         self,
@@ -551,13 +557,18 @@ class Engine(nn.Module):
         load_optimizer_states: bool = True,
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
-    ) -> tuple[str, dict[str, Any]]:
+        custom_load_fn: object = None,
+        *,
+        missing_ok: bool = False,
+    ) -> tuple[str | None, dict[str, Any]]:
         """Go on where a checkpoint was saved, by whatever world size, stage, store or unit plan, by this
         library or by DeepSpeed. Every rank calls it.
 
         ``tag=None`` takes ``latest``; if that one is damaged, the newest older one that is not, with a
         warning. ``load_module_strict=False`` loads the parameters and buffers that fit by name.
-        ``load_module_only``: weights alone; counters, schedule and generators stay.
+        ``load_module_only``: weights alone; counters, schedule and generators stay. ``custom_load_fn`` is
+        DeepSpeed's, and refused: edit parameters after loading. ``missing_ok``: a directory without
+        ``latest`` gives ``(None, {})``, and training starts from what the model has.
 
         Returns the directory and the ``client_state``. Raises :class:`CheckpointError` on every rank:
         for one of another model or optimizer before anything is changed.
@@ -565,14 +576,21 @@ class Engine(nn.Module):
         if self._closed:
             self._check_open()
         self._away.check("engine.load_checkpoint()")
+        if custom_load_fn is not None:
+            raise UnsupportedError(
+                "load_checkpoint(custom_load_fn=...): values go straight into shards, and no rank sees a "
+                "whole state dict. Load without it, then edit under zero.GatheredParameters."
+            )
         with self._watch.section("save"):
-            return self._checkpoints.load(
+            self._saves.wait()
+            return self._loads.load(
                 load_dir,
                 tag,
                 strict=load_module_strict,
                 optimizer_states=load_optimizer_states,
                 scheduler_states=load_lr_scheduler_states,
                 module_only=load_module_only,
+                missing_ok=missing_ok,
             )
 
     save_16bit_model = export.save_16bit_model
@@ -658,7 +676,7 @@ class Engine(nn.Module):
             if reason:  # other ranks may be gone: end the connections, then wait for nothing
                 rest.callback(self._watch.close, reason)
             # Before anybody is told that this rank is gone: the others would give the save up.
-            rest.callback(self._checkpoints.close, quiet=bool(reason))
+            rest.callback(self._saves.close, quiet=bool(reason))
             rest.callback(self._hooks.remove)
             if not reason:
                 rest.callback(self._update.publish_late)

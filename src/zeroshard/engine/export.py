@@ -27,6 +27,7 @@ from zeroshard.checkpoint.export_plan import (
     plan_shards,
 )
 from zeroshard.checkpoint.together import agree
+from zeroshard.engine.names import persistent_buffers
 from zeroshard.errors import UsageError
 
 LP_PARAMS = "lp_params"
@@ -170,16 +171,6 @@ def _tied_names(module: nn.Module) -> Iterable[str]:
     """Of a Hugging Face model: patterns of the names that it ties to others after loading."""
     found: Any = getattr(module, "all_tied_weights_keys", None)  # with those of its parts
     return found or getattr(module, "_tied_weights_keys", None) or ()
-
-
-def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """What ``module.state_dict()`` has besides parameters, without touching these."""
-    return {
-        f"{prefix}.{name}" if prefix else name: buffer
-        for prefix, owner in module.named_modules(remove_duplicate=False)
-        for name, buffer in owner._buffers.items()
-        if buffer is not None and name not in owner._non_persistent_buffers_set
-    }
 
 
 # ---------------------------------------------------------------------- gathered and written

@@ -30,8 +30,7 @@ _SWITCHES: dict[Callable[[], Any], Callable[[Any], Any]] = {
 }
 
 
-_ONCE = ("zeroshard-compile", "zeroshard-load")
-"""Threads that a process begins once and keeps: of its first engine, of its first loading."""
+_ONCE = frozenset({"zeroshard-compile"})  # one thread per process, begun by its first engine
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ def snapshot() -> Snapshot:
     """The state now. Costs about 0.1 ms. Open files are known on Linux only."""
     return Snapshot(
         environ={k: v for k, v in os.environ.items() if k not in _VOLATILE},
-        threads=frozenset(t for t in threading.enumerate() if not t.name.startswith(_ONCE)),
+        threads=frozenset(t for t in threading.enumerate() if t.name not in _ONCE),
         files=_open_files(),
         process_group=dist.is_available() and dist.is_initialized(),
         switches={switch.__name__: switch() for switch in _SWITCHES},

@@ -1,7 +1,7 @@
-"""What of an engine goes into a checkpoint, and how does it come back?
+"""How does an engine go on where a checkpoint was saved?
 
-Which bytes lie where is the business of :mod:`zeroshard.checkpoint`. Here is the engine's side: counters,
-groups, schedule, loss scaler, generators, data position, and when nobody may train meanwhile.
+Everything is compared before anything is changed, by all ranks together; from then on until all is in its
+place the engine belongs to no one run, and refuses to train.
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import count
+from collections.abc import Callable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,214 +17,39 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from zeroshard import __version__
 from zeroshard.checkpoint import directory as places
-from zeroshard.checkpoint import load, rng, tree
+from zeroshard.checkpoint import load, rng
 from zeroshard.checkpoint.local import Local
-from zeroshard.checkpoint.save import Facts, Job, Options, plan
 from zeroshard.checkpoint.saved import Source
 from zeroshard.checkpoint.sources import open_source
 from zeroshard.checkpoint.spread import fetch_missing
 from zeroshard.checkpoint.together import agree
-from zeroshard.checkpoint.zero_to_fp32 import SCRIPT
-from zeroshard.core.tiers import Tier
-from zeroshard.engine.host_memory import gib, host_limits
+from zeroshard.engine.names import persistent_buffers
+from zeroshard.engine.saving import IMPLEMENTATION
 from zeroshard.errors import CheckpointError, UsageError
-from zeroshard.store.disk_open import aligned_bytes
 
 if TYPE_CHECKING:
     from zeroshard.engine.engine import Engine
 
 logger = logging.getLogger("zeroshard")
 
-_OWNER = "copy for a checkpoint"
 _HALF_LOADED = (
     "loading a checkpoint did not come to its end: parameters and optimizer state are of two runs. Load "
     "another checkpoint, or this one once its files are restored."
 )
-_IMPLEMENTATION = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
-"""Options of a param group that say how this program runs, not what it computes."""
 
 
-class Checkpoints:
-    """Saves and loads one engine. At most one save is on its way."""
+class Loads:
+    """Loads checkpoints into one engine."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._section = engine.settings.checkpoint
-        self._thread: threading.Thread | None = None
-        self._outcome: list[BaseException] = []  # of the save behind, if it failed
-        self._images: list[Tensor] = []  # host memory for copies; kept for the next save
         self._is_half_loaded = False
-        self.watch_point: Callable[[str], None] = lambda _point: None  # see ``save.POINTS``
 
     @property
     def _local(self) -> Local:
         return Local(self._engine.runtime.units, self._engine.runtime.optimizer)
-
-    # ------------------------------------------------------------------ saving
-
-    def save(
-        self,
-        directory: str | PathLike[str],
-        tag: object,
-        client_state: Mapping[str, Any],
-        *,
-        save_latest: bool,
-        exclude_frozen: bool,
-    ) -> Path:
-        """See :meth:`zeroshard.engine.engine.Engine.save_checkpoint`."""
-        engine, section = self._engine, self._section
-        name = places.check_tag(f"global_step{engine.global_steps}" if tag is None else tag)
-        self.wait()
-        engine._settle()
-        engine._update.publish_late()
-        if engine.accumulation.divided and engine.global_rank == 0:
-            logger.warning(
-                "saving in the middle of a step: gradients of %d backwards are not saved, and a resumed "
-                "run begins the step anew. Save after engine.step().",
-                engine.accumulation.backwards,
-            )
-        job = plan(
-            Path(directory),
-            name,
-            local=self._local,
-            forum=engine._watch.forum,
-            facts=lambda: self._facts(client_state, save_latest, exclude_frozen),
-            options=Options(
-                frozen=section.frozen,
-                keep_last=section.keep_last,
-                max_buffer_nbytes=section.max_buffer_mb << 20,
-                tag_validation=section.tag_validation,
-            ),
-            at=self.watch_point,
-        )
-        if section.asynchronous and self._can_copy(job):
-            job.snapshot(self._taker())
-            self._thread = threading.Thread(
-                target=self._run, args=(job,), name="zeroshard-checkpoint"
-            )
-            self._thread.start()
-        else:
-            job.run()
-        return job.root / job.tag
-
-    def _run(self, job: Job) -> None:
-        """On the thread of a save behind."""
-        try:
-            job.run()
-        except BaseException as error:
-            logger.error("%s", error)
-            self._outcome.append(error)
-
-    def wait(self) -> None:
-        """Return when the last save is complete. Raises what ended it, once."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        if self._outcome:
-            raise self._outcome.pop()
-
-    def close(self, *, quiet: bool = False) -> None:
-        """Wait for the save on its way, and give the copy's memory back. ``quiet``: another error ends
-        the engine, and is not to be hidden; what ended the save was logged."""
-        try:
-            with contextlib.suppress(Exception) if quiet else contextlib.nullcontext():
-                self.wait()
-        finally:
-            self._images.clear()
-            self._engine.runtime.ledger.hold("scratch", _OWNER, 0, Tier.HOST)
-
-    def _can_copy(self, job: Job) -> bool:
-        """Is there host memory for a copy of this rank's bytes? Else the save is synchronous here."""
-        if self._engine.runtime.stores.uses_disk:
-            logger.info("state rests on disk, and a copy of it in host memory is what that avoids: "
-                        "this checkpoint is written before training goes on")  # fmt: skip
-            return False
-        free, wanted = host_limits().free_nbytes, job.nbytes - sum(i.nbytes for i in self._images)
-        ranks = self._engine.local_world_size
-        if free is not None and wanted * ranks > free:
-            logger.warning(
-                "no memory for a copy: %d ranks of this host need %s each, and %s are free. This "
-                "checkpoint is written before training goes on.", ranks, gib(wanted), gib(free),
-            )  # fmt: skip
-            return False
-        return True
-
-    def _taker(self) -> Callable[[int], Tensor]:
-        """Gives host memory, in the order of the files: what the last save had, if it is enough."""
-        images, turn = self._images, count()
-
-        def take(nbytes: int) -> Tensor:
-            at = next(turn)
-            if at == len(images) or images[at].nbytes < nbytes:
-                pin = self._engine.device.type == "cuda"
-                fresh = (
-                    torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-                    if pin
-                    else aligned_bytes(nbytes)
-                )
-                images[at : at + 1] = [fresh]
-            held = sum(image.nbytes for image in images)
-            self._engine.runtime.ledger.hold("scratch", _OWNER, held, Tier.HOST)
-            return images[at][:nbytes]
-
-        return take
-
-    def _facts(
-        self, client_state: Mapping[str, Any], save_latest: bool, exclude_frozen: bool
-    ) -> Facts:
-        engine = self._engine
-        shared, shared_tensors = self._shared(client_state)  # collective if it holds parameters
-        mine = {"rng": rng.rng_state(engine.device)}
-        if hasattr(engine.training_dataloader, "state_dict"):
-            mine["data"] = engine.training_dataloader.state_dict()
-        own, own_tensors = tree.encode(mine, where="rank")
-        return Facts(
-            step=engine.global_steps,
-            stage=int(engine.settings.zero_optimization.stage),
-            writer={"zeroshard": __version__, "torch": str(torch.__version__)},
-            aliases=_aliases(engine.module),
-            shared=shared,
-            shared_tensors=shared_tensors,
-            own=own,
-            own_tensors=own_tensors,
-            buffers=dict(persistent_buffers(engine.module)),
-            exclude_frozen=exclude_frozen,
-            save_latest=save_latest,
-            script=SCRIPT,
-        )
-
-    def _shared(self, client_state: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
-        """State of which rank 0's is everybody's."""
-        engine = self._engine
-        plain: dict[str, Any] = {
-            "counters": {
-                "global_steps": engine.global_steps,
-                "micro_steps": engine.micro_steps,
-                "global_samples": engine.global_samples,
-                "skipped_steps": engine.skipped_steps,
-            },
-            "scaler": engine.scaler.state_dict(),
-            "groups": [
-                {k: v for k, v in group.items() if k not in _IMPLEMENTATION}
-                for group in engine._groups
-            ],
-        }
-        if engine.basic_optimizer is not None:
-            plain["optimizer"] = type(engine.basic_optimizer).__name__
-        if engine.lr_scheduler is not None:
-            plain["scheduler"] = engine.lr_scheduler.state_dict()
-        node: dict[str, Any] = {}
-        tensors: dict[str, Tensor] = {}
-        for name, value in {**plain, "client_state": dict(client_state)}.items():
-            node[name], found = tree.encode(
-                value, where=name, allow_pickle=self._section.allow_pickle
-            )
-            tensors |= found
-        return node, tensors
-
-    # ------------------------------------------------------------------ loading
 
     def load(
         self,
@@ -237,14 +60,17 @@ class Checkpoints:
         optimizer_states: bool,
         scheduler_states: bool,
         module_only: bool,
-    ) -> tuple[str, dict[str, Any]]:
+        missing_ok: bool,
+    ) -> tuple[str | None, dict[str, Any]]:
         """See :meth:`zeroshard.engine.engine.Engine.load_checkpoint`."""
-        self.wait()
         self._check_idle()
         root = Path(directory)
         failed = f"no checkpoint of {root} was loaded"
         tried: list[str] = []
-        for name in self._candidates(root, tag):
+        candidates = self._candidates(root, tag, missing_ok=missing_ok)
+        if not candidates:
+            return None, {}
+        for name in candidates:
             try:
                 source, own = self._open(root, name)
             except CheckpointError as error:
@@ -263,7 +89,7 @@ class Checkpoints:
                     )
                     self._agree(f"{source.path} was not loaded", "restoring the rest", restore)
                 self._mark(half_loaded=False)
-                self._report(tried, source.path)
+                self._report(tried, source)
                 return str(source.path), shared.get("client_state", {})
         # Where ranks have directories of their own, rank 0's is told, as in every other error.
         why = f"{failed}: {' '.join(tried)}"
@@ -293,12 +119,14 @@ class Checkpoints:
         engine._settle()
         engine._update.publish_late()
 
-    def _candidates(self, root: Path, tag: object) -> list[str]:
-        """Rank 0 looks; everybody tries the same ones, in the same order."""
+    def _candidates(self, root: Path, tag: object, *, missing_ok: bool) -> list[str]:
+        """Rank 0 looks; everybody tries the same ones, in the same order. None: ``missing_ok``."""
 
         def look() -> dict[str, Any]:
             if self._engine.global_rank:
                 return {}
+            if tag is None and missing_ok and not (root / places.LATEST).exists():
+                return {"names": []}
             if tag is not None:
                 return {"names": [places.resolve(root, tag).name]}
             newest = places.latest(root)
@@ -365,7 +193,12 @@ class Checkpoints:
             found["shared"] = source.shared(allow_pickle=self._section.allow_pickle)
             if optimizer_states:
                 _check_groups(
-                    source, found["shared"], local, self._names, engine._groups, engine.basic_optimizer
+                    source,
+                    found["shared"],
+                    local,
+                    self._names,
+                    engine._groups,
+                    engine.basic_optimizer,
                 )
             if strict:
                 _check_buffers(source.buffers(engine.global_rank), engine.module, source.path)
@@ -404,7 +237,7 @@ class Checkpoints:
             if loader.failure is not None:
                 raise loader.failure
             buffers = source.buffers(engine.global_rank)
-            for name, buffer in persistent_buffers(engine.module):
+            for name, buffer in persistent_buffers(engine.module).items():
                 if name in buffers:
                     buffer.copy_(buffers[name])
 
@@ -426,7 +259,8 @@ class Checkpoints:
         engine = self._engine
         counters = shared.get("counters", {})
         engine.global_steps = int(counters.get("global_steps", 0))
-        engine.micro_steps = int(counters.get("micro_steps", 0))
+        per_step = engine.gradient_accumulation_steps()
+        engine.micro_steps = int(counters.get("micro_steps", engine.global_steps * per_step))
         engine.global_samples = int(counters.get("global_samples", 0))
         engine._skips.count = int(counters.get("skipped_steps", 0))
         engine._skips.in_a_row = 0
@@ -442,9 +276,13 @@ class Checkpoints:
         if "rng" in own:
             rng.set_rng_state(own["rng"], engine.device)
 
-    def _report(self, tried: Sequence[str], path: Path) -> None:
-        if tried and self._engine.global_rank == 0:
-            logger.warning("%s Using %s instead.", " ".join(tried), path.name)
+    def _report(self, tried: Sequence[str], source: Source) -> None:
+        if self._engine.global_rank:
+            return
+        if tried:
+            logger.warning("%s Using %s instead.", " ".join(tried), source.path.name)
+        for what in source.left_behind:
+            logger.warning("%s: not taken over: %s", source.path, what)
 
     def _agree(
         self,
@@ -456,29 +294,8 @@ class Checkpoints:
         return agree(self._engine._watch.forum, failed, topic, act, decide)
 
 
-def persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that a ``state_dict`` has, by name; one that is registered twice, once."""
-    seen: set[int] = set()
-    for prefix, child in module.named_modules():
-        for name, buffer in child._buffers.items():
-            if buffer is None or name in child._non_persistent_buffers_set or id(buffer) in seen:
-                continue
-            seen.add(id(buffer))
-            yield f"{prefix}.{name}".lstrip("."), buffer
-
-
-def _aliases(module: torch.nn.Module) -> dict[str, list[str]]:
-    """Other names of tied parameters, by their first name."""
-    first = {id(param): name for name, param in module.named_parameters()}
-    found: dict[str, list[str]] = {}
-    for name, param in module.named_parameters(remove_duplicate=False):
-        if first[id(param)] != name:
-            found.setdefault(first[id(param)], []).append(name)
-    return found
-
-
 def _check_buffers(saved: Mapping[str, Tensor], module: torch.nn.Module, path: Path) -> None:
-    own = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(module)}
+    own = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(module).items()}
     there = {name: tuple(buffer.shape) for name, buffer in saved.items()}
     wrong = sorted(n for n in own.keys() | there.keys() if own.get(n) != there.get(n))
     if wrong:
@@ -524,7 +341,7 @@ def _check_groups(
 
 def _restore_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
     for name, value in saved.items():
-        if name in _IMPLEMENTATION:
+        if name in IMPLEMENTATION or name not in group:  # another class of the same algorithm
             continue
         own = group.get(name)
         if isinstance(own, Tensor):
