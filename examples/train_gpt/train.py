@@ -16,6 +16,7 @@ import json
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -52,8 +53,12 @@ def main() -> None:
     engine, _, loader, _ = zeroshard.initialize(
         model=model, training_data=corpus.train, config=config
     )
-    with engine, Report(args.runs / (args.name or args.size), engine.global_rank) as report:
-        train(engine, loader, corpus, schedule["total_num_steps"], report)
+    folder = args.runs / (args.name or args.size)
+    with engine, Report(folder, engine.global_rank) as report:
+        if args.resume:
+            engine.load_checkpoint(*checkpoint(args.resume))
+        saving = Saving(folder / "checkpoints", args.save_every)
+        train(engine, loader, corpus, schedule["total_num_steps"], report, saving)
         report.say(f"\n{sample(engine, corpus, length=160, seed=args.seed)}\n")
         report.say(str(engine.memory_report(all_ranks=True)))
 
@@ -64,15 +69,16 @@ def train(
     corpus: Corpus,
     steps: int,
     report: Report,
+    saving: Saving,
 ) -> None:
-    """Take ``steps`` optimizer steps; report 100 times and look at the held-out text 10 times."""
+    """Go on to ``steps`` optimizer steps; report 100 times and look at the held-out text 10 times."""
     report_every, evaluate_every = math.ceil(steps / 100), math.ceil(steps / 10)
     accumulation = engine.gradient_accumulation_steps()
     batches = repeat(loader)
     bits = BitsPerByte(corpus, engine.device)
     tokens, start = 0, time.perf_counter()
 
-    for step in range(1, steps + 1):
+    for step in range(engine.global_steps + 1, steps + 1):
         for _ in range(accumulation):
             inputs, targets = split(next(batches), engine.device)
             loss = engine(inputs, targets)
@@ -93,6 +99,21 @@ def train(
             if step % evaluate_every == 0 or step == steps:
                 report.held_out(step=step, held_out=evaluate(engine, corpus))
             tokens, start = 0, time.perf_counter()
+        if saving.every and step % saving.every == 0:
+            engine.save_checkpoint(saving.directory)  # with the place in the data
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A checkpoint each so many steps; 0: none."""
+
+    directory: Path
+    every: int
+
+
+def checkpoint(path: Path) -> tuple[Path, str | None]:
+    """Directory and tag: of one checkpoint, or of a directory of them and its latest."""
+    return (path.parent, path.name) if (path / "manifest.json").exists() else (path, None)
 
 
 @torch.no_grad()
@@ -157,7 +178,7 @@ def repeat(loader: DataLoader[Tensor]) -> Iterator[Tensor]:
     """Batches for ever, in another order each time through the text."""
     if not len(loader):
         raise SystemExit("the text is shorter than one batch")
-    for epoch in itertools.count():
+    for epoch in itertools.count(loader.sampler.epoch):  # type: ignore[attr-defined]
         loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
         yield from loader
 
@@ -174,6 +195,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--config", type=Path, default=Path(__file__).with_name("ds_config.json"))
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="where results go")
     parser.add_argument("--name", help="the folder in runs (default: the model's)")
+    parser.add_argument("--save-every", type=int, default=0, help="steps between checkpoints")
+    parser.add_argument("--resume", type=Path, help="a checkpoint, or a directory of them")
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
 

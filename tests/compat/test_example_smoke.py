@@ -23,15 +23,21 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("example")
     text = home / "text.txt"
     text.write_text(sentences())
+    (home / "stdout.txt").write_text(train(home, "smoke", "--save-every", str(STEPS // 2)))
+    return home / "smoke"
+
+
+def train(home: Path, name: str, *more: str) -> str:
+    """What the program prints."""
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
         *(str(EXAMPLE), "--size", "tiny", "--context", "64", "--vocab", "512"),
-        *("--steps", str(STEPS), "--text", str(text), "--runs", str(home), "--name", "smoke"),
+        *("--steps", str(STEPS), "--text", str(home / "text.txt"), "--runs", str(home)),
+        *("--name", name, *more),
     ]
     done = subprocess.run(command, cwd=home, capture_output=True, text=True, timeout=150)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
-    (home / "smoke" / "stdout.txt").write_text(done.stdout)
-    return home / "smoke"
+    return done.stdout
 
 
 def sentences() -> str:
@@ -73,12 +79,23 @@ def test_curve_is_a_picture(run: Path) -> None:
 
 
 def test_a_sample_continues_the_prompt_and_is_printed_by_one_rank(run: Path) -> None:
-    assert (run / "stdout.txt").read_text().count("def read_lines(path):") == 1
+    assert (run.parent / "stdout.txt").read_text().count("def read_lines(path):") == 1
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_measured_parameters_of_each_rank_equal_the_plan(run: Path, rank: int) -> None:
-    lines = (run / "stdout.txt").read_text().splitlines()
+    lines = (run.parent / "stdout.txt").read_text().splitlines()
     [row] = [line.split() for line in lines if line.split()[:2] == [str(rank), "parameters"]]
     planned, measured = map(float, row[2:])
     assert planned == measured > 0
+
+
+def test_a_resumed_run_repeats_the_rest_of_the_first_bit_for_bit(run: Path) -> None:
+    half = f"global_step{STEPS // 2}"
+    train(run.parent, "resumed", "--resume", str(run / "checkpoints" / half))
+    first = {m["step"]: m["train_bpb"] for m in metrics(run) if "train_bpb" in m}
+    second = {
+        m["step"]: m["train_bpb"] for m in metrics(run.parent / "resumed") if "train_bpb" in m
+    }
+    assert list(second) == list(range(STEPS // 2 + 1, STEPS + 1))
+    assert second == {step: first[step] for step in second}

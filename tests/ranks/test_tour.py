@@ -44,29 +44,55 @@ def _visited(body) -> set[str]:
     return {str(path.relative_to(SOURCE)) for path in paths}
 
 
+CONFIG = {
+    "train_batch_size": 8,
+    "unit_min_numel": 1,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "zero_optimization": {"stage": 3},
+}
+
+
+def _engine() -> zeroshard.Engine:
+    return zeroshard.Engine(nn.Sequential(*(_Block() for _ in range(3))), config=CONFIG)
+
+
+def _step(engine: zeroshard.Engine) -> None:
+    loss = engine(torch.randn(4, 8, dtype=torch.bfloat16)).float().square().mean()
+    engine.backward(loss)
+    engine.step()
+
+
+def _named(section: str) -> set[str]:
+    text = (ROOT / "docs" / "tour.md").read_text().split(f"## {section}")[1].split("\n## ")[0]
+    return {n.split(":")[0] for n in re.findall(r"`([a-z]+/[a-z_0-9]+\.py[^`]*)`", text)}
+
+
 @on_ranks(2)
 def test_a_step_visits_the_files_that_the_tour_names():
     adam.wait()
-    config = {
-        "train_batch_size": 8,
-        "unit_min_numel": 1,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": 3},
-    }
-    with zeroshard.Engine(nn.Sequential(*(_Block() for _ in range(3))), config=config) as engine:
-
-        def step() -> None:
-            loss = engine(torch.randn(4, 8, dtype=torch.bfloat16)).float().square().mean()
-            engine.backward(loss)
-            engine.step()
-
-        step()
-        step()
-        visited = {path for path in _visited(step) if not path.startswith(("comm/", "core/flight"))}
-    text = (ROOT / "docs" / "tour.md").read_text().split("## One step")[1]
-    named = {n.split(":")[0] for n in re.findall(r"`([a-z]+/[a-z_]+\.py[^`]*)`", text)}
+    with _engine() as engine:
+        _step(engine)
+        _step(engine)
+        visited = _visited(lambda: _step(engine))
+    visited = {path for path in visited if not path.startswith(("comm/", "core/flight"))}
+    named = _named("One step")
     helpers = ("arguments", "monitors", "observe", "setup")
     read_along = {"core/layout.py", *(f"engine/{name}.py" for name in helpers)}
     assert visited <= named | read_along, f"not in the tour: {sorted(visited - named)}"
     assert named <= visited | TRANSPORT | {"core/stages.py"}, f"not visited: {named - visited}"
+
+
+@on_ranks(2)
+def test_a_checkpoint_visits_the_files_that_the_tour_names(tmp_path):
+    def save_and_load() -> None:
+        engine.save_checkpoint(tmp_path)
+        engine.load_checkpoint(tmp_path)
+
+    with _engine() as engine:
+        _step(engine)
+        visited = _visited(save_and_load)
+    folders = ("checkpoint/", "engine/saving", "engine/loading")
+    visited = {path for path in visited if path.startswith(folders)}
+    named = {path for path in _named("Saving and loading") if path.startswith(folders)}
+    assert visited == named - {"checkpoint/deepspeed.py"}
