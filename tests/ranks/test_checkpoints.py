@@ -18,7 +18,7 @@ from torch import nn
 
 from zeroshard import Engine
 from zeroshard.checkpoint.directory import tags
-from zeroshard.errors import CheckpointError, UsageError
+from zeroshard.errors import CheckpointError, UnsupportedError, UsageError
 from zeroshard.testing import on_ranks, run_ranks
 
 
@@ -441,6 +441,21 @@ def test_calls_that_cannot_work(tmp_path):
         engine.save_checkpoint(tmp_path)
     with pytest.raises(UsageError, match="closed"):
         engine.load_checkpoint(tmp_path)
+
+
+@on_ranks(2)
+def test_nothing_to_load_is_an_error_unless_the_program_says_otherwise(tmp_path):
+    with open_engine(2) as engine:
+        before = everything(engine)
+        with pytest.raises(CheckpointError, match="holds no checkpoint"):
+            engine.load_checkpoint(tmp_path)
+        assert engine.load_checkpoint(tmp_path, missing_ok=True) == (None, {})
+        assert differences(everything(engine), before) == []
+        engine.save_checkpoint(tmp_path, "other", save_latest=False)
+        with pytest.raises(CheckpointError, match="It holds other: pass one as tag="):
+            engine.load_checkpoint(tmp_path)
+        with pytest.raises(UnsupportedError, match="custom_load_fn"):
+            engine.load_checkpoint(tmp_path, "other", custom_load_fn=print)
 
 
 def test_allow_pickle_is_asked_for(tmp_path):

@@ -513,10 +513,24 @@ def plan(
         logger.warning(
             "ranks save under different tags (%s): rank 0's is used", ", ".join(decision["tags"])
         )
+    jobs: list[Job] = []
+
+    def make() -> None:
+        jobs.append(
+            Job(
+                root,
+                {**decision, **kept},
+                local=local,
+                forum=forum,
+                facts=made[0],
+                options=options,
+                at=at,
+            )
+        )
+
+    agree(forum, failed, "laying out its files", make)
     at("planned")
-    return Job(
-        root, {**decision, **kept}, local=local, forum=forum, facts=made[0], options=options, at=at
-    )
+    return jobs[0]
 
 
 def _room_by_leader(said: list[dict[str, Any]]) -> dict[str, Any]:
