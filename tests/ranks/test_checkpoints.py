@@ -130,6 +130,31 @@ def test_frozen_weights_are_written_once(tmp_path, stage):
 
 
 @on_ranks(2)
+def test_damaged_frozen_weights_are_not_replaced_under_those_who_need_them(tmp_path):
+    with open_engine(3) as engine:
+        train(engine, 1)
+        engine.save_checkpoint(tmp_path)
+        expected = everything(engine)
+        dist.barrier()
+        shard = tmp_path / next(n for n in frozen_files(tmp_path) if "00001-of" in n)
+        whole = shard.read_bytes()
+        dist.barrier()
+        if engine.global_rank == 0:
+            shard.write_bytes(whole[:-1])
+        dist.barrier()
+        train(engine, 1)
+        engine.save_checkpoint(tmp_path)  # has its own
+        dist.barrier()
+        if engine.global_rank == 0:
+            shard.write_bytes(whole)
+        dist.barrier()
+        engine.load_checkpoint(tmp_path)
+        assert engine.global_steps == 2
+        engine.load_checkpoint(tmp_path, "global_step1")
+        assert differences(everything(engine), expected) == []
+
+
+@on_ranks(2)
 def test_frozen_always_and_reference(tmp_path):
     with open_engine(3, checkpoint={"frozen": "always"}) as engine:
         train(engine, 1)

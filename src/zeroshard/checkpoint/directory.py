@@ -246,3 +246,9 @@ def find_frozen(directory: Path, name: str) -> Manifest | None:
             if own and not saved.problems():
                 return saved.manifest
     return None
+
+
+def is_frozen_in_use(directory: Path, name: str) -> bool:
+    """May a checkpoint need these frozen weights? One that cannot be read may."""
+    used = _frozen_in_use(directory, gone=())
+    return used is None or name in used

@@ -18,9 +18,8 @@ import math
 import secrets
 import shutil
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -33,20 +32,15 @@ from zeroshard.checkpoint.blocks import BLOCK_NBYTES, BlockWriter, bytes_of
 from zeroshard.checkpoint.local import Local, digest_part
 from zeroshard.checkpoint.manifest import (
     MANIFEST,
-    VALUE,
     Digest,
     Dtype,
-    Fragment,
     Manifest,
-    SavedBuffer,
-    SavedFile,
-    SavedParameter,
-    SavedTensor,
     buffer_key,
     fragment_key,
     parse,
     tree_key,
 )
+from zeroshard.checkpoint.merge import SHARED_FILE, Facts, merge, merged
 from zeroshard.checkpoint.shardfile import Entry, dtype_name, lay_out
 from zeroshard.checkpoint.together import agree
 from zeroshard.comm.forum import Forum
@@ -73,25 +67,6 @@ class Options:
     keep_last: int | None = None
     max_buffer_nbytes: int = 512 << 20
     tag_validation: str = "warn"
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What goes into the manifest beside tensors. ``shared`` counts on rank 0; trees are encoded, their
-    tensors apart. ``buffers``: this rank's, by name."""
-
-    step: int
-    stage: int
-    writer: Mapping[str, str]
-    aliases: Mapping[str, Sequence[str]]
-    shared: Any
-    shared_tensors: Mapping[str, Tensor]
-    own: Any
-    own_tensors: Mapping[str, Tensor]
-    buffers: Mapping[str, Tensor]
-    exclude_frozen: bool = False
-    save_latest: bool = True
-    script: str = ""  # put beside ``latest``
 
 
 @dataclass(eq=False, slots=True)
@@ -131,9 +106,6 @@ def _planned(name: str, local: Local, units: list[Unit], extras: dict[str, Tenso
         for key, tensor in extras.items()
     ]
     return _File(name, units, extras, *lay_out(entries), rows)
-
-
-SHARED_FILE = "shared.safetensors"
 
 
 def file_name(rank: int, world_size: int) -> str:
@@ -185,7 +157,7 @@ class Job:
             self._files.append(_planned(SHARED_FILE, local, [], common))
         if self._frozen == "write":
             self._files.append(_planned(f"../{self._frozen_name}/{me}", local, frozen, {}))
-        self._scalars = _merged(map(local.scalars, local.units), _numbers)  # now: training goes on
+        self._scalars = merged(map(local.scalars, local.units), _numbers)  # now: training goes on
         self._leader = 0  # the lowest rank that shares the directory with this one
         self._text = ""  # the manifest, on rank 0
         self._writers: list[BlockWriter] = []
@@ -306,8 +278,9 @@ class Job:
             "leader": self._leader,
             "files": said,
             "tree": self._facts.own,
+            "own_buffers": sorted(self._own_buffers),
             "scalars": self._scalars,
-            "groups": _merged(map(self._local.groups, self._local.units)),
+            "groups": merged(map(self._local.groups, self._local.units)),
         }
 
     def _publish(self, text: str) -> None:
@@ -374,77 +347,21 @@ class Job:
         for _ in values:
             raise AssertionError("there is more to save than was planned")
 
-    # ------------------------------------------------------------------ the manifest, on rank 0
-
     def _merge(self, said: list[dict[str, Any]]) -> dict[str, Any]:
-        """Every rank's part as one manifest; it is read once as a stranger would."""
-        files: list[SavedFile] = []
-        found: dict[str, dict[str, tuple[Dtype, list[Fragment]]]] = {}
-        main: list[int] = []
-        for part in said:
-            main.append(len(files))
-            for file in part["files"]:
-                for fqn, tensor, dtype, begin, numel in file["rows"]:
-                    fragments = found.setdefault(fqn, {}).setdefault(tensor, (dtype, []))[1]
-                    fragments.append(Fragment(len(files), begin, numel))
-                files.append(
-                    SavedFile(name=file["name"], nbytes=file["nbytes"], crc32=file["crc32"])
-                )
-        if self._reused is not None:
-            _reuse(self._reused, self._frozen_name, files, found)
-        shared_file = next(at for at, file in enumerate(files) if file.name == SHARED_FILE)
-        scalars = _merged(part["scalars"] for part in said)
-        groups = _merged(part["groups"] for part in said)
-        parameters = {}
-        for unit in self._local.units:
-            is_stored = unit.trainable or not self._is_left_out
-            for slot in unit.layout.slots:
-                if slot.numel == 0 and is_stored:
-                    dtype = unit.row.master if self._local.tile_of(unit) else unit.row.param
-                    name = dtype_name(dtype, where=slot.fqn)
-                    found.setdefault(slot.fqn, {})[VALUE] = (name, [])
-                parameters[slot.fqn] = SavedParameter(
-                    shape=slot.shape,
-                    trained=unit.trainable,
-                    group=groups.get(slot.fqn),
-                    aliases=tuple(self._facts.aliases.get(slot.fqn, ())),
-                    tensors={
-                        tensor: SavedTensor(dtype=dtype, fragments=tuple(fragments))
-                        for tensor, (dtype, fragments) in found.get(slot.fqn, {}).items()
-                    },
-                    scalars=scalars.get(slot.fqn, {}),
-                    digest=self._digests.get(slot.fqn),
-                )
-        manifest = Manifest(
+        """On rank 0: every rank's part as one manifest; it is read once as a stranger would."""
+        manifest = merge(
+            said,
+            units=self._local.units,
+            trained=[unit for unit in self._local.units if self._local.tile_of(unit) is not None],
+            facts=self._facts,
+            frozen=self._frozen,
+            reused=(self._reused, self._frozen_name),
+            digests=self._digests,
             tag=self.tag,
-            step=self._facts.step,
-            saved_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            writer=dict(self._facts.writer),
-            world_size=self._forum.world_size,
-            stage=self._facts.stage,
-            block_nbytes=BLOCK_NBYTES,
-            files=tuple(files),
-            parameters=parameters,
-            buffers={
-                name: SavedBuffer(
-                    dtype=dtype_name(buffer.dtype, where=f"buffer {name!r}"),
-                    shape=tuple(buffer.shape),
-                    files=tuple(main) if name in self._own_buffers else (shared_file,),
-                )
-                for name, buffer in self._facts.buffers.items()
-            },
-            shared=self._facts.shared,
-            shared_file=shared_file,
-            ranks=tuple(part["tree"] for part in said),
-            rank_files=tuple(main),
         )
         self._text = manifest.dump()
         parse(self._text, where=MANIFEST)
         return {"manifest": self._text} if any(part["leader"] for part in said) else {}
-
-    @property
-    def _is_left_out(self) -> bool:
-        return self._frozen == "none"
 
 
 def plan(
@@ -490,9 +407,13 @@ def plan(
         how = {"always": "here", "reference": "none", "once": "write"}[options.frozen]
         if made[0].exclude_frozen or not digests:
             how = "none"
-        if how == "write" and all(name in part["frozen_here"] for part in said):
-            kept["reused"] = places.find_frozen(root, name)
-            how = "reuse" if kept["reused"] is not None else how
+        if how == "write" and any(name in part["frozen_here"] for part in said):
+            everywhere = all(name in part["frozen_here"] for part in said)
+            before = places.find_frozen(root, name) if everywhere else None
+            if before is not None and before.block_nbytes == BLOCK_NBYTES:
+                how, kept["reused"] = "reuse", before
+            elif not everywhere or places.is_frozen_in_use(root, name):
+                how = "here"  # to replace it would end the checkpoints that need it
         first = said[0]["buffers"]
         return {
             "tag": said[0]["tag"],
@@ -568,13 +489,6 @@ def _crc(tensor: Tensor) -> int:
     return zlib.crc32(bytes_of(tensor.detach().cpu().contiguous()))
 
 
-def _merged(
-    tables: Iterable[Mapping[str, Any]], convert: Callable[[Any], Any] = lambda value: value
-) -> dict[str, Any]:
-    """One table of all; what several ranks know is the same."""
-    return {fqn: convert(row) for table in tables for fqn, row in table.items()}
-
-
 def _numbers(row: Mapping[str, object]) -> dict[str, tuple[str, float | int | bool]]:
     """An optimizer's single numbers as the manifest has them."""
     found: dict[str, tuple[str, float | int | bool]] = {}
@@ -592,29 +506,6 @@ def _numbers(row: Mapping[str, object]) -> dict[str, tuple[str, float | int | bo
         if name in found and not math.isfinite(found[name][1]):
             raise CheckpointError(f"the optimizer's {name!r} is {found[name][1]}: it has diverged.")
     return found
-
-
-def _reuse(
-    before: Manifest,
-    frozen_name: str,
-    files: list[SavedFile],
-    found: dict[str, dict[str, tuple[Dtype, list[Fragment]]]],
-) -> None:
-    """Refer to frozen weights that an earlier save of the directory wrote."""
-    place_of: dict[int, int] = {}
-    for at, file in enumerate(before.files):
-        if file.name.startswith(f"../{frozen_name}/"):
-            place_of[at] = len(files)
-            files.append(file)
-    for fqn, parameter in before.parameters.items():
-        value = parameter.tensors.get(VALUE)
-        if (
-            value is not None
-            and all(f.file in place_of for f in value.fragments)
-            and not parameter.trained
-        ):
-            fragments = [Fragment(place_of[f.file], f.begin, f.numel) for f in value.fragments]
-            found[fqn] = {VALUE: (value.dtype, fragments)}
 
 
 def _staging(nbytes: int) -> Tensor:

@@ -22,7 +22,8 @@ from zeroshard import __version__
 from zeroshard.checkpoint import directory as places
 from zeroshard.checkpoint import rng, tree
 from zeroshard.checkpoint.local import Local
-from zeroshard.checkpoint.save import Facts, Job, Options, plan
+from zeroshard.checkpoint.merge import Facts
+from zeroshard.checkpoint.save import Job, Options, plan
 from zeroshard.checkpoint.zero_to_fp32 import SCRIPT
 from zeroshard.core.tiers import Tier
 from zeroshard.engine.host_memory import gib, host_limits

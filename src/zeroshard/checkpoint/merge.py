@@ -1,0 +1,146 @@
+"""How do the parts that ranks have written become one manifest?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any
+
+from torch import Tensor
+
+from zeroshard.checkpoint.blocks import BLOCK_NBYTES
+from zeroshard.checkpoint.manifest import (
+    VALUE,
+    Digest,
+    Dtype,
+    Fragment,
+    Manifest,
+    SavedBuffer,
+    SavedFile,
+    SavedParameter,
+    SavedTensor,
+)
+from zeroshard.checkpoint.shardfile import dtype_name
+from zeroshard.zero.unit import Unit
+
+SHARED_FILE = "shared.safetensors"
+"""Of rank 0: what every rank reads is not in a file with a shard."""
+
+_Found = dict[str, dict[str, tuple[Dtype, list[Fragment]]]]
+"""Fragments by parameter and tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What goes into the manifest beside tensors. ``shared`` counts on rank 0; trees are encoded, their
+    tensors apart. ``buffers``: this rank's, by name."""
+
+    step: int
+    stage: int
+    writer: Mapping[str, str]
+    aliases: Mapping[str, Sequence[str]]
+    shared: Any
+    shared_tensors: Mapping[str, Tensor]
+    own: Any
+    own_tensors: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    exclude_frozen: bool = False
+    save_latest: bool = True
+    script: str = ""  # put beside ``latest``
+
+
+def merge(
+    said: Sequence[Mapping[str, Any]],
+    *,
+    units: Sequence[Unit],
+    trained: Sequence[Unit],
+    facts: Facts,
+    frozen: str,
+    reused: tuple[Manifest | None, str],
+    digests: Mapping[str, Digest],
+    tag: str,
+) -> Manifest:
+    """``said``: by rank, ``files`` (name, size, checksums, rows of pieces), ``scalars``, ``groups``,
+    ``tree``. ``trained``: units whose values are masters. ``reused``: an earlier manifest, and the
+    directory of frozen weights that it refers to. ``frozen="none"``: these are not stored."""
+    files: list[SavedFile] = []
+    found: _Found = {}
+    main: list[int] = []
+    for part in said:
+        main.append(len(files))
+        for file in part["files"]:
+            for fqn, tensor, dtype, begin, numel in file["rows"]:
+                fragments = found.setdefault(fqn, {}).setdefault(tensor, (dtype, []))[1]
+                fragments.append(Fragment(len(files), begin, numel))
+            files.append(SavedFile(name=file["name"], nbytes=file["nbytes"], crc32=file["crc32"]))
+    if reused[0] is not None:
+        _refer(reused[0], reused[1], files, found)
+    shared_file = next(at for at, file in enumerate(files) if file.name == SHARED_FILE)
+    scalars = merged(part["scalars"] for part in said)
+    groups = merged(part["groups"] for part in said)
+    own_buffers = set(said[0]["own_buffers"])
+    parameters = {}
+    for unit in units:
+        for slot in unit.layout.slots:
+            if slot.numel == 0 and (unit.trainable or frozen != "none"):
+                dtype = unit.row.master if unit in trained else unit.row.param
+                found.setdefault(slot.fqn, {})[VALUE] = (dtype_name(dtype, where=slot.fqn), [])
+            parameters[slot.fqn] = SavedParameter(
+                shape=slot.shape,
+                trained=unit.trainable,
+                group=groups.get(slot.fqn),
+                aliases=tuple(facts.aliases.get(slot.fqn, ())),
+                tensors={
+                    tensor: SavedTensor(dtype=dtype, fragments=tuple(fragments))
+                    for tensor, (dtype, fragments) in found.get(slot.fqn, {}).items()
+                },
+                scalars=scalars.get(slot.fqn, {}),
+                digest=digests.get(slot.fqn),
+            )
+    return Manifest(
+        tag=tag,
+        step=facts.step,
+        saved_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        writer=dict(facts.writer),
+        world_size=len(said),
+        stage=facts.stage,
+        block_nbytes=BLOCK_NBYTES,
+        files=tuple(files),
+        parameters=parameters,
+        buffers={
+            name: SavedBuffer(
+                dtype=dtype_name(buffer.dtype, where=f"buffer {name!r}"),
+                shape=tuple(buffer.shape),
+                files=tuple(main) if name in own_buffers else (shared_file,),
+            )
+            for name, buffer in facts.buffers.items()
+        },
+        shared=facts.shared,
+        shared_file=shared_file,
+        ranks=tuple(part["tree"] for part in said),
+        rank_files=tuple(main),
+    )
+
+
+def _refer(before: Manifest, frozen_name: str, files: list[SavedFile], found: _Found) -> None:
+    """Use frozen weights that an earlier save of the directory wrote."""
+    place_of: dict[int, int] = {}
+    for at, file in enumerate(before.files):
+        if file.name.startswith(f"../{frozen_name}/"):
+            place_of[at] = len(files)
+            files.append(file)
+    for fqn, parameter in before.parameters.items():
+        value = parameter.tensors.get(VALUE)
+        if value is None or parameter.trained:
+            continue
+        if all(fragment.file in place_of for fragment in value.fragments):
+            fragments = [Fragment(place_of[f.file], f.begin, f.numel) for f in value.fragments]
+            found[fqn] = {VALUE: (value.dtype, fragments)}
+
+
+def merged(
+    tables: Iterable[Mapping[str, Any]], convert: Callable[[Any], Any] = lambda value: value
+) -> dict[str, Any]:
+    """One table of all; what several ranks know is the same."""
+    return {fqn: convert(row) for table in tables for fqn, row in table.items()}
