@@ -138,7 +138,7 @@ class CheckpointConfig(Section):
         None, "Own key: remove older checkpoints of the directory; default: keep all."
     )
     max_buffer_mb: Count = honour(
-        512, "Own key: MiB of host memory that saving, loading and exporting may take."
+        512, "Own key: MiB of host memory that saving and loading may take."
     )
     frozen: Annotated[Literal["once", "always", "reference"], Lower] = honour(
         "once",
