@@ -380,9 +380,14 @@ def test_details_of_a_feature_that_is_off_give_no_notice() -> None:
     assert not mentions(load({**ONE, **section}), "no effect")
 
 
-def test_keys_for_saving_are_kept_with_a_notice() -> None:
+def test_keys_of_calls_that_are_not_there_yet_are_kept_with_a_notice() -> None:
+    section = {"activation_checkpointing": {"cpu_checkpointing": True}}
+    assert mentions(load({**ONE, **section}), "not there yet", "cpu_checkpointing")
+
+
+def test_saving_whole_weights_needs_no_key() -> None:
     section = {"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": True}}
-    assert mentions(load({**ONE, **section}), "not there yet", "16bit_weights_on_model_save")
+    assert mentions(load({**ONE, **section}), "no effect", "16bit_weights_on_model_save")
 
 
 def test_default_clipping_is_announced() -> None:
