@@ -30,7 +30,7 @@ LAYERS = [  # from the bottom
     {"engine"},
     {"launch", "integrations"},
     {"cli"},
-    {"__init__"},  # the public names
+    {"__init__", "compat"},  # the public names
 ]
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 
@@ -45,7 +45,7 @@ OWNERS = {  # module, or prefix of modules: the layers that may import it
 }
 
 OPTIONAL = {
-    "accelerate", "comet_ml", "deepspeed", "matplotlib", "peft", "tensorboard", "tokenizers",
+    "accelerate", "comet_ml", "deepspeed", "lightning", "matplotlib", "peft", "tensorboard", "tokenizers",
     "transformers", "wandb",
 }  # fmt: skip
 

@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
+from zeroshard.cli.compat import warn_of_winner
 from zeroshard.errors import LaunchError
+from zeroshard.integrations.deepspeed.install import DIRECTORY
 from zeroshard.launch import LaunchRequest, Patience, launch
 
 # Everything behind the script belongs to the script.
@@ -62,6 +64,14 @@ def launch_command(
             help="Give the script --local_rank=N, as the deepspeed command does.",
         ),
     ] = False,
+    as_deepspeed: Annotated[
+        bool,
+        typer.Option(
+            "--as-deepspeed",
+            "--as_deepspeed",
+            help="Let the script's `import deepspeed` find ZeroShard.",
+        ),
+    ] = False,
     no_ssh: Annotated[
         bool, typer.Option("--no_ssh", "--no-ssh", help="Run this node only; I start the others.")
     ] = False,
@@ -102,6 +112,8 @@ def launch_command(
 
     Says why a rank died, shows the first traceback once, and ends with that rank's exit code.
     """
+    if as_deepspeed and not quiet:
+        warn_of_winner()
     request = LaunchRequest(
         script=script,
         args=tuple(args or ()),
@@ -116,6 +128,7 @@ def launch_command(
         module=module,
         no_python=no_python,
         pass_local_rank=pass_local_rank,
+        as_deepspeed=str(DIRECTORY) if as_deepspeed else "",
         no_ssh=no_ssh,
         ssh_port=ssh_port,
         each_rank_log=each_rank_log,

@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from zeroshard.cli.ckpt import ckpt
+from zeroshard.cli.compat import compat_command
 from zeroshard.cli.launch import CONTEXT, launch_command
 from zeroshard.errors import ConfigError
 
@@ -25,6 +26,7 @@ main = typer.Typer(
     help="ZeRO training for PyTorch.",
 )
 main.command("launch", context_settings=CONTEXT)(launch_command)
+main.command("compat")(compat_command)
 main.add_typer(ckpt, name="ckpt")
 
 

@@ -167,14 +167,27 @@ def init_distributed(
     return place
 
 
+def default_timeout(environ: Mapping[str, str] | None = None) -> timedelta:
+    """Of collectives: ``DEEPSPEED_TIMEOUT`` minutes, or ten."""
+    env = os.environ if environ is None else environ
+    text = env.get("DEEPSPEED_TIMEOUT", "")
+    return timedelta(minutes=_integer(env, "DEEPSPEED_TIMEOUT", 0)) if text else DEFAULT_TIMEOUT
+
+
+def uses_cuda(environ: Mapping[str, str] | None = None) -> bool:
+    """Is there a CUDA device, and does ``DS_ACCELERATOR`` not ask for the CPU?"""
+    env = os.environ if environ is None else environ
+    return env.get("DS_ACCELERATOR", "").lower() != "cpu" and torch.cuda.is_available()
+
+
 def default_backend() -> str:
     """NCCL where there is a CUDA device and a build that has it, gloo elsewhere."""
-    return "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
+    return "nccl" if uses_cuda() and dist.is_nccl_available() else "gloo"
 
 
 def local_device(place: Place | None = None) -> torch.device:
     """The device that this process trains on: its own CUDA device, or the CPU."""
-    if not torch.cuda.is_available():
+    if not uses_cuda():
         return torch.device("cpu")
     local = (place or current_place()).local_rank
     return torch.device("cuda", local % torch.cuda.device_count())

@@ -45,6 +45,9 @@ from zeroshard.zero.reduce import GradReducer
 from zeroshard.zero.unit import Unit
 from zeroshard.zero.wrap import SitePlan, find_sites
 
+GATHERED_AS_ONE = "_gathered_as_one"
+"""Attribute of a module that is never cut into units, like ``leaf_module`` in the configuration."""
+
 
 @dataclass(frozen=True, eq=False)
 class UnitSpec:
@@ -100,7 +103,8 @@ def plan_units(
         conditional=config.conditional_modules,
         leaves=[c.rpartition(".")[2] for c in leaf.classes]
         + list(leaf.names)
-        + [f"*{suffix}" for suffix in leaf.name_suffixes],
+        + [f"*{suffix}" for suffix in leaf.name_suffixes]
+        + [fqn for fqn, module in model.named_modules() if getattr(module, GATHERED_AS_ONE, False)],
     )
     params = dict(model.named_parameters())
     updated = _updated_params(params, optimizer)

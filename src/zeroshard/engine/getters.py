@@ -11,6 +11,7 @@ from typing import Any
 
 from zeroshard.config.keys import get
 from zeroshard.config.schema import ZeroConfig
+from zeroshard.config.sections import FlopsConfig
 from zeroshard.engine.data import loader_for
 
 _CONFIGURED = {
@@ -29,8 +30,35 @@ _CONFIGURED = {
     "gradient_predivide_factor": "gradient_predivide_factor",
     "managed_gradient_accumulation": "managed_gradient_accumulation",
     "dump_state": "dump_state",
+    "fp16_auto_cast": "fp16.auto_cast",
+    "fp16_master_weights_and_gradients": "fp16.fp16_master_weights_and_grads",
+    "bf16_master_weights_and_gradients": "bf16.bf16_master_weights_and_grads",
+    "bf16_optimizer_states": "bf16.bf16_optimizer_states",
+    "torch_autocast_enabled": "torch_autocast.enabled",
+    "torch_autocast_dtype": "torch_autocast.dtype",
+    "torch_autocast_lower_precision_safe_modules": "torch_autocast.lower_precision_safe_modules",
+    "dataloader_drop_last": "dataloader_drop_last",
+    "log_level": "log_level",
+    "zero_allow_untested_optimizer": "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer": "zero_force_ds_cpu_optimizer",
+    "use_node_local_storage": "checkpoint.use_node_local_storage",
+    "load_universal_checkpoint": "checkpoint.load_universal",
+    "aio_config": "aio",
+    "tensor_parallel_config": "tensor_parallel",
+    "autotp_size": "tensor_parallel.autotp_size",
+    "is_sanity_checks_enabled": "zero_optimization.enable_sanity_checks",
+    "zero_gather_16bit_weights_on_model_save": (
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+    ),
+    "zero_multi_rank_bucket_allreduce": "zero_optimization.use_multi_rank_bucket_allreduce",
     "zero_optimization_stage": "zero_optimization.stage",
+    **{f"flops_profiler_{k}": f"flops_profiler.{k}" for k in FlopsConfig.model_fields},
     **{f"zero_{k}": f"zero_optimization.{k}" for k in ZeroConfig.model_fields if k != "stage"},
+    **{
+        "zero_" + k.removeprefix("zero_").removeprefix("stage3_"): f"zero_optimization.{k}"
+        for k in ZeroConfig.model_fields
+        if k.startswith(("zero_", "stage3_"))
+    },
 }
 """Method -> dotted key of the resolved configuration."""
 
@@ -60,6 +88,26 @@ GETTERS: dict[str, Getter] = {
     ),
     "zero_optimization_partition_gradients": lambda engine: engine.runtime.stage.shards_grads,
     "zero_optimization_partition_weights": lambda engine: engine.runtime.stage.shards_params,
+    "zero_nvme_offload_optimizer": lambda engine: _offloads_to(engine, "nvme"),
+    "zero_legacy_stage1": lambda _engine: False,
+    "postscale_gradients": lambda engine: not engine.settings.prescale_gradients,
+    "initial_dynamic_scale": lambda engine: 2**engine.settings.fp16.initial_scale_power,
+    "dynamic_loss_scale_args": lambda engine: {
+        "init_scale": 2**engine.settings.fp16.initial_scale_power,
+        "scale_window": engine.settings.fp16.loss_scale_window,
+        "delayed_shift": engine.settings.fp16.hysteresis,
+        "consecutive_hysteresis": engine.settings.fp16.consecutive_hysteresis,
+        "min_scale": engine.settings.fp16.min_loss_scale,
+    },
+    "checkpoint_tag_validation_enabled": lambda engine: (
+        engine.settings.checkpoint.tag_validation != "ignore"
+    ),
+    "checkpoint_tag_validation_fail": lambda engine: (
+        engine.settings.checkpoint.tag_validation == "fail"
+    ),
+    "is_first_weights_partition_group": lambda engine: engine.runtime.stage.shards_params,
+    "is_deepcompile_enabled": lambda _engine: False,
+    "is_deepcompile_active": lambda _engine: False,
     "dynamic_loss_scale": lambda engine: engine.scales_loss and not engine.settings.fp16.loss_scale,
     "loss_scale": lambda engine: float(engine.scaler.scale),
     "get_data_types": lambda engine: (engine.policy.param, engine.policy.grad_accum),
@@ -69,7 +117,7 @@ GETTERS: dict[str, Getter] = {
         engine.gradient_accumulation_steps(),
     ),
     "get_mom": _moments,
-    "get_type": lambda engine: [type(engine.optimizer).__name__ for _ in engine._groups],
+    "get_type": lambda engine: [type(engine.basic_optimizer).__name__ for _ in engine._groups],
     "get_data_parallel_rank": lambda engine: engine.global_rank,
     "get_model_parallel_rank": lambda _engine: 0,
     "get_sequence_parallel_group": lambda _engine: None,

@@ -8,10 +8,11 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from zeroshard.comm.env import discover, init_distributed
+from zeroshard.comm.env import discover, init_distributed, local_device
 from zeroshard.engine.arguments import check_dataset
 from zeroshard.engine.data import loader_for
 from zeroshard.engine.engine import Engine
@@ -34,11 +35,14 @@ def initialize(
     config: Any = None,
     mesh_param: Any = None,
     config_params: Any = None,
+    *,
+    engine_type: type[Engine] = Engine,
 ) -> tuple[Engine, Any, DataLoader[Any] | None, Any]:
     """Build an engine; returns ``(engine, optimizer, training_dataloader, lr_scheduler)``.
 
     The arguments are ``deepspeed.initialize``'s. ``config`` (or ``config_params``, or
-    ``args.deepspeed_config``): dict, path or string; exactly one of the three.
+    ``args.deepspeed_config``): dict, path or string; exactly one of the three. ``args.device_rank``: the
+    GPU to train on. ``engine_type``: the class to build.
     Raises :class:`ConfigError`, :class:`UsageError`; the same on every rank.
     """
     if model is None:
@@ -53,12 +57,13 @@ def initialize(
     source = _one_config(args, config, config_params)
     if discover().world_size > 1:
         init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    engine = Engine(
+    engine = engine_type(
         model,
         config=source,
         optimizer=optimizer,
         model_parameters=model_parameters,
         lr_scheduler=lr_scheduler,
+        device=_asked_device(args),
     )
     announce(engine)
     if hasattr(args, "local_rank"):
@@ -90,6 +95,12 @@ def _one_config(args: Any, config: Any, config_params: Any) -> Any:
     return next(iter(given.values()))
 
 
+def _asked_device(args: Any) -> torch.device | None:
+    index = getattr(args, "device_rank", None)
+    home = local_device()
+    return None if index is None or home.type == "cpu" else torch.device(home.type, int(index))
+
+
 def announce(engine: Engine) -> None:
     """What this run will do: values and their origins, dtypes, bytes. Rank 0, once."""
     level = engine.settings.log_level
@@ -116,8 +127,11 @@ def announce(engine: Engine) -> None:
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add ``--deepspeed`` and ``--deepspeed_config FILE`` to a program's parser."""
+    """Add ``--deepspeed`` and ``--deepspeed_config FILE`` to a program's parser. Their oldest names, that
+    start scripts may still hold, are accepted and ignored."""
     group = parser.add_argument_group("ZeroShard", "DeepSpeed-style configuration")
     group.add_argument("--deepspeed", action="store_true", help="accepted for compatibility")
     group.add_argument("--deepspeed_config", type=str, default=None, help="path of a JSON file")
+    group.add_argument("--deepscale", action="store_true", help=argparse.SUPPRESS)
+    group.add_argument("--deepscale_config", type=str, default=None, help=argparse.SUPPRESS)
     return parser

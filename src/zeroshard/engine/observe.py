@@ -50,7 +50,7 @@ class Observer:
         self._settings = settings
         self._disk, self._last_disk = disk, disk()
         self._recorder, self._ledger = recorder, ledger
-        self._monitors = monitors
+        self.monitors = monitors
         self._speaks = speaks
         self._seconds: dict[str, float] = {}  # since the last line
         self._last_s: dict[str, float] = {}  # of the running step, for the monitors
@@ -90,8 +90,8 @@ class Observer:
     def after_step(self, report: StepReport, *, samples: int, skipped: int) -> None:
         """An optimizer step is over; ``samples`` and ``skipped`` count from the run's start."""
         self._steps += 1
-        if self._monitors:
-            self._monitors.write(
+        if self.monitors:
+            self.monitors.write(
                 train_events(samples, lr=report.lr, loss_scale=report.loss_scale)
                 + [
                     (f"Train/Samples/elapsed_time_ms_{name}", 1e3 * seconds, samples)
@@ -151,8 +151,8 @@ class Observer:
 
     def close(self) -> None:
         """End the monitors."""
-        if self._monitors is not None:
-            self._monitors.close()
+        if self.monitors is not None:
+            self.monitors.close()
 
 
 def step_line(report: StepReport, skipped: int) -> str:

@@ -37,6 +37,7 @@ class LaunchRequest:
     module: bool = False
     no_python: bool = False
     pass_local_rank: bool = False
+    as_deepspeed: str = ""  # directory that goes first on the ranks' PYTHONPATH
     no_ssh: bool = False
     ssh_port: int | None = None
     each_rank_log: str | None = None
@@ -196,6 +197,7 @@ def passed_on(request: LaunchRequest) -> list[str]:
         "--module": request.module,
         "--no_python": request.no_python,
         "--pass_local_rank": request.pass_local_rank,
+        "--as-deepspeed": bool(request.as_deepspeed),
         "--quiet": request.quiet,
     }
     words += [name for name, on in switches.items() if on]

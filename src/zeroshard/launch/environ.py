@@ -1,15 +1,22 @@
 """Which environment do ranks get from the launcher?
 
-Pure. Every value is only a default: what the user exported wins.
+Every value is only a default: what the user exported wins.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+
+from zeroshard.errors import LaunchError
 
 # Exported to other hosts when the launcher starts them over ssh.
 _EXPORTED = ("NCCL_", "TORCH_", "GLOO_", "OMP_", "ZEROSHARD_", "UCX_", "FI_", "DS_", "DEEPSPEED_")
 _EXPORTED_NAMES = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HF_HOME", "TOKENIZERS_PARALLELISM")
+
+
+DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
+"""A file of lines ``NAME=value`` for the ranks of other hosts, in the home or the working directory."""
 
 
 def rank_defaults(
@@ -38,6 +45,14 @@ def rank_defaults(
     return {name: value for name, value in wanted.items() if name not in env}
 
 
+def with_directory_first(env: Mapping[str, str], directory: str) -> dict[str, str]:
+    """``PYTHONPATH`` with a directory before all others; nothing for none."""
+    if not directory:
+        return {}
+    others = [entry for entry in env.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    return {"PYTHONPATH": os.pathsep.join([directory, *(e for e in others if e != directory)])}
+
+
 def exported(env: Mapping[str, str]) -> dict[str, str]:
     """The variables that ranks on other hosts should see as well, sorted by name."""
     return {
@@ -45,3 +60,22 @@ def exported(env: Mapping[str, str]) -> dict[str, str]:
         for name in sorted(env)
         if name in _EXPORTED_NAMES or name.startswith(_EXPORTED)
     }
+
+
+def read_exports(text: str, name: str) -> dict[str, str]:
+    """Variables of such a file. Empty lines and those that begin with ``#`` are skipped.
+
+    >>> read_exports("NCCL_DEBUG=INFO\\n# a comment\\nX=a=b", ".deepspeed_env")
+    {'NCCL_DEBUG': 'INFO', 'X': 'a=b'}
+
+    Raises LaunchError for a line without ``=``.
+    """
+    found = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        key, equals, value = line.strip().partition("=")
+        if not equals:
+            raise LaunchError(f"{name}, line {number}: {line!r} is not of the form NAME=value.")
+        found[key.strip()] = value
+    return found

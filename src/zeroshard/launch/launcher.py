@@ -21,7 +21,13 @@ from zeroshard.launch.decide import (
     decide,
     passed_on,
 )
-from zeroshard.launch.environ import exported, rank_defaults
+from zeroshard.launch.environ import (
+    DEEPSPEED_ENVIRONMENT_NAME,
+    exported,
+    rank_defaults,
+    read_exports,
+    with_directory_first,
+)
 from zeroshard.launch.preflight import check_memory, parse_nbytes
 from zeroshard.launch.remote import (
     NodeCommand,
@@ -56,7 +62,10 @@ def launch(request: LaunchRequest, console: TextIO | None = None) -> int:
             arguments.insert(_local_rank_at(request), f"--local_rank={local_rank}")
         # SLURM binds each task to its own cores
         defaults = rank_defaults(os.environ, cores=_cores(), num_local=1)
-        os.execvpe(program, [program, *arguments], {**os.environ, **defaults, **decision.env})
+        path = with_directory_first(os.environ, request.as_deepspeed)
+        os.execvpe(
+            program, [program, *arguments], {**os.environ, **defaults, **decision.env, **path}
+        )
     if isinstance(decision, RunSrun):
         os.execvp(decision.command[0], list(decision.command))
     if isinstance(decision, RunNodes):
@@ -96,6 +105,7 @@ def _run_here(request: LaunchRequest, here: RunHere, console: TextIO) -> int:
         node_rank=here.node_rank,
         num_nodes=here.num_nodes,
     )
+    env |= with_directory_first(os.environ, request.as_deepspeed)
     if here.devices is not None:
         env["CUDA_VISIBLE_DEVICES"] = here.devices
     return run_node(
@@ -127,9 +137,17 @@ def _commands(
         master_port=decision.master_port,
         options=passed_on(request),
         program=(request.script, *request.args),
-        env=exported(os.environ),
+        env={**exported(os.environ), **_exports_of_files()},
         this_host=this_host,
     )
+
+
+def _exports_of_files() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for path in (Path.home() / DEEPSPEED_ENVIRONMENT_NAME, Path(DEEPSPEED_ENVIRONMENT_NAME)):
+        if path.is_file():
+            found |= read_exports(path.read_text(), str(path))
+    return found
 
 
 def _program(request: LaunchRequest) -> tuple[str, list[str]]:
@@ -161,10 +179,15 @@ def _check_script(request: LaunchRequest) -> None:
 
 
 def _shadow_warning(request: LaunchRequest) -> tuple[str, ...]:
-    folder = Path(request.script).parent / "deepspeed"
-    if request.module or request.no_python or not folder.is_dir():
+    if request.no_python:
         return ()
-    return (f"the folder {str(folder)!r} beside the script answers every 'import deepspeed'.",)
+    # Python puts the script's directory, or the working one for a module, before PYTHONPATH.
+    home = Path() if request.module else Path(request.script).parent
+    return tuple(
+        f"{str(found)!r} beside the script answers every 'import deepspeed'; rename it."
+        for found in (home / "deepspeed", home / "deepspeed.py")
+        if found.exists()
+    )
 
 
 def _check_port(port: int) -> None:

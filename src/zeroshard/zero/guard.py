@@ -13,7 +13,9 @@ mistake old bytes for values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from types import CodeType
 from typing import Any, Protocol
 
 import torch
@@ -53,6 +55,18 @@ def owner_of(param: Tensor) -> Owner | None:
     """The owner of a parameter, or None for a parameter that nobody shards."""
     reference: Callable[[], Owner | None] | None = owners.get(param)
     return None if reference is None else reference()
+
+
+_listed: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def list_on_request(params: Iterable[nn.Parameter]) -> None:
+    """From now on ``state_dict()`` lists these as :class:`StateEntry` while their values are elsewhere.
+
+    For programs in which one rank asks for names and shapes alone. The others get plain values, which
+    every rank has to ask for.
+    """
+    _listed.update((param, True) for param in params)
 
 
 # ---------------------------------------------------------------------- being away
@@ -136,6 +150,8 @@ _AUTOGRAD: frozenset[Any] = frozenset(
     [torch.autograd.grad, torch.autograd.backward, *_named("backward")]
 )
 """These want to know which parameter, not its values."""
+_SAVES_STATE = nn.Module._save_to_state_dict.__code__
+"""Lists a module's parameters for ``state_dict()``."""
 _ADDRESSES = frozenset(_named("untyped_storage data_ptr storage _typed_storage"))
 _DATA_SET = _T.data.__set__  # type: ignore[attr-defined]
 _RECEIVING = frozenset(
@@ -192,28 +208,37 @@ class ShardedParameter(nn.Parameter):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        kind = ShardedParameter  # cls may be that of an entry of a state dict
         with torch._C.DisableTorchFunctionSubclass():
             # ``type()`` without argument names the tensor type; with one it is a cast.
             if func in _METADATA or (func is _T.type and len(args) == 1 and not kwargs):
                 return func(*args, **kwargs)
             used = list(_tensors_in((args, kwargs), Tensor))
             for param in used:
-                if isinstance(param, cls) and (owner := owner_of(param)) is not None:
+                if isinstance(param, kind) and (owner := owner_of(param)) is not None:
                     owner.admit(param, used)
-            away = list(_tensors_in((args, kwargs), cls))
+            away = list(_tensors_in((args, kwargs), kind))
             if not away:
                 return func(*args, **kwargs)
             if args and (answer := _without_values(func, *args, **kwargs)) is not None:
                 return answer
             if func == _DATA_SET and args[1] is args[0]:
                 return None
-            if func in _ADDRESSES and isinstance(args[0], cls):
+            if func is _T.detach and args[0] in _listed and _caller() is _SAVES_STATE:
+                return StateEntry.of(args[0])
+            if args and isinstance(args[0], StateEntry):
+                if func in _ADDRESSES:  # of a tensor on the device meta: none
+                    return func(*args, **kwargs)
+                if func is _T.view or (func is _T.__getitem__ and isinstance(args[1], int)):
+                    rest = args[1:]
+                    return StateEntry.of(args[0], lambda whole: func(whole, *rest))
+            if func in _ADDRESSES and isinstance(args[0], kind):
                 raise ShardedAccess(
                     f"{_described(args[0])} was asked for its address ({func.__name__}), but has no "
                     f"memory of its own. {_WAYS_OUT}"
                 )
             for targets, how in _written(func, args, kwargs):
-                for param in _tensors_in(targets, cls):
+                for param in _tensors_in(targets, kind):
                     raise _lost_write(param, how)
             asks = func in _AUTOGRAD
             stand_in = get_gradient_edge if asks else _full_value
@@ -250,6 +275,54 @@ class ShardedParameter(nn.Parameter):
         )
 
     __format__ = object.__format__  # type: ignore[assignment]
+
+
+class StateEntry(ShardedParameter):
+    """What ``module.state_dict()`` lists after :func:`list_on_request`: shape, dtype, values on request.
+
+    Listing gathers nothing, so one rank may do it alone, as programs do that save on rank 0, and may look
+    for shared memory. Reading a value is collective like any other read, and finds the parameter as it is
+    then: a state dict shares memory with its module. The device is ``meta``, where nothing has bytes.
+    """
+
+    @staticmethod
+    def of(param: nn.Parameter, part: Callable[[Tensor], Tensor] = torch.detach) -> Tensor:
+        """The entry of a parameter that is away, or a view of another entry."""
+        entry = part(torch.empty(param.shape, dtype=param.dtype, device="meta"))
+        entry.__class__ = StateEntry
+        owner = _OwnerOfEntry(param, part)
+        owners[entry] = lambda: owner
+        return entry
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:  # type: ignore[override]
+        """An ordinary tensor with the full values."""
+        if id(self) not in memo:
+            with torch.no_grad():
+                memo[id(self)] = _full_value(self)
+        copy: Tensor = memo[id(self)]
+        return copy
+
+
+class _OwnerOfEntry:
+    """Passes the questions about an entry on to its parameter."""
+
+    def __init__(self, param: nn.Parameter, part: Callable[[Tensor], Tensor]) -> None:
+        self.param, self.part = param, part
+
+    @property
+    def name(self) -> str:
+        owner = owner_of(self.param)
+        return owner.name if owner else "closed"
+
+    def read(self, param: nn.Parameter) -> Tensor:
+        """See :class:`Owner`."""
+        if isinstance(self.param, ShardedParameter):
+            return self.part(_full_value(self.param).detach())
+        return self.part(self.param.detach().clone())
+
+    def admit(self, param: nn.Parameter, beside: Collection[Tensor]) -> bool:
+        """See :class:`Owner`. An entry is a copy: nothing is written through it."""
+        return False
 
 
 class ReadOnlyCopy(Tensor):
@@ -302,6 +375,11 @@ class _ReadFull(torch.autograd.Function):
         return grad, None
 
 
+def _caller() -> CodeType:
+    """The code that called what runs in the function above."""
+    return sys._getframe(2).f_code
+
+
 def _full_value(param: nn.Parameter) -> Tensor:
     owner = owner_of(param)
     if owner is None:
@@ -324,9 +402,11 @@ def _without_values(func: Any, param: Any, *args: Any, **kwargs: Any) -> Any:
     if func in _LAYOUT or func in _LIKE:
         twin = torch.empty(param.shape, dtype=param.dtype, device="meta")
         if func in _LIKE:
-            kwargs = {"device": param.device, **kwargs}
+            owner = owner_of(param)
+            home = owner.param if isinstance(owner, _OwnerOfEntry) else param
+            kwargs = {"device": home.device, **kwargs}
         return func(twin, *args, **kwargs)
-    if func in _CASTS and "memory_format" not in kwargs:
+    if func in _CASTS and "memory_format" not in kwargs and not isinstance(param, StateEntry):
         nothing = torch.empty(0, dtype=param.dtype, device=param.device)
         if not any(True for _ in _tensors_in((args, kwargs), ShardedParameter)):
             return param if func(nothing, *args, **kwargs) is nothing else None

@@ -201,11 +201,13 @@ class Init:
     def _spread(self, but: Collection[nn.Module | None] = ()) -> None:
         """Spread what is whole, in order; inside the block not what an initialiser still holds."""
         for key, (holder, param, owner) in list(self._open.items()):
+            if guard.owner_of(param) is not owner or owner.shard_S is not None:
+                del self._open[key]  # an engine took it meanwhile
+                continue
             if any(holder is kept for kept in but) or (self.active and is_aliased(param)):
                 continue
             del self._open[key]
-            if guard.owner_of(param) is owner and owner.shard_S is None:  # nobody took it meanwhile
-                owner.spread(param)
+            owner.spread(param)
 
 
 def _config_of(source: Any) -> Config | None:

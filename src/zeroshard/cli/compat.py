@@ -1,0 +1,44 @@
+"""How does a shell let other launchers find ZeroShard as ``deepspeed``?"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from typing import Annotated
+
+import typer
+
+from zeroshard.integrations.deepspeed.install import DIRECTORY, rivals, winner
+
+
+def compat_command(
+    path: Annotated[
+        bool, typer.Option("--path", help="Print the directory alone, for PYTHONPATH.")
+    ] = False,
+) -> None:
+    """Print what makes `import deepspeed` mean ZeroShard: eval "$(zeroshard compat)".
+
+    Afterwards `accelerate launch`, `torchrun` and `deepspeed` of this shell use it.
+    """
+    warn_of_winner()
+    for rival in rivals([""]):
+        print(
+            f"zeroshard: {str(rival)!r} will be found first by programs in this directory, because the "
+            "directory of a program comes before PYTHONPATH; rename it.",
+            file=sys.stderr,
+        )
+    if path:
+        print(DIRECTORY)
+        return
+    print(f'export PYTHONPATH={shlex.quote(str(DIRECTORY))}"${{PYTHONPATH:+:$PYTHONPATH}}"')
+    print(f'export PATH={shlex.quote(str(DIRECTORY / "bin"))}":$PATH"')
+
+
+def warn_of_winner() -> None:
+    """Say so if another ``deepspeed`` comes before ours whatever PYTHONPATH says."""
+    if found := winner():
+        print(
+            f"zeroshard: {found} answers every 'import deepspeed', although ZeroShard is first on "
+            "PYTHONPATH; remove what puts it there, probably a .pth file in site-packages.",
+            file=sys.stderr,
+        )

@@ -1,0 +1,132 @@
+"""How do programs checkpoint activations through DeepSpeed's names?
+
+``checkpoint`` is ``torch.utils.checkpoint``. ``configure`` is remembered; ``checkpoint_in_cpu`` keeps the
+inputs of checkpointed functions in host memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint as _checkpoint
+
+from zeroshard.comm.env import current_place, uses_cuda
+from zeroshard.config import Config, load_config
+
+_settings: dict[str, Any] = {}
+
+
+def configure(
+    mpu_: Any,
+    deepspeed_config: Any = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
+    """Remember the choices; arguments win over the configuration. Only ``checkpoint_in_cpu`` changes
+    anything: the rest arranges memory that is not arranged here."""
+    offloads = checkpoint_in_cpu
+    if offloads is None and deepspeed_config is not None:
+        section = _configuration(deepspeed_config).activation_checkpointing
+        offloads = section.cpu_checkpointing
+    _settings.clear()
+    _settings["cpu"] = bool(offloads)
+
+
+def _configuration(source: Any) -> Config:
+    world_size = current_place().world_size
+    return load_config(source, world_size=world_size, for_training=False).config
+
+
+def is_configured() -> bool:
+    """Was :func:`configure` called?"""
+    return bool(_settings)
+
+
+def reset() -> None:
+    """Nothing is kept from step to step."""
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``function(*args)``; its activations are computed again in backward. Works unconfigured."""
+    return _run(function, True, args, kwargs)
+
+
+def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The same without a second autograd call inside backward."""
+    return _run(function, False, args, kwargs)
+
+
+def _run(function: Callable[..., Any], reentrant: bool, args: Any, kwargs: Any) -> Any:
+    if kwargs and reentrant:
+        reentrant = False  # torch's reentrant kind takes no keywords
+    with _kept_on_host():
+        return _checkpoint(function, *args, use_reentrant=reentrant, **kwargs)
+
+
+def _kept_on_host() -> Any:
+    if not (_settings.get("cpu") and uses_cuda()):
+        return contextlib.nullcontext()
+    return torch.autograd.graph.save_on_cpu(pin_memory=True)
+
+
+class CheckpointFunction:
+    """What programs call directly."""
+
+    @staticmethod
+    def apply(run_function: Callable[..., Any], all_outputs: list[Any], *args: Any) -> Any:
+        """:func:`checkpoint`; outputs are appended to ``all_outputs`` and returned."""
+        made = checkpoint(run_function, *args)
+        outputs = list(made) if isinstance(made, (tuple, list)) else [made]
+        all_outputs += outputs
+        return made
+
+
+class RNGStatesTracker:
+    """One stream of random numbers: without tensor parallelism ranks need not differ inside a layer."""
+
+    def get_states(self) -> dict[str, Any]:
+        return {}
+
+    def set_states(self, states: dict[str, Any]) -> None:
+        """There are none."""
+
+    def reset(self) -> None:
+        """There is nothing to forget."""
+
+    def add(self, name: str, seed: int) -> None:
+        """The default generator serves every name."""
+
+    @contextlib.contextmanager
+    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
+        yield
+
+
+_tracker = RNGStatesTracker()
+
+
+def get_cuda_rng_tracker() -> RNGStatesTracker:
+    """The one for this process."""
+    return _tracker
+
+
+def model_parallel_cuda_manual_seed(seed: int) -> None:
+    """``torch.manual_seed``, for the GPU too."""
+    torch.manual_seed(seed)
+
+
+model_parallel_reconfigure_tp_seed = model_parallel_cuda_manual_seed
+
+
+def partition_activations_in_checkpoint(partition_activation: bool) -> None:
+    """Nothing: activations are split over tensor-parallel ranks, and there is one."""
+
+
+def set_num_layers(nlayers: int) -> None:
+    """Nothing: no buffer is sized by it."""

@@ -1,0 +1,213 @@
+"""What does ``deepspeed.initialize`` build?
+
+:class:`zeroshard.Engine` with the methods and attributes that only programs written for DeepSpeed use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import zeroshard
+from zeroshard.comm.torch_names import get_world_group
+from zeroshard.engine.engine import Engine
+from zeroshard.engine.initialize import initialize as _initialize
+from zeroshard.engine.monitors import Monitors
+from zeroshard.errors import UnsupportedError
+from zeroshard.integrations.deepspeed import names
+from zeroshard.integrations.deepspeed.install import disagreement
+from zeroshard.integrations.deepspeed.logs import log_dist, logger
+from zeroshard.integrations.deepspeed.optimizer import EngineOptimizer, optimizer_of
+from zeroshard.integrations.deepspeed.parameters import mark_parameters
+from zeroshard.integrations.deepspeed.timers import SynchronizedWallClockTimer, ThroughputTimer
+from zeroshard.zero.access import GatheredParameters
+
+
+class DeepSpeedEngine(Engine):
+    """An engine under DeepSpeed's names. ``optimizer``: what :mod:`.optimizer` describes."""
+
+    mp_world_size = 1
+    mpu = None
+    has_moe_layers = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        config: Any,
+        optimizer: Any = None,
+        model_parameters: Iterable[Any] | None = None,
+        lr_scheduler: Any = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(
+            model,
+            config=config,
+            optimizer=_inner(optimizer),
+            model_parameters=model_parameters,
+            lr_scheduler=lr_scheduler,
+            device=device,
+        )
+        self.optimizer: EngineOptimizer | None = optimizer_of(self)  # type: ignore[assignment]
+        self.is_compiled = False
+        self.losses: Tensor | None = None
+        self.timers = SynchronizedWallClockTimer()
+        self.tput_timer = ThroughputTimer(None, self.train_batch_size())
+        self.monitor = MonitorMaster(self._observer.monitors)
+        self.param_names = {param: name for name, param in model.named_parameters()}
+        if self.runtime.stage.shards_params:
+            mark_parameters(model.parameters())
+
+    # ------------------------------------------------------------------ attributes
+
+    @property
+    def dp_world_size(self) -> int:
+        """Ranks that train on different data."""
+        return self.world_size
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """The process group of all ranks."""
+        return get_world_group()
+
+    @property
+    def inside_no_sync_ctxt(self) -> bool:
+        """Is the program inside ``no_sync()``?"""
+        return self.accumulation.deferred > 0
+
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        """Milliseconds of the program's own timers (``engine.timers``)."""
+        return {name: timer.elapsed(reset=False) for name, timer in self.timers.timers.items()}
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if (row := names.find_member("engine", name)) is not None and not row.home:
+                raise AttributeError(names.reason_of(row), name=name, obj=self) from error
+            raise
+
+    # ------------------------------------------------------------------ states
+
+    def module_state_dict(
+        self,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """The module's state dict, full values at every stage: what is sharded is gathered when it is
+        read, and then every rank reads it."""
+        into: dict[str, Any] = OrderedDict() if destination is None else destination
+        state = self.module.state_dict(destination=into, prefix=prefix, keep_vars=keep_vars)
+        if exclude_frozen_parameters:
+            for name, param in self.module.named_parameters():
+                if not param.requires_grad:
+                    state.pop(prefix + name, None)
+        return state
+
+    def load_module_state_dict(
+        self,
+        checkpoint: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False,
+    ) -> None:
+        """Load ``checkpoint["module"]`` into the module, rank 0's values. Every rank calls it, and holds
+        the whole model meanwhile."""
+        with GatheredParameters(list(self.module.parameters()), modifier_rank=0):
+            if custom_load_fn is not None:
+                custom_load_fn(src=checkpoint["module"], dst=self.module)
+            else:
+                self.module.load_state_dict(checkpoint["module"], strict=strict)
+
+    # ------------------------------------------------------------------ training
+
+    def compile(
+        self,
+        backend: Any = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """``torch.compile`` of the module, in place. Raises :class:`UnsupportedError` for DeepCompile's
+        ``schedule`` and for compiled autograd, which do not go with hooks that free memory."""
+        if schedule is not None or compiled_autograd_enabled:
+            raise UnsupportedError(
+                "engine.compile(): schedule and compiled_autograd_enabled belong to DeepCompile. Leave "
+                "them out; the module itself is compiled."
+            )
+        self.module.compile(**{"backend": backend, **(compile_kwargs or {})})
+        self.is_compiled = True
+
+    @contextlib.contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Inside, backwards only accumulate; the gradients are reduced once, at the next boundary."""
+        with self.no_sync():
+            yield
+
+    def allreduce_gradients(self, bucket_size: int | None = None) -> None:
+        """Nothing: gradients are reduced during backward."""
+
+    def clip_fp32_gradients(self) -> None:
+        """Nothing: clipping is part of the update."""
+
+    def set_data_post_process_func(self, post_process_func: Callable[..., Any]) -> None:
+        """Raises :class:`UnsupportedError`: put it into ``collate_fn``."""
+        raise UnsupportedError(
+            "set_data_post_process_func serves DeepSpeed's curriculum loader, which does not exist here. "
+            "Change batches in collate_fn."
+        )
+
+
+class MonitorMaster:
+    """All monitors of the configuration, for events of the program's own."""
+
+    def __init__(self, monitors: Monitors | None) -> None:
+        self._monitors = monitors
+        self.enabled = bool(monitors)
+
+    def write_events(
+        self, event_list: Sequence[tuple[str, float, int]], flush: bool = True
+    ) -> None:
+        """Write ``(name, value, sample)`` each; nothing on other ranks than 0."""
+        if self._monitors:
+            self._monitors.write(event_list)
+
+
+def _inner(optimizer: Any) -> Any:
+    return optimizer.optimizer if isinstance(optimizer, EngineOptimizer) else optimizer
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[DeepSpeedEngine, EngineOptimizer | None, Any, Any]:
+    """:func:`zeroshard.initialize`, with an engine and an optimizer under DeepSpeed's names."""
+    who = f"ZeroShard {zeroshard.__version__} in {next(iter(zeroshard.__path__))}"
+    log_dist(f"DeepSpeed info: version={names.VERSION}, answered by {who}", ranks=[0])
+    if problem := disagreement():
+        logger.warning("%s", problem)
+    engine, made, loader, schedule = _initialize(
+        args, model, optimizer, model_parameters, training_data, lr_scheduler, distributed_port,
+        mpu, dist_init_required, collate_fn, config, mesh_param, config_params,
+        engine_type=DeepSpeedEngine,
+    )  # fmt: skip
+    assert isinstance(engine, DeepSpeedEngine)
+    return engine, made, loader, schedule

@@ -1,0 +1,70 @@
+"""How does one log under DeepSpeed's names?"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterable
+
+from zeroshard.comm.env import current_place
+
+logger = logging.getLogger("DeepSpeed")
+"""Programs set its level; it writes to standard output, like ours."""
+
+
+class LoggerFactory:
+    """Makes loggers that write to standard output."""
+
+    @staticmethod
+    def create_logger(name: str | None = None, level: int = logging.WARNING) -> logging.Logger:
+        """A logger with one handler, however often it is asked for."""
+        made = logging.getLogger(name)
+        made.setLevel(level)
+        made.propagate = False
+        if not made.handlers:
+            handler = logging.StreamHandler(sys.stdout)
+            form = (
+                "[%(asctime)s] [%(levelname)s] [%(filename)s:%(lineno)d:%(funcName)s] %(message)s"
+            )
+            handler.setFormatter(logging.Formatter(form))
+            made.addHandler(handler)
+        return made
+
+
+if not logger.handlers:
+    LoggerFactory.create_logger(logger.name, logger.level or logging.INFO)
+
+
+def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
+    """Log on the given ranks; None, or -1 among them, is all."""
+    chosen = list(ranks) if ranks is not None else [-1]
+    rank = current_place().rank
+    if -1 in chosen or rank in chosen:
+        logger.log(level, "[Rank %d] %s", rank, message)
+
+
+_said: set[str] = set()
+
+
+def log_dist_once(
+    message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO
+) -> None:
+    """The same message only once per process."""
+    if message not in _said:
+        _said.add(message)
+        log_dist(message, ranks, level)
+
+
+def get_current_level() -> int:
+    """The level of the logger."""
+    return logger.level
+
+
+def set_log_level_from_string(
+    log_level_str: str, custom_logger: logging.Logger | None = None
+) -> None:
+    """Set a level by its name. Raises ValueError for an unknown one."""
+    level = logging.getLevelName(log_level_str.upper())
+    if not isinstance(level, int):
+        raise ValueError(f"{log_level_str!r} is no log level: give debug, info, warning or error")
+    (custom_logger or logger).setLevel(level)
