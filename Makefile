@@ -13,13 +13,14 @@ READY := .venv/.ready
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup train test lint bench docs-config clean
+.PHONY: help setup train test lint bench docs-config docs-compat clean
 
 help:
 	@echo "make train        train a GPT on real text under ZeRO-3 (RANKS=2, ARGS='--size tiny')"
 	@echo "make test         run every test (ARGS='tests/unit -k layout')"
 	@echo "make lint         check style, format and types"
 	@echo "make bench        measure beside other libraries, a quarter of an hour (ARGS='--only a1')"
+	@echo "make docs-compat  write docs/compat.md from the table of names"
 	@echo "make docs-config  write docs/config.md from the table of keys"
 	@echo "make clean        remove .venv and caches"
 
@@ -29,7 +30,7 @@ setup: $(READY)
 $(READY): constraints.txt pyproject.toml
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,hf]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,hf,lightning]'
 	touch $@
 
 train: $(READY)
@@ -45,6 +46,10 @@ lint: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/run.py $(ARGS)
+
+docs-compat: $(READY)
+	$(BIN)/python -m zeroshard.integrations.deepspeed.docs > docs/compat.md.new
+	mv docs/compat.md.new docs/compat.md
 
 docs-config: $(READY)
 	$(BIN)/python -m zeroshard.config.docs > docs/config.md.new

@@ -1,0 +1,90 @@
+"""Does Lightning train under ZeroShard on ranks without a GPU, like plain DDP?"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("lightning")
+
+PROGRAM = """
+import json, sys
+import lightning
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from zeroshard.integrations.lightning import ZeroShardStrategy
+
+
+class Net(lightning.LightningModule):
+    def configure_model(self):
+        if not hasattr(self, "net"):
+            torch.manual_seed(0)
+            self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def training_step(self, batch, _):
+        x, y = batch
+        loss = nn.functional.mse_loss(self.net(x), y)
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
+
+
+def fit(stage, epochs, resume=None):
+    strategy = "ddp" if stage is None else ZeroShardStrategy(stage=stage, logging_batch_size_per_gpu=4)
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=2, strategy=strategy, max_epochs=epochs, logger=False,
+        enable_progress_bar=False, enable_checkpointing=False, accumulate_grad_batches=2,
+        gradient_clip_val=1.0,
+    )
+    model = Net()
+    model.losses = []
+    trainer.fit(model, loader, ckpt_path=resume)
+    return trainer, model.losses
+
+
+x = torch.randn(32, 8, generator=torch.Generator().manual_seed(1))
+loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4)
+stage = json.loads(sys.argv[1])
+trainer, losses = fit(stage, 2)
+if stage is not None:
+    trainer.save_checkpoint("saved.ckpt")
+    losses += fit(stage, 3, "saved.ckpt")[1]
+else:
+    losses = fit(None, 3)[1]
+if trainer.global_rank == 0:
+    print("LOSSES", json.dumps(losses))
+"""
+
+
+def losses_of(stage: int | None, folder: Path) -> list[float]:
+    (folder / "program.py").write_text(PROGRAM)
+    done = subprocess.run(
+        [*(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+         "program.py", json.dumps(stage)],
+        cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+        timeout=150, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("LOSSES"))
+    found: list[float] = json.loads(line.removeprefix("LOSSES"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    return losses_of(None, tmp_path_factory.mktemp("ddp"))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_losses_are_those_of_ddp_also_after_saving_and_resuming(stage, plain, tmp_path):
+    assert losses_of(stage, tmp_path) == pytest.approx(plain, rel=1e-5)
