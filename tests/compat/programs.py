@@ -1,0 +1,175 @@
+"""How do tests run the programs of ``examples/``, and bodies that use Accelerate or Transformers?
+
+A program runs under its own launcher (:func:`launched`), or on the ranks of the test session, which have
+imported Transformers once (:func:`on_warm_ranks`). ``deepspeed`` is ours in both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import io
+import json
+import os
+import re
+import runpy
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from zeroshard.integrations.deepspeed.install import DIRECTORY as COMPAT
+from zeroshard.testing.ranks import run_ranks
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+BIN = Path(sys.executable).parent
+PLAIN = {"ACCELERATE_USE_CPU": "true"}  # no DeepSpeed, whatever the configuration says: DDP
+ENVIRON = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "DS_ACCELERATOR": "cpu",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONWARNINGS": "ignore",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TQDM_DISABLE": "1",
+}
+
+
+# ---------------------------------------------------------------- under a launcher
+
+
+def launched(*command: str, cwd: Path, limit_s: float = 150, **environ: str) -> str:
+    """What the program printed. ``deepspeed`` is found first on its PYTHONPATH."""
+    done = subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, timeout=limit_s, check=False,
+        env={**os.environ, **ENVIRON, "PYTHONPATH": str(COMPAT), **environ},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-9000:]
+    return done.stdout
+
+
+def torchrun(ranks: int) -> tuple[str, ...]:
+    return (
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *("--nproc-per-node", str(ranks)),
+    )
+
+
+def accelerate_launch(config: Path, *options: str) -> tuple[str, ...]:
+    """The command of Accelerate, unchanged, on a port that is free."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    return (
+        *(str(BIN / "accelerate"), "launch", "--config_file", str(config)),
+        *("--main_process_port", str(port), *options),
+    )
+
+
+# ---------------------------------------------------------------- on the ranks of the session
+
+
+def finds_deepspeed() -> bool:
+    """Has this rank imported nothing that looked for ``deepspeed`` in vain?"""
+    accelerate = sys.modules.get("accelerate.utils")
+    transformers = sys.modules.get("transformers.integrations.deepspeed")
+    return (accelerate is None or hasattr(accelerate, "DummyOptim")) and (
+        transformers is None or transformers.DeepSpeedConfig is not object
+    )
+
+
+def with_deepspeed(body: Callable[..., Any]) -> Callable[..., Any]:
+    """A body for ``on_ranks(n, group=False)``, under the fixture ``deepspeed_on_ranks``.
+
+    It imports ``deepspeed`` and gets ours, and leaves no global state of Accelerate or Transformers.
+    """
+
+    @functools.wraps(body)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with deepspeed_is_ours():
+            return body(*args, **kwargs)
+
+    return wrapped
+
+
+@contextlib.contextmanager
+def deepspeed_is_ours() -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(ENVIRON)
+    try:
+        import tqdm
+        import transformers
+
+        tqdm.tqdm.monitor_interval = 0  # seconds between looks of a thread that it leaves behind
+        tqdm.tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system
+        transformers.utils.logging.disable_progress_bar()
+        yield
+    finally:
+        forget()
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def forget() -> None:
+    from accelerate.state import AcceleratorState, GradientState
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    gc.collect()
+
+
+def on_warm_ranks(ranks: int, program: Path, *argv: str, **environ: str) -> str:
+    """What rank 0 of the program printed."""
+    outputs = run_ranks(_run_program, ranks, str(program), argv, environ, group=False, timeout=120)
+    return str(outputs[0])
+
+
+@with_deepspeed
+def _run_program(program: str, argv: tuple[str, ...], environ: dict[str, str]) -> str:
+    os.environ.update(environ)
+    old_argv, out = sys.argv, io.StringIO()
+    sys.argv = [program, *argv]
+    # The kit ends the group when all ranks are done. Ended while DistributedDataParallel still holds it,
+    # it may wait for ever for a thread of gloo that waits for the interpreter.
+    keep_group = mock.patch("torch.distributed.destroy_process_group")
+    try:
+        with contextlib.redirect_stdout(out), keep_group:
+            runpy.run_path(program, run_name="__main__")
+    except SystemExit as error:
+        assert not error.code, error
+    finally:
+        sys.argv = old_argv
+    return out.getvalue()
+
+
+# ---------------------------------------------------------------- what programs say
+
+
+def printed(text: str, what: str = "loss") -> list[float]:
+    """The numbers after ``what`` in lines that begin with ``step``."""
+    return [float(found) for found in re.findall(rf"^step .*?{what} (\S+)", text, re.MULTILINE)]
+
+
+def logged(file: Path, what: str = "loss") -> list[float]:
+    """The numbers named ``what`` in a file of JSON lines, or in the Trainer's log."""
+    text = file.read_text()
+    if file.suffix == ".jsonl":
+        rows = [json.loads(line) for line in text.splitlines()]
+    else:
+        rows = json.loads(text)["log_history"]
+    return [row[what] for row in rows if what in row]
+
+
+def assert_losses(found: list[float], wanted: list[float], *, relative: float = 3e-6) -> None:
+    assert wanted, "the reference said nothing"
+    assert found == pytest.approx(wanted, rel=relative, abs=0)
