@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-from zeroshard.checkpoint.blocks import BLOCK_NBYTES
 from zeroshard.checkpoint.manifest import (
     VALUE,
     Digest,
@@ -60,6 +59,7 @@ def merge(
     reused: tuple[Manifest | None, str],
     digests: Mapping[str, Digest],
     tag: str,
+    block_nbytes: int,
 ) -> Manifest:
     """``said``: by rank, ``files`` (name, size, checksums, rows of pieces), ``scalars``, ``groups``,
     ``tree``. ``trained``: units whose values are masters. ``reused``: an earlier manifest, and the
@@ -105,7 +105,7 @@ def merge(
         writer=dict(facts.writer),
         world_size=len(said),
         stage=facts.stage,
-        block_nbytes=BLOCK_NBYTES,
+        block_nbytes=block_nbytes,
         files=tuple(files),
         parameters=parameters,
         buffers={

@@ -358,6 +358,7 @@ class Job:
             reused=(self._reused, self._frozen_name),
             digests=self._digests,
             tag=self.tag,
+            block_nbytes=BLOCK_NBYTES,
         )
         self._text = manifest.dump()
         parse(self._text, where=MANIFEST)
