@@ -183,21 +183,23 @@ class CheckpointJob:
 
 
 class CheckpointSession:
-    """``turn("save" | "load" | "copy")``: CPU and wall seconds of this rank."""
+    """``turn("save" | "load" | "copy" | "copy again")``: CPU and wall seconds of this rank."""
 
     def __init__(self, subject: Subject, place: Path) -> None:
         self._subject, self._place = subject, place
         self._buffers: list[Tensor] = []
 
     def turn(self, request: str) -> dict[str, float]:
-        """One save, load, or copy of what a snapshot copies into memory that is there."""
+        """One save or load; or a copy of what a snapshot copies, fresh or into memory that is there."""
         if request == "load":
             _forget(self._place)
-        if request == "copy" and not self._buffers:
-            self._buffers = [torch.zeros_like(held) for held in self._subject.copied()]
+        if request == "copy":
+            self._buffers = []
         dist.barrier()
         clock = Clock()
         if request == "copy":
+            self._buffers = [held.clone() for held in self._subject.copied()]
+        elif request == "copy again":
             for buffer, held in zip(self._buffers, self._subject.copied(), strict=True):
                 buffer.copy_(held)
         else:
@@ -221,13 +223,15 @@ def run(say: Say, *, smoke: bool, rounds: int | None = None, directory: str) -> 
     why_not = no_disk(directory)
     teams = [Team(name, CheckpointJob(name, size, directory)) for name in LINES]
     found: dict[str, dict[str, list[list[dict[str, float]]]]] = {
-        name: {"save": [], "load": [], "copy": []} for name in LINES
+        name: {"save": [], "load": [], "copy": [], "copy again": []} for name in LINES
     }
     if not why_not:
         with running(teams, say):
             for number, team in in_turns(teams, 1 + (1 if smoke else rounds or ROUNDS)):
                 say(f"round {number}: {team.name}")
-                for request in ("save", "copy") if team.name == BEHIND else ("save", "load"):
+                for request in (
+                    ("save", "copy", "copy again") if team.name == BEHIND else ("save", "load")
+                ):
                     answers = team.turn(request)
                     if number and answers:  # the first save makes files and memory
                         found[team.name][request].append(answers)

@@ -236,7 +236,7 @@ def _disk_cells(row: Row, key: str, result: dict[str, Any]) -> list[str]:
 
 _CHECKPOINT_HEADS = [
     "save ms", "min", "max", "GB/s", "CPU ms", "load ms", "min", "max", "GB/s", "CPU ms",
-    "copy ms",
+    "copy ms", "copy again ms",
 ]  # fmt: skip
 
 
@@ -251,7 +251,8 @@ def _checkpoint_cells(row: Row, _key: str, _result: dict[str, Any]) -> list[str]
         rate = "" if "copy" in row else f"{found['gb_per_s']:.2f}"
         wall = (f"{found['wall_ms'][part]:.0f}" for part in ("median", "min", "max"))
         cells += [*wall, rate, f"{found['cpu_ms']['median']:.0f}"]
-    return [*cells, f"{row['copy']['wall_ms']['median']:.0f}" if "copy" in row else ""]
+    copies = (row.get(kind) for kind in ("copy", "copy again"))
+    return [*cells, *(f"{c['wall_ms']['median']:.0f}" if c else "" for c in copies)]
 
 
 def _collectives(protocol: dict[str, Any]) -> View:

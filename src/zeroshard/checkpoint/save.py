@@ -161,6 +161,7 @@ class Job:
         self._leader = 0  # the lowest rank that shares the directory with this one
         self._text = ""  # the manifest, on rank 0
         self._writers: list[BlockWriter] = []
+        self._failure: Exception | None = None  # of the copy
 
     @property
     def nbytes(self) -> int:
@@ -169,12 +170,17 @@ class Job:
 
     # ------------------------------------------------------------------ copying, or writing at once
 
-    def copy(self, take: Callable[[int], Tensor]) -> None:
-        """:meth:`snapshot`, on all ranks or on none."""
-        self._agree("copying", lambda: self.snapshot(take))
-
     def snapshot(self, take: Callable[[int], Tensor]) -> None:
-        """Copy all bytes of this rank into host memory that ``take(nbytes)`` gives (uint8)."""
+        """Copy all bytes of this rank into host memory that ``take(nbytes)`` gives (uint8).
+
+        Waits for no other rank: what goes wrong is said, to all of them, by :meth:`run`.
+        """
+        try:
+            self._copy(take)
+        except Exception as error:
+            self._failure = error
+
+    def _copy(self, take: Callable[[int], Tensor]) -> None:
         for file in self._files:
             image = take(file.nbytes)
             image[: len(file.head)].copy_(torch.frombuffer(bytearray(file.head), dtype=torch.uint8))
@@ -225,6 +231,8 @@ class Job:
         return agree(self._forum, failed, topic, act, decide)
 
     def _make(self) -> None:
+        if self._failure is not None:
+            raise self._failure
         for place in {self._path(file).parent for file in self._files}:
             places.begin(self.root, place.name, nonce=place.name[-8:])
         for file in self._files:

@@ -134,7 +134,7 @@ class Forum:
                     f"{self._timeout_s:.0f} s, while rank {self.rank} waited. Look at its output first."
                 )
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 0.02)
+            pause_s = min(2 * pause_s, 0.002 if now_s - begun_s < 1.0 else 0.02)
 
 
 def _rank_lost(lost: Mapping[int, str], topic: str, more: str = "") -> RankLost:

@@ -89,7 +89,7 @@ class Saves:
             at=self.watch_point,
         )
         if section.asynchronous and self._can_copy(job):
-            job.copy(self._taker())
+            job.snapshot(self._taker())
             self._thread = threading.Thread(
                 target=self._run, args=(job,), name="zeroshard-checkpoint"
             )
