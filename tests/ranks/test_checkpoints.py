@@ -17,6 +17,7 @@ from checkpoint_model import Small, config, differences, everything, groups, ope
 from torch import nn
 
 from zeroshard import Engine
+from zeroshard.checkpoint import directory as places
 from zeroshard.checkpoint.directory import tags
 from zeroshard.errors import CheckpointError, UnsupportedError, UsageError
 from zeroshard.testing import on_ranks, run_ranks
@@ -101,6 +102,23 @@ def test_keep_last_removes_older_ones_and_frozen_weights_that_nobody_needs(tmp_p
         dist.barrier()
         assert tags(tmp_path) == ["global_step3", "global_step4"]
         assert len([p for p in tmp_path.iterdir() if p.name.startswith("frozen-")]) == 1
+
+
+@on_ranks(2)
+def test_older_ones_that_cannot_be_removed_do_not_undo_a_save(tmp_path):
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied", str(tmp_path))
+
+    with (
+        open_engine(1, checkpoint={"keep_last": 1}) as engine,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(places, "prune", refuse)
+        for _ in range(2):
+            train(engine, 1)
+            assert engine.save_checkpoint(tmp_path)
+        assert tags(tmp_path) == ["global_step1", "global_step2"]
+        assert engine.load_checkpoint(tmp_path)[0] == str(tmp_path / "global_step2")
 
 
 # -- frozen weights --------------------------------------------------------------------------------

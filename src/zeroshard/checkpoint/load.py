@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from zeroshard.checkpoint.local import Local, digest_part, fqn_of, is_shaped
+from zeroshard.checkpoint.local import Local, digest_part, fqn_of, is_shaped, total_digests
 from zeroshard.checkpoint.manifest import VALUE, Dtype, Manifest, SavedParameter
 from zeroshard.checkpoint.saved import Source
 from zeroshard.checkpoint.shardfile import DTYPES
@@ -252,16 +252,12 @@ def refuse_other_frozen(
 
     Those of another dtype than they were cannot be compared. Raises :class:`CheckpointError`.
     """
-    totals: dict[str, int] = {}
-    for part in parts:
-        for fqn, sum_ in part.items():
-            totals[fqn] = (totals.get(fqn, 0) + sum_) % 2**64
     other = []
-    for fqn, total in totals.items():
+    for fqn, total in total_digests(parts).items():
         digest = parameters[names[fqn]].digest
         if digest is None or DTYPES[digest.dtype] != dtypes[fqn]:
             continue
-        if f"{total:016x}" != digest.sum:
+        if total != digest.sum:
             other.append(fqn)
     if other:
         raise CheckpointError(

@@ -7,7 +7,7 @@ while they are visited.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -160,6 +160,15 @@ def digest_part(piece: Piece) -> int:
         total += int((words * (places * _ODD | 1)).sum())
         begin_nbytes += part.numel()
     return total % 2**64
+
+
+def total_digests(parts: Iterable[Mapping[str, int]]) -> dict[str, str]:
+    """The digests of whole tensors by name, from what each rank holds of them."""
+    totals: dict[str, int] = {}
+    for part in parts:
+        for fqn, sum_ in part.items():
+            totals[fqn] = (totals.get(fqn, 0) + sum_) % 2**64
+    return {fqn: f"{total:016x}" for fqn, total in totals.items()}
 
 
 _ODD = 0x9E3779B97F4A7C15 - 2**64  # as a signed word

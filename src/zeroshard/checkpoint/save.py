@@ -29,7 +29,7 @@ from torch import Tensor
 
 from zeroshard.checkpoint import directory as places
 from zeroshard.checkpoint.blocks import BLOCK_NBYTES, BlockWriter, bytes_of
-from zeroshard.checkpoint.local import Local, digest_part
+from zeroshard.checkpoint.local import Local, digest_part, total_digests
 from zeroshard.checkpoint.manifest import (
     MANIFEST,
     Digest,
@@ -207,10 +207,10 @@ class Job:
             room = self._agree("looking for each other's files", self._find_leader, _room_by_leader)
             self._agree("reserving space", lambda: self._reserve(room["wanted"]))
             self._at("reserved")
-            merged = self._agree("writing", self._write, self._merge)
+            written = self._agree("writing", self._write, self._merge)
             self._at("collected")
             self._agree(
-                "completing it", lambda: self._publish(self._text or merged.get("manifest", ""))
+                "completing it", lambda: self._publish(self._text or written.get("manifest", ""))
             )
         except BaseException as error:
             self._abandon(keep=isinstance(error, DistributedError))
@@ -308,7 +308,10 @@ class Job:
                 places.write_durably(self.root / places.SCRIPT, self._facts.script)
         self._at("latest")
         if self._options.keep_last is not None:
-            places.prune(self.root, self._options.keep_last)
+            try:
+                places.prune(self.root, self._options.keep_last)
+            except OSError as error:  # the save itself is complete
+                logger.warning("older checkpoints of %s stay: %s", self.root, error)
         self._at("pruned")
 
     def _abandon(self, *, keep: bool) -> None:
@@ -480,13 +483,10 @@ def _digest_parts(local: Local, units: Iterable[Unit]) -> dict[str, int]:
 
 
 def _total_digests(local: Local, parts: Iterable[Mapping[str, int]]) -> dict[str, Digest]:
-    totals: dict[str, int] = {}
-    for part in parts:
-        for fqn, sum_ in part.items():
-            totals[fqn] = (totals.get(fqn, 0) + sum_) % 2**64
+    totals = total_digests(parts)
     return {
         slot.fqn: Digest(
-            dtype=dtype_name(unit.row.param, where=slot.fqn), sum=f"{totals.get(slot.fqn, 0):016x}"
+            dtype=dtype_name(unit.row.param, where=slot.fqn), sum=totals.get(slot.fqn, "0" * 16)
         )
         for unit in local.units
         if not unit.trainable

@@ -90,7 +90,6 @@ def full(source: Source, fqn: str, tensor: str = VALUE) -> Tensor:
 class Saved:
     """A checkpoint directory in the format of ``docs/format.md``; see :class:`Source`.
 
-    ``roots``: where files may lie, first hit counts; for directories that ranks do not share.
     Raises :class:`CheckpointError` for a manifest that is missing or not to be believed.
     """
 
