@@ -7,7 +7,6 @@ out there; a rank of this host that ends meanwhile is noticed, and named.
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 
@@ -44,13 +43,6 @@ class Forum:
         self._timeout_s = timeout_s
         self._calls = 0
         self._spent: list[str] = []  # keys that everybody will have read at the next gathering
-
-    def exchange(self, text: str, *, topic: str) -> list[str]:
-        """Every rank's ``text``, in rank order, on every rank. Waits for all; raises as they do."""
-        texts = self.gather(text, topic=topic)
-        said = self.broadcast(None if texts is None else json.dumps(texts), topic=topic)
-        found: list[str] = json.loads(said)
-        return found
 
     def gather(self, text: str, *, topic: str) -> list[str] | None:
         """Every rank's ``text``, in rank order, on rank 0; None elsewhere, without waiting.

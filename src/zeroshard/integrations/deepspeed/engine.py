@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 import zeroshard
@@ -35,24 +34,9 @@ class DeepSpeedEngine(Engine):
     mpu = None
     has_moe_layers = False
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        config: Any,
-        optimizer: Any = None,
-        model_parameters: Iterable[Any] | None = None,
-        lr_scheduler: Any = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__(
-            model,
-            config=config,
-            optimizer=_inner(optimizer),
-            model_parameters=model_parameters,
-            lr_scheduler=lr_scheduler,
-            device=device,
-        )
+    def __init__(self, model: nn.Module, *, optimizer: Any = None, **options: Any) -> None:
+        """As :class:`zeroshard.Engine`."""
+        super().__init__(model, optimizer=_inner(optimizer), **options)
         self.optimizer: EngineOptimizer | None = optimizer_of(self)  # type: ignore[assignment]
         self.is_compiled = False
         self.losses: Tensor | None = None
