@@ -72,8 +72,9 @@ class SharedPeak:
 
 
 def _proportional_nbytes() -> int:
-    (line,) = (x for x in _ROLLUP.read_text().splitlines() if x.startswith("Pss:"))
-    return int(line.split()[1]) * 1024
+    """Without files: a library weighs more when some other process that had mapped it ends."""
+    lines = _ROLLUP.read_text().splitlines()
+    return 1024 * sum(int(x.split()[1]) for x in lines if x.startswith(("Pss_Anon", "Pss_Shmem")))
 
 
 class TensorPeak(TorchDispatchMode):
