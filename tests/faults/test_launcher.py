@@ -167,6 +167,40 @@ def test_include_makes_only_its_devices_visible(launch):
     assert launch("--include", "localhost:3,5", body=body).out == "3,5 2\n" * 2
 
 
+CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
+
+
+@pytest.mark.skipif(len(CORES) < 2, reason="two ranks need two cores")
+@pytest.mark.parametrize(
+    "flags", [["--bind_cores_to_rank"], ["--bind_core_list", f"{CORES[0]},{CORES[-1]}"]]
+)
+def test_each_rank_is_on_its_own_cores_before_its_program_starts(launch, flags):
+    body = RANK + (
+        "print(rank, *sorted(os.sched_getaffinity(0)), os.environ['OMP_NUM_THREADS'], *sys.argv[1:])"
+    )
+    done = launch("--nproc", "2", "--pass_local_rank", *flags, body=body)
+    ranks = [line.split() for line in sorted(done.out.splitlines())]
+    cpus = [set(map(int, words[1:-2])) for words in ranks]
+    assert len(cpus) == 2 and cpus[0] and not cpus[0] & cpus[1]
+    assert [words[-1] for words in ranks] == ["--local_rank=0", "--local_rank=1"]
+    if len(flags) > 1:
+        assert cpus == [{CORES[0]}, {CORES[-1]}] and ranks[0][-2] == "1"
+
+
+def test_a_program_without_python_is_bound_too(launch):
+    done = launch("--bind_core_list", str(CORES[0]), "--no_python", "nproc", OMP_NUM_THREADS="")
+    assert (done.code, done.out) == (0, "1\n")
+
+
+def test_the_pid_file_is_there_while_the_launcher_runs(running, folder):
+    process, pids = running("--nproc", "2", "--save_pid")
+    path = Path("/tmp") / f"{process.pid}.deepspeed"
+    assert path.read_text() == str(process.pid)
+    process.terminate()
+    process.communicate(timeout=30)
+    assert not path.exists() and all(gone(pid) for pid in pids)
+
+
 def test_outputs_of_each_rank_go_to_their_own_file(launch, folder):
     body = RANK + "print('out', rank); print('err', rank, file=sys.stderr)"
     done = launch("--nproc", "2", "--enable_each_rank_log", "logs", body=body)
@@ -362,6 +396,67 @@ def test_a_killed_launcher_leaves_no_rank_on_any_host(running, two_nodes):
     process, pids = running(*two_nodes)
     process.kill()
     assert all(gone(pid) for pid in pids)
+
+
+@pytest.fixture
+def mpirun(folder, env):
+    """An ``mpirun`` on PATH that runs the sections of its line on this machine, and ends all of them
+    when one is ended by a signal, as Hydra does, or fails, as Open MPI does."""
+    (folder / "hosts").write_text("nodeA slots=1\nnodeB slots=1\n")
+    program = folder / "bin" / "mpirun"
+    program.parent.mkdir()
+    program.write_text(
+        f"#!{sys.executable}\n"
+        "import itertools, subprocess, sys, time\n"
+        "strict = '--host' in sys.argv\n"
+        "parts = itertools.groupby(sys.argv[1:], lambda word: word == ':')\n"
+        "lines = [list(words) for colon, words in parts if not colon]\n"
+        "run = [subprocess.Popen(line[line.index('env'):]) for line in lines]\n"
+        "while any(p.poll() is None for p in run):\n"
+        "    time.sleep(0.02)\n"
+        "    codes = [p.poll() for p in run if p.poll() is not None]\n"
+        "    if any(c < 0 or (c > 0 and strict) for c in codes): [p.terminate() for p in run]\n"
+        "sys.exit(any(p.returncode for p in run))\n"
+    )
+    program.chmod(0o755)
+    env["PATH"] = f"{program.parent}{os.pathsep}{env['PATH']}"
+    return ["--hostfile", "hosts", "--master_addr", "127.0.0.1", "--master_port", str(free_port())]
+
+
+@pytest.mark.parametrize("kind", ["openmpi", "mpich"])
+def test_ranks_of_hosts_that_mpi_started_find_each_other(launch, mpirun, kind):
+    body = (
+        RANK + "print(rank, *[os.environ[n] for n in ('WORLD_SIZE', 'CROSS_RANK', 'LOCAL_RANK')])"
+    )
+    done = launch(*mpirun, "--launcher", kind, body=body)
+    assert (done.code, sorted(done.out.splitlines())) == (0, ["0 2 0 0", "1 2 1 0"])
+
+
+@pytest.mark.parametrize("kind", ["openmpi", "mpich"])
+def test_a_failure_ends_all_hosts_that_mpi_started(launch, mpirun, kind):
+    body = WAIT.replace("import time", "import time\nif rank == 1: raise ValueError('boom')")
+    done = launch(*mpirun, "--launcher", kind, "--grace-s", "0.2", body=body)
+    assert done.code == 1
+    assert "rank 1 raised ValueError: boom (exit code 1)." in done.said
+
+
+def test_a_missing_mpirun_is_named(launch, folder):
+    (folder / "hosts").write_text("nodeA slots=1\nnodeB slots=1\n")
+    done = launch("--hostfile", "hosts", "--launcher", "impi", body="", PATH=str(folder))
+    assert done.code == 2 and "--launcher impi: there is no mpirun on PATH" in done.said[0]
+
+
+def test_words_for_ssh_and_an_environment_reach_the_hosts(launch, folder, two_nodes):
+    (folder / "bin" / "python").symlink_to(sys.executable)
+    (folder / "activate").write_text("export FROM_SCRIPT=yes\n")
+    done = launch(
+        *two_nodes,
+        *("--launcher", "ssh", "--launcher_args", "-o 'User=two words'"),
+        *("--venv_script", "activate"),
+        body=RANK + "print(os.environ['FROM_SCRIPT'])",
+        PYTHONPATH=os.pathsep.join(filter(None, sys.path)),
+    )
+    assert (done.code, done.out) == (0, "yes\nyes\n")
 
 
 def test_a_slurm_job_of_two_nodes_is_handed_to_srun(launch, folder, env):

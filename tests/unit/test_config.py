@@ -381,8 +381,8 @@ def test_details_of_a_feature_that_is_off_give_no_notice() -> None:
 
 
 def test_keys_of_calls_that_are_not_there_yet_are_kept_with_a_notice() -> None:
-    section = {"activation_checkpointing": {"cpu_checkpointing": True}}
-    assert mentions(load({**ONE, **section}), "not there yet", "cpu_checkpointing")
+    section = {"pipeline": {"activation_checkpoint_interval": 1}}
+    assert mentions(load({**ONE, **section}), "not there yet", "activation_checkpoint_interval")
 
 
 def test_saving_whole_weights_needs_no_key() -> None:
@@ -496,6 +496,26 @@ def test_auto_top_learning_rate_is_the_optimizers() -> None:
         },
     }
     assert value(section, "scheduler.params.warmup_max_lr") == 5e-7
+
+
+def left_auto(**sections: Any) -> list[str]:
+    return [line for line in load({**ONE, **sections}).notices if line.startswith('"auto" was')]
+
+
+def test_an_auto_that_no_library_replaced_is_named_where_a_default_may_surprise() -> None:
+    adamw = {"type": "AdamW", "params": {"lr": "auto", "eps": "auto", "weight_decay": "auto"}}
+    assert left_auto(optimizer=adamw, fp16={"enabled": "auto"}, gradient_clipping="auto") == [
+        '"auto" was filled in by nobody, so defaults act: fp16.enabled, gradient_clipping, '
+        "optimizer.params.lr, optimizer.params.weight_decay"
+    ]
+
+
+def test_an_auto_mode_beside_one_that_is_on_surprises_nobody() -> None:
+    assert left_auto(fp16={"enabled": "auto"}, bf16={"enabled": True}) == []
+
+
+def test_auto_sizes_and_batches_surprise_nobody() -> None:
+    assert left_auto(train_batch_size="auto", zero_optimization={"stage": "auto"}) == []
 
 
 # Where values come from

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import weakref
 from collections import namedtuple
 
 import pytest
@@ -14,6 +15,7 @@ from zeroshard.engine.kernels import kernel_of
 from zeroshard.engine.optimizer_classes import FlexibleAdam, Lion
 from zeroshard.errors import CheckpointError, LaunchError, UnsupportedError, UsageError
 from zeroshard.integrations import deepspeed
+from zeroshard.integrations.deepspeed import activations
 from zeroshard.launch import LaunchRequest
 from zeroshard.launch.decide import passed_on
 from zeroshard.launch.environ import read_exports, with_directory_first
@@ -222,6 +224,98 @@ def test_activations_are_computed_again_unconfigured_too(name):
     expected = torch.ones(2, 3, requires_grad=True)
     (layer(expected).tanh() * 2.0).sum().backward()
     assert torch.equal(x.grad, expected.grad)
+
+
+class Attention(nn.Module):
+    """Dropout makes the recomputed forward depend on the generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x, bias, *, scale=None, flag=True):
+        made = torch.nn.functional.dropout(self.layer(x) + bias, 0.5).tanh()
+        return made * scale if flag and scale is not None else made
+
+
+def outputs_and_gradients(name):
+    """Of two checkpointed layers, one of which gets a tensor by keyword."""
+    torch.manual_seed(3)
+    model = nn.ModuleList([Attention(), Attention()])
+    x = torch.randn(5, 4, requires_grad=True)
+    bias, scale = torch.randn(4, requires_grad=True), torch.randn(5, 1, requires_grad=True)
+    run = getattr(deepspeed.checkpointing, name)
+    out = run(
+        model[1], run(model[0], x, bias), bias, scale=scale, flag=True, determinism_check="none"
+    )
+    out.sum().backward()
+    found = [out, x.grad, bias.grad, scale.grad, *(p.grad for p in model.parameters())]
+    return [t.detach() for t in found]
+
+
+@pytest.fixture
+def on_host(monkeypatch):
+    """As on a rank with a GPU: which tensors were moved to the host, and how many came back."""
+    moved: list[torch.Tensor] = []
+    back: list[torch.Tensor] = []
+
+    class Recorded(torch.autograd.graph.saved_tensors_hooks):
+        def __init__(self, pin_memory: bool) -> None:
+            assert pin_memory
+            super().__init__(
+                lambda t: (moved.append(t), t.clone())[1], lambda t: (back.append(t), t.clone())[1]
+            )
+
+    monkeypatch.setattr(activations, "uses_cuda", lambda: True)
+    monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", Recorded)
+    monkeypatch.setattr(activations, "_settings", {})
+    return moved, back
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "non_reentrant_checkpoint"])
+def test_inputs_of_checkpointed_functions_rest_on_the_host(name, on_host):
+    moved, back = on_host
+    expected = outputs_and_gradients(name)
+    assert not moved  # unconfigured: they stay
+    deepspeed.checkpointing.configure(None, checkpoint_in_cpu=True)
+    found = outputs_and_gradients(name)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    shapes = [tuple(t.shape) for t in moved]
+    assert shapes == [
+        (5, 4),
+        (4,),
+        (5, 4),
+        (4,),
+        (5, 1),
+    ]  # the inputs of both, and nothing they compute
+    assert len(back) == len(moved)
+
+
+@pytest.mark.parametrize(
+    ("argument", "key", "moves"),
+    [(None, True, True), (False, True, False), (True, False, True), (None, False, False)],
+)
+def test_the_argument_wins_over_the_configuration(argument, key, moves, on_host):
+    section = {"train_batch_size": 1, "activation_checkpointing": {"cpu_checkpointing": key}}
+    deepspeed.checkpointing.configure(None, section, checkpoint_in_cpu=argument)
+    x = torch.ones(2, requires_grad=True)
+    deepspeed.checkpointing.non_reentrant_checkpoint(torch.sin, x)
+    assert [t.data_ptr() for t in on_host[0]] == ([x.data_ptr()] if moves else [])
+
+
+def test_a_checkpointed_function_keeps_no_input_on_the_device(on_host):
+    deepspeed.checkpointing.configure(None, checkpoint_in_cpu=True)
+    weight = torch.ones(3, requires_grad=True)
+    x, scale = weight * 2, weight * 3
+    gone = [weakref.ref(t) for t in (x, scale)]
+    out = deepspeed.checkpointing.non_reentrant_checkpoint(
+        lambda x, scale: x * scale, x, scale=scale
+    )
+    on_host[0].clear()  # the record itself
+    del x, scale
+    assert [ref() for ref in gone] == [None, None]
+    out.sum().backward()
+    assert torch.equal(weight.grad, torch.full((3,), 12.0))
 
 
 def test_choices_about_activations_are_remembered():

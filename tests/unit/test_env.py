@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
+
 import pytest
 import torch.distributed as dist
 
@@ -30,10 +35,11 @@ RENDEZVOUS = {"MASTER_ADDR": "node0"}
             Place(1, 2, 1, 2, "torchrun"),
         ),
         ({**MPI, **RENDEZVOUS}, Place(3, 4, 1, 2, "mpi")),
+        (MPI, Place(3, 4, 1, 2, "mpi")),  # several hosts need an address, but not to know this
         ({**SLURM, **RENDEZVOUS}, Place(5, 8, 1, 1, "slurm")),
         (SLURM, Place(0, 1, 0, 1, "none")),  # an interactive shell
     ],
-    ids=["nothing", "short", "torchrun", "mpi", "slurm", "slurm-shell"],
+    ids=["nothing", "short", "torchrun", "mpi", "mpi-alone", "slurm", "slurm-shell"],
 )
 def test_the_place_follows_from_the_launchers_variables(environ, place):
     assert discover(environ) == place
@@ -82,6 +88,35 @@ def no_launcher(monkeypatch):
 def test_without_a_launcher_the_process_is_its_own_only_rank(no_launcher):
     assert init_distributed(verbose=False) == Place()
     assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
+
+
+def test_mpi_on_several_hosts_has_to_say_where_rank_0_is(no_launcher, monkeypatch):
+    for key, value in MPI.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(LaunchError, match="started 4 ranks, 2 of them on this host, and MASTER_ADDR"):
+        init_distributed(verbose=False)
+
+
+def test_mpi_on_one_host_needs_no_address(no_launcher):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    program = (
+        "import torch.distributed as dist\n"
+        "from zeroshard.comm.env import init_distributed\n"
+        f"init_distributed(distributed_port={port}, verbose=False)\n"
+        "print(dist.get_rank(), dist.get_world_size())\n"
+        "dist.barrier(); dist.destroy_process_group()"
+    )
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "2",
+                 "OMPI_COMM_WORLD_LOCAL_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+    assert [rank.communicate(timeout=100)[0].strip() for rank in ranks] == ["0 2", "1 2"]
 
 
 def test_an_initialised_group_is_left_as_it_is(no_launcher):

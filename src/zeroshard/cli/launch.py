@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from zeroshard.cli.compat import warn_of_winner
 from zeroshard.errors import LaunchError
 from zeroshard.integrations.deepspeed.install import DIRECTORY
-from zeroshard.launch import LaunchRequest, Patience, launch
+from zeroshard.launch import LAUNCHERS, LaunchRequest, Patience, launch
 
 # Everything behind the script belongs to the script.
 CONTEXT = {"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
+
+
+def _refused(reason: str) -> Any:
+    """An option of DeepSpeed's command that ends the launch with a reason."""
+
+    def check(value: Any) -> None:
+        if value:
+            raise typer.BadParameter(reason)
+
+    return check
+
+
+_NO_TUNING = _refused("nothing needs tuning: sizes are derived from the model. Leave it out.")
+_NO_ELASTIC = _refused(
+    "a run does not change its number of ranks; checkpoints load at any world size. Leave it out, and "
+    "start again with other hosts."
+)
 
 
 def launch_command(
@@ -76,6 +94,66 @@ def launch_command(
         bool, typer.Option("--no_ssh", "--no-ssh", help="Run this node only; I start the others.")
     ] = False,
     ssh_port: Annotated[int | None, typer.Option("--ssh_port", "--ssh-port")] = None,
+    launcher: Annotated[
+        str | None,
+        typer.Option(
+            "--launcher",
+            help=f"What starts other hosts: {', '.join(LAUNCHERS)}. Default: srun in a SLURM job, "
+            "else ssh. pdsh is a name for ssh.",
+        ),
+    ] = None,
+    launcher_args: Annotated[
+        str,
+        typer.Option("--launcher_args", "--launcher-args", help="Options for ssh, srun or mpirun."),
+    ] = "",
+    force_multi: Annotated[
+        bool,
+        typer.Option(
+            "--force_multi", "--force-multi", help="A launcher of its own also for a single host."
+        ),
+    ] = False,
+    no_ssh_check: Annotated[
+        bool,
+        typer.Option(
+            "--no_ssh_check",
+            "--no-ssh-check",
+            help="There is no check: a host that ssh cannot reach ends the start.",
+        ),
+    ] = False,
+    venv_script: Annotated[
+        str | None,
+        typer.Option(
+            "--venv_script",
+            "--venv-script",
+            metavar="FILE",
+            help="What the shell of each host reads first; then its `python` is used.",
+        ),
+    ] = None,
+    bind_cores: Annotated[
+        bool,
+        typer.Option(
+            "--bind_cores_to_rank",
+            "--bind-cores-to-rank",
+            help="Give each rank its own physical cores, and OMP_NUM_THREADS to match.",
+        ),
+    ] = False,
+    bind_core_list: Annotated[
+        str | None,
+        typer.Option(
+            "--bind_core_list",
+            "--bind-core-list",
+            metavar="CORES",
+            help="Bind the ranks of a node to these: '0-3,8-11'.",
+        ),
+    ] = None,
+    save_pid: Annotated[
+        bool,
+        typer.Option(
+            "--save_pid",
+            "--save-pid",
+            help="While it runs, /tmp/<id>.deepspeed holds this launcher's process id.",
+        ),
+    ] = False,
     each_rank_log: Annotated[
         str | None,
         typer.Option(
@@ -107,11 +185,26 @@ def launch_command(
         bool, typer.Option("--quiet", "-q", help="No warnings before the start.")
     ] = False,
     leash: Annotated[bool, typer.Option("--leash", hidden=True)] = False,
+    end_by_signal: Annotated[bool, typer.Option("--end-by-signal", hidden=True)] = False,
+    autotuning: Annotated[
+        str | None, typer.Option("--autotuning", hidden=True, callback=_NO_TUNING)
+    ] = None,
+    elastic_training: Annotated[
+        bool, typer.Option("--elastic_training", hidden=True, callback=_NO_ELASTIC)
+    ] = False,
+    min_elastic_nodes: Annotated[
+        int | None, typer.Option("--min_elastic_nodes", hidden=True, callback=_NO_ELASTIC)
+    ] = None,
+    max_elastic_nodes: Annotated[
+        int | None, typer.Option("--max_elastic_nodes", hidden=True, callback=_NO_ELASTIC)
+    ] = None,
 ) -> None:
     """Run SCRIPT on all ranks: on this node, on the hosts of a hostfile, or on a SLURM job's nodes.
 
     Says why a rank died, shows the first traceback once, and ends with that rank's exit code.
     """
+    # No check is made beforehand; the others were refused by their callbacks.
+    del no_ssh_check, autotuning, elastic_training, min_elastic_nodes, max_elastic_nodes
     if as_deepspeed and not quiet:
         warn_of_winner()
     request = LaunchRequest(
@@ -131,6 +224,13 @@ def launch_command(
         as_deepspeed=str(DIRECTORY) if as_deepspeed else "",
         no_ssh=no_ssh,
         ssh_port=ssh_port,
+        launcher=launcher,
+        launcher_args=launcher_args,
+        force_multi=force_multi,
+        venv_script=venv_script,
+        bind_cores=bind_cores,
+        bind_core_list=bind_core_list,
+        save_pid=save_pid,
         each_rank_log=each_rank_log,
         expect_memory_per_rank=expect_memory_per_rank,
         patience=Patience(grace_s, stop_s),
@@ -142,7 +242,11 @@ def launch_command(
         code = launch(request)
     except LaunchError as error:
         print(f"zeroshard: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
+        code = 2
+    if code and end_by_signal:
+        sys.stdout.flush()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGTERM)
     raise typer.Exit(code)
 
 

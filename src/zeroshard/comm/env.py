@@ -55,15 +55,17 @@ class RunName:
 def discover(environ: Mapping[str, str] | None = None, *, mpi: bool = True) -> Place:
     """The place of this process according to its environment.
 
-    Open MPI and Slurm count only when they also say where rank 0 is (``MASTER_ADDR``): an
-    interactive Slurm shell sets its variables too, and is one process.
+    Slurm counts only when somebody also says where rank 0 is (``MASTER_ADDR``): an interactive shell
+    of its has its variables too, and is one process.
 
     Raises:
         LaunchError: a rank without a world size, or not inside it.
     """
     env = os.environ if environ is None else environ
     for launcher, (rank, world, local_rank, local_world) in _LAUNCHERS.items():
-        if launcher != "torchrun" and not (mpi and "MASTER_ADDR" in env):
+        if launcher != "torchrun" and not mpi:
+            continue
+        if launcher == "slurm" and "MASTER_ADDR" not in env:
             continue
         if rank not in env:
             continue
@@ -127,7 +129,8 @@ def init_distributed(
     cannot read the addresses of dead ones.
 
     Raises:
-        LaunchError: ``dist_init_required=False`` without a group, or a broken environment.
+        LaunchError: ``dist_init_required=False`` without a group, a broken environment, or MPI over
+            several hosts that does not say where rank 0 is.
     """
     del config  # accepted for its name; nothing in it concerns the process group
     if dist.is_initialized():
@@ -151,6 +154,7 @@ def init_distributed(
             world_size=place.world_size,
         )
         return place
+    _check_master(place)
     if place.launcher == "none":
         store = HashStore()
     else:
@@ -165,6 +169,17 @@ def init_distributed(
     if verbose and place.rank == 0:
         print(f"zeroshard: {place.world_size} ranks over {backend} ({place.launcher})", flush=True)
     return place
+
+
+def _check_master(place: Place) -> None:
+    """MPI tells no address: without one, only ranks of one host find each other."""
+    several_hosts = place.world_size > place.local_world_size
+    if place.launcher == "mpi" and several_hosts and "MASTER_ADDR" not in os.environ:
+        raise LaunchError(
+            f"mpirun started {place.world_size} ranks, {place.local_world_size} of them on this host, "
+            "and MASTER_ADDR is not set, so the ranks cannot find each other. Pass the address of rank 0's "
+            "host on (mpirun -x MASTER_ADDR=...), or start with zeroshard launch --launcher openmpi."
+        )
 
 
 def default_timeout(environ: Mapping[str, str] | None = None) -> timedelta:

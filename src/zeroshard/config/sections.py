@@ -105,7 +105,9 @@ class TrustConfig(Section):
 
 
 class ActivationConfig(Section):
-    cpu_checkpointing: Flag = not_yet(False, "Keep checkpointed activations on the host.")
+    cpu_checkpointing: Flag = honour(
+        False, "Keep checkpointed activations on the host, once checkpointing.configure() reads it."
+    )
     partition_activations: Flag = accept(False, "Split them over tensor-parallel ranks.")
     contiguous_memory_optimization: Flag = accept(False, "Copy them into one buffer.")
     number_checkpoints: Count | None = accept(None, "Size of that buffer.")

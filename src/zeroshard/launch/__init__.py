@@ -6,8 +6,8 @@ torch.
 
 from __future__ import annotations
 
-from zeroshard.launch.decide import LaunchRequest
+from zeroshard.launch.decide import LAUNCHERS, LaunchRequest
 from zeroshard.launch.launcher import launch
 from zeroshard.launch.supervise import Patience
 
-__all__ = ["LaunchRequest", "Patience", "launch"]
+__all__ = ["LAUNCHERS", "LaunchRequest", "Patience", "launch"]

@@ -41,6 +41,7 @@ from zeroshard.launch.cgroup import (
     read_rss_nbytes,
     read_shm_nbytes,
 )
+from zeroshard.launch.cores import bound
 from zeroshard.launch.decode import EXIT_SURVIVOR, Death, Kernel, Report, build_report
 from zeroshard.launch.guardian import Guardian
 from zeroshard.launch.streams import Streams
@@ -64,6 +65,7 @@ class NodeRun:
     master_port: int | None = None  # None: a free port (one node only)
     pass_local_rank_at: int | None = None  # position of ``--local_rank=N`` among the arguments
     env: Mapping[str, str] = field(default_factory=dict)  # added to the launcher's environment
+    cpus: tuple[tuple[int, ...], ...] = ()  # of each local rank; empty: those of the launcher
     log_dir: Path | None = None
     patience: Patience = field(default_factory=Patience)
     verbose: bool = False
@@ -235,11 +237,14 @@ def _make_agent(run: NodeRun, watch: _Watch, logs: _Logs) -> _Agent:
     arguments = [argument.replace("$", "$$") for argument in run.arguments]
     if run.pass_local_rank_at is not None:
         arguments.insert(run.pass_local_rank_at, f"--local_rank={macros.local_rank}")
+    words = [run.program, *arguments]
+    if run.cpus:
+        words = bound(run.cpus, macros.local_rank, words)
     spec = WorkerSpec(
         role="rank",
         local_world_size=run.num_local,
-        entrypoint=run.program,
-        args=tuple(arguments),
+        entrypoint=words[0],
+        args=tuple(words[1:]),
         rdzv_handler=rendezvous_registry.get_rendezvous_handler(parameters),
         max_restarts=0,
         monitor_interval=_TICK_S,

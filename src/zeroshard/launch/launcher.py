@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TextIO
 
 from zeroshard.engine.host_memory import host_limits
 from zeroshard.errors import LaunchError
 from zeroshard.launch.cgroup import read_shm_nbytes
+from zeroshard.launch.cores import Shares, parse_core_list, read_cpus, share_cores, share_listed
 from zeroshard.launch.decide import (
     BecomeRank,
     LaunchRequest,
@@ -19,6 +23,7 @@ from zeroshard.launch.decide import (
     RunNodes,
     RunSrun,
     decide,
+    notices,
     passed_on,
 )
 from zeroshard.launch.environ import (
@@ -28,6 +33,7 @@ from zeroshard.launch.environ import (
     read_exports,
     with_directory_first,
 )
+from zeroshard.launch.mpi import mpi_flags, mpirun_command
 from zeroshard.launch.preflight import check_memory, parse_nbytes
 from zeroshard.launch.remote import (
     NodeCommand,
@@ -39,6 +45,8 @@ from zeroshard.launch.remote import (
     this_launcher,
 )
 from zeroshard.launch.supervise import Patience
+
+_PID_FOLDER = Path("/tmp")  # whatever TMPDIR says: programs look there
 
 
 def launch(request: LaunchRequest, console: TextIO | None = None) -> int:
@@ -55,6 +63,8 @@ def launch(request: LaunchRequest, console: TextIO | None = None) -> int:
         request, os.environ, this_host=this_host, has_srun=shutil.which("srun") is not None
     )
     _check_script(request)
+    for text in () if request.quiet else notices(request, decision):
+        print(f"zeroshard: {text}", file=console)
     if isinstance(decision, BecomeRank):
         program, arguments = _program(request)
         local_rank = int(decision.env["LOCAL_RANK"])
@@ -68,15 +78,52 @@ def launch(request: LaunchRequest, console: TextIO | None = None) -> int:
         )
     if isinstance(decision, RunSrun):
         os.execvp(decision.command[0], list(decision.command))
-    if isinstance(decision, RunNodes):
-        return run_nodes(
-            _commands(request, decision, this_host),
-            ssh=ssh_words(request.ssh_port),
-            # a node's own launcher is given the time to end its ranks and to report
-            patience=Patience(request.patience.grace_s + 5, request.patience.stop_s + 10),
-            console=console,
-        )
-    return _run_here(request, decision, console)
+    with _pid_file() if request.save_pid else nullcontext():
+        if isinstance(decision, RunNodes):
+            return _run_nodes(request, decision, this_host, console)
+        return _run_here(request, decision, console)
+
+
+def _run_nodes(
+    request: LaunchRequest, decision: RunNodes, this_host: tuple[str, ...], console: TextIO
+) -> int:
+    commands = _commands(request, decision, this_host)
+    extra = shlex.split(request.launcher_args)
+    if decision.starter != "ssh":
+        line = mpirun_command(decision.starter, commands, extra)
+        if shutil.which(line[0]) is None:
+            raise LaunchError(
+                f"--launcher {decision.starter}: there is no {line[0]} on PATH. Load the MPI module, or "
+                "reach the hosts with --launcher ssh."
+            )
+        os.execvp(line[0], line)
+    return run_nodes(
+        commands,
+        ssh=ssh_words(request.ssh_port, extra),
+        # a node's own launcher is given the time to end its ranks and to report
+        patience=Patience(request.patience.grace_s + 5, request.patience.stop_s + 10),
+        console=console,
+    )
+
+
+@contextmanager
+def _pid_file() -> Iterator[None]:
+    """This process's id in ``/tmp/<id>.deepspeed`` while it runs ranks, as DeepSpeed's launcher leaves
+    it."""
+    path = _PID_FOLDER / f"{os.getpid()}.deepspeed"
+    try:
+        path.unlink(missing_ok=True)  # of a launcher that was killed, and had our number
+        with path.open("x") as file:
+            file.write(str(os.getpid()))
+    except OSError as error:
+        raise LaunchError(
+            f"--save_pid: {str(path)!r} cannot be written: {error.strerror}. Free some room there, or "
+            "leave the option out."
+        ) from error
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def _run_here(request: LaunchRequest, here: RunHere, console: TextIO) -> int:
@@ -98,9 +145,10 @@ def _run_here(request: LaunchRequest, here: RunHere, console: TextIO) -> int:
     from zeroshard.launch.agent import NodeRun, run_node
 
     program, arguments = _program(request)
+    shares = _shares(request, num_local)
     env = rank_defaults(
         os.environ,
-        cores=_cores(),
+        cores=_cores() if shares is None else shares.num_threads * num_local,
         num_local=num_local,
         node_rank=here.node_rank,
         num_nodes=here.num_nodes,
@@ -119,6 +167,7 @@ def _run_here(request: LaunchRequest, here: RunHere, console: TextIO) -> int:
             master_port=here.master_port,
             pass_local_rank_at=_local_rank_at(request) if request.pass_local_rank else None,
             env=env,
+            cpus=() if shares is None else shares.cpus,
             log_dir=Path(request.each_rank_log) if request.each_rank_log else None,
             patience=request.patience,
             verbose=request.verbose,
@@ -132,13 +181,14 @@ def _commands(
 ) -> tuple[NodeCommand, ...]:
     return node_commands(
         decision.hosts,
-        launcher=this_launcher(),
+        launcher=this_launcher(request.venv_script),
         master_addr=request.master_addr,
         master_port=decision.master_port,
         options=passed_on(request),
         program=(request.script, *request.args),
         env={**exported(os.environ), **_exports_of_files()},
         this_host=this_host,
+        flags=("--leash",) if decision.starter == "ssh" else mpi_flags(decision.starter),
     )
 
 
@@ -201,6 +251,14 @@ def _check_port(port: int) -> None:
                 f"port {port} cannot be used on this host ({error.strerror}). Give another one "
                 "with --master_port, or end the program that holds it."
             ) from error
+
+
+def _shares(request: LaunchRequest, num_local: int) -> Shares | None:
+    """The cores of each local rank, if they are to be bound."""
+    if request.bind_core_list is not None:
+        listed = parse_core_list(request.bind_core_list)
+        return share_listed(read_cpus(), listed, num_local)
+    return share_cores(read_cpus(), num_local) if request.bind_cores else None
 
 
 def _visible_gpus() -> int:

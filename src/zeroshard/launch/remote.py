@@ -43,9 +43,13 @@ class NodeCommand:
         """What we execute: the launcher itself, or ssh with the launcher as a shell line."""
         if self.is_here:
             return list(self.argv)
-        variables = [f"{name}={value}" for name, value in self.env.items()]
-        line = f"cd {shlex.quote(cwd)} && exec {shlex.join(['env', *variables, *self.argv])}"
+        line = f"cd {shlex.quote(cwd)} && exec {shlex.join(self.argv_with_env)}"
         return [*ssh, self.host.name, line]
+
+    @property
+    def argv_with_env(self) -> tuple[str, ...]:
+        """The launcher for a shell that knows nothing of our variables."""
+        return ("env", *(f"{name}={value}" for name, value in self.env.items()), *self.argv)
 
 
 def node_commands(
@@ -58,11 +62,13 @@ def node_commands(
     program: Sequence[str],
     env: Mapping[str, str],
     this_host: Sequence[str],
+    flags: Sequence[str] = ("--leash",),
 ) -> tuple[NodeCommand, ...]:
     """The launcher of each host; ``options`` are passed on, ``program`` is script and arguments.
 
     ``this_host`` holds the names of the machine we are on. Node ranks follow the order of
-    ``hosts``.
+    ``hosts``. ``flags``: how each is told that it is to end, or tells that it does; a leash, where we
+    hold its standard input.
     """
     commands: list[NodeCommand] = []
     for rank, host in enumerate(hosts):
@@ -73,7 +79,7 @@ def node_commands(
             "--master_addr": master_addr or hosts[0].name,
             "--master_port": master_port,
         }
-        argv = [*launcher, "--no_ssh", "--leash"]
+        argv = [*launcher, "--no_ssh", *flags]
         argv += [word for name, value in numbers.items() for word in (name, str(value))]
         node_env = dict(env)
         if host.devices is not None:
@@ -83,9 +89,12 @@ def node_commands(
     return tuple(commands)
 
 
-def ssh_words(port: int | None) -> list[str]:
-    """``ssh`` without questions: a host that would ask for a password fails with its message."""
-    words = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15"]
+def ssh_words(port: int | None, extra: Sequence[str] = ()) -> list[str]:
+    """``ssh`` without questions: a host that would ask for a password fails with its message.
+
+    ``extra``: words of the user for it.
+    """
+    words = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", *extra]
     return words if port is None else [*words, "-p", str(port)]
 
 
@@ -173,9 +182,16 @@ def names_of_this_host(hostname: str, fqdn: str) -> tuple[str, ...]:
     return (hostname, fqdn, hostname.split(".", 1)[0])
 
 
-def this_launcher() -> list[str]:
-    """The words that start this program on a host with the same installation."""
-    return [sys.executable, "-m", "zeroshard.launch"]
+def this_launcher(venv_script: str | None = None) -> list[str]:
+    """The words that start this program on a host with the same installation.
+
+    ``venv_script``: a file that the host's shell reads first; its ``python`` is taken, instead of the
+    path of ours.
+    """
+    if venv_script is None:
+        return [sys.executable, "-m", "zeroshard.launch"]
+    path = os.path.abspath(venv_script)  # a bare name would be searched on PATH
+    return ["bash", "-c", '. "$0" && exec "$@"', path, "python", "-m", "zeroshard.launch"]
 
 
 def _obey(word: str) -> None:

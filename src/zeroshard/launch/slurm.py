@@ -100,12 +100,17 @@ def rank_env(job: SlurmJob, *, master_addr: str | None, master_port: int | None)
     }
 
 
-def srun_command(num_nodes: int, hosts: Sequence[str], launcher: Sequence[str]) -> list[str]:
-    """``srun`` line that starts one launcher per node; empty ``hosts``: any nodes of the job."""
+def srun_command(
+    num_nodes: int, hosts: Sequence[str], launcher: Sequence[str], extra: Sequence[str] = ()
+) -> list[str]:
+    """``srun`` line that starts one launcher per node; empty ``hosts``: any nodes of the job.
+
+    ``extra``: words of the user for ``srun``.
+    """
     command = ["srun", f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1"]
     if hosts:
         command.append(f"--nodelist={','.join(hosts)}")
-    return [*command, "--kill-on-bad-exit=1", *launcher]
+    return [*command, "--kill-on-bad-exit=1", *extra, *launcher]
 
 
 def _expand(item: str, text: str) -> list[str]:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import platform
-import subprocess
 import sys
 from collections.abc import Sequence
 from importlib import metadata
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """``deepspeed [flags] script args``: our launcher, which gives the script ``--local_rank``. Ends with
-    its exit code."""
+    """``deepspeed [flags] script args``: this process becomes our launcher, which gives the script
+    ``--local_rank`` unless a flag says no. Whoever started it can signal it, and gets its exit code."""
     words = list(sys.argv[1:] if args is None else args)
     command = [sys.executable, "-m", "zeroshard.cli.main", "launch", "--as-deepspeed"]
-    if "--no_local_rank" not in words:
-        command.append("--pass_local_rank")
-    sys.exit(subprocess.run([*command, *words], check=False).returncode)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(command[0], [*command, "--pass_local_rank", *words])
 
 
 def report(hide_operator_status: bool = False, hide_errors_and_warnings: bool = False) -> None:

@@ -1,0 +1,178 @@
+"""Which cores does each rank of a node get?
+
+:func:`share_cores` and :func:`share_listed` decide, from what Linux says about its CPUs (hardware
+threads, as the kernel counts them). A rank is bound before its program starts, so that every thread it
+ever makes stays on its cores, and its memory on their NUMA node.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+from zeroshard.errors import LaunchError
+
+_SYSTEM = Path("/sys/devices/system")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+
+# Runs as ``python -c`` with the shares, the local rank and the program; becomes the program.
+_BIND = (
+    "import os, sys; _, shares, rank, *words = sys.argv; "
+    "os.sched_setaffinity(0, map(int, shares.split(';')[int(rank)].split(','))); "
+    "os.execvp(words[0], words)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Cpu:
+    """A hardware thread. ``core``: the lowest number on the same physical core; ``node``: NUMA."""
+
+    number: int
+    core: int
+    node: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """CPUs of each local rank, and how many threads a rank should use for them."""
+
+    cpus: tuple[tuple[int, ...], ...]
+    num_threads: int
+
+
+def share_cores(cpus: Iterable[Cpu], num_local: int) -> Shares:
+    """Whole physical cores, with all their hardware threads, the same number for every rank.
+
+    No rank gets cores of two NUMA nodes if that costs no core. What cannot be shared evenly stays free.
+    One thread per physical core: hardware threads share the units that compute.
+
+    >>> share_cores([Cpu(0, 0), Cpu(1, 1), Cpu(2, 0), Cpu(3, 1)], 2)
+    Shares(cpus=((0, 2), (1, 3)), num_threads=1)
+
+    Raises LaunchError for fewer cores than ranks.
+    """
+    nodes: dict[int, dict[int, list[int]]] = {}
+    for cpu in sorted(cpus, key=_place):
+        nodes.setdefault(cpu.node, {}).setdefault(cpu.core, []).append(cpu.number)
+    pools = [list(cores.values()) for cores in nodes.values()]
+    together = [core for pool in pools for core in pool]
+    each = len(together) // num_local
+    if not each:
+        raise LaunchError(
+            f"--bind_cores_to_rank: {num_local} ranks cannot have a core each, since this process may "
+            f"use {len(together)}. Start fewer ranks, or leave the option out."
+        )
+    per_pool, rest = divmod(num_local, len(pools))
+    if rest or any(len(pool) // per_pool < each for pool in pools):
+        pools, per_pool = [together], num_local
+    shares = [pool[each * i : each * (i + 1)] for pool in pools for i in range(per_pool)]
+    return Shares(tuple(tuple(sorted(chain(*share))) for share in shares), each)
+
+
+def share_listed(cpus: Iterable[Cpu], listed: Sequence[int], num_local: int) -> Shares:
+    """The listed CPUs, as many for every rank. Neighbours on a core and on a NUMA node stay together as
+    far as the numbers allow.
+
+    >>> share_listed([Cpu(0, 0), Cpu(1, 1), Cpu(2, 0), Cpu(3, 1)], [0, 1, 2, 3], 2)
+    Shares(cpus=((0, 2), (1, 3)), num_threads=2)
+
+    Raises LaunchError for CPUs that this process may not use, and if ranks would get different numbers.
+    """
+    known = {cpu.number: cpu for cpu in cpus}
+    unknown = [number for number in listed if number not in known]
+    if unknown:
+        raise LaunchError(
+            f"--bind_core_list names core {unknown[0]}, which this process may not use here; there are "
+            f"{_as_ranges(sorted(known))}."
+        )
+    each, rest = divmod(len(listed), num_local)
+    if rest:
+        raise LaunchError(
+            f"--bind_core_list has {len(listed)} cores for {num_local} ranks, so they would not all get "
+            f"the same number. List a multiple of {num_local}, or start another number of ranks."
+        )
+    ordered = [cpu.number for cpu in sorted((known[number] for number in listed), key=_place)]
+    shares = (ordered[each * i : each * (i + 1)] for i in range(num_local))
+    return Shares(tuple(tuple(sorted(share)) for share in shares), each)
+
+
+def parse_core_list(text: str, option: str = "--bind_core_list") -> tuple[int, ...]:
+    """Numbers and ranges, in ascending order.
+
+    >>> parse_core_list("8,0-3")
+    (0, 1, 2, 3, 8)
+
+    Raises LaunchError for anything else, and for a core that is named twice.
+    """
+    numbers: list[int] = []
+    for part in text.split(","):
+        match = _RANGE.fullmatch(part.strip())
+        low, high = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if low > high:
+            raise LaunchError(
+                f"{option} {text!r}: {part!r} is no number and no range of numbers like '0-3'; parts are "
+                "separated by ','."
+            )
+        numbers += range(low, high + 1)
+    twice = sorted({number for number in numbers if numbers.count(number) > 1})
+    if twice:
+        raise LaunchError(f"{option} {text!r}: core {twice[0]} is named twice.")
+    return tuple(sorted(numbers))
+
+
+def read_cpus(system: Path = _SYSTEM) -> tuple[Cpu, ...]:
+    """The CPUs that this process may use. What the system does not say is taken as separate cores of one
+    node.
+
+    Raises LaunchError where processes cannot be bound.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        raise LaunchError(
+            f"--bind_cores_to_rank: {sys.platform} cannot bind processes to cores. Leave the option out."
+        )
+    nodes: dict[int, int] = {}
+    for path in system.glob("node/node[0-9]*"):
+        for number in _read_list(path / "cpulist"):
+            nodes[number] = int(path.name.removeprefix("node"))
+    found = []
+    for number in sorted(os.sched_getaffinity(0)):
+        siblings = _read_list(system / f"cpu/cpu{number}/topology/thread_siblings_list")
+        found.append(Cpu(number, min(siblings, default=number), nodes.get(number, 0)))
+    return tuple(found)
+
+
+def bound(shares: Sequence[Sequence[int]], local_rank: str, words: Sequence[str]) -> list[str]:
+    """A command that binds itself to the share of ``local_rank`` and becomes ``words``."""
+    text = ";".join(",".join(map(str, share)) for share in shares)
+    return [sys.executable, "-I", "-S", "-c", _BIND, text, local_rank, *words]
+
+
+def _place(cpu: Cpu) -> tuple[int, int, int]:
+    return cpu.node, cpu.core, cpu.number
+
+
+def _read_list(path: Path) -> tuple[int, ...]:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return ()
+    return parse_core_list(text, str(path)) if text else ()
+
+
+def _as_ranges(numbers: Sequence[int]) -> str:
+    """
+    >>> _as_ranges([0, 1, 2, 5])
+    '0-2,5'
+    """
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
