@@ -18,18 +18,22 @@ from itertools import chain, repeat
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DummyOptim, DummyScheduler, set_seed
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
-from transformers import (
-    AutoModelForSeq2SeqLM,
-    AutoTokenizer,
-    BlenderbotSmallConfig,
-    ByT5Tokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+
+try:
+    from accelerate import Accelerator
+    from accelerate.utils import DummyOptim, DummyScheduler, set_seed
+    from transformers import (
+        AutoModelForSeq2SeqLM,
+        AutoTokenizer,
+        BlenderbotSmallConfig,
+        ByT5Tokenizer,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+    )
+except ImportError as error:
+    raise SystemExit(f"{error}; this program needs: pip install 'zeroshard[hf]'") from error
 
 Talk = tuple[str, str]
 

@@ -15,17 +15,21 @@ from itertools import chain, islice, repeat
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import set_seed
 from torch.utils.data import DataLoader
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    ByT5Tokenizer,
-    GPT2Config,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+
+try:
+    from accelerate import Accelerator
+    from accelerate.utils import set_seed
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        ByT5Tokenizer,
+        GPT2Config,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+    )
+except ImportError as error:
+    raise SystemExit(f"{error}; this program needs: pip install 'zeroshard[hf]'") from error
 
 
 def main() -> None:

@@ -17,21 +17,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import (
-    AutoModelForImageTextToText,
-    AutoProcessor,
-    CLIPVisionConfig,
-    HfArgumentParser,
-    LlamaConfig,
-    LlavaConfig,
-    PreTrainedModel,
-    Trainer,
-    TrainingArguments,
-    set_seed,
-)
+
+try:
+    from peft import LoraConfig, get_peft_model
+    from transformers import (
+        AutoModelForImageTextToText,
+        AutoProcessor,
+        CLIPVisionConfig,
+        HfArgumentParser,
+        LlamaConfig,
+        LlavaConfig,
+        PreTrainedModel,
+        Trainer,
+        TrainingArguments,
+        set_seed,
+    )
+except ImportError as error:
+    raise SystemExit(f"{error}; this program needs: pip install 'zeroshard[hf]'") from error
 
 DEFAULTS = {
     "output_dir": "runs/llava",

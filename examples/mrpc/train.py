@@ -18,24 +18,29 @@ import csv
 import json
 import random
 from collections.abc import Iterator
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.tracking import GeneralTracker, on_main_process
-from accelerate.utils import set_seed
 from torch.utils.data import DataLoader
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    ByT5Tokenizer,
-    DebertaV2Config,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    get_linear_schedule_with_warmup,
-)
+
+try:
+    from accelerate import Accelerator
+    from accelerate.tracking import GeneralTracker, on_main_process
+    from accelerate.utils import set_seed
+    from transformers import (
+        AutoModelForSequenceClassification,
+        AutoTokenizer,
+        ByT5Tokenizer,
+        DebertaV2Config,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+        get_linear_schedule_with_warmup,
+    )
+except ImportError as error:
+    raise SystemExit(f"{error}; this program needs: pip install 'zeroshard[hf]'") from error
 
 Pair = tuple[int, str, str]
 
@@ -229,7 +234,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--length", type=int, default=128, help="tokens of a pair")
     parser.add_argument("--lr", type=float, default=2e-5)
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.report_to != "none" and find_spec(args.report_to) is None:
+        # Accelerate would log nothing, and not say so.
+        parser.error(f"--report_to {args.report_to} needs it: pip install 'zeroshard[monitor]'")
+    return args
 
 
 if __name__ == "__main__":

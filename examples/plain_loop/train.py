@@ -18,7 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, GPT2Config
+
+try:
+    from transformers import AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, GPT2Config
+except ImportError as error:
+    raise SystemExit(f"{error}; this program needs: pip install 'zeroshard[hf]'") from error
 
 
 def main() -> None:

@@ -16,9 +16,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.utils.data import Dataset
+
+try:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+except ImportError as error:
+    raise SystemExit(f"{error}; this program needs: pip install 'zeroshard[examples]'") from error
 
 END = "<|end|>"  # closes a document; stands for no byte
 HELD_OUT = 20  # one document in this many is never trained on

@@ -6,9 +6,13 @@ import json
 from pathlib import Path
 from types import TracebackType
 
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+try:
+    from matplotlib.figure import Figure
+except ImportError as error:
+    raise SystemExit(f"{error}; this program needs: pip install 'zeroshard[examples]'") from error
 
 
 class Report:

@@ -18,18 +18,22 @@ from pathlib import Path
 
 import torch
 from torch.utils.data import Dataset
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    ByT5Tokenizer,
-    HfArgumentParser,
-    LlamaConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    Trainer,
-    TrainingArguments,
-    set_seed,
-)
+
+try:
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        ByT5Tokenizer,
+        HfArgumentParser,
+        LlamaConfig,
+        PreTrainedModel,
+        PreTrainedTokenizerBase,
+        Trainer,
+        TrainingArguments,
+        set_seed,
+    )
+except ImportError as error:
+    raise SystemExit(f"{error}; this program needs: pip install 'zeroshard[hf]'") from error
 
 DEFAULTS = {
     "output_dir": "runs/trainer",

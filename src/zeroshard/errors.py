@@ -81,3 +81,8 @@ class TransportStuck(DistributedError):
 
 class LaunchError(ZeroShardError):
     """The launcher could not start the ranks, or one of them died."""
+
+
+def in_short(error: BaseException) -> str:
+    """An error on one line of at most 600 characters, for other ranks."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:600]

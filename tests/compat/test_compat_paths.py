@@ -157,15 +157,40 @@ def test_install_after_the_other_one_was_imported_is_an_error(installed):
     assert f"another deepspeed was imported already, from {installed}" in done.stderr
 
 
-def test_install_after_transformers_found_none_is_an_error(monkeypatch):
-    cached = ModuleType("transformers.integrations.deepspeed")
-    cached.DeepSpeedConfig = object
-    monkeypatch.setitem(sys.modules, cached.__name__, cached)
-    monkeypatch.delitem(sys.modules, "deepspeed", raising=False)
+@pytest.mark.parametrize(
+    ("imported", "named"),
+    [
+        (["transformers.integrations.deepspeed"], "transformers"),
+        (["accelerate.utils"], "accelerate"),
+        (
+            ["transformers.integrations.deepspeed", "accelerate.utils"],
+            "accelerate and transformers",
+        ),
+    ],
+)
+def test_install_after_a_library_found_none_is_an_error(monkeypatch, imported, named):
+    for name in ("transformers.integrations.deepspeed", "accelerate.utils", "deepspeed"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name in imported:
+        module = ModuleType(name)
+        module.DeepSpeedConfig = object
+        monkeypatch.setitem(sys.modules, name, module)
     before = list(sys.path)
-    with pytest.raises(UsageError, match="before importing transformers"):
+    with pytest.raises(UsageError) as caught:
         zeroshard.compat.install()
+    assert str(caught.value) == (
+        f"{named} looked for deepspeed when imported, and found none. Call zeroshard.compat.install() "
+        f"before importing {named}."
+    )
     assert sys.path == before
+
+
+def test_libraries_that_found_it_are_no_obstacle(monkeypatch):
+    accelerate, transformers = ModuleType("accelerate.utils"), ModuleType("transformers...")
+    accelerate.DummyOptim = transformers.DeepSpeedConfig = type("Found", (), {})
+    monkeypatch.setitem(sys.modules, "accelerate.utils", accelerate)
+    monkeypatch.setitem(sys.modules, "transformers.integrations.deepspeed", transformers)
+    assert ways.found_none() == []
 
 
 def test_metadata_of_another_version_is_noticed(installed, monkeypatch):

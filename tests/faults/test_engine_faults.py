@@ -98,6 +98,39 @@ def test_below_stage_3_a_rank_may_skip_a_unit(stage):
         assert (kind, text) == ("", "")
 
 
+def alone(what: str, folder: str) -> tuple[str, str, float]:
+    """Rank 0 does what every rank has to do."""
+
+    def body() -> None:
+        with zeroshard.Engine(Net(), config=config(3)) as engine:
+            step(engine)
+            if dist.get_rank() == 0 and what == "reads":
+                print(engine.module.blocks[2].linear.weight.sum())
+            elif dist.get_rank() == 0:
+                engine.save_checkpoint(folder)
+            step(engine)
+
+    return outcome(body)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("reads", "Rank 0 read values of 'blocks.2' alone"),
+        ("saves", "Neither can go on: rank 1 did not come to save."),
+    ],
+)
+def test_what_rank_0_does_alone_is_named_in_seconds(what, words, tmp_path):
+    for kind, text, seconds in run_ranks(alone, 2, what, str(tmp_path), timeout=40):
+        assert kind in (
+            "RankDivergence",
+            "RankLost",
+        )  # lost: it was told why by the one that found out
+        assert words in text
+        assert "test_engine_faults.py" in text
+        assert seconds < 20
+
+
 def with_other_config(stage: int) -> tuple[str, str, float]:
     other = {"gradient_clipping": 0.5} if dist.get_rank() == 1 else {"gradient_clipping": 0.25}
     return outcome(lambda: zeroshard.Engine(Net(), config=config(stage, **other)))

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from zeroshard.comm import Recorder, SoloComm, TrustSettings, make_comm
-from zeroshard.comm.agree import agree_plan, meeting
+from zeroshard.comm.agree import FAILED, agree_plan, meeting, post_plan
 from zeroshard.comm.connect import default_store
 from zeroshard.comm.host import open_sockets
 from zeroshard.comm.p2p import sum_in_rank_order
@@ -271,7 +271,7 @@ def plan_of(rank, odd):
 def test_another_plan_on_one_rank_is_refused_with_one_text():
     store, rank = default_store(), dist.get_rank()
     with pytest.raises(RankMismatch) as caught:
-        agree_plan(meeting(store, "test", 3), rank, 3, plan_of(rank, odd=1))
+        agree_plan(meeting(store, "test", rank), rank, 3, plan_of(rank, odd=1))
     text = str(caught.value)
     assert text.startswith("RankMismatch: rank 1 has another plan than ranks 0,2. ")
     assert "reduce_bucket_size = 500 (ranks 0,2, host " in text
@@ -285,14 +285,29 @@ def test_another_plan_on_one_rank_is_refused_with_one_text():
 def test_equal_plans_agree_again_and_again():
     store, rank = default_store(), dist.get_rank()
     for _ in range(3):
-        agree_plan(meeting(store, "test", 2), rank, 2, plan_of(rank, odd=None))
+        agree_plan(meeting(store, "test", rank), rank, 2, plan_of(rank, odd=None))
+
+
+@on_ranks(2)
+def test_a_rank_may_leave_a_meeting_before_the_others_come():
+    """And all come to the next, as ranks do that build an engine again after an error."""
+    store, rank = default_store(), dist.get_rank()
+    for _ in range(2):
+        post_plan(meeting(store, "left", rank), rank, {FAILED: "for a reason"})
+        if rank == 0:  # far ahead of the other
+            dist.barrier()
+            agree_plan(meeting(store, "left", rank), rank, 2, {"a": "1"}, timeout_s=20)
+        else:
+            agree = meeting(store, "left", rank)
+            dist.barrier()
+            agree_plan(agree, rank, 2, {"a": "1"}, timeout_s=20)
 
 
 @on_ranks(2)
 def test_a_rank_that_does_not_come_is_named():
     if dist.get_rank() == 0:
         with pytest.raises(RankLate, match=r"rank 1 did not come to 'plan' within 0 s"):
-            agree_plan(meeting(default_store(), "test", 2), 0, 2, {"a": "1"}, timeout_s=0.1)
+            agree_plan(meeting(default_store(), "test", 0), 0, 2, {"a": "1"}, timeout_s=0.1)
 
 
 @on_ranks(2)

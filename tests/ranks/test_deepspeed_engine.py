@@ -83,15 +83,11 @@ def test_members_that_are_refused_say_why():
     for row in names.MEMBERS:
         owner, name = row.path.split(".")
         if row.verdict in ("refused", "later") and name != "set_data_post_process_func":
-            if owner == "parameter":
-                continue
             with pytest.raises(AttributeError, match=rf"{owner}\.{name} is") as raised:
                 getattr({"engine": engine, "optimizer": optimizer}[owner], name)
             assert row.why in str(raised.value)
     with pytest.raises(UnsupportedError, match="collate_fn"):
         engine.set_data_post_process_func(print)
-    with pytest.raises(UsageError, match=r"use zero\.GatheredParameters"):
-        next(engine.parameters()).all_gather()
     with pytest.raises(AttributeError, match="'Sequential' object has no attribute 'nonsense'"):
         engine.nonsense
     engine.destroy()
@@ -377,6 +373,101 @@ def test_adam_of_deepspeed_trains_like_torch_s_and_keeps_the_schedule_s_groups()
         results.append(values(engine))
         engine.destroy()
     assert all(torch.equal(result, results[0]) for result in results[1:])
+
+
+# ---------------------------------------------------------------------- whole by request
+
+
+def seen(params) -> list[str]:
+    return [param.ds_status.name for param in params]
+
+
+@on_ranks(2)
+def test_parameters_stay_whole_from_all_gather_to_partition():
+    plain, *_ = deepspeed.initialize(model=model(), config=config(unit_min_numel=1))
+    for number in range(3):
+        train_step(plain, number)
+    expected = values(plain)
+    plain.destroy()
+    engine, *_ = deepspeed.initialize(model=model(), config=config(unit_min_numel=1))
+    params = list(engine.module.parameters())
+    first = params[0]
+    train_step(engine, 0)
+    assert seen(params) == ["NOT_AVAILABLE"] * 4 and first.ds_active_sub_modules == set()
+    first.all_gather()
+    first.all_gather()  # is whole already
+    before = first.detach().clone()
+    assert seen(params[:2]) == ["AVAILABLE"] * 2 and type(first) is nn.Parameter
+    train_step(engine, 1)  # forward, backward and step leave it whole, with new values
+    if engine.global_rank == 0:
+        read_alone = first.detach().clone()
+        assert not torch.equal(read_alone, before)
+    first.partition()
+    assert seen(params) == ["NOT_AVAILABLE"] * 4
+    first.partition()  # is sharded already
+    train_step(engine, 2)
+    assert torch.equal(values(engine), expected)
+    with pytest.raises(UsageError, match="free_data=False"):
+        first.partition(free_data=False)
+    engine.destroy()
+
+
+@on_ranks(2)
+def test_a_list_is_gathered_and_partitioned_in_any_order():
+    engine, *_ = deepspeed.initialize(model=model(), config=config(unit_min_numel=1))
+    params = list(engine.module.parameters())
+    handle = params[0].all_gather(param_list=params, async_op=True)
+    handle.wait()
+    assert seen(params) == ["AVAILABLE"] * 4
+    params[0].partition(param_list=params[:1])
+    assert seen(params) == ["AVAILABLE"] * 4  # its unit holds another one that was asked for
+    params[0].partition(param_list=params[1:3], has_been_updated=False)
+    assert seen(params) == ["NOT_AVAILABLE"] * 2 + ["AVAILABLE"] * 2
+    params[3].partition()
+    assert seen(params) == ["NOT_AVAILABLE"] * 4
+    with deepspeed.zero.GatheredParameters(params):
+        params[0].all_gather()
+        params[0].partition()
+        assert seen(params) == ["AVAILABLE"] * 4
+    assert seen(params) == ["NOT_AVAILABLE"] * 4
+    engine.destroy()
+
+
+@on_ranks(2)
+def test_written_values_are_kept_if_partition_is_told():
+    engine, *_ = deepspeed.initialize(model=model(), config=config(unit_min_numel=1))
+    weight, bias = list(engine.module.parameters())[:2]
+    weight.all_gather()
+    weight.data.copy_(torch.arange(60.0).view(10, 6) + engine.global_rank)
+    weight.partition(has_been_updated=True)
+    assert torch.equal(weight.detach(), torch.arange(60.0).view(10, 6))  # rank 0's
+    master = deepspeed.utils.safe_get_full_fp32_param(weight)
+    assert torch.equal(master, torch.arange(60.0).view(10, 6))
+    bias.all_gather()
+    bias.data.add_(1)
+    with pytest.raises(ShardedAccess, match="changed inside GatheredParameters"):
+        bias.partition()
+    assert seen([weight, bias]) == ["NOT_AVAILABLE"] * 2
+    train_step(engine)
+    engine.destroy()
+
+
+@on_ranks(2)
+def test_parameters_without_an_engine_are_gathered_too():
+    with deepspeed.zero.Init(config_dict_or_path=config()):
+        net = model()
+    weight = net[0].weight
+    weight.all_gather()
+    weight.data.fill_(2.0)
+    weight.partition(has_been_updated=True)
+    assert seen([weight]) == ["NOT_AVAILABLE"] and bool((weight.detach() == 2).all())
+    weight.all_gather()
+    engine, *_ = deepspeed.initialize(model=net, config=config())
+    weight.partition()
+    train_step(engine)
+    weight.all_gather()
+    engine.destroy()
+    weight.partition()  # nobody's any more
 
 
 # ---------------------------------------------------------------------- parameters

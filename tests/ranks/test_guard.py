@@ -17,7 +17,7 @@ import zeroshard
 from zeroshard.errors import ShardedAccess
 from zeroshard.testing import on_ranks
 from zeroshard.zero import GatheredParameters
-from zeroshard.zero.guard import ShardedParameter
+from zeroshard.zero.guard import ShardedParameter, StateEntry, list_on_request
 
 STAGES = [0, 1, 2, 3]
 PRECISIONS = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True}}}
@@ -283,6 +283,124 @@ def test_every_read_does_what_it_does_to_an_ordinary_parameter(stage, precision,
             assert precision != "fp32" or not isinstance(expected, type), name
             if not same(seen, expected):
                 wrong.append(f"{name}: {str(seen)[:80]} != {str(expected)[:80]}")
+        assert not wrong, "\n".join(wrong)
+
+
+def listed(engine):
+    """The engine's module, after it was asked for values on request."""
+    list_on_request(engine.module.parameters())
+    return engine.module
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@on_ranks(2)
+def test_every_read_of_an_entry_does_what_it_does_to_a_value_of_a_state_dict(precision):
+    with engine_of(3, precision=precision) as engine:
+        train_once(engine)
+        truth = {name: full.clone() for name, full in engine.iter_full_params()}
+        state = listed(engine).state_dict()
+        assert type(state["first.weight"]) is StateEntry
+        wrong = []
+        for name, read in READS.items():
+            seen = outcome(read, state["first.weight"])
+            expected = outcome(read, truth["first.weight"])
+            if not same(seen, expected):
+                wrong.append(f"{name}: {str(seen)[:80]} != {str(expected)[:80]}")
+        assert not wrong, "\n".join(wrong)
+
+
+class ListsItself(nn.Linear):
+    """Makes its part of a state dict itself, as quantised layers do."""
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        destination[prefix + "packed"] = self.weight.detach()
+
+
+class Mode(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@on_ranks(2)
+def test_one_rank_lists_a_state_dict_alone_however_it_is_made():
+    model = build()
+    model.second = ListsItself(6, 5)
+    with engine_of(3, model) as engine:
+        truth = {name: full.clone() for name, full in engine.iter_full_params()}
+        listed(engine)
+        if dist.get_rank() == 1:
+            state = engine.module.state_dict()
+            with Mode():
+                assert engine.module.state_dict().keys() == state.keys()
+            with torch.inference_mode():
+                assert type(engine.module.state_dict()["gain"]) is StateEntry
+            with torch.device("cpu"):
+                assert type(engine.module.first.state_dict()["weight"]) is StateEntry
+            assert type(state["second.packed"]) is type(model.first.bias.detach()) is StateEntry
+            shapes = {name: tuple(value.shape) for name, value in state.items()}
+            assert shapes["second.packed"] == (5, 6)
+            assert shapes["first.weight"] == (6, 5)
+            assert {value.device.type for name, value in state.items() if name != "shift"} == {
+                "meta"
+            }
+        train_once(engine)
+        state = engine.module.state_dict()
+        now = dict(engine.iter_full_params())
+        assert not torch.equal(truth["second.weight"], now["second.weight"])
+        assert torch.equal(state["second.packed"], now["second.weight"])
+
+
+@on_ranks(2)
+def test_an_entry_is_never_stale_and_what_was_copied_from_it_stays():
+    with engine_of(3) as engine:
+        train_once(engine)
+        state = listed(engine).state_dict()
+        before = copy.deepcopy(state)
+        truth = {name: full.clone() for name, full in engine.iter_full_params()}
+        train_once(engine, 2.0)
+        for name, full in engine.iter_full_params():
+            assert torch.equal(before[name], truth[name])
+            assert type(before[name]) is torch.Tensor
+            assert torch.equal(state[name], full)
+            assert not torch.equal(full, truth[name])
+        with GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
+            for param in engine.module.parameters():
+                nn.init.constant_(param, 3.0)
+            assert all((state[name] == 3).all() for name in truth)
+        assert all((state[name] == 3).all() for name in truth)
+    with pytest.raises(ShardedAccess, match="closed"):
+        state["first.weight"].sum()
+
+
+@on_ranks(2)
+def test_a_state_dict_of_entries_fills_another_model():
+    with engine_of(3) as engine:
+        train_once(engine)
+        other = build()
+        other.load_state_dict(listed(engine).state_dict())
+        for name, full in engine.iter_full_params():
+            assert torch.equal(other.get_parameter(name), full)
+
+
+@on_ranks(2)
+def test_every_write_to_an_entry_raises():
+    with engine_of(3) as engine:
+        truth = {name: full.clone() for name, full in engine.iter_full_params()}
+        state = listed(engine).state_dict()
+        # It has no address, and torch.nn.init says itself that it leaves the device meta alone.
+        ignored = {"address", "storage", "orthogonal_", "trunc_normal_"}
+        wrong = []
+        for name, write in WRITES.items():
+            with torch.no_grad():
+                try:
+                    write(state["first.weight"])
+                    wrong += [f"{name}: no error"] if name not in ignored else []
+                except ShardedAccess:
+                    pass
+                except Exception as error:
+                    wrong.append(f"{name}: {type(error).__name__}: {str(error)[:150]}")
+        for name, full in engine.iter_full_params():
+            assert torch.equal(full, truth[name])
         assert not wrong, "\n".join(wrong)
 
 

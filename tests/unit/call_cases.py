@@ -80,6 +80,32 @@ def model_is_a_function():
 
 
 @wrong(
+    "model is wrapped in DataParallel, which spreads it over the ranks or devices too. Pass the model "
+    "itself: model.module."
+)
+def model_is_wrapped():
+    engine(nn.DataParallel(linear()))
+
+
+IN_USE = (
+    "model belongs to an engine already, and two would write its parameters. Call close() (or "
+    "destroy()) of that engine before you build another, and pass engine.module."
+)
+
+
+@wrong(IN_USE)
+def model_of_an_open_engine():
+    with engine(model := linear()):
+        engine(model)
+
+
+@wrong(IN_USE)
+def model_is_an_engine():
+    with engine(stage=3) as e:
+        engine(e)
+
+
+@wrong(
     "no configuration: pass config= (a dict or the path of a JSON file), or start the program with "
     "--deepspeed_config FILE."
 )
@@ -133,9 +159,9 @@ def optimizer_function_returns_nothing():
 
 
 @wrong(
-    "the optimizer holds 2 parameters that are not in the model (the first has shape (2, 3)). They "
-    "would never be reduced or updated. Build the optimizer from the parameters of the very model "
-    "that is passed in, after any step that replaces parameters."
+    "the optimizer (or model_parameters) holds 2 parameters that are not in the model (the first has "
+    "shape (2, 3)). They would never be reduced or updated. Build it from the parameters of the very "
+    "model that is passed in, after any step that replaces parameters."
 )
 def optimizer_of_another_model():
     engine(optimizer=torch.optim.SGD(linear().parameters()))

@@ -140,3 +140,11 @@ def test_the_callers_dict_is_neither_changed_nor_shared() -> None:
     }
     assert loaded.raw == config
     assert loaded.raw["zero_optimization"] is not inner
+
+
+@pytest.mark.parametrize("text", ["", "  "])
+def test_an_empty_string_is_no_configuration(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(text, world_size=1)
+    wanted = "the configuration is an empty string; give the path of a JSON file"
+    assert str(caught.value) == wanted

@@ -93,7 +93,7 @@ def test_without_a_launcher_the_process_is_its_own_only_rank(no_launcher):
 def test_mpi_on_several_hosts_has_to_say_where_rank_0_is(no_launcher, monkeypatch):
     for key, value in MPI.items():
         monkeypatch.setenv(key, value)
-    with pytest.raises(LaunchError, match="started 4 ranks, 2 of them on this host, and MASTER_ADDR"):
+    with pytest.raises(LaunchError, match="2 of them on this host, and MASTER_ADDR"):
         init_distributed(verbose=False)
 
 

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from zeroshard.comm.recorder import Recorder, read_box, sweep_boxes
 from zeroshard.core.flight import Flight, FlightLog, Record, fold, rank_ranges, read_flight, word_of
 from zeroshard.core.verdict import (
+    FOR_ALL,
+    READ,
     Limits,
     StallClock,
     Witness,
@@ -295,6 +297,40 @@ def test_a_dead_rank_comes_before_a_late_one():
 def test_a_divergence_comes_before_the_death_that_follows_it():
     verdict = judged(witness(0, gathers("a")), witness(1, gathers("b"), fate="gone"))
     assert verdict.kind == "RankDivergence"
+
+
+def test_a_rank_that_reads_alone_is_named_with_its_line():
+    alone = witness(0, gathers("embed", "head" + READ), stack="train.py:12 log < train.py:40 main")
+    verdict = judged(alone, witness(1, gathers("embed", "layers.0")))
+    assert (verdict.kind, verdict.fatal) == ("RankDivergence", True)
+    assert verdict.text.splitlines()[-2:] == [
+        "  last agreed: gather 'embed' (#1). Rank 0 read values of 'head' alone (train.py:12 log).",
+        "  Fix: read them on every rank; all have to give their parts.",
+    ]
+
+
+def in_section(seen: Witness, section: str) -> Witness:
+    return replace(seen, flight=seen.flight._replace(section=section))
+
+
+def test_a_rank_that_waits_for_all_and_one_that_waits_for_it_end_the_run():
+    saves = in_section(witness(0, gathers("embed"), waits=False), "save" + FOR_ALL)
+    verdict = judged(saves, witness(1, gathers("embed", "layers.0")))
+    assert (verdict.kind, verdict.fatal, verdict.ranks) == ("RankDivergence", True, (0,))
+    assert verdict.text.splitlines()[1:] == [
+        "  rank 0: in save, waiting for all ranks",
+        "  rank 1: waiting in gather 'layers.0' (#2)",
+        "  Neither can go on: rank 1 did not come to save.",
+        "  Fix: make that call on every rank, not on one alone; each writes or reads its own part.",
+    ]
+
+
+def test_a_save_that_waits_for_a_rank_in_a_call_that_is_over_here_is_late():
+    """Rank 1 may still come: its partner has done its part of the call that it waits in."""
+    saves = in_section(witness(0, gathers("embed"), waits=False), "save" + FOR_ALL)
+    verdict = judged(saves, witness(1, gathers("embed")))
+    assert (verdict.kind, verdict.fatal) == ("RankLate", False)
+    assert "section save:" in verdict.text
 
 
 def test_a_rank_outside_collectives_is_late_and_the_run_goes_on():

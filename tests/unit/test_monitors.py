@@ -88,17 +88,30 @@ def test_csv_of_a_resumed_run_is_appended(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("key", "section", "module", "package"),
+    ("key", "section", "module", "package", "wanted"),
     [
-        ("tensorboard", files("x"), "torch.utils.tensorboard", "tensorboard"),
-        ("wandb", WANDB, "wandb", "wandb"),
-        ("comet", COMET, "comet_ml", "comet_ml"),
+        (
+            "tensorboard",
+            files("x"),
+            "torch.utils.tensorboard",
+            "tensorboard",
+            "'zeroshard[monitor]'",
+        ),
+        ("wandb", WANDB, "wandb", "wandb", "'zeroshard[monitor]'"),
+        ("comet", COMET, "comet_ml", "comet_ml", "comet_ml"),
     ],
 )
-def test_a_missing_package_is_an_error_at_the_start(monkeypatch, key, section, module, package):
+def test_a_missing_package_is_an_error_at_the_start(
+    monkeypatch, key, section, module, package, wanted
+):
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ConfigError, match=rf"{key}.enabled is true.*pip install {package}"):
+    with pytest.raises(ConfigError) as caught:
         build_monitors(config(**{key: section}))
+    assert str(caught.value) == (
+        f"{key}.enabled is true, but the package {package} cannot be imported (import of {module} "
+        f"halted; None in sys.modules); install it (pip install {wanted}) or set {key}.enabled to "
+        "false"
+    )
 
 
 def test_all_missing_packages_are_named_at_once(monkeypatch):

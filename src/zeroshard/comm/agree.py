@@ -18,6 +18,9 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from zeroshard.core.flight import rank_ranges
 from zeroshard.errors import RankLate, RankMismatch
 
+FAILED = "failed"
+"""The only field of a rank that cannot come, because something went wrong on its way here: what."""
+
 
 class Store(Protocol):
     """What is used of a torch.distributed store."""
@@ -29,13 +32,13 @@ class Store(Protocol):
     def delete_key(self, key: str, /) -> bool: ...
 
 
-def meeting(store: Store, label: str, world_size: int) -> Store:
+def meeting(store: Store, label: str, rank: int) -> Store:
     """A key space that no earlier meeting under this label has used.
 
-    The generation is counted in the store: every rank adds one. It is right as long as nobody
-    starts the next meeting before all have come to this one, so a meeting must wait for all once.
+    A rank's n-th meeting is every other rank's n-th, also if one left the last before the others came:
+    each has its own count in the store, where a copy of the program in the same process finds it.
     """
-    generation = (store.add(f"{label}/arrivals", 1) - 1) // world_size
+    generation = store.add(f"{label}/arrivals/{rank}", 1) - 1
     return cast("Store", PrefixStore(f"{label}/{generation}", cast("Any", store)))
 
 
@@ -111,12 +114,18 @@ def agree_value(
 def mismatch_text(
     groups: Sequence[Sequence[int]], plans: Sequence[tuple[str, Mapping[str, Any]]]
 ) -> str:
-    """One line: who differs from whom, in what. ``groups`` of ranks, the largest first.
+    """Who failed before, or who differs from whom, in what. ``groups`` of ranks, the largest first.
 
     >>> plans = [("a", {"stage": "2"}), ("b", {"stage": "3"})]
     >>> mismatch_text([[0, 1, 2], [3]], plans)[:68]
     'RankMismatch: rank 3 has another plan than ranks 0-2. First differen'
     """
+    for ranks, (host, fields) in zip(groups, plans, strict=True):
+        if FAILED in fields:
+            return (
+                f"RankMismatch: {rank_ranges(ranks)} (host {host}) failed before all ranks had met, so "
+                f"that none can go on: {fields[FAILED]}"
+            )
     odd = sorted(r for ranks in groups[1:] for r in ranks)
     has = "has" if len(odd) == 1 else "have"
     keys = dict.fromkeys(key for _, fields in plans for key in fields)

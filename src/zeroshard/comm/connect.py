@@ -101,8 +101,9 @@ def _meet(ranks: list[int], purpose: str, device_type: str, timeout_s: float) ->
     if device_type != "cpu":
         return f"it moves tensors of the CPU, not of {device_type}"
     label = f"zs/shm/{purpose}/{','.join(map(str, ranks))}"
-    place = meeting(cast("AgreeStore", default_store()), label, len(ranks))
-    return meet(place, ranks.index(dist.get_rank()), len(ranks), timeout_s=timeout_s)
+    me = ranks.index(dist.get_rank())
+    place = meeting(cast("AgreeStore", default_store()), label, me)
+    return meet(place, me, len(ranks), timeout_s=timeout_s)
 
 
 def _new_sockets(before: Mapping[int, str]) -> dict[int, str]:

@@ -177,8 +177,8 @@ def _check_master(place: Place) -> None:
     if place.launcher == "mpi" and several_hosts and "MASTER_ADDR" not in os.environ:
         raise LaunchError(
             f"mpirun started {place.world_size} ranks, {place.local_world_size} of them on this host, "
-            "and MASTER_ADDR is not set, so the ranks cannot find each other. Pass the address of rank 0's "
-            "host on (mpirun -x MASTER_ADDR=...), or start with zeroshard launch --launcher openmpi."
+            "and MASTER_ADDR is not set, so the ranks cannot find each other. Pass on the address of "
+            "rank 0's host (mpirun -x MASTER_ADDR=...), or use zeroshard launch --launcher openmpi."
         )
 
 

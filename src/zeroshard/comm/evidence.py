@@ -20,7 +20,13 @@ from zeroshard.core.flight import Flight, Record
 from zeroshard.core.verdict import Witness
 
 _FRAMES = 8
-_OWN = ("/zeroshard/comm/", "/zeroshard/zero/", "/zeroshard/engine/", "/torch/", "/threading.py")
+_OWN = (
+    *(
+        f"/zeroshard/{part}/"
+        for part in ("comm", "zero", "engine", "checkpoint", "store", "native")
+    ),
+    *("/zeroshard/integrations/", "/torch/", "/threading.py", "/contextlib.py"),
+)
 
 
 @dataclass(frozen=True)

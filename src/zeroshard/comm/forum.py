@@ -21,7 +21,8 @@ _END_S = 2.0  # how long a process that closed its connections may take to end
 class Forum:
     """A key space of ``world_size`` ranks. ``store`` must be a client that no other thread uses.
 
-    ``gone(rank)`` says why a rank will never come, or "" as long as it may. All ranks make the same
+    ``gone(rank)`` says why a rank will never come, or "" as long as it may; ``note(True)`` is called when
+    a wait takes long, ``note(False)`` when it is over. All ranks make the same
     calls in the same order, each from one thread at a time. Texts are gathered on rank 0 and said by
     it: with W ranks a call costs W texts, not W squared.
     """
@@ -33,6 +34,7 @@ class Forum:
         rank: int = 0,
         world_size: int = 1,
         gone: Callable[[int], str] = lambda _rank: "",
+        note: Callable[[bool], None] = lambda _waits: None,
         timeout_s: float = 3600.0,
     ) -> None:
         assert store is not None or world_size == 1
@@ -40,6 +42,7 @@ class Forum:
         self.world_size = world_size
         self._store = store
         self._gone = gone
+        self._note = note
         self._timeout_s = timeout_s
         self._calls = 0
         self._spent: list[str] = []  # keys that everybody will have read at the next gathering
@@ -106,6 +109,12 @@ class Forum:
             raise _rank_lost(lost, topic, facts) from error
 
     def _wait(self, keys: Mapping[int, str], topic: str) -> None:
+        try:
+            self._look(keys, topic)
+        finally:
+            self._note(False)
+
+    def _look(self, keys: Mapping[int, str], topic: str) -> None:
         store = self._store
         assert store is not None
         missing = list(keys)
@@ -115,6 +124,7 @@ class Forum:
             now_s = time.monotonic()
             if now_s - looked_s > _LOOK_S:
                 looked_s = now_s
+                self._note(True)
                 others = [rank for rank in range(self.world_size) if rank != self.rank]
                 lost = {rank: why for rank in others if (why := self._gone(rank))}
                 # One that posted and left is not missing: the store is asked after the process was.

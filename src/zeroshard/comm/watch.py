@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from zeroshard.comm.agree import Store, agree_plan, exchange, meeting, post_plan
+from zeroshard.comm.agree import FAILED, Store, agree_plan, exchange, meeting, post_plan
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.connect import default_store, make_comm
 from zeroshard.comm.env import run_name
@@ -30,6 +30,7 @@ from zeroshard.comm.sentinel import Sentinel, divergence_text
 from zeroshard.comm.side import look
 from zeroshard.comm.trust import TrustSettings
 from zeroshard.config.sections import TrustConfig
+from zeroshard.core.verdict import FOR_ALL
 from zeroshard.errors import RankDivergence
 
 
@@ -108,7 +109,7 @@ class Watch:
     @contextlib.contextmanager
     def section(self, name: str) -> Any:
         """What the rank does inside is ``name`` (``save``, ``eval``...): it has its own limit."""
-        outer = self.recorder.section
+        outer = self.recorder.section.removesuffix(FOR_ALL)
         self.recorder.mark_section(name)
         try:
             yield
@@ -154,8 +155,8 @@ def open_watch(
     setup_s = settings.sections.get("setup", settings.collective_timeout_s)
 
     store = default_store()
-    place = _meeting_place(ranks)
-    agree_plan(place, me, world_size, {"setup": "done", **plan}, timeout_s=setup_s)
+    place = _meeting_place(ranks, me)
+    agree_plan(place, me, world_size, plan, timeout_s=setup_s)
     token = secrets.token_hex(4) if me == 0 else ""
     card = json.dumps([token, asdict(this_process())])
     cards = [
@@ -204,6 +205,7 @@ def open_watch(
         rank=me,
         world_size=world_size,
         gone=_gone(peers, peers[me].process, cast("Store", PrefixStore("sentinel", client))),
+        note=_note(recorder),
         timeout_s=settings.sections.get("save", settings.collective_timeout_s),
     )
     watch = Watch(comms[0], comms[-1], sentinel, forum)
@@ -227,19 +229,30 @@ def _gone(peers: Sequence[Peer], here: Process, sentinels: Store) -> Callable[[i
     return gone
 
 
+def _note(recorder: Recorder) -> Callable[[bool], None]:
+    """Says in the recorder's section, if there is one, that it waits for all; see :class:`Forum`."""
+
+    def note(waits: bool) -> None:
+        section = recorder.section.removesuffix(FOR_ALL)
+        if section:
+            recorder.mark_section(section + FOR_ALL if waits else section)
+
+    return note
+
+
 def decline(reason: str, group: dist.ProcessGroup | None = None) -> None:
     """Tell the ranks that come to :func:`open_watch` that this one failed. Waits for nobody."""
     if not _several(group):
         return
     me, ranks = dist.get_rank(group), dist.get_process_group_ranks(group or dist.group.WORLD)
-    post_plan(_meeting_place(ranks), me, {"setup": f"failed with {reason}"})
+    post_plan(_meeting_place(ranks, me), me, {FAILED: reason})
 
 
-def _meeting_place(ranks: Sequence[int]) -> Store:
+def _meeting_place(ranks: Sequence[int], me: int) -> Store:
     """Where these ranks of this attempt meet next."""
     name = run_name()
     label = f"zs/{name.run}/{name.attempt}/watch/{','.join(map(str, ranks))}"
-    return meeting(default_store(), label, len(ranks))
+    return meeting(default_store(), label, me)
 
 
 def _several(group: dist.ProcessGroup | None) -> bool:

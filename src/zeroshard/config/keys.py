@@ -58,6 +58,9 @@ REFUSED: dict[str, str] = {
 }
 """Keys without a field: an error that gives the reason, unless the value switches them off."""
 
+OFF: dict[str, object] = {"zero_optimization.mics_shard_size": -1}
+"""What switches a refused key off besides the usual words: its default, which old files spell out."""
+
 RENAMED: dict[str, str] = {
     "bfloat16": "bf16",
     "zero_optimization.cpu_offload": "zero_optimization.offload_optimizer",

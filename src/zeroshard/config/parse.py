@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from zeroshard.config.fields import Section, is_auto, is_off, read_number, show
-from zeroshard.config.keys import KEYS, REFUSED, RENAMED, advice, nearest
+from zeroshard.config.keys import KEYS, OFF, REFUSED, RENAMED, advice, nearest
 from zeroshard.config.params import (
     PARAMS,
     TORCH_OPTIMIZERS,
@@ -56,7 +56,7 @@ def tidy(
         path = f"{prefix}{name}"
         known = model.model_fields.get(name) if isinstance(name, str) else None
         if path in REFUSED:
-            if not is_off(value):
+            if not is_off(value, OFF.get(path)):
                 found.errors.append(f"{path}: not supported: {REFUSED[path]}")
         elif known is None:
             _unknown(path, value, model, found, warn=warn)

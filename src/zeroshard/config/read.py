@@ -44,6 +44,8 @@ def read_source(source: Source) -> tuple[dict[str, Any], str]:
             f"the configuration must be a dict, a path to a JSON file, or base64 of JSON, "
             f"not {_article(type(source).__name__)}"
         )
+    if not source.strip():
+        raise ConfigError("the configuration is an empty string; give the path of a JSON file")
     if source.lstrip().startswith("{"):
         return parse_json(source, "the JSON text"), "config"
     decoded = _decode(source)  # first: text this long may be no legal file name

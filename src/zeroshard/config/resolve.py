@@ -23,6 +23,11 @@ from zeroshard.config.schema import Config
 from zeroshard.errors import ConfigError
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+FILLED_IN = (
+    *("bf16.enabled", "fp16.enabled", "gradient_clipping", "optimizer.params.lr"),
+    *("optimizer.params.weight_decay", "scheduler.params.warmup_num_steps"),
+)
+"""Keys whose "auto" a library replaces by what its user asked for, so that a default may surprise."""
 SECRET = "comet.api_key"
 WATCHERS = frozenset(
     (
@@ -305,6 +310,10 @@ def _notice(config: Config, found: Findings) -> None:
             "gradient_clipping is not given: gradients are clipped at norm 1.0, as DeepSpeed does; "
             "0 switches clipping off"
         )
+    has_mode = config.fp16.enabled or config.bf16.enabled
+    left = [path for path in FILLED_IN if path in found.autos]
+    if left := [path for path in left if not (has_mode and path.endswith(".enabled"))]:
+        found.notices.append(f'"auto" was filled in by nobody, so defaults act: {", ".join(left)}')
     optimizer, scheduler = config.optimizer, config.scheduler
     adam = optimizer if optimizer is not None and optimizer.type == "Adam" else None
     if adam is not None and adam.params.get("adam_w_mode", True):

@@ -15,6 +15,10 @@ from typing import NamedTuple
 from zeroshard.core.flight import Flight, Record, rank_ranges
 
 COLUMNS = 200
+READ = ", read"
+"""Ends the name of a gathering for a program that reads values, which no module asked for."""
+FOR_ALL = ", for all ranks"
+"""Ends the name of a section that goes on only when every rank has come to it."""
 _WORDS = {"all_gather": "gather", "reduce_scatter": "reduce", "gather_small": "exchange"}
 
 
@@ -149,6 +153,12 @@ def judge(
         if found:
             return verdict(found)
     late = [w for w in witnesses if w.flight is None or not w.flight.waiting]
+    expecting = [w for w in late if w.flight and w.flight.section.endswith(FOR_ALL)]
+    for witness in expecting:
+        done = max((r.seq for r in _records(witness)), default=0)
+        others = [w for w in witnesses if w.flight is not None and w.flight.waiting > done]
+        if others:
+            return case.parted(expecting, others)
     return case.late(late) if late else case.stuck()
 
 
@@ -186,6 +196,13 @@ class _Case:
 
     def _cause(self, found: Difference, by_rank: Mapping[int, Witness]) -> tuple[str, str]:
         (first, many), (second, few) = found.calls[:2]
+        for record, ranks in found.calls[:2]:
+            if record.name.endswith(READ):
+                return (
+                    f"{_cap(rank_ranges(ranks))} read values of {record.name.removesuffix(READ)!r} alone"
+                    f"{_at(by_rank[ranks[0]])}.",
+                    "Fix: read them on every rank; all have to give their parts.",
+                )
         if (first.op, first.name) == (second.op, second.name):
             return (
                 "Same call, other buffers.",
@@ -214,6 +231,18 @@ class _Case:
             "The ranks took different branches" + _at(by_rank[few[0]]) + ".",
             "Fix: run the same modules in the same order on every rank.",
         )
+
+    def parted(self, expecting: list[Witness], others: list[Witness]) -> Verdict:
+        """Some wait for all outside collectives, and some of those they wait for in one of theirs."""
+        section = _section(expecting[0])
+        lines = [
+            f"  {rank_ranges(w.rank for w in expecting)}: in {section}, waiting for all ranks"
+            f"{_at(expecting[0])}",
+            *self._waits(others)[:1],
+            f"  Neither can go on: {rank_ranges(w.rank for w in others)} did not come to {section}.",
+            "  Fix: make that call on every rank, not on one alone; each writes or reads its own part.",
+        ]
+        return self._verdict("RankDivergence", True, [w.rank for w in expecting], lines)
 
     def lost(self, lost: list[Witness]) -> Verdict:
         gone = [w for w in lost if w.fate == "gone"] or lost
@@ -336,7 +365,7 @@ def _last(witness: Witness) -> str:
 
 
 def _section(witness: Witness) -> str:
-    return witness.flight.section if witness.flight else ""
+    return witness.flight.section.removesuffix(FOR_ALL) if witness.flight else ""
 
 
 def _at(witness: Witness) -> str:

@@ -10,8 +10,35 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from zeroshard.errors import UsageError
+from zeroshard.zero.guard import owner_of
+from zeroshard.zero.unit import Unit
 
 _INSTEAD = "Pass model.parameters(), a list of them, or a list of param-group dicts."
+
+
+WRAPPERS = frozenset(("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"))
+"""Classes of torch that do the engine's work."""
+
+
+def check_model(model: Any) -> None:
+    """Raises :class:`UsageError` for what is no module, or is spread over the ranks by others already."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"model is a {type(model).__name__}, not a torch.nn.Module. Pass the model itself."
+        )
+    for kind in type(model).__mro__:
+        if kind.__name__ in WRAPPERS and kind.__module__.startswith("torch."):
+            raise UsageError(
+                f"model is wrapped in {kind.__name__}, which spreads it over the ranks or devices too. "
+                "Pass the model itself: model.module."
+            )
+    params = list(model.parameters())
+    trained = [param for param in params if param.requires_grad] or params
+    if trained and all(isinstance(owner_of(param), Unit) for param in trained):
+        raise UsageError(
+            "model belongs to an engine already, and two would write its parameters. Call close() (or "
+            "destroy()) of that engine before you build another, and pass engine.module."
+        )
 
 
 def parameter_list(model_parameters: Any) -> list[Any]:

@@ -240,14 +240,38 @@ def goes_home(device: torch.device, home: torch.device) -> bool:
     )
 
 
-def device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-    """What ``engine.to(...)`` was asked for: a device, and nothing else."""
+def asked_of_to(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[torch.device | None, torch.dtype | None]:
+    """What ``engine.to(...)`` was asked for: a device, a dtype, or both.
+
+    Raises :class:`UsageError` for memory formats, which are fixed when the engine is built.
+    """
     device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
-    if dtype is not None or memory_format is not None or device is None:
+    if memory_format is not None:
         raise UsageError(
-            f"engine.to({dtype or memory_format}): dtypes and memory formats are fixed when the engine "
-            'is built. Say "bf16": {"enabled": true} or "fp16" in the configuration, or change the '
-            "model before."
+            f"engine.to({memory_format}): parameters lie in flat buffers, whose memory format is fixed "
+            "when the engine is built. Change the model before, or the inputs."
         )
-    resolved: torch.device = device
-    return resolved
+    return device, dtype
+
+
+def check_keeps(
+    change: Callable[[Tensor], Tensor], params: Iterable[Tensor], device: torch.device
+) -> None:
+    """Raise :class:`UsageError` if ``change``, from ``engine.half()`` and the like, would not leave every
+    parameter as it is."""
+    for dtype in {param.dtype for param in params}:
+        changed = change(torch.empty(0, dtype=dtype, device=device))
+        if changed.dtype != dtype:
+            raise UsageError(
+                f"an engine whose parameters are {dtype} cannot be cast to {changed.dtype}: masters, "
+                "optimizer state and the shards of other ranks would stay what they are. Dtypes are "
+                'fixed when the engine is built: say "bf16": {"enabled": true} or "fp16" in the '
+                "configuration, or cast the model before."
+            )
+        if changed.device != device:
+            raise UsageError(
+                f"this engine was built for {device} and cannot move to {changed.device}. It can move to "
+                "'cpu' and back (engine.to(\"cpu\")); for another device build another engine."
+            )

@@ -128,10 +128,10 @@ def _updated_params(
     strangers = [param for param in updated if id(param) not in known]
     if strangers:
         raise UsageError(
-            f"the optimizer holds {len(strangers)} parameters that are not in the model (the first has "
-            f"shape {tuple(strangers[0].shape)}). They would never be reduced or updated. Build the "
-            "optimizer from the parameters of the very model that is passed in, after any step that "
-            "replaces parameters."
+            f"the optimizer (or model_parameters) holds {len(strangers)} parameters that are not in the "
+            f"model (the first has shape {tuple(strangers[0].shape)}). They would never be reduced or "
+            "updated. Build it from the parameters of the very model that is passed in, after any step "
+            "that replaces parameters."
         )
     if len(updated) != len({id(param) for param in updated}):
         raise UsageError("a parameter appears in two param groups of the optimizer; keep one.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from typing import Any, ClassVar, TypeVar
 
@@ -17,7 +17,7 @@ from zeroshard.config import LoadedConfig
 from zeroshard.core.nbytes import state_nbytes
 from zeroshard.engine import export, setup
 from zeroshard.engine.arguments import check_loss
-from zeroshard.engine.away import Away, device_of, goes_home
+from zeroshard.engine.away import Away, asked_of_to, check_keeps, goes_home
 from zeroshard.engine.data import agreed_batches
 from zeroshard.engine.getters import GETTERS
 from zeroshard.engine.loading import Loads
@@ -32,7 +32,7 @@ from zeroshard.engine.report import (
 )
 from zeroshard.engine.saving import Saves
 from zeroshard.engine.update import Skips, Update
-from zeroshard.errors import LossScaleError, UnsupportedError, UsageError
+from zeroshard.errors import LossScaleError, UnsupportedError, UsageError, in_short
 from zeroshard.zero.access import Training
 from zeroshard.zero.hooks import StepHooks
 
@@ -635,16 +635,53 @@ class Engine(nn.Module):
 
     def to(self, *args: Any, **kwargs: Any) -> Engine:
         """To ``"cpu"``: :meth:`offload_states`. To the engine's own device, which on CPU ranks is
-        ``"cpu"``: :meth:`reload_states`. Raises :class:`UsageError` for others, and for dtypes."""
-        if goes_home(device_of(args, kwargs), self.device):
-            self.reload_states()
-        else:
-            self.offload_states()
+        ``"cpu"``: :meth:`reload_states`. To the parameters' dtype, as :meth:`half` and the like: casts
+        buffers. Raises :class:`UsageError` for other devices and dtypes."""
+        device, dtype = asked_of_to(args, kwargs)
+        home = device is None or goes_home(device, self.device)
+        if dtype is not None:
+            self._apply(lambda held: held.to(dtype) if held.is_floating_point() else held)
+        if device is not None:
+            if home:
+                self.reload_states()
+            else:
+                self.offload_states()
         return self
 
     def cpu(self) -> Engine:
         """See :meth:`to`."""
         return self.to("cpu")
+
+    def cuda(self, device: int | torch.device | None = None) -> Engine:
+        """See :meth:`to`."""
+        return self.to(
+            torch.device("cuda", device) if isinstance(device, int) else device or "cuda"
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Engine:
+        """What ``half()``, ``bfloat16()``, ``float()``, ``type()`` and the like come down to: buffers
+        follow, and parameters are that already. Raises :class:`UsageError` if they are not."""
+        self._check_open()
+        check_keeps(fn, self.module.parameters(), self.device)
+        for module in self.module.modules() if recurse else ():
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = fn(buffer)
+        return self
+
+    def to_empty(self, **_: Any) -> Engine:
+        """Refused: an engine's parameters have their values."""
+        raise UsageError(
+            "engine.to_empty() would forget what was trained. Build the model on the meta device, and "
+            "give it to the engine as it is."
+        )
+
+    def share_memory(self) -> Engine:
+        """Refused: parameters are views of the engine's own memory."""
+        raise UsageError(
+            "engine.share_memory(): parameters are views of memory that the engine frees and fills. "
+            "Share a copy of the model, for instance from engine.save_16bit_model()."
+        )
 
     # ------------------------------------------------------------------ life
 
@@ -688,7 +725,7 @@ class Engine(nn.Module):
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        self.close("" if error is None else f"{type(error).__name__}: {error}"[:200])
+        self.close("" if error is None else in_short(error))
 
     def _check_open(self) -> None:
         if self._closed:

@@ -194,7 +194,8 @@ def _need(module: str, key: str, package: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
+        wanted = package if package == "comet_ml" else "'zeroshard[monitor]'"
         raise ConfigError(
             f"{key}.enabled is true, but the package {package} cannot be imported ({error}); "
-            f"install it (pip install {package}) or set {key}.enabled to false"
+            f"install it (pip install {wanted}) or set {key}.enabled to false"
         ) from error

@@ -17,11 +17,11 @@ from zeroshard.comm.watch import Watch, decline, open_watch
 from zeroshard.config import Config, LoadedConfig, load_config
 from zeroshard.engine import build
 from zeroshard.engine.accumulate import Accumulation
-from zeroshard.engine.arguments import parameter_list, schedule_over
+from zeroshard.engine.arguments import check_model, parameter_list, schedule_over
 from zeroshard.engine.monitors import Monitors, build_monitors
 from zeroshard.engine.optimizers import Probe, build_optimizer
 from zeroshard.engine.schedulers import build_scheduler
-from zeroshard.errors import UsageError
+from zeroshard.errors import UsageError, in_short
 from zeroshard.precision.policy import Policy, policy_from
 from zeroshard.precision.scaler import LossScaler, scaler_from
 from zeroshard.zero.unit import Unit
@@ -54,10 +54,7 @@ def assemble(
     device: torch.device | str | None,
 ) -> Parts:
     """Build all parts. Collective; ranks compare their plans before the first bytes move."""
-    if not isinstance(model, nn.Module):
-        raise UsageError(
-            f"model is a {type(model).__name__}, not a torch.nn.Module. Pass the model itself."
-        )
+    check_model(model)
     if discover().world_size > 1:  # one process needs no group, no port and no other backend
         init_distributed()
     place = current_place()
@@ -100,7 +97,7 @@ def assemble(
         for at, buffer in enumerate(buffers):
             watch.gathers.broadcast(buffer, 0, name=f"buffer {at}").wait()
     except BaseException as error:
-        watch.close(f"{type(error).__name__}: {error}"[:200])
+        watch.close(in_short(error))
         raise
     return Parts(
         draft.loaded, place, target, draft.policy, watch.gathers, watch, runtime,

@@ -49,6 +49,7 @@ class Update:
         checks_overflow: bool,
     ) -> None:
         self.checks_overflow = checks_overflow
+        self.max_norm: float = settings.gradient_clipping  # of the next step; 0 is off
         self._runtime = runtime
         self._settings = settings
         self._watch = watch
@@ -72,7 +73,7 @@ class Update:
         measures = self._measure()
         norm, found_inf = measures.norm, measures.found_inf
         scale = self._scaler.scale.clone()
-        clip = None if norm is None else clip_factor(norm, self._settings.gradient_clipping)
+        clip = None if norm is None else clip_factor(norm, self.max_norm)
         factor = self.mean_factor() / scale.to(self._wide)
         if clip is not None:
             factor = clip.to(self._wide) * factor

@@ -13,9 +13,7 @@ mistake old bytes for values.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from types import CodeType
 from typing import Any, Protocol
 
 import torch
@@ -61,10 +59,11 @@ _listed: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def list_on_request(params: Iterable[nn.Parameter]) -> None:
-    """From now on ``state_dict()`` lists these as :class:`StateEntry` while their values are elsewhere.
+    """From now on ``detach()`` of these, while their values are elsewhere, gives a :class:`StateEntry`.
 
-    For programs in which one rank asks for names and shapes alone. The others get plain values, which
-    every rank has to ask for.
+    A ``state_dict()`` is made of nothing else, whoever asks for it and how. For programs in which one
+    rank asks for names and shapes alone. Of other parameters ``detach()`` gives values, which every rank
+    has to ask for.
     """
     _listed.update((param, True) for param in params)
 
@@ -150,8 +149,6 @@ _AUTOGRAD: frozenset[Any] = frozenset(
     [torch.autograd.grad, torch.autograd.backward, *_named("backward")]
 )
 """These want to know which parameter, not its values."""
-_SAVES_STATE = nn.Module._save_to_state_dict.__code__
-"""Lists a module's parameters for ``state_dict()``."""
 _ADDRESSES = frozenset(_named("untyped_storage data_ptr storage _typed_storage"))
 _DATA_SET = _T.data.__set__  # type: ignore[attr-defined]
 _RECEIVING = frozenset(
@@ -224,7 +221,7 @@ class ShardedParameter(nn.Parameter):
                 return answer
             if func == _DATA_SET and args[1] is args[0]:
                 return None
-            if func is _T.detach and args[0] in _listed and _caller() is _SAVES_STATE:
+            if func is _T.detach and args[0] in _listed:
                 return StateEntry.of(args[0])
             if args and isinstance(args[0], StateEntry):
                 if func in _ADDRESSES:  # of a tensor on the device meta: none
@@ -278,11 +275,12 @@ class ShardedParameter(nn.Parameter):
 
 
 class StateEntry(ShardedParameter):
-    """What ``module.state_dict()`` lists after :func:`list_on_request`: shape, dtype, values on request.
+    """What ``detach()`` gives after :func:`list_on_request`: shape, dtype, and values on request.
 
-    Listing gathers nothing, so one rank may do it alone, as programs do that save on rank 0, and may look
-    for shared memory. Reading a value is collective like any other read, and finds the parameter as it is
-    then: a state dict shares memory with its module. The device is ``meta``, where nothing has bytes.
+    Detaching gathers nothing, so one rank may list a ``state_dict()`` alone, as programs do that save on
+    rank 0, and may look for shared memory. Reading a value is collective like any other read, and finds
+    the parameter as it is then: what is detached shares memory with its parameter. The device is
+    ``meta``, where nothing has bytes: C++ functions that never ask the class cannot give a value.
     """
 
     @staticmethod
@@ -373,11 +371,6 @@ class _ReadFull(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         return grad, None
-
-
-def _caller() -> CodeType:
-    """The code that called what runs in the function above."""
-    return sys._getframe(2).f_code
 
 
 def _full_value(param: nn.Parameter) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -64,14 +64,13 @@ class StepHooks:
         self._buffers = {id(buffer.unit): buffer for buffer in reducer.buffers}
         self._handles: list[RemovableHandle] = []
         self._landings: list[tuple[Site, GradBuffer, int]] = []  # what each gradient hook is for
-        self._places = self._parameter_places()
+        self._note_places()
         self._attach()
 
     # ------------------------------------------------------------------ attaching
 
     def _attach(self) -> None:
-        me = weakref.proxy(self)  # a model must not keep a closed engine alive
-        buffers = self._buffers
+        me, buffers = weakref.ref(self), self._buffers  # a model must not keep an engine alive
         for site in self.gatherer.sites:
             before, after = self._site_hooks(site)
             pre = _bound(me, before, site)
@@ -88,7 +87,7 @@ class StepHooks:
             for unit in site.units:
                 if (buffer := buffers.get(id(unit))) is not None:
                     for index, param in enumerate(unit.params):
-                        land = _landing(me, len(self._landings))
+                        land = _landing(weakref.proxy(self), len(self._landings))
                         self._landings.append((site, buffer, index))
                         self._handles.append(param.register_post_accumulate_grad_hook(land))
 
@@ -121,26 +120,42 @@ class StepHooks:
             self.gatherer.begin_forward()
         self.forward_depth += 1
 
-    def _parameter_places(self) -> list[tuple[dict[str, Any], str, nn.Parameter]]:
-        """Where each parameter hangs in the module tree."""
-        modules = self.gatherer.root.module.modules()
-        tables = [module._parameters for module in modules]
-        return [(t, leaf, p) for t in tables for leaf, p in t.items() if p is not None]
+    def _note_places(self) -> None:
+        """Where each parameter hangs in the module tree, and what the tree is made of."""
+        modules = list(self.gatherer.root.module.modules())
+        self._params = _Entries([module._parameters for module in modules])
+        self._modules = _Entries([module._modules for module in modules])
 
     def _check_places(self) -> None:
-        """What replaced a parameter after the engine was built would never be reduced or updated."""
-        if all(table.get(leaf) is param for table, leaf, param in self._places):
+        """What came into the model after the engine was built would never be reduced or updated.
+
+        Where nothing is trained anything may be in it: ``torch.func.functional_call`` puts tensors there.
+        """
+        if not torch.is_grad_enabled():
+            return
+        stayed = self._params.are_there()
+        if (
+            stayed
+            and self._params.are_all()
+            and self._modules.are_there()
+            and self._modules.are_all()
+        ):
             return
         named = self.gatherer.root.module.named_parameters()
-        strangers = [name for name, param in named if guard.owner_of(param) is None]
+        strangers = [
+            name
+            for name, param in named
+            if guard.owner_of(param) is None and (param.requires_grad or not stayed)
+        ]
         if strangers:
             raise UsageError(
                 f"parameter {strangers[0]!r} (and {len(strangers) - 1} more) came into the model after "
-                "the engine was built, for instance by load_state_dict(assign=True), pruning, resizing "
-                "or module.to('meta'). It would never be trained. Change the model first, then build "
-                "the engine; load values with load_state_dict() inside GatheredParameters."
+                "the engine was built, for instance by load_state_dict(assign=True), pruning, resizing, "
+                "a new adapter or head, or module.to('meta'). It would never be trained. Change the "
+                "model first, then build the engine; load values with load_state_dict() inside "
+                "GatheredParameters."
             )
-        self._places = self._parameter_places()
+        self._note_places()
 
     def _after_root(self, site: Site, _module: nn.Module, _args: Any, output: Any) -> None:
         if in_backward():
@@ -297,6 +312,23 @@ class StepHooks:
             site.open_calls.clear()
 
 
+class _Entries:
+    """What was in some tables of modules at one time."""
+
+    def __init__(self, tables: Sequence[dict[str, Any]]) -> None:
+        self._tables = tables
+        self._found = [(t, leaf, x) for t in tables for leaf, x in t.items() if x is not None]
+        self._count = sum(map(len, tables))
+
+    def are_there(self) -> bool:
+        """Is everything where it was?"""
+        return all(table.get(leaf) is found for table, leaf, found in self._found)
+
+    def are_all(self) -> bool:
+        """Was nothing added?"""
+        return sum(map(len, self._tables)) == self._count
+
+
 class _Hook:
     """A site's hook, opaque to the compiler: graphs are cut at sites, not inside.
 
@@ -317,8 +349,17 @@ def _nothing(*_: Any) -> None:
     """What a hook does in a copy of its module."""
 
 
-def _bound(me: Any, method: Callable[..., Any], site: Site) -> _Hook:
-    return _Hook(lambda *args: method(me, site, *args))
+def _bound(me: weakref.ref[StepHooks], method: Callable[..., Any], site: Site) -> _Hook:
+    def hook(*args: Any) -> Any:
+        hooks = me()
+        if hooks is None:
+            raise UsageError(
+                "the model runs, but its engine is gone: it was dropped without close(), and had the "
+                "values. Keep the engine as long as the model is used, or close() it first."
+            )
+        return method(hooks, site, *args)
+
+    return _Hook(hook)
 
 
 def _release_values(

@@ -23,6 +23,7 @@ from zeroshard.errors import UsageError
 from zeroshard.native import adam
 from zeroshard.store import storage
 from zeroshard.store.bus import Arrival
+from zeroshard.zero import guard
 from zeroshard.zero.behind import Behind, Pending
 from zeroshard.zero.crossing import Crossing, Delivery, HostSide
 from zeroshard.zero.gradients import GradBuffer, Norms
@@ -81,6 +82,13 @@ class ShardedOptimizer:
             )
             self.tiles.append(tile)
             tile.account(ledger, inner.state)
+        trained = {id(param) for tile in self.tiles for param in tile.unit.params}
+        self._frozen = [
+            param
+            for group in inner.param_groups
+            for param in group["params"]
+            if id(param) not in trained
+        ]
         self._groups: list[list[Tensor]] = [[] for _ in inner.param_groups]
         for fragment in self._fragments():
             self._groups[fragment.group].append(fragment.value)
@@ -346,11 +354,34 @@ class ShardedOptimizer:
         """What the program wrote into parameters is what the step starts from.
 
         Parameters are brought home here; masters follow in :meth:`update`, which reads them anyway.
+        Raises :class:`UsageError` for gradients and param groups that the step would ignore.
         """
+        self._refuse_unknown()
         for tile in self.tiles:
             tile.refuse_grad()
             tile.unit.wait()
             tile.unit.absorb()
+
+    def _refuse_unknown(self) -> None:
+        """Plain PyTorch would update these; here they have no shard of the state, and never will."""
+        if added := len(self.inner.param_groups) - len(self._groups):
+            raise UsageError(
+                f"the optimizer has {len(self.inner.param_groups)} param groups, and had "
+                f"{len(self._groups)} when the engine was built ({added:+d}); what is sharded how was "
+                "planned then. Build the engine with all groups, freeze what is not trained yet "
+                "(param.requires_grad_(False)) after that, and unfreeze it later."
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            woken = [param for param in self._frozen if param.grad is not None]
+        if woken:
+            unit = guard.owner_of(woken[0])
+            assert isinstance(unit, Unit)
+            raise UsageError(
+                f"{unit.layout.slots[unit.index(woken[0])].fqn!r} (and {len(woken) - 1} more) was "
+                "frozen when the engine was built, and has a gradient now. The optimizer has no state "
+                "for it, so step() would not update it. Freeze it after the engine is built: then it "
+                "may be unfrozen at any time. Or leave it out of the optimizer."
+            )
 
     def check_whole(self) -> None:
         """Raise :class:`UsageError` after an update that an error ended in the middle, and the like."""
@@ -411,8 +442,8 @@ class ShardedOptimizer:
 
     def close(self) -> None:
         """Give master and state back."""
-        for guard in self._guards:
-            guard.remove()
+        for handle in self._guards:
+            handle.remove()
         self.inner.state.clear()
         for group in self.inner.param_groups:
             group["params"] = []

@@ -17,6 +17,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from zeroshard.core.layout import Slot, UnitLayout
 from zeroshard.core.tiers import Tier
+from zeroshard.core.verdict import READ
 from zeroshard.errors import UnitStateError, UsageError
 from zeroshard.store import storage
 from zeroshard.store.shards import InMemory, Rest, Room
@@ -338,7 +339,7 @@ class Unit:
         self.wait()
         source_S = (self.rest.bring() if shard_S is None else shard_S).to(self.full_N.device)
         full_N = self.full_N.new_empty(self.layout.full_numel, dtype=source_S.dtype)
-        self.comm.all_gather(full_N, source_S, name=self.name).wait()
+        self.comm.all_gather(full_N, source_S, name=self.name + READ).wait()
         if shard_S is None:
             self.rest.leave()
         return full_N

@@ -57,7 +57,9 @@ def find_sites(
     skipped = tree.matching(conditional, "conditional_modules")
     skipped |= tree.matching(_EXPERTS, "experts", required=False)
     leaf = tree.matching(leaves, "leaf_module", required=False)
-    if units == "auto":
+    if "" in leaf or "" in leaves:
+        chosen = set()  # all of the model is gathered as one
+    elif units == "auto":
         chosen = set(_auto_sites(tree, max_numel, min_numel, skipped, leaf))
     else:
         patterns = [units] if isinstance(units, str) else list(units)

@@ -1,7 +1,7 @@
 """How do programs checkpoint activations through DeepSpeed's names?
 
 ``checkpoint`` is ``torch.utils.checkpoint``. ``configure`` is remembered; ``checkpoint_in_cpu`` keeps the
-inputs of checkpointed functions in host memory.
+tensors that checkpointed functions are called with in host memory until backward.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from torch.utils.checkpoint import checkpoint as _checkpoint
 
 from zeroshard.comm.env import current_place, uses_cuda
 from zeroshard.config import Config, load_config
+
+_OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
+"""Keywords that torch takes for itself; all others are the function's."""
 
 _settings: dict[str, Any] = {}
 
@@ -63,17 +66,23 @@ def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs:
     return _run(function, False, args, kwargs)
 
 
-def _run(function: Callable[..., Any], reentrant: bool, args: Any, kwargs: Any) -> Any:
+def _run(function: Callable[..., Any], reentrant: bool, args: Any, kwargs: dict[str, Any]) -> Any:
     if kwargs and reentrant:
         reentrant = False  # torch's reentrant kind takes no keywords
-    with _kept_on_host():
+    if not (_settings.get("cpu") and uses_cuda()):
         return _checkpoint(function, *args, use_reentrant=reentrant, **kwargs)
 
+    options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
+    count, names = len(args), tuple(kwargs)
 
-def _kept_on_host() -> Any:
-    if not (_settings.get("cpu") and uses_cuda()):
-        return contextlib.nullcontext()
-    return torch.autograd.graph.save_on_cpu(pin_memory=True)
+    def by_position(*values: Any) -> Any:
+        return function(*values[:count], **dict(zip(names, values[count:], strict=True)))
+
+    # Torch saves what stands by position, and nothing that the function computes. Naming the arguments
+    # here would keep them on the device.
+    with torch.autograd.graph.save_on_cpu(pin_memory=True):
+        values = (*args, *kwargs.values())
+        return _checkpoint(by_position, *values, use_reentrant=reentrant, **options)
 
 
 class CheckpointFunction:

@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 from zeroshard.comm import env, torch_names
+from zeroshard.integrations.deepspeed.consumers import check_consumers
 
 
 def init_distributed(
@@ -21,7 +22,11 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """:func:`zeroshard.init_distributed`; nothing to do if the group exists."""
+    """:func:`zeroshard.init_distributed`; nothing to do if the group exists.
+
+    Raises :class:`UsageError` if a library that calls is too old.
+    """
+    check_consumers()
     env.init_distributed(
         dist_backend,
         auto_mpi_discovery,

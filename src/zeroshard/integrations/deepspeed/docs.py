@@ -1,7 +1,7 @@
 """What does the page about compatibility say?
 
-``python -m zeroshard.integrations.deepspeed.docs > docs/compat.md`` writes it from the table of names and
-the table of keys; a test compares the committed page with this text.
+``python -m zeroshard.integrations.deepspeed.docs > docs/compat.md`` writes it from the tables of names,
+of libraries and of keys; a test compares the committed page with this text.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 
 from zeroshard.config.docs import OWN
 from zeroshard.config.keys import KEYS
+from zeroshard.integrations.deepspeed.consumers import CONSUMERS
 from zeroshard.integrations.deepspeed.names import MEMBERS, NAMES, SAME_MODULE, VERSION, Name
 
 INTRO = f"""\
@@ -36,13 +37,76 @@ On ranks without a GPU, `DS_ACCELERATOR=cpu` is understood, and Accelerate and t
 themselves. Lightning's own strategy insists on CUDA;
 `Trainer(strategy=zeroshard.integrations.lightning.ZeroShardStrategy(stage=3))` is the same one without
 that, and needs no preparation.
+"""
 
-## Names
-
+NAMES_INTRO = """\
 *works*: does what DeepSpeed's does. *accepted*: may be used, and changes nothing here. *refused*: there
 is no such thing here. *later*: planned, and refused until then. A name that is refused raises, with the
 reason.
 """
+
+FIT_INTRO = """\
+## When something does not fit
+
+**Versions.** A library is judged when it calls `init_distributed` or `initialize`, and only if it drives
+the training: Accelerate by an `Accelerator`, Transformers by its `Trainer`. One that is too old is a
+`UsageError` on every rank; one that is newer than tested is one line on rank 0.
+
+| library | oldest | tested up to | an older one |
+|---|---|---|---|
+"""
+
+FIT = """\
+**Packages.** `zeroshard[hf]` brings Accelerate, Transformers and PEFT, `zeroshard[lightning]` Lightning,
+`zeroshard[monitor]` TensorBoard and Weights & Biases. A monitor that is enabled and cannot be imported is
+an error before training starts.
+
+**Values in two places.** Accelerate, the Trainer and Lightning replace `"auto"` and compare their own
+arguments with the file; their errors arrive as they are. Where the numbers that they wrote cannot hold
+together, our `ConfigError` ends with who wrote which. An `"auto"` that nobody replaced means the default;
+if it decides about learning rate, precision or clipping, one line at start names it.
+
+| program | configuration | |
+|---|---|---|
+"""
+
+DISAGREEMENTS = (
+    (
+        "an optimizer, or a schedule",
+        "`optimizer`, or `scheduler`",
+        "error; a `DummyOptim` stands for the configuration's",
+    ),
+    ("`args.deepspeed_config`", "`config=`", "error"),
+    ("a model in `DistributedDataParallel`", "", "error: pass the model itself"),
+    ("a model of an engine that is still open", "", "error: close that engine first"),
+    (
+        "`zero.Init` at stage 3, or in one dtype",
+        "another stage, or dtype, for `initialize`",
+        "`initialize` decides",
+    ),
+    (
+        "trained parameters in bfloat16 or float16",
+        "neither `bf16` nor `fp16` enabled",
+        "one line: there are no float32 masters",
+    ),
+    ("trained parameters in bfloat16", "`fp16`", "one line: the range is smaller"),
+    (
+        "`set_gradient_accumulation_boundary(True)` at every backward",
+        "`gradient_accumulation_steps` above 1",
+        "one line after three steps: gradients are too small",
+    ),
+    (
+        "`accelerator.clip_grad_norm_(parameters, max_norm)`",
+        "`gradient_clipping`",
+        "the configuration clips; Accelerate passes no `max_norm` on",
+    ),
+    (
+        "`ZeroShardStrategy(stage=...)`, `Trainer(gradient_clip_val=...)`, `Trainer(precision=...)`",
+        "other values in `config=`",
+        "error",
+    ),
+)
+"""What the program says, what the configuration says, what happens."""
 
 KEYS_INTRO = """\
 ## Keys of the configuration
@@ -60,6 +124,12 @@ def page() -> str:
 
 def _lines() -> Iterator[str]:
     yield INTRO
+    yield FIT_INTRO + "\n".join(
+        f"| {row.name} | {row.oldest} | {row.tested} | {row.why} |" for row in CONSUMERS
+    )
+    yield f"\n{FIT}" + "\n".join(f"| {' | '.join(row)} |" for row in DISAGREEMENTS)
+    yield "\n## Names\n"
+    yield NAMES_INTRO
     yield "| module | works |"
     yield "|---|---|"
     by_module: dict[str, list[str]] = defaultdict(list)

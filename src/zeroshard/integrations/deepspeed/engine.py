@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,8 +18,9 @@ from zeroshard.comm.torch_names import get_world_group
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.initialize import initialize as _initialize
 from zeroshard.engine.monitors import Monitors
-from zeroshard.errors import UnsupportedError
-from zeroshard.integrations.deepspeed import names
+from zeroshard.errors import ConfigError, UnsupportedError
+from zeroshard.integrations.deepspeed import conflicts, names
+from zeroshard.integrations.deepspeed.consumers import check_consumers
 from zeroshard.integrations.deepspeed.install import disagreement
 from zeroshard.integrations.deepspeed.logs import log_dist, logger
 from zeroshard.integrations.deepspeed.optimizer import EngineOptimizer, optimizer_of
@@ -40,6 +42,7 @@ class DeepSpeedEngine(Engine):
         self.optimizer: EngineOptimizer | None = optimizer_of(self)  # type: ignore[assignment]
         self.is_compiled = False
         self.losses: Tensor | None = None
+        self._short_steps = conflicts.ShortSteps()
         self.timers = SynchronizedWallClockTimer()
         self.tput_timer = ThroughputTimer(None, self.train_batch_size())
         self.monitor = MonitorMaster(self._observer.monitors)
@@ -112,6 +115,19 @@ class DeepSpeedEngine(Engine):
 
     # ------------------------------------------------------------------ training
 
+    def backward(
+        self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> Tensor:
+        """As :meth:`zeroshard.Engine.backward`."""
+        self._short_steps.saw_backward(divides=scale_wrt_gas)
+        return super().backward(loss, retain_graph, scale_wrt_gas)
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """As :meth:`zeroshard.Engine.step`."""
+        if notice := self._short_steps.saw_step(self.accumulation):
+            log_dist(notice, ranks=[0], level=logging.WARNING)
+        super().step(lr_kwargs)
+
     def compile(
         self,
         backend: Any = "inductor",
@@ -183,15 +199,31 @@ def initialize(
     mesh_param: Any = None,
     config_params: Any = None,
 ) -> tuple[DeepSpeedEngine, EngineOptimizer | None, Any, Any]:
-    """:func:`zeroshard.initialize`, with an engine and an optimizer under DeepSpeed's names."""
+    """:func:`zeroshard.initialize`, with an engine and an optimizer under DeepSpeed's names.
+
+    Raises :class:`UsageError` too where a library that calls is too old.
+    """
+    check_consumers()
     who = f"ZeroShard {zeroshard.__version__} in {next(iter(zeroshard.__path__))}"
     log_dist(f"DeepSpeed info: version={names.VERSION}, answered by {who}", ranks=[0])
     if problem := disagreement():
         logger.warning("%s", problem)
-    engine, made, loader, schedule = _initialize(
-        args, model, optimizer, model_parameters, training_data, lr_scheduler, distributed_port,
-        mpu, dist_init_required, collate_fn, config, mesh_param, config_params,
-        engine_type=DeepSpeedEngine,
-    )  # fmt: skip
+    named = model.named_parameters() if isinstance(model, nn.Module) else ()
+    came_in = {name: param.dtype for name, param in named}
+    passed = config_params or config
+    config_params = conflicts.without_idle_schedule(config_params, optimizer)
+    try:
+        engine, made, loader, schedule = _initialize(
+            args, model, optimizer, model_parameters, training_data, lr_scheduler, distributed_port,
+            mpu, dist_init_required, collate_fn, config, mesh_param, config_params,
+            engine_type=DeepSpeedEngine,
+        )  # fmt: skip
+    except ConfigError as error:
+        if told := conflicts.writers(str(error), passed):
+            raise ConfigError(f"{error}\n  {told}") from None
+        raise
     assert isinstance(engine, DeepSpeedEngine)
+    trained = conflicts.trained_dtypes(came_in, engine.runtime.units) if made is not None else {}
+    if notice := conflicts.precision_notice(trained, engine.policy):
+        log_dist(notice, ranks=[0], level=logging.WARNING)
     return engine, made, loader, schedule

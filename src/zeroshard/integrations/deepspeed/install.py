@@ -25,8 +25,18 @@ def install() -> None:
     """From now on ``import deepspeed`` is ZeroShard, in this process and in those that it spawns.
 
     Call it before anything that looks for DeepSpeed is imported. Raises :class:`UsageError` if another
-    ``deepspeed`` was imported already, or Transformers has already found that there is none.
+    ``deepspeed`` was imported already, or Accelerate or Transformers have found that there is none.
     """
+    if blind := found_none():
+        raise UsageError(
+            f"{' and '.join(blind)} looked for deepspeed when imported, and found none. Call "
+            f"zeroshard.compat.install() before importing {' and '.join(blind)}."
+        )
+    come_first()
+
+
+def come_first() -> None:
+    """:func:`install` for who does not need Accelerate and Transformers to know of it (Lightning)."""
     found = sys.modules.get(PACKAGE)
     if found is not None and not is_ours(found):
         raise UsageError(
@@ -34,17 +44,23 @@ def install() -> None:
             "use it. Call zeroshard.compat.install() before the first import of deepspeed, or start the "
             "program with `zeroshard launch --as-deepspeed`."
         )
-    cached = sys.modules.get("transformers.integrations.deepspeed")
-    if cached is not None and getattr(cached, "DeepSpeedConfig", None) is object:
-        raise UsageError(
-            "transformers.integrations.deepspeed was imported already, and found no deepspeed. Call "
-            "zeroshard.compat.install() before importing transformers."
-        )
     entry = str(DIRECTORY)
     if entry in sys.path:
         sys.path.remove(entry)
     sys.path.insert(0, entry)
     importlib.invalidate_caches()
+
+
+def found_none() -> list[str]:
+    """Libraries that look once, when they are imported, and did so before there was a ``deepspeed``."""
+    blind = []
+    accelerate = sys.modules.get("accelerate.utils")
+    if accelerate is not None and not hasattr(accelerate, "DummyOptim"):
+        blind.append("accelerate")
+    transformers = sys.modules.get("transformers.integrations.deepspeed")
+    if transformers is not None and getattr(transformers, "DeepSpeedConfig", None) is object:
+        blind.append("transformers")
+    return blind
 
 
 def origin_of(module: object) -> str:

@@ -370,9 +370,7 @@ _MEMBERS: tuple[tuple[Verdict, str, str, str], ...] = (  # verdict, of which obj
      "deepspeed.utils.safe_get_* and safe_set_*"),
     ("works", "scheduler", "step get_lr get_last_lr state_dict load_state_dict", ""),
     ("works", "parameter", "ds_id ds_numel ds_shape ds_status ds_tensor ds_persist "
-     "ds_process_group ds_summary partition_numel", ""),
-    ("refused", "parameter", "all_gather partition", "a parameter that is left whole would be freed "
-     "under its reader; use zero.GatheredParameters"),
+     "ds_process_group ds_summary partition_numel all_gather partition ds_active_sub_modules", ""),
 )  # fmt: skip
 
 

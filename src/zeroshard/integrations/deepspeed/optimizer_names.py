@@ -8,6 +8,7 @@ checkpoints do not tell how it was named. ``isinstance`` knows which class was a
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -17,10 +18,27 @@ from zeroshard.engine.optimizers import build_optimizer
 
 
 class _Maker(type):
-    """A class whose call makes an object of another one."""
+    """A class whose call makes an object of another one.
+
+    ``kind``: its name in a configuration. ``takes``: DeepSpeed's arguments with their defaults, in its
+    order; the first is the parameters. ``renamed``: what they are called in a configuration; None for
+    those that change nothing here.
+    """
+
+    kind: str
+    takes: Mapping[str, Any]
+    renamed: Mapping[str, str | None] = {}
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        made = cls.make(*args, **kwargs)  # type: ignore[attr-defined]
+        """The optimizer. Raises :class:`ConfigError`, :class:`UnsupportedError`."""
+        given = cls.__signature__.bind(*args, **kwargs)
+        given.apply_defaults()
+        (_, params), *others = given.arguments.items()
+        names = [cls.renamed.get(name, name) for name, _ in others]
+        options = {
+            name: value for name, (_, value) in zip(names, others, strict=True) if name is not None
+        }
+        made: Any = _made(cls.kind, params, options)
         made.asked_as = cls
         return made
 
@@ -30,7 +48,12 @@ class _Maker(type):
 
     @property
     def __signature__(cls) -> inspect.Signature:
-        return inspect.signature(cls.make)  # type: ignore[attr-defined]
+        return inspect.Signature(
+            [
+                inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default)
+                for name, default in cls.takes.items()
+            ]
+        )
 
 
 def _made(kind: str, params: Any, options: dict[str, Any]) -> Optimizer:
@@ -46,96 +69,60 @@ def _made(kind: str, params: Any, options: dict[str, Any]) -> Optimizer:
     return made
 
 
+_BETAS = (0.9, 0.999)
+_NEEDED = inspect.Parameter.empty  # no default
+
+
 class DeepSpeedCPUAdam(metaclass=_Maker):
     """AdamW, or Adam with ``adamw_mode=False``; no decay unless asked for."""
 
     optimizer_id: ClassVar[int] = 0
-
-    @staticmethod
-    def make(
-        model_params: Any,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0,
-        amsgrad: bool = False,
-        adamw_mode: bool = True,
-        fp32_optimizer_states: bool = True,
-    ) -> Optimizer:
-        """The optimizer. Raises :class:`ConfigError`, :class:`UnsupportedError`."""
-        options = {
-            "lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps,
-            "weight_decay": weight_decay, "amsgrad": amsgrad, "adam_w_mode": adamw_mode,
-            "fp32_optimizer_states": fp32_optimizer_states,
-        }  # fmt: skip
-        return _made("Adam", model_params, options)
+    kind = "Adam"
+    takes: ClassVar[Mapping[str, Any]] = {
+        "model_params": _NEEDED, "lr": 1e-3, "bias_correction": True, "betas": _BETAS, "eps": 1e-8,
+        "weight_decay": 0, "amsgrad": False, "adamw_mode": True, "fp32_optimizer_states": True,
+    }  # fmt: skip
+    renamed: ClassVar[Mapping[str, str | None]] = {"adamw_mode": "adam_w_mode"}
 
 
 class FusedAdam(metaclass=_Maker):
     """The same, with ``adam_w_mode``."""
 
-    @staticmethod
-    def make(
-        params: Any,
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        adam_w_mode: bool = True,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        set_grad_none: bool = True,
-    ) -> Optimizer:
-        """The optimizer. Raises :class:`ConfigError`, :class:`UnsupportedError`."""
-        options = {
-            "lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps,
-            "weight_decay": weight_decay, "amsgrad": amsgrad, "adam_w_mode": adam_w_mode,
-        }  # fmt: skip
-        return _made("Adam", params, options)
+    kind = "Adam"
+    takes: ClassVar[Mapping[str, Any]] = {
+        "params": _NEEDED, "lr": 1e-3, "bias_correction": True, "betas": _BETAS, "eps": 1e-8,
+        "adam_w_mode": True, "weight_decay": 0.0, "amsgrad": False, "set_grad_none": True,
+    }  # fmt: skip
+    renamed: ClassVar[Mapping[str, str | None]] = {"set_grad_none": None}
 
 
 class DeepSpeedCPUAdagrad(metaclass=_Maker):
     """Adagrad."""
 
-    @staticmethod
-    def make(
-        model_params: Any,
-        lr: float = 1e-2,
-        eps: float = 1e-10,
-        weight_decay: float = 0,
-        amsgrad: bool = False,
-        fp32_optimizer_states: bool = True,
-    ) -> Optimizer:
-        """The optimizer."""
-        return _made("Adagrad", model_params, {"lr": lr, "eps": eps, "weight_decay": weight_decay})
+    kind = "Adagrad"
+    takes: ClassVar[Mapping[str, Any]] = {
+        "model_params": _NEEDED, "lr": 1e-2, "eps": 1e-10, "weight_decay": 0, "amsgrad": False,
+        "fp32_optimizer_states": True,
+    }  # fmt: skip
+    renamed: ClassVar[Mapping[str, str | None]] = {"amsgrad": None, "fp32_optimizer_states": None}
 
 
 class DeepSpeedCPULion(metaclass=_Maker):
     """Lion."""
 
-    @staticmethod
-    def make(
-        model_params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        weight_decay: float = 0,
-        fp32_optimizer_states: bool = True,
-    ) -> Optimizer:
-        """The optimizer."""
-        return _made("Lion", model_params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+    kind = "Lion"
+    takes: ClassVar[Mapping[str, Any]] = {
+        "model_params": _NEEDED, "lr": 1e-3, "betas": _BETAS, "weight_decay": 0,
+        "fp32_optimizer_states": True,
+    }  # fmt: skip
+    renamed: ClassVar[Mapping[str, str | None]] = {"fp32_optimizer_states": None}
 
 
 class FusedLion(metaclass=_Maker):
     """Lion."""
 
-    @staticmethod
-    def make(
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        weight_decay: float = 0.0,
-        set_grad_none: bool = True,
-    ) -> Optimizer:
-        """The optimizer."""
-        return _made("Lion", params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+    kind = "Lion"
+    takes: ClassVar[Mapping[str, Any]] = {
+        "params": _NEEDED, "lr": 1e-3, "betas": _BETAS, "weight_decay": 0.0, "set_grad_none": True,
+    }  # fmt: skip
+    renamed: ClassVar[Mapping[str, str | None]] = {"set_grad_none": None}

@@ -1,28 +1,33 @@
 """Which attributes do programs expect on a parameter that ZeRO shards?
 
 ``ds_id`` says that it is one; ``ds_numel`` and ``ds_shape`` are its full sizes. They are plain values
-on the parameter. ``ds_status``, ``ds_tensor`` and the methods depend on the moment, and are answered by
-the class that a parameter has while its bytes are elsewhere; while it is whole, its own ``ds_status``
-is seen.
+on the parameter. ``ds_status`` and ``ds_tensor`` depend on the moment, and are answered by the class that
+a parameter has while its bytes are elsewhere; while it is whole, its own ``ds_status`` is seen.
+
+``all_gather`` and ``partition`` are the two ends of a :class:`GatheredParameters` block.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
 from zeroshard.errors import UsageError
-from zeroshard.integrations.deepspeed import names
 from zeroshard.integrations.deepspeed.words import ZeroParamStatus
 from zeroshard.zero import guard
+from zeroshard.zero.access import GatheredParameters
 from zeroshard.zero.init import SpreadParameter
 from zeroshard.zero.unit import Unit, UnitState
 
 _ids = itertools.count()
+_by_id: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()
+_OPENED = "_ds_opened"
+"""On a parameter between its ``all_gather`` and its ``partition``: whether that made its unit whole."""
 
 
 def is_zero_param(parameter: Any) -> bool:
@@ -38,10 +43,14 @@ def mark_parameters(params: Iterable[nn.Parameter]) -> None:
             continue
         own = param.__dict__
         own.setdefault("ds_id", next(_ids))
+        _by_id[own["ds_id"]] = param
         own |= {"ds_numel": param.numel(), "ds_shape": param.shape, "ds_persist": False}
         own |= {
             "ds_status": ZeroParamStatus.AVAILABLE,
             "partition_numel": _Constant(_own_numel(param)),
+            "all_gather": _AllGather(own["ds_id"]),
+            "partition": _Partition(own["ds_id"]),
+            "ds_active_sub_modules": set(),
         }
         guard.list_on_request([param])
 
@@ -56,6 +65,93 @@ class _Constant:
         return self.value
 
 
+class _AllGather:
+    """``param.all_gather(...)``. Knows the parameter by its number, as it is pickled with it."""
+
+    def __init__(self, ds_id: int) -> None:
+        self.ds_id = ds_id
+
+    def __call__(
+        self,
+        param_list: Sequence[nn.Parameter] | None = None,
+        async_op: bool = False,
+        hierarchy: int = 0,
+    ) -> _Arrived | None:
+        """Make the parameters whole until their :class:`partition <_Partition>`, whatever runs in
+        between; those that are already stay so. ``async_op``: returns something with ``wait()``; the
+        values are here nevertheless. Collective."""
+        for param in [_find(self.ds_id)] if param_list is None else param_list:
+            if _OPENED in param.__dict__ or guard.owner_of(param) is None:
+                continue
+            owner = guard.owner_of(param)
+            opens = not isinstance(owner, Unit) or owner.state is UnitState.SHARDED
+            GatheredParameters([param]).__enter__()
+            param.__dict__[_OPENED] = opens or any(
+                sibling.__dict__.get(_OPENED) for sibling in _siblings(param)
+            )
+        return _Arrived() if async_op else None
+
+
+class _Partition:
+    """``param.partition(...)``. Knows the parameter by its number, as it is pickled with it."""
+
+    def __init__(self, ds_id: int) -> None:
+        self.ds_id = ds_id
+
+    def __call__(
+        self,
+        param_list: Sequence[nn.Parameter] | None = None,
+        hierarchy: int = 0,
+        has_been_updated: bool = False,
+        free_data: bool = True,
+    ) -> None:
+        """End what ``all_gather`` began; parameters that it did not gather stay as they are.
+
+        ``has_been_updated``: the values that rank 0 wrote become everybody's; without it an edit raises
+        :class:`ShardedAccess`. Collective. Raises :class:`UsageError` for ``free_data=False``.
+        """
+        if not free_data:
+            raise UsageError(
+                "param.partition(free_data=False): a parameter that is not whole has no memory of its "
+                "own. Leave the argument out, and copy the values before."
+            )
+        for param in [_find(self.ds_id)] if param_list is None else param_list:
+            opened = param.__dict__.pop(_OPENED, None)
+            owner = guard.owner_of(param)
+            if opened is None or owner is None or (isinstance(owner, Unit) and not owner.pins):
+                continue  # not gathered by its name, or the engine took it over or was closed since
+            context = GatheredParameters([param], 0 if has_been_updated else None)
+            try:
+                context.__exit__(None, None, None)
+            finally:
+                for unit in context.units if opened else ():
+                    if not unit.pins:
+                        unit.forget()  # what was to be kept is in the shards
+
+
+class _Arrived:
+    """What ``all_gather(async_op=True)`` returns."""
+
+    def wait(self) -> None:
+        """Nothing: the values are here."""
+
+
+def _find(ds_id: int) -> nn.Parameter:
+    param = _by_id.get(ds_id)
+    if param is None:
+        raise UsageError(
+            f"the parameter with ds_id {ds_id} is gone; this is a copy of it, which is whole and belongs "
+            "to no engine. Call the method of a parameter of the engine's model."
+        )
+    return param
+
+
+def _siblings(param: nn.Parameter) -> Sequence[nn.Parameter]:
+    """The parameters that become whole and sharded together with this one."""
+    owner = guard.owner_of(param)
+    return owner.params if isinstance(owner, Unit) else ()
+
+
 def _answer_while_away() -> None:
     cls: Any = guard.ShardedParameter
     if hasattr(cls, "ds_status"):
@@ -64,7 +160,6 @@ def _answer_while_away() -> None:
     cls.ds_tensor = property(_shard)
     cls.ds_process_group = property(lambda param: None)
     cls.ds_summary = _summary
-    cls.all_gather = cls.partition = _refuse
 
 
 def _status(param: nn.Parameter) -> ZeroParamStatus:
@@ -115,9 +210,3 @@ def _summary(param: Any, slice_shape: Any = None, use_debug_name: bool = False) 
         "requires_grad": param.requires_grad,
         "persist": param.ds_persist,
     }
-
-
-def _refuse(param: nn.Parameter, *_: Any, **__: Any) -> None:
-    row = names.find_member("parameter", "all_gather")
-    assert row is not None
-    raise UsageError(names.reason_of(row))

@@ -1,0 +1,156 @@
+"""Where do a program, the library that runs it and the configuration contradict each other?
+
+What cannot work is an error. What works, and is hardly what its author meant, is one line on rank 0: the
+libraries do legal things here, and a false alarm costs more than silence.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from zeroshard.engine.accumulate import Accumulation
+from zeroshard.precision.policy import Policy
+from zeroshard.zero.unit import Unit
+
+# ---------------------------------------------------------------------- dtypes
+
+
+def trained_dtypes(
+    came_in: Mapping[str, torch.dtype], units: Iterable[Unit]
+) -> Counter[torch.dtype]:
+    """Elements of each floating dtype among trained parameters. ``came_in``: dtypes by parameter's name,
+    before the engine cast them."""
+    found: Counter[torch.dtype] = Counter()
+    for unit in units:
+        for slot in unit.layout.slots if unit.trainable else ():
+            if came_in[slot.fqn].is_floating_point:
+                found[came_in[slot.fqn]] += slot.numel
+    return found
+
+
+def precision_notice(dtypes: Mapping[torch.dtype, int], policy: Policy) -> str:
+    """A line if parameters that came in ``dtypes`` (elements of each) lose by the configured precision;
+    else empty.
+
+    >>> precision_notice({torch.float32: 8, torch.bfloat16: 0}, Policy())
+    ''
+    """
+    narrow = {dtype: numel for dtype, numel in dtypes.items() if dtype.itemsize == 2 and numel}
+    if policy.mode == "plain" and narrow:
+        dtype = max(narrow, key=lambda dtype: narrow[dtype])
+        word = str(dtype).removeprefix("torch.")
+        mode = "fp16" if dtype == torch.float16 else "bf16"
+        return (
+            f"{narrow[dtype]:,} trained elements came in {word}, and the configuration enables neither "
+            f"bf16 nor fp16: they are updated in {word} itself, where small updates are rounded away. "
+            f'Write "{mode}": {{"enabled": true}} for float32 masters, or load the model in float32.'
+        )
+    if policy.mode == "fp16" and narrow.get(torch.bfloat16):
+        return (
+            f"{narrow[torch.bfloat16]:,} trained elements came in bfloat16, and the configuration "
+            "enables fp16, in which weights and activations above 65504 are infinite. Models made for "
+            'bfloat16 want "bf16": {"enabled": true}.'
+        )
+    return ""
+
+
+# ---------------------------------------------------------------------- who wrote a number
+
+ACCELERATE = {
+    "train_micro_batch_size_per_gpu": "the DataLoader's batch_size",
+    "gradient_accumulation_steps": "Accelerator(gradient_accumulation_steps=)",
+    "fp16.enabled": "mixed_precision",
+    "bf16.enabled": "mixed_precision",
+    "optimizer.params.lr": "DummyOptim",
+    "optimizer.params.weight_decay": "DummyOptim",
+    "scheduler.params.warmup_num_steps": "DummyScheduler",
+    "scheduler.params.total_num_steps": "DummyScheduler",
+}
+TRAINER = {
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps of TrainingArguments",
+    "gradient_clipping": "max_grad_norm",
+    "fp16.enabled": "fp16 of TrainingArguments",
+    "bf16.enabled": "bf16 of TrainingArguments",
+    "optimizer.params.lr": "learning_rate",
+    "optimizer.params.betas": "adam_beta1 and adam_beta2",
+    "optimizer.params.eps": "adam_epsilon",
+    "optimizer.params.weight_decay": "weight_decay",
+    "scheduler.params.warmup_num_steps": "warmup_steps",
+    "scheduler.params.total_num_steps": "max_steps, or epochs times batches",
+}
+"""What is written where a configuration says "auto": dotted key -> source."""
+
+
+def writers(text: str, config: Any) -> str:
+    """Who wrote the values that an error's ``text`` names, if a library passed ``config``; else empty."""
+    library, sources = _writer(config)
+    named = [f"{key} from {source}" for key, source in sources.items() if key in text]
+    if not named:
+        return ""
+    return f'(where the file says "auto", {library} filled in {", ".join(named)})'
+
+
+def without_idle_schedule(config: Any, optimizer: Any) -> Any:
+    """``config`` as it is, or, if a library passed it, without a schedule for which it has no optimizer.
+
+    The Trainer leaves one in the file of an engine that only evaluates, made for 0 steps.
+    """
+    library, _ = _writer(config)
+    if not library or optimizer is not None or config.get("optimizer") is not None:
+        return config
+    return {key: value for key, value in config.items() if key != "scheduler"}
+
+
+def _writer(config: Any) -> tuple[str, Mapping[str, str]]:
+    """Accelerate's plugins hold the very dict that Accelerate passes."""
+    state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
+    plugins = getattr(state, "_shared_state", {}).get("deepspeed_plugins")
+    several: list[Any] = list(plugins.values()) if isinstance(plugins, Mapping) else [plugins]
+    for plugin in several:
+        if config is not None and getattr(plugin, "deepspeed_config", None) is config:
+            by_trainer = type(plugin.hf_ds_config).__name__ == "HfTrainerDeepSpeedConfig"
+            return ("the Trainer", TRAINER) if by_trainer else ("Accelerate", ACCELERATE)
+    return "", {}
+
+
+# ---------------------------------------------------------------------- the length of a step
+
+PATIENCE = 3
+"""Short steps in a row before anything is said: the last step of an epoch may be short."""
+
+
+class ShortSteps:
+    """Looks for a program that ends steps itself, after fewer backwards than the engine divides by."""
+
+    def __init__(self) -> None:
+        self._backwards = 0
+        self._divides = True
+        self._in_a_row = 0
+
+    def saw_backward(self, *, divides: bool) -> None:
+        """``divides``: the engine divided the loss by ``gradient_accumulation_steps``."""
+        self._backwards += 1
+        self._divides = divides
+
+    def saw_step(self, accumulation: Accumulation) -> str:
+        """What to say before ``step()`` acts, once; mostly nothing."""
+        if not accumulation.at_boundary():
+            return ""
+        seen, self._backwards = self._backwards, 0
+        is_short = accumulation.declared is True and self._divides and 0 < seen < accumulation.steps
+        self._in_a_row = self._in_a_row + 1 if is_short else 0
+        if self._in_a_row != PATIENCE:
+            return ""
+        self._in_a_row = PATIENCE + 1  # said
+        return (
+            f"{PATIENCE} steps in a row had {seen} backward(s), and each loss was divided by "
+            f"gradient_accumulation_steps={accumulation.steps}: gradients come out too small. Accumulate "
+            "(with Accelerate: inside accelerator.accumulate(model)), or set gradient_accumulation_steps "
+            "to what the loop does."
+        )

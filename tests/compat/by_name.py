@@ -1,0 +1,76 @@
+"""How do tests run bodies that choose ZeroShard by name, on ranks where nobody finds ``deepspeed``?"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from programs import deepspeed_is_ours, finds_deepspeed, forget
+
+from zeroshard.testing.ranks import pool, run_ranks
+
+
+def knows_deepspeed() -> bool:
+    """Could this rank import it, or has it imported something that could?"""
+    is_there = "deepspeed" in sys.modules or find_spec("deepspeed") is not None
+    return is_there or ("accelerate.utils" in sys.modules and finds_deepspeed())
+
+
+@pytest.fixture(scope="module")
+def no_deepspeed_on_ranks() -> Iterator[None]:
+    """Accelerate and Transformers look once, when they are imported: ranks that imported them for the
+    tests of the other path are replaced."""
+    if any(run_ranks(knows_deepspeed, 2, group=False)):
+        pool().kill()
+    yield
+
+
+def by_name(body: Callable[..., Any]) -> Callable[..., Any]:
+    """A body for ``on_ranks(n, group=False)``; it begins and ends without state of Accelerate."""
+
+    @functools.wraps(body)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        try:
+            with deepspeed_is_ours():  # the switches of the environment; nothing imports it
+                return body(*args, **kwargs)
+        finally:
+            assert "deepspeed" not in sys.modules
+
+    return wrapped
+
+
+def plain(**options: Any) -> Any:
+    """An Accelerator of plain data parallelism."""
+    import accelerate
+
+    forget()
+    return accelerate.Accelerator(cpu=True, **options)
+
+
+def sharded(stage: int, config: dict[str, Any] | None = None, **options: Any) -> Any:
+    """An Accelerator whose models are engines."""
+    from zeroshard.integrations.accelerate import Accelerator
+
+    forget()
+    zero = {"zero_optimization": {"stage": stage}, "unit_min_numel": 1}
+    return Accelerator(cpu=True, config={**zero, **(config or {})}, **options)
+
+
+def tiny(seed: int = 0) -> Any:
+    """A GPT-2 of two layers; the embedding is tied to the output."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(seed)
+    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 50, "n_positions": 16}
+    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    drop = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **ids, **drop))
+
+
+def rows(count: int = 40) -> torch.Tensor:
+    return torch.randint(3, 50, (count, 8), generator=torch.Generator().manual_seed(1))
