@@ -65,8 +65,51 @@ def peer() -> str:
     return str(Path(found.origin).parents[1]) if is_real and found and found.origin else ""
 
 
-def numbers_with(directory: str, folder: Path, *words: str) -> list[float]:
-    (folder / "program.py").write_text(PROGRAM)
+STATES = """
+import json, sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+stage, begins = int(sys.argv[1]), sys.argv[2] == "DeepSpeed"
+if begins:
+    from accelerate import Accelerator, DeepSpeedPlugin, InitProcessGroupKwargs
+
+    plugin = DeepSpeedPlugin(zero_stage=stage, gradient_clipping=0.5)
+    on_gloo = InitProcessGroupKwargs(backend="gloo")
+    accelerator = Accelerator(deepspeed_plugin=plugin, kwargs_handlers=[on_gloo])
+else:
+    from zeroshard.integrations.accelerate import Accelerator
+
+    config = {"zero_optimization": {"stage": stage}, "gradient_clipping": 0.5}
+    accelerator = Accelerator(cpu=True, config=config)
+torch.manual_seed(0 if begins else 1)  # other weights: they have to be loaded
+model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+x = torch.randn(32, 8, generator=torch.Generator().manual_seed(2))
+loader = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=2)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+if not begins:
+    accelerator.load_state("state")
+losses = []
+for step, (inputs, wanted) in enumerate(loader):
+    if step < 4 and not begins:
+        continue
+    if step == 4 and begins:
+        accelerator.save_state("state")
+        losses.clear()
+    loss = nn.functional.mse_loss(model(inputs), wanted)
+    accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+if accelerator.is_main_process:
+    print("NUMBERS", json.dumps(losses), flush=True)
+"""
+
+
+def numbers_with(directory: str, folder: Path, *words: str, program: str = PROGRAM) -> list[float]:
+    (folder / "program.py").write_text(program)
     env = {**os.environ, "PYTHONPATH": directory, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     done = subprocess.run(
@@ -91,3 +134,12 @@ def test_losses_norms_and_learning_rates_are_deepspeed_s(stage, schedule, tmp_pa
     theirs = numbers_with(peer(), tmp_path, stage, schedule)
     assert len(ours) == 24 + 2 * 12
     assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-9)
+
+
+@pytest.mark.skipif(not peer(), reason="DeepSpeed itself is not installed")
+@pytest.mark.parametrize("stage", ["1", "2", "3"])
+def test_a_state_that_accelerate_saved_with_deepspeed_goes_on_by_name(stage, tmp_path):
+    theirs = numbers_with(peer(), tmp_path, stage, "DeepSpeed", program=STATES)
+    ours = numbers_with("", tmp_path, stage, "ZeroShard", program=STATES)
+    assert len(ours) == 4
+    assert ours == pytest.approx(theirs, rel=1e-5)
