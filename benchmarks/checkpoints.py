@@ -27,7 +27,7 @@ TITLE = "A10  checkpoints: fp32 weights and two moments, stage 3, 2 ranks"
 OWN = "ZeroShard"
 BEHIND = "ZeroShard, in the background"
 NBYTES_PER_PARAMETER = 12
-ROUNDS = 5
+ROUNDS = 11
 
 
 class Net(nn.Module):
