@@ -125,7 +125,7 @@ class EngineOptimizer(ZeROOptimizer, torch.optim.Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises: the plan of what is sharded how is made when the engine is built."""
+        """Torch's. The next step raises :class:`UsageError`: shards are cut when the engine is built."""
         self.optimizer.add_param_group(param_group)
 
     def get_lr(self) -> float:
