@@ -51,13 +51,18 @@ def open_links(
 
     Torch keeps the addresses of a destroyed group in the store, and a later group of the same name
     reads them and hangs. So each mesh gets a name of its own: the number of its generation, counted
-    in the store. Nobody starts generation g + 1 before all have joined g.
+    in the store. Nobody returns before all are connected, and so nobody closes a mesh that another still
+    connects, or starts generation g + 1 before all have joined g.
     """
     place = f"zs/links/{label}/{','.join(map(str, ranks))}"
     generation = (store.add(place, 1) - 1) // len(ranks)
     private = PrefixStore(f"{place}/{generation}", store)
     timeout = timedelta(seconds=timeout_s)
-    return cast(Links, dist.ProcessGroupGloo(private, ranks.index(rank), len(ranks), timeout))
+    links = cast(Links, dist.ProcessGroupGloo(private, ranks.index(rank), len(ranks), timeout))
+    if private.add("connected", 1) == len(ranks):
+        private.set("all", "connected")
+    private.wait(["all"], timeout)
+    return links
 
 
 class P2PComm(Member):
