@@ -36,7 +36,7 @@ def meeting(store: Store, label: str, rank: int) -> Store:
     """A key space that no earlier meeting under this label has used.
 
     A rank's n-th meeting is every other rank's n-th, also if one left the last before the others came:
-    each has its own count in the store, where a copy of the program in the same process finds it.
+    the store counts for each rank by itself.
     """
     generation = store.add(f"{label}/arrivals/{rank}", 1) - 1
     return cast("Store", PrefixStore(f"{label}/{generation}", cast("Any", store)))

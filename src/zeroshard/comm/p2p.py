@@ -17,8 +17,10 @@ from typing import Any, NoReturn, Protocol, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
+from zeroshard.comm.agree import Store as AgreeStore
+from zeroshard.comm.agree import meeting
 from zeroshard.comm.collectives import (
     DONE,
     Guard,
@@ -50,15 +52,14 @@ def open_links(
     """A full mesh of gloo connections between ``ranks``, registered nowhere.
 
     Torch keeps the addresses of a destroyed group in the store, and a later group of the same name
-    reads them and hangs. So each mesh gets a name of its own: the number of its generation, counted
-    in the store. Nobody returns before all are connected, and so nobody closes a mesh that another still
-    connects, or starts generation g + 1 before all have joined g.
+    reads them and hangs. So each mesh gets a key space of its own. Nobody returns before all are
+    connected, and so nobody closes a mesh that another still connects.
     """
+    me = ranks.index(rank)
     place = f"zs/links/{label}/{','.join(map(str, ranks))}"
-    generation = (store.add(place, 1) - 1) // len(ranks)
-    private = PrefixStore(f"{place}/{generation}", store)
+    private = cast(Store, meeting(cast(AgreeStore, store), place, me))
     timeout = timedelta(seconds=timeout_s)
-    links = cast(Links, dist.ProcessGroupGloo(private, ranks.index(rank), len(ranks), timeout))
+    links = cast(Links, dist.ProcessGroupGloo(private, me, len(ranks), timeout))
     if private.add("connected", 1) == len(ranks):
         private.set("all", "connected")
     private.wait(["all"], timeout)
