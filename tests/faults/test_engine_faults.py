@@ -106,6 +106,10 @@ def alone(what: str, folder: str) -> tuple[str, str, float]:
             step(engine)
             if dist.get_rank() == 0 and what == "reads":
                 print(engine.module.blocks[2].linear.weight.sum())
+            elif what == "loads":
+                engine.save_checkpoint(folder)
+                if dist.get_rank() == 0:
+                    engine.load_checkpoint(folder)
             elif dist.get_rank() == 0:
                 engine.save_checkpoint(folder)
             step(engine)
@@ -117,7 +121,8 @@ def alone(what: str, folder: str) -> tuple[str, str, float]:
     ("what", "words"),
     [
         ("reads", "Rank 0 read values of 'blocks.2' alone"),
-        ("saves", "Neither can go on: rank 1 did not come to save."),
+        ("saves", "Neither can go on: rank 1 did not make that call."),
+        ("loads", "Neither can go on: rank 1 did not make that call."),
     ],
 )
 def test_what_rank_0_does_alone_is_named_in_seconds(what, words, tmp_path):

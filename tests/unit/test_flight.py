@@ -320,7 +320,7 @@ def test_a_rank_that_waits_for_all_and_one_that_waits_for_it_end_the_run():
     assert verdict.text.splitlines()[1:] == [
         "  rank 0: in save, waiting for all ranks",
         "  rank 1: waiting in gather 'layers.0' (#2)",
-        "  Neither can go on: rank 1 did not come to save.",
+        "  Neither can go on: rank 1 did not make that call.",
         "  Fix: make that call on every rank, not on one alone; each writes or reads its own part.",
     ]
 

@@ -239,7 +239,7 @@ class _Case:
             f"  {rank_ranges(w.rank for w in expecting)}: in {section}, waiting for all ranks"
             f"{_at(expecting[0])}",
             *self._waits(others)[:1],
-            f"  Neither can go on: {rank_ranges(w.rank for w in others)} did not come to {section}.",
+            f"  Neither can go on: {rank_ranges(w.rank for w in others)} did not make that call.",
             "  Fix: make that call on every rank, not on one alone; each writes or reads its own part.",
         ]
         return self._verdict("RankDivergence", True, [w.rank for w in expecting], lines)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 try:
@@ -185,7 +186,7 @@ class Accelerator(accelerate.Accelerator):
     ) -> PreparedEngine:
         wishes = self.wishes
         if wishes.micro_batch is None:
-            wishes = Wishes(wishes.accumulation, micro_batch, wishes.mixed_precision, wishes.names)
+            wishes = replace(wishes, micro_batch=micro_batch)
         is_trained = any(param.requires_grad for param in model.parameters())
         config = self.config if is_trained else for_inference(self.config)
         engine, *_ = initialize(
