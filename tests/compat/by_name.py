@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from programs import deepspeed_is_ours, finds_deepspeed, forget
+from programs import deepspeed_is_ours, finds_deepspeed, forget, tiny  # noqa: F401
 
 from zeroshard.testing.ranks import pool, run_ranks
 
@@ -59,17 +59,6 @@ def sharded(stage: int, config: dict[str, Any] | None = None, **options: Any) ->
     forget()
     zero = {"zero_optimization": {"stage": stage}, "unit_min_numel": 1}
     return Accelerator(cpu=True, config={**zero, **(config or {})}, **options)
-
-
-def tiny(seed: int = 0) -> Any:
-    """A GPT-2 of two layers; the embedding is tied to the output."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(seed)
-    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 50, "n_positions": 16}
-    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-    drop = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
-    return GPT2LMHeadModel(GPT2Config(**sizes, **ids, **drop))
 
 
 def rows(count: int = 40) -> torch.Tensor:

@@ -173,3 +173,18 @@ def logged(file: Path, what: str = "loss") -> list[float]:
 def assert_losses(found: list[float], wanted: list[float], *, relative: float = 3e-6) -> None:
     assert wanted, "the reference said nothing"
     assert found == pytest.approx(wanted, rel=relative, abs=0)
+
+
+# ---------------------------------------------------------------- a model
+
+
+def tiny(seed: int = 0) -> Any:
+    """A GPT-2 of two layers, whole; the embedding is tied to the output."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(seed)
+    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 50, "n_positions": 16}
+    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
+    drop = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **ids, **drop))

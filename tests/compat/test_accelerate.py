@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from programs import forget, with_deepspeed
+from programs import forget, tiny, with_deepspeed
 from torch.utils.data import DataLoader
 
 from zeroshard.testing import on_ranks
@@ -51,17 +51,6 @@ def sharded(stage: int, steps: int = 1, init: bool = False, **options: Any) -> A
         zero3_save_16bit_model=True,
     )
     return Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=steps, **options)
-
-
-def tiny(seed: int = 0) -> Any:
-    """A GPT-2 of two layers, whole; the embedding is tied to the output."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(seed)
-    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 50, "n_positions": 16}
-    ids = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 2}
-    drop = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
-    return GPT2LMHeadModel(GPT2Config(**sizes, **ids, **drop))
 
 
 def tiny_loaded(accelerator: Any, folder: str) -> Any:
