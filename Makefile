@@ -4,7 +4,7 @@
 PYTHON     ?= python3
 RANKS      ?= 2
 ARGS       ?=
-TEST_LIMIT ?= 3000
+TEST_LIMIT ?= 5100
 
 BIN   := .venv/bin
 READY := .venv/.ready
