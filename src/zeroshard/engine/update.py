@@ -188,6 +188,8 @@ class Update:
             unit.publish()
             if self._settings.zero_optimization.overlap_comm is False:
                 unit.wait()
+        else:
+            unit.was_written()
 
     def publish_late(self) -> None:
         """Parameters whose update was put off (own key ``delayed_update``) get it now."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -22,7 +23,8 @@ class Site:
     module: nn.Module
     units: tuple[Unit, ...]
     numel: int = field(init=False)  # elements that are gathered for it
-    open_calls: set[int] = field(default_factory=set)  # forward calls whose backward is not through
+    running: list[Any] = field(default_factory=list)  # forward calls that have not ended, or None
+    open_calls: int = 0  # forward calls that backward has not left yet
     missing_grads: int = 0  # gradients of this backward that have not arrived yet
 
     def __post_init__(self) -> None:

@@ -335,6 +335,9 @@ class ReadOnlyCopy(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if any(True for _ in _tensors_in((args, kwargs), ShardedParameter)):
+            # Gathered first; what is called then asks here again, about the copies alone.
+            return ShardedParameter.__torch_function__(func, types, args, kwargs)
         copies = list(_tensors_in((args, kwargs), cls))
         if func not in _METADATA and func not in _ADDRESSES:
             for targets, how in _written(func, args, kwargs):
@@ -408,6 +411,8 @@ def _without_values(func: Any, param: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _call_read_only(func: Any, args: Any, kwargs: Any, copies: Sequence[Tensor]) -> Any:
     """Call ``func``; writes into the copies are found, and views of them are guarded too."""
+    if func is _T.__iter__:  # so that what it yields is guarded
+        return iter(_call_read_only(_T.unbind, args, kwargs, copies))
     before = [_version(copy) for copy in copies]
     result = func(*args, **kwargs)
     for copy, version in zip(copies, before, strict=True):

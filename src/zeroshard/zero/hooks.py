@@ -4,19 +4,31 @@ Hooks sit at sites, never on every module, and only call :class:`Gatherer` and :
 hook counts on another one having run: activation checkpointing leaves a recomputed forward by an
 exception, users call submodules directly, and any step may be abandoned. What a missed hook costs is
 memory until the end of backward, never a wrong value.
+
+**When does backward enter a site?** A hook stands on the graph's *nodes* that made the outputs, not on the
+output tensors: whoever changes an output in place gives the tensor another node, and where it is a view
+(a linear layer's output on three dimensions is one) autograd builds a new path to its base and drops the
+view's own node with all its hooks. The base's node stays in every case.
+
+**When has backward left a call?** Autograd numbers nodes as they are recorded and runs, of those that are
+ready, the one recorded last. So when a node with number ``n`` runs, every call that began after ``n`` is
+over. Inputs stay as they are: a view or an identity in front of a site would add up the gradients of its
+uses there first, and the sum would round differently from plain PyTorch's.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import weakref
+from bisect import insort
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from zeroshard.errors import UsageError
@@ -26,9 +38,29 @@ from zeroshard.zero.gradients import GradBuffer
 from zeroshard.zero.reduce import GradReducer
 
 
+IN_FORWARD = -1
+"""The number of the graph task that runs when none does."""
+
+
+def graph_task() -> int:
+    """The number of the backward that runs on this thread; backwards inside backwards have their own."""
+    return int(torch._C._current_graph_task_id())
+
+
 def in_backward() -> bool:
     """Is autograd running on this thread? (Checkpointing recomputes forwards inside backward.)"""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return graph_task() != IN_FORWARD
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Call:
+    """One forward of a site whose backward is to come."""
+
+    site: Site
+    recorded_in: int  # the graph task that recomputed it, or IN_FORWARD
+    begin: int  # every node recorded by it has this number or a greater one
+    entered: bool = False  # backward has reached one of its outputs
+    open: bool = True  # backward has not left it
 
 
 class StepHooks:
@@ -60,7 +92,8 @@ class StepHooks:
         self.counted = False  # is the running backward known to be one, or may it only ask?
         self.creates_graph = False
         self.forward_depth = 0
-        self._calls = count()
+        self._task = IN_FORWARD  # the backward that runs, not one inside it
+        self._open_calls: dict[int, list[_Call]] = defaultdict(list)  # by ``recorded_in``, in order
         self._buffers = {id(buffer.unit): buffer for buffer in reducer.buffers}
         self._handles: list[RemovableHandle] = []
         self._landings: list[tuple[Site, GradBuffer, int]] = []  # what each gradient hook is for
@@ -176,18 +209,28 @@ class StepHooks:
         site.wait()
 
     def _before_forward(
-        self, site: Site, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self, site: Site, _module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any]
+    ) -> None:
         backward = in_backward()
         if backward:
             self._begin_backward()
+            self._leave_recomputed()
+            node = torch._C._current_autograd_node()
+            if node is not None and graph_task() == self._task:
+                # Before the gather: a rank that has all gradients reduced them before it, too.
+                self._leave_after(node._sequence_nr(), IN_FORWARD)
         self.gatherer.need(site, forward=not backward)
         if not torch.is_grad_enabled() or (backward and site.open_calls):
-            return None  # a recomputed forward whose first run is watched already
-        return self._watch_inputs(site, args, kwargs)
+            site.running.append(None)  # a recomputed forward whose first run is watched already
+            return
+        call = _Call(site, graph_task(), torch.autograd._get_sequence_nr())
+        self._open_calls[call.recorded_in].append(call)
+        site.open_calls += 1
+        site.running.append(call)
 
     def _after_forward(self, site: Site, _module: nn.Module, _args: Any, output: Any) -> None:
-        visible = self._watch_outputs(site, output)
+        call = site.running.pop() if site.running else None
+        visible = self._watch_outputs(site, output, call)
         if in_backward():
             return  # recomputed for the backward that follows at once
         if visible and self.gatherer.keeps_for_backward(site):
@@ -196,53 +239,29 @@ class StepHooks:
             return
         site.reshard()
 
-    def _watch_outputs(self, site: Site, output: Any) -> bool:
-        """Gather again when the gradient of any output arrives. False: no output needs one."""
+    def _watch_outputs(self, site: Site, output: Any, call: _Call | None = None) -> bool:
+        """Gather again when backward reaches what made an output. False: no output needs a gradient."""
         if not torch.is_grad_enabled():
             return False
-        me = weakref.proxy(self)
-
-        def before_backward(_grad: Tensor) -> None:
-            me._before_backward(site)
-
+        begin = call.begin if call else 0
         visible = False
+        nodes: dict[Node, int] = {}
         for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(before_backward)
-                visible = True
+            if not tensor.requires_grad:
+                continue
+            visible = True
+            for part in (tensor, tensor._base):
+                node = None if part is None else part.grad_fn
+                if node is not None and (number := node._sequence_nr()) >= begin:
+                    nodes[node] = number  # an older one made an input, which is passed on
+        me = weakref.proxy(self)
+        for node, number in nodes.items():
+
+            def enter(_grads: Any, number: int = number) -> None:
+                me._before_backward(site, call, number)
+
+            node.register_prehook(enter)
         return visible
-
-    def _watch_inputs(
-        self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Learn when this call's backward has produced all gradients of its inputs.
-
-        Inputs are replaced by views of themselves: a hook on a view sees the gradient of this call
-        alone, also when the same tensor feeds other modules (an encoder's output).
-        """
-        needed = sum(
-            1 for value in (*args, *kwargs.values())
-            if isinstance(value, Tensor) and value.requires_grad
-        )  # fmt: skip
-        if not needed:
-            return None
-        call, me, waiting = next(self._calls), weakref.proxy(self), [needed]
-        site.open_calls.add(call)
-
-        def after_backward(_grad: Tensor) -> None:
-            waiting[0] -= 1
-            if waiting[0] == 0:
-                site.open_calls.discard(call)
-                me._passed(site)
-
-        def watched(value: Any) -> Any:
-            if not (isinstance(value, Tensor) and value.requires_grad):
-                return value
-            view = value.view_as(value)
-            view.register_hook(after_backward)
-            return view
-
-        return tuple(map(watched, args)), {key: watched(value) for key, value in kwargs.items()}
 
     # ------------------------------------------------------------------ backward
 
@@ -259,6 +278,7 @@ class StepHooks:
         if self.running_backward:
             return
         self.running_backward = True
+        self._task = graph_task()
         self.creates_graph = torch.is_grad_enabled()  # then a second backward needs the values
         self.counted = self.on_backward_begin(False)
         self.reducer.begin_backward(boundary=self.at_boundary())
@@ -266,9 +286,32 @@ class StepHooks:
             site.missing_grads = sum(len(u.params) for u in site.units if u.trainable)
         Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
 
-    def _before_backward(self, site: Site) -> None:
+    def _before_backward(self, site: Site, call: _Call | None, number: int) -> None:
+        """Backward is about to run node ``number``, which made an output of the site in ``call``."""
         self._begin_backward()
+        self._leave_recomputed()
+        if call is not None:
+            self._leave_after(number, call.recorded_in)
+            if not call.open:  # a second backward through a graph that was kept
+                site.open_calls += 1
+                insort(self._open_calls[call.recorded_in], call, key=lambda other: other.begin)
+            call.entered = call.open = True
         self.gatherer.need(site, forward=False, reads=site.is_read_in_backward)
+
+    def _leave_after(self, number: int, recorded_in: int) -> None:
+        """Leave the calls that began after node ``number``, which runs, was recorded.
+
+        Only within one recording: threads number their nodes apart.
+        """
+        calls = self._open_calls[recorded_in]
+        while calls and calls[-1].begin > number:
+            self._leave(calls.pop())
+
+    def _leave_recomputed(self) -> None:
+        """What this backward recomputed before is over: its own backward ran inside one node of ours."""
+        calls = self._open_calls.get(graph_task())
+        while calls and any(call.entered for call in calls):
+            self._leave(calls.pop())
 
     def _landed(self, landing: int, param: nn.Parameter) -> None:
         site, buffer, index = self._landings[landing]
@@ -280,10 +323,13 @@ class StepHooks:
         if site.missing_grads <= 0:
             self._release(site)
 
-    def _passed(self, site: Site) -> None:
-        """Backward has left the site: gradients that did not arrive will not (autograd runs what was
-        recorded later first). So a rank that skipped an expert reduces at the same point as the others.
+    def _leave(self, call: _Call) -> None:
+        """Backward has left the call. After the site's last one, gradients that did not arrive will not:
+        so a rank that skipped an expert reduces at the same point as the others.
         """
+        site = call.site
+        site.open_calls -= 1
+        call.open = call.entered = False
         if not self.running_backward or site.open_calls:
             return
         site.missing_grads = 0
@@ -302,14 +348,20 @@ class StepHooks:
         if not self.running_backward:
             return
         self.reducer.end_backward()
+        for calls in self._open_calls.values():  # the first calls of forward: nothing came after them
+            for call in [call for call in calls if call.entered]:
+                calls.remove(call)
+                self._leave(call)
         if not self.creates_graph:
             self.gatherer.reshard_all()
         self.running_backward = False
 
     def forget_calls(self) -> None:
         """At the end of a step: calls whose backward never came are over."""
+        self._open_calls.clear()
         for site in self.gatherer.sites:
-            site.open_calls.clear()
+            site.open_calls = 0
+            site.running.clear()
 
 
 class _Entries:

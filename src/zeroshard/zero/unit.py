@@ -24,6 +24,8 @@ from zeroshard.store.shards import InMemory, Rest, Room
 from zeroshard.zero import guard
 from zeroshard.zero.deal import Dealer
 
+_set_versions = torch._C._autograd._unsafe_set_version_counter
+
 if TYPE_CHECKING:
     from zeroshard.comm.collectives import Comm, Handle
     from zeroshard.core.ledger import Ledger
@@ -186,7 +188,7 @@ class Unit:
         self.rest.leave()
         self._move(UnitState.FULL)
         self.rest.gathered(self._own_part)
-        guard.show(self.params, self._views, self._kinds)
+        self._show()
 
     def reshard(self) -> None:
         """Free the full parameters, unless the unit is resident; what was written into them stays."""
@@ -205,9 +207,27 @@ class Unit:
 
     def _drop(self) -> None:
         self._move(UnitState.SHARDED)
-        guard.hide(self.params, self._blanks)
+        self._hide()
         storage.release(self.full_N)
         self._account_gathered()
+
+    def _hide(self) -> None:
+        """Values are elsewhere: for programs, and for autograd.
+
+        A graph that saved a parameter reads its memory without asking anybody. While the version is
+        another one, autograd refuses to: backward through the unit before it is full again is an error,
+        never a number.
+        """
+        guard.hide(self.params, self._blanks)
+        torch.autograd.graph.increment_version(self.params)
+
+    def _show(self) -> None:
+        guard.show(self.params, self._views, self._kinds)
+        _set_versions(self.params, tuple(param._version - 1 for param in self.params))
+
+    def was_written(self) -> None:
+        """An update wrote the parameters: graphs from before are refused, as after any optimizer."""
+        torch.autograd.graph.increment_version(self.params)
 
     def publish(self, updating: Callable[[], None] | None = None) -> None:
         """The own shard was updated: send it to the other ranks if they hold the unit whole.
@@ -215,12 +235,13 @@ class Unit:
         ``updating``: it still is, and this waits for it. Whoever uses the unit next does so first.
         """
         self.wait()  # nobody used the unit since it was published last
+        self.was_written()
         if updating is None:
             self.rest.save()
         if self.resident or self.pins:
             self._move(UnitState.GATHERING)
             self.seal = None
-            guard.hide(self.params, self._blanks)
+            self._hide()
             if updating is None:
                 self._gather(self.rest.bring())
         else:
@@ -275,7 +296,7 @@ class Unit:
         self._versions = _unsafe_preserve_version_counter(self.params)
         torch.autograd.graph.increment_version(self.params)
         if self.resident:
-            guard.hide(self.params, self._blanks)
+            self._hide()
         self._move(UnitState.AWAY)
         if self.rest.tier is not Tier.DEVICE:
             return []
@@ -288,7 +309,7 @@ class Unit:
             return
         self._move(UnitState.FULL if self.resident else UnitState.SHARDED)
         if self.resident:
-            guard.show(self.params, self._views, self._kinds)
+            self._show()
         assert self._versions is not None
         self._versions.__exit__()
         self._versions = None
@@ -373,7 +394,7 @@ class Unit:
         if self.state is UnitState.GATHERING:
             self._handle = self._source_S = None
             self._move(UnitState.FULL)
-            guard.show(self.params, self._views, self._kinds)
+            self._show()
         self.pins = 0
         self.forget()
         for param in self.params:
