@@ -125,3 +125,17 @@ def check_dataset(dataset: Any) -> None:
             f"training_data is a {type(dataset).__name__}, not a dataset. Pass the dataset itself; "
             "the engine makes the loader that splits it over the ranks."
         )
+
+
+def refused_graph(error: RuntimeError) -> UsageError | None:
+    """In words of the program, what autograd says of a graph whose saved parameters are not valid now."""
+    if "modified by an inplace operation" not in str(error):
+        return None
+    return UsageError(
+        "backward needs a tensor that was changed after forward. If the program changed it in place, "
+        "that is the place to mend, with or without ZeRO. If it is a parameter, either an update came "
+        "in between (a graph kept by retain_graph=True is of no use after engine.step()), or a module "
+        "that is gathered as one unit left a tensor elsewhere than in its output (self.aux_loss = ...), "
+        "so that backward entered it unnoticed: return that tensor from its forward, in a tuple, dict or "
+        "dataclass. torch's own words: " + str(error).split(". Hint")[0]
+    )

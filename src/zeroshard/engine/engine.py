@@ -16,7 +16,7 @@ from zeroshard.comm.collectives import Comm
 from zeroshard.config import LoadedConfig
 from zeroshard.core.nbytes import state_nbytes
 from zeroshard.engine import export, setup
-from zeroshard.engine.arguments import check_loss
+from zeroshard.engine.arguments import check_loss, refused_graph
 from zeroshard.engine.away import Away, asked_of_to, check_keeps, goes_home
 from zeroshard.engine.data import agreed_batches
 from zeroshard.engine.getters import GETTERS
@@ -189,6 +189,10 @@ class Engine(nn.Module):
         self._in_backward.append(self)
         try:
             scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            if (refused := refused_graph(error)) is not None:
+                raise refused from error
+            raise
         finally:
             self._in_backward.remove(self)
         return loss

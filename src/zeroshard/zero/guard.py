@@ -23,6 +23,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import WeakIdKeyDictionary
 
 from zeroshard.errors import ShardedAccess
+from zeroshard.zero import transforms
 
 
 class Owner(Protocol):
@@ -384,10 +385,11 @@ def _full_value(param: nn.Parameter) -> Tensor:
             "shards are gone. Read what you need before engine.close(), for instance with "
             "engine.iter_full_params()."
         )
-    values = owner.read(param)
-    if torch.is_grad_enabled() and param.requires_grad:
-        full: Tensor = _ReadFull.apply(param, values)  # type: ignore[no-untyped-call]
-        return full
+    with transforms.suspended():
+        values = owner.read(param)
+        if torch.is_grad_enabled() and param.requires_grad:
+            full: Tensor = _ReadFull.apply(param, values)  # type: ignore[no-untyped-call]
+            return full
     return values
 
 
@@ -432,7 +434,9 @@ def _version(tensor: Tensor) -> int:
 
 def _address(tensor: Tensor) -> int | None:
     """Equal for tensors that share memory."""
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
+    if tensor.layout is not torch.strided or transforms.is_wrapped(tensor):
+        return None
+    return tensor.untyped_storage()._cdata
 
 
 def _lost_write(target: Tensor, how: str) -> ShardedAccess:

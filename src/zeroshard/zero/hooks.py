@@ -31,8 +31,8 @@ from torch.autograd import Variable
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
-from zeroshard.errors import UsageError
-from zeroshard.zero import guard
+from zeroshard.errors import ShardedAccess, UsageError
+from zeroshard.zero import guard, transforms
 from zeroshard.zero.gather import Gatherer, Site
 from zeroshard.zero.gradients import GradBuffer
 from zeroshard.zero.reduce import GradReducer
@@ -142,6 +142,9 @@ class StepHooks:
     def _before_root(
         self, site: Site, _module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any]
     ) -> None:
+        if transforms.are_running():
+            self._before_transformed(site)
+            return
         if in_backward():
             self._begin_backward()
             self.gatherer.need(site, forward=False)
@@ -152,6 +155,23 @@ class StepHooks:
             self.on_forward_begin()
             self.gatherer.begin_forward()
         self.forward_depth += 1
+
+    def _before_transformed(self, site: Site) -> None:
+        """Under ``torch.func`` a forward only needs the values. They stay until the next plain forward or
+        the end of backward: nothing here learns when the transform has used them up.
+        """
+        for leaf, param in site.module.named_parameters():
+            if isinstance(transforms.unwrapped(param), guard.ShardedParameter) and (
+                transforms.is_wrapped(param)
+            ):
+                raise ShardedAccess(
+                    f"parameter {leaf!r} of {site.name or 'the model'!r} was handed to torch.func while it "
+                    "is sharded, so the transform would compute with no values. Hand over full ones: "
+                    "{name: p.detach() for name, p in model.named_parameters()}, or run the transform "
+                    "inside GatheredParameters."
+                )
+        with transforms.suspended():
+            self.gatherer.need(site, forward=False)
 
     def _note_places(self) -> None:
         """Where each parameter hangs in the module tree, and what the tree is made of."""
@@ -191,7 +211,7 @@ class StepHooks:
         self._note_places()
 
     def _after_root(self, site: Site, _module: nn.Module, _args: Any, output: Any) -> None:
-        if in_backward():
+        if transforms.are_running() or in_backward():
             return
         self.forward_depth = max(0, self.forward_depth - 1)
         if self.forward_depth:
@@ -206,11 +226,15 @@ class StepHooks:
     def _before_resident(
         self, site: Site, _module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any]
     ) -> None:
-        site.wait()
+        with transforms.suspended():
+            site.wait()
 
     def _before_forward(
         self, site: Site, _module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any]
     ) -> None:
+        if transforms.are_running():
+            self._before_transformed(site)
+            return
         backward = in_backward()
         if backward:
             self._begin_backward()
@@ -229,6 +253,8 @@ class StepHooks:
         site.running.append(call)
 
     def _after_forward(self, site: Site, _module: nn.Module, _args: Any, output: Any) -> None:
+        if transforms.are_running():
+            return
         call = site.running.pop() if site.running else None
         visible = self._watch_outputs(site, output, call)
         if in_backward():

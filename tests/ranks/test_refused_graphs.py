@@ -1,0 +1,97 @@
+"""A graph whose parameters are not what they were in forward ends in an error, never in a number."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import zeroshard
+from zeroshard.errors import UsageError
+from zeroshard.testing import on_ranks
+
+
+class LeavesALoss(nn.Linear):
+    """Its output does not depend on what it leaves in an attribute."""
+
+    def forward(self, x):
+        hidden = super().forward(x)
+        self.aux = super().forward(super().forward(hidden.detach())).square().mean()
+        return hidden
+
+
+class Net(nn.Module):
+    def __init__(self, frozen=False):
+        super().__init__()
+        self.layers = nn.ModuleList(LeavesALoss(6, 6) for _ in range(3))
+        for layer in self.layers:
+            layer.weight.requires_grad_(not frozen)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def engine_of(model, stage):
+    return zeroshard.Engine(
+        model,
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "AdamW"},
+            "units": ["layers.*"],
+            "zero_optimization": {"stage": stage, "stage3_max_reuse_distance": 0},
+        },
+    )
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@on_ranks(2)
+def test_a_loss_left_in_an_attribute_of_a_sharded_unit_is_refused(frozen):
+    torch.manual_seed(0)
+    model = Net(frozen)
+    with engine_of(model, 3) as engine:
+        engine(torch.ones(2, 6))
+        with pytest.raises(UsageError, match=r"return that tensor from its forward"):
+            engine.backward(model.layers[0].aux)
+
+
+@on_ranks(2)
+def test_a_loss_left_in_an_attribute_counts_where_its_graph_joins_an_output():
+    """As routers of experts do it: the graph of both is one when the parameters are read."""
+    torch.manual_seed(0)
+    losses = []
+    for stage in (2, 3):
+        torch.manual_seed(0)
+        model = Router()
+        with engine_of(model, stage) as engine:
+            for _ in range(3):
+                loss = engine(torch.ones(2, 6)).square().mean()
+                engine.backward(loss + sum(layer.aux for layer in model.layers))
+                engine.step()
+                losses.append(loss.item())
+    assert losses[:3] == losses[3:]
+
+
+class Router(Net):
+    class Layer(nn.Linear):
+        def forward(self, x):
+            scores = super().forward(x).softmax(-1)
+            self.aux = scores.square().mean()
+            return x * scores
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer(6, 6) for _ in range(3))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(2)
+def test_a_graph_from_before_the_update_is_refused_as_in_pytorch(stage):
+    torch.manual_seed(0)
+    with engine_of(Router(), stage) as engine:
+        loss = engine(torch.ones(2, 6)).square().mean()
+        engine.backward(loss, retain_graph=True)
+        engine.step()
+        with pytest.raises(UsageError, match=r"an update came in between"):
+            engine.backward(loss)
