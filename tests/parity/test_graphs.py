@@ -31,9 +31,7 @@ def case_of(model):
         torch.manual_seed(5)
         return model()
 
-    return Case(
-        build=build, make_batch=sequences, loss=mse, config={"units": list(model.units)}
-    )
+    return Case(build=build, make_batch=sequences, loss=mse, config={"units": list(model.units)})
 
 
 KEEP_NOTHING = {"zero_optimization": {"stage3_max_reuse_distance": 0}}
@@ -288,7 +286,9 @@ class IntoOut(Reads):
 
 class Einsums(Reads):
     def read(self, x, lin):
-        return torch.einsum("btd,ed->bte", x, lin.weight.view(WIDTH, WIDTH)) + lin.bias.expand(2, 1, 7)
+        return torch.einsum("btd,ed->bte", x, lin.weight.view(WIDTH, WIDTH)) + lin.bias.expand(
+            2, 1, 7
+        )
 
 
 class NamedByF(Reads):

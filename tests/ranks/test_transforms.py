@@ -85,7 +85,10 @@ def test_transforms_give_what_plain_pytorch_gives():
         for name, transform in TRANSFORMS.items():
             with torch.no_grad():
                 engine(x)  # everything is sharded again
-            expected, got = tree_leaves(transform(plain, x)), tree_leaves(transform(engine.module, x))
+            expected, got = (
+                tree_leaves(transform(plain, x)),
+                tree_leaves(transform(engine.module, x)),
+            )
             for a, b in zip(expected, got, strict=True):
                 assert torch.equal(a.detach(), b.detach()), name
 

@@ -5,15 +5,15 @@ hook counts on another one having run: activation checkpointing leaves a recompu
 exception, users call submodules directly, and any step may be abandoned. What a missed hook costs is
 memory until the end of backward, never a wrong value.
 
-**When does backward enter a site?** A hook stands on the graph's *nodes* that made the outputs, not on the
-output tensors: whoever changes an output in place gives the tensor another node, and where it is a view
-(a linear layer's output on three dimensions is one) autograd builds a new path to its base and drops the
-view's own node with all its hooks. The base's node stays in every case.
+[Note: entering and leaving in backward] Hooks stand on the *nodes* that made a site's outputs, not on the
+output tensors. An operation that changes a view in place (a linear layer's output on three dimensions is
+a view) gives it a new path to its base; the view's old node and the hooks on it are not part of that path.
+The base's node always is.
 
-**When has backward left a call?** Autograd numbers nodes as they are recorded and runs, of those that are
-ready, the one recorded last. So when a node with number ``n`` runs, every call that began after ``n`` is
-over. Inputs stay as they are: a view or an identity in front of a site would add up the gradients of its
-uses there first, and the sum would round differently from plain PyTorch's.
+Autograd numbers nodes as they are recorded and runs, of those that are ready, the one with the greatest
+number. So when node ``n`` runs, every call that began after ``n`` is over. Inputs stay the program's own
+tensors: a view in front of a site would add up the gradients of the uses inside first, and round
+differently from plain PyTorch. (ADR 0012)
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from zeroshard.zero import guard, transforms
 from zeroshard.zero.gather import Gatherer, Site
 from zeroshard.zero.gradients import GradBuffer
 from zeroshard.zero.reduce import GradReducer
-
 
 IN_FORWARD = -1
 """The number of the graph task that runs when none does."""
@@ -160,15 +159,13 @@ class StepHooks:
         """Under ``torch.func`` a forward only needs the values. They stay until the next plain forward or
         the end of backward: nothing here learns when the transform has used them up.
         """
-        for leaf, param in site.module.named_parameters():
-            if isinstance(transforms.unwrapped(param), guard.ShardedParameter) and (
-                transforms.is_wrapped(param)
-            ):
+        for name, param in site.module.named_parameters():
+            given = transforms.unwrapped(param)
+            if given is not param and isinstance(given, guard.ShardedParameter):
                 raise ShardedAccess(
-                    f"parameter {leaf!r} of {site.name or 'the model'!r} was handed to torch.func while it "
-                    "is sharded, so the transform would compute with no values. Hand over full ones: "
-                    "{name: p.detach() for name, p in model.named_parameters()}, or run the transform "
-                    "inside GatheredParameters."
+                    f"parameter {name!r} was handed to torch.func while it is sharded, so the transform "
+                    "would compute without its values. Hand over full ones, {name: p.detach() for name, "
+                    "p in model.named_parameters()}, or run the transform inside GatheredParameters."
                 )
         with transforms.suspended():
             self.gatherer.need(site, forward=False)
@@ -374,7 +371,9 @@ class StepHooks:
         if not self.running_backward:
             return
         self.reducer.end_backward()
-        for calls in self._open_calls.values():  # the first calls of forward: nothing came after them
+        for (
+            calls
+        ) in self._open_calls.values():  # the first calls of forward: nothing came after them
             for call in [call for call in calls if call.entered]:
                 calls.remove(call)
                 self._leave(call)

@@ -28,7 +28,6 @@ def suspended() -> AbstractContextManager[Any]:
     return _NOTHING if _outermost() is None else temporarily_clear_interpreter_stack()
 
 
-
 def unwrapped(tensor: Tensor) -> Tensor:
     """What a transform was given: the tensor below all its wrappers."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
