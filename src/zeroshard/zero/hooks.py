@@ -7,8 +7,8 @@ memory until the end of backward, never a wrong value.
 
 [Note: entering and leaving in backward] Hooks stand on the *nodes* that made a site's outputs, not on the
 output tensors. An operation that changes a view in place (a linear layer's output on three dimensions is
-a view) gives it a new path to its base; the view's old node and the hooks on it are not part of that path.
-The base's node always is.
+a view) gives it a new path to its base, without the view's old node and the hooks on it. The base's node
+is part of every path.
 
 Autograd numbers nodes as they are recorded and runs, of those that are ready, the one with the greatest
 number. So when node ``n`` runs, every call that began after ``n`` is over. Inputs stay the program's own
