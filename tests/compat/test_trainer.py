@@ -87,6 +87,57 @@ def test_from_pretrained_under_zero_init_brings_the_weights(saved):
     assert model.lm_head.weight is model.transformer.wte.weight
 
 
+@with_deepspeed
+def save_bert(folder: str) -> None:
+    from transformers import BertConfig, BertModel
+
+    torch.manual_seed(6)
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+             "intermediate_size": 48, "vocab_size": 50, "max_position_embeddings": 16}  # fmt: skip
+    BertModel(BertConfig(**shape), add_pooling_layer=False).save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def saved_base(tmp_path_factory: pytest.TempPathFactory, deepspeed_on_ranks: None) -> str:
+    """A folder of a BERT without a head, and without a pooler."""
+    folder = str(tmp_path_factory.mktemp("bert"))
+    run_ranks(save_bert, 1, folder, group=False)
+    return folder
+
+
+@rank_test
+@with_deepspeed
+def test_a_model_with_a_fresh_head_is_loaded_and_trains(saved_base):
+    """Transformers gathers what the file lacks in the order of a set: another one on each rank."""
+    import deepspeed
+    from transformers import AutoModelForSequenceClassification
+    from transformers.integrations import HfDeepSpeedConfig
+
+    deepspeed.init_distributed()
+    torch.manual_seed(40 + deepspeed.comm.get_rank())
+    _alive = HfDeepSpeedConfig(ZERO3)
+    model = AutoModelForSequenceClassification.from_pretrained(saved_base, num_labels=3)
+    found = values(model)
+    for name, value in whole(saved_base).items():
+        assert torch.equal(found[f"bert.{name}"], value), name
+    for name in ("bert.pooler.dense.weight", "classifier.weight"):
+        assert 0.01 < found[name].std() < 0.03, name  # BERT's own initialiser, not torch's
+    assert found["classifier.bias"].unique().tolist() == [0.0]
+    seen = [None, None]
+    torch.distributed.all_gather_object(seen, found["classifier.weight"])
+    assert torch.equal(seen[0], seen[1])
+    adamw = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
+    engine, *_ = deepspeed.initialize(model=model, config={**ZERO3, **adamw})
+    tokens, labels = torch.arange(3, 19).view(2, 8), torch.tensor([0, 2])
+    losses = []
+    for _ in range(3):
+        loss = engine(input_ids=tokens, labels=labels).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
 @rank_test
 @with_deepspeed
 def test_from_pretrained_of_another_shape_is_an_error(saved, tmp_path_name):

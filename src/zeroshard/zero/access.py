@@ -57,7 +57,8 @@ class GatheredParameters:
     """Full, readable and (with ``modifier_rank``) writable parameters inside a ``with`` block.
 
     ``params``: a parameter or any iterable; plain tensors, buffers and parameters that are full already
-    are fine. ``modifier_rank``: the edits of this rank reach all ranks and the master at exit, also if
+    are fine. The order is free, and may differ between ranks: a set will do. Every rank names the same
+    ones. ``modifier_rank``: the edits of this rank reach all ranks and the master at exit, also if
     an exception ends the block. Without it the values are for reading: an edit raises
     :class:`ShardedAccess` at exit, on every rank. (Parameters that rest whole, stages 0-2, keep an edit
     that is the same on all ranks.) Contexts may nest. Collective.
@@ -76,9 +77,9 @@ class GatheredParameters:
         self.units: list[Unit] = []
         self.spread: list[tuple[nn.Parameter, SpreadParameter]] = []
         self._opened: list[Unit] = []  # by this context: others close what they opened
-        for param in _items(params) if enabled else []:
-            owner = guard.owner_of(param) if isinstance(param, Tensor) else None
-            if isinstance(owner, Unit) and owner not in self.units:
+        for param in guard.in_order(_items(params)) if enabled else []:
+            owner = guard.owner_of(param)
+            if isinstance(owner, Unit) and owner not in self.units[-1:]:
                 self.units.append(owner)
             elif isinstance(owner, SpreadParameter):
                 self.spread.append((param, owner))
@@ -89,6 +90,7 @@ class GatheredParameters:
         for param, owner in self.spread:
             if owner.shard_S is not None:
                 owner.open(param)
+            owner.pins += 1
         self._opened = [unit for unit in self.units if unit.state is UnitState.SHARDED]
         for unit in self.units:
             unit.unshard()
@@ -124,8 +126,11 @@ class GatheredParameters:
                     if unit in self._opened:
                         unit.forget()  # what was to be kept is in the shards
             for param, owner in self.spread:
-                if owner.shard_S is None:
+                owner.pins = max(0, owner.pins - 1)
+                if not owner.pins:
                     owner.spread(param, self.modifier_rank or 0)
+                elif self.modifier_rank is not None:
+                    owner.send(param, self.modifier_rank)
 
     def _refuse_lost_edits(self) -> None:
         """Whatever happens, all ranks leave with the same values."""
@@ -158,7 +163,7 @@ def _items(params: Any) -> list[Any]:
             f"GatheredParameters got a {type(params).__name__}. Pass a parameter or an iterable of "
             "parameters, for instance module.parameters()."
         )
-    return list(params)
+    return [item for item in params if isinstance(item, Tensor)]
 
 
 def _check_rank(modifier_rank: int | None, world_size: int) -> None:

@@ -13,8 +13,9 @@ mistake old bytes for values.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,11 @@ class Owner(Protocol):
     """Whoever holds the bytes of a sharded parameter."""
 
     name: str
+    order: int  # from ``count_owner``
+
+    def index(self, param: Tensor) -> int:
+        """The parameter's place among those of this owner."""
+        ...
 
     def read(self, param: nn.Parameter) -> Tensor:
         """A private full copy of the parameter's values. Collective: every rank must read."""
@@ -48,6 +54,27 @@ owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 A weak one where the owner holds the parameter: the two would keep each other alive for ever.
 """
+
+
+_Param = TypeVar("_Param", bound=Tensor)
+_orders = itertools.count()
+
+
+def count_owner() -> int:
+    """A number for a new owner. Owners come into being in one order on every rank, and so do these."""
+    return next(_orders)
+
+
+def in_order(params: Iterable[_Param]) -> list[_Param]:
+    """Each parameter once, in the order of plans: collectives follow it, whatever order each rank's
+    program gives (a Python set has another one in each process). First those that nobody shards."""
+    unique = list({id(param): param for param in params}.values())
+    return sorted(unique, key=_place) if len(unique) > 1 else unique
+
+
+def _place(param: Tensor) -> tuple[int, int]:
+    owner = owner_of(param)
+    return (-1, 0) if owner is None else (owner.order, owner.index(param))
 
 
 def owner_of(param: Tensor) -> Owner | None:
@@ -212,10 +239,10 @@ class ShardedParameter(nn.Parameter):
             if func in _METADATA or (func is _T.type and len(args) == 1 and not kwargs):
                 return func(*args, **kwargs)
             used = list(_tensors_in((args, kwargs), Tensor))
-            for param in used:
-                if isinstance(param, kind) and (owner := owner_of(param)) is not None:
+            for param in in_order(param for param in used if isinstance(param, kind)):
+                if (owner := owner_of(param)) is not None:
                     owner.admit(param, used)
-            away = list(_tensors_in((args, kwargs), kind))
+            away = in_order(_tensors_in((args, kwargs), kind))
             if not away:
                 return func(*args, **kwargs)
             if args and (answer := _without_values(func, *args, **kwargs)) is not None:
@@ -307,6 +334,16 @@ class _OwnerOfEntry:
 
     def __init__(self, param: nn.Parameter, part: Callable[[Tensor], Tensor]) -> None:
         self.param, self.part = param, part
+
+    @property
+    def order(self) -> int:
+        owner = owner_of(self.param)
+        return owner.order if owner else -1
+
+    def index(self, param: Tensor) -> int:
+        """See :class:`Owner`."""
+        owner = owner_of(self.param)
+        return owner.index(self.param) if owner else 0
 
     @property
     def name(self) -> str:

@@ -41,6 +41,8 @@ class SpreadParameter:
         self.layout = pack([(self.name, param.shape)], world_size=context.comm.world_size)
         self.built_as = param.dtype, param.device  # what its constructor and initialisers work in
         self.shard_S: Tensor | None = None
+        self.order = guard.count_owner()
+        self.pins = 0  # readers inside GatheredParameters: not to be spread under them
         guard.owners[param] = lambda: self
 
     def spread(self, param: nn.Parameter, source: int = 0) -> None:
@@ -70,6 +72,10 @@ class SpreadParameter:
         (slot,) = self.layout.slots
         return full_N[: slot.stop].view(slot.shape)
 
+    def index(self, param: Tensor) -> int:
+        """See :class:`zeroshard.zero.guard.Owner`."""
+        return 0
+
     def read(self, param: nn.Parameter) -> Tensor:
         """See :class:`zeroshard.zero.guard.Owner`."""
         return self.gather()
@@ -79,6 +85,12 @@ class SpreadParameter:
         if self.context.active:
             self.context.reopen(param, self, beside)
         return self.context.active
+
+    def send(self, param: nn.Parameter, source: int) -> None:
+        """The whole values of rank ``source`` become everybody's. Collective."""
+        values = param.data.contiguous().to(self.context.device)
+        self.context.comm.broadcast(values, source, name=self.name).wait()
+        param.data.copy_(values)
 
     def open(self, param: nn.Parameter) -> None:
         """Make the parameter whole in place, in the dtype that it was built in."""
@@ -204,7 +216,9 @@ class Init:
             if guard.owner_of(param) is not owner or owner.shard_S is not None:
                 del self._open[key]  # an engine took it meanwhile
                 continue
-            if any(holder is kept for kept in but) or (self.active and is_aliased(param)):
+            if owner.pins or any(holder is kept for kept in but):
+                continue
+            if self.active and is_aliased(param):
                 continue
             del self._open[key]
             owner.spread(param)

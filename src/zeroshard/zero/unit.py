@@ -91,6 +91,7 @@ class Unit:
         room: Room | None = None,
     ) -> None:
         self.name = name
+        self.order = guard.count_owner()
         self.layout = layout
         self.positions = tuple(positions)  # of the parameters in ``model.parameters()``
         self.row = row
@@ -328,7 +329,7 @@ class Unit:
         slot = self.layout.slots[self.index(param)]
         return full_N[slot.start : slot.stop].view(slot.shape)
 
-    def index(self, param: nn.Parameter) -> int:
+    def index(self, param: Tensor) -> int:
         """The parameter's position among the unit's slots."""
         return next(i for i, own in enumerate(self.params) if own is param)
 

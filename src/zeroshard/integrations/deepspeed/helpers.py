@@ -19,6 +19,7 @@ from zeroshard.config.schema import OffloadOptimizerConfig, OffloadParamConfig, 
 from zeroshard.engine.host_memory import gib, host_limits
 from zeroshard.integrations.deepspeed.logs import logger
 from zeroshard.zero.access import safe_get_full_grad, safe_set_full_grad
+from zeroshard.zero.guard import in_order
 
 
 class OnDevice:
@@ -90,7 +91,7 @@ def safe_update_full_grad_vectorized(
     param_list: Sequence[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
 ) -> None:
     """Replace each gradient by ``update_func(grad, param)``; every rank calls it."""
-    for param in param_list:
+    for param in in_order(param_list):
         grad = safe_get_full_grad(param)
         if grad is not None:
             safe_set_full_grad(param, update_func(grad, param))

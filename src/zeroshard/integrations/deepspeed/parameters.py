@@ -80,7 +80,7 @@ class _AllGather:
         """Make the parameters whole until their :class:`partition <_Partition>`, whatever runs in
         between; those that are already stay so. ``async_op``: returns something with ``wait()``; the
         values are here nevertheless. Collective."""
-        for param in [_find(self.ds_id)] if param_list is None else param_list:
+        for param in _named_or(self.ds_id, param_list):
             if _OPENED in param.__dict__ or guard.owner_of(param) is None:
                 continue
             owner = guard.owner_of(param)
@@ -115,7 +115,7 @@ class _Partition:
                 "param.partition(free_data=False): a parameter that is not whole has no memory of its "
                 "own. Leave the argument out, and copy the values before."
             )
-        for param in [_find(self.ds_id)] if param_list is None else param_list:
+        for param in _named_or(self.ds_id, param_list):
             opened = param.__dict__.pop(_OPENED, None)
             owner = guard.owner_of(param)
             if opened is None or owner is None or (isinstance(owner, Unit) and not owner.pins):
@@ -134,6 +134,10 @@ class _Arrived:
 
     def wait(self) -> None:
         """Nothing: the values are here."""
+
+
+def _named_or(ds_id: int, param_list: Iterable[nn.Parameter] | None) -> list[nn.Parameter]:
+    return [_find(ds_id)] if param_list is None else guard.in_order(param_list)
 
 
 def _find(ds_id: int) -> nn.Parameter:
