@@ -497,6 +497,84 @@ def test_converting_or_initialising_a_sharded_model_raises(name):
         train_once(engine)
 
 
+def assign(value):
+    """Gives ``p.data`` another tensor, for every parameter of a model."""
+
+    def assign_all(model):
+        for p in model.parameters():
+            p.data = value(p)
+
+    return assign_all
+
+
+UNCHANGED = {
+    "to": lambda m: m.to(device="cpu", dtype=torch.float32),
+    "to channels last": lambda m: m.to(memory_format=torch.channels_last),
+    "float": lambda m: m.float(),
+    "cpu": lambda m: m.cpu(),
+    "apply nothing": lambda m: m._apply(lambda t: t),
+    "apply a copy": lambda m: m._apply(lambda t: t.clone()),
+    "itself": assign(lambda p: p),
+    "own data": assign(lambda p: p.data),
+    "cloned": assign(lambda p: p.data.clone()),
+    "padded by nothing": assign(lambda p: F.pad(p.data, [0, 0] * p.dim())),
+    "there and back": assign(lambda p: p.detach().double().float()),
+    "transposed in memory": assign(lambda p: p.data.transpose(0, -1).contiguous().transpose(0, -1)),
+    "with a graph": assign(lambda p: p * 1),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(2)
+def test_writing_what_is_there_already_is_no_edit(stage):
+    model = build()
+    model.first.requires_grad_(False)
+    model.register_parameter("conv", nn.Parameter(torch.ones(2, 3, 1, 1), requires_grad=False))
+    with torch.no_grad():
+        model.first.bias.copy_(torch.tensor([float("nan"), -0.0, 0.0, 1, 2, 3]))
+    with engine_of(stage, model) as engine:
+        truth = {name: full.clone() for name, full in engine.iter_full_params()}
+        for name, change in UNCHANGED.items():
+            change(engine.module)
+            assert next(engine.module.parameters()) is model.gain, name
+        for name, full in engine.iter_full_params():
+            torch.testing.assert_close(full, truth[name], rtol=0, atol=0, equal_nan=True)
+        train_once(engine)
+
+
+@on_ranks(2)
+def test_before_an_engine_is_built_writing_what_is_there_is_no_edit_either():
+    with zeroshard.zero.Init(config_dict_or_path={"zero_optimization": {"stage": 3}}):
+        model = build()
+    assert type(model.first.weight) is ShardedParameter
+    model._apply(lambda t: t.clone())
+    with pytest.raises(ShardedAccess, match="given other values"):
+        model._apply(lambda t: t + dist.get_rank())
+
+
+EDITS = {
+    "one bit": lambda p: torch.where(p.detach() == 0, -0.0, p.detach()),
+    "on one rank": lambda p: p.detach() + dist.get_rank(),
+    "another shape": lambda p: torch.ones(2),
+    "another dtype": lambda p: p.detach().double(),
+    "another parameter": lambda p: p.detach().flip(0),
+}
+
+
+@pytest.mark.parametrize("name", EDITS)
+@on_ranks(2)
+def test_assigning_anything_else_raises_on_every_rank(name):
+    model = build()
+    with torch.no_grad():
+        model.first.weight[0, 0] = 0.0
+    with engine_of(3, model) as engine:
+        truth = engine.module.first.weight.detach().clone()
+        with pytest.raises(ShardedAccess, match=r"given other values.*GatheredParameters"):
+            engine.module.first.weight.data = EDITS[name](engine.module.first.weight)
+        assert torch.equal(engine.module.first.weight.detach(), truth)
+        train_once(engine)
+
+
 @on_ranks(2)
 def test_loading_into_a_sharded_model_says_how_it_is_done():
     with engine_of(3) as engine:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
-from zeroshard.errors import LaunchError
+from zeroshard.errors import LaunchError, UsageError
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 
@@ -202,10 +202,32 @@ def default_backend() -> str:
 
 def local_device(place: Place | None = None) -> torch.device:
     """The device that this process trains on: its own CUDA device, or the CPU."""
-    if not uses_cuda():
-        return torch.device("cpu")
-    local = (place or current_place()).local_rank
-    return torch.device("cuda", local % torch.cuda.device_count())
+    return _own_gpu(place or current_place()) if uses_cuda() else torch.device("cpu")
+
+
+def own_device(named: torch.device | str | None, place: Place) -> torch.device:
+    """The device that a program names for this rank; None, and a CUDA device without an index, are its
+    own: those of :func:`local_device`.
+
+    Raises:
+        UsageError: a CUDA device that is not there.
+    """
+    if named is None:
+        return local_device(place)
+    device = torch.device(named)
+    if device.type != "cuda":
+        return device
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (device.index or 0) >= count:
+        raise UsageError(
+            f"device={str(named)!r}: torch finds {count} CUDA devices here. Leave device out, or look at "
+            "CUDA_VISIBLE_DEVICES, the driver, and whether this build of torch has CUDA."
+        )
+    return device if device.index is not None else _own_gpu(place)
+
+
+def _own_gpu(place: Place) -> torch.device:
+    return torch.device("cuda", place.local_rank % torch.cuda.device_count())
 
 
 def _has_master() -> bool:

@@ -138,6 +138,7 @@ class Recorder:
         self.waiting: Item | None = None
         #: Collectives in flight on a device with an event each; only kept while somebody watches.
         self.pending: deque[tuple[Item, Any]] | None = None
+        self._device = 0  # the GPU that they are on
         self._step_times_s: deque[float] = deque(maxlen=32)
         self._history = word_of("group", group)
         self._by_op: dict[str, Entries] = {}
@@ -209,8 +210,15 @@ class Recorder:
         self._log.section(section)
 
     def watch_device(self) -> None:
-        """From now on the device's progress is followed by events, since its waits do not block."""
+        """From now on the progress of the current device is followed by events, since its waits do not
+        block."""
         self.pending = deque()
+        self._device = torch.cuda.current_device()
+
+    def enter_thread(self) -> None:
+        """What another thread does first that looks at the device's progress (:meth:`oldest_pending`)."""
+        if self.pending is not None:
+            torch.cuda.set_device(self._device)
 
     def note_pending(self, item: Item) -> None:
         """``item`` is done when the current stream comes to here."""

@@ -174,6 +174,10 @@ class Sentinel:
 
     # -- the thread --------------------------------------------------------------------------------
 
+    def enter_thread(self) -> None:
+        """Before the first look, on the thread."""
+        self._recorder.enter_thread()
+
     def tick(self) -> None:
         """One look: at the clock, at the store, at what must be done."""
         now_s = time.monotonic()
@@ -401,6 +405,9 @@ def divergence_text(odd: Sequence[int]) -> str:
 def _watch(sentinel: weakref.ref[Sentinel], state: _State, tick_s: float) -> None:
     """The thread: holds the sentinel only while it looks, so that a forgotten engine can end."""
     complained = False
+    if (strong := sentinel()) is not None:
+        strong.enter_thread()
+    del strong
     while not state.stop.is_set():
         state.kick.wait(tick_s)
         state.kick.clear()

@@ -319,7 +319,9 @@ def build_runtime(
                 host=host,
                 behind=None
                 if host is None
-                else Behind(threads=update_threads(device, place), delayed=stores.is_delayed),
+                else Behind(
+                    device, threads=update_threads(device, place), delayed=stores.is_delayed
+                ),
             )
         return Runtime(
             stage, units, sites, gatherer, reducer, sharded, ledger, plan, stores, forecast

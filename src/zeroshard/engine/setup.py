@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from zeroshard.comm.collectives import Comm
-from zeroshard.comm.env import Place, current_place, discover, init_distributed, local_device
+from zeroshard.comm.env import Place, current_place, discover, init_distributed, own_device
 from zeroshard.comm.watch import Watch, decline, open_watch
 from zeroshard.config import Config, LoadedConfig, load_config
 from zeroshard.engine import build
@@ -24,6 +24,7 @@ from zeroshard.engine.schedulers import build_scheduler
 from zeroshard.errors import UsageError, in_short
 from zeroshard.precision.policy import Policy, policy_from
 from zeroshard.precision.scaler import LossScaler, scaler_from
+from zeroshard.store.bus import choose_device
 from zeroshard.zero.unit import Unit
 
 
@@ -67,8 +68,7 @@ def assemble(
         decline(f"{type(error).__name__}: {_first_fact(error)}")  # others would wait for this rank
         raise
     settings, target = draft.loaded.config, draft.device
-    if target.type == "cuda":  # events are recorded, and kernels queued, on the current device
-        torch.cuda.set_device(target)
+    choose_device(target)  # events are recorded, and kernels queued, on the current device
     watch = open_watch(
         transport=settings.transport,
         device_type=target.type,
@@ -146,7 +146,7 @@ def _draft(
     )  # fmt: skip
     return _Draft(
         loaded,
-        torch.device(device) if device is not None else local_device(place),
+        own_device(device, place),
         policy,
         inner,
         probes,

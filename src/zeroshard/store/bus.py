@@ -14,6 +14,13 @@ import torch
 from torch import Tensor
 
 
+def choose_device(device: torch.device) -> None:
+    """What a thread does first that touches ``device``. A new thread's own is the first GPU of the host,
+    where each rank that so much as asks for an event makes a context of hundreds of MB."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
 class Arrival(Protocol):
     """A transfer under way. It keeps both of its ends alive."""
 
@@ -40,8 +47,12 @@ class Bus:
         self.down_nbytes += source.nbytes
         return self._copy(source, target)
 
-    def up(self, source: Tensor, target: Tensor) -> Arrival:
-        """From host memory to the device. Any thread; ``target`` must not be in use."""
+    def up(self, source: Tensor, target: Tensor, *, at_once: bool = False) -> Arrival:
+        """From host memory to the device, behind what the current stream has queued: that may still use
+        ``target``, or the block that the allocator made it of.
+
+        ``at_once``: beside it. Any thread may ask for that which knows that ``target`` is free.
+        """
         self.up_nbytes += source.nbytes
         return self._copy(source, target)
 
@@ -74,9 +85,11 @@ class CudaBus(Bus):
         self._down.wait_stream(torch.cuda.current_stream(source.device))
         return _on_stream(self._down, source, target)
 
-    def up(self, source: Tensor, target: Tensor) -> Arrival:
+    def up(self, source: Tensor, target: Tensor, *, at_once: bool = False) -> Arrival:
         """See :class:`Bus`."""
         self.up_nbytes += source.nbytes
+        if not at_once:
+            self._up.wait_stream(torch.cuda.current_stream(target.device))
         return _on_stream(self._up, source, target)
 
 

@@ -10,7 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from zeroshard.store.bus import Arrival
+import torch
+
+from zeroshard.store.bus import Arrival, choose_device
 from zeroshard.zero.crossing import Crossing, Delivery
 from zeroshard.zero.onepass import OnePass
 
@@ -22,15 +24,21 @@ Sent = Callable[[], Arrival | None]
 
 
 class Behind:
-    """The worker thread of one engine. ``threads``: how many an update may use, itself among them.
+    """The worker thread of one engine that trains on ``device``. ``threads``: how many an update may
+    use, itself among them.
 
     ``delayed``: an updated parameter is sent up by whoever waits for it, not at once.
     """
 
-    def __init__(self, *, threads: int, delayed: bool) -> None:
+    def __init__(self, device: torch.device, *, threads: int, delayed: bool) -> None:
         self._threads = threads
         self.delayed = delayed
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="zeroshard-update")
+        self._worker = ThreadPoolExecutor(
+            1,
+            thread_name_prefix="zeroshard-update",
+            initializer=choose_device,
+            initargs=(device,),
+        )
 
     def update(
         self, prepared: OnePass, crossing: Crossing, delivery: Delivery, groups: Groups
@@ -51,7 +59,7 @@ class Behind:
 
         def update() -> Arrival | None:
             self.update(prepared, crossing, delivery, options)
-            return None if self.delayed else crossing.send_up()
+            return None if self.delayed else crossing.send_up(at_once=True)
 
         future: Future[Arrival | None] = self._worker.submit(update)
 

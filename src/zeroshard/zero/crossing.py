@@ -118,9 +118,13 @@ class Crossing:
         if self._low_C is not None:
             self._seal = fingerprint(self._low_C)
 
-    def send_up(self) -> Arrival | None:
-        """Start the updated parameter on its way; None where it is at home."""
-        return None if self._low_C is None else self.bus.up(self.home_C, self._low_C)
+    def send_up(self, *, at_once: bool = False) -> Arrival | None:
+        """Start the updated parameter on its way; None where it is at home. ``at_once``: the delivery of
+        this update's gradient was waited for, so that nobody uses the parameter on the device; else
+        behind what the current stream has queued."""
+        if self._low_C is None:
+            return None
+        return self.bus.up(self.home_C, self._low_C, at_once=at_once)
 
     def arrived(self, arrival: Arrival | None) -> None:
         """The parameter is used from here on, by the current stream; edits show from now."""

@@ -41,6 +41,10 @@ class Owner(Protocol):
         """A private full copy of the parameter's values. Collective: every rank must read."""
         ...
 
+    def agrees(self, fact: bool) -> bool:
+        """Is it a fact on every rank? Collective."""
+        ...
+
     def admit(self, param: nn.Parameter, beside: Collection[Tensor]) -> bool:
         """Make the parameter itself full, if it may be written now (during construction).
 
@@ -247,7 +251,7 @@ class ShardedParameter(nn.Parameter):
                 return func(*args, **kwargs)
             if args and (answer := _without_values(func, *args, **kwargs)) is not None:
                 return answer
-            if func == _DATA_SET and args[1] is args[0]:
+            if func == _DATA_SET and _is_no_edit(*args):
                 return None
             if func is _T.detach and args[0] in _listed:
                 return StateEntry.of(args[0])
@@ -428,6 +432,31 @@ def _full_value(param: nn.Parameter) -> Tensor:
             full: Tensor = _ReadFull.apply(param, values)  # type: ignore[no-untyped-call]
             return full
     return values
+
+
+def _is_no_edit(param: Any, values: Any) -> bool:
+    """Does ``param.data = values`` give the parameter what it has? The same answer on every rank.
+
+    Collective, unless shape, dtype or device say enough.
+    """
+    if values is param:
+        return True
+    if type(param) is not ShardedParameter or not isinstance(values, Tensor):
+        return False
+    asked = ("shape", "dtype", "device", "layout")
+    if any(getattr(values, name) != getattr(param, name) for name in asked):
+        return False
+    owner = owner_of(param)
+    with torch.no_grad():
+        if isinstance(values, ShardedParameter):
+            values = _full_value(values)
+        return owner is not None and owner.agrees(_same_bits(_full_value(param), values))
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Are two tensors of one shape and dtype equal, NaN to the same NaN and -0.0 not to 0.0?"""
+    one, other = (tensor.detach().reshape(-1).view(torch.uint8) for tensor in (one, other))
+    return torch.equal(one, other)
 
 
 def _without_values(func: Any, param: Any, *args: Any, **kwargs: Any) -> Any:

@@ -80,6 +80,11 @@ class SpreadParameter:
         """See :class:`zeroshard.zero.guard.Owner`."""
         return self.gather()
 
+    def agrees(self, fact: bool) -> bool:
+        """See :class:`zeroshard.zero.guard.Owner`."""
+        vote = torch.tensor([float(fact)], device=self.context.device)
+        return bool(self.context.comm.gather_small(vote, name=self.name).all())
+
     def admit(self, param: nn.Parameter, beside: Collection[Tensor]) -> bool:
         """Inside the context a touched parameter becomes whole, and may be written."""
         if self.context.active:

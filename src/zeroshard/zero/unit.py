@@ -372,6 +372,11 @@ class Unit:
         full_N = self.full_N if self.state is UnitState.FULL else self.gathered_copy()
         return self.view(full_N, param).clone()
 
+    def agrees(self, fact: bool) -> bool:
+        """See :class:`zeroshard.zero.guard.Owner`."""
+        vote = torch.tensor([float(fact)], device=self.full_N.device)
+        return bool(self.comm.gather_small(vote, name=self.name + READ).all())
+
     def admit(self, param: nn.Parameter, beside: Collection[Tensor]) -> bool:
         """A resident unit in flight only has to arrive; sharded parameters are never written."""
         self.check_here()
