@@ -32,6 +32,7 @@ from zeroshard.zero.access import GatheredParameters
 class DeepSpeedEngine(Engine):
     """An engine under DeepSpeed's names. ``optimizer``: what :mod:`.optimizer` describes."""
 
+    _as_deepspeed = True
     mp_world_size = 1
     mpu = None
     has_moe_layers = False
