@@ -101,10 +101,6 @@ def zero_wrapper_for_fp_tensor_constructor(
 _orig_torch_arange = torch.arange
 
 
-class DeepSpeedZeRoOffload:
-    """A type to compare with; hooks and placement are the engine's."""
-
-
 class TiledLinear(nn.Linear):
     """``torch.nn.Linear``: units bound what is gathered, so that tiles save nothing. Split arguments are
     accepted and ignored."""
