@@ -491,6 +491,7 @@ def test_attributes_of_sharded_parameters():
     assert held.tolist() == [p.ds_numel for p in params]
     with deepspeed.zero.GatheredParameters(params):
         assert all(p.ds_status is status.AVAILABLE for p in params)
+        assert [p.ds_summary()["status"] for p in params] == ["AVAILABLE"] * len(params)
         assert all(hasattr(p, "ds_id") for p in params)
     assert params[0].ds_status is status.NOT_AVAILABLE
     assert deepspeed.runtime.zero.partition_parameters.is_zero_param(params[0])
@@ -533,6 +534,7 @@ def test_init_marks_parameters_and_the_engine_takes_them():
         net = model()
     for param in net.parameters():
         assert param.ds_shape == param.shape
+        assert param.ds_summary()["ds_numel"] == param.numel()
         assert param.ds_status is deepspeed.zero.ZeroParamStatus.NOT_AVAILABLE
     ids = [p.ds_id for p in net.parameters()]
     engine, *_ = deepspeed.initialize(model=net, config=config(3))
@@ -631,6 +633,80 @@ def test_generation_without_hooks():
         for _ in range(1 + 2 * engine.global_rank):  # ranks need not keep step
             net(batch(0, 0))
     train_step(engine)
+    engine.destroy()
+
+
+def take_hooks_off(engine) -> None:
+    """As programs do that generate with all parameters whole."""
+    offload = engine.optimizer.parameter_offload
+    assert not list(offload.module.ds_external_parameters())
+    for param in offload.module.parameters():
+        param.ds_active_sub_modules.clear()
+    for hook in (*offload.forward_hooks, *offload.backward_hooks):
+        hook.remove()
+    offload.forward_hooks, offload.backward_hooks = [], []
+
+
+def put_hooks_back(engine) -> None:
+    offload = engine.optimizer.parameter_offload
+    assert offload.param_coordinator.is_invalid_trace()
+    offload._register_deepspeed_module(offload.module)
+
+
+@on_ranks(2)
+def test_hooks_taken_off_for_generation_come_back_and_every_unit_is_gathered_once():
+    alone, *_ = deepspeed.initialize(model=model(), config=config(3, unit_min_numel=1))
+    engine, *_ = deepspeed.initialize(model=model(), config=config(3, unit_min_numel=1))
+    train_step(alone), train_step(engine)
+    with deepspeed.zero.GatheredParameters(engine.parameters()), torch.no_grad():
+        take_hooks_off(engine)
+        assert not any(m._forward_pre_hooks for m in engine.module.modules())
+        before = engine.runtime.gatherer.order
+        for _ in range(1 + 2 * engine.global_rank):  # ranks need not keep step
+            engine.module(batch(0, 0))
+        assert engine.runtime.gatherer.order is before
+        put_hooks_back(engine)
+    for number in (1, 2):
+        train_step(alone, number), train_step(engine, number)
+    assert torch.equal(values(engine), values(alone))
+    alone.destroy(), engine.destroy()
+
+
+@on_ranks(2)
+def test_an_engine_without_its_hooks_does_not_train_in_silence():
+    engine, *_ = deepspeed.initialize(model=model(), config=config(3))
+    offload = engine.optimizer.parameter_offload
+    take_hooks_off(engine)
+    with deepspeed.zero.GatheredParameters(engine.parameters()):
+        engine.backward(loss_of(engine, batch(0, engine.global_rank)))
+    with pytest.raises(UsageError, match="there is no gradient"):
+        engine.step()
+    engine.zero_grad()
+    with pytest.raises(UsageError, match="not the engine's model"):
+        offload._register_deepspeed_module(nn.Linear(1, 1))
+    put_hooks_back(engine)
+    train_step(engine)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@on_ranks(1)
+def test_below_stage_3_there_are_no_hooks_to_take_off(stage):
+    engine, optimizer, *_ = deepspeed.initialize(model=model(), config=config(stage))
+    assert not hasattr(optimizer, "parameter_offload")
+    engine.destroy()
+
+
+@on_ranks(1)
+def test_the_optimizer_tells_how_the_loss_is_scaled():
+    keys = {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 50}}
+    engine, optimizer, *_ = deepspeed.initialize(model=model(), config=config(1, **keys))
+    told = optimizer.loss_scale_config
+    assert (told.dynamic_loss_scale, told.cur_scale, told.scale_window) == (True, 16.0, 50)
+    engine.destroy()
+    engine, optimizer, *_ = deepspeed.initialize(model=model(), config=config(1))
+    told = optimizer.loss_scale_config
+    assert (told.use_grad_scaling, told.cur_scale, told.scale_window) == (False, 1.0, None)
     engine.destroy()
 
 

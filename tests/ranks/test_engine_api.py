@@ -73,6 +73,24 @@ def test_every_form_of_optimizer_trains_alike(form):
         assert_close(weights(engine), plain(), rtol=1e-6)
 
 
+@on_ranks(2)
+def test_an_object_acts_instead_of_what_the_configuration_names():
+    model = CASE.build()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+    schedule = torch.optim.lr_scheduler.StepLR(sgd, step_size=1, gamma=0.5)
+    named = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}
+    config = config_for(1, **NAMED, scheduler=named)
+    with zeroshard.Engine(model, config=config, optimizer=sgd, lr_scheduler=schedule) as engine:
+        assert engine.optimizer is sgd and engine.lr_scheduler is schedule
+        assert engine.optimizer_name() == "SGD" and engine.optimizer_params() is None
+        assert engine.loaded.raw["optimizer"] == NAMED["optimizer"]
+        train(engine, own_data(engine, 1))
+        assert engine.get_lr() == [0.25]
+        told = [line for line in engine.loaded.notices if "the object that was passed acts" in line]
+    assert [line.partition(":")[0] for line in told] == ["optimizer", "scheduler"]
+    assert '"AdamW"' in told[0] and '"WarmupDecayLR"' in told[1]
+
+
 @pytest.mark.parametrize("form", ["none", "empty", "generator", "list", "named"])
 def test_model_parameters_may_be_any_iterable(form):
     model = CASE.build()

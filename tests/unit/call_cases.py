@@ -133,16 +133,6 @@ def mpu_given():
 
 
 @wrong(
-    'an optimizer object was passed and the config names "AdamW". Only one can act: drop the '
-    'argument or the "optimizer" section.'
-)
-def two_optimizers():
-    model = linear()
-    optimizer = torch.optim.SGD(model.parameters())
-    zeroshard.initialize(model=model, optimizer=optimizer, config=config(optimizer=ADAMW))
-
-
-@wrong(
     "optimizer is a str, not a torch.optim.Optimizer. Pass an optimizer object, or a function that "
     "makes one from parameters."
 )
@@ -255,14 +245,6 @@ def parameters_and_groups():
 @wrong("a learning-rate schedule needs an optimizer; none was given or named.")
 def schedule_without_optimizer():
     engine(optimizer=None, scheduler={"type": "WarmupLR"})
-
-
-@wrong(
-    'a scheduler was passed and the config names "WarmupLR". Only one can act: drop the argument '
-    'or the "scheduler" section.'
-)
-def two_schedules():
-    engine(scheduler={"type": "WarmupLR"}, lr_scheduler=lambda o: None)
 
 
 @wrong(

@@ -455,9 +455,9 @@ CASES: tuple[Case, ...] = (
     ),
     case(
         "old_and_new_spelling",
-        {**ONE, "bfloat16": {"enabled": True}, "bf16": {"enabled": True}},
+        {**ONE, "bfloat16": {"enabled": True}, "bf16": {"enabled": False}},
         1,
-        "bfloat16: old spelling of bf16, which is given too; keep one",
+        "bfloat16: another spelling of bf16, which is given too; keep one",
     ),
     zero(
         "old_switch_is_a_word",

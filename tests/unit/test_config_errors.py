@@ -66,7 +66,52 @@ def test_a_file_is_named_in_the_heading(tmp_path: Any) -> None:
 
 def test_unknown_keys_can_be_turned_into_notices() -> None:
     loaded = load_config({**ONE, "unknown_keys": "warn", "zero": {"stage": 3}}, world_size=1)
-    assert any(line.startswith("ignored: zero: no such key.") for line in loaded.notices)
+    assert any(line.startswith("unknown keys, ignored: zero") for line in loaded.notices)
+
+
+def test_a_name_with_a_dot_is_told_where_it_belongs() -> None:
+    text = message_of({**ONE, "zero_optimization.stage": 3})
+    assert 'Write it inside "zero_optimization"' in text
+
+
+WILD = {
+    "zero_optimization.reduce_bucket_size": 4096,
+    "_comment": "for the big machine",
+    "log": {"path": "x"},
+    "zero_optimisation": {"stage": 3},
+    "aio": {"block": 1},
+    "timers": {"throughput": {"every": 2}},
+    "activation_checkpointing": {"enabled": True},
+}
+
+
+def test_where_deepspeed_ignores_unknown_keys_its_programs_get_one_notice() -> None:
+    loaded = load_config({**ONE, **WILD}, world_size=1, as_deepspeed=True)
+    (line,) = [line for line in loaded.notices if "unknown" in line]
+    assert "zero_optimization.reduce_bucket_size, _comment, log, " in line
+    assert 'zero_optimisation (did you mean "zero_optimization"?)' in line
+    assert "aio.block" in line and "timers.throughput.every" in line
+    assert loaded.config.zero_optimization.stage == 0
+
+
+def test_who_chose_zeroshard_is_told_of_each_unknown_key() -> None:
+    text = message_of({**ONE, **WILD})
+    assert text.startswith("7 problems")
+
+
+def test_a_configuration_that_asks_for_errors_gets_them_in_deepspeeds_name_too() -> None:
+    assert "log: no such key" in message_of(
+        {**ONE, "log": 1, "unknown_keys": "error"}, as_deepspeed=True
+    )
+
+
+@pytest.mark.parametrize(
+    "section", ["zero_optimization", "bf16", "fp16", "comms_logger", "tensorboard", "optimizer"]
+)
+def test_where_deepspeed_forbids_unknown_keys_they_stay_errors(section: str) -> None:
+    assert "frobnicate: no such key" in message_of(
+        {**ONE, section: {"frobnicate": 1}}, as_deepspeed=True
+    )
 
 
 def test_refused_keys_stay_errors_when_unknown_keys_only_warn() -> None:

@@ -6,9 +6,12 @@ import ast
 import re
 from pathlib import Path
 
-from zeroshard.config import KEYS
+import pytest
+
+from zeroshard.config import KEYS, load_config
 from zeroshard.config.docs import page
-from zeroshard.config.keys import advice
+from zeroshard.config.keys import ALIASES, advice
+from zeroshard.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 
@@ -132,3 +135,22 @@ def test_the_layer_imports_neither_torch_nor_the_environment() -> None:
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert {name.split(".")[0] for name in names} <= allowed, path
         assert "environ" not in text, path
+
+
+@pytest.mark.parametrize("short", ALIASES)
+def test_deepspeeds_short_spelling_of_a_stage_3_key_is_that_key(short: str) -> None:
+    value = True if short.startswith(("gather", "use", "allgather")) else 4096
+    zero = {"stage": 3, short: value}
+    loaded = load_config({"train_batch_size": 1, "zero_optimization": zero}, world_size=1)
+    assert getattr(loaded.config.zero_optimization, f"stage3_{short}") == value
+    twice = {**zero, f"stage3_{short}": value}
+    assert load_config({"train_batch_size": 1, "zero_optimization": twice}, world_size=1)
+    twice[f"stage3_{short}"] = not value
+    with pytest.raises(ConfigError, match="is given too; keep one"):
+        load_config({"train_batch_size": 1, "zero_optimization": twice}, world_size=1)
+
+
+@pytest.mark.parametrize("key", ["sub_group_size", "allgather_bucket_size"])
+def test_sizes_without_a_meaning_here_may_be_0(key: str) -> None:
+    zero = {"stage": 2, key: 0}
+    load_config({"train_batch_size": 1, "zero_optimization": zero}, world_size=1)

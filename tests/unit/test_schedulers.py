@@ -298,3 +298,33 @@ def test_a_wrong_name_or_argument_says_what_would_be_right(type_, params, words)
 def test_a_schedule_that_follows_a_metric_is_refused_with_the_way_out():
     with pytest.raises(UnsupportedError, match=r"step\(metric\)"):
         build_scheduler("ReduceLROnPlateau", {}, groups())
+
+
+READ_BY_PROGRAMS = {
+    "WarmupLR": ({"warmup_max_lr": 1.0, "warmup_num_steps": 1}, {
+        "min_lrs": [0.0], "max_lrs": [1.0], "warmup_num_steps": 2, "warmup_type": "log",
+    }),
+    "WarmupDecayLR": ({"total_num_steps": 9, "warmup_type": "linear"}, {
+        "min_lrs": [0.0], "max_lrs": [1e-3], "total_num_steps": 9, "warmup_type": "linear",
+    }),
+    "WarmupCosineLR": ({"total_num_steps": 9, "cos_min_ratio": 0.5}, {
+        "org_lrs": [0.1], "total_num_steps": 9, "warmup_min_ratio": 0.0, "cos_min_ratio": 0.5,
+        "warmup_num_steps": 1000, "warmup_type": "log",
+    }),
+    "LRRangeTest": ({"lr_range_test_min_lr": 0.25, "lr_range_test_staircase": True}, {
+        "min_lr": [0.25], "step_size": 2000, "step_rate": 1.0, "staircase": True,
+    }),
+    "OneCycle": (
+        {"cycle_min_lr": 0.5, "cycle_max_lr": 1.0, "cycle_first_step_size": 30,
+         "cycle_second_step_size": 10, "decay_lr_rate": 0.1, "decay_step_size": 5},
+        {"min_lrs": [0.5], "max_lrs": [1.0], "first_step_size": 30, "second_step_size": 10,
+         "total_size": 40, "step_ratio": 0.75, "decay_lr_rate": 0.1, "decay_step_size": 5},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VALID_LR_SCHEDULES)
+def test_programs_read_what_a_schedule_was_made_of(name):
+    params, attributes = READ_BY_PROGRAMS[name]
+    schedule = build_scheduler(name, params, groups(betas=(0.9, 0.999)))
+    assert {key: getattr(schedule, key) for key in attributes} == attributes

@@ -61,6 +61,13 @@ REFUSED: dict[str, str] = {
 OFF: dict[str, object] = {"zero_optimization.mics_shard_size": -1}
 """What switches a refused key off besides the usual words: its default, which old files spell out."""
 
+ALIASES = (
+    *("prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold"),
+    *("max_live_parameters", "max_reuse_distance", "gather_16bit_weights_on_model_save"),
+    *("module_granularity_threshold", "use_all_reduce_for_fetch_params", "allgather_sequential"),
+)
+"""Keys of ``zero_optimization`` that DeepSpeed also takes without their ``stage3_``."""
+
 RENAMED: dict[str, str] = {
     "bfloat16": "bf16",
     "zero_optimization.cpu_offload": "zero_optimization.offload_optimizer",
@@ -68,8 +75,9 @@ RENAMED: dict[str, str] = {
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": (
         "zero_optimization.stage3_gather_16bit_weights_on_model_save"
     ),
+    **{f"zero_optimization.{name}": f"zero_optimization.stage3_{name}" for name in ALIASES},
 }
-"""Old spelling -> key that takes its place."""
+"""Other spelling -> the key that it is read as."""
 
 STRAY: dict[str, str] = {
     "bf16.auto_cast": "Only fp16 has it; cast the inputs, or use torch_autocast.",
@@ -82,6 +90,15 @@ STRAY: dict[str, str] = {
     "optimizer.params.max_grad_norm": "The engine clips: write gradient_clipping at the top level.",
 }
 """Words seen in the wild that no nearest name would lead to the right place."""
+
+
+UNCHECKED = frozenset(
+    (
+        *("", "activation_checkpointing", "aio", "checkpoint", "data_types", "flops_profiler"),
+        *("pipeline", "timers", "timers.throughput"),
+    )
+)
+"""Sections (the top level is empty) in which DeepSpeed ignores keys that it does not know."""
 
 
 def _rows(model: type[Section], prefix: str) -> list[Key]:
@@ -116,7 +133,10 @@ def _all_keys() -> dict[str, Key]:
     for path, why in REFUSED.items():
         table[path] = Key(path, "refuse", why, "")
     for path, new in RENAMED.items():
-        table[path] = Key(path, "honour", f"old spelling of {new}", f"Old spelling of `{new}`.")
+        word = "short" if path.rpartition(".")[2] in ALIASES else "old"
+        table[path] = Key(
+            path, "honour", f"{word} spelling of {new}", f"{word.capitalize()} spelling of `{new}`."
+        )
     return table
 
 

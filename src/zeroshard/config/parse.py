@@ -8,7 +8,7 @@ looks at the world: the text is the same on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from zeroshard.config.fields import Section, is_auto, is_off, read_number, show
-from zeroshard.config.keys import KEYS, OFF, REFUSED, RENAMED, advice, nearest
+from zeroshard.config.keys import ALIASES, KEYS, OFF, REFUSED, RENAMED, advice, nearest
 from zeroshard.config.params import (
     PARAMS,
     TORCH_OPTIMIZERS,
@@ -34,6 +34,7 @@ class Findings:
 
     errors: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
     given: set[str] = field(default_factory=set)
     autos: set[str] = field(default_factory=set)
     rejected: set[str] = field(default_factory=set)
@@ -45,11 +46,16 @@ class Findings:
 
 
 def tidy(
-    raw: Mapping[Any, Any], model: type[Section], prefix: str, found: Findings, *, warn: bool
+    raw: Mapping[Any, Any],
+    model: type[Section],
+    prefix: str,
+    found: Findings,
+    *,
+    ignores: Callable[[str], bool],
 ) -> dict[str, Any]:
     """The part of ``raw`` that ``model`` can read; everything else goes to ``found``.
 
-    ``warn``: unknown keys become notices instead of errors.
+    ``ignores``: are unknown keys of this section (dotted; the top level is empty) noted only?
     """
     out: dict[str, Any] = {}
     for name, value in raw.items():
@@ -59,7 +65,7 @@ def tidy(
             if not is_off(value, OFF.get(path)):
                 found.errors.append(f"{path}: not supported: {REFUSED[path]}")
         elif known is None:
-            _unknown(path, value, model, found, warn=warn)
+            _unknown(path, name, value, model, found, ignore=ignores(prefix.rstrip(".")))
         elif is_auto(value):
             found.autos.add(path)
         elif not _dropped(path, value, known, found):
@@ -68,9 +74,9 @@ def tidy(
                 out[name] = value
                 found.given.add(path)
             elif isinstance(value, Mapping):
-                out[name] = tidy(value, inner, f"{path}.", found, warn=warn)
+                out[name] = tidy(value, inner, f"{path}.", found, ignores=ignores)
                 if path in PARAMS:
-                    _typed_params(path, out[name], found, warn=warn)
+                    _typed_params(path, out[name], found, ignores=ignores)
             else:
                 found.reject(
                     path, f"must be an object such as {_example(inner)}, not {show(value)}"
@@ -79,15 +85,19 @@ def tidy(
 
 
 def _unknown(
-    path: str, value: object, model: type[Section], found: Findings, *, warn: bool
+    path: str, name: object, value: object, model: type[Section], found: Findings, *, ignore: bool
 ) -> None:
     if path == "optimizer.params.max_grad_norm" and is_off(value):
         return
-    text = f"{path}: no such key. {advice(path, list(model.model_fields))}"
-    if warn:
-        found.notices.append(f"ignored: {text}")
+    siblings = list(model.model_fields)
+    section, dot, _ = str(name).partition(".")
+    if ignore:
+        close = nearest(str(name), siblings, cutoff=0.85)
+        found.ignored.append(f'{path} (did you mean "{close}"?)' if close else path)
+    elif dot:
+        found.errors.append(f'{path}: no such key. Write it inside "{section}", without the dot.')
     else:
-        found.errors.append(text)
+        found.errors.append(f"{path}: no such key. {advice(path, siblings)}")
 
 
 def _dropped(path: str, value: object, known: FieldInfo, found: Findings) -> bool:
@@ -138,14 +148,20 @@ def rename(raw: dict[str, Any], found: Findings) -> dict[str, Any]:
                 continue
             value = {"device": "cpu"}
         if new_name in parent:
-            found.errors.append(f"{old}: old spelling of {new}, which is given too; keep one")
+            if parent[new_name] != value:
+                found.errors.append(
+                    f"{old}: another spelling of {new}, which is given too; keep one"
+                )
             continue
         parent[new_name] = value
-        found.notices.append(f"{old}: old spelling, read as {new}")
+        if name not in ALIASES:
+            found.notices.append(f"{old}: old spelling, read as {new}")
     return raw
 
 
-def _typed_params(section: str, given: dict[str, Any], found: Findings, *, warn: bool) -> None:
+def _typed_params(
+    section: str, given: dict[str, Any], found: Findings, *, ignores: Callable[[str], bool]
+) -> None:
     """Check ``params`` against what the type takes; ``given`` is changed in place."""
     kind, params = given.get("type"), given.get("params") or {}
     if not isinstance(params, Mapping):
@@ -167,7 +183,7 @@ def _typed_params(section: str, given: dict[str, Any], found: Findings, *, warn:
     found.given.discard(f"{section}.params")
     prefix = f"{section}.params."
     if kind in types:
-        tidied = tidy(params, types[kind], prefix, found, warn=warn)
+        tidied = tidy(params, types[kind], prefix, found, ignores=ignores)
         _refuse_auto(tidied, types[kind], prefix, found)
         read = validate(types[kind], tidied, prefix, found)
         hints = {name for name in tidied if KEYS[prefix + name].verdict == "accept"}

@@ -9,13 +9,13 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from zeroshard.config import offload
 from zeroshard.config.fields import Section, is_auto, show
-from zeroshard.config.keys import KEYS, get, not_yet
+from zeroshard.config.keys import KEYS, UNCHECKED, get, not_yet
 from zeroshard.config.params import PARAMS
 from zeroshard.config.parse import Findings, rename, tidy, validate
 from zeroshard.config.read import Source, copy_tree, read_source
@@ -100,6 +100,8 @@ def load_config(
     hidden_size: int | None = None,
     world_hint: str | None = None,
     for_training: bool = True,
+    as_deepspeed: bool = False,
+    replaced: Collection[str] = (),
 ) -> LoadedConfig:
     """Read, check and resolve a configuration for ``world_size`` data-parallel ranks.
 
@@ -110,7 +112,9 @@ def load_config(
     added to errors about batch sizes, such as why the world looks too small.
     ``for_training=False`` is for callers that only build a model (``zero.Init`` sees files in
     which much is still "auto"): batch sizes that are not given are 1, and optimizer and schedule
-    are not read.
+    are not read. ``as_deepspeed``: where DeepSpeed ignores keys that it does not know, they are a
+    notice, unless the configuration says otherwise (``unknown_keys``). ``replaced``: sections
+    ("optimizer", "scheduler") in whose place the program passed an object; they are not read.
 
     Raises ``ConfigError`` with every problem, one per line, in the same order on every rank.
     """
@@ -124,10 +128,14 @@ def load_config(
     found = Findings()
     work = rename(copy_tree(raw), found)
     from_arguments = _apply_arguments(work, arguments or {}, found)
-    if not for_training:
-        work = {key: value for key, value in work.items() if key not in PARAMS}
-    warn = str(work.get("unknown_keys", "error")).lower() == "warn"
-    given = tidy(work, Config, "", found, warn=warn)
+    skipped = PARAMS if not for_training else replaced
+    for section in replaced:
+        if work.get(section) is not None:
+            found.notices.append(
+                f"{section}: the object that was passed acts, not {_type(work[section])}"
+            )
+    work = {key: value for key, value in work.items() if key not in skipped}
+    given = tidy(work, Config, "", found, ignores=_ignoring(work, as_deepspeed=as_deepspeed))
     _resolve_auto_sizes(given, found, hidden_size)
     config = validate(Config, given, "", found) or Config()
     found.errors.extend(not_yet(config))
@@ -144,6 +152,19 @@ def load_config(
         origins=_origins(config, found, where, from_arguments, derived),
         notices=tuple(dict.fromkeys(found.notices)),
     )
+
+
+def _type(section: Any) -> str:
+    kind = section.get("type") if isinstance(section, Mapping) else None
+    return f"the configuration's {show(kind)}" if kind else "the configuration's section"
+
+
+def _ignoring(work: Mapping[str, Any], *, as_deepspeed: bool) -> Callable[[str], bool]:
+    """Of a dotted section: are keys that it does not know a notice rather than an error?"""
+    word = str(work.get("unknown_keys", "as DeepSpeed" if as_deepspeed else "error")).lower()
+    if word == "as deepspeed":
+        return UNCHECKED.__contains__
+    return lambda _section: word == "warn"
 
 
 def leaves(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -305,6 +326,8 @@ def solve_batch(
 
 def _notice(config: Config, found: Findings) -> None:
     """Lines about values that programs rely on and readers do not expect."""
+    if found.ignored:
+        found.notices.append(f"unknown keys, ignored: {', '.join(found.ignored)}")
     if "gradient_clipping" not in found.given | found.autos and config.gradient_clipping:
         found.notices.append(
             "gradient_clipping is not given: gradients are clipped at norm 1.0, as DeepSpeed does; "

@@ -102,7 +102,7 @@ class OffloadConfig(Section):
         None, "Directory on the disk, required for nvme; null and none: not given."
     )
     pin_memory: Flag = honour(True, "Page-locked host memory on a GPU machine.")
-    buffer_count: Count | None = accept(None, "Swap buffers; derived here.")
+    buffer_count: Natural | None = accept(None, "Swap buffers; derived here.")
 
 
 class OffloadParamConfig(OffloadConfig):
@@ -181,7 +181,7 @@ class ZeroConfig(Section):
     offload_param: OffloadParamConfig | None = honour(
         None, "Parameters outside the device (stage 3; no effect below)."
     )
-    allgather_bucket_size: Count = accept(
+    allgather_bucket_size: Natural = accept(
         500_000_000, "Parameters gathered together after a step; we gather unit by unit."
     )
     contiguous_gradients: Flag = accept(True, "Copy gradients into one buffer; always so here.")
@@ -195,7 +195,7 @@ class ZeroConfig(Section):
     pipeline_loading_checkpoint: Flag = accept(False, "Order of loading.")
     log_trace_cache_warnings: Flag = accept(False, "Log noise.")
     save_muon_momentum_buffer_in_memory: Flag = accept(False, "Muon together with nvme.")
-    sub_group_size: Count = accept(1_000_000_000, "Tile of the offloaded update; derived here.")
+    sub_group_size: Natural = accept(1_000_000_000, "Tile of the offloaded update; derived here.")
     stage3_param_persistence_threshold: Natural = accept(
         100_000, "Keep smaller parameters whole; here small ones share a unit."
     )
@@ -217,7 +217,10 @@ class Config(Section):
     """A whole configuration. After ``load_config`` the three batch sizes are solved."""
 
     unknown_keys: Annotated[Literal["error", "warn"], Lower] = honour(
-        "error", "What to do with a key that this page does not list."
+        "error",
+        "What to do with a key that this page does not list. Programs that call `deepspeed` get a "
+        "notice instead where DeepSpeed looks for no key: at the top level, and in the sections that "
+        "it does not check.",
     )
     units: TextsOrAuto = honour(
         "auto", "Which modules are gathered as one: globs on their names or class names."

@@ -53,7 +53,8 @@ class Engine(nn.Module):
     ``model``: an ordinary module, one built under :class:`zeroshard.zero.Init`, or one on the meta
     device. ``config``: DeepSpeed's JSON as dict, path or string. ``optimizer``: a ``torch.optim``
     object, or a callable of the parameters; None takes the one in the config, or none at all (then the
-    engine only runs the model). ``lr_scheduler``: an object, or a callable of the optimizer.
+    engine only runs the model). ``lr_scheduler``: an object, or a callable of the optimizer. An object
+    acts instead of what the config names, and a notice says so.
 
     Collective: every rank builds its engines in the same order, from the same configuration.
     Raises :class:`ConfigError` with all mistakes of the configuration at once.
@@ -68,6 +69,7 @@ class Engine(nn.Module):
     >>> engine.close()
     """
 
+    _as_deepspeed: ClassVar[bool] = False  # how unknown keys are taken: see load_config
     _in_backward: ClassVar[list[Engine]] = []  # whose backward() runs: one loss, several engines
 
     def __init__(
@@ -88,6 +90,7 @@ class Engine(nn.Module):
             model_parameters=model_parameters,
             lr_scheduler=lr_scheduler,
             device=device,
+            as_deepspeed=self._as_deepspeed,
         )
         self.module = model
         self.loaded: LoadedConfig = parts.loaded

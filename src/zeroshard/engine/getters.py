@@ -21,7 +21,6 @@ _CONFIGURED = {
     "memory_breakdown": "memory_breakdown",
     "fp16_enabled": "fp16.enabled",
     "bfloat16_enabled": "bf16.enabled",
-    "optimizer_name": "optimizer.type",
     "optimizer_params": "optimizer.params",
     "scheduler_name": "scheduler.type",
     "scheduler_params": "scheduler.params",
@@ -78,8 +77,16 @@ def _moments(engine: Any) -> list[Any]:
     return [group.get("momentum", group.get("betas")) for group in engine._groups]
 
 
+def _optimizer_name(engine: Any) -> str | None:
+    section, made = engine.settings.optimizer, engine.basic_optimizer
+    if section is not None or made is None:
+        return section.type if section is not None else None
+    return type(made).__name__
+
+
 GETTERS: dict[str, Getter] = {
     **{name: _configured(path) for name, path in _CONFIGURED.items()},
+    "optimizer_name": _optimizer_name,
     "zero_optimization": lambda engine: engine.runtime.stage.number > 0,
     "zero_use_cpu_optimizer": lambda engine: _offloads_to(engine, "cpu", "nvme"),
     "zero_cpu_offload": lambda engine: _offloads_to(engine, "cpu"),

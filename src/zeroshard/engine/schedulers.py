@@ -5,7 +5,7 @@ Five schedules under DeepSpeed's names, with its published formulas, and any cla
 made: -1 before the first. The constructor writes the value for -1, so that the first update
 already runs under the schedule; the engine calls ``step()`` after every update that was applied,
 never after a skipped one. Update ``k`` thus runs with the value for ``i = k - 1``, and a warm-up
-starts with two updates at its minimum.
+starts with two updates at its minimum. Attributes have DeepSpeed's names, and may be read.
 """
 
 from __future__ import annotations
@@ -116,18 +116,21 @@ class WarmupLR(Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         self.optimizer = optimizer
-        self._min = self._per_group("warmup_min_lr", warmup_min_lr)
-        self._max = (
+        self.min_lrs = self._per_group("warmup_min_lr", warmup_min_lr)
+        self.max_lrs = (
             self._group_lrs()
             if warmup_max_lr is None
             else self._per_group("warmup_max_lr", warmup_max_lr)
         )
         self._warmup = _Warmup(warmup_num_steps, warmup_type)
+        self.warmup_num_steps, self.warmup_type = self._warmup.steps, warmup_type
         super().__init__(optimizer, last_batch_iteration)
 
     def lr_at(self, i: int) -> list[float]:
         share = self._warmup(i) if i < self._warmup.steps else self._share_after(i)
-        return [low + (high - low) * share for low, high in zip(self._min, self._max, strict=True)]
+        return [
+            low + (high - low) * share for low, high in zip(self.min_lrs, self.max_lrs, strict=True)
+        ]
 
     def _share_after(self, i: int) -> float:
         return 1.0
@@ -146,7 +149,7 @@ class WarmupDecayLR(WarmupLR):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        self._total = total_num_steps
+        self.total_num_steps = total_num_steps
         super().__init__(
             optimizer,
             warmup_min_lr,
@@ -158,7 +161,9 @@ class WarmupDecayLR(WarmupLR):
         self._warmup.warn_if_longer_than(total_num_steps)
 
     def _share_after(self, i: int) -> float:
-        return max(0.0, (self._total - i) / max(1, self._total - self._warmup.steps))
+        return max(
+            0.0, (self.total_num_steps - i) / max(1, self.total_num_steps - self._warmup.steps)
+        )
 
 
 class WarmupCosineLR(Schedule):
@@ -175,23 +180,31 @@ class WarmupCosineLR(Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         self.optimizer = optimizer
-        self._base = self._group_lrs()
-        self._total, self._start, self._end = total_num_steps, warmup_min_ratio, cos_min_ratio
+        self.org_lrs = self._group_lrs()
+        self.total_num_steps, self.warmup_min_ratio, self.cos_min_ratio = (
+            total_num_steps,
+            warmup_min_ratio,
+            cos_min_ratio,
+        )
         self._warmup = _Warmup(warmup_num_steps, warmup_type)
+        self.warmup_num_steps, self.warmup_type = self._warmup.steps, warmup_type
         self._warmup.warn_if_longer_than(total_num_steps)
         super().__init__(optimizer, last_batch_iteration)
 
     def lr_at(self, i: int) -> list[float]:
-        return [base * self._ratio(i) for base in self._base]
+        return [base * self._ratio(i) for base in self.org_lrs]
 
     def _ratio(self, i: int) -> float:
         warmup = self._warmup
         if i < 0:
             return 0.0
         if i < warmup.steps:
-            return self._start + (1 - self._start) * warmup(i)
-        progress = min(1.0, (i - warmup.steps + 1) / max(1, self._total - warmup.steps))
-        return max(0.0, self._end + (1 - self._end) * (1 + math.cos(math.pi * progress)) / 2)
+            return self.warmup_min_ratio + (1 - self.warmup_min_ratio) * warmup(i)
+        progress = min(1.0, (i - warmup.steps + 1) / max(1, self.total_num_steps - warmup.steps))
+        return max(
+            0.0,
+            self.cos_min_ratio + (1 - self.cos_min_ratio) * (1 + math.cos(math.pi * progress)) / 2,
+        )
 
 
 class LRRangeTest(Schedule):
@@ -207,15 +220,15 @@ class LRRangeTest(Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         self.optimizer = optimizer
-        self._min = self._per_group("lr_range_test_min_lr", lr_range_test_min_lr)
-        self._step_size = _positive("lr_range_test_step_size", lr_range_test_step_size)
-        self._rate, self._staircase = lr_range_test_step_rate, lr_range_test_staircase
+        self.min_lr = self._per_group("lr_range_test_min_lr", lr_range_test_min_lr)
+        self.step_size = _positive("lr_range_test_step_size", lr_range_test_step_size)
+        self.step_rate, self.staircase = lr_range_test_step_rate, lr_range_test_staircase
         super().__init__(optimizer, last_batch_iteration)
 
     def lr_at(self, i: int) -> list[float]:
-        steps = (i + 1) / self._step_size
-        growth = 1 + self._rate * (math.floor(steps) if self._staircase else steps)
-        return [low * growth for low in self._min]
+        steps = (i + 1) / self.step_size
+        growth = 1 + self.step_rate * (math.floor(steps) if self.staircase else steps)
+        return [low * growth for low in self.min_lr]
 
 
 class OneCycle(Schedule):
@@ -243,67 +256,84 @@ class OneCycle(Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         self.optimizer = optimizer
-        self._min = self._per_group("cycle_min_lr", cycle_min_lr)
-        self._max = self._per_group("cycle_max_lr", cycle_max_lr)
-        self._up = _positive("cycle_first_step_size", cycle_first_step_size)
-        self._down = self._up if cycle_second_step_size is None else cycle_second_step_size
-        if self._down < 0:
+        self.min_lrs = self._per_group("cycle_min_lr", cycle_min_lr)
+        self.max_lrs = self._per_group("cycle_max_lr", cycle_max_lr)
+        self.first_step_size = _positive("cycle_first_step_size", cycle_first_step_size)
+        self.second_step_size = (
+            self.first_step_size if cycle_second_step_size is None else cycle_second_step_size
+        )
+        if self.second_step_size < 0:
             raise ConfigError(
-                f"scheduler.params.cycle_second_step_size is {self._down}; "
+                f"scheduler.params.cycle_second_step_size is {self.second_step_size}; "
                 "give 0 or more steps, or leave it out for as many as in the first half"
             )
         first, second = cycle_first_stair_count, cycle_second_stair_count
-        self._stairs = (first, first if second is None else second)
-        self._decay_steps, self._lr_rate, self._mom_rate = (
+        self.first_stair_count = first
+        self.second_stair_count = first if second is None else second
+        self.decay_step_size, self.decay_lr_rate, self.decay_mom_rate = (
             decay_step_size,
             decay_lr_rate,
             decay_mom_rate,
         )
         self._min_mom, self._max_mom = cycle_min_mom, cycle_max_mom
-        self._momentum = cycle_momentum
+        self.cycle_momentum = cycle_momentum
         if cycle_momentum and not any("betas" in group for group in optimizer.param_groups):
-            self._momentum = False
+            self.cycle_momentum = False
             _log.warning("OneCycle: the optimizer has no betas, so only the learning rate cycles")
         super().__init__(optimizer, last_batch_iteration)
 
+    @property
+    def total_size(self) -> int:
+        """Updates in one cycle."""
+        return self.first_step_size + self.second_step_size
+
+    @property
+    def step_ratio(self) -> float:
+        """The rising share of a cycle."""
+        return self.first_step_size / self.total_size
+
     def lr_at(self, i: int) -> list[float]:
-        length = self._up + self._down
-        if i < length:
+        if i < self.total_size:
             height = self._height(i + 1)
             return [
-                low + (high - low) * height for low, high in zip(self._min, self._max, strict=True)
+                low + (high - low) * height
+                for low, high in zip(self.min_lrs, self.max_lrs, strict=True)
             ]
-        decay = 1 + self._decay(self._lr_rate, i)
-        return [low / decay for low in self._min]
+        decay = 1 + self._decay(self.decay_lr_rate, i)
+        return [low / decay for low in self.min_lrs]
 
     def momentum_at(self, i: int) -> float:
         """The first beta once update ``i`` is done. Starts at its minimum, as in DeepSpeed."""
         if i < 0:
             return self._min_mom
-        if i < self._up + self._down:
+        if i < self.total_size:
             return self._max_mom - (self._max_mom - self._min_mom) * self._height(i + 1)
-        return self._max_mom * (1 + self._decay(self._mom_rate, i))
+        return self._max_mom * (1 + self._decay(self.decay_mom_rate, i))
 
     def _height(self, n: int) -> float:
         """How far up the cycle, 0 to 1, after ``n`` updates."""
-        length = self._up + self._down
+        length = self.total_size
         offset = n % length
-        rising = offset <= self._up
-        stairs = self._stairs[0] if rising else self._stairs[1]
+        rising = offset <= self.first_step_size
+        stairs = self.first_stair_count if rising else self.second_stair_count
         if stairs > 0:
-            way, steps = (offset, self._up) if rising else (length - offset, self._down)
+            way, steps = (
+                (offset, self.first_step_size)
+                if rising
+                else (length - offset, self.second_step_size)
+            )
             return (way * stairs // steps) / stairs
-        share, top = offset / length, self._up / length
+        share, top = offset / length, self.step_ratio
         return share / top if rising else (share - 1) / (top - 1)
 
     def _decay(self, rate: float, i: int) -> float:
-        if not self._decay_steps or not rate:
+        if not self.decay_step_size or not rate:
             return 0.0
-        return rate * (i - self._up - self._down + 1) / self._decay_steps
+        return rate * (i - self.total_size + 1) / self.decay_step_size
 
     def _write(self) -> None:
         super()._write()
-        if self._momentum:
+        if self.cycle_momentum:
             betas = (self.momentum_at(self.last_batch_iteration), 0.99)
             for group in self.optimizer.param_groups:
                 if "betas" in group:

@@ -53,8 +53,12 @@ def assemble(
     model_parameters: Iterable[Any] | None,
     lr_scheduler: Any,
     device: torch.device | str | None,
+    as_deepspeed: bool = False,
 ) -> Parts:
-    """Build all parts. Collective; ranks compare their plans before the first bytes move."""
+    """Build all parts. Collective; ranks compare their plans before the first bytes move.
+
+    ``as_deepspeed``: see :func:`load_config`.
+    """
     check_model(model)
     if discover().world_size > 1:  # one process needs no group, no port and no other backend
         init_distributed()
@@ -62,7 +66,7 @@ def assemble(
     try:
         draft = _draft(
             model, place, config=config, optimizer=optimizer, model_parameters=model_parameters,
-            lr_scheduler=lr_scheduler, device=device,
+            lr_scheduler=lr_scheduler, device=device, as_deepspeed=as_deepspeed,
         )  # fmt: skip
     except Exception as error:
         decline(f"{type(error).__name__}: {_first_fact(error)}")  # others would wait for this rank
@@ -134,8 +138,16 @@ def _draft(
     model_parameters: Iterable[Any] | None,
     lr_scheduler: Any,
     device: torch.device | str | None,
+    as_deepspeed: bool,
 ) -> _Draft:
-    loaded = load_config(config, world_size=place.world_size, hidden_size=hidden_size(model))
+    objects = {"optimizer": optimizer, "scheduler": lr_scheduler}
+    loaded = load_config(
+        config,
+        world_size=place.world_size,
+        hidden_size=hidden_size(model),
+        as_deepspeed=as_deepspeed,
+        replaced=[section for section, given in objects.items() if given is not None],
+    )
     settings = loaded.config
     policy = policy_from(settings)
     inner = make_optimizer(model, optimizer, model_parameters, settings, policy)
@@ -191,16 +203,11 @@ def make_optimizer(
     """The optimizer over the model's own parameters: the object given, or the one in the config.
 
     ``model_parameters``: parameters or param-group dicts, default all that require a gradient.
-    Raises :class:`UsageError` for an object that is no optimizer, or one in both places.
+    Raises :class:`UsageError` for an object that is no optimizer.
     """
     given = parameter_list(model_parameters)
     params = given or [p for p in model.parameters() if p.requires_grad]
     if optimizer is not None:
-        if config.optimizer is not None:
-            raise UsageError(
-                f'an optimizer object was passed and the config names "{config.optimizer.type}". Only '
-                'one can act: drop the argument or the "optimizer" section.'
-            )
         made = optimizer(params) if callable(optimizer) else optimizer
         if not isinstance(made, torch.optim.Optimizer):
             raise UsageError(
@@ -244,11 +251,6 @@ def make_scheduler(given: Any, optimizer: torch.optim.Optimizer | None, config: 
     if given is None:
         assert config.scheduler is not None
         return build_scheduler(config.scheduler.type, config.scheduler.params, optimizer)
-    if config.scheduler is not None:
-        raise UsageError(
-            f'a scheduler was passed and the config names "{config.scheduler.type}". Only one can act: '
-            'drop the argument or the "scheduler" section.'
-        )
     return schedule_over(given, optimizer)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from zeroshard.errors import LaunchError
 
 # Exported to other hosts when the launcher starts them over ssh.
-_EXPORTED = ("NCCL_", "TORCH_", "GLOO_", "OMP_", "ZEROSHARD_", "UCX_", "FI_", "DS_", "DEEPSPEED_")
+EXPORTED = ("NCCL_", "TORCH_", "GLOO_", "OMP_", "ZEROSHARD_", "UCX_", "FI_", "DS_", "DEEPSPEED_")
 _EXPORTED_NAMES = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HF_HOME", "TOKENIZERS_PARALLELISM")
 
 
@@ -58,7 +58,7 @@ def exported(env: Mapping[str, str]) -> dict[str, str]:
     return {
         name: env[name]
         for name in sorted(env)
-        if name in _EXPORTED_NAMES or name.startswith(_EXPORTED)
+        if name in _EXPORTED_NAMES or name.startswith(EXPORTED)
     }
 
 

@@ -94,34 +94,38 @@ class StepHooks:
         self._task = IN_FORWARD  # the backward that runs, not one inside it
         self._open_calls: dict[int, list[_Call]] = defaultdict(list)  # by ``recorded_in``, in order
         self._buffers = {id(buffer.unit): buffer for buffer in reducer.buffers}
-        self._handles: list[RemovableHandle] = []
+        self.on_modules: list[RemovableHandle] = []
+        self.on_params: list[RemovableHandle] = []
         self._landings: list[tuple[Site, GradBuffer, int]] = []  # what each gradient hook is for
         self._note_places()
-        self._attach()
+        self.attach()
 
     # ------------------------------------------------------------------ attaching
 
-    def _attach(self) -> None:
+    def attach(self) -> None:
+        """Put every hook where it belongs; those that are there are replaced."""
+        self.remove()
+        self._landings.clear()
         me, buffers = weakref.ref(self), self._buffers  # a model must not keep an engine alive
         for site in self.gatherer.sites:
             before, after = self._site_hooks(site)
             pre = _bound(me, before, site)
-            self._handles.append(
+            self.on_modules.append(
                 site.module.register_forward_pre_hook(pre, with_kwargs=True, prepend=True)
             )
             if after is not None:
                 root = site is self.gatherer.root
                 post = _bound(me, after, site)
-                self._handles.append(site.module.register_forward_hook(post, always_call=root))
+                self.on_modules.append(site.module.register_forward_hook(post, always_call=root))
         root_module = self.gatherer.root.module
-        self._handles.append(root_module.register_state_dict_post_hook(_release_values))
+        self.on_modules.append(root_module.register_state_dict_post_hook(_release_values))
         for site in self.gatherer.sites:
             for unit in site.units:
                 if (buffer := buffers.get(id(unit))) is not None:
                     for index, param in enumerate(unit.params):
                         land = _landing(weakref.proxy(self), len(self._landings))
                         self._landings.append((site, buffer, index))
-                        self._handles.append(param.register_post_accumulate_grad_hook(land))
+                        self.on_params.append(param.register_post_accumulate_grad_hook(land))
 
     def _site_hooks(self, site: Site) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
         if site is self.gatherer.root:
@@ -132,9 +136,9 @@ class StepHooks:
 
     def remove(self) -> None:
         """Detach every hook."""
-        for handle in self._handles:
+        for handle in (*self.on_modules, *self.on_params):
             handle.remove()
-        self._handles.clear()
+        self.on_modules, self.on_params = [], []
 
     # ------------------------------------------------------------------ forward
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint as _checkpoint
 
-from zeroshard.comm.env import current_place, uses_cuda
-from zeroshard.config import Config, load_config
+from zeroshard.comm.env import uses_cuda
+from zeroshard.integrations.deepspeed.reading import model_config
 
 _OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 """Keywords that torch takes for itself; all others are the function's."""
@@ -35,16 +35,10 @@ def configure(
     """Remember the choices; arguments win over the configuration. Only ``checkpoint_in_cpu`` changes
     anything: the rest arranges memory that is not arranged here."""
     offloads = checkpoint_in_cpu
-    if offloads is None and deepspeed_config is not None:
-        section = _configuration(deepspeed_config).activation_checkpointing
-        offloads = section.cpu_checkpointing
+    if offloads is None and (read := model_config(deepspeed_config)) is not None:
+        offloads = read.activation_checkpointing.cpu_checkpointing
     _settings.clear()
     _settings["cpu"] = bool(offloads)
-
-
-def _configuration(source: Any) -> Config:
-    world_size = current_place().world_size
-    return load_config(source, world_size=world_size, for_training=False).config
 
 
 def is_configured() -> bool:

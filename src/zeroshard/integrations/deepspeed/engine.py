@@ -21,6 +21,7 @@ from zeroshard.engine.monitors import Monitors
 from zeroshard.errors import ConfigError, UnsupportedError
 from zeroshard.integrations.deepspeed import conflicts, names
 from zeroshard.integrations.deepspeed.consumers import check_consumers
+from zeroshard.integrations.deepspeed.hooking import DeepSpeedZeRoOffload
 from zeroshard.integrations.deepspeed.install import disagreement
 from zeroshard.integrations.deepspeed.logs import log_dist, logger
 from zeroshard.integrations.deepspeed.optimizer import EngineOptimizer, optimizer_of
@@ -32,6 +33,7 @@ from zeroshard.zero.access import GatheredParameters
 class DeepSpeedEngine(Engine):
     """An engine under DeepSpeed's names. ``optimizer``: what :mod:`.optimizer` describes."""
 
+    _as_deepspeed = True
     mp_world_size = 1
     mpu = None
     has_moe_layers = False
@@ -49,6 +51,7 @@ class DeepSpeedEngine(Engine):
         self.param_names = {param: name for name, param in model.named_parameters()}
         if self.runtime.stage.shards_params:
             mark_parameters(model.parameters())
+            self.parameter_offload = DeepSpeedZeRoOffload(self)
 
     # ------------------------------------------------------------------ attributes
 
@@ -78,6 +81,15 @@ class DeepSpeedEngine(Engine):
             if (row := names.find_member("engine", name)) is not None and not row.home:
                 raise AttributeError(names.reason_of(row), name=name, obj=self) from error
             raise
+
+    def hook_handles(self) -> tuple[list[Any], list[Any]]:
+        """Handles of the hooks on modules, and of those on parameters."""
+        return list(self._hooks.on_modules), list(self._hooks.on_params)
+
+    def attach_hooks(self) -> None:
+        """Put all hooks back that a program took off."""
+        self._check_open()
+        self._hooks.attach()
 
     # ------------------------------------------------------------------ states
 

@@ -52,7 +52,7 @@ class DeepSpeedConfig:
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
         from zeroshard.comm.env import current_place
 
-        self._loaded = load_config(config, world_size=current_place().world_size)
+        self._loaded = load_config(config, world_size=current_place().world_size, as_deepspeed=True)
         self._param_dict = self._loaded.raw
 
     def __getattr__(self, name: str) -> Any:

@@ -35,6 +35,7 @@ _ENGINE, _OPTIMIZER = _HERE + "engine", _HERE + "optimizer"
 _SHARDING, _PARAMS, _WORDS = _HERE + "sharding", _HERE + "parameters", _HERE + "words"
 _OPS, _DEVICE, _FACTS = _HERE + "optimizer_names", _HERE + "device", _HERE + "facts"
 _ACTIVATIONS, _HELPERS, _LEAVES = _HERE + "activations", _HERE + "helpers", _HERE + "leaves"
+_HOOKING = _HERE + "hooking"
 _WEIGHTS, _TIMERS = _HERE + "weights", _HERE + "timers"
 _STATES, _LOGS, _GROUPS = _HERE + "estimates", _HERE + "logs", _HERE + "groups"
 _COMM, _ACCESS = "zeroshard.comm.torch_names", "zeroshard.zero.access"
@@ -85,7 +86,8 @@ _WORKING: tuple[tuple[str, str, str], ...] = (  # module, home, names; "theirs=o
     ("runtime.zero.utils", _WORDS, "ZeRORuntimeException"),
     ("runtime.zero.utils", _PARAMS, "is_zero_param"),
     ("runtime.zero", _SHARDING, "Init GatheredParameters register_external_parameter "
-                                "unwrap_model_for_generation DeepSpeedZeRoOffload TiledLinear"),
+                                "unwrap_model_for_generation TiledLinear"),
+    ("runtime.zero", _HOOKING, "DeepSpeedZeRoOffload"),
     ("runtime.zero", _WORDS, "ZeroParamStatus ZeroParamType DeepSpeedTensorOverride"),
     ("runtime.zero.partition_parameters", _SHARDING,
      "Init GatheredParameters register_external_parameter unregister_external_parameter "
@@ -94,7 +96,7 @@ _WORKING: tuple[tuple[str, str, str], ...] = (  # module, home, names; "theirs=o
                                                   "DeepSpeedTensorOverride"),
     ("runtime.zero.partition_parameters", _PARAMS, "is_zero_param"),
     ("runtime.zero.partition_parameters", _DEVICE, "get_accelerator"),
-    ("runtime.zero.parameter_offload", _SHARDING, "DeepSpeedZeRoOffload"),
+    ("runtime.zero.parameter_offload", _HOOKING, "DeepSpeedZeRoOffload"),
     ("runtime.zero.tiling", _SHARDING, "TiledLinear"),
     ("runtime.lr_schedules", _SCHEDULES, "VALID_LR_SCHEDULES LRRangeTest OneCycle WarmupLR "
                                          "WarmupDecayLR WarmupCosineLR"),
@@ -223,8 +225,6 @@ _NO_EFFECT: Mapping[str, str] = {
         "checks its arguments; reads gather by themselves"
     ),
     "runtime.zero.partition_parameters.unregister_external_parameter": "checks its arguments",
-    "runtime.zero.DeepSpeedZeRoOffload": "a type to compare with",
-    "runtime.zero.parameter_offload.DeepSpeedZeRoOffload": "a type to compare with",
     "runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer": "a type to compare with",
     "runtime.fp16.loss_scaler.LossScaler": "a type to compare with",
     "runtime.fp16.loss_scaler.DynamicLossScaler": "a type to compare with",
@@ -364,11 +364,14 @@ _MEMBERS: tuple[tuple[Verdict, str, str, str], ...] = (  # verdict, of which obj
     ("works", "optimizer", "param_groups optimizer state state_dict load_state_dict step zero_grad "
      "backward overflow defaults loss_scale cur_scale loss_scaler dynamic_loss_scale clip_grad "
      "_global_grad_norm get_lr set_lr dp_process_group single_partition_of_fp32_groups "
-     "fp32_partitioned_groups_flat", ""),
-    ("refused", "optimizer", "fp16_groups averaged_gradients parameter_offload "
-     "fp16_partitioned_groups", "there are no such buffers; use the functions "
-     "deepspeed.utils.safe_get_* and safe_set_*"),
+     "fp32_partitioned_groups_flat loss_scale_config", ""),
+    ("works", "optimizer at stage 3", "parameter_offload", ""),
+    ("refused", "optimizer", "fp16_groups averaged_gradients fp16_partitioned_groups",
+     "there are no such buffers; use the functions deepspeed.utils.safe_get_* and safe_set_*"),
     ("works", "scheduler", "step get_lr get_last_lr state_dict load_state_dict", ""),
+    ("works", "schedules by name", "min_lrs max_lrs "
+     "warmup_num_steps warmup_type total_num_steps org_lrs warmup_min_ratio cos_min_ratio min_lr "
+     "step_size step_rate staircase first_step_size second_step_size step_ratio total_size", ""),
     ("works", "parameter", "ds_id ds_numel ds_shape ds_status ds_tensor ds_persist "
      "ds_process_group ds_summary partition_numel all_gather partition ds_active_sub_modules", ""),
 )  # fmt: skip

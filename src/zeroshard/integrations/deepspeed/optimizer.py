@@ -6,6 +6,7 @@ groups and the state are the inner ``torch.optim`` object's.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from zeroshard.integrations.deepspeed import names
 
 if TYPE_CHECKING:
     from zeroshard.integrations.deepspeed.engine import DeepSpeedEngine
+    from zeroshard.integrations.deepspeed.hooking import DeepSpeedZeRoOffload
 
 
 class DeepSpeedOptimizer:
@@ -73,6 +75,21 @@ class EngineOptimizer(ZeROOptimizer, torch.optim.Optimizer):
     def loss_scaler(self) -> Any:
         """The engine's loss scaler."""
         return self._engine.scaler
+
+    @property
+    def loss_scale_config(self) -> SimpleNamespace:
+        """How the loss is scaled, at this moment."""
+        settings, scaler = self._engine.settings.fp16, self._engine.scaler
+        dynamic = self.dynamic_loss_scale
+        return SimpleNamespace(
+            use_grad_scaling=self._engine.scales_loss,
+            dynamic_loss_scale=dynamic,
+            cur_scale=float(scaler.scale),
+            cur_iter=self._engine.global_steps,
+            scale_factor=2.0 if dynamic else None,
+            scale_window=settings.loss_scale_window if dynamic else None,
+            min_loss_scale=settings.min_loss_scale if dynamic else None,
+        )
 
     @property
     def dynamic_loss_scale(self) -> bool:
@@ -159,6 +176,11 @@ class DeepSpeedZeroOptimizer(EngineOptimizer):
 
 class DeepSpeedZeroOptimizer_Stage3(EngineOptimizer):
     """At stage 3."""
+
+    @property
+    def parameter_offload(self) -> DeepSpeedZeRoOffload:
+        """The hooks on the model."""
+        return self._engine.parameter_offload
 
 
 class BF16_Optimizer(EngineOptimizer):

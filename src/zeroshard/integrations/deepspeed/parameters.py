@@ -50,6 +50,8 @@ def mark_parameters(params: Iterable[nn.Parameter]) -> None:
             "partition_numel": _Constant(_own_numel(param)),
             "all_gather": _AllGather(own["ds_id"]),
             "partition": _Partition(own["ds_id"]),
+            "ds_summary": _Summary(own["ds_id"]),
+            "ds_process_group": None,
             "ds_active_sub_modules": set(),
         }
         guard.list_on_request([param])
@@ -129,6 +131,30 @@ class _Partition:
                         unit.forget()  # what was to be kept is in the shards
 
 
+class _Summary:
+    """``param.ds_summary()``. Knows the parameter by its number, as it is pickled with it."""
+
+    def __init__(self, ds_id: int) -> None:
+        self.ds_id = ds_id
+
+    def __call__(self, slice_shape: Any = None, use_debug_name: bool = False) -> dict[str, Any]:
+        """What DeepSpeed prints about a parameter, under its keys, whole or not."""
+        param: Any = _find(self.ds_id)
+        return {
+            "id": param.ds_id,
+            "status": param.ds_status.name,
+            "numel": param.numel(),
+            "ds_numel": param.ds_numel,
+            "shape": tuple(param.shape),
+            "ds_shape": tuple(param.ds_shape),
+            "requires_grad": param.requires_grad,
+            "grad_shape": None if param.grad is None else tuple(param.grad.shape),
+            "persist": param.ds_persist,
+            "active_sub_modules": param.ds_active_sub_modules,
+            "ds_tensor.shape": (param.partition_numel(),),
+        }
+
+
 class _Arrived:
     """What ``all_gather(async_op=True)`` returns."""
 
@@ -162,8 +188,6 @@ def _answer_while_away() -> None:
         return
     cls.ds_status = property(_status)
     cls.ds_tensor = property(_shard)
-    cls.ds_process_group = property(lambda param: None)
-    cls.ds_summary = _summary
 
 
 def _status(param: nn.Parameter) -> ZeroParamStatus:
@@ -200,17 +224,3 @@ def _own_range(param: nn.Parameter) -> tuple[int, int]:
     begin, end = layout.shard_range(rank)
     low, high = max(begin, slot.start), min(end, slot.stop)
     return (low - begin, high - begin) if low < high else (0, 0)
-
-
-def _summary(param: Any, slice_shape: Any = None, use_debug_name: bool = False) -> dict[str, Any]:
-    """What DeepSpeed prints about a parameter, under its keys."""
-    return {
-        "id": param.ds_id,
-        "status": param.ds_status.name,
-        "numel": param.ds_numel,
-        "ds_numel": param.ds_numel,
-        "shape": tuple(param.ds_shape),
-        "ds_shape": tuple(param.ds_shape),
-        "requires_grad": param.requires_grad,
-        "persist": param.ds_persist,
-    }

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from zeroshard.comm.torch_names import get_world_size
 from zeroshard.errors import UsageError
 from zeroshard.integrations.deepspeed.parameters import mark_parameters
+from zeroshard.integrations.deepspeed.reading import model_config
 from zeroshard.zero import access, init
 
 
@@ -51,8 +52,8 @@ class Init(init.Init):
             mem_efficient_linear,
             remote_device,
             pin_memory,
-            config_dict_or_path,
-            config,
+            model_config(config if config_dict_or_path is None else config_dict_or_path),
+            None,
             enabled,
             dtype,
             mpu,
@@ -98,10 +99,6 @@ def zero_wrapper_for_fp_tensor_constructor(
 
 
 _orig_torch_arange = torch.arange
-
-
-class DeepSpeedZeRoOffload:
-    """A type to compare with; hooks and placement are the engine's."""
 
 
 class TiledLinear(nn.Linear):
