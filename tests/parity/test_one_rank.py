@@ -11,7 +11,7 @@ from zeroshard.testing.parity import assert_bit_equal
 @pytest.mark.parametrize(("precision", "accumulation"), COMBINATIONS)
 @pytest.mark.parametrize("name", CASES)
 def test_one_rank_is_plain_pytorch_bit_for_bit(name, precision, accumulation):
-    # A single micro-batch, or one that is not rounded, is the same for all stages: one run of plain PyTorch.
+    # One micro-batch, or sums that are not rounded: plain PyTorch runs once for all stages.
     alike = accumulation == 1 or precision in ("fp64", "fp32")
     for stages, rounds_sum in [(STAGES, True)] if alike else [((0, 1), True), ((2, 3), False)]:
         expected = oracle(name, precision, accumulation, world=1, rounds_sum=rounds_sum)

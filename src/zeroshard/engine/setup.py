@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,9 @@ from zeroshard.engine.arguments import check_model, parameter_list, schedule_ove
 from zeroshard.engine.monitors import Monitors, build_monitors
 from zeroshard.engine.optimizers import Probe, build_optimizer
 from zeroshard.engine.schedulers import build_scheduler
+from zeroshard.engine.slow_precision import tell_if_slow
 from zeroshard.errors import UsageError, in_short
+from zeroshard.native.hardware import hardware_of
 from zeroshard.precision.policy import Policy, policy_from
 from zeroshard.precision.scaler import LossScaler, scaler_from
 from zeroshard.zero.unit import Unit
@@ -75,6 +78,8 @@ def assemble(
         trust=settings.trust,
         plan={"units": build.layout_digest(draft.specs), **draft.loaded.agreed()},
     )
+    if place.rank == 0 and target.type == "cpu" and watch.gathers.transport != "fake":
+        tell_if_slow(draft.policy, hardware_of(target))
     accumulation = Accumulation(
         settings.gradient_accumulation_steps or 1, managed=settings.managed_gradient_accumulation
     )
@@ -135,7 +140,13 @@ def _draft(
     lr_scheduler: Any,
     device: torch.device | str | None,
 ) -> _Draft:
-    loaded = load_config(config, world_size=place.world_size, hidden_size=hidden_size(model))
+    target = torch.device(device) if device is not None else local_device(place)
+    loaded = load_config(
+        config,
+        world_size=place.world_size,
+        hidden_size=hidden_size(model),
+        hardware=partial(hardware_of, target),
+    )
     settings = loaded.config
     policy = policy_from(settings)
     inner = make_optimizer(model, optimizer, model_parameters, settings, policy)
@@ -146,7 +157,7 @@ def _draft(
     )  # fmt: skip
     return _Draft(
         loaded,
-        torch.device(device) if device is not None else local_device(place),
+        target,
         policy,
         inner,
         probes,
