@@ -11,11 +11,14 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from trainers import SYSTEMS, Job, Trainer, batches
+
+import zeroshard
 
 _WAITS = "synchronizing CUDA operation"  # part of the text of PyTorch's warning and error
 _SLEEP_CYCLES = 2_000_000_000  # about a second: longer than any host needs for a step
@@ -137,10 +140,14 @@ def _first_error(trainer: Trainer, data: tuple[Tensor, Tensor]) -> dict[str, Any
 def frames_of(stack: traceback.StackSummary) -> list[str]:
     """The library's own frames, outermost first; without any, the innermost frame that is not ours."""
     named = [
-        (f.filename.replace("\\", "/"), f"{f.lineno} in {f.name}: {f.line}")
+        (f.filename, f"{f.lineno} in {f.name}: {f.line}")
         for f in stack
         if not f.filename.endswith(("audit.py", "warnings.py"))
     ]
-    own = [f"zeroshard/{file.partition('/zeroshard/')[2]}:{text}" for file, text in named
-           if "/zeroshard/" in file]  # fmt: skip
+    package = Path(zeroshard.__file__).parent  # not any folder of that name: a checkout has it too
+    own = [
+        f"{Path(file).relative_to(package.parent).as_posix()}:{text}"
+        for file, text in named
+        if Path(file).is_relative_to(package)
+    ]
     return own or [f"{file}:{text}" for file, text in named[-1:]]

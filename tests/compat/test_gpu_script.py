@@ -15,6 +15,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+import zeroshard
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks" / "gpu"
 
@@ -151,9 +153,16 @@ def test_a_wait_is_noted_with_its_phase_and_the_librarys_frames(
     assert "in waiting" in found[0]["frames"][0]
     assert modes == ["warn", "default"]
 
-    stack = [
-        ("/x/src/zeroshard/engine/engine.py", 9, "step", "a()"),
-        ("/x/torch/b.py", 7, "c", "d"),
-    ]
-    frames = audit.frames_of(traceback.StackSummary.from_list(stack))
+
+def test_the_librarys_frames_are_known_by_its_folder_and_not_by_a_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    audit = load("audit", monkeypatch)
+    package = Path(zeroshard.__file__).parent
+    program = ("/home/me/zeroshard/train.py", 3, "main", "step()")
+    library = (str(package / "engine" / "engine.py"), 9, "step", "a()")
+    torchs = ("/x/torch/b.py", 7, "c", "d")
+    frames = audit.frames_of(traceback.StackSummary.from_list([program, library, torchs]))
     assert frames == ["zeroshard/engine/engine.py:9 in step: a()"]
+    alone = audit.frames_of(traceback.StackSummary.from_list([program]))
+    assert alone == ["/home/me/zeroshard/train.py:3 in main: step()"]

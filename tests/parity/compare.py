@@ -17,6 +17,8 @@ from zeroshard.testing.parity import (
 
 CASES = sorted(models.CASES)
 STAGES = (0, 1, 2, 3)
+COMBINATIONS = [("fp64", 3), ("fp32", 1), ("bf16", 1), ("bf16", 3), ("fp16", 3)]
+"""Precision and micro-batches in a step."""
 TOLERANCE = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 6e-2, "fp16": 2e-2}
 """Relative. 16 bit: ranks' sums are rounded once where one process sums in fp32."""
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from compare import CASES, STAGES, oracle, trained
+from compare import CASES, COMBINATIONS, STAGES, oracle, trained
 
 from zeroshard.testing.parity import assert_bit_equal
 
 
-@pytest.mark.parametrize("accumulation", [1, 3])
-@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(("precision", "accumulation"), COMBINATIONS)
 @pytest.mark.parametrize("name", CASES)
 def test_one_rank_is_plain_pytorch_bit_for_bit(name, precision, accumulation):
-    for stages, rounds_sum in (((0, 1), True), ((2, 3), False)):
+    # One micro-batch, or sums that are not rounded: plain PyTorch runs once for all stages.
+    alike = accumulation == 1 or precision in ("fp64", "fp32")
+    for stages, rounds_sum in [(STAGES, True)] if alike else [((0, 1), True), ((2, 3), False)]:
         expected = oracle(name, precision, accumulation, world=1, rounds_sum=rounds_sum)
         for stage in stages:
             run = trained(name, precision, accumulation, stage=stage, world=1)

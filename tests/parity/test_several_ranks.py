@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from compare import CASES, STAGES, check_all_stages, trained
+from compare import CASES, COMBINATIONS, STAGES, check_all_stages, trained
 
 from zeroshard.testing import on_ranks
 from zeroshard.testing.parity import assert_bit_equal
-
-COMBINATIONS = [("fp64", 3), ("fp32", 1), ("bf16", 1), ("bf16", 3), ("fp16", 3)]
 
 
 @pytest.mark.parametrize(("precision", "accumulation"), COMBINATIONS)

@@ -491,7 +491,7 @@ def test_any_mutation_is_refused_or_read_within_the_directory(saved, body, tmp_p
     watched = Watched(monkeypatch)
     SEEN.update(dict.fromkeys(SEEN, 0))
 
-    @settings(max_examples=1000, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=250, deadline=None, derandomize=True, database=None)
     @given(st.integers(0, 2**32))
     def check(seed):
         draw = random.Random(seed)

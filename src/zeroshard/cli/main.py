@@ -39,10 +39,16 @@ def config_command(
     ] = 1,
 ) -> None:
     """Print every value that a configuration resolves to, and where it comes from."""
-    from zeroshard.config import load_config
+    from zeroshard.config import Hardware, load_config
+
+    def hardware() -> Hardware:  # torch is imported only if the file leaves a choice
+        from zeroshard.comm.env import Place, local_device
+        from zeroshard.native.hardware import hardware_of
+
+        return hardware_of(local_device(Place()))
 
     try:
-        loaded = load_config(Path(source), world_size=world_size)
+        loaded = load_config(Path(source), world_size=world_size, hardware=hardware)
     except ConfigError as error:
         print(error, file=sys.stderr)
         raise typer.Exit(2) from None

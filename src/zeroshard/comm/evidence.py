@@ -14,19 +14,23 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
+
 from zeroshard.comm.host import Process, fate_of
 from zeroshard.comm.recorder import read_box, remove_box
 from zeroshard.core.flight import Flight, Record
 from zeroshard.core.verdict import Witness
 
 _FRAMES = 8
+_PACKAGE = Path(__file__).parents[1]
+_LAYERS = ("comm", "zero", "engine", "checkpoint", "store", "native", "integrations")
 _OWN = (
-    *(
-        f"/zeroshard/{part}/"
-        for part in ("comm", "zero", "engine", "checkpoint", "store", "native")
-    ),
-    *("/zeroshard/integrations/", "/torch/", "/threading.py", "/contextlib.py"),
+    *(f"{_PACKAGE / layer}{os.sep}" for layer in _LAYERS),
+    f"{Path(torch.__file__).parent}{os.sep}",
+    *(str(module.__file__) for module in (threading, contextlib)),
 )
+"""How the file names of frames that are not the program's begin. Compared from the start: a program may
+lie in a folder of any name."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +121,7 @@ def stack_line(thread: int) -> str:
     while frame is not None:
         frames.append(frame)
         frame = frame.f_back
-    theirs = [f for f in frames if not any(own in f.f_code.co_filename for own in _OWN)]
+    theirs = [f for f in frames if not f.f_code.co_filename.startswith(_OWN)]
     return " < ".join(
         f"{Path(f.f_code.co_filename).name}:{f.f_lineno} {f.f_code.co_name}"
         for f in (theirs or frames)[:_FRAMES]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zeroshard.config.keys import KEYS, Key, not_yet
-from zeroshard.config.resolve import LoadedConfig, load_config
+from zeroshard.config.resolve import Hardware, LoadedConfig, load_config
 from zeroshard.config.schema import Config
 
-__all__ = ["KEYS", "Config", "Key", "LoadedConfig", "load_config", "not_yet"]
+__all__ = ["KEYS", "Config", "Hardware", "Key", "LoadedConfig", "load_config", "not_yet"]

@@ -11,7 +11,7 @@ import io
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from zeroshard.config import offload
 from zeroshard.config.fields import Section, is_auto, show
@@ -39,13 +39,21 @@ WATCHERS = frozenset(
 ALWAYS_SHOWN = (*BATCH, "zero_optimization.stage", "gradient_clipping", "transport", "uneven")
 
 
+class Hardware(NamedTuple):
+    """What the device multiplies at full speed, and ``because`` of what, in words."""
+
+    bf16: bool
+    fp16: bool
+    because: str
+
+
 @dataclass(frozen=True)
 class LoadedConfig:
     """A resolved configuration and the story of its values.
 
     ``raw``: what the user gave, parsed, in containers of our own. ``origins``: dotted key -> "file
-    PATH", "config" (a dict), "argument", "auto", "derived" or "default". ``notices``: one line
-    each, to be shown once.
+    PATH", "config" (a dict), "argument", "auto" (maybe with a reason), "derived" or "default".
+    ``notices``: one line each, to be shown once.
     """
 
     config: Config
@@ -102,6 +110,7 @@ def load_config(
     for_training: bool = True,
     as_deepspeed: bool = False,
     replaced: Collection[str] = (),
+    hardware: Callable[[], Hardware] | None = None,
 ) -> LoadedConfig:
     """Read, check and resolve a configuration for ``world_size`` data-parallel ranks.
 
@@ -115,6 +124,7 @@ def load_config(
     are not read. ``as_deepspeed``: where DeepSpeed ignores keys that it does not know, they are a
     notice, unless the configuration says otherwise (``unknown_keys``). ``replaced``: sections
     ("optimizer", "scheduler") in whose place the program passed an object; they are not read.
+    ``hardware`` is asked if a precision is left "auto"; without it that means off.
 
     Raises ``ConfigError`` with every problem, one per line, in the same order on every rank.
     """
@@ -138,6 +148,7 @@ def load_config(
     given = tidy(work, Config, "", found, ignores=_ignoring(work, as_deepspeed=as_deepspeed))
     _resolve_auto_sizes(given, found, hidden_size)
     config = validate(Config, given, "", found) or Config()
+    config, reasons = _resolve_auto_precision(config, found, hardware)
     found.errors.extend(not_yet(config))
     found.errors.extend(_contradictions(config, found, world_size))
     unknown = found.rejected if for_training else found.rejected | found.autos
@@ -145,11 +156,11 @@ def load_config(
     config, derived = _solve(config, found, world_size, world_hint, require_batch=for_training)
     if found.errors:
         raise ConfigError(_report(found.errors, where))
-    _notice(config, found)
+    _notice(config, found, resolved=reasons)
     return LoadedConfig(
         config=config,
         raw=raw,
-        origins=_origins(config, found, where, from_arguments, derived),
+        origins=_origins(config, found, where, from_arguments, derived) | reasons,
         notices=tuple(dict.fromkeys(found.notices)),
     )
 
@@ -220,6 +231,44 @@ def _resolve_auto_sizes(given: dict[str, Any], found: Findings, hidden_size: int
     lr = given.get("optimizer", {}).get("params", {}).get("lr")
     if "scheduler.params.warmup_max_lr" in found.autos and lr is not None:
         given["scheduler"]["params"]["warmup_max_lr"] = lr
+
+
+def _resolve_auto_precision(
+    config: Config, found: Findings, hardware: Callable[[], Hardware] | None
+) -> tuple[Config, dict[str, str]]:
+    """``config`` with bf16 on where "auto" allows and the device multiplies it; origins of such keys.
+
+    fp16 is never chosen: it needs a loss scale. "auto" in its place asks for the same answer.
+    """
+    autos = [path for path in ("bf16.enabled", "fp16.enabled") if path in found.autos]
+    if not autos or hardware is None:
+        return config, {}
+    because = _decided(config, found)
+    if because:
+        return config, dict.fromkeys(autos, f"auto: {because}")
+    is_asked = config.data_types.param_dtype is not None  # for bfloat16: nothing else is left
+    answer = Hardware(True, True, "data_types.param_dtype is bfloat16") if is_asked else hardware()
+    origin = f"auto: {answer.because}"
+    if not answer.bf16:
+        return config, dict.fromkeys(autos, origin)
+    bf16 = config.bf16.model_copy(update={"enabled": True})
+    reasons = {"bf16.enabled": origin}
+    if "fp16.enabled" in autos:
+        reasons["fp16.enabled"] = "auto: bf16 is on"
+    return config.model_copy(update={"bf16": bf16}), reasons
+
+
+def _decided(config: Config, found: Findings) -> str:
+    """Why the rest of the configuration leaves no choice of precision; "" if it does."""
+    if config.bf16.enabled or config.fp16.enabled:
+        return f"{'bf16' if config.bf16.enabled else 'fp16'} is on"
+    if "bf16.enabled" in found.given:
+        return "bf16 is off"
+    if config.torch_autocast.enabled:
+        return "torch_autocast is on"
+    if config.data_types.param_dtype not in (None, "bfloat16"):
+        return f"data_types.param_dtype is {config.data_types.param_dtype}"
+    return ""
 
 
 def _contradictions(config: Config, found: Findings, world_size: int) -> Iterator[str]:
@@ -324,7 +373,7 @@ def solve_batch(
     return train, train // (gas * world_size), gas
 
 
-def _notice(config: Config, found: Findings) -> None:
+def _notice(config: Config, found: Findings, *, resolved: Mapping[str, str]) -> None:
     """Lines about values that programs rely on and readers do not expect."""
     if found.ignored:
         found.notices.append(f"unknown keys, ignored: {', '.join(found.ignored)}")
@@ -334,7 +383,7 @@ def _notice(config: Config, found: Findings) -> None:
             "0 switches clipping off"
         )
     has_mode = config.fp16.enabled or config.bf16.enabled
-    left = [path for path in FILLED_IN if path in found.autos]
+    left = [path for path in FILLED_IN if path in found.autos and path not in resolved]
     if left := [path for path in left if not (has_mode and path.endswith(".enabled"))]:
         found.notices.append(f'"auto" was filled in by nobody, so defaults act: {", ".join(left)}')
     optimizer, scheduler = config.optimizer, config.scheduler

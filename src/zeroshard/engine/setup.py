@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,9 @@ from zeroshard.engine.arguments import check_model, parameter_list, schedule_ove
 from zeroshard.engine.monitors import Monitors, build_monitors
 from zeroshard.engine.optimizers import Probe, build_optimizer
 from zeroshard.engine.schedulers import build_scheduler
+from zeroshard.engine.slow_precision import tell_if_slow
 from zeroshard.errors import UsageError, in_short
+from zeroshard.native.hardware import hardware_of
 from zeroshard.precision.policy import Policy, policy_from
 from zeroshard.precision.scaler import LossScaler, scaler_from
 from zeroshard.store.bus import choose_device
@@ -79,6 +82,8 @@ def assemble(
         trust=settings.trust,
         plan={"units": build.layout_digest(draft.specs), **draft.loaded.agreed()},
     )
+    if place.rank == 0 and target.type == "cpu" and watch.gathers.transport != "fake":
+        tell_if_slow(draft.policy, hardware_of(target))
     accumulation = Accumulation(
         settings.gradient_accumulation_steps or 1, managed=settings.managed_gradient_accumulation
     )
@@ -141,12 +146,14 @@ def _draft(
     as_deepspeed: bool,
 ) -> _Draft:
     objects = {"optimizer": optimizer, "scheduler": lr_scheduler}
+    target = own_device(device, place)
     loaded = load_config(
         config,
         world_size=place.world_size,
         hidden_size=hidden_size(model),
         as_deepspeed=as_deepspeed,
         replaced=[section for section, given in objects.items() if given is not None],
+        hardware=partial(hardware_of, target),
     )
     settings = loaded.config
     policy = policy_from(settings)
@@ -158,7 +165,7 @@ def _draft(
     )  # fmt: skip
     return _Draft(
         loaded,
-        own_device(device, place),
+        target,
         policy,
         inner,
         probes,

@@ -98,7 +98,10 @@ def for_inference(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _set_precision(full: dict[str, Any], word: str) -> list[str]:
-    """Switch on what Accelerate asks for, unless the configuration did."""
+    """Switch on what Accelerate asks for, unless the configuration did; off what is left "auto"."""
+    for key, value in MODES.items():
+        if value != word and is_auto(_section(full, key).get("enabled")):
+            full[key] = {**_section(full, key), "enabled": False}
     if word == "no" or precision_of(full) == word:
         return []
     section = next((key for key, value in MODES.items() if value == word and key in full), word)
