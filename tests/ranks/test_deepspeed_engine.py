@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch import nn
 
+from zeroshard.engine import initialize
 from zeroshard.errors import ConfigError, ShardedAccess, UnsupportedError, UsageError
 from zeroshard.integrations import deepspeed
-from zeroshard.integrations.deepspeed import names
+from zeroshard.integrations.deepspeed import logs, names
 from zeroshard.testing import on_ranks
 
 
@@ -211,8 +212,32 @@ def test_what_fails_in_deepspeed_and_should_not():
         )
 
 
+@on_ranks(2)
+def test_several_engines_print_one_table_and_a_line_each():
+    initialize._told.clear()
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("zeroshard").addHandler(handler)
+    try:
+        for stage in (3, 3, 1, 0):
+            engine, *_ = deepspeed.initialize(model=model(), config={**config(stage), "own": 1})
+            engine.destroy()
+    finally:
+        logging.getLogger("zeroshard").removeHandler(handler)
+    told = {
+        "ZeRO stage": len([line for line in lines if line.startswith("ZeRO stage")]),
+        "table": len([line for line in lines if line.startswith("key ")]),
+        "unknown": len([line for line in lines if line.startswith("unknown keys, ignored: own")]),
+    }
+    first = deepspeed.comm.get_rank() == 0
+    assert told == {"ZeRO stage": 4 * first, "table": 1 * first, "unknown": 1 * first}
+    assert len(lines) <= 10 * first
+
+
 @on_ranks(1)
 def test_who_answers_is_logged():
+    logs._said.clear()
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     deepspeed.utils.logger.addHandler(handler)
@@ -875,6 +900,32 @@ def test_collectives_under_torch_s_names():
     groups = deepspeed.utils.groups
     assert groups._get_data_parallel_world_size() == 2
     assert groups._get_sequence_parallel_world_size() == 1
+
+
+@pytest.mark.parametrize("numel", [2, 6, 7])
+@on_ranks(3)
+def test_a_partitioned_tensor_comes_back_whole(numel):
+    comm, Parts = deepspeed.comm, deepspeed.runtime.utils.PartitionedTensor
+    x = torch.arange(numel, dtype=torch.float32).view(-1, 1)
+    parts = Parts(x, comm.get_world_group())
+    assert parts.local_size()[0] in (numel // 3, -(-numel // 3))
+    assert torch.equal(parts.full(), x) and parts.full_size() == [numel, 1]
+    again = Parts.from_meta(parts.to_meta(), parts.data(), comm.get_world_group())
+    assert torch.equal(again.full(), x)
+    other = parts.to_meta()
+    other[4] += 1  # of another rank
+    with pytest.raises(UsageError, match="description is of rank"):
+        Parts.from_meta(other, parts.data(), comm.get_world_group())
+
+
+@on_ranks(3)
+def test_flat_groups_are_filled_from_their_owners():
+    rank, group = deepspeed.comm.get_rank(), deepspeed.comm.get_world_group()
+    flat = torch.zeros(6)
+    parts = list(flat.chunk(3))
+    parts[rank].fill_(rank + 1)
+    deepspeed.runtime.utils.all_gather_dp_groups([flat], [parts], [group], 2, 100)
+    assert flat.tolist() == [1, 1, 2, 2, 3, 3]
 
 
 @on_ranks(2, group=False)

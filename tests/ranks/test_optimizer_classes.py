@@ -6,10 +6,20 @@ from functools import partial
 
 import pytest
 import torch
-from loops import CASE, STAGES, assert_close, assert_same, open_engine, own_data, train, weights
+from loops import (
+    CASE,
+    STAGES,
+    assert_close,
+    assert_same,
+    open_engine,
+    own_data,
+    plain,
+    train,
+    weights,
+)
 from torch import nn, optim
 
-from zeroshard.engine.optimizer_classes import Lion
+from zeroshard.engine.optimizer_classes import Lamb, Lion
 from zeroshard.testing import on_ranks
 from zeroshard.testing.parity import (
     assert_bit_equal,
@@ -107,6 +117,26 @@ def muon_sharded():
     for run in runs[1:]:
         assert_same(run, runs[0])
     return runs[0]
+
+
+LAMB = {"lr": 1e-2, "weight_decay": 0.1, "max_coeff": 0.5}
+
+
+def lamb_plain(world):
+    """Whole parameters in one process; the class itself is checked against its formula elsewhere."""
+    return plain(partial(Lamb, **LAMB), world=world)
+
+
+@on_ranks(3)
+def test_lamb_on_shards_equals_lamb_on_whole_parameters():
+    runs = []
+    for stage in STAGES:
+        with open_engine(stage, optimizer={"type": "Lamb", "params": LAMB}) as engine:
+            train(engine, own_data(engine, 3))
+            runs.append(weights(engine))
+    assert_close(runs[0], lamb_plain(3), rtol=1e-5)
+    for run in runs[1:]:
+        assert_same(run, runs[0])
 
 
 def test_muon_equals_torchs_on_one_rank():

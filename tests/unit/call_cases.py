@@ -177,8 +177,8 @@ def nothing_to_train():
 @wrong(
     "Adafactor cannot run on sharded parameters: Adafactor gives other numbers for a matrix cut "
     "in two, so it needs whole parameters. ZeRO gives an optimizer pieces of each parameter. Use "
-    "an element-wise optimizer (Adam, AdamW, SGD, Adagrad, Lion, RMSprop...), or Muon, whose "
-    "matrices are never cut.",
+    "an element-wise optimizer (Adam, AdamW, SGD, Adagrad, Lion, RMSprop...), or Muon or Lamb, "
+    "whose parameters are never cut.",
     UnsupportedError,
 )
 def adafactor():
@@ -521,3 +521,35 @@ def stranger_read():
     from zeroshard.zero import safe_get_full_fp32_param
 
     safe_get_full_fp32_param(nn.Parameter(torch.ones(3)))
+
+
+@wrong(
+    "engine.save_checkpoint() got None where the directory belongs. Pass its path; '.' is the working "
+    "directory."
+)
+def save_nowhere():
+    engine().save_checkpoint(None)
+
+
+@wrong(
+    "engine.save_checkpoint() got '' where the directory belongs. Pass its path; '.' is the working "
+    "directory."
+)
+def save_into_an_empty_name():
+    engine().save_checkpoint("")
+
+
+@wrong(
+    "engine.load_checkpoint() got None where the directory belongs. Pass its path; '.' is the working "
+    "directory."
+)
+def load_from_nowhere():
+    engine().load_checkpoint(None)
+
+
+@wrong(
+    "engine.save_16bit_model() got '' where the directory belongs. Pass its path; '.' is the working "
+    "directory."
+)
+def weights_into_an_empty_name():
+    engine().save_16bit_model("")

@@ -680,7 +680,7 @@ CASES: tuple[Case, ...] = (
         {**ONE, "optimizer": {"params": {"lr": 0.001}}},
         1,
         (
-            "optimizer.type: missing, and it has no default: Adam, AdamW, Adagrad, Lion, Muon, "
+            "optimizer.type: missing, and it has no default: Adam, AdamW, Adagrad, Lamb, Lion, Muon, "
             "SGD or any class of torch.optim."
         ),
     ),
@@ -697,13 +697,10 @@ CASES: tuple[Case, ...] = (
         'optimizer.params: must be an object such as {"lr": 0.001}, not [0.001]',
     ),
     optimizer(
+        "lamb_with_amsgrad",
         "lamb",
-        "lamb",
-        {"lr": 0.001},
-        (
-            'optimizer.type: "Lamb" is planned, not there yet; use AdamW, or Muon where whole '
-            "matrices matter"
-        ),
+        {"lr": 0.001, "amsgrad": True},
+        "optimizer.params.amsgrad: must be False, not true",
     ),
     optimizer(
         "one_bit_adam",

@@ -5,7 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
+from wild_configs import FILLED, WILD
+
 from zeroshard.config import load_config
+from zeroshard.errors import ConfigError
 
 TRAINER_FILE: dict[str, Any] = {
     "fp16": {
@@ -93,7 +97,7 @@ def test_the_dict_that_accelerates_plugin_builds() -> None:
     }
     loaded = load_config(config, world_size=2)
     assert loaded.config.train_batch_size == 4
-    assert loaded.notices == ("accepted, no effect here: zero_allow_untested_optimizer",)
+    assert loaded.notices == ()
 
 
 def test_the_dict_that_lightning_builds() -> None:
@@ -135,7 +139,7 @@ def test_the_dict_that_lightning_builds() -> None:
         },
     }
     assert load_config(config, world_size=1).notices == (
-        "accepted, no effect here: aio.thread_count, zero_allow_untested_optimizer, "
+        "accepted, no effect here: aio.thread_count, "
         "zero_optimization.allgather_bucket_size, zero_optimization.sub_group_size",
     )
 
@@ -155,3 +159,53 @@ def test_an_old_file_that_switches_everything_off() -> None:
         "data_types": {"grad_accum_dtype": "fp32"},
     }
     assert load_config(config, world_size=1).notices == ()
+
+
+@pytest.mark.parametrize("name", WILD)
+def test_a_configuration_of_the_wild_is_accepted_or_refused_for_a_reason(name: str) -> None:
+    config, refusal = WILD[name]
+    filled = {path: value for path, value in FILLED.items() if at(config, path) == "auto"}
+    options: Any = {"world_size": 2, "hidden_size": 64, "arguments": filled, "as_deepspeed": True}
+    if refusal:
+        with pytest.raises(ConfigError) as caught:
+            load_config(config, **options)
+        assert refusal in str(caught.value)
+        return
+    loaded = load_config(config, **options)
+    assert loaded.config.train_batch_size % 2 == 0
+    asked = at(config, "zero_optimization.stage")
+    assert asked is None or loaded.config.zero_optimization.stage == int(asked)
+
+
+def test_there_are_as_many_as_promised() -> None:
+    assert len(WILD) >= 60
+
+
+def at(config: Any, path: str) -> Any:
+    for name in path.split("."):
+        config = config.get(name) if isinstance(config, dict) else None
+    return config
+
+
+FULFILLED = {
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+    "zero_optimization": {
+        "stage": 3,
+        "stage3_gather_16bit_weights_on_model_save": True,
+        "elastic_checkpoint": True,
+        "enable_sanity_checks": True,
+        "contiguous_gradients": True,
+        "offload_optimizer": {"device": "cpu", "pipeline_read": True, "fast_init": True},
+    },
+    "checkpoint": {"load_universal": True, "use_node_local_storage": True},
+    "timers": {"throughput": {"synchronized": False}},
+}
+
+
+def test_a_wish_that_is_fulfilled_needs_no_notice() -> None:
+    one = {"train_batch_size": 8, "gradient_clipping": 0}
+    assert load_config({**one, **FULFILLED}, world_size=1).notices == ()
+    other = {**one, "zero_optimization": {"stage": 2, "round_robin_gradients": True}}
+    (line,) = load_config(other, world_size=1).notices
+    assert line == "accepted, no effect here: zero_optimization.round_robin_gradients"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import runpy
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -258,6 +260,31 @@ def test_an_export_replaces_an_earlier_one_of_other_files(checkpoint, out, befor
     kept = {"config.json", "model-00001.safetensors", "tokenizer.safetensors"}
     index = {INDEX} if after else set()
     assert names_in(out) == kept | index | {path.name for path in paths}
+
+
+def test_two_exports_into_one_directory_come_one_after_the_other(checkpoint, out, caplog):
+    waits = threading.Event()
+    caplog.set_level(logging.INFO, logger="zeroshard")
+    caplog.handler.addFilter(lambda line: waits.set() or True if "waits" in line.msg else True)
+    logging.getLogger("zeroshard").addHandler(caplog.handler)
+    out.mkdir()
+    first = export.Hold(out)
+    done = []
+    second = threading.Thread(
+        target=lambda: done.append(export_checkpoint(checkpoint, out, max_shard_size=512))
+    )
+    try:
+        second.start()
+        assert waits.wait(60)
+        (out / "model-00001-of-00002.safetensors.part").write_bytes(b"of the first")
+        assert not done
+    finally:
+        first.close()
+        second.join(60)
+        logging.getLogger("zeroshard").removeHandler(caplog.handler)
+    assert done and not list(out.glob("*.part"))
+    assert_equal(loaded(out), {**VALUES, **BUFFERS})
+    export_checkpoint(checkpoint, out)  # nobody holds it any more
 
 
 def flip(path: Path, at: int) -> None:

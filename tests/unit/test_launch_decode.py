@@ -99,6 +99,11 @@ def test_exit_codes_are_decoded(exitcode, stderr, text):
     assert words(exitcode, stderr, kernel=Kernel(OomCounters(0, 0), None, 64 << 20)) == text
 
 
+def test_a_program_that_counts_on_a_gpu_is_told_which_flag_it_needs():
+    text = "ValueError: Your setup doesn't support bf16/gpu. You need to assign use_cpu ..."
+    assert words(1, BOOM.replace("ValueError: boom", text)).endswith("give it `--use_cpu true`")
+
+
 def test_a_rank_that_the_launcher_stopped_is_not_decoded():
     assert words(-15, stopped=True) == "was stopped by the launcher"
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from torch.optim import Optimizer
 
 from zeroshard.engine.optimizers import (
     FlexibleAdam,
+    Lamb,
     Lion,
     Muon,
     build_optimizer,
@@ -239,6 +242,39 @@ def named_model() -> list[tuple[str, Tensor]]:
         ("block.0.bias", leaf(6)),
         ("lm_head.weight", leaf(8, 4)),
     ]
+
+
+@pytest.mark.parametrize(
+    ("options", "corrects", "inside"),
+    [
+        ({"weight_decay": 0.1}, True, False),
+        ({"bias_correction": False, "eps_inside_sqrt": True, "eps": 1e-3}, False, True),
+        ({"max_coeff": 0.3, "min_coeff": 0.2}, True, False),
+    ],
+)
+def test_lamb_gives_the_numbers_of_its_formula(options, corrects, inside):
+    p = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4).requires_grad_()
+    optimizer = build_optimizer("lamb", {"lr": 0.1, **options}, [{"params": [p]}], fused=True)
+    w, m, v = p.detach().numpy().copy(), 0.0, 0.0
+    eps, decay = options.get("eps", 1e-8), options.get("weight_decay", 0.0)
+    for step in range(1, 4):
+        p.grad = torch.cos(torch.arange(12, dtype=torch.float64) * step).view(3, 4)
+        g = p.grad.numpy()
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+        update = m / (np.sqrt(v + eps) if inside else np.sqrt(v) + eps) + decay * w
+        ratio = np.sqrt((w * w).sum()) / np.sqrt((update * update).sum())
+        ratio = min(max(ratio, options.get("min_coeff", 0.01)), options.get("max_coeff", 10.0))
+        size = 0.1 * (math.sqrt(1 - 0.999**step) / (1 - 0.9**step) if corrects else 1.0)
+        w = w - size * ratio * update
+        optimizer.step()
+        np.testing.assert_allclose(p.detach().numpy(), w, rtol=1e-12)
+
+
+def test_lamb_moves_a_parameter_of_zeros():
+    p = torch.zeros(3, requires_grad=True)
+    p.grad = torch.ones(3)
+    Lamb([p], lr=0.5, bias_correction=False).step()
+    assert torch.isfinite(p).all() and (p < 0).all()
 
 
 def test_muon_takes_hidden_matrices_and_leaves_the_rest_to_adamw():

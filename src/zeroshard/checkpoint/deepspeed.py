@@ -213,8 +213,8 @@ class DeepSpeedSaved:
         self.left_behind: list[str] = []
         self._places: dict[tuple[str, str], Place] = {}
         files = _files(self.path)
-        self._models = [_load(file) for file in files.model]
-        optims = [_load(file) for file in files.optim]
+        self._models = [load_file(file) for file in files.model]
+        optims = [load_file(file) for file in files.optim]
         try:
             _check_own(self.path, self._models)
             self._weights = self._read_weights()
@@ -410,7 +410,7 @@ class DeepSpeedSaved:
             self.left_behind.append(text)
 
 
-def _load(path: Path) -> dict[str, Any]:
+def load_file(path: Path) -> dict[str, Any]:
     """One file. What DeepSpeed saves is plain; what the program added, or the module, need not be."""
     found = load_plain(path, _LIKENESSES)
     if not isinstance(found, dict):

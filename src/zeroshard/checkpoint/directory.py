@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Iterator
+from os import PathLike
 from pathlib import Path
 
 from zeroshard.checkpoint.manifest import MANIFEST, Manifest
@@ -34,6 +35,15 @@ def check_tag(tag: object) -> str:
             "starting with a dot or 'frozen-', and neither 'latest' nor 'zero_to_fp32.py'."
         )
     return text
+
+
+def check_directory(directory: object, call: str) -> None:
+    """Raises :class:`UsageError` for what names no directory: None, an empty text, or no path at all."""
+    if not isinstance(directory, (str, PathLike)) or not str(directory).strip():
+        raise UsageError(
+            f"{call} got {directory!r} where the directory belongs. Pass its path; '.' is the working "
+            "directory."
+        )
 
 
 def saving_name(tag: str, nonce: str) -> str:

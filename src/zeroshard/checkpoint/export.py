@@ -7,6 +7,8 @@ checksum is that of the bytes that were meant. What an earlier export left is un
 
 from __future__ import annotations
 
+import fcntl
+import logging
 import os
 import re
 import zlib
@@ -37,6 +39,8 @@ from zeroshard.checkpoint.saved import Source
 from zeroshard.checkpoint.shardfile import DTYPES, dtype_name
 from zeroshard.errors import CheckpointError
 from zeroshard.store.disk_open import allocate, free_nbytes, reason
+
+_log = logging.getLogger("zeroshard")
 
 PIECE_NBYTES = 16 << 20
 """Converted and written at a time."""
@@ -80,7 +84,7 @@ class Exporter:
         self._waiting = iter(self.shards)
         self._file: _ShardFile | None = None
         layouts_nbytes = sum(len(file_layout(s)[0]) + s.weights_nbytes for s in self.shards)
-        prepare(self.directory, filename, layouts_nbytes)
+        self._hold = prepare(self.directory, filename, layouts_nbytes)
 
     def put(self, name: str, pieces: Iterable[Tensor]) -> None:
         """Write the next tensor of the plan: flat pieces, in order, of its own dtype, on any device."""
@@ -121,6 +125,7 @@ class Exporter:
         for shard in self.shards:
             with suppress(OSError):  # it is what is left of a failure, which has been told
                 (self.directory / (shard.file + _PART)).unlink(missing_ok=True)
+        self._hold.close()
 
     def __enter__(self) -> Exporter:
         return self
@@ -217,25 +222,55 @@ def converted(piece: Tensor, dtype: torch.dtype, *, name: str) -> Tensor:
     return out
 
 
-def prepare(directory: Path, filename: str, nbytes: int) -> None:
-    """Make the directory, remove what an interrupted export left, and see whether ``nbytes`` fit."""
+class Hold:
+    """The right to write exports into a directory, which must be there. Another process, or thread, waits
+    for it, and one line says so. Ends with :meth:`close`, or with the process.
+
+    Where the file system knows no locks, everybody has it.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _log.info("another export into %s is running: this one waits for its end", directory)
+            fcntl.flock(self._fd, fcntl.LOCK_EX)
+        except OSError:
+            self.close()
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def prepare(directory: Path, filename: str, nbytes: int) -> Hold:
+    """Make the directory and take hold of it, remove what an interrupted export left, and see whether
+    ``nbytes`` fit."""
     if (directory / MANIFEST).exists():
         raise CheckpointError(
             f"{directory} is a checkpoint: an export there could replace its files. Name another."
         )
     stem, suffix = os.path.splitext(filename)
+    hold = None
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        hold = Hold(directory)
         for left in directory.glob(f"{glob_text(stem)}*{suffix}{_PART}"):
             left.unlink(missing_ok=True)
         free = free_nbytes(directory)
     except OSError as error:
+        if hold is not None:
+            hold.close()
         raise CheckpointError(f"{directory} cannot be written: {reason(error)}.") from error
     if nbytes > free:
+        hold.close()
         raise CheckpointError(
             f"the export needs {nbytes:,} bytes, and {directory} has {free:,} free: nothing was "
             "written. Free some space, or choose a smaller dtype."
         )
+    return hold
 
 
 def glob_text(text: str) -> str:
@@ -423,7 +458,7 @@ def write_bins(
     complete. Returns their paths. Raises :class:`CheckpointError`.
     """
     directory = Path(directory)
-    prepare(directory, filename, sum(shard.weights_nbytes for shard in shards))
+    hold = prepare(directory, filename, sum(shard.weights_nbytes for shard in shards))
     parts = [directory / (shard.file + _PART) for shard in shards]
     try:
         for shard, part in zip(shards, parts, strict=True):
@@ -433,6 +468,7 @@ def write_bins(
         for part in parts:
             with suppress(OSError):  # it is what is left of a failure, which has been told
                 part.unlink(missing_ok=True)
+        hold.close()
 
 
 def _save(path: Path, state: dict[str, Tensor]) -> None:

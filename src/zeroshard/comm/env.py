@@ -7,7 +7,7 @@ The only reader of the launchers' environment: torchrun and DeepSpeed (``RANK``,
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -180,6 +180,27 @@ def _check_master(place: Place) -> None:
             "and MASTER_ADDR is not set, so the ranks cannot find each other. Pass on the address of "
             "rank 0's host (mpirun -x MASTER_ADDR=...), or use zeroshard launch --launcher openmpi."
         )
+
+
+def adopt_mpi(port: int, environ: MutableMapping[str, str] | None = None) -> Place:
+    """Say under torchrun's names what Open MPI says under its own; ``port`` unless one is set.
+
+    Raises :class:`LaunchError` if mpirun did not start this process, or does not say where rank 0 is.
+    """
+    env = os.environ if environ is None else environ
+    names = _LAUNCHERS["mpi"]
+    place = discover({name: env[name] for name in names if name in env})
+    if place.launcher != "mpi":
+        raise LaunchError(
+            f"mpi_discovery: {names[0]} is not set, so Open MPI did not start this process. Start the "
+            "program with mpirun, or leave the call out: other launchers say who is which rank."
+        )
+    _check_master(place)
+    numbers = (place.rank, place.world_size, place.local_rank, place.local_world_size)
+    env.update(zip(_LAUNCHERS["torchrun"], map(str, numbers), strict=True))
+    env.setdefault("MASTER_ADDR", "127.0.0.1")
+    env.setdefault("MASTER_PORT", str(port))
+    return place
 
 
 def default_timeout(environ: Mapping[str, str] | None = None) -> timedelta:

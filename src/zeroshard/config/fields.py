@@ -36,8 +36,9 @@ class Section(BaseModel):
 
 
 def _word(verdict: Verdict) -> Callable[..., Any]:
-    def field(default: Any, doc: str, *, why: str = "") -> Any:
-        extra: dict[str, Any] = {"verdict": verdict, "why": why}
+    def field(default: Any, doc: str, *, why: str = "", done: Any = None) -> Any:
+        """``done``: a value that asks for what is so here in any case, and needs no notice."""
+        extra: dict[str, Any] = {"verdict": verdict, "why": why, "done": done}
         if callable(default):
             return Field(default_factory=default, description=doc, json_schema_extra=extra)
         return Field(default, description=doc, json_schema_extra=extra)

@@ -6,7 +6,7 @@ One section per type that DeepSpeed knows by name. Other classes of ``torch.opti
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -72,6 +72,18 @@ class MuonParams(Section):
     per_head_muon: Flag = later(False, "Treat each attention head as a matrix of its own.")
 
 
+class LambParams(Section):
+    lr: Amount = honour(1e-3, "Learning rate.")
+    betas: Betas = honour((0.9, 0.999), "Decay of the two moments.")
+    eps: Amount = honour(1e-8, "Added to the denominator.")
+    eps_inside_sqrt: Flag = honour(False, "Add eps below the root.")
+    weight_decay: Amount = honour(0.0, "Decay inside the update whose norm is taken.")
+    bias_correction: Flag = honour(True, "Correct the moments for their start at zero.")
+    max_coeff: Amount = honour(10.0, "Largest trust ratio of a parameter.")
+    min_coeff: Amount = honour(0.01, "Smallest trust ratio of a parameter.")
+    amsgrad: Literal[False] = honour(False, "Lamb has no such form.")
+
+
 class SGDParams(Section):
     lr: Amount = honour(1e-3, "Learning rate.")
     momentum: Amount = honour(0.0, "Momentum.")
@@ -88,6 +100,7 @@ OPTIMIZERS: dict[str, type[Section]] = {
     "AdamW": AdamParams,
     "Adagrad": AdagradParams,
     "Lion": LionParams,
+    "Lamb": LambParams,
     "Muon": MuonParams,
     "SGD": SGDParams,
 }
@@ -99,7 +112,6 @@ TORCH_OPTIMIZERS = (
 )
 
 UNAVAILABLE_OPTIMIZERS: dict[str, str] = {
-    "Lamb": "planned, not there yet; use AdamW, or Muon where whole matrices matter",
     "MuAdam": "planned, not there yet; build it with the package mup and pass the object",
     "MuAdamW": "planned, not there yet; build it with the package mup and pass the object",
     "MuSGD": "planned, not there yet; build it with the package mup and pass the object",

@@ -408,9 +408,11 @@ def _notice(config: Config, found: Findings, *, resolved: Mapping[str, str]) -> 
         if row is None or row.field is None or row.verdict not in idle:
             continue
         default = row.field.get_default(call_default_factory=True)
-        section = path.rpartition(".")[0]
-        if get(config, path) != default and not (section and _is_idle(config, section)):
-            idle[row.verdict].append(path)
+        extra: Any = row.field.json_schema_extra
+        section, value = path.rpartition(".")[0], get(config, path)
+        if value in (default, extra["done"]) or (section and _is_idle(config, section)):
+            continue
+        idle[row.verdict].append(path)
     if idle["accept"]:
         names = ", ".join(sorted(idle["accept"]))
         found.notices.append(f"accepted, no effect here: {names}")

@@ -84,7 +84,9 @@ class DataTypesConfig(Section):
 
 
 class OptimizerConfig(Section):
-    type: Text = honour(..., "Adam, AdamW, Adagrad, Lion, Muon, SGD or any class of torch.optim.")
+    type: Text = honour(
+        ..., "Adam, AdamW, Adagrad, Lamb, Lion, Muon, SGD or any class of torch.optim."
+    )
     params: Free = honour(dict, "Arguments of the optimizer; the tables below list them by type.")
     legacy_fusion: Flag = accept(False, "Choice between two kernels.")
 
@@ -129,9 +131,9 @@ class OffloadOptimizerConfig(OffloadConfig):
         False, "Offload for superchips.", why="it is tied to one kind of machine"
     )
     cpuadam_cores_perc: Fraction = accept(0.8, "Only with super_offload.")
-    pipeline_read: Flag = accept(False, "Overlap reads with the update; always done.")
-    pipeline_write: Flag = accept(False, "Overlap writes with the update; always done.")
-    fast_init: Flag = accept(False, "Quicker start with nvme; always done.")
+    pipeline_read: Flag = accept(False, "Overlap reads with the update; always done.", done=True)
+    pipeline_write: Flag = accept(False, "Overlap writes with the update; always done.", done=True)
+    fast_init: Flag = accept(False, "Quicker start with nvme; always done.", done=True)
 
 
 class LeafModuleConfig(Section):
@@ -169,7 +171,7 @@ class ZeroConfig(Section):
         "null: only those that it needs first.",
     )
     stage3_gather_16bit_weights_on_model_save: Flag = accept(
-        False, "Allow save_16bit_model at stage 3, which works here in any case."
+        False, "Allow save_16bit_model at stage 3, which works here in any case.", done=True
     )
     override_module_apply: Flag = honour(
         True, "Under zero.Init, Module.apply(fn) sees whole parameters."
@@ -190,8 +192,10 @@ class ZeroConfig(Section):
     allgather_partitions: Flag = accept(True, "All-gather or broadcasts; we choose.")
     memory_efficient_linear: Flag = accept(True, "A replacement of nn.Linear; not needed here.")
     round_robin_gradients: Flag = accept(False, "Which rank owns what; follows from the layout.")
-    parameter_alignment: Flag = accept(False, "Layout hint; parameters are always aligned.")
-    elastic_checkpoint: Flag = accept(False, "Legacy; checkpoints fit any world size.")
+    parameter_alignment: Flag = accept(
+        False, "Layout hint; parameters are always aligned.", done=True
+    )
+    elastic_checkpoint: Flag = accept(False, "Legacy; checkpoints fit any world size.", done=True)
     pipeline_loading_checkpoint: Flag = accept(False, "Order of loading.")
     log_trace_cache_warnings: Flag = accept(False, "Log noise.")
     save_muon_momentum_buffer_in_memory: Flag = accept(False, "Muon together with nvme.")
@@ -205,7 +209,7 @@ class ZeroConfig(Section):
     stage3_module_granularity_threshold: Natural = accept(0, "Treat fine-grained modules as one.")
     stage3_use_all_reduce_for_fetch_params: Flag = accept(False, "How to gather; we choose.")
     stage3_allgather_sequential: Flag = accept(False, "How to gather; we choose.")
-    enable_sanity_checks: Flag = accept(False, "Extra checks; always on here.")
+    enable_sanity_checks: Flag = accept(False, "Extra checks; always on here.", done=True)
     cpu_offload_use_pin_memory: Flag | None = accept(None, "No effect in DeepSpeed either.")
     zero_hpz_partition_size: Count = later(1, "A second shard inside each node (ZeRO++).")
     zero_quantized_weights: Flag = later(False, "Quantized all-gather (ZeRO++).")
@@ -276,9 +280,11 @@ class Config(Section):
         "mean", "sum: no division by the world size."
     )
     zero_allow_untested_optimizer: Flag = accept(
-        False, "Every optimizer class is probed here instead of listed."
+        False, "Every optimizer class is probed here instead of listed.", done=True
     )
-    zero_force_ds_cpu_optimizer: Flag = accept(True, "Any optimizer class works with offload.")
+    zero_force_ds_cpu_optimizer: Flag = accept(
+        True, "Any optimizer class works with offload.", done=False
+    )
     dataloader_drop_last: Flag = honour(False, "Drop the last incomplete batch of deepspeed_io.")
     dump_state: Flag = honour(False, "Print engine and configuration at start.")
     log_level: Annotated[Literal["debug", "info", "warning", "error", "critical"] | None, Lower] = (

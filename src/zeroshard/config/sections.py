@@ -152,9 +152,13 @@ class CheckpointConfig(Section):
         "Own key: client_state may hold objects that only pickle can store. Loading those runs "
         "code: set it only for checkpoints that you wrote.",
     )
-    load_universal: Flag = accept(False, "Load a converted checkpoint; ours need no conversion.")
+    load_universal: Flag = accept(
+        False, "Load a converted checkpoint; ours need no conversion.", done=True
+    )
     use_node_local_storage: Flag = accept(
-        False, "Directories that nodes do not share are noticed when the first file is written."
+        False,
+        "Directories that nodes do not share are noticed when the first file is written.",
+        done=True,
     )
     parallel_write: ParallelWriteConfig = accept(ParallelWriteConfig, "How DeepSpeed writes.")
     checkpoint_serialization: Flag | None = accept(None, "How DeepSpeed writes.")
@@ -173,7 +177,7 @@ class AioConfig(Section):
 
 class ThroughputConfig(Section):
     enabled: Flag = accept(True, "Measure samples per second.")
-    synchronized: Flag = accept(True, "Sync the device for it; never done here.")
+    synchronized: Flag = accept(True, "Sync the device for it; never done here.", done=False)
 
 
 class TimersConfig(Section):

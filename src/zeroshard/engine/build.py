@@ -25,7 +25,7 @@ from zeroshard.core.stages import STAGES, Stage
 from zeroshard.core.tiers import Tier
 from zeroshard.engine.kernels import kernel_of
 from zeroshard.engine.offload import Stores, has_bus, update_threads
-from zeroshard.engine.optimizers import Muon, Probe, probe, rebind
+from zeroshard.engine.optimizers import WHOLE, Probe, probe, rebind
 from zeroshard.engine.preflight import check_room
 from zeroshard.engine.resting import (
     Resting,
@@ -189,11 +189,11 @@ def probed(optimizer: torch.optim.Optimizer, policy: Policy) -> dict[torch.dtype
         masters.add(torch.float32)
     found = {dtype: probe(optimizer, dtype=dtype) for dtype in sorted(masters, key=str)}
     for tried in found.values():
-        if not tried.works or not (tried.elementwise or isinstance(optimizer, Muon)):
+        if not tried.works or not (tried.elementwise or isinstance(optimizer, WHOLE)):
             raise UnsupportedError(
                 f"{type(optimizer).__name__} cannot run on sharded parameters: {tried.reason}. ZeRO "
                 "gives an optimizer pieces of each parameter. Use an element-wise optimizer (Adam, "
-                "AdamW, SGD, Adagrad, Lion, RMSprop...), or Muon, whose matrices are never cut."
+                "AdamW, SGD, Adagrad, Lion, RMSprop...), or Muon or Lamb, whose parameters are never cut."
             )
     return found
 

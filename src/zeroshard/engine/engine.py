@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
+from zeroshard.checkpoint.directory import check_directory
 from zeroshard.comm.collectives import Comm
 from zeroshard.config import LoadedConfig
 from zeroshard.core.nbytes import state_nbytes
@@ -540,6 +541,7 @@ class Engine(nn.Module):
         saved before is untouched. (``docs/checkpoints.md``, ``docs/format.md``.)
         """
         self._check_open()
+        check_directory(save_dir, "engine.save_checkpoint()")
         self._away.check("engine.save_checkpoint()")
         with self._watch.section("save"):
             self._saves.save(
@@ -582,6 +584,7 @@ class Engine(nn.Module):
         """
         if self._closed:
             self._check_open()
+        check_directory(load_dir, "engine.load_checkpoint()")
         self._away.check("engine.load_checkpoint()")
         if custom_load_fn is not None:
             raise UnsupportedError(

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroshard.checkpoint.directory import check_directory
 from zeroshard.checkpoint.export import Exporter, pieces_of, write_bins
 from zeroshard.checkpoint.export_plan import (
     MAX_SHARD_SIZE,
@@ -48,6 +49,7 @@ def save_16bit_model(
     Returns True. Raises :class:`CheckpointError` on every rank if rank 0 cannot write.
     """
     call = "save_16bit_model"
+    check_directory(save_dir, f"engine.{call}()")
     if Path(save_filename).name != str(save_filename):
         raise UsageError(
             f"{call}(save_filename={save_filename!r}): give a name without a directory."
@@ -78,6 +80,7 @@ def save_pretrained(
     an engine. Raises :class:`CheckpointError` on every rank if rank 0 cannot write.
     """
     call = "save_pretrained"
+    check_directory(save_dir, f"engine.{call}()")
     parse_size(max_shard_size)
     module = engine.module
     adapters = getattr(module, "peft_config", None)

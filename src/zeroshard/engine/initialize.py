@@ -101,8 +101,12 @@ def _asked_device(args: Any) -> torch.device | None:
     return None if index is None or home.type == "cpu" else torch.device(home.type, int(index))
 
 
+_told: set[str] = set()  # by this process: engines have most lines in common
+
+
 def announce(engine: Engine) -> None:
-    """What this run will do: values and their origins, dtypes, bytes. Rank 0, once."""
+    """What this run will do, on rank 0: a line for each engine; for the first one of the process also
+    values and their origins, and dtypes; notices where they are new."""
     level = engine.settings.log_level
     if level is not None or logger.level == logging.NOTSET:
         logger.setLevel((level or "info").upper())
@@ -120,8 +124,11 @@ def announce(engine: Engine) -> None:
         runtime.stage.number, engine.world_size, numel / 1e6, len(runtime.units),
         engine.transport, engine.device,
     )  # fmt: skip
-    for text in (engine.loaded.table(), engine.dtypes, *engine.loaded.notices, *runtime.forecast):
-        logger.info("%s", text)
+    first = () if _told else (engine.loaded.table(), engine.dtypes)
+    for text in (*first, *engine.loaded.notices, *runtime.forecast):
+        if text not in _told:
+            logger.info("%s", text)
+            _told.add(text)
     if engine.settings.dump_state:
         logger.info("%s", engine.loaded.table(every_key=True))
 

@@ -1,7 +1,7 @@
 """Which optimizers does the configuration name that torch does not have?
 
-Lion, an Adam with DeepSpeed's options, and Muon with AdamW for what is not a matrix. All three are
-plain ``torch.optim.Optimizer`` classes: usable without ZeroShard, and unaware of shards.
+Lion, an Adam with DeepSpeed's options, Lamb, and Muon with AdamW for what is not a matrix. All are plain
+``torch.optim.Optimizer`` classes: usable without ZeroShard, and unaware of shards.
 """
 
 from __future__ import annotations
@@ -149,6 +149,75 @@ class FlexibleAdam(Optimizer):
             for narrow, wide in zip(stored, (w, None, m, v), strict=True):
                 if wide is not None and wide is not narrow:
                     narrow.copy_(wide)
+
+
+class Lamb(Optimizer):
+    """Adam's update, scaled for each parameter by its norm over that of the update (You et al. 2020).
+
+    The ratio is kept between ``min_coeff`` and ``max_coeff``, and is 1 where one of the norms is 0. As in
+    DeepSpeed, the update whose norm is taken has no bias correction: that goes into the step size.
+    Arithmetic is fp32 (fp64 for fp64 parameters). Parameters must come whole. State: ``exp_avg``,
+    ``exp_avg_sq``, shaped like the parameter and in its dtype, and ``step``, 0-dim on the device.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        eps_inside_sqrt: bool = False,
+        bias_correction: bool = True,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "eps_inside_sqrt": eps_inside_sqrt,
+            "bias_correction": bias_correction,
+            "max_coeff": max_coeff,
+            "min_coeff": min_coeff,
+        }
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = _evaluate(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._update(p, p.grad, group)
+        return loss
+
+    def _update(self, p: Tensor, grad: Tensor, group: Group) -> None:
+        state = self.state[p]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
+        state["step"] += 1
+        work = torch.float64 if p.dtype == torch.float64 else torch.float32
+        beta1, beta2 = group["betas"]
+        w, g = p.to(work), grad.to(work)
+        m = state["exp_avg"].to(work).lerp_(g, 1 - beta1)
+        v = state["exp_avg_sq"].to(work).mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        eps, inside = group["eps"], group["eps_inside_sqrt"]
+        update = m / (v.add(eps).sqrt_() if inside else v.sqrt().add_(eps))
+        update.add_(w, alpha=group["weight_decay"])
+        w_norm, update_norm = w.norm(), update.norm()
+        bounded = (w_norm / update_norm).clamp(group["min_coeff"], group["max_coeff"])
+        ratio = torch.where((w_norm > 0) & (update_norm > 0), bounded, torch.ones_like(bounded))
+        step_size = ratio * group["lr"]
+        if group["bias_correction"]:
+            step = state["step"].to(work)
+            step_size *= _bias_correction(beta2, step).sqrt() / _bias_correction(beta1, step)
+        p.copy_(w - update.mul_(step_size))
+        state["exp_avg"].copy_(m)
+        state["exp_avg_sq"].copy_(v)
 
 
 class Muon(Optimizer):

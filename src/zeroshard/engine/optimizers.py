@@ -23,11 +23,12 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.optim import Optimizer
 
 from zeroshard.config.keys import nearest
-from zeroshard.engine.optimizer_classes import FlexibleAdam, Group, Lion, Muon, named
+from zeroshard.engine.optimizer_classes import FlexibleAdam, Group, Lamb, Lion, Muon, named
 from zeroshard.errors import ConfigError, UnsupportedError
 
 __all__ = [
     "FlexibleAdam",
+    "Lamb",
     "Lion",
     "Muon",
     "Probe",
@@ -37,6 +38,7 @@ __all__ = [
     "rebind",
 ]
 
+_OWN = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "SGD")
 _FUSED_DEVICES = ("cpu", "cuda", "meta")
 _CUT = 67 * 64  # elements; where a layout may cut, and both pieces are past 8-bit optimizers' 4096
 _HINTS = ("foreach", "fused", "set_grad_none")  # choices between kernels: ours to make
@@ -63,10 +65,10 @@ def build_optimizer(
     there yet.
     """
     groups = [dict(group) for group in groups]  # torch writes into them
-    own = {name.lower(): name for name in ("Adam", "AdamW", "Adagrad", "Lion", "Muon", "SGD")}
+    own = {name.lower(): name for name in _OWN}
     name = own.get(type_.lower(), type_)
     options = dict(params)
-    if "max_grad_norm" in options:
+    if options.pop("max_grad_norm", 0):
         raise ConfigError(
             "optimizer.params.max_grad_norm has no effect there; clipping is the engine's: "
             'write "gradient_clipping" at the top level'
@@ -87,6 +89,10 @@ def build_optimizer(
         )
     elif name == "Lion":
         cls = Lion
+    elif name == "Lamb":
+        cls = Lamb
+        if options.pop("amsgrad", False):
+            raise UnsupportedError("Lamb has no form with amsgrad; leave it out")
     elif name == "Muon":
         cls, options = Muon, _muon_options(options)
     else:
@@ -158,8 +164,8 @@ def _torch_class(type_: str, name: str) -> type[Optimizer]:
         near = nearest(type_, [*classes, "Lion"])
         hint = f'did you mean "{near}"? ' if near else ""
         raise ConfigError(
-            f'optimizer.type "{type_}" does not exist; {hint}It is Adam, AdamW, Adagrad, Lion, '
-            "Muon or SGD in any case, or a class of torch.optim as spelt there"
+            f'optimizer.type "{type_}" does not exist; {hint}It is Adam, AdamW, Adagrad, Lamb, '
+            "Lion, Muon or SGD in any case, or a class of torch.optim as spelt there"
         )
     return classes[name]
 
@@ -191,6 +197,10 @@ class Probe:
     def state(self) -> dict[str, torch.dtype | None]:
         """``state_by_group``, all groups together."""
         return {name: dtype for group in self.state_by_group for name, dtype in group.items()}
+
+
+WHOLE = (Muon, Lamb)
+"""Classes that are not element-wise and work nevertheless: their parameters are never cut."""
 
 
 def needs_whole_parameters(optimizer: Optimizer) -> bool:

@@ -111,7 +111,7 @@ class Accelerator(accelerate.Accelerator):
             raise UsageError(
                 f"the launcher started {world_size} processes, but Accelerate sees "
                 f"{self.num_processes}, so every rank would train on the same data. On machines without "
-                "a GPU pass cpu=True (use_cpu=True to TrainingArguments)."
+                "a GPU pass cpu=True (use_cpu=True to TrainingArguments, `--use_cpu true` to programs)."
             )
 
     # ------------------------------------------------------------------ preparing

@@ -103,7 +103,7 @@ def decide(
     request: LaunchRequest, env: Mapping[str, str], *, this_host: tuple[str, ...], has_srun: bool
 ) -> Decision:
     """Who starts whom; reads the hostfile and nothing else. Raises LaunchError for what cannot work."""
-    _check(request)
+    check_request(request)
     decision = _decide(request, env, this_host=this_host, has_srun=has_srun)
     _check_effect(request, decision)
     return decision
@@ -301,7 +301,8 @@ def passed_on(request: LaunchRequest) -> list[str]:
     return words
 
 
-def _check(request: LaunchRequest) -> None:
+def check_request(request: LaunchRequest) -> None:
+    """Raises LaunchError for options that contradict each other."""
     if request.module and request.no_python:
         raise LaunchError("--module and --no_python cannot be given together; keep one of them.")
     check_filters(

@@ -26,6 +26,8 @@ _LOST_PEER = re.compile(
     r"|Socket Timeout|failed to recv|connectFullMesh"
 )
 _GLOO_SIZES = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
+_WANTS_GPU = re.compile(r"support bf16/gpu|(?:fp16|bf16) mixed precision requires")
+_USE_CPU = "there is no GPU here, and the program counts on one: give it `--use_cpu true`"
 _GIB = 1 << 30
 
 
@@ -95,7 +97,10 @@ def decode(death: Death, kernel: Kernel) -> Verdict:
     lost = _LOST_PEER.search(trace.text)
     if lost is not None:
         return Verdict(death, f"lost its peers: {lost[0]} (exit code 1)", True, trace)
-    return Verdict(death, f"raised {trace.headline} (exit code 1)", False, trace)
+    what = f"raised {trace.headline} (exit code 1)"
+    if _WANTS_GPU.search(trace.headline):
+        what += f"; {_USE_CPU}"
+    return Verdict(death, what, False, trace)
 
 
 def build_report(

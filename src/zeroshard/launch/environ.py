@@ -12,6 +12,8 @@ from zeroshard.errors import LaunchError
 
 # Exported to other hosts when the launcher starts them over ssh.
 EXPORTED = ("NCCL_", "TORCH_", "GLOO_", "OMP_", "ZEROSHARD_", "UCX_", "FI_", "DS_", "DEEPSPEED_")
+ALSO_EXPORTED = "ZEROSHARD_EXPORT"
+"""A variable that holds more such beginnings, with commas between."""
 _EXPORTED_NAMES = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HF_HOME", "TOKENIZERS_PARALLELISM")
 
 
@@ -55,10 +57,9 @@ def with_directory_first(env: Mapping[str, str], directory: str) -> dict[str, st
 
 def exported(env: Mapping[str, str]) -> dict[str, str]:
     """The variables that ranks on other hosts should see as well, sorted by name."""
+    begin = (*EXPORTED, *filter(None, env.get(ALSO_EXPORTED, "").split(",")))
     return {
-        name: env[name]
-        for name in sorted(env)
-        if name in _EXPORTED_NAMES or name.startswith(EXPORTED)
+        name: env[name] for name in sorted(env) if name in _EXPORTED_NAMES or name.startswith(begin)
     }
 
 

@@ -14,10 +14,13 @@ import torch
 from torch.utils.checkpoint import checkpoint as _checkpoint
 
 from zeroshard.comm.env import uses_cuda
+from zeroshard.errors import UsageError
 from zeroshard.integrations.deepspeed.reading import model_config
 
 _OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 """Keywords that torch takes for itself; all others are the function's."""
+
+_MODEL_PARALLEL_RNG_TRACKER_NAME = "model-parallel-rng"
 
 _settings: dict[str, Any] = {}
 
@@ -91,6 +94,23 @@ class CheckpointFunction:
         return made
 
 
+def detach_variable(inputs: tuple[Any, ...], device: Any = None) -> tuple[Any, ...]:
+    """Tensors of a tuple without their graph, and with their ``requires_grad``; the rest as it is.
+
+    Raises :class:`UsageError` for anything but a tuple.
+    """
+    if not isinstance(inputs, tuple):
+        raise UsageError(f"detach_variable got a {type(inputs).__name__}; pass a tuple of tensors.")
+
+    def detached(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        moved = value if device is None else value.to(device)
+        return moved.detach().requires_grad_(value.requires_grad)
+
+    return tuple(map(detached, inputs))
+
+
 class RNGStatesTracker:
     """One stream of random numbers: without tensor parallelism ranks need not differ inside a layer."""
 
@@ -107,16 +127,16 @@ class RNGStatesTracker:
         """The default generator serves every name."""
 
     @contextlib.contextmanager
-    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
+    def fork(self, name: str = _MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
         yield
 
 
-_tracker = RNGStatesTracker()
+_CUDA_RNG_STATE_TRACKER = RNGStatesTracker()
 
 
 def get_cuda_rng_tracker() -> RNGStatesTracker:
     """The one for this process."""
-    return _tracker
+    return _CUDA_RNG_STATE_TRACKER
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:

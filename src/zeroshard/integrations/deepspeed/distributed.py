@@ -8,6 +8,7 @@ from typing import Any
 
 from zeroshard.comm import env, torch_names
 from zeroshard.integrations.deepspeed.consumers import check_consumers
+from zeroshard.integrations.deepspeed.logs import logger
 
 
 def init_distributed(
@@ -40,6 +41,16 @@ def init_distributed(
         world_size,
     )
     _tell_accelerate()
+
+
+def mpi_discovery(distributed_port: int = 29500, verbose: bool = True) -> None:
+    """Put rank, world size and address into the environment, as ``mpirun`` of Open MPI gives them.
+
+    Raises :class:`LaunchError` if it did not start this process.
+    """
+    place = env.adopt_mpi(distributed_port)
+    if verbose:
+        logger.info("rank %d of %d, by Open MPI", place.rank, place.world_size)
 
 
 def is_initialized() -> bool:

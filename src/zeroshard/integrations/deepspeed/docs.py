@@ -34,7 +34,8 @@ folder `deepspeed` beside the program comes before it (a warning says so), and `
 `PYTHONPATH`. `import zeroshard.integrations.deepspeed as deepspeed` needs none of this.
 
 On ranks without a GPU, `DS_ACCELERATOR=cpu` is understood, and Accelerate and the Trainer find gloo by
-themselves. Lightning's own strategy insists on CUDA;
+themselves; programs that parse `TrainingArguments` (TRL's do) want `--use_cpu true` there for bf16.
+Lightning's own strategy insists on CUDA;
 `Trainer(strategy=zeroshard.integrations.lightning.ZeroShardStrategy(stage=3))` is the same one without
 that, and needs no preparation.
 """
@@ -74,7 +75,12 @@ DISAGREEMENTS = (
     (
         "an optimizer, or a schedule",
         "`optimizer`, or `scheduler`",
-        "error; a `DummyOptim` stands for the configuration's",
+        "the object acts, and one line says so; a `DummyOptim` stands for the configuration's",
+    ),
+    (
+        "keys that no page lists",
+        "at the top level, or in sections that DeepSpeed does not check",
+        "one line, if the program calls `deepspeed`; an error for who chose ZeroShard",
     ),
     ("`args.deepspeed_config`", "`config=`", "error"),
     ("a model in `DistributedDataParallel`", "", "error: pass the model itself"),

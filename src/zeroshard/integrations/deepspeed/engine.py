@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,7 +23,8 @@ from zeroshard.integrations.deepspeed import conflicts, names
 from zeroshard.integrations.deepspeed.consumers import check_consumers
 from zeroshard.integrations.deepspeed.hooking import DeepSpeedZeRoOffload
 from zeroshard.integrations.deepspeed.install import disagreement
-from zeroshard.integrations.deepspeed.logs import log_dist, logger
+from zeroshard.integrations.deepspeed.logs import log_dist, log_dist_once, logger
+from zeroshard.integrations.deepspeed.monitors import MonitorMaster
 from zeroshard.integrations.deepspeed.optimizer import EngineOptimizer, optimizer_of
 from zeroshard.integrations.deepspeed.parameters import mark_parameters
 from zeroshard.integrations.deepspeed.timers import SynchronizedWallClockTimer, ThroughputTimer
@@ -47,7 +48,7 @@ class DeepSpeedEngine(Engine):
         self._short_steps = conflicts.ShortSteps()
         self.timers = SynchronizedWallClockTimer()
         self.tput_timer = ThroughputTimer(None, self.train_batch_size())
-        self.monitor = MonitorMaster(self._observer.monitors)
+        self.monitor = MonitorMaster(self.settings, self._observer.monitors or Monitors())
         self.param_names = {param: name for name, param in model.named_parameters()}
         if self.runtime.stage.shards_params:
             mark_parameters(model.parameters())
@@ -177,21 +178,6 @@ class DeepSpeedEngine(Engine):
         )
 
 
-class MonitorMaster:
-    """All monitors of the configuration, for events of the program's own."""
-
-    def __init__(self, monitors: Monitors | None) -> None:
-        self._monitors = monitors
-        self.enabled = bool(monitors)
-
-    def write_events(
-        self, event_list: Sequence[tuple[str, float, int]], flush: bool = True
-    ) -> None:
-        """Write ``(name, value, sample)`` each; nothing on other ranks than 0."""
-        if self._monitors:
-            self._monitors.write(event_list)
-
-
 def _inner(optimizer: Any) -> Any:
     return optimizer.optimizer if isinstance(optimizer, EngineOptimizer) else optimizer
 
@@ -217,7 +203,7 @@ def initialize(
     """
     check_consumers()
     who = f"ZeroShard {zeroshard.__version__} in {next(iter(zeroshard.__path__))}"
-    log_dist(f"DeepSpeed info: version={names.VERSION}, answered by {who}", ranks=[0])
+    log_dist_once(f"DeepSpeed info: version={names.VERSION}, answered by {who}", ranks=[0])
     if problem := disagreement():
         logger.warning("%s", problem)
     named = model.named_parameters() if isinstance(model, nn.Module) else ()

@@ -69,11 +69,11 @@ UtilsBuilder = _builder("UtilsBuilder")
 ALL_OPS: dict[str, OpBuilder] = {
     cls.NAME: cls()
     for cls in (
-        CPUAdamBuilder, CPUAdagradBuilder, CPULionBuilder, FusedAdamBuilder, FusedLionBuilder,
-        AsyncIOBuilder, UtilsBuilder,
+        CPUAdamBuilder, CPUAdagradBuilder, CPULionBuilder, FusedAdamBuilder, FusedLambBuilder,
+        FusedLionBuilder, AsyncIOBuilder, UtilsBuilder,
     )
 }  # fmt: skip
-compatible_ops: dict[str, bool] = {**dict.fromkeys(ALL_OPS, True), FusedLambBuilder.NAME: False}
+compatible_ops: dict[str, bool] = dict.fromkeys(ALL_OPS, True)
 installed_ops: dict[str, bool] = dict(compatible_ops)
 
 

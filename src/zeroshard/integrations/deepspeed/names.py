@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Literal
 
+from zeroshard.integrations.deepspeed.checkpoint_words import WORDS
+
 Verdict = Literal["works", "accepted", "refused", "later"]
 
 VERSION = "0.19.8+zeroshard"
@@ -35,7 +37,10 @@ _ENGINE, _OPTIMIZER = _HERE + "engine", _HERE + "optimizer"
 _SHARDING, _PARAMS, _WORDS = _HERE + "sharding", _HERE + "parameters", _HERE + "words"
 _OPS, _DEVICE, _FACTS = _HERE + "optimizer_names", _HERE + "device", _HERE + "facts"
 _ACTIVATIONS, _HELPERS, _LEAVES = _HERE + "activations", _HERE + "helpers", _HERE + "leaves"
-_HOOKING = _HERE + "hooking"
+_HOOKING, _PARTS, _PATHS = _HERE + "hooking", _HERE + "parts", _HERE + "paths"
+_MONITORS, _READING, _POOLS = _HERE + "monitors", _HERE + "reading", "zeroshard.launch.pools"
+_FILES, _PROFILING, _TILING = _HERE + "checkpoint_engine", _HERE + "flops", _HERE + "tiling"
+_FILE_WORDS, _DISTRIBUTED = _HERE + "checkpoint_words", _HERE + "distributed"
 _WEIGHTS, _TIMERS = _HERE + "weights", _HERE + "timers"
 _STATES, _LOGS, _GROUPS = _HERE + "estimates", _HERE + "logs", _HERE + "groups"
 _COMM, _ACCESS = "zeroshard.comm.torch_names", "zeroshard.zero.access"
@@ -78,6 +83,16 @@ _WORKING: tuple[tuple[str, str, str], ...] = (  # module, home, names; "theirs=o
                                             "estimate_zero2_model_states_mem_needs_all_cold"),
     ("runtime.config", _WORDS, "DeepSpeedConfigError"),
     ("runtime.config", _HELPERS, "DeepSpeedConfig"),
+    ("runtime.config", _WORDS,
+     "ADAGRAD_OPTIMIZER ADAM_OPTIMIZER ADAMW_OPTIMIZER LAMB_OPTIMIZER LION_OPTIMIZER "
+     "MUON_OPTIMIZER MUADAM_OPTIMIZER MUADAMW_OPTIMIZER MUSGD_OPTIMIZER DEEPSPEED_OPTIMIZERS"),
+    ("runtime.config_utils", _READING, "DeepSpeedConfigModel"),
+    ("runtime.checkpoint_engine", _FILES, "CheckpointEngine TorchCheckpointEngine"),
+    ("runtime.checkpoint_engine.checkpoint_engine", _FILES, "CheckpointEngine "
+                                                            "CheckpointCommitInfo"),
+    ("runtime.checkpoint_engine.torch_checkpoint_engine", _FILES, "TorchCheckpointEngine "
+                                                                  "CheckpointEngine"),
+    ("runtime.sequence_parallel.ulysses_sp", _TILING, "TiledMLP"),
     ("runtime.zero.config", _WORDS, "ZeroStageEnum"),
     ("runtime.zero.config", _HELPERS, "DeepSpeedZeroConfig"),
     ("runtime.zero.offload_config", _WORDS, "OffloadDeviceEnum OffloadStateTypeEnum"),
@@ -110,6 +125,22 @@ _WORKING: tuple[tuple[str, str, str], ...] = (  # module, home, names; "theirs=o
      "COS_MIN_RATIO TOTAL_NUM_STEPS"),
     ("runtime.utils", _HELPERS, "move_to_device see_memory_usage clip_grad_norm_ get_global_norm "
                                 "ensure_directory_exists set_random_seed"),
+    ("runtime.utils", _PARTS, "all_gather_dp_groups PartitionedTensor partition_uniform "
+                              "partition_balanced"),
+    ("compression.helper", _PATHS, "recursive_getattr recursive_setattr"),
+    ("utils.module_utils", _PATHS, "recursive_getattr recursive_setattr"),
+    ("elasticity", _HERE + "elastic", "compute_elastic_config elasticity_enabled"),
+    ("elasticity.elasticity", _HERE + "elastic", "compute_elastic_config elasticity_enabled"),
+    ("monitor.monitor", _MONITORS, "Monitor MonitorMaster TensorBoardMonitor WandbMonitor "
+                                   "csvMonitor CometMonitor"),
+    ("monitor.tensorboard", _MONITORS, "TensorBoardMonitor"),
+    ("monitor.wandb", _MONITORS, "WandbMonitor"),
+    ("monitor.csv_monitor", _MONITORS, "csvMonitor"),
+    ("monitor.comet", _MONITORS, "CometMonitor"),
+    ("monitor.config", _MONITORS, "get_monitor_config DeepSpeedMonitorConfig TensorBoardConfig "
+                                  "WandbConfig CSVConfig CometConfig"),
+    ("profiling.flops_profiler", _PROFILING, "get_model_profile"),
+    ("profiling.flops_profiler.profiler", _PROFILING, "get_model_profile"),
     ("runtime.dataloader", "zeroshard.engine.loader", "DeepSpeedDataLoader=ResumableLoader"),
     ("runtime.dataloader", _HELPERS, "RepeatingLoader"),
     ("runtime.constants", _WORDS, "ROUTE_TRAIN ROUTE_EVAL ROUTE_PREDICT ROUTE_ENCODE "
@@ -119,7 +150,8 @@ _WORKING: tuple[tuple[str, str, str], ...] = (  # module, home, names; "theirs=o
     ("runtime.activation_checkpointing.checkpointing", _ACTIVATIONS,
      "configure is_configured reset checkpoint non_reentrant_checkpoint CheckpointFunction "
      "get_cuda_rng_tracker model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed "
-     "partition_activations_in_checkpoint set_num_layers"),
+     "partition_activations_in_checkpoint set_num_layers detach_variable "
+     "_CUDA_RNG_STATE_TRACKER _MODEL_PARALLEL_RNG_TRACKER_NAME"),
     ("utils", _LOGS, "logger log_dist log_dist_once set_log_level_from_string"),
     ("utils.logging", _LOGS, "logger log_dist log_dist_once set_log_level_from_string LoggerFactory "
                              "get_current_level"),
@@ -132,7 +164,11 @@ _WORKING: tuple[tuple[str, str, str], ...] = (  # module, home, names; "theirs=o
     ("utils.nvtx", _HELPERS, "instrument_w_nvtx"),
     ("utils.torch", _FACTS, "required_torch_version"),
     ("utils.numa", _HELPERS, "parse_range_list"),
-    ("utils.timer", _TIMERS, "SynchronizedWallClockTimer NoopTimer ThroughputTimer"),
+    ("utils.timer", _TIMERS, "SynchronizedWallClockTimer NoopTimer ThroughputTimer "
+                             "FORWARD_MICRO_TIMER FORWARD_GLOBAL_TIMER BACKWARD_MICRO_TIMER "
+                             "BACKWARD_GLOBAL_TIMER BACKWARD_INNER_MICRO_TIMER "
+                             "BACKWARD_INNER_GLOBAL_TIMER BACKWARD_REDUCE_MICRO_TIMER "
+                             "BACKWARD_REDUCE_GLOBAL_TIMER STEP_MICRO_TIMER STEP_GLOBAL_TIMER"),
     ("utils.init_on_device", _HELPERS, "OnDevice"),
     ("utils", _LEAVES, "set_z3_leaf_modules unset_z3_leaf_modules get_z3_leaf_modules "
                        "set_z3_leaf_module set_z3_leaf_modules_by_name "
@@ -160,10 +196,11 @@ _WORKING: tuple[tuple[str, str, str], ...] = (  # module, home, names; "theirs=o
      "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint main"),
     ("utils.zero_to_fp32", _WEIGHTS, "convert_zero_checkpoint_to_fp32_state_dict "
                                      "convert_zero_checkpoint_to_state_dict get_model_state_file "
-                                     "get_optim_files get_model_state_files"),
+                                     "get_optim_files get_model_state_files parse_optim_states"),
     ("checkpoint.utils", _HELPERS, "clone_tensors_for_torch_save"),
     ("checkpoint.ds_to_universal", _WEIGHTS, "main=copy_as_universal"),
     ("checkpoint", _WORDS, "UNIVERSAL_CHECKPOINT_INFO"),
+    ("checkpoint.constants", _FILE_WORDS, " ".join(WORDS)),
     ("comm", _COMM,
      "is_available get_rank get_world_size get_local_rank get_global_rank "
      "get_world_group get_all_ranks_from_group new_group destroy_process_group barrier "
@@ -179,6 +216,8 @@ _WORKING: tuple[tuple[str, str, str], ...] = (  # module, home, names; "theirs=o
      "is_available get_rank get_world_size get_local_rank get_global_rank "
      "get_world_group new_group destroy_process_group barrier broadcast all_reduce all_gather "
      "all_gather_into_tensor reduce_scatter_tensor all_to_all_single ReduceOp"),
+    ("comm", _DISTRIBUTED, "mpi_discovery"),
+    ("comm.comm", _DISTRIBUTED, "mpi_discovery"),
     ("comm.comm", _HERE + "distributed", "init_distributed is_initialized configure log_summary"),
     ("accelerator", _DEVICE, "get_accelerator is_current_accelerator_supported "
                              "DeepSpeedAccelerator"),
@@ -189,6 +228,8 @@ _WORKING: tuple[tuple[str, str, str], ...] = (  # module, home, names; "theirs=o
     ("ops.adam.fused_adam", _OPS, "FusedAdam"),
     ("ops.adagrad", _OPS, "DeepSpeedCPUAdagrad"),
     ("ops.adagrad.cpu_adagrad", _OPS, "DeepSpeedCPUAdagrad"),
+    ("ops.lamb", _OPS, "FusedLamb"),
+    ("ops.lamb.fused_lamb", _OPS, "FusedLamb"),
     ("ops.lion", _OPS, "DeepSpeedCPULion FusedLion"),
     ("ops.lion.cpu_lion", _OPS, "DeepSpeedCPULion"),
     ("ops.lion.fused_lion", _OPS, "FusedLion"),
@@ -198,7 +239,9 @@ _WORKING: tuple[tuple[str, str, str], ...] = (  # module, home, names; "theirs=o
                                "ALL_OPS"),
     ("ops.aio", _FACTS, "AsyncIOBuilder"),
     ("launcher.runner", "zeroshard.launch.environ", "DEEPSPEED_ENVIRONMENT_NAME"),
-    ("launcher.runner", _HERE + "command", "main"),
+    ("launcher.runner", _POOLS, "fetch_hostfile parse_inclusion_exclusion EXPORT_ENVS "
+                                    "DLTS_HOSTFILE"),
+    ("launcher.runner", "zeroshard.cli.runner", "main"),
     ("env_report", _HERE + "command", "main=report cli_main=report"),
     ("constants", _WORDS, "TORCH_DISTRIBUTED_DEFAULT_PORT"),
     ("constants", _FACTS, "default_pg_timeout"),
@@ -218,6 +261,9 @@ _NO_EFFECT: Mapping[str, str] = {
     "runtime.activation_checkpointing.checkpointing.get_cuda_rng_tracker": (
         "one stream of random numbers serves every name"
     ),
+    "runtime.activation_checkpointing.checkpointing._CUDA_RNG_STATE_TRACKER": (
+        "one stream of random numbers serves every name"
+    ),
     "runtime.zero.TiledLinear": "an ordinary Linear: units bound what is gathered",
     "runtime.zero.tiling.TiledLinear": "an ordinary Linear: units bound what is gathered",
     "runtime.zero.register_external_parameter": "checks its arguments; reads gather by themselves",
@@ -234,6 +280,13 @@ _NO_EFFECT: Mapping[str, str] = {
 """Names that may be used and change nothing."""
 
 _DIFFERENCES: Mapping[str, str] = {
+    "runtime.checkpoint_engine.TorchCheckpointEngine": (
+        "reads plain data and tensors alone: loading runs no code of a file"
+    ),
+    "profiling.flops_profiler.get_model_profile": (
+        "counts matrix products, convolutions and attention, not what is elementwise"
+    ),
+    "runtime.utils.partition_balanced": "the heaviest part is as light as can be",
     "runtime.zero.Init": "without a configuration and dtype, parameters keep their own dtype",
     "runtime.zero.partition_parameters.zero_wrapper_for_fp_tensor_constructor": (
         "tensor constructors are never changed; the name is there to be replaced"
@@ -246,8 +299,8 @@ _PIPE = "pipeline parallelism is not there yet; shard with ZeRO stage 3 instead"
 _SEQUENCE = "sequence parallelism is not there yet; leave it out, or use gradient checkpointing"
 _TENSOR = "tensor parallelism is not there yet; shard with ZeRO stage 3 instead"
 _EXPERTS = "expert parallelism is not there yet; ordinary modules with experts train under ZeRO"
-_PROFILER = "the flops profiler is not there yet; use torch.utils.flop_counter"
-_MATRIX = "it needs whole matrices, which is not there yet; use Adam, or Muon"
+_PROFILER = "it hooks every module; use get_model_profile, or torch.utils.flop_counter"
+_COMPRESS = "compress the model outside of training"
 _INFERENCE = (
     "ZeroShard trains; it has no inference engine. Call the model, or "
     "zero.unwrap_model_for_generation(engine)"
@@ -272,8 +325,9 @@ _STUBS: tuple[tuple[Verdict, str, str, str], ...] = (  # importable; using them 
     ("later", "moe.layer", "MoE", _EXPERTS),
     ("later", "moe.utils", "split_params_into_different_moe_groups_for_optimizer is_moe_param "
      "has_moe_layers", _EXPERTS),
-    ("later", "profiling.flops_profiler", "FlopsProfiler get_model_profile", _PROFILER),
-    ("later", "ops.lamb", "FusedLamb", _MATRIX),
+    ("later", "profiling.flops_profiler", "FlopsProfiler", _PROFILER),
+    ("later", "profiling.flops_profiler.profiler", "FlopsProfiler", _PROFILER),
+    ("refused", "compression.compress", "init_compression redundancy_clean", _COMPRESS),
     ("later", "linear", "OptimizedLinear LoRAConfig QuantizationConfig",
      "quantized LoRA layers are not there yet; use PEFT"),
     ("refused", "checkpoint", "DeepSpeedCheckpoint",
@@ -287,8 +341,9 @@ _ABSENT: tuple[tuple[Verdict, str, str], ...] = (  # no such name; the error giv
     ("refused", "model_implementations", _INFERENCE),
     ("refused", "runtime.hybrid_engine", _INFERENCE),
     ("refused", "autotuning", "nothing needs tuning: sizes are derived from the model"),
-    ("refused", "compression", "compress the model outside of training"),
-    ("refused", "elasticity", "checkpoints load at any world size"),
+    ("refused", "compression.init_compression", _COMPRESS),
+    ("refused", "compression.scheduler", _COMPRESS),
+    ("refused", "elasticity.elastic_agent", "a run keeps its ranks; checkpoints load at any world size"),
     ("refused", "nebula", "DeepSpeed removed it; save checkpoints with the engine"),
     ("refused", "datastates", "it binds checkpoints to one outside engine; use "
      '"checkpoint": {"asynchronous": true}'),
@@ -308,8 +363,6 @@ _ABSENT: tuple[tuple[Verdict, str, str], ...] = (  # no such name; the error giv
     ("refused", "DualPipeVEngine", _PIPE),
     ("later", "moe.experts", _EXPERTS),
     ("later", "moe.sharded_moe", _EXPERTS),
-    ("later", "monitor", "monitors are configured under tensorboard, wandb, csv_monitor and comet; "
-     "their classes are not there"),
     ("later", "io", "files are written by the engine; see docs/checkpoints.md"),
 )  # fmt: skip
 

@@ -126,3 +126,15 @@ class FusedLion(metaclass=_Maker):
         "params": _NEEDED, "lr": 1e-3, "betas": _BETAS, "weight_decay": 0.0, "set_grad_none": True,
     }  # fmt: skip
     renamed: ClassVar[Mapping[str, str | None]] = {"set_grad_none": None}
+
+
+class FusedLamb(metaclass=_Maker):
+    """Lamb; parameters are never cut. ``max_grad_norm`` other than 0 is refused: the engine clips."""
+
+    kind = "Lamb"
+    takes: ClassVar[Mapping[str, Any]] = {
+        "params": _NEEDED, "lr": 1e-3, "bias_correction": True, "betas": _BETAS, "eps": 1e-8,
+        "eps_inside_sqrt": False, "weight_decay": 0.0, "max_grad_norm": 0.0, "max_coeff": 10.0,
+        "min_coeff": 0.01, "amsgrad": False,
+    }  # fmt: skip
+    renamed: ClassVar[Mapping[str, str | None]] = {}

@@ -1,11 +1,12 @@
-"""What does a program that calls ``deepspeed`` mean by its configuration, before there is an engine?"""
+"""How does a program that calls ``deepspeed`` read configurations, besides those of engines?"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from zeroshard.comm.env import current_place
 from zeroshard.config import Config, load_config
+from zeroshard.config.fields import Section, is_auto
 
 
 def model_config(source: Any) -> Config | None:
@@ -15,3 +16,22 @@ def model_config(source: Any) -> Config | None:
         return source
     world_size = current_place().world_size
     return load_config(source, world_size=world_size, for_training=False, as_deepspeed=True).config
+
+
+class DeepSpeedConfigModel(Section):
+    """What programs derive sections of their own from: fields are checked, also when they are set;
+    unknown names are errors; a value ``"auto"`` means the default, unless ``strict``."""
+
+    model_config: ClassVar[Any] = {  # besides what a section has
+        "frozen": False,
+        "populate_by_name": True,
+        "validate_default": True,
+        "validate_assignment": True,
+        "use_enum_values": True,
+        "arbitrary_types_allowed": True,
+    }
+
+    def __init__(self, strict: bool = False, **data: Any) -> None:
+        super().__init__(
+            **{name: value for name, value in data.items() if strict or not is_auto(value)}
+        )

@@ -16,6 +16,15 @@ import torch
 from zeroshard.comm.env import uses_cuda
 from zeroshard.integrations.deepspeed.logs import log_dist
 
+FORWARD_MICRO_TIMER, FORWARD_GLOBAL_TIMER = "fwd_microstep", "fwd"
+BACKWARD_MICRO_TIMER, BACKWARD_GLOBAL_TIMER = "bwd_microstep", "bwd"
+BACKWARD_INNER_MICRO_TIMER, BACKWARD_INNER_GLOBAL_TIMER = "bwd_inner_microstep", "bwd_inner"
+BACKWARD_REDUCE_MICRO_TIMER, BACKWARD_REDUCE_GLOBAL_TIMER = (
+    "bwd_allreduce_microstep",
+    "bwd_allreduce",
+)
+STEP_MICRO_TIMER, STEP_GLOBAL_TIMER = "step_microstep", "step"
+
 
 class _Timer:
     """Seconds between ``start`` and ``stop``, summed until it is reset; results in milliseconds."""

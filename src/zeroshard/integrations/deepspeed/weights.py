@@ -6,6 +6,7 @@ The reading and writing is :mod:`zeroshard.checkpoint`'s; here are DeepSpeed's d
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from zeroshard.checkpoint import zero_to_fp32
+from zeroshard.checkpoint.deepspeed import load_file
 from zeroshard.checkpoint.export import export_checkpoint
 from zeroshard.checkpoint.export_plan import parse_dtype
 from zeroshard.checkpoint.sources import open_source
@@ -89,6 +91,29 @@ def get_optim_files(checkpoint_dir: str) -> list[str]:
 def get_model_state_files(checkpoint_dir: str) -> list[str]:
     """Files of module states in DeepSpeed's own layout. Raises FileNotFoundError."""
     return _files(checkpoint_dir, "*_model_states.pt")
+
+
+def parse_optim_states(
+    files: Sequence[str], ds_checkpoint_dir: str
+) -> tuple[int, int, list[Any], Any]:
+    """Of DeepSpeed's optimizer files, one for each rank: stage, number of ranks, each rank's flat fp32
+    groups, and their padding (None where the files do not say). Runs no code of the files.
+
+    Raises :class:`CheckpointError` for files of no ZeRO run, and for too few or too many.
+    """
+    states = [load_file(Path(file))["optimizer_state_dict"] for file in files]
+    first = states[0] if states else {}
+    if "zero_stage" not in first:
+        raise CheckpointError(f"{ds_checkpoint_dir} holds no optimizer states of ZeRO.")
+    stage, ranks = int(first["zero_stage"]), first["partition_count"]
+    ranks = max(ranks) if isinstance(ranks, list) else int(ranks)
+    if ranks != len(states):
+        raise CheckpointError(
+            f"{ds_checkpoint_dir} was saved by {ranks} ranks, and there are {len(states)} files of "
+            "optimizer states. Bring all of one run."
+        )
+    key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+    return stage, ranks, [s[key] for s in states], first.get("param_alignment_paddings")
 
 
 def _one_of(folder: str, name: str) -> str:

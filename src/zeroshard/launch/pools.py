@@ -1,18 +1,28 @@
-"""What do programs ask DeepSpeed's launcher about hosts?"""
+"""What do programs ask DeepSpeed's launcher about hosts? (``deepspeed.launcher.runner``)"""
 
 from __future__ import annotations
 
+import logging
+import os
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 
-from zeroshard.integrations.deepspeed.logs import logger
-from zeroshard.launch.environ import EXPORTED
+from zeroshard.launch.environ import ALSO_EXPORTED, EXPORTED
 from zeroshard.launch.hosts import Host, parse_hostfile, select
+
+_log = logging.getLogger(__name__)
 
 DLTS_HOSTFILE = "/job/hostfile"
 EXPORT_ENVS = [*EXPORTED]
-"""Beginnings of the names of variables that ranks of other hosts get too."""
+"""Beginnings of the names of variables that ranks of other hosts get too. What a program appends counts
+for the runs that it starts (:func:`launcher_environment`)."""
+
+
+def launcher_environment() -> dict[str, str]:
+    """For a launcher that exports what the program appended to :data:`EXPORT_ENVS`."""
+    more = [name for name in EXPORT_ENVS if name not in EXPORTED]
+    return {**os.environ, ALSO_EXPORTED: ",".join(more)} if more else dict(os.environ)
 
 
 def fetch_hostfile(hostfile_path: str) -> OrderedDict[str, int] | None:
@@ -22,7 +32,7 @@ def fetch_hostfile(hostfile_path: str) -> OrderedDict[str, int] | None:
     """
     path = Path(hostfile_path)
     if not path.is_file():
-        logger.warning("there is no hostfile %s: this host alone is used", path)
+        _log.warning("there is no hostfile %s: this host alone is used", path)
         return None
     hosts = parse_hostfile(path.read_text(), str(path))
     return OrderedDict((host.name, len(host.slots)) for host in hosts)

@@ -1,0 +1,54 @@
+"""What does ``deepspeed.launcher.runner.main`` do for a program that calls it?"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+import typer
+
+from zeroshard.cli.launch import standalone
+from zeroshard.errors import LaunchError
+from zeroshard.launch import LaunchRequest
+from zeroshard.launch.decide import check_request
+from zeroshard.launch.pools import launcher_environment
+
+_UsageError: Any = typer.BadParameter.__base__  # also of unknown and missing options
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run ``deepspeed [flags] script args`` beside the caller, and return when it has ended.
+
+    Raises :class:`LaunchError` for flags that are unknown or contradict each other, before anything is
+    started, and SystemExit with the run's exit code if that is not 0.
+    """
+    words = list(sys.argv[1:] if args is None else args)
+    if not _check(words):
+        return
+    launcher = [sys.executable, "-m", "zeroshard.cli.main", "launch", "--as-deepspeed"]
+    command = [*launcher, "--pass_local_rank", *words]
+    with subprocess.Popen(command, env=launcher_environment()) as running:
+        try:
+            code = running.wait()
+        except BaseException:
+            running.terminate()  # its ranks end with it
+            raise
+    if code:
+        raise SystemExit(code)
+
+
+def _check(words: list[str]) -> bool:
+    """Is there anything to run? (``--help`` is answered here.)"""
+    try:
+        context = typer.main.get_command(standalone).make_context("deepspeed", words)
+    except typer.Exit:
+        return False
+    except _UsageError as error:
+        raise LaunchError(f"deepspeed: {error.format_message()}") from None
+    own = {field.name for field in fields(LaunchRequest)} - {"as_deepspeed", "args"}
+    given = {name: value for name, value in context.params.items() if name in own}
+    check_request(LaunchRequest(**given))
+    return True

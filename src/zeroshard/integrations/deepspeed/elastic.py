@@ -1,0 +1,112 @@
+"""Which batch size suits many world sizes? (``deepspeed.elasticity``)
+
+Arithmetic alone: a run of ours keeps its number of ranks, and its checkpoints load at any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import lcm
+from typing import Any
+
+from zeroshard.config.read import read_source
+from zeroshard.errors import ConfigError, UsageError
+
+
+def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
+    """Does the configuration ask for it?"""
+    return bool(ds_config.get("elasticity", {}).get("enabled", False))
+
+
+def compute_elastic_config(
+    ds_config: Any,
+    target_deepspeed_version: str = "",
+    world_size: int = 0,
+    return_microbatch: bool = False,
+) -> tuple[Any, ...]:
+    """The batch size up to ``max_train_batch_size`` that most world sizes can divide into whole steps of
+    one of ``micro_batch_sizes``, and these world sizes, ascending.
+
+    Candidates are each micro batch size, and their least common multiple, times the largest highly
+    composite number that fits. With a ``world_size``, or ``return_microbatch``, the largest micro batch
+    size that suits it follows as third. ``target_deepspeed_version`` changes nothing.
+
+    Raises :class:`ConfigError` for a section that is missing, disabled or not understood,
+    :class:`UsageError` for a world size that does not suit.
+    """
+    section = read_source(ds_config)[0].get("elasticity")
+    if not isinstance(section, Mapping) or not section.get("enabled"):
+        raise ConfigError('compute_elastic_config needs "elasticity": {"enabled": true, ...}')
+    micros = sorted({int(size) for size in section.get("micro_batch_sizes", [2, 4, 6])})
+    most = int(section.get("max_train_batch_size", 2000))
+    if not micros or micros[0] < 1 or micros[-1] > most:
+        raise ConfigError(
+            f"elasticity.micro_batch_sizes: {micros} must be positive and at most "
+            f"max_train_batch_size, {most}"
+        )
+    if int(section.get("model_parallel_size", 1)) > 1:
+        raise ConfigError(
+            "elasticity.model_parallel_size: tensor parallelism is not there yet; use 1"
+        )
+    low, high = int(section.get("min_gpus", 1)), int(section.get("max_gpus", 10000))
+    larger = bool(section.get("prefer_larger_batch", True))
+    sizes = {
+        batch: _world_sizes(batch, micros, low, high)
+        for batch in (base * _fitting(most // base) for base in (*micros, lcm(*micros)))
+    }
+    batch = max(sizes, key=lambda size: (len(sizes[size]), size if larger else -size))
+    suitable = sizes[batch]
+    if not world_size and not return_microbatch:
+        return batch, suitable
+    if world_size not in suitable:
+        raise UsageError(
+            f"world size {world_size} does not suit the batch size {batch}; these do: {suitable}"
+        )
+    return batch, suitable, max(m for m in micros if batch // world_size % m == 0)
+
+
+def _world_sizes(batch: int, micros: list[int], low: int, high: int) -> list[int]:
+    """World sizes at which ``batch`` is whole steps of one of ``micros``."""
+    counts = {batch // micro for micro in micros if batch % micro == 0}
+    return [
+        ranks
+        for ranks in range(low, min(high, max(counts, default=0)) + 1)
+        if any(count % ranks == 0 for count in counts)
+    ]
+
+
+def _fitting(limit: int) -> int:
+    """The largest highly composite number up to ``limit``; 1 if there is none."""
+    best = 1
+    for number in _highly_composite():
+        if number > limit:
+            return best
+        best = number
+    return best
+
+
+def _highly_composite() -> Iterator[int]:
+    """Numbers with more divisors than any smaller one."""
+    most, number = 0, 0
+    while True:
+        number += 1 if number < 12 else 12  # from 12 on all are multiples of 12
+        divisors = _divisors(number)
+        if divisors > most:
+            most = divisors
+            yield number
+
+
+def _divisors(number: int) -> int:
+    """
+    >>> _divisors(12)
+    6
+    """
+    count, factor = 1, 2
+    while factor * factor <= number:
+        times = 1
+        while number % factor == 0:
+            number //= factor
+            times += 1
+        count *= times
+        factor += 1
+    return count * 2 if number > 1 else count

@@ -1,0 +1,98 @@
+"""How do programs send events of their own to the monitors of a configuration?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from zeroshard.comm.env import current_place
+from zeroshard.config.fields import Section
+from zeroshard.config.sections import CometConfig, FileMonitorConfig, WandbConfig
+from zeroshard.engine.monitors import (
+    CometSink,
+    CsvSink,
+    Event,
+    Monitors,
+    TensorboardSink,
+    WandbSink,
+    build_monitors,
+)
+
+TensorBoardConfig = CSVConfig = FileMonitorConfig
+
+
+class DeepSpeedMonitorConfig(Section):
+    """The monitors' sections of a configuration."""
+
+    tensorboard: FileMonitorConfig = FileMonitorConfig()
+    comet: CometConfig = CometConfig()
+    wandb: WandbConfig = WandbConfig()
+    csv_monitor: FileMonitorConfig = FileMonitorConfig()
+
+    @property
+    def enabled(self) -> bool:
+        """Is any of them?"""
+        return any(getattr(self, name).enabled for name in type(self).model_fields)
+
+
+def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
+    """The monitors' sections of a whole configuration. Raises ValueError for values that do not fit."""
+    names = DeepSpeedMonitorConfig.model_fields.keys() & param_dict.keys()
+    return DeepSpeedMonitorConfig(**{name: param_dict[name] for name in names})
+
+
+class Monitor:
+    """Writes events on rank 0, if its section is enabled. Raises :class:`ConfigError` where the package
+    that it needs is missing."""
+
+    sink: ClassVar[Any]
+
+    def __init__(self, monitor_config: Any) -> None:
+        self.monitor_config = monitor_config
+        self.enabled: bool = monitor_config.enabled
+        self._monitors = self._build()
+
+    def _build(self) -> Monitors:
+        speaks = self.enabled and current_place().rank == 0
+        return Monitors([self.sink(self.monitor_config)] if speaks else [])
+
+    def write_events(self, event_list: Sequence[Event], flush: bool = True) -> None:
+        """Write ``(name, value, sample)`` each; nothing on other ranks than 0."""
+        self._monitors.write(event_list)
+
+
+class TensorBoardMonitor(Monitor):
+    """Event files under ``output_path/job_name``."""
+
+    sink = TensorboardSink
+
+
+class WandbMonitor(Monitor):
+    """A run of Weights & Biases."""
+
+    sink = WandbSink
+
+
+class csvMonitor(Monitor):
+    """One file for each event name under ``output_path/job_name``."""
+
+    sink = CsvSink
+
+
+class CometMonitor(Monitor):
+    """One Comet experiment."""
+
+    sink = CometSink
+
+
+class MonitorMaster(Monitor):
+    """All monitors of a :class:`DeepSpeedMonitorConfig`, or of a whole configuration."""
+
+    def __init__(self, monitor_config: Any, monitors: Monitors | None = None) -> None:
+        """``monitors``: those of an engine, instead of new ones."""
+        self.monitor_config = monitor_config
+        if monitors is None:
+            speaks = monitor_config.enabled and current_place().rank == 0
+            monitors = build_monitors(monitor_config) if speaks else Monitors()
+        self._monitors = monitors
+        self.enabled = bool(monitors)
