@@ -173,5 +173,5 @@ def test_the_ranks_of_a_fake_group_are_taken_as_they_are(fake_ranks):
     with FakeTensorMode(), Engine(nn.Linear(64, 64), config=config(3)) as engine:
         assert (engine.global_rank, engine.world_size) == (RANK, WORLD)
         assert engine.transport == "fake"
-        assert engine._watch.sentinel is None
+        assert engine._watch.track is None
         assert engine.train_batch_size() == WORLD

@@ -12,7 +12,9 @@ import torch
 from programs import forget, tiny, with_deepspeed
 from torch.utils.data import DataLoader
 
+from zeroshard.errors import DistributedError
 from zeroshard.testing import on_ranks
+from zeroshard.testing.ranks import run_ranks
 
 pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
@@ -339,3 +341,27 @@ def test_an_overflow_is_seen_and_the_schedule_waits():
         assert (schedule.get_last_lr() == rates) == (factor > 1)
         optimizer.zero_grad()
     model.destroy()
+
+
+@with_deepspeed
+def saves_alone(folder: str) -> str:
+    """Rank 0 alone saves the state, as under ``if accelerator.is_main_process``; rank 1 trains on."""
+    os.environ["ZEROSHARD_STALL_S"] = "0.4"
+    accelerator = sharded(3)
+    model, *_ = train(accelerator, tiny(), steps=1)
+    try:
+        if accelerator.is_main_process:
+            accelerator.save_state(folder)
+        model(input_ids=rows()[:2])
+    except DistributedError as error:
+        model.close(type(error).__name__)
+        return str(error)
+    raise AssertionError("nothing failed")
+
+
+def test_a_state_that_one_rank_saves_alone_is_named_on_all(folder):
+    for text in run_ranks(saves_alone, 2, folder, group=False):
+        assert "RankDivergence at step " in text
+        assert "in save (accelerator.py:" in text
+        assert "test_accelerate.py:" in text
+        assert "Fix: " in text

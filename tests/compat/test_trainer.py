@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from programs import with_deepspeed
 
-from zeroshard.errors import ShardedAccess
+from zeroshard.errors import DistributedError, ShardedAccess
 from zeroshard.testing import on_ranks
 from zeroshard.testing.ranks import run_ranks
 
@@ -345,3 +346,34 @@ def test_one_rank_may_list_a_state_dict_and_values_need_all(saved):
     engine.destroy()
     with pytest.raises(ShardedAccess, match="closed"):
         state["lm_head.weight"].sum()
+
+
+@with_deepspeed
+def loads_without_rank_1(folder: str, gate: str) -> str:
+    """Rank 1 comes to ``from_pretrained`` when rank 0 has given up."""
+    import deepspeed
+
+    deepspeed.init_distributed()
+    limits = {"first_report_s": 0.4, "sections": {"setup": 1.0}, "collective_timeout_s": 1.0}
+    os.environ["ZEROSHARD_STALL_S"] = "0.4"
+    rank = deepspeed.comm.get_rank()
+    try:
+        if rank:
+            Path(gate).read_bytes()
+        loaded_sharded(folder, trust=limits)
+    except DistributedError as error:
+        return str(error)
+    finally:
+        if not rank:
+            Path(gate).write_bytes(b"open")
+    raise AssertionError("nothing failed")
+
+
+def test_a_rank_that_does_not_come_to_from_pretrained_is_named(saved, tmp_path):
+    os.mkfifo(tmp_path / "gate")
+    texts = run_ranks(loads_without_rank_1, 2, saved, str(tmp_path / "gate"), group=False)
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("RankLate after ")
+    assert "  rank 0: waiting in zero.Init in from_pretrained (modeling_utils.py:" in texts[0]
+    assert "  rank 1: outside collectives, pathlib.py:" in texts[0]
+    assert "test_trainer.py:" in texts[0]

@@ -304,7 +304,7 @@ def log_of_a_killed_rank() -> tuple[int, str, str]:
     watch = watched()
     comm = FaultyComm(watch.gathers, Fault("kill", 1, "layers.1"))
     watch.step(4)
-    box = watch.sentinel.peers[1].box
+    box = watch.track.peers[1].box
     with pytest.raises(RankLost):
         step(watch, comm)
     flight = read_box(Path(box))
@@ -323,7 +323,7 @@ def log_of_the_dead_after_another_left() -> tuple[bool, bool]:
     comm = FaultyComm(watch.gathers, Fault("kill", 0, "layers.1"))
     with pytest.raises(RankLost):
         step(watch, comm)
-    dead, other = (Path(watch.sentinel.peers[r].box) for r in (0, 1))
+    dead, other = (Path(watch.track.peers[r].box) for r in (0, 1))
     if dist.get_rank() == 2:
         until = time.monotonic() + 20
         while other.exists() and time.monotonic() < until:

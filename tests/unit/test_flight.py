@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from zeroshard.comm.recorder import Recorder, read_box, sweep_boxes
 from zeroshard.core.flight import Flight, FlightLog, Record, fold, rank_ranges, read_flight, word_of
 from zeroshard.core.verdict import (
-    FOR_ALL,
+    MEETINGS,
     READ,
+    TORCH,
     Limits,
     StallClock,
+    Wait,
     Witness,
     call_text,
     first_difference,
@@ -304,33 +306,99 @@ def test_a_rank_that_reads_alone_is_named_with_its_line():
     verdict = judged(alone, witness(1, gathers("embed", "layers.0")))
     assert (verdict.kind, verdict.fatal) == ("RankDivergence", True)
     assert verdict.text.splitlines()[-2:] == [
-        "  last agreed: gather 'embed' (#1). Rank 0 read values of 'head' alone (train.py:12 log).",
+        "  last agreed: gather 'embed' (#1). Rank 0 read values of 'head' alone "
+        "(train.py:12 log < train.py:40 main).",
         "  Fix: read them on every rank; all have to give their parts.",
     ]
 
 
-def in_section(seen: Witness, section: str) -> Witness:
-    return replace(seen, flight=seen.flight._replace(section=section))
+def meets(seen: Witness, label: str, seq: int, what: str, **known) -> Witness:
+    """A rank that is blocked in a call of another sequence than the one that is asked for."""
+    return replace(seen, wait=Wait(label, seq, what), **known)
 
 
-def test_a_rank_that_waits_for_all_and_one_that_waits_for_it_end_the_run():
-    saves = in_section(witness(0, gathers("embed"), waits=False), "save" + FOR_ALL)
-    verdict = judged(saves, witness(1, gathers("embed", "layers.0")))
+def test_ranks_that_wait_for_each_other_in_two_sequences_end_the_run():
+    saves = meets(
+        witness(0, gathers("embed"), waits=False), "engine" + MEETINGS, 3, "meeting 'planning it'"
+    )
+    verdict = judged(saves, witness(1, gathers("embed", "layers.0"), phase="forward"))
     assert (verdict.kind, verdict.fatal, verdict.ranks) == ("RankDivergence", True, (0,))
     assert verdict.text.splitlines()[1:] == [
-        "  rank 0: in save, waiting for all ranks",
-        "  rank 1: waiting in gather 'layers.0' (#2)",
+        "  rank 0: waiting in meeting 'planning it'",
+        "  rank 1: waiting in gather 'layers.0' (#2) in forward",
         "  Neither can go on: rank 1 did not make that call.",
-        "  Fix: make that call on every rank, not on one alone; each writes or reads its own part.",
+        "  Fix: make that call on every rank, not on one alone; all ranks have to give their part.",
     ]
 
 
-def test_a_save_that_waits_for_a_rank_in_a_call_that_is_over_here_is_late():
-    """Rank 1 may still come: its partner has done its part of the call that it waits in."""
-    saves = in_section(witness(0, gathers("embed"), waits=False), "save" + FOR_ALL)
+def test_a_rank_that_waits_in_a_call_that_is_over_here_may_still_come():
+    """Nobody waits for each other: rank 0 has done its part of the call that rank 1 waits in."""
+    saves = meets(
+        witness(0, gathers("embed"), waits=False), "engine" + MEETINGS, 3, "meeting 'planning it'"
+    )
     verdict = judged(saves, witness(1, gathers("embed")))
-    assert (verdict.kind, verdict.fatal) == ("RankLate", False)
-    assert "section save:" in verdict.text
+    assert not verdict.fatal
+
+
+def test_who_waits_for_a_late_rank_is_not_late_and_ends_nothing():
+    """Rank 0 waits for rank 1, which waits for rank 2, which works."""
+    verdict = judged(
+        witness(0, gathers("a", "b"), reached={"forum": 1}),
+        meets(witness(1, gathers("a"), waits=False), "forum", 1, "meeting 'ending the save'"),
+        witness(2, gathers("a"), waits=False, reached={"forum": 0}, stack="train.py:7 main"),
+    )
+    assert (verdict.kind, verdict.fatal, verdict.ranks) == ("RankLate", False, (2,))
+
+
+def test_a_broadcast_waits_for_its_source_alone():
+    told = Wait("forum", 2, "meeting", source=0)
+    verdict = judge(
+        [
+            Witness(rank=0, flight=None, stack="train.py:9 main"),
+            Witness(rank=1, flight=None, wait=told, reached={"forum": 2}),
+            Witness(rank=2, flight=None, wait=Wait("other", 1, "meeting"), reached={"forum": 1}),
+        ],
+        Limits(),
+        blocked_s=31.0,
+        label="forum",
+    )
+    assert (verdict.kind, verdict.ranks) == ("RankLate", (0,))
+
+
+@pytest.mark.parametrize(("blocked_s", "fatal"), [(31.0, False), (119.0, True)])
+def test_a_call_of_the_programs_own_gets_more_time(blocked_s, fatal):
+    barrier = meets(
+        witness(0, gathers("a"), waits=False), TORCH, 0, "torch.distributed.barrier",
+        blocked_s=blocked_s, phase="save", stack="accelerator.py:9 save_state < train.py:8 main",
+    )  # fmt: skip
+    verdict = judged(barrier, witness(1, gathers("a", "b"), blocked_s=blocked_s))
+    assert (verdict.kind, verdict.fatal, verdict.ranks) == ("RankDivergence", fatal, (0,))
+    assert (
+        "  rank 0: waiting in torch.distributed.barrier in save "
+        "(accelerator.py:9 save_state < train.py:8 main)"
+    ) in verdict.text
+    assert fatal or "Not ended; limit 120 s." in verdict.text
+
+
+def test_a_rank_that_has_not_come_yet_is_named_as_such():
+    here = Wait("set-up", 1, "initialize")
+    verdict = judge(
+        [
+            Witness(rank=0, flight=None, wait=here, phase="initialize", stack="train.py:3 main"),
+            Witness(rank=1, flight=None, fate="absent", detail="has not come yet", answered=False),
+        ],
+        Limits(sections={"setup": 20.0}),
+        blocked_s=31.0,
+        label="set-up",
+    )
+    assert (verdict.kind, verdict.fatal, verdict.ranks) == ("RankLate", True, (1,))
+    assert verdict.text.splitlines() == [
+        "RankLate after 31 s (1 of 2 ranks answered)",
+        "  rank 0: waiting in initialize (train.py:3 main)",
+        "  rank 1: has not come yet",
+        "  No other call so far: rank 1 is slow, or will not come. Fix: make this call on every rank, "
+        "or allow more than 20 s (trust.sections.setup).",
+    ]
 
 
 def test_a_rank_outside_collectives_is_late_and_the_run_goes_on():

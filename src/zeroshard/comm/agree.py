@@ -10,7 +10,7 @@ import hashlib
 import json
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -33,19 +33,31 @@ class Store(Protocol):
 
 
 def meeting(store: Store, label: str, rank: int) -> Store:
-    """A key space that no earlier meeting under this label has used.
+    """A key space that no earlier meeting under this label has used."""
+    return numbered_meeting(store, label, rank)[1]
+
+
+def numbered_meeting(store: Store, label: str, rank: int) -> tuple[int, Store]:
+    """The same, and how many meetings under this label there were before.
 
     A rank's n-th meeting is every other rank's n-th, also if one left the last before the others came:
     the store counts for each rank by itself.
     """
-    generation = store.add(f"{label}/arrivals/{rank}", 1) - 1
-    return cast("Store", PrefixStore(f"{label}/{generation}", cast("Any", store)))
+    number = store.add(f"{label}/arrivals/{rank}", 1) - 1
+    return number, cast("Store", PrefixStore(f"{label}/{number}", cast("Any", store)))
 
 
 def exchange(
-    store: Store, rank: int, world_size: int, value: str, *, key: str, timeout_s: float = 1800.0
+    store: Store,
+    rank: int,
+    world_size: int,
+    value: str,
+    *,
+    key: str,
+    timeout_s: float = 1800.0,
+    check: Callable[[Sequence[int]], None] = lambda _missing: None,
 ) -> list[str]:
-    """Every rank's ``value``, in rank order. Waits for all.
+    """Every rank's ``value``, in rank order. Waits for all; ``check(missing)`` may end that by an error.
 
     Raises:
         RankLate: some ranks did not come within ``timeout_s``; it names them.
@@ -62,6 +74,7 @@ def exchange(
                 f"RankLate: {rank_ranges(missing)} did not come to {key!r} within "
                 f"{timeout_s:.0f} s, while rank {rank} waited. Look at their output first."
             )
+        check(missing)
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.05)
     return [value if r == rank else store.get(f"{key}/{r}").decode() for r in range(world_size)]
@@ -74,6 +87,7 @@ def agree_plan(
     fields: Mapping[str, str],
     *,
     timeout_s: float = 1800.0,
+    check: Callable[[Sequence[int]], None] = lambda _missing: None,
 ) -> None:
     """Return if all ranks have equal ``fields``; collective.
 
@@ -82,7 +96,9 @@ def agree_plan(
         RankLate: a rank did not come.
     """
     digest = post_plan(store, rank, fields)
-    digests = exchange(store, rank, world_size, digest, key="plan", timeout_s=timeout_s)
+    digests = exchange(
+        store, rank, world_size, digest, key="plan", timeout_s=timeout_s, check=check
+    )
     groups: dict[str, list[int]] = {}
     for at, other in enumerate(digests):
         groups.setdefault(other, []).append(at)

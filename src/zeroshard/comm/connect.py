@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import cast
 
@@ -31,8 +31,10 @@ def make_comm(
     device_type: str = "cpu",
     guard: Guard | None = None,
     timeout_s: float = 1860.0,
+    check: Callable[[Sequence[int]], None] = lambda _missing: None,
 ) -> Comm:
     """A communicator over ``group`` (default: all ranks). Every rank of the group must call it.
+    ``check`` may end the wait for the others by an error.
 
     ``transport``, for CPU ranks of a gloo group: ``shm`` is memory that ranks of one host share;
     ``p2p`` is gloo with tags. ``stock`` is the group's own collectives. ``auto`` takes shm where all
@@ -62,7 +64,7 @@ def make_comm(
         )
     ranks = dist.get_process_group_ranks(group)
     if backend == "gloo" and transport in ("auto", "shm"):
-        met = _meet(ranks, purpose, device_type, timeout_s)
+        met = _meet(ranks, purpose, device_type, timeout_s, check)
         if not isinstance(met, str):
             return ShmComm(
                 met,
@@ -96,14 +98,20 @@ def make_comm(
     return stock(own, recorder=recorder, guard=guard, owns_group=True, sockets=sockets)
 
 
-def _meet(ranks: list[int], purpose: str, device_type: str, timeout_s: float) -> Meeting | str:
+def _meet(
+    ranks: list[int],
+    purpose: str,
+    device_type: str,
+    timeout_s: float,
+    check: Callable[[Sequence[int]], None],
+) -> Meeting | str:
     """Share memory among ``ranks``, or why not; the same on all of them."""
     if device_type != "cpu":
         return f"it moves tensors of the CPU, not of {device_type}"
     label = f"zs/shm/{purpose}/{','.join(map(str, ranks))}"
     me = ranks.index(dist.get_rank())
     place = meeting(cast("AgreeStore", default_store()), label, me)
-    return meet(place, me, len(ranks), timeout_s=timeout_s)
+    return meet(place, me, len(ranks), timeout_s=timeout_s, check=check)
 
 
 def _new_sockets(before: Mapping[int, str]) -> dict[int, str]:

@@ -10,12 +10,21 @@ import os
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import cast
+from urllib.parse import urlparse
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import (  # type: ignore[attr-defined]
+    HashStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
 from torch.distributed.rendezvous import rendezvous
 
+from zeroshard.comm.agree import Store as AgreeStore
+from zeroshard.comm.presence import await_all, await_server, watch_from_now_on
 from zeroshard.errors import LaunchError, UsageError
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
@@ -131,6 +140,7 @@ def init_distributed(
     Raises:
         LaunchError: ``dist_init_required=False`` without a group, a broken environment, or MPI over
             several hosts that does not say where rank 0 is.
+        RankLate: some ranks did not come within ``timeout``; it names them.
     """
     del config  # accepted for its name; nothing in it concerns the process group
     if dist.is_initialized():
@@ -141,34 +151,67 @@ def init_distributed(
             "torch.distributed.init_process_group first, or leave the argument out."
         )
     place = discover(mpi=auto_mpi_discovery)
+    space = f"zs/{run_name().run}/{run_name().attempt}"
     if rank >= 0 and world_size > 0:
         place = Place(rank, world_size, place.local_rank, place.local_world_size, "arguments")
-    backend = dist_backend or default_backend()
+    if init_method is None:
+        _check_master(place)
     store: Store
-    if init_method is not None:
-        dist.init_process_group(
-            backend,
-            init_method=init_method,
-            timeout=timeout,
-            rank=place.rank,
-            world_size=place.world_size,
-        )
-        return place
-    _check_master(place)
-    if place.launcher == "none":
+    if init_method is None and place.launcher == "none":
         store = HashStore()
     else:
-        address = os.environ.get("MASTER_ADDR", "127.0.0.1")
-        port = os.environ.get("MASTER_PORT", str(distributed_port))
-        url = "env://" if _has_master() else f"tcp://{address}:{port}"
-        store, _, _ = next(rendezvous(url, place.rank, place.world_size, timeout=timeout))
-        store = PrefixStore(f"zs/{run_name().run}/{run_name().attempt}", store)
+        method = init_method or (
+            "env://" if _has_master() else f"tcp://{_master(distributed_port)}"
+        )
+        store = _store(method, place, timeout)
+        if init_method is None:
+            store = PrefixStore(space, store)
+        await_all(
+            cast("AgreeStore", PrefixStore("joining", store)),
+            place.rank,
+            place.world_size,
+            timeout_s=timeout.total_seconds(),
+        )
+    backend = dist_backend or default_backend()
     dist.init_process_group(
-        backend, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout
+        backend,
+        store=store,
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timeout,
     )
+    watch_from_now_on(space)
     if verbose and place.rank == 0:
         print(f"zeroshard: {place.world_size} ranks over {backend} ({place.launcher})", flush=True)
     return place
+
+
+def _store(method: str, place: Place, timeout: timedelta) -> Store:
+    """The store that the ranks meet through. Nobody waits here for ranks that serve no store."""
+    url = urlparse(method)
+    if url.scheme not in ("env", "tcp"):
+        store, _, _ = next(rendezvous(method, place.rank, place.world_size, timeout=timeout))
+        return store
+    if url.scheme == "env":
+        url = urlparse(f"tcp://{_master(0)}")
+    host, port = url.hostname or "127.0.0.1", url.port or 0
+    in_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serves = place.rank == 0 and not in_agent
+    if not serves:
+        await_server(
+            host, port, place.rank, place.world_size,
+            timeout_s=timeout.total_seconds(), server="" if in_agent else "rank 0",
+        )  # fmt: skip
+    return TCPStore(
+        host, port, place.world_size, serves, timeout, wait_for_workers=False, multi_tenant=True
+    )
+
+
+def _master(port: int) -> str:
+    """Address and port of the store, as the launcher says."""
+    address = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    address = f"[{address}]" if ":" in address else address
+    return f"{address}:{os.environ.get('MASTER_PORT', str(port))}"
 
 
 def _check_master(place: Place) -> None:

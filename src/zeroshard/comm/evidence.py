@@ -6,9 +6,10 @@ import contextlib
 import faulthandler
 import os
 import sys
+import sysconfig
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -19,23 +20,63 @@ import torch
 from zeroshard.comm.host import Process, fate_of
 from zeroshard.comm.recorder import read_box, remove_box
 from zeroshard.core.flight import Flight, Record
-from zeroshard.core.verdict import Witness
+from zeroshard.core.verdict import TORCH, Wait, Witness
 
+PRESENCE = "process"
+"""Name of the file that is there as long as a process watches; logs of what it watches lie beside it."""
 _FRAMES = 8
-_PACKAGE = Path(__file__).parents[1]
-_LAYERS = ("comm", "zero", "engine", "checkpoint", "store", "native", "integrations")
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+#: How the file names of frames that are not the program's begin. Compared from the start: a program may
+#: lie in a folder of any name.
 _OWN = (
-    *(f"{_PACKAGE / layer}{os.sep}" for layer in _LAYERS),
-    f"{Path(torch.__file__).parent}{os.sep}",
-    *(str(module.__file__) for module in (threading, contextlib)),
+    *(
+        _PACKAGE + part + os.sep
+        for part in ("comm", "zero", "engine", "checkpoint", "store", "native")
+    ),
+    *(_PACKAGE + "integrations" + os.sep, _TORCH, threading.__file__, contextlib.__file__),
 )
-"""How the file names of frames that are not the program's begin. Compared from the start: a program may
-lie in a folder of any name."""
+_LIBRARIES = (
+    _PACKAGE,
+    "<frozen ",
+    *(sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
+)
+#: File, function ("": any) -> what the program does there.
+_PHASES = {
+    (_PACKAGE + os.path.join("zero", "init.py"), ""): "zero.Init",
+    (_PACKAGE + os.path.join("zero", "access.py"), ""): "access",
+    (_PACKAGE + os.path.join("zero", "guard.py"), ""): "access",
+    (_PACKAGE + os.path.join("zero", "hooks.py"), ""): "forward",
+    (_PACKAGE + os.path.join("engine", "setup.py"), ""): "initialize",
+    (_PACKAGE + os.path.join("engine", "update.py"), ""): "step",
+    (_PACKAGE + os.path.join("engine", "export.py"), ""): "export",
+    **{
+        (_PACKAGE + os.path.join("engine", "engine.py"), function): phase
+        for function, phase in {
+            "forward": "forward",
+            "backward": "backward",
+            "step": "step",
+            "save_checkpoint": "save",
+            "wait_for_checkpoint": "save",
+            "load_checkpoint": "load",
+            "close": "close",
+        }.items()
+    },
+    (_TORCH + os.path.join("autograd", "__init__.py"), ""): "backward",
+}
+_OF_ANYBODY = {
+    "generate": "generate",
+    "from_pretrained": "from_pretrained",
+    "save_pretrained": "export",
+    "save_state": "save",
+    "load_state": "load",
+}
+_CALLS_OF_TORCH = _TORCH + os.path.join("distributed", "distributed_c10d.py")
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A rank, its process and where its flight log lies on its host."""
+    """A rank, its process and where its log lies on its host."""
 
     rank: int
     process: Process
@@ -59,23 +100,37 @@ class Peer:
         """Whether this host sees the rank's process and files."""
         return bool(here.space) and self.process.space == here.space
 
+    @property
+    def stack_file(self) -> Path:
+        """Where its process writes its stacks when it stands still."""
+        return Path(self.box).with_name(f"{PRESENCE}.stack")
+
     def remove_files(self) -> None:
-        """Remove its log and its stack file, of which this host holds the paths."""
-        remove_box(Path(self.box + ".stack"))
+        """Remove its log, of which this host holds the path; with its presence the stack file too."""
+        if Path(self.box).name == PRESENCE:
+            remove_box(self.stack_file)
         remove_box(Path(self.box))
 
 
 def witness_from_answer(peer: Peer, answer: Mapping[str, Any]) -> Witness:
     """The witness that a rank is for itself."""
-    flight = Flight(*answer["flight"])
-    records = tuple(Record(*r) for r in flight.records)
+    flight = None
+    if answer["flight"]:
+        flight = Flight(*answer["flight"])
+        flight = flight._replace(records=tuple(Record(*r) for r in flight.records))
+    left = answer["left"]
     return Witness(
         rank=peer.rank,
-        flight=flight._replace(records=records),
+        flight=flight,
+        fate="runs" if left is None else "left",
+        detail="" if left is None else f"left: {left}",
         blocked_s=answer["blocked_s"],
         stack=answer["stack"],
         stacks=answer["stacks"],
         host=peer.process.host,
+        phase=answer["phase"],
+        wait=Wait(*answer["wait"]) if answer["wait"] else None,
+        reached=answer["reached"],
     )
 
 
@@ -85,7 +140,7 @@ def witness_from_host(peer: Peer, here: Process, *, asked: bool = True) -> Witne
     if fate == "runs" and peer.has_left(here):
         fate, detail = "left", "closed its engine"
     flight = read_box(Path(peer.box)) if fate != "unknown" else None
-    stack = _dumped_stack(Path(peer.box + ".stack")) if fate != "unknown" else ""
+    stack = _dumped_stack(peer.stack_file) if fate != "unknown" else ""
     if fate == "unknown" or (fate == "runs" and asked):
         where = f" (in {stack})" if stack else ""
         fate, detail = "silent", f"its process runs but does not answer{where}"
@@ -112,20 +167,53 @@ def without_connection(witness: Witness) -> Witness:
 
 
 def stack_line(thread: int) -> str:
-    """Where a thread is, innermost first, on one line; frames of ours and torch's are left out.
+    """Where a thread is, innermost first, on one line: a library's line that called us or torch, and
+    the program's own.
 
-    ``train.py:88 forward < train.py:120 main``
+    ``accelerator.py:3021 save_state < train.py:88 save < train.py:120 main``
     """
-    frame = sys._current_frames().get(thread)
-    frames: list[FrameType] = []
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
-    theirs = [f for f in frames if not f.f_code.co_filename.startswith(_OWN)]
+    frames = list(_frames(thread))
+    theirs = [f for f in frames if not f.f_code.co_filename.startswith(_OWN)] or frames
+    shown = theirs[:1] + [f for f in theirs[1:] if not f.f_code.co_filename.startswith(_LIBRARIES)]
     return " < ".join(
         f"{Path(f.f_code.co_filename).name}:{f.f_lineno} {f.f_code.co_name}"
-        for f in (theirs or frames)[:_FRAMES]
+        for f in shown[:_FRAMES]
     )
+
+
+def phase(thread: int) -> str:
+    """What the program does with ZeroShard there: the outermost call that has a name; "" if none."""
+    found = ""
+    for frame in _frames(thread):
+        file, function = frame.f_code.co_filename, frame.f_code.co_name
+        own = _PHASES.get((file, function)) or _PHASES.get((file, ""))
+        if own is None and not file.startswith(_OWN):
+            own = _OF_ANYBODY.get(function)
+        found = own or found
+    return found
+
+
+def call_of_torch(thread: int) -> tuple[FrameType, str] | None:
+    """The call of ``torch.distributed`` that a program made by itself and that is not over."""
+    frames = _frames(thread)
+    innermost = frame = next(frames, None)
+    if innermost is None or innermost.f_code.co_filename != _CALLS_OF_TORCH:
+        return None
+    name = ""
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        if frame.f_code.co_filename == _CALLS_OF_TORCH:
+            name = frame.f_code.co_name
+        frame = next(frames, None)
+    ours = frame is not None and frame.f_code.co_filename.startswith(_PACKAGE + "comm" + os.sep)
+    return None if ours else (innermost, f"{TORCH}.{name}")
+
+
+def _frames(thread: int) -> Iterator[FrameType]:
+    """Innermost first."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def stacks() -> str:

@@ -7,24 +7,30 @@ out there; a rank of this host that ends meanwhile is noticed, and named.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 
+import torch
+
 from zeroshard.comm.agree import Store
+from zeroshard.comm.recorder import Item, Recorder
 from zeroshard.core.flight import rank_ranges
 from zeroshard.errors import DistributedError, RankLate, RankLost
 
 _LOOK_S = 0.25  # how often to look whether those who are missing still live
+_NOTHING = torch.empty(0, dtype=torch.uint8)  # a record is of a tensor
 _END_S = 2.0  # how long a process that closed its connections may take to end
 
 
 class Forum:
-    """A key space of ``world_size`` ranks. ``store`` must be a client that no other thread uses.
+    """A key space of ``world_size`` ranks, of which ``first`` is the global rank of number 0. ``store``
+    must be a client that no other thread uses.
 
-    ``gone(rank)`` says why a rank will never come, or "" as long as it may; ``note(True)`` is called when
-    a wait takes long, ``note(False)`` when it is over. All ranks make the same
-    calls in the same order, each from one thread at a time. Texts are gathered on rank 0 and said by
-    it: with W ranks a call costs W texts, not W squared.
+    ``gone(rank)`` says why a rank will never come, or "" as long as it may; ``check()`` raises what has
+    ended the run. All ranks make the same calls in the same order, each from one thread at a time;
+    ``recorder`` tells a sentinel which. Texts are gathered on rank 0 and said by it: with W ranks a call
+    costs W texts, not W squared.
     """
 
     def __init__(
@@ -33,8 +39,10 @@ class Forum:
         *,
         rank: int = 0,
         world_size: int = 1,
+        first: int = 0,
         gone: Callable[[int], str] = lambda _rank: "",
-        note: Callable[[bool], None] = lambda _waits: None,
+        recorder: Recorder | None = None,
+        check: Callable[[], None] = lambda: None,
         timeout_s: float = 3600.0,
     ) -> None:
         assert store is not None or world_size == 1
@@ -42,7 +50,10 @@ class Forum:
         self.world_size = world_size
         self._store = store
         self._gone = gone
-        self._note = note
+        self._recorder = recorder or Recorder("meetings")
+        self._meetings = self._recorder.entries("meet")
+        self._sayings = self._recorder.entries(f"broadcast from {first}")
+        self._check = check
         self._timeout_s = timeout_s
         self._calls = 0
         self._spent: list[str] = []  # keys that everybody will have read at the next gathering
@@ -59,12 +70,13 @@ class Forum:
         store, call = self._store, self._calls
         if store is None:
             return [text]
+        item = self._recorder.enter(self._meetings[topic], _NOTHING, 0, 0)
         with self._reaching(topic):
             if self.rank:
                 store.set(f"{call}/{self.rank}", text)
                 return None
             others = range(1, self.world_size)
-            self._wait({rank: f"{call}/{rank}" for rank in others}, topic)
+            self._wait({rank: f"{call}/{rank}" for rank in others}, topic, item)
             texts = [text, *(store.get(f"{call}/{rank}").decode() for rank in others)]
             # Who came here has read what was said before.
             self._spent += [f"{call}/{rank}" for rank in others]
@@ -77,6 +89,7 @@ class Forum:
         """Rank 0's ``text`` on every rank; raises as :meth:`gather`."""
         self._calls += 1
         store, key = self._store, f"{self._calls}/said"
+        item = self._recorder.enter(self._sayings[topic], _NOTHING, 0, 0)
         with self._reaching(topic):
             if self.rank == 0:
                 assert text is not None
@@ -85,7 +98,7 @@ class Forum:
                     self._spent.append(key)
                 return text
             assert store is not None
-            self._wait({0: key}, topic)
+            self._wait({0: key}, topic, item)
             return store.get(key).decode()
 
     @contextlib.contextmanager
@@ -108,11 +121,13 @@ class Forum:
             facts = f"the store that the ranks met through does not answer: {first[:200]}"
             raise _rank_lost(lost, topic, facts) from error
 
-    def _wait(self, keys: Mapping[int, str], topic: str) -> None:
+    def _wait(self, keys: Mapping[int, str], topic: str, item: Item) -> None:
+        self._recorder.waiter = threading.get_ident()
+        self._recorder.waiting = item
         try:
             self._look(keys, topic)
         finally:
-            self._note(False)
+            self._recorder.waiting = None
 
     def _look(self, keys: Mapping[int, str], topic: str) -> None:
         store = self._store
@@ -124,7 +139,7 @@ class Forum:
             now_s = time.monotonic()
             if now_s - looked_s > _LOOK_S:
                 looked_s = now_s
-                self._note(True)
+                self._check()
                 others = [rank for rank in range(self.world_size) if rank != self.rank]
                 lost = {rank: why for rank in others if (why := self._gone(rank))}
                 # One that posted and left is not missing: the store is asked after the process was.

@@ -85,6 +85,28 @@ def shut_down(sockets: Mapping[int, str]) -> int:
     return ended
 
 
+def hung_up(sockets: Mapping[int, str], port: int | None) -> bool:
+    """Whether the other end of one of these connections, at ``port`` there, has closed it.
+
+    Only looks: what has arrived stays where it is.
+    """
+    for descriptor, identity in sockets.items():
+        with contextlib.suppress(OSError):
+            if os.readlink(_PROC / "self/fd" / str(descriptor)) != identity:
+                continue
+            with socket.socket(fileno=os.dup(descriptor)) as twin:
+                if twin.getpeername()[1] != port:
+                    continue
+                try:
+                    if not twin.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                        return True
+                except BlockingIOError:
+                    continue
+                except ConnectionError:
+                    return True
+    return False
+
+
 def _space() -> str:
     with contextlib.suppress(OSError):
         boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()

@@ -131,11 +131,14 @@ class Recorder:
         world_size: int = 1,
     ) -> None:
         self.group = group
+        self.rank = rank
         self.seq = 0
         self.step = 0
         self.section = ""
         #: The collective that the host blocks in; set and cleared around every wait.
         self.waiting: Item | None = None
+        #: The thread that waits, if it may be another than the program's.
+        self.waiter = 0
         #: Collectives in flight on a device with an event each; only kept while somebody watches.
         self.pending: deque[tuple[Item, Any]] | None = None
         self._device = 0  # the GPU that they are on

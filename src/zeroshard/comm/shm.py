@@ -11,9 +11,10 @@ W ranks; N padded elements, S = N // W; K elements of a small vector.
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import NamedTuple, NoReturn
 
@@ -50,11 +51,19 @@ class Meeting(NamedTuple):
     processes: Sequence[Process]
 
 
-def meet(store: Store, rank: int, world_size: int, *, timeout_s: float) -> Meeting | str:
+def meet(
+    store: Store,
+    rank: int,
+    world_size: int,
+    *,
+    timeout_s: float,
+    check: Callable[[Sequence[int]], None] = lambda _missing: None,
+) -> Meeting | str:
     """Open each other's memory, or say why not: the same on all ranks. Collective.
 
-    ``store`` is a key space of this meeting's own.
+    ``store`` is a key space of this meeting's own; ``check`` may end its waits by an error.
     """
+    wait = functools.partial(exchange, store, rank, world_size, timeout_s=timeout_s, check=check)
     here, why = this_process(), unavailable()
     arena = None
     if not why:
@@ -65,7 +74,7 @@ def meet(store: Store, rank: int, world_size: int, *, timeout_s: float) -> Meeti
     mine = {"why": why, "process": asdict(here), "fd": -1, "token": 0}
     if arena is not None:
         mine |= {"fd": arena.fd, "token": arena.board.token}
-    texts = exchange(store, rank, world_size, json.dumps(mine), key="card", timeout_s=timeout_s)
+    texts = wait(json.dumps(mine), key="card")
     cards = [json.loads(text) for text in texts]
     processes = [Process(**card["process"]) for card in cards]
     why = next((card["why"] for card in cards if card["why"]), "") or _apart(processes)
@@ -78,7 +87,7 @@ def meet(store: Store, rank: int, world_size: int, *, timeout_s: float) -> Meeti
         except OSError as error:
             why = f"rank {rank} cannot open the memory of rank {peer}: {error.strerror or error}"
     # Nobody goes on before all have opened all: from then on a process may end at any time.
-    answers = exchange(store, rank, world_size, why, key="opened", timeout_s=timeout_s)
+    answers = wait(why, key="opened")
     why = next((answer for answer in answers if answer), "")
     if why or arena is None:
         if arena is not None:

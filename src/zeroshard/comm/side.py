@@ -40,6 +40,8 @@ class SideChannel:
         Raises:
             SideChannelLost: no answer within ``timeout_s``, or none to an earlier call yet.
         """
+        if threading.current_thread() is self._thread:  # garbage is collected in any thread
+            raise SideChannelLost("the thread that would answer asks")
         if not self._turn.acquire(timeout=timeout_s):
             raise SideChannelLost("another call still waits")
         try:
@@ -62,7 +64,8 @@ class SideChannel:
     def close(self) -> None:
         """End the thread; one that is stuck in the store is left behind as a daemon."""
         self.end()
-        self._thread.join(2.0)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(2.0)
 
 
 class _Answer:
@@ -88,9 +91,11 @@ def look(store: Store, key: str) -> str | None:
     return store.get(key).decode() if store.check([key]) else None
 
 
-def read_verdict(store: Store, number: int) -> tuple[Verdict, bool] | None:
-    """The first fatal verdict of all, else the one on question ``number``, if there is one."""
+def read_verdict(store: Store, number: int, since: int = 0) -> tuple[Verdict, bool] | None:
+    """The first fatal verdict on a question after ``since``, else that on question ``number``, if any."""
     final = look(store, "final")
+    if final is not None and json.loads(final)["number"] <= since:
+        final = None
     text = final if final is not None else look(store, f"verdict/{number}")
     if text is None:
         return None

@@ -81,6 +81,11 @@ class TrustSettings:
             settings = replace(settings, dump_dir=dump_dir)
         return settings
 
+    def limit_s(self, section: str) -> float:
+        """When a wait in ``section`` ends by itself: where a sentinel watches, it should have by then."""
+        limit_s = self.sections.get(section, self.collective_timeout_s)
+        return limit_s + 60 if self.watchdog else limit_s
+
     def limits(self, median_step_s: float = 0.0) -> Limits:
         """The times that a verdict depends on."""
         first = self.first_report_s

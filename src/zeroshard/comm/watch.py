@@ -1,42 +1,40 @@
-"""How does an engine open its communicators, and who watches the other ranks meanwhile?"""
+"""How are communicators opened, and who watches the other ranks meanwhile?"""
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
-import os
-import secrets
-import sys
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from zeroshard.comm.agree import FAILED, Store, agree_plan, exchange, meeting, post_plan
-from zeroshard.comm.collectives import Comm
+from zeroshard.comm.agree import FAILED, Store, agree_plan, numbered_meeting, post_plan
+from zeroshard.comm.collectives import Comm, first_line
 from zeroshard.comm.connect import default_store, make_comm
 from zeroshard.comm.env import run_name
 from zeroshard.comm.evidence import Peer
+from zeroshard.comm.follow import calls_of
 from zeroshard.comm.forum import Forum
 from zeroshard.comm.host import Process, this_process
-from zeroshard.comm.recorder import Recorder, box_dir, sweep_boxes
-from zeroshard.comm.sentinel import Sentinel, divergence_text
+from zeroshard.comm.presence import own_client, sentinel_of, sentinel_space
+from zeroshard.comm.recorder import Recorder, sweep_boxes
+from zeroshard.comm.sentinel import Sentinel, Track, divergence_text
 from zeroshard.comm.side import look
 from zeroshard.comm.trust import TrustSettings
 from zeroshard.config.sections import TrustConfig
-from zeroshard.core.verdict import FOR_ALL
+from zeroshard.core.verdict import MEETINGS
 from zeroshard.errors import RankDivergence
 
 
 @dataclass(eq=False)
 class Watch:
-    """Communicators of one engine, and the sentinel over them.
+    """Communicators of one engine or of one model under construction, and how they are watched.
 
     Gathers and reductions are one object on gloo and have their own on NCCL, where collectives of
     one communicator run one after the other. They share one recorder: there is one order of calls.
@@ -45,10 +43,9 @@ class Watch:
 
     gathers: Comm
     reductions: Comm
-    sentinel: Sentinel | None = None
+    track: Track | None = None
     forum: Forum = field(default_factory=Forum)
     _pending: tuple[Tensor, torch.cuda.Event] | None = None
-    _farewell: Any = None
 
     @property
     def recorder(self) -> Recorder:
@@ -98,9 +95,9 @@ class Watch:
         common = max(values, key=values.count)
         ranks = getattr(self.gathers, "ranks", range(len(values)))
         odd = [rank for rank, value in zip(ranks, values, strict=True) if value != common]
-        if self.sentinel is None:
+        if self.track is None:
             raise RankDivergence(divergence_text(odd))
-        raise self.sentinel.settle(odd)
+        raise self.track.settle(odd)
 
     def step(self, number: int) -> None:
         """A step begins: messages name it, and the time of the first report follows the pace."""
@@ -109,7 +106,7 @@ class Watch:
     @contextlib.contextmanager
     def section(self, name: str) -> Any:
         """What the rank does inside is ``name`` (``save``, ``eval``...): it has its own limit."""
-        outer = self.recorder.section.removesuffix(FOR_ALL)
+        outer = self.recorder.section
         self.recorder.mark_section(name)
         try:
             yield
@@ -118,11 +115,8 @@ class Watch:
 
     def close(self, reason: str = "") -> None:
         """End the watch, then the connections. ``reason``: the error that ends this engine."""
-        if self._farewell is not None:
-            atexit.unregister(self._farewell)
-            self._farewell = None
-        if self.sentinel is not None:
-            self.sentinel.close(reason)
+        if self.track is not None:
+            self.track.close(reason)
         if self.reductions is not self.gathers:
             self.reductions.close()
         self.gathers.close()
@@ -135,11 +129,15 @@ def open_watch(
     trust: TrustConfig | TrustSettings,
     plan: Mapping[str, str],
     group: dist.ProcessGroup | None = None,
+    call: str = "initialize",
 ) -> Watch:
     """Open communicators after all ranks have agreed on ``plan``. Collective.
 
+    ``call``: what the program called for it. Anything but ``initialize`` gets one communicator only and
+    no forum.
+
     Raises:
-        RankMismatch: another rank has another plan.
+        RankMismatch: another rank has another plan, or came with another call.
         RankLate: a rank did not come.
     """
     settings = trust if isinstance(trust, TrustSettings) else TrustSettings.from_config(trust)
@@ -149,95 +147,131 @@ def open_watch(
         return Watch(comm, comm)
     group = group if group is not None else dist.group.WORLD
     assert group is not None  # _several
-    ranks = dist.get_process_group_ranks(group)
-    me, world_size = dist.get_rank(group), len(ranks)
-    name = run_name()
-    setup_s = settings.sections.get("setup", settings.collective_timeout_s)
-
-    store = default_store()
-    place = _meeting_place(ranks, me)
-    agree_plan(place, me, world_size, plan, timeout_s=setup_s)
-    token = secrets.token_hex(4) if me == 0 else ""
-    card = json.dumps([token, asdict(this_process())])
-    cards = [
-        json.loads(text)
-        for text in exchange(place, me, world_size, card, key="cards", timeout_s=setup_s)
-    ]
-    folder = box_dir(f"{name.run or 'run'}-{cards[0][0]}".replace("/", "_"))
-    peers = [
-        Peer(rank, Process(**process), str(folder / str(rank)))
-        for rank, (_, process) in zip(ranks, cards, strict=True)
-    ]
-    sweep_boxes()
-    recorder = Recorder(
-        box=folder / str(ranks[me]),
-        ring=settings.ring,
-        rank=ranks[me],
-        world_size=world_size,
-    )
-    sentinel = None
-    if settings.watchdog:
-        sentinel = Sentinel(
-            cast("Store", PrefixStore("sentinel", _own_client(cast("Any", place)))),
-            rank=ranks[me],
-            peers=peers,
-            recorder=recorder,
-            trust=settings,
-            store_rank=_store_rank(store),
-        )
-    comms = []
-    for purpose in ("gathers", "reductions"):
-        comm = make_comm(
-            transport=transport,
-            recorder=recorder,
-            group=group,
-            purpose=purpose,
-            device_type=device_type,
-            guard=sentinel,
-            timeout_s=settings.collective_timeout_s + 60,
-        )
-        comms.append(comm)
-        if comm.transport != "nccl":
-            break
-    client = _own_client(cast("Any", place))
-    forum = Forum(
-        cast("Store", PrefixStore("forum", client)),
-        rank=me,
-        world_size=world_size,
-        gone=_gone(peers, peers[me].process, cast("Store", PrefixStore("sentinel", client))),
-        note=_note(recorder),
-        timeout_s=settings.sections.get("save", settings.collective_timeout_s),
-    )
-    watch = Watch(comms[0], comms[-1], sentinel, forum)
+    ranks = tuple(dist.get_process_group_ranks(group))
+    sentinel = sentinel_of(ranks, settings, _run_space()) if settings.watchdog else None
     if sentinel is not None:
+        sentinel.check()
+    number, place = _meeting_place(ranks, dist.get_rank(group))
+    crew = _Crew(ranks, dist.get_rank(group), number, call, settings, sentinel)
+    with sentinel.set_up(number + 1, call, settings) if sentinel else contextlib.nullcontext():
+        try:
+            return _open(crew, _meet(crew, place, plan), group, transport, device_type)
+        except BaseException:
+            if sentinel is not None:
+                sentinel.release()
+            raise
+
+
+@dataclass(frozen=True, eq=False)
+class _Crew:
+    """The ranks of one set-up, the ``number``-th of theirs, and ``me``, this one's place among them."""
+
+    ranks: tuple[int, ...]
+    me: int
+    number: int
+    call: str
+    settings: TrustSettings
+    sentinel: Sentinel | None
+
+    @property
+    def label(self) -> str:
+        """Names what is set up; the same on every rank."""
+        return f"{self.call} {self.number}"
+
+    @property
+    def check(self) -> Callable[..., None]:
+        """Raises the verdict that has ended the run, if there is one."""
+        return self.sentinel.check if self.sentinel is not None else lambda _missing=(): None
+
+
+def _meet(crew: _Crew, place: Store, plan: Mapping[str, str]) -> dict[int, Peer]:
+    """All ranks by global rank, when they have agreed on the plan."""
+    limit_s = crew.settings.limit_s("setup")
+    box = str(crew.sentinel.folder / str(crew.number)) if crew.sentinel is not None else ""
+    place.set(f"card/{crew.me}", json.dumps([asdict(this_process()), box]))
+    agree_plan(
+        place, crew.me, len(crew.ranks), {"call": crew.call, **plan},
+        timeout_s=limit_s, check=crew.check,
+    )  # fmt: skip
+    cards = [json.loads(place.get(f"card/{at}")) for at in range(len(crew.ranks))]
+    return {
+        rank: Peer(rank, Process(**process), box)
+        for rank, (process, box) in zip(crew.ranks, cards, strict=True)
+    }
+
+
+def _open(
+    crew: _Crew,
+    peers: Mapping[int, Peer],
+    group: dist.ProcessGroup,
+    transport: str,
+    device_type: str,
+) -> Watch:
+    sweep_boxes()
+    settings, rank, world_size = crew.settings, crew.ranks[crew.me], len(crew.ranks)
+    box = Path(peers[rank].box) if peers[rank].box else None
+    recorder = Recorder(box=box, ring=settings.ring, rank=rank, world_size=world_size)
+    meetings = Recorder("meetings", ring=64, rank=rank, world_size=world_size)
+    track = None
+    if crew.sentinel is not None:
+        parts = [
+            calls_of(recorder, crew.label, settings, peers=peers),
+            calls_of(meetings, crew.label + MEETINGS, settings, peers=peers, home=recorder),
+        ]
+        track = Track(crew.sentinel, crew.label, settings, peers, parts)
+    engine = crew.call == "initialize"
+    comms: list[Comm] = []
+    try:
+        for purpose in ("gathers", "reductions") if engine else ("init",):
+            comm = make_comm(
+                transport=transport,
+                recorder=recorder,
+                group=group,
+                purpose=purpose,
+                device_type=device_type,
+                guard=track,
+                timeout_s=settings.collective_timeout_s + 60,
+                check=crew.check,
+            )
+            comms.append(comm)
+            if comm.transport != "nccl":
+                break
+        forum = _forum(crew, peers, meetings) if engine else Forum()
+    except BaseException as error:
+        for comm in comms:
+            comm.close()
+        recorder.close()
+        if track is not None:
+            track.close(f"{type(error).__name__}: {first_line(error)}")
+        raise
+    watch = Watch(comms[0], comms[-1], track, forum)
+    if track is not None:
         if comms[0].transport == "nccl":
             recorder.watch_device()
-        sentinel.start(*(comm.abort for comm in comms if hasattr(comm, "abort")))
-        watch._farewell = _close_at_exit(watch)
+        track.start(*(comm.abort for comm in comms if hasattr(comm, "abort")))
     return watch
 
 
-def _gone(peers: Sequence[Peer], here: Process, sentinels: Store) -> Callable[[int], str]:
-    """Why a rank will not answer any more; see :class:`Forum`."""
+def _forum(crew: _Crew, peers: Mapping[int, Peer], meetings: Recorder) -> Forum:
+    client = own_client(default_store())
+    space = sentinel_space(crew.ranks, _run_space())
+    left = cast("Store", PrefixStore(f"{space}/left/{crew.label}", client))
+    here = peers[crew.ranks[crew.me]].process
 
-    def gone(rank: int) -> str:
-        fate, detail = peers[rank].fate(here)
-        if fate == "gone":
-            return detail
-        return look(sentinels, f"left/{peers[rank].rank}") or ""
+    def gone(at: int) -> str:
+        fate, detail = peers[crew.ranks[at]].fate(here)
+        return detail if fate == "gone" else look(left, str(crew.ranks[at])) or ""
 
-    return gone
-
-
-def _note(recorder: Recorder) -> Callable[[bool], None]:
-    """Says in the recorder's section, if there is one, that it waits for all; see :class:`Forum`."""
-
-    def note(waits: bool) -> None:
-        section = recorder.section.removesuffix(FOR_ALL)
-        if section:
-            recorder.mark_section(section + FOR_ALL if waits else section)
-
-    return note
+    return Forum(
+        cast("Store", PrefixStore(f"{space}/forum/{crew.label}", client)),
+        rank=crew.me,
+        world_size=len(crew.ranks),
+        first=crew.ranks[0],
+        gone=gone,
+        recorder=meetings,
+        check=crew.check,
+        timeout_s=max(crew.settings.limit_s(section) for section in ("save", "load", "export")),
+    )
 
 
 def decline(reason: str, group: dist.ProcessGroup | None = None) -> None:
@@ -245,14 +279,19 @@ def decline(reason: str, group: dist.ProcessGroup | None = None) -> None:
     if not _several(group):
         return
     me, ranks = dist.get_rank(group), dist.get_process_group_ranks(group or dist.group.WORLD)
-    post_plan(_meeting_place(ranks, me), me, {FAILED: reason})
+    post_plan(_meeting_place(ranks, me)[1], me, {FAILED: reason})
 
 
-def _meeting_place(ranks: Sequence[int], me: int) -> Store:
-    """Where these ranks of this attempt meet next."""
+def _meeting_place(ranks: Sequence[int], me: int) -> tuple[int, Store]:
+    """Where these ranks of this attempt meet next, and how often they met before."""
+    label = f"{_run_space()}/watch/{','.join(map(str, ranks))}"
+    return numbered_meeting(cast("Store", default_store()), label, me)
+
+
+def _run_space() -> str:
+    """Where keys of this attempt at this run lie in the store."""
     name = run_name()
-    label = f"zs/{name.run}/{name.attempt}/watch/{','.join(map(str, ranks))}"
-    return meeting(default_store(), label, me)
+    return f"zs/{name.run}/{name.attempt}"
 
 
 def _several(group: dist.ProcessGroup | None) -> bool:
@@ -262,30 +301,3 @@ def _several(group: dist.ProcessGroup | None) -> bool:
         and dist.get_backend(group) != "fake"
         and dist.get_world_size(group) > 1
     )
-
-
-def _own_client(store: Any) -> Any:
-    """A second connection: a client that two threads share deadlocks."""
-    return store.clone() if hasattr(store, "clone") else store
-
-
-def _store_rank(store: Any) -> int | None:
-    """The rank that serves the store, unless the launcher or a file does."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    in_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return 0 if isinstance(store, TCPStore) and not in_agent else None
-
-
-def _close_at_exit(watch: Watch) -> Any:
-    """Say goodbye when the program ends without closing its engine, and why it ended."""
-    weak, owner = weakref.ref(watch), os.getpid()
-
-    def farewell() -> None:
-        strong = weak()
-        if strong is not None and os.getpid() == owner:
-            error = getattr(sys, "last_value", None)
-            strong.close("" if error is None else f"{type(error).__name__}: {error}"[:120])
-
-    atexit.register(farewell)
-    return farewell

@@ -69,6 +69,8 @@ class TrustSectionsConfig(Section):
     setup: Positive = honour(1800.0, "Seconds a rank may spend in set-up.")
     compile: Positive = honour(1800.0, "Seconds a rank may spend compiling.")
     save: Positive = honour(1800.0, "Seconds a rank may spend saving.")
+    load: Positive = honour(1800.0, "Seconds a rank may spend loading.")
+    export: Positive = honour(1800.0, "Seconds a rank may spend exporting weights.")
     eval: Positive = honour(3600.0, "Seconds a rank may spend evaluating.")
 
 

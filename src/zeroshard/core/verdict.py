@@ -17,18 +17,46 @@ from zeroshard.core.flight import Flight, Record, rank_ranges
 COLUMNS = 200
 READ = ", read"
 """Ends the name of a gathering for a program that reads values, which no module asked for."""
-FOR_ALL = ", for all ranks"
-"""Ends the name of a section that goes on only when every rank has come to it."""
-_WORDS = {"all_gather": "gather", "reduce_scatter": "reduce", "gather_small": "exchange"}
+TORCH = "torch.distributed"
+"""The sequence of the calls that a program makes by itself. Their numbers are not known."""
+SET_UPS = "set-ups"
+"""The sequence of the set-ups of engines and models."""
+MEETINGS = ", meetings"
+"""Ends the label of a sequence of meetings in the store."""
+_WORDS = {
+    "all_gather": "gather",
+    "reduce_scatter": "reduce",
+    "gather_small": "exchange",
+    "meet": "meeting",
+}
+SET_UP = frozenset({"initialize", "zero.Init", "from_pretrained"})
+"""Phases to which the limit of set-up applies."""
+
+
+class Wait(NamedTuple):
+    """What a rank is blocked in: call number ``seq`` of the sequence ``label``, and in words.
+
+    ``source``: the only rank it needs; None: all. ``behind``: a thread beside the program waits.
+    """
+
+    label: str
+    seq: int
+    what: str
+    source: int | None = None
+    behind: bool = False
 
 
 @dataclass(frozen=True)
 class Witness:
     """What is known of one rank when a stall is looked into.
 
-    ``fate``: ``runs``; ``left`` (closed its engine); ``gone`` (its process ended); ``stopped`` (by
-    a signal or a disk); ``silent`` (its interpreter does not run). ``detail`` says it in words.
+    ``flight``: the sequence of calls that is asked for, if the rank has begun it.
+    ``fate``: ``runs``; ``absent`` (has not come to ZeroShard yet); ``left`` (closed its engine); ``gone``
+    (its process ended); ``stopped`` (by a signal or a disk); ``silent`` (its interpreter does not run).
+    ``detail`` says it in words.
     ``stack``: where the main thread is, on one line; ``stacks``: all threads in full, for the file.
+    ``phase``: what the program does there (``forward``, ``save``...). ``wait``: what it is blocked in;
+    ``reached``: how many calls of each sequence it has made.
     """
 
     rank: int
@@ -40,6 +68,9 @@ class Witness:
     stack: str = ""
     stacks: str = ""
     host: str = ""
+    phase: str = ""
+    wait: Wait | None = None
+    reached: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -51,10 +82,16 @@ class Limits:
     stuck_s: float = 120.0
     timeout_s: float = 1800.0
     sections: Mapping[str, float] = field(default_factory=dict)
+    timeout_key: str = "trust.collective_timeout_s"
 
     def late_s(self, section: str) -> float:
         """How long a rank may stay in ``section`` while the others wait."""
         return self.sections.get(section, self.timeout_s)
+
+    def key(self, section: str) -> str:
+        """The configuration's key of that limit."""
+        own = section in self.sections
+        return f"trust.sections.{section}" if own else self.timeout_key
 
 
 @dataclass(frozen=True)
@@ -138,28 +175,104 @@ def first_difference(witnesses: Iterable[Witness]) -> Difference | None:
 
 
 def judge(
-    witnesses: Sequence[Witness], limits: Limits, *, blocked_s: float, details: str = ""
+    witnesses: Sequence[Witness],
+    limits: Limits,
+    *,
+    blocked_s: float,
+    details: str = "",
+    label: str = "",
 ) -> Verdict:
-    """The verdict on what all witnesses say; ``blocked_s``: how long the asking rank waits."""
-    case = _Case(witnesses, limits, blocked_s, details)
+    """The verdict on what all witnesses say of the sequence ``label``.
+
+    ``blocked_s``: how long the asking rank waits.
+    """
+    case = _Case(witnesses, limits, blocked_s, details, label)
     difference = first_difference(witnesses)
     if difference is not None:
         return case.divergence(difference)
-    for fates, verdict in (
-        (("gone", "left"), case.lost),
-        (("stopped", "silent"), case.frozen),
+    for fate, verdict in (
+        ("gone", case.lost),
+        ("stopped", case.frozen),  # before those who left because of it
+        ("left", case.lost),
+        ("silent", case.frozen),
     ):
-        found = [w for w in witnesses if w.fate in fates]
+        found = [w for w in witnesses if w.fate == fate]
         if found:
             return verdict(found)
-    late = [w for w in witnesses if w.flight is None or not w.flight.waiting]
-    expecting = [w for w in late if w.flight and w.flight.section.endswith(FOR_ALL)]
-    for witness in expecting:
-        done = max((r.seq for r in _records(witness)), default=0)
-        others = [w for w in witnesses if w.flight is not None and w.flight.waiting > done]
-        if others:
-            return case.parted(expecting, others)
+    ring, late = _followed(witnesses, label)
+    if late and any(_is_torch(w) for w in ring):  # what such a call waits for is only presumed
+        return case.late(late)
+    if ring:
+        return case.parted(ring)
     return case.late(late) if late else case.stuck()
+
+
+def _followed(witnesses: Sequence[Witness], label: str) -> tuple[list[Witness], list[Witness]]:
+    """Who waits for whom, from those that wait in ``label`` on: a ring of them, and who is not blocked.
+
+    A ring cannot end by itself: each waits for a call that another makes only after its own wait.
+    """
+    alike: dict[Wait, list[Witness]] = defaultdict(list)
+    free: list[Witness] = []
+    for witness in witnesses:
+        wait = _blocked(witness, label)
+        if wait is None:
+            free.append(witness)
+        else:
+            alike[wait].append(witness)
+    late: dict[int, Witness] = {}
+    edges: dict[Wait, set[Wait]] = {}
+    open_ = [wait for wait in alike if wait.label == label] or list(alike)
+    while open_:
+        wait = open_.pop()
+        if wait in edges:
+            continue
+        late |= {w.rank: w for w in free if _owes(w, wait, None, label)}
+        edges[wait] = set()
+        for other, members in alike.items():
+            debtors = [w for w in members if _owes(w, wait, other, label)]
+            if debtors and wait.behind:  # comes from a thread beside the program there as well
+                late |= {w.rank: w for w in debtors}
+            elif debtors:
+                edges[wait].add(other)
+        open_ += edges[wait]
+    ring = set(edges)
+    while True:
+        led = {other for wait in ring for other in edges[wait]}
+        kept = {wait for wait in ring if edges[wait] & ring and wait in led}
+        if kept == ring:
+            break
+        ring = kept
+    parted = [w for wait in alike if wait in ring for w in alike[wait]]
+    return sorted(parted, key=lambda w: w.rank), sorted(late.values(), key=lambda w: w.rank)
+
+
+def _owes(witness: Witness, wait: Wait, own: Wait | None, label: str) -> bool:
+    """Whether ``wait`` needs a call that this rank, blocked in ``own``, has not made yet."""
+    if wait.source not in (None, witness.rank) or wait == own:
+        return False
+    if wait.label == TORCH:
+        return own is None or own.label != TORCH
+    flight = witness.flight
+    known = flight.seq if flight is not None and wait.label == label else 0
+    return witness.reached.get(wait.label, known) < wait.seq
+
+
+def _is_torch(witness: Witness) -> bool:
+    return witness.wait is not None and witness.wait.label == TORCH
+
+
+def _is_meeting(wait: Wait | None) -> bool:
+    """Whether it is something else than a collective of an engine."""
+    return wait is not None and (wait.label in (TORCH, SET_UPS) or wait.label.endswith(MEETINGS))
+
+
+def _blocked(witness: Witness, label: str) -> Wait | None:
+    """What a rank is blocked in: as it says, or as its log shows."""
+    flight = witness.flight
+    if witness.wait is not None or flight is None or not flight.waiting:
+        return witness.wait
+    return Wait(label, flight.waiting, _place(witness))
 
 
 @dataclass(frozen=True)
@@ -168,6 +281,7 @@ class _Case:
     limits: Limits
     blocked_s: float
     details: str
+    label: str
 
     def divergence(self, found: Difference) -> Verdict:
         groups = found.calls
@@ -232,32 +346,39 @@ class _Case:
             "Fix: run the same modules in the same order on every rank.",
         )
 
-    def parted(self, expecting: list[Witness], others: list[Witness]) -> Verdict:
-        """Some wait for all outside collectives, and some of those they wait for in one of theirs."""
-        section = _section(expecting[0])
+    def parted(self, ring: list[Witness]) -> Verdict:
+        """Each of some ranks waits for a call that another makes only after its own wait."""
+        # First those that meet outside collectives: more likely the ones that went their own way.
+        places = self._places(ring)
+        places.sort(key=lambda group: not _is_meeting(_blocked(group[1][0], self.label)))
+        alone = [w.rank for w in places[0][1]]
+        others = [w.rank for _, group in places[1:] for w in group]
+        # What a call of the program's own waits for is only presumed: it gets more time.
+        fatal = not any(map(_is_torch, ring)) or (
+            min(w.blocked_s for w in ring) >= 0.9 * self.limits.stuck_s
+        )
+        ended = "" if fatal else f" Not ended; limit {self.limits.stuck_s:.0f} s."
         lines = [
-            f"  {rank_ranges(w.rank for w in expecting)}: in {section}, waiting for all ranks"
-            f"{_at(expecting[0])}",
-            *self._waits(others)[:1],
-            f"  Neither can go on: {rank_ranges(w.rank for w in others)} did not make that call.",
-            "  Fix: make that call on every rank, not on one alone; each writes or reads its own part.",
+            *(self._line(place, group) for place, group in places[:2]),
+            f"  Neither can go on: {rank_ranges(others)} did not make that call.",
+            "  Fix: make that call on every rank, not on one alone; all ranks have to give their part."
+            + ended,
         ]
-        return self._verdict("RankDivergence", True, [w.rank for w in expecting], lines)
+        return self._verdict("RankDivergence", fatal, alone, lines)
 
     def lost(self, lost: list[Witness]) -> Verdict:
-        gone = [w for w in lost if w.fate == "gone"] or lost
-        first = gone[0]
+        first = lost[0]
         what = first.detail or "its process ended"
         lines = [f"  {rank_ranges([first.rank])}{_host(first)}: {what}{_last(first)}"]
-        if len(gone) > 1:
-            lines.append(f"  also: {rank_ranges(w.rank for w in gone[1:])}")
+        if len(lost) > 1:
+            lines.append(f"  also: {rank_ranges(w.rank for w in lost[1:])}")
         else:
             lines += self._waits(w for w in self.witnesses if w not in lost)[:1]
         lines.append(
             f"  The cause is in the output of {rank_ranges([first.rank])}; "
             "the others only lost their partner."
         )
-        return self._verdict("RankLost", True, [w.rank for w in gone], lines)
+        return self._verdict("RankLost", True, [w.rank for w in lost], lines)
 
     def frozen(self, frozen: list[Witness]) -> Verdict:
         # A little early, so that the run has ended when the limit is reached.
@@ -274,18 +395,25 @@ class _Case:
         return self._verdict("RankFrozen", fatal, [w.rank for w in frozen], lines)
 
     def late(self, late: list[Witness]) -> Verdict:
-        limit = max(self.limits.late_s(_section(w)) for w in late)
+        waiting = [w for w in self.witnesses if w not in late]
+        sections = set(map(_section, late)) - {""} or set(map(_section, waiting)) - {""} or {""}
+        section = max(sections, key=self.limits.late_s)
+        limit = self.limits.late_s(section)
         fatal = self.blocked_s >= limit
-        lines = self._waits(w for w in self.witnesses if w not in late)[:1]
+        lines = self._waits(waiting)[:1]
         for witness in late[:2]:
-            section = f"section {_section(witness)}: " if _section(witness) else ""
-            where = witness.stack or "no stack"
-            lines.append(f"  rank {witness.rank}: outside collectives, {section}{where}")
+            lines.append(f"  rank {witness.rank}: {_whereabouts(witness)}")
         if len(late) > 2:
-            lines[-1] += f"; also {rank_ranges(w.rank for w in late[2:])}"
+            lines[-1] = cut(lines[-1], 160) + f"; also {rank_ranges(w.rank for w in late[2:])}"
+        who = rank_ranges(w.rank for w in late)
         lines.append(
-            "  Same collectives on all ranks so far: a slow rank, not a divergence."
-            + ("" if fatal else f" Not ended; limit {limit:.0f} s.")
+            f"  No other call so far: {who} {'is' if len(late) == 1 else 'are'} slow, or will not come. "
+            + (
+                "Fix: make this call on every rank, or allow more than "
+                f"{limit:g} s ({self.limits.key(section)})."
+                if fatal
+                else f"Every rank has to make this call. Not ended; limit {limit:g} s."
+            )
         )
         return self._verdict("RankLate", fatal, [w.rank for w in late], lines)
 
@@ -299,18 +427,27 @@ class _Case:
 
     def _waits(self, witnesses: Iterable[Witness]) -> list[str]:
         """One line per group of ranks in the same place, the largest first."""
-        groups: dict[str, list[int]] = defaultdict(list)
+        return [self._line(place, group) for place, group in self._places(witnesses)]
+
+    def _places(self, witnesses: Iterable[Witness]) -> list[tuple[str, list[Witness]]]:
+        groups: dict[str, list[Witness]] = defaultdict(list)
         for witness in witnesses:
-            groups[_place(witness)].append(witness.rank)
-        ordered = sorted(groups.items(), key=lambda g: (-len(g[1]), g[1]))
-        return [f"  {rank_ranges(ranks)}: {place}" for place, ranks in ordered]
+            groups[_place(witness)].append(witness)
+        return sorted(groups.items(), key=lambda g: (-len(g[1]), g[1][0].rank))
+
+    def _line(self, place: str, group: Sequence[Witness]) -> str:
+        """Where some ranks are, and in which line of the program the first of them."""
+        doing = _doing(group[0])
+        doing = f" in {doing}" if doing and not place.endswith(f" {doing}") else ""
+        return f"  {rank_ranges(w.rank for w in group)}: {place}{doing}{_at(group[0])}"
 
     def _verdict(self, kind: str, fatal: bool, ranks: Iterable[int], lines: list[str]) -> Verdict:
-        step = max((w.flight.step for w in self.witnesses if w.flight), default=0)
+        steps = [w.flight.step for w in self.witnesses if w.flight]
+        when = f" at step {max(steps)}" if steps else ""
         answered = sum(w.answered for w in self.witnesses)
         details = f"; details: {self.details}" if self.details else ""
         title = (
-            f"{kind} at step {step} after {self.blocked_s:.0f} s "
+            f"{kind}{when} after {self.blocked_s:.0f} s "
             f"({answered} of {len(self.witnesses)} ranks answered{details})"
         )
         text = "\n".join(cut(line) for line in [title, *lines][:5])
@@ -324,9 +461,9 @@ def call_text(record: Record, *, sizes: bool = False) -> str:
     return f"{what} of {record.nbytes} bytes {record.dtype}" if sizes else what
 
 
-def cut(line: str) -> str:
+def cut(line: str, columns: int = COLUMNS) -> str:
     """At most 200 columns."""
-    return line if len(line) <= COLUMNS else line[: COLUMNS - 3] + "..."
+    return line if len(line) <= columns else line[: columns - 3] + "..."
 
 
 def _records(witness: Witness) -> tuple[Record, ...]:
@@ -348,7 +485,9 @@ def _follows(witness: Witness, first: Record, then: Record, seq: int) -> bool:
 
 
 def _place(witness: Witness) -> str:
-    flight = witness.flight
+    flight, wait = witness.flight, witness.wait
+    if wait is not None:
+        return f"waiting in {wait.what}"
     if flight is None:
         return "nothing is known"
     waiting = next((r for r in flight.records if r.seq == flight.waiting), None)
@@ -359,17 +498,35 @@ def _place(witness: Witness) -> str:
     return f"after {call_text(flight.records[-1])}"
 
 
+def _whereabouts(witness: Witness) -> str:
+    """Where a rank is that others wait for."""
+    if witness.fate == "absent":
+        return witness.detail
+    if witness.wait is not None:
+        return f"{_place(witness)}{_at(witness)}"
+    section = f"section {_section(witness)}: " if _section(witness) else ""
+    doing = f"in {witness.phase}: " if witness.phase and not section else ""
+    return f"outside collectives, {section}{doing}{witness.stack or 'no stack'}"
+
+
+def _doing(witness: Witness) -> str:
+    return witness.phase or _section(witness)
+
+
 def _last(witness: Witness) -> str:
     records = _records(witness)
     return f"; its last call was {call_text(records[-1])}" if records else ""
 
 
 def _section(witness: Witness) -> str:
-    return witness.flight.section.removesuffix(FOR_ALL) if witness.flight else ""
+    if witness.flight is not None and witness.flight.section:
+        return witness.flight.section
+    return "setup" if witness.phase in SET_UP else ""
 
 
 def _at(witness: Witness) -> str:
-    return f" ({witness.stack.split(' < ')[0]})" if witness.stack else ""
+    """The program's line, and the one that called it."""
+    return f" ({' < '.join(witness.stack.split(' < ')[:2])})" if witness.stack else ""
 
 
 def _host(witness: Witness) -> str:

@@ -591,7 +591,7 @@ class Engine(nn.Module):
                 "load_checkpoint(custom_load_fn=...): values go straight into shards, and no rank sees a "
                 "whole state dict. Load without it, then edit under zero.GatheredParameters."
             )
-        with self._watch.section("save"):
+        with self._watch.section("load"):
             self._saves.wait()
             return self._loads.load(
                 load_dir,

@@ -55,7 +55,7 @@ def save_16bit_model(
             f"{call}(save_filename={save_filename!r}): give a name without a directory."
         )
     weights = _weights_of(engine, exclude_frozen_parameters=exclude_frozen_parameters)
-    with engine._watch.section("save"):
+    with engine._watch.section("export"):
         if str(save_filename).endswith(".safetensors"):
             _write(engine, call, weights, save_dir, filename=save_filename, max_shard_size=None)
             return True
@@ -89,7 +89,7 @@ def save_pretrained(
         exclude_frozen_parameters=exclude_frozen_parameters,
         adapters=tuple(adapters) if adapters else None,
     )
-    with engine._watch.section("save"):
+    with engine._watch.section("export"):
         if adapters:
             state = _state_dict(engine, call, weights)
             agreed = _Agreed(engine, call)
@@ -111,7 +111,7 @@ def consolidated_16bit_state_dict(
     Keys and their order are those of ``module.state_dict()``; tied weights are one tensor.
     """
     weights = _weights_of(engine, exclude_frozen_parameters=exclude_frozen_parameters)
-    with engine._watch.section("save"):
+    with engine._watch.section("export"):
         state = _state_dict(engine, "consolidated_16bit_state_dict", weights)
     return state if engine.global_rank == 0 else None
 

@@ -21,8 +21,9 @@ from torch.nn.modules.module import (
 )
 
 from zeroshard.comm.collectives import Comm
-from zeroshard.comm.connect import make_comm
 from zeroshard.comm.env import current_place, discover, init_distributed, local_device
+from zeroshard.comm.trust import TrustSettings
+from zeroshard.comm.watch import open_watch
 from zeroshard.config import Config, load_config
 from zeroshard.core.layout import pack
 from zeroshard.precision.policy import policy_from
@@ -143,13 +144,16 @@ class Init:
         if discover().world_size > 1:
             init_distributed()
         self.device = local_device()
-        self.comm: Comm = make_comm(
+        watch = open_watch(
             transport=parsed.transport if parsed else "auto",
             group=data_parallel_group,
-            purpose="init",
             device_type=self.device.type,
+            trust=parsed.trust if parsed else TrustSettings(),
+            plan={},
+            call="zero.Init",
         )
-        weakref.finalize(self, self.comm.close)  # with the last parameter that no engine took
+        self.comm: Comm = watch.gathers
+        weakref.finalize(self, watch.close)  # with the last parameter that no engine took
         self.dtype = dtype if dtype is not None else _param_dtype(parsed)
         if module is not None:
             self._take(module)
