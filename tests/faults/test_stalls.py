@@ -174,7 +174,10 @@ CALLS = {
     ),
     "save": (lambda e, to: lambda: e.save_checkpoint(to), ("meeting 'planning it'", "in save")),
     "load": (loads, ("meeting '", "in load")),
-    "16bit": (lambda e, to: lambda: e.save_16bit_model(to), ("gather '", "in export")),
+    "16bit": (
+        lambda e, to: lambda: e.save_16bit_model(to),
+        ("meeting 'rank 0 writes weights'", "in export"),
+    ),
     "safetensors": (
         lambda e, to: lambda: e.save_16bit_model(to, "model.safetensors"),
         ("meeting 'rank 0 writes weights'", "in export"),

@@ -290,6 +290,9 @@ class Ring:
 
     def begin(self, item: Item) -> int:
         """The number of a new collective, whose slot is free."""
+        if self._aborted:  # a late rank would find what the others had posted, and go on alone
+            others = [rank for rank in self._ranks if rank != self._ranks[self.rank]]
+            raise self._guard.explain(item, others, "the wait was ended")
         self._seq = seq = self._seq + 1
         old = seq - RING
         if old > 0:
