@@ -17,10 +17,11 @@ from torch import nn
 
 from zeroshard import Engine
 from zeroshard.comm.env import Place, own_device
-from zeroshard.comm.evidence import Peer
+from zeroshard.comm.evidence import PRESENCE, Peer
+from zeroshard.comm.follow import calls_of
 from zeroshard.comm.host import this_process
 from zeroshard.comm.recorder import Recorder
-from zeroshard.comm.sentinel import Sentinel
+from zeroshard.comm.sentinel import Sentinel, Track
 from zeroshard.comm.trust import TrustSettings
 from zeroshard.engine import build, offload
 from zeroshard.errors import UsageError
@@ -147,12 +148,13 @@ def test_the_sentinel_selects_the_device_that_it_asks_for_events(cuda, tmp_path)
     peer = Peer(0, this_process(), str(tmp_path / "0"))
     store = torch.distributed.HashStore()
     trust = TrustSettings(tick_s=0.01)
-    sentinel = Sentinel(store, rank=0, peers=[peer], recorder=recorder, trust=trust)
+    sentinel = Sentinel(store, rank=0, ranks=[0], box=tmp_path / PRESENCE, trust=trust)
     asked = threading.Event()
     with mock.patch.object(FakeEvent, "query", lambda _: [cuda.note("query"), asked.set()]):
-        sentinel.start()
+        part = calls_of(recorder, "x", trust, peers={0: peer})
+        track = Track(sentinel, "x", trust, {0: peer}, [part])
         assert asked.wait(10)
-    sentinel.close()
+    track.close()
     recorder.close()
     assert cuda.of("zeroshard-sentinel")[:2] == ["set_device 3", "query"]
 
