@@ -24,7 +24,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from zeroshard.comm.agree import Store as AgreeStore
-from zeroshard.comm.presence import await_all, await_server, watch_from_now_on
+from zeroshard.comm.presence import await_all, await_server, launcher_serves, watch_from_now_on
 from zeroshard.errors import LaunchError, UsageError
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
@@ -195,12 +195,11 @@ def _store(method: str, place: Place, timeout: timedelta) -> Store:
     if url.scheme == "env":
         url = urlparse(f"tcp://{_master(0)}")
     host, port = url.hostname or "127.0.0.1", url.port or 0
-    in_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    serves = place.rank == 0 and not in_agent
+    serves = place.rank == 0 and not launcher_serves()
     if not serves:
         await_server(
             host, port, place.rank, place.world_size,
-            timeout_s=timeout.total_seconds(), server="" if in_agent else "rank 0",
+            timeout_s=timeout.total_seconds(), server="" if launcher_serves() else "rank 0",
         )  # fmt: skip
     return TCPStore(
         host, port, place.world_size, serves, timeout, wait_for_workers=False, multi_tenant=True

@@ -168,5 +168,9 @@ def _bottom(store: Any) -> Any:
 
 def _store_rank(store: Any) -> int | None:
     """The rank that serves the store, unless the launcher or a file does."""
-    in_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return 0 if isinstance(_bottom(store), TCPStore) and not in_agent else None
+    return 0 if isinstance(_bottom(store), TCPStore) and not launcher_serves() else None
+
+
+def launcher_serves() -> bool:
+    """Whether the launcher's agent serves the store that the ranks meet through."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import json
 import os
 import sys
@@ -115,7 +116,7 @@ class Sentinel:
         self._frozen: FrozenStack | None = None
         self._elected_at_s: float | None = None
         self._deadline_s: float | None = None
-        self._reported_s = 0.0
+        self._told = False
         self._presence = Recorder("process", ring=2, box=box, rank=rank, world_size=len(ranks))
         self._peers = {rank: Peer(rank, self._here, str(box))}
         self._idle: set[int] = set()
@@ -177,12 +178,13 @@ class Sentinel:
             return
         self._tracks.discard(track)
         words = reason or "closed its engine"
-        self._left[track.label] = words
+        labels = [part.label for part in track.parts]
+        self._left.update(dict.fromkeys(labels, words))
         if not self._state.stop.is_set() and self._may_call():
             with contextlib.suppress(SideChannelLost):
-                self._call(
-                    lambda s: s.set(f"left/{track.label}/{self._rank}", words), timeout_s=2.0
-                )
+                for label in labels:
+                    key = f"left/{label}/{self._rank}"
+                    self._call(functools.partial(_set, key, words), timeout_s=2.0)
         _clean_up(track.peers, self._rank, self._here)
 
     def release(self) -> None:
@@ -501,7 +503,8 @@ class Sentinel:
         with contextlib.suppress(SideChannelLost):
             self._call(lambda s: s.add("read", 1), timeout_s=1.0)
         state.ready.set()
-        if call_of_torch(self._main):  # nothing wakes it there
+        self._told = call_of_torch(self._main) is not None  # nothing wakes it there
+        if self._told:
             print(verdict.text, file=sys.stderr, flush=True)
         for part in self._followed():
             for wake in part.wakers:
@@ -514,7 +517,8 @@ class Sentinel:
         if verdict is None or deadline_s is None or self._state.delivered.is_set():
             return
         if now_s > deadline_s:
-            print(verdict.text, file=sys.stderr, flush=True)
+            if not self._told:
+                print(verdict.text, file=sys.stderr, flush=True)
             sys.stdout.flush()
             for track in list(self._tracks):
                 _clean_up(track.peers, self._rank, self._here)
@@ -600,6 +604,10 @@ def _clean_up(peers: Mapping[int, Peer], rank: int, here: Process) -> None:
     if all(peer.has_left(here) for peer in others):
         for peer in others:
             peer.remove_files()
+
+
+def _set(key: str, value: str, store: Store) -> None:
+    store.set(key, value)
 
 
 def _close_at_exit(sentinel: Sentinel) -> Callable[[], None]:
