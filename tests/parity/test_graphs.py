@@ -1,10 +1,13 @@
 """Graphs that cross units in unusual ways: stage 3 equals stages 1 and 2 bit for bit, and plain PyTorch.
 
-Three groups: outputs of a unit that whoever follows changes in place; one tensor that feeds several
-units, each of which uses it more than once; parameters read in a mixture of ways.
+Four groups: outputs of a unit that whoever follows changes in place; one tensor that feeds several
+units, each of which uses it more than once; outputs that are views of a parameter; parameters read in a
+mixture of ways.
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 import pytest
 import torch
@@ -218,6 +221,48 @@ SHARED_INPUTS = [
 ]  # fmt: skip
 
 
+class Latents(nn.Module):
+    """A unit whose output is a view of its own parameter: learned queries, positions, latents."""
+
+    def __init__(self, give):
+        super().__init__()
+        self.values = nn.Parameter(torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH))
+        self.give = give
+
+    def forward(self, like):
+        return self.give(self.values, like)
+
+
+@dataclasses.dataclass
+class Given:
+    latents: torch.Tensor
+    more: dict
+
+
+class GivesViews(nn.Module):
+    units = ("latents", "more", "out")
+
+    def __init__(self):
+        super().__init__()
+        self.latents = Latents(lambda p, x: p[:TOKENS].expand(len(x), -1, -1))
+        self.more = Latents(lambda p, x: Given(p[1:], {"first": [p.T[:, 0], x]}))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        given = self.more(x)
+        x = self.norm(self.latents(x) + x) * given.latents + given.more["first"][0]
+        return self.out(x) * self.latents(x)
+
+
+class GivesViewsCheckpointed(GivesViews):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+VIEWS_OF_PARAMETERS = [GivesViews, GivesViewsCheckpointed]
+
+
 class Reads(nn.Module):
     """The root computes with the parameters of a unit that is not full then."""
 
@@ -313,7 +358,7 @@ MIXED_READS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("model", IN_PLACE + SHARED_INPUTS + MIXED_READS)
+@pytest.mark.parametrize("model", IN_PLACE + SHARED_INPUTS + VIEWS_OF_PARAMETERS + MIXED_READS)
 @on_ranks(2)
 def test_every_stage_gives_the_same_bits_and_plain_pytorch(model):
     case = case_of(model)

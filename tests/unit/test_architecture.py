@@ -109,7 +109,7 @@ def _names(node: ast.ImportFrom) -> set[str]:
 def hook_calls(tree: ast.Module) -> list[str]:
     """Registrations of autograd and module hooks."""
     pattern = re.compile(
-        r"register_(full_)?(forward|backward|hook|post_accumulate).*|queue_callback"
+        r"register_(full_)?(forward|backward|hook|prehook|post_accumulate).*|queue_callback"
     )
     return [
         f"line {node.lineno}: {node.func.attr}"

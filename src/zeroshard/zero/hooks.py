@@ -29,13 +29,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import Node
+from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from zeroshard.errors import ShardedAccess, UsageError
+from zeroshard.store import storage
 from zeroshard.zero import guard, transforms
 from zeroshard.zero.gather import Gatherer, Site
 from zeroshard.zero.gradients import GradBuffer
 from zeroshard.zero.reduce import GradReducer
+from zeroshard.zero.unit import Unit
 
 IN_FORWARD = -1
 """The number of the graph task that runs when none does."""
@@ -211,18 +214,20 @@ class StepHooks:
             )
         self._note_places()
 
-    def _after_root(self, site: Site, _module: nn.Module, _args: Any, output: Any) -> None:
+    def _after_root(self, site: Site, _module: nn.Module, _args: Any, output: Any) -> Any:
         if transforms.are_running() or in_backward():
-            return
+            return output
+        output = _apart_from(site, output)
         self.forward_depth = max(0, self.forward_depth - 1)
         if self.forward_depth:
-            return
+            return output
         self.gatherer.end_forward()
         if self._watch_outputs(site, output):
             if not self.gatherer.keeps_root:
                 site.reshard()
         elif not _may_have_graph(output):
             self.gatherer.reshard_all()
+        return output
 
     def _before_resident(
         self, site: Site, _module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any]
@@ -253,18 +258,18 @@ class StepHooks:
         site.open_calls += 1
         site.running.append(call)
 
-    def _after_forward(self, site: Site, _module: nn.Module, _args: Any, output: Any) -> None:
+    def _after_forward(self, site: Site, _module: nn.Module, _args: Any, output: Any) -> Any:
         if transforms.are_running():
-            return
+            return output
+        output = _apart_from(site, output)
         call = site.running.pop() if site.running else None
         visible = self._watch_outputs(site, output, call)
         if in_backward():
-            return  # recomputed for the backward that follows at once
-        if visible and self.gatherer.keeps_for_backward(site):
-            return
-        if not visible and _may_have_graph(output):
-            return
-        site.reshard()
+            return output  # recomputed for the backward that follows at once
+        kept = self.gatherer.keeps_for_backward(site) if visible else _may_have_graph(output)
+        if not kept:
+            site.reshard()
+        return output
 
     def _watch_outputs(self, site: Site, output: Any, call: _Call | None = None) -> bool:
         """Gather again when backward reaches what made an output. False: no output needs a gradient."""
@@ -473,6 +478,35 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
     elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         for field in dataclasses.fields(tree):
             yield from tensors_in(getattr(tree, field.name))
+
+
+def _apart_from(site: Site, output: Any) -> Any:
+    """The output, with a copy in place of each view of the site's parameters (``self.latents.expand(...)``).
+
+    Such a view is valid only while the site is full, but used after it.
+    """
+    sharded = [unit for unit in site.units if not unit.resident]
+    if not any(_is_view_of(sharded, tensor) for tensor in tensors_in(output)):
+        return output
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.clone() if _is_view_of(sharded, value) else value
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            changed = {f.name: apart(getattr(value, f.name)) for f in dataclasses.fields(value)}
+            return dataclasses.replace(value, **changed)
+        return value
+
+    def apart(tree: Any) -> Any:
+        return tree_map(copied, tree)
+
+    return apart(output)
+
+
+def _is_view_of(units: Sequence[Unit], tensor: Tensor) -> bool:
+    if isinstance(tensor, nn.Parameter) or tensor.layout is not torch.strided:
+        return False  # a parameter itself is guarded when it is not full
+    return any(storage.is_shared(tensor, unit.full_N) for unit in units)
 
 
 def _may_have_graph(output: Any) -> bool:
