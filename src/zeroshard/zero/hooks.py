@@ -481,9 +481,9 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
 
 
 def _apart_from(site: Site, output: Any) -> Any:
-    """The output, with a copy in place of each view of the site's parameters (``self.latents.expand(...)``).
+    """The output, with copies in place of views of the site's parameters (``self.latents.expand(...)``).
 
-    Such a view is valid only while the site is full, but used after it.
+    A view is valid only while the site is full, and an output is used when it is not.
     """
     sharded = [unit for unit in site.units if not unit.resident]
     if not any(_is_view_of(sharded, tensor) for tensor in tensors_in(output)):
