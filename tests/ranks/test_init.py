@@ -5,18 +5,21 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import warnings
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.nn.utils.parametrize import register_parametrization
 
 from zeroshard import Engine
-from zeroshard.errors import ShardedAccess, UsageError
+from zeroshard.errors import RankMismatch, ShardedAccess, UsageError
 from zeroshard.testing import on_ranks
-from zeroshard.zero import GatheredParameters, Init
+from zeroshard.zero import GatheredParameters, Init, deal
 from zeroshard.zero.guard import ShardedParameter
 
 VOCABULARY, WIDTH = 53, 24
@@ -346,6 +349,144 @@ def test_an_optimizer_made_from_a_sharded_model_is_taken():
     )
     with Engine(model, config=settings, optimizer=optimizer) as engine:
         assert train(engine) == losses
+
+
+# ---------------------------------------------------------------------- what constructors do
+
+
+class Doubled(nn.Module):
+    """A parametrization with an inverse."""
+
+    def forward(self, half: Tensor) -> Tensor:
+        return half * 2
+
+    def right_inverse(self, value: Tensor) -> Tensor:
+        return value / 2
+
+
+class Symmetric(nn.Module):
+    """A parametrization without one."""
+
+    def forward(self, value: Tensor) -> Tensor:
+        return (value + value.mT) / 2
+
+
+def in_the_same_memory(layer: nn.Linear) -> None:
+    layer.weight = nn.Parameter(layer.weight)
+
+
+WRAPS: dict[str, Callable[[nn.Linear], object]] = {
+    "weight_norm": parametrizations.weight_norm,
+    "spectral_norm": parametrizations.spectral_norm,
+    "orthogonal": parametrizations.orthogonal,
+    "own": lambda layer: register_parametrization(layer, "weight", Doubled()),
+    "own without inverse": lambda layer: register_parametrization(layer, "weight", Symmetric()),
+    "old weight_norm": nn.utils.weight_norm,
+    "old spectral_norm": nn.utils.spectral_norm,
+    "nn.Parameter": in_the_same_memory,
+}
+
+
+class Wrapped(nn.Module):
+    """Layers are wrapped late: their weights may have been spread."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        for layer in self.blocks:
+            WRAPS[kind](layer)
+
+    forward = Model.forward
+
+
+PIECES = [pytest.param(deal.PIECE_NUMEL, id="small ones wait"), pytest.param(64, id="none waits")]
+"""How much is exchanged at a time: all of a tiny model, or nearly each parameter by itself."""
+
+
+@contextmanager
+def piece_numel(numel: int) -> Iterator[None]:
+    before, deal.PIECE_NUMEL = deal.PIECE_NUMEL, numel
+    try:
+        yield
+    finally:
+        deal.PIECE_NUMEL = before
+
+
+@pytest.mark.parametrize("piece", PIECES)
+@pytest.mark.parametrize("kind", WRAPS)
+@on_ranks(2)
+def test_parameters_are_wrapped_and_replaced_in_constructors(kind, piece):
+    settings = config("fp32", units="auto", unit_min_numel=1)
+    with warnings.catch_warnings(), piece_numel(piece):
+        warnings.simplefilter("ignore", FutureWarning)  # of torch's old ways
+        ordinary = outcome(lambda: Wrapped(kind), settings)
+        context = Init(config_dict_or_path=settings)
+        assert_same(outcome(lambda: Wrapped(kind), settings, context), ordinary)
+
+
+@pytest.mark.parametrize("piece", PIECES)
+@on_ranks(2)
+def test_16_bit_parameters_are_wrapped_in_the_dtype_that_they_are_built_in(piece):
+    torch.manual_seed(7)
+    ordinary = Wrapped("own")
+    torch.manual_seed(7)
+    with piece_numel(piece), Init(config_dict_or_path=config("bf16")):
+        model = Wrapped("own")
+        assert {param.dtype for param in model.parameters()} == {torch.float32}
+    for (name, param), other in zip(model.named_parameters(), ordinary.parameters(), strict=True):
+        assert param.dtype == torch.bfloat16
+        assert torch.equal(param.detach(), other.bfloat16()), name
+
+
+@pytest.mark.parametrize("piece", PIECES)
+@on_ranks(2)
+def test_a_parameter_made_of_another_one_shares_its_memory_while_both_are_built(piece):
+    with piece_numel(piece), Init(config_dict_or_path=config("fp32")):
+        layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        layers[2].weight = nn.Parameter(layers[0].weight)
+        layers[1].weight.data.zero_()
+        layers[0].weight.data.fill_(3.0)
+    assert [layer.weight.detach().max().item() for layer in layers] == [3.0, 0.0, 3.0]
+
+
+@on_ranks(2)
+def test_a_parameter_made_of_a_sharded_one_after_the_block_is_an_error_with_the_way_out():
+    with Init(config_dict_or_path=config("fp32")):
+        model = nn.Linear(WIDTH, WIDTH)
+    with pytest.raises(ShardedAccess, match="clone"):
+        nn.Parameter(model.weight)
+    assert torch.equal(nn.Parameter(model.weight.detach().clone()), model.weight.detach())
+
+
+@pytest.mark.parametrize("piece", PIECES)
+@on_ranks(2)
+def test_a_parameter_that_is_given_another_shape_while_it_is_built_keeps_it(piece):
+    with piece_numel(piece), Init(config_dict_or_path=config("fp32")):
+        model = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        model[0].weight.data = torch.full((3, 5), 2.0)
+        model.append(nn.Linear(WIDTH, WIDTH))
+    assert type(model[0].weight) is ShardedParameter
+    assert torch.equal(model[0].weight.detach(), torch.full((3, 5), 2.0))
+
+
+@on_ranks(2)
+def test_a_thousand_small_parameters_are_sent_in_two_collectives():
+    context = Init(config_dict_or_path=config("fp32"))
+    with context:
+        model = nn.ModuleList(nn.Linear(8, 8) for _ in range(500))
+        for layer in model:
+            layer.weight.data.zero_()
+    assert all(type(param) is ShardedParameter for param in model.parameters())
+    assert context.comm.recorder.seq == 2  # a look whether ranks agree, and the values
+
+
+@on_ranks(2)
+def test_ranks_that_build_different_models_hear_of_it():
+    width = WIDTH + torch.distributed.get_rank()
+    with pytest.raises(RankMismatch, match="different models"), Init():
+        nn.Linear(width, WIDTH)
 
 
 # ---------------------------------------------------------------------- from the meta device

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from zeroshard.errors import DistributedError, ShardedAccess, UsageError
 from zeroshard.zero import guard
 from zeroshard.zero.gradients import GradBuffer
-from zeroshard.zero.init import SpreadParameter
 from zeroshard.zero.optimizer import ShardedOptimizer
+from zeroshard.zero.parcel import Parcel, SpreadParameter
 from zeroshard.zero.tile import Chunk, OwnedFragment, Tile
 from zeroshard.zero.touch import pack_flags, unpack_any
 from zeroshard.zero.unit import Unit, UnitState
@@ -87,10 +87,11 @@ class GatheredParameters:
             _check_rank(modifier_rank, unit.comm.world_size)
 
     def __enter__(self) -> None:
-        for param, owner in self.spread:
-            if owner.shard_S is not None:
-                owner.open(param)
+        for _, owner in self.spread:
             owner.pins += 1
+        for parcel in self._parcels():
+            if parcel.shard_S is not None:
+                parcel.context.open(parcel)
         self._opened = [unit for unit in self.units if unit.state is UnitState.SHARDED]
         for unit in self.units:
             unit.unshard()
@@ -111,6 +112,7 @@ class GatheredParameters:
         try:
             for unit in self.units:
                 unit.reclaim()
+            self._close_parcels(told=not isinstance(error, DistributedError))
             if isinstance(error, DistributedError) or (kind and self.modifier_rank is None):
                 pass  # nobody to tell, or nothing to keep
             elif self.modifier_rank is not None:
@@ -125,11 +127,22 @@ class GatheredParameters:
                     unit.seal = None
                     if unit in self._opened:
                         unit.forget()  # what was to be kept is in the shards
+
+    def _parcels(self) -> list[Parcel]:
+        return list(dict.fromkeys(owner.parcel for _, owner in self.spread if owner.parcel))
+
+    def _close_parcels(self, *, told: bool) -> None:
+        """Spread what nobody else holds open. ``told``: the other ranks are still there."""
+        for _, owner in self.spread:
+            owner.pins = max(0, owner.pins - 1)
+        if not told:
+            return
+        for parcel in self._parcels():
+            if parcel.shard_S is None and not parcel.is_pinned:
+                parcel.context.close(parcel, self.modifier_rank or 0)
+        if self.modifier_rank is not None:
             for param, owner in self.spread:
-                owner.pins = max(0, owner.pins - 1)
-                if not owner.pins:
-                    owner.spread(param, self.modifier_rank or 0)
-                elif self.modifier_rank is not None:
+                if not owner.is_away:
                     owner.send(param, self.modifier_rank)
 
     def _refuse_lost_edits(self) -> None:

@@ -14,6 +14,7 @@ mistake old bytes for values.
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -226,6 +227,9 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
     yield kwargs.get("out"), f"written as out= of {name}"
 
 
+_NEW_PARAMETER = nn.Parameter.__new__.__code__
+
+
 # ---------------------------------------------------------------------- the guards
 
 
@@ -287,9 +291,29 @@ class ShardedParameter(nn.Parameter):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.__deepcopy__({}).__reduce_ex__(protocol)
 
-    def set_(self, *_: Any, **__: Any) -> Tensor:
+    def set_(self, *args: Any, **kwargs: Any) -> Tensor:
         """``Tensor.set_`` would not ask the class."""
+        used = [self, *_tensors_in((args, kwargs), Tensor)]
+        for param in in_order(param for param in used if isinstance(param, ShardedParameter)):
+            if (owner := owner_of(param)) is not None:
+                owner.admit(param, used)
+        if type(self) is nn.Parameter:
+            return self.set_(*args, **kwargs)
         raise _lost_write(self, "given other memory (set_)")
+
+    def detach(self) -> Tensor:
+        """As ever, but ``nn.Parameter(self)`` demands a result of the class that ``self`` has then."""
+        asking = sys._getframe(1)
+        if asking.f_code is not _NEW_PARAMETER or asking.f_locals.get("cls") is not nn.Parameter:
+            return super().detach()
+        if (owner := owner_of(self)) is not None:
+            owner.admit(self, [self])
+        if type(self) is nn.Parameter:
+            return nn.Parameter(self, requires_grad=False)  # in the same memory
+        raise ShardedAccess(
+            f"{_described(self)} was given to nn.Parameter(), which makes a parameter in the same "
+            "memory, and it has none here. Use nn.Parameter(param.detach().clone()) to get its values."
+        )
 
     def as_subclass(self, cls: type[Tensor]) -> Tensor:  # type: ignore[override]
         """``Tensor.as_subclass`` would not ask the class."""

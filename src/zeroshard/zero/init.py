@@ -1,17 +1,19 @@
 """How is a model built that no rank could ever hold?
 
-Inside :class:`Init` a parameter is spread over the ranks as soon as another module is under
-construction. Whoever touches it again (an ``apply(init_weights)`` at the end of a constructor) gets it
-whole, and it is spread again when attention moves on. No constructor is patched.
+Inside :class:`Init` parameters are spread over the ranks as soon as another module is under
+construction: a large one at once, small ones many at a time, in one exchange. Whoever touches one again
+(an ``apply(init_weights)`` at the end of a constructor) gets it whole, and it is spread again when
+attention moves on. No constructor is patched.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Collection
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,85 +27,23 @@ from zeroshard.comm.env import current_place, discover, init_distributed, local_
 from zeroshard.comm.trust import TrustSettings
 from zeroshard.comm.watch import open_watch
 from zeroshard.config import Config, load_config
-from zeroshard.core.layout import pack
+from zeroshard.errors import RankMismatch
 from zeroshard.precision.policy import policy_from
 from zeroshard.store.storage import is_aliased
-from zeroshard.zero import guard
-from zeroshard.zero.deal import Dealer
+from zeroshard.zero import deal, guard
+from zeroshard.zero.parcel import Parcel, SpreadParameter
 
 
-class SpreadParameter:
-    """Owner of one parameter before it belongs to a unit: 1/W of it rests here, in ``shard_S``."""
+def _room_numel() -> int:
+    """Elements of small parameters that wait whole until they are spread; a parcel holds half of it."""
+    return deal.PIECE_NUMEL // 4
 
-    def __init__(self, param: nn.Parameter, holder: nn.Module, leaf: str, context: Init) -> None:
-        self.name = f"{type(holder).__name__}.{leaf}"
-        self.holder = weakref.ref(holder)
-        self.context = context
-        self.layout = pack([(self.name, param.shape)], world_size=context.comm.world_size)
-        self.built_as = param.dtype, param.device  # what its constructor and initialisers work in
-        self.shard_S: Tensor | None = None
-        self.order = guard.count_owner()
-        self.pins = 0  # readers inside GatheredParameters: not to be spread under them
-        guard.owners[param] = lambda: self
 
-    def spread(self, param: nn.Parameter, source: int = 0) -> None:
-        """Keep the own 1/W of rank ``source``'s values, in the training dtype, and free the rest."""
-        context, (dtype, device) = self.context, self.built_as
-        if context.dtype is not None and dtype.is_floating_point:
-            dtype = context.dtype
-        shard_S = torch.zeros(self.layout.shard_numel, dtype=dtype, device=context.device)
-        begin, _ = self.layout.shard_range(context.comm.rank)
-        dealer = Dealer(
-            self.layout, shard_S, begin, comm=context.comm, name=self.name, source=source
-        )
-        (slot,) = self.layout.slots
-        dealer.put(slot, param.data)
-        dealer.finish()
-        self.shard_S = shard_S
-        like = torch.empty((), dtype=dtype, device=device).expand(slot.shape)
-        guard.hide([param], [guard.blank(like)])
+class _Built(NamedTuple):
+    """A parameter that was never spread yet, and where it was registered."""
 
-    def gather(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The full values ``[*shape]``, private. Collective."""
-        assert self.shard_S is not None
-        comm = self.context.comm
-        full_N = self.shard_S.new_empty(self.layout.full_numel, dtype=dtype)
-        own_S = full_N[slice(*self.layout.shard_range(comm.rank))].copy_(self.shard_S)
-        comm.all_gather(full_N, own_S, name=self.name).wait()
-        (slot,) = self.layout.slots
-        return full_N[: slot.stop].view(slot.shape)
-
-    def index(self, param: Tensor) -> int:
-        """See :class:`zeroshard.zero.guard.Owner`."""
-        return 0
-
-    def read(self, param: nn.Parameter) -> Tensor:
-        """See :class:`zeroshard.zero.guard.Owner`."""
-        return self.gather()
-
-    def agrees(self, fact: bool) -> bool:
-        """See :class:`zeroshard.zero.guard.Owner`."""
-        vote = torch.tensor([float(fact)], device=self.context.device)
-        return bool(self.context.comm.gather_small(vote, name=self.name).all())
-
-    def admit(self, param: nn.Parameter, beside: Collection[Tensor]) -> bool:
-        """Inside the context a touched parameter becomes whole, and may be written."""
-        if self.context.active:
-            self.context.reopen(param, self, beside)
-        return self.context.active
-
-    def send(self, param: nn.Parameter, source: int) -> None:
-        """The whole values of rank ``source`` become everybody's. Collective."""
-        values = param.data.contiguous().to(self.context.device)
-        self.context.comm.broadcast(values, source, name=self.name).wait()
-        param.data.copy_(values)
-
-    def open(self, param: nn.Parameter) -> None:
-        """Make the parameter whole in place, in the dtype that it was built in."""
-        dtype, device = self.built_as
-        values = self.gather(dtype).to(device)
-        guard.show([param], [values], [nn.Parameter])
-        self.shard_S = None
+    param: nn.Parameter
+    places: list[tuple[nn.Module, str]]
 
 
 class Init:
@@ -111,13 +51,16 @@ class Init:
 
     ``config_dict_or_path`` (or ``config``): its stage decides whether anything happens (only stage 3
     shards parameters), its precision the dtype; ``dtype`` overrides. ``module``: shard this model now.
-    Parameters are initialised in their own dtype, then cast, and rank 0's values win. Buffers are left
-    alone. Re-entrant; an exception inside leaves parameters as they are.
+    Parameters are initialised in their own dtype, which they show until the block ends, then cast, and
+    rank 0's values win. Buffers are left alone. Re-entrant; an exception inside leaves parameters as
+    they are.
 
     Beside its shards a rank holds the module under construction and one piece of
     :data:`zeroshard.zero.deal.PIECE_NUMEL` elements. With ``keep_fp32`` patterns everything stays fp32
     until the engine is built: names are not known earlier. A value that is scaled in place after its
-    module was left (``weight.mul_(0.3)``) is rounded to the training dtype before and after.
+    module was left (``weight.mul_(0.3)``) may be rounded to the training dtype before and after.
+
+    Raises :class:`RankMismatch` where ranks build different models.
     """
 
     def __init__(
@@ -137,7 +80,13 @@ class Init:
         parsed = _config_of(source)
         self.enabled = enabled and (parsed is None or parsed.zero_optimization.stage == 3)
         self.depth = 0
-        self._open: dict[int, tuple[nn.Module, nn.Parameter, SpreadParameter]] = {}
+        self._seen: dict[int, nn.Module] = {}  # what it contains is taken, or will be by a hook
+        self._whole: dict[SpreadParameter | Parcel, _Built | None] = {}  # in order
+        self._large: dict[SpreadParameter | Parcel, None] = {}  # those of them that wait for nobody
+        self._held: set[SpreadParameter | Parcel] = set()  # could not be spread last time
+        self._small_numel, self._small_limit = 0, _room_numel()
+        self._blanks: list[weakref.ref[Parcel]] = []  # show the dtype of construction
+        self._read: weakref.ref[Parcel] | None = None  # keeps what was gathered for a reader
         self._hooks = contextlib.ExitStack()
         if not self.enabled:
             return
@@ -156,8 +105,9 @@ class Init:
         weakref.finalize(self, watch.close)  # with the last parameter that no engine took
         self.dtype = dtype if dtype is not None else _param_dtype(parsed)
         if module is not None:
-            self._take(module)
-            self._spread()
+            self._see(module)
+            self._spread(list(self._whole))
+            self._finish()
 
     @property
     def active(self) -> bool:
@@ -184,53 +134,211 @@ class Init:
         if self.depth:
             return
         self._hooks.close()
-        if kind is None:
-            self._spread()
-        self._open.clear()
+        try:
+            if kind is None:
+                self._spread(list(self._whole))
+        finally:
+            self._finish()
 
-    # ------------------------------------------------------------------ which parameters are whole
+    def _finish(self) -> None:
+        """Forget the construction; parameters show the training dtype."""
+        for reference in self._blanks:
+            if (parcel := reference()) is not None:
+                parcel.show_training_dtype()
+        for store in (self._blanks, self._seen, self._whole, self._large, self._held):
+            store.clear()
+        self._small_numel, self._small_limit = 0, _room_numel()
+
+    # ------------------------------------------------------------------ what is under construction
 
     def _param_registered(self, holder: nn.Module, leaf: str, param: nn.Parameter | None) -> None:
-        if param is None or param.is_meta or type(param) is not nn.Parameter:
-            return
-        if guard.owner_of(param) is None:
-            self._spread(but=(holder,))
-            owner = SpreadParameter(param, holder, leaf, self)
-            self._open[id(param)] = (holder, param, owner)
+        self._see(holder)
+        if param is not None:
+            self._take(holder, leaf, param)
 
     def _module_registered(self, parent: nn.Module, _leaf: str, child: nn.Module | None) -> None:
-        """The child is complete; if it is a copy, nobody has seen its parameters yet."""
+        self._see(parent)
         if child is not None:
-            self._take(child)
-            self._spread(but=(parent,))
+            self._see(child)
+        self._make_room(but=parent)
 
-    def _take(self, module: nn.Module) -> None:
-        for holder in module.modules():
-            for leaf, param in holder._parameters.items():
-                self._param_registered(holder, leaf, param)
+    def _see(self, module: nn.Module) -> None:
+        """Take what a module has when it is first seen: a copy, say, was not built piece by piece."""
+        if self._seen.get(id(module)) is module:
+            return
+        self._seen[id(module)] = module
+        for leaf, param in module._parameters.items():
+            if param is not None:
+                self._take(module, leaf, param)
+        for child in module._modules.values():
+            if child is not None:
+                self._see(child)
 
-    def reopen(
-        self, param: nn.Parameter, owner: SpreadParameter, beside: Collection[Tensor]
+    def _take(self, holder: nn.Module, leaf: str, param: nn.Parameter) -> None:
+        """A parameter is whole, and will be spread."""
+        if type(param) is not nn.Parameter or param.is_meta:
+            return
+        owner = guard.owner_of(param)
+        if owner is None:
+            self._make_room(but=holder)
+            self._add(SpreadParameter(param, holder, leaf, self), _Built(param, [(holder, leaf)]))
+        elif isinstance(owner, SpreadParameter) and (built := self._whole.get(owner)):
+            built.places.append((holder, leaf))
+
+    # ------------------------------------------------------------------ what is whole, and how long
+
+    def reopen(self, parcel: Parcel, beside: Collection[Tensor]) -> None:
+        """Make a parcel whole that is used again; what is used in the same operation stays so."""
+        self._make_room(beside=beside, numel=parcel.numel)
+        self.open(parcel)
+
+    def open(self, parcel: Parcel) -> None:
+        """Make a parcel whole; inside the block, until attention moves on."""
+        parcel.open()
+        if self.active:
+            self._add(parcel)
+
+    def close(self, parcel: Parcel, source: int) -> None:
+        """Spread a parcel again, with the values of rank ``source``."""
+        self._drop(parcel)
+        parcel.close(source)
+
+    def was_hidden(self, parcel: Parcel) -> None:
+        """Its parameters show the dtype of construction, until the block ends."""
+        self._blanks.append(weakref.ref(parcel))
+
+    def keep_read(self, parcel: Parcel) -> None:
+        """One parcel at a time keeps what was gathered for a reader."""
+        last = self._read() if self._read else None
+        if last is not parcel:
+            if last is not None:
+                last.forget_read()
+            self._read = weakref.ref(parcel)
+
+    def _add(self, item: SpreadParameter | Parcel, built: _Built | None = None) -> None:
+        self._whole[item] = built
+        if item.numel > _room_numel() // 2:
+            self._large[item] = None
+            self._held.clear()  # another try
+        else:
+            self._small_numel += item.numel
+
+    def _drop(self, item: SpreadParameter | Parcel) -> None:
+        if item not in self._whole:
+            return
+        del self._whole[item]
+        self._held.discard(item)
+        if item in self._large:
+            del self._large[item]
+        else:
+            self._small_numel -= item.numel
+
+    def _make_room(
+        self, but: nn.Module | None = None, beside: Collection[Tensor] = (), numel: int = 0
     ) -> None:
-        """Make a parameter whole that is used again; what is used in the same operation stays so."""
-        holder = owner.holder()
-        used = [h for h, p, _ in self._open.values() if any(p is tensor for tensor in beside)]
-        self._spread(but=(holder, *used))
-        owner.open(param)
-        self._open[id(param)] = (holder or nn.Module(), param, owner)
+        """Spread what is whole: large parameters at once, small ones when they have become too many;
+        not those of the module under construction, or of the operation in hand. ``numel``: to come."""
+        few = self._small_numel + min(numel, _room_numel() // 2) <= self._small_limit
+        if few and not self._large:
+            return
+        if not few:
+            self._held.clear()  # another try
+        used = {id(tensor) for tensor in beside}
+        items = self._large if few else self._whole
+        self._spread([item for item in items if not self._is_in_hand(item, but, used)])
+        if not few:
+            self._small_limit = self._small_numel + _room_numel()
 
-    def _spread(self, but: Collection[nn.Module | None] = ()) -> None:
-        """Spread what is whole, in order; inside the block not what an initialiser still holds."""
-        for key, (holder, param, owner) in list(self._open.items()):
-            if guard.owner_of(param) is not owner or owner.shard_S is not None:
-                del self._open[key]  # an engine took it meanwhile
-                continue
-            if owner.pins or any(holder is kept for kept in but):
-                continue
-            if self.active and is_aliased(param):
-                continue
-            del self._open[key]
-            owner.spread(param)
+    def _is_in_hand(
+        self, item: SpreadParameter | Parcel, but: nn.Module | None, used: set[int]
+    ) -> bool:
+        if item in self._held:
+            return True
+        if isinstance(item, Parcel):
+            return any(owner.pins or id(param) in used for _, param, owner in item.members())
+        param, places = self._built(item)
+        return bool(item.pins or id(param) in used) or any(holder is but for holder, _ in places)
+
+    def _spread(self, items: Sequence[SpreadParameter | Parcel]) -> None:
+        """Collective. Inside the block without those whose memory the program still holds otherwise."""
+        for item in items:
+            if isinstance(item, SpreadParameter) and not self._is_built(item):
+                self._drop(item)
+        items = [item for item in items if item in self._whole]
+        held = self._compare(items) if items else set()
+        self._held |= held
+        ready = [item for item in items if item not in held]
+        new = [(i, self._built(i).param) for i in ready if isinstance(i, SpreadParameter)]
+        again = [item for item in ready if isinstance(item, Parcel)]
+        for item in ready:
+            self._drop(item)
+        for parcel in (*self._packed(new), *again):
+            parcel.close()
+
+    def _is_built(self, item: SpreadParameter) -> bool:
+        """Is it still part of a module, and nobody else's? If not, it is the program's own."""
+        param, places = self._built(item)
+        if guard.owner_of(param) is not item:
+            return False
+        if any(holder._parameters.get(leaf) is param for holder, leaf in places):
+            return True
+        del guard.owners[param]
+        return False
+
+    def _built(self, item: SpreadParameter) -> _Built:
+        built = self._whole[item]
+        assert built is not None
+        return built
+
+    def _packed(self, params: Iterable[tuple[SpreadParameter, nn.Parameter]]) -> Iterator[Parcel]:
+        """In order; small parameters of one dtype together."""
+        groups: dict[Any, list[tuple[SpreadParameter, nn.Parameter]]] = {}
+        numels: dict[Any, int] = {}
+        for owner, param in params:
+            kind = param.dtype, param.device
+            group = groups.setdefault(kind, [])
+            numels[kind] = numels.get(kind, 0) + param.numel()
+            if group and numels[kind] > _room_numel() // 2:
+                yield Parcel(self, *zip(*group, strict=True))
+                group.clear()
+                numels[kind] = param.numel()
+            group.append((owner, param))
+        for group in groups.values():
+            yield Parcel(self, *zip(*group, strict=True))
+
+    def _compare(self, items: Sequence[SpreadParameter | Parcel]) -> set[SpreadParameter | Parcel]:
+        """Those whose memory the program holds otherwise, on any rank: a write there would be lost.
+        Outside the block it does no longer matter. Collective; refuses ranks that build other models.
+        """
+        what = zlib.crc32(repr([(item.name, item.numel) for item in items]).encode())
+        held = [self.active and self._is_aliased(item) for item in items]
+        mine = [what, len(items), sum(item.numel for item in items), any(held)]
+        name = "parameters under construction"
+        votes = self._exchange(mine, name)
+        if any(row[:3] != votes[0][:3] for row in votes):
+            counts = "; ".join(
+                f"rank {rank} {int(count)} parameters or parcels of {int(numel)} elements in all"
+                for rank, (_, count, numel, _) in enumerate(votes)
+            )
+            raise RankMismatch(
+                f"zero.Init: ranks build different models. Of what was built last there are: {counts}; "
+                f"here from {items[0].name!r} to {items[-1].name!r}. Rank 0's values would go to other "
+                "parameters. Build the same modules in the same order on every rank."
+            )
+        if any(row[3] for row in votes):
+            flags = self._exchange(held, name)
+            held = [any(column) for column in zip(*flags, strict=True)]
+        return {item for item, flag in zip(items, held, strict=True) if flag}
+
+    def _exchange(self, numbers: Sequence[int], name: str) -> list[list[float]]:
+        vector = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        rows: list[list[float]] = self.comm.gather_small(vector, name=name).tolist()
+        return rows
+
+    def _is_aliased(self, item: SpreadParameter | Parcel) -> bool:
+        if isinstance(item, Parcel):
+            return any(is_aliased(param) for _, param, _ in item.members())
+        return is_aliased(self._built(item).param)
 
 
 def _config_of(source: Any) -> Config | None:

@@ -21,7 +21,7 @@ from zeroshard.errors import UsageError
 from zeroshard.integrations.deepspeed.words import ZeroParamStatus
 from zeroshard.zero import guard
 from zeroshard.zero.access import GatheredParameters
-from zeroshard.zero.init import SpreadParameter
+from zeroshard.zero.parcel import Parcel, SpreadParameter
 from zeroshard.zero.unit import Unit, UnitState
 
 _ids = itertools.count()
@@ -47,7 +47,7 @@ def mark_parameters(params: Iterable[nn.Parameter]) -> None:
         own |= {"ds_numel": param.numel(), "ds_shape": param.shape, "ds_persist": False}
         own |= {
             "ds_status": ZeroParamStatus.AVAILABLE,
-            "partition_numel": _Constant(_own_numel(param)),
+            "partition_numel": _OwnNumel(own["ds_id"]),
             "all_gather": _AllGather(own["ds_id"]),
             "partition": _Partition(own["ds_id"]),
             "ds_summary": _Summary(own["ds_id"]),
@@ -57,14 +57,15 @@ def mark_parameters(params: Iterable[nn.Parameter]) -> None:
         guard.list_on_request([param])
 
 
-class _Constant:
-    """A function without arguments; unlike a closure it can be pickled with the parameter."""
+class _OwnNumel:
+    """``param.partition_numel()``: how much of it rests on this rank."""
 
-    def __init__(self, value: int) -> None:
-        self.value = value
+    def __init__(self, ds_id: int) -> None:
+        self.ds_id = ds_id
 
     def __call__(self) -> int:
-        return self.value
+        low, high = _own_range(_find(self.ds_id))
+        return high - low
 
 
 class _AllGather:
@@ -200,16 +201,12 @@ def _status(param: nn.Parameter) -> ZeroParamStatus:
 def _shard(param: nn.Parameter) -> Tensor:
     """The part of the parameter that rests on this rank, flat; empty where its unit was cut elsewhere."""
     owner = guard.owner_of(param)
-    shard_S = owner.shard_S if isinstance(owner, (Unit, SpreadParameter)) else None
+    holder = owner.parcel if isinstance(owner, SpreadParameter) else owner
+    shard_S = holder.shard_S if isinstance(holder, (Unit, Parcel)) else None
     if shard_S is None:
         return torch.empty(0, dtype=param.dtype, device=param.device)
     low, high = _own_range(param)
     return shard_S[low:high]
-
-
-def _own_numel(param: nn.Parameter) -> int:
-    low, high = _own_range(param)
-    return high - low
 
 
 def _own_range(param: nn.Parameter) -> tuple[int, int]:
@@ -218,7 +215,7 @@ def _own_range(param: nn.Parameter) -> tuple[int, int]:
     if isinstance(owner, Unit):
         layout, rank, slot = owner.layout, owner.comm.rank, owner.layout.slots[owner.index(param)]
     elif isinstance(owner, SpreadParameter):
-        layout, rank, slot = owner.layout, owner.context.comm.rank, owner.layout.slots[0]
+        return owner.own_part()
     else:
         return 0, 0
     begin, end = layout.shard_range(rank)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from zeroshard.comm.torch_names import get_world_size
 from zeroshard.errors import UsageError
-from zeroshard.integrations.deepspeed.parameters import mark_parameters
+from zeroshard.integrations.deepspeed.parameters import is_zero_param, mark_parameters
 from zeroshard.integrations.deepspeed.reading import model_config
 from zeroshard.zero import access, init
 
@@ -59,9 +59,9 @@ class Init(init.Init):
             mpu,
         )
 
-    def _param_registered(self, holder: nn.Module, leaf: str, param: nn.Parameter | None) -> None:
-        super()._param_registered(holder, leaf, param)
-        if param is not None:
+    def _take(self, holder: nn.Module, leaf: str, param: nn.Parameter) -> None:
+        super()._take(holder, leaf, param)
+        if not is_zero_param(param):
             mark_parameters([param])
 
 
