@@ -735,6 +735,38 @@ def test_the_optimizer_tells_how_the_loss_is_scaled():
     engine.destroy()
 
 
+class Tiled(nn.Module):
+    """An MLP over a sequence, in three pieces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.mlp = nn.Sequential(nn.Linear(6, 12), nn.GELU(), nn.Linear(12, 6))
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, x):
+        tiled = deepspeed.runtime.sequence_parallel.ulysses_sp.TiledMLP
+        params = list(self.mlp.parameters())
+        h = tiled.apply(
+            lambda mlp, piece: mlp(piece), self.mlp, x[:, None].expand(-1, 7, -1), 3, params
+        )
+        return self.head(h).mean(1)
+
+
+@on_ranks(2)
+def test_a_tiled_mlp_trains_alike_at_every_stage():
+    found = []
+    for stage in (0, 2, 3):
+        engine, *_ = deepspeed.initialize(
+            model=Tiled(), config=config(stage, unit_min_numel=1, units=["Linear"])
+        )
+        for number in range(3):
+            train_step(engine, number)
+        found.append(values(engine))
+        engine.destroy()
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
 @on_ranks(1)
 def test_external_parameters_need_no_registration_but_have_to_be_parameters():
     register = deepspeed.zero.register_external_parameter

@@ -99,6 +99,7 @@ class StepHooks:
         self._buffers = {id(buffer.unit): buffer for buffer in reducer.buffers}
         self.on_modules: list[RemovableHandle] = []
         self.on_params: list[RemovableHandle] = []
+        self._on_state: list[RemovableHandle] = []
         self._landings: list[tuple[Site, GradBuffer, int]] = []  # what each gradient hook is for
         self._note_places()
         self.attach()
@@ -121,7 +122,7 @@ class StepHooks:
                 post = _bound(me, after, site)
                 self.on_modules.append(site.module.register_forward_hook(post, always_call=root))
         root_module = self.gatherer.root.module
-        self.on_modules.append(root_module.register_state_dict_post_hook(_release_values))
+        self._on_state.append(root_module.register_state_dict_post_hook(_release_values))
         for site in self.gatherer.sites:
             for unit in site.units:
                 if (buffer := buffers.get(id(unit))) is not None:
@@ -139,9 +140,9 @@ class StepHooks:
 
     def remove(self) -> None:
         """Detach every hook."""
-        for handle in (*self.on_modules, *self.on_params):
+        for handle in (*self.on_modules, *self.on_params, *self._on_state):
             handle.remove()
-        self.on_modules, self.on_params = [], []
+        self.on_modules, self.on_params, self._on_state = [], [], []
 
     # ------------------------------------------------------------------ forward
 
