@@ -26,7 +26,7 @@ from unittest import mock
 import pytest
 
 from zeroshard.integrations.deepspeed.install import DIRECTORY as COMPAT
-from zeroshard.testing.ranks import run_ranks
+from zeroshard.testing.ranks import pool, run_ranks
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -150,6 +150,19 @@ def _run_program(program: str, argv: tuple[str, ...], environ: dict[str, str]) -
     finally:
         sys.argv = old_argv
     return out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def deepspeed_on_ranks() -> Iterator[None]:
+    """Ours. Accelerate and Transformers look once, when they are imported: ranks that imported them
+    for other tests are replaced."""
+    sys.path.insert(0, str(COMPAT))
+    try:
+        if not all(run_ranks(finds_deepspeed, 2, group=False)):
+            pool().kill()
+        yield
+    finally:
+        sys.path.remove(str(COMPAT))
 
 
 # ---------------------------------------------------------------- what programs say

@@ -1,0 +1,10 @@
+"""Programs are run as ``tests/compat`` runs them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1] / "compat"))
+
+from programs import deepspeed_on_ranks  # noqa: E402, F401
