@@ -191,7 +191,7 @@ def _store(method: str, place: Place, timeout: timedelta) -> Store:
     url = urlparse(method)
     if url.scheme not in ("env", "tcp"):
         store, _, _ = next(rendezvous(method, place.rank, place.world_size, timeout=timeout))
-        return store
+        return cast("Store", store)
     if url.scheme == "env":
         url = urlparse(f"tcp://{_master(0)}")
     host, port = url.hostname or "127.0.0.1", url.port or 0
