@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "train_gpt" / "train.py"
-STEPS = 60
+STEPS = 40
 
 
 @pytest.fixture(scope="module")
