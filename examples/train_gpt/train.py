@@ -83,8 +83,8 @@ def train(
     report: Report,
     saving: Saving,
 ) -> None:
-    """Go on to ``steps`` optimizer steps; report 100 times and look at the held-out text 10 times."""
-    report_every, evaluate_every = math.ceil(steps / 100), math.ceil(steps / 10)
+    """Go on to ``steps`` optimizer steps; report 100 times, look at the held-out text 5 times."""
+    report_every, evaluate_every = math.ceil(steps / 100), math.ceil(steps / 5)
     accumulation = engine.gradient_accumulation_steps()
     batches = repeat(loader)
     bits = BitsPerByte(corpus, engine.device)

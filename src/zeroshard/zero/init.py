@@ -110,7 +110,8 @@ class Init:
     """Build a model sharded (DeepSpeed's ``deepspeed.zero.Init``, same arguments).
 
     ``config_dict_or_path`` (or ``config``): its stage decides whether anything happens (only stage 3
-    shards parameters), its precision the dtype; ``dtype`` overrides. ``module``: shard this model now.
+    shards parameters), its precision the dtype ("auto": the parameter's own, until there is an engine);
+    ``dtype`` overrides. ``module``: shard this model now.
     Parameters are initialised in their own dtype, then cast, and rank 0's values win. Buffers are left
     alone. Re-entrant; an exception inside leaves parameters as they are.
 
