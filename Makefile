@@ -8,6 +8,7 @@ TEST_LIMIT ?= 5100
 
 BIN   := .venv/bin
 READY := .venv/.ready
+PIP   := $(BIN)/python -m pip install
 
 # One thread per rank: several ranks share the cores of this machine.
 export OMP_NUM_THREADS ?= 1
@@ -27,11 +28,14 @@ help:
 setup: $(READY)
 
 # torch first and alone: it is the one large download, and the packages after it accept what is there.
+# One line for each step; what pip says is shown if it fails.
 $(READY): constraints.txt pyproject.toml
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,hf,lightning]'
-	touch $@
+	@begin=$$(date +%s); log=$$(mktemp); trap 'rm -f "$$log"' EXIT; \
+	step() { echo "set-up: $$1"; shift; "$$@" > "$$log" 2>&1 || { cat "$$log" >&2; exit 1; }; }; \
+	step "making .venv" $(PYTHON) -m venv .venv; \
+	step "installing torch, about 200 MB" $(PIP) "$$(grep '^torch==' constraints.txt)"; \
+	step "installing the rest" $(PIP) -c constraints.txt -e '.[dev,hf,lightning]'; \
+	touch $@; echo "set-up: done in $$(( $$(date +%s) - begin )) s"
 
 train: $(READY)
 	$(BIN)/zeroshard launch --nproc $(RANKS) examples/train_gpt/train.py $(ARGS)

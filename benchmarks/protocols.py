@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
 from models import GPTTask, Shape, StackTask
 from systems import (
     ADAMW,
     CLIP,
     TRANSPORTS,
+    System,
     ddp_line,
     deepspeed_line,
     floor_line,
@@ -21,6 +23,12 @@ from systems import (
 from teams import Say
 from training import Effort, Line, compare
 
+from zeroshard.native.hardware import hardware_of
+
+HARDWARE = hardware_of(torch.device("cpu"))
+COMPUTE = "bf16" if HARDWARE.bf16 else "fp32"
+"""In which the GPT is trained (A1, A2, A6, A8): without the instructions bf16 would measure nothing but
+its products. The others hardly multiply, and their bytes are those of bf16."""
 STEP_NBYTES_PER_ELEMENT = 30
 """Gradient 2 + 2 (norm, update), parameter 2, master, first and second moment 8 each."""
 
@@ -50,6 +58,7 @@ class Comparison:
             "title": self.title,
             "settings": {
                 "task": asdict(task),
+                "compute": COMPUTE if isinstance(task, GPTTask) else "bf16",
                 "parameters": sum(p.numel() for p in task.model().parameters()),
                 "micro_batches": self.micro_batches,
                 "threads_per_rank": self.lines[0].threads,
@@ -81,20 +90,23 @@ def _lines(*systems: Any, ranks: int = 2, threads: int = 1) -> list[Line]:
 
 
 def _transports() -> list[Line]:
-    return _lines(*(zeroshard_line(stage, t) for t in TRANSPORTS for stage in (0, 1, 2, 3)))
-
-
-def _peers(reduce: str = "bf16") -> list[Line]:
     return _lines(
-        ddp_line(),
-        fsdp2_line(False, reduce=reduce),
-        fsdp2_line(True, reduce=reduce),
-        *(deepspeed_line(stage, reduce=reduce) for stage in (1, 2, 3)),
+        *(zeroshard_line(stage, t, compute=COMPUTE) for t in TRANSPORTS for stage in (0, 1, 2, 3))
     )
 
 
-def _own(reduce: str = "bf16") -> list[Line]:
-    return _lines(*(zeroshard_line(stage, reduce=reduce) for stage in (1, 2, 3)))
+def _peers(reduce: str = "") -> list[Line]:
+    dtypes = {"compute": COMPUTE, "reduce": reduce}
+    return _lines(
+        ddp_line(COMPUTE),
+        fsdp2_line(False, **dtypes),
+        fsdp2_line(True, **dtypes),
+        *(deepspeed_line(stage, **dtypes) for stage in (1, 2, 3)),
+    )
+
+
+def _own(reduce: str = "") -> list[Line]:
+    return _lines(*(zeroshard_line(s, compute=COMPUTE, reduce=reduce) for s in (1, 2, 3)))
 
 
 def _updates(threads: int = 1) -> list[Line]:
@@ -124,7 +136,9 @@ def _gathers() -> list[Line]:
 def _at_size() -> list[Line]:
     return [
         Line(
-            zeroshard_line(stage), ranks, f"ZeroShard stage {stage}, {ranks} rank{'s'[: ranks - 1]}"
+            zeroshard_line(stage, compute=COMPUTE),
+            ranks,
+            f"ZeroShard stage {stage}, {ranks} rank{'s'[: ranks - 1]}",
         )
         for ranks in (2, 1)
         for stage in (2, 3)
@@ -134,13 +148,18 @@ def _at_size() -> list[Line]:
 _FEW = ("DDP", "FSDP2, resharded", "DeepSpeed stage 3", "ZeroShard stage 3")
 _FEW_UPDATES = ("PyTorch, fused", "ZeroShard stage 2", "DeepSpeed stage 2")
 
+
+def _alone() -> System:
+    return plain_line("PyTorch, fused, no exchange", compared=False, compute=COMPUTE, fused=True)
+
+
 COMPARISONS = [
     Comparison(
         "a1",
         "A1  a step bound by communication: 2 ranks, 128 tokens each",
         GPTTask(),
         [
-            *_lines(floor_line(), plain_line("PyTorch, fused, no exchange", compared=False, fused=True)),
+            *_lines(floor_line(COMPUTE), _alone()),
             *_peers(),
             *_transports(),
         ],
@@ -154,7 +173,7 @@ COMPARISONS = [
         "a1-fp32",
         "A1  the same, gradients reduced in fp32",
         GPTTask(),
-        [*_lines(floor_line()), *_peers("fp32"), *_own("fp32")],
+        [*_lines(floor_line(COMPUTE)), *_peers("fp32"), *_own("fp32")],
         Effort(5, 4, 5),
         small=_FEW,
     ),
@@ -162,7 +181,7 @@ COMPARISONS = [
         "a2-512",
         "A2  the same, 512 tokens per rank",
         GPTTask(Shape(context=512)),
-        [*_lines(floor_line()), *_peers(), *_own()],
+        [*_lines(floor_line(COMPUTE)), *_peers(), *_own()],
         Effort(2, 4, 2),
         small=_FEW[1:],
     ),
@@ -170,7 +189,7 @@ COMPARISONS = [
         "a2-2048",
         "A2  the same, 2048 tokens per rank",
         GPTTask(Shape(context=2048)),
-        [*_lines(floor_line()), *_peers(), *_own()],
+        [*_lines(floor_line(COMPUTE)), *_peers(), *_own()],
         Effort(1, 3, 1),
         small=(),
     ),
@@ -195,10 +214,11 @@ COMPARISONS = [
         "A6  gradient accumulation over 8 micro-batches of 128 tokens",
         GPTTask(),
         [
-            *_lines(floor_line()),
+            *_lines(floor_line(COMPUTE)),
             *_peers(),
             *_lines(
-                fsdp2_line(False, syncs_always=False), fsdp2_line(True, syncs_always=False)
+                fsdp2_line(False, syncs_always=False, compute=COMPUTE),
+                fsdp2_line(True, syncs_always=False, compute=COMPUTE),
             ),
             *_own(),
         ],
@@ -221,6 +241,10 @@ COMPARISONS = [
         Effort(1, 3, 1),
     ),
 ]  # fmt: skip
+
+
+if COMPUTE == "fp32":  # A1 has reduced in fp32 then
+    COMPARISONS = [c for c in COMPARISONS if c.key != "a1-fp32"]
 
 
 def find_line(protocol: str, title: str) -> Line:

@@ -25,6 +25,8 @@ def show(result: dict[str, Any]) -> None:
         f"{result['machine']['load_average'][0]}; {versions}; "
         f"STREAM {stream_gb_per_s(result)} GB/s"
     )
+    if because := result.get("compute_because"):
+        console.print(f"The GPT of A1, A2, A6 and A8 is trained in {result['compute']}: {because}")
     for view in views(result):
         _show(view, console)
 

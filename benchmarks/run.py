@@ -47,6 +47,7 @@ def measure(
     """Run the chosen protocols one after the other."""
     import machine
     import stream
+    from protocols import COMPUTE, HARDWARE
     from targets import FORMAT
 
     began, nbytes = time.monotonic(), 2**24 if smoke else 2**28
@@ -60,10 +61,13 @@ def measure(
         "smoke": smoke,
         "unit": "milliseconds; cpu is process time, mean over ranks; wall is the slowest rank's",
         "machine": machine.describe(),
+        "compute": COMPUTE,
+        "compute_because": HARDWARE.because,
         "stream_gb_per_s": stream.measure(nbytes),
         "stream_gb_per_s_of_2_threads": stream.measure(nbytes, threads=2),
         "protocols": {},
     }
+    say(f"the GPT is trained in {COMPUTE}: {HARDWARE.because}")
     for key, run in chosen.items():
         say(f"{key} begins")
         result["protocols"][key] = run(partial(_tell, say, key), smoke=smoke, rounds=rounds)

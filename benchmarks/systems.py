@@ -1,8 +1,9 @@
 """How is each system told to train the same model in the same way?
 
 Every function here builds one system on one rank, in its best configuration for this setting, from
-the same fp32 model: AdamW with the same numbers and torch's fused kernel, gradients clipped at 1.0,
-bf16 compute, fp32 master, gradients reduced in bf16 where nobody asks for fp32.
+the same fp32 model: AdamW with the same numbers and torch's fused kernel, gradients clipped at 1.0.
+``compute`` is "bf16" (with an fp32 master) or "fp32"; gradients are reduced in it where nobody asks for
+another ``reduce``.
 """
 
 from __future__ import annotations
@@ -103,13 +104,14 @@ def has_transport(name: str) -> bool:
 # ---------------------------------------------------------------------- torch by itself
 
 
-def floor(model: Any, micro_batches: int) -> Trainer:
-    """Forward and backward of the bf16 model: no exchange, no update. Nobody can be below it."""
-    model.bfloat16()
-    return Trainer(
-        model, _backward(micro_batches),
-        lambda: model.zero_grad(set_to_none=True),
-    )  # fmt: skip
+def floor(compute: str = "bf16") -> Build:
+    """Forward and backward of the model: no exchange, no update. Nobody can be below it."""
+
+    def build(model: Any, micro_batches: int) -> Trainer:
+        model.to(_DTYPES[compute])
+        return Trainer(model, _backward(micro_batches), lambda: model.zero_grad(set_to_none=True))
+
+    return build
 
 
 def _backward(micro_batches: int) -> Callable[[Tensor], None]:
@@ -170,12 +172,16 @@ class MasterStep(ClippedStep):
             torch._foreach_copy_(self._narrow, self._params)
 
 
-def plain(**kernel: bool) -> Build:
-    """bf16 parameters, an fp32 master of each, casts, clipping, one ``torch.optim.AdamW``."""
+def plain(compute: str = "bf16", **kernel: bool) -> Build:
+    """Clipping and one ``torch.optim.AdamW``; in bf16 an fp32 master of each parameter, and casts."""
 
     options: dict[str, Any] = {**ADAMW, **kernel}
 
     def build(model: Any, micro_batches: int) -> Trainer:
+        if compute == "fp32":
+            own: list[Tensor] = list(model.parameters())
+            alone = ClippedStep(own, torch.optim.AdamW(own, **options))
+            return Trainer(model, _backward(micro_batches), alone, norm=alone.norm)
         masters = [param.detach().clone() for param in model.parameters()]
         params = list(model.bfloat16().parameters())
         step = MasterStep(params, masters, torch.optim.AdamW(masters, **options))
@@ -184,36 +190,46 @@ def plain(**kernel: bool) -> Build:
     return build
 
 
-def ddp(model: Any, micro_batches: int) -> Trainer:
-    """DDP keeps fp32 parameters, computes under bf16 autocast and all-reduces fp32 gradients."""
-    wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    step = fused_step(model)
+def ddp(compute: str = "bf16") -> Build:
+    """DDP keeps fp32 parameters and all-reduces fp32 gradients; bf16 is autocast."""
 
-    def forward(x: Tensor, y: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            loss: Tensor = wrapped(x, y)
-            return loss
+    def build(model: Any, micro_batches: int) -> Trainer:
+        wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        step = fused_step(model)
 
-    def before(last: bool) -> None:  # what no_sync() does, one flag at a time
-        wrapped.require_backward_grad_sync = last
+        def forward(x: Tensor, y: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16, enabled=compute == "bf16"):
+                loss: Tensor = wrapped(x, y)
+                return loss
 
-    return Trainer(forward, _backward(micro_batches), step, before=before, norm=step.norm)
+        def before(last: bool) -> None:  # what no_sync() does, one flag at a time
+            wrapped.require_backward_grad_sync = last
+
+        return Trainer(forward, _backward(micro_batches), step, before=before, norm=step.norm)
+
+    return build
 
 
-def shard_with_fsdp2(model: Any, *, reshard: bool, reduce: str = "bf16", **options: Any) -> None:
-    """FSDP2: fp32 shards, bf16 parameters, one group per large module."""
+def shard_with_fsdp2(
+    model: Any, *, reshard: bool, compute: str = "bf16", reduce: str = "", **options: Any
+) -> None:
+    """FSDP2: fp32 shards, one group per large module."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=_DTYPES[reduce])
+    policy = MixedPrecisionPolicy(
+        param_dtype=_DTYPES[compute], reduce_dtype=_DTYPES[reduce or compute]
+    )
     for module in [*model.groups(), model]:
         fully_shard(module, mp_policy=policy, reshard_after_forward=reshard, **options)
 
 
-def fsdp2(reshard: bool, *, syncs_always: bool = True, reduce: str = "bf16") -> Build:
+def fsdp2(
+    reshard: bool, *, syncs_always: bool = True, compute: str = "bf16", reduce: str = ""
+) -> Build:
     """``syncs_always=False``: gradients are reduced after the last micro-batch only."""
 
     def build(model: Any, micro_batches: int) -> Trainer:
-        shard_with_fsdp2(model, reshard=reshard, reduce=reduce)
+        shard_with_fsdp2(model, reshard=reshard, compute=compute, reduce=reduce)
         step = fused_step(model)
         return Trainer(
             model, _backward(micro_batches), step,
@@ -239,10 +255,12 @@ def import_deepspeed() -> Any:
         return importlib.import_module("deepspeed")
 
 
-def deepspeed_config(stage: int, micro_batches: int = 1, reduce: str = "bf16") -> dict[str, Any]:
+def deepspeed_config(
+    stage: int, micro_batches: int = 1, compute: str = "bf16", reduce: str = ""
+) -> dict[str, Any]:
     """The best keys found for this size, see benchmarks/README.md."""
     return {
-        **_common_config(micro_batches, reduce),
+        **_common_config(micro_batches, compute, reduce),
         "zero_optimization": {
             "stage": stage,
             "overlap_comm": False,
@@ -255,19 +273,19 @@ def deepspeed_config(stage: int, micro_batches: int = 1, reduce: str = "bf16") -
     }
 
 
-def _common_config(micro_batches: int, reduce: str) -> dict[str, Any]:
-    """What DeepSpeed and ZeroShard call by the same names. Both reduce in bf16 unless they are told."""
+def _common_config(micro_batches: int, compute: str, reduce: str) -> dict[str, Any]:
+    """What DeepSpeed and ZeroShard call by the same names. Both reduce as they compute unless told."""
     keys: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": micro_batches,
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": compute == "bf16"},
         "gradient_clipping": CLIP,
         "steps_per_print": 10**9,
     }
-    return keys if reduce == "bf16" else {**keys, "communication_data_type": reduce}
+    return keys if reduce in ("", compute) else {**keys, "communication_data_type": reduce}
 
 
-def deepspeed(stage: int, reduce: str = "bf16") -> Build:
+def deepspeed(stage: int, compute: str = "bf16", reduce: str = "") -> Build:
     """DeepSpeed around torch's fused AdamW."""
 
     def build(model: Any, micro_batches: int) -> Trainer:
@@ -275,7 +293,7 @@ def deepspeed(stage: int, reduce: str = "bf16") -> Build:
         engine, *_ = library.initialize(
             model=model,
             optimizer=torch.optim.AdamW(model.parameters(), fused=True, **ADAMW),
-            config=deepspeed_config(stage, micro_batches, reduce),
+            config=deepspeed_config(stage, micro_batches, compute, reduce),
             dist_init_required=False,
         )
         return engine_trainer(engine, engine.destroy)
@@ -302,24 +320,25 @@ def adamw_config(adamw: Mapping[str, Any] = ADAMW) -> dict[str, Any]:
 
 
 def zeroshard_config(
-    stage: int, micro_batches: int = 1, reduce: str = "bf16", **keys: Any
+    stage: int, micro_batches: int = 1, compute: str = "bf16", reduce: str = "", **keys: Any
 ) -> dict[str, Any]:
     """Defaults of the library, and the numbers that all systems share."""
     return {
-        **_common_config(micro_batches, reduce),
+        **_common_config(micro_batches, compute, reduce),
         "optimizer": adamw_config(),
         "zero_optimization": {"stage": stage},
         **keys,
     }
 
 
-def zeroshard(stage: int, reduce: str = "bf16", **keys: Any) -> Build:
+def zeroshard(stage: int, compute: str = "bf16", reduce: str = "", **keys: Any) -> Build:
     """ZeroShard with further keys of its configuration, such as ``transport``."""
 
     def build(model: Any, micro_batches: int) -> Trainer:
         from zeroshard import Engine
 
-        engine = Engine(model, config=zeroshard_config(stage, micro_batches, reduce, **keys))
+        config = zeroshard_config(stage, micro_batches, compute, reduce, **keys)
+        engine = Engine(model, config=config)
         return engine_trainer(engine, engine.close)
 
     return build
@@ -328,56 +347,65 @@ def zeroshard(stage: int, reduce: str = "bf16", **keys: Any) -> Build:
 # ---------------------------------------------------------------------- the lines of the tables
 
 
-def floor_line() -> System:
+def floor_line(compute: str = "bf16") -> System:
     """The model alone."""
-    return System(
-        "forward + backward", "floor", "torch", floor, "bf16, one rank by itself", compared=False
-    )
+    setting = f"{compute}, one rank by itself"
+    return System("forward + backward", "floor", "torch", floor(compute), setting, compared=False)
 
 
-def plain_line(name: str, *, compared: bool, **kernel: bool) -> System:
+def plain_line(name: str, *, compared: bool, compute: str = "bf16", **kernel: bool) -> System:
     """PyTorch in one process. With one rank it has the data of the others."""
+    words = "bf16, fp32 master" if compute == "bf16" else "fp32"
     return System(
-        name, "PyTorch", "torch", plain(**kernel), "bf16, fp32 master, one rank by itself",
+        name, "PyTorch", "torch", plain(compute, **kernel), f"{words}, one rank by itself",
         compared=compared,
     )  # fmt: skip
 
 
-def ddp_line() -> System:
+def ddp_line(compute: str = "bf16") -> System:
     """No sharding."""
+    words = ", bf16 autocast" if compute == "bf16" else ""
     return System(
-        "DDP", "DDP", "torch", ddp,
-        "fp32 parameters and reductions, bf16 autocast; no_sync while it accumulates",
+        "DDP", "DDP", "torch", ddp(compute),
+        f"fp32 parameters and reductions{words}; no_sync while it accumulates",
     )  # fmt: skip
 
 
-def fsdp2_line(reshard: bool, *, syncs_always: bool = True, reduce: str = "bf16") -> System:
+def fsdp2_line(
+    reshard: bool, *, syncs_always: bool = True, compute: str = "bf16", reduce: str = ""
+) -> System:
     """Stage 2 if parameters stay gathered from forward to backward, else stage 3."""
     name = f"FSDP2, {'resharded' if reshard else 'not resharded'}"
-    setting = f"fp32 shards, {reduce} reductions, reshard_after_forward={reshard}"
+    setting = f"fp32 shards, {reduce or compute} reductions, reshard_after_forward={reshard}"
     if not syncs_always:
         name, setting = f"{name}, no sync", f"{setting}, set_requires_gradient_sync(False)"
-    build = fsdp2(reshard, syncs_always=syncs_always, reduce=reduce)
+    build = fsdp2(reshard, syncs_always=syncs_always, compute=compute, reduce=reduce)
     return System(name, "FSDP2", "torch", build, setting, stage=3 if reshard else 2)
 
 
-def deepspeed_line(stage: int, *, reduce: str = "bf16") -> System:
+def deepspeed_line(stage: int, *, compute: str = "bf16", reduce: str = "") -> System:
     """One stage of DeepSpeed."""
     return System(
-        f"DeepSpeed stage {stage}", "DeepSpeed", "deepspeed", deepspeed(stage, reduce),
-        f"{reduce} reductions, overlap_comm off, buckets of 5e6", stage=stage,
+        f"DeepSpeed stage {stage}", "DeepSpeed", "deepspeed", deepspeed(stage, compute, reduce),
+        f"{reduce or compute} reductions, overlap_comm off, buckets of 5e6", stage=stage,
     )  # fmt: skip
 
 
 def zeroshard_line(
-    stage: int, transport: str = "auto", *, suffix: str = "", reduce: str = "bf16", **keys: Any
+    stage: int,
+    transport: str = "auto",
+    *,
+    suffix: str = "",
+    compute: str = "bf16",
+    reduce: str = "",
+    **keys: Any,
 ) -> System:
     """One stage of ZeroShard. ``auto``: the transport that users get; it is not named then."""
     name = f"ZeroShard stage {stage}" + (f", {transport}" if transport != "auto" else "") + suffix
     extra = "".join(f", {key}={value}" for key, value in keys.items())
     return System(
         name, f"ZeroShard {transport}", "zeroshard",
-        zeroshard(stage, reduce, transport=transport, **keys),
-        f"{reduce} reductions, transport {transport}{extra or ', defaults'}",
+        zeroshard(stage, compute, reduce, transport=transport, **keys),
+        f"{reduce or compute} reductions, transport {transport}{extra or ', defaults'}",
         stage=stage, transport=transport,
     )  # fmt: skip

@@ -70,7 +70,7 @@ def _setting(result: dict[str, Any]) -> str:
     update = f", with an update at the bandwidth of the memory {bound:.0f}." if bound else "."
     return (
         "Process CPU milliseconds per step and rank (median; wall time in parentheses), one "
-        f"interleaved run: 2 CPU ranks with one thread each, a bf16 GPT of "
+        f"interleaved run: 2 CPU ranks with one thread each, a {result.get('compute', 'bf16')} GPT of "
         f"{a1['settings']['parameters'] / 1e6:.1f} million parameters, "
         f"{a1['settings']['task']['shape']['context']} tokens per rank, so few that exchange and "
         f"update matter.{alone}{update if alone else ''} Measured on {machine['cores']} cores "

@@ -29,7 +29,10 @@ Say = Callable[[str], None]
 PATIENCE_S = 300.0
 """A team that answers nothing for so long has failed."""
 
-_PRELOADED = ["torch", "torch.distributed", "torch.distributed.fsdp", "zeroshard"]
+_PRELOADED = [
+    *("torch", "torch.distributed", "torch.distributed.fsdp", "torch._dynamo"),
+    "zeroshard.engine.initialize",  # importing zeroshard alone loads nothing
+]
 
 
 class Session(Protocol):

@@ -10,7 +10,7 @@ import hashlib
 import os
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,17 +50,24 @@ class Windows(Dataset[Tensor]):
         return self.tokens[i * self.context : (i + 1) * self.context + 1].long()
 
 
-def load_corpus(text: Path | None, *, vocab: int, context: int, cache: Path) -> Corpus:
+def load_corpus(
+    text: Path | None,
+    *,
+    vocab: int,
+    context: int,
+    cache: Path,
+    tell: Callable[[str], None] = lambda _: None,
+) -> Corpus:
     """Read ``text`` (default: Python's standard library), or what ``cache`` kept of it.
 
     Every rank may call this at once: the first to finish puts its file in place, and all read
-    that one.
+    that one. ``tell`` gets a line before each part that takes seconds.
     """
     documents = dict(split_file(text) if text else standard_library())
     key = hashlib.sha256(repr((vocab, HELD_OUT, sorted(documents.items()))).encode()).hexdigest()
     file = cache / f"tokens-{key[:16]}.npz"
     if not file.exists():
-        write_once(file, encode(documents, vocab))
+        write_once(file, encode(documents, vocab, tell))
     with np.load(file) as saved:
         tokenizer = Tokenizer.from_str(saved["tokenizer"].item())
         train, held_out = (torch.from_numpy(saved[name]) for name in ("train", "held_out"))
@@ -69,7 +76,9 @@ def load_corpus(text: Path | None, *, vocab: int, context: int, cache: Path) -> 
     return Corpus(tokenizer, token_nbytes, Windows(train, context), Windows(held_out, context))
 
 
-def encode(documents: dict[str, str], vocab: int) -> dict[str, np.ndarray]:
+def encode(
+    documents: dict[str, str], vocab: int, tell: Callable[[str], None]
+) -> dict[str, np.ndarray]:
     """Learn a byte-pair vocabulary from the training documents and encode both parts."""
     by_hash = sorted(documents, key=lambda name: hashlib.sha256(name.encode()).digest())
     held_out = set(by_hash[: max(1, len(by_hash) // HELD_OUT)])
@@ -82,6 +91,8 @@ def encode(documents: dict[str, str], vocab: int) -> dict[str, np.ndarray]:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
+    size = sum(map(len, documents.values())) / 1e6
+    tell(f"learning a vocabulary of {vocab} pieces from {size:.1f} million characters")
     tokenizer.train_from_iterator(
         parts["train"],
         trainers.BpeTrainer(
@@ -91,6 +102,7 @@ def encode(documents: dict[str, str], vocab: int) -> dict[str, np.ndarray]:
     end = tokenizer.token_to_id(END)
     arrays = {"tokenizer": np.array(tokenizer.to_str())}
     for part, texts in parts.items():
+        tell(f"{part.replace('_', ' ')}: {len(texts)} documents become tokens")
         ids = [[*encoding.ids, end] for encoding in tokenizer.encode_batch(texts)]
         arrays[part] = np.concatenate([np.array(row, dtype=np.int32) for row in ids])
     return arrays

@@ -1,8 +1,13 @@
-"""What does a run leave behind?  A progress bar, metrics.jsonl and curve.png, from rank 0 alone."""
+"""What does a run leave behind?  Progress, metrics.jsonl and curve.png, from rank 0 alone.
+
+A terminal shows a bar; a file or a pipe gets a line at least every :data:`QUIET_S` seconds.
+"""
 
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
@@ -13,6 +18,11 @@ try:
     from matplotlib.figure import Figure
 except ImportError as error:
     raise SystemExit(f"{error}; this program needs: pip install 'zeroshard[examples]'") from error
+
+
+QUIET_S = (
+    10.0  # without a terminal a line comes when this has passed since the last, and work went on
+)
 
 
 class Report:
@@ -30,9 +40,11 @@ class Report:
             TimeRemainingColumn(),
             console=self.console,
             transient=True,
-            disable=self.quiet,
+            disable=self.quiet or not self.console.is_terminal,
         )
         self.task = self.bar.add_task("first step", total=None)
+        self.first: tuple[int, float] | None = None  # a step, and when it ended
+        self.spoke_s = time.perf_counter()
 
     def __enter__(self) -> Report:
         if not self.quiet:
@@ -52,6 +64,29 @@ class Report:
             self.draw()
             self.console.print(f"metrics.jsonl and curve.png are in {self.folder}")
 
+    def tick(self, *, step: int, of: int, loss: Callable[[], float], tokens_per_s: float) -> None:
+        """A step ended. ``loss`` waits for the device: bits per byte of this rank since a report."""
+        now_s = time.perf_counter()
+        if self.first is None:
+            self.first = (step, now_s)
+        elif self.is_due():
+            step_s = (now_s - self.first[1]) / (step - self.first[0])
+            minutes, seconds = divmod(round(step_s * (of - step)), 60)
+            self.say(
+                f"step {step:5d} of {of}   train {loss():.3f} bits per byte   "
+                f"{tokens_per_s:,.0f} tokens/s   {minutes} min {seconds:02d} s left"
+            )
+
+    def working(self, text: str) -> None:
+        """Something else than a step goes on."""
+        if self.is_due():
+            self.say(text)
+
+    def is_due(self) -> bool:
+        """Is there no bar to be seen, and was nothing said for a while?"""
+        waited_s = time.perf_counter() - self.spoke_s
+        return not (self.quiet or self.console.is_terminal) and waited_s > QUIET_S
+
     def step(self, *, step: int, of: int, train: float, tokens_per_s: float, **more: float) -> None:
         """``train`` is the mean over the steps and ranks since the last report."""
         self.train.append((step, train))
@@ -70,7 +105,10 @@ class Report:
         self.say(f"step {step:5d}   train {train:.3f}   held out {held_out:.3f}   bits per byte")
 
     def say(self, text: str) -> None:
+        """A line that appears at once, in a pipe too."""
         self.console.print(text, soft_wrap=True)
+        self.console.file.flush()
+        self.spoke_s = time.perf_counter()
 
     def write(self, **values: float) -> None:
         if not self.quiet:

@@ -17,6 +17,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -39,7 +40,8 @@ def main() -> None:
     if args.steps:
         schedule.update(total_num_steps=args.steps, warmup_num_steps=args.steps // 20)
 
-    corpus = load_corpus(args.text, vocab=args.vocab, context=args.context, cache=args.runs)
+    place = zeroshard.init_distributed(verbose=False)
+    corpus = load_by_turns(args, place.rank)
     shape = GPTConfig(
         vocab=len(corpus.token_nbytes),
         context=args.context,
@@ -59,8 +61,18 @@ def main() -> None:
             engine.load_checkpoint(*checkpoint(args.resume))
         saving = Saving(folder / "checkpoints", args.save_every)
         train(engine, loader, corpus, schedule["total_num_steps"], report, saving)
+        report.say("the model continues a prompt:")
         report.say(f"\n{sample(engine, corpus, length=160, seed=args.seed)}\n")
         report.say(str(engine.memory_report(all_ranks=True)))
+
+
+def load_by_turns(args: argparse.Namespace, rank: int) -> Corpus:
+    """Rank 0 makes tokens of the text, with all cores; then the others read what it kept."""
+    load = partial(load_corpus, args.text, vocab=args.vocab, context=args.context, cache=args.runs)
+    if rank == 0:
+        load(tell=partial(print, flush=True))
+    dist.barrier()
+    return load()
 
 
 def train(
@@ -71,8 +83,8 @@ def train(
     report: Report,
     saving: Saving,
 ) -> None:
-    """Go on to ``steps`` optimizer steps; report 100 times and look at the held-out text 10 times."""
-    report_every, evaluate_every = math.ceil(steps / 100), math.ceil(steps / 10)
+    """Go on to ``steps`` optimizer steps; report 100 times, look at the held-out text 5 times."""
+    report_every, evaluate_every = math.ceil(steps / 100), math.ceil(steps / 5)
     accumulation = engine.gradient_accumulation_steps()
     batches = repeat(loader)
     bits = BitsPerByte(corpus, engine.device)
@@ -87,17 +99,19 @@ def train(
             bits.add(loss, targets)
             tokens += targets.numel() * engine.world_size
 
+        tokens_per_s = tokens / (time.perf_counter() - start)
+        report.tick(step=step, of=steps, loss=bits.here, tokens_per_s=tokens_per_s)
         if step % report_every == 0 or step == steps:
             report.step(
                 step=step,
                 of=steps,
                 train=bits.take(),
-                tokens_per_s=tokens / (time.perf_counter() - start),
+                tokens_per_s=tokens_per_s,
                 learning_rate=float(engine.last_step.lr),
                 grad_norm=float(engine.last_step.grad_norm),
             )
             if step % evaluate_every == 0 or step == steps:
-                report.held_out(step=step, held_out=evaluate(engine, corpus))
+                report.held_out(step=step, held_out=evaluate(engine, corpus, report))
             tokens, start = 0, time.perf_counter()
         if saving.every and step % saving.every == 0:
             engine.save_checkpoint(saving.directory)  # with the place in the data
@@ -117,7 +131,7 @@ def checkpoint(path: Path) -> tuple[Path, str | None]:
 
 
 @torch.no_grad()
-def evaluate(engine: zeroshard.Engine, corpus: Corpus) -> float:
+def evaluate(engine: zeroshard.Engine, corpus: Corpus, report: Report) -> float:
     """Bits per byte of the held-out text. Each rank reads an equal share of it."""
     windows, size = corpus.held_out, engine.train_micro_batch_size_per_gpu()
     # The ranks run the same number of forward passes: each gathers parameters from all of them.
@@ -129,6 +143,7 @@ def evaluate(engine: zeroshard.Engine, corpus: Corpus) -> float:
         batch = torch.stack([windows[i] for i in share[first : first + size]])
         inputs, targets = split(batch, engine.device)
         bits.add(engine(inputs, targets), targets)
+        report.working(f"held-out text: {first + len(batch)} of {len(share)} windows")
     engine.train()
     return bits.take()
 
@@ -159,6 +174,11 @@ class BitsPerByte:
         """``loss`` is the mean over ``targets`` in nats per token."""
         nbytes = self.token_nbytes[targets].sum()
         self.seen += torch.stack([loss.detach().float() * targets.numel(), nbytes])
+
+    def here(self) -> float:
+        """The mean over what this rank added since the last :meth:`take`; reads from the device."""
+        nats, nbytes = self.seen.tolist()
+        return float(nats / nbytes / math.log(2))
 
     def take(self) -> float:
         """The mean over everything added on any rank since the last call."""

@@ -173,7 +173,8 @@ def test_one_rank_plans_every_store_to_the_byte(tmp_path):
 
 @on_ranks(2)
 def test_two_ranks_plan_every_store_to_the_byte(tmp_path):
-    check_columns(tmp_path, [("bf16", 1), ("bf16", 3), ("fp16", 1), ("fp32", 1)], (1, 2, 3))
+    check_columns(tmp_path, [("bf16", 1), ("bf16", 3)], (1, 2, 3))
+    check_columns(tmp_path, [("fp16", 1), ("fp32", 1)], (3,))
 
 
 @on_ranks(3)
@@ -490,7 +491,7 @@ def test_two_hundred_steps_with_everything_on_disk_leave_memory_flat(tmp_path):
             finish(engine)
             return sum(everything_alive().values()) - file.bounce_nbytes
 
-        for step in range(300):
+        for step in range(200):
             train(engine, 1)
             if step == 1:
                 tensors, reserved = held(), file.reserved_nbytes

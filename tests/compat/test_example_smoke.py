@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import random
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 from statistics import mean
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "train_gpt" / "train.py"
-STEPS = 60
+STEPS = 40
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +90,29 @@ def test_measured_parameters_of_each_rank_equal_the_plan(run: Path, rank: int) -
     [row] = [line.split() for line in lines if line.split()[:2] == [str(rank), "parameters"]]
     planned, measured = map(float, row[2:])
     assert planned == measured > 0
+
+
+def test_the_first_line_comes_before_the_work_and_says_what_is_done(run: Path) -> None:
+    first = (run.parent / "stdout.txt").read_text().splitlines()[0]
+    assert first.startswith("learning a vocabulary of 512 pieces from ")
+
+
+def test_without_a_terminal_a_line_comes_when_none_was_seen_for_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = SimpleNamespace(**runpy.run_path(str(EXAMPLE.with_name("report.py"))))
+    now_s = 0.0
+    monkeypatch.setattr(report.time, "perf_counter", lambda: now_s)
+    quiet, loud = (report.Report(tmp_path, rank) for rank in (1, 0))
+    for step in range(1, 101):
+        now_s += 1.0
+        for one in (quiet, loud):
+            one.tick(step=step, of=300, loss=lambda: 2.5, tokens_per_s=4096.0)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 9  # eleven seconds from line to line; rank 1 is silent
+    assert lines[-1].split() == (
+        "step 99 of 300 train 2.500 bits per byte 4,096 tokens/s 3 min 21 s left".split()
+    )
 
 
 def test_a_resumed_run_repeats_the_rest_of_the_first_bit_for_bit(run: Path) -> None:

@@ -12,7 +12,6 @@ from checkpoint_model import Small, differences, everything, open_engine, stores
 from zeroshard.testing import on_ranks, run_ranks
 
 STAGES = (0, 1, 2, 3)
-WORLDS = (1, 2, 3, 4)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
@@ -69,8 +68,9 @@ def mean_loss(root: str) -> None:
         torch.save(loss.item(), Path(root) / "mean.pt")
 
 
-KINDS = [
-    *itertools.product(WORLDS, STAGES, ["device"]),
+KINDS = [  # every kind loads all of them, so that each one more costs twice their number
+    *itertools.product((1, 2), STAGES, ["device"]),
+    *itertools.product((3, 4), (1, 3), ["device"]),
     (2, 2, "optimizer on host"),
     (3, 1, "optimizer on disk"),
     (2, 3, "optimizer on disk"),

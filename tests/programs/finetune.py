@@ -20,7 +20,9 @@ from transformers import AutoTokenizer, HfArgumentParser, Seq2SeqTrainingArgumen
 class Arguments:
     """What to train on what."""
 
-    task: str = field(metadata={"choices": ["causal", "masked", "classify", "answer", "tag", "translate"]})
+    task: str = field(
+        metadata={"choices": ["causal", "masked", "classify", "answer", "tag", "translate"]}
+    )
     model_name_or_path: str
     data: str
 
@@ -69,7 +71,8 @@ def collator(task: str, tokenizer: Any, model: Any) -> Any:
 
 
 def main() -> None:
-    arguments, args = HfArgumentParser((Arguments, Seq2SeqTrainingArguments)).parse_args_into_dataclasses()
+    parser = HfArgumentParser((Arguments, Seq2SeqTrainingArguments))
+    arguments, args = parser.parse_args_into_dataclasses()
     transformers.set_seed(args.seed)
     task = arguments.task
     tokenizer = AutoTokenizer.from_pretrained(arguments.model_name_or_path)

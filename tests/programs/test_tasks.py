@@ -83,7 +83,9 @@ def assert_same_run(found: Path, wanted: Path) -> None:
     for what, relative in (("loss", 3e-6), ("grad_norm", 2e-5), ("learning_rate", 0)):
         runs = (logged(folder / "trainer_state.json", what) for folder in (found, wanted))
         assert_losses(*runs, relative=relative)
-    said, reference = (json.loads((folder / "answers.json").read_text()) for folder in (found, wanted))
+    said, reference = (
+        json.loads((folder / "answers.json").read_text()) for folder in (found, wanted)
+    )
     assert said["loss"] == pytest.approx(reference["loss"], rel=3e-5)
     assert_close(said["said"], reference["said"])
 

@@ -10,11 +10,16 @@ from typing import Any
 from programs import with_deepspeed
 
 WORDS = (
-    "the a cat dog bird fish sees likes hears finds big small red blue old runs sleeps sings today now and "
-    "but why because good bad here there user assistant"
+    "the a cat dog bird fish sees likes hears finds big small red blue old runs sleeps sings today "
+    "now and but why because good bad here there user assistant"
 ).split()
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>", "<mask>", "[turn]", "[end]"]
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 48,
+}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "dropout": 0.0,
               "attention_dropout": 0.0, "activation_dropout": 0.0}  # fmt: skip
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {  # model type, class, sizes

@@ -32,8 +32,16 @@ legal; a key given twice is an error. Your dict is never written to.
   `gradient_accumulation_steps` x world size. Give any two, or one of the first two; the rest
   follows.
 * **`"auto"`** is legal for every key and resolved here: batch sizes follow from the others, sizes
-  from the model's width where it is known, precision is off, `warmup_max_lr` is the optimizer's
-  `lr`, all else is the default. Arguments without a default (`total_num_steps`) cannot be `"auto"`.
+  from the model's width where it is known, `warmup_max_lr` is the optimizer's `lr`, all else is the
+  default. Arguments without a default (`total_num_steps`) cannot be `"auto"`.
+* **`"auto"` as precision** (`bf16.enabled`, or `fp16.enabled` where a launcher left it) is bf16 where
+  the hardware multiplies it: CUDA devices of compute capability 8 and up, CPUs with AVX512-BF16,
+  AMX-BF16 or Arm's BF16 that `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA` do not hold back. It is
+  fp32 elsewhere, where bf16 would take 10 to 100 times as long, and where `torch_autocast`,
+  `data_types.param_dtype` or the other section decides. fp16 is never chosen: it needs a loss scale.
+  Integrations fill in their own precision first. Ranks on unlike hardware are an error that names
+  the key; write `true` or `false` then. `zero.Init` keeps the model's own dtype until the engine
+  decides.
 * **Numbers** may be written as floats (`5e8`) or strings (`"8"`, with a notice). Booleans are
   `true` or `false`, nothing else. *Elements* count numbers, not bytes. A *dtype* is one of `fp32`,
   `fp16`, `bf16`, `fp64` or torch's word for it. *Globs* are matched against dotted names.

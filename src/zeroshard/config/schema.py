@@ -53,7 +53,9 @@ class FP16Config(Section):
 
 
 class BF16Config(Section):
-    enabled: Flag = honour(False, "bf16 parameters, fp32 master; not with fp16.")
+    enabled: Flag = honour(
+        False, 'bf16 parameters, fp32 master; not with fp16. "auto": if the hardware multiplies it.'
+    )
     check_grad_overflow: Flag = honour(True, "Skip the update when a gradient is not finite.")
     immediate_grad_update: Flag = accept(False, "When the fp32 accumulator is filled.")
     bf16_master_weights_and_grads: Flag = honour(False, "Keep master and gradients in bf16 too.")

@@ -149,7 +149,7 @@ class StepHooks:
     def _before_root(
         self, site: Site, _module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any]
     ) -> None:
-        if transforms.are_running():
+        if transforms.innermost() is not None:
             self._before_transformed(site)
             return
         if in_backward():
@@ -216,7 +216,7 @@ class StepHooks:
         self._note_places()
 
     def _after_root(self, site: Site, _module: nn.Module, _args: Any, output: Any) -> Any:
-        if transforms.are_running() or in_backward():
+        if transforms.innermost() is not None or in_backward():
             return output
         output = _apart_from(site, output)
         self.forward_depth = max(0, self.forward_depth - 1)
@@ -233,13 +233,16 @@ class StepHooks:
     def _before_resident(
         self, site: Site, _module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any]
     ) -> None:
+        if transforms.innermost() is None:
+            site.wait()
+            return
         with transforms.suspended():
             site.wait()
 
     def _before_forward(
         self, site: Site, _module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any]
     ) -> None:
-        if transforms.are_running():
+        if transforms.innermost() is not None:
             self._before_transformed(site)
             return
         backward = in_backward()
@@ -260,7 +263,7 @@ class StepHooks:
         site.running.append(call)
 
     def _after_forward(self, site: Site, _module: nn.Module, _args: Any, output: Any) -> Any:
-        if transforms.are_running():
+        if transforms.innermost() is not None:
             return output
         output = _apart_from(site, output)
         call = site.running.pop() if site.running else None

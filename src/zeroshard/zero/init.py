@@ -50,10 +50,10 @@ class Init:
     """Build a model sharded (DeepSpeed's ``deepspeed.zero.Init``, same arguments).
 
     ``config_dict_or_path`` (or ``config``): its stage decides whether anything happens (only stage 3
-    shards parameters), its precision the dtype; ``dtype`` overrides. ``module``: shard this model now.
-    Parameters are initialised in their own dtype, which they show until the block ends, then cast, and
-    rank 0's values win. Buffers are left alone. Re-entrant; an exception inside leaves parameters as
-    they are.
+    shards parameters), its precision the dtype ("auto": the parameter's own, until there is an engine);
+    ``dtype`` overrides. ``module``: shard this model now. Parameters are initialised in their own dtype,
+    which they show until the block ends, then cast, and rank 0's values win. Buffers are left alone.
+    Re-entrant; an exception inside leaves parameters as they are.
 
     Beside its shards a rank holds the module under construction and one piece of
     :data:`zeroshard.zero.deal.PIECE_NUMEL` elements. With ``keep_fp32`` patterns everything stays fp32

@@ -14,18 +14,15 @@ import torch
 from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
-_outermost = torch._C._functorch.peek_interpreter_stack
-_NOTHING: AbstractContextManager[Any] = contextlib.nullcontext()
-
-
-def are_running() -> bool:
-    """Is this code called from inside a ``torch.func`` transform?"""
-    return _outermost() is not None
+innermost = torch._C._functorch.peek_interpreter_stack
+"""The ``torch.func`` transform that this code is called from, or None: a call of C++, for hot paths."""
 
 
 def suspended() -> AbstractContextManager[Any]:
-    """Inside the block operations are not rewritten. Costs nothing where no transform runs."""
-    return _NOTHING if _outermost() is None else temporarily_clear_interpreter_stack()
+    """Inside the block operations are not rewritten."""
+    return (
+        contextlib.nullcontext() if innermost() is None else temporarily_clear_interpreter_stack()
+    )
 
 
 def unwrapped(tensor: Tensor) -> Tensor:

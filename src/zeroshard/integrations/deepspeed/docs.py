@@ -64,8 +64,9 @@ an error before training starts.
 
 **Values in two places.** Accelerate, the Trainer and Lightning replace `"auto"` and compare their own
 arguments with the file; their errors arrive as they are. Where the numbers that they wrote cannot hold
-together, our `ConfigError` ends with who wrote which. An `"auto"` that nobody replaced means the default;
-if it decides about learning rate, precision or clipping, one line at start names it.
+together, our `ConfigError` ends with who wrote which. An `"auto"` that nobody replaced means the default
+(as precision: bf16 if the hardware multiplies it); if it decides about learning rate or clipping, one
+line at start names it.
 
 | program | configuration | |
 |---|---|---|

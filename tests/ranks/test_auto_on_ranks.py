@@ -1,0 +1,52 @@
+"""Do all ranks train in the precision that "auto" comes to, however the model was built?"""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from loops import CASE, assert_same, config_for, open_engine, own_data, train, weights
+
+import zeroshard
+from zeroshard.config import Hardware
+from zeroshard.engine import setup
+from zeroshard.errors import RankMismatch
+from zeroshard.testing import on_ranks
+
+FAST = Hardware(bf16=True, fp16=True, because="this CPU has AMX-BF16")
+SLOW = Hardware(bf16=False, fp16=False, because="this CPU has no bf16 instructions")
+AUTO = {"bf16": {"enabled": "auto"}}
+
+
+def trained(hardware: Hardware, stage: int, *, built_sharded: bool = False, **keys):
+    with mock.patch.object(setup, "hardware_of", lambda device: hardware):
+        config = config_for(stage, **keys)
+        with zeroshard.zero.Init(config=config, enabled=built_sharded):
+            model = CASE.build()
+        with open_engine(stage, model=model, **keys) as engine:
+            dtypes = {param.dtype for param in engine.module.parameters()}
+            train(engine, own_data(engine, 2))
+            return dtypes, weights(engine)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_auto_trains_as_if_the_answer_had_been_written(stage):
+    for hardware, dtype in ((FAST, torch.bfloat16), (SLOW, torch.float32)):
+        written = {"bf16": {"enabled": hardware.bf16}}
+        dtypes, expected = trained(hardware, stage, **written)
+        assert dtypes == {dtype}
+        for built_sharded in (False, True):
+            dtypes, found = trained(hardware, stage, built_sharded=built_sharded, **AUTO)
+            assert dtypes == {dtype}
+            assert_same(found, expected)
+
+
+@on_ranks(2)
+def test_ranks_on_unlike_hardware_are_told_which_key_to_write():
+    mine = FAST if dist.get_rank() else SLOW
+    with mock.patch.object(setup, "hardware_of", lambda device: mine):
+        with pytest.raises(RankMismatch, match=r"bf16\.enabled"):
+            open_engine(3, **AUTO)
