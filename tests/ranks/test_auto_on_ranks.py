@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from unittest import mock
 
 import pytest
@@ -11,7 +12,7 @@ from loops import CASE, assert_same, config_for, open_engine, own_data, train, w
 
 import zeroshard
 from zeroshard.config import Hardware
-from zeroshard.engine import setup
+from zeroshard.engine import setup, slow_precision
 from zeroshard.errors import RankMismatch
 from zeroshard.testing import on_ranks
 
@@ -50,3 +51,21 @@ def test_ranks_on_unlike_hardware_are_told_which_key_to_write():
     with mock.patch.object(setup, "hardware_of", lambda device: mine):
         with pytest.raises(RankMismatch, match=r"bf16\.enabled"):
             open_engine(3, **AUTO)
+
+
+@on_ranks(2)
+def test_rank_0_alone_says_once_that_a_precision_is_slow():
+    slow_precision._tell_once.cache_clear()
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger = logging.getLogger("zeroshard")
+    logger.addHandler(handler)
+    try:
+        for _ in range(2):
+            trained(SLOW, 2, bf16={"enabled": True})
+        trained(SLOW, 2, **AUTO)
+    finally:
+        logger.removeHandler(handler)
+    told = [line for line in lines if "times as long as in fp32" in line]
+    assert len(told) == (1 if dist.get_rank() == 0 else 0)
