@@ -80,7 +80,8 @@ class Init:
         parsed = _config_of(source)
         self.enabled = enabled and (parsed is None or parsed.zero_optimization.stage == 3)
         self.depth = 0
-        self._seen: dict[int, nn.Module] = {}  # what it contains is taken, or will be by a hook
+        # By id. What they contain is taken, or will be by a hook.
+        self._seen: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
         self._whole: dict[SpreadParameter | Parcel, _Built | None] = {}  # in order
         self._large: dict[SpreadParameter | Parcel, None] = {}  # those of them that wait for nobody
         self._held: set[SpreadParameter | Parcel] = set()  # could not be spread last time
@@ -145,7 +146,8 @@ class Init:
         for reference in self._blanks:
             if (parcel := reference()) is not None:
                 parcel.show_training_dtype()
-        for store in (self._blanks, self._seen, self._whole, self._large, self._held):
+        self._seen.clear()
+        for store in (self._blanks, self._whole, self._large, self._held):
             store.clear()
         self._small_numel, self._small_limit = 0, _room_numel()
 
@@ -308,7 +310,7 @@ class Init:
 
     def _compare(self, items: Sequence[SpreadParameter | Parcel]) -> set[SpreadParameter | Parcel]:
         """Those whose memory the program holds otherwise, on any rank: a write there would be lost.
-        Outside the block it does no longer matter. Collective; refuses ranks that build other models.
+        Outside the block that no longer matters. Collective; refuses ranks that build other models.
         """
         what = zlib.crc32(repr([(item.name, item.numel) for item in items]).encode())
         held = [self.active and self._is_aliased(item) for item in items]
