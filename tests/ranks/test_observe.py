@@ -164,7 +164,8 @@ def test_without_pythons_collector_the_engine_collects_at_boundaries():
 
 
 @pytest.mark.parametrize("dump", [False, True])
-def test_dump_state_prints_every_key(dump):
+def test_dump_state_prints_every_key(dump, monkeypatch):
+    monkeypatch.setattr("zeroshard.engine.initialize._told", set())  # as in a new process
     with logged() as lines:
         engine, *_ = zeroshard.initialize(model=CASE.build(), config=config_for(1, dump_state=dump))
         engine.close()
