@@ -526,7 +526,8 @@ def _address(tensor: Tensor) -> int | None:
     """Equal for tensors that share memory."""
     if tensor.layout is not torch.strided or transforms.is_wrapped(tensor):
         return None
-    return tensor.untyped_storage()._cdata
+    address: int = tensor.untyped_storage()._cdata
+    return address
 
 
 def _lost_write(target: Tensor, how: str) -> ShardedAccess:

@@ -257,7 +257,7 @@ class StepHooks:
         if not torch.is_grad_enabled() or (backward and site.open_calls):
             site.running.append(None)  # a recomputed forward whose first run is watched already
             return
-        call = _Call(site, graph_task(), torch.autograd._get_sequence_nr())
+        call = _Call(site, graph_task(), torch._C._autograd._get_sequence_nr())
         self._open_calls[call.recorded_in].append(call)
         site.open_calls += 1
         site.running.append(call)
