@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import time
 
@@ -89,6 +91,31 @@ def test_stage_3_ranks_that_run_other_units_are_named(order):
         assert "rank 1" in text
         assert len(text.splitlines()) <= 5
         assert seconds < 20
+
+
+def dropping_layers(patterns: list[str], step_of_drop: int) -> tuple[str, str, float]:
+    """Each rank drops a layer of its own, as LayerDrop does."""
+    dropped = [(0, 2, 3), (0, 1, 3)][dist.get_rank()]
+
+    def body() -> None:
+        keys = config(3, conditional_modules=patterns)
+        with zeroshard.Engine(Net(), config=keys) as engine:
+            for i in range(3):
+                step(engine, dropped if i == step_of_drop else (0, 1, 2, 3))
+
+    return outcome(body)
+
+
+@pytest.mark.parametrize("step_of_drop", [0, 1])
+def test_layers_dropped_by_chance_run_with_the_patterns_that_the_verdict_names(step_of_drop):
+    results = run_ranks(dropping_layers, 2, [], step_of_drop, timeout=40)
+    for kind, text, _ in results:
+        assert kind == "RankDivergence"
+        assert len(text.splitlines()) <= 5
+        patterns = json.loads(re.search(r'"conditional_modules": (\[.*?\])', text)[1])
+        assert patterns == ["blocks.*"]
+    for kind, text, _ in run_ranks(dropping_layers, 2, patterns, step_of_drop, timeout=40):
+        assert (kind, text) == ("", "")
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

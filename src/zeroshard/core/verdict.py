@@ -6,6 +6,7 @@ last records of its history; nothing here waits, reads a clock or touches a proc
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -336,15 +337,14 @@ class _Case:
                         f"{_cap(rank_ranges(who))} came to {skipped.name!r} later.",
                         "Fix: run the modules in the same order on every rank.",
                     )
-                module = skipped.name.partition("#")[0]
                 return (
                     f"{_cap(rank_ranges(who))} skipped {skipped.name!r}{_at(by_rank[who[0]])}.",
-                    f'Fix: "conditional_modules": ["{module}"], or let every rank run it.',
+                    f"Fix: {_conditional(skipped)}, or let every rank run it.",
                 )
-        return (
-            "The ranks took different branches" + _at(by_rank[few[0]]) + ".",
-            "Fix: run the same modules in the same order on every rank.",
-        )
+        fix = "Fix: run the same modules in the same order on every rank"
+        if first.op == second.op == "all_gather":
+            fix += f"; for those skipped by chance (LayerDrop): {_conditional(first, second)}"
+        return "The ranks took different branches" + _at(by_rank[few[0]]) + ".", fix + "."
 
     def parted(self, ring: list[Witness]) -> Verdict:
         """Each of some ranks waits for a call that another makes only after its own wait."""
@@ -459,6 +459,15 @@ def call_text(record: Record, *, sizes: bool = False) -> str:
     op, _, rest = record.op.partition(" ")
     what = f"{_WORDS.get(op, op)}{' ' + rest if rest else ''} {record.name!r} (#{record.seq})"
     return f"{what} of {record.nbytes} bytes {record.dtype}" if sizes else what
+
+
+def _conditional(*gathered: Record) -> str:
+    """The key that lets ranks skip these modules and their like: a number in a name stands for any."""
+    modules = [record.name.partition("#")[0].split(".") for record in gathered]
+    patterns = {
+        ".".join("*" if part.isdigit() else part for part in parts): None for parts in modules
+    }
+    return f'"conditional_modules": {json.dumps(list(patterns))}'
 
 
 def cut(line: str, columns: int = COLUMNS) -> str:

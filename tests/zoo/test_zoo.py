@@ -1,0 +1,117 @@
+"""Do public architectures train as in plain PyTorch, bit for bit, at each stage and precision?
+
+Every model runs at stage 3 in fp32 on two ranks and on one; the other axes take turns. Everything
+with everything: ``ZEROSHARD_ZOO=full make test ARGS=tests/zoo``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from itertools import product
+
+import pytest
+from zoo_models import EXCEPTIONS, MODELS, NO_BF16, NO_CHECKPOINTING
+from zoo_training import (
+    Setting,
+    assert_same_bits,
+    engine_run,
+    plain_run,
+)
+
+from zeroshard.testing import on_ranks
+
+BASE = Setting(stage=3)
+TURNS = (
+    Setting(stage=3, bf16=True, init=True, checkpointed=True),
+    Setting(stage=1),
+    Setting(stage=3, init=True),
+    Setting(stage=2, bf16=True),
+    Setting(stage=3, checkpointed=True),
+    Setting(stage=2),
+    Setting(stage=3, bf16=True),
+    Setting(stage=1, bf16=True),
+)
+"""What takes turns beside :data:`BASE`."""
+EVERYTHING = tuple(
+    Setting(stage, *switches)
+    for stage, *switches in product((1, 2, 3), (False, True), (False, True), (False, True))
+    if stage == 3 or not switches[1]  # zero.Init shards at stage 3 only
+)
+TURNS_EACH = 2
+
+
+def possible(name: str, wanted: tuple[Setting, ...]) -> list[Setting]:
+    return [
+        setting
+        for setting in wanted
+        if not (setting.bf16 and name in NO_BF16)
+        and not (setting.checkpointed and name in NO_CHECKPOINTING)
+    ]
+
+
+def plan() -> dict[str, list[Setting]]:
+    """How each model is trained on two ranks: beside the base what its family had least."""
+    if os.environ.get("ZEROSHARD_ZOO") == "full":
+        return {name: possible(name, EVERYTHING) for name in MODELS}
+    had = Counter()
+    chosen = {}
+    for name, model in MODELS.items():
+        rarest = sorted(possible(name, TURNS), key=lambda turn: had[model.family, turn])
+        chosen[name] = [BASE, *rarest[:TURNS_EACH]]
+        had.update((model.family, turn) for turn in chosen[name])
+    return chosen
+
+
+def check(name: str, chosen: list[Setting]) -> None:
+    """Train with each setting, and once with plain PyTorch for those that are alike to it."""
+    model, expected = MODELS[name], {}
+    for setting in chosen:
+        if setting.plain not in expected:
+            expected[setting.plain] = plain_run(model, setting.plain)
+        try:
+            assert_same_bits(engine_run(model, setting), expected[setting.plain])
+        except Exception as error:
+            raise AssertionError(f"{name} at {setting}: {error}") from error
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in EXCEPTIONS])
+@on_ranks(2, timeout=120)
+def test_two_ranks_are_plain_pytorch_bit_for_bit(name):
+    check(name, plan()[name])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_rank_is_plain_pytorch_bit_for_bit(name):
+    check(name, [BASE])
+
+
+@pytest.mark.parametrize("name", EXCEPTIONS)
+@on_ranks(2)
+def test_exceptions_train_below_stage_3(name):
+    check(name, [Setting(stage=1), Setting(stage=2)])
+
+
+@pytest.mark.parametrize("name", ["ResNetForImageClassification", "DetrForObjectDetection"])
+def test_what_is_not_trained_in_bf16_plain_pytorch_refuses(name):
+    with pytest.raises(RuntimeError, match="BFloat16"):
+        plain_run(MODELS[name], Setting(stage=0, bf16=True))
+
+
+def test_every_family_meets_every_axis():
+    met = {
+        (MODELS[name].family, axis)
+        for name, found in plan().items()
+        for s in found
+        for axis in axes(s)
+    }
+    families = {model.family for model in MODELS.values()}
+    assert {(f, axis) for f in families for axis in AXES} - met == {("torchvision", "checkpointed")}
+
+
+AXES = ("stage 1", "stage 2", "stage 3", "bf16", "init", "checkpointed")
+
+
+def axes(setting: Setting) -> list[str]:
+    switches = [axis for axis in ("bf16", "init", "checkpointed") if getattr(setting, axis)]
+    return [f"stage {setting.stage}", *switches]
