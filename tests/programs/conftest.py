@@ -7,4 +7,4 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "compat"))
 
-from programs import deepspeed_on_ranks  # noqa: E402, F401
+from programs import deepspeed_on_ranks  # noqa: F401
