@@ -141,7 +141,7 @@ def main() -> None:
     lines = []
     for step in range(first, args.steps):
         every = torch.Generator().manual_seed(step)
-        prompts = torch.randint(3, 40, (ranks * args.batch, PROMPT), generator=every)
+        prompts = torch.randint(3, 30, (ranks * args.batch, PROMPT), generator=every)
         prompts = prompts[rank * args.batch : (rank + 1) * args.batch]
         actor.eval()
         critic.eval()

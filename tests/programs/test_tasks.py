@@ -83,21 +83,23 @@ def assert_same_run(found: Path, wanted: Path) -> None:
     for what, relative in (("loss", 3e-6), ("grad_norm", 2e-5), ("learning_rate", 0)):
         runs = (logged(folder / "trainer_state.json", what) for folder in (found, wanted))
         assert_losses(*runs, relative=relative)
-    said, reference = (
-        json.loads((folder / "answers.json").read_text()) for folder in (found, wanted)
-    )
+    said, reference = (json.loads((run / "answers.json").read_text()) for run in (found, wanted))
     assert said["loss"] == pytest.approx(reference["loss"], rel=3e-5)
     assert_close(said["said"], reference["said"])
 
 
 def assert_close(found: Any, wanted: Any) -> None:
+    """Up to a constant for each row: the loss does not see it where it is a softmax, and what moves it is
+    then rounding, which Adam makes as large as any other step."""
     import torch
 
-    if isinstance(wanted[0], list) and len({len(row) for row in wanted}) > 1:
+    if isinstance(wanted[0][0], list) and len({len(part[0]) for part in wanted}) > 1:
         for one, other in zip(found, wanted, strict=True):
             assert_close(one, other)
         return
-    torch.testing.assert_close(torch.tensor(found), torch.tensor(wanted), rtol=1e-3, atol=1e-4)
+    one, other = (torch.tensor(rows, dtype=torch.float64) for rows in (found, wanted))
+    one, other = (rows - rows.mean(-1, keepdim=True) for rows in (one, other))
+    torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -113,9 +115,11 @@ def test_a_task_trains_as_under_ddp_and_its_checkpoint_resumes_on_as_many_ranks_
     resumed = finetune(root, task, f"{task}-again", *again, stage=3)
     assert losses_of(resumed) == losses_of(run)
 
-    three = finetune(root, task, f"{task}-three", ranks=3, batch=2, stage=3)
+    # Else the Trainer multiplies some models' losses by the number of ranks, under DDP as well.
+    mean = ("--average_tokens_across_devices", "false")
+    three = finetune(root, task, f"{task}-three", *mean, ranks=3, batch=2, stage=3)
     again = ("--resume_from_checkpoint", str(three / "checkpoint-2"), "--save_strategy", "no")
-    two = finetune(root, task, f"{task}-two", *again, ranks=2, batch=3, stage=3)
+    two = finetune(root, task, f"{task}-two", *mean, *again, ranks=2, batch=3, stage=3)
     assert_losses(losses_of(two), losses_of(three), relative=1e-5)
 
 

@@ -1,0 +1,224 @@
+"""Do programs that packages ship train under ZeRO-1, 2 and 3 as under plain DDP, and resume?
+
+Each runs as its package ships it, on two CPU ranks, with tiny random models, and is configured in the
+form in which its project ships configurations. ``make test-programs`` installs the packages; what is not
+installed is skipped, and the end of the run says so.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import types
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+from programs import assert_losses, logged, on_warm_ranks, with_deepspeed
+from tiny_models import save_model, sentence, write_rows
+
+from zeroshard.testing.ranks import run_ranks
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+pytestmark = pytest.mark.usefixtures("deepspeed_on_ranks")
+
+
+class Program(NamedTuple):
+    """A program of a package."""
+
+    package: str
+    script: str  # in the package
+    rows: str  # the file of data
+    options: str
+    samples: bool = False  # it draws what it trains on, so that other ranks train on something else
+
+
+DRAWS = "--num_generations 4 --max_completion_length 6 --beta 0.1 --reward_funcs tiny_models.reward"
+PROGRAMS = {
+    "trl-sft": Program("trl", "scripts/sft.py", "text", ""),
+    "trl-sft-lora": Program("trl", "scripts/sft.py", "text", "--use_peft --lora_r 4"),
+    "trl-dpo": Program("trl", "scripts/dpo.py", "pairs", ""),
+    "trl-kto": Program("trl", "scripts/kto.py", "judged", "", samples=True),
+    "trl-reward": Program("trl", "scripts/reward.py", "pairs", ""),
+    "trl-grpo": Program("trl", "scripts/grpo.py", "prompts", DRAWS, samples=True),
+    "trl-rloo": Program("trl", "scripts/rloo.py", "prompts", DRAWS, samples=True),
+    "llamafactory-sft": Program("llamafactory", "launcher.py", "alpaca", "--stage sft"),
+    "llamafactory-lora": Program("llamafactory", "launcher.py", "alpaca",
+                                 "--stage sft --finetuning_type lora"),
+    "llamafactory-pt": Program("llamafactory", "launcher.py", "plain", "--stage pt"),
+    "llamafactory-dpo": Program("llamafactory", "launcher.py", "ranked", "--stage dpo"),
+    "swift-sft": Program("swift", "cli/sft.py", "chat", ""),
+    "swift-lora": Program("swift", "cli/sft.py", "chat", "--tuner_type lora"),
+}  # fmt: skip
+
+
+def missing(package: str) -> bool:
+    """Scripts of TRL before 1.0 have other arguments."""
+    return find_spec(package) is None or (package == "trl" and version("trl").startswith("0."))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory, deepspeed_on_ranks: None) -> Path:
+    """The model, data of every form, and LLaMA-Factory's configurations."""
+    folder = tmp_path_factory.mktemp("packages")
+    run_ranks(save_model, 1, "llama", str(folder / "model"), group=False)
+    for name, rows in all_rows().items():
+        write_rows(folder / name / "train.jsonl", rows)
+    columns = {"prompt": "prompt", "response": "completion"}
+    (folder / "dataset_info.json").write_text(json.dumps({
+        "alpaca": {"file_name": "alpaca/train.jsonl", "columns": columns},
+        "plain": {"file_name": "text/train.jsonl", "columns": {"prompt": "text"}},
+        "ranked": {"file_name": "pairs/train.jsonl", "ranking": True,
+                   "columns": {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}},
+    }))  # fmt: skip
+    for stage in (1, 2, 3):
+        (folder / f"ds_z{stage}_config.json").write_text(json.dumps(factory_config(stage)))
+    return folder
+
+
+def all_rows(count: int = 48) -> dict[str, list[dict[str, Any]]]:
+    chance = random.Random(2)
+    texts = [[sentence(chance) for _ in range(3)] for _ in range(count)]
+    return {
+        "text": [{"text": one} for one, _, _ in texts],
+        "pairs": [{"prompt": one + " ", "chosen": two, "rejected": three} for one, two, three in texts],
+        "judged": [{"prompt": one + " ", "completion": two, "label": number % 2 == 0}
+                   for number, (one, two, _) in enumerate(texts)],
+        "prompts": [{"prompt": one} for one, _, _ in texts],
+        "alpaca": [{"prompt": one, "completion": two} for one, two, _ in texts],
+        "chat": [{"messages": [{"role": "user", "content": one},
+                               {"role": "assistant", "content": two}]} for one, two, _ in texts],
+    }  # fmt: skip
+
+
+def factory_config(stage: int) -> dict[str, Any]:
+    """A file of LLaMA-Factory's examples."""
+    zero: dict[str, Any] = {
+        "stage": stage, "allgather_partitions": True, "allgather_bucket_size": 5e8,
+        "overlap_comm": False, "reduce_scatter": True, "reduce_bucket_size": 5e8,
+        "contiguous_gradients": True, "round_robin_gradients": True,
+    }  # fmt: skip
+    if stage == 3:
+        zero = {
+            "stage": 3, "overlap_comm": False, "contiguous_gradients": True, "sub_group_size": 1e9,
+            "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",
+            "stage3_param_persistence_threshold": "auto", "stage3_max_live_parameters": 1e9,
+            "stage3_max_reuse_distance": 1e9, "stage3_gather_16bit_weights_on_model_save": True,
+        }  # fmt: skip
+    scaler = {"loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2,
+              "min_loss_scale": 1}  # fmt: skip
+    return {
+        "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto", "gradient_clipping": "auto",
+        "zero_allow_untested_optimizer": True, "fp16": {"enabled": "auto", **scaler},
+        "bf16": {"enabled": "auto"}, "zero_optimization": zero,
+    }  # fmt: skip
+
+
+@with_deepspeed
+def launch_switches(config: str) -> dict[str, str]:
+    """The variables that ``accelerate launch --config_file`` sets for a program."""
+    from accelerate.commands import launch
+    from accelerate.utils.launch import prepare_deepspeed_cmd_env
+
+    options = ["--config_file", config, "--num_processes", "2", "--mixed_precision", "no", "it.py"]
+    with mock.patch.object(launch, "deepspeed_launcher") as launcher:
+        launch.launch_command(launch.launch_command_parser().parse_args(options))
+    _, environ = prepare_deepspeed_cmd_env(launcher.call_args.args[0])
+    return {name: value for name, value in environ.items() if name.startswith("ACCELERATE_")}
+
+
+def prepare_rank() -> None:
+    """LLaMA-Factory imports torchaudio, to read sound: none is read here."""
+    if find_spec("torchaudio") is None:
+        sys.modules["torchaudio"] = types.ModuleType("torchaudio")
+
+
+def arguments(program: Program, root: Path, stage: int) -> tuple[list[str], dict[str, str]]:
+    """What the package's program is told, and in which variables."""
+    folder = Path(str(find_spec(program.package).origin)).parent  # type: ignore[union-attr]
+    model, data, environ = str(root / "model"), str(root / program.rows), {}
+    if program.package == "trl":
+        options = [*program.options.split(), "--dataset_name", data, "--model_name_or_path", model,
+                   "--dtype", "float32", "--bf16", "false"]  # fmt: skip
+        if stage:
+            config = str(folder / "accelerate_configs" / f"zero{stage}.yaml")
+            environ = run_ranks(launch_switches, 1, config, group=False)[0]
+    elif program.package == "llamafactory":
+        options = ["--finetuning_type", "full", *program.options.split(), "--do_train", "true",
+                   "--dataset", program.rows, "--dataset_dir", str(root), "--template", "default",
+                   "--model_name_or_path", model, "--cutoff_len", "48",
+                   "--preprocessing_num_workers", "1"]  # fmt: skip
+        options += ["--disable_gradient_checkpointing", "true"] if not stage else []
+        options += ["--deepspeed", str(root / f"ds_z{stage}_config.json")] if stage else []
+        environ = {"DISABLE_VERSION_CHECK": "1"}
+    else:
+        options = ["--tuner_type", "full", *program.options.split(), "--model", model,
+                   "--model_type", "llama", "--template", "default", "--dataset", f"{data}/train.jsonl",
+                   "--torch_dtype", "float32", "--split_dataset_ratio", "0", "--max_length", "48",
+                   "--dataset_num_proc", "1", "--dataloader_num_workers", "0",
+                   "--save_only_model", "false", "--add_version", "false"]  # fmt: skip
+        options += ["--deepspeed", f"zero{stage}"] if stage else []
+        environ = {"MODELSCOPE_CACHE": str(root / "cache")}
+    return options, {"HF_HOME": str(root / "hub"), "HF_HUB_DISABLE_TELEMETRY": "1", **environ}
+
+
+def run(
+    name: str, root: Path, out: str, *rest: str, ranks: int = 2, batch: int = 4, stage: int = 0
+) -> Path:
+    """The folder of a run of four steps that saves after two; stage 0 is plain data parallelism."""
+    program = PROGRAMS[name]
+    options, environ = arguments(program, root, stage)
+    folder = Path(str(find_spec(program.package).origin)).parent  # type: ignore[union-attr]
+    run_ranks(prepare_rank, ranks, group=False)
+    on_warm_ranks(
+        ranks, folder / program.script, *options, "--output_dir", str(root / out), "--max_steps", "4",
+        "--logging_steps", "1", "--per_device_train_batch_size", str(batch), "--learning_rate", "1e-3",
+        "--save_strategy", "steps", "--save_steps", "2", "--report_to", "none", "--use_cpu", "true",
+        *rest, **environ,
+    )  # fmt: skip
+    return root / out
+
+
+def losses(folder: Path) -> list[float]:
+    return logged(folder / "checkpoint-4" / "trainer_state.json")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name,
+            marks=pytest.mark.skipif(
+                missing(program.package), reason=f"no {program.package}: make test-programs"
+            ),
+        )
+        for name, program in PROGRAMS.items()
+    ],
+)
+def test_a_public_program_trains_as_under_ddp_and_resumes_on_as_many_ranks_and_on_fewer(
+    name: str, root: Path
+) -> None:
+    wanted = losses(run(name, root, f"{name}-ddp"))
+    assert len(wanted) == 4
+    for stage in (1, 2, 3):
+        found = run(name, root, f"{name}-{stage}", stage=stage)
+        assert losses(found) == pytest.approx(wanted, rel=1e-5, abs=2e-7)
+    resume = ("--resume_from_checkpoint", str(found / "checkpoint-2"))
+    again = run(name, root, f"{name}-again", *resume, stage=3)
+    assert losses(again) == losses(found)
+
+    three = run(name, root, f"{name}-three", ranks=3, stage=3)
+    resume = ("--resume_from_checkpoint", str(three / "checkpoint-2"))
+    two = run(name, root, f"{name}-two", *resume, ranks=2, batch=6, stage=3)
+    assert losses(two)[:2] == losses(three)[:2]
+    if PROGRAMS[name].samples:
+        assert len(losses(two)) == 4
+    else:
+        assert_losses(losses(two), losses(three), relative=1e-5)
