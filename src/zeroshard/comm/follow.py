@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+import torch.distributed as dist
+
 from zeroshard.comm.evidence import Peer, call_of_torch
 from zeroshard.comm.recorder import Item, Recorder
 from zeroshard.comm.trust import TrustSettings
@@ -105,6 +107,15 @@ def _source(item: Item, rank: int) -> int | None:
     """The rank that a broadcast needs; its source may need all."""
     _, _, source = item[1].op.partition("broadcast from ")
     return int(source) if source and int(source) != rank else None
+
+
+def calls_of_torch() -> int:
+    """How many collectives the program has called by itself, over all ranks."""
+    count = 0
+    if dist.is_initialized() and dist.group.WORLD is not None:
+        with contextlib.suppress(RuntimeError):  # not every backend counts
+            count = int(dist.group.WORLD._get_sequence_number_for_group())
+    return count
 
 
 class SetUps:

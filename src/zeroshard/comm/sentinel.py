@@ -41,12 +41,13 @@ from zeroshard.comm.evidence import (
     witness_from_answer,
     witness_from_host,
 )
-from zeroshard.comm.follow import CallsOfTorch, Followed, SetUps
+from zeroshard.comm.follow import CallsOfTorch, Followed, SetUps, calls_of_torch
 from zeroshard.comm.host import Process, this_process
+from zeroshard.comm.readers import Position, Readers
 from zeroshard.comm.recorder import Recorder
 from zeroshard.comm.side import SideChannel, SideChannelLost, look, read_verdict, write_verdict
 from zeroshard.core.flight import rank_ranges
-from zeroshard.core.verdict import TORCH, Verdict, Witness, judge
+from zeroshard.core.verdict import MEETINGS, TORCH, Verdict, Witness, call_text, judge
 
 if TYPE_CHECKING:
     from zeroshard.comm.agree import Store
@@ -199,6 +200,35 @@ class Sentinel:
             self._linger()
             raise error_of(verdict)
 
+    def position(self, words: bool) -> Position:
+        """How far this rank has come. ``words``: with its last calls, and where its program is."""
+        reached, last, wait = {}, {}, None
+        for part in self._followed():
+            if part.label == TORCH:
+                continue
+            reached[part.label] = part.reached()
+            if not words:
+                continue
+            if not part.label.endswith(MEETINGS):
+                flight = part.flight()
+                calls = [call_text(record) for record in (flight.records if flight else ())[-1:]]
+                last[part.label] = calls[0] if calls else part.label
+            blocked = part.wait()
+            if blocked is not None and not blocked.behind:
+                wait = blocked.label, blocked.seq, blocked.what, blocked.source
+        reached[TORCH] = calls_of_torch()
+        own = call_of_torch(self._main) if words else None
+        return Position(self._rank, reached, last, own[1] if own is not None else "", wait)
+
+    def why_gone(self, label: str, rank: int) -> str:
+        """Why a rank will make no call of ``label`` any more, or "". Raises what has ended the run."""
+        self.check()
+        peer, state, reason = self._read_card(rank)
+        fate, detail = peer.fate(self._here) if peer is not None else ("", "")
+        if fate == "gone" or state == "left":
+            return detail if fate == "gone" else reason
+        return self._look(f"left/{label}/{rank}") or ""
+
     def explain(self, track: Followed, peers: Sequence[int]) -> Exception | None:
         """What broke the connection to one of ``peers`` (global ranks); None: nobody can tell."""
         if len(peers) == 1:
@@ -285,6 +315,8 @@ class Sentinel:
                 due = track if due is None or track.doubt else due
         alone = False
         try:
+            for followed in list(self._tracks):
+                followed.errand()
             asked = self._call(lambda s: s.add("asked", 0), timeout_s=5 * self._trust.tick_s)
             if asked > self._answered:
                 self._answer(asked)
@@ -544,6 +576,7 @@ class Track:
         self.trust = trust
         self.peers = dict(peers)
         self.parts = list(parts)
+        self.errand: Callable[[], None] = lambda: None  # done at each look, on the thread
         self._sentinel = sentinel
         sentinel.follow(self)
 
@@ -563,6 +596,29 @@ class Track:
     def settle(self, odd: Sequence[int]) -> Exception:
         """Why the histories of ``odd`` ranks differ from the others', as a hash exchange found."""
         return self._sentinel.settle(self.parts[0]) or errors.RankDivergence(divergence_text(odd))
+
+    def readers(self, recorder: Recorder) -> Readers:
+        """Who tells whether the ranks read together; ``recorder`` has their collectives. All ask."""
+        weak, label, ranks = weakref.ref(self._sentinel), self.label, tuple(self.peers)
+
+        def sentinel() -> Sentinel:
+            if (strong := weak()) is None:
+                raise SideChannelLost("nobody watches any more")
+            return strong
+
+        readers = Readers(
+            lambda operation: sentinel()._call(operation),
+            label=label,
+            rank=ranks.index(recorder.rank),
+            world_size=len(ranks),
+            position=lambda words: sentinel().position(words),
+            history=lambda: f"{recorder.seq}-{recorder.hash64:x}",
+            gone=lambda at: sentinel().why_gone(label, ranks[at]),
+            report_s=self.trust.limits().first_report_s,
+            limit_s=self.trust.collective_timeout_s,
+        )
+        self.errand = readers.answer
+        return readers
 
     def close(self, reason: str = "") -> None:
         """Say goodbye. ``reason``: the exception that ends this rank's part, if any."""

@@ -23,6 +23,7 @@ from zeroshard.comm.follow import calls_of
 from zeroshard.comm.forum import Forum
 from zeroshard.comm.host import Process, this_process
 from zeroshard.comm.presence import own_client, sentinel_of, sentinel_space
+from zeroshard.comm.readers import Readers
 from zeroshard.comm.recorder import Recorder, sweep_boxes
 from zeroshard.comm.sentinel import Sentinel, Track, divergence_text
 from zeroshard.comm.side import look
@@ -112,6 +113,10 @@ class Watch:
             yield
         finally:
             self.recorder.mark_section(outer)
+
+    def readers(self) -> Readers | None:
+        """Who tells whether all ranks read together; None: nobody watches them. Every rank asks."""
+        return self.track.readers(self.recorder) if self.track is not None else None
 
     def close(self, reason: str = "") -> None:
         """End the watch, then the connections. ``reason``: the error that ends this engine."""

@@ -38,8 +38,11 @@ class Owner(Protocol):
         """The parameter's place among those of this owner."""
         ...
 
-    def read(self, param: nn.Parameter) -> Tensor:
-        """A private full copy of the parameter's values. Collective: every rank must read."""
+    def read(self, param: nn.Parameter) -> Tensor | None:
+        """A private full copy of the parameter's values. Collective: every rank must read.
+
+        None: no other rank does, and the program may do so.
+        """
         ...
 
     def agrees(self, fact: bool) -> bool:
@@ -104,14 +107,14 @@ def list_on_request(params: Iterable[nn.Parameter]) -> None:
 # ---------------------------------------------------------------------- being away
 
 
-def blank(like: Tensor) -> Tensor:
+def blank(like: Tensor, device: torch.device | None = None) -> Tensor:
     """What a sharded parameter's memory holds: one NaN (the lowest number, if there is none)."""
     dtype = like.dtype
     if dtype.is_floating_point or dtype.is_complex:
         nothing: float = float("nan")
     else:
         nothing = 0 if dtype == torch.bool else torch.iinfo(dtype).min
-    return torch.full((), nothing, dtype=dtype, device=like.device).expand(like.shape)
+    return torch.full((), nothing, dtype=dtype, device=device or like.device).expand(like.shape)
 
 
 def hide(params: Sequence[nn.Parameter], blanks: Sequence[Tensor] | None = None) -> None:
@@ -289,7 +292,13 @@ class ShardedParameter(nn.Parameter):
         return copy
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.__deepcopy__({}).__reduce_ex__(protocol)
+        with torch.no_grad():
+            values = _read(self)
+        if values is None:
+            values = _blank_of(self)  # a file of one number for each
+        if not isinstance(self, StateEntry):
+            values = nn.Parameter(values, self.requires_grad)
+        return values.__reduce_ex__(protocol)
 
     def set_(self, *args: Any, **kwargs: Any) -> Tensor:
         """``Tensor.set_`` would not ask the class."""
@@ -378,10 +387,11 @@ class _OwnerOfEntry:
         owner = owner_of(self.param)
         return owner.name if owner else "closed"
 
-    def read(self, param: nn.Parameter) -> Tensor:
+    def read(self, param: nn.Parameter) -> Tensor | None:
         """See :class:`Owner`."""
         if isinstance(self.param, ShardedParameter):
-            return self.part(_full_value(self.param).detach())
+            values = _read(self.param)
+            return None if values is None else self.part(values.detach())
         return self.part(self.param.detach().clone())
 
     def admit(self, param: nn.Parameter, beside: Collection[Tensor]) -> bool:
@@ -442,7 +452,37 @@ class _ReadFull(torch.autograd.Function):
         return grad, None
 
 
+class _ReadAlone(torch.autograd.Function):
+    """NaN in the place of values that no other rank reads: no gradient can come of them."""
+
+    @staticmethod
+    def forward(ctx: Any, param: nn.Parameter, nothing: Tensor) -> Tensor:
+        ctx.what = _described(param)
+        return nothing
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        raise ShardedAccess(
+            f"the loss of this rank depends on NaN that stand for {ctx.what}, which it read alone in a "
+            "forward (see its log). Read the parameter on every rank."
+        )
+
+
 def _full_value(param: nn.Parameter) -> Tensor:
+    """The values for one operation; NaN of the same shape where this rank may read alone, and does."""
+    with transforms.suspended():
+        values = _read(param)
+        full = values
+        if full is None:
+            full = _blank_of(param).clone(memory_format=torch.contiguous_format)
+        if not (torch.is_grad_enabled() and param.requires_grad):
+            return full
+        into_graph: Any = _ReadAlone if values is None else _ReadFull
+        of_graph: Tensor = into_graph.apply(param, full)
+        return of_graph
+
+
+def _read(param: nn.Parameter) -> Tensor | None:
     owner = owner_of(param)
     if owner is None:
         raise ShardedAccess(
@@ -450,12 +490,18 @@ def _full_value(param: nn.Parameter) -> Tensor:
             "shards are gone. Read what you need before engine.close(), for instance with "
             "engine.iter_full_params()."
         )
-    with transforms.suspended():
-        values = owner.read(param)
-        if torch.is_grad_enabled() and param.requires_grad:
-            full: Tensor = _ReadFull.apply(param, values)  # type: ignore[no-untyped-call]
-            return full
-    return values
+    return owner.read(param)
+
+
+def _blank_of(param: nn.Parameter) -> Tensor:
+    """A blank on the device where the parameter is at home."""
+    return blank(param, _home(param).device)
+
+
+def _home(param: nn.Parameter) -> nn.Parameter:
+    """The parameter itself of an entry, or of a view of one."""
+    owner = owner_of(param)
+    return _home(owner.param) if isinstance(owner, _OwnerOfEntry) else param
 
 
 def _is_no_edit(param: Any, values: Any) -> bool:
@@ -474,7 +520,8 @@ def _is_no_edit(param: Any, values: Any) -> bool:
     with torch.no_grad():
         if isinstance(values, ShardedParameter):
             values = _full_value(values)
-        return owner is not None and owner.agrees(_same_bits(_full_value(param), values))
+        own = None if owner is None else owner.read(param)
+        return own is not None and owner.agrees(_same_bits(own, values))
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
@@ -490,9 +537,7 @@ def _without_values(func: Any, param: Any, *args: Any, **kwargs: Any) -> Any:
     if func in _LAYOUT or func in _LIKE:
         twin = torch.empty(param.shape, dtype=param.dtype, device="meta")
         if func in _LIKE:
-            owner = owner_of(param)
-            home = owner.param if isinstance(owner, _OwnerOfEntry) else param
-            kwargs = {"device": home.device, **kwargs}
+            kwargs = {"device": _home(param).device, **kwargs}
         return func(twin, *args, **kwargs)
     if func in _CASTS and "memory_format" not in kwargs and not isinstance(param, StateEntry):
         nothing = torch.empty(0, dtype=param.dtype, device=param.device)

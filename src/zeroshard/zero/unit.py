@@ -101,6 +101,7 @@ class Unit:
         self.ledger = ledger
         self.state = UnitState.FULL
         self.training: object | None = None  # an ``access.Training``; None while frozen
+        self.reads_alone: Callable[[str], bool] = _is_never_alone  # asked before a read gathers
         self.pins = 0  # readers inside GatheredParameters: not to be freed under them
         self.seal: Tensor | None = None  # hashes of the values that a reader saw first
         self._handle: Handle | None = None
@@ -366,9 +367,11 @@ class Unit:
             self.rest.leave()
         return full_N
 
-    def read(self, param: nn.Parameter) -> Tensor:
+    def read(self, param: nn.Parameter) -> Tensor | None:
         """See :class:`zeroshard.zero.guard.Owner`."""
         self.wait()
+        if self.state is not UnitState.FULL and self.reads_alone(self.name):
+            return None
         full_N = self.full_N if self.state is UnitState.FULL else self.gathered_copy()
         return self.view(full_N, param).clone()
 
@@ -412,6 +415,11 @@ class Unit:
         if not self.resident:
             self.shard_S = torch.empty(0, dtype=self.shard_S.dtype)
             self.rest = InMemory(self.shard_S)
+
+
+def _is_never_alone(_name: str) -> bool:
+    """A program that reads on one rank alone waits for the others, and whoever watches them names it."""
+    return False
 
 
 def away_error(what: str) -> UsageError:

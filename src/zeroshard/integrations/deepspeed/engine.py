@@ -24,6 +24,7 @@ from zeroshard.integrations.deepspeed.consumers import check_consumers
 from zeroshard.integrations.deepspeed.hooking import DeepSpeedZeRoOffload
 from zeroshard.integrations.deepspeed.install import disagreement
 from zeroshard.integrations.deepspeed.logs import log_dist, log_dist_once, logger
+from zeroshard.integrations.deepspeed.lonely import LonelyReads
 from zeroshard.integrations.deepspeed.monitors import MonitorMaster
 from zeroshard.integrations.deepspeed.optimizer import EngineOptimizer, optimizer_of
 from zeroshard.integrations.deepspeed.parameters import mark_parameters
@@ -53,6 +54,10 @@ class DeepSpeedEngine(Engine):
         if self.runtime.stage.shards_params:
             mark_parameters(model.parameters())
             self.parameter_offload = DeepSpeedZeRoOffload(self)
+            if (readers := self._watch.readers()) is not None:
+                lonely = LonelyReads(readers, self.global_rank)
+                for unit in self.runtime.units:
+                    unit.reads_alone = lonely
 
     # ------------------------------------------------------------------ attributes
 
