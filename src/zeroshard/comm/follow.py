@@ -11,6 +11,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch.distributed as dist
 
@@ -114,7 +115,8 @@ def calls_of_torch() -> int:
     count = 0
     if dist.is_initialized() and dist.group.WORLD is not None:
         with contextlib.suppress(RuntimeError):  # not every backend counts
-            count = int(dist.group.WORLD._get_sequence_number_for_group())
+            group: Any = dist.group.WORLD
+            count = int(group._get_sequence_number_for_group())
     return count
 
 

@@ -17,8 +17,10 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
+from zeroshard.comm.agree import Store
 from zeroshard.comm.side import SideChannelLost, look
 from zeroshard.core.verdict import TORCH
 from zeroshard.errors import RankLate, RankLost
@@ -234,7 +236,7 @@ class Readers:
     def _sweep(self, but: str) -> None:
         for key in self._spent - {but}:
             for name in (key, key + "/leaving"):
-                self._call(lambda store, name=name: store.delete_key(name))
+                self._call(partial(_delete, name))
         self._spent &= {but}
 
     def _add(self, key: str, amount: int) -> int:
@@ -280,7 +282,7 @@ class _Search:
         for rank in others if self._asked else ():
             if rank in self._seen:
                 continue
-            text = readers._call(lambda store, rank=rank: look(store, f"{space}/at/{rank}"))
+            text = readers._call(partial(_answer_at, f"{space}/at/{rank}"))
             number, words = json.loads(text) if text is not None else (0, {})
             if number >= self._asked:
                 self._seen[rank] = Position.from_answer(words)
@@ -293,6 +295,14 @@ class _Search:
             self._before, self._seen = self._seen or self._before, {}
             self._asked = readers._add(f"{space}/asked", 1)
         return ""
+
+
+def _delete(key: str, store: Store) -> None:
+    store.delete_key(key)
+
+
+def _answer_at(key: str, store: Store) -> str | None:
+    return look(store, key)
 
 
 #: Process-wide, as the main thread is that reads: it waits at one read at a time.

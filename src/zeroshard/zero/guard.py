@@ -521,7 +521,9 @@ def _is_no_edit(param: Any, values: Any) -> bool:
         if isinstance(values, ShardedParameter):
             values = _full_value(values)
         own = None if owner is None else owner.read(param)
-        return own is not None and owner.agrees(_same_bits(own, values))
+        if owner is None or own is None:  # read alone: who else assigns?
+            return False
+        return owner.agrees(_same_bits(own, values))
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
