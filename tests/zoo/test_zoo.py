@@ -11,7 +11,7 @@ from collections import Counter
 from itertools import product
 
 import pytest
-from zoo_models import EXCEPTIONS, MODELS, NO_BF16, NO_CHECKPOINTING
+from zoo_models import MODELS, NO_BF16, NO_CHECKPOINTING
 from zoo_training import (
     Setting,
     assert_same_bits,
@@ -75,7 +75,7 @@ def check(name: str, chosen: list[Setting]) -> None:
             raise AssertionError(f"{name} at {setting}: {error}") from error
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in EXCEPTIONS])
+@pytest.mark.parametrize("name", MODELS)
 @on_ranks(2, timeout=120)
 def test_two_ranks_are_plain_pytorch_bit_for_bit(name):
     check(name, plan()[name])
@@ -84,12 +84,6 @@ def test_two_ranks_are_plain_pytorch_bit_for_bit(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_one_rank_is_plain_pytorch_bit_for_bit(name):
     check(name, [BASE])
-
-
-@pytest.mark.parametrize("name", EXCEPTIONS)
-@on_ranks(2)
-def test_exceptions_train_below_stage_3(name):
-    check(name, [Setting(stage=1), Setting(stage=2)])
 
 
 @pytest.mark.parametrize("name", ["ResNetForImageClassification", "DetrForObjectDetection"])

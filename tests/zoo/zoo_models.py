@@ -369,8 +369,3 @@ NO_CHECKPOINTING: Mapping[str, str] = dict.fromkeys(
     "the model offers no gradient checkpointing",
 )  # fmt: skip
 """Why a model is not trained with gradient checkpointing."""
-
-EXCEPTIONS: Mapping[str, str] = {
-    "PerceiverForMaskedLM": "a unit's output is a view of its own parameter",
-}
-"""Why a model does not train as plain PyTorch does at stage 3 on several ranks."""
