@@ -11,6 +11,7 @@ import json
 import random
 import sys
 import types
+from importlib.machinery import ModuleSpec
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -135,8 +136,10 @@ def launch_switches(config: str) -> dict[str, str]:
 
 def prepare_rank() -> None:
     """LLaMA-Factory imports torchaudio, to read sound: none is read here."""
-    if find_spec("torchaudio") is None:
-        sys.modules["torchaudio"] = types.ModuleType("torchaudio")
+    if "torchaudio" not in sys.modules and find_spec("torchaudio") is None:
+        empty = types.ModuleType("torchaudio")
+        empty.__spec__ = ModuleSpec("torchaudio", None)
+        sys.modules["torchaudio"] = empty
 
 
 def arguments(program: Program, root: Path, stage: int) -> tuple[list[str], dict[str, str]]:
@@ -175,7 +178,8 @@ def run(
     program = PROGRAMS[name]
     options, environ = arguments(program, root, stage)
     folder = Path(str(find_spec(program.package).origin)).parent  # type: ignore[union-attr]
-    run_ranks(prepare_rank, ranks, group=False)
+    if program.package == "llamafactory":
+        run_ranks(prepare_rank, ranks, group=False)
     on_warm_ranks(
         ranks, folder / program.script, *options, "--output_dir", str(root / out), "--max_steps", "4",
         "--logging_steps", "1", "--per_device_train_batch_size", str(batch), "--learning_rate", "1e-3",
