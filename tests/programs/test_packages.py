@@ -42,7 +42,7 @@ class Program(NamedTuple):
 DRAWS = "--num_generations 4 --max_completion_length 6 --beta 0.1 --reward_funcs tiny_models.reward"
 PROGRAMS = {
     "trl-sft": Program("trl", "scripts/sft.py", "text", ""),
-    "trl-sft-lora": Program("trl", "scripts/sft.py", "text", "--use_peft --lora_r 4"),
+    "trl-sft-lora": Program("trl", "scripts/sft.py", "text", "--use_peft --lora_r 4 --lora_dropout 0"),
     "trl-dpo": Program("trl", "scripts/dpo.py", "pairs", ""),
     "trl-kto": Program("trl", "scripts/kto.py", "judged", "", samples=True),
     "trl-reward": Program("trl", "scripts/reward.py", "pairs", ""),
@@ -54,7 +54,7 @@ PROGRAMS = {
     "llamafactory-pt": Program("llamafactory", "launcher.py", "plain", "--stage pt"),
     "llamafactory-dpo": Program("llamafactory", "launcher.py", "ranked", "--stage dpo"),
     "swift-sft": Program("swift", "cli/sft.py", "chat", ""),
-    "swift-lora": Program("swift", "cli/sft.py", "chat", "--tuner_type lora"),
+    "swift-lora": Program("swift", "cli/sft.py", "chat", "--tuner_type lora --lora_dropout 0"),
 }  # fmt: skip
 
 
