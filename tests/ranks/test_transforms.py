@@ -38,14 +38,14 @@ def net():
     return Net()
 
 
-def engine_of(model):
+def engine_of(model, stage=3):
     return zeroshard.Engine(
         model,
         config={
             "train_micro_batch_size_per_gpu": 1,
             "optimizer": {"type": "AdamW"},
             "units": ["Linear"],
-            "zero_optimization": {"stage": 3, "stage3_max_reuse_distance": 0},
+            "zero_optimization": {"stage": stage, "stage3_max_reuse_distance": 0},
         },
     )
 
@@ -117,3 +117,20 @@ def test_a_sharded_parameter_given_to_a_transform_is_refused():
         module = engine.module
         with pytest.raises(ShardedAccess, match=r"'a\.weight'.*torch\.func.*p\.detach\(\)"):
             grad(lambda p: loss(module, p, x))(dict(module.named_parameters()))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(2)
+def test_gradients_land_through_vmap(stage):
+    """The transform is inside the graph that is trained."""
+    x = torch.linspace(-1, 1, 15).view(3, 5)
+    losses = []
+    for forward in (lambda engine: engine(x), lambda engine: vmap(engine.module)(x)):
+        with engine_of(net(), stage) as engine:
+            for _ in range(3):
+                loss = forward(engine).square().mean()
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+    assert losses[:3] == pytest.approx(losses[3:], rel=1e-6)
+    assert losses[0] != losses[2]
