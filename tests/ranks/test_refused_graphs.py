@@ -9,6 +9,7 @@ from torch import nn
 import zeroshard
 from zeroshard.errors import UsageError
 from zeroshard.testing import on_ranks
+from zeroshard.zero.hooks import StepHooks
 
 
 class LeavesALoss(nn.Linear):
@@ -95,3 +96,15 @@ def test_a_graph_from_before_the_update_is_refused_as_in_pytorch(stage):
         engine.step()
         with pytest.raises(UsageError, match=r"an update came in between"):
             engine.backward(loss)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@on_ranks(2)
+def test_backward_through_a_unit_that_nobody_gathered_is_refused(frozen, monkeypatch):
+    """The net below the hooks: without them no number comes out, and no crash."""
+    torch.manual_seed(0)
+    model = Net(frozen)
+    with engine_of(model, 3) as engine:
+        monkeypatch.setattr(StepHooks, "_before_backward", lambda *_: None)
+        with pytest.raises(UsageError, match="backward needs a tensor that was changed"):
+            engine.backward(engine(torch.ones(2, 6)).square().mean())
