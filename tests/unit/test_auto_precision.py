@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -132,16 +131,16 @@ def test_who_asks_for_what_is_slow_gets_one_line_with_factor_and_remedy(
     policy: Policy,
     remedy: str,
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
 ) -> None:
     slow_precision._tell_once.cache_clear()
-    monkeypatch.setattr(logging.getLogger("zeroshard"), "propagate", True)
+    lines: list[str] = []
+    monkeypatch.setattr(slow_precision.logger, "warning", lambda text, *a: lines.append(text % a))
     monkeypatch.setattr(slow_precision, "slowdown", lambda dtype: 31.4)
     for _ in range(2):
         slow_precision.tell_if_slow(policy, FAST)
         slow_precision.tell_if_slow(policy, SLOW)
         slow_precision.tell_if_slow(Policy(), SLOW)
-    [line] = [record.getMessage() for record in caplog.records]
+    [line] = lines
     assert "31 times" in line
     assert SLOW.because in line
     assert remedy in line
