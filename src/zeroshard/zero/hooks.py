@@ -508,7 +508,7 @@ def _apart_from(site: Site, output: Any) -> Any:
 
 
 def _is_view_of(units: Sequence[Unit], tensor: Tensor) -> bool:
-    if isinstance(tensor, nn.Parameter) or tensor.layout is not torch.strided:
+    if isinstance(tensor, nn.Parameter) or not torch._C._has_storage(tensor):
         return False  # a parameter itself is guarded when it is not full
     return any(storage.is_shared(tensor, unit.full_N) for unit in units)
 
