@@ -79,7 +79,23 @@ def lion_(
     torch._foreach_lerp_(momenta, grads, 1 - beta2)
 
 
-class FlexibleAdam(Optimizer):
+class _EachByItself(Optimizer):
+    """Updates one parameter after the other, with :meth:`_update`."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = _evaluate(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._update(p, p.grad, group)
+        return loss
+
+    def _update(self, p: Tensor, grad: Tensor, group: Group) -> None:
+        raise NotImplementedError
+
+
+class FlexibleAdam(_EachByItself):
     """Adam with the options that torch's lacks: no bias correction, moments in another dtype.
 
     Arithmetic is fp32 (fp64 for fp64 parameters) whatever is stored. State: ``exp_avg``,
@@ -109,15 +125,6 @@ class FlexibleAdam(Optimizer):
             "state_dtype": state_dtype,
         }
         super().__init__(params, defaults)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = _evaluate(closure)
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self._update(p, p.grad, group)
-        return loss
 
     def _update(self, p: Tensor, grad: Tensor, group: Group) -> None:
         state = self.state[p]
@@ -151,7 +158,7 @@ class FlexibleAdam(Optimizer):
                     narrow.copy_(wide)
 
 
-class Lamb(Optimizer):
+class Lamb(_EachByItself):
     """Adam's update, scaled for each parameter by its norm over that of the update (You et al. 2020).
 
     The ratio is kept between ``min_coeff`` and ``max_coeff``, and is 1 where one of the norms is 0. As in
@@ -184,15 +191,6 @@ class Lamb(Optimizer):
             "min_coeff": min_coeff,
         }
         super().__init__(params, defaults)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = _evaluate(closure)
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self._update(p, p.grad, group)
-        return loss
 
     def _update(self, p: Tensor, grad: Tensor, group: Group) -> None:
         state = self.state[p]

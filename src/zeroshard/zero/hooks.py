@@ -384,9 +384,8 @@ class StepHooks:
         if not self.running_backward:
             return
         self.reducer.end_backward()
-        for (
-            calls
-        ) in self._open_calls.values():  # the first calls of forward: nothing came after them
+        # The first calls of forward: no node before them ran.
+        for calls in self._open_calls.values():
             for call in [call for call in calls if call.entered]:
                 calls.remove(call)
                 self._leave(call)
