@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from zeroshard import Engine
 from zeroshard.checkpoint.export import export_checkpoint
-from zeroshard.checkpoint.saved import Saved
+from zeroshard.checkpoint.saved import CheckpointReader
 from zeroshard.engine import export
 from zeroshard.testing import on_ranks
 from zeroshard.testing.ranks import pool
@@ -34,9 +34,11 @@ def test_a_checkpoint_is_exported_in_pieces(dtype, tmp_path):
     for name, values in (("big", embedding), ("small", torch.ones(5))):
         write_checkpoint(tmp_path / name, {"embedding": values}, block_nbytes=4 << 20)
     del embedding, values
-    with Saved(tmp_path / "small" / "global_step10") as saved:  # imported and run once: not counted
+    with CheckpointReader(
+        tmp_path / "small" / "global_step10"
+    ) as saved:  # imported and run once: not counted
         export_checkpoint(saved, tmp_path / "warm", dtype=dtype)
-    with Saved(tmp_path / "big" / "global_step10") as saved, Peak() as peak:
+    with CheckpointReader(tmp_path / "big" / "global_step10") as saved, Peak() as peak:
         export_checkpoint(saved, tmp_path / "out", dtype=dtype)
     assert peak.nbytes < SLACK_NBYTES < 400_000_000
     assert peak.nbytes > 1 << 20  # else the measurement is broken

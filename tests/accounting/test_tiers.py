@@ -24,8 +24,8 @@ from zeroshard.core.tiers import Tier
 from zeroshard.engine.preflight import demand_of
 from zeroshard.store.disk import SwapFile
 from zeroshard.store.disk_open import PAGE_NBYTES
-from zeroshard.store.grads import GradOnDisk
-from zeroshard.store.shards import SAVES_IN_FLIGHT, OnDisk
+from zeroshard.store.grads import DiskGradStore
+from zeroshard.store.shards import SAVES_IN_FLIGHT, DiskShardStore
 from zeroshard.testing import on_ranks
 from zeroshard.zero.reduce import MAX_IN_FLIGHT
 
@@ -110,7 +110,7 @@ def gradients(engine: Engine, stage: int, precision: str) -> tuple[int, int]:
     summed = 4 if many else low
     tiles = engine.runtime.optimizer.tiles
     on_disk = sum(
-        tile.low_R.numel()
+        tile.param_R.numel()
         for tile in tiles
         if all(chunk.tier is Tier.DISK for chunk in tile.chunks)
     )
@@ -293,15 +293,15 @@ def moved_nbytes(file: SwapFile, nbytes: int) -> int:
 def finish(engine: Engine) -> None:
     """Shards on their way to the disk arrive."""
     for unit in engine.runtime.units:
-        if isinstance(unit.rest, OnDisk):
-            unit.rest.finish()
+        if isinstance(unit.store, DiskShardStore):
+            unit.store.finish()
 
 
 def arrive(engine: Engine) -> None:
     """Gradients on their way to the disk arrive."""
     for buffer in engine.runtime.reducer.buffers:
-        if isinstance(buffer.rest, GradOnDisk):
-            buffer.rest.finish()
+        if isinstance(buffer.store, DiskGradStore):
+            buffer.store.finish()
 
 
 def traffic_of_a_step(engine: Engine, file: SwapFile) -> tuple[int, int]:
@@ -427,16 +427,16 @@ def test_gradients_wait_on_disk_and_few_are_in_memory_at_a_time(stage, accumulat
     config = stack_config(stage, "bf16", accumulation, **zero)
     with Engine(Stack(depth=12), config=config) as engine, pytest.MonkeyPatch.context() as patch:
         ledger, units = engine.runtime.ledger, engine.runtime.units
-        most_nbytes, account = 0, GradOnDisk._account
+        most_nbytes, account = 0, DiskGradStore._report
 
-        def watched(rest: GradOnDisk) -> None:
+        def watched(rest: DiskGradStore) -> None:
             nonlocal most_nbytes
             account(rest)
             scratch = ledger.live["scratch", Tier.HOST].items()
             here = sum(nbytes for owner, nbytes in scratch if owner.endswith("(gradient)"))
             most_nbytes = max(most_nbytes, here)
 
-        patch.setattr(GradOnDisk, "_account", watched)
+        patch.setattr(DiskGradStore, "_account", watched)
         reduces_each = stage > 1 and accumulation > 1
         for _ in range(2 * accumulation):
             micro_step(engine)
@@ -461,13 +461,13 @@ def test_a_gradient_is_on_its_way_before_it_is_waited_for(stage, tmp_path):
     zero = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
     config = stack_config(stage, "bf16", 2, **zero)
     with Engine(Stack(), config=config) as engine, pytest.MonkeyPatch.context() as patch:
-        begun, bring = [], GradOnDisk.bring
+        begun, bring = [], DiskGradStore.acquire
 
-        def watched(rest: GradOnDisk) -> Tensor:
+        def watched(rest: DiskGradStore) -> Tensor:
             begun.append(rest._values_S is not None)
             return bring(rest)
 
-        patch.setattr(GradOnDisk, "bring", watched)
+        patch.setattr(DiskGradStore, "bring", watched)
         for _ in range(2):
             micro_step(engine)
             arrive(engine)

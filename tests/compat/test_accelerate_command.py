@@ -12,7 +12,7 @@ from zeroshard.cli.main import main
 from zeroshard.errors import LaunchError
 from zeroshard.integrations.deepspeed import command
 from zeroshard.integrations.deepspeed.install import DIRECTORY
-from zeroshard.launch.decide import RunHere, RunNodes, RunSrun, decide
+from zeroshard.launch.decide import RunHere, RunNodes, RunSrun, plan_launch
 
 pytest.importorskip("accelerate")
 
@@ -54,7 +54,7 @@ def request_of(monkeypatch, hostfile):
 
 
 def decided(request, **env):
-    return decide(request, env, this_host=("n1",), has_srun=True)
+    return plan_launch(request, env, this_host=("n1",), has_srun=True)
 
 
 @pytest.mark.parametrize("launcher", ["pdsh", "openmpi", "mvapich", "mpich"])

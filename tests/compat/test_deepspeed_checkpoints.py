@@ -18,7 +18,7 @@ import torch.distributed as dist
 from deepspeed_runs import CASES, MORE_STEPS, STEPS, TAG, Model, config, parameter_groups, tokens
 
 import zeroshard
-from zeroshard.checkpoint.deepspeed import DeepSpeedSaved, is_deepspeed
+from zeroshard.checkpoint.deepspeed import DeepSpeedReader, is_deepspeed
 from zeroshard.checkpoint.saved import full
 from zeroshard.testing import run_ranks
 from zeroshard.zero import safe_get_full_fp32_param, safe_get_full_optimizer_state
@@ -72,7 +72,7 @@ def test_a_real_checkpoint_is_read_bit_for_bit(runs, ranks, name):
     folder, reference = of(runs, ranks, name)
     case = CASES[name]
     assert is_deepspeed(folder / TAG)
-    saved = DeepSpeedSaved(folder / TAG)
+    saved = DeepSpeedReader(folder / TAG)
     trained = {fqn for fqn, parameter in saved.parameters.items() if parameter.trained}
     assert trained == set(reference["value"])
     for key in KEYS:
@@ -92,7 +92,7 @@ def test_a_real_checkpoint_is_read_bit_for_bit(runs, ranks, name):
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_beside_the_parameters_comes_back(runs, ranks, name):
     folder, reference = of(runs, ranks, name)
-    found = DeepSpeedSaved(folder / TAG).shared()
+    found = DeepSpeedReader(folder / TAG).shared()
     assert found["counters"] == reference["counters"]
     assert found["scheduler"] == {"last_batch_iteration": STEPS - 1}
     assert found["client_state"]["epoch"] == 2

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from checkpoint_model import differences, everything, open_engine, train
 
 from zeroshard import Engine
-from zeroshard.checkpoint.saved import Saved
+from zeroshard.checkpoint.saved import CheckpointReader
 from zeroshard.errors import ZeroShardError
 
 STAGE = 3
@@ -102,7 +102,7 @@ def check_goes_on(engine: Engine, root: Path) -> None:
     keep_expected(engine, root, "third")
     assert [name for name in os.listdir(root) if name.startswith(".")] == []
     for tag in ("first", "third"):
-        with Saved(root / tag) as saved:
+        with CheckpointReader(root / tag) as saved:
             assert saved.verify() == []
     for tag in ("first", "third"):
         engine.load_checkpoint(root, tag)

@@ -19,8 +19,8 @@ from saved_runs import STAGE, equals_expected, everywhere, failure, keep_expecte
 
 from zeroshard import Engine
 from zeroshard.checkpoint import directory as places
-from zeroshard.checkpoint.saved import Saved
-from zeroshard.testing import Death, run_ranks
+from zeroshard.checkpoint.saved import CheckpointReader
+from zeroshard.testing import RankEnd, run_ranks
 
 RANKS = 2
 BEHIND = {"checkpoint": {"asynchronous": True}}
@@ -29,7 +29,7 @@ BEHIND = {"checkpoint": {"asynchronous": True}}
 def check_whole(root: Path, *tags: str) -> None:
     assert set(places.tags(root)) == set(tags)
     for tag in tags:
-        with Saved(root / tag) as saved:
+        with CheckpointReader(root / tag) as saved:
             assert saved.verify() == []
 
 
@@ -200,7 +200,7 @@ def test_a_rank_killed_behind_is_named_and_the_one_before_stays(tmp_path, who):
     run_ranks(saves, RANKS, root, "first")
     deaths = dict.fromkeys(who, signal.SIGKILL)
     ends = run_ranks(dies_behind, RANKS, root, who, expect_death=deaths, timeout=40)
-    for kind, text, seconds in (end for end in ends if not isinstance(end, Death)):
+    for kind, text, seconds in (end for end in ends if not isinstance(end, RankEnd)):
         assert kind == "RankLost"
         assert f"rank {who[0]} ended" in text
         assert seconds < 10

@@ -15,9 +15,9 @@ from saved_runs import STAGE, contents, equals_expected, failure, keep_expected,
 
 from zeroshard import Engine
 from zeroshard.checkpoint import directory as places
-from zeroshard.checkpoint.save import POINTS
-from zeroshard.checkpoint.saved import Saved
-from zeroshard.testing import Death, run_ranks
+from zeroshard.checkpoint.save import FAULT_POINTS
+from zeroshard.checkpoint.saved import CheckpointReader
+from zeroshard.testing import RankEnd, run_ranks
 
 RANKS = 2
 KEEP = {"checkpoint": {"keep_last": 9}}
@@ -85,7 +85,7 @@ def goes_on(root: Path, tag: str, expected: str) -> str:
 def killed(root: Path, tag: str, point: str, who: tuple[int, ...]) -> None:
     deaths = dict.fromkeys(who, signal.SIGKILL)
     ends = run_ranks(dies, RANKS, root, tag, point, who, expect_death=deaths, timeout=50)
-    for kind, text, seconds in (end for end in ends if not isinstance(end, Death)):
+    for kind, text, seconds in (end for end in ends if not isinstance(end, RankEnd)):
         assert kind == "RankLost"
         assert f"rank {who[0]}" in text
         assert seconds < 10
@@ -95,7 +95,7 @@ def check_whole(root: Path, tags: set[str]) -> None:
     """Nothing is taken for a checkpoint that is none, and all of those ``tags`` are whole."""
     assert set(places.tags(root)) == tags
     for tag in tags:
-        with Saved(root / tag) as saved:
+        with CheckpointReader(root / tag) as saved:
             assert saved.verify() == []
 
 
@@ -210,7 +210,7 @@ def passes(root: Path) -> list[str]:
 
 
 def test_every_named_point_is_passed_in_order(root):
-    assert tuple(dict.fromkeys(run_ranks(passes, RANKS, root)[0])) == POINTS
+    assert tuple(dict.fromkeys(run_ranks(passes, RANKS, root)[0])) == FAULT_POINTS
 
 
 def serves_and_dies(root: Path, point: str) -> tuple[str, str, float]:

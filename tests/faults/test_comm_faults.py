@@ -20,22 +20,22 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zeroshard.comm import TrustSettings, init_distributed
+from zeroshard.comm import WatchdogSettings, init_distributed
 from zeroshard.comm.faulty import Fault, FaultyComm
-from zeroshard.comm.recorder import read_box
-from zeroshard.comm.watch import Watch, open_watch
+from zeroshard.comm.recorder import read_recording_file
+from zeroshard.comm.watch import CommSession, open_session
 from zeroshard.errors import RankLost
-from zeroshard.testing.ranks import Death, on_ranks, run_ranks
+from zeroshard.testing.ranks import RankEnd, on_ranks, run_ranks
 
-QUICK = TrustSettings(first_report_s=0.6, tick_s=0.1, frozen_s=2.0, grace_s=3.0, stuck_s=4.0)
+QUICK = WatchdogSettings(first_report_s=0.6, tick_s=0.1, frozen_s=2.0, grace_s=3.0, stuck_s=4.0)
 UNITS = ("embed", "visual", "layers.0", "layers.1")
 SHARD_NUMEL = 64
 
 Outcome = tuple[str, str, float]
 
 
-def watched(trust: TrustSettings = QUICK, transport: str = "auto") -> Watch:
-    return open_watch(transport=transport, device_type="cpu", trust=trust, plan={"stage": "3"})
+def watched(trust: WatchdogSettings = QUICK, transport: str = "auto") -> CommSession:
+    return open_session(transport=transport, device_type="cpu", trust=trust, plan={"stage": "3"})
 
 
 def gather(comm, name: str) -> torch.Tensor:
@@ -50,7 +50,7 @@ def reduce(comm, name: str) -> torch.Tensor:
     return out_S
 
 
-def step(watch: Watch, comm, call: Callable = gather) -> None:
+def step(watch: CommSession, comm, call: Callable = gather) -> None:
     for name in UNITS:
         call(comm, name)
     hashes = comm.gather_small(
@@ -59,7 +59,7 @@ def step(watch: Watch, comm, call: Callable = gather) -> None:
     watch.check(hashes[:, 0])
 
 
-def fails_with(fault: Fault, trust: TrustSettings = QUICK, transport: str = "auto") -> Outcome:
+def fails_with(fault: Fault, trust: WatchdogSettings = QUICK, transport: str = "auto") -> Outcome:
     """(error class, text, seconds) of the second step, in which ``fault`` strikes."""
     watch = watched(trust, transport)
     comm = FaultyComm(watch.gathers, replace(fault, at=2))
@@ -140,7 +140,7 @@ def test_a_rank_that_dies_is_named_by_the_others(kind, ends, rank, transport):
     fault = Fault(kind, rank, "layers.0")
     died = {rank: ends}
     results = run_ranks(fails_with, 3, fault, QUICK, transport, expect_death=died, timeout=30)
-    assert isinstance(results[rank], Death)
+    assert isinstance(results[rank], RankEnd)
     for name, text, seconds in survivors(results, fault):
         assert name == "RankLost"
         check_form(text, name)
@@ -307,7 +307,7 @@ def log_of_a_killed_rank() -> tuple[int, str, str]:
     box = watch.track.peers[1].box
     with pytest.raises(RankLost):
         step(watch, comm)
-    flight = read_box(Path(box))
+    flight = read_recording_file(Path(box))
     watch.close()
     assert not Path(box).exists()  # the survivors clean up
     return flight.step, flight.records[-1].op, flight.records[-1].name
@@ -329,7 +329,7 @@ def log_of_the_dead_after_another_left() -> tuple[bool, bool]:
         while other.exists() and time.monotonic() < until:
             time.sleep(0.01)
         assert not other.exists()
-    kept = read_box(dead) is not None
+    kept = read_recording_file(dead) is not None
     watch.close()
     return kept, dead.exists()
 

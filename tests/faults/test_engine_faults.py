@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard
-from zeroshard.testing import Death, run_ranks
+from zeroshard.testing import RankEnd, run_ranks
 
 STAGES = (0, 1, 2, 3)
 QUICK = {"first_report_s": 1.0, "frozen_s": 2.0, "grace_s": 5.0}
@@ -236,7 +236,7 @@ def test_a_killed_rank_is_named(stage):
     results = run_ranks(
         with_fault, 2, stage, "killed", expect_death={1: signal.SIGKILL}, timeout=40
     )
-    assert isinstance(results[1], Death)
+    assert isinstance(results[1], RankEnd)
     check_lost(results[0], "ended")
 
 

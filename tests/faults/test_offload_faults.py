@@ -28,7 +28,7 @@ from zeroshard.core import tiers
 from zeroshard.engine import build, preflight
 from zeroshard.errors import DiskError, UsageError
 from zeroshard.store import disk_check, storage
-from zeroshard.testing import Death, run_ranks
+from zeroshard.testing import RankEnd, run_ranks
 from zeroshard.zero import safe_get_full_fp32_param
 
 QUICK = {"first_report_s": 1.0, "frozen_s": 2.0, "grace_s": 5.0}
@@ -181,7 +181,7 @@ def kill_at_write(number: int) -> None:
 def test_a_rank_killed_while_it_swaps_is_named_and_its_disk_comes_back(place, stage, number):
     body, death = killed_while_swapping, {1: signal.SIGKILL}
     results = run_ranks(body, 2, place, stage, number, expect_death=death, timeout=40)
-    assert isinstance(results[1], Death)
+    assert isinstance(results[1], RankEnd)
     kind, text, seconds = results[0]
     assert kind == "RankLost"
     assert "rank 1" in text
@@ -299,7 +299,7 @@ def failing_uncaught(place: Path, stage: int, call: str) -> tuple[str, str, floa
 
 def gradient_extents(engine: zeroshard.Engine) -> dict[int, int]:
     """Offset to length of what gradients have in the swap file."""
-    extents = [buffer.rest._extent for buffer in engine.runtime.reducer.buffers]
+    extents = [buffer.store._extent for buffer in engine.runtime.reducer.buffers]
     return {extent.offset: extent.nbytes for extent in extents}
 
 

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard
-from zeroshard.comm import TrustSettings
-from zeroshard.comm.watch import open_watch
+from zeroshard.comm import WatchdogSettings
+from zeroshard.comm.watch import open_session
 from zeroshard.testing import run_ranks
 
 LIMIT_S = 1.0
@@ -360,13 +360,13 @@ def test_a_rank_that_ended_before_the_set_up_is_named():
 
 def waits_by_itself(stays: bool) -> Outcome:
     """Rank 0 is in a barrier of the program's own; nothing of ours can wake it there."""
-    trust = TrustSettings(collective_timeout_s=LIMIT_S, stuck_s=LIMIT_S, grace_s=0.2)
-    watch = open_watch(transport="auto", device_type="cpu", trust=trust, plan={"a": "1"})
+    trust = WatchdogSettings(collective_timeout_s=LIMIT_S, stuck_s=LIMIT_S, grace_s=0.2)
+    watch = open_session(transport="auto", device_type="cpu", trust=trust, plan={"a": "1"})
     if dist.get_rank() == 0:
         dist.barrier()
     elif stays:
         threading.Event().wait()
-    found = failure(lambda: watch.gathers.gather_small(torch.zeros(1), name="x"))
+    found = failure(lambda: watch.gathers.all_gather_small(torch.zeros(1), name="x"))
     watch.close(found[0])
     return found
 

@@ -16,8 +16,8 @@ from zeroshard.core import tiers
 from zeroshard.engine import build, offload
 from zeroshard.errors import UsageError
 from zeroshard.native import adam
-from zeroshard.store.bus import Bus
-from zeroshard.store.grads import GradOnDisk
+from zeroshard.store.bus import CopyStreams
+from zeroshard.store.grads import DiskGradStore
 from zeroshard.testing import on_ranks
 from zeroshard.testing.parity import assert_bit_equal
 from zeroshard.zero import (
@@ -248,8 +248,8 @@ def eventful_training(
             found[name] = safe_get_full_fp32_param(param)
             if (moment := safe_get_full_optimizer_state(param, "exp_avg")) is not None:
                 found[f"{name} exp_avg"] = moment
-        rests = {type(buffer.rest) for buffer in engine.runtime.reducer.buffers}
-        assert rests == {GradOnDisk if keys else type(None)}
+        rests = {type(buffer.store) for buffer in engine.runtime.reducer.buffers}
+        assert rests == {DiskGradStore if keys else type(None)}
     return found
 
 
@@ -375,9 +375,9 @@ def test_values_on_disk_are_read_and_written_like_any_others(tmp_path):
 
 
 @contextlib.contextmanager
-def a_bus_between() -> Iterator[Bus]:
+def a_bus_between() -> Iterator[CopyStreams]:
     """What a GPU machine has: device and host memory are two. Here they are two names of one."""
-    bus = Bus()
+    bus = CopyStreams()
     with (
         mock.patch.object(build, "has_bus", lambda _device: True),
         mock.patch.object(offload, "make_bus", lambda _device, *, copies: bus),

@@ -12,18 +12,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zeroshard.comm import Recorder, SoloComm, TrustSettings, make_comm
-from zeroshard.comm.agree import FAILED, agree_plan, meeting, post_plan
+from zeroshard.comm import Recorder, SoloComm, WatchdogSettings, make_comm
+from zeroshard.comm.agree import FAILED, agree_plan, namespace, post_plan
 from zeroshard.comm.connect import default_store
 from zeroshard.comm.host import open_sockets
 from zeroshard.comm.p2p import sum_in_rank_order
-from zeroshard.comm.watch import open_watch
+from zeroshard.comm.watch import open_session
 from zeroshard.errors import ConfigError, RankLate, RankMismatch, UsageError
 from zeroshard.testing.ranks import on_ranks
 
 SHARD_NUMELS = (0, 1, 7, 70_001)  # the last is more than one block of the sum
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-QUICK = TrustSettings(first_report_s=1.0, tick_s=0.1)
+QUICK = WatchdogSettings(first_report_s=1.0, tick_s=0.1)
 
 
 def buffers_of_all_ranks(world_size, numel, dtype):
@@ -116,10 +116,10 @@ def _gather_small(transport):
     comm = open_comm(transport)
     for dtype in (torch.float64, torch.float32, torch.int64, torch.bool):
         vector = torch.tensor([comm.rank, 1, 2 * comm.rank]).to(dtype)
-        rows = comm.gather_small(vector, name="norm")
+        rows = comm.all_gather_small(vector, name="norm")
         expected = torch.tensor([[i, 1, 2 * i] for i in range(comm.world_size)]).to(dtype)
         assert same_bits(rows, expected)
-    assert comm.gather_small(torch.empty(0), name="nothing").shape == (comm.world_size, 0)
+    assert comm.all_gather_small(torch.empty(0), name="nothing").shape == (comm.world_size, 0)
     comm.close()
 
 
@@ -177,7 +177,7 @@ def _traffic(transport):
     W, S = comm.world_size, 5
     comm.all_gather(torch.zeros(W * S), torch.zeros(S), name="a").wait()
     comm.reduce_scatter(torch.zeros(S), torch.zeros(W * S), name="a").wait()
-    comm.gather_small(torch.zeros(2), name="norm")
+    comm.all_gather_small(torch.zeros(2), name="norm")
     comm.broadcast(torch.zeros(4), 0, name="b").wait()
     assert comm.recorder.sent_numel == {
         "all_gather": (W - 1) * S,
@@ -195,7 +195,10 @@ def _traffic(transport):
 def test_transports_opened_one_after_another_do_not_meet_dead_ones(transport):
     for _ in range(4):
         comm = open_comm(transport)
-        assert comm.gather_small(torch.tensor([comm.rank]), name="x").flatten().tolist() == [0, 1]
+        assert comm.all_gather_small(torch.tensor([comm.rank]), name="x").flatten().tolist() == [
+            0,
+            1,
+        ]
         comm.close()
 
 
@@ -205,7 +208,7 @@ def test_a_closed_transport_refuses_calls(transport):
     comm = open_comm(transport)
     comm.close()
     with pytest.raises(UsageError, match="closed communicator"):
-        comm.gather_small(torch.zeros(1), name="x")
+        comm.all_gather_small(torch.zeros(1), name="x")
 
 
 @on_ranks(3)
@@ -214,7 +217,7 @@ def test_a_group_of_some_ranks_has_its_own_ranks():
     if dist.get_rank() != 1:
         comm = make_comm(group=group, purpose="experts")
         assert (comm.world_size, comm.rank) == (2, dist.get_rank() // 2)
-        rows = comm.gather_small(torch.tensor([dist.get_rank()]), name="x")
+        rows = comm.all_gather_small(torch.tensor([dist.get_rank()]), name="x")
         assert rows.flatten().tolist() == [0, 2]
         comm.close()
 
@@ -227,7 +230,7 @@ def test_one_rank_needs_no_process_group(inside):
     out_S = full_N if inside else torch.empty(8)
     comm.reduce_scatter(out_S, full_N, name="a").wait()
     assert out_S.tolist() == full_N.tolist()
-    assert comm.gather_small(torch.tensor([2.0]), name="n").tolist() == [[2.0]]
+    assert comm.all_gather_small(torch.tensor([2.0]), name="n").tolist() == [[2.0]]
     assert comm.recorder.sent_numel.total() == 0
     assert comm.recorder.payload_numel["reduce_scatter"] == 8
 
@@ -245,7 +248,7 @@ def test_collectives_run_on_fake_tensors_at_any_world_size(world_size):
 
     rank = world_size - 1
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    watch = open_watch(transport="auto", device_type="cpu", trust=QUICK, plan={"a": "1"})
+    watch = open_session(transport="auto", device_type="cpu", trust=QUICK, plan={"a": "1"})
     comm = watch.gathers
     assert (comm.transport, comm.world_size, comm.rank) == ("fake", world_size, rank)
     with FakeTensorMode():
@@ -253,7 +256,7 @@ def test_collectives_run_on_fake_tensors_at_any_world_size(world_size):
         comm.all_gather(full_N, full_N[:8], name="a").wait()
         comm.reduce_scatter(full_N[:8], full_N, name="a").wait()
         comm.broadcast(full_N, 0, name="b").wait()
-        rows = comm.gather_small(torch.zeros(2, dtype=torch.float64), name="n")
+        rows = comm.all_gather_small(torch.zeros(2, dtype=torch.float64), name="n")
         watch.check(rows[:, 1])
         assert rows.shape == (world_size, 2)
     watch.close()
@@ -271,7 +274,7 @@ def plan_of(rank, odd):
 def test_another_plan_on_one_rank_is_refused_with_one_text():
     store, rank = default_store(), dist.get_rank()
     with pytest.raises(RankMismatch) as caught:
-        agree_plan(meeting(store, "test", rank), rank, 3, plan_of(rank, odd=1))
+        agree_plan(namespace(store, "test", rank), rank, 3, plan_of(rank, odd=1))
     text = str(caught.value)
     assert text.startswith("RankMismatch: rank 1 has another plan than ranks 0,2. ")
     assert "reduce_bucket_size = 500 (ranks 0,2, host " in text
@@ -285,7 +288,7 @@ def test_another_plan_on_one_rank_is_refused_with_one_text():
 def test_equal_plans_agree_again_and_again():
     store, rank = default_store(), dist.get_rank()
     for _ in range(3):
-        agree_plan(meeting(store, "test", rank), rank, 2, plan_of(rank, odd=None))
+        agree_plan(namespace(store, "test", rank), rank, 2, plan_of(rank, odd=None))
 
 
 @on_ranks(2)
@@ -293,12 +296,12 @@ def test_a_rank_may_leave_a_meeting_before_the_others_come():
     """And all come to the next, as ranks do that build an engine again after an error."""
     store, rank = default_store(), dist.get_rank()
     for _ in range(2):
-        post_plan(meeting(store, "left", rank), rank, {FAILED: "for a reason"})
+        post_plan(namespace(store, "left", rank), rank, {FAILED: "for a reason"})
         if rank == 0:  # far ahead of the other
             dist.barrier()
-            agree_plan(meeting(store, "left", rank), rank, 2, {"a": "1"}, timeout_s=20)
+            agree_plan(namespace(store, "left", rank), rank, 2, {"a": "1"}, timeout_s=20)
         else:
-            agree = meeting(store, "left", rank)
+            agree = namespace(store, "left", rank)
             dist.barrier()
             agree_plan(agree, rank, 2, {"a": "1"}, timeout_s=20)
 
@@ -307,7 +310,7 @@ def test_a_rank_may_leave_a_meeting_before_the_others_come():
 def test_a_rank_that_does_not_come_is_named():
     if dist.get_rank() == 0:
         with pytest.raises(RankLate, match=r"rank 1 did not come to 'plan' within 0 s"):
-            agree_plan(meeting(default_store(), "test", 0), 0, 2, {"a": "1"}, timeout_s=0.1)
+            agree_plan(namespace(default_store(), "test", 0), 0, 2, {"a": "1"}, timeout_s=0.1)
 
 
 @on_ranks(2)
@@ -315,7 +318,7 @@ def test_an_engine_with_another_plan_is_refused_before_any_collective():
     plan = plan_of(dist.get_rank(), odd=1)
     begun_s = time.monotonic()
     with pytest.raises(RankMismatch, match="reduce_bucket_size"):
-        open_watch(transport="auto", device_type="cpu", trust=QUICK, plan=plan)
+        open_session(transport="auto", device_type="cpu", trust=QUICK, plan=plan)
     assert time.monotonic() - begun_s < 5
 
 
@@ -333,8 +336,8 @@ def test_closing_leaves_no_thread_no_socket_and_no_file(transport):
     before = possessions()
     logs = []
     for _ in range(20):
-        watch = open_watch(transport=transport, device_type="cpu", trust=QUICK, plan={"a": "1"})
-        watch.gathers.gather_small(torch.zeros(1), name="x")
+        watch = open_session(transport=transport, device_type="cpu", trust=QUICK, plan={"a": "1"})
+        watch.gathers.all_gather_small(torch.zeros(1), name="x")
         logs.append(Path(watch.track.peers[dist.get_rank()].box))
         assert logs[-1].exists()
         watch.close()
@@ -348,7 +351,7 @@ def test_closing_leaves_no_thread_no_socket_and_no_file(transport):
 @pytest.mark.parametrize("transport", ["shm", "p2p"])
 @on_ranks(2)
 def test_a_forgotten_watch_ends_its_threads(transport):
-    watch = open_watch(transport=transport, device_type="cpu", trust=QUICK, plan={"a": "1"})
+    watch = open_session(transport=transport, device_type="cpu", trust=QUICK, plan={"a": "1"})
     threads = [t for t in threading.enumerate() if t.name.startswith("zeroshard-")]
     assert len(threads) == 2
     dist.barrier()
@@ -363,15 +366,15 @@ def test_a_forgotten_watch_ends_its_threads(transport):
 @on_ranks(2)
 def test_two_watches_in_one_process_do_not_disturb_each_other(transport):
     watches = [
-        open_watch(transport=transport, device_type="cpu", trust=QUICK, plan={"engine": str(i)})
+        open_session(transport=transport, device_type="cpu", trust=QUICK, plan={"engine": str(i)})
         for i in range(2)
     ]
     for _ in range(3):
         for watch in watches:
-            rows = watch.gathers.gather_small(torch.tensor([dist.get_rank()]), name="x")
+            rows = watch.gathers.all_gather_small(torch.tensor([dist.get_rank()]), name="x")
             assert rows.flatten().tolist() == [0, 1]
     watches[0].close()
-    rows = watches[1].gathers.gather_small(torch.tensor([dist.get_rank()]), name="x")
+    rows = watches[1].gathers.all_gather_small(torch.tensor([dist.get_rank()]), name="x")
     assert rows.flatten().tolist() == [0, 1]
     watches[1].close()
 
@@ -379,8 +382,8 @@ def test_two_watches_in_one_process_do_not_disturb_each_other(transport):
 @pytest.mark.parametrize("transport", ["shm", "p2p"])
 @on_ranks(2)
 def test_a_forked_child_leaves_the_log_to_its_parent(transport):
-    watch = open_watch(transport=transport, device_type="cpu", trust=QUICK, plan={"a": "1"})
-    watch.gathers.gather_small(torch.zeros(1), name="x")
+    watch = open_session(transport=transport, device_type="cpu", trust=QUICK, plan={"a": "1"})
+    watch.gathers.all_gather_small(torch.zeros(1), name="x")
     before = watch.recorder.flight()
     child = os.fork()
     if child == 0:  # a data loader's worker that has our objects in its memory
@@ -389,7 +392,7 @@ def test_a_forked_child_leaves_the_log_to_its_parent(transport):
         os._exit(0)
     os.waitpid(child, 0)
     assert watch.recorder.flight().step == before.step
-    watch.gathers.gather_small(torch.zeros(1), name="x")
+    watch.gathers.all_gather_small(torch.zeros(1), name="x")
     watch.close()
 
 

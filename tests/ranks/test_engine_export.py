@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from zeroshard.checkpoint.export import export_checkpoint
-from zeroshard.checkpoint.saved import Saved
+from zeroshard.checkpoint.saved import CheckpointReader
 from zeroshard.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from zeroshard.engine import export
 from zeroshard.errors import CheckpointError, UsageError
@@ -353,7 +353,7 @@ def test_a_checkpoint_is_exported_to_the_weights_that_the_engine_exports(stage, 
         if engine.global_rank == 0:
             masters = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
             assert_equal({n: t.to(whole[n].dtype) for n, t in masters.items()}, whole)
-            with Saved(tmp_path / "global_step2") as saved:
+            with CheckpointReader(tmp_path / "global_step2") as saved:
                 export_checkpoint(saved, tmp_path / "out", dtype="bfloat16")
             files = [tmp_path / name / "model.safetensors" for name in ("engine", "out")]
             assert_equal(*map(load_file, files))

@@ -275,7 +275,7 @@ def test_every_read_does_what_it_does_to_an_ordinary_parameter(stage, precision,
         for name, read in READS.items():
             if stage == 1:  # the values of a resident unit are on their way right after a step
                 for unit in engine.runtime.units:
-                    unit.publish()
+                    unit.all_gather_updated()
             p = engine.module.first.weight
             assert type(p) is ShardedParameter
             with torch.set_grad_enabled(grad):

@@ -13,10 +13,10 @@ from torch import Tensor
 from zeroshard import Engine
 from zeroshard.core.ledger import RESTING
 from zeroshard.core.tiers import Tier
-from zeroshard.engine.away import KINDS, asked_of_to, goes_home
+from zeroshard.engine.away import KINDS, asked_of_to, is_return
 from zeroshard.errors import UsageError
 from zeroshard.native import adam
-from zeroshard.store.luggage import Room
+from zeroshard.store.luggage import HostBuffer
 from zeroshard.testing import on_ranks
 from zeroshard.zero import (
     GatheredParameters,
@@ -251,7 +251,7 @@ def test_the_partition_cache_is_freed_and_gathered_anew():
 
 def test_page_locked_memory_is_kept_for_the_next_time(monkeypatch):
     """Only CUDA can lock pages; what is done with them is the same here."""
-    monkeypatch.setattr(Room, "is_pinned", True)
+    monkeypatch.setattr(HostBuffer, "is_pinned", True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     with open_engine(3, **BF16) as engine:
         ledger = engine.runtime.ledger
@@ -551,7 +551,7 @@ def test_to_its_own_device_brings_an_engine_back():
     ],
 )
 def test_to_knows_the_way(asked, home, answer):
-    assert goes_home(torch.device(asked), torch.device(home)) is answer
+    assert is_return(torch.device(asked), torch.device(home)) is answer
 
 
 @pytest.mark.parametrize(
@@ -559,7 +559,7 @@ def test_to_knows_the_way(asked, home, answer):
 )
 def test_to_another_device_is_refused(asked, home):
     with pytest.raises(UsageError, match=f"engine was built for {home}"):
-        goes_home(torch.device(asked), torch.device(home))
+        is_return(torch.device(asked), torch.device(home))
 
 
 def test_to_another_memory_format_is_refused():

@@ -68,21 +68,21 @@ def test_sources_may_be_overwritten_at_once_after_the_wait(n):
 @on_ranks(2)
 def test_a_lent_buffer_is_not_lent_again_while_a_tensor_or_another_rank_needs_it():
     comm = open_shm()
-    kept = comm.empty(4096, **INFO)
+    kept = comm.allocate(4096, **INFO)
     view = kept[10:20]
     address = kept.data_ptr()
     del kept
-    assert comm.empty(4096, **INFO).data_ptr() != address  # the view still lives there
+    assert comm.allocate(4096, **INFO).data_ptr() != address  # the view still lives there
     del view
-    assert comm.empty(4096, **INFO).data_ptr() == address
-    source_N, out_S = comm.empty(4096, **INFO), torch.empty(2048)
+    assert comm.allocate(4096, **INFO).data_ptr() == address
+    source_N, out_S = comm.allocate(4096, **INFO), torch.empty(2048)
     address = source_N.data_ptr()
     source_N.fill_(comm.rank + 1.0)
     handle = comm.reduce_scatter(out_S, source_N, name="a")
     if comm.rank == 0:
         handle.wait()
         del source_N, handle
-        other = comm.empty(4096, **INFO)
+        other = comm.allocate(4096, **INFO)
         assert other.data_ptr() != address  # rank 1 has not read it
         other.fill_(99.0)
         dist.barrier()
@@ -90,10 +90,10 @@ def test_a_lent_buffer_is_not_lent_again_while_a_tensor_or_another_rank_needs_it
         dist.barrier()
         handle.wait()
     assert out_S.eq(3.0).all()
-    comm.gather_small(torch.zeros(1), name="met")
+    comm.all_gather_small(torch.zeros(1), name="met")
     if comm.rank == 0:
         del other
-        addresses = {comm.empty(4096, **INFO).data_ptr()}
+        addresses = {comm.allocate(4096, **INFO).data_ptr()}
         assert address in addresses | {b.bytes.data_ptr() for b in comm._ring.arena.blocks.values()}
     comm.close()
 
@@ -101,7 +101,7 @@ def test_a_lent_buffer_is_not_lent_again_while_a_tensor_or_another_rank_needs_it
 @on_ranks(2)
 def test_a_reduction_of_a_lent_buffer_copies_nothing():
     comm = open_shm()
-    source_N, out_S = comm.empty(2 * 70_001, **INFO), torch.empty(70_001)
+    source_N, out_S = comm.allocate(2 * 70_001, **INFO), torch.empty(70_001)
     blocks = len(comm._ring.arena.blocks)
     source_N.copy_(torch.arange(2 * 70_001))
     comm.reduce_scatter(out_S, source_N, name="a").wait()
@@ -123,14 +123,14 @@ def test_memory_is_flat_over_hundreds_of_steps():
             comm.all_gather(torch.empty(W * S), torch.ones(S), name=f"g{S}").wait()
         handles = []
         for S in sizes:
-            source_N = comm.empty(W * S, **INFO).fill_(1.0)
+            source_N = comm.allocate(W * S, **INFO).fill_(1.0)
             handles.append(comm.reduce_scatter(torch.empty(S), source_N, name=f"l{S}"))
             handles.append(comm.reduce_scatter(torch.empty(S), torch.ones(W * S), name=f"r{S}"))
         for handle in handles:
             handle.wait()
         comm.broadcast(torch.ones(700), 0, name="b").wait()
-        comm.gather_small(torch.zeros(3), name="n")
-        comm.gather_small(torch.zeros(3), name="all have read")
+        comm.all_gather_small(torch.zeros(3), name="n")
+        comm.all_gather_small(torch.zeros(3), name="all have read")
 
     step()
     step()
@@ -160,7 +160,7 @@ def test_more_in_flight_than_the_ring_has_slots():
         handle.wait()
     assert torch.equal(torch.cat(outs), torch.arange(2.0 * len(outs)))
     for _ in range(2 * RING):
-        comm.gather_small(torch.zeros(1), name="n")
+        comm.all_gather_small(torch.zeros(1), name="n")
     comm.close()
 
 
@@ -181,7 +181,7 @@ def test_broadcasts_of_any_size_arrive_whole_and_hold_little(numel):
 @on_ranks(2)
 def test_a_vector_larger_than_a_slot_is_gathered_too():
     comm = open_shm()
-    rows = comm.gather_small(torch.arange(1000) + comm.rank, name="n")
+    rows = comm.all_gather_small(torch.arange(1000) + comm.rank, name="n")
     assert torch.equal(rows, torch.stack([torch.arange(1000), torch.arange(1000) + 1]))
     comm.close()
 
@@ -190,7 +190,7 @@ def test_a_vector_larger_than_a_slot_is_gathered_too():
 def test_blocks_that_nobody_asks_for_are_given_back():
     comm = open_shm()
     comm.all_gather(torch.empty(2 * 10**6), torch.ones(10**6), name="once").wait()
-    comm.gather_small(torch.zeros(1), name="all have read")
+    comm.all_gather_small(torch.zeros(1), name="all have read")
     before = comm.scratch_nbytes
     for block in comm._ring.arena.blocks.values():
         block.used_s -= 100.0
@@ -206,18 +206,18 @@ def test_blocks_that_nobody_asks_for_are_given_back():
 @on_ranks(2)
 def test_waiting_costs_no_processor_time():
     comm = open_shm()
-    comm.gather_small(torch.zeros(1), name="warm")
+    comm.all_gather_small(torch.zeros(1), name="warm")
     if comm.rank == 1:
         time.sleep(1.5)
     begun_s = time.process_time()
-    comm.gather_small(torch.zeros(1), name="late")
+    comm.all_gather_small(torch.zeros(1), name="late")
     assert time.process_time() - begun_s < 0.05
     comm.close()
 
 
 def lost_with_no_guard(kind: str) -> tuple[str, float, bool]:
     comm = open_shm()
-    comm.gather_small(torch.zeros(1), name="x")
+    comm.all_gather_small(torch.zeros(1), name="x")
     if comm.rank == 1:
         if kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -272,7 +272,7 @@ def test_an_interrupt_gets_through_while_a_rank_waits():
         signal.setitimer(signal.ITIMER_REAL, 0.3)
         begun_s = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
-            comm.gather_small(torch.zeros(1), name="never")
+            comm.all_gather_small(torch.zeros(1), name="never")
         assert time.monotonic() - begun_s < 2
     dist.barrier()
     comm.close()
@@ -283,7 +283,7 @@ def test_a_wait_ends_at_its_time_limit():
     comm = open_shm(timeout_s=0.5)
     if comm.rank == 0:
         with pytest.raises(RankLost, match="nothing came for 0 s"):
-            comm.gather_small(torch.zeros(1), name="never")
+            comm.all_gather_small(torch.zeros(1), name="never")
     dist.barrier()
     comm.close()
 
@@ -310,7 +310,7 @@ def test_nothing_is_left_after_twenty_lives():
     for _ in range(20):
         comm = open_shm()
         out_S = torch.empty(40_000)
-        comm.reduce_scatter(out_S, comm.empty(120_000, **INFO).fill_(1.0), name="a").wait()
+        comm.reduce_scatter(out_S, comm.allocate(120_000, **INFO).fill_(1.0), name="a").wait()
         comm.all_gather(torch.empty(120_000), out_S, name="b").wait()
         comm.close()
         del comm
@@ -321,7 +321,7 @@ def test_nothing_is_left_after_twenty_lives():
 @on_ranks(2)
 def test_lent_memory_outlives_the_communicator():
     comm = open_shm()
-    tensor = comm.empty(1000, **INFO).fill_(7.0)
+    tensor = comm.allocate(1000, **INFO).fill_(7.0)
     comm.close()
     del comm
     gc.collect()
@@ -339,7 +339,7 @@ def test_a_forked_child_closes_nothing_of_its_parent():
         comm._ring.arena.close()
         os._exit(0)
     os.waitpid(child, 0)
-    rows = comm.gather_small(torch.tensor([comm.rank]), name="x")
+    rows = comm.all_gather_small(torch.tensor([comm.rank]), name="x")
     assert rows.flatten().tolist() == [0, 1]
     comm.close()
 
@@ -364,13 +364,13 @@ def test_if_one_rank_cannot_all_take_sockets(odd):
 @on_ranks(2)
 def test_memory_that_cannot_be_opened_is_named():
     if dist.get_rank() == 1:
-        before, shm_module.Window = shm_module.Window, _closed_door
+        before, shm_module.PeerMapping = shm_module.PeerMapping, _closed_door
     try:
         with pytest.raises(ConfigError, match="rank 1 cannot open the memory of rank 0: No such"):
             open_shm()
     finally:
         if dist.get_rank() == 1:
-            shm_module.Window = before
+            shm_module.PeerMapping = before
 
 
 def _closed_door(*_):
@@ -382,7 +382,7 @@ def test_inference_mode_leaves_usable_blocks():
     comm = open_shm()
     with torch.inference_mode():
         comm.all_gather(torch.empty(4000), torch.ones(2000), name="a").wait()
-    comm.gather_small(torch.zeros(1), name="all have read")
+    comm.all_gather_small(torch.zeros(1), name="all have read")
     blocks = list(comm._ring.arena.blocks.values())
     assert isinstance(blocks[0], Block)
     full_N = torch.empty(4000)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zeroshard.testing import CASES, Death, RanksFailed, on_ranks, run_ranks
+from zeroshard.testing import CASES, RankEnd, RanksFailed, on_ranks, run_ranks
 from zeroshard.testing.parity import (
     adamw,
     assert_close_trajectory,
@@ -158,11 +158,11 @@ def test_a_killed_rank_is_reported_with_its_signal_and_output():
 @pytest.mark.parametrize(
     ("how", "death"),
     [
-        (signal.SIGKILL, Death(-signal.SIGKILL)),
-        (signal.SIGABRT, Death(-signal.SIGABRT)),
-        (signal.SIGSTOP, Death(-signal.SIGSTOP)),
-        (3, Death(3)),
-        ("raise", Death(1)),
+        (signal.SIGKILL, RankEnd(-signal.SIGKILL)),
+        (signal.SIGABRT, RankEnd(-signal.SIGABRT)),
+        (signal.SIGSTOP, RankEnd(-signal.SIGSTOP)),
+        (3, RankEnd(3)),
+        ("raise", RankEnd(1)),
     ],
 )
 def test_an_expected_death_is_a_result(how, death):

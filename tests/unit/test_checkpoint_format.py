@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from zeroshard.checkpoint import directory as places
 from zeroshard.checkpoint import manifest as m
 from zeroshard.checkpoint import save, tree
-from zeroshard.checkpoint.local import Piece, digest_part
+from zeroshard.checkpoint.local import ShardItem, digest_part
 from zeroshard.checkpoint.manifest import MANIFEST
 from zeroshard.errors import CheckpointError
 
@@ -93,7 +93,7 @@ def test_the_digest_of_the_page_is_the_sum_over_fragments(numel, dtype):
     flat = torch.randn(numel).to(dtype)
     data = flat.view(torch.uint8).numpy().tobytes()
     for cuts in ([0, numel], [0, numel // 128 * 64, numel]):
-        pieces = [Piece("a", "value", b, e - b, flat, b) for b, e in itertools.pairwise(cuts)]
+        pieces = [ShardItem("a", "value", b, e - b, flat, b) for b, e in itertools.pairwise(cuts)]
         total = sum(digest_part(piece) for piece in pieces if piece.numel)
         assert scope["digest"](data) == f"{total % 2**64:016x}"
 

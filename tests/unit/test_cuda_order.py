@@ -16,18 +16,18 @@ import torch
 from torch import nn
 
 from zeroshard import Engine
-from zeroshard.comm.env import Place, own_device
+from zeroshard.comm.env import RankInfo, own_device
 from zeroshard.comm.evidence import PRESENCE, Peer
 from zeroshard.comm.follow import calls_of
 from zeroshard.comm.host import this_process
 from zeroshard.comm.recorder import Recorder
-from zeroshard.comm.sentinel import Sentinel, Track
-from zeroshard.comm.trust import TrustSettings
+from zeroshard.comm.sentinel import SessionWatch, Watchdog
+from zeroshard.comm.trust import WatchdogSettings
 from zeroshard.engine import build, offload
 from zeroshard.errors import UsageError
-from zeroshard.store.bus import CudaBus
+from zeroshard.store.bus import CudaCopyStreams
 from zeroshard.zero import safe_get_full_grad
-from zeroshard.zero.behind import Behind
+from zeroshard.zero.behind import AsyncUpdateWorker
 
 
 @dataclass(eq=False)
@@ -106,20 +106,20 @@ def cuda(monkeypatch):
 
 @pytest.mark.parametrize("named", [None, "cuda", torch.device("cuda")])
 def test_a_device_without_an_index_is_the_ranks_own(cuda, named):
-    assert own_device(named, Place(local_rank=5)) == torch.device("cuda", 5)
-    assert own_device(named, Place(local_rank=9)) == torch.device("cuda", 1)
+    assert own_device(named, RankInfo(local_rank=5)) == torch.device("cuda", 5)
+    assert own_device(named, RankInfo(local_rank=9)) == torch.device("cuda", 1)
 
 
 def test_a_device_with_an_index_is_that_one(cuda):
     for named in ("cuda:2", torch.device("cuda", 2)):
-        assert own_device(named, Place(local_rank=5)) == torch.device("cuda", 2)
-    assert own_device("cpu", Place(local_rank=5)) == torch.device("cpu")
+        assert own_device(named, RankInfo(local_rank=5)) == torch.device("cuda", 2)
+    assert own_device("cpu", RankInfo(local_rank=5)) == torch.device("cpu")
 
 
 def test_no_device_is_the_gpu_that_the_environment_leaves(cuda, monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    assert own_device(None, Place(local_rank=5)) == torch.device("cpu")
-    assert own_device("cuda", Place(local_rank=5)) == torch.device("cuda", 5)
+    assert own_device(None, RankInfo(local_rank=5)) == torch.device("cpu")
+    assert own_device("cuda", RankInfo(local_rank=5)) == torch.device("cuda", 5)
 
 
 @pytest.mark.parametrize(("named", "gpus"), [("cuda", 0), ("cuda:0", 0), ("cuda:8", 8)])
@@ -133,7 +133,7 @@ def test_a_gpu_that_is_not_there_is_an_error_that_says_how_many_are(cuda, named,
 
 
 def test_the_update_thread_selects_its_device_before_anything_else(cuda):
-    behind = Behind(torch.device("cuda", 3), threads=1, delayed=False)
+    behind = AsyncUpdateWorker(torch.device("cuda", 3), threads=1, delayed=False)
     delivery = mock.Mock(is_edited=False, is_skipped=True)
     delivery.wait.side_effect = lambda: cuda.note("waits")
     behind.submit(mock.Mock(), mock.Mock(), delivery, [])()
@@ -147,12 +147,12 @@ def test_the_sentinel_selects_the_device_that_it_asks_for_events(cuda, tmp_path)
     recorder.note_pending(recorder.enter(recorder.entries("x")["y"], torch.ones(1), 1, 0))
     peer = Peer(0, this_process(), str(tmp_path / "0"))
     store = torch.distributed.HashStore()
-    trust = TrustSettings(tick_s=0.01)
-    sentinel = Sentinel(store, rank=0, ranks=[0], box=tmp_path / PRESENCE, trust=trust)
+    trust = WatchdogSettings(tick_s=0.01)
+    sentinel = Watchdog(store, rank=0, ranks=[0], box=tmp_path / PRESENCE, trust=trust)
     asked = threading.Event()
     with mock.patch.object(FakeEvent, "query", lambda _: [cuda.note("query"), asked.set()]):
         part = calls_of(recorder, "x", trust, peers={0: peer})
-        track = Track(sentinel, "x", trust, {0: peer}, [part])
+        track = SessionWatch(sentinel, "x", trust, {0: peer}, [part])
         assert asked.wait(10)
     track.close()
     recorder.close()
@@ -163,9 +163,9 @@ def test_the_sentinel_selects_the_device_that_it_asks_for_events(cuda, tmp_path)
 
 
 def test_a_copy_up_is_behind_the_current_stream_unless_it_is_known_to_be_free(cuda):
-    bus = CudaBus(torch.device("cpu"))
-    bus.up(torch.ones(2), torch.zeros(2))
-    bus.up(torch.ones(2), torch.zeros(2), at_once=True)
+    bus = CudaCopyStreams(torch.device("cpu"))
+    bus.h2d(torch.ones(2), torch.zeros(2))
+    bus.h2d(torch.ones(2), torch.zeros(2), at_once=True)
     assert cuda.of("Main") == ["up waits for compute", "copy up", "copy up"]
 
 
@@ -189,7 +189,7 @@ def test_every_copy_to_the_device_that_the_main_thread_starts_is_behind_its_kern
     cuda.gpus = 0  # no memory to lock pages of
     with (
         mock.patch.object(build, "has_bus", lambda _device: True),
-        mock.patch.object(offload, "make_bus", lambda device, *, copies: CudaBus(device)),
+        mock.patch.object(offload, "make_bus", lambda device, *, copies: CudaCopyStreams(device)),
         Engine(model, config=config, device="cpu") as engine,
     ):
         for _ in range(3):

@@ -23,7 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.serialization import get_safe_globals
 
-from zeroshard.checkpoint.deepspeed import DeepSpeedSaved, is_deepspeed
+from zeroshard.checkpoint.deepspeed import DeepSpeedReader, is_deepspeed
 from zeroshard.checkpoint.saved import full
 from zeroshard.errors import CheckpointError
 
@@ -285,7 +285,7 @@ SHARDED = [(stage, ranks) for stage in (1, 2, 3) for ranks in (1, 2, 3, 5, 16)]
 @pytest.mark.parametrize(("stage", "ranks"), SHARDED)
 def test_masters_and_moments_come_back(tmp_path, deepspeed_classes, stage, ranks):
     run = Run(stage, ranks)
-    saved = DeepSpeedSaved(write(tmp_path, run, deepspeed_classes))
+    saved = DeepSpeedReader(write(tmp_path, run, deepspeed_classes))
     check_values(saved, run)
     assert set(saved.parameters) == set(SHAPES)
     for name, parameter in saved.parameters.items():
@@ -301,7 +301,7 @@ def test_masters_and_moments_come_back(tmp_path, deepspeed_classes, stage, ranks
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_aligned_parameters_have_gaps_between_them(tmp_path, deepspeed_classes, align, ranks):
     run = Run(2, ranks, align=align)
-    check_values(DeepSpeedSaved(write(tmp_path, run, deepspeed_classes)), run)
+    check_values(DeepSpeedReader(write(tmp_path, run, deepspeed_classes)), run)
 
 
 @settings(max_examples=40, deadline=None)
@@ -319,7 +319,7 @@ def test_any_piece_of_any_run_comes_back(tmp_path_factory, deepspeed_classes, da
         align=data.draw(st.sampled_from([1, 4])),
         sub_group=data.draw(st.integers(1, 4)),
     )
-    saved = DeepSpeedSaved(write(tmp_path_factory.mktemp("run"), run, deepspeed_classes))
+    saved = DeepSpeedReader(write(tmp_path_factory.mktemp("run"), run, deepspeed_classes))
     name = data.draw(st.sampled_from(names))
     numel = prod(shapes[name])
     begin = data.draw(st.integers(0, numel))
@@ -332,7 +332,7 @@ def test_any_piece_of_any_run_comes_back(tmp_path_factory, deepspeed_classes, da
 @pytest.mark.parametrize("kind", ["list", "flat"])
 def test_stage_0_with_masters(tmp_path, deepspeed_classes, kind):
     run = Run(0, kind=kind, groups=[list(SHAPES)])
-    saved = DeepSpeedSaved(write(tmp_path, run, deepspeed_classes))
+    saved = DeepSpeedReader(write(tmp_path, run, deepspeed_classes))
     check_values(saved, run)
     assert saved.shared()["scaler"] == {
         "scale": 2048.0, "step": 3, "last_overflow": 1, "budget": 1
@@ -341,7 +341,7 @@ def test_stage_0_with_masters(tmp_path, deepspeed_classes, kind):
 
 def test_stage_0_without_masters_has_the_module_s_values(tmp_path, deepspeed_classes):
     run = Run(0, kind="torch", groups=[list(SHAPES)])
-    saved = DeepSpeedSaved(write(tmp_path, run, deepspeed_classes))
+    saved = DeepSpeedReader(write(tmp_path, run, deepspeed_classes))
     check_values(saved, run, ("exp_avg", "exp_avg_sq"))
     found = full(saved, "embed.weight")
     assert torch.equal(found, value("embed.weight", (11, 7)).bfloat16())
@@ -352,8 +352,8 @@ def test_stage_0_with_two_groups_needs_their_names(tmp_path, deepspeed_classes, 
     run = Run(0, kind=kind)
     path = write(tmp_path, run, deepspeed_classes)
     with pytest.raises(CheckpointError, match="names of the trained parameters by group"):
-        DeepSpeedSaved(path)
-    saved = DeepSpeedSaved(path, groups=GROUPS)
+        DeepSpeedReader(path)
+    saved = DeepSpeedReader(path, groups=GROUPS)
     check_values(saved, run, ("exp_avg", "exp_avg_sq"))
     assert saved.parameters["gain"].group == 1
 
@@ -373,13 +373,13 @@ def test_stage_0_refuses_groups_of_another_model(tmp_path, deepspeed_classes, gr
     if kind == "torch" and groups[0] == GROUPS[1]:
         return  # nothing but the state's shapes tells: see left_behind
     with pytest.raises(CheckpointError, match=r"group"):
-        DeepSpeedSaved(path, groups=groups)
+        DeepSpeedReader(path, groups=groups)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_tied_weights_are_one_parameter_with_two_names(tmp_path, deepspeed_classes, stage):
     run = Run(stage, 2, tied={"lm_head.weight": "embed.weight"}, groups=[list(SHAPES)])
-    saved = DeepSpeedSaved(write(tmp_path, run, deepspeed_classes))
+    saved = DeepSpeedReader(write(tmp_path, run, deepspeed_classes))
     check_values(saved, run)
     assert saved.parameters["embed.weight"].aliases == ("lm_head.weight",)
     assert "lm_head.weight" not in saved.parameters
@@ -389,7 +389,7 @@ def test_empty_parameters_are_not_tied(tmp_path, deepspeed_classes):
     """They have one address, by which DeepSpeed knows tied weights."""
     frozen = {"a": (0, 3), "b": (5, 0)}
     run = Run(2, 1, frozen=frozen, model={"shared_params": {"b": "a"}})
-    saved = DeepSpeedSaved(write(tmp_path, run, deepspeed_classes))
+    saved = DeepSpeedReader(write(tmp_path, run, deepspeed_classes))
     assert saved.parameters["a"].aliases == ()
     assert full(saved, "b").shape == (5, 0)
 
@@ -397,7 +397,7 @@ def test_empty_parameters_are_not_tied(tmp_path, deepspeed_classes):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_frozen_parameters_come_back_as_they_were_computed_with(tmp_path, deepspeed_classes, stage):
     frozen = {"base.weight": (5, 3), "base.bias": (1,)}
-    saved = DeepSpeedSaved(write(tmp_path, Run(stage, 3, frozen=frozen), deepspeed_classes))
+    saved = DeepSpeedReader(write(tmp_path, Run(stage, 3, frozen=frozen), deepspeed_classes))
     for name, shape in frozen.items():
         parameter = saved.parameters[name]
         assert not parameter.trained
@@ -408,19 +408,19 @@ def test_frozen_parameters_come_back_as_they_were_computed_with(tmp_path, deepsp
 
 def test_frozen_parameters_may_have_been_left_out(tmp_path, deepspeed_classes):
     run = Run(3, 2, model={"frozen_param_shapes": None, "frozen_param_fragments": None})
-    check_values(DeepSpeedSaved(write(tmp_path, run, deepspeed_classes)), run)
+    check_values(DeepSpeedReader(write(tmp_path, run, deepspeed_classes)), run)
 
 
 def test_buffers_are_the_rank_s_own_at_stage_3_and_rank_0_s_below(tmp_path, deepspeed_classes):
-    below = DeepSpeedSaved(write(tmp_path / "2", Run(2, 3), deepspeed_classes))
+    below = DeepSpeedReader(write(tmp_path / "2", Run(2, 3), deepspeed_classes))
     assert [int(below.buffers(rank)["seen"]) for rank in range(4)] == [5, 5, 5, 5]
-    own = DeepSpeedSaved(write(tmp_path / "3", Run(3, 3), deepspeed_classes))
+    own = DeepSpeedReader(write(tmp_path / "3", Run(3, 3), deepspeed_classes))
     assert [int(own.buffers(rank)["seen"]) for rank in range(4)] == [5, 6, 7, 5]
 
 
 def test_a_run_that_never_stepped_has_masters_alone(tmp_path, deepspeed_classes):
     run = Run(2, 2, state=False)
-    saved = DeepSpeedSaved(write(tmp_path, run, deepspeed_classes))
+    saved = DeepSpeedReader(write(tmp_path, run, deepspeed_classes))
     check_values(saved, run, ("value",))
     assert set(saved.parameters["gain"].tensors) == {"value"}
     assert saved.parameters["gain"].scalars == {}
@@ -428,7 +428,7 @@ def test_a_run_that_never_stepped_has_masters_alone(tmp_path, deepspeed_classes)
 
 def test_an_engine_without_an_optimizer_saves_weights(tmp_path, deepspeed_classes):
     path = write(tmp_path, Run(0, groups=[], model={"optimizer": None}), deepspeed_classes)
-    saved = DeepSpeedSaved(path)
+    saved = DeepSpeedReader(path)
     assert torch.equal(full(saved, "gain"), value("gain", (1,)).bfloat16())
     assert saved.parameters["gain"].trained
 
@@ -448,7 +448,7 @@ def test_state_of_an_elastic_checkpoint_is_a_list(tmp_path, deepspeed_classes):
         ]
         inner["base_optimizer_state_step"] = 7
         torch.save(whole, file)
-    saved = DeepSpeedSaved(path)
+    saved = DeepSpeedReader(path)
     check_values(saved, run)
     assert saved.parameters["gain"].scalars == {"step": ("F32", 7)}
     assert saved.shared()["groups"] == [{}, {}]  # the new run's options stay
@@ -463,7 +463,7 @@ def test_a_step_that_the_group_counts_is_each_parameter_s(tmp_path, deepspeed_cl
     edit_optims(
         path, lambda w: [row.pop("step") for row in w["base_optimizer_state"]["state"].values()]
     )
-    saved = DeepSpeedSaved(path)
+    saved = DeepSpeedReader(path)
     assert saved.parameters["gain"].scalars == {"step": ("F32", 9)}
     assert "step" not in saved.shared()["groups"][0]
 
@@ -473,7 +473,7 @@ def test_a_step_of_a_state_is_believed_before_its_group_s(tmp_path, deepspeed_cl
     edit_optims(
         path, lambda w: [row.update(step=0) for row in w["optimizer_state_dict"]["param_groups"]]
     )
-    assert DeepSpeedSaved(path).parameters["gain"].scalars == {"step": ("F32", 4)}
+    assert DeepSpeedReader(path).parameters["gain"].scalars == {"step": ("F32", 4)}
 
 
 def test_a_group_that_never_stepped_has_no_step(tmp_path, deepspeed_classes):
@@ -481,12 +481,12 @@ def test_a_group_that_never_stepped_has_no_step(tmp_path, deepspeed_classes):
     edit_optims(
         path, lambda w: [row.update(step=0) for row in w["base_optimizer_state"]["param_groups"]]
     )
-    assert DeepSpeedSaved(path).parameters["gain"].scalars == {}
+    assert DeepSpeedReader(path).parameters["gain"].scalars == {}
 
 
 def test_other_state_of_the_run_is_left_behind_and_said(tmp_path, deepspeed_classes):
     path = write(tmp_path, Run(2, 2, model={"random_ltd": {"at": 1}}), deepspeed_classes)
-    assert DeepSpeedSaved(path).left_behind == ["the state of 'random_ltd'"]
+    assert DeepSpeedReader(path).left_behind == ["the state of 'random_ltd'"]
 
 
 def edit_optims(path, edit, ranks=None):
@@ -503,7 +503,7 @@ def test_state_of_another_shape_is_left_behind_and_said(tmp_path, deepspeed_clas
         wrapper["base_optimizer_state"]["state"][0]["worker_error"] = torch.zeros(1000)
 
     edit_optims(path, add)
-    saved = DeepSpeedSaved(path)
+    saved = DeepSpeedReader(path)
     assert set(saved.parameters["embed.weight"].tensors) == set(KEYS)
     (text,) = saved.left_behind
     assert "worker_error" in text
@@ -515,7 +515,7 @@ def test_counters_groups_scaler_and_schedule(tmp_path, deepspeed_classes):
         "cur_scale": 512.0, "cur_iter": 30, "last_overflow_iter": 28, "cur_hysteresis": 1,
         "dynamic": True, "scale_window": 1000, "dtype": torch.half,
     }  # fmt: skip
-    found = DeepSpeedSaved(write(tmp_path, run, deepspeed_classes)).shared()
+    found = DeepSpeedReader(write(tmp_path, run, deepspeed_classes)).shared()
     assert found["counters"] == {"global_steps": 3, "global_samples": 24, "skipped_steps": 1}
     assert found["groups"] == [{**OPTIONS, "lr": 0.1}, {**OPTIONS, "lr": 0.2}]
     assert found["scaler"] == {"scale": 512.0, "step": 30, "last_overflow": 28, "budget": 1}
@@ -525,7 +525,7 @@ def test_counters_groups_scaler_and_schedule(tmp_path, deepspeed_classes):
 
 def test_what_was_not_saved_is_missing(tmp_path, deepspeed_classes):
     run = Run(2, 2, model={"lr_scheduler": None})
-    saved = DeepSpeedSaved(write(tmp_path, run, deepspeed_classes))
+    saved = DeepSpeedReader(write(tmp_path, run, deepspeed_classes))
     assert set(saved.shared()) == {"counters", "groups", "client_state"}
     assert saved.ranks() == []
 
@@ -539,7 +539,7 @@ def test_client_state_is_the_program_s_own(tmp_path, deepspeed_classes):
         "seen": {"at": torch.arange(3), 7: (1, None)},
     }
     path = write(tmp_path, Run(3, 2, client_state=mine), deepspeed_classes)
-    found = DeepSpeedSaved(path).shared()["client_state"]
+    found = DeepSpeedReader(path).shared()["client_state"]
     assert found.keys() == mine.keys()
     assert found["args"] == mine["args"]
     assert found["best"] == 0.25
@@ -551,7 +551,7 @@ def test_client_state_is_the_program_s_own(tmp_path, deepspeed_classes):
 
 def test_state_returned_is_the_caller_s_own(tmp_path, deepspeed_classes):
     path = write(tmp_path, Run(2, client_state={"a": torch.zeros(3)}), deepspeed_classes)
-    saved = DeepSpeedSaved(path)
+    saved = DeepSpeedReader(path)
     saved.shared()["client_state"]["a"].fill_(1)
     saved.shared()["groups"][0]["lr"] = 5
     saved.buffers(0)["seen"].fill_(9)
@@ -565,7 +565,7 @@ def test_only_what_is_asked_for_is_read(tmp_path, deepspeed_classes):
     run = Run(2, shapes=shapes, groups=[list(shapes)], state=False)
     path = write(tmp_path, run, deepspeed_classes)
     before = resident_nbytes()
-    saved = DeepSpeedSaved(path)
+    saved = DeepSpeedReader(path)
     out = torch.empty(1000)
     saved.fill("big", "value", 5_000_000, out)
     grown = resident_nbytes() - before
@@ -583,7 +583,7 @@ def test_reading_needs_no_deepspeed_and_leaves_torch_s_list_alone(tmp_path, deep
     with pytest.MonkeyPatch.context() as patch:
         for name in [n for n in sys.modules if n.partition(".")[0] == "deepspeed"]:
             patch.delitem(sys.modules, name)
-        DeepSpeedSaved(path)
+        DeepSpeedReader(path)
         assert not [n for n in sys.modules if n.partition(".")[0] == "deepspeed"]
     assert get_safe_globals() == before
 
@@ -615,7 +615,7 @@ def test_a_rank_without_its_file_is_named(tmp_path, deepspeed_classes, stage, ra
     path = write(tmp_path, Run(stage, 3), deepspeed_classes)
     file(path, rank).unlink()
     with pytest.raises(CheckpointError, match=rf"^[^ ]* lacks .*R = {rank}\. .*copy all files"):
-        DeepSpeedSaved(path)
+        DeepSpeedReader(path)
 
 
 def test_all_ranks_without_their_files_are_named(tmp_path, deepspeed_classes):
@@ -623,7 +623,7 @@ def test_all_ranks_without_their_files_are_named(tmp_path, deepspeed_classes):
     for file in path.glob("*optim*"):
         file.unlink()
     with pytest.raises(CheckpointError, match="R = 0, 1"):
-        DeepSpeedSaved(path)
+        DeepSpeedReader(path)
 
 
 @pytest.mark.parametrize("kind", ["optim", "model"])
@@ -637,7 +637,7 @@ def test_files_of_a_larger_run_are_refused(tmp_path, deepspeed_classes, kind):
     for name, data in kept.items():
         (path / name).write_bytes(data)
     with pytest.raises(CheckpointError, match=r"3 ranks, but the run had 2: .*rank_2"):
-        DeepSpeedSaved(path)
+        DeepSpeedReader(path)
 
 
 def test_files_of_two_runs_of_one_size_are_refused(tmp_path, deepspeed_classes):
@@ -645,7 +645,7 @@ def test_files_of_two_runs_of_one_size_are_refused(tmp_path, deepspeed_classes):
     other = write(tmp_path / "b", Run(2, 2, step=torch.tensor(4.0)), deepspeed_classes)
     optim_file(path, 1).write_bytes(optim_file(other, 1).read_bytes())
     with pytest.raises(CheckpointError, match=r"3\.0 in the file of rank 0 and 4\.0 .*rank 1"):
-        DeepSpeedSaved(path)
+        DeepSpeedReader(path)
 
 
 def test_model_files_of_two_steps_are_refused(tmp_path, deepspeed_classes):
@@ -653,27 +653,27 @@ def test_model_files_of_two_steps_are_refused(tmp_path, deepspeed_classes):
     other = write(tmp_path / "b", Run(3, 2, model={"global_steps": 8}), deepspeed_classes)
     model_file(path, 1).write_bytes(model_file(other, 1).read_bytes())
     with pytest.raises(CheckpointError, match=r"step 3.* rank 1 of step 8"):
-        DeepSpeedSaved(path)
+        DeepSpeedReader(path)
 
 
 def test_two_prefixes_for_one_rank_are_refused(tmp_path, deepspeed_classes):
     path = write(tmp_path, Run(2, 2), deepspeed_classes)
     write(tmp_path, Run(2, 2, bf16=False), deepspeed_classes)
     with pytest.raises(CheckpointError, match="different saves under one tag"):
-        DeepSpeedSaved(path)
+        DeepSpeedReader(path)
 
 
 def test_files_of_two_stages_are_refused(tmp_path, deepspeed_classes):
     path = write(tmp_path, Run(2, 2), deepspeed_classes)
     write(tmp_path, Run(3, 2), deepspeed_classes)
     with pytest.raises(CheckpointError, match="different saves under one tag"):
-        DeepSpeedSaved(path)
+        DeepSpeedReader(path)
 
 
 def test_another_partition_count_is_refused(tmp_path, deepspeed_classes):
     path = write(tmp_path, Run(2, 2, optim={"partition_count": [2, 1]}), deepspeed_classes)
     with pytest.raises(CheckpointError, match=r"\[2, 1\] parts.* 2 ranks"):
-        DeepSpeedSaved(path)
+        DeepSpeedReader(path)
 
 
 @pytest.mark.parametrize(
@@ -690,7 +690,7 @@ def test_files_of_other_parallelism_are_refused_by_name(tmp_path, deepspeed_clas
     path = write(tmp_path, Run(2, 2), deepspeed_classes)
     (path / name).touch()
     with pytest.raises(CheckpointError, match=f"parallelism.*{name}.*not supported"):
-        DeepSpeedSaved(path)
+        DeepSpeedReader(path)
 
 
 @pytest.mark.parametrize(
@@ -705,14 +705,14 @@ def test_files_of_other_parallelism_are_refused_by_name(tmp_path, deepspeed_clas
 def test_other_parallelism_is_refused_by_its_keys(tmp_path, deepspeed_classes, seen, keys):
     path = write(tmp_path, Run(2, 2, model=keys), deepspeed_classes)
     with pytest.raises(CheckpointError, match=rf"parallelism \({seen}\)"):
-        DeepSpeedSaved(path)
+        DeepSpeedReader(path)
 
 
 def test_a_directory_without_model_files_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="one tag, such as global_step1000"):
-        DeepSpeedSaved(tmp_path)
+        DeepSpeedReader(tmp_path)
     with pytest.raises(CheckpointError, match="cannot be opened"):
-        DeepSpeedSaved(tmp_path / "nowhere")
+        DeepSpeedReader(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("part", [0.0, 0.1, 0.5, 0.9, 0.999])
@@ -723,7 +723,7 @@ def test_a_file_that_was_cut_off_is_named(tmp_path, deepspeed_classes, name, par
     data = file.read_bytes()
     file.write_bytes(data[: int(len(data) * part)])
     with pytest.raises(CheckpointError, match=f"{file.name}.*cut off"):
-        DeepSpeedSaved(path)
+        DeepSpeedReader(path)
 
 
 def test_any_damaged_byte_ends_in_an_error_or_in_values(tmp_path, deepspeed_classes):
@@ -736,7 +736,7 @@ def test_any_damaged_byte_ends_in_an_error_or_in_values(tmp_path, deepspeed_clas
         damaged[at] ^= 0xFF
         file.write_bytes(damaged)
         try:
-            saved = DeepSpeedSaved(path)
+            saved = DeepSpeedReader(path)
             for name in saved.parameters:
                 full(saved, name)
         except CheckpointError:
@@ -749,7 +749,7 @@ def test_files_of_the_format_before_zip_are_refused(tmp_path, deepspeed_classes)
     content = torch.load(file, weights_only=False)
     torch.save(content, file, _use_new_zipfile_serialization=False)
     with pytest.raises(CheckpointError, match=file.name):
-        DeepSpeedSaved(path)
+        DeepSpeedReader(path)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -762,7 +762,7 @@ def test_masters_that_were_on_nvme_are_not_in_the_files(tmp_path, deepspeed_clas
 
     edit_optims(path, empty)
     with pytest.raises(CheckpointError, match=r"0 elements .*NVMe"):
-        DeepSpeedSaved(path)
+        DeepSpeedReader(path)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -776,7 +776,7 @@ def test_masters_of_another_size_than_the_shapes_are_refused(
     content["param_shapes"][0]["up.bias"] = torch.Size([5 + more * 5])
     torch.save(content, file)
     with pytest.raises(CheckpointError, match=r"elements for 6 parameters from 'embed\.weight' on"):
-        DeepSpeedSaved(path)
+        DeepSpeedReader(path)
 
 
 @pytest.mark.parametrize(
@@ -786,14 +786,14 @@ def test_masters_that_are_no_plain_tensors_are_refused(tmp_path, deepspeed_class
     run = Run(2, 1, shapes={"a": (4,)}, groups=[["a"]], state=False)
     run.optim = {"single_partition_of_fp32_groups": [masters]}
     with pytest.raises(CheckpointError, match="not laid out as DeepSpeed"):
-        DeepSpeedSaved(write(tmp_path, run, deepspeed_classes))
+        DeepSpeedReader(write(tmp_path, run, deepspeed_classes))
 
 
 def test_gaps_go_forward(tmp_path, deepspeed_classes):
     gaps = [[-77, 77, 0], [0, 0, 0]]
     run = Run(2, 1, optim={"param_alignment_paddings": gaps})
     with pytest.raises(CheckpointError, match="less than no elements"):
-        DeepSpeedSaved(write(tmp_path, run, deepspeed_classes))
+        DeepSpeedReader(write(tmp_path, run, deepspeed_classes))
 
 
 def test_frozen_pieces_of_another_size_are_refused(tmp_path, deepspeed_classes):
@@ -802,14 +802,14 @@ def test_frozen_pieces_of_another_size_are_refused(tmp_path, deepspeed_classes):
     content["frozen_param_fragments"]["base"] = torch.empty(0, dtype=torch.bfloat16)
     torch.save(content, model_file(path, 1))
     with pytest.raises(CheckpointError, match=r"'base' .*\[3, 0\] elements, not of 3"):
-        DeepSpeedSaved(path)
+        DeepSpeedReader(path)
 
 
 def test_weights_of_stage_3_without_an_optimizer_are_not_in_the_files(tmp_path, deepspeed_classes):
     path = write(tmp_path, Run(3, 1, model={"param_shapes": None}), deepspeed_classes)
     optim_file(path, 0).unlink()
     with pytest.raises(CheckpointError, match="without an optimizer"):
-        DeepSpeedSaved(path)
+        DeepSpeedReader(path)
 
 
 JUNK = [
@@ -838,13 +838,13 @@ def test_junk_under_any_key_ends_in_an_error_or_in_values(
                 read_all(tmp_path)
                 table[key] = kept
         torch.save(whole, file)
-    check_values(DeepSpeedSaved(tmp_path), run)
+    check_values(DeepSpeedReader(tmp_path), run)
 
 
 def read_all(path):
     """Everything of a directory, or a CheckpointError."""
     try:
-        saved = DeepSpeedSaved(path)
+        saved = DeepSpeedReader(path)
         for name, parameter in saved.parameters.items():
             for key in parameter.tensors:
                 full(saved, name, key)
@@ -890,7 +890,7 @@ def test_code_in_a_file_does_not_run(tmp_path, deepspeed_classes, kind, place):
     }[place]
     path = write(tmp_path / "tag", Run(2, 2, **keys), deepspeed_classes)
     try:
-        shared = DeepSpeedSaved(path).shared(allow_pickle=True)
+        shared = DeepSpeedReader(path).shared(allow_pickle=True)
         repr(shared)
     except CheckpointError as error:
         assert "states.pt" in str(error)
@@ -927,12 +927,12 @@ def test_an_object_where_it_matters_is_refused_with_file_and_class(
     with pytest.raises(
         CheckpointError, match=rf"{file} holds an object of .*\.Unknown.*plain data"
     ):
-        DeepSpeedSaved(path)
+        DeepSpeedReader(path)
 
 
 def test_an_object_of_the_program_is_refused_when_it_is_used(tmp_path, deepspeed_classes):
     run = Run(2, 2, client_state={"mine": Unknown(), "array": np.zeros(3), "epoch": 4})
-    saved = DeepSpeedSaved(write(tmp_path, run, deepspeed_classes))
+    saved = DeepSpeedReader(write(tmp_path, run, deepspeed_classes))
     check_values(saved, run)
     state = saved.shared()["client_state"]
     assert state["epoch"] == 4
@@ -953,7 +953,7 @@ def test_an_object_in_the_module_is_left_behind_and_said(tmp_path, deepspeed_cla
     content = torch.load(file, weights_only=False)
     content["module"]["layer._extra_state"] = Unknown()
     torch.save(content, file)
-    saved = DeepSpeedSaved(path)
+    saved = DeepSpeedReader(path)
     check_values(saved, run)
     (text,) = saved.left_behind
     assert "layer._extra_state" in text

@@ -10,8 +10,8 @@ import sys
 import pytest
 import torch.distributed as dist
 
-from zeroshard.comm.env import Place, RunName, discover, init_distributed, run_name
-from zeroshard.comm.trust import TrustSettings
+from zeroshard.comm.env import RankInfo, RunName, init_distributed, rank_info_of, run_name
+from zeroshard.comm.trust import WatchdogSettings
 from zeroshard.config.sections import TrustConfig
 from zeroshard.errors import ConfigError, LaunchError
 
@@ -28,25 +28,25 @@ RENDEZVOUS = {"MASTER_ADDR": "node0"}
 @pytest.mark.parametrize(
     ("environ", "place"),
     [
-        ({}, Place(0, 1, 0, 1, "none")),
-        ({"RANK": "1", "WORLD_SIZE": "2"}, Place(1, 2, 0, 1, "torchrun")),
+        ({}, RankInfo(0, 1, 0, 1, "none")),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, RankInfo(1, 2, 0, 1, "torchrun")),
         (
             {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
-            Place(1, 2, 1, 2, "torchrun"),
+            RankInfo(1, 2, 1, 2, "torchrun"),
         ),
-        ({**MPI, **RENDEZVOUS}, Place(3, 4, 1, 2, "mpi")),
-        (MPI, Place(3, 4, 1, 2, "mpi")),  # several hosts need an address, but not to know this
-        ({**SLURM, **RENDEZVOUS}, Place(5, 8, 1, 1, "slurm")),
-        (SLURM, Place(0, 1, 0, 1, "none")),  # an interactive shell
+        ({**MPI, **RENDEZVOUS}, RankInfo(3, 4, 1, 2, "mpi")),
+        (MPI, RankInfo(3, 4, 1, 2, "mpi")),  # several hosts need an address, but not to know this
+        ({**SLURM, **RENDEZVOUS}, RankInfo(5, 8, 1, 1, "slurm")),
+        (SLURM, RankInfo(0, 1, 0, 1, "none")),  # an interactive shell
     ],
     ids=["nothing", "short", "torchrun", "mpi", "mpi-alone", "slurm", "slurm-shell"],
 )
 def test_the_place_follows_from_the_launchers_variables(environ, place):
-    assert discover(environ) == place
+    assert rank_info_of(environ) == place
 
 
 def test_mpi_is_not_looked_for_when_told_so():
-    assert discover({**MPI, **RENDEZVOUS}, mpi=False) == Place()
+    assert rank_info_of({**MPI, **RENDEZVOUS}, mpi=False) == RankInfo()
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_mpi_is_not_looked_for_when_told_so():
 )
 def test_a_broken_environment_is_refused_in_words(environ, words):
     with pytest.raises(LaunchError, match=words):
-        discover(environ)
+        rank_info_of(environ)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def no_launcher(monkeypatch):
 
 
 def test_without_a_launcher_the_process_is_its_own_only_rank(no_launcher):
-    assert init_distributed(verbose=False) == Place()
+    assert init_distributed(verbose=False) == RankInfo()
     assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
 
 
@@ -134,7 +134,7 @@ def test_a_group_that_must_exist_is_not_made(no_launcher):
 def test_trust_settings_come_from_the_config_and_the_environment():
     config = TrustConfig.model_validate({"frozen_s": 30, "watchdog": True})
     environ = {"ZEROSHARD_STALL_S": "3", "ZEROSHARD_WATCHDOG": "0", "ZEROSHARD_DUMP_DIR": "/d"}
-    settings = TrustSettings.from_config(config).with_environment(environ)
+    settings = WatchdogSettings.from_config(config).with_environment(environ)
     assert (settings.frozen_s, settings.watchdog, settings.dump_dir) == (30, False, "/d")
     assert settings.limits().first_report_s == 3
     assert settings.tick_s == 0.5
@@ -142,10 +142,10 @@ def test_trust_settings_come_from_the_config_and_the_environment():
 
 @pytest.mark.parametrize(("median_s", "first_s"), [(0.0, 20.0), (3.0, 30.0), (60.0, 45.0)])
 def test_the_first_report_follows_the_pace_of_the_run(median_s, first_s):
-    assert TrustSettings().limits(median_s).first_report_s == first_s
+    assert WatchdogSettings().limits(median_s).first_report_s == first_s
 
 
 @pytest.mark.parametrize("text", ["soon", "-1"])
 def test_a_stall_limit_that_is_no_time_is_refused(text):
     with pytest.raises(ConfigError, match="ZEROSHARD_STALL_S is"):
-        TrustSettings().with_environment({"ZEROSHARD_STALL_S": text})
+        WatchdogSettings().with_environment({"ZEROSHARD_STALL_S": text})

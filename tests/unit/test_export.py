@@ -29,7 +29,7 @@ from zeroshard.checkpoint.export_plan import (
     parse_size,
     plan_shards,
 )
-from zeroshard.checkpoint.saved import Saved
+from zeroshard.checkpoint.saved import CheckpointReader
 from zeroshard.checkpoint.zero_to_fp32 import (
     SCRIPT,
     convert_zero_checkpoint_to_fp32_state_dict,
@@ -68,7 +68,7 @@ def checkpoint(tmp_path):
         frozen=["norm"],
         buffers=BUFFERS,
     )
-    with Saved(path) as saved:
+    with CheckpointReader(path) as saved:
         yield saved
 
 
@@ -152,14 +152,14 @@ def test_parameters_are_rounded_as_torch_does_and_buffers_stay(checkpoint, out, 
 
 def test_a_tie_between_two_values_goes_to_the_even_one(tmp_path, out):
     value = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8, -(1 + 2**-8)])
-    with Saved(write_checkpoint(tmp_path, {"w": value})) as saved:
+    with CheckpointReader(write_checkpoint(tmp_path, {"w": value})) as saved:
         export_checkpoint(saved, out, dtype="bfloat16")
     assert loaded(out)["w"].tolist() == [1.0, 1 + 2**-6, -1.0]
 
 
 def test_integers_and_8_bit_floats_stay_as_they_are(tmp_path, out):
     values = {"q": torch.tensor([1.5, -2.0]).to(torch.float8_e4m3fn), "i": torch.arange(3)}
-    with Saved(write_checkpoint(tmp_path, values)) as saved:
+    with CheckpointReader(write_checkpoint(tmp_path, values)) as saved:
         export_checkpoint(saved, out, dtype="bfloat16")
     found = loaded(out)
     assert found["q"].dtype == torch.float8_e4m3fn
@@ -167,7 +167,7 @@ def test_integers_and_8_bit_floats_stay_as_they_are(tmp_path, out):
 
 
 def test_a_value_that_the_dtype_cannot_hold_is_refused_by_name(tmp_path, out):
-    with Saved(write_checkpoint(tmp_path, {"w": torch.tensor([1.0, 70000.0])})) as saved:
+    with CheckpointReader(write_checkpoint(tmp_path, {"w": torch.tensor([1.0, 70000.0])})) as saved:
         with pytest.raises(CheckpointError, match=r"'w' has the value 70000, which float16 cannot"):
             export_checkpoint(saved, out, dtype="float16")
     assert names_in(out) == set()
@@ -175,7 +175,7 @@ def test_a_value_that_the_dtype_cannot_hold_is_refused_by_name(tmp_path, out):
 
 def test_what_is_infinite_already_stays_so(tmp_path, out):
     value = torch.tensor([float("inf"), float("nan"), 1.0])
-    with Saved(write_checkpoint(tmp_path, {"w": value})) as saved:
+    with CheckpointReader(write_checkpoint(tmp_path, {"w": value})) as saved:
         export_checkpoint(saved, out, dtype="float16")
     assert torch.equal(loaded(out)["w"].nan_to_num(5.0), value.half().nan_to_num(5.0))
 
@@ -187,7 +187,7 @@ def test_frozen_parameters_are_left_out_on_request(checkpoint, out):
 
 def test_values_that_were_not_saved_are_named(tmp_path, out):
     path = write_checkpoint(tmp_path, VALUES, frozen=["norm"], unsaved=["norm"])
-    with Saved(path) as saved:
+    with CheckpointReader(path) as saved:
         with pytest.raises(CheckpointError, match=r"without the values of 1 frozen .*norm"):
             export_checkpoint(saved, out)
         export_checkpoint(saved, out, exclude_frozen_parameters=True)
@@ -195,7 +195,7 @@ def test_values_that_were_not_saved_are_named(tmp_path, out):
 
 
 def test_a_model_without_any_tensor_is_a_file_without_any(tmp_path, out):
-    with Saved(write_checkpoint(tmp_path, {})) as saved:
+    with CheckpointReader(write_checkpoint(tmp_path, {})) as saved:
         export_checkpoint(saved, out)
     assert loaded(out) == {}
 
@@ -299,7 +299,7 @@ def test_a_damaged_checkpoint_leaves_the_earlier_export_as_it_was(tmp_path, chec
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     damaged = write_checkpoint(tmp_path / "damaged", VALUES)
     flip(damaged / "rank-1.safetensors", -100)
-    with Saved(damaged) as saved, pytest.raises(CheckpointError, match="is damaged"):
+    with CheckpointReader(damaged) as saved, pytest.raises(CheckpointError, match="is damaged"):
         export_checkpoint(saved, out, max_shard_size=size, dtype="bfloat16")
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
 
@@ -406,7 +406,7 @@ def test_from_pretrained_loads_an_export(tmp_path, out, family, size):
         aliases={first: rest for first, *rest in names.values()},
     )
     assert any(rest for _, *rest in names.values()), "the model has tied weights"
-    with Saved(path) as saved:
+    with CheckpointReader(path) as saved:
         export_checkpoint(saved, out, max_shard_size=size)
     model.config.save_pretrained(out)
     again, info = auto.from_pretrained(out, output_loading_info=True)

@@ -11,19 +11,27 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroshard.comm.recorder import Recorder, read_box, sweep_boxes
-from zeroshard.core.flight import Flight, FlightLog, Record, fold, rank_ranges, read_flight, word_of
+from zeroshard.comm.recorder import Recorder, read_recording_file, sweep_recordings
+from zeroshard.core.flight import (
+    FlightRecorder,
+    FlightRecording,
+    Record,
+    fold,
+    rank_ranges,
+    read_recording,
+    word_of,
+)
 from zeroshard.core.verdict import (
     MEETINGS,
     READ,
     TORCH,
     Limits,
+    RankStatus,
     StallClock,
     Wait,
-    Witness,
     call_text,
+    diagnose,
     first_difference,
-    judge,
 )
 
 CALLS = st.tuples(
@@ -43,11 +51,11 @@ def history(calls, *, ring=256) -> tuple[Record, ...]:
     return tuple(records[-ring:])
 
 
-def witness(rank, calls, *, waits=True, ring=256, **known) -> Witness:
+def witness(rank, calls, *, waits=True, ring=256, **known) -> RankStatus:
     records = history(calls, ring=ring)
     seq = records[-1].seq if records else 0
-    flight = Flight(100 + rank, rank, 2, seq, 7, seq if waits else 0, "", records)
-    return Witness(rank=rank, flight=flight, **known)
+    flight = FlightRecording(100 + rank, rank, 2, seq, 7, seq if waits else 0, "", records)
+    return RankStatus(rank=rank, flight=flight, **known)
 
 
 def gathers(*names) -> list[tuple[str, str, int, str]]:
@@ -55,7 +63,7 @@ def gathers(*names) -> list[tuple[str, str, int, str]]:
 
 
 def judged(*witnesses, blocked_s=31.0, limits=None):
-    return judge(witnesses, limits or Limits(), blocked_s=blocked_s)
+    return diagnose(witnesses, limits or Limits(), blocked_s=blocked_s)
 
 
 # -- the log ---------------------------------------------------------------------------------------
@@ -133,7 +141,7 @@ def test_a_log_in_a_file_is_read_from_outside(tmp_path):
     record_some(recorder, ["embed", "layers.17"])
     recorder.mark_step(5)
     recorder.mark_section("save")
-    flight = read_box(tmp_path / "run" / "3")
+    flight = read_recording_file(tmp_path / "run" / "3")
     assert (flight.rank, flight.world_size, flight.seq, flight.step) == (3, 4, 2, 5)
     assert (flight.section, flight.records[-1].name) == ("save", "layers.17")
     assert flight.records[-1].history == recorder.hash64
@@ -160,12 +168,12 @@ def test_sweeping_removes_old_logs_of_dead_processes_only(tmp_path):
     living = Recorder(box=tmp_path / "zeroshard-a" / "0")
     dead = tmp_path / "zeroshard-b" / "0"
     dead.parent.mkdir()
-    buffer = bytearray(FlightLog.nbytes_for(8))
-    FlightLog(buffer, ring=8, pid=2**22 + 1, rank=0, world_size=1)
+    buffer = bytearray(FlightRecorder.nbytes_for(8))
+    FlightRecorder(buffer, ring=8, pid=2**22 + 1, rank=0, world_size=1)
     dead.write_bytes(buffer)
-    sweep_boxes(tmp_path, older_than_s=3600)
+    sweep_recordings(tmp_path, older_than_s=3600)
     assert dead.exists()  # not old yet
-    sweep_boxes(tmp_path, older_than_s=-10)
+    sweep_recordings(tmp_path, older_than_s=-10)
     assert not dead.parent.exists()
     assert (tmp_path / "zeroshard-a" / "0").exists()
     living.close()
@@ -173,7 +181,7 @@ def test_sweeping_removes_old_logs_of_dead_processes_only(tmp_path):
 
 @pytest.mark.parametrize("raw", [b"", b"x" * 100, b"x" * 100_000])
 def test_bytes_that_are_no_log_are_not_read_as_one(raw):
-    assert read_flight(raw) is None
+    assert read_recording(raw) is None
 
 
 def test_more_names_than_rows_are_still_counted_and_hashed():
@@ -312,7 +320,7 @@ def test_a_rank_that_reads_alone_is_named_with_its_line():
     ]
 
 
-def meets(seen: Witness, label: str, seq: int, what: str, **known) -> Witness:
+def meets(seen: RankStatus, label: str, seq: int, what: str, **known) -> RankStatus:
     """A rank that is blocked in a call of another sequence than the one that is asked for."""
     return replace(seen, wait=Wait(label, seq, what), **known)
 
@@ -352,11 +360,11 @@ def test_who_waits_for_a_late_rank_is_not_late_and_ends_nothing():
 
 def test_a_broadcast_waits_for_its_source_alone():
     told = Wait("forum", 2, "meeting", source=0)
-    verdict = judge(
+    verdict = diagnose(
         [
-            Witness(rank=0, flight=None, stack="train.py:9 main"),
-            Witness(rank=1, flight=None, wait=told, reached={"forum": 2}),
-            Witness(rank=2, flight=None, wait=Wait("other", 1, "meeting"), reached={"forum": 1}),
+            RankStatus(rank=0, flight=None, stack="train.py:9 main"),
+            RankStatus(rank=1, flight=None, wait=told, reached={"forum": 2}),
+            RankStatus(rank=2, flight=None, wait=Wait("other", 1, "meeting"), reached={"forum": 1}),
         ],
         Limits(),
         blocked_s=31.0,
@@ -382,10 +390,12 @@ def test_a_call_of_the_programs_own_gets_more_time(blocked_s, fatal):
 
 def test_a_rank_that_has_not_come_yet_is_named_as_such():
     here = Wait("set-up", 1, "initialize")
-    verdict = judge(
+    verdict = diagnose(
         [
-            Witness(rank=0, flight=None, wait=here, phase="initialize", stack="train.py:3 main"),
-            Witness(rank=1, flight=None, fate="absent", detail="has not come yet", answered=False),
+            RankStatus(rank=0, flight=None, wait=here, phase="initialize", stack="train.py:3 main"),
+            RankStatus(
+                rank=1, flight=None, fate="absent", detail="has not come yet", answered=False
+            ),
         ],
         Limits(sections={"setup": 20.0}),
         blocked_s=31.0,

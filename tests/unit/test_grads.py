@@ -14,8 +14,8 @@ from zeroshard.core.ledger import Ledger
 from zeroshard.core.tiers import Tier
 from zeroshard.errors import DiskError
 from zeroshard.store.disk import PAGE_NBYTES, SwapFile
-from zeroshard.store.grads import GradOnDisk
-from zeroshard.store.shards import SAVES_IN_FLIGHT, Saves
+from zeroshard.store.grads import DiskGradStore
+from zeroshard.store.shards import SAVES_IN_FLIGHT, WritesInFlight
 
 NUMEL = 3 * PAGE_NBYTES + 64
 NBYTES = 2 * NUMEL
@@ -33,9 +33,11 @@ def ledger() -> Ledger:
     return Ledger()
 
 
-def grads(file: SwapFile, ledger: Ledger, count: int) -> list[GradOnDisk]:
-    saves = Saves()
-    return [GradOnDisk(file, NBYTES, saves, ledger=ledger, name=f"unit {i}") for i in range(count)]
+def grads(file: SwapFile, ledger: Ledger, count: int) -> list[DiskGradStore]:
+    saves = WritesInFlight()
+    return [
+        DiskGradStore(file, NBYTES, saves, ledger=ledger, name=f"unit {i}") for i in range(count)
+    ]
 
 
 def values(seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -62,20 +64,20 @@ def gate(file, monkeypatch) -> threading.Event:
 
 def test_it_comes_back_as_it_went_and_takes_no_memory_meanwhile(file, ledger):
     (grad,) = grads(file, ledger, 1)
-    grad.send(values(1))
+    grad.write(values(1))
     assert ledger.nbytes("gradients", Tier.DISK) == NBYTES
     grad.finish()
     assert in_memory(ledger) == 0
-    assert torch.equal(grad.bring(), values(1))
+    assert torch.equal(grad.acquire(), values(1))
     assert in_memory(ledger) >= NBYTES
-    grad.forget()
+    grad.free()
     assert (in_memory(ledger), ledger.nbytes("gradients", Tier.DISK)) == (0, 0)
     assert (file.written_nbytes, file.read_nbytes) == (file.reserved_nbytes, file.reserved_nbytes)
 
 
 def test_a_reader_leaves_it_where_it_is(file, ledger):
     (grad,) = grads(file, ledger, 1)
-    grad.send(values(1))
+    grad.write(values(1))
     grad.finish()
     for _ in range(2):
         assert torch.equal(grad.peek(), values(1))
@@ -85,21 +87,21 @@ def test_a_reader_leaves_it_where_it_is(file, ledger):
 
 def test_one_on_its_way_out_is_not_read_back(file, ledger, gate):
     (grad,) = grads(file, ledger, 1)
-    grad.send(values(1))
-    grad.fetch()
+    grad.write(values(1))
+    grad.prefetch()
     assert not gate.is_set()
     gate.set()
-    assert torch.equal(grad.bring(), values(1))
+    assert torch.equal(grad.acquire(), values(1))
     assert file.read_nbytes == 0
 
 
 def test_it_is_writable_only_when_its_write_has_ended(file, ledger, gate):
     """What is written into it then is not what lies in the file."""
     (grad,) = grads(file, ledger, 1)
-    grad.send(values(1))
+    grad.write(values(1))
     opener = threading.Timer(0.2, gate.set)
     opener.start()
-    grad.bring().zero_()
+    grad.acquire().zero_()
     assert file.written_nbytes == file.reserved_nbytes
     opener.join()
 
@@ -107,10 +109,10 @@ def test_it_is_writable_only_when_its_write_has_ended(file, ledger, gate):
 def test_a_new_gradient_waits_for_the_write_of_the_last(file, ledger, gate):
     """Else the two would lie there in pieces."""
     (grad,) = grads(file, ledger, 1)
-    grad.send(values(1))
+    grad.write(values(1))
     opener = threading.Timer(0.2, gate.set)
     opener.start()
-    grad.send(values(2))
+    grad.write(values(2))
     assert file.written_nbytes >= file.reserved_nbytes
     grad.finish()
     assert torch.equal(grad.peek(), values(2))
@@ -120,11 +122,11 @@ def test_a_new_gradient_waits_for_the_write_of_the_last(file, ledger, gate):
 def test_a_few_writes_are_on_their_way_and_the_next_waits(file, ledger, gate):
     one, *others = grads(file, ledger, SAVES_IN_FLIGHT + 1)
     for grad in (one, *others[:-1]):
-        grad.send(values(1))
+        grad.write(values(1))
     assert in_memory(ledger) == SAVES_IN_FLIGHT * NBYTES
     opener = threading.Timer(0.2, gate.set)
     opener.start()
-    others[-1].send(values(1))
+    others[-1].write(values(1))
     assert gate.is_set()
     assert in_memory(ledger) == SAVES_IN_FLIGHT * NBYTES
     opener.join()
@@ -133,8 +135,8 @@ def test_a_few_writes_are_on_their_way_and_the_next_waits(file, ledger, gate):
 def test_a_sum_wider_than_planned_takes_its_own_place(file, ledger):
     first, second = grads(file, ledger, 2)
     for wide in (values(1, torch.float32), values(3, torch.float32)):
-        first.send(wide)
-        second.send(values(2))
+        first.write(wide)
+        second.write(values(2))
         first.finish()
         second.finish()
         assert torch.equal(first.peek(), wide)
@@ -147,40 +149,40 @@ def test_a_gradient_that_could_not_be_written_is_never_shown(file, ledger, monke
     (grad,) = grads(file, ledger, 1)
     with monkeypatch.context() as patch:
         fail(patch, "pwritev")
-        grad.send(values(1))
-        for use in (grad.finish, grad.bring, grad.peek):
+        grad.write(values(1))
+        for use in (grad.finish, grad.acquire, grad.peek):
             with pytest.raises(DiskError, match=r"writing \d+ bytes at offset 0 of the swap file"):
                 use()
-    grad.send(values(2))  # the disk works again, and so does what comes after
+    grad.write(values(2))  # the disk works again, and so does what comes after
     grad.finish()
-    assert torch.equal(grad.bring(), values(2))
+    assert torch.equal(grad.acquire(), values(2))
 
 
 def test_a_failed_write_is_heard_of_when_its_place_is_needed(file, ledger, monkeypatch):
     one, *others = grads(file, ledger, SAVES_IN_FLIGHT + 1)
     with monkeypatch.context() as patch:
         fail(patch, "pwritev")
-        one.send(values(1))
+        one.write(values(1))
         for grad in others[:-1]:
-            grad.send(values(1))
+            grad.write(values(1))
         with pytest.raises(DiskError, match="writing"):
-            others[-1].send(values(1))
+            others[-1].write(values(1))
     for grad in (one, *others):
-        grad.forget()
+        grad.free()
     assert in_memory(ledger) == 0
 
 
 def test_what_a_failed_read_left_is_never_shown(file, ledger, monkeypatch):
     (grad,) = grads(file, ledger, 1)
-    grad.send(values(1))
+    grad.write(values(1))
     grad.finish()
     with monkeypatch.context() as patch:
         fail(patch, "preadv")
-        for use in (grad.bring, grad.peek):
+        for use in (grad.acquire, grad.peek):
             with pytest.raises(DiskError, match=r"reading \d+ bytes at offset 0 of the swap file"):
                 use()
         assert in_memory(ledger) == 0
-    assert torch.equal(grad.bring(), values(1))
+    assert torch.equal(grad.acquire(), values(1))
 
 
 def fail(patch: pytest.MonkeyPatch, call: str) -> None:
@@ -192,10 +194,10 @@ def fail(patch: pytest.MonkeyPatch, call: str) -> None:
 
 def test_one_that_nobody_needs_gives_its_memory_back_although_it_moves(file, ledger, gate):
     (grad,) = grads(file, ledger, 1)
-    grad.send(values(1))
+    grad.write(values(1))
     opener = threading.Timer(0.2, gate.set)
     opener.start()
-    grad.forget()
+    grad.free()
     assert in_memory(ledger) == 0
     assert file.written_nbytes == file.reserved_nbytes
     opener.join()

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from zeroshard.cli import launch as launch_options
 from zeroshard.cli.main import main
-from zeroshard.launch import LaunchRequest, Patience
+from zeroshard.launch import LaunchRequest, ShutdownTimeouts
 
 
 @pytest.fixture
@@ -75,7 +75,9 @@ def test_deepspeeds_options_keep_their_names(request_of):
 
 
 def test_patience_is_given_in_seconds(request_of):
-    assert request_of("--grace-s", "1", "--stop-s", "2.5", "t.py").patience == Patience(1, 2.5)
+    assert request_of("--grace-s", "1", "--stop-s", "2.5", "t.py").patience == ShutdownTimeouts(
+        1, 2.5
+    )
 
 
 def test_the_exit_code_is_that_of_the_launch(monkeypatch, run):

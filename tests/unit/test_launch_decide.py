@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from zeroshard.errors import LaunchError
-from zeroshard.launch.decide import LaunchRequest, RunHere, RunNodes, decide
+from zeroshard.launch.decide import LaunchRequest, RunHere, RunNodes, plan_launch
 from zeroshard.launch.environ import exported, rank_defaults
 from zeroshard.launch.hosts import Host
 from zeroshard.launch.remote import names_of_this_host, node_commands, ssh_words
@@ -22,7 +22,7 @@ def hostfile(tmp_path) -> str:
 
 
 def decision(**options):
-    return decide(LaunchRequest("t.py", **options), {}, this_host=("a",), has_srun=False)
+    return plan_launch(LaunchRequest("t.py", **options), {}, this_host=("a",), has_srun=False)
 
 
 def refusal(**options) -> str:

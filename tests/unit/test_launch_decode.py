@@ -8,11 +8,11 @@ import signal
 import pytest
 
 from zeroshard.launch.cgroup import OomCounters
-from zeroshard.launch.decode import Death, Kernel, build_report, decode
+from zeroshard.launch.decode import KernelCounters, RankExit, build_report, explain_exit
 from zeroshard.launch.traces import last_trace, starts_trace, trace_of_error_file
 
 GIB = 1 << 30
-NOTHING = Kernel(OomCounters(0, 0))
+NOTHING = KernelCounters(OomCounters(0, 0))
 BOOM = """\
 step 1
 [rank1]: Traceback (most recent call last):
@@ -36,19 +36,19 @@ GLOO = (
 
 
 def words(exitcode, stderr="", *, kernel=NOTHING, **fields) -> str:
-    return decode(Death(0, exitcode, 0.0, stderr=stderr, **fields), kernel).what
+    return explain_exit(RankExit(0, exitcode, 0.0, stderr=stderr, **fields), kernel).what
 
 
 @pytest.mark.parametrize(
     ("kernel", "text"),
     [
         (
-            Kernel(OomCounters(1, 1), 240 * GIB),
+            KernelCounters(OomCounters(1, 1), 240 * GIB),
             "was killed by the kernel OOM killer "
             "(in this cgroup: oom_kill +1, limit 240.0 GiB, RSS 251.0 GiB when last seen)",
         ),
         (
-            Kernel(OomCounters(0, 2), 240 * GIB),
+            KernelCounters(OomCounters(0, 2), 240 * GIB),
             "was killed by the kernel OOM killer (host out of memory, no cgroup limit hit: "
             "oom_kill +2, RSS 251.0 GiB when last seen)",
         ),
@@ -58,7 +58,7 @@ def words(exitcode, stderr="", *, kernel=NOTHING, **fields) -> str:
             "RSS 251.0 GiB when last seen",
         ),
         (
-            Kernel(OomCounters(None, None)),
+            KernelCounters(OomCounters(None, None)),
             "got SIGKILL; this system does not count OOM kills, so the sender is unknown, "
             "RSS 251.0 GiB when last seen",
         ),
@@ -96,7 +96,7 @@ def test_a_kill_is_blamed_on_what_was_counted(kernel, text):
     ],
 )
 def test_exit_codes_are_decoded(exitcode, stderr, text):
-    assert words(exitcode, stderr, kernel=Kernel(OomCounters(0, 0), None, 64 << 20)) == text
+    assert words(exitcode, stderr, kernel=KernelCounters(OomCounters(0, 0), None, 64 << 20)) == text
 
 
 def test_a_program_that_counts_on_a_gpu_is_told_which_flag_it_needs():
@@ -109,7 +109,9 @@ def test_a_rank_that_the_launcher_stopped_is_not_decoded():
 
 
 def test_the_cause_comes_first_although_the_consequence_was_earlier():
-    report = build_report([Death(0, 1, 1.0, stderr=LOST), Death(1, 1, 1.2, stderr=BOOM)], NOTHING)
+    report = build_report(
+        [RankExit(0, 1, 1.0, stderr=LOST), RankExit(1, 1, 1.2, stderr=BOOM)], NOTHING
+    )
     assert report.lines == (
         "rank 1 raised ValueError: boom (exit code 1).",
         "rank 0 followed: lost its peers: Connection reset by peer (exit code 1).",
@@ -117,21 +119,23 @@ def test_the_cause_comes_first_although_the_consequence_was_earlier():
 
 
 def test_the_trace_of_the_cause_is_shown_without_rank_prefixes():
-    report = build_report([Death(0, 1, 1.0, stderr=LOST), Death(1, 1, 1.2, stderr=BOOM)], NOTHING)
+    report = build_report(
+        [RankExit(0, 1, 1.0, stderr=LOST), RankExit(1, 1, 1.2, stderr=BOOM)], NOTHING
+    )
     assert report.trace.splitlines()[0] == "Traceback (most recent call last):"
     assert report.trace.splitlines()[-2:] == ["ValueError: boom", "second line"]
 
 
 def test_consequences_in_the_same_words_share_a_line():
-    deaths = [Death(r, 1, 2.0, stderr=LOST) for r in (0, 1, 2, 5)]
-    report = build_report([*deaths, Death(3, -9, 1.0)], NOTHING)
+    deaths = [RankExit(r, 1, 2.0, stderr=LOST) for r in (0, 1, 2, 5)]
+    report = build_report([*deaths, RankExit(3, -9, 1.0)], NOTHING)
     assert report.lines[1:] == (
         "ranks 0-2, 5 followed: lost its peers: Connection reset by peer (exit code 1).",
     )
 
 
 def test_causes_in_other_words_each_have_a_line():
-    report = build_report([Death(0, -11, 1.0), Death(1, 1, 1.1, stderr=BOOM)], NOTHING)
+    report = build_report([RankExit(0, -11, 1.0), RankExit(1, 1, 1.1, stderr=BOOM)], NOTHING)
     assert report.lines == (
         "rank 0 died of a segmentation fault (SIGSEGV).",
         "rank 1 raised ValueError: boom (exit code 1).",
@@ -140,17 +144,17 @@ def test_causes_in_other_words_each_have_a_line():
 
 @pytest.mark.parametrize(("exitcode", "expected"), [(3, 3), (-9, 137), (-6, 134)])
 def test_the_launcher_ends_with_the_code_of_the_cause(exitcode, expected):
-    deaths = [Death(0, 76, 1.0), Death(1, exitcode, 1.5)]
+    deaths = [RankExit(0, 76, 1.0), RankExit(1, exitcode, 1.5)]
     assert build_report(deaths, NOTHING).exitcode == expected
 
 
 def test_a_clean_run_has_nothing_to_report():
-    report = build_report([Death(0, 0, 1.0), Death(1, 0, 1.0)], NOTHING)
+    report = build_report([RankExit(0, 0, 1.0), RankExit(1, 0, 1.0)], NOTHING)
     assert (report.lines, report.exitcode) == ((), 0)
 
 
 def test_a_rank_that_left_early_with_code_0_is_named():
-    report = build_report([Death(1, 0, 1.0), Death(0, 76, 2.0)], NOTHING)
+    report = build_report([RankExit(1, 0, 1.0), RankExit(0, 76, 2.0)], NOTHING)
     assert report.lines == (
         "rank 0 lost its peers (exit code 76).",
         "rank 1 had already ended with exit code 0: the others still waited for it.",
@@ -158,7 +162,7 @@ def test_a_rank_that_left_early_with_code_0_is_named():
 
 
 def test_an_interrupted_run_is_one_line():
-    deaths = [Death(0, -2, 1.0, stopped=True), Death(1, 1, 1.0, stopped=True)]
+    deaths = [RankExit(0, -2, 1.0, stopped=True), RankExit(1, 1, 1.0, stopped=True)]
     report = build_report(deaths, NOTHING, interrupted=signal.SIGINT)
     assert (report.lines, report.exitcode) == (("stopped by SIGINT; ranks 0-1 ended.",), 130)
 

@@ -26,9 +26,9 @@ from zeroshard.launch.decide import (
     RunHere,
     RunNodes,
     RunSrun,
-    decide,
     notices,
     passed_on,
+    plan_launch,
 )
 from zeroshard.launch.hosts import Host
 from zeroshard.launch.mpi import mpirun_command
@@ -147,7 +147,7 @@ def hostfile(tmp_path) -> str:
 
 def decision(env=None, **options):
     request = LaunchRequest("t.py", **options)
-    return decide(request, env or {}, this_host=("a",), has_srun=True)
+    return plan_launch(request, env or {}, this_host=("a",), has_srun=True)
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -225,7 +225,7 @@ def test_a_pid_file_needs_a_launcher_that_stays(hostfile):
 
 def said(**options) -> tuple[str, ...]:
     request = LaunchRequest("t.py", **options)
-    return notices(request, decide(request, {}, this_host=("a",), has_srun=False))
+    return notices(request, plan_launch(request, {}, this_host=("a",), has_srun=False))
 
 
 def test_what_is_not_used_is_said(hostfile):

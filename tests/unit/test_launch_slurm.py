@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zeroshard.errors import LaunchError
-from zeroshard.launch.decide import BecomeRank, LaunchRequest, RunHere, RunSrun, decide
+from zeroshard.launch.decide import ExecAsRank, LaunchRequest, RunHere, RunSrun, plan_launch
 from zeroshard.launch.slurm import expand_nodelist, read_slurm
 
 BATCH = {
@@ -28,7 +28,7 @@ STEP = {
 
 def decision(env, *, has_srun=True, **options):
     request = LaunchRequest("train.py", ("--lr", "1"), **options)
-    return decide(request, env, this_host=("n1",), has_srun=has_srun)
+    return plan_launch(request, env, this_host=("n1",), has_srun=has_srun)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_the_batch_step_is_not_a_step_of_the_user(step, inside):
 
 def test_one_task_per_rank_becomes_that_rank():
     chosen = decision(STEP)
-    assert isinstance(chosen, BecomeRank)
+    assert isinstance(chosen, ExecAsRank)
     assert chosen.env == {
         "RANK": "3",
         "LOCAL_RANK": "1",

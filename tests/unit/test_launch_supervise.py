@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from zeroshard.launch.supervise import Herd, Patience, Phase
+from zeroshard.launch.supervise import Phase, ShutdownTimeouts, WorkerSupervisor
 
 
 @dataclass
@@ -28,9 +28,9 @@ class FakeHerd:
         self.now_s = 0.0
         self.sent: list[tuple[int, signal.Signals]] = []
         self.ranks = {rank: FakeProcess(100 + rank) for rank in range(count)}
-        self.herd = Herd(
+        self.herd = WorkerSupervisor(
             self.ranks,
-            patience=Patience(grace_s=5, stop_s=30),
+            patience=ShutdownTimeouts(grace_s=5, stop_s=30),
             send=lambda rank, _, number: self.sent.append((rank, number)),
             clock=lambda: self.now_s,
         )

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from zeroshard.checkpoint.blocks import BlockFile
 from zeroshard.checkpoint.manifest import FORMAT, MANIFEST, MAX_NUMEL, VERSION, Manifest, parse
-from zeroshard.checkpoint.saved import Saved, full, read_manifest
+from zeroshard.checkpoint.saved import CheckpointReader, full, read_manifest
 from zeroshard.checkpoint.shardfile import DTYPES, Entry, lay_out, read_entries
 from zeroshard.errors import CheckpointError
 
@@ -338,11 +338,11 @@ def test_what_is_no_regular_file_is_neither_read_nor_waited_for(saved, tmp_path)
             lambda p: p.symlink_to("/dev/zero"),
         ):
             make_one(file)
-            with pytest.raises(CheckpointError, match=name), Saved(path) as source:
+            with pytest.raises(CheckpointError, match=name), CheckpointReader(path) as source:
                 full(source, "a.weight")
             file.rmdir() if file.is_dir() and not file.is_symlink() else file.unlink()
         aside.rename(file)
-    with Saved(path) as source:
+    with CheckpointReader(path) as source:
         assert torch.equal(full(source, "a.weight"), VALUES["a.weight"])
 
 
@@ -363,11 +363,11 @@ def test_frozen_files_are_beside_the_checkpoint_and_not_behind_a_link(saved, tmp
     (path / MANIFEST).write_text(signed(changed(body, "files/0/name", name)))
     frozen = path.parent / FROZEN
     frozen.symlink_to(elsewhere)
-    with pytest.raises(CheckpointError, match="symbolic link"), Saved(path) as source:
+    with pytest.raises(CheckpointError, match="symbolic link"), CheckpointReader(path) as source:
         full(source, "a.weight")
     frozen.unlink()
     elsewhere.rename(frozen)
-    with Saved(path) as source:
+    with CheckpointReader(path) as source:
         assert torch.equal(full(source, "a.weight"), VALUES["a.weight"])
 
 
@@ -388,7 +388,7 @@ def test_claims_cost_no_memory_before_the_files_are_seen(saved, tmp_path):
         lambda f: os.truncate(f, 2**40),
     ):
         make_one(path / "huge.safetensors")
-        with Saved(path) as source:
+        with CheckpointReader(path) as source:
             with pytest.raises(CheckpointError, match=r"huge.safetensors"):
                 full(source, "huge")
             with pytest.raises(CheckpointError, match=r"huge.safetensors"):
@@ -465,7 +465,7 @@ def read_all(path: Path, text: str) -> bool:
     """Read whatever the manifest claims. True: all of it was there."""
     (path / MANIFEST).write_text(text)
     is_whole = True
-    with Saved(path) as source:
+    with CheckpointReader(path) as source:
         for fqn, parameter in source.parameters.items():
             for name in parameter.tensors:
                 try:

@@ -95,8 +95,8 @@ def test_pieces_give_the_bits_of_the_optimizers_own_step(monkeypatch, name, prec
     monkeypatch.setattr(adam, "compiled", lambda: None)
     monkeypatch.setattr(onepass, "PIECE_NUMEL", piece)
     ran = []
-    run = onepass.OnePass.run
-    monkeypatch.setattr(onepass.OnePass, "run", lambda *a: (ran.append(1), run(*a)))
+    run = onepass.FusedUpdate.run
+    monkeypatch.setattr(onepass.FusedUpdate, "run", lambda *a: (ran.append(1), run(*a)))
     pieces = train(name, precision)
     assert ran
     monkeypatch.setattr(optimizer.ShardedOptimizer, "_choose_kernel", lambda self: False)
@@ -157,8 +157,10 @@ def test_a_caller_can_say_how_many_threads_the_update_may_use(monkeypatch, libra
     monkeypatch.setattr(adam.CompiledAdam, "update", lambda *a, threads: used.append(threads))
     master, low = torch.zeros(64 * 9), torch.zeros(64 * 9).bfloat16()
     state = {"exp_avg": torch.zeros(576), "exp_avg_sq": torch.zeros(576), "step": torch.zeros(())}
-    kernel = onepass.Kernel(lambda *_: None, ("exp_avg", "exp_avg_sq"), counts=True, compiles=True)
-    one = onepass.OnePass(kernel, [(0, 0, master)], [state], master_R=master, low_R=low)
+    kernel = onepass.UpdateKernel(
+        lambda *_: None, ("exp_avg", "exp_avg_sq"), counts=True, compiles=True
+    )
+    one = onepass.FusedUpdate(kernel, [(0, 0, master)], [state], master_R=master, low_R=low)
     for threads in (1, 4, 10):
         one.run(low.clone(), 1.0, [{}], threads=threads)
     assert used == [1, 4, 9]

@@ -8,13 +8,15 @@ from typing import Any
 
 from torch.distributed import HashStore
 
-from zeroshard.comm.readers import Position, Readers, elsewhere, smaller_party
+from zeroshard.comm.readers import LoneReadCheck, Position, elsewhere, smaller_party
 from zeroshard.core.verdict import TORCH
 
 BARRIER = Position(0, {"engine": 5, TORCH: 3}, in_torch="torch.distributed.barrier")
 
 
-def readers(store: Any, rank: int, *, at: Callable[[], Position] = Position, **options) -> Readers:
+def readers(
+    store: Any, rank: int, *, at: Callable[[], Position] = Position, **options
+) -> LoneReadCheck:
     """One of two ranks."""
     lock = threading.Lock()
 
@@ -23,7 +25,7 @@ def readers(store: Any, rank: int, *, at: Callable[[], Position] = Position, **o
             return operation(store)
 
     keys = {"gone": lambda _rank: "", "limit_s": 20.0, "world_size": 2, **options}
-    return Readers(
+    return LoneReadCheck(
         call,
         label="engine",
         rank=rank,

@@ -7,7 +7,7 @@ import torch
 
 from zeroshard.core.layout import pack
 from zeroshard.core.tiers import CHUNK_NUMEL, Placement, Span, Tier, place
-from zeroshard.engine.resting import Resting, check_device
+from zeroshard.engine.resting import OffloadPlan, check_device
 from zeroshard.errors import UnsupportedError
 from zeroshard.precision.policy import DtypeRow
 
@@ -60,11 +60,11 @@ def test_whole_matrices_are_cut_only_where_one_ends():
     assert spans[-1].end == 6400
 
 
-def resting(spans: tuple[Span, ...], tier: Tier) -> Resting:
+def resting(spans: tuple[Span, ...], tier: Tier) -> OffloadPlan:
     row = DtypeRow(*[torch.float32] * len(DtypeRow.__dataclass_fields__))
     numel = pack([("w", (64,))], world_size=1).full_numel
     assert numel == 64
-    return Resting({"unit": spans} if spans else {}, {"unit": tier}, {"unit": row})
+    return OffloadPlan({"unit": spans} if spans else {}, {"unit": tier}, {"unit": row})
 
 
 @pytest.mark.parametrize("spans", [(), (Span(0, 64, DEVICE),)])

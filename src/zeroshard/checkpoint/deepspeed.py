@@ -26,8 +26,8 @@ from torch import Tensor
 
 from zeroshard.checkpoint.deepspeed_slots import (
     Chain,
-    Place,
-    Slot,
+    DeepSpeedSlot,
+    FlatSpan,
     like_master,
     places,
     shape_of,
@@ -197,7 +197,7 @@ def _scaler(wrapper: Mapping[str, Any]) -> dict[str, Any]:
 # ---------------------------------------------------------------------- the source
 
 
-class DeepSpeedSaved:
+class DeepSpeedReader:
     """One tag that DeepSpeed saved under data parallelism alone: a
     :class:`zeroshard.checkpoint.saved.Source`.
 
@@ -211,7 +211,7 @@ class DeepSpeedSaved:
     def __init__(self, path: str | Path, *, groups: Sequence[Sequence[str]] | None = None) -> None:
         self.path = Path(path)
         self.left_behind: list[str] = []
-        self._places: dict[tuple[str, str], Place] = {}
+        self._places: dict[tuple[str, str], FlatSpan] = {}
         files = _files(self.path)
         self._models = [load_file(file) for file in files.model]
         optims = [load_file(file) for file in files.optim]
@@ -271,7 +271,7 @@ class DeepSpeedSaved:
 
     def _optimizer(
         self, files: _Files, optims: list[dict[str, Any]], groups: Sequence[Sequence[str]] | None
-    ) -> tuple[list[Slot], list[dict[str, Any]], Mapping[str, Any]]:
+    ) -> tuple[list[DeepSpeedSlot], list[dict[str, Any]], Mapping[str, Any]]:
         """Its slots, its groups' options, and what DeepSpeed's wrapper around it saved."""
         model = self._models[0]
         if model["param_shapes"] is None:
@@ -316,7 +316,7 @@ class DeepSpeedSaved:
                 found[name] = item
         return found
 
-    def _describe(self, slots: Sequence[Slot]) -> dict[str, SavedParameter]:
+    def _describe(self, slots: Sequence[DeepSpeedSlot]) -> dict[str, SavedParameter]:
         """All parameters, in the module's order; :attr:`places` has where each tensor is."""
         rows: dict[str, dict[str, Any]] = {}
         for slot in slots:
@@ -345,7 +345,7 @@ class DeepSpeedSaved:
             for fqn in sorted(rows, key=lambda fqn: order.get(fqn, len(order)))
         }
 
-    def _place_slot(self, slot: Slot) -> dict[str, Any]:
+    def _place_slot(self, slot: DeepSpeedSlot) -> dict[str, Any]:
         """Note where the tensors of a slot's parameters are; its numbers."""
         tensors: dict[str, list[Tensor]] = {VALUE: slot.masters}
         scalars: dict[str, Any] = {}
@@ -374,8 +374,8 @@ class DeepSpeedSaved:
         return scalars
 
     def _others(
-        self, slots: Sequence[Slot], rows: Mapping[str, Any]
-    ) -> dict[str, tuple[tuple[int, ...], Place]]:
+        self, slots: Sequence[DeepSpeedSlot], rows: Mapping[str, Any]
+    ) -> dict[str, tuple[tuple[int, ...], FlatSpan]]:
         """Parameters that the optimizer does not have: frozen ones."""
         if not (slots and slots[0].is_cut):
             found = self._weights.items()
@@ -392,7 +392,7 @@ class DeepSpeedSaved:
                     "may be of different saves; or it was on NVMe, which leaves it out of these files."
                 )
             chains = [Chain([piece]) for piece in pieces]
-            others[fqn] = (shape, Place(chains, 0, part, pieces[0].dtype))
+            others[fqn] = (shape, FlatSpan(chains, 0, part, pieces[0].dtype))
         return others
 
     def _agreed(self, what: str, numbers: Sequence[Any]) -> Any:

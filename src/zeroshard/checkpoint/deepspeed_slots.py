@@ -54,7 +54,7 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
-class Place(NamedTuple):
+class FlatSpan(NamedTuple):
     """Element ``i`` of a flat tensor is element ``offset + i % part`` of chain ``i // part``."""
 
     chains: Sequence[Chain]
@@ -72,12 +72,12 @@ class Place(NamedTuple):
             at = stop
 
 
-def whole_place(tensor: Tensor) -> Place:
+def whole_place(tensor: Tensor) -> FlatSpan:
     """Of a tensor that is one parameter."""
-    return Place([Chain([tensor])], 0, tensor.numel(), tensor.dtype)
+    return FlatSpan([Chain([tensor])], 0, tensor.numel(), tensor.dtype)
 
 
-class Slot(NamedTuple):
+class DeepSpeedSlot(NamedTuple):
     """What the optimizer takes for one parameter; lists have an item of each rank.
 
     ``padding``: elements that state has at the end and masters may lack. ``gaps``: behind each parameter.
@@ -94,7 +94,7 @@ class Slot(NamedTuple):
     is_cut: bool  # parameter by parameter (stage 3)
 
 
-def places(path: Path, slot: Slot, pieces: list[Tensor]) -> Iterator[tuple[str, Place]]:
+def places(path: Path, slot: DeepSpeedSlot, pieces: list[Tensor]) -> Iterator[tuple[str, FlatSpan]]:
     """Where the parameters of a slot are in tensors that are laid out like its masters."""
     ranks, dtype = len(pieces), pieces[0].dtype
     chains = [Chain([p]) for p in pieces] if slot.is_cut else [Chain(pieces)]
@@ -103,7 +103,7 @@ def places(path: Path, slot: Slot, pieces: list[Tensor]) -> Iterator[tuple[str, 
         raise ValueError("a gap of less than no elements")
     for (fqn, shape), gap in zip(slot.shapes.items(), slot.gaps, strict=True):
         part = -(-prod(shape) // ranks) if slot.is_cut else prod(shape)
-        yield fqn, Place(chains, offset, part, dtype)
+        yield fqn, FlatSpan(chains, offset, part, dtype)
         offset += part + gap
     for rank, chain in enumerate(chains):
         if not 0 <= chain.numel - offset < slot.slack or any(p.dtype != dtype for p in pieces):
@@ -134,7 +134,7 @@ def sharded_slots(
     param_shapes: Sequence[Mapping[str, Any]],
     *,
     is_cut: bool,
-) -> tuple[list[Slot], list[dict[str, Any]]]:
+) -> tuple[list[DeepSpeedSlot], list[dict[str, Any]]]:
     """The slots of stages 1 to 3, and the options of the optimizer's groups."""
     masters = [
         w["fp32_flat_groups" if is_cut else "single_partition_of_fp32_groups"] for w in wrappers
@@ -161,7 +161,7 @@ def sharded_slots(
     padding = [w.get("group_paddings", none) if not is_cut else none for w in wrappers]
     gaps = wrappers[0].get("param_alignment_paddings") or [[0] * len(row) for row in param_shapes]
     slots = [
-        Slot(
+        DeepSpeedSlot(
             group=groups[at],
             shapes={fqn: shape_of(size) for fqn, size in param_shapes[at].items()},
             masters=[row[at] for row in masters],
@@ -181,7 +181,7 @@ def whole_slots(
     wrapper: Mapping[str, Any],
     weights: Mapping[str, Tensor],
     groups: Sequence[Sequence[str]] | None,
-) -> tuple[list[Slot], list[dict[str, Any]]]:
+) -> tuple[list[DeepSpeedSlot], list[dict[str, Any]]]:
     """The slots of stage 0: a slot is a parameter, or a group where masters were kept flat."""
     inner = wrapper if "param_groups" in wrapper else dict(wrapper["optimizer_state_dict"])
     options = inner["param_groups"]
@@ -213,9 +213,9 @@ def _whole_slot(
     master: Tensor,
     inner: Mapping[str, Any],
     key: Any,
-) -> Slot:
+) -> DeepSpeedSlot:
     state = _with_step(inner["state"].get(key, {}), inner["param_groups"][group])
-    return Slot(group, shapes, [master], [state], [0], [0] * len(shapes), 1, is_cut=False)
+    return DeepSpeedSlot(group, shapes, [master], [state], [0], [0] * len(shapes), 1, is_cut=False)
 
 
 def _with_step(state: Mapping[str, Any], row: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -16,7 +16,7 @@ from os import PathLike
 from pathlib import Path
 
 from zeroshard.checkpoint.manifest import MANIFEST, Manifest
-from zeroshard.checkpoint.saved import Saved, read_manifest, read_small
+from zeroshard.checkpoint.saved import CheckpointReader, read_manifest, read_small
 from zeroshard.errors import CheckpointError, UsageError
 from zeroshard.store.disk_open import reason
 
@@ -251,7 +251,7 @@ def find_frozen(directory: Path, name: str) -> Manifest | None:
     if not (directory / name).is_dir():
         return None
     for tag in reversed(tags(directory)):
-        with contextlib.suppress(CheckpointError), Saved(directory / tag) as saved:
+        with contextlib.suppress(CheckpointError), CheckpointReader(directory / tag) as saved:
             own = [f for f in saved.manifest.files if f.name.startswith(f"../{name}/")]
             if own and not saved.problems():
                 return saved.manifest

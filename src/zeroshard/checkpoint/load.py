@@ -13,13 +13,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from zeroshard.checkpoint.local import Local, digest_part, fqn_of, is_shaped, total_digests
+from zeroshard.checkpoint.local import LocalState, digest_part, fqn_of, is_shaped, total_digests
 from zeroshard.checkpoint.manifest import VALUE, Dtype, Manifest, SavedParameter
 from zeroshard.checkpoint.saved import Source
 from zeroshard.checkpoint.shardfile import DTYPES
 from zeroshard.errors import CheckpointError
 from zeroshard.zero.optimizer import ShardedOptimizer
-from zeroshard.zero.tile import Chunk, OwnedFragment, Tile
+from zeroshard.zero.tile import OptimizerChunk, OptimizerShard, OwnedFragment
 from zeroshard.zero.unit import Unit
 
 _STAGING_NBYTES = 32 << 20
@@ -72,7 +72,7 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names[:3])) + more
 
 
-def needed_files(manifest: Manifest, local: Local, rank: int, world_size: int) -> set[int]:
+def needed_files(manifest: Manifest, local: LocalState, rank: int, world_size: int) -> set[int]:
     """The files that this rank will read, by their place in the manifest."""
     by_name = {n: fqn for fqn, p in manifest.parameters.items() for n in (fqn, *p.aliases)}
     found = {manifest.shared_file} if manifest.files else set()
@@ -105,7 +105,7 @@ class Loader:
 
     def __init__(
         self,
-        local: Local,
+        local: LocalState,
         source: Source,
         names: Mapping[str, str],
         *,
@@ -123,8 +123,8 @@ class Loader:
         """Read everything, unit by unit. After a failure nothing more is read, but the ranks still meet
         in every collective."""
         for unit in self._local.units:
-            unit.wait()
-            unit.forget()
+            unit.wait_for_unshard()
+            unit.discard_unsharded()
             tile = self._local.tile_of(unit)
             if tile is None:
                 self._fill_plain(unit)
@@ -132,30 +132,30 @@ class Loader:
                 self._fill_tile(tile)
         if self._local.optimizer is not None:
             self._local.optimizer.forget_passes()
-            self._local.optimizer.account()
+            self._local.optimizer.report()
 
     def _fill_plain(self, unit: Unit) -> None:
-        shard_S = unit.rest.bring()
+        shard_S = unit.store.acquire()
         try:
             for part in unit.layout.fragments(unit.comm.rank):
                 self._read(part.fqn, VALUE, part.begin, shard_S[part.at : part.at + part.numel])
-            unit.publish()
+            unit.all_gather_updated()
         finally:
-            unit.rest.leave()
+            unit.store.release()
 
-    def _fill_tile(self, tile: Tile) -> None:
+    def _fill_tile(self, tile: OptimizerShard) -> None:
         for chunk in tile.visit(changed=True):
             for fragment in chunk.fragments:
                 fqn = fqn_of(tile.unit, fragment)
                 if fqn in self._names:
                     self._read(fqn, VALUE, fragment.begin, fragment.value.view(-1))
-            chunk.publish()
+            chunk.write_param()
             if self._with_state:
                 self._fill_state(tile.unit, chunk)
             if chunk is tile.chunks[-1] and not tile.is_whole:
-                tile.unit.publish()
+                tile.unit.all_gather_updated()
 
-    def _fill_state(self, unit: Unit, chunk: Chunk) -> None:
+    def _fill_state(self, unit: Unit, chunk: OptimizerChunk) -> None:
         optimizer = self._local.optimizer
         assert optimizer is not None
         for fragment in chunk.fragments:
@@ -196,7 +196,9 @@ class Loader:
             out[at : at + part.numel()].copy_(part)
 
 
-def _place(optimizer: ShardedOptimizer, chunk: Chunk, fragment: OwnedFragment, name: str) -> Tensor:
+def _place(
+    optimizer: ShardedOptimizer, chunk: OptimizerChunk, fragment: OwnedFragment, name: str
+) -> Tensor:
     """Where state of a fragment belongs: where it is, on the chunk's page, or beside the master."""
     if name in chunk.state_C:
         return fragment.of(chunk.state_C[name])
@@ -224,7 +226,7 @@ def _number(
 
 
 def digests_to_compare(
-    local: Local, parameters: Mapping[str, SavedParameter], names: Mapping[str, str]
+    local: LocalState, parameters: Mapping[str, SavedParameter], names: Mapping[str, str]
 ) -> dict[str, int]:
     """By parameter, this rank's part of the digests of what the checkpoint has by digest alone."""
     found: dict[str, int] = {}

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from zeroshard.checkpoint.manifest import VALUE
 from zeroshard.zero.optimizer import ShardedOptimizer
-from zeroshard.zero.tile import Chunk, OwnedFragment, Tile
+from zeroshard.zero.tile import OptimizerChunk, OptimizerShard, OwnedFragment
 from zeroshard.zero.unit import Unit
 
 _DIGEST_WORDS = 1 << 20  # at a time: 8 MiB, and as much again for the weights
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Piece:
+class ShardItem:
     """``flat[begin : begin + numel]`` of one named tensor, which is ``holder.flat[at : at + numel]``."""
 
     fqn: str
@@ -43,58 +43,58 @@ class Piece:
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Local:
+class LocalState:
     """What one engine holds on this rank. ``tiles`` are what its optimizer updates, by unit."""
 
     units: Sequence[Unit]
     optimizer: ShardedOptimizer | None
 
-    def tile_of(self, unit: Unit) -> Tile | None:
+    def tile_of(self, unit: Unit) -> OptimizerShard | None:
         """None: it is frozen, or there is no optimizer."""
         tiles = self.optimizer.tiles if self.optimizer is not None else []
         return next((tile for tile in tiles if tile.unit is unit), None)
 
-    def pieces(self, unit: Unit) -> list[Piece]:
+    def pieces(self, unit: Unit) -> list[ShardItem]:
         """What this rank saves of a unit. Each element is saved by exactly one rank."""
         tile = self.tile_of(unit)
         if tile is None:
             return _plain_pieces(unit)
         return [piece for chunk in tile.chunks for piece in self.chunk_pieces(tile, chunk)]
 
-    def visit(self, unit: Unit) -> Iterator[Piece]:
+    def visit(self, unit: Unit) -> Iterator[ShardItem]:
         """The same pieces, readable until the next one. What the program wrote into parameters counts.
 
         Not on disk: what rests there takes over such edits at the next update, as it would anyway.
         """
-        unit.wait()
-        unit.absorb()
+        unit.wait_for_unshard()
+        unit.write_back_edits()
         tile = self.tile_of(unit)
         if tile is None:
-            unit.rest.bring()
+            unit.store.acquire()
             try:
                 yield from _plain_pieces(unit)
             finally:
-                unit.rest.leave()
+                unit.store.release()
             return
         for chunk in tile.visit():
-            chunk.follow()
+            chunk.sync_edits()
             yield from self.chunk_pieces(tile, chunk)
 
-    def chunk_pieces(self, tile: Tile, chunk: Chunk) -> list[Piece]:
+    def chunk_pieces(self, tile: OptimizerShard, chunk: OptimizerChunk) -> list[ShardItem]:
         """What this rank saves of a chunk: masters, then each kind of state."""
         assert self.optimizer is not None
         low, high = tile.own
-        found: list[Piece] = []
+        found: list[ShardItem] = []
         for name in [VALUE, *_shaped(self.optimizer, chunk.fragments)]:
             for fragment in chunk.fragments:
-                at = chunk.at + fragment.at
+                at = chunk.begin + fragment.at
                 skip, stop = max(0, low - at), min(fragment.numel, high - at)
                 flat = fragment.value if name == VALUE else None
                 if flat is None:
                     flat = self.optimizer.inner.state.get(fragment.value, {}).get(name)
                 if skip < stop and isinstance(flat, Tensor):
                     fqn, begin = fqn_of(tile.unit, fragment), fragment.begin + skip
-                    found.append(Piece(fqn, name, begin, stop - skip, flat, skip))
+                    found.append(ShardItem(fqn, name, begin, stop - skip, flat, skip))
         return found
 
     def scalars(self, unit: Unit) -> dict[str, dict[str, object]]:
@@ -136,14 +136,14 @@ def _shaped(optimizer: ShardedOptimizer, fragments: Iterable[OwnedFragment]) -> 
     return list(names)
 
 
-def _plain_pieces(unit: Unit) -> list[Piece]:
+def _plain_pieces(unit: Unit) -> list[ShardItem]:
     return [
-        Piece(part.fqn, VALUE, part.begin, part.numel, unit.shard_S, part.at)
+        ShardItem(part.fqn, VALUE, part.begin, part.numel, unit.shard_S, part.at)
         for part in unit.layout.fragments(unit.comm.rank)
     ]
 
 
-def digest_part(piece: Piece) -> int:
+def digest_part(piece: ShardItem) -> int:
     """What a piece adds to the digest of its tensor: pieces of any cut add up to the same, modulo 2**64.
 
     The bytes, padded with zeros, are read as little-endian words; word ``i`` of the tensor counts

@@ -31,7 +31,7 @@ _Found = dict[str, dict[str, tuple[Dtype, list[Fragment]]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class CheckpointMetadata:
     """What goes into the manifest beside tensors. ``shared`` counts on rank 0; trees are encoded, their
     tensors apart. ``buffers``: this rank's, by name."""
 
@@ -54,7 +54,7 @@ def merge(
     *,
     units: Sequence[Unit],
     trained: Sequence[Unit],
-    facts: Facts,
+    facts: CheckpointMetadata,
     frozen: str,
     reused: tuple[Manifest | None, str],
     digests: Mapping[str, Digest],

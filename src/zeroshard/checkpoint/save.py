@@ -29,7 +29,7 @@ from torch import Tensor
 
 from zeroshard.checkpoint import directory as places
 from zeroshard.checkpoint.blocks import BLOCK_NBYTES, BlockWriter, bytes_of
-from zeroshard.checkpoint.local import Local, digest_part, total_digests
+from zeroshard.checkpoint.local import LocalState, digest_part, total_digests
 from zeroshard.checkpoint.manifest import (
     MANIFEST,
     Digest,
@@ -40,17 +40,17 @@ from zeroshard.checkpoint.manifest import (
     parse,
     tree_key,
 )
-from zeroshard.checkpoint.merge import SHARED_FILE, Facts, merge, merged
+from zeroshard.checkpoint.merge import SHARED_FILE, CheckpointMetadata, merge, merged
 from zeroshard.checkpoint.shardfile import Entry, dtype_name, lay_out
-from zeroshard.checkpoint.together import agree
-from zeroshard.comm.forum import Forum
+from zeroshard.checkpoint.together import run_on_all_ranks
+from zeroshard.comm.forum import ControlGroup
 from zeroshard.errors import CheckpointError, DistributedError
 from zeroshard.store.disk_open import aligned_bytes, free_nbytes
 from zeroshard.zero.unit import Unit
 
 logger = logging.getLogger("zeroshard")
 
-POINTS = (
+FAULT_POINTS = (
     "planned", "made", "reserved", "half", "written", "collected",
     "manifest", "frozen", "aside", "committed", "latest", "pruned",
 )  # fmt: skip
@@ -86,7 +86,7 @@ class _File:
         return max([len(self.head), *(e.offset + e.nbytes for e in self.entries[-1:])])
 
 
-def _planned(name: str, local: Local, units: list[Unit], extras: dict[str, Tensor]) -> _File:
+def _planned(name: str, local: LocalState, units: list[Unit], extras: dict[str, Tensor]) -> _File:
     rows = [
         (
             p.fqn,
@@ -113,7 +113,7 @@ def file_name(rank: int, world_size: int) -> str:
     return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
 
 
-class Job:
+class SaveTask:
     """One save, as one rank does it. Made by :func:`plan`."""
 
     def __init__(
@@ -121,9 +121,9 @@ class Job:
         root: Path,
         decision: Mapping[str, Any],
         *,
-        local: Local,
-        forum: Forum,
-        facts: Facts,
+        local: LocalState,
+        forum: ControlGroup,
+        facts: CheckpointMetadata,
         options: Options,
         at: Callable[[str], None],
     ) -> None:
@@ -228,7 +228,7 @@ class Job:
         decide: Callable[[list[dict[str, Any]]], dict[str, Any]] = lambda _said: {},
     ) -> dict[str, Any]:
         failed = f"checkpoint {self.tag!r} was not saved to {self.root}"
-        return agree(self._forum, failed, topic, act, decide)
+        return run_on_all_ranks(self._forum, failed, topic, act, decide)
 
     def _make(self) -> None:
         if self._failure is not None:
@@ -380,16 +380,16 @@ def plan(
     root: Path,
     tag: str,
     *,
-    local: Local,
-    forum: Forum,
-    facts: Callable[[], Facts],
+    local: LocalState,
+    forum: ControlGroup,
+    facts: Callable[[], CheckpointMetadata],
     options: Options,
     at: Callable[[str], None] = lambda _point: None,
-) -> Job:
+) -> SaveTask:
     """Decide with all ranks what is written, and by whom. Raises as :meth:`Job.run`."""
     kept: dict[str, Any] = {}  # what only rank 0 needs
 
-    made: list[Facts] = []
+    made: list[CheckpointMetadata] = []
 
     def own_facts() -> dict[str, Any]:
         made.append(facts())
@@ -441,16 +441,16 @@ def plan(
         }
 
     failed = f"checkpoint {tag!r} was not saved to {root}"
-    decision = agree(forum, failed, "planning it", own_facts, decide)
+    decision = run_on_all_ranks(forum, failed, "planning it", own_facts, decide)
     if len(decision["tags"]) > 1 and options.tag_validation == "warn" and forum.rank == 0:
         logger.warning(
             "ranks save under different tags (%s): rank 0's is used", ", ".join(decision["tags"])
         )
-    jobs: list[Job] = []
+    jobs: list[SaveTask] = []
 
     def make() -> None:
         jobs.append(
-            Job(
+            SaveTask(
                 root,
                 {**decision, **kept},
                 local=local,
@@ -461,7 +461,7 @@ def plan(
             )
         )
 
-    agree(forum, failed, "laying out its files", make)
+    run_on_all_ranks(forum, failed, "laying out its files", make)
     at("planned")
     return jobs[0]
 
@@ -474,7 +474,7 @@ def _room_by_leader(said: list[dict[str, Any]]) -> dict[str, Any]:
     return {"wanted": wanted}
 
 
-def _digest_parts(local: Local, units: Iterable[Unit]) -> dict[str, int]:
+def _digest_parts(local: LocalState, units: Iterable[Unit]) -> dict[str, int]:
     parts: dict[str, int] = {}
     for unit in units:
         for piece in local.visit(unit):
@@ -482,7 +482,7 @@ def _digest_parts(local: Local, units: Iterable[Unit]) -> dict[str, int]:
     return parts
 
 
-def _total_digests(local: Local, parts: Iterable[Mapping[str, int]]) -> dict[str, Digest]:
+def _total_digests(local: LocalState, parts: Iterable[Mapping[str, int]]) -> dict[str, Digest]:
     totals = total_digests(parts)
     return {
         slot.fqn: Digest(

@@ -87,7 +87,7 @@ def full(source: Source, fqn: str, tensor: str = VALUE) -> Tensor:
     return out.view(parameter.shape)
 
 
-class Saved:
+class CheckpointReader:
     """A checkpoint directory in the format of ``docs/format.md``; see :class:`Source`.
 
     Raises :class:`CheckpointError` for a manifest that is missing or not to be believed.
@@ -260,7 +260,7 @@ class Saved:
         self._open.clear()
         self._threads.shutdown()
 
-    def __enter__(self) -> Saved:
+    def __enter__(self) -> CheckpointReader:
         return self
 
     def __exit__(
@@ -275,7 +275,7 @@ class Saved:
 class _RankStates(Sequence[dict[str, Any]]):
     """A checkpoint's state by rank."""
 
-    def __init__(self, saved: Saved) -> None:
+    def __init__(self, saved: CheckpointReader) -> None:
         self._saved = saved
 
     def __len__(self) -> int:

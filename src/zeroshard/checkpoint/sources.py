@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from zeroshard.checkpoint.deepspeed import DeepSpeedSaved, is_deepspeed
+from zeroshard.checkpoint.deepspeed import DeepSpeedReader, is_deepspeed
 from zeroshard.checkpoint.directory import resolve
 from zeroshard.checkpoint.manifest import MANIFEST
-from zeroshard.checkpoint.saved import Saved, Source
+from zeroshard.checkpoint.saved import CheckpointReader, Source
 
 
-def open_source(directory: str | Path, tag: object = None) -> Source:
+def open_checkpoint(directory: str | Path, tag: object = None) -> Source:
     """A checkpoint of ours or of DeepSpeed; ``tag=None`` is the latest.
 
     Raises :class:`CheckpointError` if there is none, or it is not complete.
     """
     path = resolve(directory, tag)
     if not (path / MANIFEST).exists() and is_deepspeed(path):
-        return DeepSpeedSaved(path)
-    return Saved(path)
+        return DeepSpeedReader(path)
+    return CheckpointReader(path)

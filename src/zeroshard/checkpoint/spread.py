@@ -19,10 +19,10 @@ import torch
 from zeroshard.checkpoint.blocks import BlockFile, BlockWriter, bytes_of
 from zeroshard.checkpoint.directory import write_durably
 from zeroshard.checkpoint.manifest import MANIFEST, Manifest, SavedFile
-from zeroshard.checkpoint.saved import Saved, manifest_bytes
-from zeroshard.checkpoint.together import agree
+from zeroshard.checkpoint.saved import CheckpointReader, manifest_bytes
+from zeroshard.checkpoint.together import run_on_all_ranks
 from zeroshard.comm.collectives import Comm
-from zeroshard.comm.forum import Forum
+from zeroshard.comm.forum import ControlGroup
 from zeroshard.errors import CheckpointError
 
 logger = logging.getLogger("zeroshard")
@@ -31,7 +31,7 @@ logger = logging.getLogger("zeroshard")
 def fetch_missing(
     path: Path,
     comm: Comm,
-    forum: Forum,
+    forum: ControlGroup,
     failed: str,
     *,
     needs: Callable[[Manifest], set[int]],
@@ -60,7 +60,7 @@ def fetch_missing(
             )
         return {"is_ours": True, "text": "" if all(shas) else manifest_bytes(path).decode()}
 
-    said = agree(forum, failed, "reading the manifest", own_manifest, judge_manifests)
+    said = run_on_all_ranks(forum, failed, "reading the manifest", own_manifest, judge_manifests)
     if not said["is_ours"]:
         return
     manifests: list[Manifest] = []
@@ -69,7 +69,7 @@ def fetch_missing(
         if said["text"] and not manifest.exists():
             path.mkdir(parents=True, exist_ok=True)
             write_durably(manifest, said["text"])
-        with Saved(path) as saved:
+        with CheckpointReader(path) as saved:
             manifests.append(saved.manifest)
             return {"missing": saved.problems(needs(saved.manifest))}
 
@@ -77,7 +77,7 @@ def fetch_missing(
         return {"missing": {at: text for part in parts for at, text in part["missing"].items()}}
 
     def own_of_missing() -> dict[str, Any]:
-        with Saved(path) as saved:
+        with CheckpointReader(path) as saved:
             asked = {int(at) for at in said["missing"]}
             return {"has": sorted(asked - saved.problems(asked).keys())}
 
@@ -90,10 +90,12 @@ def fetch_missing(
             found[int(at)] = having[0]
         return {"holders": found}
 
-    said |= agree(forum, failed, "looking for its files", own_files, missing_somewhere)
+    said |= run_on_all_ranks(forum, failed, "looking for its files", own_files, missing_somewhere)
     if not said["missing"]:
         return
-    wanted = agree(forum, failed, "looking for its files", own_of_missing, holders)["holders"]
+    wanted = run_on_all_ranks(forum, failed, "looking for its files", own_of_missing, holders)[
+        "holders"
+    ]
     files = manifests[0].files
     if forum.rank == 0:
         nbytes = sum(files[int(at)].nbytes for at in wanted)
@@ -112,7 +114,7 @@ def fetch_missing(
             if problems:
                 raise CheckpointError(problems[0])
 
-        agree(forum, failed, f"sending {file.name}", report)
+        run_on_all_ranks(forum, failed, f"sending {file.name}", report)
 
 
 def _send(

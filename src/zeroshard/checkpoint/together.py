@@ -6,14 +6,14 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from zeroshard.comm.forum import Forum
+from zeroshard.comm.forum import ControlGroup
 from zeroshard.core.flight import rank_ranges
 from zeroshard.errors import CheckpointError, DistributedError
 from zeroshard.store.disk_open import reason
 
 
-def agree(
-    forum: Forum,
+def run_on_all_ranks(
+    forum: ControlGroup,
     failed: str,
     topic: str,
     act: Callable[[], dict[str, Any] | None],

@@ -34,7 +34,7 @@ from zeroshard.checkpoint.export_plan import (
 from zeroshard.checkpoint.manifest import VALUE
 from zeroshard.checkpoint.saved import Source
 from zeroshard.checkpoint.shardfile import DTYPES
-from zeroshard.checkpoint.sources import open_source
+from zeroshard.checkpoint.sources import open_checkpoint
 from zeroshard.errors import ZeroShardError
 
 logger = logging.getLogger("zeroshard")
@@ -89,7 +89,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     ``lazy_mode`` a :class:`LazyTensor` for each parameter, which keeps the files open. Raises
     :class:`CheckpointError`.
     """
-    source = open_source(checkpoint_dir, tag)
+    source = open_checkpoint(checkpoint_dir, tag)
     lazy = _lazy_state(source, exclude_frozen_parameters=exclude_frozen_parameters)
     if lazy_mode:
         return {**_with_aliases(source, lazy), **source.buffers(0)}
@@ -134,7 +134,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     with tied weights under all their names; one file at a time is in memory. Raises
     :class:`CheckpointError`.
     """
-    with closing(open_source(checkpoint_dir, tag)) as source:
+    with closing(open_checkpoint(checkpoint_dir, tag)) as source:
         if safe_serialization:
             export_checkpoint(
                 source,

@@ -221,7 +221,7 @@ def rows(directory: Path) -> list[Row]:
 def _row(path: Path, latest: str) -> Row | None:
     from zeroshard.checkpoint.deepspeed import is_deepspeed
     from zeroshard.checkpoint.manifest import MANIFEST
-    from zeroshard.checkpoint.saved import Saved
+    from zeroshard.checkpoint.saved import CheckpointReader
 
     nbytes = _nbytes_below(path)
     is_latest = path.name == latest
@@ -234,7 +234,7 @@ def _row(path: Path, latest: str) -> Row | None:
         missing = f"{MANIFEST} is missing"
         return Row(path.name, missing, nbytes, latest=True) if is_latest else None
     try:
-        with Saved(path) as saved:
+        with CheckpointReader(path) as saved:
             manifest, problems = saved.manifest, saved.problems()
     except CheckpointError as error:
         return Row(path.name, str(error), nbytes, latest=is_latest)
@@ -254,10 +254,10 @@ def _row(path: Path, latest: str) -> Row | None:
 def facts_of(source: Source) -> dict[str, Any]:
     """What ``show`` prints: JSON values; lists of dicts are tables."""
     from zeroshard.checkpoint.manifest import VALUE
-    from zeroshard.checkpoint.saved import Saved
+    from zeroshard.checkpoint.saved import CheckpointReader
 
     facts: dict[str, Any] = {"path": str(source.path)}
-    if isinstance(source, Saved):
+    if isinstance(source, CheckpointReader):
         m = source.manifest
         facts |= {"tag": m.tag, "step": m.step, "saved_at": m.saved_at, "writer": m.writer}
         facts |= {"world_size": m.world_size, "stage": m.stage, "nbytes": m.nbytes}
@@ -280,7 +280,7 @@ def facts_of(source: Source) -> dict[str, Any]:
         {"name": name, "shape": list(b.shape), "dtype": str(b.dtype).removeprefix("torch.")}
         for name, b in source.buffers(0).items()
     ]
-    if isinstance(source, Saved):
+    if isinstance(source, CheckpointReader):
         facts["files"] = [{"name": f.name, "nbytes": f.nbytes} for f in source.manifest.files]
     return facts
 
@@ -299,12 +299,12 @@ def _shared_facts(source: Source) -> dict[str, Any]:
 
 def problems_of(path: Path) -> list[str]:
     """What is wrong with the checkpoint at ``path``; all of it is read."""
-    from zeroshard.checkpoint.saved import Saved
-    from zeroshard.checkpoint.sources import open_source
+    from zeroshard.checkpoint.saved import CheckpointReader
+    from zeroshard.checkpoint.sources import open_checkpoint
 
     try:
-        with contextlib.closing(open_source(path.parent, path.name)) as source:
-            return source.verify() if isinstance(source, Saved) else _unreadable(source)
+        with contextlib.closing(open_checkpoint(path.parent, path.name)) as source:
+            return source.verify() if isinstance(source, CheckpointReader) else _unreadable(source)
     except CheckpointError as error:
         return [str(error)]
 
@@ -338,10 +338,10 @@ def _path(directory: Path, tag: str | None) -> Path:
 
 
 def _open(directory: Path, tag: str | None) -> Source:
-    from zeroshard.checkpoint.sources import open_source
+    from zeroshard.checkpoint.sources import open_checkpoint
 
     path = _path(directory, tag)
-    return open_source(path.parent, path.name)
+    return open_checkpoint(path.parent, path.name)
 
 
 def _check_directory(directory: Path) -> None:

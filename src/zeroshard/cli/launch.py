@@ -11,7 +11,7 @@ import typer
 from zeroshard.cli.compat import warn_of_winner
 from zeroshard.errors import LaunchError
 from zeroshard.integrations.deepspeed.install import DIRECTORY
-from zeroshard.launch import LAUNCHERS, LaunchRequest, Patience, launch
+from zeroshard.launch import LAUNCHERS, LaunchRequest, ShutdownTimeouts, launch
 
 # Everything behind the script belongs to the script.
 CONTEXT = {"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
@@ -174,10 +174,10 @@ def launch_command(
     ] = None,
     grace_s: Annotated[
         float, typer.Option("--grace-s", help="Seconds for survivors to end by themselves.")
-    ] = Patience().grace_s,
+    ] = ShutdownTimeouts().grace_s,
     stop_s: Annotated[
         float, typer.Option("--stop-s", help="Seconds between a request to stop and SIGKILL.")
-    ] = Patience().stop_s,
+    ] = ShutdownTimeouts().stop_s,
     log_level: Annotated[
         str, typer.Option("--log_level", "--log-level", help="info shows torch's agent as well.")
     ] = "warning",
@@ -233,7 +233,7 @@ def launch_command(
         save_pid=save_pid,
         each_rank_log=each_rank_log,
         expect_memory_per_rank=expect_memory_per_rank,
-        patience=Patience(grace_s, stop_s),
+        patience=ShutdownTimeouts(grace_s, stop_s),
         quiet=quiet,
         verbose=log_level.lower() in ("info", "debug", "trace"),
         leash=leash,

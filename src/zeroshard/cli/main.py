@@ -42,10 +42,10 @@ def config_command(
     from zeroshard.config import Hardware, load_config
 
     def hardware() -> Hardware:  # torch is imported only if the file leaves a choice
-        from zeroshard.comm.env import Place, local_device
+        from zeroshard.comm.env import RankInfo, local_device
         from zeroshard.native.hardware import hardware_of
 
-        return hardware_of(local_device(Place()))
+        return hardware_of(local_device(RankInfo()))
 
     try:
         loaded = load_config(Path(source), world_size=world_size, hardware=hardware)

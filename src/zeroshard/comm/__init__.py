@@ -2,21 +2,21 @@
 
 from zeroshard.comm.collectives import Comm, Handle, ProcessGroupComm, SoloComm
 from zeroshard.comm.connect import make_comm
-from zeroshard.comm.env import Place, current_place, init_distributed, local_device
+from zeroshard.comm.env import RankInfo, current_rank_info, init_distributed, local_device
 from zeroshard.comm.p2p import P2PComm
 from zeroshard.comm.recorder import Recorder
-from zeroshard.comm.trust import TrustSettings
+from zeroshard.comm.trust import WatchdogSettings
 
 __all__ = [
     "Comm",
     "Handle",
     "P2PComm",
-    "Place",
+    "RankInfo",
     "ProcessGroupComm",
     "Recorder",
     "SoloComm",
-    "TrustSettings",
-    "current_place",
+    "WatchdogSettings",
+    "current_rank_info",
     "init_distributed",
     "local_device",
     "make_comm",

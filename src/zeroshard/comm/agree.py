@@ -32,12 +32,12 @@ class Store(Protocol):
     def delete_key(self, key: str, /) -> bool: ...
 
 
-def meeting(store: Store, label: str, rank: int) -> Store:
+def namespace(store: Store, label: str, rank: int) -> Store:
     """A key space that no earlier meeting under this label has used."""
-    return numbered_meeting(store, label, rank)[1]
+    return numbered_namespace(store, label, rank)[1]
 
 
-def numbered_meeting(store: Store, label: str, rank: int) -> tuple[int, Store]:
+def numbered_namespace(store: Store, label: str, rank: int) -> tuple[int, Store]:
     """The same, and how many meetings under this label there were before.
 
     A rank's n-th meeting is every other rank's n-th, also if one left the last before the others came:

@@ -53,13 +53,13 @@ class Comm(Protocol):
     def reduce_scatter(self, out_S: Tensor, full_N: Tensor, *, name: str) -> Handle:
         """Sum all ranks' ``full_N``; ``out_S`` gets the own slice and may lie inside ``full_N``."""
 
-    def gather_small(self, vector_K: Tensor, *, name: str) -> Tensor:
+    def all_gather_small(self, vector_K: Tensor, *, name: str) -> Tensor:
         """``[W, K]``: row r is rank r's ``vector_K``; equal on every rank."""
 
     def broadcast(self, tensor: Tensor, src: int, *, name: str) -> Handle:
         """Overwrite ``tensor`` on every rank with that of rank ``src`` of this group."""
 
-    def empty(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """``[numel]`` for one ``reduce_scatter``, in the memory that this transport sends from.
 
         Afterwards only the own slice, and a later collective, may write to it; then drop it. Its
@@ -70,14 +70,14 @@ class Comm(Protocol):
         """Give back groups, sockets and scratch memory. Later calls are errors."""
 
 
-class Guard(Protocol):
+class ErrorExplainer(Protocol):
     """Who knows why a transport failed."""
 
     def explain(self, item: Item, peers: Sequence[int], detail: str) -> Exception:
         """The exception to raise instead of a transport error on the links to ``peers``."""
 
 
-class NoGuard:
+class NoExplainer:
     """Without a sentinel the closed connection is all the evidence there is."""
 
     def explain(self, item: Item, peers: Sequence[int], detail: str) -> Exception:
@@ -130,7 +130,7 @@ class SoloComm:
         out_S.copy_(full_N)
         return DONE
 
-    def gather_small(self, vector_K: Tensor, *, name: str) -> Tensor:
+    def all_gather_small(self, vector_K: Tensor, *, name: str) -> Tensor:
         """A copy with one row."""
         self.recorder.enter(self._small[name], vector_K, vector_K.numel(), 0)
         return vector_K.detach().clone().unsqueeze(0)
@@ -141,7 +141,7 @@ class SoloComm:
         self.recorder.enter(self._broadcasts[name], tensor, tensor.numel(), 0)
         return DONE
 
-    def empty(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Plain memory."""
         return torch.empty(numel, dtype=dtype, device=device)
 
@@ -150,7 +150,7 @@ class SoloComm:
         self.recorder.close()
 
 
-class Member:
+class RecordedComm:
     """One of several ranks that call the same collectives, and its record of what it was asked for.
 
     The base of every communicator with more than one rank: entering a call here means that all of
@@ -158,43 +158,47 @@ class Member:
     """
 
     def __init__(
-        self, rank: int, ranks: Sequence[int], recorder: Recorder | None, guard: Guard | None
+        self,
+        rank: int,
+        ranks: Sequence[int],
+        recorder: Recorder | None,
+        guard: ErrorExplainer | None,
     ) -> None:
         self.world_size = len(ranks)
         self.rank = rank
         self.ranks = tuple(ranks)
         self.recorder = recorder or Recorder()
-        self._guard: Guard = guard or NoGuard()
+        self._guard: ErrorExplainer = guard or NoExplainer()
         self._gathers = self.recorder.entries("all_gather")
         self._reductions = self.recorder.entries("reduce_scatter")
         self._small = self.recorder.entries("gather_small")
         self._broadcasts = [self.recorder.entries(f"broadcast from {r}") for r in self.ranks]
 
-    def empty(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Plain memory."""
         return torch.empty(numel, dtype=dtype, device=device)
 
-    def _enter_gather(self, full_N: Tensor, shard_S: Tensor, name: str) -> Item:
+    def _record_gather(self, full_N: Tensor, shard_S: Tensor, name: str) -> Item:
         numel = full_N.numel()
         return self.recorder.enter(self._gathers[name], full_N, numel, numel - shard_S.numel())
 
-    def _enter_reduction(self, out_S: Tensor, full_N: Tensor, name: str) -> Item:
+    def _record_reduction(self, out_S: Tensor, full_N: Tensor, name: str) -> Item:
         numel = full_N.numel()
         return self.recorder.enter(self._reductions[name], full_N, numel, numel - out_S.numel())
 
-    def _enter_small(self, vector_K: Tensor, name: str) -> Item:
+    def _record_small(self, vector_K: Tensor, name: str) -> Item:
         numel = vector_K.numel()
         sent = numel * (self.world_size - 1)
         return self.recorder.enter(self._small[name], vector_K, numel, sent)
 
-    def _enter_broadcast(self, tensor: Tensor, src: int, name: str) -> Item:
+    def _record_broadcast(self, tensor: Tensor, src: int, name: str) -> Item:
         check_source(src, self.world_size)
         numel = tensor.numel()
         sent = numel * (self.world_size - 1) if src == self.rank else 0
         return self.recorder.enter(self._broadcasts[src][name], tensor, numel, sent)
 
 
-class ProcessGroupComm(Member):
+class ProcessGroupComm(RecordedComm):
     """The stock collectives of a process group: NCCL, torch's fake backend and others.
 
     Sums follow the backend's own order: with two ranks that is rank order; with more, NCCL adds
@@ -206,7 +210,7 @@ class ProcessGroupComm(Member):
         group: dist.ProcessGroup,
         *,
         recorder: Recorder | None = None,
-        guard: Guard | None = None,
+        guard: ErrorExplainer | None = None,
         owns_group: bool = False,
         sockets: Mapping[int, str] | None = None,
     ) -> None:
@@ -221,7 +225,7 @@ class ProcessGroupComm(Member):
 
     def all_gather(self, full_N: Tensor, shard_S: Tensor, *, name: str) -> Handle:
         """Stock all-gather. Types that a backend may not know travel as bytes."""
-        item = self._enter_gather(full_N, shard_S, name)
+        item = self._record_gather(full_N, shard_S, name)
         if not full_N.numel():
             return DONE
         if full_N.dtype not in _NATIVE:
@@ -230,12 +234,12 @@ class ProcessGroupComm(Member):
 
     def reduce_scatter(self, out_S: Tensor, full_N: Tensor, *, name: str) -> Handle:
         """Stock reduce-scatter."""
-        item = self._enter_reduction(out_S, full_N, name)
+        item = self._record_reduction(out_S, full_N, name)
         return self._start(item, _reduce_scatter, out_S, full_N) if full_N.numel() else DONE
 
-    def gather_small(self, vector_K: Tensor, *, name: str) -> Tensor:
+    def all_gather_small(self, vector_K: Tensor, *, name: str) -> Tensor:
         """Stock all-gather into a new tensor; on CUDA the result is ready on the current stream."""
-        item = self._enter_small(vector_K, name)
+        item = self._record_small(vector_K, name)
         rows = vector_K.new_empty((self.world_size, vector_K.numel()))
         if vector_K.numel():
             flat, vector = rows.view(-1), vector_K.detach().contiguous()
@@ -246,7 +250,7 @@ class ProcessGroupComm(Member):
 
     def broadcast(self, tensor: Tensor, src: int, *, name: str) -> Handle:
         """Stock broadcast; ``src`` is a rank of this group."""
-        item = self._enter_broadcast(tensor, src, name)
+        item = self._record_broadcast(tensor, src, name)
         if not tensor.numel():
             return DONE
         return self._start(item, dist.broadcast, tensor.detach(), self.ranks[src])

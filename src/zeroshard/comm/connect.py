@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from zeroshard.comm.agree import Store as AgreeStore
-from zeroshard.comm.agree import meeting
-from zeroshard.comm.collectives import Comm, Guard, ProcessGroupComm, SoloComm
+from zeroshard.comm.agree import namespace
+from zeroshard.comm.collectives import Comm, ErrorExplainer, ProcessGroupComm, SoloComm
 from zeroshard.comm.gloo import GlooComm
 from zeroshard.comm.host import open_sockets
 from zeroshard.comm.p2p import P2PComm, open_links
 from zeroshard.comm.recorder import Recorder
-from zeroshard.comm.shm import Meeting, ShmComm, meet
+from zeroshard.comm.shm import PeerMemory, ShmComm, open_peer_memory
 from zeroshard.errors import ConfigError
 
 TRANSPORTS = ("auto", "shm", "p2p", "stock")
@@ -29,7 +29,7 @@ def make_comm(
     group: dist.ProcessGroup | None = None,
     purpose: str = "data",
     device_type: str = "cpu",
-    guard: Guard | None = None,
+    guard: ErrorExplainer | None = None,
     timeout_s: float = 1860.0,
     check: Callable[[Sequence[int]], None] = lambda _missing: None,
 ) -> Comm:
@@ -104,14 +104,14 @@ def _meet(
     device_type: str,
     timeout_s: float,
     check: Callable[[Sequence[int]], None],
-) -> Meeting | str:
+) -> PeerMemory | str:
     """Share memory among ``ranks``, or why not; the same on all of them."""
     if device_type != "cpu":
         return f"it moves tensors of the CPU, not of {device_type}"
     label = f"zs/shm/{purpose}/{','.join(map(str, ranks))}"
     me = ranks.index(dist.get_rank())
-    place = meeting(cast("AgreeStore", default_store()), label, me)
-    return meet(place, me, len(ranks), timeout_s=timeout_s, check=check)
+    place = namespace(cast("AgreeStore", default_store()), label, me)
+    return open_peer_memory(place, me, len(ranks), timeout_s=timeout_s, check=check)
 
 
 def _new_sockets(before: Mapping[int, str]) -> dict[int, str]:

@@ -43,7 +43,7 @@ _LAUNCHERS = {
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """Where this process stands among all; ``launcher`` says who told us."""
 
     rank: int = 0
@@ -61,7 +61,7 @@ class RunName:
     attempt: int = 0
 
 
-def discover(environ: Mapping[str, str] | None = None, *, mpi: bool = True) -> Place:
+def rank_info_of(environ: Mapping[str, str] | None = None, *, mpi: bool = True) -> RankInfo:
     """The place of this process according to its environment.
 
     Slurm counts only when somebody also says where rank 0 is (``MASTER_ADDR``): an interactive shell
@@ -83,7 +83,7 @@ def discover(environ: Mapping[str, str] | None = None, *, mpi: bool = True) -> P
                 f"{rank} is {env[rank]} but {world} is not set, so the number of ranks is unknown. "
                 "Start the program with a launcher, or set both."
             )
-        place = Place(
+        place = RankInfo(
             rank=_integer(env, rank, 0),
             world_size=_integer(env, world, 1),
             local_rank=_integer(env, local_rank, 0),
@@ -96,17 +96,17 @@ def discover(environ: Mapping[str, str] | None = None, *, mpi: bool = True) -> P
                 f"{place.world_size - 1}. Check how the program is started."
             )
         return place
-    return Place()
+    return RankInfo()
 
 
-def current_place(environ: Mapping[str, str] | None = None) -> Place:
+def current_rank_info(environ: Mapping[str, str] | None = None) -> RankInfo:
     """Like :func:`discover`, but a process group that already exists has the last word."""
-    place = discover(environ)
+    place = rank_info_of(environ)
     if dist.is_available() and dist.is_initialized():
         rank, world = dist.get_rank(), dist.get_world_size()
         if (rank, world) != (place.rank, place.world_size):
             local = place.local_rank if place.launcher != "none" else 0
-            return Place(rank, world, local, place.local_world_size, "program")
+            return RankInfo(rank, world, local, place.local_world_size, "program")
     return place
 
 
@@ -129,7 +129,7 @@ def init_distributed(
     config: object = None,
     rank: int = -1,
     world_size: int = -1,
-) -> Place:
+) -> RankInfo:
     """Make sure that ``torch.distributed`` is initialised; nothing to do if it already is.
 
     The signature is DeepSpeed's ``init_distributed``. The backend is NCCL with CUDA and gloo
@@ -144,16 +144,16 @@ def init_distributed(
     """
     del config  # accepted for its name; nothing in it concerns the process group
     if dist.is_initialized():
-        return current_place()
+        return current_rank_info()
     if dist_init_required is False:
         raise LaunchError(
             "dist_init_required is False, but torch.distributed is not initialised. Call "
             "torch.distributed.init_process_group first, or leave the argument out."
         )
-    place = discover(mpi=auto_mpi_discovery)
+    place = rank_info_of(mpi=auto_mpi_discovery)
     space = f"zs/{run_name().run}/{run_name().attempt}"
     if rank >= 0 and world_size > 0:
-        place = Place(rank, world_size, place.local_rank, place.local_world_size, "arguments")
+        place = RankInfo(rank, world_size, place.local_rank, place.local_world_size, "arguments")
     if init_method is None:
         _check_master(place)
     store: Store
@@ -186,7 +186,7 @@ def init_distributed(
     return place
 
 
-def _store(method: str, place: Place, timeout: timedelta) -> Store:
+def _store(method: str, place: RankInfo, timeout: timedelta) -> Store:
     """The store that the ranks meet through. Nobody waits here for ranks that serve no store."""
     url = urlparse(method)
     if url.scheme not in ("env", "tcp"):
@@ -213,7 +213,7 @@ def _master(port: int) -> str:
     return f"{address}:{os.environ.get('MASTER_PORT', str(port))}"
 
 
-def _check_master(place: Place) -> None:
+def _check_master(place: RankInfo) -> None:
     """MPI tells no address: without one, only ranks of one host find each other."""
     several_hosts = place.world_size > place.local_world_size
     if place.launcher == "mpi" and several_hosts and "MASTER_ADDR" not in os.environ:
@@ -224,14 +224,14 @@ def _check_master(place: Place) -> None:
         )
 
 
-def adopt_mpi(port: int, environ: MutableMapping[str, str] | None = None) -> Place:
+def adopt_mpi(port: int, environ: MutableMapping[str, str] | None = None) -> RankInfo:
     """Say under torchrun's names what Open MPI says under its own; ``port`` unless one is set.
 
     Raises :class:`LaunchError` if mpirun did not start this process, or does not say where rank 0 is.
     """
     env = os.environ if environ is None else environ
     names = _LAUNCHERS["mpi"]
-    place = discover({name: env[name] for name in names if name in env})
+    place = rank_info_of({name: env[name] for name in names if name in env})
     if place.launcher != "mpi":
         raise LaunchError(
             f"mpi_discovery: {names[0]} is not set, so Open MPI did not start this process. Start the "
@@ -263,12 +263,12 @@ def default_backend() -> str:
     return "nccl" if uses_cuda() and dist.is_nccl_available() else "gloo"
 
 
-def local_device(place: Place | None = None) -> torch.device:
+def local_device(place: RankInfo | None = None) -> torch.device:
     """The device that this process trains on: its own CUDA device, or the CPU."""
-    return _own_gpu(place or current_place()) if uses_cuda() else torch.device("cpu")
+    return _own_gpu(place or current_rank_info()) if uses_cuda() else torch.device("cpu")
 
 
-def own_device(named: torch.device | str | None, place: Place) -> torch.device:
+def own_device(named: torch.device | str | None, place: RankInfo) -> torch.device:
     """The device that a program names for this rank; None, and a CUDA device without an index, are its
     own: those of :func:`local_device`.
 
@@ -289,7 +289,7 @@ def own_device(named: torch.device | str | None, place: Place) -> torch.device:
     return device if device.index is not None else _own_gpu(place)
 
 
-def _own_gpu(place: Place) -> torch.device:
+def _own_gpu(place: RankInfo) -> torch.device:
     return torch.device("cuda", place.local_rank % torch.cuda.device_count())
 
 

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from zeroshard.comm.host import Process, fate_of
-from zeroshard.comm.recorder import read_box, remove_box
-from zeroshard.core.flight import Flight, Record
-from zeroshard.core.verdict import TORCH, Wait, Witness
+from zeroshard.comm.recorder import read_recording_file, remove_recording
+from zeroshard.core.flight import FlightRecording, Record
+from zeroshard.core.verdict import TORCH, RankStatus, Wait
 
 PRESENCE = "process"
 """Name of the file that is there as long as a process watches; logs of what it watches lie beside it."""
@@ -108,18 +108,18 @@ class Peer:
     def remove_files(self) -> None:
         """Remove its log, of which this host holds the path; with its presence the stack file too."""
         if Path(self.box).name == PRESENCE:
-            remove_box(self.stack_file)
-        remove_box(Path(self.box))
+            remove_recording(self.stack_file)
+        remove_recording(Path(self.box))
 
 
-def witness_from_answer(peer: Peer, answer: Mapping[str, Any]) -> Witness:
+def status_from_answer(peer: Peer, answer: Mapping[str, Any]) -> RankStatus:
     """The witness that a rank is for itself."""
     flight = None
     if answer["flight"]:
-        flight = Flight(*answer["flight"])
+        flight = FlightRecording(*answer["flight"])
         flight = flight._replace(records=tuple(Record(*r) for r in flight.records))
     left = answer["left"]
-    return Witness(
+    return RankStatus(
         rank=peer.rank,
         flight=flight,
         fate="runs" if left is None else "left",
@@ -134,19 +134,19 @@ def witness_from_answer(peer: Peer, answer: Mapping[str, Any]) -> Witness:
     )
 
 
-def witness_from_host(peer: Peer, here: Process, *, asked: bool = True) -> Witness:
+def status_from_host(peer: Peer, here: Process, *, asked: bool = True) -> RankStatus:
     """What this host knows of a rank that does not answer, or could not be ``asked``."""
     fate, detail = peer.fate(here)
     if fate == "runs" and peer.has_left(here):
         fate, detail = "left", "closed its engine"
-    flight = read_box(Path(peer.box)) if fate != "unknown" else None
+    flight = read_recording_file(Path(peer.box)) if fate != "unknown" else None
     stack = _dumped_stack(peer.stack_file) if fate != "unknown" else ""
     if fate == "unknown" or (fate == "runs" and asked):
         where = f" (in {stack})" if stack else ""
         fate, detail = "silent", f"its process runs but does not answer{where}"
         if flight is None:
             detail = "does not answer"
-    return Witness(
+    return RankStatus(
         rank=peer.rank,
         flight=flight,
         fate=fate,
@@ -157,7 +157,7 @@ def witness_from_host(peer: Peer, here: Process, *, asked: bool = True) -> Witne
     )
 
 
-def without_connection(witness: Witness) -> Witness:
+def without_connection(witness: RankStatus) -> RankStatus:
     """A connection to this rank broke: if it runs and does not wait, it dropped its end."""
     if witness.fate == "silent":
         return replace(witness, fate="gone", detail="its connection closed; it does not answer")
@@ -248,7 +248,7 @@ class FrozenStack:
             return
         faulthandler.cancel_dump_traceback_later()
         self._file.close()
-        remove_box(self._path)
+        remove_recording(self._path)
 
 
 def _dumped_stack(path: Path) -> str:

@@ -94,14 +94,14 @@ class FaultyComm:
             return DONE
         return self.inner.reduce_scatter(out_S, full_N, name=name)
 
-    def gather_small(self, vector_K: Tensor, *, name: str) -> Tensor:
+    def all_gather_small(self, vector_K: Tensor, *, name: str) -> Tensor:
         """As the inner one, or as told; a skipped one returns the own row for all."""
         fault, name = self._strike(name)
         if fault is not None and fault.kind == "skip":
             return vector_K.expand(self.world_size, -1).clone()
         if fault is not None and fault.kind == "bytes":
             vector_K = torch.cat([vector_K, vector_K])
-        return self.inner.gather_small(vector_K, name=name)
+        return self.inner.all_gather_small(vector_K, name=name)
 
     def broadcast(self, tensor: Tensor, src: int, *, name: str) -> Handle:
         """As the inner one, or as told."""
@@ -110,9 +110,9 @@ class FaultyComm:
             return DONE
         return self.inner.broadcast(tensor, src, name=name)
 
-    def empty(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """As the inner one."""
-        return self.inner.empty(numel, dtype=dtype, device=device)
+        return self.inner.allocate(numel, dtype=dtype, device=device)
 
     def close(self) -> None:
         """Close the inner one."""

@@ -17,13 +17,13 @@ import torch.distributed as dist
 
 from zeroshard.comm.evidence import Peer, call_of_torch
 from zeroshard.comm.recorder import Item, Recorder
-from zeroshard.comm.trust import TrustSettings
-from zeroshard.core.flight import Flight, Record
+from zeroshard.comm.trust import WatchdogSettings
+from zeroshard.core.flight import FlightRecording, Record
 from zeroshard.core.verdict import SET_UPS, TORCH, StallClock, Wait, call_text
 
 
 @dataclass(eq=False)
-class Followed:
+class TrackedCalls:
     """One sequence. ``label`` is the same on every rank.
 
     ``wait()`` is what this rank is blocked in, ``reached()`` how many calls it has made, ``flight()``
@@ -31,10 +31,10 @@ class Followed:
     """
 
     label: str
-    trust: TrustSettings
+    trust: WatchdogSettings
     wait: Callable[[], Wait | None]
     reached: Callable[[], int]
-    flight: Callable[[], Flight | None] = lambda: None
+    flight: Callable[[], FlightRecording | None] = lambda: None
     note: Callable[[], None] = lambda: None
     peers: Mapping[int, Peer] = field(default_factory=dict)
     wakers: tuple[Callable[[], object], ...] = ()
@@ -61,11 +61,11 @@ class Followed:
 def calls_of(
     recorder: Recorder,
     label: str,
-    trust: TrustSettings,
+    trust: WatchdogSettings,
     *,
     peers: Mapping[int, Peer],
     home: Recorder | None = None,
-) -> Followed:
+) -> TrackedCalls:
     """The calls that ``recorder`` records. ``home``: the one that knows step and section."""
     main = threading.get_ident()
     rank = recorder.rank
@@ -81,13 +81,13 @@ def calls_of(
         recorder.enter_thread()
         recorder.note_wait()
 
-    def flight() -> Flight:
+    def flight() -> FlightRecording:
         item, own = recorder.oldest_pending(), recorder.flight()
         if home is not None:
             own = own._replace(step=home.step, section=home.section)
         return own._replace(waiting=item[0] if item is not None else 0)
 
-    return Followed(
+    return TrackedCalls(
         label,
         trust,
         wait,
@@ -137,9 +137,9 @@ class SetUps:
         finally:
             self._wait = None
 
-    def followed(self, trust: TrustSettings) -> Followed:
+    def followed(self, trust: WatchdogSettings) -> TrackedCalls:
         """As a sequence."""
-        return Followed(SET_UPS, trust, lambda: self._wait, lambda: self.reached)
+        return TrackedCalls(SET_UPS, trust, lambda: self._wait, lambda: self.reached)
 
 
 class CallsOfTorch:
@@ -162,6 +162,6 @@ class CallsOfTorch:
             self._seen += 1
         return Wait(TORCH, self._seen, name)
 
-    def followed(self, trust: TrustSettings) -> Followed:
+    def followed(self, trust: WatchdogSettings) -> TrackedCalls:
         """As a sequence."""
-        return Followed(TORCH, trust, self.wait, lambda: 0)
+        return TrackedCalls(TORCH, trust, self.wait, lambda: 0)

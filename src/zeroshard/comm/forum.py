@@ -23,7 +23,7 @@ _NOTHING = torch.empty(0, dtype=torch.uint8)  # a record is of a tensor
 _END_S = 2.0  # how long a process that closed its connections may take to end
 
 
-class Forum:
+class ControlGroup:
     """A key space of ``world_size`` ranks, of which ``first`` is the global rank of number 0. ``store``
     must be a client that no other thread uses.
 

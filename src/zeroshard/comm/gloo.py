@@ -36,7 +36,7 @@ class GlooComm(ProcessGroupComm):
 
     def all_gather(self, full_N: Tensor, shard_S: Tensor, *, name: str) -> Handle:
         """Every rank broadcasts its slice into its place in ``full_N``."""
-        item = self._enter_gather(full_N, shard_S, name)
+        item = self._record_gather(full_N, shard_S, name)
         if not full_N.numel():
             return DONE
         slices = full_N.view(self.world_size, -1).unbind()
@@ -53,7 +53,7 @@ class GlooComm(ProcessGroupComm):
     def reduce_scatter(self, out_S: Tensor, full_N: Tensor, *, name: str) -> Handle:
         """Every rank gets all ranks' chunks of its slice; the sum is formed in ``wait``."""
         numel = full_N.numel()
-        item = self._enter_reduction(out_S, full_N, name)
+        item = self._record_reduction(out_S, full_N, name)
         if not numel:
             return DONE
         space = self._scratch.take(full_N.dtype, numel)

@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from zeroshard.comm.agree import Store as AgreeStore
-from zeroshard.comm.agree import meeting
+from zeroshard.comm.agree import namespace
 from zeroshard.comm.collectives import (
     DONE,
-    Guard,
+    ErrorExplainer,
     Handle,
-    Member,
+    RecordedComm,
     closed,
     first_line,
 )
@@ -57,7 +57,7 @@ def open_links(
     """
     me = ranks.index(rank)
     place = f"zs/links/{label}/{','.join(map(str, ranks))}"
-    private = cast(Store, meeting(cast(AgreeStore, store), place, me))
+    private = cast(Store, namespace(cast(AgreeStore, store), place, me))
     timeout = timedelta(seconds=timeout_s)
     links = cast(Links, dist.ProcessGroupGloo(private, me, len(ranks), timeout))
     if private.add("connected", 1) == len(ranks):
@@ -66,7 +66,7 @@ def open_links(
     return links
 
 
-class P2PComm(Member):
+class P2PComm(RecordedComm):
     """Tagged sends and receives over gloo connections that belong to this object alone.
 
     ``ranks`` are the global ranks of the group in order. Sums go in that order on every rank;
@@ -81,7 +81,7 @@ class P2PComm(Member):
         *,
         ranks: Sequence[int],
         recorder: Recorder | None = None,
-        guard: Guard | None = None,
+        guard: ErrorExplainer | None = None,
         sockets: Mapping[int, str] | None = None,
     ) -> None:
         super().__init__(links.rank(), ranks, recorder, guard)
@@ -98,7 +98,7 @@ class P2PComm(Member):
 
     def all_gather(self, full_N: Tensor, shard_S: Tensor, *, name: str) -> Handle:
         """Every other rank's slice arrives in its place in ``full_N``."""
-        item = self._enter_gather(full_N, shard_S, name)
+        item = self._record_gather(full_N, shard_S, name)
         if not full_N.numel():
             return DONE
         slices = full_N.view(self.world_size, -1).unbind()
@@ -114,7 +114,7 @@ class P2PComm(Member):
 
     def reduce_scatter(self, out_S: Tensor, full_N: Tensor, *, name: str) -> Handle:
         """Chunks cross pairwise; the sum is formed in ``wait``."""
-        item = self._enter_reduction(out_S, full_N, name)
+        item = self._record_reduction(out_S, full_N, name)
         if not full_N.numel():
             return DONE
         shard_numel = out_S.numel()
@@ -129,11 +129,11 @@ class P2PComm(Member):
             exchange.send(slices[peer], peer)
         return exchange
 
-    def gather_small(self, vector_K: Tensor, *, name: str) -> Tensor:
+    def all_gather_small(self, vector_K: Tensor, *, name: str) -> Tensor:
         """One message to every rank; tags make a mismatch wait instead of mixing numbers."""
         vector = vector_K.detach().contiguous()
         numel = vector.numel()
-        item = self._enter_small(vector, name)
+        item = self._record_small(vector, name)
         rows = vector.new_empty((self.world_size, numel))
         rows[self.rank] = vector
         if numel:
@@ -148,7 +148,7 @@ class P2PComm(Member):
 
     def broadcast(self, tensor: Tensor, src: int, *, name: str) -> Handle:
         """The source sends to every rank."""
-        item = self._enter_broadcast(tensor, src, name)
+        item = self._record_broadcast(tensor, src, name)
         if not tensor.numel():
             return DONE
         flat = tensor.detach().view(-1)

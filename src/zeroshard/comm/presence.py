@@ -20,18 +20,18 @@ from zeroshard.comm.agree import Store, exchange
 from zeroshard.comm.connect import default_store
 from zeroshard.comm.evidence import PRESENCE, stack_line
 from zeroshard.comm.host import hung_up, open_sockets
-from zeroshard.comm.recorder import box_dir
-from zeroshard.comm.sentinel import Sentinel, error_of, hold
-from zeroshard.comm.trust import TrustSettings
-from zeroshard.core.verdict import Limits, Verdict, Wait, Witness, judge
+from zeroshard.comm.recorder import recording_dir
+from zeroshard.comm.sentinel import Watchdog, error_of, hold
+from zeroshard.comm.trust import WatchdogSettings
+from zeroshard.core.verdict import Diagnosis, Limits, RankStatus, Wait, diagnose
 from zeroshard.errors import RankLate
 
 #: The sentinels of this process. Process-wide, as the main thread is that they watch; each lives as long
 #: as something that it watches.
-_RUNNING: weakref.WeakValueDictionary[tuple[int, ...], Sentinel] = weakref.WeakValueDictionary()
+_RUNNING: weakref.WeakValueDictionary[tuple[int, ...], Watchdog] = weakref.WeakValueDictionary()
 
 
-def sentinel_of(ranks: tuple[int, ...], trust: TrustSettings, space: str) -> Sentinel:
+def watchdog_of(ranks: tuple[int, ...], trust: WatchdogSettings, space: str) -> Watchdog:
     """The sentinel over these global ranks, from now on if there was none. Waits for nobody.
 
     ``space``: where keys of this attempt at the run lie in the store.
@@ -49,11 +49,11 @@ def sentinel_of(ranks: tuple[int, ...], trust: TrustSettings, space: str) -> Sen
     sockets = {fd: what for fd, what in open_sockets().items() if before.get(fd) != what}
     group = weakref.ref(store)
     run = "-".join(space.split("/")[1:2]) or "run"
-    _RUNNING[ranks] = sentinel = Sentinel(
-        cast("Store", PrefixStore(sentinel_space(ranks, space), client)),
+    _RUNNING[ranks] = sentinel = Watchdog(
+        cast("Store", PrefixStore(watchdog_namespace(ranks, space), client)),
         rank=rank,
         ranks=ranks,
-        box=box_dir(f"{run}-{secrets.token_hex(4)}") / PRESENCE,
+        box=recording_dir(f"{run}-{secrets.token_hex(4)}") / PRESENCE,
         trust=trust,
         store_rank=_store_rank(store),
         over=lambda: group() is None or not dist.is_initialized(),
@@ -64,12 +64,12 @@ def sentinel_of(ranks: tuple[int, ...], trust: TrustSettings, space: str) -> Sen
 
 def watch_from_now_on(space: str) -> None:
     """Have a sentinel over all ranks while their process group lives, whatever is built or closed."""
-    trust = TrustSettings().with_environment()
+    trust = WatchdogSettings().with_environment()
     if trust.watchdog and dist.get_world_size() > 1 and dist.get_backend() != "fake":
-        hold(sentinel_of(tuple(range(dist.get_world_size())), trust, space))
+        hold(watchdog_of(tuple(range(dist.get_world_size())), trust, space))
 
 
-def sentinel_space(ranks: Sequence[int], space: str) -> str:
+def watchdog_namespace(ranks: Sequence[int], space: str) -> str:
     """Where the sentinels of these ranks keep what they tell each other."""
     return f"{space}/sentinel/{','.join(map(str, ranks))}"
 
@@ -125,7 +125,7 @@ class Waiting:
         self._rank = rank
         self._reporter = reporter
         self._ranks = range(world_size)
-        self._trust = TrustSettings(collective_timeout_s=timeout_s).with_environment()
+        self._trust = WatchdogSettings(collective_timeout_s=timeout_s).with_environment()
         self._main = threading.get_ident()
         self._begun_s = time.monotonic()
         self._due_s = self._trust.limits().first_report_s
@@ -143,21 +143,21 @@ class Waiting:
         if self._rank == (min(set(self._ranks) - set(missing)) if reporter is None else reporter):
             print(verdict.text, file=sys.stderr, flush=True)
 
-    def _verdict(self, missing: Sequence[int], waited_s: float, what: str) -> Verdict:
+    def _verdict(self, missing: Sequence[int], waited_s: float, what: str) -> Diagnosis:
         here = Wait("joining", 1, what)
         line = stack_line(self._main)
         absent = "has not come to init_distributed. Look at its output"
         seen = [
-            Witness(rank, None, fate="absent", detail=absent, answered=False)
+            RankStatus(rank, None, fate="absent", detail=absent, answered=False)
             if rank in missing
-            else Witness(rank, None, wait=here, stack=line, answered=rank == self._rank)
+            else RankStatus(rank, None, wait=here, stack=line, answered=rank == self._rank)
             for rank in self._ranks
         ]
         limit_s = self._trust.collective_timeout_s
         limits = Limits(
             timeout_s=limit_s, stuck_s=limit_s, timeout_key="init_distributed(timeout=...)"
         )
-        return judge(seen, limits, blocked_s=waited_s, label=here.label)
+        return diagnose(seen, limits, blocked_s=waited_s, label=here.label)
 
 
 def _bottom(store: Any) -> Any:

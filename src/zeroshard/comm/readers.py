@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from zeroshard.comm.agree import Store
-from zeroshard.comm.side import SideChannelLost, look
+from zeroshard.comm.side import StoreLost, look
 from zeroshard.core.verdict import TORCH
 from zeroshard.errors import RankLate, RankLost
 
@@ -99,7 +99,7 @@ def smaller_party(me: int, reads: Mapping[int, str]) -> str:
     return "" if largest == reads[me] else largest
 
 
-class Readers:
+class LoneReadCheck:
     """The ranks of one engine at their reads. ``rank`` is this one's number of ``world_size``.
 
     ``call(operation)`` gives the result of ``operation(store)``, on a store in which ``label`` is this
@@ -157,7 +157,7 @@ class Readers:
             why, stays = self._come(key, name)
             if not why:  # all are here, so none can be at what was read before
                 self._sweep(but=key)
-        except SideChannelLost as error:
+        except StoreLost as error:
             raise RankLost(
                 f"RankLost: rank {self._rank} was about to read {name!r}, and the store that the ranks "
                 f"met through does not answer ({error}). Look at the output of the other ranks."
@@ -247,7 +247,7 @@ class Readers:
 class _Search:
     """Where are the ranks that have not come?"""
 
-    def __init__(self, readers: Readers) -> None:
+    def __init__(self, readers: LoneReadCheck) -> None:
         self._readers = readers
         self._asked = 0
         self._asked_s = -_ASK_S
@@ -306,4 +306,4 @@ def _answer_at(key: str, store: Store) -> str | None:
 
 
 #: Process-wide, as the main thread is that reads: it waits at one read at a time.
-_ALL: weakref.WeakSet[Readers] = weakref.WeakSet()
+_ALL: weakref.WeakSet[LoneReadCheck] = weakref.WeakSet()

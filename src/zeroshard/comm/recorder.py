@@ -27,11 +27,11 @@ from zeroshard.core.flight import (
     MULTIPLIER,
     RING_AT,
     SLOT,
-    Flight,
-    FlightLog,
+    FlightRecorder,
+    FlightRecording,
     Record,
-    read_flight,
-    read_flight_pid,
+    read_recording,
+    read_recording_pid,
     word_of,
     word_with,
 )
@@ -148,12 +148,12 @@ class Recorder:
         size = 1 << max(ring - 1, 1).bit_length()
         self._mask = size - 1
         self._slots = tuple(range(RING_AT, RING_AT + size * SLOT.size, SLOT.size))
-        self._map = _open_box(box, FlightLog.nbytes_for(size))
+        self._map = _open_recording(box, FlightRecorder.nbytes_for(size))
         # Also when the recorder is forgotten, and at exit; not after SIGKILL, and never in a child.
-        self._remove = weakref.finalize(self, remove_box, box) if box is not None else None
+        self._remove = weakref.finalize(self, remove_recording, box) if box is not None else None
         if box is not None:
             _IN_FILES.add(self)
-        self._log = FlightLog(
+        self._log = FlightRecorder(
             self._map, ring=size, pid=os.getpid(), rank=rank, world_size=world_size
         )
 
@@ -242,10 +242,10 @@ class Recorder:
         item = self.waiting
         self._log.mark(waiting=item[0] if item is not None else 0)
 
-    def flight(self) -> Flight:
+    def flight(self) -> FlightRecording:
         """The whole log, as a reader outside would see it. Safe to call from another thread."""
         raw = self._map[:]
-        flight = read_flight(raw, self._map[:])
+        flight = read_recording(raw, self._map[:])
         assert flight is not None  # our own bytes
         waiting = self.waiting
         return flight._replace(waiting=waiting[0] if waiting is not None else 0)
@@ -298,7 +298,9 @@ class Recorder:
         self._remove = None
         shared, log, raw = self._map, self._log, self._map[:]
         private = mmap.mmap(-1, len(raw))
-        self._log = FlightLog(private, ring=self._mask + 1, pid=os.getpid(), rank=0, world_size=1)
+        self._log = FlightRecorder(
+            private, ring=self._mask + 1, pid=os.getpid(), rank=0, world_size=1
+        )
         private[:] = raw
         self._map = private
         log.release()
@@ -311,38 +313,38 @@ class Recorder:
             self.detach()
 
 
-def box_dir(run: str) -> Path:
+def recording_dir(run: str) -> Path:
     """Where the logs of a run lie: in memory, if the system has a file system there."""
     shared = Path("/dev/shm")
     return (shared if shared.is_dir() else Path(tempfile.gettempdir())) / f"zeroshard-{run}"
 
 
-def remove_box(box: Path) -> None:
+def remove_recording(box: Path) -> None:
     """Remove a log, and its directory with the last one."""
     with contextlib.suppress(OSError):  # gone already, or not empty yet
         box.unlink(missing_ok=True)
         box.parent.rmdir()
 
 
-def sweep_boxes(root: Path | None = None, *, older_than_s: float = 3600.0) -> None:
+def sweep_recordings(root: Path | None = None, *, older_than_s: float = 3600.0) -> None:
     """Remove what killed processes left behind, once it is old and nobody lives who wrote it."""
     newest_s = time.time() - older_than_s
-    for folder in (root or box_dir("").parent).glob("zeroshard-*"):
+    for folder in (root or recording_dir("").parent).glob("zeroshard-*"):
         with contextlib.suppress(OSError):  # another user's, or gone by now
             if folder.stat().st_mtime > newest_s:
                 continue
             files = list(folder.iterdir())
-            writers = [read_flight_pid(file.read_bytes()) for file in files]
+            writers = [read_recording_pid(file.read_bytes()) for file in files]
             if not any(pid is not None and Path(f"/proc/{pid}").exists() for pid in writers):
                 for file in files:
                     file.unlink()
                 folder.rmdir()
 
 
-def read_box(path: Path) -> Flight | None:
+def read_recording_file(path: Path) -> FlightRecording | None:
     """The log another process keeps or kept at ``path``; None if there is none."""
     try:
-        return read_flight(path.read_bytes(), path.read_bytes())
+        return read_recording(path.read_bytes(), path.read_bytes())
     except OSError:
         return None
 
@@ -352,7 +354,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _open_box(box: Path | None, nbytes: int) -> mmap.mmap:
+def _open_recording(box: Path | None, nbytes: int) -> mmap.mmap:
     if box is None:
         return mmap.mmap(-1, nbytes)
     box.parent.mkdir(parents=True, exist_ok=True)

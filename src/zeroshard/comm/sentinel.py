@@ -37,22 +37,22 @@ from zeroshard.comm.evidence import (
     phase,
     stack_line,
     stacks,
+    status_from_answer,
+    status_from_host,
     without_connection,
-    witness_from_answer,
-    witness_from_host,
 )
-from zeroshard.comm.follow import CallsOfTorch, Followed, SetUps, calls_of_torch
+from zeroshard.comm.follow import CallsOfTorch, SetUps, TrackedCalls, calls_of_torch
 from zeroshard.comm.host import Process, this_process
-from zeroshard.comm.readers import Position, Readers
+from zeroshard.comm.readers import LoneReadCheck, Position
 from zeroshard.comm.recorder import Recorder
-from zeroshard.comm.side import SideChannel, SideChannelLost, look, read_verdict, write_verdict
+from zeroshard.comm.side import StoreClient, StoreLost, look, read_verdict, write_verdict
 from zeroshard.core.flight import rank_ranges
-from zeroshard.core.verdict import MEETINGS, TORCH, Verdict, Witness, call_text, judge
+from zeroshard.core.verdict import MEETINGS, TORCH, Diagnosis, RankStatus, call_text, diagnose
 
 if TYPE_CHECKING:
     from zeroshard.comm.agree import Store
     from zeroshard.comm.recorder import Item
-    from zeroshard.comm.trust import TrustSettings
+    from zeroshard.comm.trust import WatchdogSettings
 
 EXIT_VERDICT = 75
 #: How long a main thread with a broken connection waits for the reason.
@@ -70,14 +70,14 @@ _IDLE = "runs nothing of ZeroShard now; its engine and its models are closed. Lo
 class _State:
     """What the thread and the main thread share."""
 
-    verdict: Verdict | None = None
+    verdict: Diagnosis | None = None
     ready: threading.Event = field(default_factory=threading.Event)
     delivered: threading.Event = field(default_factory=threading.Event)
     kick: threading.Event = field(default_factory=threading.Event)
     stop: threading.Event = field(default_factory=threading.Event)
 
 
-class Sentinel:
+class Watchdog:
     """Watches ``ranks`` (global), of which this process is ``rank``.
 
     ``store`` is a client of its own with a key space that these ranks share. ``box``: where the file
@@ -93,7 +93,7 @@ class Sentinel:
         rank: int,
         ranks: Sequence[int],
         box: Path,
-        trust: TrustSettings,
+        trust: WatchdogSettings,
         store_rank: int | None = None,
         over: Callable[[], bool] = lambda: False,
         hung_up: Callable[[], bool] = lambda: False,
@@ -107,7 +107,7 @@ class Sentinel:
         self._main = threading.get_ident()
         self._state = _State()
         self._set_ups = SetUps()
-        self._tracks: weakref.WeakSet[Track] = weakref.WeakSet()
+        self._tracks: weakref.WeakSet[SessionWatch] = weakref.WeakSet()
         self._always = [
             self._set_ups.followed(trust),
             CallsOfTorch(self._main).followed(trust),
@@ -121,7 +121,7 @@ class Sentinel:
         self._presence = Recorder("process", ring=2, box=box, rank=rank, world_size=len(ranks))
         self._peers = {rank: Peer(rank, self._here, str(box))}
         self._idle: set[int] = set()
-        self._channel = SideChannel(store, name=f"zeroshard-side-{rank}")
+        self._channel = StoreClient(store, name=f"zeroshard-side-{rank}")
         # One that is forgotten instead of closed must not leave threads or files either.
         weakref.finalize(self, self._channel.end)
         times = self._call(lambda s: s.add(f"times/{rank}", 1))
@@ -157,7 +157,7 @@ class Sentinel:
     # -- called by the main thread -----------------------------------------------------------------
 
     @contextlib.contextmanager
-    def set_up(self, number: int, what: str, trust: TrustSettings) -> Iterator[None]:
+    def set_up(self, number: int, what: str, trust: WatchdogSettings) -> Iterator[None]:
         """Inside, all ranks meet in their ``number``-th set-up, from 1."""
         self._main = threading.get_ident()
         self._trust = trust
@@ -165,7 +165,7 @@ class Sentinel:
         with self._set_ups.begin(number, what):
             yield
 
-    def follow(self, track: Track) -> None:
+    def follow(self, track: SessionWatch) -> None:
         """Watch what ``track`` consists of too, from now on."""
         if self._frozen is None and track.trust.stacks:
             self._frozen = FrozenStack(self._peers[self._rank].stack_file)
@@ -173,7 +173,7 @@ class Sentinel:
         self._tracks.add(track)
         self._rearm()
 
-    def leave(self, track: Track, reason: str) -> None:
+    def leave(self, track: SessionWatch, reason: str) -> None:
         """Watch it no more; others that still wait for it learn that and why it was closed."""
         if track not in self._tracks:
             return
@@ -182,7 +182,7 @@ class Sentinel:
         labels = [part.label for part in track.parts]
         self._left.update(dict.fromkeys(labels, words))
         if not self._state.stop.is_set() and self._may_call():
-            with contextlib.suppress(SideChannelLost):
+            with contextlib.suppress(StoreLost):
                 for label in labels:
                     key = f"left/{label}/{self._rank}"
                     self._call(functools.partial(_set, key, words), timeout_s=2.0)
@@ -229,13 +229,13 @@ class Sentinel:
             return detail if fate == "gone" else reason
         return self._look(f"left/{label}/{rank}") or ""
 
-    def explain(self, track: Followed, peers: Sequence[int]) -> Exception | None:
+    def explain(self, track: TrackedCalls, peers: Sequence[int]) -> Exception | None:
         """What broke the connection to one of ``peers`` (global ranks); None: nobody can tell."""
         if len(peers) == 1:
             track.suspects.update(peers)
         return self._ask(track)
 
-    def settle(self, track: Followed) -> Exception | None:
+    def settle(self, track: TrackedCalls) -> Exception | None:
         """Why histories differ, as a hash exchange found."""
         return self._ask(track)
 
@@ -251,7 +251,7 @@ class Sentinel:
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(2.0)
         if self._may_call():
-            with contextlib.suppress(SideChannelLost):
+            with contextlib.suppress(StoreLost):
                 self._post_card("idle" if reason is None else "left", reason or "ended its program")
         self._channel.close()
         if self._frozen is not None:
@@ -261,7 +261,7 @@ class Sentinel:
             _clean_up(track.peers, self._rank, self._here)
         _clean_up(self._peers, self._rank, self._here)
 
-    def _ask(self, track: Followed) -> Exception | None:
+    def _ask(self, track: TrackedCalls) -> Exception | None:
         state = self._state
         track.doubt = True
         state.kick.set()
@@ -274,7 +274,7 @@ class Sentinel:
         """Let the others read the verdict before this process, and perhaps the store, goes."""
         self._state.delivered.set()
         until = time.monotonic() + _LINGER_S
-        with contextlib.suppress(SideChannelLost):
+        with contextlib.suppress(StoreLost):
             while time.monotonic() < until:
                 here = sum(
                     r not in self._idle and not peer.has_left(self._here)
@@ -305,7 +305,7 @@ class Sentinel:
         if self._state.verdict is not None:
             self._enforce(now_s)
             return
-        due: Followed | None = None
+        due: TrackedCalls | None = None
         for track in self._followed():
             track.note()
             wait = track.wait()
@@ -322,12 +322,12 @@ class Sentinel:
                 self._answer(asked)
             elif due is not None:
                 alone = not self._inquire(asked + 1, due)
-        except SideChannelLost:
+        except StoreLost:
             alone = due is not None
         if alone and due is not None and self._state.verdict is None:
             self._judge_alone(due)
 
-    def _followed(self) -> list[Followed]:
+    def _followed(self) -> list[TrackedCalls]:
         tracks = [part for track in list(self._tracks) for part in track.parts]
         return [*tracks, *self._always]
 
@@ -335,7 +335,7 @@ class Sentinel:
         """Use the store, unless its server is known to go: torch would write pages about it."""
         self._rearm()
         if not self._may_call():
-            raise SideChannelLost("the process that served the store has left")
+            raise StoreLost("the process that served the store has left")
         return self._channel.call(operation, timeout_s)
 
     def _may_call(self) -> bool:
@@ -392,7 +392,7 @@ class Sentinel:
                 return
             time.sleep(_POLL_S)
 
-    def _inquire(self, number: int, track: Followed) -> bool:
+    def _inquire(self, number: int, track: TrackedCalls) -> bool:
         """Ask all ranks, judge, publish. False: somebody was elected for it and does not act."""
         if self._call(lambda s: s.add(f"elect/{number}", 1)) != 1:
             now_s = time.monotonic()
@@ -410,10 +410,10 @@ class Sentinel:
             self._adopt(verdict)
         return True
 
-    def _collect(self, number: int, track: Followed) -> list[Witness]:
+    def _collect(self, number: int, track: TrackedCalls) -> list[RankStatus]:
         """The answers to question ``number``; of ranks that cannot answer, what this host knows."""
         own = self._own_answer(track.label, track)
-        found = {self._rank: witness_from_answer(self._peers[self._rank], own)}
+        found = {self._rank: status_from_answer(self._peers[self._rank], own)}
         until = time.monotonic() + 5 * self._trust.tick_s
         while True:
             over = time.monotonic() > until or self._state.stop.is_set()
@@ -424,7 +424,7 @@ class Sentinel:
                 if text is not None:
                     answer = json.loads(text)
                     track.suspects.update(answer["suspects"])
-                    found[rank] = witness_from_answer(self._known(rank, track), answer)
+                    found[rank] = status_from_answer(self._known(rank, track), answer)
                     continue
                 witness = self._unanswered(rank, track)
                 if over or witness.fate not in ("runs", "silent"):
@@ -433,21 +433,21 @@ class Sentinel:
                 return [found[rank] for rank in sorted(found)]
             time.sleep(_POLL_S)
 
-    def _unanswered(self, rank: int, track: Followed) -> Witness:
+    def _unanswered(self, rank: int, track: TrackedCalls) -> RankStatus:
         """What is known of a rank that has not answered."""
         base, state, reason = self._read_card(rank)
         if base is None:
-            return Witness(rank, None, fate="absent", detail=_NOT_HERE, answered=False)
+            return RankStatus(rank, None, fate="absent", detail=_NOT_HERE, answered=False)
         if state == "idle" and rank not in track.peers and base.fate(self._here)[0] != "gone":
-            return Witness(rank, None, fate="absent", detail=_IDLE, answered=False)
-        witness = witness_from_host(self._known(rank, track), self._here)
+            return RankStatus(rank, None, fate="absent", detail=_IDLE, answered=False)
+        witness = status_from_host(self._known(rank, track), self._here)
         why = self._look(f"left/{track.label}/{rank}") or (reason if state == "left" else None)
         if why is not None and witness.fate != "stopped":
             gone = witness.fate == "gone" and state != "left"
             witness = replace(witness, fate="gone" if gone else "left", detail=f"left: {why}")
         return witness
 
-    def _known(self, rank: int, track: Followed) -> Peer:
+    def _known(self, rank: int, track: TrackedCalls) -> Peer:
         """The rank's process and where its log of ``track`` lies."""
         peer = track.peers.get(rank) or self._peers.get(rank)
         return peer or Peer(rank, Process("", "", 0, ""), "")
@@ -455,25 +455,27 @@ class Sentinel:
     def _look(self, key: str) -> str | None:
         return cast("str | None", self._call(lambda s: look(s, key)))
 
-    def _judge_alone(self, track: Followed) -> None:
+    def _judge_alone(self, track: TrackedCalls) -> None:
         """The store is of no use: judge by what this host shows."""
-        seen = [witness_from_answer(self._peers[self._rank], self._own_answer(track.label, track))]
+        seen = [status_from_answer(self._peers[self._rank], self._own_answer(track.label, track))]
         for rank in self._ranks:
             if rank != self._rank and (rank in track.peers or rank in self._peers):
                 peer = self._known(rank, track)
-                seen.append(witness_from_host(peer, self._here, asked=False))
+                seen.append(status_from_host(peer, self._here, asked=False))
         verdict, witnesses = self._judged(track, sorted(seen, key=lambda w: w.rank))
         self._publish_locally(track, verdict, witnesses)
         if verdict.fatal:
             self._adopt(verdict)
 
-    def _judged(self, track: Followed, witnesses: list[Witness]) -> tuple[Verdict, list[Witness]]:
+    def _judged(
+        self, track: TrackedCalls, witnesses: list[RankStatus]
+    ) -> tuple[Diagnosis, list[RankStatus]]:
         suspects = track.suspects
         witnesses = [without_connection(w) if w.rank in suspects else w for w in witnesses]
         limits = track.trust.limits(track.step_s())
         same = [w.blocked_s for w in witnesses if w.wait and w.wait.label == track.label]
         blocked_s = max([track.clock.blocked_s, *same])
-        verdict = judge(
+        verdict = diagnose(
             witnesses,
             limits,
             blocked_s=blocked_s,
@@ -484,7 +486,9 @@ class Sentinel:
         # A broken connection does not heal.
         return replace(verdict, fatal=verdict.fatal or bool(suspects)), witnesses
 
-    def _publish_locally(self, track: Followed, verdict: Verdict, witnesses: list[Witness]) -> bool:
+    def _publish_locally(
+        self, track: TrackedCalls, verdict: Diagnosis, witnesses: list[RankStatus]
+    ) -> bool:
         """Print what does not end the run, when it is time; keep the full evidence in a file."""
         due = max(track.report_due_s, track.first_report_s())
         if not verdict.fatal and track.clock.blocked_s < due:
@@ -495,12 +499,12 @@ class Sentinel:
             print(verdict.text, file=sys.stderr, flush=True)
         return True
 
-    def _dump_path(self, witnesses: Sequence[Witness]) -> Path:
+    def _dump_path(self, witnesses: Sequence[RankStatus]) -> Path:
         root = self._trust.dump_dir or str(Path(tempfile.gettempdir()) / "zeroshard")
         step = max((w.flight.step for w in witnesses if w.flight), default=0)
         return Path(root) / f"hang-{step}-{self._here.pid}.json"
 
-    def _dump(self, verdict: Verdict, witnesses: list[Witness]) -> None:
+    def _dump(self, verdict: Diagnosis, witnesses: list[RankStatus]) -> None:
         """The whole evidence beside the five lines: every rank's records and stacks."""
         path = self._dump_path(witnesses)
         evidence = {"verdict": asdict(verdict), "witnesses": [asdict(w) for w in witnesses]}
@@ -508,7 +512,7 @@ class Sentinel:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(evidence, indent=1))
 
-    def _own_answer(self, label: str, track: Followed | None) -> dict[str, Any]:
+    def _own_answer(self, label: str, track: TrackedCalls | None) -> dict[str, Any]:
         followed = self._followed()
         waits = [wait for part in followed if (wait := part.wait()) is not None]
         keep = max(32, 4096 // len(self._ranks))
@@ -525,14 +529,14 @@ class Sentinel:
             "reached": {part.label: part.reached() for part in followed if part.label != TORCH},
         }
 
-    def _adopt(self, verdict: Verdict) -> None:
+    def _adopt(self, verdict: Diagnosis) -> None:
         """A fatal verdict: tell the main thread, and wake it where it waits."""
         state = self._state
         if state.verdict is not None:
             return
         state.verdict = verdict
         self._deadline_s = time.monotonic() + self._trust.grace_s
-        with contextlib.suppress(SideChannelLost):
+        with contextlib.suppress(StoreLost):
             self._call(lambda s: s.add("read", 1), timeout_s=1.0)
         state.ready.set()
         self._told = call_of_torch(self._main) is not None  # nothing wakes it there
@@ -558,7 +562,7 @@ class Sentinel:
             os._exit(EXIT_VERDICT)
 
 
-class Track:
+class SessionWatch:
     """The sequences of one communicator set, as its owner sees them: a guard for its transports.
 
     ``peers`` has one entry per rank, by global rank; its log is in the file that its entry names.
@@ -566,11 +570,11 @@ class Track:
 
     def __init__(
         self,
-        sentinel: Sentinel,
+        sentinel: Watchdog,
         label: str,
-        trust: TrustSettings,
+        trust: WatchdogSettings,
         peers: Mapping[int, Peer],
-        parts: Sequence[Followed],
+        parts: Sequence[TrackedCalls],
     ) -> None:
         self.label = label
         self.trust = trust
@@ -597,16 +601,16 @@ class Track:
         """Why the histories of ``odd`` ranks differ from the others', as a hash exchange found."""
         return self._sentinel.settle(self.parts[0]) or errors.RankDivergence(divergence_text(odd))
 
-    def readers(self, recorder: Recorder) -> Readers:
+    def readers(self, recorder: Recorder) -> LoneReadCheck:
         """Who tells whether the ranks read together; ``recorder`` has their collectives. All ask."""
         weak, label, ranks = weakref.ref(self._sentinel), self.label, tuple(self.peers)
 
-        def sentinel() -> Sentinel:
+        def sentinel() -> Watchdog:
             if (strong := weak()) is None:
-                raise SideChannelLost("nobody watches any more")
+                raise StoreLost("nobody watches any more")
             return strong
 
-        readers = Readers(
+        readers = LoneReadCheck(
             lambda operation: sentinel()._call(operation),
             label=label,
             rank=ranks.index(recorder.rank),
@@ -627,15 +631,15 @@ class Track:
 
 
 #: Sentinels that go on while nothing is watched: their ranks joined the others through us.
-_HELD: set[Sentinel] = set()
+_HELD: set[Watchdog] = set()
 
 
-def hold(sentinel: Sentinel) -> None:
+def hold(sentinel: Watchdog) -> None:
     """Keep it until the process group ends."""
     _HELD.add(sentinel)
 
 
-def error_of(verdict: Verdict) -> Exception:
+def error_of(verdict: Diagnosis) -> Exception:
     """The exception a verdict stands for."""
     kind: type[Exception] = getattr(errors, verdict.kind, errors.DistributedError)
     return kind(verdict.text)
@@ -666,7 +670,7 @@ def _set(key: str, value: str, store: Store) -> None:
     store.set(key, value)
 
 
-def _close_at_exit(sentinel: Sentinel) -> Callable[[], None]:
+def _close_at_exit(sentinel: Watchdog) -> Callable[[], None]:
     """Say goodbye when the program ends without closing its engine, and why it ended."""
     weak, owner = weakref.ref(sentinel), os.getpid()
 
@@ -680,7 +684,7 @@ def _close_at_exit(sentinel: Sentinel) -> Callable[[], None]:
     return farewell
 
 
-def _watch(sentinel: weakref.ref[Sentinel], state: _State) -> None:
+def _watch(sentinel: weakref.ref[Watchdog], state: _State) -> None:
     """The thread: holds the sentinel only while it looks, so that a forgotten engine can end."""
     complained = False
     strong = sentinel()

@@ -83,7 +83,7 @@ def unavailable() -> str:
     return ""
 
 
-class Board:
+class ControlBlock:
     """A control block: the owner's side writes it, the others' side reads it."""
 
     def __init__(self, fd: int) -> None:
@@ -109,14 +109,14 @@ class Board:
     def close(self) -> None:
         """Nothing more will be posted here: tell those who wait."""
         self.words[_CLOSED] = 1
-        self.announce()
+        self.notify()
 
     @property
     def event(self) -> int:
         """A number that changes with every announcement."""
         return self._event[0]
 
-    def announce(self) -> None:
+    def notify(self) -> None:
         """Wake whoever waits for this rank."""
         self._event[0] = (self._event[0] + 1) & 0xFFFFFFFF
         self.wake()
@@ -129,14 +129,14 @@ class Board:
         """Until the next announcement after ``event``."""
         sleep_on(self.address + _EVENT_BYTE, event, timeout_s)
 
-    def post(self, seq: int, tag: int, place: tuple[int, int, int], nbytes: int) -> None:
+    def publish(self, seq: int, tag: int, place: tuple[int, int, int], nbytes: int) -> None:
         """Announce collective ``seq``. ``place``: offset and size of a block, begin inside it."""
         words, at = self.words, _SLOTS + (seq & MASK) * _SLOT
         words[at + 1] = tag
         words[at + 2], words[at + 3], words[at + 4] = place
         words[at + 5] = nbytes
         words[at] = seq  # last: from now on the others may read
-        self.announce()
+        self.notify()
 
     def has(self, seq: int, tag: int) -> bool:
         """Whether the owner has posted ``seq``, and with the same history."""
@@ -210,7 +210,7 @@ class Arena:
         self.fd = os.memfd_create("zeroshard", os.MFD_CLOEXEC)
         self._end = CONTROL_NBYTES
         os.posix_fallocate(self.fd, 0, CONTROL_NBYTES)
-        self.board = Board(self.fd)
+        self.board = ControlBlock(self.fd)
         self.board.token = secrets.randbits(63)
         self.blocks: dict[int, Block] = {}
         self._swept_s = 0.0
@@ -265,7 +265,7 @@ class Arena:
                 block.discard()
 
 
-class Window:
+class PeerMapping:
     """Another rank's file, seen from here."""
 
     def __init__(self, pid: int, fd: int, token: int) -> None:
@@ -273,7 +273,7 @@ class Window:
         self.close = weakref.finalize(self, os.close, self._fd)
         if os.fstat(self._fd).st_size < CONTROL_NBYTES:
             raise OSError(f"descriptor {fd} of process {pid} is not its shared memory")
-        self.board = Board(self._fd)
+        self.board = ControlBlock(self._fd)
         if self.board.token != token:
             raise OSError(f"descriptor {fd} of process {pid} is other memory")
         self._maps: dict[int, mmap.mmap] = {}
@@ -291,7 +291,7 @@ class Window:
         return torch.frombuffer(mapped, dtype=dtype, count=numel, offset=begin + skip_nbytes)
 
 
-def _leave(board: Board, fd: int, owner: int) -> None:
+def _leave(board: ControlBlock, fd: int, owner: int) -> None:
     """The end of an arena, also of a forgotten one; in a forked child it is the parent's."""
     if os.getpid() == owner:
         board.close()

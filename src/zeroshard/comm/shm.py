@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm.agree import Store, exchange
-from zeroshard.comm.collectives import DONE, Guard, Handle, Member, closed
+from zeroshard.comm.collectives import DONE, ErrorExplainer, Handle, RecordedComm, closed
 from zeroshard.comm.host import Process, fate_of, this_process
 from zeroshard.comm.p2p import sum_in_rank_order
 from zeroshard.comm.recorder import Item, Recorder
-from zeroshard.comm.shared import INLINE_NBYTES, RING, Arena, Block, Window, unavailable
+from zeroshard.comm.shared import INLINE_NBYTES, RING, Arena, Block, PeerMapping, unavailable
 
 #: Looks before the wait sleeps: a few microseconds.
 _LOOKS = 32
@@ -43,22 +43,22 @@ _NOWHERE = (0, 0, 0)
 _move = ctypes.memmove
 
 
-class Meeting(NamedTuple):
+class PeerMemory(NamedTuple):
     """What the ranks of one host have opened of each other, by rank inside the group."""
 
     arena: Arena
-    windows: Mapping[int, Window]
+    windows: Mapping[int, PeerMapping]
     processes: Sequence[Process]
 
 
-def meet(
+def open_peer_memory(
     store: Store,
     rank: int,
     world_size: int,
     *,
     timeout_s: float,
     check: Callable[[Sequence[int]], None] = lambda _missing: None,
-) -> Meeting | str:
+) -> PeerMemory | str:
     """Open each other's memory, or say why not: the same on all ranks. Collective.
 
     ``store`` is a key space of this meeting's own; ``check`` may end its waits by an error.
@@ -83,7 +83,7 @@ def meet(
         try:
             for peer, card in enumerate(cards):
                 if peer != rank:
-                    windows[peer] = Window(processes[peer].pid, card["fd"], card["token"])
+                    windows[peer] = PeerMapping(processes[peer].pid, card["fd"], card["token"])
         except OSError as error:
             why = f"rank {rank} cannot open the memory of rank {peer}: {error.strerror or error}"
     # Nobody goes on before all have opened all: from then on a process may end at any time.
@@ -93,7 +93,7 @@ def meet(
         if arena is not None:
             arena.close()
         return why
-    return Meeting(arena, windows, processes)
+    return PeerMemory(arena, windows, processes)
 
 
 def _apart(processes: Sequence[Process]) -> str:
@@ -105,7 +105,7 @@ def _apart(processes: Sequence[Process]) -> str:
     return ""
 
 
-class ShmComm(Member):
+class ShmComm(RecordedComm):
     """Collectives through memory that ranks of one host share.
 
     ``ranks`` are the global ranks of the group in order. Sums go in that order on every rank;
@@ -116,12 +116,12 @@ class ShmComm(Member):
 
     def __init__(
         self,
-        meeting: Meeting,
+        meeting: PeerMemory,
         *,
         rank: int,
         ranks: Sequence[int],
         recorder: Recorder | None = None,
-        guard: Guard | None = None,
+        guard: ErrorExplainer | None = None,
         timeout_s: float = 1860.0,
     ) -> None:
         super().__init__(rank, ranks, recorder, guard)
@@ -139,7 +139,7 @@ class ShmComm(Member):
         """Memory of the blocks that hold sources, but for those that :meth:`empty` has lent."""
         return self._ring.arena.own_nbytes if self._ring is not None else 0
 
-    def empty(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """``[numel]`` that the others can read: a reduction of it needs no copy.
 
         After a ``reduce_scatter`` of it the others may read the slices that are theirs even when
@@ -152,7 +152,7 @@ class ShmComm(Member):
 
     def all_gather(self, full_N: Tensor, shard_S: Tensor, *, name: str) -> Handle:
         """Every other rank's slice is copied into its place in ``wait``."""
-        item = self._enter_gather(full_N, shard_S, name)
+        item = self._record_gather(full_N, shard_S, name)
         if not full_N.numel():
             return DONE
         slices = full_N.detach().view(self.world_size, -1).unbind()
@@ -170,7 +170,7 @@ class ShmComm(Member):
 
     def reduce_scatter(self, out_S: Tensor, full_N: Tensor, *, name: str) -> Handle:
         """The sum is formed in ``wait``, out of the others' memory."""
-        item = self._enter_reduction(out_S, full_N, name)
+        item = self._record_reduction(out_S, full_N, name)
         if not full_N.numel():
             return DONE
         ring = self._open(item)
@@ -182,11 +182,11 @@ class ShmComm(Member):
             ring.post_copy(seq, item, [full_N[:begin], full_N[end:]])
         return _Reduction(ring, item, seq, out_S.detach(), full_N)
 
-    def gather_small(self, vector_K: Tensor, *, name: str) -> Tensor:
+    def all_gather_small(self, vector_K: Tensor, *, name: str) -> Tensor:
         """The vector travels inside the slot that announces it, unless it is too large."""
         vector = vector_K.detach().contiguous()
         numel = vector.numel()
-        item = self._enter_small(vector, name)
+        item = self._record_small(vector, name)
         rows = vector.new_empty((self.world_size, numel))
         nbytes = vector.nbytes
         if not numel:
@@ -207,7 +207,7 @@ class ShmComm(Member):
 
     def broadcast(self, tensor: Tensor, src: int, *, name: str) -> Handle:
         """The source posts copies, piece by piece; the others read them in ``wait``."""
-        item, numel = self._enter_broadcast(tensor, src, name), tensor.numel()
+        item, numel = self._record_broadcast(tensor, src, name), tensor.numel()
         if not numel:
             return DONE
         ring = self._open(item)
@@ -258,12 +258,12 @@ class Ring:
 
     def __init__(
         self,
-        meeting: Meeting,
+        meeting: PeerMemory,
         *,
         rank: int,
         ranks: Sequence[int],
         recorder: Recorder,
-        guard: Guard,
+        guard: ErrorExplainer,
         timeout_s: float,
     ) -> None:
         self.arena = meeting.arena
@@ -282,7 +282,7 @@ class Ring:
         self._aborted = False
         self._pending: dict[int, _Pending] = {}
 
-    def window(self, peer: int) -> Window:
+    def window(self, peer: int) -> PeerMapping:
         """The memory of rank ``peer``."""
         return self.windows[(peer - self.rank - 1) % self.world_size][1]
 
@@ -327,7 +327,7 @@ class Ring:
             block.bytes[begin:end].view(part.dtype).copy_(part)
             begin = end
         block.reads.append(seq)
-        self.board.post(seq, item[2], (block.offset, block.nbytes, 0), nbytes)
+        self.board.publish(seq, item[2], (block.offset, block.nbytes, 0), nbytes)
 
     def post_in_place(self, seq: int, item: Item, tensor: Tensor) -> bool:
         """Post the place of ``tensor`` itself, if it lies in a block."""
@@ -336,17 +336,17 @@ class Ring:
             return False
         block.reads.append(seq)
         begin = tensor.data_ptr() - block.bytes.data_ptr()
-        self.board.post(seq, item[2], (block.offset, block.nbytes, begin), tensor.nbytes)
+        self.board.publish(seq, item[2], (block.offset, block.nbytes, begin), tensor.nbytes)
         return True
 
     def post_inline(self, seq: int, item: Item, tensor: Tensor) -> None:
         """Post the bytes of a small tensor inside the slot."""
         _move(self.board.inline(seq), tensor.data_ptr(), tensor.nbytes)
-        self.board.post(seq, item[2], _NOWHERE, tensor.nbytes)
+        self.board.publish(seq, item[2], _NOWHERE, tensor.nbytes)
 
     # -- waiting -----------------------------------------------------------------------------------
 
-    def await_post(self, item: Item, seq: int, peer: int, window: Window) -> None:
+    def await_post(self, item: Item, seq: int, peer: int, window: PeerMapping) -> None:
         """Return when ``peer`` has posted the collective ``item`` as its number ``seq``."""
         has, tag = window.board.has, item[2]
         for _ in range(_LOOKS):
@@ -387,7 +387,7 @@ class Ring:
         finally:
             self._recorder.waiting = None
 
-    def _wait(self, item: Item, peer: int, window: Window, seq: int, *, posted: bool) -> None:
+    def _wait(self, item: Item, peer: int, window: PeerMapping, seq: int, *, posted: bool) -> None:
         """Sleep until ``peer`` has posted ``seq``, or has read it. Ends by itself if it cannot."""
         board, process = window.board, self._processes[peer]
         here = self._processes[self.rank]
@@ -538,7 +538,7 @@ class _Arrival(_Pending):
             place, _ = window.board.place(seq)
             piece.copy_(window.tensor(place, 0, piece.numel(), piece.dtype))
             ring.board.mark_done(seq)
-            ring.board.announce()  # the source keeps pace with us
+            ring.board.notify()  # the source keeps pace with us
 
 
 class _Departure(_Pending):

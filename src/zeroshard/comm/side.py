@@ -13,16 +13,16 @@ from queue import SimpleQueue
 from typing import Any, TypeVar, cast
 
 from zeroshard.comm.agree import Store
-from zeroshard.core.verdict import Verdict
+from zeroshard.core.verdict import Diagnosis
 
 T = TypeVar("T")
 
 
-class SideChannelLost(Exception):
+class StoreLost(Exception):
     """The store did not answer in time, or its server is gone."""
 
 
-class SideChannel:
+class StoreClient:
     """Store operations with a deadline. ``store`` must be a client of its own."""
 
     def __init__(self, store: Store, *, name: str) -> None:
@@ -41,20 +41,20 @@ class SideChannel:
             SideChannelLost: no answer within ``timeout_s``, or none to an earlier call yet.
         """
         if threading.current_thread() is self._thread:  # garbage is collected in any thread
-            raise SideChannelLost("the thread that would answer asks")
+            raise StoreLost("the thread that would answer asks")
         if not self._turn.acquire(timeout=timeout_s):
-            raise SideChannelLost("another call still waits")
+            raise StoreLost("another call still waits")
         try:
             if self._busy is not None and not self._busy.done.is_set():
-                raise SideChannelLost("an earlier call still waits")
+                raise StoreLost("an earlier call still waits")
             answer = self._busy = _Answer()
             self._jobs.put((operation, answer))
             if not answer.done.wait(timeout_s):
-                raise SideChannelLost(f"no answer in {timeout_s:.0f} s")
+                raise StoreLost(f"no answer in {timeout_s:.0f} s")
         finally:
             self._turn.release()
         if answer.error is not None:
-            raise SideChannelLost(str(answer.error)) from answer.error
+            raise StoreLost(str(answer.error)) from answer.error
         return cast("T", answer.value)
 
     def end(self) -> None:
@@ -91,7 +91,7 @@ def look(store: Store, key: str) -> str | None:
     return store.get(key).decode() if store.check([key]) else None
 
 
-def read_verdict(store: Store, number: int, since: int = 0) -> tuple[Verdict, bool] | None:
+def read_verdict(store: Store, number: int, since: int = 0) -> tuple[Diagnosis, bool] | None:
     """The first fatal verdict on a question after ``since``, else that on question ``number``, if any."""
     final = look(store, "final")
     if final is not None and json.loads(final)["number"] <= since:
@@ -101,7 +101,7 @@ def read_verdict(store: Store, number: int, since: int = 0) -> tuple[Verdict, bo
         return None
     found = json.loads(text)
     words = found["verdict"]
-    return Verdict(**{**words, "ranks": tuple(words["ranks"])}), bool(found["reported"])
+    return Diagnosis(**{**words, "ranks": tuple(words["ranks"])}), bool(found["reported"])
 
 
 def write_verdict(store: Store, number: int, text: str, fatal: bool) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from zeroshard.comm.env import current_place
+from zeroshard.comm.env import current_rank_info
 
 P2POp, ProcessGroup, ReduceOp = dist.P2POp, dist.ProcessGroup, dist.ReduceOp
 
@@ -51,17 +51,17 @@ def backend_name() -> str:
 
 def get_rank(group: Any = None) -> int:
     """This rank in the group; 0 without a group."""
-    return dist.get_rank(group) if dist.is_initialized() else current_place().rank
+    return dist.get_rank(group) if dist.is_initialized() else current_rank_info().rank
 
 
 def get_world_size(group: Any = None) -> int:
     """Ranks of the group; 1 without one."""
-    return dist.get_world_size(group) if dist.is_initialized() else current_place().world_size
+    return dist.get_world_size(group) if dist.is_initialized() else current_rank_info().world_size
 
 
 def get_local_rank() -> int:
     """This rank among those of its host."""
-    return current_place().local_rank
+    return current_rank_info().local_rank
 
 
 def get_world_group() -> Any:

@@ -12,7 +12,7 @@ from zeroshard.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrustSettings:
+class WatchdogSettings:
     """Times in seconds; the ``trust`` section of the config.
 
     Attributes:
@@ -47,7 +47,7 @@ class TrustSettings:
     tick_s: float = 1.0
 
     @classmethod
-    def from_config(cls, config: TrustConfig) -> TrustSettings:
+    def from_config(cls, config: TrustConfig) -> WatchdogSettings:
         """The settings of a resolved config."""
         return cls(
             watchdog=config.watchdog,
@@ -63,7 +63,7 @@ class TrustSettings:
             stacks=config.stacks,
         )
 
-    def with_environment(self, environ: Mapping[str, str] | None = None) -> TrustSettings:
+    def with_environment(self, environ: Mapping[str, str] | None = None) -> WatchdogSettings:
         """``ZEROSHARD_WATCHDOG``, ``ZEROSHARD_STALL_S`` and ``ZEROSHARD_DUMP_DIR`` win."""
         env = os.environ if environ is None else environ
         settings = self

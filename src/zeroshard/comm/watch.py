@@ -14,27 +14,27 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from zeroshard.comm.agree import FAILED, Store, agree_plan, numbered_meeting, post_plan
+from zeroshard.comm.agree import FAILED, Store, agree_plan, numbered_namespace, post_plan
 from zeroshard.comm.collectives import Comm, first_line
 from zeroshard.comm.connect import default_store, make_comm
 from zeroshard.comm.env import run_name
 from zeroshard.comm.evidence import Peer
 from zeroshard.comm.follow import calls_of
-from zeroshard.comm.forum import Forum
+from zeroshard.comm.forum import ControlGroup
 from zeroshard.comm.host import Process, this_process
-from zeroshard.comm.presence import own_client, sentinel_of, sentinel_space
-from zeroshard.comm.readers import Readers
-from zeroshard.comm.recorder import Recorder, sweep_boxes
-from zeroshard.comm.sentinel import Sentinel, Track, divergence_text
+from zeroshard.comm.presence import own_client, watchdog_namespace, watchdog_of
+from zeroshard.comm.readers import LoneReadCheck
+from zeroshard.comm.recorder import Recorder, sweep_recordings
+from zeroshard.comm.sentinel import SessionWatch, Watchdog, divergence_text
 from zeroshard.comm.side import look
-from zeroshard.comm.trust import TrustSettings
+from zeroshard.comm.trust import WatchdogSettings
 from zeroshard.config.sections import TrustConfig
 from zeroshard.core.verdict import MEETINGS
 from zeroshard.errors import RankDivergence
 
 
 @dataclass(eq=False)
-class Watch:
+class CommSession:
     """Communicators of one engine or of one model under construction, and how they are watched.
 
     Gathers and reductions are one object on gloo and have their own on NCCL, where collectives of
@@ -44,8 +44,8 @@ class Watch:
 
     gathers: Comm
     reductions: Comm
-    track: Track | None = None
-    forum: Forum = field(default_factory=Forum)
+    track: SessionWatch | None = None
+    forum: ControlGroup = field(default_factory=ControlGroup)
     _pending: tuple[Tensor, torch.cuda.Event] | None = None
 
     @property
@@ -114,7 +114,7 @@ class Watch:
         finally:
             self.recorder.mark_section(outer)
 
-    def readers(self) -> Readers | None:
+    def readers(self) -> LoneReadCheck | None:
         """Who tells whether all ranks read together; None: nobody watches them. Every rank asks."""
         return self.track.readers(self.recorder) if self.track is not None else None
 
@@ -127,15 +127,15 @@ class Watch:
         self.gathers.close()
 
 
-def open_watch(
+def open_session(
     *,
     transport: str,
     device_type: str,
-    trust: TrustConfig | TrustSettings,
+    trust: TrustConfig | WatchdogSettings,
     plan: Mapping[str, str],
     group: dist.ProcessGroup | None = None,
     call: str = "initialize",
-) -> Watch:
+) -> CommSession:
     """Open communicators after all ranks have agreed on ``plan``. Collective.
 
     ``call``: what the program called for it. Anything but ``initialize`` gets one communicator only and
@@ -145,22 +145,22 @@ def open_watch(
         RankMismatch: another rank has another plan, or came with another call.
         RankLate: a rank did not come.
     """
-    settings = trust if isinstance(trust, TrustSettings) else TrustSettings.from_config(trust)
+    settings = trust if isinstance(trust, WatchdogSettings) else WatchdogSettings.from_config(trust)
     settings = settings.with_environment()
     if not _several(group):
         comm = make_comm(transport=transport, device_type=device_type, group=group)
-        return Watch(comm, comm)
+        return CommSession(comm, comm)
     group = group if group is not None else dist.group.WORLD
     assert group is not None  # _several
     ranks = tuple(dist.get_process_group_ranks(group))
-    sentinel = sentinel_of(ranks, settings, _run_space()) if settings.watchdog else None
+    sentinel = watchdog_of(ranks, settings, _run_space()) if settings.watchdog else None
     if sentinel is not None:
         sentinel.check()
-    number, place = _meeting_place(ranks, dist.get_rank(group))
-    crew = _Crew(ranks, dist.get_rank(group), number, call, settings, sentinel)
+    number, place = _store_namespace(ranks, dist.get_rank(group))
+    crew = _Setup(ranks, dist.get_rank(group), number, call, settings, sentinel)
     with sentinel.set_up(number + 1, call, settings) if sentinel else contextlib.nullcontext():
         try:
-            return _open(crew, _meet(crew, place, plan), group, transport, device_type)
+            return _open(crew, _agree(crew, place, plan), group, transport, device_type)
         except BaseException:
             if sentinel is not None:
                 sentinel.release()
@@ -168,15 +168,15 @@ def open_watch(
 
 
 @dataclass(frozen=True, eq=False)
-class _Crew:
+class _Setup:
     """The ranks of one set-up, the ``number``-th of theirs, and ``me``, this one's place among them."""
 
     ranks: tuple[int, ...]
     me: int
     number: int
     call: str
-    settings: TrustSettings
-    sentinel: Sentinel | None
+    settings: WatchdogSettings
+    sentinel: Watchdog | None
 
     @property
     def label(self) -> str:
@@ -189,7 +189,7 @@ class _Crew:
         return self.sentinel.check if self.sentinel is not None else lambda _missing=(): None
 
 
-def _meet(crew: _Crew, place: Store, plan: Mapping[str, str]) -> dict[int, Peer]:
+def _agree(crew: _Setup, place: Store, plan: Mapping[str, str]) -> dict[int, Peer]:
     """All ranks by global rank, when they have agreed on the plan."""
     limit_s = crew.settings.limit_s("setup")
     box = str(crew.sentinel.folder / str(crew.number)) if crew.sentinel is not None else ""
@@ -206,13 +206,13 @@ def _meet(crew: _Crew, place: Store, plan: Mapping[str, str]) -> dict[int, Peer]
 
 
 def _open(
-    crew: _Crew,
+    crew: _Setup,
     peers: Mapping[int, Peer],
     group: dist.ProcessGroup,
     transport: str,
     device_type: str,
-) -> Watch:
-    sweep_boxes()
+) -> CommSession:
+    sweep_recordings()
     settings, rank, world_size = crew.settings, crew.ranks[crew.me], len(crew.ranks)
     box = Path(peers[rank].box) if peers[rank].box else None
     recorder = Recorder(box=box, ring=settings.ring, rank=rank, world_size=world_size)
@@ -223,7 +223,7 @@ def _open(
             calls_of(recorder, crew.label, settings, peers=peers),
             calls_of(meetings, crew.label + MEETINGS, settings, peers=peers, home=recorder),
         ]
-        track = Track(crew.sentinel, crew.label, settings, peers, parts)
+        track = SessionWatch(crew.sentinel, crew.label, settings, peers, parts)
     engine = crew.call == "initialize"
     comms: list[Comm] = []
     try:
@@ -241,7 +241,7 @@ def _open(
             comms.append(comm)
             if comm.transport != "nccl":
                 break
-        forum = _forum(crew, peers, meetings) if engine else Forum()
+        forum = _control_group(crew, peers, meetings) if engine else ControlGroup()
     except BaseException as error:
         for comm in comms:
             comm.close()
@@ -249,7 +249,7 @@ def _open(
         if track is not None:
             track.close(f"{type(error).__name__}: {first_line(error)}")
         raise
-    watch = Watch(comms[0], comms[-1], track, forum)
+    watch = CommSession(comms[0], comms[-1], track, forum)
     if track is not None:
         if comms[0].transport == "nccl":
             recorder.watch_device()
@@ -257,9 +257,9 @@ def _open(
     return watch
 
 
-def _forum(crew: _Crew, peers: Mapping[int, Peer], meetings: Recorder) -> Forum:
+def _control_group(crew: _Setup, peers: Mapping[int, Peer], meetings: Recorder) -> ControlGroup:
     client = own_client(default_store())
-    space = sentinel_space(crew.ranks, _run_space())
+    space = watchdog_namespace(crew.ranks, _run_space())
     left = cast("Store", PrefixStore(f"{space}/left/{crew.label}", client))
     here = peers[crew.ranks[crew.me]].process
 
@@ -267,7 +267,7 @@ def _forum(crew: _Crew, peers: Mapping[int, Peer], meetings: Recorder) -> Forum:
         fate, detail = peers[crew.ranks[at]].fate(here)
         return detail if fate == "gone" else look(left, str(crew.ranks[at])) or ""
 
-    return Forum(
+    return ControlGroup(
         cast("Store", PrefixStore(f"{space}/forum/{crew.label}", client)),
         rank=crew.me,
         world_size=len(crew.ranks),
@@ -284,13 +284,13 @@ def decline(reason: str, group: dist.ProcessGroup | None = None) -> None:
     if not _several(group):
         return
     me, ranks = dist.get_rank(group), dist.get_process_group_ranks(group or dist.group.WORLD)
-    post_plan(_meeting_place(ranks, me)[1], me, {FAILED: reason})
+    post_plan(_store_namespace(ranks, me)[1], me, {FAILED: reason})
 
 
-def _meeting_place(ranks: Sequence[int], me: int) -> tuple[int, Store]:
+def _store_namespace(ranks: Sequence[int], me: int) -> tuple[int, Store]:
     """Where these ranks of this attempt meet next, and how often they met before."""
     label = f"{_run_space()}/watch/{','.join(map(str, ranks))}"
-    return numbered_meeting(cast("Store", default_store()), label, me)
+    return numbered_namespace(cast("Store", default_store()), label, me)
 
 
 def _run_space() -> str:

@@ -55,7 +55,7 @@ class Record(NamedTuple):
         return self[1:5]
 
 
-class Flight(NamedTuple):
+class FlightRecording(NamedTuple):
     """What a log says of its rank."""
 
     pid: int
@@ -88,7 +88,7 @@ def fold(history: int, record: Record) -> int:
     return (history * MULTIPLIER ^ word) & MASK_64
 
 
-class FlightLog:
+class FlightRecorder:
     """The writer's end, over a zeroed buffer of :meth:`nbytes_for` bytes.
 
     ``Recorder.enter`` writes the slots itself: a call would cost a tenth of a microsecond.
@@ -132,7 +132,7 @@ class FlightLog:
         self._words.release()
 
 
-def read_flight(raw: bytes, later: bytes | None = None) -> Flight | None:
+def read_recording(raw: bytes, later: bytes | None = None) -> FlightRecording | None:
     """The state a log was left in; None if these bytes are no log, or one of another version.
 
     A running owner may overwrite the oldest records while ``raw`` is copied: pass a second copy as
@@ -141,7 +141,7 @@ def read_flight(raw: bytes, later: bytes | None = None) -> Flight | None:
     if len(raw) < RING_AT:
         return None
     magic, version, pid, rank, world, ring, used, step, waiting = _HEADER.unpack_from(raw)
-    if magic != _MAGIC or version != _VERSION or len(raw) < FlightLog.nbytes_for(ring):
+    if magic != _MAGIC or version != _VERSION or len(raw) < FlightRecorder.nbytes_for(ring):
         return None
     ring_end = RING_AT + ring * SLOT.size
     slots = sorted(SLOT.iter_unpack(raw[RING_AT:ring_end]), key=lambda slot: slot[3])
@@ -155,10 +155,10 @@ def read_flight(raw: bytes, later: bytes | None = None) -> Flight | None:
             op_, name_, dtype_ = _text(op), _text(name), _text(dtype)
             records.append(Record(seq, op_, name_, nbytes, dtype_, at_s, history))
     (section,) = _SECTION.unpack_from(raw, _SECTION_AT)
-    return Flight(pid, rank, world, head, step, waiting, _text(section), tuple(records))
+    return FlightRecording(pid, rank, world, head, step, waiting, _text(section), tuple(records))
 
 
-def read_flight_pid(raw: bytes) -> int | None:
+def read_recording_pid(raw: bytes) -> int | None:
     """The process that keeps or kept a log; None if these bytes are no log."""
     if len(raw) < _HEADER.size:
         return None

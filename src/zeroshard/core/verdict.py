@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-from zeroshard.core.flight import Flight, Record, rank_ranges
+from zeroshard.core.flight import FlightRecording, Record, rank_ranges
 
 COLUMNS = 200
 READ = ", read"
@@ -48,7 +48,7 @@ class Wait(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Witness:
+class RankStatus:
     """What is known of one rank when a stall is looked into.
 
     ``flight``: the sequence of calls that is asked for, if the rank has begun it.
@@ -61,7 +61,7 @@ class Witness:
     """
 
     rank: int
-    flight: Flight | None
+    flight: FlightRecording | None
     fate: str = "runs"
     detail: str = ""
     answered: bool = True
@@ -96,7 +96,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Diagnosis:
     """``kind`` is the name of an error class; ``fatal``: it ends the run."""
 
     kind: str
@@ -138,7 +138,7 @@ class Difference(NamedTuple):
     exact: bool
 
 
-def first_difference(witnesses: Iterable[Witness]) -> Difference | None:
+def first_difference(witnesses: Iterable[RankStatus]) -> Difference | None:
     """The first collective that not all ranks called alike; None while histories agree.
 
     Not ``exact``: the histories differ already before everything that is still remembered.
@@ -175,14 +175,14 @@ def first_difference(witnesses: Iterable[Witness]) -> Difference | None:
     return None
 
 
-def judge(
-    witnesses: Sequence[Witness],
+def diagnose(
+    witnesses: Sequence[RankStatus],
     limits: Limits,
     *,
     blocked_s: float,
     details: str = "",
     label: str = "",
-) -> Verdict:
+) -> Diagnosis:
     """The verdict on what all witnesses say of the sequence ``label``.
 
     ``blocked_s``: how long the asking rank waits.
@@ -208,20 +208,22 @@ def judge(
     return case.late(late) if late else case.stuck()
 
 
-def _followed(witnesses: Sequence[Witness], label: str) -> tuple[list[Witness], list[Witness]]:
+def _followed(
+    witnesses: Sequence[RankStatus], label: str
+) -> tuple[list[RankStatus], list[RankStatus]]:
     """Who waits for whom, from those that wait in ``label`` on: a ring of them, and who is not blocked.
 
     A ring cannot end by itself: each waits for a call that another makes only after its own wait.
     """
-    alike: dict[Wait, list[Witness]] = defaultdict(list)
-    free: list[Witness] = []
+    alike: dict[Wait, list[RankStatus]] = defaultdict(list)
+    free: list[RankStatus] = []
     for witness in witnesses:
         wait = _blocked(witness, label)
         if wait is None:
             free.append(witness)
         else:
             alike[wait].append(witness)
-    late: dict[int, Witness] = {}
+    late: dict[int, RankStatus] = {}
     edges: dict[Wait, set[Wait]] = {}
     open_ = [wait for wait in alike if wait.label == label] or list(alike)
     while open_:
@@ -248,7 +250,7 @@ def _followed(witnesses: Sequence[Witness], label: str) -> tuple[list[Witness], 
     return sorted(parted, key=lambda w: w.rank), sorted(late.values(), key=lambda w: w.rank)
 
 
-def _owes(witness: Witness, wait: Wait, own: Wait | None, label: str) -> bool:
+def _owes(witness: RankStatus, wait: Wait, own: Wait | None, label: str) -> bool:
     """Whether ``wait`` needs a call that this rank, blocked in ``own``, has not made yet."""
     if wait.source not in (None, witness.rank) or wait == own:
         return False
@@ -259,7 +261,7 @@ def _owes(witness: Witness, wait: Wait, own: Wait | None, label: str) -> bool:
     return witness.reached.get(wait.label, known) < wait.seq
 
 
-def _is_torch(witness: Witness) -> bool:
+def _is_torch(witness: RankStatus) -> bool:
     return witness.wait is not None and witness.wait.label == TORCH
 
 
@@ -268,7 +270,7 @@ def _is_meeting(wait: Wait | None) -> bool:
     return wait is not None and (wait.label in (TORCH, SET_UPS) or wait.label.endswith(MEETINGS))
 
 
-def _blocked(witness: Witness, label: str) -> Wait | None:
+def _blocked(witness: RankStatus, label: str) -> Wait | None:
     """What a rank is blocked in: as it says, or as its log shows."""
     flight = witness.flight
     if witness.wait is not None or flight is None or not flight.waiting:
@@ -278,13 +280,13 @@ def _blocked(witness: Witness, label: str) -> Wait | None:
 
 @dataclass(frozen=True)
 class _Case:
-    witnesses: Sequence[Witness]
+    witnesses: Sequence[RankStatus]
     limits: Limits
     blocked_s: float
     details: str
     label: str
 
-    def divergence(self, found: Difference) -> Verdict:
+    def divergence(self, found: Difference) -> Diagnosis:
         groups = found.calls
         by_rank = {w.rank: w for w in self.witnesses}
         lines = []
@@ -309,7 +311,7 @@ class _Case:
         ranks = sorted(by_rank) if tied else odd
         return self._verdict("RankDivergence", True, ranks, lines)
 
-    def _cause(self, found: Difference, by_rank: Mapping[int, Witness]) -> tuple[str, str]:
+    def _cause(self, found: Difference, by_rank: Mapping[int, RankStatus]) -> tuple[str, str]:
         (first, many), (second, few) = found.calls[:2]
         for record, ranks in found.calls[:2]:
             if record.name.endswith(READ):
@@ -346,7 +348,7 @@ class _Case:
             fix += f"; for those skipped by chance (LayerDrop): {_conditional(first, second)}"
         return "The ranks took different branches" + _at(by_rank[few[0]]) + ".", fix + "."
 
-    def parted(self, ring: list[Witness]) -> Verdict:
+    def parted(self, ring: list[RankStatus]) -> Diagnosis:
         """Each of some ranks waits for a call that another makes only after its own wait."""
         # First those that meet outside collectives: more likely the ones that went their own way.
         places = self._places(ring)
@@ -366,7 +368,7 @@ class _Case:
         ]
         return self._verdict("RankDivergence", fatal, alone, lines)
 
-    def lost(self, lost: list[Witness]) -> Verdict:
+    def lost(self, lost: list[RankStatus]) -> Diagnosis:
         first = lost[0]
         what = first.detail or "its process ended"
         lines = [f"  {rank_ranges([first.rank])}{_host(first)}: {what}{_last(first)}"]
@@ -380,7 +382,7 @@ class _Case:
         )
         return self._verdict("RankLost", True, [w.rank for w in lost], lines)
 
-    def frozen(self, frozen: list[Witness]) -> Verdict:
+    def frozen(self, frozen: list[RankStatus]) -> Diagnosis:
         # A little early, so that the run has ended when the limit is reached.
         fatal = self.blocked_s >= 0.9 * self.limits.frozen_s
         lines = [
@@ -394,7 +396,7 @@ class _Case:
             lines.append(f"  Not ended; limit {self.limits.frozen_s:.0f} s (trust.frozen_s).")
         return self._verdict("RankFrozen", fatal, [w.rank for w in frozen], lines)
 
-    def late(self, late: list[Witness]) -> Verdict:
+    def late(self, late: list[RankStatus]) -> Diagnosis:
         waiting = [w for w in self.witnesses if w not in late]
         sections = set(map(_section, late)) - {""} or set(map(_section, waiting)) - {""} or {""}
         section = max(sections, key=self.limits.late_s)
@@ -417,7 +419,7 @@ class _Case:
         )
         return self._verdict("RankLate", fatal, [w.rank for w in late], lines)
 
-    def stuck(self) -> Verdict:
+    def stuck(self) -> Diagnosis:
         fatal = self.blocked_s >= self.limits.stuck_s
         lines = self._waits(self.witnesses)[:2]
         lines.append("  Same calls everywhere: the link between the ranks is the cause.")
@@ -425,23 +427,23 @@ class _Case:
             lines.append(f"  Not ended; limit {self.limits.stuck_s:.0f} s.")
         return self._verdict("TransportStuck", fatal, [w.rank for w in self.witnesses], lines)
 
-    def _waits(self, witnesses: Iterable[Witness]) -> list[str]:
+    def _waits(self, witnesses: Iterable[RankStatus]) -> list[str]:
         """One line per group of ranks in the same place, the largest first."""
         return [self._line(place, group) for place, group in self._places(witnesses)]
 
-    def _places(self, witnesses: Iterable[Witness]) -> list[tuple[str, list[Witness]]]:
-        groups: dict[str, list[Witness]] = defaultdict(list)
+    def _places(self, witnesses: Iterable[RankStatus]) -> list[tuple[str, list[RankStatus]]]:
+        groups: dict[str, list[RankStatus]] = defaultdict(list)
         for witness in witnesses:
             groups[_place(witness)].append(witness)
         return sorted(groups.items(), key=lambda g: (-len(g[1]), g[1][0].rank))
 
-    def _line(self, place: str, group: Sequence[Witness]) -> str:
+    def _line(self, place: str, group: Sequence[RankStatus]) -> str:
         """Where some ranks are, and in which line of the program the first of them."""
         doing = _doing(group[0])
         doing = f" in {doing}" if doing and not place.endswith(f" {doing}") else ""
         return f"  {rank_ranges(w.rank for w in group)}: {place}{doing}{_at(group[0])}"
 
-    def _verdict(self, kind: str, fatal: bool, ranks: Iterable[int], lines: list[str]) -> Verdict:
+    def _verdict(self, kind: str, fatal: bool, ranks: Iterable[int], lines: list[str]) -> Diagnosis:
         steps = [w.flight.step for w in self.witnesses if w.flight]
         when = f" at step {max(steps)}" if steps else ""
         answered = sum(w.answered for w in self.witnesses)
@@ -451,7 +453,7 @@ class _Case:
             f"({answered} of {len(self.witnesses)} ranks answered{details})"
         )
         text = "\n".join(cut(line) for line in [title, *lines][:5])
-        return Verdict(kind, fatal, tuple(sorted(ranks)), text)
+        return Diagnosis(kind, fatal, tuple(sorted(ranks)), text)
 
 
 def call_text(record: Record, *, sizes: bool = False) -> str:
@@ -475,15 +477,15 @@ def cut(line: str, columns: int = COLUMNS) -> str:
     return line if len(line) <= columns else line[: columns - 3] + "..."
 
 
-def _records(witness: Witness) -> tuple[Record, ...]:
+def _records(witness: RankStatus) -> tuple[Record, ...]:
     return witness.flight.records if witness.flight else ()
 
 
-def _waits_in(witness: Witness, seq: int) -> bool:
+def _waits_in(witness: RankStatus, seq: int) -> bool:
     return witness.flight is not None and witness.flight.waiting == seq
 
 
-def _follows(witness: Witness, first: Record, then: Record, seq: int) -> bool:
+def _follows(witness: RankStatus, first: Record, then: Record, seq: int) -> bool:
     """Whether this rank calls ``then`` after ``first``: from ``seq`` on, or in an earlier round."""
     records = _records(witness)
     if any(r.seq > seq and r.call == then.call for r in records):
@@ -493,7 +495,7 @@ def _follows(witness: Witness, first: Record, then: Record, seq: int) -> bool:
     )
 
 
-def _place(witness: Witness) -> str:
+def _place(witness: RankStatus) -> str:
     flight, wait = witness.flight, witness.wait
     if wait is not None:
         return f"waiting in {wait.what}"
@@ -507,7 +509,7 @@ def _place(witness: Witness) -> str:
     return f"after {call_text(flight.records[-1])}"
 
 
-def _whereabouts(witness: Witness) -> str:
+def _whereabouts(witness: RankStatus) -> str:
     """Where a rank is that others wait for."""
     if witness.fate == "absent":
         return witness.detail
@@ -518,27 +520,27 @@ def _whereabouts(witness: Witness) -> str:
     return f"outside collectives, {section}{doing}{witness.stack or 'no stack'}"
 
 
-def _doing(witness: Witness) -> str:
+def _doing(witness: RankStatus) -> str:
     return witness.phase or _section(witness)
 
 
-def _last(witness: Witness) -> str:
+def _last(witness: RankStatus) -> str:
     records = _records(witness)
     return f"; its last call was {call_text(records[-1])}" if records else ""
 
 
-def _section(witness: Witness) -> str:
+def _section(witness: RankStatus) -> str:
     if witness.flight is not None and witness.flight.section:
         return witness.flight.section
     return "setup" if witness.phase in SET_UP else ""
 
 
-def _at(witness: Witness) -> str:
+def _at(witness: RankStatus) -> str:
     """The program's line, and the one that called it."""
     return f" ({' < '.join(witness.stack.split(' < ')[:2])})" if witness.stack else ""
 
 
-def _host(witness: Witness) -> str:
+def _host(witness: RankStatus) -> str:
     return f" ({witness.host})" if witness.host else ""
 
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from zeroshard.core.tiers import Tier
-from zeroshard.engine.build import Runtime
+from zeroshard.engine.build import ZeroRuntime
 from zeroshard.errors import UsageError
-from zeroshard.store.luggage import Luggage, Room, distinct
+from zeroshard.store.luggage import HostBuffer, SwappedStorages, distinct
 from zeroshard.zero.hooks import StepHooks, in_backward
 
 logger = logging.getLogger("zeroshard")
@@ -33,21 +33,21 @@ _CATEGORIES = {OPTIM_STATES: "optimizer", HP_PARAMS: "master"}
 _OWNER = "room for states that are away"
 
 
-class Away:
+class StateOffloader:
     """Moves one engine's state between device and host memory. Rank-local; every rank has to call it,
     since the next collective finds the parameters here or away."""
 
-    def __init__(self, runtime: Runtime, hooks: StepHooks, device: torch.device) -> None:
+    def __init__(self, runtime: ZeroRuntime, hooks: StepHooks, device: torch.device) -> None:
         self.kinds: frozenset[str] = frozenset()  # what is away
         self._runtime = runtime
         self._hooks = hooks
         self._device = device
-        self._luggage: dict[str, Luggage] = {}
-        self._rooms: list[Room] = []
-        self._spare: Room | None = None  # page-locked memory for the next time
+        self._luggage: dict[str, SwappedStorages] = {}
+        self._rooms: list[HostBuffer] = []
+        self._spare: HostBuffer | None = None  # page-locked memory for the next time
         self._guards: list[Any] = []
 
-    def check(self, call: str, *kinds: str) -> None:
+    def check_not_offloaded(self, call: str, *kinds: str) -> None:
         """Raise :class:`UsageError` if any of these is away; default: if anything is."""
         missing = [kind for kind in KINDS if kind in self.kinds and kind in (kinds or KINDS)]
         if missing:
@@ -73,11 +73,11 @@ class Away:
         for kind, parts in leaving.items():
             if kind == LP_GRADS:
                 for buffer in self._runtime.reducer.buffers:
-                    buffer.move(Tier.HOST, room.carry)
+                    buffer.move(Tier.HOST, room.copy_in)
                 continue
-            luggage = self._luggage[kind] = Luggage()
+            luggage = self._luggage[kind] = SwappedStorages()
             for here in parts:
-                luggage.pack(here, room)
+                luggage.swap_out(here, room)
         self._guard_optimizer()
         del leaving, parts
         if self._device.type == "cuda" and not non_blocking:
@@ -89,13 +89,13 @@ class Away:
         if not self.kinds:
             return
         for luggage in self._luggage.values():
-            luggage.unpack()
+            luggage.swap_in()
         for buffer in self._runtime.reducer.buffers:
             buffer.move(Tier.DEVICE, self._to_device)
         for unit in self._runtime.units:
-            unit.move_in()
+            unit.reload()
         if self._runtime.optimizer is not None:
-            self._runtime.optimizer.move_in()
+            self._runtime.optimizer.reload()
         self._arrived()
         if self._device.type == "cuda" and not non_blocking:
             torch.cuda.synchronize(self._device)
@@ -103,9 +103,9 @@ class Away:
     def close(self) -> None:
         """Parameters come back: those that rest whole stay readable. The rest is forgotten."""
         if LP_PARAMS in self._luggage:
-            self._luggage[LP_PARAMS].unpack()
+            self._luggage[LP_PARAMS].swap_in()
         for unit in self._runtime.units:
-            unit.move_in()
+            unit.reload()
         self._arrived()
         self.forget_spare()
 
@@ -124,7 +124,7 @@ class Away:
             raise UsageError("engine.offload_states() inside forward or backward: call it between.")
         self._hooks.recover()
         for unit in self._runtime.units:
-            if unit.pins:
+            if unit.pin_count:
                 raise UsageError(
                     f"engine.offload_states() while unit {unit.name!r} is gathered by "
                     "GatheredParameters: leave the context first."
@@ -134,14 +134,14 @@ class Away:
         """Tell the owners, and learn what of each kind is on the device."""
         runtime = self._runtime
         if LP_PARAMS in kinds:
-            yield LP_PARAMS, [flat for unit in runtime.units for flat in unit.move_out()]
+            yield LP_PARAMS, [flat for unit in runtime.units for flat in unit.offload()]
         for kind, category in _CATEGORIES.items():
             if kind in kinds and runtime.optimizer is not None:
-                yield kind, runtime.optimizer.move_out(category)
+                yield kind, runtime.optimizer.offload(category)
         if LP_GRADS in kinds:
             yield LP_GRADS, [held for b in runtime.reducer.buffers for held in b.held()]
 
-    def _room(self, leaving: list[Tensor], pin: bool) -> Room:
+    def _room(self, leaving: list[Tensor], pin: bool) -> HostBuffer:
         spare = self._spare
         if spare is not None and spare.clear_for(leaving):
             self._spare = None
@@ -149,7 +149,7 @@ class Away:
             room = spare
         else:
             self.forget_spare()
-            room = Room(leaving, pin=pin and self._device.type == "cuda")
+            room = HostBuffer(leaving, pin=pin and self._device.type == "cuda")
         self._rooms.append(room)
         return room
 
@@ -188,7 +188,7 @@ class Away:
         ]
 
     def _refusal(self, call: str) -> Callable[..., None]:
-        return lambda *_: self.check(call, OPTIM_STATES, HP_PARAMS, LP_PARAMS)
+        return lambda *_: self.check_not_offloaded(call, OPTIM_STATES, HP_PARAMS, LP_PARAMS)
 
 
 def kinds_of(include: Any) -> frozenset[str]:
@@ -220,7 +220,7 @@ def _target(device: Any) -> str:
     return name
 
 
-def goes_home(device: torch.device, home: torch.device) -> bool:
+def is_return(device: torch.device, home: torch.device) -> bool:
     """Is ``engine.to(device)`` a way back to the engine's own device? Otherwise it is to host memory.
 
     On CPU ranks both are one place: there it is home. Raises :class:`UsageError` for other devices.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.comm.collectives import Comm
-from zeroshard.comm.env import Place
+from zeroshard.comm.env import RankInfo
 from zeroshard.config import Config
 from zeroshard.core.layout import UnitLayout, pack
 from zeroshard.core.ledger import Ledger
@@ -24,20 +24,20 @@ from zeroshard.core.nbytes import StateBytes, UnitBytes, state_nbytes
 from zeroshard.core.stages import STAGES, Stage
 from zeroshard.core.tiers import Tier
 from zeroshard.engine.kernels import kernel_of
-from zeroshard.engine.offload import Stores, has_bus, update_threads
+from zeroshard.engine.offload import Stores, has_copy_streams, update_threads
 from zeroshard.engine.optimizers import WHOLE, Probe, probe, rebind
-from zeroshard.engine.preflight import check_room
+from zeroshard.engine.preflight import check_capacity
 from zeroshard.engine.resting import (
-    Resting,
+    OffloadPlan,
     check_device,
     grad_itemsizes,
-    plan_resting,
+    plan_offload,
     shaped_state,
 )
 from zeroshard.errors import UnsupportedError, UsageError
 from zeroshard.precision.policy import DtypeRow, Policy
-from zeroshard.zero.behind import Behind
-from zeroshard.zero.gather import Gatherer, Site
+from zeroshard.zero.behind import AsyncUpdateWorker
+from zeroshard.zero.gather import Prefetcher, WrappedModule
 from zeroshard.zero.gradients import GradBuffer
 from zeroshard.zero.materialize import check_meta, materialize
 from zeroshard.zero.optimizer import ShardedOptimizer
@@ -61,13 +61,13 @@ class UnitSpec:
 
 
 @dataclass(eq=False)
-class Runtime:
+class ZeroRuntime:
     """The parts that take a training step."""
 
     stage: Stage
     units: list[Unit]
-    sites: list[Site]
-    gatherer: Gatherer
+    sites: list[WrappedModule]
+    gatherer: Prefetcher
     reducer: GradReducer
     optimizer: ShardedOptimizer | None
     ledger: Ledger
@@ -207,10 +207,10 @@ def build_runtime(
     found: Mapping[torch.dtype, Probe],
     gather_comm: Comm,
     reduce_comm: Comm,
-    place: Place,
+    place: RankInfo,
     device: torch.device,
     expects_accumulation: Callable[[], bool],
-) -> Runtime:
+) -> ZeroRuntime:
     """Move the model's parameters into units and compose what acts on them. Collective.
 
     Rank 0's values win. At stage 3 a unit is sharded before the next one is touched, so that no rank
@@ -222,13 +222,13 @@ def build_runtime(
     params = dict(model.named_parameters())
     # The root runs around all other sites: it comes first, so that it is reduced last.
     in_order = sorted(specs, key=lambda spec: spec.site != "")
-    resting = plan_resting(
+    resting = plan_offload(
         {spec.name: spec.layout for spec in in_order},
         {spec.name: spec.row for spec in in_order if spec.trainable and optimizer is not None},
         config,
         rank=gather_comm.rank,
         whole=not all(probe.elementwise for probe in found.values()),
-        has_bus=has_bus(device),
+        has_bus=has_copy_streams(device),
     )
     plan = plan_bytes(
         specs,
@@ -243,7 +243,7 @@ def build_runtime(
     check_device(resting, device)
     if resting.is_away:
         planned = state_nbytes(plan, stage, gather_comm.rank)
-        forecast = check_room(planned, resting, config, gather_comm, place, device)
+        forecast = check_capacity(planned, resting, config, gather_comm, place, device)
     stores = Stores(config, ledger, resting, device)
     try:
         positions = {id(param): at for at, param in enumerate(params.values())}
@@ -264,16 +264,16 @@ def build_runtime(
                 comm=gather_comm,
                 ledger=ledger,
                 device=device,
-                rest_of=stores.rest_of(spec.name),
-                room=stores.room_of(spec.name),
+                rest_of=stores.shard_store_of(spec.name),
+                room=stores.allocator_of(spec.name),
             )
             units.append(unit)
             by_site[spec.site].append(unit)
         sites = [
-            Site(fqn or "root", modules[fqn], tuple(by_site[fqn]))
+            WrappedModule(fqn or "root", modules[fqn], tuple(by_site[fqn]))
             for fqn in [*(f for f in dict.fromkeys(s.site for s in specs) if f), ""]
         ]
-        gatherer = Gatherer(
+        gatherer = Prefetcher(
             sites,
             prefetch_numel=zero.stage3_prefetch_bucket_size if zero.overlap_comm else 0,
             live_numel=zero.stage3_max_live_parameters,
@@ -287,7 +287,7 @@ def build_runtime(
                 comm=reduce_comm,
                 ledger=ledger,
                 transient=stage.shards_grads or not bytes_of[spec.name].grad_nbytes,
-                rest=stores.grad_rest(
+                rest=stores.grad_store_of(
                     spec.name, bytes_of[spec.name].disk_grad_nbytes * spec.layout.shard_numel
                 ),
             )
@@ -305,7 +305,7 @@ def build_runtime(
         )
         sharded = None
         if optimizer is not None:
-            host = stores.host_side()
+            host = stores.host_staging()
             sharded = ShardedOptimizer(
                 optimizer,
                 buffers,
@@ -319,11 +319,11 @@ def build_runtime(
                 host=host,
                 behind=None
                 if host is None
-                else Behind(
+                else AsyncUpdateWorker(
                     device, threads=update_threads(device, place), delayed=stores.is_delayed
                 ),
             )
-        return Runtime(
+        return ZeroRuntime(
             stage, units, sites, gatherer, reducer, sharded, ledger, plan, stores, forecast
         )
     except BaseException:
@@ -347,7 +347,7 @@ def plan_bytes(
     *,
     many: bool,
     shards_grads: bool,
-    resting: Resting,
+    resting: OffloadPlan,
 ) -> list[UnitBytes]:
     """The bytes per element that each unit needs at rest. ``many``: gradients are accumulated;
     ``shards_grads``: each backward's are reduced at once."""

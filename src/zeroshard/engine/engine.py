@@ -18,10 +18,10 @@ from zeroshard.config import LoadedConfig
 from zeroshard.core.nbytes import state_nbytes
 from zeroshard.engine import export, setup
 from zeroshard.engine.arguments import check_loss, refused_graph
-from zeroshard.engine.away import Away, asked_of_to, check_keeps, goes_home
+from zeroshard.engine.away import StateOffloader, asked_of_to, check_keeps, is_return
 from zeroshard.engine.data import agreed_batches
 from zeroshard.engine.getters import GETTERS
-from zeroshard.engine.loading import Loads
+from zeroshard.engine.loading import CheckpointLoader
 from zeroshard.engine.observe import Observer
 from zeroshard.engine.report import (
     MemoryReport,
@@ -31,10 +31,10 @@ from zeroshard.engine.report import (
     rows_from_vector,
     vector_of,
 )
-from zeroshard.engine.saving import Saves
-from zeroshard.engine.update import Skips, Update
+from zeroshard.engine.saving import CheckpointSaver
+from zeroshard.engine.update import OptimizerStep, SkippedSteps
 from zeroshard.errors import LossScaleError, UnsupportedError, UsageError, in_short
-from zeroshard.zero.access import Training
+from zeroshard.zero.access import UnitOptimState
 from zeroshard.zero.hooks import StepHooks
 
 logger = logging.getLogger("zeroshard")
@@ -120,7 +120,7 @@ class Engine(nn.Module):
         self._weight = 1.0
         self._closed = False
         bf16 = self.settings.bf16
-        self._update = Update(
+        self._update = OptimizerStep(
             self.runtime,
             self.settings,
             watch=self._watch,
@@ -129,9 +129,9 @@ class Engine(nn.Module):
             device=self.device,
             checks_overflow=self.scales_loss or (bf16.enabled and bf16.check_grad_overflow),
         )
-        self._skips = Skips(lambda: self.lr_scheduler, self._groups)
+        self._skips = SkippedSteps(lambda: self.lr_scheduler, self._groups)
         for tile in self.runtime.optimizer.tiles if self.runtime.optimizer else ():
-            tile.unit.training = Training(
+            tile.unit.optim_state = UnitOptimState(
                 self.runtime.optimizer,
                 tile,
                 self.runtime.reducer.summed,
@@ -145,7 +145,7 @@ class Engine(nn.Module):
             on_backward_begin=self._on_backward_begin,
             on_abandon=self._on_abandon,
         )
-        self._away = Away(self.runtime, self._hooks, self.device)
+        self._away = StateOffloader(self.runtime, self._hooks, self.device)
         stores = self.runtime.stores
         self._observer = Observer(
             self.settings,
@@ -158,7 +158,7 @@ class Engine(nn.Module):
         if self._observer.watches_phases:
             for phase in ("forward", "backward", "step"):
                 setattr(self, phase, self._observer.phase(phase, getattr(self, phase)))
-        self._saves, self._loads = Saves(self), Loads(self)
+        self._saves, self._loads = CheckpointSaver(self), CheckpointLoader(self)
         self._gc = setup.ManualGC() if self.settings.disable_python_gc else None
 
     # ------------------------------------------------------------------ forward and backward
@@ -166,7 +166,7 @@ class Engine(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model. Returns what the model returns."""
         self._check_open()
-        self._away.check("engine.forward()", "lp_params")
+        self._away.check_not_offloaded("engine.forward()", "lp_params")
         if self.settings.fp16.enabled and self.settings.fp16.auto_cast:
             args, kwargs = setup.cast_floats((args, kwargs), torch.float16)
         if self.policy.autocast is None:
@@ -182,7 +182,7 @@ class Engine(nn.Module):
         ``scale_wrt_gas=False``: the caller divided already. Returns the divided loss, not loss-scaled.
         """
         self._check_open()
-        self._away.check("engine.backward()", "lp_params", "lp_grads")
+        self._away.check_not_offloaded("engine.backward()", "lp_params", "lp_grads")
         check_loss(loss)
         self._hooks.recover()
         if scale_wrt_gas and self.accumulation.steps > 1:
@@ -226,7 +226,7 @@ class Engine(nn.Module):
 
     def _on_backward_begin(self, landed: bool) -> bool:
         """Does the backward that begins count? If nobody announced it, not before a gradient landed."""
-        self._away.check("loss.backward()", "lp_params", "lp_grads")
+        self._away.check_not_offloaded("loss.backward()", "lp_params", "lp_grads")
         running = self._in_backward
         if not running and not landed:
             return False
@@ -270,7 +270,7 @@ class Engine(nn.Module):
         where an optimizer cannot skip there, or a parameter got no gradient.
         """
         self._check_open()
-        self._away.check("engine.step()")
+        self._away.check_not_offloaded("engine.step()")
         if self.accumulation.deferred:
             raise UsageError("engine.step() inside no_sync(): leave the context before stepping.")
         if self._hooks.recover():
@@ -293,8 +293,8 @@ class Engine(nn.Module):
                 "engine.step() before any backward of this step: there is no gradient. Call "
                 "engine.backward(loss) first."
             )
-        self._settle()
-        report, skipped, measures = self._update.take(self.global_steps + 1)
+        self._resolve_last_step()
+        report, skipped, measures = self._update.run(self.global_steps + 1)
         self.last_step = report
         self.global_steps += 1
         self._skips.advance(skipped, report, lr_kwargs or {})
@@ -329,9 +329,9 @@ class Engine(nn.Module):
 
     # ------------------------------------------------------------------ skipped steps
 
-    def _settle(self) -> None:
+    def _resolve_last_step(self) -> None:
         """Learn the outcome of the last step if the host does not know it yet."""
-        if (report := self._skips.settle()) is not None:
+        if (report := self._skips.resolve_last_step()) is not None:
             self._on_skip(report)
 
     @property
@@ -362,7 +362,7 @@ class Engine(nn.Module):
         """The first parameter, in model order, whose gradient is not finite on any rank."""
         bad = [float(place) for place, norm in self._norms if not norm.isfinite()]
         vote = torch.tensor([min(bad, default=float(2**31))], dtype=torch.float64)
-        index = int(self._comm.gather_small(vote.to(self.device), name="first bad").min())
+        index = int(self._comm.all_gather_small(vote.to(self.device), name="first bad").min())
         names = dict(enumerate(name for name, _ in self.module.named_parameters()))
         return repr(names.get(index, "unknown"))
 
@@ -406,7 +406,7 @@ class Engine(nn.Module):
         self._check_open()
         return agreed_batches(
             loader,
-            exchange=lambda vote: self._comm.gather_small(
+            exchange=lambda vote: self._comm.all_gather_small(
                 vote.to(self.device), name="batches"
             ).cpu(),
             join=self.settings.uneven == "join",
@@ -454,7 +454,7 @@ class Engine(nn.Module):
 
     def get_lr(self) -> list[float]:
         """Learning rate of each param group, for the next update."""
-        self._settle()
+        self._resolve_last_step()
         return [float(group["lr"]) for group in self._groups]
 
     def train_batch_size(self) -> int:
@@ -497,10 +497,10 @@ class Engine(nn.Module):
     def iter_full_params(self) -> Iterator[tuple[str, Tensor]]:
         """Stream ``(name, full values)`` of every parameter, one unit in memory at a time. Collective."""
         self._check_open()
-        self._update.publish_late()
+        self._update.all_gather_late()
         for unit in self.runtime.units:
-            unit.wait()
-            unit.absorb()
+            unit.wait_for_unshard()
+            unit.write_back_edits()
             nbytes = 0 if unit.resident else unit.full_nbytes
             with self.runtime.ledger.lend("iter_full_params", nbytes):
                 full_N = unit.full_N if unit.resident else unit.gathered_copy()
@@ -516,7 +516,7 @@ class Engine(nn.Module):
             return MemoryReport({self.global_rank: memory_rows(planned, measured)})
         self._check_open()
         vector = torch.tensor(vector_of(planned, measured), dtype=torch.float64, device=self.device)
-        rows = self._comm.gather_small(vector, name="memory report").tolist()
+        rows = self._comm.all_gather_small(vector, name="memory report").tolist()
         return MemoryReport({rank: rows_from_vector(row) for rank, row in enumerate(rows)})
 
     # ------------------------------------------------------------------ checkpoints
@@ -542,7 +542,7 @@ class Engine(nn.Module):
         """
         self._check_open()
         check_directory(save_dir, "engine.save_checkpoint()")
-        self._away.check("engine.save_checkpoint()")
+        self._away.check_not_offloaded("engine.save_checkpoint()")
         with self._watch.section("save"):
             self._saves.save(
                 save_dir,
@@ -585,7 +585,7 @@ class Engine(nn.Module):
         if self._closed:
             self._check_open()
         check_directory(load_dir, "engine.load_checkpoint()")
-        self._away.check("engine.load_checkpoint()")
+        self._away.check_not_offloaded("engine.load_checkpoint()")
         if custom_load_fn is not None:
             raise UnsupportedError(
                 "load_checkpoint(custom_load_fn=...): values go straight into shards, and no rank sees a "
@@ -648,7 +648,7 @@ class Engine(nn.Module):
         ``"cpu"``: :meth:`reload_states`. To the parameters' dtype, as :meth:`half` and the like: casts
         buffers. Raises :class:`UsageError` for other devices and dtypes."""
         device, dtype = asked_of_to(args, kwargs)
-        home = device is None or goes_home(device, self.device)
+        home = device is None or is_return(device, self.device)
         if dtype is not None:
             self._apply(lambda held: held.to(dtype) if held.is_floating_point() else held)
         if device is not None:
@@ -726,7 +726,7 @@ class Engine(nn.Module):
             rest.callback(self._saves.close, quiet=bool(reason))
             rest.callback(self._hooks.remove)
             if not reason:
-                rest.callback(self._update.publish_late)
+                rest.callback(self._update.all_gather_late)
             rest.callback(self._away.close)
 
     destroy = close

@@ -27,7 +27,7 @@ from zeroshard.checkpoint.export_plan import (
     parse_size,
     plan_shards,
 )
-from zeroshard.checkpoint.together import agree
+from zeroshard.checkpoint.together import run_on_all_ranks
 from zeroshard.engine.names import persistent_buffers
 from zeroshard.errors import UsageError
 
@@ -219,7 +219,7 @@ class _Agreed:
     def settle(self) -> None:
         """Raise :class:`CheckpointError` on every rank if rank 0 failed."""
         forum = self._engine._watch.forum
-        agree(forum, f"{self._call}() failed", "rank 0 writes weights", self._tell)
+        run_on_all_ranks(forum, f"{self._call}() failed", "rank 0 writes weights", self._tell)
 
     def _tell(self) -> None:
         if self._failure is not None:

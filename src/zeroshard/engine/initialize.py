@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from zeroshard.comm.env import discover, init_distributed, local_device
+from zeroshard.comm.env import init_distributed, local_device, rank_info_of
 from zeroshard.engine.arguments import check_dataset
 from zeroshard.engine.data import loader_for
 from zeroshard.engine.engine import Engine
@@ -55,7 +55,7 @@ def initialize(
     if training_data is not None:
         check_dataset(training_data)
     source = _one_config(args, config, config_params)
-    if discover().world_size > 1:
+    if rank_info_of().world_size > 1:
         init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     engine = engine_type(
         model,

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from zeroshard.engine.optimizer_classes import Lion, lion_
-from zeroshard.zero.onepass import Kernel
+from zeroshard.zero.onepass import UpdateKernel
 
 _State = dict[str, list[Tensor]]
 _Group = Mapping[str, Any]
 
 
-def kernel_of(optimizer: torch.optim.Optimizer, *, compiles: bool = True) -> Kernel | None:
+def kernel_of(optimizer: torch.optim.Optimizer, *, compiles: bool = True) -> UpdateKernel | None:
     """The optimizer's arithmetic as a function; None if only its own ``step`` knows it.
 
     ``compiles``: a compiled kernel may stand in for it (own key ``compile_update``).
@@ -24,17 +24,19 @@ def kernel_of(optimizer: torch.optim.Optimizer, *, compiles: bool = True) -> Ker
     """
     kind, groups = type(optimizer), optimizer.param_groups
     if kind is Lion:
-        return Kernel(_lion, ("exp_avg",), counts=False)
+        return UpdateKernel(_lion, ("exp_avg",), counts=False)
     if not all(group.get("fused") and not group.get("differentiable") for group in groups):
         return None
     if kind in (torch.optim.Adam, torch.optim.AdamW):
         plain = not any(group["amsgrad"] for group in groups)
         moments = ("exp_avg", "exp_avg_sq")
-        return Kernel(_adam, moments, counts=True, compiles=compiles) if plain else None
+        return UpdateKernel(_adam, moments, counts=True, compiles=compiles) if plain else None
     if kind is torch.optim.SGD:
         with_momentum = {group["momentum"] != 0 for group in groups}
         if len(with_momentum) == 1:
-            return Kernel(_sgd, ("momentum_buffer",) if with_momentum.pop() else (), counts=False)
+            return UpdateKernel(
+                _sgd, ("momentum_buffer",) if with_momentum.pop() else (), counts=False
+            )
     return None
 
 

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from zeroshard.checkpoint import directory as places
 from zeroshard.checkpoint import load, rng
-from zeroshard.checkpoint.local import Local
+from zeroshard.checkpoint.local import LocalState
 from zeroshard.checkpoint.saved import Source
-from zeroshard.checkpoint.sources import open_source
+from zeroshard.checkpoint.sources import open_checkpoint
 from zeroshard.checkpoint.spread import fetch_missing
-from zeroshard.checkpoint.together import agree
+from zeroshard.checkpoint.together import run_on_all_ranks
 from zeroshard.engine.names import persistent_buffers
 from zeroshard.engine.saving import IMPLEMENTATION
 from zeroshard.errors import CheckpointError, UsageError
@@ -39,7 +39,7 @@ _HALF_LOADED = (
 )
 
 
-class Loads:
+class CheckpointLoader:
     """Loads checkpoints into one engine."""
 
     def __init__(self, engine: Engine) -> None:
@@ -48,8 +48,8 @@ class Loads:
         self._is_half_loaded = False
 
     @property
-    def _local(self) -> Local:
-        return Local(self._engine.runtime.units, self._engine.runtime.optimizer)
+    def _local(self) -> LocalState:
+        return LocalState(self._engine.runtime.units, self._engine.runtime.optimizer)
 
     def load(
         self,
@@ -111,13 +111,13 @@ class Loads:
         else:
             engine.zero_grad()
         for unit in engine.runtime.units:
-            if unit.pins:
+            if unit.pin_count:
                 raise UsageError(
                     f"engine.load_checkpoint() while unit {unit.name!r} is gathered by "
                     "GatheredParameters: leave the context first."
                 )
-        engine._settle()
-        engine._update.publish_late()
+        engine._resolve_last_step()
+        engine._update.all_gather_late()
 
     def _candidates(self, root: Path, tag: object, *, missing_ok: bool) -> list[str]:
         """Rank 0 looks; everybody tries the same ones, in the same order. None: ``missing_ok``."""
@@ -159,7 +159,7 @@ class Loads:
         own: dict[str, Any] = {}
 
         def look() -> None:
-            opened.append(open_source(root, name))
+            opened.append(open_checkpoint(root, name))
             opened[0].probe(self._engine.global_rank)
             own.update(self._own_state(opened[0]))
 
@@ -291,7 +291,7 @@ class Loads:
         act: Callable[[], dict[str, Any] | None],
         decide: Callable[[list[dict[str, Any]]], dict[str, Any]] = lambda _said: {},
     ) -> dict[str, Any]:
-        return agree(self._engine._watch.forum, failed, topic, act, decide)
+        return run_on_all_ranks(self._engine._watch.forum, failed, topic, act, decide)
 
 
 def _check_buffers(saved: Mapping[str, Tensor], module: torch.nn.Module, path: Path) -> None:
@@ -310,7 +310,7 @@ def _check_buffers(saved: Mapping[str, Tensor], module: torch.nn.Module, path: P
 def _check_groups(
     source: Source,
     shared: Mapping[str, Any],
-    local: Local,
+    local: LocalState,
     names: Mapping[str, str],
     groups: Sequence[Mapping[str, Any]],
     optimizer: torch.optim.Optimizer | None,

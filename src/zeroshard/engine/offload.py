@@ -14,34 +14,40 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from zeroshard.comm.env import Place
+from zeroshard.comm.env import RankInfo
 from zeroshard.config import Config
 from zeroshard.core.ledger import Ledger
 from zeroshard.core.tiers import Tier
 from zeroshard.engine.optimizers import Probe
-from zeroshard.engine.resting import Resting, grad_itemsize, host_sizes, page_sizes
-from zeroshard.store.bus import Bus, CudaBus
+from zeroshard.engine.resting import OffloadPlan, grad_itemsize, host_sizes, page_sizes
+from zeroshard.store.bus import CopyStreams, CudaCopyStreams
 from zeroshard.store.disk import SwapFile
-from zeroshard.store.grads import GradOnDisk, GradUnwritten
+from zeroshard.store.grads import DiscardedGradStore, DiskGradStore
 from zeroshard.store.heap import return_large_blocks
 from zeroshard.store.pager import Pager, Timeline
 from zeroshard.store.pinned import HostArena, slot_nbytes
-from zeroshard.store.shards import InMemory, OnDisk, Rest, Room, Saves
-from zeroshard.zero.crossing import HostSide
-from zeroshard.zero.gradients import GradRest
+from zeroshard.store.shards import (
+    AllocateShard,
+    DiskShardStore,
+    MemoryShardStore,
+    ShardStore,
+    WritesInFlight,
+)
+from zeroshard.zero.crossing import HostStaging
+from zeroshard.zero.gradients import GradStore
 from zeroshard.zero.onepass import threads_for
 
 
-def has_bus(device: torch.device) -> bool:
+def has_copy_streams(device: torch.device) -> bool:
     """Is host memory another than the device's?"""
     return device.type != "cpu"
 
 
-def make_bus(device: torch.device, *, copies: bool) -> Bus | None:
+def make_copy_streams(device: torch.device, *, copies: bool) -> CopyStreams | None:
     """The way between ``device`` and host memory; None where that is one memory, unless ``copies``."""
     if device.type == "cuda":
-        return CudaBus(device)
-    return Bus() if copies else None
+        return CudaCopyStreams(device)
+    return CopyStreams() if copies else None
 
 
 class Stores:
@@ -51,11 +57,11 @@ class Stores:
     """
 
     def __init__(
-        self, config: Config, ledger: Ledger, resting: Resting, device: torch.device
+        self, config: Config, ledger: Ledger, resting: OffloadPlan, device: torch.device
     ) -> None:
         zero = config.zero_optimization
         self._ledger = ledger
-        self._saves, self._grad_saves = Saves(), Saves()
+        self._saves, self._grad_saves = WritesInFlight(), WritesInFlight()
         self._files: dict[str, SwapFile] = {}
         self._pager: Pager | None = None
         self._optimizer_path = zero.offload_optimizer.nvme_path if zero.offload_optimizer else None
@@ -69,7 +75,7 @@ class Stores:
             zero.offload_optimizer is not None and zero.offload_optimizer.delayed_update
         )
         self._arenas: list[HostArena] = []
-        self.bus: Bus | None = None
+        self.bus: CopyStreams | None = None
         if device.type == "cpu" and (resting.grads or Tier.DISK in resting.params.values()):
             return_large_blocks()  # shards and gradients come and go between activations
 
@@ -79,23 +85,23 @@ class Stores:
             self._files[path] = SwapFile(path)
         return self._files[path]
 
-    def rest_of(self, unit: str) -> Callable[[Tensor], Rest]:
+    def shard_store_of(self, unit: str) -> Callable[[Tensor], ShardStore]:
         """How the unit's shard becomes one that rests where the plan says."""
         tier = self._resting.tier_of(unit)
         if tier is not Tier.DISK or self._is_fake:
-            return partial(InMemory, tier=tier)
+            return partial(MemoryShardStore, tier=tier)
 
-        def on_disk(shard_S: Tensor) -> Rest:
-            rest = OnDisk(
+        def on_disk(shard_S: Tensor) -> ShardStore:
+            rest = DiskShardStore(
                 shard_S, self._file(self._param_path), self._saves, ledger=self._ledger, name=unit
             )
-            rest.save()
+            rest.write()
             rest.finish()  # construction holds one shard at a time
             return rest
 
         return on_disk
 
-    def room_of(self, unit: str) -> Room | None:
+    def allocator_of(self, unit: str) -> AllocateShard | None:
         """What gives the unit's shard its memory; None: the device. A GPU copies it over the bus for each
         use; what goes to disk has memory only then, and cannot stay pinned."""
         tier = self._resting.tier_of(unit)
@@ -111,14 +117,14 @@ class Stores:
 
         return pinned
 
-    def grad_rest(self, unit: str, nbytes: int) -> GradRest | None:
+    def grad_store_of(self, unit: str, nbytes: int) -> GradStore | None:
         """Where the unit's reduced gradient of ``nbytes`` waits for its update; None: where it is."""
         if unit not in self._resting.grads:
             return None
         if self._is_fake:
-            return GradUnwritten(ledger=self._ledger, name=unit)
+            return DiscardedGradStore(ledger=self._ledger, name=unit)
         file = self._file(self._optimizer_path)
-        return GradOnDisk(file, nbytes, self._grad_saves, ledger=self._ledger, name=unit)
+        return DiskGradStore(file, nbytes, self._grad_saves, ledger=self._ledger, name=unit)
 
     def pager(self, found: Mapping[torch.dtype, Probe]) -> Pager | None:
         """A ring for the pages on disk; None if there are none."""
@@ -128,7 +134,7 @@ class Stores:
         self._pager = Pager(self._file(self._optimizer_path), largest)
         return self._pager
 
-    def host_side(self) -> HostSide | None:
+    def host_staging(self) -> HostStaging | None:
         """What crosses the bus, and the memory for it; None where the device's memory is the host's.
 
         Of CPU ranks only the delayed update needs it: what forward reads must not change meanwhile.
@@ -136,7 +142,7 @@ class Stores:
         wanted = list(host_sizes(self._resting))
         if not wanted or self._is_fake:
             return None
-        self.bus = make_bus(self._device, copies=self.is_delayed)
+        self.bus = make_copy_streams(self._device, copies=self.is_delayed)
         if self.bus is None:
             return None
         nbytes = dict.fromkeys(("master", "scratch"), 0)
@@ -145,7 +151,7 @@ class Stores:
         self._ledger.hold("scratch", "buffers of the bus", nbytes["scratch"], Tier.HOST)
         arena = HostArena(sum(nbytes.values()), self._pins["optimizer"])
         self._arenas.append(arena)
-        return HostSide(self.bus, arena.take, grad_itemsize(self._resting))
+        return HostStaging(self.bus, arena.take, grad_itemsize(self._resting))
 
     @property
     def uses_disk(self) -> bool:
@@ -160,7 +166,7 @@ class Stores:
     @property
     def moved_nbytes(self) -> dict[str, int]:
         """Bytes counted since the engine was built: from and to disk, down from and up to the device."""
-        bus = self.bus or Bus()
+        bus = self.bus or CopyStreams()
         return {
             "read_nbytes": sum(file.read_nbytes for file in self._files.values()),
             "written_nbytes": sum(file.written_nbytes for file in self._files.values()),
@@ -179,7 +185,7 @@ class Stores:
             file.close()
 
 
-def update_threads(device: torch.device, place: Place) -> int:
+def update_threads(device: torch.device, place: RankInfo) -> int:
     """Of the update in host memory: beside a GPU the cores are free for it, CPU ranks compute on them."""
     omp = torch.get_num_threads()
     if device.type == "cpu":

@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from zeroshard.comm.collectives import Comm
-from zeroshard.comm.env import Place
+from zeroshard.comm.env import RankInfo
 from zeroshard.comm.host import host_number
 from zeroshard.config import Config
 from zeroshard.core.ledger import Key
@@ -21,7 +21,7 @@ from zeroshard.core.stages import STAGES
 from zeroshard.core.tiers import Tier
 from zeroshard.engine.fit import check_host
 from zeroshard.engine.host_memory import host_limits
-from zeroshard.engine.resting import Resting, host_sizes
+from zeroshard.engine.resting import OffloadPlan, host_sizes
 from zeroshard.errors import DiskError
 from zeroshard.store import disk_check
 
@@ -98,12 +98,12 @@ micro_batches=1, reductions=1)
     )
 
 
-def check_room(
+def check_capacity(
     planned: Mapping[Key, int],
-    resting: Resting,
+    resting: OffloadPlan,
     config: Config,
     comm: Comm,
-    place: Place,
+    place: RankInfo,
     device: torch.device,
 ) -> list[str]:
     """Refuse a plan that some host cannot hold, and forecast what its disks will cost. Collective.
@@ -134,7 +134,7 @@ def check_room(
     row_K = torch.tensor([*row, *astuple(mine)], dtype=torch.float64).to(device)
     forecasts: list[str] = []
     hosts: dict[int, list[tuple[list[int], Demand]]] = defaultdict(list)
-    rows = comm.gather_small(row_K, name="room")
+    rows = comm.all_gather_small(row_K, name="room")
     if isinstance(rows, FakeTensor):
         return []  # nothing will be held
     for number, *rest in rows.tolist():
@@ -154,7 +154,9 @@ def check_room(
             disk_check.check(path, wanted, free=free)
             if number == me and place.local_rank == 0 and wanted >= PROBED_FROM_NBYTES:
                 forecasts += _forecast(path, kinds, demands)
-    comm.gather_small(row_K[:1], name="room measured")  # until then nobody writes or takes blocks
+    comm.all_gather_small(
+        row_K[:1], name="room measured"
+    )  # until then nobody writes or takes blocks
     return forecasts
 
 

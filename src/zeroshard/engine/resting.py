@@ -24,7 +24,7 @@ _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 
 
 @dataclass(frozen=True)
-class Resting:
+class OffloadPlan:
     """Where state rests on this rank: by unit, spans of what it updates, and the tier of its shard.
 
     ``grads``: units whose reduced gradient waits on disk.
@@ -65,7 +65,7 @@ def param_placement(config: Config) -> Placement:
     return Placement(_TIERS[section.device], host_numel=section.max_in_cpu)
 
 
-def plan_resting(
+def plan_offload(
     layouts: Mapping[str, UnitLayout],
     trained: Mapping[str, DtypeRow],
     config: Config,
@@ -73,7 +73,7 @@ def plan_resting(
     rank: int,
     whole: bool,
     has_bus: bool,
-) -> Resting:
+) -> OffloadPlan:
     """``layouts``: units in forward order; ``trained``: those of them that are updated. ``whole``: the
     optimizer's matrices are never cut. ``has_bus``: host memory is not the device's."""
     optimizer, params = optimizer_placement(config), param_placement(config)
@@ -90,7 +90,7 @@ def plan_resting(
         tiers = {name: parts[0].tier for name, parts in zip(layouts, placed, strict=True) if parts}
     on_disk = {name for name, parts in spans.items() if _all_on_disk(parts)}
     # Across a bus a gradient waits in memory: the update would need it there, chunk by chunk.
-    return Resting(spans, tiers, trained, frozenset() if has_bus else frozenset(on_disk))
+    return OffloadPlan(spans, tiers, trained, frozenset() if has_bus else frozenset(on_disk))
 
 
 def _all_on_disk(spans: Sequence[Span]) -> bool:
@@ -111,7 +111,7 @@ def grad_itemsizes(
     return summed if many else 0, row.reduce.itemsize
 
 
-def check_device(resting: Resting, device: torch.device) -> None:
+def check_device(resting: OffloadPlan, device: torch.device) -> None:
     """Raise :class:`UnsupportedError` where a GPU would hold masters of parameters that it does not."""
     if device.type == "cpu":
         return
@@ -138,13 +138,13 @@ def shaped_state(probe: Probe, group: int) -> dict[str, torch.dtype]:
     return {name: dtype for name, dtype in kept.items() if dtype is not None}
 
 
-def grad_itemsize(resting: Resting) -> int:
+def grad_itemsize(resting: OffloadPlan) -> int:
     """Bytes of the widest element in which a gradient can come; one that a program sets is in fp32."""
     rows = resting.rows.values()
     return max([4, *(d.itemsize for row in rows for d in (row.reduce, row.grad_accum))])
 
 
-def page_sizes(resting: Resting, found: Mapping[torch.dtype, Probe]) -> Iterator[int]:
+def page_sizes(resting: OffloadPlan, found: Mapping[torch.dtype, Probe]) -> Iterator[int]:
     """The most bytes that each chunk on disk can need."""
     for name, spans in resting.spans.items():
         row = resting.rows[name]
@@ -155,7 +155,7 @@ def page_sizes(resting: Resting, found: Mapping[torch.dtype, Probe]) -> Iterator
                 yield page_nbytes(span.end - span.begin, dtypes)
 
 
-def host_sizes(resting: Resting) -> Iterator[tuple[str, int, torch.dtype]]:
+def host_sizes(resting: OffloadPlan) -> Iterator[tuple[str, int, torch.dtype]]:
     """What lies in pinned memory on a GPU machine, by ledger category: masters, scratch of the bus."""
     itemsize, widest = grad_itemsize(resting), {"grad": 0, "low": 0}
     for name, spans in resting.spans.items():

@@ -21,9 +21,9 @@ from torch import Tensor
 from zeroshard import __version__
 from zeroshard.checkpoint import directory as places
 from zeroshard.checkpoint import rng, tree
-from zeroshard.checkpoint.local import Local
-from zeroshard.checkpoint.merge import Facts
-from zeroshard.checkpoint.save import Job, Options, plan
+from zeroshard.checkpoint.local import LocalState
+from zeroshard.checkpoint.merge import CheckpointMetadata
+from zeroshard.checkpoint.save import Options, SaveTask, plan
 from zeroshard.checkpoint.zero_to_fp32 import SCRIPT
 from zeroshard.core.tiers import Tier
 from zeroshard.engine.host_memory import gib, host_limits
@@ -42,7 +42,7 @@ IMPLEMENTATION = frozenset(
 """Options of a param group that say how this program runs, not what it computes: not saved."""
 
 
-class Saves:
+class CheckpointSaver:
     """Saves one engine. At most one save is on its way."""
 
     def __init__(self, engine: Engine) -> None:
@@ -66,8 +66,8 @@ class Saves:
         engine, section = self._engine, self._section
         name = places.check_tag(f"global_step{engine.global_steps}" if tag is None else tag)
         self.wait()
-        engine._settle()
-        engine._update.publish_late()
+        engine._resolve_last_step()
+        engine._update.all_gather_late()
         if engine.accumulation.divided and engine.global_rank == 0:
             logger.warning(
                 "saving in the middle of a step: gradients of %d backwards are not saved, and a resumed "
@@ -77,7 +77,7 @@ class Saves:
         job = plan(
             Path(directory),
             name,
-            local=Local(engine.runtime.units, engine.runtime.optimizer),
+            local=LocalState(engine.runtime.units, engine.runtime.optimizer),
             forum=engine._watch.forum,
             facts=lambda: self._facts(client_state, save_latest, exclude_frozen),
             options=Options(
@@ -98,7 +98,7 @@ class Saves:
             job.run()
         return job.root / job.tag
 
-    def _run(self, job: Job) -> None:
+    def _run(self, job: SaveTask) -> None:
         """On the thread of a save behind."""
         try:
             job.run()
@@ -124,7 +124,7 @@ class Saves:
             self._images.clear()
             self._engine.runtime.ledger.hold("scratch", _OWNER, 0, Tier.HOST)
 
-    def _can_copy(self, job: Job) -> bool:
+    def _can_copy(self, job: SaveTask) -> bool:
         """Is there host memory for a copy of this rank's bytes? Else the save is synchronous here."""
         if self._engine.runtime.stores.uses_disk:
             logger.info("state rests on disk, and a copy of it in host memory is what that avoids: "
@@ -162,14 +162,14 @@ class Saves:
 
     def _facts(
         self, client_state: Mapping[str, Any], save_latest: bool, exclude_frozen: bool
-    ) -> Facts:
+    ) -> CheckpointMetadata:
         engine = self._engine
         shared, shared_tensors = self._shared(client_state)  # collective if it holds parameters
         mine = {"rng": rng.rng_state(engine.device)}
         if hasattr(engine.training_dataloader, "state_dict"):
             mine["data"] = engine.training_dataloader.state_dict()
         own, own_tensors = tree.encode(mine, where="rank")
-        return Facts(
+        return CheckpointMetadata(
             step=engine.global_steps,
             stage=int(engine.settings.zero_optimization.stage),
             writer={"zeroshard": __version__, "torch": str(torch.__version__)},

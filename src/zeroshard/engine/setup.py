@@ -13,8 +13,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from zeroshard.comm.collectives import Comm
-from zeroshard.comm.env import Place, current_place, discover, init_distributed, own_device
-from zeroshard.comm.watch import Watch, decline, open_watch
+from zeroshard.comm.env import (
+    RankInfo,
+    current_rank_info,
+    init_distributed,
+    own_device,
+    rank_info_of,
+)
+from zeroshard.comm.watch import CommSession, decline, open_session
 from zeroshard.config import Config, LoadedConfig, load_config
 from zeroshard.engine import build
 from zeroshard.engine.accumulate import Accumulation
@@ -32,16 +38,16 @@ from zeroshard.zero.unit import Unit
 
 
 @dataclass(eq=False)
-class Parts:
+class EngineParts:
     """Everything an engine is made of."""
 
     loaded: LoadedConfig
-    place: Place
+    place: RankInfo
     device: torch.device
     policy: Policy
     comm: Comm
-    watch: Watch
-    runtime: build.Runtime
+    watch: CommSession
+    runtime: build.ZeroRuntime
     scaler: LossScaler
     scheduler: Any
     accumulation: Accumulation
@@ -57,15 +63,15 @@ def assemble(
     lr_scheduler: Any,
     device: torch.device | str | None,
     as_deepspeed: bool = False,
-) -> Parts:
+) -> EngineParts:
     """Build all parts. Collective; ranks compare their plans before the first bytes move.
 
     ``as_deepspeed``: see :func:`load_config`.
     """
     check_model(model)
-    if discover().world_size > 1:  # one process needs no group, no port and no other backend
+    if rank_info_of().world_size > 1:  # one process needs no group, no port and no other backend
         init_distributed()
-    place = current_place()
+    place = current_rank_info()
     try:
         draft = _draft(
             model, place, config=config, optimizer=optimizer, model_parameters=model_parameters,
@@ -76,7 +82,7 @@ def assemble(
         raise
     settings, target = draft.loaded.config, draft.device
     choose_device(target)  # events are recorded, and kernels queued, on the current device
-    watch = open_watch(
+    watch = open_session(
         transport=settings.transport,
         device_type=target.type,
         trust=settings.trust,
@@ -108,7 +114,7 @@ def assemble(
     except BaseException as error:
         watch.close(in_short(error))
         raise
-    return Parts(
+    return EngineParts(
         draft.loaded, place, target, draft.policy, watch.gathers, watch, runtime,
         scaler_from(settings, target), draft.scheduler, accumulation, draft.monitors,
     )  # fmt: skip
@@ -136,7 +142,7 @@ class _Draft:
 
 def _draft(
     model: nn.Module,
-    place: Place,
+    place: RankInfo,
     *,
     config: Any,
     optimizer: Any,

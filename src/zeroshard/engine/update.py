@@ -9,15 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.comm.watch import Watch
+from zeroshard.comm.watch import CommSession
 from zeroshard.config import Config
 from zeroshard.engine import setup
 from zeroshard.engine.accumulate import Accumulation
-from zeroshard.engine.build import Runtime
+from zeroshard.engine.build import ZeroRuntime
 from zeroshard.engine.report import HostFlag, StepReport
 from zeroshard.errors import UsageError
 from zeroshard.precision.scaler import LossScaler
-from zeroshard.zero.behind import Pending
+from zeroshard.zero.behind import PendingUpdates
 from zeroshard.zero.clip import clip_factor, local_sum_of_squares
 from zeroshard.zero.touch import pack_flags, unpack_any
 from zeroshard.zero.unit import Unit
@@ -33,16 +33,16 @@ class Measures:
     own_norms: Sequence[tuple[int, Tensor]]  # of this rank's fragments, by parameter
 
 
-class Update:
+class OptimizerStep:
     """Finishes accumulated batches of one engine. ``checks_overflow``: a gradient that is not finite
     changes nothing."""
 
     def __init__(
         self,
-        runtime: Runtime,
+        runtime: ZeroRuntime,
         settings: Config,
         *,
-        watch: Watch,
+        watch: CommSession,
         scaler: LossScaler,
         accumulation: Accumulation,
         device: torch.device,
@@ -59,16 +59,16 @@ class Update:
         self._device = device
         self._wide = setup.widest(runtime.units)
         self._active = self._rounds = 0  # of "join": batches of all ranks, and of one, this step
-        self._late: list[tuple[Unit, Pending]] = []
+        self._late: list[tuple[Unit, PendingUpdates]] = []
         offload = settings.zero_optimization.offload_optimizer
         self._is_delayed = offload is not None and offload.delayed_update
 
-    def take(self, step: int) -> tuple[StepReport, bool | None, Measures]:
+    def run(self, step: int) -> tuple[StepReport, bool | None, Measures]:
         """Reduce, measure, update, publish. Was it skipped? None: only the device knows yet."""
         runtime, optimizer = self._runtime, self._runtime.optimizer
         assert optimizer is not None
-        self.publish_late()
-        optimizer.follow_edits()
+        self.all_gather_late()
+        optimizer.sync_edits()
         runtime.reducer.finish()
         measures = self._measure()
         norm, found_inf = measures.norm, measures.found_inf
@@ -91,7 +91,7 @@ class Update:
                 factor,
                 found_inf=on_device,
                 untouched=measures.untouched,
-                published=self._publish,
+                published=self._all_gather_updated,
             )
         self._scaler.update(found_inf if self.checks_overflow else torch.zeros_like(found_inf))
         self._watch.step(step)
@@ -132,28 +132,28 @@ class Update:
         asked = self._settings.zero_optimization.compute_grad_norm
         norms = optimizer.norms() if asked or self.checks_overflow else []
         squares = local_sum_of_squares([norm for _, norm in norms], self._device)
-        flags = [flag for buffer in runtime.reducer.buffers for flag in buffer.touched]
+        flags = [flag for buffer in runtime.reducer.buffers for flag in buffer.has_grad]
         words = torch.tensor(
             [float(self._watch.history()), *pack_flags(flags)],
             dtype=torch.float64,
             pin_memory=self._device.type == "cuda",  # from pageable memory the host would wait
         ).to(self._device, non_blocking=True)
-        rows = self._comm.gather_small(torch.cat([squares.view(1), words]), name="norm")
+        rows = self._comm.all_gather_small(torch.cat([squares.view(1), words]), name="norm")
         self._watch.check(rows[:, 1])
         total = rows[:, 0].sum().sqrt().to(self._wide)
         norm = total * self.mean_factor() / self._scaler.scale.to(self._wide) if asked else None
-        untouched = self._untouched(rows, flags)
+        untouched = self._without_grad(rows, flags)
         if untouched and not self._settings.zero_optimization.ignore_unused_parameters:
             self._refuse_unused(untouched)
         return Measures(norm, total.isfinite().logical_not(), untouched, norms)
 
-    def _untouched(self, rows: Tensor, flags: list[bool]) -> dict[int, frozenset[int]]:
+    def _without_grad(self, rows: Tensor, flags: list[bool]) -> dict[int, frozenset[int]]:
         if all(flags):  # only a rank that misses gradients has to ask what others had
             return {}
         seen = iter(flags if setup.is_fake(rows) else unpack_any(rows[:, 2:], len(flags)))
         untouched = {}
         for buffer in self._runtime.reducer.buffers:
-            missing = frozenset(i for i in range(len(buffer.touched)) if not next(seen))
+            missing = frozenset(i for i in range(len(buffer.has_grad)) if not next(seen))
             if missing:
                 untouched[id(buffer.unit)] = missing
         return untouched
@@ -172,7 +172,7 @@ class Update:
 
     # ------------------------------------------------------------------ publishing
 
-    def _publish(self, unit: Unit, pending: Pending | None) -> None:
+    def _all_gather_updated(self, unit: Unit, pending: PendingUpdates | None) -> None:
         """Send an updated shard of a whole unit; the next forward waits for it where it needs it.
 
         ``pending``: it is still being updated, behind. Units that ranks gather from each other right
@@ -181,25 +181,25 @@ class Update:
         if pending is not None and self._is_delayed:
             self._late.append((unit, pending))
         elif pending is not None and not (unit.resident and self._comm.world_size > 1):
-            unit.publish(pending.finish)
+            unit.all_gather_updated(pending.wait)
         elif self._runtime.stage.shards_optimizer:
             if pending is not None:
-                pending.finish()
-            unit.publish()
+                pending.wait()
+            unit.all_gather_updated()
             if self._settings.zero_optimization.overlap_comm is False:
-                unit.wait()
+                unit.wait_for_unshard()
         else:
-            unit.was_written()
+            unit.increment_versions()
 
-    def publish_late(self) -> None:
+    def all_gather_late(self) -> None:
         """Parameters whose update was put off (own key ``delayed_update``) get it now."""
         late, self._late = self._late, []
         for unit, pending in late:
-            pending.finish()
-            unit.publish()
+            pending.wait()
+            unit.all_gather_updated()
 
 
-class Skips:
+class SkippedSteps:
     """Which steps changed nothing, and what that means for the schedule.
 
     ``scheduler()``: the schedule of the moment (programs take it away to step it themselves).
@@ -220,7 +220,7 @@ class Skips:
         if not skipped and scheduler is not None:
             scheduler.step(**lr_kwargs)
 
-    def settle(self) -> StepReport | None:
+    def resolve_last_step(self) -> StepReport | None:
         """Learn the outcome of the last step if the host does not know it yet; the report of a skip.
 
         It waits for that step alone: the forward and backward that came after stay queued.

@@ -38,7 +38,7 @@ import torch
 from accelerate.utils import MODEL_NAME, DistributedType
 from torch import Tensor, nn
 
-from zeroshard.comm.env import discover
+from zeroshard.comm.env import rank_info_of
 from zeroshard.config.read import Source, read_source
 from zeroshard.engine.initialize import initialize
 from zeroshard.errors import UsageError
@@ -106,7 +106,7 @@ class Accelerator(accelerate.Accelerator):
             raise UsageError(
                 f'mixed_precision="{self.mixed_precision}": the engine trains in fp32, bf16 or fp16.'
             )
-        world_size = discover().world_size
+        world_size = rank_info_of().world_size
         if world_size != self.num_processes:
             raise UsageError(
                 f"the launcher started {world_size} processes, but Accelerate sees "

@@ -61,7 +61,7 @@ class PreparedEngine(Engine):
                 "clip_grad_norm_() before any backward of this step: there is no gradient. Call "
                 "accelerator.backward(loss) first."
             )
-        self._update.publish_late()
+        self._update.all_gather_late()
         self.runtime.reducer.finish()
         norm = self._update._measure().norm
         if norm is None:

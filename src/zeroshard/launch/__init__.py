@@ -8,6 +8,6 @@ from __future__ import annotations
 
 from zeroshard.launch.decide import LAUNCHERS, LaunchRequest
 from zeroshard.launch.launcher import launch
-from zeroshard.launch.supervise import Patience
+from zeroshard.launch.supervise import ShutdownTimeouts
 
-__all__ = ["LAUNCHERS", "LaunchRequest", "Patience", "launch"]
+__all__ = ["LAUNCHERS", "LaunchRequest", "ShutdownTimeouts", "launch"]

@@ -42,10 +42,16 @@ from zeroshard.launch.cgroup import (
     read_shm_nbytes,
 )
 from zeroshard.launch.cores import bound
-from zeroshard.launch.decode import EXIT_SURVIVOR, Death, Kernel, Report, build_report
-from zeroshard.launch.guardian import Guardian
+from zeroshard.launch.decode import (
+    EXIT_SURVIVOR,
+    ExitReport,
+    KernelCounters,
+    RankExit,
+    build_report,
+)
+from zeroshard.launch.guardian import OrphanReaper
 from zeroshard.launch.streams import Streams
-from zeroshard.launch.supervise import Herd, Patience
+from zeroshard.launch.supervise import ShutdownTimeouts, WorkerSupervisor
 
 _TICK_S = 0.02
 _RSS_EVERY_S = 1.0
@@ -67,7 +73,7 @@ class NodeRun:
     env: Mapping[str, str] = field(default_factory=dict)  # added to the launcher's environment
     cpus: tuple[tuple[int, ...], ...] = ()  # of each local rank; empty: those of the launcher
     log_dir: Path | None = None
-    patience: Patience = field(default_factory=Patience)
+    patience: ShutdownTimeouts = field(default_factory=ShutdownTimeouts)
     verbose: bool = False
 
 
@@ -84,7 +90,7 @@ def _run_node(run: NodeRun, console: TextIO, scratch: Path) -> int:
     # a single rank keeps the terminal (progress bars, debuggers); lines of several must not mix
     outputs = sys.stdout.buffer if run.num_local * run.num_nodes > 1 else None
     streams = Streams(console.buffer, outputs, run.log_dir)
-    guardian = Guardian()
+    guardian = OrphanReaper()
     watch = _Watch(run, streams, guardian)
     try:
         with _quiet_torch(run.verbose), _signals(prompt=run.num_nodes > 1):
@@ -103,7 +109,7 @@ def _run_node(run: NodeRun, console: TextIO, scratch: Path) -> int:
     finally:
         guardian.dismiss()
     limit = memory.cgroup.limit_nbytes if memory.cgroup else None
-    kernel = Kernel(read_oom_counters().since(before), limit, read_shm_nbytes())
+    kernel = KernelCounters(read_oom_counters().since(before), limit, read_shm_nbytes())
     interrupted = watch.herd.interrupted if watch.herd else None
     streams.finish(release=not any(d.exitcode for d in watch.deaths) and interrupted is None)
     deaths = [_with_words(death, streams, scratch) for death in watch.deaths]
@@ -115,7 +121,7 @@ def _run_node(run: NodeRun, console: TextIO, scratch: Path) -> int:
 class _Watch:
     """The herd of this node once it runs, with what is sampled while it lives."""
 
-    def __init__(self, run: NodeRun, streams: Streams, guardian: Guardian) -> None:
+    def __init__(self, run: NodeRun, streams: Streams, guardian: OrphanReaper) -> None:
         self._guardian = guardian
         self._run = run
         self._streams = streams
@@ -123,14 +129,14 @@ class _Watch:
         self._next_sample_s = 0.0
         # What nohup made the launcher ignore stays ignored (torch's agent does not keep this).
         self._ignored = {n for n in _HANDLED if signal.getsignal(n) is signal.SIG_IGN}
-        self.herd: Herd | None = None
+        self.herd: WorkerSupervisor | None = None
 
     @property
     def started(self) -> bool:
         return self.herd is not None
 
     @property
-    def deaths(self) -> list[Death]:
+    def deaths(self) -> list[RankExit]:
         """Deaths so far, in order, with the memory last seen of each rank."""
         deaths = self.herd.deaths if self.herd else []
         return [replace(d, peak_rss_nbytes=self._peak_nbytes.get(d.rank)) for d in deaths]
@@ -139,7 +145,7 @@ class _Watch:
         """The ranks run: watch them, and take over the signals that torch's agent would act on."""
         self._guardian.watch(process.pid for process in processes.values())
         self._streams.start()
-        self.herd = Herd(processes, patience=self._run.patience)
+        self.herd = WorkerSupervisor(processes, patience=self._run.patience)
         if threading.current_thread() is threading.main_thread():
             for number in _HANDLED:
                 ignored = number in self._ignored
@@ -287,7 +293,7 @@ def _signals(*, prompt: bool) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _with_words(death: Death, streams: Streams, scratch: Path) -> Death:
+def _with_words(death: RankExit, streams: Streams, scratch: Path) -> RankExit:
     """The death with what the rank wrote last."""
     try:
         error_file = _error_file(scratch, death.rank).read_text(errors="replace")
@@ -300,7 +306,7 @@ def _error_file(scratch: Path, rank: int) -> Path:
     return scratch / f"error-{rank}.json"
 
 
-def _print(report: Report, streams: Streams, console: TextIO) -> None:
+def _print(report: ExitReport, streams: Streams, console: TextIO) -> None:
     for line in report.lines:
         print(f"zeroshard: {line}", file=console)
     if report.root is not None and report.trace:

@@ -17,7 +17,7 @@ from zeroshard.launch.hosts import Host, check_filters, parse_hostfile, select
 from zeroshard.launch.mpi import MPI_LAUNCHERS
 from zeroshard.launch.remote import this_launcher
 from zeroshard.launch.slurm import SlurmJob, rank_env, read_slurm, srun_command
-from zeroshard.launch.supervise import Patience
+from zeroshard.launch.supervise import ShutdownTimeouts
 
 DEFAULT_PORT = 29500
 LAUNCHERS = ("ssh", "pdsh", "slurm", *MPI_LAUNCHERS)
@@ -55,7 +55,7 @@ class LaunchRequest:
     save_pid: bool = False
     each_rank_log: str | None = None
     expect_memory_per_rank: str | None = None
-    patience: Patience = field(default_factory=Patience)
+    patience: ShutdownTimeouts = field(default_factory=ShutdownTimeouts)
     quiet: bool = False
     verbose: bool = False
     leash: bool = False  # another launcher holds our standard input
@@ -90,28 +90,28 @@ class RunSrun:
 
 
 @dataclass(frozen=True, slots=True)
-class BecomeRank:
+class ExecAsRank:
     """SLURM started one task per rank: this process is one."""
 
     env: Mapping[str, str]
 
 
-Decision = RunHere | RunNodes | RunSrun | BecomeRank
+LaunchPlan = RunHere | RunNodes | RunSrun | ExecAsRank
 
 
-def decide(
+def plan_launch(
     request: LaunchRequest, env: Mapping[str, str], *, this_host: tuple[str, ...], has_srun: bool
-) -> Decision:
+) -> LaunchPlan:
     """Who starts whom; reads the hostfile and nothing else. Raises LaunchError for what cannot work."""
     check_request(request)
-    decision = _decide(request, env, this_host=this_host, has_srun=has_srun)
+    decision = _plan(request, env, this_host=this_host, has_srun=has_srun)
     _check_effect(request, decision)
     return decision
 
 
-def _decide(
+def _plan(
     request: LaunchRequest, env: Mapping[str, str], *, this_host: tuple[str, ...], has_srun: bool
-) -> Decision:
+) -> LaunchPlan:
     job = _slurm_job(request, env)
     if job is not None and job.one_rank_per_task:
         if request.nproc is not None:
@@ -120,13 +120,13 @@ def _decide(
                 f"one rank, so --nproc {request.nproc} has no meaning; leave it out, or use "
                 "--ntasks-per-node=1."
             )
-        return BecomeRank(
+        return ExecAsRank(
             rank_env(job, master_addr=request.master_addr, master_port=request.master_port)
         )
     if job is not None and (len(job.hosts) > 1 or job.in_step or request.force_multi):
-        return _decide_slurm(request, job, has_srun)
+        return _plan_slurm(request, job, has_srun)
     if request.hostfile is None:
-        return _decide_without_hosts(request)
+        return _plan_without_hosts(request)
     hosts = _listed_hosts(request, request.hostfile)
     if request.no_ssh:
         rank = _node_rank(request, len(hosts))
@@ -139,7 +139,7 @@ def _decide(
     return RunNodes(hosts, request.master_port or DEFAULT_PORT, starter)
 
 
-def notices(request: LaunchRequest, decision: Decision) -> tuple[str, ...]:
+def notices(request: LaunchRequest, decision: LaunchPlan) -> tuple[str, ...]:
     """What a user should know about options that do something else than their name says, or nothing."""
     said: list[str] = []
     if isinstance(decision, RunNodes) and request.launcher == "pdsh":
@@ -179,7 +179,7 @@ def _listed_hosts(request: LaunchRequest, hostfile: str) -> tuple[Host, ...]:
     )
 
 
-def _decide_without_hosts(request: LaunchRequest) -> RunHere:
+def _plan_without_hosts(request: LaunchRequest) -> RunHere:
     if request.force_multi:
         raise LaunchError(
             "--force_multi starts a launcher on each host, and no host is named: give --hostfile."
@@ -211,7 +211,7 @@ def _decide_without_hosts(request: LaunchRequest) -> RunHere:
     return RunHere(nproc, 1, 0, request.master_addr, request.master_port, devices)
 
 
-def _decide_slurm(request: LaunchRequest, job: SlurmJob, has_srun: bool) -> RunHere | RunSrun:
+def _plan_slurm(request: LaunchRequest, job: SlurmJob, has_srun: bool) -> RunHere | RunSrun:
     nproc = request.nproc or job.tasks_per_node or None
     address, port = request.master_addr or job.hosts[0], request.master_port or job.port
     if job.in_step:
@@ -295,7 +295,7 @@ def passed_on(request: LaunchRequest) -> list[str]:
         words += ["--enable_each_rank_log", request.each_rank_log]
     if request.expect_memory_per_rank:
         words += ["--expect-memory-per-rank", request.expect_memory_per_rank]
-    if request.patience != Patience():
+    if request.patience != ShutdownTimeouts():
         words += ["--grace-s", str(request.patience.grace_s)]
         words += ["--stop-s", str(request.patience.stop_s)]
     return words
@@ -350,20 +350,20 @@ def _check_launcher(request: LaunchRequest) -> None:
         ) from error
 
 
-def _check_effect(request: LaunchRequest, decision: Decision) -> None:
+def _check_effect(request: LaunchRequest, decision: LaunchPlan) -> None:
     """Refuse options that would do nothing where it was decided to run."""
-    if request.venv_script is not None and isinstance(decision, (RunHere, BecomeRank)):
+    if request.venv_script is not None and isinstance(decision, (RunHere, ExecAsRank)):
         raise LaunchError(
             f"--venv_script {request.venv_script!r} is for launchers that are started on other hosts. "
             "Here, activate the environment before this command."
         )
     binds = request.bind_cores or request.bind_core_list is not None
-    if binds and isinstance(decision, BecomeRank):
+    if binds and isinstance(decision, ExecAsRank):
         raise LaunchError(
             "--bind_cores_to_rank: SLURM started one task per rank, and binds them itself. Use "
             "srun --cpu-bind=cores, or --ntasks-per-node=1."
         )
-    becomes = isinstance(decision, (RunSrun, BecomeRank)) or (
+    becomes = isinstance(decision, (RunSrun, ExecAsRank)) or (
         isinstance(decision, RunNodes) and decision.starter in MPI_LAUNCHERS
     )
     if request.save_pid and becomes:

@@ -32,7 +32,7 @@ _GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class Death:
+class RankExit:
     """One ended process. ``exitcode`` is negative for a signal, as in :mod:`subprocess`."""
 
     rank: int
@@ -45,7 +45,7 @@ class Death:
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
+class KernelCounters:
     """What the kernel counted during the run, and the limit it enforced."""
 
     oom: OomCounters
@@ -54,17 +54,17 @@ class Kernel:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ExitCause:
     """A death in words: ``rank 3 <what>``."""
 
-    death: Death
+    death: RankExit
     what: str
     consequence: bool
     trace: Trace | None
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ExitReport:
     """What the launcher prints, and its exit code."""
 
     lines: tuple[str, ...]
@@ -74,50 +74,50 @@ class Report:
     consequence: bool = False  # even the root only followed a failure elsewhere
 
 
-def decode(death: Death, kernel: Kernel) -> Verdict:
+def explain_exit(death: RankExit, kernel: KernelCounters) -> ExitCause:
     """What one exit code means, given what the rank wrote and what the kernel counted."""
     trace = trace_of_error_file(death.error_file) or last_trace(death.stderr)
     if death.stopped:
-        return Verdict(death, "was stopped by the launcher", True, None)
+        return ExitCause(death, "was stopped by the launcher", True, None)
     if death.exitcode < 0:
-        return Verdict(death, _signal(death, kernel), False, trace)
+        return ExitCause(death, _signal(death, kernel), False, trace)
     headline = f": {trace.headline}" if trace else ""
     if death.exitcode == EXIT_SURVIVOR:
-        return Verdict(death, f"lost its peers (exit code 76){headline}", True, trace)
+        return ExitCause(death, f"lost its peers (exit code 76){headline}", True, trace)
     if death.exitcode == EXIT_VERDICT:
-        return Verdict(
+        return ExitCause(
             death, f"stopped on ZeroShard's verdict (exit code 75){headline}", False, trace
         )
     if trace is None:
         what = f"exited with code {death.exitcode} and left no traceback"
-        return Verdict(death, what, False, None)
+        return ExitCause(death, what, False, None)
     if death.exitcode != 1:  # an uncaught exception always ends Python with 1
         what = f"exited with code {death.exitcode}; its last traceback was {trace.headline}"
-        return Verdict(death, what, False, trace)
+        return ExitCause(death, what, False, trace)
     lost = _LOST_PEER.search(trace.text)
     if lost is not None:
-        return Verdict(death, f"lost its peers: {lost[0]} (exit code 1)", True, trace)
+        return ExitCause(death, f"lost its peers: {lost[0]} (exit code 1)", True, trace)
     what = f"raised {trace.headline} (exit code 1)"
     if _WANTS_GPU.search(trace.headline):
         what += f"; {_USE_CPU}"
-    return Verdict(death, what, False, trace)
+    return ExitCause(death, what, False, trace)
 
 
 def build_report(
-    deaths: Sequence[Death], kernel: Kernel, *, interrupted: signal.Signals | None = None
-) -> Report:
+    deaths: Sequence[RankExit], kernel: KernelCounters, *, interrupted: signal.Signals | None = None
+) -> ExitReport:
     """The lines for a finished run: the cause, other causes, then the consequences, folded.
 
     A run without a failed rank has no lines. ``interrupted`` is the signal by which the user ended
     it.
     """
     ordered = sorted(deaths, key=lambda death: (death.at_s, death.rank))
-    failed = [decode(death, kernel) for death in ordered if death.exitcode != 0]
+    failed = [explain_exit(death, kernel) for death in ordered if death.exitcode != 0]
     if interrupted is not None:
         text = f"stopped by {interrupted.name}; {_ranks([d.rank for d in ordered])} ended."
-        return Report((text,), None, "", 128 + interrupted)
+        return ExitReport((text,), None, "", 128 + interrupted)
     if not failed:
-        return Report((), None, "", 0)
+        return ExitReport((), None, "", 0)
     root = next((v for v in failed if not v.consequence), failed[0])
     causes = [root] + [v for v in failed if not v.consequence and v is not root]
     folded = [v for v in failed if v.consequence and v is not root]
@@ -129,7 +129,7 @@ def build_report(
         )
     lines += [f"{who} followed: {what}." for who, what in _grouped(folded)]
     code = root.death.exitcode
-    return Report(
+    return ExitReport(
         lines=tuple(lines),
         root=root.death.rank,
         trace=root.trace.text if root.trace else "",
@@ -138,7 +138,7 @@ def build_report(
     )
 
 
-def _signal(death: Death, kernel: Kernel) -> str:
+def _signal(death: RankExit, kernel: KernelCounters) -> str:
     """The meaning of a fatal signal, as ``was killed by ...``."""
     number = -death.exitcode
     if number == signal.SIGKILL:
@@ -166,7 +166,7 @@ def _signal(death: Death, kernel: Kernel) -> str:
     return f"was ended by {name}, sent from outside"
 
 
-def _killed(death: Death, kernel: Kernel) -> str:
+def _killed(death: RankExit, kernel: KernelCounters) -> str:
     rss = (
         ""
         if death.peak_rss_nbytes is None
@@ -189,7 +189,7 @@ def _killed(death: Death, kernel: Kernel) -> str:
     return f"got SIGKILL from outside (scheduler or user); no OOM kill was counted{rss}"
 
 
-def _grouped(verdicts: Sequence[Verdict]) -> list[tuple[str, str]]:
+def _grouped(verdicts: Sequence[ExitCause]) -> list[tuple[str, str]]:
     """Ranks that died in the same words share a line, in order of their first death."""
     groups: dict[str, list[int]] = {}
     for verdict in verdicts:

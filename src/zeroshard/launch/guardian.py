@@ -26,7 +26,7 @@ for group in groups:
 """
 
 
-class Guardian:
+class OrphanReaper:
     """Watches over process groups from outside of this process, until :meth:`dismiss`."""
 
     def __init__(self) -> None:

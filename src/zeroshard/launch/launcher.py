@@ -17,14 +17,14 @@ from zeroshard.errors import LaunchError
 from zeroshard.launch.cgroup import read_shm_nbytes
 from zeroshard.launch.cores import Shares, parse_core_list, read_cpus, share_cores, share_listed
 from zeroshard.launch.decide import (
-    BecomeRank,
+    ExecAsRank,
     LaunchRequest,
     RunHere,
     RunNodes,
     RunSrun,
-    decide,
     notices,
     passed_on,
+    plan_launch,
 )
 from zeroshard.launch.environ import (
     DEEPSPEED_ENVIRONMENT_NAME,
@@ -37,14 +37,14 @@ from zeroshard.launch.mpi import mpi_flags, mpirun_command
 from zeroshard.launch.preflight import check_memory, parse_nbytes
 from zeroshard.launch.remote import (
     NodeCommand,
-    hold_leash,
+    end_with_parent_pipe,
     names_of_this_host,
     node_commands,
     run_nodes,
     ssh_words,
     this_launcher,
 )
-from zeroshard.launch.supervise import Patience
+from zeroshard.launch.supervise import ShutdownTimeouts
 
 _PID_FOLDER = Path("/tmp")  # whatever TMPDIR says: programs look there
 
@@ -59,13 +59,13 @@ def launch(request: LaunchRequest, console: TextIO | None = None) -> int:
     # a full name may take the name service seconds: ask only where it matters
     fqdn = socket.getfqdn() if request.hostfile else ""
     this_host = names_of_this_host(socket.gethostname(), fqdn)
-    decision = decide(
+    decision = plan_launch(
         request, os.environ, this_host=this_host, has_srun=shutil.which("srun") is not None
     )
     _check_script(request)
     for text in () if request.quiet else notices(request, decision):
         print(f"zeroshard: {text}", file=console)
-    if isinstance(decision, BecomeRank):
+    if isinstance(decision, ExecAsRank):
         program, arguments = _program(request)
         local_rank = int(decision.env["LOCAL_RANK"])
         if request.pass_local_rank:
@@ -101,7 +101,7 @@ def _run_nodes(
         commands,
         ssh=ssh_words(request.ssh_port, extra),
         # a node's own launcher is given the time to end its ranks and to report
-        patience=Patience(request.patience.grace_s + 5, request.patience.stop_s + 10),
+        patience=ShutdownTimeouts(request.patience.grace_s + 5, request.patience.stop_s + 10),
         console=console,
     )
 
@@ -128,7 +128,7 @@ def _pid_file() -> Iterator[None]:
 
 def _run_here(request: LaunchRequest, here: RunHere, console: TextIO) -> int:
     if request.leash:
-        hold_leash()
+        end_with_parent_pipe()
     num_local = here.num_local or _visible_gpus()
     expected = request.expect_memory_per_rank
     warnings = check_memory(

@@ -24,7 +24,7 @@ from typing import TextIO
 from zeroshard.errors import LaunchError
 from zeroshard.launch.decode import EXIT_SURVIVOR
 from zeroshard.launch.hosts import Host
-from zeroshard.launch.supervise import Herd, Patience, Process
+from zeroshard.launch.supervise import ShutdownTimeouts, WorkerProcess, WorkerSupervisor
 
 _TICK_S = 0.05
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
@@ -102,7 +102,7 @@ def run_nodes(
     commands: Sequence[NodeCommand],
     *,
     ssh: Sequence[str],
-    patience: Patience,
+    patience: ShutdownTimeouts,
     console: TextIO,
 ) -> int:
     """Start all launchers and wait; gives the exit code of the first one that failed by itself."""
@@ -120,7 +120,7 @@ def run_nodes(
             raise LaunchError(
                 f"node {rank} ({command.host.name}): cannot execute {argv[0]!r}: {error.strerror}."
             ) from error
-    herd = Herd(processes, patience=patience, send=_send)
+    herd = WorkerSupervisor(processes, patience=patience, send=_send)
     handled = (signal.SIGINT, signal.SIGTERM)
 
     def on_signal(number: int, _: FrameType | None) -> None:
@@ -154,7 +154,7 @@ def run_nodes(
     return code if code >= 0 else 128 - code
 
 
-def hold_leash() -> threading.Thread:
+def end_with_parent_pipe() -> threading.Thread:
     """Obey the launcher that started this one: its words, and its end, become signals to us.
 
     Takes the standard input away from the ranks, which would otherwise read the words.
@@ -202,7 +202,7 @@ def _obey(word: str) -> None:
             os.kill(os.getpid(), number)
 
 
-def _send(_: int, process: Process, number: signal.Signals) -> None:
+def _send(_: int, process: WorkerProcess, number: signal.Signals) -> None:
     """Pull a launcher's leash; once it was let go and that did not help, kill our end of it."""
     if isinstance(process, subprocess.Popen):
         if process.stdin is None or process.stdin.closed:

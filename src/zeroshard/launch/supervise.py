@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from zeroshard.launch.decode import Death
+from zeroshard.launch.decode import RankExit
 
 
-class Process(Protocol):
+class WorkerProcess(Protocol):
     """The part of :class:`subprocess.Popen` that a herd uses."""
 
     pid: int
@@ -41,17 +41,17 @@ class Phase(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class ShutdownTimeouts:
     """Seconds given to each phase of the end."""
 
     grace_s: float = 5.0  # for survivors of a failure to end by themselves
     stop_s: float = 30.0  # between the request to stop and SIGKILL
 
 
-Send = Callable[[int, Process, signal.Signals], None]
+Send = Callable[[int, WorkerProcess, signal.Signals], None]
 
 
-def signal_group(_: int, process: Process, number: signal.Signals) -> None:
+def signal_group(_: int, process: WorkerProcess, number: signal.Signals) -> None:
     """Signal a process and its descendants; it must lead its own session (and may be a zombie)."""
     try:
         os.killpg(process.pid, number)
@@ -59,7 +59,7 @@ def signal_group(_: int, process: Process, number: signal.Signals) -> None:
         return
 
 
-class Herd:
+class WorkerSupervisor:
     """Processes by rank, started by the caller, each leading its own session.
 
     ``send`` delivers a signal to a member; ``clock`` gives seconds.
@@ -67,9 +67,9 @@ class Herd:
 
     def __init__(
         self,
-        processes: Mapping[int, Process],
+        processes: Mapping[int, WorkerProcess],
         *,
-        patience: Patience,
+        patience: ShutdownTimeouts,
         send: Send = signal_group,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -81,10 +81,10 @@ class Herd:
         self._told: set[int] = set()  # ranks that were alive when the launcher ordered the stop
         self.phase = Phase.RUNNING
         self.interrupted: signal.Signals | None = None
-        self.deaths: list[Death] = []
+        self.deaths: list[RankExit] = []
 
     @property
-    def alive(self) -> dict[int, Process]:
+    def alive(self) -> dict[int, WorkerProcess]:
         """Members that have not ended, as of the last tick."""
         return dict(self._alive)
 
@@ -98,7 +98,7 @@ class Herd:
             code = self._ended(rank, process)
             if code is not None:
                 del self._alive[rank]
-                self.deaths.append(Death(rank, code, now_s, stopped=rank in self._told))
+                self.deaths.append(RankExit(rank, code, now_s, stopped=rank in self._told))
         failed = any(death.exitcode != 0 for death in self.deaths)
         if self.phase is Phase.RUNNING and failed:
             self._enter(Phase.GRACE, now_s + self._patience.grace_s)
@@ -119,7 +119,7 @@ class Herd:
             self._enter(Phase.KILLING, now_s + self._patience.stop_s)
             self._tell(signal.SIGKILL)
 
-    def _ended(self, rank: int, process: Process) -> int | None:
+    def _ended(self, rank: int, process: WorkerProcess) -> int | None:
         """The exit code of a member that ended.
 
         What is left of a failed member's group (data-loader workers) is killed before the member is

@@ -21,17 +21,17 @@ def choose_device(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-class Arrival(Protocol):
+class CopyHandle(Protocol):
     """A transfer under way. It keeps both of its ends alive."""
 
-    def wait_on_host(self) -> None:
+    def synchronize(self) -> None:
         """Block this thread until the values are there."""
 
-    def wait_on_device(self) -> None:
+    def wait_stream(self) -> None:
         """Later work of the current stream waits; this thread does not."""
 
 
-class Bus:
+class CopyStreams:
     """Copies between two kinds of memory, done at once: the same memory under two names.
 
     What CPU ranks use where a copy is wanted all the same, and the base of what GPUs use.
@@ -42,12 +42,12 @@ class Bus:
         self.down_nbytes = 0
         self.up_nbytes = 0
 
-    def down(self, source: Tensor, target: Tensor) -> Arrival:
+    def d2h(self, source: Tensor, target: Tensor) -> CopyHandle:
         """From the device into host memory, behind what the current stream has queued."""
         self.down_nbytes += source.nbytes
         return self._copy(source, target)
 
-    def up(self, source: Tensor, target: Tensor, *, at_once: bool = False) -> Arrival:
+    def h2d(self, source: Tensor, target: Tensor, *, at_once: bool = False) -> CopyHandle:
         """From host memory to the device, behind what the current stream has queued: that may still use
         ``target``, or the block that the allocator made it of.
 
@@ -56,21 +56,21 @@ class Bus:
         self.up_nbytes += source.nbytes
         return self._copy(source, target)
 
-    def _copy(self, source: Tensor, target: Tensor) -> Arrival:
+    def _copy(self, source: Tensor, target: Tensor) -> CopyHandle:
         target.copy_(source)
-        return _Arrived()
+        return _Completed()
 
 
 @dataclass(frozen=True, slots=True)
-class _Arrived:
-    def wait_on_host(self) -> None:
+class _Completed:
+    def synchronize(self) -> None:
         """It is there."""
 
-    def wait_on_device(self) -> None:
+    def wait_stream(self) -> None:
         """It is there."""
 
 
-class CudaBus(Bus):
+class CudaCopyStreams(CopyStreams):
     """One stream for each direction; host memory should be pinned, else the copies are not in the
     background."""
 
@@ -79,13 +79,13 @@ class CudaBus(Bus):
         self._down = torch.cuda.Stream(device)
         self._up = torch.cuda.Stream(device)
 
-    def down(self, source: Tensor, target: Tensor) -> Arrival:
+    def d2h(self, source: Tensor, target: Tensor) -> CopyHandle:
         """See :class:`Bus`."""
         self.down_nbytes += source.nbytes
         self._down.wait_stream(torch.cuda.current_stream(source.device))
         return _on_stream(self._down, source, target)
 
-    def up(self, source: Tensor, target: Tensor, *, at_once: bool = False) -> Arrival:
+    def h2d(self, source: Tensor, target: Tensor, *, at_once: bool = False) -> CopyHandle:
         """See :class:`Bus`."""
         self.up_nbytes += source.nbytes
         if not at_once:
@@ -98,14 +98,14 @@ class _Event:
     event: torch.cuda.Event
     ends: tuple[Tensor, Tensor]  # the allocator must not give them away before
 
-    def wait_on_host(self) -> None:
+    def synchronize(self) -> None:
         self.event.synchronize()
 
-    def wait_on_device(self) -> None:
+    def wait_stream(self) -> None:
         torch.cuda.current_stream().wait_event(self.event)
 
 
-def _on_stream(stream: torch.cuda.Stream, source: Tensor, target: Tensor) -> Arrival:
+def _on_stream(stream: torch.cuda.Stream, source: Tensor, target: Tensor) -> CopyHandle:
     with torch.cuda.stream(stream):
         target.copy_(source, non_blocking=True)
         event = torch.cuda.Event()

@@ -12,10 +12,10 @@ from zeroshard.core.ledger import Ledger
 from zeroshard.core.tiers import Tier
 from zeroshard.errors import DiskError
 from zeroshard.store.disk import Extent, SwapFile, Transfer, aligned_bytes
-from zeroshard.store.shards import Saves
+from zeroshard.store.shards import WritesInFlight
 
 
-class GradOnDisk:
+class DiskGradStore:
     """One unit's reduced gradient in a file.
 
     Its memory exists while it is on its way: out until the write has ended and another gradient wants its
@@ -26,7 +26,7 @@ class GradOnDisk:
     early = True
 
     def __init__(
-        self, file: SwapFile, nbytes: int, saves: Saves, *, ledger: Ledger, name: str
+        self, file: SwapFile, nbytes: int, saves: WritesInFlight, *, ledger: Ledger, name: str
     ) -> None:
         self._file = file
         self._extent: Extent = file.reserve(nbytes)
@@ -40,15 +40,15 @@ class GradOnDisk:
         self._read: Transfer | None = None
         self._write: Transfer | None = None
 
-    def send(self, values_S: Tensor) -> None:
+    def write(self, values_S: Tensor) -> None:
         """Start the write of a new gradient; its errors surface at the next use, or in a later ``send``
         of any unit. Nobody may write to ``values_S`` any more."""
-        self.forget()  # two transfers of one extent would race
+        self.free()  # two transfers of one extent would race
         if values_S.nbytes > self._extent.nbytes:
             self._extent = self._file.reserve(values_S.nbytes)
         self._write = self._file.write(self._extent, values_S)
         self._values_S, self._nbytes, self._dtype = values_S, values_S.nbytes, values_S.dtype
-        self._account()
+        self._report()
         self._saves.add(self)
 
     def finish(self) -> None:
@@ -58,19 +58,19 @@ class GradOnDisk:
             self._write = None
             if not self._wanted:
                 self._values_S = None
-            self._account()
+            self._report()
 
-    def fetch(self) -> None:
+    def prefetch(self) -> None:
         """Begin to bring it back. One that is still on its way out only stays."""
         self._wanted = True
         if self._values_S is None:
             self._values_S = aligned_bytes(self._nbytes).view(self._dtype)
             self._read = self._file.read(self._extent, self._values_S)
-            self._account()
+            self._report()
 
-    def bring(self) -> Tensor:
+    def acquire(self) -> Tensor:
         """The gradient ``[S]``, writable until :meth:`forget`. Raises :class:`DiskError`."""
-        self.fetch()
+        self.prefetch()
         self.finish()
         read, self._read = self._read, None
         if read is not None:
@@ -78,7 +78,7 @@ class GradOnDisk:
                 read.wait()
             except DiskError:
                 self._values_S = None  # or the next reader would take what is there for it
-                self._account()
+                self._report()
                 raise
         assert self._values_S is not None
         return self._values_S
@@ -86,28 +86,28 @@ class GradOnDisk:
     def peek(self) -> Tensor:
         """The same, to be read and dropped: it goes on resting here."""
         if self._values_S is not None:
-            return self.bring()
+            return self.acquire()
         values_S = aligned_bytes(self._nbytes).view(self._dtype)
         self._file.read(self._extent, values_S).wait()
         return values_S
 
-    def forget(self) -> None:
+    def free(self) -> None:
         """It is used up; what still moves is waited for."""
         for transfer in (self._read, self._write):
             if transfer is not None:
                 transfer.join()
         self._read = self._write = self._values_S = None
         self._wanted, self._nbytes = False, 0
-        self._account()
+        self._report()
 
-    def _account(self) -> None:
+    def _report(self) -> None:
         here = self._values_S
         nbytes = 0 if here is None else here.untyped_storage().nbytes()
         self._ledger.hold("scratch", f"{self._name} (gradient)", nbytes, Tier.HOST)
         self._ledger.hold("gradients", self._name, self._nbytes, Tier.DISK)
 
 
-class GradUnwritten:
+class DiscardedGradStore:
     """Stands in for :class:`GradOnDisk` under fake tensors, which have no bytes to write."""
 
     early = True
@@ -117,22 +117,22 @@ class GradUnwritten:
         self._name = name
         self._values_S: Tensor | None = None
 
-    def send(self, values_S: Tensor) -> None:
+    def write(self, values_S: Tensor) -> None:
         """See :class:`GradOnDisk`."""
         self._values_S = values_S
         self._ledger.hold("gradients", self._name, values_S.nbytes, Tier.DISK)
 
-    def fetch(self) -> None:
+    def prefetch(self) -> None:
         """See :class:`GradOnDisk`."""
 
-    def bring(self) -> Tensor:
+    def acquire(self) -> Tensor:
         """See :class:`GradOnDisk`."""
         assert self._values_S is not None
         return self._values_S
 
-    peek = bring
+    peek = acquire
 
-    def forget(self) -> None:
+    def free(self) -> None:
         """See :class:`GradOnDisk`."""
         self._values_S = None
         self._ledger.hold("gradients", self._name, 0, Tier.DISK)

@@ -23,7 +23,7 @@ def distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [torch.empty(0, dtype=torch.uint8, device=s.device).set_(s) for s in storages.values()]
 
 
-class Room:
+class HostBuffer:
     """Host memory for what leaves together, page-locked if ``pin`` and where there is CUDA.
 
     ``leaving``: byte tensors as :func:`distinct` makes them; their sum is the size. Copies run in the
@@ -43,7 +43,7 @@ class Room:
         self._arena.used_nbytes = 0
         return _needed_nbytes(leaving) <= self.nbytes
 
-    def carry(self, here: Tensor) -> Tensor:
+    def copy_in(self, here: Tensor) -> Tensor:
         """A copy of the bytes in this room, with a storage of its own."""
         if here.is_cuda:
             here.record_stream(torch.cuda.current_stream(here.device))
@@ -59,20 +59,20 @@ def _needed_nbytes(leaving: Iterable[Tensor]) -> int:
     return sum(slot_nbytes(here.numel(), torch.uint8) for here in leaving)
 
 
-class Luggage:
+class SwappedStorages:
     """Storages whose bytes are in a room."""
 
     def __init__(self) -> None:
         self._packed: list[tuple[Tensor, Tensor]] = []
 
-    def pack(self, here: Tensor, room: Room) -> None:
+    def swap_out(self, here: Tensor, room: HostBuffer) -> None:
         """Copy the bytes and release their storage. One that cannot be resized stays as it is: on CPU
         ranks a numpy array may look at it, and its memory is the host's already."""
         if here.untyped_storage().resizable():
-            self._packed.append((here, room.carry(here)))
+            self._packed.append((here, room.copy_in(here)))
             storage.release(here)
 
-    def unpack(self) -> None:
+    def swap_in(self) -> None:
         """Give every storage its bytes back. If the device has no room, the others stay packed."""
         while self._packed:
             here, there = self._packed[-1]

@@ -24,61 +24,61 @@ SAVES_IN_FLIGHT = 2
 """Shards, or gradients, that may be on their way to the disk; more would hold memory for no speed."""
 
 
-class InMemory:
+class MemoryShardStore:
     """A shard that is always there: on the device, or in host memory."""
 
     def __init__(self, shard_S: Tensor, tier: Tier = Tier.DEVICE) -> None:
         self.shard_S = shard_S
         self.tier = tier
 
-    def fetch(self) -> None:
+    def prefetch(self) -> None:
         """Begin to bring the shard into memory."""
 
-    def bring(self) -> Tensor:
+    def acquire(self) -> Tensor:
         """The shard, readable until :meth:`leave`. Calls may nest."""
         return self.shard_S
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """The reader is through."""
 
-    def drop(self) -> None:
+    def cancel_prefetch(self) -> None:
         """What was fetched and not used may go."""
 
-    def save(self) -> None:
+    def write(self) -> None:
         """The shard in hand was written: its values go to where it rests."""
 
-    def keep(self, part_S: Tensor) -> None:
+    def write_back_if_changed(self, part_S: Tensor) -> None:
         """The program may have written into the gathered unit; ``part_S`` is this rank's part of it."""
         self.shard_S.copy_(part_S)
 
-    def gathered(self, part_S: Tensor) -> None:
+    def on_unshard(self, part_S: Tensor) -> None:
         """The unit is full, and ``part_S`` is this rank's part of it."""
 
     def close(self) -> None:
         """The shard is not needed any more."""
 
 
-class Leaving(Protocol):
+class PendingWrite(Protocol):
     """Something that is written behind the computation."""
 
     def finish(self) -> None:
         """Wait until it is in the file; its memory may go."""
 
 
-class Saves:
+class WritesInFlight:
     """The writes in flight of one kind, oldest first: bounds the memory that they hold."""
 
     def __init__(self) -> None:
-        self._leaving: deque[Leaving] = deque()
+        self._leaving: deque[PendingWrite] = deque()
 
-    def add(self, rest: Leaving) -> None:
+    def add(self, rest: PendingWrite) -> None:
         """One more; the oldest ends first if there are too many."""
         self._leaving.append(rest)
         while len(self._leaving) > SAVES_IN_FLIGHT:
             self._leaving.popleft().finish()
 
 
-class OnDisk:
+class DiskShardStore:
     """A shard in a file. Its memory exists while somebody reads it, or while it is on its way.
 
     Creation does not write: :meth:`save` does, while ``shard_S`` has its first values.
@@ -87,7 +87,7 @@ class OnDisk:
     tier = Tier.DISK
 
     def __init__(
-        self, shard_S: Tensor, file: SwapFile, saves: Saves, *, ledger: Ledger, name: str
+        self, shard_S: Tensor, file: SwapFile, saves: WritesInFlight, *, ledger: Ledger, name: str
     ) -> None:
         self.shard_S = shard_S
         self._file = file
@@ -100,17 +100,17 @@ class OnDisk:
         self._write: Transfer | None = None
         self._here = True  # has it memory?
         self._print: int | None = None  # of the values that the unit was gathered with
-        self._account()
+        self._report()
 
-    def fetch(self) -> None:
+    def prefetch(self) -> None:
         """See :class:`InMemory`. A shard still on its way out only stays."""
         if not self._here:
             self._allocate()
             self._read = self._file.read(self._extent, self.shard_S)
 
-    def bring(self) -> Tensor:
+    def acquire(self) -> Tensor:
         """See :class:`InMemory`. Raises :class:`DiskError` if the file cannot be read."""
-        self.fetch()
+        self.prefetch()
         read, self._read = self._read, None
         if read is not None:
             try:
@@ -121,20 +121,20 @@ class OnDisk:
         self._readers += 1
         return self.shard_S
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """See :class:`InMemory`."""
         assert self._readers, f"nobody reads {self._name}"
         self._readers -= 1
         self._release_if_idle()
 
-    def drop(self) -> None:
+    def cancel_prefetch(self) -> None:
         """See :class:`InMemory`."""
         if self._read is not None:
             self._read.join()  # whoever needs the shard will read it again, and hear of an error
             self._read = None
         self._release_if_idle()
 
-    def save(self) -> None:
+    def write(self) -> None:
         """See :class:`InMemory`. The write goes on behind; its errors surface at the next use."""
         assert self._here, f"{self._name} is not in hand"
         assert self._read is None, f"{self._name} is still being read"
@@ -150,20 +150,20 @@ class OnDisk:
             self._write = None
         self._release_if_idle()
 
-    def keep(self, part_S: Tensor) -> None:
+    def write_back_if_changed(self, part_S: Tensor) -> None:
         """See :class:`InMemory`. Costs a look at the part, and a write only where it was edited."""
         if self._print == int(storage.fingerprint(part_S)):
             return
-        self.drop()
+        self.cancel_prefetch()
         if self._write is not None:
             self.finish()
         if not self._here:
             self._allocate()
         self.shard_S.copy_(part_S)
-        self.save()
+        self.write()
         self._print = int(storage.fingerprint(part_S))
 
-    def gathered(self, part_S: Tensor) -> None:
+    def on_unshard(self, part_S: Tensor) -> None:
         """See :class:`InMemory`."""
         self._print = int(storage.fingerprint(part_S))
 
@@ -180,20 +180,20 @@ class OnDisk:
     def _allocate(self) -> None:
         storage.allocate(self.shard_S)
         self._here = True
-        self._account()
+        self._report()
 
     def _release_if_idle(self) -> None:
         if self._here and not self._readers and self._read is None and self._write is None:
             storage.release(self.shard_S)
             self._here = False
-            self._account()
+            self._report()
 
-    def _account(self) -> None:
+    def _report(self) -> None:
         nbytes = storage.flat_nbytes(self.shard_S) if self._here else 0
         self._ledger.hold("scratch", f"{self._name} (shard)", nbytes, Tier.HOST)
 
 
-Rest = InMemory | OnDisk
+ShardStore = MemoryShardStore | DiskShardStore
 
-Room = Callable[[int, torch.dtype], Tensor]
+AllocateShard = Callable[[int, torch.dtype], Tensor]
 """Gives zeroed memory, ``[numel]`` of a dtype."""

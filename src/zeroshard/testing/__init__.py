@@ -5,6 +5,6 @@ from __future__ import annotations
 import zeroshard.testing.networks  # noqa: F401 - completes CASES
 from zeroshard.testing.models import CASES, Case
 from zeroshard.testing.ranks import RanksFailed, on_ranks, run_ranks
-from zeroshard.testing.verdict import Death
+from zeroshard.testing.verdict import RankEnd
 
-__all__ = ["CASES", "Case", "Death", "RanksFailed", "on_ranks", "run_ranks"]
+__all__ = ["CASES", "Case", "RankEnd", "RanksFailed", "on_ranks", "run_ranks"]

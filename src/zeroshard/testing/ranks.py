@@ -30,8 +30,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
-from zeroshard.testing.verdict import GRACE_S, Death, Verdict
-from zeroshard.testing.worker import STACKS_SIGNAL, Job, Report, serve
+from zeroshard.testing.verdict import GRACE_S, Outcome, RankEnd
+from zeroshard.testing.worker import STACKS_SIGNAL, TestJob, TestReport, serve
 
 PRELOAD = (
     "torch",
@@ -145,7 +145,7 @@ class _Rank:
             return self.connection.recv()
         except (EOFError, ConnectionResetError):
             self.process.join()
-            return Death(cast("int", self.process.exitcode))
+            return RankEnd(cast("int", self.process.exitcode))
 
     def kill(self) -> None:
         self.connection.close()
@@ -182,7 +182,7 @@ class RankPool:
 
     def run(
         self,
-        jobs: Sequence[Job],
+        jobs: Sequence[TestJob],
         *,
         timeout_s: float,
         expect_death: Mapping[int, int | None],
@@ -205,7 +205,7 @@ class RankPool:
                 grace_s=timeout_s if keep_exceptions else GRACE_S,
                 expect_death=expect_death,
             )
-            verdict = Verdict(jobs, ends, expect_death, keep_exceptions=keep_exceptions)
+            verdict = Outcome(jobs, ends, expect_death, keep_exceptions=keep_exceptions)
             if verdict.failed:
                 raise RanksFailed(
                     verdict.text(
@@ -233,12 +233,12 @@ def _collect(
     timeout_s: float,
     grace_s: float,
     expect_death: Mapping[int, int | None],
-) -> dict[int, Report | Death]:
+) -> dict[int, TestReport | RankEnd]:
     """How each rank ended; a rank that is missing is still blocked.
 
     The first unexpected end shortens the deadline: peers may be blocked on the failed rank.
     """
-    ends: dict[int, Report | Death] = {}
+    ends: dict[int, TestReport | RankEnd] = {}
     by_connection = {rank.connection: r for r, rank in enumerate(ranks)}
     deadline_s = time.monotonic() + timeout_s
     while set(by_connection.values()) - set(frozen):
@@ -248,11 +248,11 @@ def _collect(
         for connection in cast("list[Connection]", ready):
             r = by_connection.pop(connection)
             ends[r] = end = ranks[r].read()
-            if r not in expect_death and not (isinstance(end, Report) and end.kind == "result"):
+            if r not in expect_death and not (isinstance(end, TestReport) and end.kind == "result"):
                 deadline_s = min(deadline_s, time.monotonic() + grace_s)
     for r in set(frozen) - ends.keys():
         if ranks[r].stops_before(deadline_s):
-            ends[r] = Death(-signal.SIGSTOP)
+            ends[r] = RankEnd(-signal.SIGSTOP)
     return ends
 
 
@@ -265,7 +265,7 @@ def _end(ranks: Sequence[_Rank]) -> None:
     text = [
         f"rank {r}: {line}"
         for r, lines in enumerate(leaked)
-        for line in ([f"died at the end: {lines}"] if isinstance(lines, Death) else lines)
+        for line in ([f"died at the end: {lines}"] if isinstance(lines, RankEnd) else lines)
     ]
     if text:
         raise RanksFailed("The body passed but left something behind:\n" + "\n".join(text))
@@ -290,7 +290,7 @@ def _ask_for_stacks(rank: _Rank, output: Path) -> None:
 
 def _job(
     body: Callable[..., Any], *, pickled: bytes, world_size: int, backend: str | None, folder: str
-) -> Job:
+) -> TestJob:
     body = inspect.unwrap(body, stop=lambda f: not hasattr(f, "rank_body"))
     module, qualname = body.__module__, body.__qualname__
     file = getattr(sys.modules.get(module), "__file__", None)
@@ -299,7 +299,7 @@ def _job(
             f"{module}.{qualname} cannot run on ranks: they find it by file and name. "
             "Define it at the top level of a module or in a class."
         )
-    return Job(
+    return TestJob(
         file=str(Path(file).resolve()),
         module=module,
         qualname=qualname,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from zeroshard.testing.worker import Job, Report
+from zeroshard.testing.worker import TestJob, TestReport
 
 GRACE_S = 1.0
 """How long the peers of a failed rank may take to report as well."""
@@ -21,7 +21,7 @@ _LIFELINE_STACK = re.compile(
 
 
 @dataclass(frozen=True)
-class Death:
+class RankEnd:
     """How a rank ended that ended without a report.
 
     ``exitcode`` as in ``multiprocessing``: negative for a signal. ``output`` is what it printed.
@@ -48,20 +48,20 @@ class Death:
         return expected is None or self.exitcode == expected
 
 
-class Verdict:
+class Outcome:
     """What the ends of all ranks mean together."""
 
     def __init__(
         self,
-        jobs: Sequence[Job],
-        ends: Mapping[int, Report | Death],
+        jobs: Sequence[TestJob],
+        ends: Mapping[int, TestReport | RankEnd],
         expect_death: Mapping[int, int | None],
         *,
         keep_exceptions: bool,
     ) -> None:
         self._jobs = jobs
         self._ends = {
-            r: Death(end.exitcode, self._output(r)) if isinstance(end, Death) else end
+            r: RankEnd(end.exitcode, self._output(r)) if isinstance(end, RankEnd) else end
             for r, end in ends.items()
         }
         self._expect_death = expect_death
@@ -71,7 +71,7 @@ class Verdict:
             for r, end in self._ends.items()
             if (
                 not (r in expect_death and end.is_as_expected(expect_death[r]))
-                if isinstance(end, Death)
+                if isinstance(end, RankEnd)
                 else r in expect_death or (end.kind == "error" and not keep_exceptions)
             )
         ]
@@ -79,20 +79,20 @@ class Verdict:
 
     @property
     def all_returned(self) -> bool:
-        return all(isinstance(e, Report) and e.kind == "result" for e in self._ends.values())
+        return all(isinstance(e, TestReport) and e.kind == "result" for e in self._ends.values())
 
     @property
     def skipped(self) -> str | None:
         """Why a rank asked to skip the test, if one did."""
         for end in self._ends.values():
-            if isinstance(end, Report) and end.kind == "skip":
+            if isinstance(end, TestReport) and end.kind == "skip":
                 return str(pickle.loads(end.payload))
         return None
 
     @property
     def results(self) -> list[Any]:
         ends = [self._ends[r] for r in range(len(self._jobs))]
-        return [end if isinstance(end, Death) else pickle.loads(end.payload) for end in ends]
+        return [end if isinstance(end, RankEnd) else pickle.loads(end.payload) for end in ends]
 
     def text(self, *, timeout_s: float, ask_for_stacks: Callable[[int], None]) -> str:
         """The culprit first: a death, then the earliest exception, then ranks still blocked.
@@ -103,11 +103,11 @@ class Verdict:
         parts = []
         for r in sorted(self._wrong, key=self._when):
             end = self._ends[r]
-            if isinstance(end, Report) and end.kind == "result":
+            if isinstance(end, TestReport) and end.kind == "result":
                 parts.append(f"rank {r} of {world} returned; its death was expected")
-            elif isinstance(end, Report) and not parts:
+            elif isinstance(end, TestReport) and not parts:
                 parts.append(f"rank {r} of {world} failed:\n{end.text.rstrip()}")
-            elif isinstance(end, Report):
+            elif isinstance(end, TestReport):
                 parts.append(f"rank {r} also failed: {end.text.rstrip().splitlines()[-1]}")
             else:
                 parts.append(f"rank {r} of {world} died: {end}")
@@ -130,7 +130,7 @@ class Verdict:
 
     def _when(self, rank: int) -> float:
         end = self._ends[rank]
-        return end.at_s if isinstance(end, Report) else 0.0
+        return end.at_s if isinstance(end, TestReport) else 0.0
 
     def _output(self, rank: int) -> str:
         path = self._jobs[rank].output

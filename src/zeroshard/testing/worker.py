@@ -39,7 +39,7 @@ STACKS_SIGNAL = int(getattr(signal, "SIGRTMIN", signal.SIGUSR1))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class TestJob:
     """One body for one rank. The body travels as file and name, its arguments as a pickle."""
 
     file: str
@@ -63,7 +63,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Report:
+class TestReport:
     """How the body ended on one rank. ``payload`` pickles its result, exception or skip reason."""
 
     kind: Literal["result", "error", "skip"]
@@ -83,7 +83,7 @@ def serve(connection: Connection) -> None:
     gc.freeze()  # what was imported is never garbage: a collection after each test takes 1 ms
     while True:
         try:
-            job: Job = connection.recv()
+            job: TestJob = connection.recv()
         except EOFError:
             return
         _serve_one(connection, job)
@@ -97,13 +97,13 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _serve_one(connection: Connection, job: Job) -> None:
+def _serve_one(connection: Connection, job: TestJob) -> None:
     streams = _redirect(job.output)
     cwd = os.getcwd()
     _enter(job)
     before = police.snapshot()
     try:
-        report = Report("result", time.monotonic(), _pickle_result(_run_body(job)))
+        report = TestReport("result", time.monotonic(), _pickle_result(_run_body(job)))
     except BaseException as error:
         if job.may_die:
             _die(error)
@@ -129,7 +129,7 @@ def _wait_for_the_end(connection: Connection) -> NoReturn:
             os._exit(1)
 
 
-def _enter(job: Job) -> None:
+def _enter(job: TestJob) -> None:
     """Take over what the test process has: environment, import path, folder; and a fresh seed."""
     os.environ.clear()
     os.environ.update(job.environ)
@@ -141,7 +141,7 @@ def _enter(job: Job) -> None:
         sys.modules["numpy"].random.seed(job.seed)
 
 
-def _run_body(job: Job) -> Any:
+def _run_body(job: TestJob) -> Any:
     body = load_body(job.file, job.module, job.qualname)
     args, kwargs = pickle.loads(job.arguments)
     if job.backend is not None:
@@ -210,19 +210,19 @@ def _pickle_result(result: Any) -> bytes:
         ) from error
 
 
-def _report_of(error: BaseException) -> Report:
+def _report_of(error: BaseException) -> TestReport:
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next  # begin at the body, not at the kit
     text = "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
     if type(error).__name__ == "Skipped":  # pytest's, which pickle cannot find
-        return Report("skip", time.monotonic(), pickle.dumps(str(error)), text)
+        return TestReport("skip", time.monotonic(), pickle.dumps(str(error)), text)
     try:
         payload = pickle.dumps(error)
         pickle.loads(payload)
     except Exception:
         payload = pickle.dumps(RuntimeError(f"{type(error).__qualname__}: {error}"))
-    return Report("error", time.monotonic(), payload, text)
+    return TestReport("error", time.monotonic(), payload, text)
 
 
 def _die(error: BaseException) -> NoReturn:

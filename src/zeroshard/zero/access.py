@@ -19,18 +19,18 @@ from zeroshard.errors import DistributedError, ShardedAccess, UsageError
 from zeroshard.zero import guard
 from zeroshard.zero.gradients import GradBuffer
 from zeroshard.zero.optimizer import ShardedOptimizer
-from zeroshard.zero.parcel import Parcel, SpreadParameter
-from zeroshard.zero.tile import Chunk, OwnedFragment, Tile
+from zeroshard.zero.parcel import BucketedParameter, ParamBucket
+from zeroshard.zero.tile import OptimizerChunk, OptimizerShard, OwnedFragment
 from zeroshard.zero.touch import pack_flags, unpack_any
 from zeroshard.zero.unit import Unit, UnitState
 
 
 @dataclass(frozen=True, eq=False)
-class Training:
+class UnitOptimState:
     """What the optimizer side knows of a unit."""
 
     optimizer: ShardedOptimizer | None
-    tile: Tile
+    tile: OptimizerShard
     summed: Callable[
         [GradBuffer], Tensor | None
     ]  # gradient [S] of the backwards since the last step
@@ -38,7 +38,7 @@ class Training:
 
     def visit(
         self, param: nn.Parameter, *, changed: bool = False
-    ) -> Iterator[tuple[Chunk, OwnedFragment]]:
+    ) -> Iterator[tuple[OptimizerChunk, OwnedFragment]]:
         """What this rank updates of the parameter, each piece with its memory valid until the next."""
         for chunk in self.tile.visit(changed=changed):
             yield from ((chunk, f) for f in chunk.fragments if f.param is param)
@@ -75,13 +75,13 @@ class GatheredParameters:
         self.enabled = enabled
         self.modifier_rank = modifier_rank
         self.units: list[Unit] = []
-        self.spread: list[tuple[nn.Parameter, SpreadParameter]] = []
+        self.spread: list[tuple[nn.Parameter, BucketedParameter]] = []
         self._opened: list[Unit] = []  # by this context: others close what they opened
         for param in guard.in_order(_items(params)) if enabled else []:
             owner = guard.owner_of(param)
             if isinstance(owner, Unit) and owner not in self.units[-1:]:
                 self.units.append(owner)
-            elif isinstance(owner, SpreadParameter):
+            elif isinstance(owner, BucketedParameter):
                 self.spread.append((param, owner))
         for unit in self.units:
             _check_rank(modifier_rank, unit.comm.world_size)
@@ -96,12 +96,12 @@ class GatheredParameters:
         for unit in self.units:
             unit.unshard()
         for unit in self.units:
-            unit.wait()
-            unit.reclaim()
+            unit.wait_for_unshard()
+            unit.rebind_storage()
         for unit in self.units:
-            unit.pins += 1
-            if self.modifier_rank is None and unit.seal is None:
-                unit.seal = _hashes(unit.full_N)
+            unit.pin_count += 1
+            if self.modifier_rank is None and unit.fingerprint is None:
+                unit.fingerprint = _hashes(unit.full_N)
 
     def __exit__(
         self,
@@ -111,7 +111,7 @@ class GatheredParameters:
     ) -> None:
         try:
             for unit in self.units:
-                unit.reclaim()
+                unit.rebind_storage()
             self._close_parcels(told=not isinstance(error, DistributedError))
             if isinstance(error, DistributedError) or (kind and self.modifier_rank is None):
                 pass  # nobody to tell, or nothing to keep
@@ -122,13 +122,13 @@ class GatheredParameters:
                 self._refuse_lost_edits()
         finally:
             for unit in self.units:
-                unit.pins = max(0, unit.pins - 1)
-                if not unit.pins:
-                    unit.seal = None
+                unit.pin_count = max(0, unit.pin_count - 1)
+                if not unit.pin_count:
+                    unit.fingerprint = None
                     if unit in self._opened:
-                        unit.forget()  # what was to be kept is in the shards
+                        unit.discard_unsharded()  # what was to be kept is in the shards
 
-    def _parcels(self) -> list[Parcel]:
+    def _parcels(self) -> list[ParamBucket]:
         return list(dict.fromkeys(owner.parcel for _, owner in self.spread if owner.parcel))
 
     def _close_parcels(self, *, told: bool) -> None:
@@ -192,15 +192,15 @@ def _edits(unit: Unit) -> tuple[list[str], bool]:
 
     Collective.
     """
-    if unit.seal is None:  # a step in between changed everything
+    if unit.fingerprint is None:  # a step in between changed everything
         return [], True
     after = _hashes(unit.full_N)
-    changed = after != unit.seal
+    changed = after != unit.fingerprint
     slots = unit.layout.slots
     flags = [bool(changed[s.start // 64 : -(-s.stop // 64)].any()) for s in slots]
     digest = int((after * _weights(len(after), after.device)).sum()) % 2**48
     vote = torch.tensor([float(digest), *pack_flags(flags)], dtype=torch.float64)
-    votes = unit.comm.gather_small(vote.to(after.device), name=f"edits of {unit.name}")
+    votes = unit.comm.all_gather_small(vote.to(after.device), name=f"edits of {unit.name}")
     any_rank = unpack_any(votes[:, 1:], len(flags))
     edited = [slot.fqn for slot, flag in zip(slots, any_rank, strict=True) if flag]
     return edited, bool((votes[:, 0] == votes[0, 0]).all())
@@ -225,34 +225,34 @@ def _adopt_edits(unit: Unit, source: int) -> None:
 
 
 def _adopt_own(unit: Unit) -> None:
-    unit.absorb()
+    unit.write_back_edits()
     if (training := _training(unit)) is not None:
-        training.tile.follow()
-    if unit.seal is not None:
-        unit.seal = _hashes(unit.full_N)
+        training.tile.sync_edits()
+    if unit.fingerprint is not None:
+        unit.fingerprint = _hashes(unit.full_N)
 
 
 # ---------------------------------------------------------------------- full values
 
 
-def _training(unit: Unit) -> Training | None:
+def _training(unit: Unit) -> UnitOptimState | None:
     """The unit only carries it, so that it need not know the optimizer."""
-    assert unit.training is None or isinstance(unit.training, Training)
-    return unit.training
+    assert unit.optim_state is None or isinstance(unit.optim_state, UnitOptimState)
+    return unit.optim_state
 
 
-def _training_of(param: nn.Parameter) -> tuple[Unit, Training] | None:
+def _training_of(param: nn.Parameter) -> tuple[Unit, UnitOptimState] | None:
     owner = guard.owner_of(param)
     if not isinstance(owner, Unit):
         raise UsageError(
             f"a tensor of shape {tuple(param.shape)} does not belong to any open engine. Pass a "
             "parameter of the model that was given to zeroshard.initialize()."
         )
-    owner.check_here()
+    owner.check_not_offloaded()
     training = _training(owner)
     if training is None:
         return None
-    training.tile.check_here()
+    training.tile.check_not_offloaded()
     if training.optimizer is not None:
         training.optimizer.check_whole()
     return owner, training
@@ -264,7 +264,7 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
     if found is None:
         return None
     unit, training = found
-    training.tile.follow()
+    training.tile.sync_edits()
     return training.full(unit, param, training.tile.flat(lambda chunk: chunk.master_C))
 
 
@@ -292,7 +292,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
         return None
     unit, training = found
     tile_R, present, scalar = _state_tile(training, param, optim_state_key)
-    votes = unit.comm.gather_small(
+    votes = unit.comm.all_gather_small(
         torch.tensor([float(present), scalar], dtype=torch.float64, device=tile_R.device),
         name=f"state of {unit.name}",
     )
@@ -303,18 +303,20 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     return training.full(unit, param, tile_R)
 
 
-def _state_tile(training: Training, param: nn.Parameter, key: str) -> tuple[Tensor, int, float]:
+def _state_tile(
+    training: UnitOptimState, param: nn.Parameter, key: str
+) -> tuple[Tensor, int, float]:
     """The state laid out like the tile; 0, 1 or 2 for absent, tensor, scalar; the scalar."""
     tile, (present, scalar) = training.tile, (0, 0.0)
     tile_R = torch.zeros(
-        tile.low_R.numel(), dtype=tile.unit.row.master, device=tile.chunks[0].master_C.device
+        tile.param_R.numel(), dtype=tile.unit.row.master, device=tile.chunks[0].master_C.device
     )
     assert training.optimizer is not None
     for chunk, fragment in training.visit(param):
         value = training.optimizer.state_of(fragment).get(key)
         if value is None:
             continue
-        place = fragment.of(tile_R[chunk.at : chunk.at + chunk.numel])
+        place = fragment.of(tile_R[chunk.begin : chunk.begin + chunk.numel])
         if isinstance(value, Tensor) and value.shape == fragment.value.shape:
             place.copy_(value)
             present = 1
@@ -330,7 +332,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Set a parameter and its master to ``value`` (``[*shape]``, the same on every rank)."""
     unit, training = _trained(param, "safe_set_full_fp32_param")
     _check_shape(param.shape, value, "safe_set_full_fp32_param")
-    training.tile.follow()  # earlier edits of other parameters
+    training.tile.sync_edits()  # earlier edits of other parameters
     _write(unit, training, param, value.reshape(-1))
 
 
@@ -342,7 +344,7 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
 
 
 def _set_grad(
-    unit: Unit, training: Training, index: int, at: int, values: Tensor, what: str
+    unit: Unit, training: UnitOptimState, index: int, at: int, values: Tensor, what: str
 ) -> None:
     """Set ``param.flat[at : at + len(values)]`` of the gradient, as far as this rank reduces it."""
     buffer = training.tile.buffer
@@ -355,14 +357,14 @@ def _set_grad(
     if buffer.reduced_S.dtype != raw.dtype:  # 16-bit sums would round the edit
         buffer.reduced_S = buffer.reduced_S.to(raw.dtype)
         buffer.reduced_N = None
-    buffer.touched[index] = True
+    buffer.has_grad[index] = True
     begin, end = unit.layout.shard_range(unit.comm.rank)
     start = unit.layout.slots[index].start + at
     low, high = max(begin, start), min(end, start + len(raw))
     if low < high:
         buffer.reduced_S[low - begin : high - begin].copy_(raw[low - start : high - start])
-    buffer.leave(complete=True)
-    buffer.account()
+    buffer.store_reduced(complete=True)
+    buffer.report()
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
@@ -371,7 +373,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
     _check_shape(param.shape, value, "safe_set_full_optimizer_state")
     missing = _lacks_state(training, param, optim_state_key)
     vote = torch.tensor([float(missing)], dtype=torch.float64).to(unit.full_N.device)
-    if bool(unit.comm.gather_small(vote, name=unit.name).any()):
+    if bool(unit.comm.all_gather_small(vote, name=unit.name).any()):
         raise _no_state(
             training, optim_state_key
         )  # also on ranks that own nothing of the parameter
@@ -418,7 +420,7 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
         return None
     optimizer = found[1].optimizer
 
-    def piece(_: Chunk, fragment: OwnedFragment) -> Tensor | None:
+    def piece(_: OptimizerChunk, fragment: OwnedFragment) -> Tensor | None:
         value = optimizer.state_of(fragment).get(optim_state_key)
         if isinstance(value, Tensor) and value.numel() == fragment.numel:
             return value.view(-1)
@@ -431,7 +433,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Set this rank's piece of the master and of the parameter; collective at stages 1 and 2."""
     unit, training = _trained(param, "safe_set_local_fp32_param")
     _check_piece(training, param, value, "safe_set_local_fp32_param")
-    training.tile.follow()
+    training.tile.sync_edits()
     _write(unit, training, param, value.reshape(-1), offset=_begin_of(training, param))
 
 
@@ -459,7 +461,7 @@ def safe_set_local_optimizer_state(
 
 
 def _local(
-    param: nn.Parameter, piece: Callable[[Chunk, OwnedFragment], Tensor | None]
+    param: nn.Parameter, piece: Callable[[OptimizerChunk, OwnedFragment], Tensor | None]
 ) -> Tensor | None:
     """This rank's piece; in several chunks, or on disk, it is put together from copies."""
     found = _training_of(param)
@@ -477,7 +479,7 @@ def _local(
     return torch.cat(pieces) if pieces else None
 
 
-def _trained(param: nn.Parameter, what: str) -> tuple[Unit, Training]:
+def _trained(param: nn.Parameter, what: str) -> tuple[Unit, UnitOptimState]:
     found = _training_of(param)
     if found is None:
         raise UsageError(
@@ -488,20 +490,20 @@ def _trained(param: nn.Parameter, what: str) -> tuple[Unit, Training]:
 
 
 def _write(
-    unit: Unit, training: Training, param: nn.Parameter, flat: Tensor, *, offset: int = 0
+    unit: Unit, training: UnitOptimState, param: nn.Parameter, flat: Tensor, *, offset: int = 0
 ) -> None:
     """Set the parameter from ``offset`` on in master and parameter memory, and tell the other ranks."""
-    with torch.no_grad(), training.tile.in_hand():
+    with torch.no_grad(), training.tile.loaded():
         for chunk, fragment in training.visit(param, changed=True):
             begin = fragment.begin - offset
             values = flat[begin : begin + fragment.numel]
             chunk.write(fragment, values)
         if training.is_sharded:
-            unit.publish()
+            unit.all_gather_updated()
 
 
 def _write_state(
-    training: Training, param: nn.Parameter, key: str, flat: Tensor, *, offset: int = 0
+    training: UnitOptimState, param: nn.Parameter, key: str, flat: Tensor, *, offset: int = 0
 ) -> None:
     for _, fragment in training.visit(param, changed=True):
         target = _state(training, fragment, key)
@@ -510,12 +512,12 @@ def _write_state(
         target.view(-1).copy_(flat[begin : begin + fragment.numel])
 
 
-def _begin_of(training: Training, param: nn.Parameter) -> int:
+def _begin_of(training: UnitOptimState, param: nn.Parameter) -> int:
     """Where this rank's piece starts in the parameter; 0 if it has none."""
     return min((f.begin for f in training.tile.fragments if f.param is param), default=0)
 
 
-def _check_piece(training: Training, param: nn.Parameter, value: Tensor, what: str) -> int:
+def _check_piece(training: UnitOptimState, param: nn.Parameter, value: Tensor, what: str) -> int:
     """Elements of this rank's piece; refuses a value of another size."""
     numel = sum(f.numel for f in training.tile.fragments if f.param is param)
     if numel:
@@ -524,20 +526,20 @@ def _check_piece(training: Training, param: nn.Parameter, value: Tensor, what: s
     return numel
 
 
-def _state(training: Training, fragment: OwnedFragment, key: str) -> Tensor | None:
+def _state(training: UnitOptimState, fragment: OwnedFragment, key: str) -> Tensor | None:
     """The fragment's state tensor, if there is one of its shape."""
     assert training.optimizer is not None
     value = training.optimizer.state_of(fragment).get(key)
     return value if isinstance(value, Tensor) and value.numel() == fragment.numel else None
 
 
-def _lacks_state(training: Training, param: nn.Parameter, key: str) -> bool:
+def _lacks_state(training: UnitOptimState, param: nn.Parameter, key: str) -> bool:
     """Is there a piece of the parameter on this rank without such state?"""
     found = [_state(training, fragment, key) for _, fragment in training.visit(param)]
     return any(state is None for state in found)
 
 
-def _no_state(training: Training, key: str) -> UsageError:
+def _no_state(training: UnitOptimState, key: str) -> UsageError:
     assert training.optimizer is not None
     known = sorted({name for s in training.optimizer.inner.state.values() for name in s})
     return UsageError(

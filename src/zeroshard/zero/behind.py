@@ -12,18 +12,18 @@ from typing import Any
 
 import torch
 
-from zeroshard.store.bus import Arrival, choose_device
-from zeroshard.zero.crossing import Crossing, Delivery
-from zeroshard.zero.onepass import OnePass
+from zeroshard.store.bus import CopyHandle, choose_device
+from zeroshard.zero.crossing import HostChunk, HostGradTransfer
+from zeroshard.zero.onepass import FusedUpdate
 
 Groups = Sequence[Mapping[str, Any]]
 """An optimizer's param groups: their options."""
 
-Sent = Callable[[], Arrival | None]
+ParamTransfer = Callable[[], CopyHandle | None]
 """Gives the transfer of a parameter to the device once it is under way; None where it stays."""
 
 
-class Behind:
+class AsyncUpdateWorker:
     """The worker thread of one engine that trains on ``device``. ``threads``: how many an update may
     use, itself among them.
 
@@ -41,31 +41,31 @@ class Behind:
         )
 
     def update(
-        self, prepared: OnePass, crossing: Crossing, delivery: Delivery, groups: Groups
+        self, prepared: FusedUpdate, crossing: HostChunk, delivery: HostGradTransfer, groups: Groups
     ) -> None:
         """Wait for the gradient and update the chunk, on this thread."""
         delivery.wait()
         if delivery.is_edited:
-            crossing.take_edits()
+            crossing.sync_edits_from_device()
         if not delivery.is_skipped:
             prepared.run(delivery.grad_C, delivery.factor, groups, threads=self._threads)
 
     def submit(
-        self, prepared: OnePass, crossing: Crossing, delivery: Delivery, groups: Groups
-    ) -> Sent:
+        self, prepared: FusedUpdate, crossing: HostChunk, delivery: HostGradTransfer, groups: Groups
+    ) -> ParamTransfer:
         """The same on the worker, with the options of ``groups`` as they are now. Calling the result
         waits for it and raises what it raised."""
         options = [{**group, "params": ()} for group in groups]
 
-        def update() -> Arrival | None:
+        def update() -> CopyHandle | None:
             self.update(prepared, crossing, delivery, options)
-            return None if self.delayed else crossing.send_up(at_once=True)
+            return None if self.delayed else crossing.send_param(at_once=True)
 
-        future: Future[Arrival | None] = self._worker.submit(update)
+        future: Future[CopyHandle | None] = self._worker.submit(update)
 
-        def sent() -> Arrival | None:
+        def sent() -> CopyHandle | None:
             arrival = future.result()
-            return crossing.send_up() if self.delayed else arrival
+            return crossing.send_param() if self.delayed else arrival
 
         return sent
 
@@ -74,19 +74,19 @@ class Behind:
         self._worker.shutdown(wait=True, cancel_futures=True)
 
 
-class Pending:
+class PendingUpdates:
     """The chunks of one unit whose update is not known to have arrived."""
 
     def __init__(self) -> None:
-        self._chunks: list[tuple[Crossing, Sent]] = []
+        self._chunks: list[tuple[HostChunk, ParamTransfer]] = []
 
-    def add(self, crossing: Crossing, sent: Sent) -> None:
+    def add(self, crossing: HostChunk, sent: ParamTransfer) -> None:
         """One more chunk."""
         self._chunks.append((crossing, sent))
 
-    def finish(self) -> None:
+    def wait(self) -> None:
         """Wait, so that the current stream may use the unit's own part. Raises what the worker did."""
         while self._chunks:
             crossing, sent = self._chunks[0]
-            crossing.arrived(sent())
+            crossing.wait_for_param(sent())
             del self._chunks[0]  # what failed fails again for the next who waits

@@ -12,22 +12,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zeroshard.store.bus import Arrival, Bus
+from zeroshard.store.bus import CopyHandle, CopyStreams
 from zeroshard.store.storage import fingerprint
 
 
 @dataclass(frozen=True, slots=True)
-class Delivery:
+class HostGradTransfer:
     """A gradient on its way down, with the numbers of its step. Read them after :meth:`wait`."""
 
     grad_C: Tensor  # on the host
     _numbers: Tensor  # on the host: factor, overflow, edited
-    _arrivals: Sequence[Arrival]
+    _handles: Sequence[CopyHandle]
 
     def wait(self) -> None:
         """Block this thread until gradient and numbers are there."""
-        for arrival in self._arrivals:
-            arrival.wait_on_host()
+        for arrival in self._handles:
+            arrival.synchronize()
 
     @property
     def factor(self) -> float:
@@ -45,7 +45,7 @@ class Delivery:
         return bool(self._numbers[2])
 
 
-class Crossing:
+class HostChunk:
     """The host's side of one chunk.
 
     ``low_C`` is the parameter on the device, or None where it rests in host memory itself. ``home_C`` is
@@ -55,7 +55,7 @@ class Crossing:
 
     def __init__(
         self,
-        bus: Bus,
+        bus: CopyStreams,
         low_C: Tensor | None,
         *,
         grad_bytes: Tensor,
@@ -63,88 +63,88 @@ class Crossing:
         numbers: Tensor,
         shares: bool,
     ) -> None:
-        self.bus = bus
-        self.home_C = home_C
-        self._low_C = low_C
+        self.streams = bus
+        self.host_param_C = home_C
+        self._device_param_C = low_C
         self._grad_bytes = grad_bytes
         self._numbers = numbers
-        self._shares = shares
-        self._seal: Tensor | None = None
+        self._is_shared = shares
+        self._fingerprint: Tensor | None = None
         self._grad_C: Tensor | None = None  # of the running step, on the host
-        self._grad_arrival: Arrival | None = None
+        self._grad_arrival: CopyHandle | None = None
         if low_C is not None:
             home_C.copy_(low_C)
-            self._seal = fingerprint(low_C)
+            self._fingerprint = fingerprint(low_C)
 
     def send_gradient(self, grad_C: Tensor) -> None:
         """Start the gradient of a step on its way, behind what the current stream has queued."""
         self._grad_C = self._grad_bytes[: grad_C.nbytes].view(grad_C.dtype)
-        self._grad_arrival = self.bus.down(grad_C, self._grad_C)
+        self._grad_arrival = self.streams.d2h(grad_C, self._grad_C)
 
-    def recall_gradient(self, grad_C: Tensor) -> None:
+    def fetch_gradient(self, grad_C: Tensor) -> None:
         """Bring the gradient back into ``grad_C``, on the device. Waits for both ways."""
         assert self._grad_arrival is not None
         assert self._grad_C is not None
-        self._grad_arrival.wait_on_host()
-        self.bus.up(self._grad_C, grad_C).wait_on_host()
+        self._grad_arrival.synchronize()
+        self.streams.h2d(self._grad_C, grad_C).synchronize()
 
-    def send_numbers(self, factor: Tensor, found_inf: Tensor | None) -> Delivery:
+    def send_numbers(self, factor: Tensor, found_inf: Tensor | None) -> HostGradTransfer:
         """Start what the update has to know beside the gradient; the delivery is of both."""
         assert self._grad_arrival is not None
         assert self._grad_C is not None
-        device = factor.device if self._low_C is None else self._low_C.device
+        device = factor.device if self._device_param_C is None else self._device_param_C.device
         edited = torch.zeros((), dtype=torch.bool, device=device)
-        if self._low_C is not None:
-            assert self._seal is not None, "sealed when it arrived"
-            edited = fingerprint(self._low_C) != self._seal
+        if self._device_param_C is not None:
+            assert self._fingerprint is not None, "sealed when it arrived"
+            edited = fingerprint(self._device_param_C) != self._fingerprint
         skipped = torch.zeros_like(edited) if found_inf is None else found_inf != 0
         words = torch.stack([x.double().to(device) for x in (factor, skipped, edited)])
-        arrivals = [self._grad_arrival, self.bus.down(words, self._numbers)]
-        if self._shares and self._low_C is not None:
-            arrivals.append(self.bus.down(self._low_C, self.home_C))
+        arrivals = [self._grad_arrival, self.streams.d2h(words, self._numbers)]
+        if self._is_shared and self._device_param_C is not None:
+            arrivals.append(self.streams.d2h(self._device_param_C, self.host_param_C))
         self._grad_arrival = None
-        return Delivery(self._grad_C, self._numbers, arrivals)
+        return HostGradTransfer(self._grad_C, self._numbers, arrivals)
 
-    def take_edits(self) -> None:
+    def sync_edits_from_device(self) -> None:
         """The host's copy becomes what the program wrote on the device, if it did. Waits to know."""
-        if self._low_C is None:
+        if self._device_param_C is None:
             return
-        if self._shares or bool(fingerprint(self._low_C) != self._seal):
-            self.bus.down(self._low_C, self.home_C).wait_on_host()
-            self.reseal()
+        if self._is_shared or bool(fingerprint(self._device_param_C) != self._fingerprint):
+            self.streams.d2h(self._device_param_C, self.host_param_C).synchronize()
+            self.update_fingerprint()
 
-    def reseal(self) -> None:
+    def update_fingerprint(self) -> None:
         """Host and device were written alike."""
-        if self._low_C is not None:
-            self._seal = fingerprint(self._low_C)
+        if self._device_param_C is not None:
+            self._fingerprint = fingerprint(self._device_param_C)
 
-    def send_up(self, *, at_once: bool = False) -> Arrival | None:
+    def send_param(self, *, at_once: bool = False) -> CopyHandle | None:
         """Start the updated parameter on its way; None where it is at home. ``at_once``: the delivery of
         this update's gradient was waited for, so that nobody uses the parameter on the device; else
         behind what the current stream has queued."""
-        if self._low_C is None:
+        if self._device_param_C is None:
             return None
-        return self.bus.up(self.home_C, self._low_C, at_once=at_once)
+        return self.streams.h2d(self.host_param_C, self._device_param_C, at_once=at_once)
 
-    def arrived(self, arrival: Arrival | None) -> None:
+    def wait_for_param(self, arrival: CopyHandle | None) -> None:
         """The parameter is used from here on, by the current stream; edits show from now."""
         if arrival is not None:
-            assert self._low_C is not None
-            arrival.wait_on_device()
-            self.reseal()
+            assert self._device_param_C is not None
+            arrival.wait_stream()
+            self.update_fingerprint()
 
 
-class GradOnHost:
+class HostGradStore:
     """A unit's reduced gradient in host memory, where its update is, from the end of its reduction.
 
     ``parts``: its chunks, together ``numel`` elements. ``before()`` is called before they are written to.
     """
 
-    early = False
+    every_backward = False
 
     def __init__(
         self,
-        parts: Sequence[tuple[slice, Crossing]],
+        parts: Sequence[tuple[slice, HostChunk]],
         *,
         numel: int,
         before: Callable[[], object],
@@ -154,31 +154,31 @@ class GradOnHost:
         self._before = before
         self._like: Tensor | None = None  # empty; it has dtype and device of what was sent
 
-    def send(self, values_R: Tensor) -> None:
+    def write(self, values_R: Tensor) -> None:
         """See :class:`~zeroshard.zero.gradients.GradRest`."""
         self._before()
         self._like = values_R.new_empty(0)
         for part, crossing in self._parts:
             crossing.send_gradient(values_R[part])
 
-    def fetch(self) -> None:
+    def prefetch(self) -> None:
         """Nothing: it is used where it is."""
 
-    def bring(self) -> Tensor:
+    def acquire(self) -> Tensor:
         """A copy on the device."""
         assert self._like is not None
         back_R = self._like.new_empty(self._numel)
         for part, crossing in self._parts:
-            crossing.recall_gradient(back_R[part])
+            crossing.fetch_gradient(back_R[part])
         return back_R
 
-    peek = bring
+    peek = acquire
 
-    def forget(self) -> None:
+    def free(self) -> None:
         """Nothing: its memory is there for the next."""
 
 
-class HostSide:
+class HostStaging:
     """Makes crossings: the bus, and ``take(numel, dtype)``, which gives host memory.
 
     ``grad_itemsize``: bytes of the widest gradient element. Chunks on disk are updated one at a time:
@@ -186,33 +186,33 @@ class HostSide:
     """
 
     def __init__(
-        self, bus: Bus, take: Callable[[int, torch.dtype], Tensor], grad_itemsize: int
+        self, bus: CopyStreams, take: Callable[[int, torch.dtype], Tensor], grad_itemsize: int
     ) -> None:
-        self.bus = bus
-        self.take = take
+        self.streams = bus
+        self.allocate = take
         self._grad_itemsize = grad_itemsize
         self._shared: dict[str, Tensor] = {}
 
-    def crossing(self, low_C: Tensor, *, at_home: bool, shares: bool) -> Crossing:
+    def make_chunk(self, low_C: Tensor, *, at_home: bool, shares: bool) -> HostChunk:
         """For one chunk. ``at_home``: the parameter rests in host memory; ``shares``: see the class."""
         numel, dtype = low_C.numel(), low_C.dtype
-        grad_bytes = self._room("grad", numel * self._grad_itemsize, shares)
+        grad_bytes = self._buffer("grad", numel * self._grad_itemsize, shares)
         home_C = low_C
         if not at_home:
-            home_C = self._room("low", numel * dtype.itemsize, shares).view(dtype)
-        return Crossing(
-            self.bus,
+            home_C = self._buffer("low", numel * dtype.itemsize, shares).view(dtype)
+        return HostChunk(
+            self.streams,
             None if at_home else low_C,
             grad_bytes=grad_bytes,
             home_C=home_C,
-            numbers=self.take(3, torch.float64),
+            numbers=self.allocate(3, torch.float64),
             shares=shares,
         )
 
-    def _room(self, name: str, nbytes: int, shares: bool) -> Tensor:
+    def _buffer(self, name: str, nbytes: int, shares: bool) -> Tensor:
         if not shares:
-            return self.take(nbytes, torch.uint8)
+            return self.allocate(nbytes, torch.uint8)
         known = self._shared.get(name)
         if known is None or known.nbytes < nbytes:
-            self._shared[name] = known = self.take(nbytes, torch.uint8)
+            self._shared[name] = known = self.allocate(nbytes, torch.uint8)
         return known[:nbytes]

@@ -16,7 +16,7 @@ PIECE_NUMEL = 2**22
 """Elements sent at a time: bounds what construction needs beside shards and one parameter."""
 
 
-class Dealer:
+class ParamScatterer:
     """Deals the parameters of one layout to the ranks; each keeps a ``part`` of the flat whole.
 
     ``part``: what this rank keeps, ``full_N[begin : begin + len(part)]``; it is complete after
@@ -47,7 +47,7 @@ class Dealer:
             min(PIECE_NUMEL, layout.full_numel), dtype=part.dtype, device=device or part.device
         )
 
-    def put(self, slot: Slot, values: Tensor) -> None:
+    def add(self, slot: Slot, values: Tensor) -> None:
         """The next parameter, of ``slot.shape``."""
         flat = values.detach().reshape(-1)
         at = slot.start

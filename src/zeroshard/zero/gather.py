@@ -16,7 +16,7 @@ from zeroshard.zero.unit import Unit, UnitState
 
 
 @dataclass(eq=False)
-class Site:
+class WrappedModule:
     """A module and the units that its forward needs: one per dtype and trainability."""
 
     name: str
@@ -30,20 +30,20 @@ class Site:
     def __post_init__(self) -> None:
         self.numel = sum(unit.layout.full_numel for unit in self.units if not unit.resident)
 
-    def start(self) -> None:
+    def unshard(self) -> None:
         for unit in self.units:
             unit.unshard()
 
-    def fetch(self) -> None:
+    def prefetch_shards(self) -> None:
         """Read shards that rest on disk ahead of their gather: it is rank-local and takes longest."""
         for unit in self.units:
-            unit.rest.fetch()
+            unit.store.prefetch()
 
-    def wait(self) -> None:
+    def wait_for_unshard(self) -> None:
         for unit in self.units:
             unit.unshard()
         for unit in self.units:
-            unit.wait()
+            unit.wait_for_unshard()
 
     def reshard(self) -> None:
         for unit in self.units:
@@ -61,7 +61,7 @@ class Site:
         return any(unit.state is UnitState.SHARDED for unit in self.units)
 
 
-class Gatherer:
+class Prefetcher:
     """Unshards sites before their use, some ahead, and reshards them after.
 
     ``prefetch_numel``: elements gathered ahead of their use (``stage3_prefetch_bucket_size``).
@@ -73,7 +73,7 @@ class Gatherer:
 
     def __init__(
         self,
-        sites: Sequence[Site],
+        sites: Sequence[WrappedModule],
         *,
         prefetch_numel: int,
         live_numel: int,
@@ -86,16 +86,16 @@ class Gatherer:
         self.prefetch_numel = prefetch_numel
         self.live_numel = live_numel
         self._is_limited = sum(site.numel for site in self.sites) > live_numel
-        self.order: list[Site] = []  # of the last complete forward
+        self.order: list[WrappedModule] = []  # of the last complete forward
         self._position: dict[int, int] = {}
-        self._recording: list[Site] = []
+        self._recording: list[WrappedModule] = []
         self._seen: set[int] = set()
 
     def begin_forward(self) -> None:
         """Start of the root's forward: whatever an abandoned step left full is freed."""
         self._recording, self._seen = [], set()
         self.reshard_all(but=self.root)
-        self.need(self.root, forward=True)
+        self.unshard(self.root, forward=True)
 
     def end_forward(self) -> None:
         """End of the root's forward: adopt the recorded order, drop what was gathered for nothing."""
@@ -105,7 +105,7 @@ class Gatherer:
             self._kept = frozenset(id(site) for site in self._worth_keeping())
         self._recording = []
 
-    def need(self, site: Site, *, forward: bool, reads: bool = True) -> None:
+    def unshard(self, site: WrappedModule, *, forward: bool, reads: bool = True) -> None:
         """The site is about to be used, and its parameters if it ``reads`` them.
 
         ``forward``: the pass that is running; a recomputed forward belongs to backward.
@@ -114,21 +114,21 @@ class Gatherer:
             self._seen.add(id(site))
             self._recording.append(site)
         if reads:
-            site.start()
+            site.unshard()
         self._prefetch(site, forward)
         if reads:
-            site.wait()
+            site.wait_for_unshard()
 
     @property
     def keeps_root(self) -> bool:
         """Does the root stay full between forward and backward?"""
         return self.reuse_numel != 0
 
-    def keeps_for_backward(self, site: Site) -> bool:
+    def keeps_for_backward(self, site: WrappedModule) -> bool:
         """Would freeing the site after its forward cost more than it frees?"""
         return id(site) in self._kept
 
-    def _worth_keeping(self) -> Iterator[Site]:
+    def _worth_keeping(self) -> Iterator[WrappedModule]:
         """Of the order of forward, from its end: what backward uses soon, as far as memory allows."""
         live, distance = self.root.numel, 0
         for site in reversed(self.order):
@@ -141,15 +141,15 @@ class Gatherer:
             yield site
             distance += 2 * site.numel
 
-    def reshard_all(self, but: Site | None = None) -> None:
+    def reshard_all(self, but: WrappedModule | None = None) -> None:
         """Free every sharded unit that is full."""
         for site in self.sites:
             if site is not but:
                 site.reshard()
                 for unit in site.units:
-                    unit.rest.drop()
+                    unit.store.cancel_prefetch()
 
-    def _prefetch(self, site: Site, forward: bool) -> None:
+    def _prefetch(self, site: WrappedModule, forward: bool) -> None:
         at = self._position.get(id(site))
         if at is None:
             return
@@ -163,9 +163,9 @@ class Gatherer:
                 return
             if later.is_sharded and (forward or later.is_read_in_backward):
                 if started:
-                    later.fetch()
+                    later.prefetch_shards()
                     return
-                later.start()  # one gather ahead of the compute: enough to hide it, bounded in memory
+                later.unshard()  # one gather ahead of the compute: enough to hide it, bounded in memory
                 started = True
 
     def live(self) -> int:

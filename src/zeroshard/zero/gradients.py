@@ -16,7 +16,7 @@ from zeroshard.core.ledger import Ledger
 from zeroshard.core.tiers import Tier
 from zeroshard.store import storage
 from zeroshard.store.luggage import distinct
-from zeroshard.zero.unit import Unit, away_error
+from zeroshard.zero.unit import Unit, offloaded_error
 
 if TYPE_CHECKING:
     from zeroshard.comm.collectives import Comm
@@ -31,27 +31,27 @@ Norms = list[tuple[int, Tensor]]
 """A parameter's position in the model, and the 2-norm of what this rank owns of its gradient."""
 
 
-class GradRest(Protocol):
+class GradStore(Protocol):
     """Where a unit's reduced gradient waits for its update, if that is not where it was reduced.
 
     ``early``: it goes there after each backward, not only when the gradient of the step is complete.
     """
 
-    early: bool
+    every_backward: bool
 
-    def send(self, values_S: Tensor) -> None:
+    def write(self, values_S: Tensor) -> None:
         """Start it on its way. It may not be written to any more, and replaces what is there."""
 
-    def fetch(self) -> None:
+    def prefetch(self) -> None:
         """Begin to bring it back."""
 
-    def bring(self) -> Tensor:
+    def acquire(self) -> Tensor:
         """The gradient, for whoever changes it or uses it up."""
 
     def peek(self) -> Tensor:
         """The gradient, to be read and dropped: it goes on resting there."""
 
-    def forget(self) -> None:
+    def free(self) -> None:
         """It is used up."""
 
 
@@ -70,26 +70,26 @@ class GradBuffer:
         comm: Comm,
         ledger: Ledger,
         transient: bool,
-        rest: GradRest | None = None,
+        rest: GradStore | None = None,
     ) -> None:
         self.unit = unit
         self.comm = comm
         self.ledger = ledger
         self.transient = transient
         self.grads_N: Tensor | None = None
-        self.leaving_N: Tensor | None = None  # the source of a reduction in flight
-        self.arriving_S: Tensor | None = None  # and its result
+        self.reducing_N: Tensor | None = None  # the source of a reduction in flight
+        self.reduce_result_S: Tensor | None = None  # and its result
         self.views: list[Tensor] = []
         self.filled = [False] * len(unit.params)  # slots of grads_N that hold a gradient
-        self.touched = [False] * len(
+        self.has_grad = [False] * len(
             unit.params
         )  # parameters with any gradient since the last step
-        self.arrived = 0  # in the running backward
+        self.num_ready = 0  # in the running backward
         self.complete = False  # nothing more is expected in the running backward
         self._reduced_S: Tensor | None = None
         self.reduced_N: Tensor | None = None
-        self.rest = rest
-        self.has_left = False  # is what was reduced at its rest, and not here?
+        self.store = rest
+        self.is_stored = False  # is what was reduced at its rest, and not here?
         self.measure: Callable[[Tensor], Norms] | None = None  # what the optimizer owns
         self.norms: Norms | None = None  # of a complete gradient, taken when it left
         self.tier = Tier.DEVICE  # HOST: all of it left the device for now
@@ -98,59 +98,59 @@ class GradBuffer:
     def reduced_S(self) -> Tensor | None:  # noqa: N802  (the suffix is the extent)
         """The reduced gradient of the running step, for whoever changes it or uses it up; None before
         there is one. One that left comes back, and is counted at its rest until it leaves again."""
-        if self.has_left:
-            assert self.rest is not None
-            self.reduced_S = self.rest.bring()
+        if self.is_stored:
+            assert self.store is not None
+            self.reduced_S = self.store.acquire()
         return self._reduced_S
 
     @reduced_S.setter
     def reduced_S(self, values_S: Tensor | None) -> None:  # noqa: N802
-        self.has_left, self.norms = False, None
+        self.is_stored, self.norms = False, None
         self._reduced_S = values_S
 
     @property
     def is_reduced(self) -> bool:
         """Is there a reduced gradient, here or where its update is?"""
-        return self.has_left or self._reduced_S is not None
+        return self.is_stored or self._reduced_S is not None
 
     def peek(self) -> Tensor | None:
         """The reduced gradient, for whoever reads it only: it stays where it is."""
-        if self.has_left:
-            assert self.rest is not None
-            return self.rest.peek()
+        if self.is_stored:
+            assert self.store is not None
+            return self.store.peek()
         return self._reduced_S
 
-    def leave(self, *, complete: bool) -> None:
+    def store_reduced(self, *, complete: bool) -> None:
         """What was reduced goes to its rest, beside the rest of backward. ``complete``: nothing more is
         expected in this step; then it is measured, so that the norm does not call it back."""
-        rest, values_S = self.rest, self._reduced_S
-        if rest is None or values_S is None or not (complete or rest.early):
+        rest, values_S = self.store, self._reduced_S
+        if rest is None or values_S is None or not (complete or rest.every_backward):
             return
-        rest.send(values_S)
-        self.reduced_S, self.has_left = None, True
+        rest.write(values_S)
+        self.reduced_S, self.is_stored = None, True
         if complete and self.measure is not None:
             self.norms = self.measure(values_S)
 
-    def fetch(self) -> None:
+    def prefetch(self) -> None:
         """The reduced gradient will be needed soon."""
-        if self.has_left:
-            assert self.rest is not None
-            self.rest.fetch()
+        if self.is_stored:
+            assert self.store is not None
+            self.store.prefetch()
 
-    def spend(self) -> None:
+    def discard_reduced(self) -> None:
         """The update is through with a gradient that has another rest: its memory goes."""
-        if self.rest is not None:
+        if self.store is not None:
             self.reduced_S = None
-            self.rest.forget()
+            self.store.free()
 
-    def open(self, dtype: torch.dtype) -> Tensor:
+    def allocate(self, dtype: torch.dtype) -> Tensor:
         """Allocate ``grads_N``; its contents are undefined until filled."""
         unit = self.unit
-        self.grads_N = self.comm.empty(
+        self.grads_N = self.comm.allocate(
             unit.layout.full_numel, dtype=dtype, device=unit.full_N.device
         )
         self._set_views()
-        self.account()
+        self.report()
         return self.grads_N
 
     def _is_whole(self, grad: Tensor, dtype: torch.dtype) -> bool:
@@ -169,8 +169,8 @@ class GradBuffer:
         """Take the gradient itself for ``grads_N``. Autograd gave it away, alone."""
         self.grads_N = grad.detach().view(-1)
         self._set_views()
-        self.filled[0] = self.touched[0] = True
-        self.account()
+        self.filled[0] = self.has_grad[0] = True
+        self.report()
 
     def _set_views(self) -> None:
         assert self.grads_N is not None
@@ -178,20 +178,20 @@ class GradBuffer:
             self.grads_N[slot.start : slot.stop].view(slot.shape) for slot in self.unit.layout.slots
         ]
 
-    def land(self, index: int, grad: Tensor, dtype: torch.dtype) -> None:
+    def accumulate_grad(self, index: int, grad: Tensor, dtype: torch.dtype) -> None:
         """Move one gradient into its slot, or add it to what is there."""
         if self.grads_N is None:
             if self._is_whole(grad, dtype):
                 self.adopt(grad)
                 return
-            self.open(dtype)
+            self.allocate(dtype)
         if not self.filled[index]:
             self.views[index].copy_(grad)
             self.filled[index] = True
         else:
             self._promote()
             accumulate(self.views[index], grad)
-        self.touched[index] = True
+        self.has_grad[index] = True
 
     def _promote(self) -> None:
         """Sums are kept in the accumulation dtype, also when they were not expected."""
@@ -199,12 +199,12 @@ class GradBuffer:
         if self.grads_N.dtype != self.unit.row.grad_accum:
             self.grads_N = self.grads_N.to(self.unit.row.grad_accum)
             self._set_views()
-            self.account()
+            self.report()
 
-    def take(self) -> Tensor:
+    def detach_local(self) -> Tensor:
         """The complete local gradient ``[N]``, zeros where nothing arrived; the buffer starts anew."""
         if self.grads_N is None:
-            self.open(self.unit.row.reduce)
+            self.allocate(self.unit.row.reduce)
         assert self.grads_N is not None
         for view, filled in zip(self.views, self.filled, strict=True):
             if not filled:
@@ -225,18 +225,18 @@ class GradBuffer:
     def reset(self) -> None:
         """Forget the step's gradients and free them."""
         self.grads_N, self.views = None, []
-        self.leaving_N = self.arriving_S = None
+        self.reducing_N = self.reduce_result_S = None
         self.reduced_S = self.reduced_N = None
-        self.spend()
+        self.discard_reduced()
         self.filled = [False] * len(self.filled)
-        self.touched = [False] * len(self.touched)
-        self.arrived = 0
-        self.account()
+        self.has_grad = [False] * len(self.has_grad)
+        self.num_ready = 0
+        self.report()
 
-    def check_here(self) -> None:
+    def check_not_offloaded(self) -> None:
         """Raise :class:`UsageError` while gradients are away."""
         if self.tier is not Tier.DEVICE:
-            raise away_error(f"the gradient of {self.unit.name!r}")
+            raise offloaded_error(f"the gradient of {self.unit.name!r}")
 
     def held(self) -> list[Tensor]:
         """All bytes that are held here between two backwards."""
@@ -265,14 +265,14 @@ class GradBuffer:
         self.tier = tier
         self.ledger.hold("gradients", self.unit.name, sum(here.nbytes for here in held), tier)
 
-    def account(self) -> None:
+    def report(self) -> None:
         """Report to the ledger what is held here."""
-        local = [self.grads_N, self.leaving_N]
+        local = [self.grads_N, self.reducing_N]
         resting = [self._reduced_S, self.reduced_N] + ([] if self.transient else local)
         self.ledger.hold("gradients", self.unit.name, _storage_nbytes(resting), self.tier)
         if self.transient:
             leaving_nbytes = _storage_nbytes(local)
-            arriving_nbytes = _storage_nbytes([*local, self.arriving_S]) - leaving_nbytes
+            arriving_nbytes = _storage_nbytes([*local, self.reduce_result_S]) - leaving_nbytes
             self.ledger.hold("buckets", self.unit.name, leaving_nbytes)
             self.ledger.hold("scratch", self.unit.name, arriving_nbytes)
 

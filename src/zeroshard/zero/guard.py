@@ -45,11 +45,11 @@ class Owner(Protocol):
         """
         ...
 
-    def agrees(self, fact: bool) -> bool:
+    def is_collective_read(self, fact: bool) -> bool:
         """Is it a fact on every rank? Collective."""
         ...
 
-    def admit(self, param: nn.Parameter, beside: Collection[Tensor]) -> bool:
+    def ensure_writable(self, param: nn.Parameter, beside: Collection[Tensor]) -> bool:
         """Make the parameter itself full, if it may be written now (during construction).
 
         ``beside``: all tensors of the same operation; none of them may go away for it.
@@ -107,7 +107,7 @@ def list_on_request(params: Iterable[nn.Parameter]) -> None:
 # ---------------------------------------------------------------------- being away
 
 
-def blank(like: Tensor, device: torch.device | None = None) -> Tensor:
+def nan_placeholder(like: Tensor, device: torch.device | None = None) -> Tensor:
     """What a sharded parameter's memory holds: one NaN (the lowest number, if there is none)."""
     dtype = like.dtype
     if dtype.is_floating_point or dtype.is_complex:
@@ -117,15 +117,15 @@ def blank(like: Tensor, device: torch.device | None = None) -> Tensor:
     return torch.full((), nothing, dtype=dtype, device=device or like.device).expand(like.shape)
 
 
-def hide(params: Sequence[nn.Parameter], blanks: Sequence[Tensor] | None = None) -> None:
+def mark_sharded(params: Sequence[nn.Parameter], blanks: Sequence[Tensor] | None = None) -> None:
     """The values go away: from now on reads are served by the owner."""
-    for param, nothing in zip(params, blanks or map(blank, params), strict=True):
+    for param, nothing in zip(params, blanks or map(nan_placeholder, params), strict=True):
         if not isinstance(param, FakeTensor):  # has no values to guard, and needs its class
             param.data = nothing
             param.__class__ = ShardedParameter
 
 
-def show(
+def mark_unsharded(
     params: Sequence[nn.Parameter], views: Sequence[Tensor], kinds: Sequence[type[nn.Parameter]]
 ) -> None:
     """The values are here, in ``views``: plain parameters again, with nothing on the hot path.
@@ -252,7 +252,7 @@ class ShardedParameter(nn.Parameter):
             used = list(_tensors_in((args, kwargs), Tensor))
             for param in in_order(param for param in used if isinstance(param, kind)):
                 if (owner := owner_of(param)) is not None:
-                    owner.admit(param, used)
+                    owner.ensure_writable(param, used)
             away = in_order(_tensors_in((args, kwargs), kind))
             if not away:
                 return func(*args, **kwargs)
@@ -295,7 +295,7 @@ class ShardedParameter(nn.Parameter):
         with torch.no_grad():
             values = _read(self)
         if values is None:
-            values = _blank_of(self)  # a file of one number for each
+            values = _placeholder_of(self)  # a file of one number for each
         if not isinstance(self, StateEntry):
             values = nn.Parameter(values, self.requires_grad)
         return values.__reduce_ex__(protocol)
@@ -305,7 +305,7 @@ class ShardedParameter(nn.Parameter):
         used = [self, *_tensors_in((args, kwargs), Tensor)]
         for param in in_order(param for param in used if isinstance(param, ShardedParameter)):
             if (owner := owner_of(param)) is not None:
-                owner.admit(param, used)
+                owner.ensure_writable(param, used)
         if type(self) is nn.Parameter:
             return self.set_(*args, **kwargs)
         raise _lost_write(self, "given other memory (set_)")
@@ -316,7 +316,7 @@ class ShardedParameter(nn.Parameter):
         if asking.f_code is not _NEW_PARAMETER or asking.f_locals.get("cls") is not nn.Parameter:
             return super().detach()
         if (owner := owner_of(self)) is not None:
-            owner.admit(self, [self])
+            owner.ensure_writable(self, [self])
         if type(self) is nn.Parameter:
             return nn.Parameter(self, requires_grad=False)  # in the same memory
         raise ShardedAccess(
@@ -394,7 +394,7 @@ class _OwnerOfEntry:
             return None if values is None else self.part(values.detach())
         return self.part(self.param.detach().clone())
 
-    def admit(self, param: nn.Parameter, beside: Collection[Tensor]) -> bool:
+    def ensure_writable(self, param: nn.Parameter, beside: Collection[Tensor]) -> bool:
         """See :class:`Owner`. An entry is a copy: nothing is written through it."""
         return False
 
@@ -423,19 +423,19 @@ class ReadOnlyCopy(Tensor):
             return _call_read_only(func, args, kwargs, copies)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        return plain(self).clone()
+        return without_guard(self).clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return plain(self).__reduce_ex__(protocol)
+        return without_guard(self).__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return repr(plain(self))
+        return repr(without_guard(self))
 
     def __format__(self, spec: str) -> str:
-        return format(plain(self), spec)
+        return format(without_guard(self), spec)
 
 
-def plain(copy: Tensor) -> Tensor:
+def without_guard(copy: Tensor) -> Tensor:
     """The same values as an ordinary tensor, which may be written."""
     return copy.as_subclass(Tensor) if isinstance(copy, ReadOnlyCopy) else copy
 
@@ -474,7 +474,7 @@ def _full_value(param: nn.Parameter) -> Tensor:
         values = _read(param)
         full = values
         if full is None:
-            full = _blank_of(param).clone(memory_format=torch.contiguous_format)
+            full = _placeholder_of(param).clone(memory_format=torch.contiguous_format)
         if not (torch.is_grad_enabled() and param.requires_grad):
             return full
         into_graph: Any = _ReadAlone if values is None else _ReadFull
@@ -493,9 +493,9 @@ def _read(param: nn.Parameter) -> Tensor | None:
     return owner.read(param)
 
 
-def _blank_of(param: nn.Parameter) -> Tensor:
+def _placeholder_of(param: nn.Parameter) -> Tensor:
     """A blank on the device where the parameter is at home."""
-    return blank(param, _home(param).device)
+    return nan_placeholder(param, _home(param).device)
 
 
 def _home(param: nn.Parameter) -> nn.Parameter:
@@ -523,7 +523,7 @@ def _is_no_edit(param: Any, values: Any) -> bool:
         own = None if owner is None else owner.read(param)
         if owner is None or own is None:  # read alone: who else assigns?
             return False
-        return owner.agrees(_same_bits(own, values))
+        return owner.is_collective_read(_same_bits(own, values))
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

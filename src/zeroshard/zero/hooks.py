@@ -35,7 +35,7 @@ from torch.utils.hooks import RemovableHandle
 from zeroshard.errors import ShardedAccess, UsageError
 from zeroshard.store import storage
 from zeroshard.zero import guard, transforms
-from zeroshard.zero.gather import Gatherer, Site
+from zeroshard.zero.gather import Prefetcher, WrappedModule
 from zeroshard.zero.gradients import GradBuffer
 from zeroshard.zero.reduce import GradReducer
 from zeroshard.zero.unit import Unit
@@ -58,7 +58,7 @@ def in_backward() -> bool:
 class _Call:
     """One forward of a site whose backward is to come."""
 
-    site: Site
+    site: WrappedModule
     recorded_in: int  # the graph task that recomputed it, or IN_FORWARD
     begin: int  # every node recorded by it has this number or a greater one
     entered: bool = False  # backward has reached one of its outputs
@@ -76,7 +76,7 @@ class StepHooks:
 
     def __init__(
         self,
-        gatherer: Gatherer,
+        gatherer: Prefetcher,
         reducer: GradReducer,
         *,
         at_boundary: Callable[[], bool],
@@ -100,7 +100,9 @@ class StepHooks:
         self.on_modules: list[RemovableHandle] = []
         self.on_params: list[RemovableHandle] = []
         self._on_state: list[RemovableHandle] = []
-        self._landings: list[tuple[Site, GradBuffer, int]] = []  # what each gradient hook is for
+        self._landings: list[
+            tuple[WrappedModule, GradBuffer, int]
+        ] = []  # what each gradient hook is for
         self._note_places()
         self.attach()
 
@@ -127,11 +129,13 @@ class StepHooks:
             for unit in site.units:
                 if (buffer := buffers.get(id(unit))) is not None:
                     for index, param in enumerate(unit.params):
-                        land = _landing(weakref.proxy(self), len(self._landings))
+                        land = _grad_ready_hook(weakref.proxy(self), len(self._landings))
                         self._landings.append((site, buffer, index))
                         self.on_params.append(param.register_post_accumulate_grad_hook(land))
 
-    def _site_hooks(self, site: Site) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
+    def _site_hooks(
+        self, site: WrappedModule
+    ) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
         if site is self.gatherer.root:
             return StepHooks._before_root, StepHooks._after_root
         if all(unit.resident for unit in site.units):
@@ -147,14 +151,18 @@ class StepHooks:
     # ------------------------------------------------------------------ forward
 
     def _before_root(
-        self, site: Site, _module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any]
+        self,
+        site: WrappedModule,
+        _module: nn.Module,
+        _args: tuple[Any, ...],
+        _kwargs: dict[str, Any],
     ) -> None:
         if transforms.innermost() is not None:
             self._before_transformed(site)
             return
         if in_backward():
             self._begin_backward()
-            self.gatherer.need(site, forward=False)
+            self.gatherer.unshard(site, forward=False)
             return
         self.recover()
         if self.forward_depth == 0:
@@ -163,7 +171,7 @@ class StepHooks:
             self.gatherer.begin_forward()
         self.forward_depth += 1
 
-    def _before_transformed(self, site: Site) -> None:
+    def _before_transformed(self, site: WrappedModule) -> None:
         """Under ``torch.func`` a forward only needs the values. They stay until the next plain forward or
         the end of backward: nothing here learns when the transform has used them up.
         """
@@ -176,7 +184,7 @@ class StepHooks:
                     "p in model.named_parameters()}, or run the transform inside GatheredParameters."
                 )
         with transforms.suspended():
-            self.gatherer.need(site, forward=False)
+            self.gatherer.unshard(site, forward=False)
 
     def _note_places(self) -> None:
         """Where each parameter hangs in the module tree, and what the tree is made of."""
@@ -215,10 +223,10 @@ class StepHooks:
             )
         self._note_places()
 
-    def _after_root(self, site: Site, _module: nn.Module, _args: Any, output: Any) -> Any:
+    def _after_root(self, site: WrappedModule, _module: nn.Module, _args: Any, output: Any) -> Any:
         if transforms.innermost() is not None or in_backward():
             return output
-        output = _apart_from(site, output)
+        output = _copy_own_views(site, output)
         self.forward_depth = max(0, self.forward_depth - 1)
         if self.forward_depth:
             return output
@@ -231,16 +239,24 @@ class StepHooks:
         return output
 
     def _before_resident(
-        self, site: Site, _module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any]
+        self,
+        site: WrappedModule,
+        _module: nn.Module,
+        _args: tuple[Any, ...],
+        _kwargs: dict[str, Any],
     ) -> None:
         if transforms.innermost() is None:
-            site.wait()
+            site.wait_for_unshard()
             return
         with transforms.suspended():
-            site.wait()
+            site.wait_for_unshard()
 
     def _before_forward(
-        self, site: Site, _module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any]
+        self,
+        site: WrappedModule,
+        _module: nn.Module,
+        _args: tuple[Any, ...],
+        _kwargs: dict[str, Any],
     ) -> None:
         if transforms.innermost() is not None:
             self._before_transformed(site)
@@ -253,7 +269,7 @@ class StepHooks:
             if node is not None and graph_task() == self._task:
                 # Before the gather: a rank that has all gradients reduced them before it, too.
                 self._leave_after(node._sequence_nr(), IN_FORWARD)
-        self.gatherer.need(site, forward=not backward)
+        self.gatherer.unshard(site, forward=not backward)
         if not torch.is_grad_enabled() or (backward and site.open_calls):
             site.running.append(None)  # a recomputed forward whose first run is watched already
             return
@@ -262,10 +278,12 @@ class StepHooks:
         site.open_calls += 1
         site.running.append(call)
 
-    def _after_forward(self, site: Site, _module: nn.Module, _args: Any, output: Any) -> Any:
+    def _after_forward(
+        self, site: WrappedModule, _module: nn.Module, _args: Any, output: Any
+    ) -> Any:
         if transforms.innermost() is not None:
             return output
-        output = _apart_from(site, output)
+        output = _copy_own_views(site, output)
         call = site.running.pop() if site.running else None
         visible = self._watch_outputs(site, output, call)
         if in_backward():
@@ -275,7 +293,7 @@ class StepHooks:
             site.reshard()
         return output
 
-    def _watch_outputs(self, site: Site, output: Any, call: _Call | None = None) -> bool:
+    def _watch_outputs(self, site: WrappedModule, output: Any, call: _Call | None = None) -> bool:
         """Gather again when backward reaches what made an output. False: no output needs a gradient."""
         if not torch.is_grad_enabled():
             return False
@@ -322,7 +340,7 @@ class StepHooks:
             site.missing_grads = sum(len(u.params) for u in site.units if u.trainable)
         Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
 
-    def _before_backward(self, site: Site, call: _Call | None, number: int) -> None:
+    def _before_backward(self, site: WrappedModule, call: _Call | None, number: int) -> None:
         """Backward is about to run node ``number``, which made an output of the site in ``call``."""
         self._begin_backward()
         self._leave_recomputed()
@@ -332,7 +350,7 @@ class StepHooks:
                 site.open_calls += 1
                 insort(self._open_calls[call.recorded_in], call, key=lambda other: other.begin)
             call.entered = call.open = True
-        self.gatherer.need(site, forward=False, reads=site.is_read_in_backward)
+        self.gatherer.unshard(site, forward=False, reads=site.is_read_in_backward)
 
     def _leave_after(self, number: int, recorded_in: int) -> None:
         """Leave the calls that began after node ``number``, which runs, was recorded.
@@ -341,25 +359,25 @@ class StepHooks:
         """
         calls = self._open_calls[recorded_in]
         while calls and calls[-1].begin > number:
-            self._leave(calls.pop())
+            self._module_backward_done(calls.pop())
 
     def _leave_recomputed(self) -> None:
         """What this backward recomputed before is over: its own backward ran inside one node of ours."""
         calls = self._open_calls.get(graph_task())
         while calls and any(call.entered for call in calls):
-            self._leave(calls.pop())
+            self._module_backward_done(calls.pop())
 
-    def _landed(self, landing: int, param: nn.Parameter) -> None:
+    def _grad_ready(self, landing: int, param: nn.Parameter) -> None:
         site, buffer, index = self._landings[landing]
         self._begin_backward()
         if not self.counted:
             self.counted = self.on_backward_begin(True)
-        self.reducer.land(buffer, index, param)
+        self.reducer.accumulate_grad(buffer, index, param)
         site.missing_grads -= 1
         if site.missing_grads <= 0:
             self._release(site)
 
-    def _leave(self, call: _Call) -> None:
+    def _module_backward_done(self, call: _Call) -> None:
         """Backward has left the call. After the site's last one, gradients that did not arrive will not:
         so a rank that skipped an expert reduces at the same point as the others.
         """
@@ -374,7 +392,7 @@ class StepHooks:
                 self.reducer.finish_buffer(buffer)
         self._release(site)
 
-    def _release(self, site: Site) -> None:
+    def _release(self, site: WrappedModule) -> None:
         """Free the site once nothing of this backward can need it: its gradients are all there."""
         through = site.missing_grads <= 0 and not site.open_calls
         if through and site is not self.gatherer.root and not self.creates_graph:
@@ -388,7 +406,7 @@ class StepHooks:
         for calls in self._open_calls.values():
             for call in [call for call in calls if call.entered]:
                 calls.remove(call)
-                self._leave(call)
+                self._module_backward_done(call)
         if not self.creates_graph:
             self.gatherer.reshard_all()
         self.running_backward = False
@@ -438,7 +456,7 @@ def _nothing(*_: Any) -> None:
     """What a hook does in a copy of its module."""
 
 
-def _bound(me: weakref.ref[StepHooks], method: Callable[..., Any], site: Site) -> _Hook:
+def _bound(me: weakref.ref[StepHooks], method: Callable[..., Any], site: WrappedModule) -> _Hook:
     def hook(*args: Any) -> Any:
         hooks = me()
         if hooks is None:
@@ -456,10 +474,10 @@ def _release_values(
 ) -> None:
     """The values in a ``state_dict`` are the program's own: it may write them."""
     for name, value in state.items():
-        state[name] = guard.plain(value)
+        state[name] = guard.without_guard(value)
 
 
-def _landing(me: Any, landing: int) -> Callable[[Tensor], None]:
+def _grad_ready_hook(me: Any, landing: int) -> Callable[[Tensor], None]:
     """The hook holds no buffer: what hangs on a parameter is out of the garbage collector's sight."""
 
     def landed(param: Tensor) -> None:
@@ -483,7 +501,7 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
             yield from tensors_in(getattr(tree, field.name))
 
 
-def _apart_from(site: Site, output: Any) -> Any:
+def _copy_own_views(site: WrappedModule, output: Any) -> Any:
     """The output, with copies in place of views of the site's parameters (``self.latents.expand(...)``).
 
     A view is valid only while the site is full, and an output is used when it is not.

@@ -23,15 +23,15 @@ from torch.nn.modules.module import (
 )
 
 from zeroshard.comm.collectives import Comm
-from zeroshard.comm.env import current_place, discover, init_distributed, local_device
-from zeroshard.comm.trust import TrustSettings
-from zeroshard.comm.watch import open_watch
+from zeroshard.comm.env import current_rank_info, init_distributed, local_device, rank_info_of
+from zeroshard.comm.trust import WatchdogSettings
+from zeroshard.comm.watch import open_session
 from zeroshard.config import Config, load_config
 from zeroshard.errors import RankMismatch
 from zeroshard.precision.policy import policy_from
 from zeroshard.store.storage import is_aliased
 from zeroshard.zero import deal, guard
-from zeroshard.zero.parcel import Parcel, SpreadParameter
+from zeroshard.zero.parcel import BucketedParameter, ParamBucket
 
 
 def _room_numel() -> int:
@@ -82,23 +82,25 @@ class Init:
         self.depth = 0
         # By id. What they contain is taken, or will be by a hook.
         self._seen: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
-        self._whole: dict[SpreadParameter | Parcel, _Built | None] = {}  # in order
-        self._large: dict[SpreadParameter | Parcel, None] = {}  # those of them that wait for nobody
-        self._held: set[SpreadParameter | Parcel] = set()  # could not be spread last time
+        self._whole: dict[BucketedParameter | ParamBucket, _Built | None] = {}  # in order
+        self._large: dict[
+            BucketedParameter | ParamBucket, None
+        ] = {}  # those of them that wait for nobody
+        self._held: set[BucketedParameter | ParamBucket] = set()  # could not be spread last time
         self._small_numel, self._small_limit = 0, _room_numel()
-        self._blanks: list[weakref.ref[Parcel]] = []  # show the dtype of construction
-        self._read: weakref.ref[Parcel] | None = None  # keeps what was gathered for a reader
+        self._blanks: list[weakref.ref[ParamBucket]] = []  # show the dtype of construction
+        self._read: weakref.ref[ParamBucket] | None = None  # keeps what was gathered for a reader
         self._hooks = contextlib.ExitStack()
         if not self.enabled:
             return
-        if discover().world_size > 1:
+        if rank_info_of().world_size > 1:
             init_distributed()
         self.device = local_device()
-        watch = open_watch(
+        watch = open_session(
             transport=parsed.transport if parsed else "auto",
             group=data_parallel_group,
             device_type=self.device.type,
-            trust=parsed.trust if parsed else TrustSettings(),
+            trust=parsed.trust if parsed else WatchdogSettings(),
             plan={},
             call="zero.Init",
         )
@@ -183,33 +185,33 @@ class Init:
         owner = guard.owner_of(param)
         if owner is None:
             self._make_room(but=holder)
-            self._add(SpreadParameter(param, holder, leaf, self), _Built(param, [(holder, leaf)]))
-        elif isinstance(owner, SpreadParameter) and (built := self._whole.get(owner)):
+            self._add(BucketedParameter(param, holder, leaf, self), _Built(param, [(holder, leaf)]))
+        elif isinstance(owner, BucketedParameter) and (built := self._whole.get(owner)):
             built.places.append((holder, leaf))
 
     # ------------------------------------------------------------------ what is whole, and how long
 
-    def reopen(self, parcel: Parcel, beside: Collection[Tensor]) -> None:
+    def reopen(self, parcel: ParamBucket, beside: Collection[Tensor]) -> None:
         """Make a parcel whole that is used again; what is used in the same operation stays so."""
         self._make_room(beside=beside, numel=parcel.numel)
         self.open(parcel)
 
-    def open(self, parcel: Parcel) -> None:
+    def open(self, parcel: ParamBucket) -> None:
         """Make a parcel whole; inside the block, until attention moves on."""
         parcel.open()
         if self.active:
             self._add(parcel)
 
-    def close(self, parcel: Parcel, source: int) -> None:
+    def close(self, parcel: ParamBucket, source: int) -> None:
         """Spread a parcel again, with the values of rank ``source``."""
         self._drop(parcel)
         parcel.close(source)
 
-    def was_hidden(self, parcel: Parcel) -> None:
+    def was_hidden(self, parcel: ParamBucket) -> None:
         """Its parameters show the dtype of construction, until the block ends."""
         self._blanks.append(weakref.ref(parcel))
 
-    def keep_read(self, parcel: Parcel) -> None:
+    def keep_read(self, parcel: ParamBucket) -> None:
         """One parcel at a time keeps what was gathered for a reader."""
         last = self._read() if self._read else None
         if last is not parcel:
@@ -217,7 +219,7 @@ class Init:
                 last.forget_read()
             self._read = weakref.ref(parcel)
 
-    def _add(self, item: SpreadParameter | Parcel, built: _Built | None = None) -> None:
+    def _add(self, item: BucketedParameter | ParamBucket, built: _Built | None = None) -> None:
         self._whole[item] = built
         if item.numel > _room_numel() // 2:
             self._large[item] = None
@@ -225,7 +227,7 @@ class Init:
         else:
             self._small_numel += item.numel
 
-    def _drop(self, item: SpreadParameter | Parcel) -> None:
+    def _drop(self, item: BucketedParameter | ParamBucket) -> None:
         if item not in self._whole:
             return
         del self._whole[item]
@@ -252,32 +254,32 @@ class Init:
             self._small_limit = self._small_numel + _room_numel()
 
     def _is_in_hand(
-        self, item: SpreadParameter | Parcel, but: nn.Module | None, used: set[int]
+        self, item: BucketedParameter | ParamBucket, but: nn.Module | None, used: set[int]
     ) -> bool:
         if item in self._held:
             return True
-        if isinstance(item, Parcel):
+        if isinstance(item, ParamBucket):
             return any(owner.pins or id(param) in used for _, param, owner in item.members())
         param, places = self._built(item)
         return bool(item.pins or id(param) in used) or any(holder is but for holder, _ in places)
 
-    def _spread(self, items: Sequence[SpreadParameter | Parcel]) -> None:
+    def _spread(self, items: Sequence[BucketedParameter | ParamBucket]) -> None:
         """Collective. Inside the block without those whose memory the program still holds otherwise."""
         for item in items:
-            if isinstance(item, SpreadParameter) and not self._is_built(item):
+            if isinstance(item, BucketedParameter) and not self._is_built(item):
                 self._drop(item)
         items = [item for item in items if item in self._whole]
         held = self._compare(items) if items else set()
         self._held |= held
         ready = [item for item in items if item not in held]
-        new = [(i, self._built(i).param) for i in ready if isinstance(i, SpreadParameter)]
-        again = [item for item in ready if isinstance(item, Parcel)]
+        new = [(i, self._built(i).param) for i in ready if isinstance(i, BucketedParameter)]
+        again = [item for item in ready if isinstance(item, ParamBucket)]
         for item in ready:
             self._drop(item)
         for parcel in (*self._packed(new), *again):
             parcel.close()
 
-    def _is_built(self, item: SpreadParameter) -> bool:
+    def _is_built(self, item: BucketedParameter) -> bool:
         """Is it still part of a module, and nobody else's? If not, it is the program's own."""
         param, places = self._built(item)
         if guard.owner_of(param) is not item:
@@ -287,28 +289,32 @@ class Init:
         del guard.owners[param]
         return False
 
-    def _built(self, item: SpreadParameter) -> _Built:
+    def _built(self, item: BucketedParameter) -> _Built:
         built = self._whole[item]
         assert built is not None
         return built
 
-    def _packed(self, params: Iterable[tuple[SpreadParameter, nn.Parameter]]) -> Iterator[Parcel]:
+    def _packed(
+        self, params: Iterable[tuple[BucketedParameter, nn.Parameter]]
+    ) -> Iterator[ParamBucket]:
         """In order; small parameters of one dtype together."""
-        groups: dict[Any, list[tuple[SpreadParameter, nn.Parameter]]] = {}
+        groups: dict[Any, list[tuple[BucketedParameter, nn.Parameter]]] = {}
         numels: dict[Any, int] = {}
         for owner, param in params:
             kind = param.dtype, param.device
             group = groups.setdefault(kind, [])
             numels[kind] = numels.get(kind, 0) + param.numel()
             if group and numels[kind] > _room_numel() // 2:
-                yield Parcel(self, *zip(*group, strict=True))
+                yield ParamBucket(self, *zip(*group, strict=True))
                 group.clear()
                 numels[kind] = param.numel()
             group.append((owner, param))
         for group in groups.values():
-            yield Parcel(self, *zip(*group, strict=True))
+            yield ParamBucket(self, *zip(*group, strict=True))
 
-    def _compare(self, items: Sequence[SpreadParameter | Parcel]) -> set[SpreadParameter | Parcel]:
+    def _compare(
+        self, items: Sequence[BucketedParameter | ParamBucket]
+    ) -> set[BucketedParameter | ParamBucket]:
         """Those whose memory the program holds otherwise, on any rank: a write there would be lost.
         Outside the block that no longer matters. Collective; refuses ranks that build other models.
         """
@@ -334,11 +340,11 @@ class Init:
 
     def _exchange(self, numbers: Sequence[int], name: str) -> list[list[float]]:
         vector = torch.tensor(numbers, dtype=torch.float64, device=self.device)
-        rows: list[list[float]] = self.comm.gather_small(vector, name=name).tolist()
+        rows: list[list[float]] = self.comm.all_gather_small(vector, name=name).tolist()
         return rows
 
-    def _is_aliased(self, item: SpreadParameter | Parcel) -> bool:
-        if isinstance(item, Parcel):
+    def _is_aliased(self, item: BucketedParameter | ParamBucket) -> bool:
+        if isinstance(item, ParamBucket):
             return any(is_aliased(param) for _, param, _ in item.members())
         return is_aliased(self._built(item).param)
 
@@ -348,7 +354,7 @@ def _config_of(source: Any) -> Config | None:
         return None
     if isinstance(source, Config):
         return source
-    world_size = current_place().world_size
+    world_size = current_rank_info().world_size
     return load_config(source, world_size=world_size, for_training=False).config
 
 

@@ -41,7 +41,7 @@ def threads_for(numel: int, cores: int, local_ranks: int = 1, omp: int = 1) -> i
 
 
 @dataclass(frozen=True)
-class Kernel:
+class UpdateKernel:
     """An optimizer's arithmetic, without the optimizer object around it.
 
     ``update(group, params, grads, state)`` changes equally long lists of tensors in place. ``state`` maps
@@ -72,7 +72,7 @@ class _Piece:
     members: list[_Members]
 
 
-class OnePass:
+class FusedUpdate:
     """The pieces of one tile, prepared once: views of its master and of the optimizer's state.
 
     ``fragments``: ``(group, at, value)`` in the order of the tile. ``states``: each one's optimizer
@@ -81,7 +81,7 @@ class OnePass:
 
     def __init__(
         self,
-        kernel: Kernel,
+        kernel: UpdateKernel,
         fragments: Sequence[tuple[int, int, Tensor]],
         states: Sequence[Mapping[str, Any]],
         *,
@@ -104,9 +104,9 @@ class OnePass:
         if kernel.compiles and _spans_fit(low_R, master_R, states):
             self._spans = _spans(fragments, states, low_R if low_R is not master_R else None)
             self._tails = [
-                _piece(kernel, fragments, states, begin, _up(at + value.numel()))
+                _piece(kernel, fragments, states, begin, _round_up(at + value.numel()))
                 for _, at, value in fragments
-                if (begin := at + _down(value.numel())) < at + value.numel()
+                if (begin := at + _round_down(value.numel())) < at + value.numel()
             ]
 
     def is_current(self, states: Sequence[Mapping[str, Any]]) -> bool:
@@ -175,7 +175,7 @@ class OnePass:
                 grad.mul_(factor)
             if has_master:
                 low, master = low_R[begin:end], master_R[begin:end]
-                follow(master, low)
+                sync_master_from_param(master, low)
             for members in piece.members:
                 grads = [
                     grad[a:b].view_as(param)
@@ -187,7 +187,7 @@ class OnePass:
 
 
 def _piece(
-    kernel: Kernel,
+    kernel: UpdateKernel,
     fragments: Sequence[tuple[int, int, Tensor]],
     states: Sequence[Mapping[str, Any]],
     begin: int,
@@ -209,11 +209,11 @@ def _piece(
     return _Piece(begin, end, list(by_group.values()))
 
 
-def _down(numel: int) -> int:
+def _round_down(numel: int) -> int:
     return numel // adam.SPAN_MULTIPLE * adam.SPAN_MULTIPLE
 
 
-def _up(numel: int) -> int:
+def _round_up(numel: int) -> int:
     return -(-numel // adam.SPAN_MULTIPLE) * adam.SPAN_MULTIPLE
 
 
@@ -233,14 +233,14 @@ def _spans(
 ) -> adam.Spans:
     spans = []
     for (group, at, value), state in zip(fragments, states, strict=True):
-        if numel := _down(value.numel()):
+        if numel := _round_down(value.numel()):
             flat = [t.view(-1)[:numel] for t in (value, state["exp_avg"], state["exp_avg_sq"])]
             low = None if low_R is None else low_R[at : at + numel]
             spans.append(adam.Span(group, at, flat[0], flat[1], flat[2], state["step"], low))
     return adam.Spans(spans)
 
 
-def follow(master: Tensor, low: Tensor) -> None:
+def sync_master_from_param(master: Tensor, low: Tensor) -> None:
     """Elements of ``low`` that are not the rounded ``master`` were written: the master takes them.
 
     The others keep the bits that rounding drops. Both hold a multiple of 64 elements.

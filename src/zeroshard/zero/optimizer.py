@@ -22,13 +22,19 @@ from zeroshard.core.tiers import Span, Tier
 from zeroshard.errors import UsageError
 from zeroshard.native import adam
 from zeroshard.store import storage
-from zeroshard.store.bus import Arrival
+from zeroshard.store.bus import CopyHandle
 from zeroshard.zero import guard
-from zeroshard.zero.behind import Behind, Pending
-from zeroshard.zero.crossing import Crossing, Delivery, HostSide
+from zeroshard.zero.behind import AsyncUpdateWorker, PendingUpdates
+from zeroshard.zero.crossing import HostChunk, HostGradTransfer, HostStaging
 from zeroshard.zero.gradients import GradBuffer, Norms
-from zeroshard.zero.onepass import PIECE_NUMEL, Kernel, OnePass
-from zeroshard.zero.tile import Chunk, OwnedFragment, StateDtypes, Tile, make_tile
+from zeroshard.zero.onepass import PIECE_NUMEL, FusedUpdate, UpdateKernel
+from zeroshard.zero.tile import (
+    OptimizerChunk,
+    OptimizerShard,
+    OwnedFragment,
+    StateDtypes,
+    make_optimizer_shard,
+)
 from zeroshard.zero.unit import Unit
 
 if TYPE_CHECKING:
@@ -54,11 +60,11 @@ class ShardedOptimizer:
         shards_optimizer: bool,
         ledger: Ledger,
         seat: Callable[[torch.optim.Optimizer, Sequence[Sequence[Tensor]]], None],
-        kernel_of: Callable[[torch.optim.Optimizer], Kernel | None],
+        kernel_of: Callable[[torch.optim.Optimizer], UpdateKernel | None],
         pager: Pager | None = None,
         state_dtypes: Callable[[GradBuffer], StateDtypes] | None = None,
-        host: HostSide | None = None,
-        behind: Behind | None = None,
+        host: HostStaging | None = None,
+        behind: AsyncUpdateWorker | None = None,
     ) -> None:
         _refuse_used(inner)
         self.inner = inner
@@ -69,9 +75,9 @@ class ShardedOptimizer:
             for at, group in enumerate(inner.param_groups)
             for param in group["params"]
         }
-        self.tiles: list[Tile] = []
+        self.tiles: list[OptimizerShard] = []
         for buffer, places in zip(buffers, spans, strict=True):
-            tile = make_tile(
+            tile = make_optimizer_shard(
                 buffer,
                 group_of,
                 places,
@@ -81,7 +87,7 @@ class ShardedOptimizer:
                 host=host,
             )
             self.tiles.append(tile)
-            tile.account(ledger, inner.state)
+            tile.report(ledger, inner.state)
         trained = {id(param) for tile in self.tiles for param in tile.unit.params}
         self._frozen = [
             param
@@ -96,19 +102,19 @@ class ShardedOptimizer:
         self._updating = False
         self._torn = ""  # why parameters and state are of no one step
         self._kernel_of = kernel_of
-        self._kernel: Kernel | None = None
-        self._passes: dict[int, OnePass] = {}  # by id of the chunk
+        self._kernel: UpdateKernel | None = None
+        self._passes: dict[int, FusedUpdate] = {}  # by id of the chunk
         self._behind = behind
         for tile in self.tiles:
             tile.buffer.measure = tile.measure
-            if behind is not None and not behind.delayed and tile.is_updated_behind:
-                tile.buffer.rest = tile.grad_on_host()
+            if behind is not None and not behind.delayed and tile.is_updated_asynchronously:
+                tile.buffer.store = tile.grad_on_host()
         self._guards = [inner.register_step_pre_hook(self._refuse_direct_step)]
         if pager is not None:
             self._guards.append(inner.register_state_dict_pre_hook(_refuse_state_dict))
             ledger.hold("scratch", "slots of the disk", pager.slots_nbytes, Tier.HOST)
         self.skips_on_device = bool(getattr(inner, "_step_supports_amp_scaling", False))
-        self.account()
+        self.report()
 
     def _fragments(self) -> Iterator[OwnedFragment]:
         for tile in self.tiles:
@@ -128,7 +134,7 @@ class ShardedOptimizer:
         *,
         found_inf: Tensor | None = None,
         untouched: Mapping[int, frozenset[int]] | None = None,
-        published: Callable[[Unit, Pending | None], object] = lambda _unit, _pending: None,
+        published: Callable[[Unit, PendingUpdates | None], object] = lambda _unit, _pending: None,
     ) -> None:
         """One optimizer step with gradients multiplied by ``factor`` (0-dim).
 
@@ -140,39 +146,41 @@ class ShardedOptimizer:
         """
         inner = self.inner
         has_kernel = self._choose_kernel()
-        pending: dict[int, Pending] = {}
+        pending: dict[int, PendingUpdates] = {}
         self._updating = True
         try:
             for tile, chunk in self._in_turn():
                 skipped = (untouched or {}).get(id(tile.unit), frozenset())
-                prepared = self._one_pass(chunk) if has_kernel and not skipped else None
-                if chunk.crossing is not None:
-                    stays = chunk.page is None and tile.unit.rest.tier is not Tier.DISK
-                    if not tile.buffer.has_left:
-                        chunk.crossing.send_gradient(tile.gradient_of(chunk))
-                    delivery = chunk.crossing.send_numbers(factor, found_inf)
+                prepared = self._fused_update(chunk) if has_kernel and not skipped else None
+                if chunk.host_chunk is not None:
+                    stays = chunk.page is None and tile.unit.store.tier is not Tier.DISK
+                    if not tile.buffer.is_stored:
+                        chunk.host_chunk.send_gradient(tile.gradient_of(chunk))
+                    delivery = chunk.host_chunk.send_numbers(factor, found_inf)
                     sent = (
-                        self._behind.submit(prepared, chunk.crossing, delivery, inner.param_groups)
+                        self._behind.submit(
+                            prepared, chunk.host_chunk, delivery, inner.param_groups
+                        )
                         if self._behind is not None and prepared is not None and stays
-                        else self._update_at_home(
-                            chunk, chunk.crossing, delivery, prepared, skipped
+                        else self._update_on_host(
+                            chunk, chunk.host_chunk, delivery, prepared, skipped
                         )
                     )
-                    pending.setdefault(id(tile.unit), Pending()).add(chunk.crossing, sent)
+                    pending.setdefault(id(tile.unit), PendingUpdates()).add(chunk.host_chunk, sent)
                 elif prepared is not None and found_inf is None:
                     self._run(prepared, chunk, tile.gradient_of(chunk), factor)
                 else:
-                    chunk.follow_low()
+                    chunk.sync_from_param()
                     grad_C = tile.gradient_of(chunk)
                     self._update_chunk(chunk, grad_C, factor, skipped, found_inf)
                 self._settle(chunk)
-                stays = self._behind is not None and tile.unit.rest.tier is not Tier.DISK
+                stays = self._behind is not None and tile.unit.store.tier is not Tier.DISK
                 if chunk is tile.chunks[-1] and not stays:
                     if (here := pending.pop(id(tile.unit), None)) is not None:
-                        here.finish()
+                        here.wait()
                     published(tile.unit, None)
             for tile in self.tiles if self._behind is not None else ():
-                if tile.unit.rest.tier is not Tier.DISK:
+                if tile.unit.store.tier is not Tier.DISK:
                     published(tile.unit, pending.get(id(tile.unit)))
         except BaseException as error:
             self._torn = (
@@ -185,29 +193,29 @@ class ShardedOptimizer:
             self._updating = False
             for group, params in zip(inner.param_groups, self._groups, strict=True):
                 group["params"] = params
-        self.account()
+        self.report()
 
-    def _in_turn(self) -> Iterator[tuple[Tile, Chunk]]:
+    def _in_turn(self) -> Iterator[tuple[OptimizerShard, OptimizerChunk]]:
         """Every chunk with its memory valid until the next; the next tile's shard and gradient are on
         their way."""
         paged = [chunk.page for tile in self.tiles for chunk in tile.chunks if chunk.page]
         pages = self.pager.walk(paged) if self.pager is not None else (page for page in paged)
         with contextlib.closing(pages):
             for tile, following in zip(self.tiles, [*self.tiles[1:], None], strict=True):
-                with tile.in_hand():
+                with tile.loaded():
                     if following is not None:
-                        following.unit.rest.fetch()
-                        following.buffer.fetch()
+                        following.unit.store.prefetch()
+                        following.buffer.prefetch()
                     for chunk in tile.chunks:
                         if chunk.page is not None:
                             page = next(pages)
                             assert page is chunk.page
                         yield tile, chunk
-                tile.buffer.spend()
+                tile.buffer.discard_reduced()
             for _ in pages:
                 raise AssertionError("the walk goes on after its last page")
 
-    def _settle(self, chunk: Chunk) -> None:
+    def _settle(self, chunk: OptimizerChunk) -> None:
         """State that the optimizer made elsewhere moves to the chunk's page."""
         if chunk.page is None:
             return
@@ -235,7 +243,7 @@ class ShardedOptimizer:
                 adam.prepare()
         return kernel is not None
 
-    def _one_pass(self, chunk: Chunk) -> OnePass | None:
+    def _fused_update(self, chunk: OptimizerChunk) -> FusedUpdate | None:
         """The chunk's prepared pass; None on other devices, and until the optimizer made its state."""
         kernel = self._kernel
         assert kernel is not None
@@ -248,23 +256,23 @@ class ShardedOptimizer:
         names = {*kernel.shaped, *(["step"] if kernel.counts else [])}
         if not all(names <= state.keys() for state in states):
             return None
-        self._passes[id(chunk)] = made = OnePass(
+        self._passes[id(chunk)] = made = FusedUpdate(
             kernel,
             [(fragment.group, fragment.at, fragment.value) for fragment in chunk.fragments],
             states,
             master_R=chunk.master_C,
-            low_R=chunk.near,
+            low_R=chunk.param_on_update_device,
         )
         return made
 
-    def _update_at_home(
+    def _update_on_host(
         self,
-        chunk: Chunk,
-        crossing: Crossing,
-        delivery: Delivery,
-        prepared: OnePass | None,
+        chunk: OptimizerChunk,
+        crossing: HostChunk,
+        delivery: HostGradTransfer,
+        prepared: FusedUpdate | None,
         skipped: frozenset[int],
-    ) -> Callable[[], Arrival | None]:
+    ) -> Callable[[], CopyHandle | None]:
         """Update a chunk in host memory here and now: its memory does not stay, or there is no kernel."""
         assert self._behind is not None
         if prepared is not None:
@@ -272,19 +280,21 @@ class ShardedOptimizer:
         else:
             delivery.wait()
             if delivery.is_edited:
-                crossing.take_edits()
-            chunk.follow_low()
+                crossing.sync_edits_from_device()
+            chunk.sync_from_param()
             if not delivery.is_skipped:
                 factor = torch.tensor(delivery.factor, dtype=torch.float64)
                 self._update_chunk(chunk, delivery.grad_C, factor, skipped)
         if chunk.page is None:
-            return crossing.send_up
-        arrival = crossing.send_up()
+            return crossing.send_param
+        arrival = crossing.send_param()
         if arrival is not None:
-            arrival.wait_on_host()  # the next chunk uses the same memory
+            arrival.synchronize()  # the next chunk uses the same memory
         return lambda: arrival
 
-    def _run(self, prepared: OnePass, chunk: Chunk, grad_C: Tensor, factor: Tensor) -> None:
+    def _run(
+        self, prepared: FusedUpdate, chunk: OptimizerChunk, grad_C: Tensor, factor: Tensor
+    ) -> None:
         master_C = chunk.master_C
         casts = grad_C.dtype != master_C.dtype
         piece_nbytes = min(PIECE_NUMEL, chunk.numel) * master_C.element_size()
@@ -293,7 +303,7 @@ class ShardedOptimizer:
 
     def _update_chunk(
         self,
-        chunk: Chunk,
+        chunk: OptimizerChunk,
         grad_C: Tensor,
         factor: Tensor,
         skipped: frozenset[int],
@@ -308,7 +318,7 @@ class ShardedOptimizer:
 
     def _step_chunk(
         self,
-        chunk: Chunk,
+        chunk: OptimizerChunk,
         grad_C: Tensor,
         factor: Tensor,
         skipped: frozenset[int],
@@ -328,7 +338,7 @@ class ShardedOptimizer:
             self.inner.step()
         for fragment in chunk.fragments:
             fragment.value.grad = None
-        chunk.publish_master()
+        chunk.round_master_into_param()
 
     @contextlib.contextmanager
     def _skipping(self, found_inf: Tensor | None) -> Iterator[None]:
@@ -350,7 +360,7 @@ class ShardedOptimizer:
                 "engine: call engine.step(), which also clips and advances the schedule."
             )
 
-    def follow_edits(self) -> None:
+    def sync_edits(self) -> None:
         """What the program wrote into parameters is what the step starts from.
 
         Parameters are brought home here; masters follow in :meth:`update`, which reads them anyway.
@@ -359,8 +369,8 @@ class ShardedOptimizer:
         self._refuse_unknown()
         for tile in self.tiles:
             tile.refuse_grad()
-            tile.unit.wait()
-            tile.unit.absorb()
+            tile.unit.wait_for_unshard()
+            tile.unit.write_back_edits()
 
     def _refuse_unknown(self) -> None:
         """Plain PyTorch would update these; here they have no shard of the state, and never will."""
@@ -394,7 +404,9 @@ class ShardedOptimizer:
         """The optimizer's state of one fragment; empty before the first step."""
         return dict(self.inner.state.get(fragment.value, {}))
 
-    def seat_state(self, chunk: Chunk, fragment: OwnedFragment, state: Mapping[str, Any]) -> None:
+    def seat_state(
+        self, chunk: OptimizerChunk, fragment: OwnedFragment, state: Mapping[str, Any]
+    ) -> None:
         """State from elsewhere takes the place of a fragment's own; empty: as before the first step. The
         chunk's page is open, if it has one."""
         self.inner.state.pop(fragment.value, None)
@@ -412,7 +424,7 @@ class ShardedOptimizer:
         whole again."""
         self._torn = reason
 
-    def move_out(self, category: str) -> list[Tensor]:
+    def offload(self, category: str) -> list[Tensor]:
         """Masters, or optimizer state, leave the device until :meth:`move_in`: tensors there whose bytes
         the caller keeps meanwhile; he may release their storages."""
         shared = [t for tile in self.tiles for t in (tile.unit.full_N, tile.unit.shard_S)]
@@ -424,21 +436,21 @@ class ShardedOptimizer:
             for tensor in tile.movable(category, self.inner.state):
                 if tensor.untyped_storage()._cdata not in others:
                     leaving.append(tensor)
-            tile.moved |= {category}
-        self.account()
+            tile.is_offloaded |= {category}
+        self.report()
         return leaving
 
-    def move_in(self) -> None:
+    def reload(self) -> None:
         """The bytes are back, in the same storages."""
         for tile in self.tiles:
-            tile.moved = frozenset()
+            tile.is_offloaded = frozenset()
         self.forget_passes()
-        self.account()
+        self.report()
 
-    def account(self) -> None:
+    def report(self) -> None:
         """Report optimizer state to the ledger."""
         for tile in self.tiles:
-            tile.account(self.ledger, self.inner.state)
+            tile.report(self.ledger, self.inner.state)
 
     def close(self) -> None:
         """Give master and state back."""
@@ -448,7 +460,7 @@ class ShardedOptimizer:
         for group in self.inner.param_groups:
             group["params"] = []
         for tile in self.tiles:
-            tile.buffer.measure = tile.buffer.rest = None
+            tile.buffer.measure = tile.buffer.store = None
             for category in ("master", "optimizer"):
                 for tier in Tier:
                     self.ledger.hold(category, tile.unit.name, 0, tier)

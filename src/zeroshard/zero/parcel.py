@@ -15,13 +15,13 @@ from torch.utils.weak import TensorWeakRef
 
 from zeroshard.core.layout import Slot, pack
 from zeroshard.zero import guard
-from zeroshard.zero.deal import Dealer
+from zeroshard.zero.deal import ParamScatterer
 
 if TYPE_CHECKING:
     from zeroshard.zero.init import Init
 
 
-class SpreadParameter:
+class BucketedParameter:
     """Owner of one parameter before it belongs to a unit: its place in a parcel, once it has one."""
 
     __slots__ = (
@@ -40,7 +40,7 @@ class SpreadParameter:
         self.order = guard.count_owner()
         self.context = context
         self.numel = param.numel()
-        self.parcel: Parcel | None = None
+        self.parcel: ParamBucket | None = None
         self.slot = Slot(self.name, (), 0)
         self.pins = 0  # readers inside GatheredParameters: not to be spread under them
         guard.owners[param] = lambda: self
@@ -67,12 +67,12 @@ class SpreadParameter:
         assert self.parcel is not None
         return self.parcel.read(self.slot)
 
-    def agrees(self, fact: bool) -> bool:
+    def is_collective_read(self, fact: bool) -> bool:
         """See :class:`zeroshard.zero.guard.Owner`."""
         vote = torch.tensor([float(fact)], device=self.context.device)
-        return bool(self.context.comm.gather_small(vote, name=self.name).all())
+        return bool(self.context.comm.all_gather_small(vote, name=self.name).all())
 
-    def admit(self, param: nn.Parameter, beside: Collection[Tensor]) -> bool:
+    def ensure_writable(self, param: nn.Parameter, beside: Collection[Tensor]) -> bool:
         """Inside the context a touched parameter becomes whole, and may be written."""
         if self.context.active and self.is_away:
             assert self.parcel is not None
@@ -86,7 +86,7 @@ class SpreadParameter:
         param.data.copy_(values)
 
 
-class Parcel:
+class ParamBucket:
     """Parameters that rest together: 1/W of their flat whole is here, in ``shard_S``.
 
     They were built in one dtype on one device, ``built_as``: what their constructors and initialisers
@@ -94,7 +94,7 @@ class Parcel:
     """
 
     def __init__(
-        self, context: Init, owners: Sequence[SpreadParameter], params: Sequence[nn.Parameter]
+        self, context: Init, owners: Sequence[BucketedParameter], params: Sequence[nn.Parameter]
     ) -> None:
         self.context = context
         self.built_as = dtype, _ = params[0].dtype, params[0].device
@@ -111,12 +111,12 @@ class Parcel:
         for owner, slot in zip(owners, self.layout.slots, strict=True):
             owner.parcel, owner.slot = self, slot
 
-    def members(self) -> Iterator[tuple[Slot, nn.Parameter, SpreadParameter]]:
+    def members(self) -> Iterator[tuple[Slot, nn.Parameter, BucketedParameter]]:
         """The parameters that are still here, with their places."""
         for slot, ref in zip(self.layout.slots, self._refs, strict=True):
             param = ref()
             owner = None if param is None else guard.owner_of(param)
-            if isinstance(owner, SpreadParameter) and owner.parcel is self:
+            if isinstance(owner, BucketedParameter) and owner.parcel is self:
                 yield slot, param, owner
 
     @property
@@ -128,7 +128,7 @@ class Parcel:
         context, changed = self.context, []
         shard_S = torch.zeros(self.layout.shard_numel, dtype=self.dtype, device=context.device)
         begin, _ = self.layout.shard_range(context.comm.rank)
-        dealer = Dealer(
+        dealer = ParamScatterer(
             self.layout, shard_S, begin, comm=context.comm, name=self.name, source=source
         )
         members = list(self.members())
@@ -136,11 +136,11 @@ class Parcel:
             if (param.shape, param.dtype, param.device) != (slot.shape, *self.built_as):
                 changed.append((owner, param))  # the program gave it another shape or dtype
             elif context.comm.rank == source:
-                dealer.put(slot, param.data)
+                dealer.add(slot, param.data)
         dealer.finish()
         for owner, param in changed:
             owner.numel = param.numel()
-            Parcel(context, [owner], [param]).close(source)
+            ParamBucket(context, [owner], [param]).close(source)
         self.shard_S = shard_S
         self._hide([member for member in members if member[2].parcel is self])
 
@@ -149,16 +149,16 @@ class Parcel:
         if self.shard_S is not None and self.dtype != self.built_as[0]:
             self._hide(list(self.members()))
 
-    def _hide(self, members: Sequence[tuple[Slot, nn.Parameter, SpreadParameter]]) -> None:
+    def _hide(self, members: Sequence[tuple[Slot, nn.Parameter, BucketedParameter]]) -> None:
         """Show blanks: inside the context in the dtype that was built, later in that of the shards."""
         dtype, device = self.built_as
         shown = dtype if self.context.active else self.dtype
-        nothing = guard.blank(torch.empty((), dtype=shown, device=device))
+        nothing = guard.nan_placeholder(torch.empty((), dtype=shown, device=device))
         shapes = {slot.shape for slot, _, _ in members}
         blanks = {shape: nothing.expand(shape) for shape in shapes}
         for _, param, _ in members:
             param.__class__ = nn.Parameter
-        guard.hide(
+        guard.mark_sharded(
             [param for _, param, _ in members], [blanks[slot.shape] for slot, _, _ in members]
         )
         if self.context.active:
@@ -173,7 +173,7 @@ class Parcel:
         for slot, param, _ in self.members():
             values = full_N[slot.start : slot.stop].view(slot.shape)
             values = values.to(device, dtype, copy=not alone)  # each in its own memory
-            guard.show([param], [values], [nn.Parameter])
+            guard.mark_unsharded([param], [values], [nn.Parameter])
 
     def read(self, slot: Slot) -> Tensor:
         """A private copy of one parameter's values. Collective, unless the last one read here was a

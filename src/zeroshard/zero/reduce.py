@@ -78,9 +78,9 @@ class GradReducer:
         self._completes = boundary
         self._next = 0
         for buffer in self.buffers:
-            buffer.arrived, buffer.complete = 0, False
+            buffer.num_ready, buffer.complete = 0, False
 
-    def land(self, buffer: GradBuffer, index: int, param: nn.Parameter) -> None:
+    def accumulate_grad(self, buffer: GradBuffer, index: int, param: nn.Parameter) -> None:
         """A gradient was accumulated into ``param.grad``: take it."""
         grad = param.grad
         assert grad is not None
@@ -90,9 +90,9 @@ class GradReducer:
                 f"parameter {buffer.unit.layout.slots[index].fqn!r} has a sparse gradient; ZeRO "
                 "reduces dense flat gradients. Use sparse=False in the embedding."
             )
-        buffer.land(index, grad, self._landing_dtype(buffer.unit))
-        buffer.arrived += 1
-        if buffer.arrived == len(buffer.unit.params):
+        buffer.accumulate_grad(index, grad, self._grad_dtype(buffer.unit))
+        buffer.num_ready += 1
+        if buffer.num_ready == len(buffer.unit.params):
             self.finish_buffer(buffer)
 
     def finish_buffer(self, buffer: GradBuffer) -> None:
@@ -101,7 +101,7 @@ class GradReducer:
         while self.reducing and self._next < len(self.order) and self.order[self._next].complete:
             self._launch_next()
 
-    def _landing_dtype(self, unit: Unit) -> torch.dtype:
+    def _grad_dtype(self, unit: Unit) -> torch.dtype:
         many = not self.eager and self.expects_accumulation()
         return unit.row.grad_accum if many else unit.row.reduce
 
@@ -126,8 +126,8 @@ class GradReducer:
 
     def _launch(self, buffer: GradBuffer) -> None:
         unit, layout = buffer.unit, buffer.unit.layout
-        buffer.fetch()  # what was reduced before comes back while this is reduced
-        grads_N = buffer.take()
+        buffer.prefetch()  # what was reduced before comes back while this is reduced
+        grads_N = buffer.detach_local()
         if self.predivide != 1.0:
             grads_N.div_(self.predivide)
         if grads_N.dtype != unit.row.reduce:
@@ -139,8 +139,8 @@ class GradReducer:
         target_S = torch.empty_like(grads_N[begin:end]) if apart else grads_N[begin:end]
         handles = self._reduce_scatter(buffer, target_S, grads_N)
         self._in_flight.append(_InFlight(buffer, handles, target_S, grads_N))
-        buffer.leaving_N, buffer.arriving_S = grads_N, target_S
-        buffer.account()
+        buffer.reducing_N, buffer.reduce_result_S = grads_N, target_S
+        buffer.report()
         self._drain(self.in_flight_limit)
 
     def _reduce_scatter(
@@ -173,9 +173,9 @@ class GradReducer:
                 buffer.add_reduced(done.target_S)
             if self.whole:
                 buffer.reduced_N = done.source if first else None
-            buffer.leaving_N = buffer.arriving_S = None
-            buffer.leave(complete=self._completes)
-            buffer.account()
+            buffer.reducing_N = buffer.reduce_result_S = None
+            buffer.store_reduced(complete=self._completes)
+            buffer.report()
 
     # ------------------------------------------------------------------ the step
 
@@ -208,14 +208,14 @@ class GradReducer:
             handles.append(buffer.comm.all_gather(full_N, buffer.reduced_S, name=buffer.unit.name))
         for buffer, handle in zip(self.buffers, handles, strict=True):
             handle.wait()
-            buffer.account()
+            buffer.report()
 
     def summed(self, buffer: GradBuffer) -> Tensor | None:
         """The reduced gradient ``[S]`` of all backwards since the last step; None before the first.
 
         Collective. What waits for its reduction is reduced in a copy: a reader changes nothing.
         """
-        buffer.check_here()
+        buffer.check_not_offloaded()
         if not self.waiting:
             return buffer.peek()
         layout, row = buffer.unit.layout, buffer.unit.row

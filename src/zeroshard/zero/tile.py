@@ -20,10 +20,10 @@ from zeroshard.core.tiers import Span, Tier
 from zeroshard.errors import UsageError
 from zeroshard.store import storage
 from zeroshard.zero.clip import norm_of
-from zeroshard.zero.crossing import Crossing, GradOnHost, HostSide
+from zeroshard.zero.crossing import HostChunk, HostGradStore, HostStaging
 from zeroshard.zero.gradients import GradBuffer, Norms
-from zeroshard.zero.onepass import PIECE_NUMEL, follow
-from zeroshard.zero.unit import Unit, away_error
+from zeroshard.zero.onepass import PIECE_NUMEL, sync_master_from_param
+from zeroshard.zero.unit import Unit, offloaded_error
 
 if TYPE_CHECKING:
     from zeroshard.store.pager import Page, Pager
@@ -47,7 +47,7 @@ class OwnedFragment:
 
 
 @dataclass(eq=False, slots=True)
-class Chunk:
+class OptimizerChunk:
     """A part of a tile: ``tile[at : at + C]``.
 
     ``low_C`` is the parameter memory itself. ``master_C`` is what the optimizer updates: the same
@@ -57,67 +57,75 @@ class Chunk:
     memory that other chunks use too: only inside :meth:`Tile.visit` they are valid.
     """
 
-    at: int
+    begin: int
     tier: Tier
-    low_C: Tensor
+    param_C: Tensor
     master_C: Tensor
     fragments: tuple[OwnedFragment, ...]
     page: Page | None = None
     state_C: dict[str, Tensor] = field(default_factory=dict)
-    crossing: Crossing | None = None
+    host_chunk: HostChunk | None = None
 
     @property
-    def near(self) -> Tensor:
+    def param_on_update_device(self) -> Tensor:
         """The parameter as it is where the master is."""
-        return self.low_C if self.crossing is None else self.crossing.home_C
+        return self.param_C if self.host_chunk is None else self.host_chunk.host_param_C
 
     @property
     def numel(self) -> int:
-        return self.low_C.numel()
+        return self.param_C.numel()
 
     @property
     def has_master(self) -> bool:
-        return self.master_C is not self.near
+        return self.master_C is not self.param_on_update_device
 
     @property
     def master_nbytes(self) -> int:
         return self.master_C.nbytes if self.has_master else 0
 
-    def publish_master(self) -> None:
+    def round_master_into_param(self) -> None:
         """Round the master into the parameter memory."""
         if self.has_master:
-            self.near.copy_(self.master_C)
+            self.param_on_update_device.copy_(self.master_C)
 
-    def follow_low(self) -> None:
+    def sync_from_param(self) -> None:
         """The master takes what differs from it in ``near``, without waiting for the device."""
-        if self.has_master and not isinstance(self.low_C, FakeTensor):
-            piece = PIECE_NUMEL if self.near.device.type == "cpu" else max(1, self.numel)
-            for master, low in zip(self.master_C.split(piece), self.near.split(piece), strict=True):
-                follow(master, low)
+        if self.has_master and not isinstance(self.param_C, FakeTensor):
+            piece = (
+                PIECE_NUMEL
+                if self.param_on_update_device.device.type == "cpu"
+                else max(1, self.numel)
+            )
+            for master, low in zip(
+                self.master_C.split(piece), self.param_on_update_device.split(piece), strict=True
+            ):
+                sync_master_from_param(master, low)
 
-    def follow(self) -> None:
+    def sync_edits(self) -> None:
         """The master takes over what the program wrote into the parameter."""
-        if self.crossing is not None:
-            self.crossing.take_edits()
-        self.follow_low()
+        if self.host_chunk is not None:
+            self.host_chunk.sync_edits_from_device()
+        self.sync_from_param()
 
-    def publish(self) -> None:
+    def write_param(self) -> None:
         """The master was written from outside a step: the parameter follows, on both sides of a bus."""
-        self.publish_master()
-        if self.crossing is not None:
-            self.low_C.copy_(self.near)
-            self.crossing.reseal()
+        self.round_master_into_param()
+        if self.host_chunk is not None:
+            self.param_C.copy_(self.param_on_update_device)
+            self.host_chunk.update_fingerprint()
 
     def write(self, fragment: OwnedFragment, values: Tensor) -> None:
         """Set the fragment to 1-D ``values``, in master and parameter memory."""
-        for flat_C in {id(t): t for t in (self.master_C, self.near, self.low_C)}.values():
+        for flat_C in {
+            id(t): t for t in (self.master_C, self.param_on_update_device, self.param_C)
+        }.values():
             fragment.of(flat_C).view(-1).copy_(values)
-        if self.crossing is not None:
-            self.crossing.reseal()
+        if self.host_chunk is not None:
+            self.host_chunk.update_fingerprint()
 
 
 @dataclass(eq=False, slots=True)
-class Tile:
+class OptimizerShard:
     """What this rank updates of one unit: ``R`` elements in chunks.
 
     ``low_R`` is the parameter memory. ``own`` is this rank's shard inside the tile: the part that it
@@ -126,41 +134,43 @@ class Tile:
 
     unit: Unit
     buffer: GradBuffer
-    low_R: Tensor
+    param_R: Tensor
     own: tuple[int, int]
     owned: tuple[tuple[int, int, int], ...]
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[OptimizerChunk, ...]
     pager: Pager | None = None
-    moved: frozenset[str] = frozenset()  # of "master" and "optimizer": what left the device for now
+    is_offloaded: frozenset[str] = (
+        frozenset()
+    )  # of "master" and "optimizer": what left the device for now
 
     @property
     def is_whole(self) -> bool:
         """Does this rank update all of the unit (stage 0)?"""
-        return self.low_R is self.unit.full_N
+        return self.param_R is self.unit.full_N
 
     @property
     def fragments(self) -> tuple[OwnedFragment, ...]:
         return tuple(fragment for chunk in self.chunks for fragment in chunk.fragments)
 
     @property
-    def is_updated_behind(self) -> bool:
+    def is_updated_asynchronously(self) -> bool:
         """Do all of its chunks rest in host memory across a bus, and stay there?"""
-        on_host = all(chunk.crossing is not None and chunk.page is None for chunk in self.chunks)
-        return on_host and self.unit.rest.tier is not Tier.DISK
+        on_host = all(chunk.host_chunk is not None and chunk.page is None for chunk in self.chunks)
+        return on_host and self.unit.store.tier is not Tier.DISK
 
-    def grad_on_host(self) -> GradOnHost:
+    def grad_on_host(self) -> HostGradStore:
         """Where the reduced gradient waits if :attr:`is_updated_behind`."""
         parts = [
-            (slice(chunk.at, chunk.at + chunk.numel), chunk.crossing)
+            (slice(chunk.begin, chunk.begin + chunk.numel), chunk.host_chunk)
             for chunk in self.chunks
-            if chunk.crossing is not None
+            if chunk.host_chunk is not None
         ]
         # The update of the step before has read what is overwritten now.
-        return GradOnHost(parts, numel=self.low_R.numel(), before=self.unit.wait)
+        return HostGradStore(parts, numel=self.param_R.numel(), before=self.unit.wait_for_unshard)
 
-    def gradient_of(self, chunk: Chunk) -> Tensor:
+    def gradient_of(self, chunk: OptimizerChunk) -> Tensor:
         """The chunk's part of :meth:`gradient`."""
-        return self.gradient()[chunk.at : chunk.at + chunk.numel]
+        return self.gradient()[chunk.begin : chunk.begin + chunk.numel]
 
     def gradient(self) -> Tensor:
         """The reduced gradient ``[R]`` of the running step (a sum over ranks, still loss-scaled)."""
@@ -185,7 +195,7 @@ class Tile:
         """
         found: Norms = []
         low, high = self.own
-        alone, touched = self.buffer.comm.world_size == 1, self.buffer.touched
+        alone, touched = self.buffer.comm.world_size == 1, self.buffer.has_grad
         for index, at, numel in self.owned:
             begin, end = max(low, at), min(high, at + numel)
             if begin < end and (touched[index] or not alone):
@@ -196,17 +206,17 @@ class Tile:
         return found
 
     @contextlib.contextmanager
-    def in_hand(self) -> Iterator[None]:
+    def loaded(self) -> Iterator[None]:
         """``low_R`` is readable inside."""
-        self.unit.rest.bring()
+        self.unit.store.acquire()
         try:
             yield
         finally:
-            self.unit.rest.leave()
+            self.unit.store.release()
 
-    def visit(self, *, changed: bool = False) -> Iterator[Chunk]:
+    def visit(self, *, changed: bool = False) -> Iterator[OptimizerChunk]:
         """Each chunk in turn, with its memory valid until the next; ``changed``: it is kept."""
-        with self.in_hand():
+        with self.loaded():
             for chunk in self.chunks:
                 if chunk.page is None:
                     yield chunk
@@ -215,11 +225,11 @@ class Tile:
                 with self.pager.open(chunk.page, changed=changed):
                     yield chunk
 
-    def flat(self, part: Callable[[Chunk], Tensor]) -> Tensor:
+    def flat(self, part: Callable[[OptimizerChunk], Tensor]) -> Tensor:
         """``part`` of every chunk as one flat tensor ``[R]``: the chunk's own where it is the only one
         and in memory, else a copy."""
         if len(self.chunks) == 1 and self.chunks[0].page is None:
-            with self.in_hand():
+            with self.loaded():
                 return part(self.chunks[0])
         return torch.cat([part(chunk).clone() for chunk in self.visit()])
 
@@ -234,21 +244,23 @@ class Tile:
                 "zeroshard.zero.safe_set_full_grad(param, value)."
             )
 
-    def follow(self) -> None:
+    def sync_edits(self) -> None:
         """The master takes over what the program wrote into the parameters, by whatever means."""
-        self.unit.wait()
-        self.unit.absorb()
-        if "master" in self.moved:
+        self.unit.wait_for_unshard()
+        self.unit.write_back_edits()
+        if "master" in self.is_offloaded:
             return  # the update looks again
         for chunk in self.visit(changed=True):
-            chunk.follow()
+            chunk.sync_edits()
 
-    def check_here(self) -> None:
+    def check_not_offloaded(self) -> None:
         """Raise :class:`UsageError` while anything of the unit's state is away."""
-        self.unit.check_here()
-        self.buffer.check_here()
-        if self.moved:
-            raise away_error(f"{' and '.join(sorted(self.moved))} state of {self.unit.name!r}")
+        self.unit.check_not_offloaded()
+        self.buffer.check_not_offloaded()
+        if self.is_offloaded:
+            raise offloaded_error(
+                f"{' and '.join(sorted(self.is_offloaded))} state of {self.unit.name!r}"
+            )
 
     def movable(
         self, category: str, state: Mapping[Tensor, Mapping[str, object]]
@@ -262,10 +274,10 @@ class Tile:
                 continue
             for fragment in chunk.fragments:
                 for value in state.get(fragment.value, {}).values():
-                    if isinstance(value, Tensor) and value.device == self.low_R.device:
+                    if isinstance(value, Tensor) and value.device == self.param_R.device:
                         yield value
 
-    def account(self, ledger: Ledger, state: Mapping[Tensor, Mapping[str, object]]) -> None:
+    def report(self, ledger: Ledger, state: Mapping[Tensor, Mapping[str, object]]) -> None:
         """Report master and optimizer state to the ledger."""
         held = dict.fromkeys([(c, t) for c in ("master", "optimizer") for t in Tier], 0)
         for chunk in self.chunks:
@@ -279,9 +291,9 @@ class Tile:
             ledger.hold(category, self.unit.name, nbytes, tier)
 
     def _now(self, category: str, tier: Tier) -> Tier:
-        return Tier.HOST if tier is Tier.DEVICE and category in self.moved else tier
+        return Tier.HOST if tier is Tier.DEVICE and category in self.is_offloaded else tier
 
-    def _tier_of(self, chunk: Chunk, value: Tensor) -> Tier:
+    def _tier_of(self, chunk: OptimizerChunk, value: Tensor) -> Tier:
         """State of a chunk on disk that has no place on its page (a step count) is in host memory."""
         if chunk.page is None or storage.is_shared(value, chunk.page.bytes):
             return chunk.tier
@@ -292,7 +304,7 @@ StateDtypes = Callable[[int], Mapping[str, torch.dtype]]
 """For a param group: what an optimizer keeps in the parameter's shape, name to dtype."""
 
 
-def make_tile(
+def make_optimizer_shard(
     buffer: GradBuffer,
     group_of: Mapping[int, int],
     spans: Sequence[Span],
@@ -300,8 +312,8 @@ def make_tile(
     whole: bool,
     pager: Pager | None,
     state_dtypes: StateDtypes,
-    host: HostSide | None,
-) -> Tile:
+    host: HostStaging | None,
+) -> OptimizerShard:
     """Cut what this rank updates of ``buffer``'s unit into chunks, and make their masters.
 
     ``whole``: all of the unit, on every rank (stage 0). ``group_of``: param group by ``id(param)``.
@@ -317,8 +329,8 @@ def make_tile(
         (index_of[piece.fqn], piece.at, piece.numel)
         for piece in layout.fragments_between(begin, end)
     )
-    tile = Tile(unit, buffer, low_R, own, owned, (), pager)
-    with tile.in_hand():
+    tile = OptimizerShard(unit, buffer, low_R, own, owned, (), pager)
+    with tile.loaded():
         tile.chunks = tuple(
             _make_chunk(
                 tile, begin, span, group_of, pager=pager, state_dtypes=state_dtypes, host=host
@@ -329,27 +341,27 @@ def make_tile(
 
 
 def _make_chunk(
-    tile: Tile,
+    tile: OptimizerShard,
     tile_begin: int,
     span: Span,
     group_of: Mapping[int, int],
     *,
     pager: Pager | None,
     state_dtypes: StateDtypes,
-    host: HostSide | None,
-) -> Chunk:
+    host: HostStaging | None,
+) -> OptimizerChunk:
     unit, layout = tile.unit, tile.unit.layout
-    whole = span.begin == 0 and span.end == tile.low_R.numel()
-    low_C = tile.low_R if whole else tile.low_R[span.begin : span.end]
+    whole = span.begin == 0 and span.end == tile.param_R.numel()
+    low_C = tile.param_R if whole else tile.param_R[span.begin : span.end]
     index_of = {slot.fqn: i for i, slot in enumerate(layout.slots)}
     pieces = list(layout.fragments_between(tile_begin + span.begin, tile_begin + span.end))
     groups = {group_of[id(unit.params[index_of[piece.fqn]])] for piece in pieces}
     has_master = unit.row.master != unit.row.param
     crossing = None
     if host is not None and span.tier is not Tier.DEVICE:
-        at_home = unit.rest.tier is not Tier.DEVICE
-        crossing = host.crossing(low_C, at_home=at_home, shares=span.tier is Tier.DISK)
-    near_C = low_C if crossing is None else crossing.home_C
+        at_home = unit.store.tier is not Tier.DEVICE
+        crossing = host.make_chunk(low_C, at_home=at_home, shares=span.tier is Tier.DISK)
+    near_C = low_C if crossing is None else crossing.host_param_C
     page, master_C, state_C = None, near_C, {}
     if span.tier is Tier.DISK and pager is not None:
         kept = {name: dtype for group in groups for name, dtype in state_dtypes(group).items()}
@@ -382,13 +394,15 @@ def _make_chunk(
                 value.detach(),
             )
         )
-    return Chunk(span.begin, span.tier, low_C, master_C, tuple(fragments), page, state_C, crossing)
+    return OptimizerChunk(
+        span.begin, span.tier, low_C, master_C, tuple(fragments), page, state_C, crossing
+    )
 
 
-def _copy_of(near_C: Tensor, dtype: torch.dtype, host: HostSide | None) -> Tensor:
+def _copy_of(near_C: Tensor, dtype: torch.dtype, host: HostStaging | None) -> Tensor:
     if host is None:
         return near_C.to(dtype)
-    return host.take(near_C.numel(), dtype).copy_(near_C)
+    return host.allocate(near_C.numel(), dtype).copy_(near_C)
 
 
 def page_nbytes(numel: int, dtypes: Iterable[torch.dtype]) -> int:

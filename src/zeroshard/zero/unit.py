@@ -20,9 +20,9 @@ from zeroshard.core.tiers import Tier
 from zeroshard.core.verdict import READ
 from zeroshard.errors import UnitStateError, UsageError
 from zeroshard.store import storage
-from zeroshard.store.shards import InMemory, Rest, Room
+from zeroshard.store.shards import AllocateShard, MemoryShardStore, ShardStore
 from zeroshard.zero import guard
-from zeroshard.zero.deal import Dealer
+from zeroshard.zero.deal import ParamScatterer
 
 _set_versions = torch._C._autograd._unsafe_set_version_counter
 
@@ -43,24 +43,24 @@ class UnitState(Enum):
     SHARDED = "sharded"  # shard_S only: the resting state of stage 3
     GATHERING = "gathering"  # full_N allocated, its contents in flight: do not read
     FULL = "full"  # full_N valid, the module's parameters are views of it
-    AWAY = "away"  # nothing: the program wants the device for something else
+    OFFLOADED = "away"  # nothing: the program wants the device for something else
 
 
-_LEGAL = frozenset(
+_TRANSITIONS = frozenset(
     [
         (UnitState.SHARDED, UnitState.GATHERING),
         (UnitState.GATHERING, UnitState.FULL),
         (UnitState.FULL, UnitState.SHARDED),
         (UnitState.FULL, UnitState.GATHERING),
-        (UnitState.SHARDED, UnitState.AWAY),
-        (UnitState.AWAY, UnitState.SHARDED),
-        (UnitState.FULL, UnitState.AWAY),
-        (UnitState.AWAY, UnitState.FULL),
+        (UnitState.SHARDED, UnitState.OFFLOADED),
+        (UnitState.OFFLOADED, UnitState.SHARDED),
+        (UnitState.FULL, UnitState.OFFLOADED),
+        (UnitState.OFFLOADED, UnitState.FULL),
     ]
 )
 
 
-_EMPTY = (UnitState.SHARDED, UnitState.AWAY)
+_WITHOUT_FULL = (UnitState.SHARDED, UnitState.OFFLOADED)
 """There is nothing to free."""
 
 
@@ -87,8 +87,8 @@ class Unit:
         comm: Comm,
         ledger: Ledger,
         device: torch.device,
-        rest_of: Callable[[Tensor], Rest] = InMemory,
-        room: Room | None = None,
+        rest_of: Callable[[Tensor], ShardStore] = MemoryShardStore,
+        room: AllocateShard | None = None,
     ) -> None:
         self.name = name
         self.order = guard.count_owner()
@@ -100,16 +100,18 @@ class Unit:
         self.comm = comm
         self.ledger = ledger
         self.state = UnitState.FULL
-        self.training: object | None = None  # an ``access.Training``; None while frozen
-        self.reads_alone: Callable[[str], bool] = _is_never_alone  # asked before a read gathers
-        self.pins = 0  # readers inside GatheredParameters: not to be freed under them
-        self.seal: Tensor | None = None  # hashes of the values that a reader saw first
+        self.optim_state: object | None = None  # an ``access.Training``; None while frozen
+        self.is_lone_read: Callable[[str], bool] = _never_lone  # asked before a read gathers
+        self.pin_count = 0  # readers inside GatheredParameters: not to be freed under them
+        self.fingerprint: Tensor | None = None  # hashes of the values that a reader saw first
         self._handle: Handle | None = None
         self._source_S: Tensor | None = None  # what the gather in flight reads
-        self._updating: Callable[[], None] | None = None  # waits for the update that runs behind
-        self._lost_update = False  # it failed, and somebody was told
+        self._pending_update: Callable[[], None] | None = (
+            None  # waits for the update that runs behind
+        )
+        self._update_failed = False  # it failed, and somebody was told
         self._versions: _unsafe_preserve_version_counter | None = None
-        self._me = weakref.ref(self)
+        self._weak_self = weakref.ref(self)
 
         low, high = layout.shard_range(comm.rank)
         make = torch.zeros if resident else torch.empty
@@ -117,7 +119,7 @@ class Unit:
         self._views = [
             self.full_N[slot.start : slot.stop].view(slot.shape) for slot in layout.slots
         ]
-        self._own_part = self.full_N[
+        self._own_part_S = self.full_N[
             low:high
         ]  # like all views, valid whenever the storage has bytes
         if not resident:
@@ -129,27 +131,31 @@ class Unit:
                 if room is None
                 else room(layout.shard_numel, row.param)
             )
-        dealer = Dealer(layout, part, 0 if resident else low, comm=comm, name=name, device=device)
+        dealer = ParamScatterer(
+            layout, part, 0 if resident else low, comm=comm, name=name, device=device
+        )
         self.params = tuple(
             self._adopt(param, slot, view, dealer)
             for param, slot, view in zip(params, layout.slots, self._views, strict=True)
         )
-        self._blanks = [guard.blank(param) for param in self.params]
+        self._placeholders = [guard.nan_placeholder(param) for param in self.params]
         self._kinds = [type(param) for param in self.params]
         dealer.finish()
         self.shard_S = part[low:high] if resident else part
-        self.rest = rest_of(self.shard_S)
-        ledger.hold("parameters", name, storage.flat_nbytes(part), self.rest.tier)
+        self.store = rest_of(self.shard_S)
+        ledger.hold("parameters", name, storage.flat_nbytes(part), self.store.tier)
         if not resident:
-            self._drop()
+            self._free_unsharded()
 
-    def _adopt(self, param: nn.Parameter, slot: Slot, view: Tensor, dealer: Dealer) -> nn.Parameter:
+    def _adopt(
+        self, param: nn.Parameter, slot: Slot, view: Tensor, dealer: ParamScatterer
+    ) -> nn.Parameter:
         """The parameter's values go to the shards, its memory becomes a view of the unit's."""
         with torch.no_grad():
-            dealer.put(slot, param)  # a parameter built under Init is gathered here
+            dealer.add(slot, param)  # a parameter built under Init is gathered here
         kind = nn.Parameter if isinstance(param, guard.ShardedParameter) else type(param)
-        guard.show([param], [view], [kind])
-        guard.owners[param] = self._me
+        guard.mark_unsharded([param], [view], [kind])
+        guard.owners[param] = self._weak_self
         return param
 
     @property
@@ -164,161 +170,161 @@ class Unit:
     def unshard(self) -> None:
         """Start gathering the full parameters; a no-op unless they are sharded."""
         if self.state is not UnitState.SHARDED:
-            self.check_here()
+            self.check_not_offloaded()
             return
-        self._finish_update()
-        shard_S = self.rest.bring()  # may fail: the unit is sharded then, as it was
-        self._move(UnitState.GATHERING)
+        self._wait_for_update()
+        shard_S = self.store.acquire()  # may fail: the unit is sharded then, as it was
+        self._transition(UnitState.GATHERING)
         storage.allocate(self.full_N)
-        self._account_gathered()
-        self._gather(shard_S)
+        self._report_unsharded()
+        self._all_gather(shard_S)
 
-    def _gather(self, shard_S: Tensor) -> None:
+    def _all_gather(self, shard_S: Tensor) -> None:
         self._source_S = shard_S.to(self.full_N.device, non_blocking=True)
         self._handle = self.comm.all_gather(self.full_N, self._source_S, name=self.name)
 
-    def wait(self) -> None:
+    def wait_for_unshard(self) -> None:
         """Finish the gather in flight, if there is one: parameters can be read afterwards."""
-        self._finish_update()
+        self._wait_for_update()
         if self.state is not UnitState.GATHERING:
-            self.check_here()
+            self.check_not_offloaded()
             return
         assert self._handle is not None
         handle, self._handle = self._handle, None
         handle.wait()
         self._source_S = None
-        self.rest.leave()
-        self._move(UnitState.FULL)
-        self.rest.gathered(self._own_part)
-        self._show()
+        self.store.release()
+        self._transition(UnitState.FULL)
+        self.store.on_unshard(self._own_part_S)
+        self._mark_unsharded()
 
     def reshard(self) -> None:
         """Free the full parameters, unless the unit is resident; what was written into them stays."""
-        if self.resident or self.pins or self.state in _EMPTY:
+        if self.resident or self.pin_count or self.state in _WITHOUT_FULL:
             return
-        self.wait()  # a gather in flight writes into the storage: it cannot be freed before
-        self.absorb()
-        self._drop()
+        self.wait_for_unshard()  # a gather in flight writes into the storage: it cannot be freed before
+        self.write_back_edits()
+        self._free_unsharded()
 
-    def forget(self) -> None:
+    def discard_unsharded(self) -> None:
         """Free the full parameters without a look at them: the own shard is what counts."""
-        if self.resident or self.state in _EMPTY:
+        if self.resident or self.state in _WITHOUT_FULL:
             return
-        self.wait()
-        self._drop()
+        self.wait_for_unshard()
+        self._free_unsharded()
 
-    def _drop(self) -> None:
-        self._move(UnitState.SHARDED)
-        self._hide()
+    def _free_unsharded(self) -> None:
+        self._transition(UnitState.SHARDED)
+        self._mark_sharded()
         storage.release(self.full_N)
-        self._account_gathered()
+        self._report_unsharded()
 
-    def _hide(self) -> None:
+    def _mark_sharded(self) -> None:
         """Values are elsewhere: for programs, and for autograd.
 
         A graph that saved a parameter reads its memory without asking anybody. While the version is
         another one, autograd refuses to: backward through the unit before it is full again is an error,
         never a number.
         """
-        guard.hide(self.params, self._blanks)
+        guard.mark_sharded(self.params, self._placeholders)
         torch.autograd.graph.increment_version(self.params)
 
-    def _show(self) -> None:
-        guard.show(self.params, self._views, self._kinds)
+    def _mark_unsharded(self) -> None:
+        guard.mark_unsharded(self.params, self._views, self._kinds)
         _set_versions(self.params, tuple(param._version - 1 for param in self.params))
 
-    def was_written(self) -> None:
+    def increment_versions(self) -> None:
         """An update wrote the parameters: graphs from before are refused, as after any optimizer."""
         torch.autograd.graph.increment_version(self.params)
 
-    def publish(self, updating: Callable[[], None] | None = None) -> None:
+    def all_gather_updated(self, updating: Callable[[], None] | None = None) -> None:
         """The own shard was updated: send it to the other ranks if they hold the unit whole.
 
         ``updating``: it still is, and this waits for it. Whoever uses the unit next does so first.
         """
-        self.wait()  # nobody used the unit since it was published last
-        self.was_written()
+        self.wait_for_unshard()  # nobody used the unit since it was published last
+        self.increment_versions()
         if updating is None:
-            self.rest.save()
-        if self.resident or self.pins:
-            self._move(UnitState.GATHERING)
-            self.seal = None
-            self._hide()
+            self.store.write()
+        if self.resident or self.pin_count:
+            self._transition(UnitState.GATHERING)
+            self.fingerprint = None
+            self._mark_sharded()
             if updating is None:
-                self._gather(self.rest.bring())
+                self._all_gather(self.store.acquire())
         else:
-            self.forget()
-        self._updating = updating
+            self.discard_unsharded()
+        self._pending_update = updating
 
-    def _finish_update(self) -> None:
+    def _wait_for_update(self) -> None:
         """Wait for the update that runs behind, if there is one, and go on where it was left."""
-        if self._updating is None:
+        if self._pending_update is None:
             return
         try:
-            self._updating()
+            self._pending_update()
         except BaseException:
-            self._lost_update = True
+            self._update_failed = True
             raise  # and again for whoever uses the unit next: its values are not those of any step
-        self._updating = None
-        self.rest.save()
+        self._pending_update = None
+        self.store.write()
         if self.state is UnitState.GATHERING:
-            self._gather(self.rest.bring())
+            self._all_gather(self.store.acquire())
 
-    def _move(self, to: UnitState) -> None:
-        if (self.state, to) not in _LEGAL:
+    def _transition(self, to: UnitState) -> None:
+        if (self.state, to) not in _TRANSITIONS:
             raise UnitStateError(
                 f"unit {self.name!r} cannot go from {self.state.value} to {to.value}. A forward or "
                 "backward hook ran out of order; please report the model's structure."
             )
         self.state = to
 
-    def _account_gathered(self) -> None:
-        held = 0 if self.resident or self.state in _EMPTY else self.full_nbytes
+    def _report_unsharded(self) -> None:
+        held = 0 if self.resident or self.state in _WITHOUT_FULL else self.full_nbytes
         self.ledger.hold("gathered", self.name, held)
 
     # ------------------------------------------------------------------ leaving the device
 
-    def check_here(self) -> None:
+    def check_not_offloaded(self) -> None:
         """Raise :class:`UsageError` while the parameters are away."""
-        if self.state is UnitState.AWAY:
-            raise away_error(f"unit {self.name!r}")
+        if self.state is UnitState.OFFLOADED:
+            raise offloaded_error(f"unit {self.name!r}")
 
-    def move_out(self) -> list[Tensor]:
+    def offload(self) -> list[Tensor]:
         """Nobody uses the unit until :meth:`move_in`. Returns flat tensors on the device whose bytes the
         caller keeps meanwhile; he may release their storage.
 
         Autograd refuses graphs that saved the parameters, until they are back.
         """
-        if self.state is UnitState.AWAY:
+        if self.state is UnitState.OFFLOADED:
             return []
-        self.wait()
-        self.reclaim()
+        self.wait_for_unshard()
+        self.rebind_storage()
         self.reshard()
-        self.rest.drop()
+        self.store.cancel_prefetch()
         self._versions = _unsafe_preserve_version_counter(self.params)
         torch.autograd.graph.increment_version(self.params)
         if self.resident:
-            self._hide()
-        self._move(UnitState.AWAY)
-        if self.rest.tier is not Tier.DEVICE:
+            self._mark_sharded()
+        self._transition(UnitState.OFFLOADED)
+        if self.store.tier is not Tier.DEVICE:
             return []
-        self._account_own(Tier.HOST)
+        self._report_shard(Tier.HOST)
         return [self.full_N if self.resident else self.shard_S]
 
-    def move_in(self) -> None:
+    def reload(self) -> None:
         """The bytes are back, in the same storage."""
-        if self.state is not UnitState.AWAY:
+        if self.state is not UnitState.OFFLOADED:
             return
-        self._move(UnitState.FULL if self.resident else UnitState.SHARDED)
+        self._transition(UnitState.FULL if self.resident else UnitState.SHARDED)
         if self.resident:
-            self._show()
+            self._mark_unsharded()
         assert self._versions is not None
         self._versions.__exit__()
         self._versions = None
-        if self.rest.tier is Tier.DEVICE:
-            self._account_own(Tier.DEVICE)
+        if self.store.tier is Tier.DEVICE:
+            self._report_shard(Tier.DEVICE)
 
-    def _account_own(self, tier: Tier) -> None:
+    def _report_shard(self, tier: Tier) -> None:
         nbytes = storage.flat_nbytes(self.full_N if self.resident else self.shard_S)
         for other in (Tier.DEVICE, Tier.HOST):
             self.ledger.hold("parameters", self.name, nbytes if other is tier else 0, other)
@@ -334,16 +340,16 @@ class Unit:
         """The parameter's position among the unit's slots."""
         return next(i for i, own in enumerate(self.params) if own is param)
 
-    def absorb(self) -> None:
+    def write_back_edits(self) -> None:
         """Take over what the program wrote into full parameters, in place or by ``param.data = ...``.
 
         Costs a copy of the own shard; nobody has to know whether anything was written.
         """
-        self.reclaim()
+        self.rebind_storage()
         if self.state is UnitState.FULL and not self.resident:
-            self.rest.keep(self._own_part)
+            self.store.write_back_if_changed(self._own_part_S)
 
-    def reclaim(self) -> None:
+    def rebind_storage(self) -> None:
         """Parameters to which the program gave other memory are views of ``full_N`` again."""
         if self.state is not UnitState.FULL:
             return
@@ -359,32 +365,32 @@ class Unit:
 
         Collective. The unit's own state does not change.
         """
-        self.wait()
-        source_S = (self.rest.bring() if shard_S is None else shard_S).to(self.full_N.device)
+        self.wait_for_unshard()
+        source_S = (self.store.acquire() if shard_S is None else shard_S).to(self.full_N.device)
         full_N = self.full_N.new_empty(self.layout.full_numel, dtype=source_S.dtype)
         self.comm.all_gather(full_N, source_S, name=self.name + READ).wait()
         if shard_S is None:
-            self.rest.leave()
+            self.store.release()
         return full_N
 
     def read(self, param: nn.Parameter) -> Tensor | None:
         """See :class:`zeroshard.zero.guard.Owner`."""
-        self.wait()
-        if self.state is not UnitState.FULL and self.reads_alone(self.name):
+        self.wait_for_unshard()
+        if self.state is not UnitState.FULL and self.is_lone_read(self.name):
             return None
         full_N = self.full_N if self.state is UnitState.FULL else self.gathered_copy()
         return self.view(full_N, param).clone()
 
-    def agrees(self, fact: bool) -> bool:
+    def is_collective_read(self, fact: bool) -> bool:
         """See :class:`zeroshard.zero.guard.Owner`."""
         vote = torch.tensor([float(fact)], device=self.full_N.device)
-        return bool(self.comm.gather_small(vote, name=self.name + READ).all())
+        return bool(self.comm.all_gather_small(vote, name=self.name + READ).all())
 
-    def admit(self, param: nn.Parameter, beside: Collection[Tensor]) -> bool:
+    def ensure_writable(self, param: nn.Parameter, beside: Collection[Tensor]) -> bool:
         """A resident unit in flight only has to arrive; sharded parameters are never written."""
-        self.check_here()
+        self.check_not_offloaded()
         if self.resident:
-            self.wait()
+            self.wait_for_unshard()
         return self.resident
 
     def close(self, *, wait: bool = True) -> None:
@@ -393,36 +399,36 @@ class Unit:
         ``wait=False``: a gather in flight will never finish; it is dropped, as one is that failed.
         """
         try:
-            if wait and not self._lost_update and (self._updating or self._handle):
-                self.wait()
+            if wait and not self._update_failed and (self._pending_update or self._handle):
+                self.wait_for_unshard()
         finally:
-            self._give_back()
+            self._return_params()
 
-    def _give_back(self) -> None:
-        self._updating = None
+    def _return_params(self) -> None:
+        self._pending_update = None
         if self.state is UnitState.GATHERING:
             self._handle = self._source_S = None
-            self._move(UnitState.FULL)
-            self._show()
-        self.pins = 0
-        self.forget()
+            self._transition(UnitState.FULL)
+            self._mark_unsharded()
+        self.pin_count = 0
+        self.discard_unsharded()
         for param in self.params:
             guard.owners.pop(param, None)
-        self.training = None
-        self.rest.close()
-        self.ledger.hold("parameters", self.name, 0, self.rest.tier)
+        self.optim_state = None
+        self.store.close()
+        self.ledger.hold("parameters", self.name, 0, self.store.tier)
         self.ledger.hold("gathered", self.name, 0)
         if not self.resident:
             self.shard_S = torch.empty(0, dtype=self.shard_S.dtype)
-            self.rest = InMemory(self.shard_S)
+            self.store = MemoryShardStore(self.shard_S)
 
 
-def _is_never_alone(_name: str) -> bool:
+def _never_lone(_name: str) -> bool:
     """A program that reads on one rank alone waits for the others, and whoever watches them names it."""
     return False
 
 
-def away_error(what: str) -> UsageError:
+def offloaded_error(what: str) -> UsageError:
     """For whoever needs what is not on the device."""
     return UsageError(
         f"{what} is in host memory: engine.offload_states() or engine.to('cpu') moved it there. Call "

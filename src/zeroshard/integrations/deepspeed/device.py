@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.comm.env import current_place, default_backend, local_device, uses_cuda
+from zeroshard.comm.env import current_rank_info, default_backend, local_device, uses_cuda
 from zeroshard.engine.host_memory import host_limits
 
 
@@ -126,11 +126,11 @@ class _CPU(DeepSpeedAccelerator):
 
     def device_count(self) -> int:
         """Ranks on this host."""
-        return current_place().local_world_size
+        return current_rank_info().local_world_size
 
     def current_device(self) -> int:
         """This rank on its host."""
-        return current_place().local_rank
+        return current_rank_info().local_rank
 
     def set_device(self, device_index: int) -> None:
         """Nothing: a rank stays where it is."""

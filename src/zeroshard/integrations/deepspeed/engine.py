@@ -57,7 +57,7 @@ class DeepSpeedEngine(Engine):
             if (readers := self._watch.readers()) is not None:
                 lonely = LonelyReads(readers, self.global_rank)
                 for unit in self.runtime.units:
-                    unit.reads_alone = lonely
+                    unit.is_lone_read = lonely
 
     # ------------------------------------------------------------------ attributes
 

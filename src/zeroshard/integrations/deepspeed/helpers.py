@@ -50,12 +50,12 @@ class DeepSpeedConfig:
     """A configuration as read: its values are attributes, its dict is ``_param_dict``."""
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
-        from zeroshard.comm.env import current_place, local_device
+        from zeroshard.comm.env import current_rank_info, local_device
         from zeroshard.native.hardware import hardware_of
 
         self._loaded = load_config(
             config,
-            world_size=current_place().world_size,
+            world_size=current_rank_info().world_size,
             as_deepspeed=True,
             hardware=lambda: hardware_of(local_device()),
         )

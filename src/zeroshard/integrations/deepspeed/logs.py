@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Iterable
 
-from zeroshard.comm.env import current_place
+from zeroshard.comm.env import current_rank_info
 
 logger = logging.getLogger("DeepSpeed")
 """Programs set its level; it writes to standard output, like ours."""
@@ -38,7 +38,7 @@ if not logger.handlers:
 def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
     """Log on the given ranks; None, or -1 among them, is all."""
     chosen = list(ranks) if ranks is not None else [-1]
-    rank = current_place().rank
+    rank = current_rank_info().rank
     if -1 in chosen or rank in chosen:
         logger.log(level, "[Rank %d] %s", rank, message)
 

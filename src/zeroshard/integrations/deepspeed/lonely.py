@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 import zeroshard
-from zeroshard.comm.readers import Readers
+from zeroshard.comm.readers import LoneReadCheck
 from zeroshard.integrations.deepspeed.logs import logger
 
 _OWN = tuple(path + os.sep for path in (*zeroshard.__path__, *torch.__path__))
@@ -24,7 +24,7 @@ _PYTHON = sysconfig.get_paths()["stdlib"] + os.sep
 class LonelyReads:
     """Asked before each read of one engine's parameters that gathers: is it this rank's alone?"""
 
-    def __init__(self, readers: Readers, rank: int) -> None:
+    def __init__(self, readers: LoneReadCheck, rank: int) -> None:
         self._readers = readers
         self._rank = rank
         self._said: set[str] = set()  # lines of the program

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from zeroshard.comm.env import current_place
+from zeroshard.comm.env import current_rank_info
 from zeroshard.config.fields import Section
 from zeroshard.config.sections import CometConfig, FileMonitorConfig, WandbConfig
 from zeroshard.engine.monitors import (
@@ -53,7 +53,7 @@ class Monitor:
         self._monitors = self._build()
 
     def _build(self) -> Monitors:
-        speaks = self.enabled and current_place().rank == 0
+        speaks = self.enabled and current_rank_info().rank == 0
         return Monitors([self.sink(self.monitor_config)] if speaks else [])
 
     def write_events(self, event_list: Sequence[Event], flush: bool = True) -> None:
@@ -92,7 +92,7 @@ class MonitorMaster(Monitor):
         """``monitors``: those of an engine, instead of new ones."""
         self.monitor_config = monitor_config
         if monitors is None:
-            speaks = monitor_config.enabled and current_place().rank == 0
+            speaks = monitor_config.enabled and current_rank_info().rank == 0
             monitors = build_monitors(monitor_config) if speaks else Monitors()
         self._monitors = monitors
         self.enabled = bool(monitors)

@@ -21,7 +21,7 @@ from zeroshard.errors import UsageError
 from zeroshard.integrations.deepspeed.words import ZeroParamStatus
 from zeroshard.zero import guard
 from zeroshard.zero.access import GatheredParameters
-from zeroshard.zero.parcel import Parcel, SpreadParameter
+from zeroshard.zero.parcel import BucketedParameter, ParamBucket
 from zeroshard.zero.unit import Unit, UnitState
 
 _ids = itertools.count()
@@ -121,15 +121,15 @@ class _Partition:
         for param in _named_or(self.ds_id, param_list):
             opened = param.__dict__.pop(_OPENED, None)
             owner = guard.owner_of(param)
-            if opened is None or owner is None or (isinstance(owner, Unit) and not owner.pins):
+            if opened is None or owner is None or (isinstance(owner, Unit) and not owner.pin_count):
                 continue  # not gathered by its name, or the engine took it over or was closed since
             context = GatheredParameters([param], 0 if has_been_updated else None)
             try:
                 context.__exit__(None, None, None)
             finally:
                 for unit in context.units if opened else ():
-                    if not unit.pins:
-                        unit.forget()  # what was to be kept is in the shards
+                    if not unit.pin_count:
+                        unit.discard_unsharded()  # what was to be kept is in the shards
 
 
 class _Summary:
@@ -201,8 +201,8 @@ def _status(param: nn.Parameter) -> ZeroParamStatus:
 def _shard(param: nn.Parameter) -> Tensor:
     """The part of the parameter that rests on this rank, flat; empty where its unit was cut elsewhere."""
     owner = guard.owner_of(param)
-    holder = owner.parcel if isinstance(owner, SpreadParameter) else owner
-    shard_S = holder.shard_S if isinstance(holder, (Unit, Parcel)) else None
+    holder = owner.parcel if isinstance(owner, BucketedParameter) else owner
+    shard_S = holder.shard_S if isinstance(holder, (Unit, ParamBucket)) else None
     if shard_S is None:
         return torch.empty(0, dtype=param.dtype, device=param.device)
     low, high = _own_range(param)
@@ -214,7 +214,7 @@ def _own_range(param: nn.Parameter) -> tuple[int, int]:
     owner = guard.owner_of(param)
     if isinstance(owner, Unit):
         layout, rank, slot = owner.layout, owner.comm.rank, owner.layout.slots[owner.index(param)]
-    elif isinstance(owner, SpreadParameter):
+    elif isinstance(owner, BucketedParameter):
         return owner.own_part()
     else:
         return 0, 0

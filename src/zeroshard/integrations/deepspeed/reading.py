@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from zeroshard.comm.env import current_place
+from zeroshard.comm.env import current_rank_info
 from zeroshard.config import Config, load_config
 from zeroshard.config.fields import Section, is_auto
 
@@ -14,7 +14,7 @@ def model_config(source: Any) -> Config | None:
     there is none. Keys that DeepSpeed ignores are ignored: ``initialize`` names them."""
     if source is None or isinstance(source, Config):
         return source
-    world_size = current_place().world_size
+    world_size = current_rank_info().world_size
     return load_config(source, world_size=world_size, for_training=False, as_deepspeed=True).config
 
 

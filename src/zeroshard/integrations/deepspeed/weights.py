@@ -17,7 +17,7 @@ from zeroshard.checkpoint import zero_to_fp32
 from zeroshard.checkpoint.deepspeed import load_file
 from zeroshard.checkpoint.export import export_checkpoint
 from zeroshard.checkpoint.export_plan import parse_dtype
-from zeroshard.checkpoint.sources import open_source
+from zeroshard.checkpoint.sources import open_checkpoint
 from zeroshard.errors import CheckpointError, UnsupportedError
 from zeroshard.integrations.deepspeed.logs import logger
 
@@ -67,7 +67,7 @@ def convert_zero_checkpoint_to_state_dict(
         raise UnsupportedError(
             f"weights in {dtype} are written as safetensors only: pass safe_serialization=True."
         )
-    with closing(open_source(checkpoint_dir, tag)) as source:
+    with closing(open_checkpoint(checkpoint_dir, tag)) as source:
         export_checkpoint(
             source,
             output_dir,
