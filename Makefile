@@ -64,7 +64,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
 docs-compat: $(READY)
-	$(BIN)/python -m zeroshard.integrations.deepspeed.docs > docs/compat.md.new
+	$(BIN)/python -m zeroshard.deepspeed.docs > docs/compat.md.new
 	mv docs/compat.md.new docs/compat.md
 
 docs-config: $(READY)

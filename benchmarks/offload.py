@@ -116,8 +116,8 @@ class DiskSession:
     """``turn(name)`` reads and writes everything once: CPU and wall seconds."""
 
     def __init__(self, job: DiskJob) -> None:
-        from zeroshard.store.disk import SwapFile
-        from zeroshard.store.pager import Pager
+        from zeroshard.offload.pager import Pager
+        from zeroshard.offload.swap_file import SwapFile
 
         self._file = SwapFile(job.directory)
         self._pager = Pager(self._file, job.page_nbytes)
@@ -148,7 +148,7 @@ class RawLoop:
     """Threads that read and write blocks of one file, each with memory of its own, and nothing else."""
 
     def __init__(self, directory: str, nbytes: int) -> None:
-        from zeroshard.store.disk_open import (
+        from zeroshard.offload.direct_io import (
             aligned_bytes,
             allocate,
             memory_at,

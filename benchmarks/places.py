@@ -107,7 +107,7 @@ def lines(directory: str, *, peers: bool = True) -> list[Line]:
 
 def no_disk(directory: str) -> str:
     """Why the directory cannot stand for a disk; empty if it can."""
-    from zeroshard.store.disk_check import filesystem_of, free_nbytes
+    from zeroshard.offload.disk_check import filesystem_of, free_nbytes
 
     if not os.path.isdir(directory):
         return f"{directory} is no directory: --disk DIR names one on a disk"

@@ -23,7 +23,7 @@ from systems import (
 from teams import Say
 from training import Effort, Line, compare
 
-from zeroshard.native.hardware import hardware_of
+from zeroshard.precision.hardware import hardware_of
 
 HARDWARE = hardware_of(torch.device("cpu"))
 COMPUTE = "bf16" if HARDWARE.bf16 else "fp32"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.checkpoint import tree
+from zeroshard.checkpoint import json_state
 from zeroshard.checkpoint.blocks import BlockWriter, bytes_of
 from zeroshard.checkpoint.manifest import (
     MANIFEST,
@@ -24,7 +24,7 @@ from zeroshard.checkpoint.manifest import (
     fragment_key,
     tree_key,
 )
-from zeroshard.checkpoint.shardfile import Entry, dtype_name, lay_out
+from zeroshard.checkpoint.safetensors_file import Entry, dtype_name, lay_out
 
 BLOCK_NBYTES = 4096
 
@@ -69,7 +69,7 @@ def write_checkpoint(
         )
     for name, buffer in (buffers or {}).items():
         contents[0][buffer_key(name)] = buffer
-    encoded, tensors = tree.encode(dict(shared or {}), where="shared")
+    encoded, tensors = json_state.encode(dict(shared or {}), where="shared")
     contents[0].update({tree_key(f"shared/{name}"): tensor for name, tensor in tensors.items()})
     manifest = Manifest(
         tag=tag,

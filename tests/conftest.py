@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from zeroshard.testing import police
+from zeroshard.testing import leak_check
 from zeroshard.testing.ranks import pool
 
 
@@ -22,8 +22,8 @@ def pytest_sessionfinish():
 @pytest.fixture(autouse=True)
 def leave_nothing_behind():
     """Fail a test that leaves variables, threads, files, a process group or torch's switches."""
-    before = police.snapshot()
+    before = leak_check.snapshot()
     yield
-    leaks = police.leaks(before, police.snapshot(), grace_s=1.0)
-    police.restore(before)
+    leaks = leak_check.leaks(before, leak_check.snapshot(), grace_s=1.0)
+    leak_check.restore(before)
     assert not leaks, "The test left behind:\n" + "\n".join(leaks)

@@ -6,6 +6,6 @@
 
 from __future__ import annotations
 
-from zeroshard.integrations.deepspeed.install import DIRECTORY, install
+from zeroshard.deepspeed.install import DIRECTORY, install
 
 __all__ = ["DIRECTORY", "install"]

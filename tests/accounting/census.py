@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.core.ledger import RESTING
-from zeroshard.native import adam
+from zeroshard.optim import native_adam
 
 WIDTH = 384
 """64 x 6: on 1, 2, 3 and 6 ranks no parameter, and no unit, needs padding."""
@@ -80,7 +80,7 @@ def storage_sizes(tensors: Iterable[Any]) -> dict[int, int]:
 
 def everything_alive() -> dict[int, int]:
     """Every storage that any Python object of this process can reach."""
-    adam.wait()  # it is compared with torch in a thread, once, with tensors of its own
+    native_adam.wait()  # it is compared with torch in a thread, once, with tensors of its own
     gc.collect()
     with torch._C.DisableTorchFunctionSubclass():  # sharded parameters hide their storage
         return storage_sizes(o for o in gc.get_objects() if issubclass(type(o), Tensor))

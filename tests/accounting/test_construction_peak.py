@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from zeroshard import Engine
 from zeroshard.testing import on_ranks
 from zeroshard.testing.ranks import pool
-from zeroshard.zero import Init, deal
+from zeroshard.zero import Init, scatter
 
 SLACK = 1.1
 
@@ -128,12 +128,12 @@ SMALL_NUMEL = 5 * SMALL_BLOCK + 2 * SMALL_EMBEDDING
 @on_ranks(3)
 def test_tensors_stay_under_the_shards_and_the_largest_unit_as_it_is_built(how):
     """Exact, and with a unit of one module. Modules are initialised in fp32: that unit needs 4 bytes."""
-    before, deal.PIECE_NUMEL = deal.PIECE_NUMEL, 8192
+    before, scatter.PIECE_NUMEL = scatter.PIECE_NUMEL, 8192
     try:
         with TensorPeak() as peak:
             built(how, SMALL, transport="p2p").close()  # what shared memory needs is measured above
     finally:
-        deal.PIECE_NUMEL = before
+        scatter.PIECE_NUMEL = before
     assert peak.nbytes <= SLACK * (2 * SMALL_NUMEL / 3 + 4 * SMALL_EMBEDDING)
     assert peak.nbytes >= 2 * SMALL_NUMEL / 3 + SMALL_BLOCK
 

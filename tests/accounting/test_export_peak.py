@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from zeroshard import Engine
 from zeroshard.checkpoint.export import export_checkpoint
-from zeroshard.checkpoint.saved import CheckpointReader
+from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.engine import export
 from zeroshard.testing import on_ranks
 from zeroshard.testing.ranks import pool

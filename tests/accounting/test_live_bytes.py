@@ -11,7 +11,7 @@ from torch import nn
 
 from zeroshard import Engine
 from zeroshard.testing import on_ranks
-from zeroshard.testing.models import BATCH, CASES, Case
+from zeroshard.testing.edge_case_models import BATCH, CASES, Case
 from zeroshard.testing.parity import cast_batch, make_batches
 
 STAGES = (0, 1, 2, 3)

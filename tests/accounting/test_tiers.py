@@ -21,11 +21,11 @@ from zeroshard.core import tiers
 from zeroshard.core.ledger import RESTING, TEMPORARY
 from zeroshard.core.nbytes import state_nbytes
 from zeroshard.core.tiers import Tier
-from zeroshard.engine.preflight import demand_of
-from zeroshard.store.disk import SwapFile
-from zeroshard.store.disk_open import PAGE_NBYTES
-from zeroshard.store.grads import DiskGradStore
-from zeroshard.store.shards import SAVES_IN_FLIGHT, DiskShardStore
+from zeroshard.offload.capacity_check import demand_of
+from zeroshard.offload.direct_io import PAGE_NBYTES
+from zeroshard.offload.grad_store import DiskGradStore
+from zeroshard.offload.shard_store import SAVES_IN_FLIGHT, DiskShardStore
+from zeroshard.offload.swap_file import SwapFile
 from zeroshard.testing import on_ranks
 from zeroshard.zero.reduce import MAX_IN_FLIGHT
 

@@ -25,7 +25,7 @@ from unittest import mock
 
 import pytest
 
-from zeroshard.integrations.deepspeed.install import DIRECTORY as COMPAT
+from zeroshard.deepspeed.install import DIRECTORY as COMPAT
 from zeroshard.testing.ranks import pool, run_ranks
 
 ROOT = Path(__file__).parents[2]

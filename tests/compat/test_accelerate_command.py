@@ -9,10 +9,10 @@ from typer.testing import CliRunner
 
 from zeroshard.cli import launch as launch_options
 from zeroshard.cli.main import main
+from zeroshard.deepspeed import command
+from zeroshard.deepspeed.install import DIRECTORY
 from zeroshard.errors import LaunchError
-from zeroshard.integrations.deepspeed import command
-from zeroshard.integrations.deepspeed.install import DIRECTORY
-from zeroshard.launch.decide import RunHere, RunNodes, RunSrun, plan_launch
+from zeroshard.launch.plan import RunHere, RunNodes, RunSrun, plan_launch
 
 pytest.importorskip("accelerate")
 

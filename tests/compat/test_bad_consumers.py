@@ -25,8 +25,8 @@ from programs import EXAMPLES, forget, with_deepspeed
 from torch import nn
 from torch.utils.data import DataLoader
 
+from zeroshard.deepspeed.logs import logger
 from zeroshard.errors import ZeroShardError
-from zeroshard.integrations.deepspeed.logs import logger
 from zeroshard.testing.ranks import run_ranks
 
 pytest.importorskip("accelerate")

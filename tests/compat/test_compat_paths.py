@@ -13,10 +13,10 @@ import pytest
 
 import zeroshard.compat
 from zeroshard.cli import compat as compat_cli
+from zeroshard.deepspeed import api_table
+from zeroshard.deepspeed import install as ways
+from zeroshard.deepspeed.install import DIRECTORY
 from zeroshard.errors import UsageError
-from zeroshard.integrations.deepspeed import install as ways
-from zeroshard.integrations.deepspeed import names
-from zeroshard.integrations.deepspeed.install import DIRECTORY
 
 PROGRAM = """
 import argparse, os
@@ -63,8 +63,11 @@ def program(tmp_path: Path) -> Path:
 def expect_two_ranks(done: subprocess.CompletedProcess[str], local_ranks: str) -> None:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     for rank, local in enumerate(local_ranks.split()):
-        assert f"rank {rank} of 2 {names.VERSION} {local}" in done.stdout
-    assert done.stdout.count(f"DeepSpeed info: version={names.VERSION}, answered by ZeroShard") == 1
+        assert f"rank {rank} of 2 {api_table.VERSION} {local}" in done.stdout
+    assert (
+        done.stdout.count(f"DeepSpeed info: version={api_table.VERSION}, answered by ZeroShard")
+        == 1
+    )
 
 
 def test_the_launcher_s_flag(program):
@@ -89,12 +92,12 @@ def test_the_directory_alone(tmp_path):
 
 def test_the_report(tmp_path):
     done = run(sys.executable, str(DIRECTORY / "bin" / "ds_report"), cwd=tmp_path)
-    assert f"deepspeed {names.VERSION}: ZeroShard" in done.stdout
+    assert f"deepspeed {api_table.VERSION}: ZeroShard" in done.stdout
 
 
 def test_modules_that_are_commands_can_be_run(tmp_path):
     done = run(sys.executable, "-m", "deepspeed.env_report", cwd=tmp_path, path=str(DIRECTORY))
-    assert f"deepspeed {names.VERSION}: ZeroShard" in done.stdout, done.stderr
+    assert f"deepspeed {api_table.VERSION}: ZeroShard" in done.stdout, done.stderr
     words = ("-m", "deepspeed.utils.zero_to_fp32", "no-such-directory", "out")
     done = run(sys.executable, *words, cwd=tmp_path, path=str(DIRECTORY))
     assert done.returncode == 2 and "no-such-directory" in done.stderr
@@ -112,7 +115,7 @@ import importlib.metadata, deepspeed
 print(deepspeed.__version__, importlib.metadata.version("deepspeed"), sys.path.count(sys.path[0]))
 """
     done = run(sys.executable, "-c", code, cwd=tmp_path)
-    assert done.stdout.split() == [names.VERSION, names.VERSION, "1"], done.stderr
+    assert done.stdout.split() == [api_table.VERSION, api_table.VERSION, "1"], done.stderr
 
 
 # ---------------------------------------------------------------------- somebody else answers
@@ -139,7 +142,7 @@ print(deepspeed.__version__, importlib.metadata.version("deepspeed"))
 
 def test_an_installed_deepspeed_is_hidden_in_both_ways_of_asking(installed):
     done = run(sys.executable, "-c", ASK, cwd=installed.parent, path=f"{DIRECTORY}:{installed}")
-    assert done.stdout.split() == [names.VERSION] * 2
+    assert done.stdout.split() == [api_table.VERSION] * 2
     done = run(sys.executable, "-c", ASK, cwd=installed.parent, path=f"{installed}:{DIRECTORY}")
     assert done.stdout.split() == ["9.9", "9.9"]
 
@@ -147,7 +150,7 @@ def test_an_installed_deepspeed_is_hidden_in_both_ways_of_asking(installed):
 def test_install_hides_it_too(installed):
     code = "import zeroshard.compat; zeroshard.compat.install()\n" + ASK
     done = run(sys.executable, "-c", code, cwd=installed.parent, path=str(installed))
-    assert done.stdout.split() == [names.VERSION] * 2
+    assert done.stdout.split() == [api_table.VERSION] * 2
 
 
 def test_install_after_the_other_one_was_imported_is_an_error(installed):
@@ -210,7 +213,7 @@ def test_rivals_are_those_before_ours(installed, monkeypatch):
 def test_a_pth_file_that_puts_another_one_first_is_found(installed, tmp_path):
     venv.create(tmp_path / "env", symlinks=True)
     (packages,) = (tmp_path / "env").rglob("site-packages")
-    ask = "from zeroshard.integrations.deepspeed.install import winner; print(winner())"
+    ask = "from zeroshard.deepspeed.install import winner; print(winner())"
     source = str(Path(zeroshard.compat.__file__).parents[1])
     python = str(tmp_path / "env" / "bin" / "python")
     assert run(python, "-c", ask, cwd=tmp_path, path=source).stdout.strip() == ""

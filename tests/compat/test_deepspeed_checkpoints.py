@@ -18,8 +18,8 @@ import torch.distributed as dist
 from deepspeed_runs import CASES, MORE_STEPS, STEPS, TAG, Model, config, parameter_groups, tokens
 
 import zeroshard
-from zeroshard.checkpoint.deepspeed import DeepSpeedReader, is_deepspeed
-from zeroshard.checkpoint.saved import full
+from zeroshard.checkpoint.deepspeed.reader import DeepSpeedReader, is_deepspeed
+from zeroshard.checkpoint.reader import full
 from zeroshard.testing import run_ranks
 from zeroshard.zero import safe_get_full_fp32_param, safe_get_full_optimizer_state
 

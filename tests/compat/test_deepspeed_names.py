@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from zeroshard import deepspeed
+from zeroshard.deepspeed import api_table, docs, import_hook
+from zeroshard.deepspeed.install import DIRECTORY
 from zeroshard.errors import UnsupportedError
-from zeroshard.integrations import deepspeed
-from zeroshard.integrations.deepspeed import docs, modules, names
-from zeroshard.integrations.deepspeed.install import DIRECTORY
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,7 +46,7 @@ def in_new_process(code: str, *, path: str = str(DIRECTORY), cwd: Path | None = 
 
 def test_every_name_that_works_is_there():
     missing = {}
-    for row in names.NAMES:
+    for row in api_table.NAMES:
         if row.verdict in ("works", "accepted"):
             try:
                 reached(row.path)
@@ -56,19 +56,19 @@ def test_every_name_that_works_is_there():
 
 
 def test_no_name_has_two_rows_or_lacks_a_reason():
-    paths = [row.path for row in (*names.NAMES, *names.MEMBERS)]
+    paths = [row.path for row in (*api_table.NAMES, *api_table.MEMBERS)]
     assert len(paths) == len(set(paths))
-    assert not [row.path for row in names.NAMES if row.verdict != "works" and not row.why]
-    assert not [row.path for row in names.MEMBERS if row.verdict != "works" and not row.why]
+    assert not [row.path for row in api_table.NAMES if row.verdict != "works" and not row.why]
+    assert not [row.path for row in api_table.MEMBERS if row.verdict != "works" and not row.why]
 
 
 def test_every_difference_is_of_a_name_that_exists():
-    paths = {row.path for row in names.NAMES}
-    assert set(names._DIFFERENCES) | set(names._NO_EFFECT) <= paths
+    paths = {row.path for row in api_table.NAMES}
+    assert set(api_table._DIFFERENCES) | set(api_table._NO_EFFECT) <= paths
 
 
 @pytest.mark.parametrize(
-    "row", [r for r in names.NAMES if r.home and r.verdict in ("refused", "later")], ids=str
+    "row", [r for r in api_table.NAMES if r.home and r.verdict in ("refused", "later")], ids=str
 )
 def test_names_that_programs_import_can_be_imported_and_raise_when_they_are_used(row):
     found = reached(row.path)
@@ -80,7 +80,7 @@ def test_names_that_programs_import_can_be_imported_and_raise_when_they_are_used
         found.some_class_method()
 
 
-@pytest.mark.parametrize("row", [r for r in names.NAMES if not r.home], ids=lambda r: r.path)
+@pytest.mark.parametrize("row", [r for r in api_table.NAMES if not r.home], ids=lambda r: r.path)
 def test_names_that_are_absent_say_why(row):
     with pytest.raises(AttributeError, match=r"deepspeed\." + row.path) as raised:
         reached(row.path)
@@ -138,7 +138,7 @@ def test_a_name_is_the_same_object_by_every_path(paths):
 
 
 def test_a_replaced_name_is_seen_by_everybody_who_looks_it_up_in_the_module():
-    module = modules.module("runtime.zero.partition_parameters")
+    module = import_hook.module("runtime.zero.partition_parameters")
     original = module.zero_wrapper_for_fp_tensor_constructor
     try:
         module.zero_wrapper_for_fp_tensor_constructor = replaced = object()
@@ -166,7 +166,7 @@ def test_offload_enums_are_words():
 
 
 def test_every_module_can_be_imported():
-    listed = json.dumps(sorted(names.MODULES))
+    listed = json.dumps(sorted(api_table.MODULES))
     code = f"""
 import importlib, sys, deepspeed
 for name in {listed}:
@@ -176,7 +176,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.runtime.zero import partition_parameters as pp
 assert pp.ZeroParamStatus is ZeroParamStatus is deepspeed.zero.ZeroParamStatus
 assert sys.modules["deepspeed.runtime.zero"] is deepspeed.zero
-import zeroshard.integrations.deepspeed as ours
+import zeroshard.deepspeed as ours
 assert ours.zero is deepspeed.zero and ours.initialize is deepspeed.initialize
 print("all")
 """
@@ -191,7 +191,7 @@ print(importlib.metadata.version("deepspeed"), deepspeed.__version__, deepspeed.
 print(importlib.metadata.metadata("deepspeed")["Name"], importlib.util.find_spec("deepspeed.ops.adam"))
 """
     first, second = in_new_process(code).splitlines()
-    assert first == f"{names.VERSION} {names.VERSION} 19"
+    assert first == f"{api_table.VERSION} {api_table.VERSION} 19"
     assert second.startswith("deepspeed ModuleSpec(name='deepspeed.ops.adam'")
 
 
@@ -241,7 +241,7 @@ print(spent, len(set(sys.modules) - with_torch))
 
 def test_the_version_passes_every_comparison_that_libraries_make():
     version = pytest.importorskip("packaging.version")
-    own = version.parse(names.VERSION)
+    own = version.parse(api_table.VERSION)
     assert all(own >= version.parse(least) for least in ("0.3.1", "0.9.3", "0.16.0", "0.19.8"))
 
 
@@ -273,8 +273,8 @@ def test_a_wheel_holds_every_file_of_the_directory(tmp_path):
 
 def test_the_metadata_says_the_version_of_the_table():
     (folder,) = DIRECTORY.glob("*.dist-info")
-    assert folder.name == f"deepspeed-{names.VERSION}.dist-info"
-    assert f"Version: {names.VERSION}\n" in (folder / "METADATA").read_text()
+    assert folder.name == f"deepspeed-{api_table.VERSION}.dist-info"
+    assert f"Version: {api_table.VERSION}\n" in (folder / "METADATA").read_text()
 
 
 @pytest.mark.parametrize("command", ["deepspeed", "ds", "ds_report"])
@@ -283,6 +283,6 @@ def test_commands_can_be_executed(command):
 
 
 def test_homes_are_modules_of_ours():
-    for home in {row.home.partition(":")[0] for row in names.NAMES if ":" in row.home}:
+    for home in {row.home.partition(":")[0] for row in api_table.NAMES if ":" in row.home}:
         assert home.startswith("zeroshard.")
         importlib.import_module(home)

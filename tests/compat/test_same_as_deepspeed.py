@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from zeroshard.integrations.deepspeed.install import DIRECTORY
-from zeroshard.integrations.deepspeed.names import VERSION
+from zeroshard.deepspeed.api_table import VERSION
+from zeroshard.deepspeed.install import DIRECTORY
 
 PROGRAM = """
 import json, sys

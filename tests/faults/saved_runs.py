@@ -12,7 +12,7 @@ import torch.distributed as dist
 from checkpoint_model import differences, everything, open_engine, train
 
 from zeroshard import Engine
-from zeroshard.checkpoint.saved import CheckpointReader
+from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.errors import ZeroShardError
 
 STAGE = 3

@@ -19,7 +19,7 @@ from saved_runs import STAGE, equals_expected, everywhere, failure, keep_expecte
 
 from zeroshard import Engine
 from zeroshard.checkpoint import directory as places
-from zeroshard.checkpoint.saved import CheckpointReader
+from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.testing import RankEnd, run_ranks
 
 RANKS = 2

@@ -15,8 +15,8 @@ from saved_runs import STAGE, contents, equals_expected, failure, keep_expected,
 
 from zeroshard import Engine
 from zeroshard.checkpoint import directory as places
+from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.save import FAULT_POINTS
-from zeroshard.checkpoint.saved import CheckpointReader
 from zeroshard.testing import RankEnd, run_ranks
 
 RANKS = 2

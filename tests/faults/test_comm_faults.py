@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 
 from zeroshard.comm import WatchdogSettings, init_distributed
-from zeroshard.comm.faulty import Fault, FaultyComm
 from zeroshard.comm.recorder import read_recording_file
-from zeroshard.comm.watch import CommSession, open_session
 from zeroshard.errors import RankLost
+from zeroshard.testing.faulty_comm import Fault, FaultyComm
 from zeroshard.testing.ranks import RankEnd, on_ranks, run_ranks
+from zeroshard.watchdog.session import CommSession, open_session
 
 QUICK = WatchdogSettings(first_report_s=0.6, tick_s=0.1, frozen_s=2.0, grace_s=3.0, stuck_s=4.0)
 UNITS = ("embed", "visual", "layers.0", "layers.1")

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from zeroshard.errors import DiskError
-from zeroshard.store.disk import PAGE_NBYTES, SwapFile
-from zeroshard.store.pager import Pager
+from zeroshard.offload.pager import Pager
+from zeroshard.offload.swap_file import PAGE_NBYTES, SwapFile
 
 NBYTES = 4 * PAGE_NBYTES
 SMALL_NBYTES = 16 << 20
@@ -328,8 +328,8 @@ def test_a_directory_that_is_removed_does_not_stop_the_run(tmp_path):
 
 SWAPPER = """
 import sys
-from zeroshard.store.disk import SwapFile
-from zeroshard.store.pager import Pager
+from zeroshard.offload.swap_file import SwapFile
+from zeroshard.offload.pager import Pager
 
 file = SwapFile(sys.argv[1])
 pager = Pager(file, 1 << 20)

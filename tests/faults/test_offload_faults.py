@@ -25,9 +25,10 @@ from torch import nn
 
 import zeroshard
 from zeroshard.core import tiers
-from zeroshard.engine import build, preflight
+from zeroshard.engine import build
 from zeroshard.errors import DiskError, UsageError
-from zeroshard.store import disk_check, storage
+from zeroshard.memory import storage
+from zeroshard.offload import capacity_check, disk_check
 from zeroshard.testing import RankEnd, run_ranks
 from zeroshard.zero import safe_get_full_fp32_param
 
@@ -463,7 +464,7 @@ def too_small(
         patch.setattr(build, "Unit", unit)
         if free_nbytes_by_host is not None:
             host = dist.get_rank() % len(free_nbytes_by_host)
-            patch.setattr(preflight, "host_number", lambda: host)
+            patch.setattr(capacity_check, "host_number", lambda: host)
             patch.setattr(disk_check, "free_below", lambda _: free_nbytes_by_host[host])
         return outcome(lambda: zeroshard.Engine(Net(1024, 2), config=config(place, stage)))
 

@@ -20,8 +20,8 @@ from torch import nn
 
 import zeroshard
 from zeroshard.comm import WatchdogSettings
-from zeroshard.comm.watch import open_session
 from zeroshard.testing import run_ranks
+from zeroshard.watchdog.session import open_session
 
 LIMIT_S = 1.0
 TRUST = {

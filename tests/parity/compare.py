@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from zeroshard.testing import models, networks  # noqa: F401  (networks registers its cases)
+from zeroshard.testing import (
+    edge_case_models,
+    edge_case_networks,  # noqa: F401  (networks registers its cases)
+)
 from zeroshard.testing.parity import (
     DTYPES,
     Scale,
@@ -15,7 +18,7 @@ from zeroshard.testing.parity import (
     reference_run,
 )
 
-CASES = sorted(models.CASES)
+CASES = sorted(edge_case_models.CASES)
 STAGES = (0, 1, 2, 3)
 COMBINATIONS = [("fp64", 3), ("fp32", 1), ("bf16", 1), ("bf16", 3), ("fp16", 3)]
 """Precision and micro-batches in a step."""
@@ -31,7 +34,7 @@ def oracle(
     name: str, precision: str, accumulation: int, *, world: int, rounds_sum: bool, clip: float = 0.3
 ) -> Trajectory:
     """Plain PyTorch. ``rounds_sum``: 16-bit gradients are rounded after summing micro-batches."""
-    case = models.CASES[name]
+    case = edge_case_models.CASES[name]
     return reference_run(
         case,
         adamw(),
@@ -54,7 +57,7 @@ def trained(
     config: dict | None = None,
 ) -> Trajectory:
     """The same with the engine, on this rank."""
-    case = models.CASES[name]
+    case = edge_case_models.CASES[name]
     return engine_run(
         case,
         adamw(),

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from zeroshard.testing import on_ranks
-from zeroshard.testing.models import Case, mse
+from zeroshard.testing.edge_case_models import Case, mse
 from zeroshard.testing.parity import engine_run, make_batches, reference_run
 
 SAMPLES, TOKENS, WIDTH = 2, 3, 7

@@ -13,11 +13,12 @@ from compare import CASES, trained
 
 from zeroshard import Engine
 from zeroshard.core import tiers
-from zeroshard.engine import build, offload
+from zeroshard.engine import build
 from zeroshard.errors import UsageError
-from zeroshard.native import adam
-from zeroshard.store.bus import CopyStreams
-from zeroshard.store.grads import DiskGradStore
+from zeroshard.offload import stores
+from zeroshard.offload.copy_streams import CopyStreams
+from zeroshard.offload.grad_store import DiskGradStore
+from zeroshard.optim import native_adam
 from zeroshard.testing import on_ranks
 from zeroshard.testing.parity import assert_bit_equal
 from zeroshard.zero import (
@@ -335,8 +336,8 @@ def bits_of_training(keys: dict, *, stage: int = 3, steps: int = 6) -> dict[str,
 
 @on_ranks(2)
 def test_the_compiled_update_gives_the_same_bits_in_every_store(tmp_path):
-    adam.prepare()
-    adam.wait()  # else it would step in at some later step
+    native_adam.prepare()
+    native_adam.wait()  # else it would step in at some later step
     plain = bits_of_training({})
     for store, keys in stores(tmp_path, 3).items():
         with chunks_of(4096):
@@ -380,7 +381,7 @@ def a_bus_between() -> Iterator[CopyStreams]:
     bus = CopyStreams()
     with (
         mock.patch.object(build, "has_bus", lambda _device: True),
-        mock.patch.object(offload, "make_bus", lambda _device, *, copies: bus),
+        mock.patch.object(stores, "make_bus", lambda _device, *, copies: bus),
     ):
         yield bus
 
@@ -399,8 +400,8 @@ def test_a_bus_between_device_and_host_changes_no_bit(name, precision, tmp_path)
 
 
 def check_the_worker(path: Path, stage: int) -> None:
-    adam.prepare()
-    adam.wait()
+    native_adam.prepare()
+    native_adam.wait()
     plain = bits_of_training({}, stage=stage)
     with a_bus_between(), chunks_of(4096):
         for store, keys in stores(path, stage).items():
@@ -447,8 +448,8 @@ def after_each_backward(keys: dict, *, reads: bool, losses: int) -> tuple[list, 
 def test_gradients_leave_during_backward_and_are_there_for_readers(
     stage, losses, reads, where, tmp_path
 ):
-    adam.prepare()
-    adam.wait()
+    native_adam.prepare()
+    native_adam.wait()
     keys = {"stage": stage}
     plain, held = after_each_backward(keys, reads=reads, losses=losses)
     assert min(held) > 0
@@ -471,8 +472,8 @@ def test_half_of_a_gradient_does_not_leave():
 
 @on_ranks(1)
 def test_an_error_of_the_worker_is_raised_where_its_unit_is_used(tmp_path):
-    adam.prepare()
-    adam.wait()
+    native_adam.prepare()
+    native_adam.wait()
     model = torch.nn.Linear(64, 64)
     config = {
         "train_micro_batch_size_per_gpu": 1,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroshard
-from zeroshard.testing.models import BATCH, CASES, mse
+from zeroshard.testing.edge_case_models import BATCH, CASES, mse
 from zeroshard.testing.parity import cast_batch, make_batches
 
 CASE = CASES["mlp"]

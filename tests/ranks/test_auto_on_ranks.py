@@ -12,8 +12,9 @@ from loops import CASE, assert_same, config_for, open_engine, own_data, train, w
 
 import zeroshard
 from zeroshard.config import Hardware
-from zeroshard.engine import setup, slow_precision
+from zeroshard.engine import setup
 from zeroshard.errors import RankMismatch
+from zeroshard.precision import slow_dtype
 from zeroshard.testing import on_ranks
 
 FAST = Hardware(bf16=True, fp16=True, because="this CPU has AMX-BF16")
@@ -55,7 +56,7 @@ def test_ranks_on_unlike_hardware_are_told_which_key_to_write():
 
 @on_ranks(2)
 def test_rank_0_alone_says_once_that_a_precision_is_slow():
-    slow_precision._tell_once.cache_clear()
+    slow_dtype._tell_once.cache_clear()
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())

@@ -8,7 +8,7 @@ from loops import STAGES, assert_same, open_engine, own_data, train, weights
 from torch import Tensor, nn
 
 from zeroshard import Engine
-from zeroshard.engine.away import check_keeps
+from zeroshard.engine.offload_states import check_keeps
 from zeroshard.errors import UsageError
 from zeroshard.testing import on_ranks
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import nn
 
+from zeroshard import deepspeed
+from zeroshard.deepspeed import api_table, logs
 from zeroshard.engine import initialize
 from zeroshard.errors import ConfigError, ShardedAccess, UnsupportedError, UsageError
-from zeroshard.integrations import deepspeed
-from zeroshard.integrations.deepspeed import logs, names
 from zeroshard.testing import on_ranks
 
 
@@ -68,7 +68,7 @@ def test_every_member_of_the_table_is_there(stage):
     owners = {"engine": engine, "optimizer": optimizer, "scheduler": scheduler}
     if stage == 3:
         owners["parameter"] = next(engine.parameters())
-    for row in names.MEMBERS:
+    for row in api_table.MEMBERS:
         owner, name = row.path.split(".")
         if row.verdict in ("works", "accepted") and owner in owners:
             getattr(owners[owner], name)
@@ -81,7 +81,7 @@ def test_every_member_of_the_table_is_there(stage):
 @on_ranks(2)
 def test_members_that_are_refused_say_why():
     engine, optimizer, _, _ = deepspeed.initialize(model=model(), config=config())
-    for row in names.MEMBERS:
+    for row in api_table.MEMBERS:
         owner, name = row.path.split(".")
         if row.verdict in ("refused", "later") and name != "set_data_post_process_func":
             with pytest.raises(AttributeError, match=rf"{owner}\.{name} is") as raised:
@@ -245,7 +245,9 @@ def test_who_answers_is_logged():
         engine, *_ = deepspeed.initialize(model=model(), config=config())
     finally:
         deepspeed.utils.logger.removeHandler(handler)
-    assert f"DeepSpeed info: version={names.VERSION}, answered by ZeroShard" in stream.getvalue()
+    assert (
+        f"DeepSpeed info: version={api_table.VERSION}, answered by ZeroShard" in stream.getvalue()
+    )
     engine.destroy()
 
 

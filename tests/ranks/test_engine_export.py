@@ -14,12 +14,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from zeroshard.checkpoint.export import export_checkpoint
-from zeroshard.checkpoint.saved import CheckpointReader
+from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from zeroshard.engine import export
 from zeroshard.errors import CheckpointError, UsageError
 from zeroshard.testing import on_ranks
-from zeroshard.testing.models import CASES, Mlp
+from zeroshard.testing.edge_case_models import CASES, Mlp
 
 BF16 = {"bf16": {"enabled": True}}
 

@@ -17,7 +17,7 @@ import zeroshard
 from zeroshard.errors import ShardedAccess
 from zeroshard.testing import on_ranks
 from zeroshard.zero import GatheredParameters
-from zeroshard.zero.guard import ShardedParameter, StateEntry, list_on_request
+from zeroshard.zero.sharded_parameter import ShardedParameter, StateEntry, list_on_request
 
 STAGES = [0, 1, 2, 3]
 PRECISIONS = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True}}}

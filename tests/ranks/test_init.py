@@ -19,8 +19,8 @@ from torch.nn.utils.parametrize import register_parametrization
 from zeroshard import Engine
 from zeroshard.errors import RankMismatch, ShardedAccess, UsageError
 from zeroshard.testing import on_ranks
-from zeroshard.zero import GatheredParameters, Init, deal
-from zeroshard.zero.guard import ShardedParameter
+from zeroshard.zero import GatheredParameters, Init, scatter
+from zeroshard.zero.sharded_parameter import ShardedParameter
 
 VOCABULARY, WIDTH = 53, 24
 
@@ -401,17 +401,20 @@ class Wrapped(nn.Module):
     forward = Model.forward
 
 
-PIECES = [pytest.param(deal.PIECE_NUMEL, id="small ones wait"), pytest.param(64, id="none waits")]
+PIECES = [
+    pytest.param(scatter.PIECE_NUMEL, id="small ones wait"),
+    pytest.param(64, id="none waits"),
+]
 """How much is exchanged at a time: all of a tiny model, or nearly each parameter by itself."""
 
 
 @contextmanager
 def piece_numel(numel: int) -> Iterator[None]:
-    before, deal.PIECE_NUMEL = deal.PIECE_NUMEL, numel
+    before, scatter.PIECE_NUMEL = scatter.PIECE_NUMEL, numel
     try:
         yield
     finally:
-        deal.PIECE_NUMEL = before
+        scatter.PIECE_NUMEL = before
 
 
 @pytest.mark.parametrize("piece", PIECES)

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zeroshard import deepspeed
 from zeroshard.errors import ShardedAccess
-from zeroshard.integrations import deepspeed
 from zeroshard.testing import on_ranks
-from zeroshard.zero.guard import ShardedParameter
+from zeroshard.zero.sharded_parameter import ShardedParameter
 
 
 def model() -> nn.Module:

@@ -13,10 +13,10 @@ from torch import Tensor
 from zeroshard import Engine
 from zeroshard.core.ledger import RESTING
 from zeroshard.core.tiers import Tier
-from zeroshard.engine.away import KINDS, asked_of_to, is_return
+from zeroshard.engine.offload_states import KINDS, asked_of_to, is_return
 from zeroshard.errors import UsageError
-from zeroshard.native import adam
-from zeroshard.store.luggage import HostBuffer
+from zeroshard.offload.swapped_storage import HostBuffer
+from zeroshard.optim import native_adam
 from zeroshard.testing import on_ranks
 from zeroshard.zero import (
     GatheredParameters,
@@ -111,8 +111,8 @@ def test_gradients_in_memory_that_ranks_share_move_too(transport):
 
 @on_ranks(2)
 def test_the_compiled_update_finds_state_that_moved_alone():
-    adam.prepare()
-    adam.wait()
+    native_adam.prepare()
+    native_adam.wait()
     section = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
     for stage in STAGES:
         keys = {**BF16, "optimizer": section["optimizer"]}

@@ -11,8 +11,8 @@ from dots import Dots, open_engine
 from torch import Tensor, nn
 
 import zeroshard
-from zeroshard.integrations.deepspeed.helpers import safe_update_full_grad_vectorized
-from zeroshard.integrations.deepspeed.parameters import mark_parameters
+from zeroshard.deepspeed.helpers import safe_update_full_grad_vectorized
+from zeroshard.deepspeed.parameters import mark_parameters
 from zeroshard.testing import on_ranks
 from zeroshard.zero import GatheredParameters, Init, safe_get_full_fp32_param, safe_get_full_grad
 

@@ -19,7 +19,7 @@ from loops import (
 )
 from torch import nn, optim
 
-from zeroshard.engine.optimizer_classes import Lamb, Lion
+from zeroshard.optim.optimizers import Lamb, Lion
 from zeroshard.testing import on_ranks
 from zeroshard.testing.parity import (
     assert_bit_equal,

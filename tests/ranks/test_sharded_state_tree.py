@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from loops import CASE, open_engine
 
-from zeroshard.checkpoint.tree import decode, encode
+from zeroshard.checkpoint.json_state import decode, encode
 from zeroshard.testing import on_ranks
-from zeroshard.zero.guard import ShardedParameter
+from zeroshard.zero.sharded_parameter import ShardedParameter
 
 
 @on_ranks(2)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from zeroshard.comm import P2PComm, make_comm
 from zeroshard.comm import shm as shm_module
-from zeroshard.comm.shared import RING, Block
+from zeroshard.comm.shared_memory import RING, Block
 from zeroshard.comm.shm import ShmComm
 from zeroshard.errors import ConfigError, RankLost
 from zeroshard.testing.ranks import on_ranks, run_ranks

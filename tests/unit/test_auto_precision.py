@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from zeroshard.config import Hardware, LoadedConfig, load_config
-from zeroshard.engine import slow_precision
-from zeroshard.integrations.accelerate_config import Wishes, completed
-from zeroshard.native import hardware as native
-from zeroshard.native.hardware import of_cpu
+from zeroshard.integrations.accelerate.config import Wishes, completed
+from zeroshard.precision import hardware as native
+from zeroshard.precision import slow_dtype
+from zeroshard.precision.hardware import of_cpu
 from zeroshard.precision.policy import Policy
 
 FAST = Hardware(bf16=True, fp16=True, because="this CPU has AMX-BF16")
@@ -132,19 +132,19 @@ def test_who_asks_for_what_is_slow_gets_one_line_with_factor_and_remedy(
     remedy: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    slow_precision._tell_once.cache_clear()
+    slow_dtype._tell_once.cache_clear()
     lines: list[str] = []
-    monkeypatch.setattr(slow_precision.logger, "warning", lambda text, *a: lines.append(text % a))
-    monkeypatch.setattr(slow_precision, "slowdown", lambda dtype: 31.4)
+    monkeypatch.setattr(slow_dtype.logger, "warning", lambda text, *a: lines.append(text % a))
+    monkeypatch.setattr(slow_dtype, "slowdown", lambda dtype: 31.4)
     for _ in range(2):
-        slow_precision.tell_if_slow(policy, FAST)
-        slow_precision.tell_if_slow(policy, SLOW)
-        slow_precision.tell_if_slow(Policy(), SLOW)
+        slow_dtype.tell_if_slow(policy, FAST)
+        slow_dtype.tell_if_slow(policy, SLOW)
+        slow_dtype.tell_if_slow(Policy(), SLOW)
     [line] = lines
     assert "31 times" in line
     assert SLOW.because in line
     assert remedy in line
-    slow_precision._tell_once.cache_clear()
+    slow_dtype._tell_once.cache_clear()
 
 
 def test_the_factor_is_measured_in_little_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,9 +18,9 @@ from checkpoint_dirs import write_checkpoint
 from pydantic import BaseModel
 
 from zeroshard.checkpoint import directory as places
+from zeroshard.checkpoint import json_state, save
 from zeroshard.checkpoint import manifest as m
-from zeroshard.checkpoint import save, tree
-from zeroshard.checkpoint.local import ShardItem, digest_part
+from zeroshard.checkpoint.local_state import ShardItem, digest_part
 from zeroshard.checkpoint.manifest import MANIFEST
 from zeroshard.errors import CheckpointError
 
@@ -59,20 +59,20 @@ def test_dtypes_are_listed_with_their_bytes():
 
 def test_every_mark_of_a_tree_is_in_the_table():
     marks = set(re.findall(r"\$[a-z_]+\b", " ".join(form for _, form in ROWS)))
-    assert marks - {"$a"} == set(tree._READ) - {"$pickle"}
+    assert marks - {"$a"} == set(json_state._READ) - {"$pickle"}
 
 
 @pytest.mark.parametrize(("value", "form"), ROWS, ids=[value for value, _ in ROWS])
 def test_trees_are_encoded_as_the_table_says(value, form):
-    encoded, tensors = tree.encode(eval(value, dict(NAMES)), where="where")
+    encoded, tensors = json_state.encode(eval(value, dict(NAMES)), where="where")
     assert encoded == json.loads(form)
     assert json.dumps(encoded) == json.dumps(json.loads(form))  # types and order too
-    tree.decode(encoded, tensors, where="where")
+    json_state.decode(encoded, tensors, where="where")
 
 
 def test_limits_are_those_of_the_code():
-    assert f"nested at most {tree.MAX_DEPTH} deep" in DOC
-    assert f"at most {tree.MAX_VALUES:,} values" in DOC
+    assert f"nested at most {json_state.MAX_DEPTH} deep" in DOC
+    assert f"at most {json_state.MAX_VALUES:,} values" in DOC
     assert m.MAX_NUMEL == 2**53
     assert m.MAX_NBYTES == 2**30
     assert f'"{m.FORMAT}"' in DOC

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from zeroshard.config import load_config
+from zeroshard.deepspeed import conflicts
 from zeroshard.engine.accumulate import Accumulation
-from zeroshard.integrations.deepspeed import conflicts
 from zeroshard.precision.policy import Policy, policy_from
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16

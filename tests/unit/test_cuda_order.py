@@ -17,17 +17,18 @@ from torch import nn
 
 from zeroshard import Engine
 from zeroshard.comm.env import RankInfo, own_device
-from zeroshard.comm.evidence import PRESENCE, Peer
-from zeroshard.comm.follow import calls_of
 from zeroshard.comm.host import this_process
 from zeroshard.comm.recorder import Recorder
-from zeroshard.comm.sentinel import SessionWatch, Watchdog
-from zeroshard.comm.trust import WatchdogSettings
-from zeroshard.engine import build, offload
+from zeroshard.engine import build
 from zeroshard.errors import UsageError
-from zeroshard.store.bus import CudaCopyStreams
+from zeroshard.offload import stores
+from zeroshard.offload.async_update import AsyncUpdateWorker
+from zeroshard.offload.copy_streams import CudaCopyStreams
+from zeroshard.watchdog.rank_status import PRESENCE, Peer
+from zeroshard.watchdog.settings import WatchdogSettings
+from zeroshard.watchdog.tracked_calls import calls_of
+from zeroshard.watchdog.watchdog import SessionWatch, Watchdog
 from zeroshard.zero import safe_get_full_grad
-from zeroshard.zero.behind import AsyncUpdateWorker
 
 
 @dataclass(eq=False)
@@ -189,7 +190,7 @@ def test_every_copy_to_the_device_that_the_main_thread_starts_is_behind_its_kern
     cuda.gpus = 0  # no memory to lock pages of
     with (
         mock.patch.object(build, "has_bus", lambda _device: True),
-        mock.patch.object(offload, "make_bus", lambda device, *, copies: CudaCopyStreams(device)),
+        mock.patch.object(stores, "make_bus", lambda device, *, copies: CudaCopyStreams(device)),
         Engine(model, config=config, device="cpu") as engine,
     ):
         for _ in range(3):

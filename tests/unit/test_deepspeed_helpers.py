@@ -10,15 +10,15 @@ import pytest
 import torch
 from torch import nn
 
+from zeroshard import deepspeed
 from zeroshard.comm.env import default_backend, default_timeout, local_device, uses_cuda
-from zeroshard.engine.kernels import kernel_of
-from zeroshard.engine.optimizer_classes import FlexibleAdam, Lion
+from zeroshard.deepspeed import activations
 from zeroshard.errors import CheckpointError, LaunchError, UnsupportedError, UsageError
-from zeroshard.integrations import deepspeed
-from zeroshard.integrations.deepspeed import activations
 from zeroshard.launch import LaunchRequest
-from zeroshard.launch.decide import passed_on
-from zeroshard.launch.environ import read_exports, with_directory_first
+from zeroshard.launch.env import read_exports, with_directory_first
+from zeroshard.launch.plan import passed_on
+from zeroshard.optim.kernels import kernel_of
+from zeroshard.optim.optimizers import FlexibleAdam, Lion
 
 
 @pytest.fixture

@@ -23,8 +23,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.serialization import get_safe_globals
 
-from zeroshard.checkpoint.deepspeed import DeepSpeedReader, is_deepspeed
-from zeroshard.checkpoint.saved import full
+from zeroshard.checkpoint.deepspeed.reader import DeepSpeedReader, is_deepspeed
+from zeroshard.checkpoint.reader import full
 from zeroshard.errors import CheckpointError
 
 SHAPES = {

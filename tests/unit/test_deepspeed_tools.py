@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from zeroshard import deepspeed
 from zeroshard.comm.env import adopt_mpi
+from zeroshard.deepspeed.partition import partition_balanced, partition_uniform
 from zeroshard.errors import CheckpointError, ConfigError, LaunchError, UnsupportedError, UsageError
-from zeroshard.integrations import deepspeed
-from zeroshard.integrations.deepspeed.parts import partition_balanced, partition_uniform
-from zeroshard.launch.environ import exported
+from zeroshard.launch.env import exported
 
 runner = deepspeed.launcher.runner
 

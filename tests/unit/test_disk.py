@@ -15,8 +15,9 @@ import pytest
 import torch
 
 from zeroshard.errors import DiskError
-from zeroshard.store import disk_check, storage
-from zeroshard.store.disk import PAGE_NBYTES, Extent, SwapFile, aligned_bytes
+from zeroshard.memory import storage
+from zeroshard.offload import disk_check
+from zeroshard.offload.swap_file import PAGE_NBYTES, Extent, SwapFile, aligned_bytes
 
 BLOCK = 16 * PAGE_NBYTES  # small, so that a few pages are several blocks
 
@@ -133,7 +134,7 @@ def test_direct_calls_use_whole_pages_only(tmp_path, monkeypatch):
 
 def test_aligned_memory_is_moved_without_a_copy(tmp_path, monkeypatch):
     file = SwapFile(tmp_path, block_nbytes=BLOCK)
-    monkeypatch.setattr("zeroshard.store.disk.ctypes.memmove", None)
+    monkeypatch.setattr("zeroshard.offload.swap_file.ctypes.memmove", None)
     extent, tensor = file.reserve(2 * BLOCK), aligned_bytes(2 * BLOCK)
     file.write(extent, tensor).wait()
     file.read(extent, tensor).wait()

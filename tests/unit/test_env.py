@@ -11,9 +11,9 @@ import pytest
 import torch.distributed as dist
 
 from zeroshard.comm.env import RankInfo, RunName, init_distributed, rank_info_of, run_name
-from zeroshard.comm.trust import WatchdogSettings
 from zeroshard.config.sections import TrustConfig
 from zeroshard.errors import ConfigError, LaunchError
+from zeroshard.watchdog.settings import WatchdogSettings
 
 MPI = {
     "OMPI_COMM_WORLD_RANK": "3",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from zeroshard.comm.evidence import stack_line
+from zeroshard.watchdog.rank_status import stack_line
 
 
 @pytest.mark.parametrize("folder", ["zeroshard/engine", "torch", "zeroshard/src/zeroshard/comm"])

@@ -29,7 +29,7 @@ from zeroshard.checkpoint.export_plan import (
     parse_size,
     plan_shards,
 )
-from zeroshard.checkpoint.saved import CheckpointReader
+from zeroshard.checkpoint.reader import CheckpointReader
 from zeroshard.checkpoint.zero_to_fp32 import (
     SCRIPT,
     convert_zero_checkpoint_to_fp32_state_dict,

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from zeroshard.engine.fit import check_host
-from zeroshard.engine.host_memory import CgroupLimit, HostLimits, host_limits
 from zeroshard.errors import HostMemoryError
+from zeroshard.memory.host_limits import CgroupLimit, HostLimits, host_limits
+from zeroshard.offload.host_fit import check_host
 
 FIXTURES = Path(__file__).parent / "fixtures"
 GIB = 1 << 30
@@ -114,7 +114,7 @@ def test_a_system_that_says_nothing_has_no_limits(tmp_path: Path) -> None:
 
 def test_limits_are_read_without_torch() -> None:
     """The launcher asks before any rank exists."""
-    code = "import sys, zeroshard.engine.host_memory; sys.exit('torch' in sys.modules)"
+    code = "import sys, zeroshard.memory.host_limits; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 

@@ -11,8 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroshard.comm.recorder import Recorder, read_recording_file, sweep_recordings
-from zeroshard.core.flight import (
+from zeroshard.comm.flight_recorder import (
     FlightRecorder,
     FlightRecording,
     Record,
@@ -21,7 +20,8 @@ from zeroshard.core.flight import (
     read_recording,
     word_of,
 )
-from zeroshard.core.verdict import (
+from zeroshard.comm.recorder import Recorder, read_recording_file, sweep_recordings
+from zeroshard.watchdog.diagnosis import (
     MEETINGS,
     READ,
     TORCH,

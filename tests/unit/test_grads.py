@@ -13,9 +13,9 @@ import torch
 from zeroshard.core.ledger import Ledger
 from zeroshard.core.tiers import Tier
 from zeroshard.errors import DiskError
-from zeroshard.store.disk import PAGE_NBYTES, SwapFile
-from zeroshard.store.grads import DiskGradStore
-from zeroshard.store.shards import SAVES_IN_FLIGHT, WritesInFlight
+from zeroshard.offload.grad_store import DiskGradStore
+from zeroshard.offload.shard_store import SAVES_IN_FLIGHT, WritesInFlight
+from zeroshard.offload.swap_file import PAGE_NBYTES, SwapFile
 
 NUMEL = 3 * PAGE_NBYTES + 64
 NBYTES = 2 * NUMEL

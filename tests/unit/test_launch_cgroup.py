@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from zeroshard.engine.host_memory import CgroupLimit, HostLimits
 from zeroshard.errors import LaunchError
 from zeroshard.launch.cgroup import OomCounters, read_oom_counters, read_rss_nbytes
-from zeroshard.launch.preflight import check_memory, parse_nbytes
+from zeroshard.launch.memory_check import check_memory, parse_nbytes
+from zeroshard.memory.host_limits import CgroupLimit, HostLimits
 
 FIXTURES = Path(__file__).parent / "fixtures"
 GIB = 1 << 30

@@ -8,9 +8,9 @@ import sys
 import pytest
 
 from zeroshard.errors import LaunchError
-from zeroshard.launch.decide import LaunchRequest, RunHere, RunNodes, plan_launch
-from zeroshard.launch.environ import exported, rank_defaults
+from zeroshard.launch.env import exported, rank_defaults
 from zeroshard.launch.hosts import Host
+from zeroshard.launch.plan import LaunchRequest, RunHere, RunNodes, plan_launch
 from zeroshard.launch.remote import names_of_this_host, node_commands, ssh_words
 
 

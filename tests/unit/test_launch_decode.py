@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from zeroshard.launch.cgroup import OomCounters
-from zeroshard.launch.decode import KernelCounters, RankExit, build_report, explain_exit
+from zeroshard.launch.exit_report import KernelCounters, RankExit, build_report, explain_exit
 from zeroshard.launch.traces import last_trace, starts_trace, trace_of_error_file
 
 GIB = 1 << 30

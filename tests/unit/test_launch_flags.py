@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 from zeroshard.cli import launch as launch_options
 from zeroshard.cli.main import main
+from zeroshard.deepspeed import command
 from zeroshard.errors import LaunchError
-from zeroshard.integrations.deepspeed import command
 from zeroshard.launch.cores import (
     Cpu,
     Shares,
@@ -20,7 +20,9 @@ from zeroshard.launch.cores import (
     share_cores,
     share_listed,
 )
-from zeroshard.launch.decide import (
+from zeroshard.launch.hosts import Host
+from zeroshard.launch.mpi import mpirun_command
+from zeroshard.launch.plan import (
     LAUNCHERS,
     LaunchRequest,
     RunHere,
@@ -30,8 +32,6 @@ from zeroshard.launch.decide import (
     passed_on,
     plan_launch,
 )
-from zeroshard.launch.hosts import Host
-from zeroshard.launch.mpi import mpirun_command
 from zeroshard.launch.remote import NodeCommand, node_commands, ssh_words, this_launcher
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]"}

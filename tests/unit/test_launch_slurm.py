@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zeroshard.errors import LaunchError
-from zeroshard.launch.decide import ExecAsRank, LaunchRequest, RunHere, RunSrun, plan_launch
+from zeroshard.launch.plan import ExecAsRank, LaunchRequest, RunHere, RunSrun, plan_launch
 from zeroshard.launch.slurm import expand_nodelist, read_slurm
 
 BATCH = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from zeroshard.launch.supervise import Phase, ShutdownTimeouts, WorkerSupervisor
+from zeroshard.launch.supervisor import Phase, ShutdownTimeouts, WorkerSupervisor
 
 
 @dataclass

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 
 from zeroshard.checkpoint.blocks import BlockFile
 from zeroshard.checkpoint.manifest import FORMAT, MANIFEST, MAX_NUMEL, VERSION, Manifest, parse
-from zeroshard.checkpoint.saved import CheckpointReader, full, read_manifest
-from zeroshard.checkpoint.shardfile import DTYPES, Entry, lay_out, read_entries
+from zeroshard.checkpoint.reader import CheckpointReader, full, read_manifest
+from zeroshard.checkpoint.safetensors_file import DTYPES, Entry, lay_out, read_entries
 from zeroshard.errors import CheckpointError
 
 VALUES = {

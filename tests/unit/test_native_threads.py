@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from zeroshard.native import adam, build
+from zeroshard.optim import native_adam, native_build
 
-SOURCE = Path(adam.__file__).with_name("adam.cpp")
+SOURCE = Path(native_adam.__file__).with_name("adam.cpp")
 GROUPS = [
     {
         "lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "maximize": False,
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def library():
-    return adam.CompiledAdam(build.load(SOURCE))
+    return native_adam.CompiledAdam(native_build.load(SOURCE))
 
 
 def changed_library(folder, right, wrong):
@@ -46,7 +46,7 @@ def changed_library(folder, right, wrong):
     text = SOURCE.read_text()
     assert right in text
     (folder / "adam.cpp").write_text(text.replace(right, wrong))
-    return adam.CompiledAdam(build.load(folder / "adam.cpp"))
+    return native_adam.CompiledAdam(native_build.load(folder / "adam.cpp"))
 
 
 def stepped(library, sizes, *, steps=2, scale=1.0, grad_dtype=torch.bfloat16, **how):
@@ -60,9 +60,9 @@ def stepped(library, sizes, *, steps=2, scale=1.0, grad_dtype=torch.bfloat16, **
     for index, size in enumerate(sizes):
         cut = slice(at, at + size)
         parts = master[cut], state[0][cut], state[1][cut], count
-        spans.append(adam.Span(index % 2, at, *parts, low[cut] if index % 3 else None))
+        spans.append(native_adam.Span(index % 2, at, *parts, low[cut] if index % 3 else None))
         at += size
-    ready = adam.Spans(spans)
+    ready = native_adam.Spans(spans)
     for _ in range(steps):
         count += 1
         grad = (torch.randn(numel, generator=generator) * scale).to(grad_dtype)

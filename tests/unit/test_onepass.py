@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from zeroshard import Engine
-from zeroshard.engine.optimizer_classes import Lion
-from zeroshard.native import adam, build
-from zeroshard.zero import onepass, optimizer
+from zeroshard.optim import fused_update, native_adam, native_build
+from zeroshard.optim.optimizers import Lion
+from zeroshard.zero import optimizer
 
 SIZES = [(64, 64), (7, 3), (129,), (64,), (1,), (300, 70)]  # with and without a tail
 
@@ -83,7 +83,7 @@ def assert_same_bits(some, others):
 
 @pytest.fixture(scope="module")
 def library():
-    found = adam.wait()
+    found = native_adam.wait()
     assert found is not None, "a compiler is there: the library must be"
     return found
 
@@ -92,11 +92,11 @@ def library():
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_pieces_give_the_bits_of_the_optimizers_own_step(monkeypatch, name, precision, piece):
-    monkeypatch.setattr(adam, "compiled", lambda: None)
-    monkeypatch.setattr(onepass, "PIECE_NUMEL", piece)
+    monkeypatch.setattr(native_adam, "compiled", lambda: None)
+    monkeypatch.setattr(fused_update, "PIECE_NUMEL", piece)
     ran = []
-    run = onepass.FusedUpdate.run
-    monkeypatch.setattr(onepass.FusedUpdate, "run", lambda *a: (ran.append(1), run(*a)))
+    run = fused_update.FusedUpdate.run
+    monkeypatch.setattr(fused_update.FusedUpdate, "run", lambda *a: (ran.append(1), run(*a)))
     pieces = train(name, precision)
     assert ran
     monkeypatch.setattr(optimizer.ShardedOptimizer, "_choose_kernel", lambda self: False)
@@ -111,19 +111,19 @@ def test_pieces_give_the_bits_of_the_optimizers_own_step(monkeypatch, name, prec
 def test_the_compiled_update_gives_the_same_bits(monkeypatch, library, name, precision, threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    monkeypatch.setattr(onepass, "THREAD_NUMEL", 64)
+    monkeypatch.setattr(fused_update, "THREAD_NUMEL", 64)
     try:
         used = []
-        update = adam.CompiledAdam.update
+        update = native_adam.CompiledAdam.update
         monkeypatch.setattr(
-            adam.CompiledAdam,
+            native_adam.CompiledAdam,
             "update",
             lambda *a, **kw: (used.append(kw), update(*a, **kw, piece_numel=640)),
         )
         compiled = train(name, precision)
         assert used
         assert used[0] == {"threads": threads}
-        monkeypatch.setattr(adam, "compiled", lambda: None)
+        monkeypatch.setattr(native_adam, "compiled", lambda: None)
         assert_same_bits(compiled, train(name, precision))
     finally:
         torch.set_num_threads(before)
@@ -142,25 +142,29 @@ def test_the_compiled_update_gives_the_same_bits(monkeypatch, library, name, pre
     ],
 )
 def test_a_rank_takes_its_share_of_the_cores_or_what_was_chosen(cores, local_ranks, omp, expected):
-    assert onepass.threads_for(2**40, cores, local_ranks, omp) == expected
+    assert fused_update.threads_for(2**40, cores, local_ranks, omp) == expected
 
 
 @pytest.mark.parametrize(("numel", "expected"), [(0, 1), (100, 1), (2, 2), (7, 7), (2**20, 16)])
 def test_few_elements_take_few_threads(numel, expected):
-    numel = numel if numel in (0, 100) else numel * onepass.THREAD_NUMEL
-    assert onepass.threads_for(numel, 16) == onepass.threads_for(numel, 1, 1, 16) == expected
+    numel = numel if numel in (0, 100) else numel * fused_update.THREAD_NUMEL
+    assert (
+        fused_update.threads_for(numel, 16) == fused_update.threads_for(numel, 1, 1, 16) == expected
+    )
 
 
 def test_a_caller_can_say_how_many_threads_the_update_may_use(monkeypatch, library):
-    monkeypatch.setattr(onepass, "THREAD_NUMEL", 64)
+    monkeypatch.setattr(fused_update, "THREAD_NUMEL", 64)
     used = []
-    monkeypatch.setattr(adam.CompiledAdam, "update", lambda *a, threads: used.append(threads))
+    monkeypatch.setattr(
+        native_adam.CompiledAdam, "update", lambda *a, threads: used.append(threads)
+    )
     master, low = torch.zeros(64 * 9), torch.zeros(64 * 9).bfloat16()
     state = {"exp_avg": torch.zeros(576), "exp_avg_sq": torch.zeros(576), "step": torch.zeros(())}
-    kernel = onepass.UpdateKernel(
+    kernel = fused_update.UpdateKernel(
         lambda *_: None, ("exp_avg", "exp_avg_sq"), counts=True, compiles=True
     )
-    one = onepass.FusedUpdate(kernel, [(0, 0, master)], [state], master_R=master, low_R=low)
+    one = fused_update.FusedUpdate(kernel, [(0, 0, master)], [state], master_R=master, low_R=low)
     for threads in (1, 4, 10):
         one.run(low.clone(), 1.0, [{}], threads=threads)
     assert used == [1, 4, 9]
@@ -179,37 +183,37 @@ def test_a_caller_can_say_how_many_threads_the_update_may_use(monkeypatch, libra
     ],
 )
 def test_a_library_with_other_bits_is_refused(tmp_path, right, wrong):
-    source = (onepass.adam.__file__).replace("adam.py", "adam.cpp")
+    source = (fused_update.adam.__file__).replace("adam.py", "adam.cpp")
     text = open(source).read()
     assert right in text
     other = tmp_path / "adam.cpp"
     other.write_text(text.replace(right, wrong))
-    assert not adam.agrees_with_torch(adam.CompiledAdam(build.load(other)))
+    assert not native_adam.agrees_with_torch(native_adam.CompiledAdam(native_build.load(other)))
 
 
 def test_without_a_compiler_there_is_one_line_and_no_library(monkeypatch, tmp_path):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(build.CannotBuild, match=r"no C\+\+ compiler \(no-such-compiler\)"):
-        build.load(tmp_path / "x.cpp")
+    with pytest.raises(native_build.CannotBuild, match=r"no C\+\+ compiler \(no-such-compiler\)"):
+        native_build.load(tmp_path / "x.cpp")
 
 
 def test_what_the_compiler_says_is_in_the_message(tmp_path):
     bad = tmp_path / "bad.cpp"
     bad.write_text("int f() { return nonsense; }")
-    with pytest.raises(build.CannotBuild, match="failed: "):
-        build.load(bad)
+    with pytest.raises(native_build.CannotBuild, match="failed: "):
+        native_build.load(bad)
 
 
 def test_a_cache_folder_that_others_can_write_is_not_used(monkeypatch, tmp_path):
     folder = tmp_path / "zeroshard" / "native"
     folder.mkdir(parents=True)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert build._cache_folder() == folder
+    assert native_build._cache_folder() == folder
     folder.chmod(0o777)
-    assert build._cache_folder() is None
-    monkeypatch.setattr(build.tempfile, "tempdir", str(tmp_path))
-    source = Path(adam.__file__).with_name("adam.cpp")
-    assert adam.agrees_with_torch(adam.CompiledAdam(build.load(source)))
+    assert native_build._cache_folder() is None
+    monkeypatch.setattr(native_build.tempfile, "tempdir", str(tmp_path))
+    source = Path(native_adam.__file__).with_name("adam.cpp")
+    assert native_adam.agrees_with_torch(native_adam.CompiledAdam(native_build.load(source)))
     assert [*folder.iterdir()] == []
     assert [*tmp_path.iterdir()] == [tmp_path / "zeroshard"]  # nothing is left of it
 
@@ -219,14 +223,14 @@ def test_a_compiler_that_cannot_be_started_is_one_line(monkeypatch, tmp_path):
     broken.write_text("no program")
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
-    with pytest.raises(build.CannotBuild, match="OSError"):
-        build.load(Path(adam.__file__).with_name("adam.cpp"))
+    with pytest.raises(native_build.CannotBuild, match="OSError"):
+        native_build.load(Path(native_adam.__file__).with_name("adam.cpp"))
 
 
 def test_the_compiler_can_be_kept_out(monkeypatch):
     asked = []
-    monkeypatch.setattr(adam, "prepare", lambda: asked.append(1))
-    monkeypatch.setattr(adam, "compiled", lambda: asked.append(1))
+    monkeypatch.setattr(native_adam, "prepare", lambda: asked.append(1))
+    monkeypatch.setattr(native_adam, "compiled", lambda: asked.append(1))
     for allowed in (False, True):
         config = {"train_batch_size": 1, "compile_update": allowed}
         inner = torch.optim.AdamW((model := nn.Linear(64, 64)).parameters(), fused=True)
@@ -276,17 +280,17 @@ def test_a_loaded_state_is_what_the_next_step_uses():
 def test_a_library_of_another_source_compiler_or_machine_is_not_taken(monkeypatch, tmp_path):
     source = tmp_path / "adam.cpp"
     source.write_text("int one;")
-    names = [build._name(source, "g++")]
+    names = [native_build._name(source, "g++")]
     for what, value in (
-        ("FLAGS", (*build.FLAGS, "-Wall")),
+        ("FLAGS", (*native_build.FLAGS, "-Wall")),
         ("_version_of", lambda _: "another version"),
         ("_processor", lambda: "another processor"),
     ):
-        monkeypatch.setattr(build, what, value)
-        names.append(build._name(source, "g++"))
-    monkeypatch.setattr(build.platform, "libc_ver", lambda: ("glibc", "2.0"))
-    names.append(build._name(source, "g++"))
+        monkeypatch.setattr(native_build, what, value)
+        names.append(native_build._name(source, "g++"))
+    monkeypatch.setattr(native_build.platform, "libc_ver", lambda: ("glibc", "2.0"))
+    names.append(native_build._name(source, "g++"))
     source.write_text("int two;")
-    names.append(build._name(source, "g++"))
+    names.append(native_build._name(source, "g++"))
     assert len(set(names)) == len(names) == 6
-    assert build._name(source, "g++") == names[-1]
+    assert native_build._name(source, "g++") == names[-1]

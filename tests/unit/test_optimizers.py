@@ -13,7 +13,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
-from zeroshard.engine.optimizers import (
+from zeroshard.errors import ConfigError, UnsupportedError, UsageError
+from zeroshard.optim.factory import (
     FlexibleAdam,
     Lamb,
     Lion,
@@ -23,7 +24,6 @@ from zeroshard.engine.optimizers import (
     probe,
     rebind,
 )
-from zeroshard.errors import ConfigError, UnsupportedError, UsageError
 
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

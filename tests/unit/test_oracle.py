@@ -8,9 +8,9 @@ import random
 import pytest
 import torch
 
-from zeroshard.precision.scaler import DynamicScale
+from zeroshard.precision.loss_scaler import DynamicScale
 from zeroshard.testing import CASES
-from zeroshard.testing.models import Case, Mlp, features, mse
+from zeroshard.testing.edge_case_models import Case, Mlp, features, mse
 from zeroshard.testing.parity import (
     Scale,
     adamw,

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zeroshard.store.disk import PAGE_NBYTES, SwapFile, Transfer
-from zeroshard.store.pager import Pager, Timeline
+from zeroshard.offload.pager import Pager, Timeline
+from zeroshard.offload.swap_file import PAGE_NBYTES, SwapFile, Transfer
 
 NBYTES = 3 * PAGE_NBYTES + 100
 

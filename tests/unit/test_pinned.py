@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from zeroshard.store import pinned
-from zeroshard.store.pinned import HostArena, slot_nbytes
+from zeroshard.memory import pinned
+from zeroshard.memory.pinned import HostArena, slot_nbytes
 
 PAGE = 4096
 

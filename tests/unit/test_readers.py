@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.distributed import HashStore
 
-from zeroshard.comm.readers import LoneReadCheck, Position, elsewhere, smaller_party
-from zeroshard.core.verdict import TORCH
+from zeroshard.watchdog.diagnosis import TORCH
+from zeroshard.watchdog.lone_reads import LoneReadCheck, Position, elsewhere, smaller_party
 
 BARRIER = Position(0, {"engine": 5, TORCH: 3}, in_torch="torch.distributed.barrier")
 

@@ -7,8 +7,8 @@ import torch
 
 from zeroshard.core.layout import pack
 from zeroshard.core.tiers import CHUNK_NUMEL, Placement, Span, Tier, place
-from zeroshard.engine.resting import OffloadPlan, check_device
 from zeroshard.errors import UnsupportedError
+from zeroshard.offload.plan import OffloadPlan, check_device
 from zeroshard.precision.policy import DtypeRow
 
 GPU = torch.device("cuda")

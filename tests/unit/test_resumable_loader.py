@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from zeroshard.checkpoint.tree import decode, encode
+from zeroshard.checkpoint.json_state import decode, encode
 from zeroshard.engine.data import agreed_batches, loader_for
-from zeroshard.engine.loader import ResumableLoader, ResumableSampler
+from zeroshard.engine.data_loader import ResumableLoader, ResumableSampler
 from zeroshard.errors import CheckpointError
 
 
@@ -325,7 +325,7 @@ def test_a_stream_is_read_again_up_to_where_it_was(num_workers, caplog):
     whole, _ = take(loaders(1, 4, **options))
     _, state = take(loaders(1, 4, **options), 2)
     (resumed,) = loaders(1, 4, state=state, **options)
-    with caplog.at_level(logging.INFO, logger="zeroshard.engine.loader"):
+    with caplog.at_level(logging.INFO, logger="zeroshard.engine.data_loader"):
         rest, after = take([resumed], 2)
     assert rest == [whole[0][2:4]]
     assert after["batches"] == 4

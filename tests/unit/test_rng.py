@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from zeroshard.checkpoint import rng
+from zeroshard.checkpoint.json_state import decode, encode
 from zeroshard.checkpoint.rng import rng_state, rng_state_for, set_rng_state
-from zeroshard.checkpoint.tree import decode, encode
 from zeroshard.errors import CheckpointError
 
 CPU = torch.device("cpu")

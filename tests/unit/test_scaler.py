@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zeroshard.precision.scaler import DynamicScale, StaticScale, scaler_from
+from zeroshard.precision.loss_scaler import DynamicScale, StaticScale, scaler_from
 
 OVERFLOW, GOOD = torch.tensor(1.0), torch.tensor(0.0)
 

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroshard.engine.schedulers import (
+from zeroshard.errors import ConfigError, UnsupportedError
+from zeroshard.optim.schedulers import (
     VALID_LR_SCHEDULES,
     LRRangeTest,
     OneCycle,
@@ -19,7 +20,6 @@ from zeroshard.engine.schedulers import (
     WarmupLR,
     build_scheduler,
 )
-from zeroshard.errors import ConfigError, UnsupportedError
 
 
 def groups(*lrs: float, **options: object) -> SimpleNamespace:

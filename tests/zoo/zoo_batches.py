@@ -1,7 +1,7 @@
 """What do the zoo's models eat? Each function gives keyword arguments for one forward.
 
 ``config``: the model's own, None outside Transformers; ``g``: the generator. Letters as in
-:mod:`zeroshard.testing.models`, ``C`` channels and ``S`` pixels a side.
+:mod:`zeroshard.testing.edge_case_models`, ``C`` channels and ``S`` pixels a side.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from typing import Any
 from torch import Tensor
 
 from zeroshard.errors import CheckpointError
-from zeroshard.store.disk_open import (
+from zeroshard.offload.direct_io import (
     NO_FALLOCATE,
     aligned_bytes,
     reason,

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from zeroshard.checkpoint.manifest import SavedParameter
-from zeroshard.checkpoint.saved import Source
-from zeroshard.checkpoint.shardfile import DTYPES
+from zeroshard.checkpoint.reader import Source
+from zeroshard.checkpoint.safetensors_file import DTYPES
 
 PIECE_NUMEL = 1 << 20
 

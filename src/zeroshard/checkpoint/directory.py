@@ -16,9 +16,9 @@ from os import PathLike
 from pathlib import Path
 
 from zeroshard.checkpoint.manifest import MANIFEST, Manifest
-from zeroshard.checkpoint.saved import CheckpointReader, read_manifest, read_small
+from zeroshard.checkpoint.reader import CheckpointReader, read_manifest, read_small
 from zeroshard.errors import CheckpointError, UsageError
-from zeroshard.store.disk_open import reason
+from zeroshard.offload.direct_io import reason
 
 LATEST, SCRIPT = "latest", "zero_to_fp32.py"
 _SAVING = re.compile(r"\..+\.saving-[0-9a-f]{8}")

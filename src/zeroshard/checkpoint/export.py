@@ -35,10 +35,10 @@ from zeroshard.checkpoint.export_plan import (
     written_dtype,
 )
 from zeroshard.checkpoint.manifest import MANIFEST, VALUE
-from zeroshard.checkpoint.saved import Source
-from zeroshard.checkpoint.shardfile import DTYPES, dtype_name
+from zeroshard.checkpoint.reader import Source
+from zeroshard.checkpoint.safetensors_file import DTYPES, dtype_name
 from zeroshard.errors import CheckpointError
-from zeroshard.store.disk_open import allocate, free_nbytes, reason
+from zeroshard.offload.direct_io import allocate, free_nbytes, reason
 
 _log = logging.getLogger("zeroshard")
 

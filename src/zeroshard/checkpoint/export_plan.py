@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.checkpoint.shardfile import ALIGN_NBYTES, dtype_name
+from zeroshard.checkpoint.safetensors_file import ALIGN_NBYTES, dtype_name
 from zeroshard.errors import CheckpointError, UsageError
 
 SAFETENSORS = "model.safetensors"

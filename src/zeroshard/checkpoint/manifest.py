@@ -81,7 +81,7 @@ class SavedTensor(_Part):
 
 
 class Digest(_Part):
-    """A sum over the bytes of a flat tensor; :func:`zeroshard.checkpoint.local.digest_part`."""
+    """A sum over the bytes of a flat tensor; :func:`zeroshard.checkpoint.local_state.digest_part`."""
 
     dtype: Dtype
     sum: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
@@ -123,7 +123,7 @@ class SavedBuffer(_Part):
 
 class Manifest(_Part):
     """The whole of a checkpoint but the bytes. ``shared`` and ``ranks`` are trees as
-    :mod:`zeroshard.checkpoint.tree` encodes them; their tensors are in ``shared_file`` and
+    :mod:`zeroshard.checkpoint.json_state` encodes them; their tensors are in ``shared_file`` and
     ``rank_files``."""
 
     tag: Name

@@ -20,7 +20,7 @@ from zeroshard.checkpoint.manifest import (
     SavedParameter,
     SavedTensor,
 )
-from zeroshard.checkpoint.shardfile import dtype_name
+from zeroshard.checkpoint.safetensors_file import dtype_name
 from zeroshard.zero.unit import Unit
 
 SHARED_FILE = "shared.safetensors"

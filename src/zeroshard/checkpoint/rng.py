@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from zeroshard.checkpoint.tree import encode
+from zeroshard.checkpoint.json_state import encode
 from zeroshard.errors import CheckpointError
 
 State = dict[str, Any]
-"""Generator -> its state, as data for :func:`zeroshard.checkpoint.tree.encode`.
+"""Generator -> its state, as data for :func:`zeroshard.checkpoint.json_state.encode`.
 
 ``torch``: uint8 ``[n]``; ``python``, ``numpy`` (if imported), ``device`` (if it is not the CPU): dicts.
 """

@@ -1,7 +1,7 @@
 """How do ranks write one checkpoint together, so that it is there as a whole or not at all?
 
 Every rank writes one file of its own pieces; rank 0 collects what is in them and writes the manifest. The
-ranks agree through :class:`zeroshard.comm.forum.Forum`: no collective waits for a disk. An error of one
+ranks agree through :class:`zeroshard.comm.control_group.Forum`: no collective waits for a disk. An error of one
 rank ends the save on all, in the same words, and leaves what was there before.
 
 1. :func:`plan`: which files, what is in them, whether frozen weights are there already.
@@ -28,8 +28,9 @@ import torch
 from torch import Tensor
 
 from zeroshard.checkpoint import directory as places
+from zeroshard.checkpoint.all_ranks import run_on_all_ranks
 from zeroshard.checkpoint.blocks import BLOCK_NBYTES, BlockWriter, bytes_of
-from zeroshard.checkpoint.local import LocalState, digest_part, total_digests
+from zeroshard.checkpoint.local_state import LocalState, digest_part, total_digests
 from zeroshard.checkpoint.manifest import (
     MANIFEST,
     Digest,
@@ -41,11 +42,10 @@ from zeroshard.checkpoint.manifest import (
     tree_key,
 )
 from zeroshard.checkpoint.merge import SHARED_FILE, CheckpointMetadata, merge, merged
-from zeroshard.checkpoint.shardfile import Entry, dtype_name, lay_out
-from zeroshard.checkpoint.together import run_on_all_ranks
-from zeroshard.comm.forum import ControlGroup
+from zeroshard.checkpoint.safetensors_file import Entry, dtype_name, lay_out
+from zeroshard.comm.control_group import ControlGroup
 from zeroshard.errors import CheckpointError, DistributedError
-from zeroshard.store.disk_open import aligned_bytes, free_nbytes
+from zeroshard.offload.direct_io import aligned_bytes, free_nbytes
 from zeroshard.zero.unit import Unit
 
 logger = logging.getLogger("zeroshard")

@@ -32,9 +32,9 @@ from zeroshard.checkpoint.export_plan import (
     written_dtype,
 )
 from zeroshard.checkpoint.manifest import VALUE
-from zeroshard.checkpoint.saved import Source
-from zeroshard.checkpoint.shardfile import DTYPES
-from zeroshard.checkpoint.sources import open_checkpoint
+from zeroshard.checkpoint.open_checkpoint import open_checkpoint
+from zeroshard.checkpoint.reader import Source
+from zeroshard.checkpoint.safetensors_file import DTYPES
 from zeroshard.errors import ZeroShardError
 
 logger = logging.getLogger("zeroshard")

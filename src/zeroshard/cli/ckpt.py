@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from zeroshard.checkpoint.compare import Difference
     from zeroshard.checkpoint.export import Progress
-    from zeroshard.checkpoint.saved import Source
+    from zeroshard.checkpoint.reader import Source
 
 ckpt = typer.Typer(
     add_completion=False,
@@ -219,9 +219,9 @@ def rows(directory: Path) -> list[Row]:
 
 
 def _row(path: Path, latest: str) -> Row | None:
-    from zeroshard.checkpoint.deepspeed import is_deepspeed
+    from zeroshard.checkpoint.deepspeed.reader import is_deepspeed
     from zeroshard.checkpoint.manifest import MANIFEST
-    from zeroshard.checkpoint.saved import CheckpointReader
+    from zeroshard.checkpoint.reader import CheckpointReader
 
     nbytes = _nbytes_below(path)
     is_latest = path.name == latest
@@ -254,7 +254,7 @@ def _row(path: Path, latest: str) -> Row | None:
 def facts_of(source: Source) -> dict[str, Any]:
     """What ``show`` prints: JSON values; lists of dicts are tables."""
     from zeroshard.checkpoint.manifest import VALUE
-    from zeroshard.checkpoint.saved import CheckpointReader
+    from zeroshard.checkpoint.reader import CheckpointReader
 
     facts: dict[str, Any] = {"path": str(source.path)}
     if isinstance(source, CheckpointReader):
@@ -299,8 +299,8 @@ def _shared_facts(source: Source) -> dict[str, Any]:
 
 def problems_of(path: Path) -> list[str]:
     """What is wrong with the checkpoint at ``path``; all of it is read."""
-    from zeroshard.checkpoint.saved import CheckpointReader
-    from zeroshard.checkpoint.sources import open_checkpoint
+    from zeroshard.checkpoint.open_checkpoint import open_checkpoint
+    from zeroshard.checkpoint.reader import CheckpointReader
 
     try:
         with contextlib.closing(open_checkpoint(path.parent, path.name)) as source:
@@ -311,7 +311,7 @@ def problems_of(path: Path) -> list[str]:
 
 def _unreadable(source: Source) -> list[str]:
     """Of a format without checksums: what cannot be read."""
-    from zeroshard.checkpoint.saved import full
+    from zeroshard.checkpoint.reader import full
 
     found = []
     for name, parameter in source.parameters.items():
@@ -325,7 +325,7 @@ def _unreadable(source: Source) -> list[str]:
 
 def _path(directory: Path, tag: str | None) -> Path:
     """The directory of one checkpoint. Raises :class:`CheckpointError` if there is none."""
-    from zeroshard.checkpoint.deepspeed import is_deepspeed
+    from zeroshard.checkpoint.deepspeed.reader import is_deepspeed
     from zeroshard.checkpoint.directory import resolve
     from zeroshard.checkpoint.manifest import MANIFEST
 
@@ -338,7 +338,7 @@ def _path(directory: Path, tag: str | None) -> Path:
 
 
 def _open(directory: Path, tag: str | None) -> Source:
-    from zeroshard.checkpoint.sources import open_checkpoint
+    from zeroshard.checkpoint.open_checkpoint import open_checkpoint
 
     path = _path(directory, tag)
     return open_checkpoint(path.parent, path.name)

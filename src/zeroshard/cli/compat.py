@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from zeroshard.integrations.deepspeed.install import DIRECTORY, rivals, winner
+from zeroshard.deepspeed.install import DIRECTORY, rivals, winner
 
 
 def compat_command(

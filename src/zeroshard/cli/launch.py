@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from zeroshard.cli.compat import warn_of_winner
+from zeroshard.deepspeed.install import DIRECTORY
 from zeroshard.errors import LaunchError
-from zeroshard.integrations.deepspeed.install import DIRECTORY
 from zeroshard.launch import LAUNCHERS, LaunchRequest, ShutdownTimeouts, launch
 
 # Everything behind the script belongs to the script.

@@ -43,7 +43,7 @@ def config_command(
 
     def hardware() -> Hardware:  # torch is imported only if the file leaves a choice
         from zeroshard.comm.env import RankInfo, local_device
-        from zeroshard.native.hardware import hardware_of
+        from zeroshard.precision.hardware import hardware_of
 
         return hardware_of(local_device(RankInfo()))
 

@@ -13,8 +13,8 @@ import typer
 from zeroshard.cli.launch import standalone
 from zeroshard.errors import LaunchError
 from zeroshard.launch import LaunchRequest
-from zeroshard.launch.decide import check_request
-from zeroshard.launch.pools import launcher_environment
+from zeroshard.launch.plan import check_request
+from zeroshard.launch.resource_pool import launcher_environment
 
 _UsageError: Any = typer.BadParameter.__base__  # also of unknown and missing options
 

@@ -5,7 +5,7 @@ from zeroshard.comm.connect import make_comm
 from zeroshard.comm.env import RankInfo, current_rank_info, init_distributed, local_device
 from zeroshard.comm.p2p import P2PComm
 from zeroshard.comm.recorder import Recorder
-from zeroshard.comm.trust import WatchdogSettings
+from zeroshard.watchdog.settings import WatchdogSettings
 
 __all__ = [
     "Comm",

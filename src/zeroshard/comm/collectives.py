@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zeroshard.comm.flight_recorder import rank_ranges
 from zeroshard.comm.host import shut_down
 from zeroshard.comm.recorder import Entry, Item, Recorder
-from zeroshard.core.flight import rank_ranges
 from zeroshard.errors import RankLost, UsageError
 
 _SLICE = timedelta(seconds=1)

@@ -9,8 +9,8 @@ from typing import cast
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from zeroshard.comm.agree import Store as AgreeStore
-from zeroshard.comm.agree import namespace
+from zeroshard.comm.agreement import Store as AgreeStore
+from zeroshard.comm.agreement import namespace
 from zeroshard.comm.collectives import Comm, ErrorExplainer, ProcessGroupComm, SoloComm
 from zeroshard.comm.gloo import GlooComm
 from zeroshard.comm.host import open_sockets

@@ -23,9 +23,9 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 from torch.distributed.rendezvous import rendezvous
 
-from zeroshard.comm.agree import Store as AgreeStore
-from zeroshard.comm.presence import await_all, await_server, launcher_serves, watch_from_now_on
+from zeroshard.comm.agreement import Store as AgreeStore
 from zeroshard.errors import LaunchError, UsageError
+from zeroshard.watchdog.startup import await_all, await_server, launcher_serves, watch_from_now_on
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 

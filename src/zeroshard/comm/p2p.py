@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from zeroshard.comm.agree import Store as AgreeStore
-from zeroshard.comm.agree import namespace
+from zeroshard.comm.agreement import Store as AgreeStore
+from zeroshard.comm.agreement import namespace
 from zeroshard.comm.collectives import (
     DONE,
     ErrorExplainer,

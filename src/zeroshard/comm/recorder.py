@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.core.flight import (
+from zeroshard.comm.flight_recorder import (
     MASK_64,
     MULTIPLIER,
     RING_AT,

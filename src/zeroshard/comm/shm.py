@@ -21,12 +21,12 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from zeroshard.comm.agree import Store, exchange
+from zeroshard.comm.agreement import Store, exchange
 from zeroshard.comm.collectives import DONE, ErrorExplainer, Handle, RecordedComm, closed
 from zeroshard.comm.host import Process, fate_of, this_process
 from zeroshard.comm.p2p import sum_in_rank_order
 from zeroshard.comm.recorder import Item, Recorder
-from zeroshard.comm.shared import INLINE_NBYTES, RING, Arena, Block, PeerMapping, unavailable
+from zeroshard.comm.shared_memory import INLINE_NBYTES, RING, Arena, Block, PeerMapping, unavailable
 
 #: Looks before the wait sleeps: a few microseconds.
 _LOOKS = 32

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from zeroshard.errors import UsageError
-from zeroshard.zero.guard import owner_of
+from zeroshard.zero.sharded_parameter import owner_of
 from zeroshard.zero.unit import Unit
 
 _INSTEAD = "Pass model.parameters(), a list of them, or a list of param-group dicts."

@@ -23,24 +23,24 @@ from zeroshard.core.ledger import Ledger
 from zeroshard.core.nbytes import StateBytes, UnitBytes, state_nbytes
 from zeroshard.core.stages import STAGES, Stage
 from zeroshard.core.tiers import Tier
-from zeroshard.engine.kernels import kernel_of
-from zeroshard.engine.offload import Stores, has_copy_streams, update_threads
-from zeroshard.engine.optimizers import WHOLE, Probe, probe, rebind
-from zeroshard.engine.preflight import check_capacity
-from zeroshard.engine.resting import (
+from zeroshard.errors import UnsupportedError, UsageError
+from zeroshard.offload.async_update import AsyncUpdateWorker
+from zeroshard.offload.capacity_check import check_capacity
+from zeroshard.offload.plan import (
     OffloadPlan,
     check_device,
     grad_itemsizes,
     plan_offload,
     shaped_state,
 )
-from zeroshard.errors import UnsupportedError, UsageError
+from zeroshard.offload.stores import Stores, has_copy_streams, update_threads
+from zeroshard.optim.factory import WHOLE, Probe, probe, rebind
+from zeroshard.optim.kernels import kernel_of
 from zeroshard.precision.policy import DtypeRow, Policy
-from zeroshard.zero.behind import AsyncUpdateWorker
-from zeroshard.zero.gather import Prefetcher, WrappedModule
 from zeroshard.zero.gradients import GradBuffer
 from zeroshard.zero.materialize import check_meta, materialize
 from zeroshard.zero.optimizer import ShardedOptimizer
+from zeroshard.zero.prefetch import Prefetcher, WrappedModule
 from zeroshard.zero.reduce import GradReducer
 from zeroshard.zero.unit import Unit
 from zeroshard.zero.wrap import SitePlan, find_sites

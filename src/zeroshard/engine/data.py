@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from zeroshard.engine.arguments import check_dataset
-from zeroshard.engine.loader import ResumableLoader
+from zeroshard.engine.data_loader import ResumableLoader
 from zeroshard.errors import UnevenBatches
 
 T = TypeVar("T")
@@ -88,7 +88,7 @@ def loader_for(
     """A loader in which every rank sees its own part of the dataset (``engine.deepspeed_io``).
 
     Training data (``route``) is shuffled. The sampler pads, so that all ranks have as many batches. The
-    loader can be resumed: see :class:`zeroshard.engine.loader.ResumableLoader`.
+    loader can be resumed: see :class:`zeroshard.engine.data_loader.ResumableLoader`.
     """
     check_dataset(dataset)
     return ResumableLoader(

@@ -18,11 +18,13 @@ from zeroshard.config import LoadedConfig
 from zeroshard.core.nbytes import state_nbytes
 from zeroshard.engine import export, setup
 from zeroshard.engine.arguments import check_loss, refused_graph
-from zeroshard.engine.away import StateOffloader, asked_of_to, check_keeps, is_return
+from zeroshard.engine.checkpoint_loader import CheckpointLoader
+from zeroshard.engine.checkpoint_saver import CheckpointSaver
 from zeroshard.engine.data import agreed_batches
 from zeroshard.engine.getters import GETTERS
-from zeroshard.engine.loading import CheckpointLoader
 from zeroshard.engine.observe import Observer
+from zeroshard.engine.offload_states import StateOffloader, asked_of_to, check_keeps, is_return
+from zeroshard.engine.optimizer_step import OptimizerStep, SkippedSteps
 from zeroshard.engine.report import (
     MemoryReport,
     StepReport,
@@ -31,8 +33,6 @@ from zeroshard.engine.report import (
     rows_from_vector,
     vector_of,
 )
-from zeroshard.engine.saving import CheckpointSaver
-from zeroshard.engine.update import OptimizerStep, SkippedSteps
 from zeroshard.errors import LossScaleError, UnsupportedError, UsageError, in_short
 from zeroshard.zero.access import UnitOptimState
 from zeroshard.zero.hooks import StepHooks

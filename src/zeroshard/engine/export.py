@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroshard.checkpoint.all_ranks import run_on_all_ranks
 from zeroshard.checkpoint.directory import check_directory
 from zeroshard.checkpoint.export import Exporter, pieces_of, write_bins
 from zeroshard.checkpoint.export_plan import (
@@ -27,7 +28,6 @@ from zeroshard.checkpoint.export_plan import (
     parse_size,
     plan_shards,
 )
-from zeroshard.checkpoint.together import run_on_all_ranks
 from zeroshard.engine.names import persistent_buffers
 from zeroshard.errors import UsageError
 

@@ -20,20 +20,20 @@ from zeroshard.comm.env import (
     own_device,
     rank_info_of,
 )
-from zeroshard.comm.watch import CommSession, decline, open_session
 from zeroshard.config import Config, LoadedConfig, load_config
 from zeroshard.engine import build
 from zeroshard.engine.accumulate import Accumulation
 from zeroshard.engine.arguments import check_model, parameter_list, schedule_over
 from zeroshard.engine.monitors import Monitors, build_monitors
-from zeroshard.engine.optimizers import Probe, build_optimizer
-from zeroshard.engine.schedulers import build_scheduler
-from zeroshard.engine.slow_precision import tell_if_slow
 from zeroshard.errors import UsageError, in_short
-from zeroshard.native.hardware import hardware_of
+from zeroshard.offload.copy_streams import choose_device
+from zeroshard.optim.factory import Probe, build_optimizer
+from zeroshard.optim.schedulers import build_scheduler
+from zeroshard.precision.hardware import hardware_of
+from zeroshard.precision.loss_scaler import LossScaler, scaler_from
 from zeroshard.precision.policy import Policy, policy_from
-from zeroshard.precision.scaler import LossScaler, scaler_from
-from zeroshard.store.bus import choose_device
+from zeroshard.precision.slow_dtype import tell_if_slow
+from zeroshard.watchdog.session import CommSession, decline, open_session
 from zeroshard.zero.unit import Unit
 
 

@@ -24,8 +24,8 @@ except ImportError as error:
         name=error.name,
     ) from error
 
+from zeroshard.deepspeed.install import come_first
 from zeroshard.errors import UsageError
-from zeroshard.integrations.deepspeed.install import come_first
 
 
 class ZeroShardStrategy(DeepSpeedStrategy):

@@ -34,7 +34,7 @@ from zeroshard.checkpoint.directory import LATEST
 from zeroshard.config.read import Source, read_source
 from zeroshard.errors import UsageError
 from zeroshard.integrations.accelerate import Accelerator, PreparedEngine
-from zeroshard.integrations.accelerate_config import Wishes
+from zeroshard.integrations.accelerate.config import Wishes
 
 __all__ = ["REPLACED", "Seq2SeqTrainer", "Trainer", "ZeroShardMixin"]
 

@@ -6,8 +6,8 @@ torch.
 
 from __future__ import annotations
 
-from zeroshard.launch.decide import LAUNCHERS, LaunchRequest
 from zeroshard.launch.launcher import launch
-from zeroshard.launch.supervise import ShutdownTimeouts
+from zeroshard.launch.plan import LAUNCHERS, LaunchRequest
+from zeroshard.launch.supervisor import ShutdownTimeouts
 
 __all__ = ["LAUNCHERS", "LaunchRequest", "ShutdownTimeouts", "launch"]

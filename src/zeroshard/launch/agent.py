@@ -1,7 +1,7 @@
 """How are the ranks of one node run?
 
 Torch elastic's agent does the rendezvous, hands out ranks and starts the processes. This file adds
-who watches them (:class:`~zeroshard.launch.supervise.Herd`) and where their output goes. The only
+who watches them (:class:`~zeroshard.launch.supervisor.Herd`) and where their output goes. The only
 file of the launcher that imports torch.
 """
 
@@ -34,7 +34,6 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
 from torch.distributed.elastic.utils.api import macros
 
-from zeroshard.engine.host_memory import host_limits
 from zeroshard.errors import LaunchError
 from zeroshard.launch.cgroup import (
     read_oom_counters,
@@ -42,16 +41,17 @@ from zeroshard.launch.cgroup import (
     read_shm_nbytes,
 )
 from zeroshard.launch.cores import bound
-from zeroshard.launch.decode import (
+from zeroshard.launch.exit_report import (
     EXIT_SURVIVOR,
     ExitReport,
     KernelCounters,
     RankExit,
     build_report,
 )
-from zeroshard.launch.guardian import OrphanReaper
+from zeroshard.launch.orphan_reaper import OrphanReaper
 from zeroshard.launch.streams import Streams
-from zeroshard.launch.supervise import ShutdownTimeouts, WorkerSupervisor
+from zeroshard.launch.supervisor import ShutdownTimeouts, WorkerSupervisor
+from zeroshard.memory.host_limits import host_limits
 
 _TICK_S = 0.02
 _RSS_EVERY_S = 1.0

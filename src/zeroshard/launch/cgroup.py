@@ -1,7 +1,7 @@
 """Has the kernel killed anything for want of memory, and how much do processes hold?
 
 Reads cgroup v2 and v1, ``/proc/vmstat`` and ``/proc/PID/status``. The limits themselves are read in
-:mod:`zeroshard.engine.host_memory`, which engines ask as well.
+:mod:`zeroshard.memory.host_limits`, which engines ask as well.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from zeroshard.engine.host_memory import ROOT, kib, memory_folders, read_table
+from zeroshard.memory.host_limits import ROOT, kib, memory_folders, read_table
 
 
 @dataclass(frozen=True, slots=True)

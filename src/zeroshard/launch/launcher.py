@@ -12,11 +12,19 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TextIO
 
-from zeroshard.engine.host_memory import host_limits
 from zeroshard.errors import LaunchError
 from zeroshard.launch.cgroup import read_shm_nbytes
 from zeroshard.launch.cores import Shares, parse_core_list, read_cpus, share_cores, share_listed
-from zeroshard.launch.decide import (
+from zeroshard.launch.env import (
+    DEEPSPEED_ENVIRONMENT_NAME,
+    exported,
+    rank_defaults,
+    read_exports,
+    with_directory_first,
+)
+from zeroshard.launch.memory_check import check_memory, parse_nbytes
+from zeroshard.launch.mpi import mpi_flags, mpirun_command
+from zeroshard.launch.plan import (
     ExecAsRank,
     LaunchRequest,
     RunHere,
@@ -26,15 +34,6 @@ from zeroshard.launch.decide import (
     passed_on,
     plan_launch,
 )
-from zeroshard.launch.environ import (
-    DEEPSPEED_ENVIRONMENT_NAME,
-    exported,
-    rank_defaults,
-    read_exports,
-    with_directory_first,
-)
-from zeroshard.launch.mpi import mpi_flags, mpirun_command
-from zeroshard.launch.preflight import check_memory, parse_nbytes
 from zeroshard.launch.remote import (
     NodeCommand,
     end_with_parent_pipe,
@@ -44,7 +43,8 @@ from zeroshard.launch.remote import (
     ssh_words,
     this_launcher,
 )
-from zeroshard.launch.supervise import ShutdownTimeouts
+from zeroshard.launch.supervisor import ShutdownTimeouts
+from zeroshard.memory.host_limits import host_limits
 
 _PID_FOLDER = Path("/tmp")  # whatever TMPDIR says: programs look there
 

@@ -22,9 +22,9 @@ from types import FrameType
 from typing import TextIO
 
 from zeroshard.errors import LaunchError
-from zeroshard.launch.decode import EXIT_SURVIVOR
+from zeroshard.launch.exit_report import EXIT_SURVIVOR
 from zeroshard.launch.hosts import Host
-from zeroshard.launch.supervise import ShutdownTimeouts, WorkerProcess, WorkerSupervisor
+from zeroshard.launch.supervisor import ShutdownTimeouts, WorkerProcess, WorkerSupervisor
 
 _TICK_S = 0.05
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")

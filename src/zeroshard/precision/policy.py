@@ -38,7 +38,7 @@ class Policy:
     """The dtypes of a run. ``None`` stands for "the parameter's own dtype".
 
     ``moments`` wider than ``master`` (bf16 master, fp32 moments) needs an optimizer that can do it:
-    :func:`zeroshard.engine.optimizers.build_optimizer` takes ``state_dtype`` for that.
+    :func:`zeroshard.optim.factory.build_optimizer` takes ``state_dtype`` for that.
     """
 
     mode: Mode = "plain"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import zeroshard.testing.networks  # noqa: F401 - completes CASES
-from zeroshard.testing.models import CASES, Case
+import zeroshard.testing.edge_case_networks  # noqa: F401 - completes CASES
+from zeroshard.testing.edge_case_models import CASES, Case
+from zeroshard.testing.outcome import RankEnd
 from zeroshard.testing.ranks import RanksFailed, on_ranks, run_ranks
-from zeroshard.testing.verdict import RankEnd
 
 __all__ = ["CASES", "Case", "RankEnd", "RanksFailed", "on_ranks", "run_ranks"]

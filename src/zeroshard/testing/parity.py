@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeroshard.testing.models import BATCH, Case
+from zeroshard.testing.edge_case_models import BATCH, Case
 
 Batch = tuple[Any, ...]
 Batches = list[list[list[Batch]]]

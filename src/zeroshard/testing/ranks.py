@@ -30,7 +30,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, cast
 
-from zeroshard.testing.verdict import GRACE_S, Outcome, RankEnd
+from zeroshard.testing.outcome import GRACE_S, Outcome, RankEnd
 from zeroshard.testing.worker import STACKS_SIGNAL, TestJob, TestReport, serve
 
 PRELOAD = (

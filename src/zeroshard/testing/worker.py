@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from zeroshard.testing import police
+from zeroshard.testing import leak_check
 
 STACKS_SIGNAL = int(getattr(signal, "SIGRTMIN", signal.SIGUSR1))
 """Asks a rank to write the stacks of its threads to its output, whatever it is blocked in."""
@@ -101,7 +101,7 @@ def _serve_one(connection: Connection, job: TestJob) -> None:
     streams = _redirect(job.output)
     cwd = os.getcwd()
     _enter(job)
-    before = police.snapshot()
+    before = leak_check.snapshot()
     try:
         report = TestReport("result", time.monotonic(), _pickle_result(_run_body(job)))
     except BaseException as error:
@@ -114,8 +114,8 @@ def _serve_one(connection: Connection, job: TestJob) -> None:
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
-    leaks = police.leaks(before, police.snapshot(), grace_s=1.0)
-    police.restore(before)
+    leaks = leak_check.leaks(before, leak_check.snapshot(), grace_s=1.0)
+    leak_check.restore(before)
     os.chdir(cwd)
     _restore(streams)
     connection.send(leaks)

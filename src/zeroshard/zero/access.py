@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.errors import DistributedError, ShardedAccess, UsageError
-from zeroshard.zero import guard
+from zeroshard.zero import sharded_parameter
+from zeroshard.zero.grad_flags import pack_flags, unpack_any
 from zeroshard.zero.gradients import GradBuffer
 from zeroshard.zero.optimizer import ShardedOptimizer
-from zeroshard.zero.parcel import BucketedParameter, ParamBucket
-from zeroshard.zero.tile import OptimizerChunk, OptimizerShard, OwnedFragment
-from zeroshard.zero.touch import pack_flags, unpack_any
+from zeroshard.zero.optimizer_shard import OptimizerChunk, OptimizerShard, OwnedFragment
+from zeroshard.zero.param_bucket import BucketedParameter, ParamBucket
 from zeroshard.zero.unit import Unit, UnitState
 
 
@@ -77,8 +77,8 @@ class GatheredParameters:
         self.units: list[Unit] = []
         self.spread: list[tuple[nn.Parameter, BucketedParameter]] = []
         self._opened: list[Unit] = []  # by this context: others close what they opened
-        for param in guard.in_order(_items(params)) if enabled else []:
-            owner = guard.owner_of(param)
+        for param in sharded_parameter.in_order(_items(params)) if enabled else []:
+            owner = sharded_parameter.owner_of(param)
             if isinstance(owner, Unit) and owner not in self.units[-1:]:
                 self.units.append(owner)
             elif isinstance(owner, BucketedParameter):
@@ -242,7 +242,7 @@ def _training(unit: Unit) -> UnitOptimState | None:
 
 
 def _training_of(param: nn.Parameter) -> tuple[Unit, UnitOptimState] | None:
-    owner = guard.owner_of(param)
+    owner = sharded_parameter.owner_of(param)
     if not isinstance(owner, Unit):
         raise UsageError(
             f"a tensor of shape {tuple(param.shape)} does not belong to any open engine. Pass a "

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from zeroshard.core.ledger import Ledger
 from zeroshard.core.tiers import Tier
-from zeroshard.store import storage
-from zeroshard.store.luggage import distinct
+from zeroshard.memory import storage
+from zeroshard.offload.swapped_storage import distinct
 from zeroshard.zero.unit import Unit, offloaded_error
 
 if TYPE_CHECKING:

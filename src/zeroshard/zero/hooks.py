@@ -33,10 +33,10 @@ from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from zeroshard.errors import ShardedAccess, UsageError
-from zeroshard.store import storage
-from zeroshard.zero import guard, transforms
-from zeroshard.zero.gather import Prefetcher, WrappedModule
+from zeroshard.memory import storage
+from zeroshard.zero import functorch, sharded_parameter
 from zeroshard.zero.gradients import GradBuffer
+from zeroshard.zero.prefetch import Prefetcher, WrappedModule
 from zeroshard.zero.reduce import GradReducer
 from zeroshard.zero.unit import Unit
 
@@ -157,7 +157,7 @@ class StepHooks:
         _args: tuple[Any, ...],
         _kwargs: dict[str, Any],
     ) -> None:
-        if transforms.innermost() is not None:
+        if functorch.innermost() is not None:
             self._before_transformed(site)
             return
         if in_backward():
@@ -176,14 +176,14 @@ class StepHooks:
         the end of backward: nothing here learns when the transform has used them up.
         """
         for name, param in site.module.named_parameters():
-            given = transforms.unwrapped(param)
-            if given is not param and isinstance(given, guard.ShardedParameter):
+            given = functorch.unwrapped(param)
+            if given is not param and isinstance(given, sharded_parameter.ShardedParameter):
                 raise ShardedAccess(
                     f"parameter {name!r} was handed to torch.func while it is sharded, so the transform "
                     "would compute without its values. Hand over full ones, {name: p.detach() for name, "
                     "p in model.named_parameters()}, or run the transform inside GatheredParameters."
                 )
-        with transforms.suspended():
+        with functorch.suspended():
             self.gatherer.unshard(site, forward=False)
 
     def _note_places(self) -> None:
@@ -211,7 +211,7 @@ class StepHooks:
         strangers = [
             name
             for name, param in named
-            if guard.owner_of(param) is None and (param.requires_grad or not stayed)
+            if sharded_parameter.owner_of(param) is None and (param.requires_grad or not stayed)
         ]
         if strangers:
             raise UsageError(
@@ -224,7 +224,7 @@ class StepHooks:
         self._note_places()
 
     def _after_root(self, site: WrappedModule, _module: nn.Module, _args: Any, output: Any) -> Any:
-        if transforms.innermost() is not None or in_backward():
+        if functorch.innermost() is not None or in_backward():
             return output
         output = _copy_own_views(site, output)
         self.forward_depth = max(0, self.forward_depth - 1)
@@ -245,10 +245,10 @@ class StepHooks:
         _args: tuple[Any, ...],
         _kwargs: dict[str, Any],
     ) -> None:
-        if transforms.innermost() is None:
+        if functorch.innermost() is None:
             site.wait_for_unshard()
             return
-        with transforms.suspended():
+        with functorch.suspended():
             site.wait_for_unshard()
 
     def _before_forward(
@@ -258,7 +258,7 @@ class StepHooks:
         _args: tuple[Any, ...],
         _kwargs: dict[str, Any],
     ) -> None:
-        if transforms.innermost() is not None:
+        if functorch.innermost() is not None:
             self._before_transformed(site)
             return
         backward = in_backward()
@@ -281,7 +281,7 @@ class StepHooks:
     def _after_forward(
         self, site: WrappedModule, _module: nn.Module, _args: Any, output: Any
     ) -> Any:
-        if transforms.innermost() is not None:
+        if functorch.innermost() is not None:
             return output
         output = _copy_own_views(site, output)
         call = site.running.pop() if site.running else None
@@ -474,7 +474,7 @@ def _release_values(
 ) -> None:
     """The values in a ``state_dict`` are the program's own: it may write them."""
     for name, value in state.items():
-        state[name] = guard.without_guard(value)
+        state[name] = sharded_parameter.without_guard(value)
 
 
 def _grad_ready_hook(me: Any, landing: int) -> Callable[[Tensor], None]:

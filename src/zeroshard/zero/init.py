@@ -24,19 +24,19 @@ from torch.nn.modules.module import (
 
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.env import current_rank_info, init_distributed, local_device, rank_info_of
-from zeroshard.comm.trust import WatchdogSettings
-from zeroshard.comm.watch import open_session
 from zeroshard.config import Config, load_config
 from zeroshard.errors import RankMismatch
+from zeroshard.memory.storage import is_aliased
 from zeroshard.precision.policy import policy_from
-from zeroshard.store.storage import is_aliased
-from zeroshard.zero import deal, guard
-from zeroshard.zero.parcel import BucketedParameter, ParamBucket
+from zeroshard.watchdog.session import open_session
+from zeroshard.watchdog.settings import WatchdogSettings
+from zeroshard.zero import scatter, sharded_parameter
+from zeroshard.zero.param_bucket import BucketedParameter, ParamBucket
 
 
 def _room_numel() -> int:
     """Elements of small parameters that wait whole until they are spread; a parcel holds half of it."""
-    return deal.PIECE_NUMEL // 4
+    return scatter.PIECE_NUMEL // 4
 
 
 class _Built(NamedTuple):
@@ -56,7 +56,7 @@ class Init:
     Re-entrant; an exception inside leaves parameters as they are.
 
     Beside its shards a rank holds the module under construction and one piece of
-    :data:`zeroshard.zero.deal.PIECE_NUMEL` elements. With ``keep_fp32`` patterns everything stays fp32
+    :data:`zeroshard.zero.scatter.PIECE_NUMEL` elements. With ``keep_fp32`` patterns everything stays fp32
     until the engine is built: names are not known earlier. A value that is scaled in place after its
     module was left (``weight.mul_(0.3)``) may be rounded to the training dtype before and after.
 
@@ -182,7 +182,7 @@ class Init:
         """A parameter is whole, and will be spread."""
         if type(param) is not nn.Parameter or param.is_meta:
             return
-        owner = guard.owner_of(param)
+        owner = sharded_parameter.owner_of(param)
         if owner is None:
             self._make_room(but=holder)
             self._add(BucketedParameter(param, holder, leaf, self), _Built(param, [(holder, leaf)]))
@@ -282,11 +282,11 @@ class Init:
     def _is_built(self, item: BucketedParameter) -> bool:
         """Is it still part of a module, and nobody else's? If not, it is the program's own."""
         param, places = self._built(item)
-        if guard.owner_of(param) is not item:
+        if sharded_parameter.owner_of(param) is not item:
             return False
         if any(holder._parameters.get(leaf) is param for holder, leaf in places):
             return True
-        del guard.owners[param]
+        del sharded_parameter.owners[param]
         return False
 
     def _built(self, item: BucketedParameter) -> _Built:

@@ -3,7 +3,7 @@
 It is given fragments instead of parameters: one-dimensional slices of the flat shards (or the parameter
 in its own shape, where a rank owns all of it), in the same param groups. An element-wise optimizer never
 learns the difference. Chunks are updated one after the other, wherever they rest. Where the class's
-kernel is known, a chunk goes through it in one pass over memory (:mod:`zeroshard.zero.onepass`); else the
+kernel is known, a chunk goes through it in one pass over memory (:mod:`zeroshard.optim.fused_update`); else the
 optimizer's own ``step`` runs, and fp32 gradients exist for one chunk at a time.
 """
 
@@ -20,15 +20,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from zeroshard.core.ledger import Ledger
 from zeroshard.core.tiers import Span, Tier
 from zeroshard.errors import UsageError
-from zeroshard.native import adam
-from zeroshard.store import storage
-from zeroshard.store.bus import CopyHandle
-from zeroshard.zero import guard
-from zeroshard.zero.behind import AsyncUpdateWorker, PendingUpdates
-from zeroshard.zero.crossing import HostChunk, HostGradTransfer, HostStaging
+from zeroshard.memory import storage
+from zeroshard.offload.async_update import AsyncUpdateWorker, PendingUpdates
+from zeroshard.offload.copy_streams import CopyHandle
+from zeroshard.offload.host_chunk import HostChunk, HostGradTransfer, HostStaging
+from zeroshard.optim import native_adam
+from zeroshard.optim.fused_update import PIECE_NUMEL, FusedUpdate, UpdateKernel
+from zeroshard.zero import sharded_parameter
 from zeroshard.zero.gradients import GradBuffer, Norms
-from zeroshard.zero.onepass import PIECE_NUMEL, FusedUpdate, UpdateKernel
-from zeroshard.zero.tile import (
+from zeroshard.zero.optimizer_shard import (
     OptimizerChunk,
     OptimizerShard,
     OwnedFragment,
@@ -38,7 +38,7 @@ from zeroshard.zero.tile import (
 from zeroshard.zero.unit import Unit
 
 if TYPE_CHECKING:
-    from zeroshard.store.pager import Pager
+    from zeroshard.offload.pager import Pager
 
 
 class ShardedOptimizer:
@@ -240,7 +240,7 @@ class ShardedOptimizer:
             self._kernel = kernel
             self._passes.clear()
             if kernel is not None and kernel.compiles:
-                adam.prepare()
+                native_adam.prepare()
         return kernel is not None
 
     def _fused_update(self, chunk: OptimizerChunk) -> FusedUpdate | None:
@@ -384,7 +384,7 @@ class ShardedOptimizer:
         with torch._C.DisableTorchFunctionSubclass():
             woken = [param for param in self._frozen if param.grad is not None]
         if woken:
-            unit = guard.owner_of(woken[0])
+            unit = sharded_parameter.owner_of(woken[0])
             assert isinstance(unit, Unit)
             raise UsageError(
                 f"{unit.layout.slots[unit.index(woken[0])].fqn!r} (and {len(woken) - 1} more) was "

@@ -17,12 +17,12 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from zeroshard.core.layout import Slot, UnitLayout
 from zeroshard.core.tiers import Tier
-from zeroshard.core.verdict import READ
 from zeroshard.errors import UnitStateError, UsageError
-from zeroshard.store import storage
-from zeroshard.store.shards import AllocateShard, MemoryShardStore, ShardStore
-from zeroshard.zero import guard
-from zeroshard.zero.deal import ParamScatterer
+from zeroshard.memory import storage
+from zeroshard.offload.shard_store import AllocateShard, MemoryShardStore, ShardStore
+from zeroshard.watchdog.diagnosis import READ
+from zeroshard.zero import sharded_parameter
+from zeroshard.zero.scatter import ParamScatterer
 
 _set_versions = torch._C._autograd._unsafe_set_version_counter
 
@@ -91,7 +91,7 @@ class Unit:
         room: AllocateShard | None = None,
     ) -> None:
         self.name = name
-        self.order = guard.count_owner()
+        self.order = sharded_parameter.count_owner()
         self.layout = layout
         self.positions = tuple(positions)  # of the parameters in ``model.parameters()``
         self.row = row
@@ -138,7 +138,7 @@ class Unit:
             self._adopt(param, slot, view, dealer)
             for param, slot, view in zip(params, layout.slots, self._views, strict=True)
         )
-        self._placeholders = [guard.nan_placeholder(param) for param in self.params]
+        self._placeholders = [sharded_parameter.nan_placeholder(param) for param in self.params]
         self._kinds = [type(param) for param in self.params]
         dealer.finish()
         self.shard_S = part[low:high] if resident else part
@@ -153,9 +153,11 @@ class Unit:
         """The parameter's values go to the shards, its memory becomes a view of the unit's."""
         with torch.no_grad():
             dealer.add(slot, param)  # a parameter built under Init is gathered here
-        kind = nn.Parameter if isinstance(param, guard.ShardedParameter) else type(param)
-        guard.mark_unsharded([param], [view], [kind])
-        guard.owners[param] = self._weak_self
+        kind = (
+            nn.Parameter if isinstance(param, sharded_parameter.ShardedParameter) else type(param)
+        )
+        sharded_parameter.mark_unsharded([param], [view], [kind])
+        sharded_parameter.owners[param] = self._weak_self
         return param
 
     @property
@@ -226,11 +228,11 @@ class Unit:
         another one, autograd refuses to: backward through the unit before it is full again is an error,
         never a number.
         """
-        guard.mark_sharded(self.params, self._placeholders)
+        sharded_parameter.mark_sharded(self.params, self._placeholders)
         torch.autograd.graph.increment_version(self.params)
 
     def _mark_unsharded(self) -> None:
-        guard.mark_unsharded(self.params, self._views, self._kinds)
+        sharded_parameter.mark_unsharded(self.params, self._views, self._kinds)
         _set_versions(self.params, tuple(param._version - 1 for param in self.params))
 
     def increment_versions(self) -> None:
@@ -374,7 +376,7 @@ class Unit:
         return full_N
 
     def read(self, param: nn.Parameter) -> Tensor | None:
-        """See :class:`zeroshard.zero.guard.Owner`."""
+        """See :class:`zeroshard.zero.sharded_parameter.Owner`."""
         self.wait_for_unshard()
         if self.state is not UnitState.FULL and self.is_lone_read(self.name):
             return None
@@ -382,7 +384,7 @@ class Unit:
         return self.view(full_N, param).clone()
 
     def is_collective_read(self, fact: bool) -> bool:
-        """See :class:`zeroshard.zero.guard.Owner`."""
+        """See :class:`zeroshard.zero.sharded_parameter.Owner`."""
         vote = torch.tensor([float(fact)], device=self.full_N.device)
         return bool(self.comm.all_gather_small(vote, name=self.name + READ).all())
 
@@ -413,7 +415,7 @@ class Unit:
         self.pin_count = 0
         self.discard_unsharded()
         for param in self.params:
-            guard.owners.pop(param, None)
+            sharded_parameter.owners.pop(param, None)
         self.optim_state = None
         self.store.close()
         self.ledger.hold("parameters", self.name, 0, self.store.tier)

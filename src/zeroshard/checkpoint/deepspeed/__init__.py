@@ -1,0 +1,1 @@
+"""Reads checkpoints that DeepSpeed wrote, without DeepSpeed."""

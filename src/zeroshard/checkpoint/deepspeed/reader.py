@@ -1,0 +1,470 @@
+"""How is a checkpoint that DeepSpeed wrote read, without DeepSpeed?
+
+Under data parallelism alone, a tag of ``W`` ranks is a directory of these files:
+
+    stage 0      mp_rank_00_model_states.pt                        weights, the optimizer's own state
+    stage 1, 2   mp_rank_00_model_states.pt                        weights as computed with, names, shapes
+                 [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt  masters and state of rank R
+    stage 3      zero_pp_rank_R_mp_rank_00_model_states.pt         names, shapes, frozen pieces
+                 [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt  masters and state of rank R
+
+:mod:`zeroshard.checkpoint.deepspeed.slots` knows where in them a parameter is. All files are mapped, and
+described at once; of their tensors only those pages are read that :meth:`DeepSpeedSaved.fill` asks for.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from torch import Tensor
+
+from zeroshard.checkpoint.deepspeed.slots import (
+    Chain,
+    DeepSpeedSlot,
+    FlatSpan,
+    like_master,
+    places,
+    shape_of,
+    sharded_slots,
+    whole_place,
+    whole_slots,
+)
+from zeroshard.checkpoint.deepspeed.unpickle import Likeness, load_plain, unread_in
+from zeroshard.checkpoint.manifest import VALUE, SavedParameter, SavedTensor
+from zeroshard.checkpoint.safetensors_file import dtype_name
+from zeroshard.errors import CheckpointError
+
+_MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
+_OPTIM = re.compile(
+    r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt"
+)
+_PARTS = re.compile(r"layer_\d+.*\.pt|expp_rank_.*\.pt|expert_.*\.pt")  # of pipelines and experts
+
+_LIKENESSES = {
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler": Likeness,
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": Likeness,
+    "deepspeed.runtime.zero.config.ZeroStageEnum": int,
+    "deepspeed.utils.tensor_fragment.fragment_address": Likeness,
+}
+_OWN = frozenset({
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
+    "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names",
+    "skipped_steps", "global_steps", "global_samples", "micro_steps", "dp_world_size", "mp_world_size",
+    "checkpoint_parallel_dimensions", "universal_checkpoint_info", "ds_config", "ds_version",
+    "num_experts", "ds_autoep_layers", "autoep_layers", "folding",
+})  # fmt: skip
+"""What DeepSpeed itself puts beside the program's ``client_state``."""
+_COUNTERS = ("global_steps", "micro_steps", "global_samples", "skipped_steps")
+_SCALER = {"cur_scale": "scale", "cur_iter": "step", "last_overflow_iter": "last_overflow"}
+
+
+# ---------------------------------------------------------------------- which files
+
+
+class _Files(NamedTuple):
+    """Both in rank order. ``model`` has one file for all ranks, or one of each (stage 3)."""
+
+    model: tuple[Path, ...]
+    optim: tuple[Path, ...]
+
+
+def is_deepspeed(path: str | Path) -> bool:
+    """Is this the directory of one tag, as DeepSpeed writes it?"""
+    try:
+        return any(_MODEL.fullmatch(name) for name in os.listdir(path))
+    except OSError:
+        return False
+
+
+def _files(path: Path) -> _Files:
+    """The files of a directory, none left out before the highest rank that is there."""
+    try:
+        names = sorted(os.listdir(path))
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be opened: {error.strerror}.") from error
+    model = [found for name in names if (found := _MODEL.fullmatch(name))]
+    optim = [found for name in names if (found := _OPTIM.fullmatch(name))]
+    others = [name for name in names if _PARTS.fullmatch(name)]
+    others += [m.string for m in (*model, *optim) if int(m["mp"]) != 0]
+    if others:
+        _refuse_parallel(path, f"the file {others[0]}")
+    whole = [m for m in model if m["rank"] is None]
+    sliced = [m for m in model if m["rank"] is not None]
+    if not model:
+        raise CheckpointError(
+            f"{path} has no file *mp_rank_00_model_states.pt: it is no checkpoint of DeepSpeed, or of a "
+            "save that did not end. Give the directory of one tag, such as global_step1000."
+        )
+    if whole and sliced:
+        _refuse_mixture(path, whole[0].string, sliced[0].string)
+    return _Files(_by_rank(path, sliced or whole, "model"), _by_rank(path, optim, "optim"))
+
+
+def _by_rank(path: Path, matches: Iterable[re.Match[str]], kind: str) -> tuple[Path, ...]:
+    found: dict[int, str] = {}
+    for match in matches:
+        rank = int(match["rank"] or 0)
+        if rank in found:
+            _refuse_mixture(path, found[rank], match.string)
+        found[rank] = match.string
+    gaps = [rank for rank in range(len(found)) if rank not in found]
+    if gaps:
+        _refuse_gaps(path, gaps, kind)
+    return tuple(path / found[rank] for rank in sorted(found))
+
+
+def _check_ranks(path: Path, files: Sequence[Path], kind: str, ranks: int) -> None:
+    """Are there as many files as the run had ranks?"""
+    if len(files) < ranks:
+        _refuse_gaps(path, range(len(files), ranks), kind)
+    if len(files) > ranks:
+        raise CheckpointError(
+            f"{path} has {kind} files of {len(files)} ranks, but the run had {ranks}: "
+            f"{files[ranks].name} and those of higher ranks are of another save. Remove them."
+        )
+
+
+def _refuse_gaps(path: Path, ranks: Sequence[int], kind: str) -> NoReturn:
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    raise CheckpointError(
+        f"{path} lacks the file zero_pp_rank_R_mp_rank_00_{kind}_states.pt for R = {shown}. Every rank "
+        "saved a part of each parameter, so that all are needed. Ranks on other machines may have saved "
+        "to disks of their own: copy all files into one directory."
+    )
+
+
+def _refuse_mixture(path: Path, one: str, other: str) -> NoReturn:
+    raise CheckpointError(
+        f"{path} has both {one} and {other}: they are of different saves under one tag. Remove the older "
+        "files."
+    )
+
+
+def _refuse_parallel(path: Path, seen: str) -> NoReturn:
+    raise CheckpointError(
+        f"{path} was saved with tensor, pipeline or expert parallelism ({seen}): that is not supported, "
+        "only ZeRO data parallelism is. Where it can be loaded, save plain weights from it."
+    )
+
+
+# ---------------------------------------------------------------------- what is beside parameters
+
+
+def _shared(
+    model: Mapping[str, Any], options: Sequence[Mapping[str, Any]], wrapper: Mapping[str, Any]
+) -> dict[str, Any]:
+    """All of it; what was not saved is missing."""
+    found: dict[str, Any] = {
+        "counters": {name: int(model[name]) for name in _COUNTERS if name in model},
+        "client_state": {key: item for key, item in model.items() if key not in _OWN},
+    }
+    schedule = model.get("lr_scheduler")
+    if schedule is not None:
+        found["scheduler"] = dict(schedule)
+    if options:
+        found["groups"] = _options(options)
+    if wrapper.get("dynamic_loss_scale") is True:
+        found["scaler"] = _scaler(wrapper)
+    return found
+
+
+def _options(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Of each group, without its parameters and what is state."""
+    found = []
+    for row in rows:
+        kept = {key: item for key, item in row.items() if key not in ("params", "step")}
+        found.append({key: _number(item) for key, item in kept.items() if not key.startswith("_")})
+    return found
+
+
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _scaler(wrapper: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a dynamic loss scale; a static one is the configuration's."""
+    theirs = vars(wrapper["loss_scaler"]) if "loss_scaler" in wrapper else wrapper
+    found = {ours: _number(theirs[name]) for name, ours in _SCALER.items()}
+    return {**found, "budget": _number(theirs.get("cur_hysteresis", 1))}  # stage 0 forgives none
+
+
+# ---------------------------------------------------------------------- the source
+
+
+class DeepSpeedReader:
+    """One tag that DeepSpeed saved under data parallelism alone: a
+    :class:`zeroshard.checkpoint.reader.Source`.
+
+    ``groups``: the names of the trained parameters by group of the optimizer, in its order. The files of
+    stages 1 to 3 say them; those of stage 0 do not, unless one group has all parameters.
+    ``left_behind``: what the files hold and nothing here takes over, a text each.
+    Raises :class:`CheckpointError` for files that are missing, damaged, of different saves, of another
+    kind of parallelism, or that need unpickling for more than ``client_state``.
+    """
+
+    def __init__(self, path: str | Path, *, groups: Sequence[Sequence[str]] | None = None) -> None:
+        self.path = Path(path)
+        self.left_behind: list[str] = []
+        self._places: dict[tuple[str, str], FlatSpan] = {}
+        files = _files(self.path)
+        self._models = [load_file(file) for file in files.model]
+        optims = [load_file(file) for file in files.optim]
+        try:
+            _check_own(self.path, self._models)
+            self._weights = self._read_weights()
+            slots, options, wrapper = self._optimizer(files, optims, groups)
+            self._parameters = self._describe(slots)
+            self._buffers = [_buffers(model) for model in self._models]
+            self._shared = _shared(self._models[0], options, wrapper)
+            for key in ("data_sampler", "random_ltd"):
+                if self._models[0].get(key) is not None:
+                    self._leave(f"the state of {key!r}")
+        except CheckpointError:
+            raise
+        except Exception as error:  # what is under a key may be anything
+            raise CheckpointError(
+                f"{self.path} is not laid out as DeepSpeed 0.19 does it "
+                f"({type(error).__name__}: {_first_line(error)}). Load it with the release that wrote it "
+                "and save it with 0.19."
+            ) from error
+
+    @property
+    def parameters(self) -> Mapping[str, SavedParameter]:
+        """See ``Source``. Fragments are left out: :meth:`fill` knows where values are."""
+        return self._parameters
+
+    def fill(self, fqn: str, tensor: str, begin: int, out: Tensor) -> None:
+        """See ``Source``."""
+        self._places[fqn, tensor].read(begin, out)
+
+    def buffers(self, rank: int) -> dict[str, Tensor]:
+        """See ``Source``. Below stage 3 those of rank 0 are all there are."""
+        own = self._buffers[rank % len(self._buffers)]
+        return {name: buffer.clone() for name, buffer in own.items()}
+
+    def shared(self, *, allow_pickle: bool = False) -> dict[str, Any]:
+        """See ``Source``. Nothing is unpickled, whatever ``allow_pickle`` is: in ``client_state`` stands
+        :class:`zeroshard.checkpoint.deepspeed.unpickle.Unread` for an object, which raises when it is used."""
+        return deepcopy(self._shared)  # its tensors are mapped: the caller's outlive the files
+
+    def ranks(self) -> list[dict[str, Any]]:
+        """See ``Source``. DeepSpeed saves no generators."""
+        return []
+
+    def probe(self, rank: int) -> None:
+        """See ``Source``. What is small was read when the directory was opened."""
+
+    def close(self) -> None:
+        """See ``Source``."""
+        self._places.clear()
+        self._models.clear()
+        self._weights.clear()
+        self._buffers.clear()
+
+    # ------------------------------------------------------------------ once, at the start
+
+    def _optimizer(
+        self, files: _Files, optims: list[dict[str, Any]], groups: Sequence[Sequence[str]] | None
+    ) -> tuple[list[DeepSpeedSlot], list[dict[str, Any]], Mapping[str, Any]]:
+        """Its slots, its groups' options, and what DeepSpeed's wrapper around it saved."""
+        model = self._models[0]
+        if model["param_shapes"] is None:
+            if optims:
+                raise ValueError("no shapes of parameters")
+            wrapper = model["optimizer"]
+            if wrapper is None and files.model[0].name.startswith("zero_"):
+                raise CheckpointError(
+                    f"{self.path} was saved at stage 3 by an engine without an optimizer, which leaves "
+                    "the weights out. Load them from where that engine had them."
+                )
+            if wrapper is None:
+                return [], [], {}
+            wrapper = dict(wrapper)
+            return (*whole_slots(self.path, wrapper, self._weights, groups), wrapper)
+        ranks = int(model["dp_world_size"])
+        _check_ranks(self.path, files.optim, "optim", ranks)
+        wrappers = [dict(optim["optimizer_state_dict"]) for optim in optims]
+        for file, wrapper in zip(files.optim, wrappers, strict=True):
+            count = wrapper["partition_count"]
+            if set(count if isinstance(count, list) else [count]) != {ranks}:
+                raise CheckpointError(
+                    f"{file} says that state is cut into {count} parts, but {files.model[0].name} is of "
+                    f"{ranks} ranks. They are of different saves, or state is repeated over groups of "
+                    "ranks, which is not supported."
+                )
+        # The optimizer of bf16 with fp32 gradients, which only stage 1 has, does not name its stage.
+        is_cut = int(wrappers[0].get("zero_stage", 1)) == 3
+        _check_ranks(self.path, files.model, "model", ranks if is_cut else 1)
+        slots, options = sharded_slots(wrappers, model["param_shapes"], is_cut=is_cut)
+        return slots, options, wrappers[0]
+
+    def _read_weights(self) -> dict[str, Tensor]:
+        """The parameters of the module as one model file has them, aliases left out."""
+        model = self._models[0]
+        aliases, buffers = _aliases(model), set(model["buffer_names"])
+        found = {}
+        for name, item in model["module"].items():
+            if not isinstance(item, Tensor):
+                self._leave(f"{name!r} of the module, which is no tensor")
+            elif name not in buffers and name not in aliases:
+                found[name] = item
+        return found
+
+    def _describe(self, slots: Sequence[DeepSpeedSlot]) -> dict[str, SavedParameter]:
+        """All parameters, in the module's order; :attr:`places` has where each tensor is."""
+        rows: dict[str, dict[str, Any]] = {}
+        for slot in slots:
+            scalars = self._place_slot(slot)
+            for fqn, shape in slot.shapes.items():
+                rows[fqn] = {"shape": shape, "group": slot.group, "scalars": scalars}
+        has_optimizer = bool(slots)
+        for fqn, (shape, place) in self._others(slots, rows).items():
+            rows[fqn] = {"shape": shape}
+            self._places[fqn, VALUE] = place
+        other_names: dict[str, list[str]] = {}
+        for alias, fqn in _aliases(self._models[0]).items():
+            other_names.setdefault(fqn, []).append(alias)
+        tensors: dict[str, dict[str, SavedTensor]] = {fqn: {} for fqn in rows}
+        for (fqn, key), place in self._places.items():
+            dtype = dtype_name(place.dtype, where=f"{key} of {fqn!r}")
+            tensors[fqn][key] = SavedTensor(dtype=dtype, fragments=())
+        order = {name: at for at, name in enumerate(self._models[0]["module"])}
+        return {
+            fqn: SavedParameter(
+                trained="group" in rows[fqn] or not has_optimizer,
+                aliases=tuple(other_names.get(fqn, ())),
+                tensors=tensors[fqn],
+                **rows[fqn],
+            )
+            for fqn in sorted(rows, key=lambda fqn: order.get(fqn, len(order)))
+        }
+
+    def _place_slot(self, slot: DeepSpeedSlot) -> dict[str, Any]:
+        """Note where the tensors of a slot's parameters are; its numbers."""
+        tensors: dict[str, list[Tensor]] = {VALUE: slot.masters}
+        scalars: dict[str, Any] = {}
+        for key in slot.states[0]:
+            found = [state[key] for state in slot.states]
+            like = [
+                like_master(key, *row)
+                for row in zip(found, slot.masters, slot.padding, strict=True)
+            ]
+            pieces = [piece for piece in like if piece is not None]
+            if len(pieces) == len(found):
+                tensors[key] = pieces
+                continue
+            numbers = [_number(item) for item in found]
+            if isinstance(numbers[0], (bool, int, float)):
+                what = f"{key!r} of {next(iter(slot.shapes))!r}"
+                kind = "F32" if key == "step" else "number"  # as torch's optimizers have it
+                if isinstance(found[0], Tensor):
+                    kind = dtype_name(found[0].dtype, where=what)
+                scalars[key] = (kind, self._agreed(what, numbers))
+            elif numbers[0] is not None:
+                self._leave(f"{key!r} of the optimizer, unlike its parameters in shape")
+        for key, pieces in tensors.items():
+            for fqn, place in places(self.path, slot, pieces):
+                self._places[fqn, key] = place
+        return scalars
+
+    def _others(
+        self, slots: Sequence[DeepSpeedSlot], rows: Mapping[str, Any]
+    ) -> dict[str, tuple[tuple[int, ...], FlatSpan]]:
+        """Parameters that the optimizer does not have: frozen ones."""
+        if not (slots and slots[0].is_cut):
+            found = self._weights.items()
+            return {fqn: (shape_of(w.shape), whole_place(w)) for fqn, w in found if fqn not in rows}
+        others = {}
+        for fqn, size in (self._models[0]["frozen_param_shapes"] or {}).items():
+            shape = shape_of(size)
+            pieces = [model["frozen_param_fragments"][fqn] for model in self._models]
+            part = -(-prod(shape) // len(pieces))
+            if any(piece.numel() != part or piece.dtype != pieces[0].dtype for piece in pieces):
+                raise CheckpointError(
+                    f"{self.path}: the frozen parameter {fqn!r} of shape {list(shape)} is saved in "
+                    f"pieces of {[piece.numel() for piece in pieces][:8]} elements, not of {part}. Files "
+                    "may be of different saves; or it was on NVMe, which leaves it out of these files."
+                )
+            chains = [Chain([piece]) for piece in pieces]
+            others[fqn] = (shape, FlatSpan(chains, 0, part, pieces[0].dtype))
+        return others
+
+    def _agreed(self, what: str, numbers: Sequence[Any]) -> Any:
+        """What all ranks say."""
+        for rank, number in enumerate(numbers):
+            if number != numbers[0]:
+                raise CheckpointError(
+                    f"{self.path}: {what} is {numbers[0]} in the file of rank 0 and {number} in that of "
+                    f"rank {rank}: they are of different saves."
+                )
+        return numbers[0]
+
+    def _leave(self, text: str) -> None:
+        if text not in self.left_behind:
+            self.left_behind.append(text)
+
+
+def load_file(path: Path) -> dict[str, Any]:
+    """One file. What DeepSpeed saves is plain; what the program added, or the module, need not be."""
+    found = load_plain(path, _LIKENESSES)
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} holds no table, as the files of DeepSpeed do.")
+    own = {key: item for key, item in found.items() if key in _OWN | {"optimizer_state_dict"}}
+    for key in own.keys() - {"module", "ds_config"}:
+        for unread in unread_in(own[key]):
+            unread.refuse()
+    return found
+
+
+def _check_own(path: Path, models: Sequence[Mapping[str, Any]]) -> None:
+    """One save, data parallelism alone."""
+    first = models[0]
+    for rank, model in enumerate(models):
+        if model["global_steps"] != first["global_steps"]:
+            raise CheckpointError(
+                f"{path}: the model file of rank 0 is of step {first['global_steps']}, that of rank "
+                f"{rank} of step {model['global_steps']}: they are of different saves."
+            )
+    sizes = {"mp_world_size": first.get("mp_world_size", 1)}
+    sizes |= first.get("checkpoint_parallel_dimensions") or {}
+    parallel = [f"{name} {size}" for name, size in sizes.items() if size != 1]
+    parallel += [
+        key for key in ("num_experts", "ds_autoep_layers", "autoep_layers") if key in first
+    ]
+    if parallel:
+        _refuse_parallel(path, ", ".join(parallel))
+
+
+def _buffers(model: Mapping[str, Any]) -> dict[str, Tensor]:
+    module, names = model["module"], set(model["buffer_names"])
+    return {n: b for n, b in module.items() if n in names and isinstance(b, Tensor)}
+
+
+def _aliases(model: Mapping[str, Any]) -> dict[str, str]:
+    """Other names of parameters (tied weights), each with the name under which it is saved."""
+    module = model["module"]
+    if model["shared_params"] is not None:
+        return {
+            alias: fqn
+            for alias, fqn in model["shared_params"].items()
+            if alias not in module
+            or module[alias].shape == module[fqn].shape  # not only both empty
+        }
+    seen: dict[tuple[Any, ...], str] = {}  # stage 0 does not list them: they are one storage
+    found = {}
+    for name, item in module.items():
+        if isinstance(item, Tensor) and item.numel():
+            first = seen.setdefault((item.data_ptr(), item.shape, item.stride()), name)
+            if first != name:
+                found[name] = first
+    return found
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]

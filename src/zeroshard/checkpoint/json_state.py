@@ -1,0 +1,577 @@
+"""How does small state of any shape become JSON and tensors, without pickling?
+
+``client_state``, a schedule's ``state_dict``, generators: nested Python values. What JSON has is written
+as it is. Everything else becomes an object with one key that begins with ``$``; so does a dict whose own
+keys look like that, or are no strings. Every value has one form, and none is mistaken for another.
+
+    None True 1 0.5 "a" [1]      as they are                {"a": 1}        {"a": 1}
+    2**64                        {"$int": "0x1..."}         {1: 2}          {"$dict": [[1, 2]]}
+    nan                          {"$float": "nan"}          (1, 2)          {"$tuple": [1, 2]}
+    b"a"                         {"$bytes": "YQ=="}         Counter("a")    {"$counter": [["a", 1]]}
+    torch.float32                {"$dtype": "float32"}      a tensor        {"$tensor": "where/0"}
+
+The text stays strict JSON: no NaN, no lone surrogates. Order of keys is kept; writers must not sort.
+What is one object at two places comes back as two.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+import re
+import sys
+from argparse import Namespace
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+from math import isfinite, prod
+from pathlib import Path, PurePath
+from typing import Any, TypeAlias, Union
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.errors import CheckpointError
+from zeroshard.zero.sharded_parameter import ReadOnlyCopy, ShardedParameter
+
+JsonTree: TypeAlias = Union[bool, int, float, str, "list[JsonTree]", "dict[str, JsonTree]", None]
+"""What ``json.dumps(tree, allow_nan=False)`` takes."""
+
+MAX_DEPTH = 64
+"""Containers in containers: far below what Python's stack carries."""
+MAX_VALUES = 10_000_000
+"""A list that holds one list twice, which holds one twice, and so on, would be written for ever."""
+
+_STORED = {
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16,
+    torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2,
+}  # what every safetensors file can hold  # fmt: skip
+_STORED_AS_BYTES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.complex32, torch.complex64, torch.complex128, torch.uint16, torch.uint32, torch.uint64,
+        torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2,
+    )
+}  # fmt: skip
+_DTYPES = {
+    str(value).removeprefix("torch."): value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype)
+}
+_TENSORS = (Tensor, nn.Parameter, ShardedParameter, ReadOnlyCopy)
+_FACTORIES: dict[str, Callable[[], Any]] = {
+    kind.__name__: kind for kind in (bool, int, float, str, bytes, list, tuple, dict, set)
+}
+_NUMPY_DTYPE = re.compile(r"[<>|][biufcmMSU][0-9]{1,6}(\[[0-9]*[a-zA-Z]+\])?")
+_ALLOW = '"checkpoint": {"allow_pickle": true}'
+
+
+def encode(
+    value: Any, *, where: str, allow_pickle: bool = False
+) -> tuple[JsonTree, dict[str, Tensor]]:
+    """``value`` as JSON, and the tensors that the JSON names.
+
+    Takes None, bool, int, float, str, bytes, list, tuple, set, frozenset, dict, OrderedDict,
+    defaultdict, Counter, ``argparse.Namespace``, paths, numpy scalars and arrays, ``torch.Size``,
+    ``torch.dtype``, ``torch.device`` and tensors; subclasses are refused, for their class would be lost.
+    The tensors are private contiguous copies on the CPU, named ``where/0``, ``where/1``, ...; a parameter
+    becomes a tensor. Collective where a sharded parameter is in it.
+
+    ``where``: how messages name the value ("client_state"). With ``allow_pickle`` what is not in the list
+    is pickled, and marked so that :func:`decode` can refuse it. Raises :class:`CheckpointError` for what
+    cannot be kept, for cycles and for nesting deeper than 64.
+    """
+    encoder = _Encoder(where, allow_pickle)
+    return encoder.value(value), encoder.tensors
+
+
+def decode(
+    json: JsonTree, tensors: Mapping[str, Tensor], *, where: str, allow_pickle: bool = False
+) -> Any:
+    """What :func:`encode` was given; tensors come from ``tensors`` as they are, without a copy.
+
+    Raises :class:`CheckpointError`, and nothing else, for JSON that :func:`encode` does not write, and
+    for pickles unless ``allow_pickle``.
+    """
+    return _Decoder(where, tensors, allow_pickle).value(json)
+
+
+# ---------------------------------------------------------------------- walking
+
+
+class _Walk:
+    """A walk over a tree: where it is, and how much it has seen."""
+
+    def __init__(self, where: str, allow_pickle: bool) -> None:
+        self.where = where
+        self.allow_pickle = allow_pickle
+        self.values_seen = 0
+        self.steps: list[tuple[str, Any]] = []  # how to write a step, and its key
+
+    def value(self, value: Any) -> Any:
+        """The value on the other side."""
+        raise NotImplementedError
+
+    def below(self, step: str, key: Any, value: Any) -> Any:
+        """The value one step down. A step is left behind only by an error, which ends the walk."""
+        self.values_seen += 1
+        if len(self.steps) >= MAX_DEPTH:
+            raise self.error(f"is nested deeper than {MAX_DEPTH} containers. Store it flatter")
+        if self.values_seen > MAX_VALUES:
+            raise self.error(
+                f"comes after {MAX_VALUES} other values: too many, or the same ones again and again. Put "
+                "numbers into a tensor or an array"
+            )
+        self.steps.append((step, key))
+        result = self.value(value)
+        self.steps.pop()
+        return result
+
+    def items(self, values: Iterable[Any]) -> list[Any]:
+        """A sequence, value by value."""
+        return [self.below("item", i, item) for i, item in enumerate(values)]
+
+    def error(self, text: str) -> CheckpointError:
+        """An error about the value at hand; ``text`` goes on after its path."""
+        path = "".join(_written[step](key) for step, key in self.steps)
+        return CheckpointError(f"{self.where}{path} {text}.")
+
+
+def _shown(key: Any) -> str:
+    """A key in a message, never long. An int of 5000 digits has no ``repr`` at all."""
+    if type(key) is str:
+        return repr(key if len(key) <= 40 else key[:40] + "...")
+    if type(key) in (bool, float, type(None)) or (type(key) is int and key.bit_length() <= 64):
+        return repr(key)
+    return f"<{type(key).__name__}>"
+
+
+_written: dict[str, Callable[[Any], str]] = {
+    "item": lambda key: f"[{_shown(key)}]",
+    "attribute": lambda key: (
+        f".{key}" if type(key) is str and len(key) <= 40 else f".{_shown(key)}"
+    ),
+    "key": lambda i: f" (key {i})",
+    "member": lambda i: f" (member {i})",
+}
+
+
+# ---------------------------------------------------------------------- to JSON
+
+
+class _Encoder(_Walk):
+    def __init__(self, where: str, allow_pickle: bool) -> None:
+        super().__init__(where, allow_pickle)
+        self.tensors: dict[str, Tensor] = {}
+        self._open: set[int] = set()  # containers that the walk is inside of
+        self._by_identity = True  # False in keys and members: those are found again by equality
+
+    def value(self, value: Any) -> JsonTree:
+        kind = type(value)
+        if value is None or kind is bool:
+            return value  # type: ignore[no-any-return]
+        write = _WRITE.get(kind)
+        if write is None:
+            return self._other(value)
+        if kind not in _CONTAINERS:
+            return write(self, value)
+        if id(value) in self._open:
+            raise self.error(
+                f"is the {kind.__name__} that it is inside of. A cycle cannot be stored; store a name or "
+                "an index in its place"
+            )
+        self._open.add(id(value))
+        encoded = write(self, value)
+        self._open.discard(id(value))
+        return encoded
+
+    def _int(self, value: int) -> JsonTree:
+        return value if -(2**63) <= value < 2**63 else {"$int": hex(value)}
+
+    def _float(self, value: float) -> JsonTree:
+        return value if isfinite(value) else {"$float": repr(value)}
+
+    def _str(self, value: str) -> JsonTree:
+        return (
+            value if _is_text(value) else {"$str": _to_text(value.encode("utf-8", "surrogatepass"))}
+        )
+
+    def _bytes(self, value: bytes) -> JsonTree:
+        return {"$bytes": _to_text(value)}
+
+    def _path(self, value: PurePath) -> JsonTree:
+        return {"$path": self._str(str(value))}
+
+    def _list(self, value: list[Any]) -> JsonTree:
+        return self.items(value)
+
+    def _tuple(self, value: tuple[Any, ...]) -> JsonTree:
+        return {"$tuple": self.items(value)}
+
+    def _set(self, value: set[Any] | frozenset[Any]) -> JsonTree:
+        """In an order that does not depend on the process."""
+        by_identity, self._by_identity = self._by_identity, False
+        members = [self.below("member", i, member) for i, member in enumerate(value)]
+        self._by_identity = by_identity
+        return {f"${type(value).__name__}": sorted(members, key=json.dumps)}
+
+    def _dict(self, value: dict[Any, Any]) -> JsonTree:
+        if all(type(key) is str and _is_text(key) and not key.startswith("$") for key in value):
+            return {key: self.below("item", key, item) for key, item in value.items()}
+        return {"$dict": self._pairs(value)}
+
+    def _ordered(self, value: OrderedDict[Any, Any]) -> JsonTree:
+        return {"$ordereddict": self._pairs(value)}
+
+    def _counter(self, value: Counter[Any]) -> JsonTree:
+        return {"$counter": self._pairs(value)}
+
+    def _default(self, value: defaultdict[Any, Any]) -> JsonTree:
+        factory: Any = value.default_factory
+        name = None if factory is None else getattr(factory, "__name__", "")
+        if name is not None and _FACTORIES.get(name) is not factory:
+            if self.allow_pickle:
+                return self._pickled(value)
+            raise self.error(
+                f"is a defaultdict whose factory is {_a(factory)}. Use one of {', '.join(_FACTORIES)}, "
+                "or store dict(...) of it"
+            )
+        return {"$defaultdict": [name, self._pairs(value)]}
+
+    def _namespace(self, value: Namespace) -> JsonTree:
+        return {
+            "$namespace": [
+                [self._key(i, name), self.below("attribute", name, item)]
+                for i, (name, item) in enumerate(vars(value).items())
+            ]
+        }
+
+    def _pairs(self, value: Mapping[Any, Any]) -> list[JsonTree]:
+        return [
+            [self._key(i, key), self.below("item", key, item)]
+            for i, (key, item) in enumerate(value.items())
+        ]
+
+    def _key(self, i: int, key: Any) -> JsonTree:
+        by_identity, self._by_identity = self._by_identity, False
+        encoded: JsonTree = self.below("key", i, key)
+        self._by_identity = by_identity
+        return encoded
+
+    def _size(self, value: torch.Size) -> JsonTree:
+        return {"$size": [int(extent) for extent in value]}
+
+    def _dtype(self, value: torch.dtype) -> JsonTree:
+        return {"$dtype": str(value).removeprefix("torch.")}
+
+    def _device(self, value: torch.device) -> JsonTree:
+        return {"$device": str(value)}
+
+    def _tensor(self, value: Tensor) -> JsonTree:
+        if not self._by_identity:
+            raise self.error("is a tensor in a key or a set, where it would not be found again")
+        if value.layout is not torch.strided or value.is_quantized or value.is_nested:
+            raise self.error(
+                "is a sparse, nested or quantized tensor. Store it dense, or store the tensors that "
+                "it is made of"
+            )
+        if value.is_meta:
+            raise self.error("is a tensor on the meta device, which has no values. Store its shape")
+        name = str(value.dtype).removeprefix("torch.")
+        if value.dtype not in _STORED and name not in _STORED_AS_BYTES:
+            raise self.error(
+                f"is a tensor of dtype {name}, which files cannot hold. Store a cast of it"
+            )
+        values = value.detach().cpu().clone(memory_format=torch.contiguous_format)
+        if value.dtype in _STORED:
+            return {"$tensor": self._keep(values)}
+        as_bytes = self._keep(values.reshape(-1).view(torch.uint8))
+        return {"$tensor_bytes": [as_bytes, name, list(values.shape)]}
+
+    def _keep(self, values: Tensor) -> str:
+        name = f"{self.where}/{len(self.tensors)}"
+        self.tensors[name] = values
+        return name
+
+    def _other(self, value: Any) -> JsonTree:
+        """numpy's own types, and what has no form here."""
+        numpy: Any = sys.modules.get("numpy")
+        if numpy is not None and (isinstance(value, numpy.generic) or type(value) is numpy.ndarray):
+            dtype = value.dtype.str
+            if _NUMPY_DTYPE.fullmatch(dtype):
+                if isinstance(value, numpy.generic):
+                    return {"$numpy": [dtype, _to_text(value.tobytes()[: value.nbytes])]}
+                data = bytearray(value.tobytes() or b"0")  # torch refuses a buffer without bytes
+                stored = torch.frombuffer(data, dtype=torch.uint8)[: value.nbytes]
+                return {"$ndarray": [self._keep(stored), dtype, list(value.shape)]}
+        if self.allow_pickle:
+            return self._pickled(value)
+        raise self.error(
+            f"is {_a(value)}. Checkpoints hold plain data and tensors; nothing is pickled, since "
+            f"loading a pickle can run any code. {_instead(value)}, or set {_ALLOW}"
+        )
+
+    def _pickled(self, value: Any) -> JsonTree:
+        try:
+            return {"$pickle": _to_text(pickle.dumps(value, protocol=4))}
+        except Exception as error:
+            raise self.error(
+                f"is {_a(value)}, which cannot even be pickled ({type(error).__name__}: {error}). "
+                f"{_instead(value)}"
+            ) from error
+
+
+_WRITE: dict[type, Callable[[_Encoder, Any], JsonTree]] = {
+    int: _Encoder._int,
+    float: _Encoder._float,
+    str: _Encoder._str,
+    bytes: _Encoder._bytes,
+    list: _Encoder._list,
+    tuple: _Encoder._tuple,
+    set: _Encoder._set,
+    frozenset: _Encoder._set,
+    dict: _Encoder._dict,
+    OrderedDict: _Encoder._ordered,
+    defaultdict: _Encoder._default,
+    Counter: _Encoder._counter,
+    Namespace: _Encoder._namespace,
+    torch.Size: _Encoder._size,
+    torch.dtype: _Encoder._dtype,
+    torch.device: _Encoder._device,
+    type(Path()): _Encoder._path,
+    type(PurePath()): _Encoder._path,
+    **dict.fromkeys(_TENSORS, _Encoder._tensor),
+}
+_CONTAINERS = (
+    list, tuple, set, frozenset, dict, OrderedDict, defaultdict, Counter, Namespace
+)  # fmt: skip
+
+
+def _to_text(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def _is_text(value: str) -> bool:
+    """Has it a UTF-8 form? Half of a surrogate pair has none, and names of files may hold one."""
+    return value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value)
+
+
+def _a(value: Any) -> str:
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
+def _instead(value: Any) -> str:
+    if isinstance(value, Enum):
+        return "Store its name or its value"
+    if isinstance(value, Tensor):
+        return "Store plain tensors: what it is made of, or its values"
+    for kind in (bool, int, float, str, bytes, list, tuple, dict, set):
+        if isinstance(value, kind):
+            return f"Store {kind.__name__}(...) of it"
+    if hasattr(value, "state_dict"):
+        return "Store its state_dict()"
+    if hasattr(value, "__dict__") and not callable(value):
+        return "Store vars(...) of it"
+    return "Store plain data"
+
+
+# ---------------------------------------------------------------------- from JSON
+
+
+class _Decoder(_Walk):
+    def __init__(self, where: str, tensors: Mapping[str, Tensor], allow_pickle: bool) -> None:
+        super().__init__(where, allow_pickle)
+        self._tensors = tensors
+        self._taken: set[str] = set()
+
+    def value(self, value: Any) -> Any:
+        if value is None or type(value) in (bool, int, float, str):
+            return value
+        if type(value) is list:
+            return self.items(value)
+        if type(value) is not dict:
+            raise self.error(f"is {_a(value)}, which JSON does not have")
+        tags = [key for key in value if type(key) is not str or key.startswith("$")]
+        if not tags:
+            return {key: self.below("item", key, item) for key, item in value.items()}
+        read = _READ.get(tags[0]) if len(value) == 1 and type(tags[0]) is str else None
+        if read is None:
+            raise self.error(
+                f"has the mark {_shown(tags[0])}, which this version does not know: the checkpoint is "
+                "damaged, or a newer version wrote it"
+            )
+        try:
+            return read(self, value[tags[0]])
+        except (TypeError, ValueError, LookupError, ArithmeticError, RuntimeError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise self.error(
+                f"is damaged: {_shown(tags[0])} does not hold what it should"
+            ) from error
+
+    def _int(self, value: Any) -> int:
+        return int(_text(value), 16)
+
+    def _float(self, value: Any) -> float:
+        return float(_text(value))
+
+    def _str(self, value: Any) -> str:
+        return _to_bytes(value).decode("utf-8", "surrogatepass")
+
+    def _bytes(self, value: Any) -> bytes:
+        return _to_bytes(value)
+
+    def _path(self, value: Any) -> Path:
+        return Path(_text(self.below("attribute", "path", value)))
+
+    def _tuple(self, value: Any) -> tuple[Any, ...]:
+        return tuple(self.items(_list(value)))
+
+    def _set(self, value: Any) -> set[Any]:
+        return set(self.items(_list(value)))
+
+    def _frozenset(self, value: Any) -> frozenset[Any]:
+        return frozenset(self.items(_list(value)))
+
+    def _pairs(self, value: Any) -> dict[Any, Any]:
+        result: dict[Any, Any] = {}
+        for i, (raw_key, raw_item) in enumerate(map(_list, _list(value))):
+            key = self.below("key", i, raw_key)
+            if key in result:
+                raise self.error(f"is damaged: it holds the key {_shown(key)} twice")
+            result[key] = self.below("item", key, raw_item)
+        return result
+
+    def _ordered(self, value: Any) -> OrderedDict[Any, Any]:
+        return OrderedDict(self._pairs(value))
+
+    def _counter(self, value: Any) -> Counter[Any]:
+        return Counter(self._pairs(value))
+
+    def _default(self, value: Any) -> defaultdict[Any, Any]:
+        name, pairs = _list(value)
+        factory = None if name is None else _FACTORIES.get(_text(name))
+        if name is not None and factory is None:
+            raise ValueError(name)
+        return defaultdict(factory, self._pairs(pairs))
+
+    def _namespace(self, value: Any) -> Namespace:
+        namespace = Namespace()
+        for i, (raw_name, raw_item) in enumerate(map(_list, _list(value))):
+            name = _text(self.below("key", i, raw_name))
+            vars(namespace)[name] = self.below("attribute", name, raw_item)
+        return namespace
+
+    def _size(self, value: Any) -> torch.Size:
+        return torch.Size(_shape(value))
+
+    def _dtype(self, value: Any) -> torch.dtype:
+        dtype = _DTYPES.get(_text(value))
+        if dtype is None:
+            raise ValueError(value)
+        return dtype
+
+    def _device(self, value: Any) -> torch.device:
+        return torch.device(_text(value))
+
+    def _tensor(self, value: Any) -> Tensor:
+        name = _text(value)
+        if name not in self._tensors:
+            raise self.error(f"is damaged: the checkpoint has no tensor {_shown(name)}")
+        if name in self._taken:
+            raise self.error(f"is damaged: it uses the tensor {_shown(name)} a second time")
+        self._taken.add(name)
+        return self._tensors[name]
+
+    def _data(self, name: Any) -> Tensor:
+        """A stored tensor of bytes, with an address of its own: views of wider dtypes need it."""
+        data = self._tensor(name)
+        if data.dtype is not torch.uint8 or data.dim() != 1:
+            raise ValueError(name)
+        return data.clone()
+
+    def _tensor_bytes(self, value: Any) -> Tensor:
+        name, dtype, shape = _list(value)
+        return self._data(name).view(_STORED_AS_BYTES[_text(dtype)]).view(_shape(shape))
+
+    def _numpy(self, value: Any) -> Any:
+        dtype, data = _list(value)
+        return _array(dtype, (), _to_bytes(data))[()]
+
+    def _ndarray(self, value: Any) -> Any:
+        name, dtype, shape = _list(value)
+        return _array(dtype, _shape(shape), self._data(name).numpy().tobytes())
+
+    def _pickle(self, value: Any) -> Any:
+        if not self.allow_pickle:
+            raise self.error(
+                "is a pickle, and loading one can run any code. If you trust whoever wrote it, set "
+                f"{_ALLOW}"
+            )
+        try:
+            return pickle.loads(_to_bytes(value))
+        except Exception as error:
+            raise self.error(f"cannot be unpickled ({type(error).__name__}: {error})") from error
+
+
+_READ: dict[str, Callable[[_Decoder, Any], Any]] = {
+    "$int": _Decoder._int,
+    "$float": _Decoder._float,
+    "$str": _Decoder._str,
+    "$bytes": _Decoder._bytes,
+    "$path": _Decoder._path,
+    "$tuple": _Decoder._tuple,
+    "$set": _Decoder._set,
+    "$frozenset": _Decoder._frozenset,
+    "$dict": _Decoder._pairs,
+    "$ordereddict": _Decoder._ordered,
+    "$counter": _Decoder._counter,
+    "$defaultdict": _Decoder._default,
+    "$namespace": _Decoder._namespace,
+    "$size": _Decoder._size,
+    "$dtype": _Decoder._dtype,
+    "$device": _Decoder._device,
+    "$tensor": _Decoder._tensor,
+    "$tensor_bytes": _Decoder._tensor_bytes,
+    "$numpy": _Decoder._numpy,
+    "$ndarray": _Decoder._ndarray,
+    "$pickle": _Decoder._pickle,
+}
+"""Wrong contents make these raise ``TypeError``, ``ValueError`` and the like."""
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise TypeError(type(value))
+    return value
+
+
+def _list(value: Any) -> list[Any]:
+    if type(value) is not list:
+        raise TypeError(type(value))
+    return value
+
+
+def _shape(value: Any) -> list[int]:
+    if any(type(extent) is not int or not 0 <= extent < 2**63 for extent in _list(value)):
+        raise ValueError("no shape")
+    return _list(value)
+
+
+def _to_bytes(value: Any) -> bytes:
+    return base64.b64decode(_text(value), validate=True)
+
+
+def _array(dtype: Any, shape: Iterable[int], data: bytes) -> Any:
+    import numpy
+
+    if not _NUMPY_DTYPE.fullmatch(_text(dtype)):
+        raise ValueError("no dtype")
+    shape, kind = tuple(shape), numpy.dtype(dtype)
+    if len(data) != prod(shape) * kind.itemsize:
+        raise ValueError("too few or too many bytes")
+    if kind.kind == "U" and (numpy.frombuffer(data, f"{dtype[0]}u4") > sys.maxunicode).any():
+        raise ValueError("no characters")
+    return numpy.ndarray(shape, kind, buffer=data).copy()

@@ -1,0 +1,174 @@
+"""Which pieces of which named tensors does this rank hold?
+
+Saving, loading and digests go through the same list, in the same order: units in the order of the model,
+inside a unit chunk after chunk, inside a chunk values first. Pieces that rest on disk have memory only
+while they are visited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zeroshard.checkpoint.manifest import VALUE
+from zeroshard.zero.optimizer import ShardedOptimizer
+from zeroshard.zero.optimizer_shard import OptimizerChunk, OptimizerShard, OwnedFragment
+from zeroshard.zero.unit import Unit
+
+_DIGEST_WORDS = 1 << 20  # at a time: 8 MiB, and as much again for the weights
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ShardItem:
+    """``flat[begin : begin + numel]`` of one named tensor, which is ``holder.flat[at : at + numel]``."""
+
+    fqn: str
+    tensor: str
+    begin: int
+    numel: int
+    holder: Tensor
+    at: int
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.holder.dtype
+
+    @property
+    def values(self) -> Tensor:
+        """1-D. Only while it is visited: before, the holder may have no memory."""
+        return self.holder.view(-1)[self.at : self.at + self.numel]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class LocalState:
+    """What one engine holds on this rank. ``tiles`` are what its optimizer updates, by unit."""
+
+    units: Sequence[Unit]
+    optimizer: ShardedOptimizer | None
+
+    def tile_of(self, unit: Unit) -> OptimizerShard | None:
+        """None: it is frozen, or there is no optimizer."""
+        tiles = self.optimizer.tiles if self.optimizer is not None else []
+        return next((tile for tile in tiles if tile.unit is unit), None)
+
+    def pieces(self, unit: Unit) -> list[ShardItem]:
+        """What this rank saves of a unit. Each element is saved by exactly one rank."""
+        tile = self.tile_of(unit)
+        if tile is None:
+            return _plain_pieces(unit)
+        return [piece for chunk in tile.chunks for piece in self.chunk_pieces(tile, chunk)]
+
+    def visit(self, unit: Unit) -> Iterator[ShardItem]:
+        """The same pieces, readable until the next one. What the program wrote into parameters counts.
+
+        Not on disk: what rests there takes over such edits at the next update, as it would anyway.
+        """
+        unit.wait_for_unshard()
+        unit.write_back_edits()
+        tile = self.tile_of(unit)
+        if tile is None:
+            unit.store.acquire()
+            try:
+                yield from _plain_pieces(unit)
+            finally:
+                unit.store.release()
+            return
+        for chunk in tile.visit():
+            chunk.sync_edits()
+            yield from self.chunk_pieces(tile, chunk)
+
+    def chunk_pieces(self, tile: OptimizerShard, chunk: OptimizerChunk) -> list[ShardItem]:
+        """What this rank saves of a chunk: masters, then each kind of state."""
+        assert self.optimizer is not None
+        low, high = tile.own
+        found: list[ShardItem] = []
+        for name in [VALUE, *_shaped(self.optimizer, chunk.fragments)]:
+            for fragment in chunk.fragments:
+                at = chunk.begin + fragment.at
+                skip, stop = max(0, low - at), min(fragment.numel, high - at)
+                flat = fragment.value if name == VALUE else None
+                if flat is None:
+                    flat = self.optimizer.inner.state.get(fragment.value, {}).get(name)
+                if skip < stop and isinstance(flat, Tensor):
+                    fqn, begin = fqn_of(tile.unit, fragment), fragment.begin + skip
+                    found.append(ShardItem(fqn, name, begin, stop - skip, flat, skip))
+        return found
+
+    def scalars(self, unit: Unit) -> dict[str, dict[str, object]]:
+        """By parameter, the optimizer's single numbers: 0-dim tensors and Python numbers."""
+        found: dict[str, dict[str, object]] = {}
+        tile = self.tile_of(unit)
+        if tile is None or self.optimizer is None:
+            return found
+        for fragment in tile.fragments:
+            state = self.optimizer.inner.state.get(fragment.value, {})
+            numbers = {k: v for k, v in state.items() if not is_shaped(k, v, fragment)}
+            if numbers:
+                found.setdefault(fqn_of(unit, fragment), {}).update(numbers)
+        return found
+
+    def groups(self, unit: Unit) -> dict[str, int]:
+        """By parameter, its param group."""
+        tile = self.tile_of(unit)
+        fragments = tile.fragments if tile is not None else ()
+        return {fqn_of(unit, fragment): fragment.group for fragment in fragments}
+
+
+def fqn_of(unit: Unit, fragment: OwnedFragment) -> str:
+    """The name of the parameter that a fragment is of."""
+    return unit.layout.slots[fragment.index].fqn
+
+
+def is_shaped(name: str, value: object, fragment: OwnedFragment) -> bool:
+    """Is this state of the parameter's shape, so that it is cut like it? A step count never is."""
+    return isinstance(value, Tensor) and value.shape == fragment.value.shape and name != "step"
+
+
+def _shaped(optimizer: ShardedOptimizer, fragments: Iterable[OwnedFragment]) -> list[str]:
+    names: dict[str, None] = {}
+    for fragment in fragments:
+        for name, value in optimizer.inner.state.get(fragment.value, {}).items():
+            if is_shaped(name, value, fragment):
+                names[name] = None
+    return list(names)
+
+
+def _plain_pieces(unit: Unit) -> list[ShardItem]:
+    return [
+        ShardItem(part.fqn, VALUE, part.begin, part.numel, unit.shard_S, part.at)
+        for part in unit.layout.fragments(unit.comm.rank)
+    ]
+
+
+def digest_part(piece: ShardItem) -> int:
+    """What a piece adds to the digest of its tensor: pieces of any cut add up to the same, modulo 2**64.
+
+    The bytes, padded with zeros, are read as little-endian words; word ``i`` of the tensor counts
+    ``((i + 1) * 0x9E3779B97F4A7C15) | 1`` times. Waits for the device.
+    """
+    begin_nbytes = piece.begin * piece.dtype.itemsize
+    assert begin_nbytes % 8 == 0, "shards are cut at multiples of 64 elements"
+    raw = piece.values.contiguous().view(torch.uint8)
+    total = 0
+    for part in raw.split(8 * _DIGEST_WORDS):
+        words = torch.nn.functional.pad(part, (0, -part.numel() % 8)).clone().view(torch.int64)
+        first = begin_nbytes // 8 + 1
+        places = torch.arange(first, first + words.numel(), device=words.device)
+        total += int((words * (places * _ODD | 1)).sum())
+        begin_nbytes += part.numel()
+    return total % 2**64
+
+
+def total_digests(parts: Iterable[Mapping[str, int]]) -> dict[str, str]:
+    """The digests of whole tensors by name, from what each rank holds of them."""
+    totals: dict[str, int] = {}
+    for part in parts:
+        for fqn, sum_ in part.items():
+            totals[fqn] = (totals.get(fqn, 0) + sum_) % 2**64
+    return {fqn: f"{total:016x}" for fqn, total in totals.items()}
+
+
+_ODD = 0x9E3779B97F4A7C15 - 2**64  # as a signed word

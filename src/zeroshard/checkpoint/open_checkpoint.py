@@ -1,0 +1,21 @@
+"""Whose checkpoint is in a directory, and what reads it?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from zeroshard.checkpoint.deepspeed.reader import DeepSpeedReader, is_deepspeed
+from zeroshard.checkpoint.directory import resolve
+from zeroshard.checkpoint.manifest import MANIFEST
+from zeroshard.checkpoint.reader import CheckpointReader, Source
+
+
+def open_checkpoint(directory: str | Path, tag: object = None) -> Source:
+    """A checkpoint of ours or of DeepSpeed; ``tag=None`` is the latest.
+
+    Raises :class:`CheckpointError` if there is none, or it is not complete.
+    """
+    path = resolve(directory, tag)
+    if not (path / MANIFEST).exists() and is_deepspeed(path):
+        return DeepSpeedReader(path)
+    return CheckpointReader(path)

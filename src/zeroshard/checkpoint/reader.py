@@ -1,0 +1,332 @@
+"""How are the values of a saved run read, whatever its world size, stage and units were?
+
+By name: a piece of a flat parameter or of its state, from whichever files its fragments lie in. Only the
+asked bytes are read (and the blocks around them), into memory that the caller gives.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, overload
+
+import torch
+from torch import Tensor
+
+from zeroshard.checkpoint import json_state
+from zeroshard.checkpoint.blocks import BlockFile, bytes_of, reading_threads
+from zeroshard.checkpoint.manifest import (
+    MANIFEST,
+    MAX_NBYTES,
+    VALUE,
+    Dtype,
+    Fragment,
+    Manifest,
+    SavedParameter,
+    buffer_key,
+    fragment_key,
+    parse,
+    tree_key,
+)
+from zeroshard.checkpoint.safetensors_file import DTYPES, Entry, read_entries
+from zeroshard.errors import CheckpointError
+from zeroshard.offload.direct_io import reason
+
+
+class Source(Protocol):
+    """A saved run, in our format or in another's."""
+
+    @property
+    def path(self) -> Path:
+        """Its directory."""
+
+    @property
+    def parameters(self) -> Mapping[str, SavedParameter]:
+        """By name, what is known of each parameter; :meth:`fill` reads what ``tensors`` has."""
+
+    def fill(self, fqn: str, tensor: str, begin: int, out: Tensor) -> None:
+        """Read ``flat[begin : begin + out.numel()]`` of a tensor into ``out``: contiguous, in host memory
+        and of the saved dtype. Raises :class:`CheckpointError`."""
+
+    def buffers(self, rank: int) -> dict[str, Tensor]:
+        """The modules' persistent buffers as this rank of the saved run had them, or its likes."""
+
+    def shared(self, *, allow_pickle: bool = False) -> dict[str, Any]:
+        """State that all ranks share: ``counters``, ``groups``, ``scaler``, ``scheduler``,
+        ``client_state``; absent ones are missing."""
+
+    def ranks(self) -> Sequence[dict[str, Any]]:
+        """What each rank had by itself: ``rng``, ``data``. Empty if that was not saved."""
+
+    def probe(self, rank: int) -> None:
+        """Read what is small: the buffers of ``rank``, and what state all ranks share is made of. Raises
+        :class:`CheckpointError` for bytes that cannot be read or are not those that were saved."""
+
+    @property
+    def left_behind(self) -> Sequence[str]:
+        """What the files hold beside that, and nobody takes over; in words."""
+
+    def close(self) -> None:
+        """Let go of all files."""
+
+
+def full(source: Source, fqn: str, tensor: str = VALUE) -> Tensor:
+    """A whole tensor ``[*shape]`` in host memory, of the saved dtype."""
+    parameter = source.parameters[fqn]
+    saved = parameter.tensors[tensor]
+    # What the manifest claims is believed, and costs memory, once every file is seen to have its part.
+    probe = torch.empty(1, dtype=DTYPES[saved.dtype])
+    for fragment in saved.fragments:
+        source.fill(fqn, tensor, fragment.begin, probe)
+    out = torch.empty(parameter.numel, dtype=DTYPES[saved.dtype])
+    source.fill(fqn, tensor, 0, out)
+    return out.view(parameter.shape)
+
+
+class CheckpointReader:
+    """A checkpoint directory in the format of ``docs/format.md``; see :class:`Source`.
+
+    Raises :class:`CheckpointError` for a manifest that is missing or not to be believed.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.manifest = read_manifest(self.path)
+        self._threads = reading_threads()
+        self._open: dict[int, tuple[BlockFile, dict[str, Entry]]] = {}
+        self._sorted: dict[tuple[str, str], tuple[list[Fragment], list[int]]] = {}
+
+    left_behind: Sequence[str] = ()
+
+    @property
+    def parameters(self) -> Mapping[str, SavedParameter]:
+        """See :class:`Source`."""
+        return self.manifest.parameters
+
+    def problems(self, files: Iterable[int] | None = None) -> dict[int, str]:
+        """Files that are missing, or not of their size, by their place in ``files`` of the manifest, and
+        why. Default: of all. Costs no more than opening each."""
+        found: dict[int, str] = {}
+        for at in sorted(files) if files is not None else range(len(self.manifest.files)):
+            try:
+                self._block_file(at).close()
+            except CheckpointError as error:
+                found[at] = str(error)
+        return found
+
+    def verify(self) -> list[str]:
+        """Read every byte of every file; what is wrong, one text per file."""
+        found = []
+        for at in range(len(self.manifest.files)):
+            try:
+                file = self._block_file(at)
+            except CheckpointError as error:
+                found.append(str(error))
+                continue
+            try:
+                read_entries(file)
+                file.check()
+            except CheckpointError as error:
+                found.append(str(error))
+            finally:
+                file.close()
+        return found
+
+    def fill(self, fqn: str, tensor: str, begin: int, out: Tensor) -> None:
+        """See :class:`Source`."""
+        saved = self.manifest.parameters[fqn].tensors[tensor]
+        fragments, begins = self._fragments(fqn, tensor)
+        memory, itemsize = bytes_of(out), out.element_size()
+        at, end = begin, begin + out.numel()
+        which = bisect_right(begins, begin) - 1
+        while at < end:
+            fragment = fragments[which]
+            stop = min(end, fragment.begin + fragment.numel)
+            file, entry = self._entry(
+                fragment.file,
+                fragment_key(fqn, tensor, fragment.begin),
+                saved.dtype,
+                (fragment.numel,),
+            )
+            low = (at - begin) * itemsize
+            file.read(
+                entry.offset + (at - fragment.begin) * itemsize,
+                memory[low : low + (stop - at) * itemsize],
+            )
+            at, which = stop, which + 1
+
+    def buffers(self, rank: int) -> dict[str, Tensor]:
+        """See :class:`Source`."""
+        found = {}
+        for name, buffer in self.manifest.buffers.items():
+            file = buffer.files[rank % len(buffer.files)]
+            found[name] = self._tensor(file, buffer_key(name), buffer.dtype, buffer.shape)
+        return found
+
+    def shared(self, *, allow_pickle: bool = False) -> dict[str, Any]:
+        """See :class:`Source`."""
+        manifest = self.manifest
+        return self._tree(
+            manifest.shared, manifest.shared_file, "shared", allow_pickle=allow_pickle
+        )
+
+    def ranks(self) -> Sequence[dict[str, Any]]:
+        """See :class:`Source`. A rank's file is read when its state is looked at."""
+        return _RankStates(self)
+
+    def _tree(
+        self, node: Any, file: int, kind: str, *, allow_pickle: bool = False
+    ) -> dict[str, Any]:
+        tensors = self._tree_tensors(file, kind)
+        found = json_state.decode(node, tensors, where=kind, allow_pickle=allow_pickle)
+        if not isinstance(found, dict):
+            raise CheckpointError(f"{self.path / MANIFEST}: {kind} state is no table.")
+        return found
+
+    def _tree_tensors(self, file: int, kind: str) -> dict[str, Tensor]:
+        if not self.manifest.files:
+            return {}
+        _, entries = self._file(file)
+        prefix = tree_key(f"{kind}/")
+        return {
+            key.removeprefix(prefix): self._tensor(file, key, entry.dtype, entry.shape)
+            for key, entry in entries.items()
+            if key.startswith(prefix)
+        }
+
+    def probe(self, rank: int) -> None:
+        """See :class:`Source`."""
+        self._tree_tensors(self.manifest.shared_file, "shared")
+        self.buffers(rank)
+
+    def _tensor(self, file: int, key: str, dtype: Dtype, shape: tuple[int, ...]) -> Tensor:
+        block_file, entry = self._entry(file, key, dtype, shape)
+        out = torch.empty(shape, dtype=DTYPES[dtype])
+        block_file.read(entry.offset, bytes_of(out))
+        return out
+
+    def _entry(
+        self, file: int, key: str, dtype: str, shape: tuple[int, ...]
+    ) -> tuple[BlockFile, Entry]:
+        block_file, entries = self._file(file)
+        entry = entries.get(key)
+        if entry is None or (entry.dtype, entry.shape) != (dtype, shape):
+            raise CheckpointError(
+                f"{block_file.path} does not hold {key!r} as {dtype} {list(shape)}, which the manifest "
+                "says it does: they are of different saves."
+            )
+        return block_file, entry
+
+    def _fragments(self, fqn: str, tensor: str) -> tuple[list[Fragment], list[int]]:
+        if (fqn, tensor) not in self._sorted:
+            saved = self.manifest.parameters[fqn].tensors[tensor]
+            fragments = sorted(saved.fragments, key=lambda fragment: fragment.begin)
+            self._sorted[fqn, tensor] = fragments, [fragment.begin for fragment in fragments]
+        return self._sorted[fqn, tensor]
+
+    def _file(self, at: int) -> tuple[BlockFile, dict[str, Entry]]:
+        if at not in self._open:
+            file = self._block_file(at)
+            try:
+                self._open[at] = file, read_entries(file)
+            except CheckpointError:
+                file.close()
+                raise
+        return self._open[at]
+
+    def _block_file(self, at: int) -> BlockFile:
+        saved = self.manifest.files[at]
+        path = self.path / saved.name
+        if path.parent.is_symlink() and path.parent != self.path:
+            raise CheckpointError(
+                f"{path.parent} is a symbolic link, which checkpoints do not have."
+            )
+        return BlockFile(
+            path,
+            saved.nbytes,
+            saved.crc32,
+            block_nbytes=self.manifest.block_nbytes,
+            threads=self._threads,
+        )
+
+    def close(self) -> None:
+        """See :class:`Source`."""
+        for file, _ in self._open.values():
+            file.close()
+        self._open.clear()
+        self._threads.shutdown()
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class _RankStates(Sequence[dict[str, Any]]):
+    """A checkpoint's state by rank."""
+
+    def __init__(self, saved: CheckpointReader) -> None:
+        self._saved = saved
+
+    def __len__(self) -> int:
+        return len(self._saved.manifest.ranks)
+
+    @overload
+    def __getitem__(self, rank: int) -> dict[str, Any]: ...
+
+    @overload
+    def __getitem__(self, rank: slice) -> list[dict[str, Any]]: ...
+
+    def __getitem__(self, rank: int | slice) -> dict[str, Any] | list[dict[str, Any]]:
+        if isinstance(rank, slice):
+            return [self[at] for at in range(len(self))[rank]]
+        manifest = self._saved.manifest
+        return self._saved._tree(manifest.ranks[rank], manifest.rank_files[rank], "rank")
+
+
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of a checkpoint directory. Raises :class:`CheckpointError`."""
+    text = manifest_bytes(path)
+    if not text:
+        raise CheckpointError(
+            f"{path / MANIFEST} is not there, or empty: the save was not completed, or this is no "
+            "checkpoint."
+        )
+    return parse(text, where=path / MANIFEST)
+
+
+def manifest_bytes(path: Path) -> bytes:
+    """The manifest of a checkpoint directory as it is; none if there is none. Raises
+    :class:`CheckpointError`."""
+    try:
+        return read_small(path / MANIFEST, MAX_NBYTES)
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        raise CheckpointError(f"{path / MANIFEST} cannot be read: {reason(error)}.") from error
+
+
+def read_small(path: Path, max_nbytes: int) -> bytes:
+    """A regular file of at most so many bytes; nothing else is waited for, followed or held in memory.
+
+    Raises ``OSError``, and :class:`CheckpointError` for what is no such file.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode) or found.st_size > max_nbytes:
+            raise CheckpointError(f"{path} is no regular file of at most {max_nbytes:,} bytes.")
+        with open(fd, "rb", closefd=False) as file:
+            return file.read(max_nbytes)
+    finally:
+        os.close(fd)

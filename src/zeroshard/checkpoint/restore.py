@@ -1,0 +1,275 @@
+"""How do the values of a saved run get into units, masters and optimizer state of this one?
+
+Each rank reads what it owns, by name, from wherever it lies; units that rest whole gather afterwards as
+they do after an update. What the program built decides the layout, the checkpoint only fills it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from zeroshard.checkpoint.local_state import (
+    LocalState,
+    digest_part,
+    fqn_of,
+    is_shaped,
+    total_digests,
+)
+from zeroshard.checkpoint.manifest import VALUE, Dtype, Manifest, SavedParameter
+from zeroshard.checkpoint.reader import Source
+from zeroshard.checkpoint.safetensors_file import DTYPES
+from zeroshard.errors import CheckpointError
+from zeroshard.zero.optimizer import ShardedOptimizer
+from zeroshard.zero.optimizer_shard import OptimizerChunk, OptimizerShard, OwnedFragment
+from zeroshard.zero.unit import Unit
+
+_STAGING_NBYTES = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Which saved parameter fills which one of the model. ``left``: nothing fills them."""
+
+    names: Mapping[str, str]  # the model's name, the checkpoint's
+    left: tuple[str, ...]
+    surplus: tuple[str, ...]  # in the checkpoint only
+
+
+def match(source: Source, shapes: Mapping[str, tuple[int, ...]], *, strict: bool) -> Match:
+    """Compare names and shapes.
+
+    ``strict``: every parameter of either side has its partner; frozen ones that were left out of the
+    checkpoint are compared by digest instead. Raises :class:`CheckpointError` with all differences.
+    """
+    by_name = {n: fqn for fqn, p in source.parameters.items() for n in (fqn, *p.aliases)}
+    names = {
+        fqn: saved
+        for fqn in shapes
+        if (saved := by_name.get(fqn)) is not None
+        and (VALUE in source.parameters[saved].tensors or source.parameters[saved].digest)
+    }
+    wrong = [
+        f"{fqn!r} has shape {list(shapes[fqn])}, saved was {list(source.parameters[saved].shape)}"
+        for fqn, saved in names.items()
+        if tuple(source.parameters[saved].shape) != tuple(shapes[fqn])
+    ]
+    left = tuple(fqn for fqn in shapes if fqn not in names)
+    surplus = tuple(fqn for fqn in source.parameters if fqn not in set(names.values()))
+    if strict and left:
+        wrong.append(f"the checkpoint does not have {_some(left)}")
+    if strict and surplus:
+        wrong.append(f"the model does not have {_some(surplus)}")
+    if wrong:
+        hint = " load_module_strict=False loads what fits by name." if left or surplus else ""
+        raise CheckpointError(
+            f"{source.path} is of another model: {'; '.join(wrong[:5])}"
+            f"{f'; and {len(wrong) - 5} more' if len(wrong) > 5 else ''}.{hint}"
+        )
+    return Match(names, left, surplus)
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(map(repr, names[:3])) + more
+
+
+def needed_files(manifest: Manifest, local: LocalState, rank: int, world_size: int) -> set[int]:
+    """The files that this rank will read, by their place in the manifest."""
+    by_name = {n: fqn for fqn, p in manifest.parameters.items() for n in (fqn, *p.aliases)}
+    found = {manifest.shared_file} if manifest.files else set()
+    same = len(manifest.rank_files) == world_size
+    found |= {manifest.rank_files[rank]} if same else set(manifest.rank_files)
+    found |= {buffer.files[rank % len(buffer.files)] for buffer in manifest.buffers.values()}
+    for unit in local.units:
+        tile, layout = local.tile_of(unit), unit.layout
+        whole = tile is not None and tile.is_whole
+        low, high = (0, layout.full_numel) if whole else layout.shard_range(unit.comm.rank)
+        for part in layout.fragments_between(low, high):
+            saved = manifest.parameters.get(by_name.get(part.fqn, ""))
+            for tensor in saved.tensors.values() if saved is not None else ():
+                found |= {
+                    fragment.file
+                    for fragment in tensor.fragments
+                    if fragment.begin < part.begin + part.numel
+                    and part.begin < fragment.begin + fragment.numel
+                }
+    return found
+
+
+class Loader:
+    """Fills one engine's state on this rank. Every rank makes the same calls.
+
+    ``with_state``: optimizer state too. ``max_buffer_nbytes`` bounds the memory for values that need
+    another dtype or device on their way. ``failure``: why some bytes could not be read; values of two
+    runs are mixed then.
+    """
+
+    def __init__(
+        self,
+        local: LocalState,
+        source: Source,
+        names: Mapping[str, str],
+        *,
+        with_state: bool,
+        max_buffer_nbytes: int,
+    ) -> None:
+        self._local = local
+        self._source = source
+        self._names = names
+        self._with_state = with_state
+        self._staging_nbytes = max(64, min(_STAGING_NBYTES, max_buffer_nbytes // 4))
+        self.failure: CheckpointError | None = None
+
+    def fill(self) -> None:
+        """Read everything, unit by unit. After a failure nothing more is read, but the ranks still meet
+        in every collective."""
+        for unit in self._local.units:
+            unit.wait_for_unshard()
+            unit.discard_unsharded()
+            tile = self._local.tile_of(unit)
+            if tile is None:
+                self._fill_plain(unit)
+            else:
+                self._fill_tile(tile)
+        if self._local.optimizer is not None:
+            self._local.optimizer.forget_passes()
+            self._local.optimizer.report()
+
+    def _fill_plain(self, unit: Unit) -> None:
+        shard_S = unit.store.acquire()
+        try:
+            for part in unit.layout.fragments(unit.comm.rank):
+                self._read(part.fqn, VALUE, part.begin, shard_S[part.at : part.at + part.numel])
+            unit.all_gather_updated()
+        finally:
+            unit.store.release()
+
+    def _fill_tile(self, tile: OptimizerShard) -> None:
+        for chunk in tile.visit(changed=True):
+            for fragment in chunk.fragments:
+                fqn = fqn_of(tile.unit, fragment)
+                if fqn in self._names:
+                    self._read(fqn, VALUE, fragment.begin, fragment.value.view(-1))
+            chunk.write_param()
+            if self._with_state:
+                self._fill_state(tile.unit, chunk)
+            if chunk is tile.chunks[-1] and not tile.is_whole:
+                tile.unit.all_gather_updated()
+
+    def _fill_state(self, unit: Unit, chunk: OptimizerChunk) -> None:
+        optimizer = self._local.optimizer
+        assert optimizer is not None
+        for fragment in chunk.fragments:
+            fqn = fqn_of(unit, fragment)
+            saved = self._source.parameters.get(self._names.get(fqn, ""))
+            if saved is None:
+                continue
+            state: dict[str, Any] = {}
+            for name, (kind, number) in saved.scalars.items():
+                state[name] = _number(kind, number, name, fragment, optimizer)
+            for name in saved.tensors:
+                if name != VALUE:
+                    state[name] = here = _place(optimizer, chunk, fragment, name)
+                    self._read(fqn, name, fragment.begin, here.view(-1))
+            optimizer.seat_state(chunk, fragment, state)
+
+    def _read(self, fqn: str, tensor: str, begin: int, out: Tensor) -> None:
+        """Values of the saved tensor from ``begin`` on into ``out``, of any dtype on any device."""
+        if self.failure is None:
+            try:
+                self._read_whole(fqn, tensor, begin, out)
+            except CheckpointError as error:
+                self.failure = error
+
+    def _read_whole(self, fqn: str, tensor: str, begin: int, out: Tensor) -> None:
+        name = self._names.get(fqn)
+        saved = self._source.parameters[name].tensors.get(tensor) if name is not None else None
+        if name is None or saved is None:
+            return
+        dtype = DTYPES[saved.dtype]
+        if out.device.type == "cpu" and out.dtype == dtype:
+            self._source.fill(name, tensor, begin, out)
+            return
+        piece = torch.empty(min(out.numel(), self._staging_nbytes // dtype.itemsize), dtype=dtype)
+        for at in range(0, out.numel(), max(1, piece.numel())):
+            part = piece[: out.numel() - at]
+            self._source.fill(name, tensor, begin + at, part)
+            out[at : at + part.numel()].copy_(part)
+
+
+def _place(
+    optimizer: ShardedOptimizer, chunk: OptimizerChunk, fragment: OwnedFragment, name: str
+) -> Tensor:
+    """Where state of a fragment belongs: where it is, on the chunk's page, or beside the master."""
+    if name in chunk.state_C:
+        return fragment.of(chunk.state_C[name])
+    there = optimizer.inner.state.get(fragment.value, {}).get(name)
+    if is_shaped(name, there, fragment):
+        assert isinstance(there, Tensor)
+        return there
+    return torch.empty_like(fragment.value)
+
+
+def _number(
+    kind: Dtype | Literal["number"],
+    number: float | int | bool,
+    name: str,
+    fragment: OwnedFragment,
+    optimizer: ShardedOptimizer,
+) -> object:
+    """A single number as the optimizer keeps it. Step counts are on the device only where a kernel reads
+    them there (``capturable``, ``fused``)."""
+    if kind == "number":
+        return number
+    group = optimizer.inner.param_groups[fragment.group]
+    near = name != "step" or group.get("capturable") or group.get("fused")
+    return torch.tensor(number, dtype=DTYPES[kind], device=fragment.value.device if near else "cpu")
+
+
+def digests_to_compare(
+    local: LocalState, parameters: Mapping[str, SavedParameter], names: Mapping[str, str]
+) -> dict[str, int]:
+    """By parameter, this rank's part of the digests of what the checkpoint has by digest alone."""
+    found: dict[str, int] = {}
+    for unit in local.units:
+        wanted = {
+            slot.fqn
+            for slot in unit.layout.slots
+            if slot.fqn in names and VALUE not in parameters[names[slot.fqn]].tensors
+        }
+        for piece in local.visit(unit) if wanted else ():
+            if piece.fqn in wanted and piece.tensor == VALUE:
+                found[piece.fqn] = found.get(piece.fqn, 0) + digest_part(piece)
+    return found
+
+
+def refuse_other_frozen(
+    parts: Sequence[Mapping[str, int]],
+    parameters: Mapping[str, SavedParameter],
+    names: Mapping[str, str],
+    dtypes: Mapping[str, torch.dtype],
+    *,
+    path: object,
+) -> None:
+    """Frozen parameters that are not in the checkpoint must be the ones it was trained with.
+
+    Those of another dtype than they were cannot be compared. Raises :class:`CheckpointError`.
+    """
+    other = []
+    for fqn, total in total_digests(parts).items():
+        digest = parameters[names[fqn]].digest
+        if digest is None or DTYPES[digest.dtype] != dtypes[fqn]:
+            continue
+        if total != digest.sum:
+            other.append(fqn)
+    if other:
+        raise CheckpointError(
+            f"{path} was saved without its frozen parameters, and those of this model are others: "
+            f"{_some(other)}. Build the model from the same base weights; load_module_strict=False "
+            "goes on with these."
+        )

@@ -1,0 +1,155 @@
+"""How do programs checkpoint activations through DeepSpeed's names?
+
+``checkpoint`` is ``torch.utils.checkpoint``. ``configure`` is remembered; ``checkpoint_in_cpu`` keeps the
+tensors that checkpointed functions are called with in host memory until backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint as _checkpoint
+
+from zeroshard.comm.env import uses_cuda
+from zeroshard.deepspeed.config_model import model_config
+from zeroshard.errors import UsageError
+
+_OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
+"""Keywords that torch takes for itself; all others are the function's."""
+
+_MODEL_PARALLEL_RNG_TRACKER_NAME = "model-parallel-rng"
+
+_settings: dict[str, Any] = {}
+
+
+def configure(
+    mpu_: Any,
+    deepspeed_config: Any = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
+    """Remember the choices; arguments win over the configuration. Only ``checkpoint_in_cpu`` changes
+    anything: the rest arranges memory that is not arranged here."""
+    offloads = checkpoint_in_cpu
+    if offloads is None and (read := model_config(deepspeed_config)) is not None:
+        offloads = read.activation_checkpointing.cpu_checkpointing
+    _settings.clear()
+    _settings["cpu"] = bool(offloads)
+
+
+def is_configured() -> bool:
+    """Was :func:`configure` called?"""
+    return bool(_settings)
+
+
+def reset() -> None:
+    """Nothing is kept from step to step."""
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``function(*args)``; its activations are computed again in backward. Works unconfigured."""
+    return _run(function, True, args, kwargs)
+
+
+def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The same without a second autograd call inside backward."""
+    return _run(function, False, args, kwargs)
+
+
+def _run(function: Callable[..., Any], reentrant: bool, args: Any, kwargs: dict[str, Any]) -> Any:
+    if kwargs and reentrant:
+        reentrant = False  # torch's reentrant kind takes no keywords
+    if not (_settings.get("cpu") and uses_cuda()):
+        return _checkpoint(function, *args, use_reentrant=reentrant, **kwargs)
+
+    options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
+    count, names = len(args), tuple(kwargs)
+
+    def by_position(*values: Any) -> Any:
+        return function(*values[:count], **dict(zip(names, values[count:], strict=True)))
+
+    # Torch saves what stands by position, and nothing that the function computes. Naming the arguments
+    # here would keep them on the device.
+    with torch.autograd.graph.save_on_cpu(pin_memory=True):
+        values = (*args, *kwargs.values())
+        return _checkpoint(by_position, *values, use_reentrant=reentrant, **options)
+
+
+class CheckpointFunction:
+    """What programs call directly."""
+
+    @staticmethod
+    def apply(run_function: Callable[..., Any], all_outputs: list[Any], *args: Any) -> Any:
+        """:func:`checkpoint`; outputs are appended to ``all_outputs`` and returned."""
+        made = checkpoint(run_function, *args)
+        outputs = list(made) if isinstance(made, (tuple, list)) else [made]
+        all_outputs += outputs
+        return made
+
+
+def detach_variable(inputs: tuple[Any, ...], device: Any = None) -> tuple[Any, ...]:
+    """Tensors of a tuple without their graph, and with their ``requires_grad``; the rest as it is.
+
+    Raises :class:`UsageError` for anything but a tuple.
+    """
+    if not isinstance(inputs, tuple):
+        raise UsageError(f"detach_variable got a {type(inputs).__name__}; pass a tuple of tensors.")
+
+    def detached(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        moved = value if device is None else value.to(device)
+        return moved.detach().requires_grad_(value.requires_grad)
+
+    return tuple(map(detached, inputs))
+
+
+class RNGStatesTracker:
+    """One stream of random numbers: without tensor parallelism ranks need not differ inside a layer."""
+
+    def get_states(self) -> dict[str, Any]:
+        return {}
+
+    def set_states(self, states: dict[str, Any]) -> None:
+        """There are none."""
+
+    def reset(self) -> None:
+        """There is nothing to forget."""
+
+    def add(self, name: str, seed: int) -> None:
+        """The default generator serves every name."""
+
+    @contextlib.contextmanager
+    def fork(self, name: str = _MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
+        yield
+
+
+_CUDA_RNG_STATE_TRACKER = RNGStatesTracker()
+
+
+def get_cuda_rng_tracker() -> RNGStatesTracker:
+    """The one for this process."""
+    return _CUDA_RNG_STATE_TRACKER
+
+
+def model_parallel_cuda_manual_seed(seed: int) -> None:
+    """``torch.manual_seed``, for the GPU too."""
+    torch.manual_seed(seed)
+
+
+model_parallel_reconfigure_tp_seed = model_parallel_cuda_manual_seed
+
+
+def partition_activations_in_checkpoint(partition_activation: bool) -> None:
+    """Nothing: activations are split over tensor-parallel ranks, and there is one."""
+
+
+def set_num_layers(nlayers: int) -> None:
+    """Nothing: no buffer is sized by it."""

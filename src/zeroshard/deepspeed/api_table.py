@@ -1,0 +1,530 @@
+"""What becomes of every name of DeepSpeed's Python surface?
+
+One table. Imports, error messages, ``docs/compat.md`` and the tests are made from it. *works*: does
+what DeepSpeed's does. *accepted*: may be called or passed, and changes nothing here. *refused*: there
+is no such thing here, with the reason. *later*: planned, refused until then. Names of the last two can
+be imported where programs import them at their top, and raise when they are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Literal
+
+from zeroshard.deepspeed.checkpoint_constants import WORDS
+
+Verdict = Literal["works", "accepted", "refused", "later"]
+
+VERSION = "0.19.8+zeroshard"
+"""What ``importlib.metadata`` and ``deepspeed.__version__`` say; consumers compare the number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """One row. ``path``: below ``deepspeed``. ``home``: ``module:name`` of ours, or empty where there is
+    none. ``why``: the reason, the alternative, or the difference."""
+
+    path: str
+    verdict: Verdict
+    home: str = ""
+    why: str = ""
+
+
+_HERE = "zeroshard.deepspeed."
+_ENGINE, _OPTIMIZER = _HERE + "engine", _HERE + "optimizer"
+_SHARDING, _PARAMS, _WORDS = _HERE + "sharding", _HERE + "parameters", _HERE + "words"
+_OPS, _DEVICE, _FACTS = _HERE + "optimizer_names", _HERE + "device", _HERE + "facts"
+_ACTIVATIONS, _HELPERS, _LEAVES = _HERE + "activations", _HERE + "helpers", _HERE + "leaves"
+_HOOKING, _PARTS, _PATHS = _HERE + "hooking", _HERE + "parts", _HERE + "paths"
+_MONITORS, _READING, _POOLS = (
+    _HERE + "monitors",
+    _HERE + "reading",
+    "zeroshard.launch.resource_pool",
+)
+_FILES, _PROFILING, _TILING = _HERE + "checkpoint_engine", _HERE + "flops", _HERE + "tiling"
+_FILE_WORDS, _DISTRIBUTED = _HERE + "checkpoint_words", _HERE + "distributed"
+_WEIGHTS, _TIMERS = _HERE + "weights", _HERE + "timers"
+_STATES, _LOGS, _GROUPS = _HERE + "estimates", _HERE + "logs", _HERE + "groups"
+_COMM, _ACCESS = "zeroshard.deepspeed.comm", "zeroshard.zero.access"
+_SCHEDULES = "zeroshard.optim.schedulers"
+_TO_FP32 = "zeroshard.checkpoint.zero_to_fp32"
+
+_SAFE = " ".join(
+    f"safe_{verb}_{extent}_{what}"
+    for verb in ("get", "set")
+    for extent in ("full", "local")
+    for what in ("fp32_param", "grad", "optimizer_state")
+)
+
+_WORKING: tuple[tuple[str, str, str], ...] = (  # module, home, names; "theirs=ours" where they differ
+    ("", _ENGINE, "initialize DeepSpeedEngine"),
+    ("", "zeroshard.engine.initialize", "add_config_arguments"),
+    ("", _HERE + "distributed", "init_distributed"),
+    ("", _OPTIMIZER, "DeepSpeedOptimizer"),
+    ("", _WORDS, "DeepSpeedConfigError"),
+    ("", _HELPERS, "OnDevice DeepSpeedConfig"),
+    ("", _LOGS, "log_dist logger"),
+    ("", _DEVICE, "get_accelerator"),
+    ("", _FACTS, "__version__ __version_major__ __version_minor__ __version_patch__ "
+                 "__git_hash__ __git_branch__ version git_hash git_branch"),
+    ("git_version_info", _FACTS, "version git_hash git_branch torch_info installed_ops "
+                                 "compatible_ops"),
+    ("runtime.engine", _ENGINE, "DeepSpeedEngine"),
+    ("runtime.base_optimizer", _OPTIMIZER, "DeepSpeedOptimizer ZeROOptimizer"),
+    ("runtime.bf16_optimizer", _OPTIMIZER, "BF16_Optimizer"),
+    ("runtime.fp16.fused_optimizer", _OPTIMIZER, "FP16_Optimizer"),
+    ("runtime.fp16.unfused_optimizer", _OPTIMIZER, "FP16_UnfusedOptimizer"),
+    ("runtime.fp16.loss_scaler", _OPTIMIZER, "LossScalerBase LossScaler DynamicLossScaler"),
+    ("runtime.zero.stage3", _OPTIMIZER, "DeepSpeedZeroOptimizer_Stage3"),
+    ("runtime.zero.stage3", _STATES, "estimate_zero3_model_states_mem_needs "
+                                     "estimate_zero3_model_states_mem_needs_all_live "
+                                     "estimate_zero3_model_states_mem_needs_all_cold"),
+    ("runtime.zero.stage_1_and_2", _OPTIMIZER, "DeepSpeedZeroOptimizer"),
+    ("runtime.zero.stage_1_and_2", _STATES, "estimate_zero2_model_states_mem_needs "
+                                            "estimate_zero2_model_states_mem_needs_all_live "
+                                            "estimate_zero2_model_states_mem_needs_all_cold"),
+    ("runtime.config", _WORDS, "DeepSpeedConfigError"),
+    ("runtime.config", _HELPERS, "DeepSpeedConfig"),
+    ("runtime.config", _WORDS,
+     "ADAGRAD_OPTIMIZER ADAM_OPTIMIZER ADAMW_OPTIMIZER LAMB_OPTIMIZER LION_OPTIMIZER "
+     "MUON_OPTIMIZER MUADAM_OPTIMIZER MUADAMW_OPTIMIZER MUSGD_OPTIMIZER DEEPSPEED_OPTIMIZERS"),
+    ("runtime.config_utils", _READING, "DeepSpeedConfigModel"),
+    ("runtime.checkpoint_engine", _FILES, "CheckpointEngine TorchCheckpointEngine"),
+    ("runtime.checkpoint_engine.checkpoint_engine", _FILES, "CheckpointEngine "
+                                                            "CheckpointCommitInfo"),
+    ("runtime.checkpoint_engine.torch_checkpoint_engine", _FILES, "TorchCheckpointEngine "
+                                                                  "CheckpointEngine"),
+    ("runtime.sequence_parallel.ulysses_sp", _TILING, "TiledMLP"),
+    ("runtime.zero.config", _WORDS, "ZeroStageEnum"),
+    ("runtime.zero.config", _HELPERS, "DeepSpeedZeroConfig"),
+    ("runtime.zero.offload_config", _WORDS, "OffloadDeviceEnum OffloadStateTypeEnum"),
+    ("runtime.zero.offload_config", _HELPERS, "DeepSpeedZeroOffloadParamConfig "
+                                              "DeepSpeedZeroOffloadOptimizerConfig"),
+    ("runtime.zero.utils", _WORDS, "ZeRORuntimeException"),
+    ("runtime.zero.utils", _PARAMS, "is_zero_param"),
+    ("runtime.zero", _SHARDING, "Init GatheredParameters register_external_parameter "
+                                "unwrap_model_for_generation TiledLinear"),
+    ("runtime.zero", _HOOKING, "DeepSpeedZeRoOffload"),
+    ("runtime.zero", _WORDS, "ZeroParamStatus ZeroParamType DeepSpeedTensorOverride"),
+    ("runtime.zero.partition_parameters", _SHARDING,
+     "Init GatheredParameters register_external_parameter unregister_external_parameter "
+     "zero_wrapper_for_fp_tensor_constructor _orig_torch_arange"),
+    ("runtime.zero.partition_parameters", _WORDS, "ZeroParamStatus ZeroParamType "
+                                                  "DeepSpeedTensorOverride"),
+    ("runtime.zero.partition_parameters", _PARAMS, "is_zero_param"),
+    ("runtime.zero.partition_parameters", _DEVICE, "get_accelerator"),
+    ("runtime.zero.parameter_offload", _HOOKING, "DeepSpeedZeRoOffload"),
+    ("runtime.zero.tiling", _SHARDING, "TiledLinear"),
+    ("runtime.lr_schedules", _SCHEDULES, "VALID_LR_SCHEDULES LRRangeTest OneCycle WarmupLR "
+                                         "WarmupDecayLR WarmupCosineLR"),
+    ("runtime.lr_schedules", _WORDS,
+     "LR_SCHEDULE LR_RANGE_TEST ONE_CYCLE WARMUP_LR WARMUP_DECAY_LR WARMUP_COSINE_LR "
+     "LR_RANGE_TEST_MIN_LR LR_RANGE_TEST_STEP_RATE LR_RANGE_TEST_STEP_SIZE "
+     "LR_RANGE_TEST_STAIRCASE CYCLE_FIRST_STEP_SIZE CYCLE_FIRST_STAIR_COUNT "
+     "CYCLE_SECOND_STEP_SIZE CYCLE_SECOND_STAIR_COUNT DECAY_STEP_SIZE CYCLE_MIN_LR CYCLE_MAX_LR "
+     "DECAY_LR_RATE CYCLE_MIN_MOM CYCLE_MAX_MOM DECAY_MOM_RATE WARMUP_MIN_LR WARMUP_MAX_LR "
+     "WARMUP_NUM_STEPS WARMUP_TYPE WARMUP_LOG_RATE WARMUP_LINEAR_RATE WARMUP_MIN_RATIO "
+     "COS_MIN_RATIO TOTAL_NUM_STEPS"),
+    ("runtime.utils", _HELPERS, "move_to_device see_memory_usage clip_grad_norm_ get_global_norm "
+                                "ensure_directory_exists set_random_seed"),
+    ("runtime.utils", _PARTS, "all_gather_dp_groups PartitionedTensor partition_uniform "
+                              "partition_balanced"),
+    ("compression.helper", _PATHS, "recursive_getattr recursive_setattr"),
+    ("utils.module_utils", _PATHS, "recursive_getattr recursive_setattr"),
+    ("elasticity", _HERE + "elastic", "compute_elastic_config elasticity_enabled"),
+    ("elasticity.elasticity", _HERE + "elastic", "compute_elastic_config elasticity_enabled"),
+    ("monitor.monitor", _MONITORS, "Monitor MonitorMaster TensorBoardMonitor WandbMonitor "
+                                   "csvMonitor CometMonitor"),
+    ("monitor.tensorboard", _MONITORS, "TensorBoardMonitor"),
+    ("monitor.wandb", _MONITORS, "WandbMonitor"),
+    ("monitor.csv_monitor", _MONITORS, "csvMonitor"),
+    ("monitor.comet", _MONITORS, "CometMonitor"),
+    ("monitor.config", _MONITORS, "get_monitor_config DeepSpeedMonitorConfig TensorBoardConfig "
+                                  "WandbConfig CSVConfig CometConfig"),
+    ("profiling.flops_profiler", _PROFILING, "get_model_profile"),
+    ("profiling.flops_profiler.profiler", _PROFILING, "get_model_profile"),
+    ("runtime.dataloader", "zeroshard.engine.data_loader", "DeepSpeedDataLoader=ResumableLoader"),
+    ("runtime.dataloader", _HELPERS, "RepeatingLoader"),
+    ("runtime.constants", _WORDS, "ROUTE_TRAIN ROUTE_EVAL ROUTE_PREDICT ROUTE_ENCODE "
+                                  "TRAIN_BATCH_SIZE TRAIN_MICRO_BATCH_SIZE_PER_GPU "
+                                  "GRADIENT_ACCUMULATION_STEPS GRADIENT_CLIPPING OPTIMIZER "
+                                  "SCHEDULER FP16 BFLOAT16 TORCH_DISTRIBUTED_DEFAULT_PORT"),
+    ("runtime.activation_checkpointing.checkpointing", _ACTIVATIONS,
+     "configure is_configured reset checkpoint non_reentrant_checkpoint CheckpointFunction "
+     "get_cuda_rng_tracker model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed "
+     "partition_activations_in_checkpoint set_num_layers detach_variable "
+     "_CUDA_RNG_STATE_TRACKER _MODEL_PARALLEL_RNG_TRACKER_NAME"),
+    ("utils", _LOGS, "logger log_dist log_dist_once set_log_level_from_string"),
+    ("utils.logging", _LOGS, "logger log_dist log_dist_once set_log_level_from_string LoggerFactory "
+                             "get_current_level"),
+    ("utils", _ACCESS, _SAFE),
+    ("utils", _HELPERS, "safe_update_full_grad_vectorized OnDevice RepeatingLoader "
+                        "instrument_w_nvtx"),
+    ("utils.tensor_fragment", _ACCESS, _SAFE),
+    ("utils.tensor_fragment", _HELPERS, "safe_update_full_grad_vectorized"),
+    ("utils.tensor_fragment", _WORDS, "fragment_address"),
+    ("utils.nvtx", _HELPERS, "instrument_w_nvtx"),
+    ("utils.torch", _FACTS, "required_torch_version"),
+    ("utils.numa", _HELPERS, "parse_range_list"),
+    ("utils.timer", _TIMERS, "SynchronizedWallClockTimer NoopTimer ThroughputTimer "
+                             "FORWARD_MICRO_TIMER FORWARD_GLOBAL_TIMER BACKWARD_MICRO_TIMER "
+                             "BACKWARD_GLOBAL_TIMER BACKWARD_INNER_MICRO_TIMER "
+                             "BACKWARD_INNER_GLOBAL_TIMER BACKWARD_REDUCE_MICRO_TIMER "
+                             "BACKWARD_REDUCE_GLOBAL_TIMER STEP_MICRO_TIMER STEP_GLOBAL_TIMER"),
+    ("utils.init_on_device", _HELPERS, "OnDevice"),
+    ("utils", _LEAVES, "set_z3_leaf_modules unset_z3_leaf_modules get_z3_leaf_modules "
+                       "set_z3_leaf_module set_z3_leaf_modules_by_name "
+                       "set_z3_leaf_modules_by_suffix z3_leaf_parameter"),
+    ("utils.z3_leaf_module", _LEAVES, "set_z3_leaf_modules unset_z3_leaf_modules "
+                                      "get_z3_leaf_modules set_z3_leaf_module "
+                                      "set_z3_leaf_modules_by_name "
+                                      "set_z3_leaf_modules_by_suffix z3_leaf_module "
+                                      "z3_leaf_parameter"),
+    ("utils.groups", _GROUPS,
+     "_get_sequence_parallel_group _get_sequence_parallel_world_size _get_sequence_parallel_rank "
+     "_get_data_parallel_group _get_data_parallel_world_size _get_data_parallel_rank "
+     "_get_sequence_data_parallel_group _get_sequence_data_parallel_world_size "
+     "_get_sequence_data_parallel_rank "
+     "_get_model_parallel_group _get_model_parallel_world_size _get_model_parallel_rank "
+     "_get_tensor_model_parallel_group _get_tensor_model_parallel_world_size "
+     "_get_tensor_model_parallel_rank _get_expert_parallel_group _get_expert_parallel_world_size "
+     "_get_expert_parallel_rank _get_expert_data_parallel_group _get_expert_data_parallel_rank "
+     "_get_expert_data_parallel_world_size _get_broadcast_src_rank mpu "
+     "get_data_parallel_group get_data_parallel_world_size get_data_parallel_rank "
+     "get_model_parallel_group get_model_parallel_world_size get_model_parallel_rank "
+     "get_tensor_model_parallel_group get_tensor_model_parallel_world_size "
+     "get_tensor_model_parallel_rank"),
+    ("utils.zero_to_fp32", _TO_FP32,
+     "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint main"),
+    ("utils.zero_to_fp32", _WEIGHTS, "convert_zero_checkpoint_to_fp32_state_dict "
+                                     "convert_zero_checkpoint_to_state_dict get_model_state_file "
+                                     "get_optim_files get_model_state_files parse_optim_states"),
+    ("checkpoint.utils", _HELPERS, "clone_tensors_for_torch_save"),
+    ("checkpoint.ds_to_universal", _WEIGHTS, "main=copy_as_universal"),
+    ("checkpoint", _WORDS, "UNIVERSAL_CHECKPOINT_INFO"),
+    ("checkpoint.constants", _FILE_WORDS, " ".join(WORDS)),
+    ("comm", _COMM,
+     "is_available get_rank get_world_size get_local_rank get_global_rank "
+     "get_world_group get_all_ranks_from_group new_group destroy_process_group barrier "
+     "monitored_barrier broadcast broadcast_object_list all_reduce inference_all_reduce "
+     "all_reduce_coalesced all_gather all_gather_object all_gather_into_tensor "
+     "all_gather_coalesced allgather_fn reduce reduce_scatter reduce_scatter_tensor "
+     "reduce_scatter_fn all_to_all all_to_all_single gather scatter send recv isend irecv "
+     "batch_isend_irecv P2POp ProcessGroup ReduceOp initialize_mesh_device "
+     "has_all_gather_into_tensor has_reduce_scatter_tensor has_coalescing_manager "
+     "has_all_reduce_coalesced"),
+    ("comm", _HERE + "distributed", "init_distributed is_initialized configure log_summary reset_log"),
+    ("comm.comm", _COMM,
+     "is_available get_rank get_world_size get_local_rank get_global_rank "
+     "get_world_group new_group destroy_process_group barrier broadcast all_reduce all_gather "
+     "all_gather_into_tensor reduce_scatter_tensor all_to_all_single ReduceOp"),
+    ("comm", _DISTRIBUTED, "mpi_discovery"),
+    ("comm.comm", _DISTRIBUTED, "mpi_discovery"),
+    ("comm.comm", _HERE + "distributed", "init_distributed is_initialized configure log_summary"),
+    ("accelerator", _DEVICE, "get_accelerator is_current_accelerator_supported "
+                             "DeepSpeedAccelerator"),
+    ("accelerator.real_accelerator", _DEVICE, "get_accelerator"),
+    ("accelerator.abstract_accelerator", _DEVICE, "DeepSpeedAccelerator"),
+    ("ops.adam", _OPS, "DeepSpeedCPUAdam FusedAdam"),
+    ("ops.adam.cpu_adam", _OPS, "DeepSpeedCPUAdam"),
+    ("ops.adam.fused_adam", _OPS, "FusedAdam"),
+    ("ops.adagrad", _OPS, "DeepSpeedCPUAdagrad"),
+    ("ops.adagrad.cpu_adagrad", _OPS, "DeepSpeedCPUAdagrad"),
+    ("ops.lamb", _OPS, "FusedLamb"),
+    ("ops.lamb.fused_lamb", _OPS, "FusedLamb"),
+    ("ops.lion", _OPS, "DeepSpeedCPULion FusedLion"),
+    ("ops.lion.cpu_lion", _OPS, "DeepSpeedCPULion"),
+    ("ops.lion.fused_lion", _OPS, "FusedLion"),
+    ("ops", _FACTS, "__compatible_ops__=compatible_ops __installed_ops__=installed_ops"),
+    ("ops.op_builder", _FACTS, "CPUAdamBuilder CPUAdagradBuilder CPULionBuilder FusedAdamBuilder "
+                               "FusedLionBuilder FusedLambBuilder AsyncIOBuilder UtilsBuilder "
+                               "ALL_OPS"),
+    ("ops.aio", _FACTS, "AsyncIOBuilder"),
+    ("launcher.runner", "zeroshard.launch.env", "DEEPSPEED_ENVIRONMENT_NAME"),
+    ("launcher.runner", _POOLS, "fetch_hostfile parse_inclusion_exclusion EXPORT_ENVS "
+                                    "DLTS_HOSTFILE"),
+    ("launcher.runner", "zeroshard.cli.runner", "main"),
+    ("env_report", _HERE + "command", "main=report cli_main=report"),
+    ("constants", _WORDS, "TORCH_DISTRIBUTED_DEFAULT_PORT"),
+    ("constants", _FACTS, "default_pg_timeout"),
+)  # fmt: skip
+
+_NO_EFFECT: Mapping[str, str] = {
+    "comm.configure": "the recorder is always on; the configuration's comms_logger makes it print",
+    "comm.reset_log": "see comm.configure",
+    "comm.log_summary": "the engine prints what collectives cost (comms_logger)",
+    "comm.comm.configure": "see comm.configure",
+    "comm.comm.log_summary": "see comm.log_summary",
+    "runtime.activation_checkpointing.checkpointing.reset": "nothing is kept from step to step",
+    "runtime.activation_checkpointing.checkpointing.set_num_layers": "no buffer is sized by it",
+    "runtime.activation_checkpointing.checkpointing.partition_activations_in_checkpoint": (
+        "activations are split over tensor-parallel ranks, and there is one"
+    ),
+    "runtime.activation_checkpointing.checkpointing.get_cuda_rng_tracker": (
+        "one stream of random numbers serves every name"
+    ),
+    "runtime.activation_checkpointing.checkpointing._CUDA_RNG_STATE_TRACKER": (
+        "one stream of random numbers serves every name"
+    ),
+    "runtime.zero.TiledLinear": "an ordinary Linear: units bound what is gathered",
+    "runtime.zero.tiling.TiledLinear": "an ordinary Linear: units bound what is gathered",
+    "runtime.zero.register_external_parameter": "checks its arguments; reads gather by themselves",
+    "runtime.zero.partition_parameters.register_external_parameter": (
+        "checks its arguments; reads gather by themselves"
+    ),
+    "runtime.zero.partition_parameters.unregister_external_parameter": "checks its arguments",
+    "runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer": "a type to compare with",
+    "runtime.fp16.loss_scaler.LossScaler": "a type to compare with",
+    "runtime.fp16.loss_scaler.DynamicLossScaler": "a type to compare with",
+    "runtime.fp16.loss_scaler.LossScalerBase": "a type to compare with",
+    "checkpoint.ds_to_universal.main": "checkpoints load anywhere as they are: it copies",
+}
+"""Names that may be used and change nothing."""
+
+_DIFFERENCES: Mapping[str, str] = {
+    "runtime.checkpoint_engine.TorchCheckpointEngine": (
+        "reads plain data and tensors alone: loading runs no code of a file"
+    ),
+    "profiling.flops_profiler.get_model_profile": (
+        "counts matrix products, convolutions and attention, not what is elementwise"
+    ),
+    "runtime.utils.partition_balanced": "the heaviest part is as light as can be",
+    "runtime.zero.Init": "without a configuration and dtype, parameters keep their own dtype",
+    "runtime.zero.partition_parameters.zero_wrapper_for_fp_tensor_constructor": (
+        "tensor constructors are never changed; the name is there to be replaced"
+    ),
+    "utils.set_z3_leaf_modules": "call it before initialize()",
+}
+"""Where a working name differs from DeepSpeed's in more than its error messages."""
+
+_PIPE = "pipeline parallelism is not there yet; shard with ZeRO stage 3 instead"
+_SEQUENCE = "sequence parallelism is not there yet; leave it out, or use gradient checkpointing"
+_TENSOR = "tensor parallelism is not there yet; shard with ZeRO stage 3 instead"
+_EXPERTS = "expert parallelism is not there yet; ordinary modules with experts train under ZeRO"
+_PROFILER = "it hooks every module; use get_model_profile, or torch.utils.flop_counter"
+_COMPRESS = "compress the model outside of training"
+_INFERENCE = (
+    "ZeroShard trains; it has no inference engine. Call the model, or "
+    "zero.unwrap_model_for_generation(engine)"
+)
+
+_STUBS: tuple[tuple[Verdict, str, str, str], ...] = (  # importable; using them raises
+    ("refused", "", "init_inference default_inference_config DeepSpeedHybridEngine "
+                    "InferenceEngine DeepSpeedInferenceConfig", _INFERENCE),
+    ("refused", "", "DeepSpeedTransformerLayer DeepSpeedTransformerConfig",
+     "it is one fixed BERT layer in CUDA; use torch.nn.functional.scaled_dot_product_attention"),
+    ("later", "", "tp_model_init set_autotp_mode", _TENSOR),
+    ("later", "", "PipelineEngine PipelineModule", _PIPE),
+    ("later", "pipe", "PipelineModule LayerSpec TiedLayerSpec", _PIPE),
+    ("later", "runtime.pipe", "PipelineModule LayerSpec TiedLayerSpec ProcessTopology", _PIPE),
+    ("later", "runtime.pipe.module", "PipelineModule LayerSpec TiedLayerSpec", _PIPE),
+    ("later", "runtime.pipe.engine", "PipelineEngine", _PIPE),
+    ("later", "runtime.pipe.topology", "ProcessTopology PipeDataParallelTopology "
+     "PipeModelDataParallelTopology PipelineParallelGrid", _PIPE),
+    ("later", "runtime.sequence_parallel.ulysses_sp", "UlyssesSPAttentionHF "
+     "UlyssesSPDataLoaderAdapter", _SEQUENCE),
+    ("later", "sequence.layer", "DistributedAttention", _SEQUENCE),
+    ("later", "moe.layer", "MoE", _EXPERTS),
+    ("later", "moe.utils", "split_params_into_different_moe_groups_for_optimizer is_moe_param "
+     "has_moe_layers", _EXPERTS),
+    ("later", "profiling.flops_profiler", "FlopsProfiler", _PROFILER),
+    ("later", "profiling.flops_profiler.profiler", "FlopsProfiler", _PROFILER),
+    ("refused", "compression.compress", "init_compression redundancy_clean", _COMPRESS),
+    ("later", "linear", "OptimizedLinear LoRAConfig QuantizationConfig",
+     "quantized LoRA layers are not there yet; use PEFT"),
+    ("refused", "checkpoint", "DeepSpeedCheckpoint",
+     "it walks DeepSpeed's own files; zeroshard.Engine.load_checkpoint reads them, and "
+     "`zeroshard ckpt` shows what is inside"),
+)  # fmt: skip
+
+_ABSENT: tuple[tuple[Verdict, str, str], ...] = (  # no such name; the error gives the reason
+    ("refused", "inference", _INFERENCE),
+    ("refused", "module_inject", _INFERENCE),
+    ("refused", "model_implementations", _INFERENCE),
+    ("refused", "runtime.hybrid_engine", _INFERENCE),
+    ("refused", "autotuning", "nothing needs tuning: sizes are derived from the model"),
+    ("refused", "compression.init_compression", _COMPRESS),
+    ("refused", "compression.scheduler", _COMPRESS),
+    ("refused", "elasticity.elastic_agent", "a run keeps its ranks; checkpoints load at any world size"),
+    ("refused", "nebula", "DeepSpeed removed it; save checkpoints with the engine"),
+    ("refused", "datastates", "it binds checkpoints to one outside engine; use "
+     '"checkpoint": {"asynchronous": true}'),
+    ("refused", "runtime.data_pipeline", "it changes data and model; use the data loader"),
+    ("refused", "runtime.zenflow", "it updates with stale gradients, which changes the result"),
+    ("refused", "runtime.superoffload", "it needs a superchip; offload_optimizer does the same"),
+    ("refused", "runtime.domino", _TENSOR),
+    ("refused", "runtime.eigenvalue", "DeepSpeed removed its only user"),
+    ("refused", "runtime.progressive_layer_drop", "drop layers inside the model"),
+    ("refused", "runtime.swap_tensor", "state on disk is managed by the engine; see offload_*"),
+    ("refused", "ops.sparse_attention", "use an attention kernel inside the model"),
+    ("refused", "ops.transformer", "use torch.nn.functional.scaled_dot_product_attention"),
+    ("refused", "ops.fp_quantizer", "quantize the model outside of training"),
+    ("refused", "ops.deepspeed4science", "use torch.nn.functional.scaled_dot_product_attention"),
+    ("refused", "compile", 'DeepCompile is not offered; use engine.compile(), or "compile_update"'),
+    ("refused", "DualPipeVModule", _PIPE),
+    ("refused", "DualPipeVEngine", _PIPE),
+    ("later", "moe.experts", _EXPERTS),
+    ("later", "moe.sharded_moe", _EXPERTS),
+    ("later", "io", "files are written by the engine; see docs/checkpoints.md"),
+)  # fmt: skip
+
+SAME_MODULE: Mapping[str, str] = {
+    "zero": "runtime.zero",
+    "dist": "comm",
+    "checkpointing": "runtime.activation_checkpointing.checkpointing",
+}
+"""Short name -> the module that it is."""
+
+
+_MEMBERS: tuple[tuple[Verdict, str, str, str], ...] = (  # verdict, of which object, names, why
+    ("works", "engine",
+     "forward backward step set_gradient_accumulation_boundary is_gradient_accumulation_boundary "
+     "get_global_grad_norm was_step_applied get_lr get_mom get_type train eval zero_grad no_sync "
+     "module device config optimizer basic_optimizer lr_scheduler training_dataloader "
+     "save_checkpoint load_checkpoint save_16bit_model save_fp16_model module_state_dict "
+     "load_module_state_dict zero_gather_16bit_weights_on_model_save "
+     "_zero3_consolidated_16bit_state_dict _consolidated_16bit_state_dict compile is_compiled "
+     "destroy offload_states reload_states empty_partition_cache coalesce_grad_reduction "
+     "deepspeed_io set_train_batch_size set_train_micro_batch_size scale global_steps "
+     "global_samples micro_steps skipped_steps local_rank global_rank world_size dp_world_size "
+     "mp_world_size data_parallel_group monitor timers param_names mpu has_moe_layers "
+     "inside_no_sync_ctxt train_batch_size train_micro_batch_size_per_gpu "
+     "gradient_accumulation_steps gradient_clipping steps_per_print zero_optimization "
+     "zero_optimization_stage zero_optimization_partition_gradients "
+     "zero_optimization_partition_weights zero_offload_optimizer zero_offload_param fp16_enabled "
+     "bfloat16_enabled dynamic_loss_scale loss_scale get_data_types optimizer_name scheduler_name "
+     "optimizer_params scheduler_params get_data_parallel_rank get_model_parallel_rank "
+     "get_sequence_parallel_group get_batch_info wall_clock_breakdown get_wall_clock_timers "
+     "memory_breakdown communication_data_type prescale_gradients postscale_gradients "
+     "gradient_predivide_factor dataloader_drop_last torch_autocast_enabled "
+     "torch_autocast_dtype fp16_auto_cast aio_config zero_cpu_offload zero_use_cpu_optimizer "
+     "zero_nvme_offload_optimizer zero_partial_offload zero_overlap_comm zero_reduce_bucket_size "
+     "zero_sub_group_size zero_prefetch_bucket_size zero_max_live_parameters "
+     "initial_dynamic_scale dynamic_loss_scale_args is_sanity_checks_enabled",
+     ""),
+    ("accepted", "engine", "allreduce_gradients clip_fp32_gradients losses tput_timer",
+     "gradients are reduced during backward and clipped by the update; the engine starts no timer"),
+    ("refused", "engine", "set_data_post_process_func set_custom_curriculum_learning_schedule "
+     "curriculum_learning_enabled data_efficiency_enabled random_ltd_enabled random_ltd_config "
+     "data_efficiency_config", "it changes data and model; use collate_fn and the data loader"),
+    ("refused", "engine", "sparse_allreduce sparse_all_gather allreduce_bucket "
+     "buffered_allreduce_fallback allreduce_no_retain allreduce_and_copy",
+     "gradients are reduced during backward, and are never sparse"),
+    ("refused", "engine", "autotuning_enabled autotuning_metric",
+     "nothing needs tuning: sizes are derived from the model"),
+    ("refused", "engine", "register_compile_pass get_compile_time",
+     "DeepCompile is not offered; use engine.compile()"),
+    ("later", "engine", "train_batch eval_batch set_dataiterator", _PIPE),
+    ("later", "engine", "load_moe_state_dict", _EXPERTS),
+    ("works", "optimizer", "param_groups optimizer state state_dict load_state_dict step zero_grad "
+     "backward overflow defaults loss_scale cur_scale loss_scaler dynamic_loss_scale clip_grad "
+     "_global_grad_norm get_lr set_lr dp_process_group single_partition_of_fp32_groups "
+     "fp32_partitioned_groups_flat loss_scale_config", ""),
+    ("works", "optimizer at stage 3", "parameter_offload", ""),
+    ("refused", "optimizer", "fp16_groups averaged_gradients fp16_partitioned_groups",
+     "there are no such buffers; use the functions deepspeed.utils.safe_get_* and safe_set_*"),
+    ("works", "scheduler", "step get_lr get_last_lr state_dict load_state_dict", ""),
+    ("works", "schedules by name", "min_lrs max_lrs "
+     "warmup_num_steps warmup_type total_num_steps org_lrs warmup_min_ratio cos_min_ratio min_lr "
+     "step_size step_rate staircase first_step_size second_step_size step_ratio total_size", ""),
+    ("works", "parameter", "ds_id ds_numel ds_shape ds_status ds_tensor ds_persist "
+     "ds_process_group ds_summary partition_numel all_gather partition ds_active_sub_modules", ""),
+)  # fmt: skip
+
+
+def _rows() -> Iterator[Name]:
+    for module, home, words in _WORKING:
+        for word in words.split():
+            theirs, _, ours = word.partition("=")
+            path = _below(module, theirs)
+            verdict: Verdict = "accepted" if path in _NO_EFFECT else "works"
+            why = _NO_EFFECT.get(path, _DIFFERENCES.get(path, ""))
+            yield Name(path, verdict, f"{home}:{ours or theirs}", why)
+    for short, module in SAME_MODULE.items():
+        yield Name(short, "works", module, f"the module {module}")
+    for verdict, module, words, why in _STUBS:
+        for word in words.split():
+            path = _below(module, word)
+            yield Name(path, verdict, f"{_HERE}stubs:{path.replace('.', '/')}", why)
+    for verdict, path, why in _ABSENT:
+        yield Name(path, verdict, "", why)
+
+
+def _below(module: str, name: str) -> str:
+    return f"{module}.{name}" if module else name
+
+
+NAMES: tuple[Name, ...] = tuple(_rows())
+_BY_PATH: Mapping[str, Name] = {row.path: row for row in NAMES}
+
+MODULES: frozenset[str] = frozenset(
+    ".".join(parts[:end])
+    for row in NAMES
+    if row.home and row.path not in SAME_MODULE
+    for parts in [row.path.split(".")]
+    for end in range(1, len(parts))
+)
+"""Everything that can be imported, below ``deepspeed``."""
+
+DUNDERS = frozenset(
+    row.path.rpartition(".")[2] for row in NAMES if row.path.rpartition(".")[2].startswith("__")
+)
+"""Names that look like Python's own and are not."""
+
+
+MEMBERS: tuple[Name, ...] = tuple(
+    Name(f"{owner}.{name}", verdict, owner if verdict in ("works", "accepted") else "", why)
+    for verdict, owner, words, why in _MEMBERS
+    for name in words.split()
+)
+"""Attributes and methods of what ``initialize`` returns, and of parameters at stage 3."""
+_MEMBER: Mapping[str, Name] = {row.path: row for row in MEMBERS}
+
+
+def find_member(owner: str, name: str) -> Name | None:
+    """The row of a member, if it is in the table."""
+    return _MEMBER.get(f"{owner}.{name}")
+
+
+def reason_of(row: Name) -> str:
+    """Why a name does not work.
+
+    >>> reason_of(find_member("engine", "train_batch"))[:40]
+    'engine.train_batch is not in ZeroShard y'
+    """
+    what = "refused by ZeroShard" if row.verdict == "refused" else "not in ZeroShard yet"
+    return f"{row.path} is {what}: {row.why}"
+
+
+def find(path: str) -> Name | None:
+    """The row of a name, also through a short module name (``zero.Init``)."""
+    head, dot, rest = path.partition(".")
+    if dot and head in SAME_MODULE:
+        path = f"{SAME_MODULE[head]}.{rest}"
+    return _BY_PATH.get(path)
+
+
+def reason(path: str) -> str:
+    """Why there is no such name, in one sentence that says what to do.
+
+    >>> reason("autotuning.cli")
+    'deepspeed.autotuning is refused by ZeroShard: nothing needs tuning: sizes are derived from the model'
+    """
+    if path in SAME_MODULE:
+        return f"deepspeed.{path} is an attribute; the module is deepspeed.{SAME_MODULE[path]}."
+    parts = path.split(".")
+    for end in range(len(parts), 0, -1):
+        row = find(".".join(parts[:end]))
+        if row is not None and row.verdict in ("refused", "later"):
+            return f"deepspeed.{reason_of(row)}"
+    parent, _, name = path.rpartition(".")
+    homes = {row.path.rpartition(".")[2].lower(): row.path for row in reversed(NAMES)}
+    near = get_close_matches(name.lower(), homes, n=1, cutoff=0.8)
+    hint = f"; there is deepspeed.{homes[near[0]]}" if near else ""
+    where = f"deepspeed.{parent}" if parent else "deepspeed"
+    return (
+        f"ZeroShard answers to {where}, but has nothing called {name!r} there{hint}. "
+        "docs/compat.md lists every name."
+    )

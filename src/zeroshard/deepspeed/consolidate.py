@@ -1,0 +1,144 @@
+"""How do programs turn checkpoints into weights through DeepSpeed's names?
+
+The reading and writing is :mod:`zeroshard.checkpoint`'s; here are DeepSpeed's defaults.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from zeroshard.checkpoint import zero_to_fp32
+from zeroshard.checkpoint.deepspeed.reader import load_file
+from zeroshard.checkpoint.export import export_checkpoint
+from zeroshard.checkpoint.export_plan import parse_dtype
+from zeroshard.checkpoint.open_checkpoint import open_checkpoint
+from zeroshard.deepspeed.logs import logger
+from zeroshard.errors import CheckpointError, UnsupportedError
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | Path,
+    output_dir: str | Path,
+    max_shard_size: int | str | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """:func:`zeroshard.checkpoint.zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict`; without
+    ``safe_serialization`` it writes ``pytorch_model.bin``."""
+    zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(
+        checkpoint_dir,
+        output_dir,
+        max_shard_size,
+        safe_serialization,
+        tag,
+        exclude_frozen_parameters,
+    )
+
+
+def convert_zero_checkpoint_to_state_dict(
+    checkpoint_dir: str | Path,
+    output_dir: str | Path,
+    dtype: str | torch.dtype = torch.float32,
+    max_shard_size: int | str | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """The same in another dtype. Raises :class:`UnsupportedError` for 16 bit without
+    ``safe_serialization``."""
+    if parse_dtype(dtype) == torch.float32:
+        convert_zero_checkpoint_to_fp32_state_dict(
+            checkpoint_dir,
+            output_dir,
+            max_shard_size,
+            safe_serialization,
+            tag,
+            exclude_frozen_parameters,
+        )
+        return
+    if not safe_serialization:
+        raise UnsupportedError(
+            f"weights in {dtype} are written as safetensors only: pass safe_serialization=True."
+        )
+    with closing(open_checkpoint(checkpoint_dir, tag)) as source:
+        export_checkpoint(
+            source,
+            output_dir,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+            exclude_frozen_parameters=exclude_frozen_parameters,
+        )
+
+
+def get_model_state_file(checkpoint_dir: str, zero_stage: int) -> str:
+    """The file of rank 0's module states in DeepSpeed's own layout. Raises FileNotFoundError."""
+    name = "zero_pp_rank_0_mp_rank_00" if zero_stage == 3 else "mp_rank_00"
+    return _one_of(checkpoint_dir, f"{name}_model_states.pt")
+
+
+def get_optim_files(checkpoint_dir: str) -> list[str]:
+    """Files of optimizer states in DeepSpeed's own layout. Raises FileNotFoundError."""
+    return _files(checkpoint_dir, "*_optim_states.pt")
+
+
+def get_model_state_files(checkpoint_dir: str) -> list[str]:
+    """Files of module states in DeepSpeed's own layout. Raises FileNotFoundError."""
+    return _files(checkpoint_dir, "*_model_states.pt")
+
+
+def parse_optim_states(
+    files: Sequence[str], ds_checkpoint_dir: str
+) -> tuple[int, int, list[Any], Any]:
+    """Of DeepSpeed's optimizer files, one for each rank: stage, number of ranks, each rank's flat fp32
+    groups, and their padding (None where the files do not say). Runs no code of the files.
+
+    Raises :class:`CheckpointError` for files of no ZeRO run, and for too few or too many.
+    """
+    states = [load_file(Path(file))["optimizer_state_dict"] for file in files]
+    first = states[0] if states else {}
+    if "zero_stage" not in first:
+        raise CheckpointError(f"{ds_checkpoint_dir} holds no optimizer states of ZeRO.")
+    stage, ranks = int(first["zero_stage"]), first["partition_count"]
+    ranks = max(ranks) if isinstance(ranks, list) else int(ranks)
+    if ranks != len(states):
+        raise CheckpointError(
+            f"{ds_checkpoint_dir} was saved by {ranks} ranks, and there are {len(states)} files of "
+            "optimizer states. Bring all of one run."
+        )
+    key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+    return stage, ranks, [s[key] for s in states], first.get("param_alignment_paddings")
+
+
+def _one_of(folder: str, name: str) -> str:
+    return _files(folder, name)[0]
+
+
+def _files(folder: str, pattern: str) -> list[str]:
+    found = sorted(Path(folder).glob(pattern), key=lambda path: _by_number(path.name))
+    if not found:
+        raise FileNotFoundError(
+            f"no {pattern} in {folder}. Checkpoints of ZeroShard have other files: read them with "
+            "get_fp32_state_dict_from_zero_checkpoint, or `zeroshard ckpt`."
+        )
+    return [str(path) for path in found]
+
+
+def _by_number(name: str) -> list[int | str]:
+    return [int(part) if part.isdigit() else part for part in name.replace(".", "_").split("_")]
+
+
+def copy_as_universal(args: Any) -> None:
+    """Copy a checkpoint: ours load at any world size and stage as they are. ``args``: of DeepSpeed's
+    converter, ``input_folder`` and ``output_folder``. Raises :class:`CheckpointError`."""
+    source, target = Path(args.input_folder), Path(args.output_folder)
+    if not source.is_dir():
+        raise CheckpointError(f"{source} is no directory; give a checkpoint as --input_folder.")
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    logger.info("%s is copied to %s: it loads anywhere without conversion", source, target)

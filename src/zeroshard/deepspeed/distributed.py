@@ -1,0 +1,91 @@
+"""How do programs start ``torch.distributed`` through DeepSpeed's names?"""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from typing import Any
+
+from zeroshard.comm import env
+from zeroshard.deepspeed import comm
+from zeroshard.deepspeed.logs import logger
+from zeroshard.deepspeed.version_check import check_consumers
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: object = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """:func:`zeroshard.init_distributed`; nothing to do if the group exists.
+
+    Raises :class:`UsageError` if a library that calls is too old.
+    """
+    check_consumers()
+    env.init_distributed(
+        dist_backend,
+        auto_mpi_discovery,
+        distributed_port,
+        verbose,
+        env.default_timeout() if timeout is None else timeout,
+        init_method,
+        dist_init_required,
+        config,
+        rank,
+        world_size,
+    )
+    _tell_accelerate()
+
+
+def mpi_discovery(distributed_port: int = 29500, verbose: bool = True) -> None:
+    """Put rank, world size and address into the environment, as ``mpirun`` of Open MPI gives them.
+
+    Raises :class:`LaunchError` if it did not start this process.
+    """
+    place = env.adopt_mpi(distributed_port)
+    if verbose:
+        logger.info("rank %d of %d, by Open MPI", place.rank, place.world_size)
+
+
+def is_initialized() -> bool:
+    """Is there a process group? Accelerate asks this first, and nothing else if there is one."""
+    found = bool(comm.is_initialized())
+    if found:
+        _tell_accelerate()
+    return found
+
+
+def _tell_accelerate() -> None:
+    """Accelerate looks for a backend before it asks us to start one. Without a GPU it finds none, and
+    would then take every rank for the only one."""
+    state = sys.modules.get("accelerate.state")
+    shared: dict[str, Any] = getattr(getattr(state, "PartialState", None), "_shared_state", {})
+    if shared.get("backend", "unset") is None:
+        shared["backend"] = comm.backend_name()
+
+
+def configure(
+    deepspeed_config: Any = None,
+    enabled: bool | None = None,
+    prof_all: bool | None = None,
+    prof_ops: Any = None,
+    verbose: bool | None = None,
+    debug: bool | None = None,
+) -> None:
+    """Nothing: the recorder is always on; ``comms_logger`` in the configuration makes it print."""
+
+
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
+    """What collectives cost is printed by the engine (``comms_logger``); here is nothing to add."""
+    return {} if return_dict else None
+
+
+def reset_log() -> None:
+    """Nothing: see :func:`configure`."""

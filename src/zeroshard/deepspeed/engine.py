@@ -1,0 +1,232 @@
+"""What does ``deepspeed.initialize`` build?
+
+:class:`zeroshard.Engine` with the methods and attributes that only programs written for DeepSpeed use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+import zeroshard
+from zeroshard.deepspeed import api_table, conflicts
+from zeroshard.deepspeed.comm import get_world_group
+from zeroshard.deepspeed.hook_handles import DeepSpeedZeRoOffload
+from zeroshard.deepspeed.install import disagreement
+from zeroshard.deepspeed.logs import log_dist, log_dist_once, logger
+from zeroshard.deepspeed.lone_reads import LonelyReads
+from zeroshard.deepspeed.monitors import MonitorMaster
+from zeroshard.deepspeed.optimizer import EngineOptimizer, optimizer_of
+from zeroshard.deepspeed.parameters import mark_parameters
+from zeroshard.deepspeed.timers import SynchronizedWallClockTimer, ThroughputTimer
+from zeroshard.deepspeed.version_check import check_consumers
+from zeroshard.engine.engine import Engine
+from zeroshard.engine.initialize import initialize as _initialize
+from zeroshard.engine.monitors import Monitors
+from zeroshard.errors import ConfigError, UnsupportedError
+from zeroshard.zero.access import GatheredParameters
+
+
+class DeepSpeedEngine(Engine):
+    """An engine under DeepSpeed's names. ``optimizer``: what :mod:`.optimizer` describes."""
+
+    _as_deepspeed = True
+    mp_world_size = 1
+    mpu = None
+    has_moe_layers = False
+
+    def __init__(self, model: nn.Module, *, optimizer: Any = None, **options: Any) -> None:
+        """As :class:`zeroshard.Engine`."""
+        super().__init__(model, optimizer=_inner(optimizer), **options)
+        self.optimizer: EngineOptimizer | None = optimizer_of(self)  # type: ignore[assignment]
+        self.is_compiled = False
+        self.losses: Tensor | None = None
+        self._short_steps = conflicts.ShortSteps()
+        self.timers = SynchronizedWallClockTimer()
+        self.tput_timer = ThroughputTimer(None, self.train_batch_size())
+        self.monitor = MonitorMaster(self.settings, self._observer.monitors or Monitors())
+        self.param_names = {param: name for name, param in model.named_parameters()}
+        if self.runtime.stage.shards_params:
+            mark_parameters(model.parameters())
+            self.parameter_offload = DeepSpeedZeRoOffload(self)
+            if (readers := self._watch.readers()) is not None:
+                lonely = LonelyReads(readers, self.global_rank)
+                for unit in self.runtime.units:
+                    unit.is_lone_read = lonely
+
+    # ------------------------------------------------------------------ attributes
+
+    @property
+    def dp_world_size(self) -> int:
+        """Ranks that train on different data."""
+        return self.world_size
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """The process group of all ranks."""
+        return get_world_group()
+
+    @property
+    def inside_no_sync_ctxt(self) -> bool:
+        """Is the program inside ``no_sync()``?"""
+        return self.accumulation.deferred > 0
+
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        """Milliseconds of the program's own timers (``engine.timers``)."""
+        return {name: timer.elapsed(reset=False) for name, timer in self.timers.timers.items()}
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if (row := api_table.find_member("engine", name)) is not None and not row.home:
+                raise AttributeError(api_table.reason_of(row), name=name, obj=self) from error
+            raise
+
+    def hook_handles(self) -> tuple[list[Any], list[Any]]:
+        """Handles of the hooks on modules, and of those on parameters."""
+        return list(self._hooks.on_modules), list(self._hooks.on_params)
+
+    def attach_hooks(self) -> None:
+        """Put all hooks back that a program took off."""
+        self._check_open()
+        self._hooks.attach()
+
+    # ------------------------------------------------------------------ states
+
+    def module_state_dict(
+        self,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """The module's state dict, full values at every stage: what is sharded is gathered when it is
+        read, and then every rank reads it."""
+        into: dict[str, Any] = OrderedDict() if destination is None else destination
+        state = self.module.state_dict(destination=into, prefix=prefix, keep_vars=keep_vars)
+        if exclude_frozen_parameters:
+            for name, param in self.module.named_parameters():
+                if not param.requires_grad:
+                    state.pop(prefix + name, None)
+        return state
+
+    def load_module_state_dict(
+        self,
+        checkpoint: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False,
+    ) -> None:
+        """Load ``checkpoint["module"]`` into the module, rank 0's values. Every rank calls it, and holds
+        the whole model meanwhile."""
+        with GatheredParameters(list(self.module.parameters()), modifier_rank=0):
+            if custom_load_fn is not None:
+                custom_load_fn(src=checkpoint["module"], dst=self.module)
+            else:
+                self.module.load_state_dict(checkpoint["module"], strict=strict)
+
+    # ------------------------------------------------------------------ training
+
+    def backward(
+        self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> Tensor:
+        """As :meth:`zeroshard.Engine.backward`."""
+        self._short_steps.saw_backward(divides=scale_wrt_gas)
+        return super().backward(loss, retain_graph, scale_wrt_gas)
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """As :meth:`zeroshard.Engine.step`."""
+        if notice := self._short_steps.saw_step(self.accumulation):
+            log_dist(notice, ranks=[0], level=logging.WARNING)
+        super().step(lr_kwargs)
+
+    def compile(
+        self,
+        backend: Any = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """``torch.compile`` of the module, in place. Raises :class:`UnsupportedError` for DeepCompile's
+        ``schedule`` and for compiled autograd, which do not go with hooks that free memory."""
+        if schedule is not None or compiled_autograd_enabled:
+            raise UnsupportedError(
+                "engine.compile(): schedule and compiled_autograd_enabled belong to DeepCompile. Leave "
+                "them out; the module itself is compiled."
+            )
+        self.module.compile(**{"backend": backend, **(compile_kwargs or {})})
+        self.is_compiled = True
+
+    @contextlib.contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Inside, backwards only accumulate; the gradients are reduced once, at the next boundary."""
+        with self.no_sync():
+            yield
+
+    def allreduce_gradients(self, bucket_size: int | None = None) -> None:
+        """Nothing: gradients are reduced during backward."""
+
+    def clip_fp32_gradients(self) -> None:
+        """Nothing: clipping is part of the update."""
+
+    def set_data_post_process_func(self, post_process_func: Callable[..., Any]) -> None:
+        """Raises :class:`UnsupportedError`: put it into ``collate_fn``."""
+        raise UnsupportedError(
+            "set_data_post_process_func serves DeepSpeed's curriculum loader, which does not exist here. "
+            "Change batches in collate_fn."
+        )
+
+
+def _inner(optimizer: Any) -> Any:
+    return optimizer.optimizer if isinstance(optimizer, EngineOptimizer) else optimizer
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[DeepSpeedEngine, EngineOptimizer | None, Any, Any]:
+    """:func:`zeroshard.initialize`, with an engine and an optimizer under DeepSpeed's names.
+
+    Raises :class:`UsageError` too where a library that calls is too old.
+    """
+    check_consumers()
+    who = f"ZeroShard {zeroshard.__version__} in {next(iter(zeroshard.__path__))}"
+    log_dist_once(f"DeepSpeed info: version={api_table.VERSION}, answered by {who}", ranks=[0])
+    if problem := disagreement():
+        logger.warning("%s", problem)
+    named = model.named_parameters() if isinstance(model, nn.Module) else ()
+    came_in = {name: param.dtype for name, param in named}
+    passed = config_params or config
+    config_params = conflicts.without_idle_schedule(config_params, optimizer)
+    try:
+        engine, made, loader, schedule = _initialize(
+            args, model, optimizer, model_parameters, training_data, lr_scheduler, distributed_port,
+            mpu, dist_init_required, collate_fn, config, mesh_param, config_params,
+            engine_type=DeepSpeedEngine,
+        )  # fmt: skip
+    except ConfigError as error:
+        if told := conflicts.writers(str(error), passed):
+            raise ConfigError(f"{error}\n  {told}") from None
+        raise
+    assert isinstance(engine, DeepSpeedEngine)
+    trained = conflicts.trained_dtypes(came_in, engine.runtime.units) if made is not None else {}
+    if notice := conflicts.precision_notice(trained, engine.policy):
+        log_dist(notice, ranks=[0], level=logging.WARNING)
+    return engine, made, loader, schedule

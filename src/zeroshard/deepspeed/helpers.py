@@ -1,0 +1,194 @@
+"""Which small tools do programs take from DeepSpeed?"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.comm.env import uses_cuda
+from zeroshard.config import load_config
+from zeroshard.config.schema import OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
+from zeroshard.deepspeed.logs import logger
+from zeroshard.memory.host_limits import gib, host_limits
+from zeroshard.zero.access import safe_get_full_grad, safe_set_full_grad
+from zeroshard.zero.sharded_parameter import in_order
+
+
+class OnDevice:
+    """Modules made inside have their parameters on ``device`` and in ``dtype``; ``meta`` has no
+    memory."""
+
+    def __init__(
+        self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True
+    ) -> None:
+        self.dtype, self.device, self.enabled = dtype, torch.device(device), enabled
+        self._before = torch.get_default_dtype()
+
+    def __enter__(self) -> None:
+        if not self.enabled:
+            return
+        self._before = torch.get_default_dtype()
+        if self.dtype.is_floating_point:
+            torch.set_default_dtype(self.dtype)
+        self.device.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self.enabled:
+            self.device.__exit__(*error)
+            torch.set_default_dtype(self._before)
+
+
+class DeepSpeedConfig:
+    """A configuration as read: its values are attributes, its dict is ``_param_dict``."""
+
+    def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
+        from zeroshard.comm.env import current_rank_info, local_device
+        from zeroshard.precision.hardware import hardware_of
+
+        self._loaded = load_config(
+            config,
+            world_size=current_rank_info().world_size,
+            as_deepspeed=True,
+            hardware=lambda: hardware_of(local_device()),
+        )
+        self._param_dict = self._loaded.raw
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_loaded" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._loaded.config, name)
+
+
+DeepSpeedZeroConfig = ZeroConfig
+DeepSpeedZeroOffloadParamConfig = OffloadParamConfig
+DeepSpeedZeroOffloadOptimizerConfig = OffloadOptimizerConfig
+
+
+class RepeatingLoader:
+    """A loader that begins again when it is at its end."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self.data_iter = iter(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __next__(self) -> Any:
+        try:
+            return next(self.data_iter)
+        except StopIteration:
+            self.data_iter = iter(self.loader)
+            return next(self.data_iter)
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Sequence[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
+) -> None:
+    """Replace each gradient by ``update_func(grad, param)``; every rank calls it."""
+    for param in in_order(param_list):
+        grad = safe_get_full_grad(param)
+        if grad is not None:
+            safe_set_full_grad(param, update_func(grad, param))
+
+
+def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Show the function as a range in NVIDIA's profiler."""
+
+    @functools.wraps(func)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if not uses_cuda():
+            return func(*args, **kwargs)
+        with torch.cuda.nvtx.range(func.__qualname__):
+            return func(*args, **kwargs)
+
+    return wrapped
+
+
+def parse_range_list(rng: str) -> list[int]:
+    """Cores of a list such as ``0-3,8``, in order. Raises ValueError if it is not ascending.
+
+    >>> parse_range_list("0-2,5")
+    [0, 1, 2, 5]
+    """
+    found: list[int] = []
+    for part in rng.split(","):
+        first, _, last = part.partition("-")
+        cores = range(int(first), int(last or first) + 1)
+        if not cores or (found and cores[0] <= found[-1]):
+            raise ValueError(f"{rng!r}: give ranges in ascending order that do not overlap")
+        found += cores
+    return found
+
+
+def move_to_device(
+    item: Any, device: Any, criterion_func: Callable[[Any], bool] = torch.is_tensor
+) -> Any:
+    """Tensors of a nested structure on another device; containers keep their type."""
+    if criterion_func(item):
+        return item.to(device)
+    return _mapped(item, lambda inner: move_to_device(inner, device, criterion_func))
+
+
+def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
+    """Tensors of a nested structure as copies of their own size, so that ``torch.save`` does not write
+    the storage that they are views of."""
+    if torch.is_tensor(item):
+        moved = item.detach().to(device)
+        return moved.clone() if moved.data_ptr() == item.data_ptr() else moved
+    return _mapped(item, lambda inner: clone_tensors_for_torch_save(inner, device))
+
+
+def _mapped(item: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(item, dict):
+        return type(item)((key, change(inner)) for key, inner in item.items())
+    if isinstance(item, tuple) and hasattr(item, "_fields"):
+        return type(item)(*map(change, item))
+    return type(item)(map(change, item)) if isinstance(item, (list, tuple)) else item
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Log what is in use on rank's device and its host, if ``force``."""
+    if not force:
+        return
+    if uses_cuda():
+        used, most = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+        message = f"{message}: device {gib(used)}, at most {gib(most)}"
+    logger.log(logging.INFO, "%s; %s", message, host_limits().in_words())
+
+
+def clip_grad_norm_(
+    parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None
+) -> Tensor:
+    """``torch.nn.utils.clip_grad_norm_`` of ordinary gradients. The engine clips by itself."""
+    return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+
+def get_global_norm(norm_list: Sequence[float]) -> float:
+    """The norm of norms."""
+    return math.sqrt(sum(norm**2.0 for norm in norm_list))
+
+
+def set_random_seed(seed: int) -> None:
+    """Of Python and torch; of numpy too."""
+    import numpy
+
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def ensure_directory_exists(filename: str) -> None:
+    """Make the directory of a file."""
+    Path(filename).parent.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,112 @@
+"""How does ``import deepspeed`` come to mean ZeroShard, and who could stand in the way?
+
+The directory ``compat`` holds a ``deepspeed`` package and its metadata. Python takes the first one on its
+path, and so do ``find_spec`` and ``importlib.metadata``: the directory has to be first.
+"""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+
+from zeroshard.deepspeed.api_table import VERSION
+from zeroshard.deepspeed.import_hook import PACKAGE, is_ours
+from zeroshard.errors import UsageError
+
+DIRECTORY = Path(__file__).parent / "compat"
+"""What goes first on the path."""
+
+
+def install() -> None:
+    """From now on ``import deepspeed`` is ZeroShard, in this process and in those that it spawns.
+
+    Call it before anything that looks for DeepSpeed is imported. Raises :class:`UsageError` if another
+    ``deepspeed`` was imported already, or Accelerate or Transformers have found that there is none.
+    """
+    if blind := found_none():
+        raise UsageError(
+            f"{' and '.join(blind)} looked for deepspeed when imported, and found none. Call "
+            f"zeroshard.compat.install() before importing {' and '.join(blind)}."
+        )
+    come_first()
+
+
+def come_first() -> None:
+    """:func:`install` for who does not need Accelerate and Transformers to know of it (Lightning)."""
+    found = sys.modules.get(PACKAGE)
+    if found is not None and not is_ours(found):
+        raise UsageError(
+            f"another deepspeed was imported already, from {origin_of(found)}: half of the program would "
+            "use it. Call zeroshard.compat.install() before the first import of deepspeed, or start the "
+            "program with `zeroshard launch --as-deepspeed`."
+        )
+    entry = str(DIRECTORY)
+    if entry in sys.path:
+        sys.path.remove(entry)
+    sys.path.insert(0, entry)
+    importlib.invalidate_caches()
+
+
+def found_none() -> list[str]:
+    """Libraries that look once, when they are imported, and did so before there was a ``deepspeed``."""
+    blind = []
+    accelerate = sys.modules.get("accelerate.utils")
+    if accelerate is not None and not hasattr(accelerate, "DummyOptim"):
+        blind.append("accelerate")
+    transformers = sys.modules.get("transformers.integrations.deepspeed")
+    if transformers is not None and getattr(transformers, "DeepSpeedConfig", None) is object:
+        blind.append("transformers")
+    return blind
+
+
+def origin_of(module: object) -> str:
+    """Where a module was found, for messages."""
+    return str(getattr(module, "__file__", None) or "nowhere on disk")
+
+
+def rivals(path: Iterable[str]) -> list[Path]:
+    """Other ``deepspeed`` packages that are found before ours on such a path, in order; all of them if
+    ours is not on it. An empty entry is the working directory."""
+    found = []
+    for entry in path:
+        folder = Path(entry or ".")
+        if folder.resolve() == DIRECTORY.resolve():
+            break
+        for candidate in (folder / PACKAGE, folder / f"{PACKAGE}.py"):
+            if candidate.exists():
+                found.append(candidate)
+    return found
+
+
+def winner() -> str:
+    """Where a new interpreter finds ``deepspeed`` although our directory is first on PYTHONPATH; empty if
+    it finds ours. A ``.pth`` file in site-packages can put others before everything. Starts one."""
+    code = f"import importlib.util as u; print(getattr(u.find_spec({PACKAGE!r}), 'origin', ''))"
+    command = ["env", f"PYTHONPATH={DIRECTORY}", sys.executable, "-P", "-c", code]
+    if sys.version_info < (3, 11):
+        command.remove("-P")  # there a folder in the working directory counts too
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""  # nobody to ask
+    found = done.stdout.strip()
+    return "" if Path(found).is_relative_to(DIRECTORY) else found
+
+
+def disagreement() -> str:
+    """What is wrong if the metadata of ``deepspeed`` is not ours although the package is; else empty."""
+    try:
+        version = metadata.version(PACKAGE)
+    except metadata.PackageNotFoundError:
+        return ""  # used without the directory
+    if version == VERSION:
+        return ""
+    return (
+        f"importlib.metadata finds deepspeed {version}, but the package is ZeroShard's ({VERSION}): "
+        "libraries will ask for features of the other one. Put the directory that `zeroshard compat "
+        "--path` prints first on PYTHONPATH."
+    )

@@ -1,0 +1,221 @@
+"""What does ``initialize`` return as the optimizer?
+
+A view of the engine under the names that programs and libraries ask an optimizer for. The arithmetic, the
+groups and the state are the inner ``torch.optim`` object's.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from zeroshard.deepspeed import api_table
+
+if TYPE_CHECKING:
+    from zeroshard.deepspeed.engine import DeepSpeedEngine
+    from zeroshard.deepspeed.hook_handles import DeepSpeedZeRoOffload
+
+
+class DeepSpeedOptimizer:
+    """What libraries check an optimizer against, to know that an engine drives it."""
+
+
+class ZeROOptimizer(DeepSpeedOptimizer):
+    """The same for one whose state is sharded."""
+
+
+class EngineOptimizer(ZeROOptimizer, torch.optim.Optimizer):
+    """The optimizer as the program sees it. A ``torch.optim.Optimizer`` too, so that schedules of torch
+    can be built over it.
+
+    ``optimizer`` is the inner one. ``step``, ``backward`` and ``zero_grad`` are the engine's.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine, inner: torch.optim.Optimizer) -> None:
+        # torch's own constructor would copy the groups; they are the inner optimizer's for ever
+        self._engine = engine
+        self.optimizer = inner
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The inner optimizer's groups: writing ``lr`` takes effect."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """State of this rank's fragments."""
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The inner optimizer's options."""
+        return self.optimizer.defaults
+
+    @property
+    def overflow(self) -> bool:
+        """Did the last step change nothing, because a gradient was not finite?"""
+        report = self._engine.last_step
+        return report is not None and report.skipped
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor on the loss; 1 without fp16."""
+        return float(self._engine.scaler.scale)
+
+    cur_scale = loss_scale
+
+    @property
+    def loss_scaler(self) -> Any:
+        """The engine's loss scaler."""
+        return self._engine.scaler
+
+    @property
+    def loss_scale_config(self) -> SimpleNamespace:
+        """How the loss is scaled, at this moment."""
+        settings, scaler = self._engine.settings.fp16, self._engine.scaler
+        dynamic = self.dynamic_loss_scale
+        return SimpleNamespace(
+            use_grad_scaling=self._engine.scales_loss,
+            dynamic_loss_scale=dynamic,
+            cur_scale=float(scaler.scale),
+            cur_iter=self._engine.global_steps,
+            scale_factor=2.0 if dynamic else None,
+            scale_window=settings.loss_scale_window if dynamic else None,
+            min_loss_scale=settings.min_loss_scale if dynamic else None,
+        )
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Does the loss scale follow overflows?"""
+        return bool(self._engine.dynamic_loss_scale())
+
+    @property
+    def clip_grad(self) -> float:
+        """Limit of the gradient's norm; 0 is none."""
+        return float(self._engine.settings.gradient_clipping)
+
+    @property
+    def _global_grad_norm(self) -> float | None:
+        return self._engine.get_global_grad_norm()
+
+    @property
+    def dp_process_group(self) -> Any:
+        """The ranks that share the state."""
+        return self._engine.data_parallel_group
+
+    @property
+    def single_partition_of_fp32_groups(self) -> list[Tensor]:
+        """Masters that this rank updates, one flat tensor per unit or part of one."""
+        owner = self._engine.runtime.optimizer
+        assert owner is not None
+        return [chunk.master_C for tile in owner.tiles for chunk in tile.chunks]
+
+    fp32_partitioned_groups_flat = single_partition_of_fp32_groups
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """The engine's step."""
+        if closure is not None:
+            raise TypeError("step() of an engine's optimizer takes no closure")
+        self._engine.step()
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> Tensor:
+        """The engine's backward."""
+        return self._engine.backward(loss, retain_graph=retain_graph)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """The engine's zero_grad."""
+        self._engine.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """Groups, and state of this rank's fragments."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """What :meth:`state_dict` of the same rank of an equal run gave."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Torch's. The next step raises :class:`UsageError`: shards are cut when the engine is built."""
+        self.optimizer.add_param_group(param_group)
+
+    def get_lr(self) -> float:
+        """Learning rate of the first group."""
+        return float(self.param_groups[0]["lr"])
+
+    def set_lr(self, lr: float) -> None:
+        """Learning rate of all groups."""
+        for group in self.param_groups:
+            group["lr"] = lr
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("optimizer", "_engine") or name.startswith("__"):
+            raise AttributeError(name)
+        if (row := api_table.find_member("optimizer", name)) is not None:
+            raise AttributeError(api_table.reason_of(row), name=name, obj=self)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.optimizer!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "an engine's optimizer cannot be pickled; save with engine.save_checkpoint()"
+        )
+
+
+class DeepSpeedZeroOptimizer(EngineOptimizer):
+    """At stages 1 and 2, and 0 in fp32."""
+
+
+class DeepSpeedZeroOptimizer_Stage3(EngineOptimizer):
+    """At stage 3."""
+
+    @property
+    def parameter_offload(self) -> DeepSpeedZeRoOffload:
+        """The hooks on the model."""
+        return self._engine.parameter_offload
+
+
+class BF16_Optimizer(EngineOptimizer):
+    """At stage 0 in bf16."""
+
+
+class FP16_Optimizer(EngineOptimizer):
+    """At stage 0 in fp16."""
+
+
+class FP16_UnfusedOptimizer(EngineOptimizer):
+    """Never made: there is one fp16 path."""
+
+
+def optimizer_of(engine: DeepSpeedEngine) -> EngineOptimizer | None:
+    """The engine's optimizer under the class that programs know; None if it has none."""
+    inner = engine.basic_optimizer
+    if inner is None:
+        return None
+    stage, settings = engine.runtime.stage.number, engine.settings
+    cls: type[EngineOptimizer] = DeepSpeedZeroOptimizer
+    if stage == 3:
+        cls = DeepSpeedZeroOptimizer_Stage3
+    elif stage == 0 and (settings.fp16.enabled or settings.bf16.enabled):
+        cls = FP16_Optimizer if settings.fp16.enabled else BF16_Optimizer
+    return cls(engine, inner)
+
+
+class LossScalerBase:
+    """Types to compare with; the engine has one scaler, ``engine.scaler``."""
+
+
+class LossScaler(LossScalerBase):
+    """A fixed scale."""
+
+
+class DynamicLossScaler(LossScalerBase):
+    """One that follows overflows."""

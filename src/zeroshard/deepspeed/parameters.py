@@ -1,0 +1,223 @@
+"""Which attributes do programs expect on a parameter that ZeRO shards?
+
+``ds_id`` says that it is one; ``ds_numel`` and ``ds_shape`` are its full sizes. They are plain values
+on the parameter. ``ds_status`` and ``ds_tensor`` depend on the moment, and are answered by the class that
+a parameter has while its bytes are elsewhere; while it is whole, its own ``ds_status`` is seen.
+
+``all_gather`` and ``partition`` are the two ends of a :class:`GatheredParameters` block.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.deepspeed.constants import ZeroParamStatus
+from zeroshard.errors import UsageError
+from zeroshard.zero import sharded_parameter
+from zeroshard.zero.access import GatheredParameters
+from zeroshard.zero.param_bucket import BucketedParameter, ParamBucket
+from zeroshard.zero.unit import Unit, UnitState
+
+_ids = itertools.count()
+_by_id: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()
+_OPENED = "_ds_opened"
+"""On a parameter between its ``all_gather`` and its ``partition``: whether that made its unit whole."""
+
+
+def is_zero_param(parameter: Any) -> bool:
+    """Is this a parameter that ZeRO shards?"""
+    return isinstance(parameter, Tensor) and hasattr(parameter, "ds_id")
+
+
+def mark_parameters(params: Iterable[nn.Parameter]) -> None:
+    """Put the attributes on parameters that have an owner; others are left alone."""
+    _answer_while_away()
+    for param in params:
+        if sharded_parameter.owner_of(param) is None:
+            continue
+        own = param.__dict__
+        own.setdefault("ds_id", next(_ids))
+        _by_id[own["ds_id"]] = param
+        own |= {"ds_numel": param.numel(), "ds_shape": param.shape, "ds_persist": False}
+        own |= {
+            "ds_status": ZeroParamStatus.AVAILABLE,
+            "partition_numel": _OwnNumel(own["ds_id"]),
+            "all_gather": _AllGather(own["ds_id"]),
+            "partition": _Partition(own["ds_id"]),
+            "ds_summary": _Summary(own["ds_id"]),
+            "ds_process_group": None,
+            "ds_active_sub_modules": set(),
+        }
+        sharded_parameter.list_on_request([param])
+
+
+class _OwnNumel:
+    """``param.partition_numel()``: how much of it rests on this rank."""
+
+    def __init__(self, ds_id: int) -> None:
+        self.ds_id = ds_id
+
+    def __call__(self) -> int:
+        low, high = _own_range(_find(self.ds_id))
+        return high - low
+
+
+class _AllGather:
+    """``param.all_gather(...)``. Knows the parameter by its number, as it is pickled with it."""
+
+    def __init__(self, ds_id: int) -> None:
+        self.ds_id = ds_id
+
+    def __call__(
+        self,
+        param_list: Sequence[nn.Parameter] | None = None,
+        async_op: bool = False,
+        hierarchy: int = 0,
+    ) -> _Arrived | None:
+        """Make the parameters whole until their :class:`partition <_Partition>`, whatever runs in
+        between; those that are already stay so. ``async_op``: returns something with ``wait()``; the
+        values are here nevertheless. Collective."""
+        for param in _named_or(self.ds_id, param_list):
+            if _OPENED in param.__dict__ or sharded_parameter.owner_of(param) is None:
+                continue
+            owner = sharded_parameter.owner_of(param)
+            opens = not isinstance(owner, Unit) or owner.state is UnitState.SHARDED
+            GatheredParameters([param]).__enter__()
+            param.__dict__[_OPENED] = opens or any(
+                sibling.__dict__.get(_OPENED) for sibling in _siblings(param)
+            )
+        return _Arrived() if async_op else None
+
+
+class _Partition:
+    """``param.partition(...)``. Knows the parameter by its number, as it is pickled with it."""
+
+    def __init__(self, ds_id: int) -> None:
+        self.ds_id = ds_id
+
+    def __call__(
+        self,
+        param_list: Sequence[nn.Parameter] | None = None,
+        hierarchy: int = 0,
+        has_been_updated: bool = False,
+        free_data: bool = True,
+    ) -> None:
+        """End what ``all_gather`` began; parameters that it did not gather stay as they are.
+
+        ``has_been_updated``: the values that rank 0 wrote become everybody's; without it an edit raises
+        :class:`ShardedAccess`. Collective. Raises :class:`UsageError` for ``free_data=False``.
+        """
+        if not free_data:
+            raise UsageError(
+                "param.partition(free_data=False): a parameter that is not whole has no memory of its "
+                "own. Leave the argument out, and copy the values before."
+            )
+        for param in _named_or(self.ds_id, param_list):
+            opened = param.__dict__.pop(_OPENED, None)
+            owner = sharded_parameter.owner_of(param)
+            if opened is None or owner is None or (isinstance(owner, Unit) and not owner.pin_count):
+                continue  # not gathered by its name, or the engine took it over or was closed since
+            context = GatheredParameters([param], 0 if has_been_updated else None)
+            try:
+                context.__exit__(None, None, None)
+            finally:
+                for unit in context.units if opened else ():
+                    if not unit.pin_count:
+                        unit.discard_unsharded()  # what was to be kept is in the shards
+
+
+class _Summary:
+    """``param.ds_summary()``. Knows the parameter by its number, as it is pickled with it."""
+
+    def __init__(self, ds_id: int) -> None:
+        self.ds_id = ds_id
+
+    def __call__(self, slice_shape: Any = None, use_debug_name: bool = False) -> dict[str, Any]:
+        """What DeepSpeed prints about a parameter, under its keys, whole or not."""
+        param: Any = _find(self.ds_id)
+        return {
+            "id": param.ds_id,
+            "status": param.ds_status.name,
+            "numel": param.numel(),
+            "ds_numel": param.ds_numel,
+            "shape": tuple(param.shape),
+            "ds_shape": tuple(param.ds_shape),
+            "requires_grad": param.requires_grad,
+            "grad_shape": None if param.grad is None else tuple(param.grad.shape),
+            "persist": param.ds_persist,
+            "active_sub_modules": param.ds_active_sub_modules,
+            "ds_tensor.shape": (param.partition_numel(),),
+        }
+
+
+class _Arrived:
+    """What ``all_gather(async_op=True)`` returns."""
+
+    def wait(self) -> None:
+        """Nothing: the values are here."""
+
+
+def _named_or(ds_id: int, param_list: Iterable[nn.Parameter] | None) -> list[nn.Parameter]:
+    return [_find(ds_id)] if param_list is None else sharded_parameter.in_order(param_list)
+
+
+def _find(ds_id: int) -> nn.Parameter:
+    param = _by_id.get(ds_id)
+    if param is None:
+        raise UsageError(
+            f"the parameter with ds_id {ds_id} is gone; this is a copy of it, which is whole and belongs "
+            "to no engine. Call the method of a parameter of the engine's model."
+        )
+    return param
+
+
+def _siblings(param: nn.Parameter) -> Sequence[nn.Parameter]:
+    """The parameters that become whole and sharded together with this one."""
+    owner = sharded_parameter.owner_of(param)
+    return owner.params if isinstance(owner, Unit) else ()
+
+
+def _answer_while_away() -> None:
+    cls: Any = sharded_parameter.ShardedParameter
+    if hasattr(cls, "ds_status"):
+        return
+    cls.ds_status = property(_status)
+    cls.ds_tensor = property(_shard)
+
+
+def _status(param: nn.Parameter) -> ZeroParamStatus:
+    owner = sharded_parameter.owner_of(param)
+    if isinstance(owner, Unit) and owner.state is UnitState.GATHERING:
+        return ZeroParamStatus.INFLIGHT
+    return ZeroParamStatus.NOT_AVAILABLE
+
+
+def _shard(param: nn.Parameter) -> Tensor:
+    """The part of the parameter that rests on this rank, flat; empty where its unit was cut elsewhere."""
+    owner = sharded_parameter.owner_of(param)
+    holder = owner.parcel if isinstance(owner, BucketedParameter) else owner
+    shard_S = holder.shard_S if isinstance(holder, (Unit, ParamBucket)) else None
+    if shard_S is None:
+        return torch.empty(0, dtype=param.dtype, device=param.device)
+    low, high = _own_range(param)
+    return shard_S[low:high]
+
+
+def _own_range(param: nn.Parameter) -> tuple[int, int]:
+    """Where the parameter lies in this rank's shard."""
+    owner = sharded_parameter.owner_of(param)
+    if isinstance(owner, Unit):
+        layout, rank, slot = owner.layout, owner.comm.rank, owner.layout.slots[owner.index(param)]
+    elif isinstance(owner, BucketedParameter):
+        return owner.own_part()
+    else:
+        return 0, 0
+    begin, end = layout.shard_range(rank)
+    low, high = max(begin, slot.start), min(end, slot.stop)
+    return (low - begin, high - begin) if low < high else (0, 0)

@@ -1,0 +1,151 @@
+"""How do programs cut a list, or a tensor, into parts over ranks?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from math import inf, prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroshard.deepspeed import comm as comm
+from zeroshard.errors import UsageError
+
+
+def partition_uniform(num_items: int, num_parts: int) -> list[int]:
+    """``num_parts + 1`` places to cut ``num_items``; the first parts hold one more if it does not divide.
+
+    >>> partition_uniform(7, 3), partition_uniform(2, 4)
+    ([0, 3, 5, 7], [0, 1, 2, 2, 2])
+    """
+    each, more = divmod(num_items, num_parts)
+    return [part * each + min(part, more) for part in range(num_parts + 1)]
+
+
+def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
+    """``num_parts + 1`` places to cut ``weights``: the heaviest part is as light as it can be, then the
+    lightest as heavy as it can be. No part is empty if there are enough items. Cost: items^2 x parts.
+
+    >>> partition_balanced([1, 1, 1, 9, 1, 1], 3)
+    [0, 3, 4, 6]
+    """
+    count = len(weights)
+    if count <= num_parts:
+        return partition_uniform(count, num_parts)
+    sums = [0.0, *accumulate(weights)]
+    cuts = range(count + 1)
+
+    def part(begin: int, end: int) -> float:
+        return sums[end] - sums[begin]
+
+    heaviest = [inf if end == 0 else part(0, end) for end in cuts]
+    for _ in range(num_parts - 1):
+        heaviest = [
+            min((max(heaviest[at], part(at, end)) for at in range(1, end)), default=inf)
+            for end in cuts
+        ]
+    bound = heaviest[count]
+    lightest = [part(0, end) if end and part(0, end) <= bound else -inf for end in cuts]
+    came_from: list[list[int]] = []
+    for _ in range(num_parts - 1):
+        best = [
+            max(
+                (
+                    (min(lightest[at], part(at, end)), at)
+                    for at in range(1, end)
+                    if part(at, end) <= bound
+                ),
+                default=(-inf, 0),
+            )
+            for end in cuts
+        ]
+        lightest = [value for value, _ in best]
+        came_from.append([at for _, at in best])
+    places = [count]
+    for row in reversed(came_from):
+        places.append(row[places[-1]])
+    return [0, *reversed(places)]
+
+
+class PartitionedTensor:
+    """A tensor of which each rank of ``group`` holds a flat piece (:func:`partition_uniform`)."""
+
+    def __init__(self, tensor: Tensor, group: Any, partition_meta: Any = None) -> None:
+        self.group = group
+        self.num_parts: int = comm.get_world_size(group=group)
+        self.rank: int = comm.get_rank(group=group)
+        self.orig_size = list(tensor.shape)
+        self.orig_device: Any = tensor.device
+        self.partition = partition_uniform(tensor.numel(), self.num_parts)
+        begin, end = self.partition[self.rank : self.rank + 2]
+        self.local_data = tensor.detach().reshape(-1)[begin:end].clone()
+
+    @classmethod
+    def from_meta(
+        cls, meta: Tensor, local_part: Tensor, group: Any, device: Any = None
+    ) -> PartitionedTensor:
+        """The tensor that :meth:`to_meta` described, around this rank's piece of it.
+
+        Raises :class:`UsageError` if the description is of another group size or rank.
+        """
+        numbers = meta.tolist()
+        ndim, rest = numbers[0], numbers[1:]
+        made = cls(torch.empty(0), group)
+        if rest[ndim : ndim + 2] != [made.num_parts, made.rank]:
+            raise UsageError(
+                f"PartitionedTensor.from_meta: the description is of rank {rest[ndim + 1]} of "
+                f"{rest[ndim]}, and this is rank {made.rank} of {made.num_parts}. Pass the one that "
+                "to_meta() gave on this rank of an equal group."
+            )
+        made.orig_size, made.partition = rest[:ndim], rest[ndim + 2 :]
+        made.orig_device = local_part.device if device is None else device
+        made.local_data = local_part.detach()
+        return made
+
+    def to_meta(self) -> Tensor:
+        """What :meth:`from_meta` needs besides the data: sizes and cuts as integers."""
+        numbers = [len(self.orig_size), *self.orig_size, self.num_parts, self.rank, *self.partition]
+        return torch.tensor(numbers, dtype=torch.long, device=self.orig_device)
+
+    def data(self) -> Tensor:
+        """This rank's piece, flat."""
+        return self.local_data
+
+    def local_size(self) -> torch.Size:
+        """Its shape."""
+        return self.local_data.shape
+
+    def full_size(self) -> list[int]:
+        """The whole tensor's shape."""
+        return self.orig_size
+
+    def full(self, device: Any = None) -> Tensor:
+        """The whole tensor, private. Collective."""
+        widths = [end - begin for begin, end in pairwise(self.partition)]
+        widest = max(widths)
+        own = self.local_data.new_zeros(widest)
+        own[: self.local_data.numel()] = self.local_data
+        pieces = [torch.empty_like(own) for _ in widths]  # equal sizes: gloo takes no others
+        comm.all_gather(pieces, own, group=self.group)
+        flat = torch.cat([piece[:width] for piece, width in zip(pieces, widths, strict=True)])
+        assert flat.numel() == prod(self.orig_size)
+        return flat.view(self.orig_size).to(self.orig_device if device is None else device)
+
+
+def all_gather_dp_groups(
+    groups_flat: Sequence[Tensor],
+    partitioned_param_groups: Sequence[Sequence[Tensor]],
+    dp_process_group: Sequence[Any],
+    start_alignment_factor: int = 1,
+    allgather_bucket_size: int = 0,
+) -> None:
+    """Fill every rank's part of each flat group from the rank that owns it, in place.
+
+    ``partitioned_param_groups[g][r]``: the part of ``groups_flat[g]`` that rank ``r`` of
+    ``dp_process_group[g]`` owns, a view of it. The last two arguments change nothing. Collective.
+    """
+    for parts, group in zip(partitioned_param_groups, dp_process_group, strict=True):
+        own = parts[comm.get_rank(group=group)]
+        comm.all_gather(list(parts), own.clone(), group=group)

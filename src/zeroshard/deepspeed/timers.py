@@ -1,0 +1,164 @@
+"""How do programs measure their own phases through DeepSpeed's names?
+
+Wall-clock timers that wait for the device. The engine never starts one: what it measures by itself is in
+``engine.last_step`` and under ``wall_clock_breakdown``.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from zeroshard.comm.env import uses_cuda
+from zeroshard.deepspeed.logs import log_dist
+
+FORWARD_MICRO_TIMER, FORWARD_GLOBAL_TIMER = "fwd_microstep", "fwd"
+BACKWARD_MICRO_TIMER, BACKWARD_GLOBAL_TIMER = "bwd_microstep", "bwd"
+BACKWARD_INNER_MICRO_TIMER, BACKWARD_INNER_GLOBAL_TIMER = "bwd_inner_microstep", "bwd_inner"
+BACKWARD_REDUCE_MICRO_TIMER, BACKWARD_REDUCE_GLOBAL_TIMER = (
+    "bwd_allreduce_microstep",
+    "bwd_allreduce",
+)
+STEP_MICRO_TIMER, STEP_GLOBAL_TIMER = "step_microstep", "step"
+
+
+class _Timer:
+    """Seconds between ``start`` and ``stop``, summed until it is reset; results in milliseconds."""
+
+    def __init__(self, name: str) -> None:
+        self.name_ = name
+        self.started_ = False
+        self._began_s = 0.0
+        self._sum_s = 0.0
+        self._records: list[float] = []
+
+    def start(self) -> None:
+        """Raises RuntimeError if it runs already."""
+        if self.started_:
+            raise RuntimeError(f"timer {self.name_!r} is started already")
+        self._began_s = _now()
+        self.started_ = True
+
+    def stop(self, reset: bool = False, record: bool = False) -> None:
+        """``reset``: forget what was measured before. ``record``: keep this value for ``mean``."""
+        if not self.started_:
+            raise RuntimeError(f"timer {self.name_!r} was not started")
+        passed_s = _now() - self._began_s
+        self._sum_s = passed_s if reset else self._sum_s + passed_s
+        if record:
+            self._records.append(passed_s * 1000)
+        self.started_ = False
+
+    def reset(self) -> None:
+        """Begin at zero."""
+        self.started_, self._sum_s, self._records = False, 0.0, []
+
+    def elapsed(self, reset: bool = True) -> float:
+        """Milliseconds so far."""
+        running = self.started_
+        if running:
+            self.stop()
+        found = self._sum_s * 1000
+        if reset:
+            self.reset()
+        if running:
+            self.start()
+        return found
+
+    def mean(self) -> float:
+        """Mean of the recorded values, in milliseconds."""
+        return sum(self._records) / max(1, len(self._records))
+
+
+def _now() -> float:
+    if uses_cuda():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+class SynchronizedWallClockTimer:
+    """Timers by name."""
+
+    Timer = _Timer
+
+    def __init__(self) -> None:
+        self.timers: dict[str, _Timer] = {}
+
+    def __call__(self, name: str) -> _Timer:
+        return self.timers.setdefault(name, _Timer(name))
+
+    def get_timers(self) -> dict[str, _Timer]:
+        """All of them."""
+        return self.timers
+
+    def log(
+        self,
+        names: Iterable[str],
+        normalizer: float = 1.0,
+        reset: bool = True,
+        memory_breakdown: bool = False,
+        ranks: Iterable[int] | None = None,
+    ) -> None:
+        """One line with the milliseconds of each."""
+        parts = [
+            f"{name}: {self.timers[name].elapsed(reset) / normalizer:.2f}"
+            for name in names
+            if name in self.timers
+        ]
+        log_dist(f"time (ms) | {' | '.join(parts)}", ranks or [0], logging.INFO)
+
+    def get_mean(
+        self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True
+    ) -> dict[str, float]:
+        """Mean of the recorded milliseconds of each."""
+        known = [name for name in names if name in self.timers]
+        means = {name: self.timers[name].mean() / normalizer for name in known}
+        if reset:
+            for name in known:
+                self.timers[name].reset()
+        return means
+
+
+class NoopTimer(SynchronizedWallClockTimer):
+    """Measures too: it costs nothing until it is started."""
+
+
+class ThroughputTimer:
+    """Samples per second between ``start`` and ``stop``, without the first ``start_step`` steps."""
+
+    def __init__(
+        self,
+        config: Any,
+        batch_size: int,
+        start_step: int = 2,
+        steps_per_output: int | None = None,
+        monitor_memory: bool = False,
+        logging_fn: Any = None,
+    ) -> None:
+        self.batch_size, self.start_step = max(1, batch_size or 1), start_step
+        self.epoch_count = self.global_step_count = 0
+        self._began_s = self._sum_s = 0.0
+
+    def update_epoch_count(self) -> None:
+        """One more epoch."""
+        self.epoch_count += 1
+
+    def start(self) -> None:
+        """A step begins."""
+        self._began_s = _now()
+
+    def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
+        """It ends; only with ``global_step`` it counts as one."""
+        passed_s = _now() - self._began_s
+        self.global_step_count += global_step
+        if self.global_step_count > self.start_step:
+            self._sum_s += passed_s
+
+    def avg_samples_per_sec(self) -> float:
+        """Over all counted steps; minus infinity before there is one."""
+        counted = self.global_step_count - self.start_step
+        return self.batch_size * counted / self._sum_s if counted > 0 else float("-inf")

@@ -1,0 +1,139 @@
+"""Which releases of the libraries that call us can work?
+
+Accelerate, Transformers, PEFT and Lightning reach ZeroShard under DeepSpeed's names. A release that is
+too old for torch, or for what these names do today, fails late and in words of its own: so it is refused
+as soon as it calls. Only a library that is in use is judged, and nothing is imported for that.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from importlib import metadata
+from typing import Any, NamedTuple
+
+from zeroshard.deepspeed.logs import log_dist_once
+from zeroshard.errors import UsageError
+from zeroshard.watchdog.session import decline
+
+
+class Consumer(NamedTuple):
+    """A library that calls us. ``mark``: a module that is imported, or ``module:attribute`` that is not
+    empty, where it does."""
+
+    name: str
+    mark: str
+    oldest: str
+    tested: str  # the newest release that the tests ran with
+    why: str  # what an older one does wrong
+
+
+CONSUMERS = (
+    Consumer(
+        "accelerate",
+        "accelerate.state:AcceleratorState._shared_state",  # Transformers imports it for its own needs
+        oldest="1.8.0",
+        tested="1.15.0",
+        why="it steps inside no_sync() while it accumulates, and clip_grad_norm_() returns no norm",
+    ),
+    Consumer(
+        "transformers",
+        "transformers.trainer",  # models alone are anybody's
+        oldest="4.47.1",
+        tested="5.23.0",
+        why="its Trainer cannot resume with torch 2.6 or newer",
+    ),
+    Consumer(
+        "peft",
+        "peft.peft_model",
+        oldest="0.7.1",
+        tested="0.21.2",
+        why="it saves adapters as pickles",
+    ),
+    Consumer(
+        "lightning",
+        "lightning.pytorch.strategies.deepspeed",
+        oldest="2.2.5",
+        tested="2.6.6",
+        why="at stage 3 it stops in model_sharded_context()",
+    ),
+)
+
+
+def check_consumers() -> None:
+    """Judge the libraries that are in use. Rank 0 says once which of them are newer than tested.
+
+    Raises :class:`UsageError` if one is too old; ranks that are elsewhere learn of it.
+    """
+    found = versions(CONSUMERS)
+    if problems := too_old(found):
+        decline(f"UsageError: {problems[0]}")
+        raise UsageError("\n".join(problems))
+    for line in newer(found):
+        log_dist_once(line, ranks=[0])
+
+
+def versions(consumers: Iterable[Consumer]) -> dict[str, str]:
+    """Name -> version of those in use; one that does not tell its version is left out."""
+    found = {}
+    for consumer in consumers:
+        if is_marked(consumer.mark):
+            version = getattr(sys.modules.get(consumer.name), "__version__", None)
+            try:
+                found[consumer.name] = str(version or metadata.version(consumer.name))
+            except metadata.PackageNotFoundError:
+                continue
+    return found
+
+
+def is_marked(mark: str) -> bool:
+    """Does :attr:`Consumer.mark` hold?
+
+    >>> is_marked("sys"), is_marked("sys:path"), is_marked("never.imported"), is_marked("sys:nothing")
+    (True, True, False, False)
+    """
+    name, _, path = mark.partition(":")
+    value: Any = sys.modules.get(name)
+    for attribute in filter(None, path.split(".")):
+        value = getattr(value, attribute, None)
+    return value is not None and (not path or bool(value))
+
+
+def too_old(found: Mapping[str, str]) -> list[str]:
+    """What is wrong with these versions, one line for each library.
+
+    >>> too_old({"accelerate": "1.15.0"})
+    []
+    """
+    return [
+        f"{row.name} {found[row.name]} is too old for ZeroShard, which needs {row.oldest} or newer: "
+        f"{row.why}. Run: pip install --upgrade '{row.name}>={row.oldest}'"
+        for row in CONSUMERS
+        if row.name in found and numbers(found[row.name]) < numbers(row.oldest)
+    ]
+
+
+def newer(found: Mapping[str, str]) -> list[str]:
+    """A line for each library whose major or minor version is above the newest that was tested.
+
+    >>> newer({"peft": "0.21.9"})
+    []
+    """
+    return [
+        f"{row.name} {found[row.name]} is newer than {row.tested}, the newest that ZeroShard was tested "
+        "with"
+        for row in CONSUMERS
+        if row.name in found and numbers(found[row.name])[:2] > numbers(row.tested)[:2]
+    ]
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version, at least three: what orders releases.
+
+    >>> numbers("5.0.0rc1"), numbers("1.16.dev0")
+    ((5, 0, 0), (1, 16, 0))
+    """
+    leading = re.match(r"\d+(?:\.\d+)*", version)
+    found = tuple(int(part) for part in leading[0].split(".")) if leading else ()
+    return found + (0,) * (3 - len(found))

@@ -1,0 +1,94 @@
+"""Which versions, builders and small facts do programs ask for?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from zeroshard.comm.env import default_timeout
+from zeroshard.deepspeed.api_table import VERSION
+from zeroshard.errors import UnsupportedError
+
+version = __version__ = VERSION
+__version_major__, __version_minor__, __version_patch__ = (
+    int(part) for part in VERSION.partition("+")[0].split(".")
+)
+git_hash = __git_hash__ = "zeroshard"
+git_branch = __git_branch__ = "zeroshard"
+
+torch_info: dict[str, Any] = {
+    "version": ".".join(torch.__version__.split(".")[:2]),
+    "bf16_support": True,
+    "cuda_version": torch.version.cuda or "0.0",
+    "nccl_version": "0.0",
+    "hip_version": "0.0",
+}
+default_pg_timeout = default_timeout()
+
+
+class OpBuilder:
+    """A builder that builds nothing. ``load()`` gives what there is to call."""
+
+    NAME = ""
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """Always: nothing is compiled."""
+        return True
+
+    def load(self, verbose: bool = True) -> Any:
+        """Raises :class:`UnsupportedError`: kernels are called by the optimizers."""
+        raise UnsupportedError(
+            f"{type(self).__name__}.load(): ZeroShard's kernels are not called by hand. Use the "
+            "optimizers of deepspeed.ops, or the engine."
+        )
+
+    jit_load = load
+
+    def builder(self) -> None:
+        """Nothing to compile."""
+
+
+def _builder(name: str) -> type[OpBuilder]:
+    word = "".join(f"_{c.lower()}" if c.isupper() else c for c in name.removesuffix("Builder"))
+    special = {"CPUAdam": "cpu_adam", "CPUAdagrad": "cpu_adagrad", "CPULion": "cpu_lion",
+               "AsyncIO": "async_io"}  # fmt: skip
+    spelt = special.get(name.removesuffix("Builder"), word.strip("_"))
+    return type(name, (OpBuilder,), {"NAME": spelt, "__doc__": f"``{spelt}``."})
+
+
+CPUAdamBuilder = _builder("CPUAdamBuilder")
+CPUAdagradBuilder = _builder("CPUAdagradBuilder")
+CPULionBuilder = _builder("CPULionBuilder")
+FusedAdamBuilder = _builder("FusedAdamBuilder")
+FusedLionBuilder = _builder("FusedLionBuilder")
+FusedLambBuilder = _builder("FusedLambBuilder")
+AsyncIOBuilder = _builder("AsyncIOBuilder")
+UtilsBuilder = _builder("UtilsBuilder")
+
+ALL_OPS: dict[str, OpBuilder] = {
+    cls.NAME: cls()
+    for cls in (
+        CPUAdamBuilder, CPUAdagradBuilder, CPULionBuilder, FusedAdamBuilder, FusedLambBuilder,
+        FusedLionBuilder, AsyncIOBuilder, UtilsBuilder,
+    )
+}  # fmt: skip
+compatible_ops: dict[str, bool] = dict.fromkeys(ALL_OPS, True)
+installed_ops: dict[str, bool] = dict(compatible_ops)
+
+
+def required_torch_version(
+    min_version: float | str | None = None, max_version: float | str | None = None
+) -> bool:
+    """Is torch at least, or at most, of this version (``2.1``)? Raises ValueError without one."""
+    if min_version is None and max_version is None:
+        raise ValueError("required_torch_version() needs min_version or max_version")
+    own = _numbers(torch.__version__)
+    if min_version is not None and own < _numbers(str(min_version)):
+        return False
+    return max_version is None or own[:2] <= _numbers(str(max_version))
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    parts = text.partition("+")[0].split(".")[:2]
+    return tuple(int("".join(c for c in part if c.isdigit()) or 0) for part in parts)

@@ -1,0 +1,277 @@
+"""Where is an engine's state while the device works for somebody else?
+
+Programs that alternate training and generation need the device's memory for both: what an engine holds
+there moves to host memory and back, with DeepSpeed's names (``offload_states``, ``reload_states``). What
+rests in host memory or on disk anyway stays.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroshard.core.tiers import Tier
+from zeroshard.engine.build import ZeroRuntime
+from zeroshard.errors import UsageError
+from zeroshard.offload.swapped_storage import HostBuffer, SwappedStorages, distinct
+from zeroshard.zero.hooks import StepHooks, in_backward
+
+logger = logging.getLogger("zeroshard")
+
+OPTIM_STATES, HP_PARAMS, LP_PARAMS, LP_GRADS = "optim_states", "hp_params", "lp_params", "lp_grads"
+
+KINDS = (OPTIM_STATES, HP_PARAMS, LP_PARAMS, LP_GRADS, "contiguous_grad_buffer")
+"""DeepSpeed's names: optimizer state, masters, parameters (with their own masters, in fp32), gradients
+that wait for ``step()``. The last names a buffer that does not exist here."""
+
+_MOVING = frozenset(KINDS[:4])
+_CATEGORIES = {OPTIM_STATES: "optimizer", HP_PARAMS: "master"}
+_OWNER = "room for states that are away"
+
+
+class StateOffloader:
+    """Moves one engine's state between device and host memory. Rank-local; every rank has to call it,
+    since the next collective finds the parameters here or away."""
+
+    def __init__(self, runtime: ZeroRuntime, hooks: StepHooks, device: torch.device) -> None:
+        self.kinds: frozenset[str] = frozenset()  # what is away
+        self._runtime = runtime
+        self._hooks = hooks
+        self._device = device
+        self._luggage: dict[str, SwappedStorages] = {}
+        self._rooms: list[HostBuffer] = []
+        self._spare: HostBuffer | None = None  # page-locked memory for the next time
+        self._guards: list[Any] = []
+
+    def check_not_offloaded(self, call: str, *kinds: str) -> None:
+        """Raise :class:`UsageError` if any of these is away; default: if anything is."""
+        missing = [kind for kind in KINDS if kind in self.kinds and kind in (kinds or KINDS)]
+        if missing:
+            raise UsageError(
+                f"{call} while {', '.join(missing)} rest in host memory (engine.offload_states()): "
+                "call engine.reload_states() first."
+            )
+
+    # ------------------------------------------------------------------ there and back
+
+    def offload(self, include: Any, device: Any, *, pin_memory: bool, non_blocking: bool) -> None:
+        """See :meth:`zeroshard.engine.engine.Engine.offload_states`."""
+        kinds = (kinds_of(include) & _MOVING) - self.kinds
+        if _target(device) == "none":
+            logger.warning('offload_states(device="none") moves nothing')
+            return
+        self._check_idle()
+        if not kinds:
+            return
+        self.kinds |= kinds  # what fails in the middle is brought back by reload()
+        leaving = {kind: distinct(tensors) for kind, tensors in self._leave(kinds)}
+        room = self._room([here for parts in leaving.values() for here in parts], pin_memory)
+        for kind, parts in leaving.items():
+            if kind == LP_GRADS:
+                for buffer in self._runtime.reducer.buffers:
+                    buffer.move(Tier.HOST, room.copy_in)
+                continue
+            luggage = self._luggage[kind] = SwappedStorages()
+            for here in parts:
+                luggage.swap_out(here, room)
+        self._guard_optimizer()
+        del leaving, parts
+        if self._device.type == "cuda" and not non_blocking:
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
+
+    def reload(self, *, non_blocking: bool = False) -> None:
+        """See :meth:`zeroshard.engine.engine.Engine.reload_states`."""
+        if not self.kinds:
+            return
+        for luggage in self._luggage.values():
+            luggage.swap_in()
+        for buffer in self._runtime.reducer.buffers:
+            buffer.move(Tier.DEVICE, self._to_device)
+        for unit in self._runtime.units:
+            unit.reload()
+        if self._runtime.optimizer is not None:
+            self._runtime.optimizer.reload()
+        self._arrived()
+        if self._device.type == "cuda" and not non_blocking:
+            torch.cuda.synchronize(self._device)
+
+    def close(self) -> None:
+        """Parameters come back: those that rest whole stay readable. The rest is forgotten."""
+        if LP_PARAMS in self._luggage:
+            self._luggage[LP_PARAMS].swap_in()
+        for unit in self._runtime.units:
+            unit.reload()
+        self._arrived()
+        self.forget_spare()
+
+    def forget_spare(self) -> None:
+        """Page-locked memory that is kept for the next time is given back."""
+        spare, self._spare = self._spare, None
+        if spare is not None:
+            torch.cuda.synchronize(self._device)
+            spare.close()
+            self._runtime.ledger.hold("scratch", _OWNER, 0, Tier.HOST)
+
+    # ------------------------------------------------------------------ how
+
+    def _check_idle(self) -> None:
+        if in_backward() or self._hooks.forward_depth:
+            raise UsageError("engine.offload_states() inside forward or backward: call it between.")
+        self._hooks.recover()
+        for unit in self._runtime.units:
+            if unit.pin_count:
+                raise UsageError(
+                    f"engine.offload_states() while unit {unit.name!r} is gathered by "
+                    "GatheredParameters: leave the context first."
+                )
+
+    def _leave(self, kinds: Iterable[str]) -> Iterator[tuple[str, list[Tensor]]]:
+        """Tell the owners, and learn what of each kind is on the device."""
+        runtime = self._runtime
+        if LP_PARAMS in kinds:
+            yield LP_PARAMS, [flat for unit in runtime.units for flat in unit.offload()]
+        for kind, category in _CATEGORIES.items():
+            if kind in kinds and runtime.optimizer is not None:
+                yield kind, runtime.optimizer.offload(category)
+        if LP_GRADS in kinds:
+            yield LP_GRADS, [held for b in runtime.reducer.buffers for held in b.held()]
+
+    def _room(self, leaving: list[Tensor], pin: bool) -> HostBuffer:
+        spare = self._spare
+        if spare is not None and spare.clear_for(leaving):
+            self._spare = None
+            self._runtime.ledger.hold("scratch", _OWNER, 0, Tier.HOST)
+            room = spare
+        else:
+            self.forget_spare()
+            room = HostBuffer(leaving, pin=pin and self._device.type == "cuda")
+        self._rooms.append(room)
+        return room
+
+    def _to_device(self, there: Tensor) -> Tensor:
+        here = torch.empty(there.numel(), dtype=torch.uint8, device=self._device)
+        return here.copy_(there, non_blocking=True)
+
+    def _arrived(self) -> None:
+        """Nothing is away any more. The largest page-locked room is kept: to lock memory takes longer
+        than to copy it."""
+        self.kinds = frozenset()
+        self._luggage = {}
+        for guard in self._guards:
+            guard.remove()
+        self._guards = []
+        rooms, self._rooms = self._rooms, []
+        pinned = sorted((r for r in rooms if r.is_pinned), key=lambda room: room.nbytes)
+        if pinned:
+            self.forget_spare()
+            *others, self._spare = pinned
+            if others:
+                torch.cuda.synchronize(self._device)
+            for room in others:
+                room.close()
+            self._runtime.ledger.hold("scratch", _OWNER, self._spare.nbytes, Tier.HOST)
+
+    def _guard_optimizer(self) -> None:
+        """Released tensors must not be saved or replaced."""
+        sharded = self._runtime.optimizer
+        if self._guards or sharded is None:
+            return
+        inner = sharded.inner
+        self._guards = [
+            inner.register_state_dict_pre_hook(self._refusal("optimizer.state_dict()")),
+            inner.register_load_state_dict_pre_hook(self._refusal("optimizer.load_state_dict()")),
+        ]
+
+    def _refusal(self, call: str) -> Callable[..., None]:
+        return lambda *_: self.check_not_offloaded(call, OPTIM_STATES, HP_PARAMS, LP_PARAMS)
+
+
+def kinds_of(include: Any) -> frozenset[str]:
+    """Names or enum members, one or several; None is all.
+
+    >>> sorted(kinds_of(["lp_grads", "hp_params"]))
+    ['hp_params', 'lp_grads']
+    """
+    if include is None:
+        return frozenset(KINDS)
+    given = [include] if isinstance(include, str) or hasattr(include, "value") else list(include)
+    names = [getattr(item, "value", item) for item in given]
+    unknown = [name for name in names if name not in KINDS]
+    if unknown:
+        raise UsageError(
+            f"offload_states(include=...): {unknown[0]!r} is no kind of state. Known are "
+            f"{', '.join(KINDS)}."
+        )
+    return frozenset(names)
+
+
+def _target(device: Any) -> str:
+    name = str(getattr(device, "value", device))
+    if name not in ("cpu", "none"):
+        raise UsageError(
+            f"offload_states(device={name!r}): states move to host memory only, so device is 'cpu'. "
+            'What is to rest on disk for good: "offload_optimizer": {"device": "nvme"}.'
+        )
+    return name
+
+
+def is_return(device: torch.device, home: torch.device) -> bool:
+    """Is ``engine.to(device)`` a way back to the engine's own device? Otherwise it is to host memory.
+
+    On CPU ranks both are one place: there it is home. Raises :class:`UsageError` for other devices.
+
+    >>> goes_home(torch.device("cuda"), torch.device("cuda", 0))
+    True
+    >>> goes_home(torch.device("cpu"), torch.device("cuda", 0))
+    False
+    """
+    if device.type == home.type and device.index in (None, home.index):
+        return True
+    if device.type == "cpu":
+        return False
+    raise UsageError(
+        f"engine.to({str(device)!r}): this engine was built for {home}. It can move to 'cpu' and back; "
+        "for another device build another engine."
+    )
+
+
+def asked_of_to(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[torch.device | None, torch.dtype | None]:
+    """What ``engine.to(...)`` was asked for: a device, a dtype, or both.
+
+    Raises :class:`UsageError` for memory formats, which are fixed when the engine is built.
+    """
+    device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+    if memory_format is not None:
+        raise UsageError(
+            f"engine.to({memory_format}): parameters lie in flat buffers, whose memory format is fixed "
+            "when the engine is built. Change the model before, or the inputs."
+        )
+    return device, dtype
+
+
+def check_keeps(
+    change: Callable[[Tensor], Tensor], params: Iterable[Tensor], device: torch.device
+) -> None:
+    """Raise :class:`UsageError` if ``change``, from ``engine.half()`` and the like, would not leave every
+    parameter as it is."""
+    for dtype in {param.dtype for param in params}:
+        changed = change(torch.empty(0, dtype=dtype, device=device))
+        if changed.dtype != dtype:
+            raise UsageError(
+                f"an engine whose parameters are {dtype} cannot be cast to {changed.dtype}: masters, "
+                "optimizer state and the shards of other ranks would stay what they are. Dtypes are "
+                'fixed when the engine is built: say "bf16": {"enabled": true} or "fp16" in the '
+                "configuration, or cast the model before."
+            )
+        if changed.device != device:
+            raise UsageError(
+                f"this engine was built for {device} and cannot move to {changed.device}. It can move to "
+                "'cpu' and back (engine.to(\"cpu\")); for another device build another engine."
+            )

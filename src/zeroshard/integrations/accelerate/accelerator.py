@@ -1,0 +1,375 @@
+"""How does a script written for Accelerate train under ZeroShard, with ``config=`` and another import?
+
+    from zeroshard.integrations.accelerate import Accelerator
+
+    accelerator = Accelerator(config={"zero_optimization": {"stage": 3}})
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+
+Processes, devices, loaders, schedules, gathering, logging and trackers are Accelerate's. Only what
+touches a model or its optimizer goes to an engine, through methods that Accelerate documents. What is
+different from plain data parallelism (``docs/integrations.md``):
+
+* A model and its optimizer are prepared in one call, and each optimizer belongs to one model.
+* ``mixed_precision`` keeps the weights themselves in 16 bits, beside fp32 masters in shards.
+* A script that steps per micro-batch calls ``clip_grad_norm_`` under ``if accelerator.sync_gradients``.
+* ``get_state_dict`` gives the whole state to the main process, and None to the others.
+* ``optimizer.state_dict()`` is refused: ``save_state`` saves all parts, for any number of ranks.
+
+Private names of Accelerate that are used: ``_optimizers`` (which of them ``save_state`` saves itself).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+try:
+    import accelerate
+except ImportError as error:
+    raise ImportError(
+        f"zeroshard.integrations.accelerate needs Accelerate, which cannot be imported ({error}): "
+        "pip install 'zeroshard[hf]'",
+        name=error.name,
+    ) from error
+
+import torch
+from accelerate.utils import MODEL_NAME, DistributedType
+from torch import Tensor, nn
+
+from zeroshard.comm.env import rank_info_of
+from zeroshard.config.read import Source, read_source
+from zeroshard.engine.initialize import initialize
+from zeroshard.errors import UsageError
+from zeroshard.integrations.accelerate.arguments import (
+    has_params,
+    is_new_optimizer,
+    micro_batch_of,
+    pairs,
+    refuse_others,
+    refuse_schedules,
+)
+from zeroshard.integrations.accelerate.config import (
+    Wishes,
+    completed,
+    for_inference,
+    mixed_precision_for,
+)
+from zeroshard.integrations.accelerate.prepared import EngineOptimizer, PreparedEngine
+from zeroshard.zero.sharded_parameter import ShardedParameter
+
+__all__ = ["Accelerator", "EngineOptimizer", "PreparedEngine"]
+
+_KINDS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+_LEFT_TO_THE_ENGINE: dict[str, Any] = {}
+"""Stands for an engine among the state dicts that ``save_state`` collects, until the engine is saved."""
+
+
+class Accelerator(accelerate.Accelerator):
+    """``accelerate.Accelerator`` whose prepared models are engines. ``config``: as for
+    :class:`zeroshard.Engine`, None is stage 0; all other arguments are Accelerate's.
+
+    Batch sizes, accumulation and precision may be left out of ``config`` or be ``"auto"``; they are taken
+    from Accelerate and the loader. Gradients are clipped where the script does so, or always if the
+    configuration names ``gradient_clipping``. An ``optimizer`` section serves models that come without
+    one, and is then ``model.optimizer``; a ``scheduler`` section is stepped by the engine.
+
+    Raises :class:`UsageError` for another plug-in that shards, too, and where ``config`` and an argument
+    disagree; :class:`ConfigError` for mistakes in ``config``, in ``prepare``.
+    """
+
+    native_amp: bool  # Accelerate's, as is the next
+    _optimizers: list[Any]
+
+    def __init__(self, *args: Any, config: Source = None, **arguments: Any) -> None:
+        refuse_others(arguments)
+        self.config, _ = read_source(config)
+        arguments["mixed_precision"] = mixed_precision_for(
+            self.config, arguments.get("mixed_precision")
+        )
+        super().__init__(*args, **arguments)
+        self._check_state()
+        self.scaler = None  # the loss scale is the engine's
+        self._made: list[PreparedEngine] = []
+        self._saves_state = False
+        self.register_save_state_pre_hook(self._save_engines)
+        self.register_load_state_pre_hook(self._load_engines)
+
+    def _check_state(self) -> None:
+        if self.distributed_type not in _KINDS:
+            raise UsageError(
+                f"Accelerate was started for {self.distributed_type.value}, which would shard the model "
+                "a second time. Choose plain data parallelism in its configuration (accelerate config)."
+            )
+        if self.mixed_precision not in ("no", "bf16", "fp16"):
+            raise UsageError(
+                f'mixed_precision="{self.mixed_precision}": the engine trains in fp32, bf16 or fp16.'
+            )
+        world_size = rank_info_of().world_size
+        if world_size != self.num_processes:
+            raise UsageError(
+                f"the launcher started {world_size} processes, but Accelerate sees "
+                f"{self.num_processes}, so every rank would train on the same data. On machines without "
+                "a GPU pass cpu=True (use_cpu=True to TrainingArguments, `--use_cpu true` to programs)."
+            )
+
+    # ------------------------------------------------------------------ preparing
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """As Accelerate's; models become engines. Collective.
+
+        A model without optimizer in the same call takes the configuration's, or is only run. Raises
+        :class:`UsageError` for an optimizer whose model is not in the call, or is not one model.
+        """
+        known = {id(obj): self.engine_of(obj) for obj in args if has_params(obj)}
+        models = [obj for obj in args if id(obj) in known and known[id(obj)] is None]
+        optimizers = [obj for obj in args if is_new_optimizer(obj)]
+        if self.config.get("scheduler") is not None:
+            refuse_schedules(args)
+        micro_batch = micro_batch_of(args, self.num_processes, splits=self.split_batches)
+        made: dict[int, Any] = {key: engine for key, engine in known.items() if engine is not None}
+        for model, optimizer in pairs(models, optimizers, self.engines):
+            engine = made[id(model)] = self._make(model, optimizer, micro_batch)
+            if optimizer is not None:
+                made[id(optimizer)] = engine.optimizer
+        objects = [made.get(id(obj), obj) for obj in args]
+        return super().prepare(*objects, device_placement=device_placement)
+
+    def prepare_model(
+        self,
+        model: nn.Module,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+    ) -> nn.Module:
+        """As Accelerate's: an engine, with the configuration's optimizer if it names one. Collective.
+
+        ``evaluation_mode``: the model itself, whole on the device. A model of an engine that is still
+        open gives that engine.
+        """
+        engine = self.engine_of(model)
+        if engine is None and has_params(model) and not evaluation_mode:
+            engine = self._make(model, None, None)
+        if any(isinstance(param, ShardedParameter) for param in model.parameters()):
+            device_placement = False  # built under zero.Init: the shards are where they belong
+        has_autocast = self.native_amp
+        self.native_amp = False  # it would stay in model.forward, also when an engine is made of it
+        try:
+            prepared: nn.Module = super().prepare_model(
+                model if engine is None else engine,
+                device_placement=device_placement,
+                evaluation_mode=True,  # an engine is left as it is, any other model is only placed
+            )
+        finally:
+            self.native_amp = has_autocast
+        return prepared
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> torch.optim.Optimizer:
+        """As Accelerate's, for one that is prepared. Raises :class:`UsageError` for a new one."""
+        if is_new_optimizer(optimizer):
+            raise UsageError(
+                "prepare(optimizer) without its model: shards are cut for both at once. Write "
+                "model, optimizer = accelerator.prepare(model, optimizer)."
+            )
+        prepared: torch.optim.Optimizer = super().prepare_optimizer(optimizer, device_placement)
+        return prepared
+
+    @property
+    def wishes(self) -> Wishes:
+        """What the configuration is completed by, besides the loader's batch size."""
+        return Wishes(self.gradient_accumulation_steps, None, self.mixed_precision)
+
+    def _make(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, micro_batch: int | None
+    ) -> PreparedEngine:
+        wishes = self.wishes
+        if wishes.micro_batch is None:
+            wishes = replace(wishes, micro_batch=micro_batch)
+        is_trained = any(param.requires_grad for param in model.parameters())
+        config = self.config if is_trained else for_inference(self.config)
+        engine, *_ = initialize(
+            model=model,
+            optimizer=optimizer,
+            config=completed(config, wishes),
+            engine_type=PreparedEngine,
+        )
+        assert isinstance(engine, PreparedEngine)
+        self._made.append(engine)
+        if engine.optimizer is not None:
+            self._optimizers.append(engine.optimizer)
+        return engine
+
+    # ------------------------------------------------------------------ the loop
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Backpropagate ``loss / gradient_accumulation_steps``, loss-scaled in fp16. ``kwargs``:
+        ``retain_graph``."""
+        engines = [engine for engine in self.engines if engine.optimizer is not None]
+        if not engines:
+            super().backward(loss, **kwargs)
+            return
+        for engine in engines:
+            engine.set_boundary(self.sync_gradients)
+        latest = max(engines, key=lambda engine: engine.ran_at)
+        if self.gradient_accumulation_steps > 1:
+            loss = loss / self.gradient_accumulation_steps
+        latest.backward(loss, scale_wrt_gas=False, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Backwards inside complete no step, with any number of processes."""
+        with model.no_sync() if isinstance(model, PreparedEngine) else super().no_sync(model):
+            yield
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Nothing: an engine's norms are of unscaled gradients, and its step unscales them."""
+
+    def clip_grad_norm_(
+        self, parameters: Any, max_norm: float, norm_type: float = 2
+    ) -> Tensor | None:
+        """Let the step to come clip the gradient of one model. Returns its 2-norm before, 0-dim.
+
+        ``parameters``: all, or all trainable, ones of one prepared model. Collective. Raises
+        :class:`UsageError` while gradients accumulate, for another norm, and for some of the parameters.
+        """
+        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        engine = self._owner(params)
+        if engine is None:
+            norm: Tensor | None = super().clip_grad_norm_(params, max_norm, norm_type)
+            return norm
+        if norm_type != 2:
+            raise UsageError(
+                f"clip_grad_norm_(norm_type={norm_type}): gradients are in shards, whose 2-norm is "
+                "known. Use norm_type=2."
+            )
+        if not self.sync_gradients:
+            raise UsageError(
+                "clip_grad_norm_() while gradients accumulate: there is no whole gradient to clip yet. "
+                "Call it under `if accelerator.sync_gradients:`."
+            )
+        if engine.settings.gradient_clipping not in (0, max_norm):
+            raise UsageError(
+                f"clip_grad_norm_(max_norm={max_norm:g}), but the configuration says "
+                f'"gradient_clipping": {engine.settings.gradient_clipping:g}. Leave that key out: the '
+                "script clips."
+            )
+        return engine.clip_next_step(max_norm)
+
+    @property
+    def engines(self) -> list[PreparedEngine]:
+        """Those that are open, in the order in which they were prepared."""
+        self._made = [engine for engine in self._made if not engine.is_closed]
+        return self._made
+
+    def engine_of(self, model: nn.Module) -> PreparedEngine | None:
+        """The open engine that was made of ``model``, or None."""
+        return next((engine for engine in self.engines if engine.module is model), None)
+
+    def _owner(self, params: Sequence[Tensor]) -> PreparedEngine | None:
+        """The engine of these parameters; None if they are no engine's."""
+        given = {id(param) for param in params if param.requires_grad}
+        for engine in self.engines:
+            own = {id(param) for param in engine.module.parameters() if param.requires_grad}
+            if own == given:
+                return engine
+            if own & given:
+                raise UsageError(
+                    f"clip_grad_norm_() of {len(given)} parameters, {len(own & given)} of which are "
+                    f"among the {len(own)} of one prepared model: its gradient is clipped as a whole. "
+                    "Call it once for each model, with model.parameters()."
+                )
+        return None
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """As Accelerate's for models that are no engines. Raises :class:`UsageError` for an engine's."""
+        params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if self._owner(params) is not None:
+            raise UsageError(
+                "clip_grad_value_(): gradients are in shards and are not written. Use clip_grad_norm_()."
+            )
+        super().clip_grad_value_(params, clip_value)
+
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
+        """As Accelerate's for models that are no engines. Raises :class:`UsageError` for an engine."""
+        if any(isinstance(item, PreparedEngine) for item in joinables):
+            raise UsageError(
+                "join_uneven_inputs() is for DistributedDataParallel. Keep even_batches=True, or write "
+                '"uneven": "join" in the configuration and iterate over model.batches(loader).'
+            )
+        return super().join_uneven_inputs(joinables, even_batches)
+
+    # ------------------------------------------------------------------ reading and saving
+
+    def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """The module that was prepared."""
+        inner = model.module if isinstance(model, PreparedEngine) else model
+        unwrapped: nn.Module = super().unwrap_model(inner, *args, **kwargs)
+        return unwrapped
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any] | None:
+        """The whole state in host memory on the main process, in the dtypes in which the model computes;
+        None on others, at every stage. Collective."""
+        if not isinstance(model, PreparedEngine):
+            state: dict[str, Any] = super().get_state_dict(model, unwrap)
+            return state
+        if self._saves_state:
+            return _LEFT_TO_THE_ENGINE
+        gathered: dict[str, Any] | None = model._consolidated_16bit_state_dict()
+        return gathered
+
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        """As Accelerate's: engines write checkpoints, under the names that Accelerate gives DeepSpeed's
+        (``pytorch_model``, ``pytorch_model_1``, ...), that any number of ranks can load. Collective."""
+        self._saves_state = True
+        try:
+            with self._engines_apart():
+                return super().save_state(*args, **kwargs)
+        finally:
+            self._saves_state = False
+
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
+        """As Accelerate's; it reads what ``save_state`` wrote here or, with DeepSpeed, elsewhere."""
+        with self._engines_apart():
+            super().load_state(*args, **kwargs)
+
+    def _save_engines(self, models: list[Any], weights: list[Any], output_dir: str) -> None:
+        """First of the hooks of ``save_state``: the script's own see no state dict of an engine."""
+        self._saves_state = False
+        weights[:] = [state for state in weights if state is not _LEFT_TO_THE_ENGINE]
+        for at, engine in enumerate(models):
+            if isinstance(engine, PreparedEngine):
+                engine.save_checkpoint(output_dir, _tag(at), save_latest=at == 0)
+
+    def _load_engines(self, models: list[Any], input_dir: str) -> None:
+        """First of the hooks of ``load_state``: what is left in ``models`` is loaded by others."""
+        for at, engine in enumerate(models):
+            if isinstance(engine, PreparedEngine):
+                engine.load_checkpoint(input_dir, _tag(at))
+        models[:] = [model for model in models if not isinstance(model, PreparedEngine)]
+
+    @contextlib.contextmanager
+    def _engines_apart(self) -> Iterator[None]:
+        """Accelerate saves and loads the other optimizers only."""
+        every = self._optimizers
+        self._optimizers = [one for one in every if not isinstance(one, EngineOptimizer)]
+        try:
+            yield
+        finally:
+            self._optimizers = every
+
+    def free_memory(self, *objects: Any) -> Any:
+        """As Accelerate's. Engines are closed: at stage 3 the shards, so the weights, are gone."""
+        for engine in self.engines:
+            if not self.keeps(engine):
+                engine.close()
+        return super().free_memory(*objects)
+
+    def keeps(self, _engine: PreparedEngine) -> bool:
+        """Does the engine stay open in ``free_memory()``?"""
+        return False
+
+
+def _tag(at: int) -> str:
+    return MODEL_NAME if at == 0 else f"{MODEL_NAME}_{at}"

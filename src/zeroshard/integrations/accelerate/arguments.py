@@ -1,0 +1,103 @@
+"""May these arguments be prepared together, and what do they say about each other?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+from torch.utils.data import DataLoader
+
+from zeroshard.errors import UsageError
+from zeroshard.integrations.accelerate.prepared import PreparedEngine
+
+OTHERS = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin",
+          "torch_tp_plugin", "parallelism_config")  # fmt: skip
+"""Arguments of Accelerate's that give the model to another library."""
+
+
+def refuse_others(arguments: dict[str, Any]) -> None:
+    """Raise :class:`UsageError` for a plug-in that shards the model, too."""
+    given = [name for name in OTHERS if arguments.get(name) is not None]
+    if given:
+        raise UsageError(
+            f"Accelerator({given[0]}=...): ZeroShard shards the model itself, by its own configuration "
+            "(config=). Leave that argument out."
+        )
+
+
+def refuse_schedules(objects: Iterable[Any]) -> None:
+    """Raise :class:`UsageError` if a schedule is among ``objects``: the configuration names one."""
+    if any(isinstance(obj, torch.optim.lr_scheduler.LRScheduler) for obj in objects):
+        raise UsageError(
+            'prepare() was given a schedule and the configuration names one ("scheduler"). Only one '
+            "can act: drop either."
+        )
+
+
+def micro_batch_of(objects: Iterable[Any], num_processes: int, *, splits: bool) -> int | None:
+    """Samples per rank in a batch of the loader among ``objects``; None if none says so.
+
+    ``splits``: a loader's batch is split over the processes (Accelerate's ``split_batches``).
+    """
+    for loader in objects:
+        if not isinstance(loader, DataLoader):
+            continue
+        if hasattr(loader, "total_batch_size"):  # prepared already
+            return int(loader.total_batch_size) // num_processes
+        size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+        if isinstance(size, int):
+            return size // num_processes if splits else size
+    return None
+
+
+def has_params(obj: Any) -> bool:
+    """Is it a module with something to shard that is no engine?"""
+    is_plain = isinstance(obj, nn.Module) and not isinstance(obj, PreparedEngine)
+    return is_plain and next(obj.parameters(), None) is not None
+
+
+def is_new_optimizer(obj: Any) -> bool:
+    """Is it an optimizer that nobody prepared?"""
+    return isinstance(obj, torch.optim.Optimizer) and not isinstance(obj, AcceleratedOptimizer)
+
+
+def pairs(
+    models: Sequence[nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+    engines: Sequence[PreparedEngine],
+) -> list[tuple[nn.Module, torch.optim.Optimizer | None]]:
+    """Each model with the optimizer of its parameters, or None. Raises :class:`UsageError`."""
+    of_model = [{id(param) for param in model.parameters()} for model in models]
+    found: dict[int, torch.optim.Optimizer] = {}
+    for optimizer in optimizers:
+        params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        owners = [at for at, own in enumerate(of_model) if own & params]
+        name = type(optimizer).__name__
+        if len(owners) > 1:
+            raise UsageError(
+                f"{name} holds parameters of {len(owners)} models, but each engine updates its own. Make "
+                "one optimizer for each, or put the models into one module."
+            )
+        if not owners:
+            is_late = any(
+                params & {id(p) for p in engine.module.parameters()} for engine in engines
+            )
+            why = (
+                "its model was prepared before"
+                if is_late
+                else "its model is not among the arguments"
+            )
+            raise UsageError(
+                f"prepare() was given {name}, but {why}: shards are cut for both at once. Write "
+                "model, optimizer = accelerator.prepare(model, optimizer)."
+            )
+        if owners[0] in found:
+            raise UsageError(
+                f"prepare() was given {type(found[owners[0]]).__name__} and {name} for one model. An "
+                "engine has one optimizer: put the parameters into groups of it."
+            )
+        found[owners[0]] = optimizer
+    return [(model, found.get(at)) for at, model in enumerate(models)]

@@ -1,0 +1,394 @@
+"""Who starts whom?
+
+:func:`decide` turns the options, the environment and the hostfile into one of four decisions: ranks
+of this node, a launcher per host over ssh or ``mpirun``, launchers through ``srun``, or we become a
+rank.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from zeroshard.errors import LaunchError
+from zeroshard.launch.hosts import Host, check_filters, parse_hostfile, select
+from zeroshard.launch.mpi import MPI_LAUNCHERS
+from zeroshard.launch.remote import this_launcher
+from zeroshard.launch.slurm import SlurmJob, rank_env, read_slurm, srun_command
+from zeroshard.launch.supervisor import ShutdownTimeouts
+
+DEFAULT_PORT = 29500
+LAUNCHERS = ("ssh", "pdsh", "slurm", *MPI_LAUNCHERS)
+"""What may start the launchers of other hosts. ``pdsh`` is a name for ssh."""
+
+_MANY_SLOTS = 1 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchRequest:
+    """The options of ``zeroshard launch``, under DeepSpeed's names where it has them."""
+
+    script: str
+    args: tuple[str, ...] = ()
+    nproc: int | None = None  # also --num_gpus, --num_accelerators
+    hostfile: str | None = None
+    include: str = ""
+    exclude: str = ""
+    num_nodes: int | None = None
+    node_rank: int | None = None
+    master_addr: str | None = None
+    master_port: int | None = None
+    module: bool = False
+    no_python: bool = False
+    pass_local_rank: bool = False
+    as_deepspeed: str = ""  # directory that goes first on the ranks' PYTHONPATH
+    no_ssh: bool = False
+    ssh_port: int | None = None
+    launcher: str | None = None  # one of LAUNCHERS; None: srun in a SLURM job, else ssh
+    launcher_args: str = ""  # words for ssh, srun or mpirun
+    force_multi: bool = False
+    venv_script: str | None = None
+    bind_cores: bool = False
+    bind_core_list: str | None = None
+    save_pid: bool = False
+    each_rank_log: str | None = None
+    expect_memory_per_rank: str | None = None
+    patience: ShutdownTimeouts = field(default_factory=ShutdownTimeouts)
+    quiet: bool = False
+    verbose: bool = False
+    leash: bool = False  # another launcher holds our standard input
+
+
+@dataclass(frozen=True, slots=True)
+class RunHere:
+    """Ranks of this node; ``num_local`` None means one per GPU that is visible."""
+
+    num_local: int | None
+    num_nodes: int
+    node_rank: int
+    master_addr: str | None
+    master_port: int | None
+    devices: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunNodes:
+    """A launcher per host, started by ``starter``: "ssh", or one of :data:`MPI_LAUNCHERS`."""
+
+    hosts: tuple[Host, ...]
+    master_port: int
+    starter: str = "ssh"
+
+
+@dataclass(frozen=True, slots=True)
+class RunSrun:
+    """A launcher per node of the SLURM job."""
+
+    command: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ExecAsRank:
+    """SLURM started one task per rank: this process is one."""
+
+    env: Mapping[str, str]
+
+
+LaunchPlan = RunHere | RunNodes | RunSrun | ExecAsRank
+
+
+def plan_launch(
+    request: LaunchRequest, env: Mapping[str, str], *, this_host: tuple[str, ...], has_srun: bool
+) -> LaunchPlan:
+    """Who starts whom; reads the hostfile and nothing else. Raises LaunchError for what cannot work."""
+    check_request(request)
+    decision = _plan(request, env, this_host=this_host, has_srun=has_srun)
+    _check_effect(request, decision)
+    return decision
+
+
+def _plan(
+    request: LaunchRequest, env: Mapping[str, str], *, this_host: tuple[str, ...], has_srun: bool
+) -> LaunchPlan:
+    job = _slurm_job(request, env)
+    if job is not None and job.one_rank_per_task:
+        if request.nproc is not None:
+            raise LaunchError(
+                f"SLURM started {job.num_tasks} tasks on {len(job.hosts)} nodes, and each becomes "
+                f"one rank, so --nproc {request.nproc} has no meaning; leave it out, or use "
+                "--ntasks-per-node=1."
+            )
+        return ExecAsRank(
+            rank_env(job, master_addr=request.master_addr, master_port=request.master_port)
+        )
+    if job is not None and (len(job.hosts) > 1 or job.in_step or request.force_multi):
+        return _plan_slurm(request, job, has_srun)
+    if request.hostfile is None:
+        return _plan_without_hosts(request)
+    hosts = _listed_hosts(request, request.hostfile)
+    if request.no_ssh:
+        rank = _node_rank(request, len(hosts))
+        address = request.master_addr or hosts[0].name
+        return _here(request, hosts[rank], len(hosts), rank, address)
+    local = (*this_host, "localhost", "127.0.0.1")
+    if len(hosts) == 1 and hosts[0].name in local and not request.force_multi:
+        return _here(request, hosts[0], 1, 0, request.master_addr)
+    starter = request.launcher if request.launcher in MPI_LAUNCHERS else "ssh"
+    return RunNodes(hosts, request.master_port or DEFAULT_PORT, starter)
+
+
+def notices(request: LaunchRequest, decision: LaunchPlan) -> tuple[str, ...]:
+    """What a user should know about options that do something else than their name says, or nothing."""
+    said: list[str] = []
+    if isinstance(decision, RunNodes) and request.launcher == "pdsh":
+        said.append("--launcher pdsh: hosts are reached over ssh, and pdsh is not used.")
+    if isinstance(decision, RunHere) and request.launcher_args:
+        said.append("--launcher_args has no effect: this run is on this host alone.")
+    return tuple(said)
+
+
+def _slurm_job(request: LaunchRequest, env: Mapping[str, str]) -> SlurmJob | None:
+    """The SLURM job to use, if any: asked for, or found without a hostfile."""
+    job = None if request.no_ssh else read_slurm(env)
+    if request.launcher == "slurm":
+        if job is None:
+            raise LaunchError(
+                "--launcher slurm: SLURM_JOB_ID is not set, so this is no SLURM job. Start the command "
+                "inside one (salloc, sbatch), or reach the hosts with --launcher ssh."
+            )
+        return job
+    if request.hostfile:
+        return None
+    if job is not None and request.launcher and (len(job.hosts) > 1 or job.in_step):
+        raise LaunchError(
+            f"--launcher {request.launcher} in a SLURM job of {len(job.hosts)} nodes needs --hostfile, "
+            "to know the hosts. Without the option srun starts the nodes of the job."
+        )
+    return job
+
+
+def _listed_hosts(request: LaunchRequest, hostfile: str) -> tuple[Host, ...]:
+    return select(
+        parse_hostfile(_read(hostfile), hostfile),
+        include=request.include,
+        exclude=request.exclude,
+        num_nodes=request.num_nodes,
+        num_slots=request.nproc,
+    )
+
+
+def _plan_without_hosts(request: LaunchRequest) -> RunHere:
+    if request.force_multi:
+        raise LaunchError(
+            "--force_multi starts a launcher on each host, and no host is named: give --hostfile."
+        )
+    num_nodes = request.num_nodes or 1
+    if num_nodes > 1:
+        if not request.no_ssh:
+            raise LaunchError(
+                f"--num_nodes {num_nodes} needs --hostfile, or --no_ssh --node_rank R on each node."
+            )
+        rank = _node_rank(request, num_nodes)
+        if request.master_addr is None:
+            raise LaunchError(
+                "--no_ssh with several nodes needs --master_addr, the address of node 0."
+            )
+        port = request.master_port or DEFAULT_PORT
+        return RunHere(request.nproc, num_nodes, rank, request.master_addr, port, None)
+    devices = None
+    nproc = request.nproc
+    if request.include:
+        listed = select([Host("localhost", tuple(range(_MANY_SLOTS)))], include=request.include)[0]
+        if len(listed.slots) == _MANY_SLOTS:
+            return RunHere(None, 1, 0, request.master_addr, request.master_port, None)
+        nproc, devices = len(listed.slots), ",".join(map(str, listed.slots))
+    elif request.exclude:
+        raise LaunchError(
+            "--exclude needs --hostfile; without one, say what to use with --include."
+        )
+    return RunHere(nproc, 1, 0, request.master_addr, request.master_port, devices)
+
+
+def _plan_slurm(request: LaunchRequest, job: SlurmJob, has_srun: bool) -> RunHere | RunSrun:
+    nproc = request.nproc or job.tasks_per_node or None
+    address, port = request.master_addr or job.hosts[0], request.master_port or job.port
+    if job.in_step:
+        if request.hostfile or request.force_multi:
+            option = "--hostfile" if request.hostfile else "--force_multi"
+            raise LaunchError(
+                f"{option} inside a SLURM step: srun has chosen the hosts and started this launcher on "
+                "one of them. Leave it out."
+            )
+        if len(job.hosts) == 1:
+            return RunHere(request.nproc, 1, 0, request.master_addr, request.master_port, None)
+        return RunHere(request.nproc, len(job.hosts), job.node_id, address, port, None)
+    if not has_srun:
+        raise LaunchError(
+            f"the SLURM job has {len(job.hosts)} nodes, but there is no srun on PATH; give "
+            "--hostfile to use ssh, or run zeroshard launch under srun."
+        )
+    if request.hostfile:
+        hosts = _in_order_of(job, _listed_hosts(request, request.hostfile))
+        nproc = len(hosts[0].slots)
+        slots = tuple(range(nproc))
+    else:
+        slots = tuple(range(nproc or _MANY_SLOTS))
+        hosts = select(
+            [Host(name, slots) for name in job.hosts],
+            include=request.include,
+            exclude=request.exclude,
+            num_nodes=request.num_nodes,
+        )
+    if any(host.slots != slots for host in hosts):
+        raise LaunchError(
+            "under SLURM --include and --exclude choose whole nodes, with the same number of slots "
+            "on each; choose devices with srun's options."
+        )
+    launcher = [*this_launcher(request.venv_script)]
+    launcher += ["--master_addr", request.master_addr or hosts[0].name]
+    launcher += ["--master_port", str(port)]
+    if nproc is not None:
+        launcher += ["--nproc", str(nproc)]
+    launcher += [*passed_on(request), "--", request.script, *request.args]
+    names = [host.name for host in hosts] if len(hosts) < len(job.hosts) else []
+    extra = shlex.split(request.launcher_args)
+    return RunSrun(tuple(srun_command(len(hosts), names, launcher, extra)))
+
+
+def _in_order_of(job: SlurmJob, hosts: tuple[Host, ...]) -> tuple[Host, ...]:
+    """The hosts as SLURM numbers its nodes: node 0 is where the ranks meet."""
+    strange = [host.name for host in hosts if host.name not in job.hosts]
+    if strange:
+        raise LaunchError(
+            f"--hostfile names {strange[0]!r}, which is no node of the SLURM job "
+            f"({', '.join(job.hosts)}). Filter with --include, or leave --hostfile out."
+        )
+    return tuple(sorted(hosts, key=lambda host: job.hosts.index(host.name)))
+
+
+def _here(
+    request: LaunchRequest, host: Host, num_nodes: int, rank: int, address: str | None
+) -> RunHere:
+    port = request.master_port or (DEFAULT_PORT if num_nodes > 1 else None)
+    return RunHere(len(host.slots), num_nodes, rank, address, port, host.devices)
+
+
+def passed_on(request: LaunchRequest) -> list[str]:
+    """The options that every node's launcher needs as well."""
+    words: list[str] = []
+    switches = {
+        "--module": request.module,
+        "--no_python": request.no_python,
+        "--pass_local_rank": request.pass_local_rank,
+        "--as-deepspeed": bool(request.as_deepspeed),
+        "--bind_cores_to_rank": request.bind_cores,
+        "--quiet": request.quiet,
+    }
+    words += [name for name, on in switches.items() if on]
+    if request.verbose:
+        words += ["--log_level", "info"]
+    if request.bind_core_list is not None:
+        words += ["--bind_core_list", request.bind_core_list]
+    if request.each_rank_log:
+        words += ["--enable_each_rank_log", request.each_rank_log]
+    if request.expect_memory_per_rank:
+        words += ["--expect-memory-per-rank", request.expect_memory_per_rank]
+    if request.patience != ShutdownTimeouts():
+        words += ["--grace-s", str(request.patience.grace_s)]
+        words += ["--stop-s", str(request.patience.stop_s)]
+    return words
+
+
+def check_request(request: LaunchRequest) -> None:
+    """Raises LaunchError for options that contradict each other."""
+    if request.module and request.no_python:
+        raise LaunchError("--module and --no_python cannot be given together; keep one of them.")
+    check_filters(
+        include=request.include,
+        exclude=request.exclude,
+        num_nodes=request.num_nodes,
+        num_slots=request.nproc,
+    )
+    if request.node_rank is not None and not request.no_ssh:
+        raise LaunchError(
+            f"--node_rank {request.node_rank} is for one launcher per node; give --no_ssh with it."
+        )
+    if request.master_port is not None and not 0 < request.master_port < 1 << 16:
+        raise LaunchError(
+            f"--master_port is {request.master_port}; it must lie between 1 and 65535."
+        )
+    _check_launcher(request)
+
+
+def _check_launcher(request: LaunchRequest) -> None:
+    launcher = request.launcher
+    if launcher is not None and launcher not in LAUNCHERS:
+        raise LaunchError(f"--launcher {launcher!r} is unknown. Use one of {', '.join(LAUNCHERS)}.")
+    for option, given in (("--launcher", launcher), ("--force_multi", request.force_multi)):
+        if given and request.no_ssh:
+            raise LaunchError(
+                f"{option} and --no_ssh cannot be given together: with --no_ssh nothing is started on "
+                "other hosts."
+            )
+    if request.ssh_port is not None and launcher not in (None, "ssh", "pdsh"):
+        raise LaunchError(
+            f"--ssh_port has no meaning with --launcher {launcher}, which does not ask ssh; leave it out."
+        )
+    if request.launcher_args and launcher in (None, "pdsh"):
+        given = "--launcher pdsh" if launcher else "no --launcher"
+        raise LaunchError(
+            f"--launcher_args {request.launcher_args!r} with {given}: hosts are reached over ssh, which "
+            "has other options than pdsh. Give ssh's, with --launcher ssh."
+        )
+    try:
+        shlex.split(request.launcher_args)
+    except ValueError as error:
+        raise LaunchError(
+            f"--launcher_args {request.launcher_args!r} cannot be split into words: {error}."
+        ) from error
+
+
+def _check_effect(request: LaunchRequest, decision: LaunchPlan) -> None:
+    """Refuse options that would do nothing where it was decided to run."""
+    if request.venv_script is not None and isinstance(decision, (RunHere, ExecAsRank)):
+        raise LaunchError(
+            f"--venv_script {request.venv_script!r} is for launchers that are started on other hosts. "
+            "Here, activate the environment before this command."
+        )
+    binds = request.bind_cores or request.bind_core_list is not None
+    if binds and isinstance(decision, ExecAsRank):
+        raise LaunchError(
+            "--bind_cores_to_rank: SLURM started one task per rank, and binds them itself. Use "
+            "srun --cpu-bind=cores, or --ntasks-per-node=1."
+        )
+    becomes = isinstance(decision, (RunSrun, ExecAsRank)) or (
+        isinstance(decision, RunNodes) and decision.starter in MPI_LAUNCHERS
+    )
+    if request.save_pid and becomes:
+        raise LaunchError(
+            "--save_pid: this command becomes srun, mpirun or a rank, and could not remove its file. "
+            "It keeps its process id: use that one, or scancel."
+        )
+
+
+def _node_rank(request: LaunchRequest, num_nodes: int) -> int:
+    rank = request.node_rank
+    if rank is None:
+        if num_nodes == 1:
+            return 0
+        raise LaunchError("--no_ssh with several nodes needs --node_rank, this node's number.")
+    if not 0 <= rank < num_nodes:
+        raise LaunchError(f"--node_rank {rank} is outside of 0..{num_nodes - 1}.")
+    return rank
+
+
+def _read(hostfile: str) -> str:
+    try:
+        return Path(hostfile).read_text()
+    except OSError as error:
+        raise LaunchError(
+            f"--hostfile {hostfile!r} cannot be read: {error.strerror}. "
+            "It holds lines 'host slots=N'."
+        ) from error

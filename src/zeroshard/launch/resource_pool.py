@@ -1,0 +1,53 @@
+"""What do programs ask DeepSpeed's launcher about hosts? (``deepspeed.launcher.runner``)"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+
+from zeroshard.launch.env import ALSO_EXPORTED, EXPORTED
+from zeroshard.launch.hosts import Host, parse_hostfile, select
+
+_log = logging.getLogger(__name__)
+
+DLTS_HOSTFILE = "/job/hostfile"
+EXPORT_ENVS = [*EXPORTED]
+"""Beginnings of the names of variables that ranks of other hosts get too. What a program appends counts
+for the runs that it starts (:func:`launcher_environment`)."""
+
+
+def launcher_environment() -> dict[str, str]:
+    """For a launcher that exports what the program appended to :data:`EXPORT_ENVS`."""
+    more = [name for name in EXPORT_ENVS if name not in EXPORTED]
+    return {**os.environ, ALSO_EXPORTED: ",".join(more)} if more else dict(os.environ)
+
+
+def fetch_hostfile(hostfile_path: str) -> OrderedDict[str, int] | None:
+    """Host -> number of slots, in the file's order; None, with a warning, if there is no such file.
+
+    Raises :class:`LaunchError`, which names every bad line.
+    """
+    path = Path(hostfile_path)
+    if not path.is_file():
+        _log.warning("there is no hostfile %s: this host alone is used", path)
+        return None
+    hosts = parse_hostfile(path.read_text(), str(path))
+    return OrderedDict((host.name, len(host.slots)) for host in hosts)
+
+
+def parse_inclusion_exclusion(
+    resource_pool: Mapping[str, int], inclusion: str, exclusion: str
+) -> OrderedDict[str, list[int]]:
+    """Host -> slots that are used. The filters are those of ``--include`` and ``--exclude``.
+
+    >>> parse_inclusion_exclusion({"a": 2, "b": 2}, "", "a:0")
+    OrderedDict([('a', [1]), ('b', [0, 1])])
+
+    Raises :class:`LaunchError` for hosts or slots that are not in the pool, and for both filters at once.
+    """
+    pool = (Host(name, tuple(range(slots))) for name, slots in resource_pool.items())
+    chosen = select(pool, include=inclusion, exclude=exclusion)
+    return OrderedDict((host.name, list(host.slots)) for host in chosen)

@@ -1,0 +1,151 @@
+"""When does a run of processes end, and who is stopped in which order?
+
+A ``Herd`` watches processes that the launcher itself started, and nothing else:
+
+    RUNNING --a member fails--> GRACE --time is up--> STOPPING (TERM) --time is up--> KILLING (KILL)
+       \\--------------- interrupt(signal): forwarded ----/^    interrupt again ------/^
+
+In GRACE the survivors may end by themselves, with a verdict that says where they were. ``tick``
+never blocks; the caller sleeps between two ticks.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from zeroshard.launch.exit_report import RankExit
+
+
+class WorkerProcess(Protocol):
+    """The part of :class:`subprocess.Popen` that a herd uses."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+
+
+class Phase(Enum):
+    """How far the end of the run has come."""
+
+    RUNNING = 0
+    GRACE = 1
+    STOPPING = 2
+    KILLING = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ShutdownTimeouts:
+    """Seconds given to each phase of the end."""
+
+    grace_s: float = 5.0  # for survivors of a failure to end by themselves
+    stop_s: float = 30.0  # between the request to stop and SIGKILL
+
+
+Send = Callable[[int, WorkerProcess, signal.Signals], None]
+
+
+def signal_group(_: int, process: WorkerProcess, number: signal.Signals) -> None:
+    """Signal a process and its descendants; it must lead its own session (and may be a zombie)."""
+    try:
+        os.killpg(process.pid, number)
+    except (ProcessLookupError, PermissionError):
+        return
+
+
+class WorkerSupervisor:
+    """Processes by rank, started by the caller, each leading its own session.
+
+    ``send`` delivers a signal to a member; ``clock`` gives seconds.
+    """
+
+    def __init__(
+        self,
+        processes: Mapping[int, WorkerProcess],
+        *,
+        patience: ShutdownTimeouts,
+        send: Send = signal_group,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._alive = dict(processes)
+        self._patience = patience
+        self._send = send
+        self._clock = clock
+        self._deadline_s = float("inf")
+        self._told: set[int] = set()  # ranks that were alive when the launcher ordered the stop
+        self.phase = Phase.RUNNING
+        self.interrupted: signal.Signals | None = None
+        self.deaths: list[RankExit] = []
+
+    @property
+    def alive(self) -> dict[int, WorkerProcess]:
+        """Members that have not ended, as of the last tick."""
+        return dict(self._alive)
+
+    def tick(self) -> bool:
+        """Record who ended since the last call and move to the next phase if it is time.
+
+        True when no member is left.
+        """
+        now_s = self._clock()
+        for rank, process in list(self._alive.items()):
+            code = self._ended(rank, process)
+            if code is not None:
+                del self._alive[rank]
+                self.deaths.append(RankExit(rank, code, now_s, stopped=rank in self._told))
+        failed = any(death.exitcode != 0 for death in self.deaths)
+        if self.phase is Phase.RUNNING and failed:
+            self._enter(Phase.GRACE, now_s + self._patience.grace_s)
+        elif self.phase is Phase.GRACE and now_s >= self._deadline_s:
+            self._order(signal.SIGTERM, now_s)
+        elif now_s >= self._deadline_s:
+            self._enter(Phase.KILLING, now_s + self._patience.stop_s)
+            self._tell(signal.SIGKILL)
+        return not self._alive
+
+    def interrupt(self, number: signal.Signals) -> None:
+        """The user asks to stop: forward the signal and wait; asked again, kill."""
+        now_s = self._clock()
+        if self.interrupted is None and self.phase in (Phase.RUNNING, Phase.GRACE):
+            self.interrupted = number if self.phase is Phase.RUNNING else None
+            self._order(number, now_s)
+        else:
+            self._enter(Phase.KILLING, now_s + self._patience.stop_s)
+            self._tell(signal.SIGKILL)
+
+    def _ended(self, rank: int, process: WorkerProcess) -> int | None:
+        """The exit code of a member that ended.
+
+        What is left of a failed member's group (data-loader workers) is killed before the member is
+        reaped: until then nobody else can own its id.
+        """
+        if isinstance(process, subprocess.Popen) and hasattr(os, "waitid"):
+            flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            try:
+                seen = os.waitid(os.P_PID, process.pid, flags)
+            except ChildProcessError:
+                return process.poll()
+            if seen is None:
+                return None
+            if seen.si_code != os.CLD_EXITED or seen.si_status != 0:
+                self._send(rank, process, signal.SIGKILL)
+        return process.poll()
+
+    def _order(self, number: signal.Signals, now_s: float) -> None:
+        self._enter(Phase.STOPPING, now_s + self._patience.stop_s)
+        self._tell(number)
+
+    def _tell(self, number: signal.Signals) -> None:
+        for rank, process in self._alive.items():
+            self._told.add(rank)
+            self._send(rank, process, number)
+
+    def _enter(self, phase: Phase, deadline_s: float) -> None:
+        self.phase = phase
+        self._deadline_s = deadline_s

@@ -1,0 +1,1 @@
+"""How bytes are allocated, freed, pinned and limited."""

@@ -1,1 +1,0 @@
-"""Arithmetic that is compiled where a C++ compiler is there, and never needed."""

@@ -1,0 +1,200 @@
+"""Can this host hold, and serve, what the plan puts into its memory and on its disks?
+
+Asked before the first byte moves: a run that cannot work ends here, with the numbers of every rank.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from zeroshard.comm.collectives import Comm
+from zeroshard.comm.env import RankInfo
+from zeroshard.comm.host import host_number
+from zeroshard.config import Config
+from zeroshard.core.ledger import Key
+from zeroshard.core.stages import STAGES
+from zeroshard.core.tiers import Tier
+from zeroshard.errors import DiskError
+from zeroshard.memory.host_limits import host_limits
+from zeroshard.offload import disk_check
+from zeroshard.offload.host_fit import check_host
+from zeroshard.offload.plan import OffloadPlan, host_sizes
+
+UNKNOWN_NBYTES = 1 << 52
+"""Stands for a limit that the system does not tell; a float holds it exactly."""
+
+PROBE_NBYTES = 128 << 20
+"""Written and read once to measure a disk: well under a second on any that can be trained on."""
+
+PROBED_FROM_NBYTES = 64 << 20
+"""What rests on disk below this many bytes costs no time worth a forecast."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a rank will hold beside the model that it was given. Bytes."""
+
+    host_nbytes: int  # in host memory; on CPU ranks all that is not on disk
+    optimizer_nbytes: int  # on disk
+    param_nbytes: int  # on disk
+    gradient_nbytes: int  # on disk
+    micro_batches: int = 1  # forwards and backwards of a step
+    reductions: int = 1  # of a step
+
+    def traffic(self, kind: str) -> tuple[int, int]:
+        """Bytes read from and written to disk in a step, at most, for a field of this class.
+
+        State is read and written once. Shards are read for every forward and backward, and for the
+        update; units that stay full between forward and backward are read once for both. Gradients are
+        written after each reduction, and read for the next one and for the update.
+        """
+        nbytes: int = getattr(self, kind)
+        if kind == "param_nbytes":
+            return (2 * self.micro_batches + 1) * nbytes, nbytes
+        times = self.reductions if kind == "gradient_nbytes" else 1
+        return times * nbytes, times * nbytes
+
+    @property
+    def read_nbytes(self) -> int:
+        """Read from disk in a step, at most."""
+        return sum(self.traffic(kind)[0] for kind in ON_DISK)
+
+    @property
+    def written_nbytes(self) -> int:
+        """Written to disk in a step."""
+        return sum(self.traffic(kind)[1] for kind in ON_DISK)
+
+
+ON_DISK = ("optimizer_nbytes", "param_nbytes", "gradient_nbytes")
+"""Fields of a :class:`Demand`."""
+
+
+def demand_of(
+    planned: Mapping[Key, int], *, on_cpu: bool, micro_batches: int = 1, reductions: int = 1
+) -> Demand:
+    """``planned``: bytes per category and tier. ``on_cpu``: the device's memory is the host's.
+
+    >>> tiers = {(c, t): 0 for c in ("parameters", "gradients", "master", "optimizer") for t in Tier}
+    >>> demand_of({**tiers, ("master", Tier.DISK): 4, ("optimizer", Tier.DISK): 8}, on_cpu=True)
+    Demand(host_nbytes=0, optimizer_nbytes=12, param_nbytes=0, gradient_nbytes=0, \
+micro_batches=1, reductions=1)
+    """
+    tiers = (Tier.HOST, Tier.DEVICE) if on_cpu else (Tier.HOST,)
+    new = ["gradients", "master", "optimizer"]
+    if not on_cpu:
+        new.append("parameters")  # on CPU ranks they exist already, in the model
+    return Demand(
+        sum(planned[category, tier] for category in new for tier in tiers),
+        planned["master", Tier.DISK] + planned["optimizer", Tier.DISK],
+        planned["parameters", Tier.DISK],
+        planned["gradients", Tier.DISK],
+        micro_batches,
+        reductions,
+    )
+
+
+def check_capacity(
+    planned: Mapping[Key, int],
+    resting: OffloadPlan,
+    config: Config,
+    comm: Comm,
+    place: RankInfo,
+    device: torch.device,
+) -> list[str]:
+    """Refuse a plan that some host cannot hold, and forecast what its disks will cost. Collective.
+
+    Returns the forecast in words, on the first rank of each host.
+
+    Every rank judges every host by the same numbers, so that all raise or none does:
+    :class:`HostMemoryError` or :class:`DiskError`, with the numbers of all ranks of the host.
+    """
+    paths = _paths(config)
+    limits = host_limits()
+    me = host_number()
+    micro_batches = config.gradient_accumulation_steps or 1
+    stage = STAGES[config.zero_optimization.stage]
+    mine = demand_of(
+        planned,
+        on_cpu=device.type == "cpu",
+        micro_batches=micro_batches,
+        reductions=micro_batches if stage.shards_grads else 1,
+    )
+    if device.type != "cpu":  # masters are in the plan; gradients and parameters in passing are not
+        sizes = host_sizes(resting)
+        scratch_nbytes = sum(
+            numel * dtype.itemsize for what, numel, dtype in sizes if what == "scratch"
+        )
+        mine = replace(mine, host_nbytes=mine.host_nbytes + scratch_nbytes)
+    row = [me, limits.free_nbytes or UNKNOWN_NBYTES, *(_free(path) for path in paths)]
+    row_K = torch.tensor([*row, *astuple(mine)], dtype=torch.float64).to(device)
+    forecasts: list[str] = []
+    hosts: dict[int, list[tuple[list[int], Demand]]] = defaultdict(list)
+    rows = comm.all_gather_small(row_K, name="room")
+    if isinstance(rows, FakeTensor):
+        return []  # nothing will be held
+    for number, *rest in rows.tolist():
+        frees, numbers = rest[: 1 + len(paths)], rest[1 + len(paths) :]
+        hosts[int(number)].append((list(map(int, frees)), Demand(*map(int, numbers))))
+    for number, ranks in hosts.items():
+        demands = [demand for _, demand in ranks]
+        memory, *disks = (min(column) for column in zip(*(free for free, _ in ranks), strict=True))
+        known = replace(
+            limits,
+            host_free_nbytes=None if memory == UNKNOWN_NBYTES else memory,
+            cgroup=limits.cgroup if number == me and limits.is_cgroup_tighter else None,
+        )
+        check_host([demand.host_nbytes for demand in demands], known)
+        for (path, kinds), free in zip(paths.items(), disks, strict=True):
+            wanted = sum(getattr(demand, kind) for demand in demands for kind in kinds)
+            disk_check.check(path, wanted, free=free)
+            if number == me and place.local_rank == 0 and wanted >= PROBED_FROM_NBYTES:
+                forecasts += _forecast(path, kinds, demands)
+    comm.all_gather_small(
+        row_K[:1], name="room measured"
+    )  # until then nobody writes or takes blocks
+    return forecasts
+
+
+def _paths(config: Config) -> dict[str, list[str]]:
+    """Directories in use, and which of a :class:`Demand`'s bytes rest there."""
+    zero = config.zero_optimization
+    paths: dict[str, list[str]] = defaultdict(list)
+    for section, kinds in (
+        (zero.offload_optimizer, ("optimizer_nbytes", "gradient_nbytes")),
+        (zero.offload_param, ("param_nbytes",)),
+    ):
+        if section is not None and section.device == "nvme" and section.nvme_path is not None:
+            paths[section.nvme_path] += kinds
+    return paths
+
+
+def _free(path: str) -> int:
+    """Free bytes; what cannot be looked up fails where it is opened, with the reason."""
+    try:
+        return disk_check.free_below(path)
+    except DiskError:
+        return UNKNOWN_NBYTES
+
+
+def _forecast(path: str, kinds: Sequence[str], here: Sequence[Demand]) -> Iterator[str]:
+    """What the disk will cost. Measured by one rank of a host, so that ranks do not disturb it."""
+    speed = disk_check.measure(path, PROBE_NBYTES)
+    nbytes = sum(getattr(demand, kind) for demand in here for kind in kinds)
+    reads, writes = (
+        sum(traffic)
+        for traffic in zip(
+            *(demand.traffic(kind) for demand in here for kind in kinds), strict=True
+        )
+    )
+    seconds = disk_check.forecast(reads, writes, speed)
+    yield (
+        f"{nbytes / 1e9:.2f} GB of this host's state rest in {path}: {speed}; about {seconds:.1f} s of "
+        "transfers per step"
+    )
+    if doubt := disk_check.warning(path):
+        yield doubt

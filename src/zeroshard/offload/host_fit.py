@@ -1,0 +1,67 @@
+"""Does what the ranks of this host plan to hold fit into its memory, before the first step?
+
+Pure: from numbers to silence or an error. The limits are read in :mod:`zeroshard.memory.host_limits`;
+the numbers come from the plan, for every rank of the host, not for this one alone: each would fit, and
+together they would be killed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from zeroshard.errors import HostMemoryError
+from zeroshard.memory.host_limits import HostLimits
+
+
+def check_host(planned_nbytes_of_local_ranks: Sequence[int], limits: HostLimits) -> None:
+    """Refuse a plan that the kernel would end by killing a rank.
+
+    ``planned_nbytes_of_local_ranks``: bytes of host memory that each rank of this host will need beside
+    what it holds already, by local rank. Unknown limits are not judged. Raises
+    :class:`HostMemoryError` with a table of the numbers.
+    """
+    free_nbytes = limits.free_nbytes
+    total_nbytes = sum(planned_nbytes_of_local_ranks)
+    if free_nbytes is None or total_nbytes <= free_nbytes:
+        return
+    raise HostMemoryError(
+        "\n".join(
+            [
+                f"The host memory that this run plans does not fit: {_gib(total_nbytes)} GiB are "
+                f"planned, {_gib(free_nbytes)} GiB are free. The kernel would kill a rank during "
+                "the run.",
+                *_table(planned_nbytes_of_local_ranks, limits),
+                *_remedies(total_nbytes, free_nbytes),
+            ]
+        )
+    )
+
+
+def _table(planned: Sequence[int], limits: HostLimits) -> Iterator[str]:
+    free_nbytes = limits.free_nbytes
+    assert free_nbytes is not None  # the caller compared with it
+    if limits.is_cgroup_tighter and limits.cgroup is not None:
+        binding = f"the cgroup limit in {limits.cgroup.folder} binds"
+    else:
+        binding = "the host's memory binds"
+    yield f"{'local rank':>12}  {'planned GiB':>12}"
+    yield from (f"{rank:>12}  {_gib(nbytes):>12}" for rank, nbytes in enumerate(planned))
+    yield f"{'sum':>12}  {_gib(sum(planned)):>12}"
+    yield f"{'free':>12}  {_gib(free_nbytes):>12}  {binding} ({limits.in_words()})"
+
+
+def _remedies(total_nbytes: int, free_nbytes: int) -> Iterator[str]:
+    section = "zero_optimization.offload_optimizer"
+    times = f"at least {-(-total_nbytes // free_nbytes)} times as many" if free_nbytes else "more"
+    yield "What helps, each by itself:"
+    yield f"  - {times} hosts of this kind: each then holds a smaller part"
+    yield f'  - {section}.device "nvme": the state rests on disk (max_in_cpu: a part of it)'
+    yield f"  - a smaller {section}.ratio: on a GPU, more of the state stays on the device"
+    yield (
+        "  - bf16.bf16_master_weights_and_grads with bf16.bf16_optimizer_states: master and "
+        "moments in 16 bit, at most half the bytes"
+    )
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / (1 << 30):.2f}"

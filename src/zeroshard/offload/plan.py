@@ -1,0 +1,176 @@
+"""What of a rank's state rests outside the device, and how many bytes does that take?
+
+DeepSpeed's keys ``offload_optimizer`` and ``offload_param`` become a plan: pure, and equal to what
+:func:`zeroshard.core.nbytes.state_nbytes` counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from zeroshard.config import Config
+from zeroshard.core.layout import UnitLayout
+from zeroshard.core.stages import STAGES
+from zeroshard.core.tiers import Placement, Span, Tier, place
+from zeroshard.errors import UnsupportedError
+from zeroshard.optim.factory import Probe
+from zeroshard.precision.policy import DtypeRow
+from zeroshard.zero.optimizer_shard import page_nbytes
+
+_TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
+
+
+@dataclass(frozen=True)
+class OffloadPlan:
+    """Where state rests on this rank: by unit, spans of what it updates, and the tier of its shard.
+
+    ``grads``: units whose reduced gradient waits on disk.
+    """
+
+    spans: Mapping[str, Sequence[Span]] = field(default_factory=dict)
+    params: Mapping[str, Tier] = field(default_factory=dict)
+    rows: Mapping[str, DtypeRow] = field(default_factory=dict)  # of the units in ``spans``
+    grads: frozenset[str] = frozenset()
+
+    @property
+    def is_away(self) -> bool:
+        """Does anything rest outside the device?"""
+        return bool(self.spans or self.params)
+
+    def spans_of(self, unit: str) -> Sequence[Span]:
+        """Empty: all on the device."""
+        return self.spans.get(unit, ())
+
+    def tier_of(self, unit: str) -> Tier:
+        """Of the unit's parameters."""
+        return self.params.get(unit, Tier.DEVICE)
+
+
+def optimizer_placement(config: Config) -> Placement:
+    """DeepSpeed key ``zero_optimization.offload_optimizer``."""
+    section = config.zero_optimization.offload_optimizer
+    if section is None or not STAGES[config.zero_optimization.stage].shards_optimizer:
+        return Placement()
+    return Placement(_TIERS[section.device], section.ratio, section.max_in_cpu)
+
+
+def param_placement(config: Config) -> Placement:
+    """DeepSpeed key ``zero_optimization.offload_param``; it acts at stage 3 only."""
+    section = config.zero_optimization.offload_param
+    if section is None or not STAGES[config.zero_optimization.stage].shards_params:
+        return Placement()
+    return Placement(_TIERS[section.device], host_numel=section.max_in_cpu)
+
+
+def plan_offload(
+    layouts: Mapping[str, UnitLayout],
+    trained: Mapping[str, DtypeRow],
+    config: Config,
+    *,
+    rank: int,
+    whole: bool,
+    has_bus: bool,
+) -> OffloadPlan:
+    """``layouts``: units in forward order; ``trained``: those of them that are updated. ``whole``: the
+    optimizer's matrices are never cut. ``has_bus``: host memory is not the device's."""
+    optimizer, params = optimizer_placement(config), param_placement(config)
+    spans: dict[str, Sequence[Span]] = {}
+    if optimizer.is_away:
+        chosen = {name: layouts[name] for name in trained}
+        numels = [layout.shard_numel for layout in chosen.values()]
+        cuts = [_starts(layout, rank) for layout in chosen.values()] if whole else None
+        spans = dict(zip(chosen, place(numels, optimizer, cuts=cuts), strict=True))
+    tiers = {}
+    if params.is_away:
+        numels = [layout.shard_numel for layout in layouts.values()]
+        placed = place(numels, params, cuts=[() for _ in numels])
+        tiers = {name: parts[0].tier for name, parts in zip(layouts, placed, strict=True) if parts}
+    on_disk = {name for name, parts in spans.items() if _all_on_disk(parts)}
+    # Across a bus a gradient waits in memory: the update would need it there, chunk by chunk.
+    return OffloadPlan(spans, tiers, trained, frozenset() if has_bus else frozenset(on_disk))
+
+
+def _all_on_disk(spans: Sequence[Span]) -> bool:
+    return bool(spans) and all(span.tier is Tier.DISK for span in spans)
+
+
+def grad_itemsizes(
+    row: DtypeRow, *, many: bool, on_disk: bool, shards_grads: bool
+) -> tuple[int, int]:
+    """Bytes of an element of the gradient that waits in memory, and of one that waits on disk; 0: none
+    does. ``many``: several are summed before an update, and where every rank sums the whole gradient by
+    itself (stage 1) that sum stays in memory until it is reduced."""
+    summed = (row.grad_accum if many else row.reduce).itemsize
+    if not on_disk:
+        return summed, 0
+    if shards_grads:
+        return 0, summed
+    return summed if many else 0, row.reduce.itemsize
+
+
+def check_device(resting: OffloadPlan, device: torch.device) -> None:
+    """Raise :class:`UnsupportedError` where a GPU would hold masters of parameters that it does not."""
+    if device.type == "cpu":
+        return
+    for name in resting.rows:
+        spans = resting.spans_of(name)
+        on_device = not spans or any(span.tier is Tier.DEVICE for span in spans)
+        if resting.tier_of(name) is not Tier.DEVICE and on_device:
+            raise UnsupportedError(
+                f"unit {name!r}: offload_param moves its parameters off the GPU, and its optimizer state "
+                "would stay there: every step would carry the parameters over the bus twice more. Set "
+                'offload_optimizer.device to "cpu" or "nvme" with ratio 1, or drop offload_param.'
+            )
+
+
+def _starts(layout: UnitLayout, rank: int) -> list[int]:
+    """Where parameters begin in the rank's shard."""
+    low, high = layout.shard_range(rank)
+    return [slot.start - low for slot in layout.slots if low < slot.start < high]
+
+
+def shaped_state(probe: Probe, group: int) -> dict[str, torch.dtype]:
+    """What the optimizer keeps in the parameter's shape, for parameters of the group."""
+    kept = probe.state_by_group[group]
+    return {name: dtype for name, dtype in kept.items() if dtype is not None}
+
+
+def grad_itemsize(resting: OffloadPlan) -> int:
+    """Bytes of the widest element in which a gradient can come; one that a program sets is in fp32."""
+    rows = resting.rows.values()
+    return max([4, *(d.itemsize for row in rows for d in (row.reduce, row.grad_accum))])
+
+
+def page_sizes(resting: OffloadPlan, found: Mapping[torch.dtype, Probe]) -> Iterator[int]:
+    """The most bytes that each chunk on disk can need."""
+    for name, spans in resting.spans.items():
+        row = resting.rows[name]
+        kept = [dtype for dtype in found[row.master].state.values() if dtype is not None]
+        dtypes = [*kept, row.master] if row.has_master else kept
+        for span in spans:
+            if span.tier is Tier.DISK:
+                yield page_nbytes(span.end - span.begin, dtypes)
+
+
+def host_sizes(resting: OffloadPlan) -> Iterator[tuple[str, int, torch.dtype]]:
+    """What lies in pinned memory on a GPU machine, by ledger category: masters, scratch of the bus."""
+    itemsize, widest = grad_itemsize(resting), {"grad": 0, "low": 0}
+    for name, spans in resting.spans.items():
+        row = resting.rows[name]
+        for span in spans:
+            numel = span.end - span.begin
+            if span.tier is Tier.DEVICE:
+                continue
+            yield "scratch", 3, torch.float64
+            crossing = {"grad": numel * itemsize, "low": numel * row.param.itemsize}
+            for what, nbytes in crossing.items():
+                # On disk one buffer serves all, but a longer chunk than those before takes a new one.
+                if span.tier is Tier.HOST or nbytes > widest[what]:
+                    yield "scratch", nbytes, torch.uint8
+                if span.tier is Tier.DISK:
+                    widest[what] = max(widest[what], nbytes)
+            if span.tier is Tier.HOST and row.has_master:
+                yield "master", numel, row.master

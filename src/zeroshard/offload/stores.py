@@ -1,0 +1,195 @@
+"""Which stores serve the state that rests outside the device?
+
+They are made from the plan of :mod:`zeroshard.offload.plan`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from zeroshard.comm.env import RankInfo
+from zeroshard.config import Config
+from zeroshard.core.ledger import Ledger
+from zeroshard.core.tiers import Tier
+from zeroshard.memory.malloc import return_large_blocks
+from zeroshard.memory.pinned import HostArena, slot_nbytes
+from zeroshard.offload.copy_streams import CopyStreams, CudaCopyStreams
+from zeroshard.offload.grad_store import DiscardedGradStore, DiskGradStore
+from zeroshard.offload.host_chunk import HostStaging
+from zeroshard.offload.pager import Pager, Timeline
+from zeroshard.offload.plan import OffloadPlan, grad_itemsize, host_sizes, page_sizes
+from zeroshard.offload.shard_store import (
+    AllocateShard,
+    DiskShardStore,
+    MemoryShardStore,
+    ShardStore,
+    WritesInFlight,
+)
+from zeroshard.offload.swap_file import SwapFile
+from zeroshard.optim.factory import Probe
+from zeroshard.optim.fused_update import threads_for
+from zeroshard.zero.gradients import GradStore
+
+
+def has_copy_streams(device: torch.device) -> bool:
+    """Is host memory another than the device's?"""
+    return device.type != "cpu"
+
+
+def make_copy_streams(device: torch.device, *, copies: bool) -> CopyStreams | None:
+    """The way between ``device`` and host memory; None where that is one memory, unless ``copies``."""
+    if device.type == "cuda":
+        return CudaCopyStreams(device)
+    return CopyStreams() if copies else None
+
+
+class Stores:
+    """The files of one engine on this rank, one for each directory, and what is built on them.
+
+    Under fake tensors nothing is opened: what would rest on disk stays fake.
+    """
+
+    def __init__(
+        self, config: Config, ledger: Ledger, resting: OffloadPlan, device: torch.device
+    ) -> None:
+        zero = config.zero_optimization
+        self._ledger = ledger
+        self._saves, self._grad_saves = WritesInFlight(), WritesInFlight()
+        self._files: dict[str, SwapFile] = {}
+        self._pager: Pager | None = None
+        self._optimizer_path = zero.offload_optimizer.nvme_path if zero.offload_optimizer else None
+        self._param_path = zero.offload_param.nvme_path if zero.offload_param else None
+        self._resting = resting
+        self._is_fake = isinstance(torch.empty(0), FakeTensor)
+        self._device = device
+        sections = {"optimizer": zero.offload_optimizer, "param": zero.offload_param}
+        self._pins = {name: s is not None and s.pin_memory for name, s in sections.items()}
+        self.is_delayed = (
+            zero.offload_optimizer is not None and zero.offload_optimizer.delayed_update
+        )
+        self._arenas: list[HostArena] = []
+        self.bus: CopyStreams | None = None
+        if device.type == "cpu" and (resting.grads or Tier.DISK in resting.params.values()):
+            return_large_blocks()  # shards and gradients come and go between activations
+
+    def _file(self, path: str | None) -> SwapFile:
+        assert path is not None, "the configuration is resolved"
+        if path not in self._files:
+            self._files[path] = SwapFile(path)
+        return self._files[path]
+
+    def shard_store_of(self, unit: str) -> Callable[[Tensor], ShardStore]:
+        """How the unit's shard becomes one that rests where the plan says."""
+        tier = self._resting.tier_of(unit)
+        if tier is not Tier.DISK or self._is_fake:
+            return partial(MemoryShardStore, tier=tier)
+
+        def on_disk(shard_S: Tensor) -> ShardStore:
+            rest = DiskShardStore(
+                shard_S, self._file(self._param_path), self._saves, ledger=self._ledger, name=unit
+            )
+            rest.write()
+            rest.finish()  # construction holds one shard at a time
+            return rest
+
+        return on_disk
+
+    def allocator_of(self, unit: str) -> AllocateShard | None:
+        """What gives the unit's shard its memory; None: the device. A GPU copies it over the bus for each
+        use; what goes to disk has memory only then, and cannot stay pinned."""
+        tier = self._resting.tier_of(unit)
+        if tier is Tier.DEVICE:
+            return None
+        if tier is Tier.DISK or self._device.type == "cpu" or self._is_fake:
+            return lambda numel, dtype: torch.zeros(numel, dtype=dtype)
+
+        def pinned(numel: int, dtype: torch.dtype) -> Tensor:
+            arena = HostArena(slot_nbytes(numel, dtype), self._pins["param"])
+            self._arenas.append(arena)
+            return arena.take(numel, dtype)
+
+        return pinned
+
+    def grad_store_of(self, unit: str, nbytes: int) -> GradStore | None:
+        """Where the unit's reduced gradient of ``nbytes`` waits for its update; None: where it is."""
+        if unit not in self._resting.grads:
+            return None
+        if self._is_fake:
+            return DiscardedGradStore(ledger=self._ledger, name=unit)
+        file = self._file(self._optimizer_path)
+        return DiskGradStore(file, nbytes, self._grad_saves, ledger=self._ledger, name=unit)
+
+    def pager(self, found: Mapping[torch.dtype, Probe]) -> Pager | None:
+        """A ring for the pages on disk; None if there are none."""
+        largest = max(page_sizes(self._resting, found), default=0)
+        if not largest or self._is_fake:
+            return None
+        self._pager = Pager(self._file(self._optimizer_path), largest)
+        return self._pager
+
+    def host_staging(self) -> HostStaging | None:
+        """What crosses the bus, and the memory for it; None where the device's memory is the host's.
+
+        Of CPU ranks only the delayed update needs it: what forward reads must not change meanwhile.
+        """
+        wanted = list(host_sizes(self._resting))
+        if not wanted or self._is_fake:
+            return None
+        self.bus = make_copy_streams(self._device, copies=self.is_delayed)
+        if self.bus is None:
+            return None
+        nbytes = dict.fromkeys(("master", "scratch"), 0)
+        for category, numel, dtype in wanted:
+            nbytes[category] += slot_nbytes(numel, dtype)
+        self._ledger.hold("scratch", "buffers of the bus", nbytes["scratch"], Tier.HOST)
+        arena = HostArena(sum(nbytes.values()), self._pins["optimizer"])
+        self._arenas.append(arena)
+        return HostStaging(self.bus, arena.take, grad_itemsize(self._resting))
+
+    @property
+    def uses_disk(self) -> bool:
+        """Does anything rest on disk?"""
+        return bool(self._files)
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """What the disk did while the last update ran; None if no optimizer state rests on it."""
+        return None if self._pager is None else self._pager.timeline
+
+    @property
+    def moved_nbytes(self) -> dict[str, int]:
+        """Bytes counted since the engine was built: from and to disk, down from and up to the device."""
+        bus = self.bus or CopyStreams()
+        return {
+            "read_nbytes": sum(file.read_nbytes for file in self._files.values()),
+            "written_nbytes": sum(file.written_nbytes for file in self._files.values()),
+            "down_nbytes": bus.down_nbytes,
+            "up_nbytes": bus.up_nbytes,
+        }
+
+    def close(self) -> None:
+        """Give memory and disk back."""
+        for arena in self._arenas:
+            arena.close()
+        self._ledger.hold("scratch", "buffers of the bus", 0, Tier.HOST)
+        if self._pager is not None:
+            self._pager.close()
+        for file in self._files.values():
+            file.close()
+
+
+def update_threads(device: torch.device, place: RankInfo) -> int:
+    """Of the update in host memory: beside a GPU the cores are free for it, CPU ranks compute on them."""
+    omp = torch.get_num_threads()
+    if device.type == "cpu":
+        return omp
+    has_mask = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_mask else os.cpu_count() or 1
+    return threads_for(sys.maxsize, cores, place.local_world_size, omp)

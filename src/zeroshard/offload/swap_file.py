@@ -1,0 +1,375 @@
+"""How does state get to a file and back, past the page cache and beside the computation?
+
+One file per rank, without a name (``O_TMPFILE``, or unlinked as soon as it is made): the kernel frees
+it when the process ends, however it ends. Blocks are reserved up front, so that a disk which somebody
+else fills later cannot hurt a run. Transfers go through ``O_DIRECT`` where the file system takes it: no
+page cache grows beside the arena, and no copy is made. A few threads move blocks of 8 MiB; the system
+calls release the interpreter lock.
+
+[Note: alignment] ``O_DIRECT`` wants addresses, offsets and lengths in multiples of a page. Extents start
+and end on pages. Memory that does not goes through a small aligned buffer of the thread.
+
+[Note: no buffer protocol of torch] Memory is addressed by pointer. ``Tensor.numpy()`` would mark the
+storage as not resizable, and units free their shards by resizing (``zeroshard.memory.storage``).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+from torch import Tensor
+
+from zeroshard.errors import DiskError
+from zeroshard.offload.direct_io import (
+    PAGE_NBYTES,
+    aligned_bytes,
+    allocate,
+    free_nbytes,
+    memory_at,
+    open_unnamed,
+    reason,
+    round_to_page,
+    turn_direct,
+)
+
+__all__ = ["BLOCK_NBYTES", "PAGE_NBYTES", "Extent", "SwapFile", "Transfer", "aligned_bytes"]
+
+BLOCK_NBYTES = 8 << 20
+_BOUNCE_NBYTES = 2 << 20  # a huge page; four times as much moves 5 % more a second
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A reserved piece of the file; both numbers are multiples of 4096."""
+
+    offset: int
+    nbytes: int
+
+
+class Transfer:
+    """One read or write on its way. The memory belongs to it until it is done."""
+
+    def __init__(
+        self, file: SwapFile, extent: Extent, memory: Tensor, nbytes: int, *, writes: bool
+    ) -> None:
+        assert memory.device.type == "cpu", memory.device
+        assert memory.is_contiguous()
+        end = memory.storage_offset() * memory.element_size() + memory.nbytes
+        assert memory.untyped_storage().size() >= end, "its storage is released"
+        assert 0 <= nbytes <= min(memory.nbytes, extent.nbytes), (nbytes, memory.nbytes, extent)
+        self.nbytes = nbytes
+        self.writes = writes
+        self.began_s = self.ended_s = time.perf_counter()  # first block taken up, last one ended
+        self._file = file
+        self._offset = extent.offset
+        self._memory: Tensor | None = memory
+        self._address = memory.data_ptr()
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._blocks_left = -(-nbytes // file.block_nbytes)
+        self._untouched = True
+        self._failure: _Failure | None = None
+        self._followers: list[Transfer] = []
+
+    @property
+    def done(self) -> bool:
+        """Has it ended, well or not?"""
+        return self._ended.is_set()
+
+    def wait(self) -> None:
+        """Return when the bytes are where they belong; each call raises ``DiskError`` if not."""
+        self._ended.wait()
+        if self._failure is not None:
+            raise DiskError(self._failure.text) from self._failure.cause
+
+    def join(self) -> None:
+        """Return when it has ended, well or not."""
+        self._ended.wait()
+
+    def _start(self, after: Transfer | None) -> None:
+        """Queue the blocks, once ``after`` has ended; fail as it does."""
+        if after is not None:
+            with after._lock:
+                if not after.done:
+                    after._followers.append(self)
+                    return
+            if after._failure is not None:
+                self._end(after._failure)
+                return
+        if self._blocks_left == 0:
+            self._end(None)
+        step = self._file.block_nbytes
+        for at in range(0, self.nbytes, step):
+            self._file._jobs.put((self, at, min(step, self.nbytes - at)))
+
+    def _run(self, at: int, nbytes: int, bounce: _Bounce) -> None:
+        """Move one block, on a thread of the file; the last one ends the transfer."""
+        if self._untouched:
+            self._untouched, self.began_s = False, time.perf_counter()
+        failure = None
+        if self._failure is None:
+            try:
+                self._file._move(
+                    self._address + at, self._offset + at, nbytes, bounce, writes=self.writes
+                )
+            except DiskError as error:
+                failure = _Failure(str(error), error.__cause__)
+            except BaseException as error:  # reaches whoever waits, and never ends the thread
+                failure = _Failure(f"the swap file {self._file.path} failed: {error!r}", error)
+        with self._lock:
+            self._failure = self._failure or failure
+            self._blocks_left -= 1
+            last = self._blocks_left == 0
+        if last:
+            self._end(self._failure)
+
+    def _end(self, failure: _Failure | None) -> None:
+        self.ended_s = time.perf_counter()
+        self._memory, self._failure = None, failure
+        self._file._forget(self)
+        with self._lock:
+            followers, self._followers = self._followers, []
+            self._ended.set()
+        for follower in followers:
+            follower._start(self)
+
+
+class _Failure:
+    """Why a transfer failed. The frames of its cause are dropped: they would keep the memory."""
+
+    def __init__(self, text: str, cause: BaseException | None) -> None:
+        self.text = text
+        self.cause = None if cause is None else cause.with_traceback(None)
+
+
+class _Bounce:
+    """A thread's aligned memory for what is not aligned; made when first needed."""
+
+    def __init__(self) -> None:
+        self._memory: Tensor | None = None
+
+    def address(self, file: SwapFile) -> int:
+        if self._memory is None:
+            self._memory = aligned_bytes(_BOUNCE_NBYTES)
+            with file._lock:
+                file.bounce_nbytes += _BOUNCE_NBYTES
+        return self._memory.data_ptr()
+
+
+_Jobs = SimpleQueue[tuple[Transfer, int, int] | None]
+
+
+class SwapFile:
+    """One rank's file, at most as long as its process lives.
+
+    ``directory`` may begin with ``~`` and is made if only its last component is missing. ``direct``
+    says whether transfers bypass the page cache; ``read_nbytes`` and ``written_nbytes`` count what
+    system calls moved, padding to whole pages included; ``bounce_nbytes`` is what the threads hold for
+    memory that is not aligned.
+    The threads start with the first transfer.
+
+    Raises ``DiskError`` where no file can be made, and from every call if the disk fails.
+    """
+
+    def __init__(
+        self, directory: str | Path, *, threads: int = 4, block_nbytes: int = BLOCK_NBYTES
+    ) -> None:
+        assert threads > 0
+        assert block_nbytes > 0
+        assert block_nbytes % PAGE_NBYTES == 0
+        self.directory = os.path.abspath(os.path.expanduser(directory))
+        self.block_nbytes = block_nbytes
+        self.read_nbytes = 0
+        self.written_nbytes = 0
+        self.reserved_nbytes = 0
+        self.bounce_nbytes = 0
+        self._fd, self.path = open_unnamed(self.directory)
+        self._jobs: _Jobs = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._threads_wanted = threads
+        self._moving: set[Transfer] = set()
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._finish = weakref.finalize(self, _shut, self._fd, self._jobs, self._threads)
+        try:
+            self.direct = turn_direct(self._fd)
+        except OSError as error:
+            free = free_nbytes(self._fd)
+            self._finish()
+            raise DiskError(
+                f"{self.directory} takes a file but not its first {PAGE_NBYTES} bytes: "
+                f"{reason(error)}; {free} bytes are free there. "
+                "State cannot rest on it: name another nvme_path."
+            ) from error
+
+    def reserve(self, nbytes: int) -> Extent:
+        """``nbytes`` of the disk, rounded up to whole pages, are this file's from now on."""
+        self._check_usable()
+        extent = Extent(self.reserved_nbytes, round_to_page(nbytes))
+        if extent.nbytes:
+            try:
+                allocate(self._fd, extent.offset, extent.nbytes)
+            except OSError as error:
+                os.ftruncate(self._fd, self.reserved_nbytes)  # a part may have been taken
+                raise DiskError(
+                    f"{self.directory} has no room for the state that is to rest there: "
+                    f"{extent.nbytes} bytes were asked for beside the {self.reserved_nbytes} that this "
+                    f"rank holds in {self.path}, {free_nbytes(self._fd)} are free "
+                    f"({reason(error)}). Free space, name another nvme_path, or let less rest on "
+                    "disk (offload_optimizer.max_in_cpu or device 'cpu')."
+                ) from error
+        self.reserved_nbytes += extent.nbytes
+        return extent
+
+    def read(
+        self,
+        extent: Extent,
+        into: Tensor,
+        *,
+        nbytes: int | None = None,
+        after: Transfer | None = None,
+    ) -> Transfer:
+        """Start reading the first ``nbytes`` of ``extent`` (default: all of ``into``) into a
+        contiguous CPU tensor of any dtype; with ``after``, as soon as that transfer has ended."""
+        return self._submit(extent, into, nbytes, after, writes=False)
+
+    def write(
+        self,
+        extent: Extent,
+        source: Tensor,
+        *,
+        nbytes: int | None = None,
+        after: Transfer | None = None,
+    ) -> Transfer:
+        """Start writing the first ``nbytes`` of ``source`` (default: all) to the start of ``extent``.
+
+        The last page is padded with zeros. ``after`` as in :meth:`read`.
+        """
+        return self._submit(extent, source, nbytes, after, writes=True)
+
+    def flush(self) -> None:
+        """Nothing of the file stays in the page cache. Costs nothing with ``direct``."""
+        self._check_usable()
+        if not self.direct:
+            os.fdatasync(self._fd)
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        """Wait for transfers, end the threads, give the disk's bytes back. May be called again."""
+        while self._moving and os.getpid() == self._pid:
+            with self._lock:
+                moving = list(self._moving)
+            for transfer in moving:
+                transfer.join()
+        self._finish()
+
+    def _submit(
+        self,
+        extent: Extent,
+        memory: Tensor,
+        nbytes: int | None,
+        after: Transfer | None,
+        *,
+        writes: bool,
+    ) -> Transfer:
+        self._check_usable()
+        nbytes = memory.nbytes if nbytes is None else nbytes
+        transfer = Transfer(self, extent, memory, nbytes, writes=writes)
+        with self._lock:
+            self._moving.add(transfer)
+            while len(self._threads) < self._threads_wanted:
+                name = f"zeroshard-disk-{len(self._threads)}"
+                thread = threading.Thread(target=_serve, args=(self._jobs,), name=name, daemon=True)
+                self._threads.append(thread)
+                thread.start()
+        transfer._start(after)
+        return transfer
+
+    def _check_usable(self) -> None:
+        if not self._finish.alive:
+            raise DiskError(f"the swap file {self.path} is closed; nothing rests in it any more.")
+        if os.getpid() != self._pid:
+            raise DiskError(
+                f"the swap file {self.path} belongs to process {self._pid}, and process "
+                f"{os.getpid()}, forked from it, used it: both would write over each other. Use the "
+                "engine in the process that built it."
+            )
+
+    def _forget(self, transfer: Transfer) -> None:
+        with self._lock:
+            self._moving.discard(transfer)
+
+    def _move(
+        self, address: int, offset: int, nbytes: int, bounce: _Bounce, *, writes: bool
+    ) -> None:
+        """Move one block: straight as far as it is aligned, the rest through ``bounce``."""
+        straight = nbytes
+        if self.direct:
+            straight = 0 if address % PAGE_NBYTES else nbytes - nbytes % PAGE_NBYTES
+        if straight:
+            self._call(address, offset, straight, writes=writes)
+        for at in range(straight, nbytes, _BOUNCE_NBYTES):
+            between, part = bounce.address(self), min(_BOUNCE_NBYTES, nbytes - at)
+            if writes:
+                ctypes.memmove(between, address + at, part)
+                ctypes.memset(between + part, 0, round_to_page(part) - part)
+            self._call(between, offset + at, round_to_page(part), writes=writes)
+            if not writes:
+                ctypes.memmove(address + at, between, part)
+
+    def _call(self, address: int, offset: int, nbytes: int, *, writes: bool) -> None:
+        """System calls until all ``nbytes`` were moved; a short one is continued on a whole page."""
+        memory = memory_at(address, nbytes)
+        unit = PAGE_NBYTES if self.direct else 1
+        done = 0
+        while done < nbytes:
+            call = os.pwritev if writes else os.preadv
+            try:
+                moved = call(self._fd, [memory[done:]], offset + done)
+            except OSError as error:
+                raise self._failed(offset, nbytes, done, reason(error), writes=writes) from error
+            if moved < unit:
+                why = f"{'pwritev' if writes else 'unreadable page, preadv'} moved {moved} bytes"
+                raise self._failed(offset, nbytes, done, why, writes=writes)
+            moved -= moved % unit
+            done += moved
+            with self._lock:
+                if writes:
+                    self.written_nbytes += moved
+                else:
+                    self.read_nbytes += moved
+
+    def _failed(self, offset: int, wanted: int, done: int, why: str, *, writes: bool) -> DiskError:
+        return DiskError(
+            f"{'writing' if writes else 'reading'} {wanted} bytes at offset {offset} of the swap file "
+            f"{self.path} ended after {done} bytes: {why}. The state that rests there is lost to "
+            "this run: continue from the last checkpoint, with nvme_path on a disk that works."
+        )
+
+
+def _serve(jobs: _Jobs) -> None:
+    """A thread's life. Between two jobs it holds no reference to a transfer or its file."""
+    bounce = _Bounce()
+    while True:
+        job = jobs.get()
+        if job is None:
+            return
+        job[0]._run(job[1], job[2], bounce)
+        del job
+
+
+def _shut(fd: int, jobs: _Jobs, threads: list[threading.Thread]) -> None:
+    """End the threads and close the file. Runs on a thread of the pool if that held the last user."""
+    for _ in threads:
+        jobs.put(None)
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join()
+    os.close(fd)

@@ -1,0 +1,1 @@
+"""Optimizers, their registry, their fused update, and learning-rate schedules."""

@@ -1,0 +1,317 @@
+"""Which optimizer does the configuration name, and may it be run on pieces of parameters?
+
+Every optimizer here is a ``torch.optim.Optimizer`` that never learns that it is sharded: the
+engine gives it 1-D fragments if it works element by element, whole parameters if it does not.
+:func:`probe` finds out by trying. Results do not depend on the cut as long as fragments begin at
+multiples of 64 elements of their parameter (the layout sees to it): fused CPU kernels finish a
+tensor's last few elements in scalar code, which rounds differently from their SIMD code.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.optim import Optimizer
+
+from zeroshard.config.keys import nearest
+from zeroshard.errors import ConfigError, UnsupportedError
+from zeroshard.optim.optimizers import FlexibleAdam, Group, Lamb, Lion, Muon, named
+
+__all__ = [
+    "FlexibleAdam",
+    "Lamb",
+    "Lion",
+    "Muon",
+    "Probe",
+    "build_optimizer",
+    "needs_whole_parameters",
+    "probe",
+    "rebind",
+]
+
+_OWN = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "SGD")
+_FUSED_DEVICES = ("cpu", "cuda", "meta")
+_CUT = 67 * 64  # elements; where a layout may cut, and both pieces are past 8-bit optimizers' 4096
+_HINTS = ("foreach", "fused", "set_grad_none")  # choices between kernels: ours to make
+
+
+def build_optimizer(
+    type_: str,
+    params: Mapping[str, Any],
+    groups: Sequence[Group],
+    *,
+    fused: bool,
+    state_dtype: torch.dtype | None = None,
+) -> Optimizer:
+    """The optimizer of ``optimizer.type`` and ``.params``, with DeepSpeed's names and defaults.
+
+    ``groups`` are torch parameter groups; their own options win over ``params``. For Muon the
+    parameters come with names, ``(fqn, parameter)``. ``fused`` asks for torch's fused kernels
+    where the class has them: for fp32 and fp64 masters, since those kernels want one dtype
+    throughout. ``state_dtype`` stores Adam's moments in another dtype than the parameters it
+    updates.
+
+    "Adam" is AdamW unless ``adam_w_mode`` is false; both default to no weight decay. Raises
+    ConfigError for a name or an argument that does not exist, UnsupportedError for one that is not
+    there yet.
+    """
+    groups = [dict(group) for group in groups]  # torch writes into them
+    own = {name.lower(): name for name in _OWN}
+    name = own.get(type_.lower(), type_)
+    options = dict(params)
+    if options.pop("max_grad_norm", 0):
+        raise ConfigError(
+            "optimizer.params.max_grad_norm has no effect there; clipping is the engine's: "
+            'write "gradient_clipping" at the top level'
+        )
+    fused = fused and options.get("fused") is not False
+    if name in own.values():
+        options = {key: value for key, value in options.items() if key not in _HINTS}
+    if "betas" in options:
+        options["betas"] = tuple(options["betas"])
+
+    cls: Callable[..., Optimizer]
+    if name in ("Adam", "AdamW"):
+        cls, options = _adam(name, options, state_dtype)
+    elif state_dtype is not None:
+        raise UnsupportedError(
+            f"{type_} keeps its state in the dtype of the parameters it updates; moments in "
+            f"{state_dtype} exist for Adam and AdamW only"
+        )
+    elif name == "Lion":
+        cls = Lion
+    elif name == "Lamb":
+        cls = Lamb
+        if options.pop("amsgrad", False):
+            raise UnsupportedError("Lamb has no form with amsgrad; leave it out")
+    elif name == "Muon":
+        cls, options = Muon, _muon_options(options)
+    else:
+        cls = _torch_class(type_, name)
+
+    known = inspect.signature(cls).parameters
+    for key in options:
+        if key not in known or key == "params":
+            near = nearest(key, [*known])
+            hint = f'did you mean "{near}"?' if near else f"it takes {', '.join([*known][1:])}"
+            raise ConfigError(f"optimizer.params.{key}: {type_} has no such argument; {hint}")
+    if fused and "fused" in known and _can_fuse(groups):
+        options["fused"] = True
+    try:
+        optimizer = cls(_shapes(groups) if name == "Adagrad" else groups, **options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"optimizer {type_}: {error}") from error
+    if name == "Adagrad":
+        members = [[tensor for _, tensor in named(group["params"])] for group in groups]
+        rebind(optimizer, members, fresh_state=False)
+    return optimizer
+
+
+def _shapes(groups: Iterable[Group]) -> list[Group]:
+    """The groups without memory: Adagrad's constructor makes state as large as the parameters."""
+    return [
+        {**group, "params": [torch.empty_like(p, device="meta") for _, p in named(group["params"])]}
+        for group in groups
+    ]
+
+
+def _adam(
+    name: str, options: dict[str, Any], state_dtype: torch.dtype | None
+) -> tuple[Callable[..., Optimizer], dict[str, Any]]:
+    decoupled = options.pop("adam_w_mode", True) or name == "AdamW"
+    if options.pop("torch_adam", False):
+        options.pop("bias_correction", None)
+        options.pop("fp32_optimizer_states", None)
+        return (torch.optim.AdamW if decoupled else torch.optim.Adam), options
+    options.setdefault("weight_decay", 0.0)
+    if not options.pop("fp32_optimizer_states", True):
+        state_dtype = None
+    correct = options.pop("bias_correction", True)
+    if correct and state_dtype is None:
+        return (torch.optim.AdamW if decoupled else torch.optim.Adam), options
+    if options.pop("amsgrad", False):
+        raise UnsupportedError(
+            "amsgrad exists only with bias_correction and with moments in the parameters' dtype"
+        )
+    word = None if state_dtype is None else str(state_dtype).removeprefix("torch.")
+    options |= {"decoupled": decoupled, "bias_correction": correct, "state_dtype": word}
+    return FlexibleAdam, options
+
+
+def _muon_options(options: dict[str, Any]) -> dict[str, Any]:
+    if options.pop("per_head_muon", False):
+        raise UnsupportedError("per_head_muon is planned, not there yet; leave it out")
+    options.pop("ns_method", None)  # the same matrix by another order of products
+    return options
+
+
+def _torch_class(type_: str, name: str) -> type[Optimizer]:
+    classes = {
+        key: cls
+        for key, cls in vars(torch.optim).items()
+        if isinstance(cls, type) and issubclass(cls, Optimizer) and cls is not Optimizer
+    }
+    if name not in classes:
+        near = nearest(type_, [*classes, "Lion"])
+        hint = f'did you mean "{near}"? ' if near else ""
+        raise ConfigError(
+            f'optimizer.type "{type_}" does not exist; {hint}It is Adam, AdamW, Adagrad, Lamb, '
+            "Lion, Muon or SGD in any case, or a class of torch.optim as spelt there"
+        )
+    return classes[name]
+
+
+def _can_fuse(groups: Iterable[Group]) -> bool:
+    return all(
+        tensor.is_floating_point() and tensor.device.type in _FUSED_DEVICES
+        for group in groups
+        for _, tensor in named(group["params"])
+    )
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What an optimizer does with pieces of a parameter.
+
+    ``elementwise``: a parameter cut in two gives the same bits. ``works``: it can be used at all,
+    given whole parameters; if not, or if not element-wise, ``reason`` says why.
+    ``state_by_group``: for each parameter group, name -> dtype of state shaped like the parameter,
+    None for any other state.
+    """
+
+    elementwise: bool
+    works: bool
+    reason: str
+    state_by_group: tuple[dict[str, torch.dtype | None], ...]
+
+    @property
+    def state(self) -> dict[str, torch.dtype | None]:
+        """``state_by_group``, all groups together."""
+        return {name: dtype for group in self.state_by_group for name, dtype in group.items()}
+
+
+WHOLE = (Muon, Lamb)
+"""Classes that are not element-wise and work nevertheless: their parameters are never cut."""
+
+
+def needs_whole_parameters(optimizer: Optimizer) -> bool:
+    """Must the layout never cut a parameter of this optimizer?"""
+    return not probe(optimizer).elementwise
+
+
+def probe(optimizer: Optimizer, *, dtype: torch.dtype = torch.float32) -> Probe:
+    """Try the optimizer's class and options on a small matrix of ``dtype``, whole and cut in two.
+
+    Each group's options are tried by themselves, three steps each; the pieces belong to two
+    optimizers, as on two ranks, so that anything summed over parameters shows. Neither
+    ``optimizer`` nor a random number generator is touched. A few milliseconds per group, on the
+    device of the parameters.
+    """
+    name = type(optimizer).__name__
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        return Probe(False, False, f"{name}.step needs a closure that runs the model again", ())
+    devices = [p.device for group in optimizer.param_groups for p in group["params"]]
+    device = next((d for d in devices if d.type != "meta"), torch.device("cpu"))
+    state: list[dict[str, torch.dtype | None]] = []
+    reason = ""
+    with unset_fake_temporarily(), _random_untouched(device):
+        matrix = torch.sin(torch.arange(12288, dtype=dtype, device=device)).view(128, 96)
+        for group in optimizer.param_groups:
+            try:
+                whole, kept = _try(optimizer, group, matrix)
+            except Exception as error:
+                why = f"{name} fails on a small matrix: {type(error).__name__}: {error}"
+                return Probe(False, False, why, ())
+            state.append(kept)
+            reason = reason or _difference(optimizer, group, matrix, whole)
+    return Probe(not reason, True, reason, tuple(state))
+
+
+def _difference(optimizer: Optimizer, group: Group, matrix: Tensor, whole: Tensor) -> str:
+    name = type(optimizer).__name__
+    try:
+        first, second = torch.split(matrix.flatten(), [_CUT, matrix.numel() - _CUT])
+        cut = [_try(optimizer, group, first)[0], _try(optimizer, group, second, _CUT)[0]]
+    except Exception as error:
+        return f"{name} fails on a piece of a matrix: {type(error).__name__}: {error}"
+    if torch.equal(torch.cat(cut), whole.flatten()):
+        return ""
+    return f"{name} gives other numbers for a matrix cut in two, so it needs whole parameters"
+
+
+def _try(
+    optimizer: Optimizer, group: Group, start: Tensor, at: int = 0
+) -> tuple[Tensor, dict[str, torch.dtype | None]]:
+    """``start`` after three steps with gradients that depend on the position, ``at`` and on."""
+    random.seed(0)
+    torch.default_generator.manual_seed(0)
+    if start.is_cuda:
+        torch.cuda.manual_seed(0)
+    param = start.clone().requires_grad_()
+    twin = _twin(optimizer, [{**group, "params": [param]}], lr=0.01)
+    place = torch.arange(at, at + start.numel(), dtype=start.dtype, device=start.device)
+    for step in range(3):
+        param.grad = torch.cos(place * (0.7 + 0.2 * step)).view_as(start)
+        twin.step()
+    kept = {
+        name: value.dtype if isinstance(value, Tensor) and value.shape == param.shape else None
+        for name, value in twin.state[param].items()
+        if value is not None
+    }
+    return param.detach(), kept
+
+
+def _twin(optimizer: Optimizer, groups: Iterable[Group], *, lr: float | None = None) -> Any:
+    """A new optimizer of the same class and options over other parameters; no hooks, no state.
+
+    ``lr`` replaces the learning rate: a schedule may have left it at 0, where nothing happens.
+    """
+    known = inspect.signature(type(optimizer)).parameters
+
+    def options(source: Group) -> Group:
+        kept = {key: value for key, value in source.items() if key not in ("params", "param_names")}
+        if lr is not None and kept.get("lr") is not None:
+            kept["lr"] = lr
+        return copy.deepcopy(kept)
+
+    defaults = {key: value for key, value in optimizer.defaults.items() if key in known}
+    members = [{**options(group), "params": list(group["params"])} for group in groups]
+    return type(optimizer)(members, **options(defaults))
+
+
+@contextmanager
+def _random_untouched(device: torch.device) -> Iterator[None]:
+    state = random.getstate()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(state)
+
+
+def rebind(
+    optimizer: Optimizer, params: Sequence[Sequence[Tensor]], *, fresh_state: bool = True
+) -> None:
+    """Let ``optimizer`` update other tensors: ``params[g]`` in group ``g``, from the start.
+
+    The groups stay the same dicts, so schedules go on. State that a class makes in its constructor
+    is made for the new tensors, unless ``fresh_state`` is false. A group may become empty, on a
+    rank that owns none of it.
+    """
+    for group, tensors in zip(optimizer.param_groups, params, strict=True):
+        group["params"] = list(tensors)
+        group.pop("param_names", None)
+    optimizer.state.clear()
+    if fresh_state:
+        with suppress(Exception):  # a constructor that wants more than groups: step() makes state
+            optimizer.state.update(_twin(optimizer, optimizer.param_groups).state)

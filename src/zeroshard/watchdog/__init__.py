@@ -1,0 +1,1 @@
+"""Notices that ranks no longer work together, and says why on every rank."""

@@ -1,0 +1,548 @@
+"""Why do the ranks not get on: who called something else, who is gone, who is late?
+
+Pure: judges what witnesses say and writes the five lines that people read. W ranks, each with the
+last records of its history; nothing here waits, reads a clock or touches a process.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
+
+from zeroshard.comm.flight_recorder import FlightRecording, Record, rank_ranges
+
+COLUMNS = 200
+READ = ", read"
+"""Ends the name of a gathering for a program that reads values, which no module asked for."""
+TORCH = "torch.distributed"
+"""The sequence of the calls that a program makes by itself. Their numbers are not known."""
+SET_UPS = "set-ups"
+"""The sequence of the set-ups of engines and models."""
+MEETINGS = ", meetings"
+"""Ends the label of a sequence of meetings in the store."""
+_WORDS = {
+    "all_gather": "gather",
+    "reduce_scatter": "reduce",
+    "gather_small": "exchange",
+    "meet": "meeting",
+}
+SET_UP = frozenset({"initialize", "zero.Init", "from_pretrained"})
+"""Phases to which the limit of set-up applies."""
+
+
+class Wait(NamedTuple):
+    """What a rank is blocked in: call number ``seq`` of the sequence ``label``, and in words.
+
+    ``source``: the only rank it needs; None: all. ``behind``: a thread beside the program waits.
+    """
+
+    label: str
+    seq: int
+    what: str
+    source: int | None = None
+    behind: bool = False
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """What is known of one rank when a stall is looked into.
+
+    ``flight``: the sequence of calls that is asked for, if the rank has begun it.
+    ``fate``: ``runs``; ``absent`` (has not come to ZeroShard yet); ``left`` (closed its engine); ``gone``
+    (its process ended); ``stopped`` (by a signal or a disk); ``silent`` (its interpreter does not run).
+    ``detail`` says it in words.
+    ``stack``: where the main thread is, on one line; ``stacks``: all threads in full, for the file.
+    ``phase``: what the program does there (``forward``, ``save``...). ``wait``: what it is blocked in;
+    ``reached``: how many calls of each sequence it has made.
+    """
+
+    rank: int
+    flight: FlightRecording | None
+    fate: str = "runs"
+    detail: str = ""
+    answered: bool = True
+    blocked_s: float = 0.0
+    stack: str = ""
+    stacks: str = ""
+    host: str = ""
+    phase: str = ""
+    wait: Wait | None = None
+    reached: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When a stall is looked into, reported and ended; seconds inside one collective."""
+
+    first_report_s: float = 20.0
+    frozen_s: float = 60.0
+    stuck_s: float = 120.0
+    timeout_s: float = 1800.0
+    sections: Mapping[str, float] = field(default_factory=dict)
+    timeout_key: str = "trust.collective_timeout_s"
+
+    def late_s(self, section: str) -> float:
+        """How long a rank may stay in ``section`` while the others wait."""
+        return self.sections.get(section, self.timeout_s)
+
+    def key(self, section: str) -> str:
+        """The configuration's key of that limit."""
+        own = section in self.sections
+        return f"trust.sections.{section}" if own else self.timeout_key
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """``kind`` is the name of an error class; ``fatal``: it ends the run."""
+
+    kind: str
+    fatal: bool
+    ranks: tuple[int, ...]
+    text: str
+
+
+class StallClock:
+    """How long has the host been in one collective, and is it time to ask the others?"""
+
+    def __init__(self, first_s: float) -> None:
+        self.blocked_s = 0.0
+        self._mark: Hashable = None
+        self._since_s = 0.0
+        self._first_s = first_s
+        self._due_s = first_s
+
+    def observe(self, now_s: float, mark: Hashable) -> bool:
+        """``mark`` tells waits apart; None: not waiting. True when a round of questions is due.
+
+        Rounds come every ``first_s`` and grow rarer to one in 15 s.
+        """
+        if mark is None or mark != self._mark:
+            self._mark, self._since_s, self._due_s = mark, now_s, self._first_s
+        self.blocked_s = now_s - self._since_s if mark is not None else 0.0
+        if mark is None or self.blocked_s < self._due_s:
+            return False
+        self._due_s = self.blocked_s + min(15.0, max(self._first_s, self.blocked_s / 8))
+        return True
+
+
+class Difference(NamedTuple):
+    """Where histories part: the calls at ``seq`` and who made them; ``agreed``: the one before."""
+
+    seq: int
+    calls: list[tuple[Record, list[int]]]
+    agreed: Record | None
+    exact: bool
+
+
+def first_difference(witnesses: Iterable[RankStatus]) -> Difference | None:
+    """The first collective that not all ranks called alike; None while histories agree.
+
+    Not ``exact``: the histories differ already before everything that is still remembered.
+    """
+    # Ranks with the same newest record and the same hash have the same history: one speaks for all.
+    alike: dict[tuple[int, int, int], tuple[dict[int, Record], list[int]]] = {}
+    for witness in witnesses:
+        records = witness.flight.records if witness.flight else ()
+        if records:
+            key = (records[-1].seq, records[-1].history, len(records))
+            if key not in alike:
+                alike[key] = ({r.seq: r for r in records}, [])
+            alike[key][1].append(witness.rank)
+    histories = list(alike.values())
+    if len(histories) < 2:
+        return None
+    seqs: dict[int, int] = defaultdict(int)
+    for by_seq, _ in histories:
+        for seq in by_seq:
+            seqs[seq] += 1
+    agreed: Record | None = None
+    for seq in sorted(seq for seq, count in seqs.items() if count > 1):
+        present = [(by_seq[seq], ranks) for by_seq, ranks in histories if seq in by_seq]
+        if len({(r.call, r.history) for r, _ in present}) == 1:
+            agreed = present[0][0]
+            continue
+        calls: dict[Hashable, tuple[Record, list[int]]] = {}
+        for record, ranks in present:
+            key_ = record.call if len({r.call for r, _ in present}) > 1 else record.history
+            calls.setdefault(key_, (record, []))[1].extend(ranks)
+        groups = sorted(calls.values(), key=lambda g: (-len(g[1]), min(g[1])))
+        exact = len({r.call for r, _ in groups}) > 1
+        return Difference(seq, [(r, sorted(ranks)) for r, ranks in groups], agreed, exact)
+    return None
+
+
+def diagnose(
+    witnesses: Sequence[RankStatus],
+    limits: Limits,
+    *,
+    blocked_s: float,
+    details: str = "",
+    label: str = "",
+) -> Diagnosis:
+    """The verdict on what all witnesses say of the sequence ``label``.
+
+    ``blocked_s``: how long the asking rank waits.
+    """
+    case = _Case(witnesses, limits, blocked_s, details, label)
+    difference = first_difference(witnesses)
+    if difference is not None:
+        return case.divergence(difference)
+    for fate, verdict in (
+        ("gone", case.lost),
+        ("stopped", case.frozen),  # before those who left because of it
+        ("left", case.lost),
+        ("silent", case.frozen),
+    ):
+        found = [w for w in witnesses if w.fate == fate]
+        if found:
+            return verdict(found)
+    ring, late = _followed(witnesses, label)
+    if late and any(_is_torch(w) for w in ring):  # what such a call waits for is only presumed
+        return case.late(late)
+    if ring:
+        return case.parted(ring)
+    return case.late(late) if late else case.stuck()
+
+
+def _followed(
+    witnesses: Sequence[RankStatus], label: str
+) -> tuple[list[RankStatus], list[RankStatus]]:
+    """Who waits for whom, from those that wait in ``label`` on: a ring of them, and who is not blocked.
+
+    A ring cannot end by itself: each waits for a call that another makes only after its own wait.
+    """
+    alike: dict[Wait, list[RankStatus]] = defaultdict(list)
+    free: list[RankStatus] = []
+    for witness in witnesses:
+        wait = _blocked(witness, label)
+        if wait is None:
+            free.append(witness)
+        else:
+            alike[wait].append(witness)
+    late: dict[int, RankStatus] = {}
+    edges: dict[Wait, set[Wait]] = {}
+    open_ = [wait for wait in alike if wait.label == label] or list(alike)
+    while open_:
+        wait = open_.pop()
+        if wait in edges:
+            continue
+        late |= {w.rank: w for w in free if _owes(w, wait, None, label)}
+        edges[wait] = set()
+        for other, members in alike.items():
+            debtors = [w for w in members if _owes(w, wait, other, label)]
+            if debtors and wait.behind:  # comes from a thread beside the program there as well
+                late |= {w.rank: w for w in debtors}
+            elif debtors:
+                edges[wait].add(other)
+        open_ += edges[wait]
+    ring = set(edges)
+    while True:
+        led = {other for wait in ring for other in edges[wait]}
+        kept = {wait for wait in ring if edges[wait] & ring and wait in led}
+        if kept == ring:
+            break
+        ring = kept
+    parted = [w for wait in alike if wait in ring for w in alike[wait]]
+    return sorted(parted, key=lambda w: w.rank), sorted(late.values(), key=lambda w: w.rank)
+
+
+def _owes(witness: RankStatus, wait: Wait, own: Wait | None, label: str) -> bool:
+    """Whether ``wait`` needs a call that this rank, blocked in ``own``, has not made yet."""
+    if wait.source not in (None, witness.rank) or wait == own:
+        return False
+    if wait.label == TORCH:
+        return own is None or own.label != TORCH
+    flight = witness.flight
+    known = flight.seq if flight is not None and wait.label == label else 0
+    return witness.reached.get(wait.label, known) < wait.seq
+
+
+def _is_torch(witness: RankStatus) -> bool:
+    return witness.wait is not None and witness.wait.label == TORCH
+
+
+def _is_meeting(wait: Wait | None) -> bool:
+    """Whether it is something else than a collective of an engine."""
+    return wait is not None and (wait.label in (TORCH, SET_UPS) or wait.label.endswith(MEETINGS))
+
+
+def _blocked(witness: RankStatus, label: str) -> Wait | None:
+    """What a rank is blocked in: as it says, or as its log shows."""
+    flight = witness.flight
+    if witness.wait is not None or flight is None or not flight.waiting:
+        return witness.wait
+    return Wait(label, flight.waiting, _place(witness))
+
+
+@dataclass(frozen=True)
+class _Case:
+    witnesses: Sequence[RankStatus]
+    limits: Limits
+    blocked_s: float
+    details: str
+    label: str
+
+    def divergence(self, found: Difference) -> Diagnosis:
+        groups = found.calls
+        by_rank = {w.rank: w for w in self.witnesses}
+        lines = []
+        plain = len({(r.op, r.name) for r, _ in groups}) == len(groups)
+        for record, ranks in groups[:2]:
+            waiting = all(_waits_in(by_rank[r], found.seq) for r in ranks)
+            what = call_text(record, sizes=not plain)
+            lines.append(f"  {rank_ranges(ranks)}: {'waiting in' if waiting else 'called'} {what}")
+        if len(groups) > 2:
+            rest = [r for _, ranks in groups[2:] for r in ranks]
+            lines[-1] += f"; other calls: {rank_ranges(rest)}"
+        agreed = f"last agreed: {call_text(found.agreed)}. " if found.agreed else ""
+        odd = sorted(r for _, ranks in groups[1:] for r in ranks)
+        # With two groups of one size nobody is presumed right.
+        tied = len(groups[0][1]) == len(groups[1][1])
+        if not found.exact:
+            cause = "The histories differ before the oldest call that is still remembered."
+            fix = 'Set a larger "trust": {"ring": ...} to keep the first difference.'
+        else:
+            cause, fix = self._cause(found, by_rank)
+        lines += [f"  {agreed}{cause}", f"  {fix}"]
+        ranks = sorted(by_rank) if tied else odd
+        return self._verdict("RankDivergence", True, ranks, lines)
+
+    def _cause(self, found: Difference, by_rank: Mapping[int, RankStatus]) -> tuple[str, str]:
+        (first, many), (second, few) = found.calls[:2]
+        for record, ranks in found.calls[:2]:
+            if record.name.endswith(READ):
+                return (
+                    f"{_cap(rank_ranges(ranks))} read values of {record.name.removesuffix(READ)!r} alone"
+                    f"{_at(by_rank[ranks[0]])}.",
+                    "Fix: read them on every rank; all have to give their parts.",
+                )
+        if (first.op, first.name) == (second.op, second.name):
+            return (
+                "Same call, other buffers.",
+                "Fix: build the same model with the same dtypes on every rank.",
+            )
+        # Who skipped, and what: the one whose call the other side makes later or has made before.
+        for skipped, comes, who, whole in (
+            (first, second, few, many),
+            (second, first, many, few),
+        ):
+            if _follows(by_rank[whole[0]], skipped, comes, found.seq):
+                swapped = any(
+                    r.seq > found.seq and r.call == skipped.call for r in _records(by_rank[who[0]])
+                )
+                if swapped:
+                    return (
+                        f"{_cap(rank_ranges(who))} came to {skipped.name!r} later.",
+                        "Fix: run the modules in the same order on every rank.",
+                    )
+                return (
+                    f"{_cap(rank_ranges(who))} skipped {skipped.name!r}{_at(by_rank[who[0]])}.",
+                    f"Fix: {_conditional(skipped)}, or let every rank run it.",
+                )
+        fix = "Fix: run the same modules in the same order on every rank"
+        if first.op == second.op == "all_gather":
+            fix += f"; for those skipped by chance (LayerDrop): {_conditional(first, second)}"
+        return "The ranks took different branches" + _at(by_rank[few[0]]) + ".", fix + "."
+
+    def parted(self, ring: list[RankStatus]) -> Diagnosis:
+        """Each of some ranks waits for a call that another makes only after its own wait."""
+        # First those that meet outside collectives: more likely the ones that went their own way.
+        places = self._places(ring)
+        places.sort(key=lambda group: not _is_meeting(_blocked(group[1][0], self.label)))
+        alone = [w.rank for w in places[0][1]]
+        others = [w.rank for _, group in places[1:] for w in group]
+        # What a call of the program's own waits for is only presumed: it gets more time.
+        fatal = not any(map(_is_torch, ring)) or (
+            min(w.blocked_s for w in ring) >= 0.9 * self.limits.stuck_s
+        )
+        ended = "" if fatal else f" Not ended; limit {self.limits.stuck_s:.0f} s."
+        lines = [
+            *(self._line(place, group) for place, group in places[:2]),
+            f"  Neither can go on: {rank_ranges(others)} did not make that call.",
+            "  Fix: make that call on every rank, not on one alone; all ranks have to give their part."
+            + ended,
+        ]
+        return self._verdict("RankDivergence", fatal, alone, lines)
+
+    def lost(self, lost: list[RankStatus]) -> Diagnosis:
+        first = lost[0]
+        what = first.detail or "its process ended"
+        lines = [f"  {rank_ranges([first.rank])}{_host(first)}: {what}{_last(first)}"]
+        if len(lost) > 1:
+            lines.append(f"  also: {rank_ranges(w.rank for w in lost[1:])}")
+        else:
+            lines += self._waits(w for w in self.witnesses if w not in lost)[:1]
+        lines.append(
+            f"  The cause is in the output of {rank_ranges([first.rank])}; "
+            "the others only lost their partner."
+        )
+        return self._verdict("RankLost", True, [w.rank for w in lost], lines)
+
+    def frozen(self, frozen: list[RankStatus]) -> Diagnosis:
+        # A little early, so that the run has ended when the limit is reached.
+        fatal = self.blocked_s >= 0.9 * self.limits.frozen_s
+        lines = [
+            f"  {rank_ranges([w.rank])}{_host(w)}: {w.detail or 'does not answer'}{_last(w)}"
+            for w in frozen[:2]
+        ]
+        if len(frozen) > 2:
+            lines[-1] += f"; also {rank_ranges(w.rank for w in frozen[2:])}"
+        lines += self._waits(w for w in self.witnesses if w not in frozen)[:1]
+        if not fatal:
+            lines.append(f"  Not ended; limit {self.limits.frozen_s:.0f} s (trust.frozen_s).")
+        return self._verdict("RankFrozen", fatal, [w.rank for w in frozen], lines)
+
+    def late(self, late: list[RankStatus]) -> Diagnosis:
+        waiting = [w for w in self.witnesses if w not in late]
+        sections = set(map(_section, late)) - {""} or set(map(_section, waiting)) - {""} or {""}
+        section = max(sections, key=self.limits.late_s)
+        limit = self.limits.late_s(section)
+        fatal = self.blocked_s >= limit
+        lines = self._waits(waiting)[:1]
+        for witness in late[:2]:
+            lines.append(f"  rank {witness.rank}: {_whereabouts(witness)}")
+        if len(late) > 2:
+            lines[-1] = cut(lines[-1], 160) + f"; also {rank_ranges(w.rank for w in late[2:])}"
+        who = rank_ranges(w.rank for w in late)
+        lines.append(
+            f"  No other call so far: {who} {'is' if len(late) == 1 else 'are'} slow, or will not come. "
+            + (
+                "Fix: make this call on every rank, or allow more than "
+                f"{limit:g} s ({self.limits.key(section)})."
+                if fatal
+                else f"Every rank has to make this call. Not ended; limit {limit:g} s."
+            )
+        )
+        return self._verdict("RankLate", fatal, [w.rank for w in late], lines)
+
+    def stuck(self) -> Diagnosis:
+        fatal = self.blocked_s >= self.limits.stuck_s
+        lines = self._waits(self.witnesses)[:2]
+        lines.append("  Same calls everywhere: the link between the ranks is the cause.")
+        if not fatal:
+            lines.append(f"  Not ended; limit {self.limits.stuck_s:.0f} s.")
+        return self._verdict("TransportStuck", fatal, [w.rank for w in self.witnesses], lines)
+
+    def _waits(self, witnesses: Iterable[RankStatus]) -> list[str]:
+        """One line per group of ranks in the same place, the largest first."""
+        return [self._line(place, group) for place, group in self._places(witnesses)]
+
+    def _places(self, witnesses: Iterable[RankStatus]) -> list[tuple[str, list[RankStatus]]]:
+        groups: dict[str, list[RankStatus]] = defaultdict(list)
+        for witness in witnesses:
+            groups[_place(witness)].append(witness)
+        return sorted(groups.items(), key=lambda g: (-len(g[1]), g[1][0].rank))
+
+    def _line(self, place: str, group: Sequence[RankStatus]) -> str:
+        """Where some ranks are, and in which line of the program the first of them."""
+        doing = _doing(group[0])
+        doing = f" in {doing}" if doing and not place.endswith(f" {doing}") else ""
+        return f"  {rank_ranges(w.rank for w in group)}: {place}{doing}{_at(group[0])}"
+
+    def _verdict(self, kind: str, fatal: bool, ranks: Iterable[int], lines: list[str]) -> Diagnosis:
+        steps = [w.flight.step for w in self.witnesses if w.flight]
+        when = f" at step {max(steps)}" if steps else ""
+        answered = sum(w.answered for w in self.witnesses)
+        details = f"; details: {self.details}" if self.details else ""
+        title = (
+            f"{kind}{when} after {self.blocked_s:.0f} s "
+            f"({answered} of {len(self.witnesses)} ranks answered{details})"
+        )
+        text = "\n".join(cut(line) for line in [title, *lines][:5])
+        return Diagnosis(kind, fatal, tuple(sorted(ranks)), text)
+
+
+def call_text(record: Record, *, sizes: bool = False) -> str:
+    """A record as people read it: ``gather 'layers.0' (#19)``."""
+    op, _, rest = record.op.partition(" ")
+    what = f"{_WORDS.get(op, op)}{' ' + rest if rest else ''} {record.name!r} (#{record.seq})"
+    return f"{what} of {record.nbytes} bytes {record.dtype}" if sizes else what
+
+
+def _conditional(*gathered: Record) -> str:
+    """The key that lets ranks skip these modules and their like: a number in a name stands for any."""
+    modules = [record.name.partition("#")[0].split(".") for record in gathered]
+    patterns = {
+        ".".join("*" if part.isdigit() else part for part in parts): None for parts in modules
+    }
+    return f'"conditional_modules": {json.dumps(list(patterns))}'
+
+
+def cut(line: str, columns: int = COLUMNS) -> str:
+    """At most 200 columns."""
+    return line if len(line) <= columns else line[: columns - 3] + "..."
+
+
+def _records(witness: RankStatus) -> tuple[Record, ...]:
+    return witness.flight.records if witness.flight else ()
+
+
+def _waits_in(witness: RankStatus, seq: int) -> bool:
+    return witness.flight is not None and witness.flight.waiting == seq
+
+
+def _follows(witness: RankStatus, first: Record, then: Record, seq: int) -> bool:
+    """Whether this rank calls ``then`` after ``first``: from ``seq`` on, or in an earlier round."""
+    records = _records(witness)
+    if any(r.seq > seq and r.call == then.call for r in records):
+        return True
+    return any(
+        a.seq < seq and a.call == first.call and b.call == then.call for a, b in pairwise(records)
+    )
+
+
+def _place(witness: RankStatus) -> str:
+    flight, wait = witness.flight, witness.wait
+    if wait is not None:
+        return f"waiting in {wait.what}"
+    if flight is None:
+        return "nothing is known"
+    waiting = next((r for r in flight.records if r.seq == flight.waiting), None)
+    if waiting is not None:
+        return f"waiting in {call_text(waiting)}"
+    if not flight.records:
+        return "before the first collective"
+    return f"after {call_text(flight.records[-1])}"
+
+
+def _whereabouts(witness: RankStatus) -> str:
+    """Where a rank is that others wait for."""
+    if witness.fate == "absent":
+        return witness.detail
+    if witness.wait is not None:
+        return f"{_place(witness)}{_at(witness)}"
+    section = f"section {_section(witness)}: " if _section(witness) else ""
+    doing = f"in {witness.phase}: " if witness.phase and not section else ""
+    return f"outside collectives, {section}{doing}{witness.stack or 'no stack'}"
+
+
+def _doing(witness: RankStatus) -> str:
+    return witness.phase or _section(witness)
+
+
+def _last(witness: RankStatus) -> str:
+    records = _records(witness)
+    return f"; its last call was {call_text(records[-1])}" if records else ""
+
+
+def _section(witness: RankStatus) -> str:
+    if witness.flight is not None and witness.flight.section:
+        return witness.flight.section
+    return "setup" if witness.phase in SET_UP else ""
+
+
+def _at(witness: RankStatus) -> str:
+    """The program's line, and the one that called it."""
+    return f" ({' < '.join(witness.stack.split(' < ')[:2])})" if witness.stack else ""
+
+
+def _host(witness: RankStatus) -> str:
+    return f" ({witness.host})" if witness.host else ""
+
+
+def _cap(text: str) -> str:
+    return text[0].upper() + text[1:]

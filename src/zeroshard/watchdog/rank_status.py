@@ -1,0 +1,264 @@
+"""What can be found out about a rank: from its own answer, or from what its host shows of it?"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import sys
+import sysconfig
+import threading
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from zeroshard.comm.flight_recorder import FlightRecording, Record
+from zeroshard.comm.host import Process, fate_of
+from zeroshard.comm.recorder import read_recording_file, remove_recording
+from zeroshard.watchdog.diagnosis import TORCH, RankStatus, Wait
+
+PRESENCE = "process"
+"""Name of the file that is there as long as a process watches; logs of what it watches lie beside it."""
+_FRAMES = 8
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_TORCH = os.path.dirname(torch.__file__) + os.sep
+#: How the file names of frames that are not the program's begin. Compared from the start: a program may
+#: lie in a folder of any name.
+_OWN = (
+    *(
+        _PACKAGE + part + os.sep
+        for part in ("comm", "zero", "engine", "checkpoint", "store", "native")
+    ),
+    *(_PACKAGE + "integrations" + os.sep, _TORCH, threading.__file__, contextlib.__file__),
+)
+_LIBRARIES = (
+    _PACKAGE,
+    "<frozen ",
+    *(sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
+)
+#: File, function ("": any) -> what the program does there.
+_PHASES = {
+    (_PACKAGE + os.path.join("zero", "init.py"), ""): "zero.Init",
+    (_PACKAGE + os.path.join("zero", "access.py"), ""): "access",
+    (_PACKAGE + os.path.join("zero", "guard.py"), ""): "access",
+    (_PACKAGE + os.path.join("zero", "hooks.py"), ""): "forward",
+    (_PACKAGE + os.path.join("engine", "setup.py"), ""): "initialize",
+    (_PACKAGE + os.path.join("engine", "update.py"), ""): "step",
+    (_PACKAGE + os.path.join("engine", "export.py"), ""): "export",
+    **{
+        (_PACKAGE + os.path.join("engine", "engine.py"), function): phase
+        for function, phase in {
+            "forward": "forward",
+            "backward": "backward",
+            "step": "step",
+            "save_checkpoint": "save",
+            "wait_for_checkpoint": "save",
+            "load_checkpoint": "load",
+            "close": "close",
+        }.items()
+    },
+    (_TORCH + os.path.join("autograd", "__init__.py"), ""): "backward",
+}
+_OF_ANYBODY = {
+    "generate": "generate",
+    "from_pretrained": "from_pretrained",
+    "save_pretrained": "export",
+    "save_state": "save",
+    "load_state": "load",
+}
+_CALLS_OF_TORCH = _TORCH + os.path.join("distributed", "distributed_c10d.py")
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A rank, its process and where its log lies on its host."""
+
+    rank: int
+    process: Process
+    box: str
+
+    def far(self) -> Peer:
+        """The same rank, of which this host can see nothing."""
+        return replace(self, process=replace(self.process, space=""))
+
+    def fate(self, here: Process) -> tuple[str, str]:
+        """As :func:`zeroshard.comm.host.fate_of`."""
+        return fate_of(self.process, here)
+
+    def has_left(self, here: Process) -> bool:
+        """Whether it closed its engine, or its process ended, as far as this host can tell."""
+        if not self.is_on(here):
+            return False
+        return not Path(self.box).exists() or self.fate(here)[0] == "gone"
+
+    def is_on(self, here: Process) -> bool:
+        """Whether this host sees the rank's process and files."""
+        return bool(here.space) and self.process.space == here.space
+
+    @property
+    def stack_file(self) -> Path:
+        """Where its process writes its stacks when it stands still."""
+        return Path(self.box).with_name(f"{PRESENCE}.stack")
+
+    def remove_files(self) -> None:
+        """Remove its log, of which this host holds the path; with its presence the stack file too."""
+        if Path(self.box).name == PRESENCE:
+            remove_recording(self.stack_file)
+        remove_recording(Path(self.box))
+
+
+def status_from_answer(peer: Peer, answer: Mapping[str, Any]) -> RankStatus:
+    """The witness that a rank is for itself."""
+    flight = None
+    if answer["flight"]:
+        flight = FlightRecording(*answer["flight"])
+        flight = flight._replace(records=tuple(Record(*r) for r in flight.records))
+    left = answer["left"]
+    return RankStatus(
+        rank=peer.rank,
+        flight=flight,
+        fate="runs" if left is None else "left",
+        detail="" if left is None else f"left: {left}",
+        blocked_s=answer["blocked_s"],
+        stack=answer["stack"],
+        stacks=answer["stacks"],
+        host=peer.process.host,
+        phase=answer["phase"],
+        wait=Wait(*answer["wait"]) if answer["wait"] else None,
+        reached=answer["reached"],
+    )
+
+
+def status_from_host(peer: Peer, here: Process, *, asked: bool = True) -> RankStatus:
+    """What this host knows of a rank that does not answer, or could not be ``asked``."""
+    fate, detail = peer.fate(here)
+    if fate == "runs" and peer.has_left(here):
+        fate, detail = "left", "closed its engine"
+    flight = read_recording_file(Path(peer.box)) if fate != "unknown" else None
+    stack = _dumped_stack(peer.stack_file) if fate != "unknown" else ""
+    if fate == "unknown" or (fate == "runs" and asked):
+        where = f" (in {stack})" if stack else ""
+        fate, detail = "silent", f"its process runs but does not answer{where}"
+        if flight is None:
+            detail = "does not answer"
+    return RankStatus(
+        rank=peer.rank,
+        flight=flight,
+        fate=fate,
+        detail=detail,
+        answered=False,
+        stack=stack,
+        host=peer.process.host,
+    )
+
+
+def without_connection(witness: RankStatus) -> RankStatus:
+    """A connection to this rank broke: if it runs and does not wait, it dropped its end."""
+    if witness.fate == "silent":
+        return replace(witness, fate="gone", detail="its connection closed; it does not answer")
+    if witness.fate == "runs" and not (witness.flight and witness.flight.waiting):
+        return replace(witness, fate="left", detail="it closed its end of the connection")
+    return witness
+
+
+def stack_line(thread: int) -> str:
+    """Where a thread is, innermost first, on one line: a library's line that called us or torch, and
+    the program's own.
+
+    ``accelerator.py:3021 save_state < train.py:88 save < train.py:120 main``
+    """
+    frames = list(_frames(thread))
+    theirs = [f for f in frames if not f.f_code.co_filename.startswith(_OWN)] or frames
+    shown = theirs[:1] + [f for f in theirs[1:] if not f.f_code.co_filename.startswith(_LIBRARIES)]
+    return " < ".join(
+        f"{Path(f.f_code.co_filename).name}:{f.f_lineno} {f.f_code.co_name}"
+        for f in shown[:_FRAMES]
+    )
+
+
+def phase(thread: int) -> str:
+    """What the program does with ZeroShard there: the outermost call that has a name; "" if none."""
+    found = ""
+    for frame in _frames(thread):
+        file, function = frame.f_code.co_filename, frame.f_code.co_name
+        own = _PHASES.get((file, function)) or _PHASES.get((file, ""))
+        if own is None and not file.startswith(_OWN):
+            own = _OF_ANYBODY.get(function)
+        found = own or found
+    return found
+
+
+def call_of_torch(thread: int) -> tuple[FrameType, str] | None:
+    """The call of ``torch.distributed`` that a program made by itself and that is not over."""
+    frames = _frames(thread)
+    innermost = frame = next(frames, None)
+    if innermost is None or innermost.f_code.co_filename != _CALLS_OF_TORCH:
+        return None
+    name = ""
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        if frame.f_code.co_filename == _CALLS_OF_TORCH:
+            name = frame.f_code.co_name
+        frame = next(frames, None)
+    ours = frame is not None and frame.f_code.co_filename.startswith(_PACKAGE + "comm" + os.sep)
+    return None if ours else (innermost, f"{TORCH}.{name}")
+
+
+def _frames(thread: int) -> Iterator[FrameType]:
+    """Innermost first."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def stacks() -> str:
+    """The stacks of all threads of this process, for the dump."""
+    names = {t.ident: t.name for t in threading.enumerate()}
+    parts = []
+    for ident, frame in sys._current_frames().items():
+        lines = traceback.format_stack(frame)[-_FRAMES:]
+        parts.append(f"{names.get(ident, ident)}:\n{''.join(lines)}")
+    return "\n".join(parts)
+
+
+class FrozenStack:
+    """Writes this process's stacks from a thread that needs no interpreter, if it stands still.
+
+    The timer is the process's only one; engines that share a process take turns.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("w")
+        self._owner = os.getpid()
+
+    def arm(self, after_s: float) -> None:
+        """Not now, but in ``after_s``, unless armed again by then."""
+        faulthandler.dump_traceback_later(after_s, file=self._file)
+
+    def close(self) -> None:
+        """Stop the timer and remove the file. In a forked child both are the parent's."""
+        if os.getpid() != self._owner:
+            return
+        faulthandler.cancel_dump_traceback_later()
+        self._file.close()
+        remove_recording(self._path)
+
+
+def _dumped_stack(path: Path) -> str:
+    """The innermost frame that the fault handler wrote of a main thread, ``file:line name``."""
+    with contextlib.suppress(OSError):
+        text = path.read_text(errors="replace")
+        main = text.rpartition("most recent call first")[2]
+        for line in main.splitlines():
+            words = line.strip().split('"')
+            if len(words) == 3 and words[0] == "File ":
+                number, _, name = words[2].removeprefix(", line ").partition(" in ")
+                return f"{Path(words[1]).name}:{number} {name}"
+    return ""

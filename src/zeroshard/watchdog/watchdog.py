@@ -1,0 +1,710 @@
+"""Who notices that ranks no longer get on, and how does everybody learn why?
+
+One thread per process and set of ranks, from the first contact with ZeroShard on. It watches for how
+long the host has been inside one call of any sequence that all ranks take part in
+(:mod:`zeroshard.watchdog.tracked_calls`). When that is too long, or a connection broke, one rank asks all others
+through the store what they are doing, judges the answers (:mod:`zeroshard.watchdog.diagnosis`) and publishes
+the verdict. A fatal verdict wakes the blocked main thread by ending the traffic on the engine's own
+sockets; the transport error that this causes is replaced by the verdict.
+
+Sentinels agree on nothing: each posts a card that says which process it watches, and one may begin or
+end at any time.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from zeroshard import errors
+from zeroshard.comm.collectives import lost_text
+from zeroshard.comm.flight_recorder import rank_ranges
+from zeroshard.comm.host import Process, this_process
+from zeroshard.comm.recorder import Recorder
+from zeroshard.watchdog.diagnosis import MEETINGS, TORCH, Diagnosis, RankStatus, call_text, diagnose
+from zeroshard.watchdog.lone_reads import LoneReadCheck, Position
+from zeroshard.watchdog.rank_status import (
+    FrozenStack,
+    Peer,
+    call_of_torch,
+    phase,
+    stack_line,
+    stacks,
+    status_from_answer,
+    status_from_host,
+    without_connection,
+)
+from zeroshard.watchdog.store_client import (
+    StoreClient,
+    StoreLost,
+    look,
+    read_verdict,
+    write_verdict,
+)
+from zeroshard.watchdog.tracked_calls import CallsOfTorch, SetUps, TrackedCalls, calls_of_torch
+
+if TYPE_CHECKING:
+    from zeroshard.comm.agreement import Store
+    from zeroshard.comm.recorder import Item
+    from zeroshard.watchdog.settings import WatchdogSettings
+
+EXIT_VERDICT = 75
+#: How long a main thread with a broken connection waits for the reason.
+_EXPLAIN_S = 8.0
+#: How long it then stays so that the others can read the verdict: the store may live in here.
+_LINGER_S = 1.5
+_POLL_S = 0.02
+#: A rank that only joined the others has nothing to be woken from, but its group may end.
+_IDLE_TICK_S = 0.25
+_NOT_HERE = "has not come to ZeroShard yet: no initialize, no zero.Init. Look at its output"
+_IDLE = "runs nothing of ZeroShard now; its engine and its models are closed. Look at its output"
+
+
+@dataclass
+class _State:
+    """What the thread and the main thread share."""
+
+    verdict: Diagnosis | None = None
+    ready: threading.Event = field(default_factory=threading.Event)
+    delivered: threading.Event = field(default_factory=threading.Event)
+    kick: threading.Event = field(default_factory=threading.Event)
+    stop: threading.Event = field(default_factory=threading.Event)
+
+
+class Watchdog:
+    """Watches ``ranks`` (global), of which this process is ``rank``.
+
+    ``store`` is a client of its own with a key space that these ranks share. ``box``: where the file
+    lies that says that this process is there; the logs of what it follows lie beside it. ``store_rank``
+    is the rank whose process serves the store; None: none does. ``over()`` says that the process group
+    is gone, and with it all that could be watched.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        rank: int,
+        ranks: Sequence[int],
+        box: Path,
+        trust: WatchdogSettings,
+        store_rank: int | None = None,
+        over: Callable[[], bool] = lambda: False,
+        hung_up: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._rank = rank
+        self._ranks = tuple(ranks)
+        self._here = this_process()
+        self._trust = trust
+        self._over = over
+        self._hung_up = hung_up
+        self._main = threading.get_ident()
+        self._state = _State()
+        self._set_ups = SetUps()
+        self._tracks: weakref.WeakSet[SessionWatch] = weakref.WeakSet()
+        self._always = [
+            self._set_ups.followed(trust),
+            CallsOfTorch(self._main).followed(trust),
+        ]
+        self._left: dict[str, str] = {}
+        self._store_rank = store_rank if store_rank != rank else None
+        self._frozen: FrozenStack | None = None
+        self._elected_at_s: float | None = None
+        self._deadline_s: float | None = None
+        self._told = False
+        self._presence = Recorder("process", ring=2, box=box, rank=rank, world_size=len(ranks))
+        self._peers = {rank: Peer(rank, self._here, str(box))}
+        self._idle: set[int] = set()
+        self._channel = StoreClient(store, name=f"zeroshard-side-{rank}")
+        # One that is forgotten instead of closed must not leave threads or files either.
+        weakref.finalize(self, self._channel.end)
+        times = self._call(lambda s: s.add(f"times/{rank}", 1))
+        # Who comes for the first time still learns what ended the run; who comes again does not.
+        self._since = self._answered = 0
+        if times > 1:
+            self._since = self._answered = self._call(lambda s: s.add("asked", 0))
+        self._post_card("on")
+        self._farewell = _close_at_exit(self)
+        weakref.finalize(self, atexit.unregister, self._farewell)
+        self._thread = threading.Thread(
+            target=_watch,
+            args=(weakref.ref(self), self._state),
+            name=f"zeroshard-sentinel-{rank}",
+            daemon=True,
+        )
+        self._thread.start()
+
+    @property
+    def folder(self) -> Path:
+        """Where this process keeps its logs."""
+        return Path(self._peers[self._rank].box).parent
+
+    @property
+    def usable(self) -> bool:
+        """Whether it still watches. What has ended the run has to be heard once, and only once."""
+        return (
+            not self._state.stop.is_set()
+            and not self._state.delivered.is_set()
+            and not self._over()
+        )
+
+    # -- called by the main thread -----------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def set_up(self, number: int, what: str, trust: WatchdogSettings) -> Iterator[None]:
+        """Inside, all ranks meet in their ``number``-th set-up, from 1."""
+        self._main = threading.get_ident()
+        self._trust = trust
+        self._always = [self._set_ups.followed(trust), CallsOfTorch(self._main).followed(trust)]
+        with self._set_ups.begin(number, what):
+            yield
+
+    def follow(self, track: SessionWatch) -> None:
+        """Watch what ``track`` consists of too, from now on."""
+        if self._frozen is None and track.trust.stacks:
+            self._frozen = FrozenStack(self._peers[self._rank].stack_file)
+            weakref.finalize(self, self._frozen.close)
+        self._tracks.add(track)
+        self._rearm()
+
+    def leave(self, track: SessionWatch, reason: str) -> None:
+        """Watch it no more; others that still wait for it learn that and why it was closed."""
+        if track not in self._tracks:
+            return
+        self._tracks.discard(track)
+        words = reason or "closed its engine"
+        labels = [part.label for part in track.parts]
+        self._left.update(dict.fromkeys(labels, words))
+        if not self._state.stop.is_set() and self._may_call():
+            with contextlib.suppress(StoreLost):
+                for label in labels:
+                    key = f"left/{label}/{self._rank}"
+                    self._call(functools.partial(_set, key, words), timeout_s=2.0)
+        _clean_up(track.peers, self._rank, self._here)
+
+    def release(self) -> None:
+        """End it, unless something is watched."""
+        if not self._tracks and self not in _HELD:
+            self.close()
+
+    def check(self, _missing: Sequence[int] = ()) -> None:
+        """Raise the verdict that has ended the run, if there is one."""
+        verdict = self._state.verdict
+        if verdict is not None:
+            self._linger()
+            raise error_of(verdict)
+
+    def position(self, words: bool) -> Position:
+        """How far this rank has come. ``words``: with its last calls, and where its program is."""
+        reached, last, wait = {}, {}, None
+        for part in self._followed():
+            if part.label == TORCH:
+                continue
+            reached[part.label] = part.reached()
+            if not words:
+                continue
+            if not part.label.endswith(MEETINGS):
+                flight = part.flight()
+                calls = [call_text(record) for record in (flight.records if flight else ())[-1:]]
+                last[part.label] = calls[0] if calls else part.label
+            blocked = part.wait()
+            if blocked is not None and not blocked.behind:
+                wait = blocked.label, blocked.seq, blocked.what, blocked.source
+        reached[TORCH] = calls_of_torch()
+        own = call_of_torch(self._main) if words else None
+        return Position(self._rank, reached, last, own[1] if own is not None else "", wait)
+
+    def why_gone(self, label: str, rank: int) -> str:
+        """Why a rank will make no call of ``label`` any more, or "". Raises what has ended the run."""
+        self.check()
+        peer, state, reason = self._read_card(rank)
+        fate, detail = peer.fate(self._here) if peer is not None else ("", "")
+        if fate == "gone" or state == "left":
+            return detail if fate == "gone" else reason
+        return self._look(f"left/{label}/{rank}") or ""
+
+    def explain(self, track: TrackedCalls, peers: Sequence[int]) -> Exception | None:
+        """What broke the connection to one of ``peers`` (global ranks); None: nobody can tell."""
+        if len(peers) == 1:
+            track.suspects.update(peers)
+        return self._ask(track)
+
+    def settle(self, track: TrackedCalls) -> Exception | None:
+        """Why histories differ, as a hash exchange found."""
+        return self._ask(track)
+
+    def close(self, reason: str | None = None) -> None:
+        """End the threads. ``reason``: this process ends, "" without an exception; None: it goes on."""
+        state = self._state
+        if state.stop.is_set():
+            return
+        state.stop.set()
+        state.kick.set()
+        atexit.unregister(self._farewell)
+        _HELD.discard(self)
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(2.0)
+        if self._may_call():
+            with contextlib.suppress(StoreLost):
+                self._post_card("idle" if reason is None else "left", reason or "ended its program")
+        self._channel.close()
+        if self._frozen is not None:
+            self._frozen.close()
+        self._presence.close()
+        for track in list(self._tracks):
+            _clean_up(track.peers, self._rank, self._here)
+        _clean_up(self._peers, self._rank, self._here)
+
+    def _ask(self, track: TrackedCalls) -> Exception | None:
+        state = self._state
+        track.doubt = True
+        state.kick.set()
+        if self._thread.is_alive() and state.ready.wait(_EXPLAIN_S) and state.verdict is not None:
+            self._linger()
+            return error_of(state.verdict)
+        return None
+
+    def _linger(self) -> None:
+        """Let the others read the verdict before this process, and perhaps the store, goes."""
+        self._state.delivered.set()
+        until = time.monotonic() + _LINGER_S
+        with contextlib.suppress(StoreLost):
+            while time.monotonic() < until:
+                here = sum(
+                    r not in self._idle and not peer.has_left(self._here)
+                    for r, peer in list(self._peers.items())
+                )
+                if self._call(lambda s: s.add("read", 0)) >= here:
+                    return
+                time.sleep(_POLL_S)
+
+    # -- the thread --------------------------------------------------------------------------------
+
+    def tick_s(self) -> float:
+        """Seconds until the next look."""
+        tracks = list(self._tracks)
+        idle = not tracks and self._set_ups_wait() is None
+        own = min([self._trust.tick_s, *(track.trust.tick_s for track in tracks)])
+        return min(own, _IDLE_TICK_S) if idle else own
+
+    def _set_ups_wait(self) -> object:
+        return self._always[0].wait()
+
+    def tick(self) -> None:
+        """One look: at the clocks, at the store, at what must be done."""
+        now_s = time.monotonic()
+        if self._over():
+            self.close()
+            return
+        if self._state.verdict is not None:
+            self._enforce(now_s)
+            return
+        due: TrackedCalls | None = None
+        for track in self._followed():
+            track.note()
+            wait = track.wait()
+            if wait is None:
+                track.report_due_s = 0.0
+            if track.clock.observe(now_s, wait) or track.doubt:
+                due = track if due is None or track.doubt else due
+        alone = False
+        try:
+            for followed in list(self._tracks):
+                followed.errand()
+            asked = self._call(lambda s: s.add("asked", 0), timeout_s=5 * self._trust.tick_s)
+            if asked > self._answered:
+                self._answer(asked)
+            elif due is not None:
+                alone = not self._inquire(asked + 1, due)
+        except StoreLost:
+            alone = due is not None
+        if alone and due is not None and self._state.verdict is None:
+            self._judge_alone(due)
+
+    def _followed(self) -> list[TrackedCalls]:
+        tracks = [part for track in list(self._tracks) for part in track.parts]
+        return [*tracks, *self._always]
+
+    def _call(self, operation: Callable[[Store], Any], timeout_s: float = 5.0) -> Any:
+        """Use the store, unless its server is known to go: torch would write pages about it."""
+        self._rearm()
+        if not self._may_call():
+            raise StoreLost("the process that served the store has left")
+        return self._channel.call(operation, timeout_s)
+
+    def _may_call(self) -> bool:
+        server = self._peers.get(self._store_rank) if self._store_rank is not None else None
+        gone = server is not None and server.fate(self._here)[0] == "gone"
+        return not gone and not self._hung_up()
+
+    def _rearm(self) -> None:
+        """This process runs Python: put off the dump of its stacks."""
+        if self._frozen is not None and not self._state.stop.is_set():
+            self._frozen.arm(10 * self._trust.tick_s)
+
+    def _post_card(self, state: str, reason: str = "") -> None:
+        card = {"state": state, "reason": reason, "process": asdict(self._here)}
+        text = json.dumps({**card, "box": self._peers[self._rank].box})
+        self._call(lambda s: s.set(f"card/{self._rank}", text), timeout_s=2.0)
+
+    def _read_card(self, rank: int) -> tuple[Peer | None, str, str]:
+        """Another rank's process, ``on``, ``idle`` or ``left``, and why; no process: never seen."""
+        text = self._look(f"card/{rank}")
+        if text is None:
+            return None, "", ""
+        card = json.loads(text)
+        peer = Peer(rank, Process(**card["process"]), card["box"])
+        # What is there and cannot be seen is in another container: as good as far away.
+        if card["state"] == "on" and not Path(peer.box).exists():
+            card = json.loads(self._look(f"card/{rank}") or text)
+            peer = (
+                peer if card["state"] != "on" or peer.fate(self._here)[0] == "gone" else peer.far()
+            )
+        self._peers[rank] = peer
+        (self._idle.add if card["state"] == "idle" else self._idle.discard)(rank)
+        return peer, card["state"], card["reason"]
+
+    def _answer(self, asked: int) -> None:
+        """Say what this rank does, then wait for what the asker makes of it."""
+        label = self._look(f"label/{asked}") or ""
+        track = next((t for t in self._followed() if t.label == label), None)
+        text = json.dumps(self._own_answer(label, track))
+        self._call(lambda s: s.set(f"answer/{asked}/{self._rank}", text))
+        self._answered = asked
+        self._elected_at_s = None
+        until = time.monotonic() + 7 * self._trust.tick_s
+        while time.monotonic() < until and not self._state.stop.is_set():
+            found = self._call(lambda s: read_verdict(s, asked, self._since))
+            if found is not None:
+                verdict, reported = found
+                if reported and track is not None:
+                    track.report_due_s = track.next_report_s()
+                if verdict.fatal:
+                    self._adopt(verdict)
+                elif track is not None:
+                    track.doubt = False
+                return
+            time.sleep(_POLL_S)
+
+    def _inquire(self, number: int, track: TrackedCalls) -> bool:
+        """Ask all ranks, judge, publish. False: somebody was elected for it and does not act."""
+        if self._call(lambda s: s.add(f"elect/{number}", 1)) != 1:
+            now_s = time.monotonic()
+            self._elected_at_s = self._elected_at_s or now_s
+            return now_s - self._elected_at_s < 5 * self._trust.tick_s
+        self._elected_at_s = None
+        self._answered = number
+        self._call(lambda s: s.set(f"label/{number}", track.label))
+        self._call(lambda s: s.add("asked", 1))
+        verdict, witnesses = self._judged(track, self._collect(number, track))
+        reported = self._publish_locally(track, verdict, witnesses)
+        text = json.dumps({"number": number, "verdict": asdict(verdict), "reported": reported})
+        self._call(lambda s: write_verdict(s, number, text, verdict.fatal))
+        if verdict.fatal:
+            self._adopt(verdict)
+        return True
+
+    def _collect(self, number: int, track: TrackedCalls) -> list[RankStatus]:
+        """The answers to question ``number``; of ranks that cannot answer, what this host knows."""
+        own = self._own_answer(track.label, track)
+        found = {self._rank: status_from_answer(self._peers[self._rank], own)}
+        until = time.monotonic() + 5 * self._trust.tick_s
+        while True:
+            over = time.monotonic() > until or self._state.stop.is_set()
+            for rank in self._ranks:
+                if rank in found:
+                    continue
+                text = self._look(f"answer/{number}/{rank}")
+                if text is not None:
+                    answer = json.loads(text)
+                    track.suspects.update(answer["suspects"])
+                    found[rank] = status_from_answer(self._known(rank, track), answer)
+                    continue
+                witness = self._unanswered(rank, track)
+                if over or witness.fate not in ("runs", "silent"):
+                    found[rank] = witness
+            if len(found) == len(self._ranks) or over:
+                return [found[rank] for rank in sorted(found)]
+            time.sleep(_POLL_S)
+
+    def _unanswered(self, rank: int, track: TrackedCalls) -> RankStatus:
+        """What is known of a rank that has not answered."""
+        base, state, reason = self._read_card(rank)
+        if base is None:
+            return RankStatus(rank, None, fate="absent", detail=_NOT_HERE, answered=False)
+        if state == "idle" and rank not in track.peers and base.fate(self._here)[0] != "gone":
+            return RankStatus(rank, None, fate="absent", detail=_IDLE, answered=False)
+        witness = status_from_host(self._known(rank, track), self._here)
+        why = self._look(f"left/{track.label}/{rank}") or (reason if state == "left" else None)
+        if why is not None and witness.fate != "stopped":
+            gone = witness.fate == "gone" and state != "left"
+            witness = replace(witness, fate="gone" if gone else "left", detail=f"left: {why}")
+        return witness
+
+    def _known(self, rank: int, track: TrackedCalls) -> Peer:
+        """The rank's process and where its log of ``track`` lies."""
+        peer = track.peers.get(rank) or self._peers.get(rank)
+        return peer or Peer(rank, Process("", "", 0, ""), "")
+
+    def _look(self, key: str) -> str | None:
+        return cast("str | None", self._call(lambda s: look(s, key)))
+
+    def _judge_alone(self, track: TrackedCalls) -> None:
+        """The store is of no use: judge by what this host shows."""
+        seen = [status_from_answer(self._peers[self._rank], self._own_answer(track.label, track))]
+        for rank in self._ranks:
+            if rank != self._rank and (rank in track.peers or rank in self._peers):
+                peer = self._known(rank, track)
+                seen.append(status_from_host(peer, self._here, asked=False))
+        verdict, witnesses = self._judged(track, sorted(seen, key=lambda w: w.rank))
+        self._publish_locally(track, verdict, witnesses)
+        if verdict.fatal:
+            self._adopt(verdict)
+
+    def _judged(
+        self, track: TrackedCalls, witnesses: list[RankStatus]
+    ) -> tuple[Diagnosis, list[RankStatus]]:
+        suspects = track.suspects
+        witnesses = [without_connection(w) if w.rank in suspects else w for w in witnesses]
+        limits = track.trust.limits(track.step_s())
+        same = [w.blocked_s for w in witnesses if w.wait and w.wait.label == track.label]
+        blocked_s = max([track.clock.blocked_s, *same])
+        verdict = diagnose(
+            witnesses,
+            limits,
+            blocked_s=blocked_s,
+            details=str(self._dump_path(witnesses)),
+            label=track.label,
+        )
+        track.doubt = False
+        # A broken connection does not heal.
+        return replace(verdict, fatal=verdict.fatal or bool(suspects)), witnesses
+
+    def _publish_locally(
+        self, track: TrackedCalls, verdict: Diagnosis, witnesses: list[RankStatus]
+    ) -> bool:
+        """Print what does not end the run, when it is time; keep the full evidence in a file."""
+        due = max(track.report_due_s, track.first_report_s())
+        if not verdict.fatal and track.clock.blocked_s < due:
+            return False
+        self._dump(verdict, witnesses)
+        if not verdict.fatal:
+            track.report_due_s = track.next_report_s()
+            print(verdict.text, file=sys.stderr, flush=True)
+        return True
+
+    def _dump_path(self, witnesses: Sequence[RankStatus]) -> Path:
+        root = self._trust.dump_dir or str(Path(tempfile.gettempdir()) / "zeroshard")
+        step = max((w.flight.step for w in witnesses if w.flight), default=0)
+        return Path(root) / f"hang-{step}-{self._here.pid}.json"
+
+    def _dump(self, verdict: Diagnosis, witnesses: list[RankStatus]) -> None:
+        """The whole evidence beside the five lines: every rank's records and stacks."""
+        path = self._dump_path(witnesses)
+        evidence = {"verdict": asdict(verdict), "witnesses": [asdict(w) for w in witnesses]}
+        with contextlib.suppress(OSError):  # a full disk must not hide the verdict
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(evidence, indent=1))
+
+    def _own_answer(self, label: str, track: TrackedCalls | None) -> dict[str, Any]:
+        followed = self._followed()
+        waits = [wait for part in followed if (wait := part.wait()) is not None]
+        keep = max(32, 4096 // len(self._ranks))
+        flight = track.flight() if track is not None else None
+        return {
+            "flight": flight and flight._replace(records=flight.records[-keep:]),
+            "left": self._left.get(label),
+            "blocked_s": max(part.clock.blocked_s for part in followed),
+            "suspects": sorted(track.suspects) if track is not None else [],
+            "stack": stack_line(self._main) if self._trust.stacks else "",
+            "stacks": stacks() if self._trust.stacks else "",
+            "phase": phase(self._main),
+            "wait": next((w for w in waits if not w.behind), None),
+            "reached": {part.label: part.reached() for part in followed if part.label != TORCH},
+        }
+
+    def _adopt(self, verdict: Diagnosis) -> None:
+        """A fatal verdict: tell the main thread, and wake it where it waits."""
+        state = self._state
+        if state.verdict is not None:
+            return
+        state.verdict = verdict
+        self._deadline_s = time.monotonic() + self._trust.grace_s
+        with contextlib.suppress(StoreLost):
+            self._call(lambda s: s.add("read", 1), timeout_s=1.0)
+        state.ready.set()
+        self._told = call_of_torch(self._main) is not None  # nothing wakes it there
+        if self._told:
+            print(verdict.text, file=sys.stderr, flush=True)
+        for part in self._followed():
+            for wake in part.wakers:
+                with contextlib.suppress(Exception):
+                    wake()
+
+    def _enforce(self, now_s: float) -> None:
+        """A main thread that does not come to hear the verdict is ended with its process."""
+        verdict, deadline_s = self._state.verdict, self._deadline_s
+        if verdict is None or deadline_s is None or self._state.delivered.is_set():
+            return
+        if now_s > deadline_s:
+            if not self._told:
+                print(verdict.text, file=sys.stderr, flush=True)
+            sys.stdout.flush()
+            for track in list(self._tracks):
+                _clean_up(track.peers, self._rank, self._here)
+            _clean_up(self._peers, self._rank, self._here)
+            os._exit(EXIT_VERDICT)
+
+
+class SessionWatch:
+    """The sequences of one communicator set, as its owner sees them: a guard for its transports.
+
+    ``peers`` has one entry per rank, by global rank; its log is in the file that its entry names.
+    """
+
+    def __init__(
+        self,
+        sentinel: Watchdog,
+        label: str,
+        trust: WatchdogSettings,
+        peers: Mapping[int, Peer],
+        parts: Sequence[TrackedCalls],
+    ) -> None:
+        self.label = label
+        self.trust = trust
+        self.peers = dict(peers)
+        self.parts = list(parts)
+        self.errand: Callable[[], None] = lambda: None  # done at each look, on the thread
+        self._sentinel = sentinel
+        sentinel.follow(self)
+
+    def start(self, *wakers: Callable[[], object]) -> None:
+        """``wakers`` are called after a fatal verdict to wake the main thread. All logs exist by now."""
+        # What cannot be seen is in another container: as good as far away.
+        self.peers.update({r: p.far() for r, p in self.peers.items() if not Path(p.box).exists()})
+        for part in self.parts:
+            part.peers = self.peers
+        self.parts[0].wakers = wakers
+
+    def explain(self, item: Item, peers: Sequence[int], detail: str) -> Exception:
+        """What broke the connection to one of ``peers`` (global ranks) during ``item``."""
+        error = self._sentinel.explain(self.parts[0], peers)
+        return error or errors.RankLost(lost_text(item, peers, detail))
+
+    def settle(self, odd: Sequence[int]) -> Exception:
+        """Why the histories of ``odd`` ranks differ from the others', as a hash exchange found."""
+        return self._sentinel.settle(self.parts[0]) or errors.RankDivergence(divergence_text(odd))
+
+    def readers(self, recorder: Recorder) -> LoneReadCheck:
+        """Who tells whether the ranks read together; ``recorder`` has their collectives. All ask."""
+        weak, label, ranks = weakref.ref(self._sentinel), self.label, tuple(self.peers)
+
+        def sentinel() -> Watchdog:
+            if (strong := weak()) is None:
+                raise StoreLost("nobody watches any more")
+            return strong
+
+        readers = LoneReadCheck(
+            lambda operation: sentinel()._call(operation),
+            label=label,
+            rank=ranks.index(recorder.rank),
+            world_size=len(ranks),
+            position=lambda words: sentinel().position(words),
+            history=lambda: f"{recorder.seq}-{recorder.hash64:x}",
+            gone=lambda at: sentinel().why_gone(label, ranks[at]),
+            report_s=self.trust.limits().first_report_s,
+            limit_s=self.trust.collective_timeout_s,
+        )
+        self.errand = readers.answer
+        return readers
+
+    def close(self, reason: str = "") -> None:
+        """Say goodbye. ``reason``: the exception that ends this rank's part, if any."""
+        self._sentinel.leave(self, reason)
+        self._sentinel.release()
+
+
+#: Sentinels that go on while nothing is watched: their ranks joined the others through us.
+_HELD: set[Watchdog] = set()
+
+
+def hold(sentinel: Watchdog) -> None:
+    """Keep it until the process group ends."""
+    _HELD.add(sentinel)
+
+
+def error_of(verdict: Diagnosis) -> Exception:
+    """The exception a verdict stands for."""
+    kind: type[Exception] = getattr(errors, verdict.kind, errors.DistributedError)
+    return kind(verdict.text)
+
+
+def divergence_text(odd: Sequence[int]) -> str:
+    """What can be said when the hashes differ and nobody can be asked."""
+    return (
+        f"RankDivergence: {rank_ranges(odd)} called other collectives than the other ranks since "
+        "the last check.\n  Run the same modules in the same order on every rank."
+    )
+
+
+def _clean_up(peers: Mapping[int, Peer], rank: int, here: Process) -> None:
+    """Remove this rank's files; the last to leave this host removes those of its dead too.
+
+    Until then a rank that judges alone still reads what the dead did last. Each removes its own
+    first and looks at the others' after that, so of two that leave at once one sees itself last.
+    """
+    peers[rank].remove_files()
+    others = [p for r, p in peers.items() if r != rank and p.is_on(here)]
+    if all(peer.has_left(here) for peer in others):
+        for peer in others:
+            peer.remove_files()
+
+
+def _set(key: str, value: str, store: Store) -> None:
+    store.set(key, value)
+
+
+def _close_at_exit(sentinel: Watchdog) -> Callable[[], None]:
+    """Say goodbye when the program ends without closing its engine, and why it ended."""
+    weak, owner = weakref.ref(sentinel), os.getpid()
+
+    def farewell() -> None:
+        strong = weak()
+        if strong is not None and os.getpid() == owner:
+            error = getattr(sys, "last_value", None)
+            strong.close("" if error is None else f"{type(error).__name__}: {error}"[:120])
+
+    atexit.register(farewell)
+    return farewell
+
+
+def _watch(sentinel: weakref.ref[Watchdog], state: _State) -> None:
+    """The thread: holds the sentinel only while it looks, so that a forgotten engine can end."""
+    complained = False
+    strong = sentinel()
+    while strong is not None and not state.stop.is_set():
+        pause_s = strong.tick_s()
+        del strong
+        state.kick.wait(pause_s)
+        state.kick.clear()
+        strong = sentinel()
+        if strong is None or state.stop.is_set():
+            return
+        try:
+            strong.tick()
+        except Exception as error:  # the watch must not end because one look failed
+            if not complained and not state.stop.is_set():
+                complained = True
+                print(f"zeroshard: the sentinel failed once: {error!r}", file=sys.stderr)

@@ -1,0 +1,418 @@
+"""What does this rank update of each unit, and where does it rest between updates?
+
+Letters: ``R`` elements that a rank updates of a unit, S where state is sharded, else N. ``C`` elements of
+one chunk of them: what rests in one place and is updated together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from zeroshard.core.ledger import Ledger
+from zeroshard.core.tiers import Span, Tier
+from zeroshard.errors import UsageError
+from zeroshard.memory import storage
+from zeroshard.offload.host_chunk import HostChunk, HostGradStore, HostStaging
+from zeroshard.optim.fused_update import PIECE_NUMEL, sync_master_from_param
+from zeroshard.zero.clip import norm_of
+from zeroshard.zero.gradients import GradBuffer, Norms
+from zeroshard.zero.unit import Unit, offloaded_error
+
+if TYPE_CHECKING:
+    from zeroshard.offload.pager import Page, Pager
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class OwnedFragment:
+    """The part of one parameter inside one chunk: ``chunk[at : at + numel]``."""
+
+    param: nn.Parameter  # the model's parameter
+    index: int  # its slot in the unit
+    group: int  # its param group
+    begin: int  # where it starts in the flat parameter
+    at: int
+    numel: int
+    value: Tensor  # what the optimizer sees: a view of the master
+
+    def of(self, flat_C: Tensor) -> Tensor:
+        """The fragment's place in a flat tensor of the chunk, in the optimizer's shape."""
+        return flat_C[self.at : self.at + self.numel].view(self.value.shape)
+
+
+@dataclass(eq=False, slots=True)
+class OptimizerChunk:
+    """A part of a tile: ``tile[at : at + C]``.
+
+    ``low_C`` is the parameter memory itself. ``master_C`` is what the optimizer updates: the same
+    tensor, or an fp32 copy for 16-bit parameters; where that is not in the device's memory,
+    ``crossing`` connects the two. On disk, ``page`` holds the master, if there is one,
+    and ``state_C``: by name, what the optimizer keeps in the parameter's shape. Both are views of
+    memory that other chunks use too: only inside :meth:`Tile.visit` they are valid.
+    """
+
+    begin: int
+    tier: Tier
+    param_C: Tensor
+    master_C: Tensor
+    fragments: tuple[OwnedFragment, ...]
+    page: Page | None = None
+    state_C: dict[str, Tensor] = field(default_factory=dict)
+    host_chunk: HostChunk | None = None
+
+    @property
+    def param_on_update_device(self) -> Tensor:
+        """The parameter as it is where the master is."""
+        return self.param_C if self.host_chunk is None else self.host_chunk.host_param_C
+
+    @property
+    def numel(self) -> int:
+        return self.param_C.numel()
+
+    @property
+    def has_master(self) -> bool:
+        return self.master_C is not self.param_on_update_device
+
+    @property
+    def master_nbytes(self) -> int:
+        return self.master_C.nbytes if self.has_master else 0
+
+    def round_master_into_param(self) -> None:
+        """Round the master into the parameter memory."""
+        if self.has_master:
+            self.param_on_update_device.copy_(self.master_C)
+
+    def sync_from_param(self) -> None:
+        """The master takes what differs from it in ``near``, without waiting for the device."""
+        if self.has_master and not isinstance(self.param_C, FakeTensor):
+            piece = (
+                PIECE_NUMEL
+                if self.param_on_update_device.device.type == "cpu"
+                else max(1, self.numel)
+            )
+            for master, low in zip(
+                self.master_C.split(piece), self.param_on_update_device.split(piece), strict=True
+            ):
+                sync_master_from_param(master, low)
+
+    def sync_edits(self) -> None:
+        """The master takes over what the program wrote into the parameter."""
+        if self.host_chunk is not None:
+            self.host_chunk.sync_edits_from_device()
+        self.sync_from_param()
+
+    def write_param(self) -> None:
+        """The master was written from outside a step: the parameter follows, on both sides of a bus."""
+        self.round_master_into_param()
+        if self.host_chunk is not None:
+            self.param_C.copy_(self.param_on_update_device)
+            self.host_chunk.update_fingerprint()
+
+    def write(self, fragment: OwnedFragment, values: Tensor) -> None:
+        """Set the fragment to 1-D ``values``, in master and parameter memory."""
+        for flat_C in {
+            id(t): t for t in (self.master_C, self.param_on_update_device, self.param_C)
+        }.values():
+            fragment.of(flat_C).view(-1).copy_(values)
+        if self.host_chunk is not None:
+            self.host_chunk.update_fingerprint()
+
+
+@dataclass(eq=False, slots=True)
+class OptimizerShard:
+    """What this rank updates of one unit: ``R`` elements in chunks.
+
+    ``low_R`` is the parameter memory. ``own`` is this rank's shard inside the tile: the part that it
+    measures for the global norm. ``owned``: ``(slot, at, numel)`` of each parameter's part in the tile.
+    """
+
+    unit: Unit
+    buffer: GradBuffer
+    param_R: Tensor
+    own: tuple[int, int]
+    owned: tuple[tuple[int, int, int], ...]
+    chunks: tuple[OptimizerChunk, ...]
+    pager: Pager | None = None
+    is_offloaded: frozenset[str] = (
+        frozenset()
+    )  # of "master" and "optimizer": what left the device for now
+
+    @property
+    def is_whole(self) -> bool:
+        """Does this rank update all of the unit (stage 0)?"""
+        return self.param_R is self.unit.full_N
+
+    @property
+    def fragments(self) -> tuple[OwnedFragment, ...]:
+        return tuple(fragment for chunk in self.chunks for fragment in chunk.fragments)
+
+    @property
+    def is_updated_asynchronously(self) -> bool:
+        """Do all of its chunks rest in host memory across a bus, and stay there?"""
+        on_host = all(chunk.host_chunk is not None and chunk.page is None for chunk in self.chunks)
+        return on_host and self.unit.store.tier is not Tier.DISK
+
+    def grad_on_host(self) -> HostGradStore:
+        """Where the reduced gradient waits if :attr:`is_updated_behind`."""
+        parts = [
+            (slice(chunk.begin, chunk.begin + chunk.numel), chunk.host_chunk)
+            for chunk in self.chunks
+            if chunk.host_chunk is not None
+        ]
+        # The update of the step before has read what is overwritten now.
+        return HostGradStore(parts, numel=self.param_R.numel(), before=self.unit.wait_for_unshard)
+
+    def gradient_of(self, chunk: OptimizerChunk) -> Tensor:
+        """The chunk's part of :meth:`gradient`."""
+        return self.gradient()[chunk.begin : chunk.begin + chunk.numel]
+
+    def gradient(self) -> Tensor:
+        """The reduced gradient ``[R]`` of the running step (a sum over ranks, still loss-scaled)."""
+        grad = self.buffer.reduced_N if self.is_whole else self.buffer.reduced_S
+        assert grad is not None, "GradReducer.finish() comes before the update"
+        return grad
+
+    def norms(self) -> Norms:
+        """:meth:`measure` of the running step's gradient. One that left was measured before."""
+        buffer = self.buffer
+        if buffer.norms is not None:
+            return buffer.norms
+        grad_R = buffer.reduced_N if self.is_whole else buffer.peek()
+        assert grad_R is not None, "GradReducer.finish() comes before the norm"
+        return self.measure(grad_R)
+
+    def measure(self, grad_R: Tensor) -> Norms:
+        """2-norm of every own fragment of a gradient ``[R]``.
+
+        With one rank these are the very norms that ``clip_grad_norm_`` takes: none for a parameter
+        without gradient, zero for one without elements.
+        """
+        found: Norms = []
+        low, high = self.own
+        alone, touched = self.buffer.comm.world_size == 1, self.buffer.has_grad
+        for index, at, numel in self.owned:
+            begin, end = max(low, at), min(high, at + numel)
+            if begin < end and (touched[index] or not alone):
+                found.append((self.unit.positions[index], norm_of(grad_R[begin:end])))
+        for index, slot in enumerate(self.unit.layout.slots):
+            if slot.numel == 0 and alone and touched[index]:
+                found.append((self.unit.positions[index], norm_of(grad_R[:0])))
+        return found
+
+    @contextlib.contextmanager
+    def loaded(self) -> Iterator[None]:
+        """``low_R`` is readable inside."""
+        self.unit.store.acquire()
+        try:
+            yield
+        finally:
+            self.unit.store.release()
+
+    def visit(self, *, changed: bool = False) -> Iterator[OptimizerChunk]:
+        """Each chunk in turn, with its memory valid until the next; ``changed``: it is kept."""
+        with self.loaded():
+            for chunk in self.chunks:
+                if chunk.page is None:
+                    yield chunk
+                    continue
+                assert self.pager is not None
+                with self.pager.open(chunk.page, changed=changed):
+                    yield chunk
+
+    def flat(self, part: Callable[[OptimizerChunk], Tensor]) -> Tensor:
+        """``part`` of every chunk as one flat tensor ``[R]``: the chunk's own where it is the only one
+        and in memory, else a copy."""
+        if len(self.chunks) == 1 and self.chunks[0].page is None:
+            with self.loaded():
+                return part(self.chunks[0])
+        return torch.cat([part(chunk).clone() for chunk in self.visit()])
+
+    def refuse_grad(self) -> None:
+        """Gradients leave ``.grad`` as they arrive: what is there was put there, and would be ignored."""
+        with torch._C.DisableTorchFunctionSubclass():
+            strays = [i for i, param in enumerate(self.unit.params) if param.grad is not None]
+        if strays:
+            raise UsageError(
+                f"{self.unit.layout.slots[strays[0]].fqn!r}.grad was assigned after backward; the "
+                "gradient that step() uses is sharded and kept elsewhere. Use "
+                "zeroshard.zero.safe_set_full_grad(param, value)."
+            )
+
+    def sync_edits(self) -> None:
+        """The master takes over what the program wrote into the parameters, by whatever means."""
+        self.unit.wait_for_unshard()
+        self.unit.write_back_edits()
+        if "master" in self.is_offloaded:
+            return  # the update looks again
+        for chunk in self.visit(changed=True):
+            chunk.sync_edits()
+
+    def check_not_offloaded(self) -> None:
+        """Raise :class:`UsageError` while anything of the unit's state is away."""
+        self.unit.check_not_offloaded()
+        self.buffer.check_not_offloaded()
+        if self.is_offloaded:
+            raise offloaded_error(
+                f"{' and '.join(sorted(self.is_offloaded))} state of {self.unit.name!r}"
+            )
+
+    def movable(
+        self, category: str, state: Mapping[Tensor, Mapping[str, object]]
+    ) -> Iterator[Tensor]:
+        """Masters, or optimizer state, on the device."""
+        for chunk in self.chunks:
+            if chunk.tier is not Tier.DEVICE:
+                continue
+            if category == "master":
+                yield from [chunk.master_C] if chunk.has_master else []
+                continue
+            for fragment in chunk.fragments:
+                for value in state.get(fragment.value, {}).values():
+                    if isinstance(value, Tensor) and value.device == self.param_R.device:
+                        yield value
+
+    def report(self, ledger: Ledger, state: Mapping[Tensor, Mapping[str, object]]) -> None:
+        """Report master and optimizer state to the ledger."""
+        held = dict.fromkeys([(c, t) for c in ("master", "optimizer") for t in Tier], 0)
+        for chunk in self.chunks:
+            held["master", self._now("master", chunk.tier)] += chunk.master_nbytes
+            for fragment in chunk.fragments:
+                for value in state.get(fragment.value, {}).values():
+                    if isinstance(value, Tensor):
+                        tier = self._now("optimizer", self._tier_of(chunk, value))
+                        held["optimizer", tier] += value.nbytes
+        for (category, tier), nbytes in held.items():
+            ledger.hold(category, self.unit.name, nbytes, tier)
+
+    def _now(self, category: str, tier: Tier) -> Tier:
+        return Tier.HOST if tier is Tier.DEVICE and category in self.is_offloaded else tier
+
+    def _tier_of(self, chunk: OptimizerChunk, value: Tensor) -> Tier:
+        """State of a chunk on disk that has no place on its page (a step count) is in host memory."""
+        if chunk.page is None or storage.is_shared(value, chunk.page.bytes):
+            return chunk.tier
+        return Tier.HOST
+
+
+StateDtypes = Callable[[int], Mapping[str, torch.dtype]]
+"""For a param group: what an optimizer keeps in the parameter's shape, name to dtype."""
+
+
+def make_optimizer_shard(
+    buffer: GradBuffer,
+    group_of: Mapping[int, int],
+    spans: Sequence[Span],
+    *,
+    whole: bool,
+    pager: Pager | None,
+    state_dtypes: StateDtypes,
+    host: HostStaging | None,
+) -> OptimizerShard:
+    """Cut what this rank updates of ``buffer``'s unit into chunks, and make their masters.
+
+    ``whole``: all of the unit, on every rank (stage 0). ``group_of``: param group by ``id(param)``.
+    """
+    unit, layout = buffer.unit, buffer.unit.layout
+    low, high = layout.shard_range(unit.comm.rank)
+    if whole:
+        low_R, begin, end, own = unit.full_N, 0, layout.full_numel, (low, high)
+    else:
+        low_R, begin, end, own = unit.shard_S, low, high, (0, high - low)
+    index_of = {slot.fqn: i for i, slot in enumerate(layout.slots)}
+    owned = tuple(
+        (index_of[piece.fqn], piece.at, piece.numel)
+        for piece in layout.fragments_between(begin, end)
+    )
+    tile = OptimizerShard(unit, buffer, low_R, own, owned, (), pager)
+    with tile.loaded():
+        tile.chunks = tuple(
+            _make_chunk(
+                tile, begin, span, group_of, pager=pager, state_dtypes=state_dtypes, host=host
+            )
+            for span in spans or (Span(0, end - begin, Tier.DEVICE),)
+        )
+    return tile
+
+
+def _make_chunk(
+    tile: OptimizerShard,
+    tile_begin: int,
+    span: Span,
+    group_of: Mapping[int, int],
+    *,
+    pager: Pager | None,
+    state_dtypes: StateDtypes,
+    host: HostStaging | None,
+) -> OptimizerChunk:
+    unit, layout = tile.unit, tile.unit.layout
+    whole = span.begin == 0 and span.end == tile.param_R.numel()
+    low_C = tile.param_R if whole else tile.param_R[span.begin : span.end]
+    index_of = {slot.fqn: i for i, slot in enumerate(layout.slots)}
+    pieces = list(layout.fragments_between(tile_begin + span.begin, tile_begin + span.end))
+    groups = {group_of[id(unit.params[index_of[piece.fqn]])] for piece in pieces}
+    has_master = unit.row.master != unit.row.param
+    crossing = None
+    if host is not None and span.tier is not Tier.DEVICE:
+        at_home = unit.store.tier is not Tier.DEVICE
+        crossing = host.make_chunk(low_C, at_home=at_home, shares=span.tier is Tier.DISK)
+    near_C = low_C if crossing is None else crossing.host_param_C
+    page, master_C, state_C = None, near_C, {}
+    if span.tier is Tier.DISK and pager is not None:
+        kept = {name: dtype for group in groups for name, dtype in state_dtypes(group).items()}
+        sections = {"": unit.row.master, **kept} if has_master else kept
+        page = pager.page(page_nbytes(low_C.numel(), sections.values()))
+        views = _sections(page.bytes, low_C.numel(), sections)
+        master_C = views.pop("", near_C)
+        state_C = views
+        if has_master:
+            with pager.open(page, changed=True):
+                master_C.copy_(near_C)
+                page.filled_nbytes = page_nbytes(low_C.numel(), [unit.row.master])
+    elif has_master:
+        master_C = _copy_of(near_C, unit.row.master, host if crossing is not None else None)
+    fragments = []
+    for piece in pieces:
+        index = index_of[piece.fqn]
+        param, slot = unit.params[index], layout.slots[index]
+        value = master_C[piece.at : piece.at + piece.numel]
+        if piece.numel == slot.numel:
+            value = value.view(slot.shape)
+        fragments.append(
+            OwnedFragment(
+                param,
+                index,
+                group_of[id(param)],
+                piece.begin,
+                piece.at,
+                piece.numel,
+                value.detach(),
+            )
+        )
+    return OptimizerChunk(
+        span.begin, span.tier, low_C, master_C, tuple(fragments), page, state_C, crossing
+    )
+
+
+def _copy_of(near_C: Tensor, dtype: torch.dtype, host: HostStaging | None) -> Tensor:
+    if host is None:
+        return near_C.to(dtype)
+    return host.allocate(near_C.numel(), dtype).copy_(near_C)
+
+
+def page_nbytes(numel: int, dtypes: Iterable[torch.dtype]) -> int:
+    """Bytes of flat tensors on a page: each begins where SIMD and the disk like it."""
+    return sum(-(-numel * dtype.itemsize // 4096) * 4096 for dtype in dtypes)
+
+
+def _sections(memory: Tensor, numel: int, sections: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+    views, at = {}, 0
+    for name, dtype in sections.items():
+        views[name] = memory[at : at + numel * dtype.itemsize].view(dtype)
+        at += page_nbytes(numel, [dtype])
+    return views

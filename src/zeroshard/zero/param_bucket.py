@@ -1,0 +1,198 @@
+"""How do parameters rest before they belong to a unit?
+
+In *parcels*: parameters that were spread over the ranks in one exchange. They become whole together as
+well, and are spread again in the same layout. Letters as in :mod:`zeroshard.zero.unit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
+
+from zeroshard.core.layout import Slot, pack
+from zeroshard.zero import sharded_parameter
+from zeroshard.zero.scatter import ParamScatterer
+
+if TYPE_CHECKING:
+    from zeroshard.zero.init import Init
+
+
+class BucketedParameter:
+    """Owner of one parameter before it belongs to a unit: its place in a parcel, once it has one."""
+
+    __slots__ = (
+        "__weakref__",
+        "context",
+        "name",
+        "numel",
+        "order",
+        "parcel",
+        "pins",
+        "slot",
+    )
+
+    def __init__(self, param: nn.Parameter, holder: nn.Module, leaf: str, context: Init) -> None:
+        self.name = f"{type(holder).__name__}.{leaf}"
+        self.order = sharded_parameter.count_owner()
+        self.context = context
+        self.numel = param.numel()
+        self.parcel: ParamBucket | None = None
+        self.slot = Slot(self.name, (), 0)
+        self.pins = 0  # readers inside GatheredParameters: not to be spread under them
+        sharded_parameter.owners[param] = lambda: self
+
+    @property
+    def is_away(self) -> bool:
+        """Do the values rest in shards?"""
+        return self.parcel is not None and self.parcel.shard_S is not None
+
+    def own_part(self) -> tuple[int, int]:
+        """Where the parameter lies in the own shard of its parcel."""
+        if self.parcel is None:
+            return 0, 0
+        begin, end = self.parcel.layout.shard_range(self.context.comm.rank)
+        low, high = max(begin, self.slot.start), min(end, self.slot.stop)
+        return (low - begin, high - begin) if low < high else (0, 0)
+
+    def index(self, param: Tensor) -> int:
+        """See :class:`zeroshard.zero.sharded_parameter.Owner`."""
+        return 0
+
+    def read(self, param: nn.Parameter) -> Tensor:
+        """See :class:`zeroshard.zero.sharded_parameter.Owner`."""
+        assert self.parcel is not None
+        return self.parcel.read(self.slot)
+
+    def is_collective_read(self, fact: bool) -> bool:
+        """See :class:`zeroshard.zero.sharded_parameter.Owner`."""
+        vote = torch.tensor([float(fact)], device=self.context.device)
+        return bool(self.context.comm.all_gather_small(vote, name=self.name).all())
+
+    def ensure_writable(self, param: nn.Parameter, beside: Collection[Tensor]) -> bool:
+        """Inside the context a touched parameter becomes whole, and may be written."""
+        if self.context.active and self.is_away:
+            assert self.parcel is not None
+            self.context.reopen(self.parcel, beside)
+        return self.context.active
+
+    def send(self, param: nn.Parameter, source: int) -> None:
+        """The whole values of rank ``source`` become everybody's. Collective."""
+        values = param.data.contiguous().to(self.context.device)
+        self.context.comm.broadcast(values, source, name=self.name).wait()
+        param.data.copy_(values)
+
+
+class ParamBucket:
+    """Parameters that rest together: 1/W of their flat whole is here, in ``shard_S``.
+
+    They were built in one dtype on one device, ``built_as``: what their constructors and initialisers
+    work in. The parcel keeps none of them alive; the place of one that is gone stays empty.
+    """
+
+    def __init__(
+        self, context: Init, owners: Sequence[BucketedParameter], params: Sequence[nn.Parameter]
+    ) -> None:
+        self.context = context
+        self.built_as = dtype, _ = params[0].dtype, params[0].device
+        self.dtype = context.dtype if context.dtype and dtype.is_floating_point else dtype
+        self.layout = pack(
+            [(owner.name, param.shape) for owner, param in zip(owners, params, strict=True)],
+            world_size=context.comm.world_size,
+        )
+        self.name = f"{owners[0].name} and {len(owners) - 1} more" if owners[1:] else owners[0].name
+        self.numel = self.layout.params_numel
+        self.shard_S: Tensor | None = None  # None while the parameters are whole
+        self._read_N: Tensor | None = None  # what was gathered for the last reader
+        self._refs = [TensorWeakRef(param) for param in params]
+        for owner, slot in zip(owners, self.layout.slots, strict=True):
+            owner.parcel, owner.slot = self, slot
+
+    def members(self) -> Iterator[tuple[Slot, nn.Parameter, BucketedParameter]]:
+        """The parameters that are still here, with their places."""
+        for slot, ref in zip(self.layout.slots, self._refs, strict=True):
+            param = ref()
+            owner = None if param is None else sharded_parameter.owner_of(param)
+            if isinstance(owner, BucketedParameter) and owner.parcel is self:
+                yield slot, param, owner
+
+    @property
+    def is_pinned(self) -> bool:
+        return any(owner.pins for _, _, owner in self.members())
+
+    def close(self, source: int = 0) -> None:
+        """Keep the own 1/W of rank ``source``'s values, in the training dtype, and free the rest."""
+        context, changed = self.context, []
+        shard_S = torch.zeros(self.layout.shard_numel, dtype=self.dtype, device=context.device)
+        begin, _ = self.layout.shard_range(context.comm.rank)
+        dealer = ParamScatterer(
+            self.layout, shard_S, begin, comm=context.comm, name=self.name, source=source
+        )
+        members = list(self.members())
+        for slot, param, owner in members:
+            if (param.shape, param.dtype, param.device) != (slot.shape, *self.built_as):
+                changed.append((owner, param))  # the program gave it another shape or dtype
+            elif context.comm.rank == source:
+                dealer.add(slot, param.data)
+        dealer.finish()
+        for owner, param in changed:
+            owner.numel = param.numel()
+            ParamBucket(context, [owner], [param]).close(source)
+        self.shard_S = shard_S
+        self._hide([member for member in members if member[2].parcel is self])
+
+    def show_training_dtype(self) -> None:
+        """The parameters were hidden while they were under construction."""
+        if self.shard_S is not None and self.dtype != self.built_as[0]:
+            self._hide(list(self.members()))
+
+    def _hide(self, members: Sequence[tuple[Slot, nn.Parameter, BucketedParameter]]) -> None:
+        """Show blanks: inside the context in the dtype that was built, later in that of the shards."""
+        dtype, device = self.built_as
+        shown = dtype if self.context.active else self.dtype
+        nothing = sharded_parameter.nan_placeholder(torch.empty((), dtype=shown, device=device))
+        shapes = {slot.shape for slot, _, _ in members}
+        blanks = {shape: nothing.expand(shape) for shape in shapes}
+        for _, param, _ in members:
+            param.__class__ = nn.Parameter
+        sharded_parameter.mark_sharded(
+            [param for _, param, _ in members], [blanks[slot.shape] for slot, _, _ in members]
+        )
+        if self.context.active:
+            self.context.was_hidden(self)
+
+    def open(self) -> None:
+        """Make the parameters whole in place, in the dtype that they were built in. Collective."""
+        dtype, device = self.built_as
+        alone = len(self._refs) == 1
+        full_N = self._gather(dtype if alone else self.dtype)
+        self.shard_S = self._read_N = None
+        for slot, param, _ in self.members():
+            values = full_N[slot.start : slot.stop].view(slot.shape)
+            values = values.to(device, dtype, copy=not alone)  # each in its own memory
+            sharded_parameter.mark_unsharded([param], [values], [nn.Parameter])
+
+    def read(self, slot: Slot) -> Tensor:
+        """A private copy of one parameter's values. Collective, unless the last one read here was a
+        neighbour: an engine takes them one by one."""
+        full_N = self._gather(self.dtype) if self._read_N is None else self._read_N
+        values = full_N[slot.start : slot.stop].view(slot.shape)
+        if len(self._refs) > 1:
+            self.context.keep_read(self)
+            self._read_N, values = full_N, values.clone()
+        return values.to(self.built_as[0]) if self.context.active else values
+
+    def forget_read(self) -> None:
+        """Free what was gathered for readers."""
+        self._read_N = None
+
+    def _gather(self, dtype: torch.dtype) -> Tensor:
+        assert self.shard_S is not None
+        comm = self.context.comm
+        full_N = self.shard_S.new_empty(self.layout.full_numel, dtype=dtype)
+        own_S = full_N[slice(*self.layout.shard_range(comm.rank))].copy_(self.shard_S)
+        comm.all_gather(full_N, own_S, name=self.name).wait()
+        return full_N

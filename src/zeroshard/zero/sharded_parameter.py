@@ -1,0 +1,620 @@
+"""What happens when somebody reads a parameter whose bytes are not here?
+
+A parameter that is sharded, or whose values are still in flight, keeps its true shape, dtype and numel,
+but its bytes are elsewhere. Its class is switched to :class:`ShardedParameter` while it is away and back
+when it is full, so that a full parameter costs nothing. Metadata is answered as usual; any other
+operation works on full values that are gathered for the reader, with gradients flowing back to the
+parameter; writes raise, because they could not be kept.
+
+A few C++ functions never ask the class. What they find is a *blank*: one NaN, expanded to the shape. So
+they cannot crash the process (a CPU kernel on a freed storage is a segmentation fault), and cannot
+mistake old bytes for values.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.weak import WeakIdKeyDictionary
+
+from zeroshard.errors import ShardedAccess
+from zeroshard.zero import functorch
+
+
+class Owner(Protocol):
+    """Whoever holds the bytes of a sharded parameter."""
+
+    name: str
+    order: int  # from ``count_owner``
+
+    def index(self, param: Tensor) -> int:
+        """The parameter's place among those of this owner."""
+        ...
+
+    def read(self, param: nn.Parameter) -> Tensor | None:
+        """A private full copy of the parameter's values. Collective: every rank must read.
+
+        None: no other rank does, and the program may do so.
+        """
+        ...
+
+    def is_collective_read(self, fact: bool) -> bool:
+        """Is it a fact on every rank? Collective."""
+        ...
+
+    def ensure_writable(self, param: nn.Parameter, beside: Collection[Tensor]) -> bool:
+        """Make the parameter itself full, if it may be written now (during construction).
+
+        ``beside``: all tensors of the same operation; none of them may go away for it.
+        """
+        ...
+
+
+owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""Parameter -> a reference that gives its :class:`Owner`, or None when that died.
+
+A weak one where the owner holds the parameter: the two would keep each other alive for ever.
+"""
+
+
+_Param = TypeVar("_Param", bound=Tensor)
+_orders = itertools.count()
+
+
+def count_owner() -> int:
+    """A number for a new owner. Owners come into being in one order on every rank, and so do these."""
+    return next(_orders)
+
+
+def in_order(params: Iterable[_Param]) -> list[_Param]:
+    """Each parameter once, in the order of plans: collectives follow it, whatever order each rank's
+    program gives (a Python set has another one in each process). First those that nobody shards."""
+    unique = list({id(param): param for param in params}.values())
+    return sorted(unique, key=_place) if len(unique) > 1 else unique
+
+
+def _place(param: Tensor) -> tuple[int, int]:
+    owner = owner_of(param)
+    return (-1, 0) if owner is None else (owner.order, owner.index(param))
+
+
+def owner_of(param: Tensor) -> Owner | None:
+    """The owner of a parameter, or None for a parameter that nobody shards."""
+    reference: Callable[[], Owner | None] | None = owners.get(param)
+    return None if reference is None else reference()
+
+
+_listed: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def list_on_request(params: Iterable[nn.Parameter]) -> None:
+    """From now on ``detach()`` of these, while their values are elsewhere, gives a :class:`StateEntry`.
+
+    A ``state_dict()`` is made of nothing else, whoever asks for it and how. For programs in which one
+    rank asks for names and shapes alone. Of other parameters ``detach()`` gives values, which every rank
+    has to ask for.
+    """
+    _listed.update((param, True) for param in params)
+
+
+# ---------------------------------------------------------------------- being away
+
+
+def nan_placeholder(like: Tensor, device: torch.device | None = None) -> Tensor:
+    """What a sharded parameter's memory holds: one NaN (the lowest number, if there is none)."""
+    dtype = like.dtype
+    if dtype.is_floating_point or dtype.is_complex:
+        nothing: float = float("nan")
+    else:
+        nothing = 0 if dtype == torch.bool else torch.iinfo(dtype).min
+    return torch.full((), nothing, dtype=dtype, device=device or like.device).expand(like.shape)
+
+
+def mark_sharded(params: Sequence[nn.Parameter], blanks: Sequence[Tensor] | None = None) -> None:
+    """The values go away: from now on reads are served by the owner."""
+    for param, nothing in zip(params, blanks or map(nan_placeholder, params), strict=True):
+        if not isinstance(param, FakeTensor):  # has no values to guard, and needs its class
+            param.data = nothing
+            param.__class__ = ShardedParameter
+
+
+def mark_unsharded(
+    params: Sequence[nn.Parameter], views: Sequence[Tensor], kinds: Sequence[type[nn.Parameter]]
+) -> None:
+    """The values are here, in ``views``: plain parameters again, with nothing on the hot path.
+
+    ``kinds``: the classes that the parameters were built with, nearly always ``nn.Parameter``.
+    """
+    for param, view, kind in zip(params, views, kinds, strict=True):
+        if not isinstance(param, FakeTensor):
+            param.__class__ = kind
+        param.data = view
+
+
+# ---------------------------------------------------------------------- kinds of functions
+
+_T = torch.Tensor
+
+
+def _named(names: str, *, of: Any = _T) -> list[Any]:
+    return [getattr(of, name) for name in names.split() if hasattr(of, name)]
+
+
+_PROPERTIES = _named(
+    "shape dtype device layout ndim requires_grad grad grad_fn is_leaf is_sparse is_meta is_cuda is_cpu "
+    "is_quantized is_nested names _version nbytes itemsize is_mps is_xpu is_mkldnn retains_grad _base "
+    "output_nr _backward_hooks _post_accumulate_grad_hooks is_sparse_csr name _grad volatile is_xla "
+    "is_vulkan is_ipu is_maia is_mtia grad_dtype"
+)
+_SETTABLE = _named(
+    "requires_grad grad names _backward_hooks _post_accumulate_grad_hooks _grad grad_dtype"
+)
+_METADATA: frozenset[Any] = frozenset(
+    [p.__get__ for p in _PROPERTIES]
+    + [p.__set__ for p in _SETTABLE]
+    + [_T.grad.__delete__]  # type: ignore[union-attr]
+    + _named(
+        "size numel nelement dim ndimension element_size storage_offset is_floating_point is_complex "
+        "is_signed is_inference is_shared is_same_size get_device __len__ requires_grad_ register_hook "
+        "register_post_accumulate_grad_hook retain_grad has_names is_pinned is_conj is_neg sparse_dim "
+        "dense_dim __hash__ _is_view"
+    )
+    + _named("is_floating_point is_complex numel is_same_size is_signed is_inference is_conj is_neg",
+             of=torch)
+)  # fmt: skip
+_LAYOUT: frozenset[Any] = frozenset(_named("stride is_contiguous dim_order"))
+"""Answered for the full parameter: a blank has other strides."""
+_LIKE: frozenset[Any] = frozenset(
+    _named("zeros_like ones_like empty_like full_like rand_like randn_like randint_like", of=torch)
+    + _named("new_zeros new_ones new_empty new_full new_tensor new_empty_strided")
+)
+"""New tensors of the parameter's shape, dtype and device: its values are not needed."""
+_CASTS: frozenset[Any] = frozenset(
+    _named("to type cpu cuda float double half bfloat16 int long bool short byte char")
+)
+"""The parameter itself if there is nothing to cast."""
+
+_AUTOGRAD: frozenset[Any] = frozenset(
+    [torch.autograd.grad, torch.autograd.backward, *_named("backward")]
+)
+"""These want to know which parameter, not its values."""
+_ADDRESSES = frozenset(_named("untyped_storage data_ptr storage _typed_storage"))
+_DATA_SET = _T.data.__set__  # type: ignore[attr-defined]
+_RECEIVING = frozenset(
+    [
+        "all_reduce",
+        "broadcast",
+        "reduce",
+        "recv",
+        "irecv",
+        "scatter",
+        "all_gather",
+        "all_gather_into_tensor",
+        "all_to_all",
+        "all_to_all_single",
+        "reduce_scatter",
+        "reduce_scatter_tensor",
+    ]
+)
+"""Functions of ``torch.distributed`` that write their first argument."""
+
+
+def _is_inplace(name: str) -> bool:
+    if name.startswith("__"):
+        return name.startswith("__i") and name not in (
+            "__index__",
+            "__invert__",
+            "__int__",
+            "__iter__",
+        )
+    return name.endswith("_") or name.startswith("_fused_")
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Any, str]]:
+    """What a call is known to write, and how the message puts it."""
+    name = getattr(func, "__name__", "")
+    targets = args[0] if args else list(kwargs.values())  # torch.nn.init passes all by keyword
+    if func == _DATA_SET:
+        yield targets, "given other values (.data = ...)"
+    elif name == "__setitem__" or _is_inplace(name):
+        yield targets, f"written in place ({name})"
+    elif name in _RECEIVING and func.__module__.startswith("torch.distributed"):
+        yield targets, f"written by {name}"
+    yield kwargs.get("out"), f"written as out= of {name}"
+
+
+_NEW_PARAMETER = nn.Parameter.__new__.__code__
+
+
+# ---------------------------------------------------------------------- the guards
+
+
+class ShardedParameter(nn.Parameter):
+    """A parameter whose full values are not on this rank right now. Never constructed: switched to."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        kind = ShardedParameter  # cls may be that of an entry of a state dict
+        with torch._C.DisableTorchFunctionSubclass():
+            # ``type()`` without argument names the tensor type; with one it is a cast.
+            if func in _METADATA or (func is _T.type and len(args) == 1 and not kwargs):
+                return func(*args, **kwargs)
+            used = list(_tensors_in((args, kwargs), Tensor))
+            for param in in_order(param for param in used if isinstance(param, kind)):
+                if (owner := owner_of(param)) is not None:
+                    owner.ensure_writable(param, used)
+            away = in_order(_tensors_in((args, kwargs), kind))
+            if not away:
+                return func(*args, **kwargs)
+            if args and (answer := _without_values(func, *args, **kwargs)) is not None:
+                return answer
+            if func == _DATA_SET and _is_no_edit(*args):
+                return None
+            if func is _T.detach and args[0] in _listed:
+                return StateEntry.of(args[0])
+            if args and isinstance(args[0], StateEntry):
+                if func in _ADDRESSES:  # of a tensor on the device meta: none
+                    return func(*args, **kwargs)
+                if func is _T.view or (func is _T.__getitem__ and isinstance(args[1], int)):
+                    rest = args[1:]
+                    return StateEntry.of(args[0], lambda whole: func(whole, *rest))
+            if func in _ADDRESSES and isinstance(args[0], kind):
+                raise ShardedAccess(
+                    f"{_described(args[0])} was asked for its address ({func.__name__}), but has no "
+                    f"memory of its own. {_WAYS_OUT}"
+                )
+            for targets, how in _written(func, args, kwargs):
+                for param in _tensors_in(targets, kind):
+                    raise _lost_write(param, how)
+            asks = func in _AUTOGRAD
+            stand_in = get_gradient_edge if asks else _full_value
+            stand_ins: dict[int, Any] = {id(param): stand_in(param) for param in away}
+        # With guards on again: a backward runs recomputed forwards, which may read other parameters.
+        args, kwargs = _replaced((args, kwargs), stand_ins)
+        return _call_read_only(func, args, kwargs, [] if asks else list(stand_ins.values()))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """An ordinary parameter with the full values."""
+        if id(self) not in memo:
+            with torch.no_grad():
+                memo[id(self)] = nn.Parameter(_full_value(self), self.requires_grad)
+        copy: nn.Parameter = memo[id(self)]
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with torch.no_grad():
+            values = _read(self)
+        if values is None:
+            values = _placeholder_of(self)  # a file of one number for each
+        if not isinstance(self, StateEntry):
+            values = nn.Parameter(values, self.requires_grad)
+        return values.__reduce_ex__(protocol)
+
+    def set_(self, *args: Any, **kwargs: Any) -> Tensor:
+        """``Tensor.set_`` would not ask the class."""
+        used = [self, *_tensors_in((args, kwargs), Tensor)]
+        for param in in_order(param for param in used if isinstance(param, ShardedParameter)):
+            if (owner := owner_of(param)) is not None:
+                owner.ensure_writable(param, used)
+        if type(self) is nn.Parameter:
+            return self.set_(*args, **kwargs)
+        raise _lost_write(self, "given other memory (set_)")
+
+    def detach(self) -> Tensor:
+        """As ever, but ``nn.Parameter(self)`` demands a result of the class that ``self`` has then."""
+        asking = sys._getframe(1)
+        if asking.f_code is not _NEW_PARAMETER or asking.f_locals.get("cls") is not nn.Parameter:
+            return super().detach()
+        if (owner := owner_of(self)) is not None:
+            owner.ensure_writable(self, [self])
+        if type(self) is nn.Parameter:
+            return nn.Parameter(self, requires_grad=False)  # in the same memory
+        raise ShardedAccess(
+            f"{_described(self)} was given to nn.Parameter(), which makes a parameter in the same "
+            "memory, and it has none here. Use nn.Parameter(param.detach().clone()) to get its values."
+        )
+
+    def as_subclass(self, cls: type[Tensor]) -> Tensor:  # type: ignore[override]
+        """``Tensor.as_subclass`` would not ask the class."""
+        return self.view_as(self).as_subclass(cls)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        """Metadata only: printing happens on one rank, and reading would need them all."""
+        owner = owner_of(self)
+        return (
+            f"ShardedParameter(shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"unit={owner.name if owner else 'closed'!r})"
+        )
+
+    __format__ = object.__format__  # type: ignore[assignment]
+
+
+class StateEntry(ShardedParameter):
+    """What ``detach()`` gives after :func:`list_on_request`: shape, dtype, and values on request.
+
+    Detaching gathers nothing, so one rank may list a ``state_dict()`` alone, as programs do that save on
+    rank 0, and may look for shared memory. Reading a value is collective like any other read, and finds
+    the parameter as it is then: what is detached shares memory with its parameter. The device is
+    ``meta``, where nothing has bytes: C++ functions that never ask the class cannot give a value.
+    """
+
+    @staticmethod
+    def of(param: nn.Parameter, part: Callable[[Tensor], Tensor] = torch.detach) -> Tensor:
+        """The entry of a parameter that is away, or a view of another entry."""
+        entry = part(torch.empty(param.shape, dtype=param.dtype, device="meta"))
+        entry.__class__ = StateEntry
+        owner = _OwnerOfEntry(param, part)
+        owners[entry] = lambda: owner
+        return entry
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:  # type: ignore[override]
+        """An ordinary tensor with the full values."""
+        if id(self) not in memo:
+            with torch.no_grad():
+                memo[id(self)] = _full_value(self)
+        copy: Tensor = memo[id(self)]
+        return copy
+
+
+class _OwnerOfEntry:
+    """Passes the questions about an entry on to its parameter."""
+
+    def __init__(self, param: nn.Parameter, part: Callable[[Tensor], Tensor]) -> None:
+        self.param, self.part = param, part
+
+    @property
+    def order(self) -> int:
+        owner = owner_of(self.param)
+        return owner.order if owner else -1
+
+    def index(self, param: Tensor) -> int:
+        """See :class:`Owner`."""
+        owner = owner_of(self.param)
+        return owner.index(self.param) if owner else 0
+
+    @property
+    def name(self) -> str:
+        owner = owner_of(self.param)
+        return owner.name if owner else "closed"
+
+    def read(self, param: nn.Parameter) -> Tensor | None:
+        """See :class:`Owner`."""
+        if isinstance(self.param, ShardedParameter):
+            values = _read(self.param)
+            return None if values is None else self.part(values.detach())
+        return self.part(self.param.detach().clone())
+
+    def ensure_writable(self, param: nn.Parameter, beside: Collection[Tensor]) -> bool:
+        """See :class:`Owner`. An entry is a copy: nothing is written through it."""
+        return False
+
+
+class ReadOnlyCopy(Tensor):
+    """Full values of a sharded parameter, or a view of them: what ``param.data`` and ``param[0]`` give.
+
+    Plain PyTorch would let the program edit the parameter through them. Here the edit would be lost, so
+    it raises; a clone may be written.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(True for _ in _tensors_in((args, kwargs), ShardedParameter)):
+            # Gathered first; what is called then asks here again, about the copies alone.
+            return ShardedParameter.__torch_function__(func, types, args, kwargs)
+        copies = list(_tensors_in((args, kwargs), cls))
+        if func not in _METADATA and func not in _ADDRESSES:
+            for targets, how in _written(func, args, kwargs):
+                for copy in _tensors_in(targets, cls):
+                    raise _lost_write(copy, how)
+        with torch._C.DisableTorchFunctionSubclass():
+            return _call_read_only(func, args, kwargs, copies)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return without_guard(self).clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return without_guard(self).__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(without_guard(self))
+
+    def __format__(self, spec: str) -> str:
+        return format(without_guard(self), spec)
+
+
+def without_guard(copy: Tensor) -> Tensor:
+    """The same values as an ordinary tensor, which may be written."""
+    return copy.as_subclass(Tensor) if isinstance(copy, ReadOnlyCopy) else copy
+
+
+class _ReadFull(torch.autograd.Function):
+    """Full values of a sharded parameter as a tensor of the graph: the gradient reaches the parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, param: Tensor, values: Tensor) -> Tensor:
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+class _ReadAlone(torch.autograd.Function):
+    """NaN in the place of values that no other rank reads: no gradient can come of them."""
+
+    @staticmethod
+    def forward(ctx: Any, param: nn.Parameter, nothing: Tensor) -> Tensor:
+        ctx.what = _described(param)
+        return nothing
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        raise ShardedAccess(
+            f"the loss of this rank depends on NaN that stand for {ctx.what}, which it read alone in a "
+            "forward (see its log). Read the parameter on every rank."
+        )
+
+
+def _full_value(param: nn.Parameter) -> Tensor:
+    """The values for one operation; NaN of the same shape where this rank may read alone, and does."""
+    with functorch.suspended():
+        values = _read(param)
+        full = values
+        if full is None:
+            full = _placeholder_of(param).clone(memory_format=torch.contiguous_format)
+        if not (torch.is_grad_enabled() and param.requires_grad):
+            return full
+        into_graph: Any = _ReadAlone if values is None else _ReadFull
+        of_graph: Tensor = into_graph.apply(param, full)
+        return of_graph
+
+
+def _read(param: nn.Parameter) -> Tensor | None:
+    owner = owner_of(param)
+    if owner is None:
+        raise ShardedAccess(
+            f"a parameter of shape {tuple(param.shape)} was read after its engine was closed. Its "
+            "shards are gone. Read what you need before engine.close(), for instance with "
+            "engine.iter_full_params()."
+        )
+    return owner.read(param)
+
+
+def _placeholder_of(param: nn.Parameter) -> Tensor:
+    """A blank on the device where the parameter is at home."""
+    return nan_placeholder(param, _home(param).device)
+
+
+def _home(param: nn.Parameter) -> nn.Parameter:
+    """The parameter itself of an entry, or of a view of one."""
+    owner = owner_of(param)
+    return _home(owner.param) if isinstance(owner, _OwnerOfEntry) else param
+
+
+def _is_no_edit(param: Any, values: Any) -> bool:
+    """Does ``param.data = values`` give the parameter what it has? The same answer on every rank.
+
+    Collective, unless shape, dtype or device say enough.
+    """
+    if values is param:
+        return True
+    if type(param) is not ShardedParameter or not isinstance(values, Tensor):
+        return False
+    asked = ("shape", "dtype", "device", "layout")
+    if any(getattr(values, name) != getattr(param, name) for name in asked):
+        return False
+    owner = owner_of(param)
+    with torch.no_grad():
+        if isinstance(values, ShardedParameter):
+            values = _full_value(values)
+        own = None if owner is None else owner.read(param)
+        if owner is None or own is None:  # read alone: who else assigns?
+            return False
+        return owner.is_collective_read(_same_bits(own, values))
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    """Are two tensors of one shape and dtype equal, NaN to the same NaN and -0.0 not to 0.0?"""
+    one, other = (tensor.detach().reshape(-1).view(torch.uint8) for tensor in (one, other))
+    return torch.equal(one, other)
+
+
+def _without_values(func: Any, param: Any, *args: Any, **kwargs: Any) -> Any:
+    """The answer to questions for which a parameter's shape, dtype and device are enough, else None."""
+    if not isinstance(param, ShardedParameter):
+        return None
+    if func in _LAYOUT or func in _LIKE:
+        twin = torch.empty(param.shape, dtype=param.dtype, device="meta")
+        if func in _LIKE:
+            kwargs = {"device": _home(param).device, **kwargs}
+        return func(twin, *args, **kwargs)
+    if func in _CASTS and "memory_format" not in kwargs and not isinstance(param, StateEntry):
+        nothing = torch.empty(0, dtype=param.dtype, device=param.device)
+        if not any(True for _ in _tensors_in((args, kwargs), ShardedParameter)):
+            return param if func(nothing, *args, **kwargs) is nothing else None
+    return None
+
+
+def _call_read_only(func: Any, args: Any, kwargs: Any, copies: Sequence[Tensor]) -> Any:
+    """Call ``func``; writes into the copies are found, and views of them are guarded too."""
+    if func is _T.__iter__:  # so that what it yields is guarded
+        return iter(_call_read_only(_T.unbind, args, kwargs, copies))
+    before = [_version(copy) for copy in copies]
+    result = func(*args, **kwargs)
+    for copy, version in zip(copies, before, strict=True):
+        if _version(copy) != version:
+            raise _lost_write(copy, f"written by {getattr(func, '__name__', func)}")
+    addresses = {_address(copy) for copy in copies}
+    for tensor in _tensors_in(result, Tensor):
+        if type(tensor) is Tensor and _address(tensor) in addresses:
+            tensor.__class__ = ReadOnlyCopy
+    return result
+
+
+def _version(tensor: Tensor) -> int:
+    """Grows with every write; tensors made in inference mode do not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _address(tensor: Tensor) -> int | None:
+    """Equal for tensors that share memory."""
+    if tensor.layout is not torch.strided or functorch.is_wrapped(tensor):
+        return None
+    address: int = tensor.untyped_storage()._cdata
+    return address
+
+
+def _lost_write(target: Tensor, how: str) -> ShardedAccess:
+    return ShardedAccess(
+        f"{_described(target)} was {how}; the change could not be kept, since the values are spread "
+        f"over the ranks. {_WAYS_OUT}"
+    )
+
+
+_WAYS_OUT = (
+    "Write inside `with zeroshard.zero.GatheredParameters(param, modifier_rank=0):`, or use "
+    "zeroshard.zero.safe_set_full_fp32_param(param, value). To change a copy, clone() it."
+)
+
+
+def _described(target: Tensor) -> str:
+    shape = tuple(target.shape)
+    if not isinstance(target, ShardedParameter):
+        return f"a view of shape {shape} into a sharded parameter"
+    owner = owner_of(target)
+    where = f"unit {owner.name!r}" if owner else "a closed engine"
+    return f"a sharded parameter of shape {shape} in {where}"
+
+
+def _tensors_in(tree: Any, kind: type[Tensor]) -> Iterator[Any]:
+    if isinstance(tree, kind):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for item in tree:
+            yield from _tensors_in(item, kind)
+    elif isinstance(tree, dict):
+        yield from _tensors_in(list(tree.values()), kind)
+
+
+def _replaced(tree: Any, copies: Mapping[int, Any]) -> Any:
+    if isinstance(tree, Tensor):
+        return copies.get(id(tree), tree)
+    if isinstance(tree, dict):
+        return {key: _replaced(value, copies) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        items = [_replaced(item, copies) for item in tree]
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    return tree
