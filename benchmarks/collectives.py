@@ -110,7 +110,7 @@ class OwnCalls:
         """As the runtime gets its gradient buffers."""
         import torch
 
-        make = getattr(self._comm, "empty", None)
+        make = getattr(self._comm, "allocate", None)
         device = torch.device("cpu")
         return make(numel, dtype=dtype, device=device) if make else torch.empty(numel, dtype=dtype)
 

@@ -148,13 +148,8 @@ class RawLoop:
     """Threads that read and write blocks of one file, each with memory of its own, and nothing else."""
 
     def __init__(self, directory: str, nbytes: int) -> None:
-        from zeroshard.offload.direct_io import (
-            aligned_bytes,
-            allocate,
-            memory_at,
-            open_unnamed,
-            turn_direct,
-        )
+        from zeroshard.memory.pages import aligned_bytes, memory_at
+        from zeroshard.offload.direct_io import allocate, open_unnamed, turn_direct
 
         self._fd, _ = open_unnamed(directory)
         self.direct = turn_direct(self._fd)

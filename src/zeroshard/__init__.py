@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zeroshard import zero as zero
-    from zeroshard.comm.env import init_distributed as init_distributed
     from zeroshard.engine.engine import Engine as Engine
     from zeroshard.engine.initialize import add_config_arguments as add_config_arguments
     from zeroshard.engine.initialize import initialize as initialize
+    from zeroshard.watchdog.join import init_distributed as init_distributed
 
 __version__ = "0.1.0"
 
 _HOME = {
     "Engine": "zeroshard.engine.engine",
     "add_config_arguments": "zeroshard.engine.initialize",
-    "init_distributed": "zeroshard.comm.env",
+    "init_distributed": "zeroshard.watchdog.join",
     "initialize": "zeroshard.engine.initialize",
 }
 

@@ -21,8 +21,8 @@ from zeroshard.core import tiers
 from zeroshard.core.ledger import RESTING, TEMPORARY
 from zeroshard.core.nbytes import state_nbytes
 from zeroshard.core.tiers import Tier
+from zeroshard.memory.pages import PAGE_NBYTES
 from zeroshard.offload.capacity_check import demand_of
-from zeroshard.offload.direct_io import PAGE_NBYTES
 from zeroshard.offload.grad_store import DiskGradStore
 from zeroshard.offload.shard_store import SAVES_IN_FLIGHT, DiskShardStore
 from zeroshard.offload.swap_file import SwapFile
@@ -436,7 +436,7 @@ def test_gradients_wait_on_disk_and_few_are_in_memory_at_a_time(stage, accumulat
             here = sum(nbytes for owner, nbytes in scratch if owner.endswith("(gradient)"))
             most_nbytes = max(most_nbytes, here)
 
-        patch.setattr(DiskGradStore, "_account", watched)
+        patch.setattr(DiskGradStore, "_report", watched)
         reduces_each = stage > 1 and accumulation > 1
         for _ in range(2 * accumulation):
             micro_step(engine)
@@ -467,7 +467,7 @@ def test_a_gradient_is_on_its_way_before_it_is_waited_for(stage, tmp_path):
             begun.append(rest._values_S is not None)
             return bring(rest)
 
-        patch.setattr(DiskGradStore, "bring", watched)
+        patch.setattr(DiskGradStore, "acquire", watched)
         for _ in range(2):
             micro_step(engine)
             arrive(engine)

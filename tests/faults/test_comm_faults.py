@@ -20,12 +20,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zeroshard.comm import WatchdogSettings, init_distributed
 from zeroshard.comm.recorder import read_recording_file
 from zeroshard.errors import RankLost
 from zeroshard.testing.faulty_comm import Fault, FaultyComm
 from zeroshard.testing.ranks import RankEnd, on_ranks, run_ranks
+from zeroshard.watchdog.join import init_distributed
 from zeroshard.watchdog.session import CommSession, open_session
+from zeroshard.watchdog.settings import WatchdogSettings
 
 QUICK = WatchdogSettings(first_report_s=0.6, tick_s=0.1, frozen_s=2.0, grace_s=3.0, stuck_s=4.0)
 UNITS = ("embed", "visual", "layers.0", "layers.1")
@@ -53,7 +54,7 @@ def reduce(comm, name: str) -> torch.Tensor:
 def step(watch: CommSession, comm, call: Callable = gather) -> None:
     for name in UNITS:
         call(comm, name)
-    hashes = comm.gather_small(
+    hashes = comm.all_gather_small(
         torch.tensor([float(watch.history())], dtype=torch.float64), name="norm"
     )
     watch.check(hashes[:, 0])

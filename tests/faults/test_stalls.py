@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import nn
 
 import zeroshard
-from zeroshard.comm import WatchdogSettings
 from zeroshard.testing import run_ranks
 from zeroshard.watchdog.session import open_session
+from zeroshard.watchdog.settings import WatchdogSettings
 
 LIMIT_S = 1.0
 TRUST = {

@@ -15,7 +15,7 @@ from zeroshard import Engine
 from zeroshard.core import tiers
 from zeroshard.engine import build
 from zeroshard.errors import UsageError
-from zeroshard.offload import stores
+from zeroshard.offload import stores as offload_stores
 from zeroshard.offload.copy_streams import CopyStreams
 from zeroshard.offload.grad_store import DiskGradStore
 from zeroshard.optim import native_adam
@@ -380,8 +380,8 @@ def a_bus_between() -> Iterator[CopyStreams]:
     """What a GPU machine has: device and host memory are two. Here they are two names of one."""
     bus = CopyStreams()
     with (
-        mock.patch.object(build, "has_bus", lambda _device: True),
-        mock.patch.object(stores, "make_bus", lambda _device, *, copies: bus),
+        mock.patch.object(build, "has_copy_streams", lambda _device: True),
+        mock.patch.object(offload_stores, "make_copy_streams", lambda _device, *, copies: bus),
     ):
         yield bus
 
@@ -487,7 +487,7 @@ def test_an_error_of_the_worker_is_raised_where_its_unit_is_used(tmp_path):
             engine.backward(engine(x).float().sum())
             engine.step()
         engine.backward(engine(x).float().sum())
-        with mock.patch.object(bus, "up", side_effect=MemoryError("no room")):
+        with mock.patch.object(bus, "h2d", side_effect=MemoryError("no room")):
             engine.step()
             with pytest.raises(MemoryError, match="no room"):
                 engine(x)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from zeroshard.comm import Recorder, SoloComm, WatchdogSettings, make_comm
+from zeroshard.comm import Recorder, SoloComm, make_comm
 from zeroshard.comm.agreement import FAILED, agree_plan, namespace, post_plan
 from zeroshard.comm.connect import default_store
 from zeroshard.comm.host import open_sockets
@@ -20,6 +20,7 @@ from zeroshard.comm.p2p import sum_in_rank_order
 from zeroshard.errors import ConfigError, RankLate, RankMismatch, UsageError
 from zeroshard.testing.ranks import on_ranks
 from zeroshard.watchdog.session import open_session
+from zeroshard.watchdog.settings import WatchdogSettings
 
 SHARD_NUMELS = (0, 1, 7, 70_001)  # the last is more than one block of the sum
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

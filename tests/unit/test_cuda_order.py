@@ -189,8 +189,10 @@ def test_every_copy_to_the_device_that_the_main_thread_starts_is_behind_its_kern
     model = nn.Linear(3, 3, bias=False)
     cuda.gpus = 0  # no memory to lock pages of
     with (
-        mock.patch.object(build, "has_bus", lambda _device: True),
-        mock.patch.object(stores, "make_bus", lambda device, *, copies: CudaCopyStreams(device)),
+        mock.patch.object(build, "has_copy_streams", lambda _device: True),
+        mock.patch.object(
+            stores, "make_copy_streams", lambda device, *, copies: CudaCopyStreams(device)
+        ),
         Engine(model, config=config, device="cpu") as engine,
     ):
         for _ in range(3):

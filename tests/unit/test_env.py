@@ -10,9 +10,10 @@ import sys
 import pytest
 import torch.distributed as dist
 
-from zeroshard.comm.env import RankInfo, RunName, init_distributed, rank_info_of, run_name
+from zeroshard.comm.env import RankInfo, RunName, rank_info_of, run_name
 from zeroshard.config.sections import TrustConfig
 from zeroshard.errors import ConfigError, LaunchError
+from zeroshard.watchdog.join import init_distributed
 from zeroshard.watchdog.settings import WatchdogSettings
 
 MPI = {

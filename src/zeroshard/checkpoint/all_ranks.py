@@ -8,8 +8,8 @@ from typing import Any
 
 from zeroshard.comm.control_group import ControlGroup
 from zeroshard.comm.flight_recorder import rank_ranges
+from zeroshard.core.files import reason
 from zeroshard.errors import CheckpointError, DistributedError
-from zeroshard.offload.direct_io import reason
 
 
 def run_on_all_ranks(

@@ -21,14 +21,10 @@ from typing import Any
 
 from torch import Tensor
 
+from zeroshard.core.files import reason
 from zeroshard.errors import CheckpointError
-from zeroshard.offload.direct_io import (
-    NO_FALLOCATE,
-    aligned_bytes,
-    reason,
-    round_to_page,
-    turn_direct,
-)
+from zeroshard.memory.pages import aligned_bytes, round_to_page
+from zeroshard.offload.direct_io import NO_FALLOCATE, turn_direct
 
 BLOCK_NBYTES = 4 << 20
 WRITE_THREADS = 2

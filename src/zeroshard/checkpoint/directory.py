@@ -17,8 +17,8 @@ from pathlib import Path
 
 from zeroshard.checkpoint.manifest import MANIFEST, Manifest
 from zeroshard.checkpoint.reader import CheckpointReader, read_manifest, read_small
+from zeroshard.core.files import reason
 from zeroshard.errors import CheckpointError, UsageError
-from zeroshard.offload.direct_io import reason
 
 LATEST, SCRIPT = "latest", "zero_to_fp32.py"
 _SAVING = re.compile(r"\..+\.saving-[0-9a-f]{8}")

@@ -37,8 +37,9 @@ from zeroshard.checkpoint.export_plan import (
 from zeroshard.checkpoint.manifest import MANIFEST, VALUE
 from zeroshard.checkpoint.reader import Source
 from zeroshard.checkpoint.safetensors_file import DTYPES, dtype_name
+from zeroshard.core.files import free_nbytes, reason
 from zeroshard.errors import CheckpointError
-from zeroshard.offload.direct_io import allocate, free_nbytes, reason
+from zeroshard.offload.direct_io import allocate
 
 _log = logging.getLogger("zeroshard")
 

@@ -33,8 +33,8 @@ from zeroshard.checkpoint.manifest import (
     tree_key,
 )
 from zeroshard.checkpoint.safetensors_file import DTYPES, Entry, read_entries
+from zeroshard.core.files import reason
 from zeroshard.errors import CheckpointError
-from zeroshard.offload.direct_io import reason
 
 
 class Source(Protocol):

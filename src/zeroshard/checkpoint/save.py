@@ -44,8 +44,9 @@ from zeroshard.checkpoint.manifest import (
 from zeroshard.checkpoint.merge import SHARED_FILE, CheckpointMetadata, merge, merged
 from zeroshard.checkpoint.safetensors_file import Entry, dtype_name, lay_out
 from zeroshard.comm.control_group import ControlGroup
+from zeroshard.core.files import free_nbytes
 from zeroshard.errors import CheckpointError, DistributedError
-from zeroshard.offload.direct_io import aligned_bytes, free_nbytes
+from zeroshard.memory.pages import aligned_bytes
 from zeroshard.zero.unit import Unit
 
 logger = logging.getLogger("zeroshard")

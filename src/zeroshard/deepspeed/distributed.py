@@ -10,6 +10,7 @@ from zeroshard.comm import env
 from zeroshard.deepspeed import comm
 from zeroshard.deepspeed.logs import logger
 from zeroshard.deepspeed.version_check import check_consumers
+from zeroshard.watchdog import join
 
 
 def init_distributed(
@@ -29,7 +30,7 @@ def init_distributed(
     Raises :class:`UsageError` if a library that calls is too old.
     """
     check_consumers()
-    env.init_distributed(
+    join.init_distributed(
         dist_backend,
         auto_mpi_discovery,
         distributed_port,

@@ -28,7 +28,7 @@ from zeroshard.checkpoint.zero_to_fp32 import SCRIPT
 from zeroshard.core.tiers import Tier
 from zeroshard.engine.names import other_names, persistent_buffers
 from zeroshard.memory.host_limits import gib, host_limits
-from zeroshard.offload.direct_io import aligned_bytes
+from zeroshard.memory.pages import aligned_bytes
 
 if TYPE_CHECKING:
     from zeroshard.engine.engine import Engine

@@ -181,13 +181,13 @@ def _tied_names(module: nn.Module) -> Iterable[str]:
 
 def _stream(engine: Any, weights: _Weights) -> Generator[tuple[str, Tensor], None, None]:
     """Whole values by canonical name, one unit in memory at a time, then the buffers. Collective."""
-    engine._update.publish_late()
+    engine._update.all_gather_late()
     for unit in engine.runtime.units:
         slots = [slot for slot in unit.layout.slots if slot.fqn in weights.params]
         if not slots:
             continue
-        unit.wait()
-        unit.absorb()
+        unit.wait_for_unshard()
+        unit.write_back_edits()
         nbytes = 0 if unit.resident else unit.full_nbytes
         with engine.runtime.ledger.lend("saving weights", nbytes):
             full_N = unit.full_N if unit.resident else unit.gathered_copy()

@@ -12,11 +12,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from zeroshard.comm.env import init_distributed, local_device, rank_info_of
+from zeroshard.comm.env import local_device, rank_info_of
 from zeroshard.engine.arguments import check_dataset
 from zeroshard.engine.data import loader_for
 from zeroshard.engine.engine import Engine
 from zeroshard.errors import UsageError
+from zeroshard.watchdog.join import init_distributed
 
 logger = logging.getLogger("zeroshard")
 

@@ -13,13 +13,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from zeroshard.comm.collectives import Comm
-from zeroshard.comm.env import (
-    RankInfo,
-    current_rank_info,
-    init_distributed,
-    own_device,
-    rank_info_of,
-)
+from zeroshard.comm.env import RankInfo, current_rank_info, own_device, rank_info_of
 from zeroshard.config import Config, LoadedConfig, load_config
 from zeroshard.engine import build
 from zeroshard.engine.accumulate import Accumulation
@@ -33,6 +27,7 @@ from zeroshard.precision.hardware import hardware_of
 from zeroshard.precision.loss_scaler import LossScaler, scaler_from
 from zeroshard.precision.policy import Policy, policy_from
 from zeroshard.precision.slow_dtype import tell_if_slow
+from zeroshard.watchdog.join import init_distributed
 from zeroshard.watchdog.session import CommSession, decline, open_session
 from zeroshard.zero.unit import Unit
 

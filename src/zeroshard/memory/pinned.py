@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.offload.direct_io import round_to_page
+from zeroshard.memory.pages import round_to_page
 
 logger = logging.getLogger("zeroshard")
 

@@ -1,69 +1,21 @@
-"""How is a file made that no directory lists, with blocks that nobody can take away?
-
-And how is the page-aligned memory made that it is filled from?
-"""
+"""Opens unnamed swap files, switches on ``O_DIRECT``, and reserves blocks."""
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
-import mmap
 import os
 import secrets
-from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
-import torch
-from torch import Tensor
-
+from zeroshard.core.files import reason
 from zeroshard.errors import DiskError
+from zeroshard.memory.pages import PAGE_NBYTES, aligned_bytes, memory_at
 
-PAGE_NBYTES = 4096
 _ZEROS_NBYTES = 8 << 20
 
 _NO_TMPFILE = {errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT}
 NO_FALLOCATE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
-
-_view: Callable[[int, int, int], memoryview] = ctypes.PYFUNCTYPE(
-    ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int
-)(("PyMemoryView_FromMemory", ctypes.pythonapi))
-_PYBUF_WRITE = 0x200
-
-
-def memory_at(address: int, nbytes: int) -> memoryview:
-    """Writable bytes at an address, which the caller keeps alive."""
-    return _view(address, nbytes, _PYBUF_WRITE)
-
-
-def round_to_page(nbytes: int) -> int:
-    """The next multiple of 4096."""
-    return -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
-
-
-def aligned_bytes(nbytes: int) -> Tensor:
-    """uint8 ``[nbytes]``, page-aligned, zero, on anonymous memory that is freed with the tensor."""
-    if nbytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    memory = mmap.mmap(-1, round_to_page(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(
-        OSError
-    ):  # huge pages (not every kernel has them): 2.5 times the bandwidth of 4 KiB
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
-
-
-def free_nbytes(directory: str | Path | int) -> int:
-    """Bytes that this user may still write below ``directory``, or where an open file is.
-
-    Raises ``DiskError``.
-    """
-    try:
-        found = os.statvfs(directory)
-    except OSError as error:
-        raise DiskError(f"free space of {directory} cannot be read: {reason(error)}.") from error
-    return found.f_bavail * found.f_frsize
 
 
 def open_unnamed(directory: str) -> tuple[int, str]:
@@ -122,8 +74,3 @@ def allocate(fd: int, offset: int, nbytes: int) -> None:
         while done < nbytes:
             part = memory[: nbytes - done]
             done += os.pwritev(fd, [part], offset + done)
-
-
-def reason(error: OSError) -> str:
-    name = errno.errorcode.get(error.errno or 0, "no number")
-    return f"{error.strerror} ({name})"

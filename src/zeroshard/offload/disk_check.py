@@ -9,8 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from zeroshard.core.files import free_nbytes
 from zeroshard.errors import DiskError
-from zeroshard.offload.direct_io import PAGE_NBYTES, aligned_bytes, free_nbytes
+from zeroshard.memory.pages import PAGE_NBYTES, aligned_bytes
 from zeroshard.offload.swap_file import BLOCK_NBYTES, Extent, SwapFile
 
 __all__ = [

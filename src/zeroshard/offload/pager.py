@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from zeroshard.offload.direct_io import aligned_bytes, round_to_page
+from zeroshard.memory.pages import aligned_bytes, round_to_page
 from zeroshard.offload.swap_file import Extent, SwapFile, Transfer
 
 

@@ -26,18 +26,10 @@ from queue import SimpleQueue
 
 from torch import Tensor
 
+from zeroshard.core.files import free_nbytes, reason
 from zeroshard.errors import DiskError
-from zeroshard.offload.direct_io import (
-    PAGE_NBYTES,
-    aligned_bytes,
-    allocate,
-    free_nbytes,
-    memory_at,
-    open_unnamed,
-    reason,
-    round_to_page,
-    turn_direct,
-)
+from zeroshard.memory.pages import PAGE_NBYTES, aligned_bytes, memory_at, round_to_page
+from zeroshard.offload.direct_io import allocate, open_unnamed, turn_direct
 
 __all__ = ["BLOCK_NBYTES", "PAGE_NBYTES", "Extent", "SwapFile", "Transfer", "aligned_bytes"]
 

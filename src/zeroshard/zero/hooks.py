@@ -481,7 +481,7 @@ def _grad_ready_hook(me: Any, landing: int) -> Callable[[Tensor], None]:
     """The hook holds no buffer: what hangs on a parameter is out of the garbage collector's sight."""
 
     def landed(param: Tensor) -> None:
-        me._landed(landing, param)
+        me._grad_ready(landing, param)
 
     return landed
 

@@ -23,11 +23,12 @@ from torch.nn.modules.module import (
 )
 
 from zeroshard.comm.collectives import Comm
-from zeroshard.comm.env import current_rank_info, init_distributed, local_device, rank_info_of
+from zeroshard.comm.env import current_rank_info, local_device, rank_info_of
 from zeroshard.config import Config, load_config
 from zeroshard.errors import RankMismatch
 from zeroshard.memory.storage import is_aliased
 from zeroshard.precision.policy import policy_from
+from zeroshard.watchdog.join import init_distributed
 from zeroshard.watchdog.session import open_session
 from zeroshard.watchdog.settings import WatchdogSettings
 from zeroshard.zero import scatter, sharded_parameter

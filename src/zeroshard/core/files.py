@@ -1,0 +1,26 @@
+"""Free space of a directory, and what a failed system call says."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from zeroshard.errors import DiskError
+
+
+def free_nbytes(directory: str | Path | int) -> int:
+    """Bytes that this user may still write below ``directory``, or where an open file is.
+
+    Raises ``DiskError``.
+    """
+    try:
+        found = os.statvfs(directory)
+    except OSError as error:
+        raise DiskError(f"free space of {directory} cannot be read: {reason(error)}.") from error
+    return found.f_bavail * found.f_frsize
+
+
+def reason(error: OSError) -> str:
+    name = errno.errorcode.get(error.errno or 0, "no number")
+    return f"{error.strerror} ({name})"
