@@ -1,8 +1,8 @@
 """How do ranks write one checkpoint together, so that it is there as a whole or not at all?
 
 Every rank writes one file of its own pieces; rank 0 collects what is in them and writes the manifest. The
-ranks agree through :class:`zeroshard.comm.control_group.Forum`: no collective waits for a disk. An error of one
-rank ends the save on all, in the same words, and leaves what was there before.
+ranks agree through a :class:`~zeroshard.comm.control_group.ControlGroup`: no collective waits for a disk.
+An error of one rank ends the save on all, in the same words, and leaves what was there before.
 
 1. :func:`plan`: which files, what is in them, whether frozen weights are there already.
 2. :meth:`Job.snapshot`, if training is to go on meanwhile: copy this rank's bytes to host memory.

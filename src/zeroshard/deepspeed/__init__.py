@@ -13,7 +13,9 @@ from typing import Any
 
 
 def _modules() -> Any:
-    return importlib.import_module(f"{__name__}.modules")  # "from . import" would come back here
+    return importlib.import_module(
+        f"{__name__}.import_hook"
+    )  # "from . import" would come back here
 
 
 def __getattr__(name: str) -> Any:

@@ -34,20 +34,32 @@ class Name:
 
 _HERE = "zeroshard.deepspeed."
 _ENGINE, _OPTIMIZER = _HERE + "engine", _HERE + "optimizer"
-_SHARDING, _PARAMS, _WORDS = _HERE + "sharding", _HERE + "parameters", _HERE + "words"
-_OPS, _DEVICE, _FACTS = _HERE + "optimizer_names", _HERE + "device", _HERE + "facts"
-_ACTIVATIONS, _HELPERS, _LEAVES = _HERE + "activations", _HERE + "helpers", _HERE + "leaves"
-_HOOKING, _PARTS, _PATHS = _HERE + "hooking", _HERE + "parts", _HERE + "paths"
-_MONITORS, _READING, _POOLS = (
+_ZERO_INIT, _PARAMS, _CONSTANTS = _HERE + "zero_init", _HERE + "parameters", _HERE + "constants"
+_OPS, _DEVICE, _VERSION_INFO = _HERE + "ops_optimizers", _HERE + "device", _HERE + "version_info"
+_ACTIVATIONS, _HELPERS, _LEAF_MODULES = (
+    _HERE + "activations",
+    _HERE + "helpers",
+    _HERE + "leaf_modules",
+)
+_HOOK_HANDLES, _PARTITION, _MODULE_PATHS = (
+    _HERE + "hook_handles",
+    _HERE + "partition",
+    _HERE + "module_paths",
+)
+_MONITORS, _CONFIG_MODEL, _POOLS = (
     _HERE + "monitors",
-    _HERE + "reading",
+    _HERE + "config_model",
     "zeroshard.launch.resource_pool",
 )
-_FILES, _PROFILING, _TILING = _HERE + "checkpoint_engine", _HERE + "flops", _HERE + "tiling"
-_FILE_WORDS, _DISTRIBUTED = _HERE + "checkpoint_words", _HERE + "distributed"
-_WEIGHTS, _TIMERS = _HERE + "weights", _HERE + "timers"
-_STATES, _LOGS, _GROUPS = _HERE + "estimates", _HERE + "logs", _HERE + "groups"
-_COMM, _ACCESS = "zeroshard.deepspeed.comm", "zeroshard.zero.access"
+_CHECKPOINT_ENGINE, _PROFILING, _TILED_MLP = (
+    _HERE + "checkpoint_engine",
+    _HERE + "flops",
+    _HERE + "tiled_mlp",
+)
+_CHECKPOINT_CONSTANTS, _DISTRIBUTED = _HERE + "checkpoint_constants", _HERE + "distributed"
+_CONSOLIDATE, _TIMERS = _HERE + "consolidate", _HERE + "timers"
+_ESTIMATES, _LOGS, _GROUPS = _HERE + "estimates", _HERE + "logs", _HERE + "groups"
+_COMM, _ACCESS = "zeroshard.deepspeed.collectives", "zeroshard.zero.access"
 _SCHEDULES = "zeroshard.optim.schedulers"
 _TO_FP32 = "zeroshard.checkpoint.zero_to_fp32"
 
@@ -63,13 +75,13 @@ _WORKING: tuple[tuple[str, str, str], ...] = (  # module, home, names; "theirs=o
     ("", "zeroshard.engine.initialize", "add_config_arguments"),
     ("", _HERE + "distributed", "init_distributed"),
     ("", _OPTIMIZER, "DeepSpeedOptimizer"),
-    ("", _WORDS, "DeepSpeedConfigError"),
+    ("", _CONSTANTS, "DeepSpeedConfigError"),
     ("", _HELPERS, "OnDevice DeepSpeedConfig"),
     ("", _LOGS, "log_dist logger"),
     ("", _DEVICE, "get_accelerator"),
-    ("", _FACTS, "__version__ __version_major__ __version_minor__ __version_patch__ "
+    ("", _VERSION_INFO, "__version__ __version_major__ __version_minor__ __version_patch__ "
                  "__git_hash__ __git_branch__ version git_hash git_branch"),
-    ("git_version_info", _FACTS, "version git_hash git_branch torch_info installed_ops "
+    ("git_version_info", _VERSION_INFO, "version git_hash git_branch torch_info installed_ops "
                                  "compatible_ops"),
     ("runtime.engine", _ENGINE, "DeepSpeedEngine"),
     ("runtime.base_optimizer", _OPTIMIZER, "DeepSpeedOptimizer ZeROOptimizer"),
@@ -78,48 +90,48 @@ _WORKING: tuple[tuple[str, str, str], ...] = (  # module, home, names; "theirs=o
     ("runtime.fp16.unfused_optimizer", _OPTIMIZER, "FP16_UnfusedOptimizer"),
     ("runtime.fp16.loss_scaler", _OPTIMIZER, "LossScalerBase LossScaler DynamicLossScaler"),
     ("runtime.zero.stage3", _OPTIMIZER, "DeepSpeedZeroOptimizer_Stage3"),
-    ("runtime.zero.stage3", _STATES, "estimate_zero3_model_states_mem_needs "
+    ("runtime.zero.stage3", _ESTIMATES, "estimate_zero3_model_states_mem_needs "
                                      "estimate_zero3_model_states_mem_needs_all_live "
                                      "estimate_zero3_model_states_mem_needs_all_cold"),
     ("runtime.zero.stage_1_and_2", _OPTIMIZER, "DeepSpeedZeroOptimizer"),
-    ("runtime.zero.stage_1_and_2", _STATES, "estimate_zero2_model_states_mem_needs "
+    ("runtime.zero.stage_1_and_2", _ESTIMATES, "estimate_zero2_model_states_mem_needs "
                                             "estimate_zero2_model_states_mem_needs_all_live "
                                             "estimate_zero2_model_states_mem_needs_all_cold"),
-    ("runtime.config", _WORDS, "DeepSpeedConfigError"),
+    ("runtime.config", _CONSTANTS, "DeepSpeedConfigError"),
     ("runtime.config", _HELPERS, "DeepSpeedConfig"),
-    ("runtime.config", _WORDS,
+    ("runtime.config", _CONSTANTS,
      "ADAGRAD_OPTIMIZER ADAM_OPTIMIZER ADAMW_OPTIMIZER LAMB_OPTIMIZER LION_OPTIMIZER "
      "MUON_OPTIMIZER MUADAM_OPTIMIZER MUADAMW_OPTIMIZER MUSGD_OPTIMIZER DEEPSPEED_OPTIMIZERS"),
-    ("runtime.config_utils", _READING, "DeepSpeedConfigModel"),
-    ("runtime.checkpoint_engine", _FILES, "CheckpointEngine TorchCheckpointEngine"),
-    ("runtime.checkpoint_engine.checkpoint_engine", _FILES, "CheckpointEngine "
+    ("runtime.config_utils", _CONFIG_MODEL, "DeepSpeedConfigModel"),
+    ("runtime.checkpoint_engine", _CHECKPOINT_ENGINE, "CheckpointEngine TorchCheckpointEngine"),
+    ("runtime.checkpoint_engine.checkpoint_engine", _CHECKPOINT_ENGINE, "CheckpointEngine "
                                                             "CheckpointCommitInfo"),
-    ("runtime.checkpoint_engine.torch_checkpoint_engine", _FILES, "TorchCheckpointEngine "
+    ("runtime.checkpoint_engine.torch_checkpoint_engine", _CHECKPOINT_ENGINE, "TorchCheckpointEngine "
                                                                   "CheckpointEngine"),
-    ("runtime.sequence_parallel.ulysses_sp", _TILING, "TiledMLP"),
-    ("runtime.zero.config", _WORDS, "ZeroStageEnum"),
+    ("runtime.sequence_parallel.ulysses_sp", _TILED_MLP, "TiledMLP"),
+    ("runtime.zero.config", _CONSTANTS, "ZeroStageEnum"),
     ("runtime.zero.config", _HELPERS, "DeepSpeedZeroConfig"),
-    ("runtime.zero.offload_config", _WORDS, "OffloadDeviceEnum OffloadStateTypeEnum"),
+    ("runtime.zero.offload_config", _CONSTANTS, "OffloadDeviceEnum OffloadStateTypeEnum"),
     ("runtime.zero.offload_config", _HELPERS, "DeepSpeedZeroOffloadParamConfig "
                                               "DeepSpeedZeroOffloadOptimizerConfig"),
-    ("runtime.zero.utils", _WORDS, "ZeRORuntimeException"),
+    ("runtime.zero.utils", _CONSTANTS, "ZeRORuntimeException"),
     ("runtime.zero.utils", _PARAMS, "is_zero_param"),
-    ("runtime.zero", _SHARDING, "Init GatheredParameters register_external_parameter "
+    ("runtime.zero", _ZERO_INIT, "Init GatheredParameters register_external_parameter "
                                 "unwrap_model_for_generation TiledLinear"),
-    ("runtime.zero", _HOOKING, "DeepSpeedZeRoOffload"),
-    ("runtime.zero", _WORDS, "ZeroParamStatus ZeroParamType DeepSpeedTensorOverride"),
-    ("runtime.zero.partition_parameters", _SHARDING,
+    ("runtime.zero", _HOOK_HANDLES, "DeepSpeedZeRoOffload"),
+    ("runtime.zero", _CONSTANTS, "ZeroParamStatus ZeroParamType DeepSpeedTensorOverride"),
+    ("runtime.zero.partition_parameters", _ZERO_INIT,
      "Init GatheredParameters register_external_parameter unregister_external_parameter "
      "zero_wrapper_for_fp_tensor_constructor _orig_torch_arange"),
-    ("runtime.zero.partition_parameters", _WORDS, "ZeroParamStatus ZeroParamType "
+    ("runtime.zero.partition_parameters", _CONSTANTS, "ZeroParamStatus ZeroParamType "
                                                   "DeepSpeedTensorOverride"),
     ("runtime.zero.partition_parameters", _PARAMS, "is_zero_param"),
     ("runtime.zero.partition_parameters", _DEVICE, "get_accelerator"),
-    ("runtime.zero.parameter_offload", _HOOKING, "DeepSpeedZeRoOffload"),
-    ("runtime.zero.tiling", _SHARDING, "TiledLinear"),
+    ("runtime.zero.parameter_offload", _HOOK_HANDLES, "DeepSpeedZeRoOffload"),
+    ("runtime.zero.tiling", _ZERO_INIT, "TiledLinear"),
     ("runtime.lr_schedules", _SCHEDULES, "VALID_LR_SCHEDULES LRRangeTest OneCycle WarmupLR "
                                          "WarmupDecayLR WarmupCosineLR"),
-    ("runtime.lr_schedules", _WORDS,
+    ("runtime.lr_schedules", _CONSTANTS,
      "LR_SCHEDULE LR_RANGE_TEST ONE_CYCLE WARMUP_LR WARMUP_DECAY_LR WARMUP_COSINE_LR "
      "LR_RANGE_TEST_MIN_LR LR_RANGE_TEST_STEP_RATE LR_RANGE_TEST_STEP_SIZE "
      "LR_RANGE_TEST_STAIRCASE CYCLE_FIRST_STEP_SIZE CYCLE_FIRST_STAIR_COUNT "
@@ -129,10 +141,10 @@ _WORKING: tuple[tuple[str, str, str], ...] = (  # module, home, names; "theirs=o
      "COS_MIN_RATIO TOTAL_NUM_STEPS"),
     ("runtime.utils", _HELPERS, "move_to_device see_memory_usage clip_grad_norm_ get_global_norm "
                                 "ensure_directory_exists set_random_seed"),
-    ("runtime.utils", _PARTS, "all_gather_dp_groups PartitionedTensor partition_uniform "
+    ("runtime.utils", _PARTITION, "all_gather_dp_groups PartitionedTensor partition_uniform "
                               "partition_balanced"),
-    ("compression.helper", _PATHS, "recursive_getattr recursive_setattr"),
-    ("utils.module_utils", _PATHS, "recursive_getattr recursive_setattr"),
+    ("compression.helper", _MODULE_PATHS, "recursive_getattr recursive_setattr"),
+    ("utils.module_utils", _MODULE_PATHS, "recursive_getattr recursive_setattr"),
     ("elasticity", _HERE + "elastic", "compute_elastic_config elasticity_enabled"),
     ("elasticity.elasticity", _HERE + "elastic", "compute_elastic_config elasticity_enabled"),
     ("monitor.monitor", _MONITORS, "Monitor MonitorMaster TensorBoardMonitor WandbMonitor "
@@ -147,7 +159,7 @@ _WORKING: tuple[tuple[str, str, str], ...] = (  # module, home, names; "theirs=o
     ("profiling.flops_profiler.profiler", _PROFILING, "get_model_profile"),
     ("runtime.dataloader", "zeroshard.engine.data_loader", "DeepSpeedDataLoader=ResumableLoader"),
     ("runtime.dataloader", _HELPERS, "RepeatingLoader"),
-    ("runtime.constants", _WORDS, "ROUTE_TRAIN ROUTE_EVAL ROUTE_PREDICT ROUTE_ENCODE "
+    ("runtime.constants", _CONSTANTS, "ROUTE_TRAIN ROUTE_EVAL ROUTE_PREDICT ROUTE_ENCODE "
                                   "TRAIN_BATCH_SIZE TRAIN_MICRO_BATCH_SIZE_PER_GPU "
                                   "GRADIENT_ACCUMULATION_STEPS GRADIENT_CLIPPING OPTIMIZER "
                                   "SCHEDULER FP16 BFLOAT16 TORCH_DISTRIBUTED_DEFAULT_PORT"),
@@ -164,9 +176,9 @@ _WORKING: tuple[tuple[str, str, str], ...] = (  # module, home, names; "theirs=o
                         "instrument_w_nvtx"),
     ("utils.tensor_fragment", _ACCESS, _SAFE),
     ("utils.tensor_fragment", _HELPERS, "safe_update_full_grad_vectorized"),
-    ("utils.tensor_fragment", _WORDS, "fragment_address"),
+    ("utils.tensor_fragment", _CONSTANTS, "fragment_address"),
     ("utils.nvtx", _HELPERS, "instrument_w_nvtx"),
-    ("utils.torch", _FACTS, "required_torch_version"),
+    ("utils.torch", _VERSION_INFO, "required_torch_version"),
     ("utils.numa", _HELPERS, "parse_range_list"),
     ("utils.timer", _TIMERS, "SynchronizedWallClockTimer NoopTimer ThroughputTimer "
                              "FORWARD_MICRO_TIMER FORWARD_GLOBAL_TIMER BACKWARD_MICRO_TIMER "
@@ -174,10 +186,10 @@ _WORKING: tuple[tuple[str, str, str], ...] = (  # module, home, names; "theirs=o
                              "BACKWARD_INNER_GLOBAL_TIMER BACKWARD_REDUCE_MICRO_TIMER "
                              "BACKWARD_REDUCE_GLOBAL_TIMER STEP_MICRO_TIMER STEP_GLOBAL_TIMER"),
     ("utils.init_on_device", _HELPERS, "OnDevice"),
-    ("utils", _LEAVES, "set_z3_leaf_modules unset_z3_leaf_modules get_z3_leaf_modules "
+    ("utils", _LEAF_MODULES, "set_z3_leaf_modules unset_z3_leaf_modules get_z3_leaf_modules "
                        "set_z3_leaf_module set_z3_leaf_modules_by_name "
                        "set_z3_leaf_modules_by_suffix z3_leaf_parameter"),
-    ("utils.z3_leaf_module", _LEAVES, "set_z3_leaf_modules unset_z3_leaf_modules "
+    ("utils.z3_leaf_module", _LEAF_MODULES, "set_z3_leaf_modules unset_z3_leaf_modules "
                                       "get_z3_leaf_modules set_z3_leaf_module "
                                       "set_z3_leaf_modules_by_name "
                                       "set_z3_leaf_modules_by_suffix z3_leaf_module "
@@ -198,13 +210,13 @@ _WORKING: tuple[tuple[str, str, str], ...] = (  # module, home, names; "theirs=o
      "get_tensor_model_parallel_rank"),
     ("utils.zero_to_fp32", _TO_FP32,
      "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint main"),
-    ("utils.zero_to_fp32", _WEIGHTS, "convert_zero_checkpoint_to_fp32_state_dict "
+    ("utils.zero_to_fp32", _CONSOLIDATE, "convert_zero_checkpoint_to_fp32_state_dict "
                                      "convert_zero_checkpoint_to_state_dict get_model_state_file "
                                      "get_optim_files get_model_state_files parse_optim_states"),
     ("checkpoint.utils", _HELPERS, "clone_tensors_for_torch_save"),
-    ("checkpoint.ds_to_universal", _WEIGHTS, "main=copy_as_universal"),
-    ("checkpoint", _WORDS, "UNIVERSAL_CHECKPOINT_INFO"),
-    ("checkpoint.constants", _FILE_WORDS, " ".join(WORDS)),
+    ("checkpoint.ds_to_universal", _CONSOLIDATE, "main=copy_as_universal"),
+    ("checkpoint", _CONSTANTS, "UNIVERSAL_CHECKPOINT_INFO"),
+    ("checkpoint.constants", _CHECKPOINT_CONSTANTS, " ".join(WORDS)),
     ("comm", _COMM,
      "is_available get_rank get_world_size get_local_rank get_global_rank "
      "get_world_group get_all_ranks_from_group new_group destroy_process_group barrier "
@@ -237,18 +249,18 @@ _WORKING: tuple[tuple[str, str, str], ...] = (  # module, home, names; "theirs=o
     ("ops.lion", _OPS, "DeepSpeedCPULion FusedLion"),
     ("ops.lion.cpu_lion", _OPS, "DeepSpeedCPULion"),
     ("ops.lion.fused_lion", _OPS, "FusedLion"),
-    ("ops", _FACTS, "__compatible_ops__=compatible_ops __installed_ops__=installed_ops"),
-    ("ops.op_builder", _FACTS, "CPUAdamBuilder CPUAdagradBuilder CPULionBuilder FusedAdamBuilder "
+    ("ops", _VERSION_INFO, "__compatible_ops__=compatible_ops __installed_ops__=installed_ops"),
+    ("ops.op_builder", _VERSION_INFO, "CPUAdamBuilder CPUAdagradBuilder CPULionBuilder FusedAdamBuilder "
                                "FusedLionBuilder FusedLambBuilder AsyncIOBuilder UtilsBuilder "
                                "ALL_OPS"),
-    ("ops.aio", _FACTS, "AsyncIOBuilder"),
+    ("ops.aio", _VERSION_INFO, "AsyncIOBuilder"),
     ("launcher.runner", "zeroshard.launch.env", "DEEPSPEED_ENVIRONMENT_NAME"),
     ("launcher.runner", _POOLS, "fetch_hostfile parse_inclusion_exclusion EXPORT_ENVS "
                                     "DLTS_HOSTFILE"),
     ("launcher.runner", "zeroshard.cli.runner", "main"),
     ("env_report", _HERE + "command", "main=report cli_main=report"),
-    ("constants", _WORDS, "TORCH_DISTRIBUTED_DEFAULT_PORT"),
-    ("constants", _FACTS, "default_pg_timeout"),
+    ("constants", _CONSTANTS, "TORCH_DISTRIBUTED_DEFAULT_PORT"),
+    ("constants", _VERSION_INFO, "default_pg_timeout"),
 )  # fmt: skip
 
 _NO_EFFECT: Mapping[str, str] = {

@@ -7,7 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 from zeroshard.comm import env
-from zeroshard.deepspeed import comm
+from zeroshard.deepspeed import collectives as comm
 from zeroshard.deepspeed.logs import logger
 from zeroshard.deepspeed.version_check import check_consumers
 from zeroshard.watchdog import join

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import zeroshard
 from zeroshard.deepspeed import api_table, conflicts
-from zeroshard.deepspeed.comm import get_world_group
+from zeroshard.deepspeed.collectives import get_world_group
 from zeroshard.deepspeed.hook_handles import DeepSpeedZeRoOffload
 from zeroshard.deepspeed.install import disagreement
 from zeroshard.deepspeed.logs import log_dist, log_dist_once, logger

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from zeroshard.deepspeed.comm import get_rank, get_world_group, get_world_size
+from zeroshard.deepspeed.collectives import get_rank, get_world_group, get_world_size
 
 mpu = None
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.deepspeed import comm
+from zeroshard.deepspeed import collectives as comm
 from zeroshard.errors import UsageError
 
 

@@ -1,1 +1,1 @@
-"""Where optimizer state, parameters and gradients rest outside the device, and how they get there and back."""
+"""Training state outside the device: where it rests, and how it moves there and back."""

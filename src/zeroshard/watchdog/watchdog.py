@@ -2,8 +2,8 @@
 
 One thread per process and set of ranks, from the first contact with ZeroShard on. It watches for how
 long the host has been inside one call of any sequence that all ranks take part in
-(:mod:`zeroshard.watchdog.tracked_calls`). When that is too long, or a connection broke, one rank asks all others
-through the store what they are doing, judges the answers (:mod:`zeroshard.watchdog.diagnosis`) and publishes
+(:mod:`~.tracked_calls`). When that is too long, or a connection broke, one rank asks all others
+through the store what they are doing, judges the answers (:mod:`~.diagnosis`) and publishes
 the verdict. A fatal verdict wakes the blocked main thread by ending the traffic on the engine's own
 sockets; the transport error that this causes is replaced by the verdict.
 

@@ -249,8 +249,8 @@ class DeepSpeedReader:
         return {name: buffer.clone() for name, buffer in own.items()}
 
     def shared(self, *, allow_pickle: bool = False) -> dict[str, Any]:
-        """See ``Source``. Nothing is unpickled, whatever ``allow_pickle`` is: in ``client_state`` stands
-        :class:`zeroshard.checkpoint.deepspeed.unpickle.Unread` for an object, which raises when it is used."""
+        """See ``Source``. Nothing is unpickled, whatever ``allow_pickle`` is: an object in
+        ``client_state`` becomes an :class:`~.unpickle.Unread`, which raises when it is used."""
         return deepcopy(self._shared)  # its tensors are mapped: the caller's outlive the files
 
     def ranks(self) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.deepspeed.comm import get_world_size
+from zeroshard.deepspeed.collectives import get_world_size
 from zeroshard.deepspeed.config_model import model_config
 from zeroshard.deepspeed.parameters import is_zero_param, mark_parameters
 from zeroshard.errors import UsageError
