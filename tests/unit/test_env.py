@@ -104,7 +104,7 @@ def test_mpi_on_one_host_needs_no_address(no_launcher):
         port = probe.getsockname()[1]
     program = (
         "import torch.distributed as dist\n"
-        "from zeroshard.comm.env import init_distributed\n"
+        "from zeroshard.watchdog.join import init_distributed\n"
         f"init_distributed(distributed_port={port}, verbose=False)\n"
         "print(dist.get_rank(), dist.get_world_size())\n"
         "dist.barrier(); dist.destroy_process_group()"

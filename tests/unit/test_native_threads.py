@@ -264,7 +264,7 @@ def test_the_interpreter_ends_well_whatever_the_threads_do(way):
     program = """
         import threading, time, torch
         from pathlib import Path
-        from zeroshard.native import adam, build
+        from zeroshard.optim import native_adam as adam, native_build as build
         library = adam.CompiledAdam(build.load(Path(adam.__file__).with_name("adam.cpp")))
         flat = [torch.zeros(6400) for _ in range(3)]
         spans = adam.Spans([adam.Span(0, 0, *flat, torch.ones(()), None)])

@@ -183,7 +183,7 @@ def test_a_caller_can_say_how_many_threads_the_update_may_use(monkeypatch, libra
     ],
 )
 def test_a_library_with_other_bits_is_refused(tmp_path, right, wrong):
-    source = (fused_update.adam.__file__).replace("adam.py", "adam.cpp")
+    source = str(Path(native_adam.__file__).with_name("adam.cpp"))
     text = open(source).read()
     assert right in text
     other = tmp_path / "adam.cpp"

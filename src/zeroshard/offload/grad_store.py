@@ -5,6 +5,8 @@ It is written behind backward and read back ahead of its use. Letters as in :mod
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -13,6 +15,31 @@ from zeroshard.core.tiers import Tier
 from zeroshard.errors import DiskError
 from zeroshard.offload.shard_store import WritesInFlight
 from zeroshard.offload.swap_file import Extent, SwapFile, Transfer, aligned_bytes
+
+
+class GradStore(Protocol):
+    """Where a unit's reduced gradient waits for its update, if that is not where it was reduced.
+
+    ``every_backward``: it goes there after each backward, not only when the gradient of a step is
+    complete.
+    """
+
+    every_backward: bool
+
+    def write(self, values_S: Tensor) -> None:
+        """Start it on its way. It may not be written to any more, and replaces what is there."""
+
+    def prefetch(self) -> None:
+        """Begin to bring it back."""
+
+    def acquire(self) -> Tensor:
+        """The gradient, for whoever changes it or uses it up."""
+
+    def peek(self) -> Tensor:
+        """The gradient, to be read and dropped: it goes on resting there."""
+
+    def free(self) -> None:
+        """It is used up."""
 
 
 class DiskGradStore:

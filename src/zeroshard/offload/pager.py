@@ -14,6 +14,7 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from zeroshard.memory.pages import aligned_bytes, round_to_page
@@ -272,3 +273,8 @@ def _rate(nbytes: int, seconds: float) -> str:
     return (
         f"{nbytes / 1e9:.2f} GB in {seconds:.2f} s ({nbytes / 1e9 / max(seconds, 1e-9):.2f} GB/s)"
     )
+
+
+def page_nbytes(numel: int, dtypes: Iterable[torch.dtype]) -> int:
+    """Bytes of flat tensors on a page: each begins where SIMD and the disk like it."""
+    return sum(-(-numel * dtype.itemsize // 4096) * 4096 for dtype in dtypes)

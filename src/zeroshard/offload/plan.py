@@ -16,9 +16,9 @@ from zeroshard.core.layout import UnitLayout
 from zeroshard.core.stages import STAGES
 from zeroshard.core.tiers import Placement, Span, Tier, place
 from zeroshard.errors import UnsupportedError
+from zeroshard.offload.pager import page_nbytes
 from zeroshard.optim.factory import Probe
 from zeroshard.precision.policy import DtypeRow
-from zeroshard.zero.optimizer_shard import page_nbytes
 
 _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 

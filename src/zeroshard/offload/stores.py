@@ -21,7 +21,7 @@ from zeroshard.core.tiers import Tier
 from zeroshard.memory.malloc import return_large_blocks
 from zeroshard.memory.pinned import HostArena, slot_nbytes
 from zeroshard.offload.copy_streams import CopyStreams, CudaCopyStreams
-from zeroshard.offload.grad_store import DiscardedGradStore, DiskGradStore
+from zeroshard.offload.grad_store import DiscardedGradStore, DiskGradStore, GradStore
 from zeroshard.offload.host_chunk import HostStaging
 from zeroshard.offload.pager import Pager, Timeline
 from zeroshard.offload.plan import OffloadPlan, grad_itemsize, host_sizes, page_sizes
@@ -35,7 +35,6 @@ from zeroshard.offload.shard_store import (
 from zeroshard.offload.swap_file import SwapFile
 from zeroshard.optim.factory import Probe
 from zeroshard.optim.fused_update import threads_for
-from zeroshard.zero.gradients import GradStore
 
 
 def has_copy_streams(device: torch.device) -> bool:

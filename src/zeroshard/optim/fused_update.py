@@ -6,7 +6,8 @@ the next one is touched: 30 bytes an element for bf16 and AdamW, instead of 58 i
 
 Every number is that of the optimizer's own ``step``: the same kernel runs on slices of the same
 tensors. Slices begin at multiples of 64 elements of their parameter, where SIMD lanes begin too. Where
-a compiled kernel of the same bits is there (:mod:`~zeroshard.optim.native_adam`), it takes the whole shard.
+a compiled kernel of the same bits is there (:mod:`~zeroshard.optim.native_adam`), it takes the whole
+shard.
 """
 
 from __future__ import annotations

@@ -32,9 +32,18 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 _OWN = (
     *(
         _PACKAGE + part + os.sep
-        for part in ("comm", "zero", "engine", "checkpoint", "store", "native")
+        for part in (
+            "comm", "watchdog", "memory", "offload", "optim", "precision", "zero", "checkpoint",
+            "engine", "deepspeed", "integrations",
+        )
     ),
-    *(_PACKAGE + "integrations" + os.sep, _TORCH, threading.__file__, contextlib.__file__),
+    _TORCH, threading.__file__, contextlib.__file__,
+)  # fmt: skip
+#: Files that call ``torch.distributed`` for us.
+_COLLECTIVES = (
+    _PACKAGE + "comm" + os.sep,
+    _PACKAGE + "watchdog" + os.sep,
+    _PACKAGE + os.path.join("deepspeed", "collectives.py"),
 )
 _LIBRARIES = (
     _PACKAGE,
@@ -45,10 +54,10 @@ _LIBRARIES = (
 _PHASES = {
     (_PACKAGE + os.path.join("zero", "init.py"), ""): "zero.Init",
     (_PACKAGE + os.path.join("zero", "access.py"), ""): "access",
-    (_PACKAGE + os.path.join("zero", "guard.py"), ""): "access",
+    (_PACKAGE + os.path.join("zero", "sharded_parameter.py"), ""): "access",
     (_PACKAGE + os.path.join("zero", "hooks.py"), ""): "forward",
     (_PACKAGE + os.path.join("engine", "setup.py"), ""): "initialize",
-    (_PACKAGE + os.path.join("engine", "update.py"), ""): "step",
+    (_PACKAGE + os.path.join("engine", "optimizer_step.py"), ""): "step",
     (_PACKAGE + os.path.join("engine", "export.py"), ""): "export",
     **{
         (_PACKAGE + os.path.join("engine", "engine.py"), function): phase
@@ -204,7 +213,7 @@ def call_of_torch(thread: int) -> tuple[FrameType, str] | None:
         if frame.f_code.co_filename == _CALLS_OF_TORCH:
             name = frame.f_code.co_name
         frame = next(frames, None)
-    ours = frame is not None and frame.f_code.co_filename.startswith(_PACKAGE + "comm" + os.sep)
+    ours = frame is not None and frame.f_code.co_filename.startswith(_COLLECTIVES)
     return None if ours else (innermost, f"{TORCH}.{name}")
 
 

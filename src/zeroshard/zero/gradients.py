@@ -7,7 +7,7 @@ state. Letters as in :mod:`zeroshard.zero.unit`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from zeroshard.zero.unit import Unit, offloaded_error
 
 if TYPE_CHECKING:
     from zeroshard.comm.collectives import Comm
+    from zeroshard.offload.grad_store import GradStore
 
 
 def accumulate(into: Tensor, values: Tensor) -> None:
@@ -29,30 +30,6 @@ def accumulate(into: Tensor, values: Tensor) -> None:
 
 Norms = list[tuple[int, Tensor]]
 """A parameter's position in the model, and the 2-norm of what this rank owns of its gradient."""
-
-
-class GradStore(Protocol):
-    """Where a unit's reduced gradient waits for its update, if that is not where it was reduced.
-
-    ``early``: it goes there after each backward, not only when the gradient of the step is complete.
-    """
-
-    every_backward: bool
-
-    def write(self, values_S: Tensor) -> None:
-        """Start it on its way. It may not be written to any more, and replaces what is there."""
-
-    def prefetch(self) -> None:
-        """Begin to bring it back."""
-
-    def acquire(self) -> Tensor:
-        """The gradient, for whoever changes it or uses it up."""
-
-    def peek(self) -> Tensor:
-        """The gradient, to be read and dropped: it goes on resting there."""
-
-    def free(self) -> None:
-        """It is used up."""
 
 
 class GradBuffer:

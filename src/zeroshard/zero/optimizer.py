@@ -3,7 +3,8 @@
 It is given fragments instead of parameters: one-dimensional slices of the flat shards (or the parameter
 in its own shape, where a rank owns all of it), in the same param groups. An element-wise optimizer never
 learns the difference. Chunks are updated one after the other, wherever they rest. Where the class's
-kernel is known, a chunk goes through it in one pass over memory (:mod:`~zeroshard.optim.fused_update`); else the
+kernel is known, a chunk goes through it in one pass over memory
+(:mod:`~zeroshard.optim.fused_update`); else the
 optimizer's own ``step`` runs, and fp32 gradients exist for one chunk at a time.
 """
 

@@ -7,7 +7,7 @@ one chunk of them: what rests in one place and is updated together.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -20,6 +20,7 @@ from zeroshard.core.tiers import Span, Tier
 from zeroshard.errors import UsageError
 from zeroshard.memory import storage
 from zeroshard.offload.host_chunk import HostChunk, HostGradStore, HostStaging
+from zeroshard.offload.pager import page_nbytes
 from zeroshard.optim.fused_update import PIECE_NUMEL, sync_master_from_param
 from zeroshard.zero.clip import norm_of
 from zeroshard.zero.gradients import GradBuffer, Norms
@@ -403,11 +404,6 @@ def _copy_of(near_C: Tensor, dtype: torch.dtype, host: HostStaging | None) -> Te
     if host is None:
         return near_C.to(dtype)
     return host.allocate(near_C.numel(), dtype).copy_(near_C)
-
-
-def page_nbytes(numel: int, dtypes: Iterable[torch.dtype]) -> int:
-    """Bytes of flat tensors on a page: each begins where SIMD and the disk like it."""
-    return sum(-(-numel * dtype.itemsize // 4096) * 4096 for dtype in dtypes)
 
 
 def _sections(memory: Tensor, numel: int, sections: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
