@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from zeroshard import moved
+
 if TYPE_CHECKING:
     from zeroshard import zero as zero
     from zeroshard.engine.engine import Engine as Engine
@@ -33,6 +35,9 @@ __all__ = [
     "initialize",
     "zero",
 ]
+
+
+moved.serve()
 
 
 def __getattr__(name: str) -> Any:
