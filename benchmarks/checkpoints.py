@@ -80,8 +80,8 @@ def own(model: Net, place: Path, *, behind: bool = False) -> Subject:
     engine.step()
 
     def held() -> list[Tensor]:
-        tiles = engine.runtime.optimizer.tiles if engine.runtime.optimizer else []
-        chunks = [chunk for tile in tiles for chunk in tile.chunks]
+        shards = engine.runtime.optimizer.shards if engine.runtime.optimizer else []
+        chunks = [chunk for shard in shards for chunk in shard.chunks]
         state = engine.optimizer.state if engine.optimizer is not None else {}
         moments = [
             state[f.value][name]

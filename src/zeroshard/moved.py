@@ -1,6 +1,6 @@
 """Old module and class names, which work for one release with one warning each.
 
-Rows are below ``zeroshard``. Delete this file, and its line in ``zeroshard/__init__.py``, with release 0.3.
+Names are relative to ``zeroshard``. This file goes with release 0.3.
 """
 
 from __future__ import annotations
@@ -142,41 +142,92 @@ CLASSES = {  # in the new module: old name -> new name
     "checkpoint.reader": {"Saved": "CheckpointReader"},
     "comm.agreement": {"meeting": "namespace", "numbered_meeting": "numbered_namespace"},
     "comm.control_group": {"Forum": "ControlGroup"},
-    "comm.flight_recorder": {"Flight": "FlightRecording", "FlightLog": "FlightRecorder", "read_flight": "read_recording", "read_flight_pid": "read_recording_pid"},
+    "comm.flight_recorder": {
+        "Flight": "FlightRecording",
+        "FlightLog": "FlightRecorder",
+        "read_flight": "read_recording",
+        "read_flight_pid": "read_recording_pid",
+    },
     "comm.shared_memory": {"Board": "ControlBlock", "Window": "PeerMapping"},
     "engine.checkpoint_loader": {"Loads": "CheckpointLoader"},
     "engine.checkpoint_saver": {"Saves": "CheckpointSaver"},
     "engine.offload_states": {"Away": "StateOffloader", "goes_home": "is_return"},
     "engine.optimizer_step": {"Skips": "SkippedSteps", "Update": "OptimizerStep"},
-    "launch.exit_report": {"Death": "RankExit", "Kernel": "KernelCounters", "Report": "ExitReport", "Verdict": "ExitCause", "decode": "explain_exit"},
+    "launch.exit_report": {
+        "Death": "RankExit",
+        "Kernel": "KernelCounters",
+        "Report": "ExitReport",
+        "Verdict": "ExitCause",
+        "decode": "explain_exit",
+    },
     "launch.orphan_reaper": {"Guardian": "OrphanReaper"},
     "launch.plan": {"BecomeRank": "ExecAsRank", "Decision": "LaunchPlan", "decide": "plan_launch"},
-    "launch.supervisor": {"Herd": "WorkerSupervisor", "Patience": "ShutdownTimeouts", "Process": "WorkerProcess"},
-    "offload.async_update": {"Behind": "AsyncUpdateWorker", "Pending": "PendingUpdates", "Sent": "ParamTransfer"},
+    "launch.supervisor": {
+        "Herd": "WorkerSupervisor",
+        "Patience": "ShutdownTimeouts",
+        "Process": "WorkerProcess",
+    },
+    "offload.async_update": {
+        "Behind": "AsyncUpdateWorker",
+        "Pending": "PendingUpdates",
+        "Sent": "ParamTransfer",
+    },
     "offload.capacity_check": {"check_room": "check_capacity"},
-    "offload.copy_streams": {"Arrival": "CopyHandle", "Bus": "CopyStreams", "CudaBus": "CudaCopyStreams"},
+    "offload.copy_streams": {
+        "Arrival": "CopyHandle",
+        "Bus": "CopyStreams",
+        "CudaBus": "CudaCopyStreams",
+    },
     "offload.grad_store": {"GradOnDisk": "DiskGradStore", "GradUnwritten": "DiscardedGradStore"},
-    "offload.host_chunk": {"Crossing": "HostChunk", "Delivery": "HostGradTransfer", "GradOnHost": "HostGradStore", "HostSide": "HostStaging"},
+    "offload.host_chunk": {
+        "Crossing": "HostChunk",
+        "Delivery": "HostGradTransfer",
+        "GradOnHost": "HostGradStore",
+        "HostSide": "HostStaging",
+    },
     "offload.plan": {"Resting": "OffloadPlan", "plan_resting": "plan_offload"},
-    "offload.shard_store": {"InMemory": "MemoryShardStore", "Leaving": "PendingWrite", "OnDisk": "DiskShardStore", "Rest": "ShardStore", "Room": "AllocateShard", "Saves": "WritesInFlight"},
+    "offload.shard_store": {
+        "InMemory": "MemoryShardStore",
+        "Leaving": "PendingWrite",
+        "OnDisk": "DiskShardStore",
+        "Rest": "ShardStore",
+        "Room": "AllocateShard",
+        "Saves": "WritesInFlight",
+    },
     "offload.stores": {"has_bus": "has_copy_streams", "make_bus": "make_copy_streams"},
     "offload.swapped_storage": {"Luggage": "SwappedStorages", "Room": "HostBuffer"},
-    "optim.fused_update": {"Kernel": "UpdateKernel", "OnePass": "FusedUpdate", "follow": "sync_master_from_param"},
+    "optim.fused_update": {
+        "Kernel": "UpdateKernel",
+        "OnePass": "FusedUpdate",
+        "follow": "sync_master_from_param",
+    },
     "testing.outcome": {"Death": "RankEnd", "Verdict": "Outcome"},
     "watchdog.diagnosis": {"Verdict": "Diagnosis", "Witness": "RankStatus", "judge": "diagnose"},
     "watchdog.lone_reads": {"Readers": "LoneReadCheck"},
-    "watchdog.rank_status": {"witness_from_answer": "status_from_answer", "witness_from_host": "status_from_host"},
+    "watchdog.rank_status": {
+        "witness_from_answer": "status_from_answer",
+        "witness_from_host": "status_from_host",
+    },
     "watchdog.session": {"Watch": "CommSession", "open_watch": "open_session"},
     "watchdog.settings": {"TrustSettings": "WatchdogSettings"},
     "watchdog.startup": {"sentinel_of": "watchdog_of", "sentinel_space": "watchdog_namespace"},
     "watchdog.store_client": {"SideChannel": "StoreClient", "SideChannelLost": "StoreLost"},
     "watchdog.tracked_calls": {"Followed": "TrackedCalls"},
     "watchdog.watchdog": {"Sentinel": "Watchdog", "Track": "SessionWatch"},
-    "zero.optimizer_shard": {"Chunk": "OptimizerChunk", "Tile": "OptimizerShard", "make_tile": "make_optimizer_shard"},
+    "zero.optimizer_shard": {
+        "Chunk": "OptimizerChunk",
+        "Tile": "OptimizerShard",
+        "make_tile": "make_optimizer_shard",
+    },
     "zero.param_bucket": {"Parcel": "ParamBucket", "SpreadParameter": "BucketedParameter"},
     "zero.prefetch": {"Gatherer": "Prefetcher", "Site": "WrappedModule"},
     "zero.scatter": {"Dealer": "ParamScatterer"},
-    "zero.sharded_parameter": {"blank": "nan_placeholder", "hide": "mark_sharded", "plain": "without_guard", "show": "mark_unsharded"},
+    "zero.sharded_parameter": {
+        "blank": "nan_placeholder",
+        "hide": "mark_sharded",
+        "plain": "without_guard",
+        "show": "mark_unsharded",
+    },
 }
 
 _PACKAGES = ("store", "native", "integrations.deepspeed")

@@ -86,7 +86,7 @@ def everything_alive() -> dict[int, int]:
         return storage_sizes(o for o in gc.get_objects() if issubclass(type(o), Tensor))
 
 
-def resting(engine: Any) -> dict[str, int]:
+def offload_plan(engine: Any) -> dict[str, int]:
     """Bytes of parameters, masters and optimizer state, from model and optimizer themselves.
 
     A parameter that is away shows one element, expanded to its shape; units have 64 and more.
@@ -131,13 +131,13 @@ def assert_plan_is_real(
         micro(engine)
         alive = everything_alive()
         new = sum(nbytes for key, nbytes in alive.items() if key not in before)
-        known = sum(resting(engine).values()) + engine._watch.scratch_nbytes
+        known = sum(offload_plan(engine).values()) + engine._watch.scratch_nbytes
         held = engine.runtime.ledger.nbytes("gradients")
         assert 0 <= new - known - held <= TRIVIAL_NBYTES, (new, known, held)
         grads_peak = max(grads_peak, held)
         engine.step()
     plan, ledger = planned(engine), measured(engine)
     listed = {name: ledger[name] for name in RESTING}
-    real = {**resting(engine), "gradients": grads_peak}
+    real = {**offload_plan(engine), "gradients": grads_peak}
     assert listed == plan, f"ledger {listed} != plan {plan}"
     assert real == plan, f"census {real} != plan {plan}"

@@ -98,7 +98,7 @@ def test_a_billion_parameters_on_64_ranks_are_planned_to_the_byte_in_seconds(sta
         numel = sum(p.numel() for p in engine.module.parameters())
         take_steps(engine, 1)
         planned, measured = report(engine)
-        fragments = sum(len(tile.fragments) for tile in engine.runtime.optimizer.tiles)
+        fragments = sum(len(shard.fragments) for shard in engine.runtime.optimizer.shards)
     assert time.monotonic() - begun_s < 20
     assert numel > 1_100_000_000
     assert {name: measured[name] for name in RESTING} == planned
@@ -173,5 +173,5 @@ def test_the_ranks_of_a_fake_group_are_taken_as_they_are(fake_ranks):
     with FakeTensorMode(), Engine(nn.Linear(64, 64), config=config(3)) as engine:
         assert (engine.global_rank, engine.world_size) == (RANK, WORLD)
         assert engine.transport == "fake"
-        assert engine._watch.track is None
+        assert engine._watch.session_watch is None
         assert engine.train_batch_size() == WORLD

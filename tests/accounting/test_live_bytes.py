@@ -43,7 +43,7 @@ def stack_bytes_equal_the_formula(precisions: list[tuple[str, int]]) -> None:
             with Engine(model, config=stack_config(stage, precision, accumulation)) as engine:
                 assert_plan_is_real(engine, before)
                 optimizer = engine.runtime.optimizer
-                fragments = sum(len(tile.fragments) for tile in optimizer.tiles)
+                fragments = sum(len(shard.fragments) for shard in optimizer.shards)
                 formula = {
                     category: per_parameter * numel
                     for category, per_parameter in bytes_per_parameter(

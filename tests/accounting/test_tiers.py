@@ -98,7 +98,7 @@ def columns(engine: Engine) -> tuple[dict[str, Column], dict[str, Column]]:
 
 def fragments_in(engine: Engine, *where: Tier) -> int:
     """Pieces of parameters whose state rests there: each has a step count."""
-    chunks = [chunk for tile in engine.runtime.optimizer.tiles for chunk in tile.chunks]
+    chunks = [chunk for shard in engine.runtime.optimizer.shards for chunk in shard.chunks]
     return sum(len(chunk.fragments) for chunk in chunks if chunk.tier in where)
 
 
@@ -108,11 +108,11 @@ def gradients(engine: Engine, stage: int, precision: str) -> tuple[int, int]:
     low = 4 if precision == "fp32" else 2
     many = engine.accumulation.steps > 1
     summed = 4 if many else low
-    tiles = engine.runtime.optimizer.tiles
+    shards = engine.runtime.optimizer.shards
     on_disk = sum(
-        tile.param_R.numel()
-        for tile in tiles
-        if all(chunk.tier is Tier.DISK for chunk in tile.chunks)
+        shard.param_R.numel()
+        for shard in shards
+        if all(chunk.tier is Tier.DISK for chunk in shard.chunks)
     )
     if stage >= 2:
         return summed * (PSI // engine.world_size - on_disk), summed * on_disk
@@ -366,7 +366,7 @@ def test_state_is_read_once_and_written_once_in_a_step(stage, precision, tmp_pat
         assert read == written == file.reserved_nbytes + (reductions - 1) * grads
         state = disk["master"] + disk["optimizer"]
         assert state == (12 if precision == "bf16" else 8) * PSI // 2
-        chunks = sum(len(tile.chunks) for tile in engine.runtime.optimizer.tiles)
+        chunks = sum(len(shard.chunks) for shard in engine.runtime.optimizer.shards)
         assert 0 <= read - reductions * grads - state <= 3 * chunks * PAGE_NBYTES
 
 

@@ -124,14 +124,14 @@ print(deepspeed.__version__, importlib.metadata.version("deepspeed"), sys.path.c
 @pytest.fixture
 def installed(tmp_path: Path) -> Path:
     """A directory with another ``deepspeed`` of a later version, as pip would install it."""
-    site = tmp_path / "site"
-    (site / "deepspeed").mkdir(parents=True)
-    (site / "deepspeed" / "__init__.py").write_text("__version__ = '9.9'\n")
-    (site / "deepspeed-9.9.dist-info").mkdir()
-    (site / "deepspeed-9.9.dist-info" / "METADATA").write_text(
+    wrapped = tmp_path / "site"
+    (wrapped / "deepspeed").mkdir(parents=True)
+    (wrapped / "deepspeed" / "__init__.py").write_text("__version__ = '9.9'\n")
+    (wrapped / "deepspeed-9.9.dist-info").mkdir()
+    (wrapped / "deepspeed-9.9.dist-info" / "METADATA").write_text(
         "Metadata-Version: 2.1\nName: deepspeed\nVersion: 9.9\n"
     )
-    return site
+    return wrapped
 
 
 ASK = """

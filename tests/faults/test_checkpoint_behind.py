@@ -46,7 +46,7 @@ class Gate:
         self.passed: list[str] = []
         self._open = threading.Event()
         self._point = point
-        engine._saves.watch_point = self._at
+        engine._saver.watch_point = self._at
 
     def _at(self, point: str) -> None:
         if point == self._point:
@@ -162,7 +162,7 @@ def raises_while_it_fails(root: Path) -> None:
         os.pwrite = broken
         try:
             engine.save_checkpoint(root, "first")
-            engine._saves._thread.join()
+            engine._saver._thread.join()
         finally:
             os.pwrite = real
         raise KeyError("the program's own")
@@ -185,7 +185,7 @@ def dies_behind(root: Path, who: tuple[int, ...]) -> tuple[str, str, float]:
         if point == "half" and engine.global_rank in who:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    engine._saves.watch_point = at
+    engine._saver.watch_point = at
     engine.save_checkpoint(root, "second")
     begun_s = time.monotonic()
     kind, text = failure(engine.wait_for_checkpoint)

@@ -115,13 +115,13 @@ def breaks(root: Path, who: int, call: str, number: int, point: str, file: str) 
             if here == point and engine.global_rank == who:
                 broken.enter_context(failing(call, number))
 
-        engine._saves.watch_point = at
+        engine._saver.watch_point = at
         reason = f"{os.strerror(number)} ({errno.errorcode[number]})"
         try:
             check_refused(engine, root, f"rank {who}", file, reason)
         finally:
             broken.close()
-            engine._saves.watch_point = lambda _point: None
+            engine._saver.watch_point = lambda _point: None
         check_goes_on(engine, root)
 
 
@@ -139,13 +139,13 @@ def breaks_at_latest(root: Path) -> None:
             if here == "committed":
                 broken.enter_context(failing("fsync", errno.EIO))
 
-        engine._saves.watch_point = at
+        engine._saver.watch_point = at
         kind, text = failure(lambda: engine.save_checkpoint(root, "second"))
         broken.close()
         assert kind == "CheckpointError"
         assert len(set(everywhere(text))) == 1
         assert "latest" in text
-        engine._saves.watch_point = lambda _point: None
+        engine._saver.watch_point = lambda _point: None
         assert engine.load_checkpoint(root)[0] == str(root / "first")
         engine.load_checkpoint(root, "second")
         assert equals_expected(engine, root, "second") == []

@@ -60,7 +60,7 @@ def dies(root: Path, tag: str, point: str, who: tuple[int, ...]) -> tuple[str, s
         if here == mine and engine.global_rank in who:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    engine._saves.watch_point = at
+    engine._saver.watch_point = at
     begun_s = time.monotonic()
     kind, text = failure(lambda: engine.save_checkpoint(root, tag))
     seconds = time.monotonic() - begun_s
@@ -204,7 +204,7 @@ def test_the_old_checkpoint_stays_if_the_new_one_cannot_have_its_name(root):
 def passes(root: Path) -> list[str]:
     seen: list[str] = []
     with resumed(root) as engine:
-        engine._saves.watch_point = seen.append
+        engine._saver.watch_point = seen.append
         engine.save_checkpoint(root, "first")
     return seen
 

@@ -305,12 +305,12 @@ def log_of_a_killed_rank() -> tuple[int, str, str]:
     watch = watched()
     comm = FaultyComm(watch.gathers, Fault("kill", 1, "layers.1"))
     watch.step(4)
-    box = watch.track.peers[1].box
+    recording = watch.session_watch.peers[1].recording
     with pytest.raises(RankLost):
         step(watch, comm)
-    flight = read_recording_file(Path(box))
+    flight = read_recording_file(Path(recording))
     watch.close()
-    assert not Path(box).exists()  # the survivors clean up
+    assert not Path(recording).exists()  # the survivors clean up
     return flight.step, flight.records[-1].op, flight.records[-1].name
 
 
@@ -324,7 +324,7 @@ def log_of_the_dead_after_another_left() -> tuple[bool, bool]:
     comm = FaultyComm(watch.gathers, Fault("kill", 0, "layers.1"))
     with pytest.raises(RankLost):
         step(watch, comm)
-    dead, other = (Path(watch.track.peers[r].box) for r in (0, 1))
+    dead, other = (Path(watch.session_watch.peers[r].recording) for r in (0, 1))
     if dist.get_rank() == 2:
         until = time.monotonic() + 20
         while other.exists() and time.monotonic() < until:

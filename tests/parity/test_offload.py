@@ -378,12 +378,12 @@ def test_values_on_disk_are_read_and_written_like_any_others(tmp_path):
 @contextlib.contextmanager
 def a_bus_between() -> Iterator[CopyStreams]:
     """What a GPU machine has: device and host memory are two. Here they are two names of one."""
-    bus = CopyStreams()
+    streams = CopyStreams()
     with (
         mock.patch.object(build, "has_copy_streams", lambda _device: True),
-        mock.patch.object(offload_stores, "make_copy_streams", lambda _device, *, copies: bus),
+        mock.patch.object(offload_stores, "make_copy_streams", lambda _device, *, copies: streams),
     ):
-        yield bus
+        yield streams
 
 
 @pytest.mark.parametrize(
@@ -481,13 +481,13 @@ def test_an_error_of_the_worker_is_raised_where_its_unit_is_used(tmp_path):
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
     }
-    with a_bus_between() as bus, Engine(model, config=config) as engine:
+    with a_bus_between() as streams, Engine(model, config=config) as engine:
         x = torch.ones(1, 64).bfloat16()
         for _ in range(2):
             engine.backward(engine(x).float().sum())
             engine.step()
         engine.backward(engine(x).float().sum())
-        with mock.patch.object(bus, "h2d", side_effect=MemoryError("no room")):
+        with mock.patch.object(streams, "h2d", side_effect=MemoryError("no room")):
             engine.step()
             with pytest.raises(MemoryError, match="no room"):
                 engine(x)
@@ -514,11 +514,11 @@ def train_matrix(config: dict, *, steps: int) -> list[torch.Tensor]:
 @on_ranks(2)
 def test_two_bytes_an_element_cross_the_bus_each_way(stage):
     keys = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
-    with a_bus_between() as bus:
+    with a_bus_between() as streams:
         train_matrix({"zero_optimization": keys}, steps=5)
     shard_nbytes, numbers_nbytes = 2 * 64 * 64 // 2, 3 * 8  # factor, overflow, edited
-    assert bus.up_nbytes == 5 * shard_nbytes
-    assert bus.down_nbytes == 5 * (shard_nbytes + numbers_nbytes)
+    assert streams.up_nbytes == 5 * shard_nbytes
+    assert streams.down_nbytes == 5 * (shard_nbytes + numbers_nbytes)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

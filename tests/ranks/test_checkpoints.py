@@ -397,7 +397,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, stage):
         train(engine, 2)
         expected = everything(engine)
         held = threading.Event()
-        engine._saves.watch_point = lambda point: held.wait(20) if point == "made" else None
+        engine._saver.watch_point = lambda point: held.wait(20) if point == "made" else None
         begun = time.monotonic()
         engine.save_checkpoint(tmp_path)
         assert time.monotonic() - begun < 10
@@ -433,8 +433,8 @@ def test_state_on_disk_is_not_copied_to_memory(tmp_path):
     with open_engine(2, zero=zero, checkpoint={"asynchronous": True}) as engine:
         train(engine, 1)
         engine.save_checkpoint(tmp_path / "out")
-        assert engine._saves._thread is None
-        assert not engine._saves._images
+        assert engine._saver._thread is None
+        assert not engine._saver._images
         dist.barrier()
         assert (tmp_path / "out/latest").exists()
 

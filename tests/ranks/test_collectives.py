@@ -339,7 +339,7 @@ def test_closing_leaves_no_thread_no_socket_and_no_file(transport):
     for _ in range(20):
         watch = open_session(transport=transport, device_type="cpu", trust=QUICK, plan={"a": "1"})
         watch.gathers.all_gather_small(torch.zeros(1), name="x")
-        logs.append(Path(watch.track.peers[dist.get_rank()].box))
+        logs.append(Path(watch.session_watch.peers[dist.get_rank()].recording))
         assert logs[-1].exists()
         watch.close()
     dist.barrier()

@@ -142,16 +142,18 @@ def test_what_all_ranks_read_has_its_values(tmp_path):
                 state, _ = loaded(lambda file: torch.save(engine.module.state_dict(), file))
                 assert all(torch.equal(state[name], full) for name, full in truth.items())
         assert not log.lines
-        track = engine._watch.track
-        store, label = track._sentinel._call, track.label
+        session_watch = engine._watch.session_watch
+        store, label = session_watch._watchdog._call, session_watch.label
         keys = store(lambda s: [k for k in s.list_keys() if "/reads/" in k and label in k])
         assert len(keys) <= 4  # no key for each of them
 
 
 def asked(engine) -> int:
     """How often ranks that wait have asked where the others are."""
-    track = engine._watch.track
-    return track._sentinel._call(lambda store: store.add(f"reads/{track.label}/asked", 0))
+    session_watch = engine._watch.session_watch
+    return session_watch._watchdog._call(
+        lambda store: store.add(f"reads/{session_watch.label}/asked", 0)
+    )
 
 
 @on_ranks(2)

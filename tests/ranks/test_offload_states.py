@@ -151,7 +151,7 @@ def storages(engine: Engine) -> dict[str, int]:
     tensors: dict[str, list[Tensor]] = {
         "lp_params": [t for unit in runtime.units for t in (unit.full_N, unit.shard_S)],
         "hp_params": [
-            c.master_C for t in runtime.optimizer.tiles for c in t.chunks if c.has_master
+            c.master_C for t in runtime.optimizer.shards for c in t.chunks if c.has_master
         ],
         "optim_states": [v for s in engine.optimizer.state.values() for v in s.values()],
     }
@@ -264,16 +264,16 @@ def test_page_locked_memory_is_kept_for_the_next_time(monkeypatch):
             before = states(engine)
             engine.offload_states()
             assert not ledger.nbytes("scratch", Tier.HOST)
-            (room,) = engine._away._rooms
+            (room,) = engine._offloader._rooms
             rooms.append(room)
             engine.reload_states()
             assert ledger.nbytes("scratch", Tier.HOST) == room.nbytes > small
-            assert engine._away._spare is room
+            assert engine._offloader._spare is room
             assert_same(states(engine), before)
         assert rooms == [room] * 3
         engine.empty_partition_cache()
         assert not ledger.nbytes("scratch", Tier.HOST)
-        assert engine._away._spare is None
+        assert engine._offloader._spare is None
 
 
 # ---------------------------------------------------------------------- while it is away

@@ -135,9 +135,9 @@ def test_a_gpu_that_is_not_there_is_an_error_that_says_how_many_are(cuda, named,
 
 def test_the_update_thread_selects_its_device_before_anything_else(cuda):
     behind = AsyncUpdateWorker(torch.device("cuda", 3), threads=1, delayed=False)
-    delivery = mock.Mock(is_edited=False, is_skipped=True)
-    delivery.wait.side_effect = lambda: cuda.note("waits")
-    behind.submit(mock.Mock(), mock.Mock(), delivery, [])()
+    transfer = mock.Mock(is_edited=False, is_skipped=True)
+    transfer.wait.side_effect = lambda: cuda.note("waits")
+    behind.submit(mock.Mock(), mock.Mock(), transfer, [])()
     behind.close()
     assert cuda.of("zeroshard-update") == ["set_device cuda:3", "waits"]
 
@@ -149,13 +149,13 @@ def test_the_sentinel_selects_the_device_that_it_asks_for_events(cuda, tmp_path)
     peer = Peer(0, this_process(), str(tmp_path / "0"))
     store = torch.distributed.HashStore()
     trust = WatchdogSettings(tick_s=0.01)
-    sentinel = Watchdog(store, rank=0, ranks=[0], box=tmp_path / PRESENCE, trust=trust)
+    watchdog = Watchdog(store, rank=0, ranks=[0], box=tmp_path / PRESENCE, trust=trust)
     asked = threading.Event()
     with mock.patch.object(FakeEvent, "query", lambda _: [cuda.note("query"), asked.set()]):
         part = calls_of(recorder, "x", trust, peers={0: peer})
-        track = SessionWatch(sentinel, "x", trust, {0: peer}, [part])
+        session_watch = SessionWatch(watchdog, "x", trust, {0: peer}, [part])
         assert asked.wait(10)
-    track.close()
+    session_watch.close()
     recorder.close()
     assert cuda.of("zeroshard-sentinel")[:2] == ["set_device 3", "query"]
 
@@ -164,9 +164,9 @@ def test_the_sentinel_selects_the_device_that_it_asks_for_events(cuda, tmp_path)
 
 
 def test_a_copy_up_is_behind_the_current_stream_unless_it_is_known_to_be_free(cuda):
-    bus = CudaCopyStreams(torch.device("cpu"))
-    bus.h2d(torch.ones(2), torch.zeros(2))
-    bus.h2d(torch.ones(2), torch.zeros(2), at_once=True)
+    streams = CudaCopyStreams(torch.device("cpu"))
+    streams.h2d(torch.ones(2), torch.zeros(2))
+    streams.h2d(torch.ones(2), torch.zeros(2), at_once=True)
     assert cuda.of("Main") == ["up waits for compute", "copy up", "copy up"]
 
 

@@ -51,7 +51,7 @@ def history(calls, *, ring=256) -> tuple[Record, ...]:
     return tuple(records[-ring:])
 
 
-def witness(rank, calls, *, waits=True, ring=256, **known) -> RankStatus:
+def status(rank, calls, *, waits=True, ring=256, **known) -> RankStatus:
     records = history(calls, ring=ring)
     seq = records[-1].seq if records else 0
     flight = FlightRecording(100 + rank, rank, 2, seq, 7, seq if waits else 0, "", records)
@@ -62,8 +62,8 @@ def gathers(*names) -> list[tuple[str, str, int, str]]:
     return [("all_gather", name, 256, "float32") for name in names]
 
 
-def judged(*witnesses, blocked_s=31.0, limits=None):
-    return diagnose(witnesses, limits or Limits(), blocked_s=blocked_s)
+def judged(*statuses, blocked_s=31.0, limits=None):
+    return diagnose(statuses, limits or Limits(), blocked_s=blocked_s)
 
 
 # -- the log ---------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ def test_the_hash_for_the_exchange_is_exact_in_float64():
 
 
 def test_a_log_in_a_file_is_read_from_outside(tmp_path):
-    recorder = Recorder(box=tmp_path / "run" / "3", rank=3, world_size=4)
+    recorder = Recorder(recording=tmp_path / "run" / "3", rank=3, world_size=4)
     record_some(recorder, ["embed", "layers.17"])
     recorder.mark_step(5)
     recorder.mark_section("save")
@@ -149,7 +149,7 @@ def test_a_log_in_a_file_is_read_from_outside(tmp_path):
 
 
 def test_closing_removes_the_file_and_keeps_the_history(tmp_path):
-    recorder = Recorder(box=tmp_path / "run" / "0")
+    recorder = Recorder(recording=tmp_path / "run" / "0")
     record_some(recorder, ["embed"])
     recorder.close()
     assert not (tmp_path / "run").exists()
@@ -159,13 +159,13 @@ def test_closing_removes_the_file_and_keeps_the_history(tmp_path):
 
 
 def test_a_forgotten_recorder_removes_its_file(tmp_path):
-    recorder = Recorder(box=tmp_path / "run" / "0")
+    recorder = Recorder(recording=tmp_path / "run" / "0")
     del recorder
     assert not (tmp_path / "run").exists()
 
 
 def test_sweeping_removes_old_logs_of_dead_processes_only(tmp_path):
-    living = Recorder(box=tmp_path / "zeroshard-a" / "0")
+    living = Recorder(recording=tmp_path / "zeroshard-a" / "0")
     dead = tmp_path / "zeroshard-b" / "0"
     dead.parent.mkdir()
     buffer = bytearray(FlightRecorder.nbytes_for(8))
@@ -226,7 +226,7 @@ def test_resetting_the_traffic_keeps_the_order():
 def test_the_first_difference_found_is_the_true_one(calls, data):
     at = data.draw(st.integers(0, len(calls)))
     other = calls[:at] + data.draw(st.lists(CALLS, min_size=1, max_size=30))
-    found = first_difference([witness(0, calls), witness(1, other), witness(2, calls)])
+    found = first_difference([status(0, calls), status(1, other), status(2, calls)])
     truth = next((i for i, (a, b) in enumerate(zip(calls, other, strict=False), 1) if a != b), None)
     if truth is None:  # one is the beginning of the other: late, not different
         assert found is None
@@ -243,7 +243,7 @@ def test_the_first_difference_found_is_the_true_one(calls, data):
 def test_a_difference_older_than_the_ring_is_admitted():
     long = gathers(*["x"] * 40)
     found = first_difference(
-        [witness(0, [*gathers("a"), *long], ring=8), witness(1, [*gathers("b"), *long], ring=8)]
+        [status(0, [*gathers("a"), *long], ring=8), status(1, [*gathers("b"), *long], ring=8)]
     )
     assert found is not None
     assert not found.exact
@@ -251,7 +251,7 @@ def test_a_difference_older_than_the_ring_is_admitted():
 
 def test_ranks_with_rings_of_other_ages_are_compared_where_they_overlap():
     calls = gathers(*map(str, range(300)))
-    assert first_difference([witness(0, calls, ring=64), witness(1, calls[:250], ring=64)]) is None
+    assert first_difference([status(0, calls, ring=64), status(1, calls[:250], ring=64)]) is None
 
 
 # -- verdicts --------------------------------------------------------------------------------------
@@ -259,44 +259,44 @@ def test_ranks_with_rings_of_other_ages_are_compared_where_they_overlap():
 
 def test_a_skipped_unit_is_named_with_the_way_out():
     steps = gathers("embed", "visual", "layers.0")
-    verdict = judged(
-        *(witness(r, [*steps, *gathers("embed", "visual")]) for r in range(6)),
+    diagnosis = judged(
+        *(status(r, [*steps, *gathers("embed", "visual")]) for r in range(6)),
         *(
-            witness(r, [*steps, *gathers("embed", "layers.0")], stack="train.py:88 forward")
+            status(r, [*steps, *gathers("embed", "layers.0")], stack="train.py:88 forward")
             for r in (6, 7)
         ),
     )
-    assert verdict.text.splitlines() == [
+    assert diagnosis.text.splitlines() == [
         "RankDivergence at step 7 after 31 s (8 of 8 ranks answered)",
         "  ranks 0-5: waiting in gather 'visual' (#5)",
         "  ranks 6,7: waiting in gather 'layers.0' (#5)",
         "  last agreed: gather 'embed' (#4). Ranks 6,7 skipped 'visual' (train.py:88 forward).",
         '  Fix: "conditional_modules": ["visual"], or let every rank run it.',
     ]
-    assert (verdict.kind, verdict.fatal, verdict.ranks) == ("RankDivergence", True, (6, 7))
+    assert (diagnosis.kind, diagnosis.fatal, diagnosis.ranks) == ("RankDivergence", True, (6, 7))
 
 
 def test_of_two_ranks_neither_is_accused():
-    verdict = judged(witness(0, gathers("a")), witness(1, gathers("b")))
-    assert verdict.ranks == (0, 1)
+    diagnosis = judged(status(0, gathers("a")), status(1, gathers("b")))
+    assert diagnosis.ranks == (0, 1)
 
 
 def test_another_size_of_the_same_unit_shows_both_sizes():
-    verdict = judged(
-        witness(0, [("all_gather", "a", 256, "float32")]),
-        witness(1, [("all_gather", "a", 128, "bfloat16")]),
+    diagnosis = judged(
+        status(0, [("all_gather", "a", 256, "float32")]),
+        status(1, [("all_gather", "a", 128, "bfloat16")]),
     )
-    assert "of 256 bytes float32" in verdict.text
-    assert "of 128 bytes bfloat16" in verdict.text
+    assert "of 256 bytes float32" in diagnosis.text
+    assert "of 128 bytes bfloat16" in diagnosis.text
 
 
 def test_a_dead_rank_comes_before_a_late_one():
-    verdict = judged(
-        witness(0, gathers("a", "b")),
-        witness(1, gathers("a"), waits=False),
-        witness(2, gathers("a"), fate="gone", detail="process 7 ended", answered=False, host="n1"),
+    diagnosis = judged(
+        status(0, gathers("a", "b")),
+        status(1, gathers("a"), waits=False),
+        status(2, gathers("a"), fate="gone", detail="process 7 ended", answered=False, host="n1"),
     )
-    assert verdict.text.splitlines() == [
+    assert diagnosis.text.splitlines() == [
         "RankLost at step 7 after 31 s (2 of 3 ranks answered)",
         "  rank 2 (n1): process 7 ended; its last call was gather 'a' (#1)",
         "  rank 0: waiting in gather 'b' (#2)",
@@ -305,15 +305,15 @@ def test_a_dead_rank_comes_before_a_late_one():
 
 
 def test_a_divergence_comes_before_the_death_that_follows_it():
-    verdict = judged(witness(0, gathers("a")), witness(1, gathers("b"), fate="gone"))
-    assert verdict.kind == "RankDivergence"
+    diagnosis = judged(status(0, gathers("a")), status(1, gathers("b"), fate="gone"))
+    assert diagnosis.kind == "RankDivergence"
 
 
 def test_a_rank_that_reads_alone_is_named_with_its_line():
-    alone = witness(0, gathers("embed", "head" + READ), stack="train.py:12 log < train.py:40 main")
-    verdict = judged(alone, witness(1, gathers("embed", "layers.0")))
-    assert (verdict.kind, verdict.fatal) == ("RankDivergence", True)
-    assert verdict.text.splitlines()[-2:] == [
+    alone = status(0, gathers("embed", "head" + READ), stack="train.py:12 log < train.py:40 main")
+    diagnosis = judged(alone, status(1, gathers("embed", "layers.0")))
+    assert (diagnosis.kind, diagnosis.fatal) == ("RankDivergence", True)
+    assert diagnosis.text.splitlines()[-2:] == [
         "  last agreed: gather 'embed' (#1). Rank 0 read values of 'head' alone "
         "(train.py:12 log < train.py:40 main).",
         "  Fix: read them on every rank; all have to give their parts.",
@@ -327,11 +327,11 @@ def meets(seen: RankStatus, label: str, seq: int, what: str, **known) -> RankSta
 
 def test_ranks_that_wait_for_each_other_in_two_sequences_end_the_run():
     saves = meets(
-        witness(0, gathers("embed"), waits=False), "engine" + MEETINGS, 3, "meeting 'planning it'"
+        status(0, gathers("embed"), waits=False), "engine" + MEETINGS, 3, "meeting 'planning it'"
     )
-    verdict = judged(saves, witness(1, gathers("embed", "layers.0"), phase="forward"))
-    assert (verdict.kind, verdict.fatal, verdict.ranks) == ("RankDivergence", True, (0,))
-    assert verdict.text.splitlines()[1:] == [
+    diagnosis = judged(saves, status(1, gathers("embed", "layers.0"), phase="forward"))
+    assert (diagnosis.kind, diagnosis.fatal, diagnosis.ranks) == ("RankDivergence", True, (0,))
+    assert diagnosis.text.splitlines()[1:] == [
         "  rank 0: waiting in meeting 'planning it'",
         "  rank 1: waiting in gather 'layers.0' (#2) in forward",
         "  Neither can go on: rank 1 did not make that call.",
@@ -342,25 +342,25 @@ def test_ranks_that_wait_for_each_other_in_two_sequences_end_the_run():
 def test_a_rank_that_waits_in_a_call_that_is_over_here_may_still_come():
     """Nobody waits for each other: rank 0 has done its part of the call that rank 1 waits in."""
     saves = meets(
-        witness(0, gathers("embed"), waits=False), "engine" + MEETINGS, 3, "meeting 'planning it'"
+        status(0, gathers("embed"), waits=False), "engine" + MEETINGS, 3, "meeting 'planning it'"
     )
-    verdict = judged(saves, witness(1, gathers("embed")))
-    assert not verdict.fatal
+    diagnosis = judged(saves, status(1, gathers("embed")))
+    assert not diagnosis.fatal
 
 
 def test_who_waits_for_a_late_rank_is_not_late_and_ends_nothing():
     """Rank 0 waits for rank 1, which waits for rank 2, which works."""
-    verdict = judged(
-        witness(0, gathers("a", "b"), reached={"forum": 1}),
-        meets(witness(1, gathers("a"), waits=False), "forum", 1, "meeting 'ending the save'"),
-        witness(2, gathers("a"), waits=False, reached={"forum": 0}, stack="train.py:7 main"),
+    diagnosis = judged(
+        status(0, gathers("a", "b"), reached={"forum": 1}),
+        meets(status(1, gathers("a"), waits=False), "forum", 1, "meeting 'ending the save'"),
+        status(2, gathers("a"), waits=False, reached={"forum": 0}, stack="train.py:7 main"),
     )
-    assert (verdict.kind, verdict.fatal, verdict.ranks) == ("RankLate", False, (2,))
+    assert (diagnosis.kind, diagnosis.fatal, diagnosis.ranks) == ("RankLate", False, (2,))
 
 
 def test_a_broadcast_waits_for_its_source_alone():
     told = Wait("forum", 2, "meeting", source=0)
-    verdict = diagnose(
+    diagnosis = diagnose(
         [
             RankStatus(rank=0, flight=None, stack="train.py:9 main"),
             RankStatus(rank=1, flight=None, wait=told, reached={"forum": 2}),
@@ -370,27 +370,27 @@ def test_a_broadcast_waits_for_its_source_alone():
         blocked_s=31.0,
         label="forum",
     )
-    assert (verdict.kind, verdict.ranks) == ("RankLate", (0,))
+    assert (diagnosis.kind, diagnosis.ranks) == ("RankLate", (0,))
 
 
 @pytest.mark.parametrize(("blocked_s", "fatal"), [(31.0, False), (119.0, True)])
 def test_a_call_of_the_programs_own_gets_more_time(blocked_s, fatal):
     barrier = meets(
-        witness(0, gathers("a"), waits=False), TORCH, 0, "torch.distributed.barrier",
+        status(0, gathers("a"), waits=False), TORCH, 0, "torch.distributed.barrier",
         blocked_s=blocked_s, phase="save", stack="accelerator.py:9 save_state < train.py:8 main",
     )  # fmt: skip
-    verdict = judged(barrier, witness(1, gathers("a", "b"), blocked_s=blocked_s))
-    assert (verdict.kind, verdict.fatal, verdict.ranks) == ("RankDivergence", fatal, (0,))
+    diagnosis = judged(barrier, status(1, gathers("a", "b"), blocked_s=blocked_s))
+    assert (diagnosis.kind, diagnosis.fatal, diagnosis.ranks) == ("RankDivergence", fatal, (0,))
     assert (
         "  rank 0: waiting in torch.distributed.barrier in save "
         "(accelerator.py:9 save_state < train.py:8 main)"
-    ) in verdict.text
-    assert fatal or "Not ended; limit 120 s." in verdict.text
+    ) in diagnosis.text
+    assert fatal or "Not ended; limit 120 s." in diagnosis.text
 
 
 def test_a_rank_that_has_not_come_yet_is_named_as_such():
     here = Wait("set-up", 1, "initialize")
-    verdict = diagnose(
+    diagnosis = diagnose(
         [
             RankStatus(rank=0, flight=None, wait=here, phase="initialize", stack="train.py:3 main"),
             RankStatus(
@@ -401,8 +401,8 @@ def test_a_rank_that_has_not_come_yet_is_named_as_such():
         blocked_s=31.0,
         label="set-up",
     )
-    assert (verdict.kind, verdict.fatal, verdict.ranks) == ("RankLate", True, (1,))
-    assert verdict.text.splitlines() == [
+    assert (diagnosis.kind, diagnosis.fatal, diagnosis.ranks) == ("RankLate", True, (1,))
+    assert diagnosis.text.splitlines() == [
         "RankLate after 31 s (1 of 2 ranks answered)",
         "  rank 0: waiting in initialize (train.py:3 main)",
         "  rank 1: has not come yet",
@@ -412,39 +412,39 @@ def test_a_rank_that_has_not_come_yet_is_named_as_such():
 
 
 def test_a_rank_outside_collectives_is_late_and_the_run_goes_on():
-    verdict = judged(
-        witness(0, gathers("a", "b")),
-        witness(1, gathers("a"), waits=False, stack="loader.py:41 __next__ < queue.py:171 get"),
+    diagnosis = judged(
+        status(0, gathers("a", "b")),
+        status(1, gathers("a"), waits=False, stack="loader.py:41 __next__ < queue.py:171 get"),
         blocked_s=40,
     )
-    assert (verdict.kind, verdict.fatal, verdict.ranks) == ("RankLate", False, (1,))
-    assert "  rank 1: outside collectives, loader.py:41 __next__" in verdict.text
-    assert "Not ended; limit 1800 s." in verdict.text
+    assert (diagnosis.kind, diagnosis.fatal, diagnosis.ranks) == ("RankLate", False, (1,))
+    assert "  rank 1: outside collectives, loader.py:41 __next__" in diagnosis.text
+    assert "Not ended; limit 1800 s." in diagnosis.text
 
 
 @pytest.mark.parametrize(("blocked_s", "fatal"), [(99.0, False), (101.0, True)])
 def test_a_section_has_its_own_limit(blocked_s, fatal):
-    saving = witness(1, gathers("a"), waits=False)
+    saving = status(1, gathers("a"), waits=False)
     saving = replace(saving, flight=saving.flight._replace(section="save"))
     limits = Limits(sections={"save": 100.0})
-    verdict = judged(witness(0, gathers("a", "b")), saving, blocked_s=blocked_s, limits=limits)
-    assert (verdict.kind, verdict.fatal) == ("RankLate", fatal)
+    diagnosis = judged(status(0, gathers("a", "b")), saving, blocked_s=blocked_s, limits=limits)
+    assert (diagnosis.kind, diagnosis.fatal) == ("RankLate", fatal)
 
 
 @pytest.mark.parametrize(("blocked_s", "fatal"), [(50.0, False), (55.0, True)])
 def test_a_frozen_rank_ends_the_run_within_its_limit(blocked_s, fatal):
-    verdict = judged(
-        witness(0, gathers("a", "b")),
-        witness(1, gathers("a"), fate="stopped", detail="process 7 is stopped", answered=False),
+    diagnosis = judged(
+        status(0, gathers("a", "b")),
+        status(1, gathers("a"), fate="stopped", detail="process 7 is stopped", answered=False),
         blocked_s=blocked_s,
     )
-    assert (verdict.kind, verdict.fatal) == ("RankFrozen", fatal)
+    assert (diagnosis.kind, diagnosis.fatal) == ("RankFrozen", fatal)
 
 
 def test_when_all_wait_in_one_collective_the_transport_is_named():
-    verdict = judged(*(witness(r, gathers("a", "b")) for r in range(3)), blocked_s=130)
-    assert (verdict.kind, verdict.fatal) == ("TransportStuck", True)
-    assert "  ranks 0-2: waiting in gather 'b' (#2)" in verdict.text
+    diagnosis = judged(*(status(r, gathers("a", "b")) for r in range(3)), blocked_s=130)
+    assert (diagnosis.kind, diagnosis.fatal) == ("TransportStuck", True)
+    assert "  ranks 0-2: waiting in gather 'b' (#2)" in diagnosis.text
 
 
 RANKS = st.tuples(
@@ -458,24 +458,24 @@ RANKS = st.tuples(
 @given(st.lists(RANKS, min_size=2, max_size=9))
 @settings(deadline=None, max_examples=100)
 def test_every_verdict_has_at_most_five_lines_of_200_columns(ranks):
-    witnesses = [
-        witness(rank, calls, waits=waits, fate=fate, stack=stack)
+    statuses = [
+        status(rank, calls, waits=waits, fate=fate, stack=stack)
         for rank, (calls, waits, fate, stack) in enumerate(ranks)
     ]
-    lines = judged(*witnesses).text.split("\n")
+    lines = judged(*statuses).text.split("\n")
     assert len(lines) <= 5
     assert max(map(len, lines)) <= 200
 
 
 def test_4096_ranks_are_judged_in_a_second():
     calls = gathers(*[f"layers.{i}" for i in range(32)])
-    witnesses = [witness(0, calls), witness(1, [*calls[:-2], *calls[-1:], *calls[-2:-1]])]
-    many = [replace(witnesses[r in (17, 2000)], rank=r) for r in range(4096)]
+    statuses = [status(0, calls), status(1, [*calls[:-2], *calls[-1:], *calls[-2:-1]])]
+    many = [replace(statuses[r in (17, 2000)], rank=r) for r in range(4096)]
     begun_s = time.process_time()
-    verdict = judged(*many)
+    diagnosis = judged(*many)
     assert time.process_time() - begun_s < 1.0
-    assert verdict.ranks == (17, 2000)
-    assert "ranks 17,2000: called gather 'layers.31' (#31)" in verdict.text
+    assert diagnosis.ranks == (17, 2000)
+    assert "ranks 17,2000: called gather 'layers.31' (#31)" in diagnosis.text
 
 
 def test_many_scattered_ranks_are_counted_instead_of_listed():

@@ -75,7 +75,7 @@ def test_deepspeeds_options_keep_their_names(request_of):
 
 
 def test_patience_is_given_in_seconds(request_of):
-    assert request_of("--grace-s", "1", "--stop-s", "2.5", "t.py").patience == ShutdownTimeouts(
+    assert request_of("--grace-s", "1", "--stop-s", "2.5", "t.py").timeouts == ShutdownTimeouts(
         1, 2.5
     )
 

@@ -28,16 +28,16 @@ class FakeHerd:
         self.now_s = 0.0
         self.sent: list[tuple[int, signal.Signals]] = []
         self.ranks = {rank: FakeProcess(100 + rank) for rank in range(count)}
-        self.herd = WorkerSupervisor(
+        self.supervisor = WorkerSupervisor(
             self.ranks,
-            patience=ShutdownTimeouts(grace_s=5, stop_s=30),
+            timeouts=ShutdownTimeouts(grace_s=5, stop_s=30),
             send=lambda rank, _, number: self.sent.append((rank, number)),
             clock=lambda: self.now_s,
         )
 
     def tick(self, at_s: float) -> bool:
         self.now_s = at_s
-        return self.herd.tick()
+        return self.supervisor.tick()
 
 
 @pytest.fixture
@@ -62,14 +62,14 @@ def test_a_clean_end_of_one_member_stops_nobody(fake):
 def test_deaths_carry_the_time_at_which_they_were_seen(fake):
     fake.ranks[1].code = 3
     fake.tick(7)
-    assert [(d.rank, d.exitcode, d.at_s) for d in fake.herd.deaths] == [(1, 3, 7)]
+    assert [(d.rank, d.exitcode, d.at_s) for d in fake.supervisor.deaths] == [(1, 3, 7)]
 
 
 def test_survivors_of_a_failure_are_left_alone_for_the_grace_time(fake):
     fake.ranks[1].code = 1
     fake.tick(0)
     fake.tick(4.9)
-    assert (fake.herd.phase, fake.sent) == (Phase.GRACE, [])
+    assert (fake.supervisor.phase, fake.sent) == (Phase.GRACE, [])
 
 
 def test_survivors_are_stopped_after_the_grace_time(fake):
@@ -92,23 +92,23 @@ def test_a_death_after_the_order_to_stop_is_marked(fake):
     fake.tick(5)
     fake.ranks[0].code = -15
     fake.tick(6)
-    assert [(d.rank, d.stopped) for d in fake.herd.deaths] == [(1, False), (0, True)]
+    assert [(d.rank, d.stopped) for d in fake.supervisor.deaths] == [(1, False), (0, True)]
 
 
 def test_an_interrupt_is_forwarded_and_waited_for(fake):
-    fake.herd.interrupt(signal.SIGINT)
+    fake.supervisor.interrupt(signal.SIGINT)
     fake.tick(29)
     assert fake.sent == [(0, signal.SIGINT), (1, signal.SIGINT)]
 
 
 def test_a_second_interrupt_kills(fake):
-    fake.herd.interrupt(signal.SIGINT)
-    fake.herd.interrupt(signal.SIGINT)
+    fake.supervisor.interrupt(signal.SIGINT)
+    fake.supervisor.interrupt(signal.SIGINT)
     assert fake.sent[2:] == [(0, signal.SIGKILL), (1, signal.SIGKILL)]
 
 
 def test_an_interrupt_that_is_not_obeyed_ends_in_a_kill(fake):
-    fake.herd.interrupt(signal.SIGTERM)
+    fake.supervisor.interrupt(signal.SIGTERM)
     fake.tick(30)
     assert fake.sent[2:] == [(0, signal.SIGKILL), (1, signal.SIGKILL)]
 
@@ -117,12 +117,12 @@ def test_nobody_who_ended_is_signalled_again():
     fake = FakeHerd(3)
     fake.ranks[0].code = 0
     fake.tick(1)
-    fake.herd.interrupt(signal.SIGINT)
+    fake.supervisor.interrupt(signal.SIGINT)
     assert [rank for rank, _ in fake.sent] == [1, 2]
 
 
 def test_an_interrupt_during_the_grace_time_leaves_the_failure_as_the_cause(fake):
     fake.ranks[1].code = 1
     fake.tick(0)
-    fake.herd.interrupt(signal.SIGINT)
-    assert (fake.herd.interrupted, fake.sent) == (None, [(0, signal.SIGINT)])
+    fake.supervisor.interrupt(signal.SIGINT)
+    assert (fake.supervisor.interrupted, fake.sent) == (None, [(0, signal.SIGINT)])

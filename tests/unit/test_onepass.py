@@ -63,14 +63,14 @@ def train(name, precision, *, steps=5, edit=True):
                 with torch.no_grad():
                     model.bag[0].mul_(1.5)
                     model.bag[1].add_(1.0)
-        tiles = engine.runtime.optimizer.tiles
+        shards = engine.runtime.optimizer.shards
         state = [
             value.clone()
-            for tile in tiles
-            for fragment in tile.fragments
+            for shard in shards
+            for fragment in shard.fragments
             for value in engine.runtime.optimizer.state_of(fragment).values()
         ]
-        masters = [tile.flat(lambda chunk: chunk.master_C).clone() for tile in tiles]
+        masters = [shard.flat(lambda chunk: chunk.master_C).clone() for shard in shards]
         return [p.detach().clone() for p in model.bag] + masters + state
 
 

@@ -60,7 +60,7 @@ def test_whole_matrices_are_cut_only_where_one_ends():
     assert spans[-1].end == 6400
 
 
-def resting(spans: tuple[Span, ...], tier: Tier) -> OffloadPlan:
+def offload_plan(spans: tuple[Span, ...], tier: Tier) -> OffloadPlan:
     row = DtypeRow(*[torch.float32] * len(DtypeRow.__dataclass_fields__))
     numel = pack([("w", (64,))], world_size=1).full_numel
     assert numel == 64
@@ -71,11 +71,11 @@ def resting(spans: tuple[Span, ...], tier: Tier) -> OffloadPlan:
 @pytest.mark.parametrize("tier", [HOST, DISK])
 def test_a_gpu_refuses_masters_of_parameters_that_it_does_not_hold(spans, tier):
     with pytest.raises(UnsupportedError, match="offload_optimizer"):
-        check_device(resting(spans, tier), GPU)
-    check_device(resting(spans, tier), torch.device("cpu"))
+        check_device(offload_plan(spans, tier), GPU)
+    check_device(offload_plan(spans, tier), torch.device("cpu"))
 
 
 def test_a_gpu_takes_state_that_rests_where_its_parameters_do():
-    check_device(resting((Span(0, 64, HOST),), HOST), GPU)
-    check_device(resting((Span(0, 64, DISK),), HOST), GPU)
-    check_device(resting((), DEVICE), GPU)
+    check_device(offload_plan((Span(0, 64, HOST),), HOST), GPU)
+    check_device(offload_plan((Span(0, 64, DISK),), HOST), GPU)
+    check_device(offload_plan((), DEVICE), GPU)

@@ -13,7 +13,7 @@ from zeroshard.errors import CheckpointError, DistributedError
 
 
 def run_on_all_ranks(
-    forum: ControlGroup,
+    control_group: ControlGroup,
     failed: str,
     topic: str,
     act: Callable[[], dict[str, Any] | None],
@@ -31,7 +31,7 @@ def run_on_all_ranks(
         raise
     except Exception as error:  # whatever it is, the other ranks must hear of it
         failure, text = error, json.dumps({"error": _words(error)})
-    texts = forum.gather(text, topic=topic)
+    texts = control_group.gather(text, topic=topic)
     reply: str | None = None
     if texts is not None:
         said = [json.loads(text) for text in texts]
@@ -41,7 +41,7 @@ def run_on_all_ranks(
         except Exception as error:
             failure, why = error, _words(error)
         reply = json.dumps({"error": f"{failed} (while {topic}). {why}"}) if why else text
-    decision: dict[str, Any] = json.loads(forum.broadcast(reply, topic=topic))
+    decision: dict[str, Any] = json.loads(control_group.broadcast(reply, topic=topic))
     if "error" in decision:
         raise CheckpointError(decision["error"]) from failure
     return decision

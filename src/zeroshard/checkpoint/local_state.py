@@ -44,22 +44,22 @@ class ShardItem:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class LocalState:
-    """What one engine holds on this rank. ``tiles`` are what its optimizer updates, by unit."""
+    """What one engine holds on this rank. ``shards`` are what its optimizer updates, by unit."""
 
     units: Sequence[Unit]
     optimizer: ShardedOptimizer | None
 
-    def tile_of(self, unit: Unit) -> OptimizerShard | None:
+    def shard_of(self, unit: Unit) -> OptimizerShard | None:
         """None: it is frozen, or there is no optimizer."""
-        tiles = self.optimizer.tiles if self.optimizer is not None else []
-        return next((tile for tile in tiles if tile.unit is unit), None)
+        shards = self.optimizer.shards if self.optimizer is not None else []
+        return next((shard for shard in shards if shard.unit is unit), None)
 
     def pieces(self, unit: Unit) -> list[ShardItem]:
         """What this rank saves of a unit. Each element is saved by exactly one rank."""
-        tile = self.tile_of(unit)
-        if tile is None:
+        shard = self.shard_of(unit)
+        if shard is None:
             return _plain_pieces(unit)
-        return [piece for chunk in tile.chunks for piece in self.chunk_pieces(tile, chunk)]
+        return [piece for chunk in shard.chunks for piece in self.chunk_pieces(shard, chunk)]
 
     def visit(self, unit: Unit) -> Iterator[ShardItem]:
         """The same pieces, readable until the next one. What the program wrote into parameters counts.
@@ -68,22 +68,22 @@ class LocalState:
         """
         unit.wait_for_unshard()
         unit.write_back_edits()
-        tile = self.tile_of(unit)
-        if tile is None:
+        shard = self.shard_of(unit)
+        if shard is None:
             unit.store.acquire()
             try:
                 yield from _plain_pieces(unit)
             finally:
                 unit.store.release()
             return
-        for chunk in tile.visit():
+        for chunk in shard.visit():
             chunk.sync_edits()
-            yield from self.chunk_pieces(tile, chunk)
+            yield from self.chunk_pieces(shard, chunk)
 
-    def chunk_pieces(self, tile: OptimizerShard, chunk: OptimizerChunk) -> list[ShardItem]:
+    def chunk_pieces(self, shard: OptimizerShard, chunk: OptimizerChunk) -> list[ShardItem]:
         """What this rank saves of a chunk: masters, then each kind of state."""
         assert self.optimizer is not None
-        low, high = tile.own
+        low, high = shard.own
         found: list[ShardItem] = []
         for name in [VALUE, *_shaped(self.optimizer, chunk.fragments)]:
             for fragment in chunk.fragments:
@@ -93,17 +93,17 @@ class LocalState:
                 if flat is None:
                     flat = self.optimizer.inner.state.get(fragment.value, {}).get(name)
                 if skip < stop and isinstance(flat, Tensor):
-                    fqn, begin = fqn_of(tile.unit, fragment), fragment.begin + skip
+                    fqn, begin = fqn_of(shard.unit, fragment), fragment.begin + skip
                     found.append(ShardItem(fqn, name, begin, stop - skip, flat, skip))
         return found
 
     def scalars(self, unit: Unit) -> dict[str, dict[str, object]]:
         """By parameter, the optimizer's single numbers: 0-dim tensors and Python numbers."""
         found: dict[str, dict[str, object]] = {}
-        tile = self.tile_of(unit)
-        if tile is None or self.optimizer is None:
+        shard = self.shard_of(unit)
+        if shard is None or self.optimizer is None:
             return found
-        for fragment in tile.fragments:
+        for fragment in shard.fragments:
             state = self.optimizer.inner.state.get(fragment.value, {})
             numbers = {k: v for k, v in state.items() if not is_shaped(k, v, fragment)}
             if numbers:
@@ -112,8 +112,8 @@ class LocalState:
 
     def groups(self, unit: Unit) -> dict[str, int]:
         """By parameter, its param group."""
-        tile = self.tile_of(unit)
-        fragments = tile.fragments if tile is not None else ()
+        shard = self.shard_of(unit)
+        fragments = shard.fragments if shard is not None else ()
         return {fqn_of(unit, fragment): fragment.group for fragment in fragments}
 
 

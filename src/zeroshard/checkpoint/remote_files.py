@@ -31,7 +31,7 @@ logger = logging.getLogger("zeroshard")
 def fetch_missing(
     path: Path,
     comm: Comm,
-    forum: ControlGroup,
+    control_group: ControlGroup,
     failed: str,
     *,
     needs: Callable[[Manifest], set[int]],
@@ -60,7 +60,9 @@ def fetch_missing(
             )
         return {"is_ours": True, "text": "" if all(shas) else manifest_bytes(path).decode()}
 
-    said = run_on_all_ranks(forum, failed, "reading the manifest", own_manifest, judge_manifests)
+    said = run_on_all_ranks(
+        control_group, failed, "reading the manifest", own_manifest, judge_manifests
+    )
     if not said["is_ours"]:
         return
     manifests: list[Manifest] = []
@@ -90,14 +92,16 @@ def fetch_missing(
             found[int(at)] = having[0]
         return {"holders": found}
 
-    said |= run_on_all_ranks(forum, failed, "looking for its files", own_files, missing_somewhere)
+    said |= run_on_all_ranks(
+        control_group, failed, "looking for its files", own_files, missing_somewhere
+    )
     if not said["missing"]:
         return
-    wanted = run_on_all_ranks(forum, failed, "looking for its files", own_of_missing, holders)[
-        "holders"
-    ]
+    wanted = run_on_all_ranks(
+        control_group, failed, "looking for its files", own_of_missing, holders
+    )["holders"]
     files = manifests[0].files
-    if forum.rank == 0:
+    if control_group.rank == 0:
         nbytes = sum(files[int(at)].nbytes for at in wanted)
         logger.info(
             "%s: %d files (%s bytes) are not on every disk; they are sent",
@@ -114,7 +118,7 @@ def fetch_missing(
             if problems:
                 raise CheckpointError(problems[0])
 
-        run_on_all_ranks(forum, failed, f"sending {file.name}", report)
+        run_on_all_ranks(control_group, failed, f"sending {file.name}", report)
 
 
 def _send(

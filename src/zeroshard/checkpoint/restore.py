@@ -86,8 +86,8 @@ def needed_files(manifest: Manifest, local: LocalState, rank: int, world_size: i
     found |= {manifest.rank_files[rank]} if same else set(manifest.rank_files)
     found |= {buffer.files[rank % len(buffer.files)] for buffer in manifest.buffers.values()}
     for unit in local.units:
-        tile, layout = local.tile_of(unit), unit.layout
-        whole = tile is not None and tile.is_whole
+        shard, layout = local.shard_of(unit), unit.layout
+        whole = shard is not None and shard.is_whole
         low, high = (0, layout.full_numel) if whole else layout.shard_range(unit.comm.rank)
         for part in layout.fragments_between(low, high):
             saved = manifest.parameters.get(by_name.get(part.fqn, ""))
@@ -131,11 +131,11 @@ class Loader:
         for unit in self._local.units:
             unit.wait_for_unshard()
             unit.discard_unsharded()
-            tile = self._local.tile_of(unit)
-            if tile is None:
+            shard = self._local.shard_of(unit)
+            if shard is None:
                 self._fill_plain(unit)
             else:
-                self._fill_tile(tile)
+                self._fill_shard(shard)
         if self._local.optimizer is not None:
             self._local.optimizer.forget_passes()
             self._local.optimizer.report()
@@ -149,17 +149,17 @@ class Loader:
         finally:
             unit.store.release()
 
-    def _fill_tile(self, tile: OptimizerShard) -> None:
-        for chunk in tile.visit(changed=True):
+    def _fill_shard(self, shard: OptimizerShard) -> None:
+        for chunk in shard.visit(changed=True):
             for fragment in chunk.fragments:
-                fqn = fqn_of(tile.unit, fragment)
+                fqn = fqn_of(shard.unit, fragment)
                 if fqn in self._names:
                     self._read(fqn, VALUE, fragment.begin, fragment.value.view(-1))
             chunk.write_param()
             if self._with_state:
-                self._fill_state(tile.unit, chunk)
-            if chunk is tile.chunks[-1] and not tile.is_whole:
-                tile.unit.all_gather_updated()
+                self._fill_state(shard.unit, chunk)
+            if chunk is shard.chunks[-1] and not shard.is_whole:
+                shard.unit.all_gather_updated()
 
     def _fill_state(self, unit: Unit, chunk: OptimizerChunk) -> None:
         optimizer = self._local.optimizer

@@ -123,14 +123,14 @@ class SaveTask:
         decision: Mapping[str, Any],
         *,
         local: LocalState,
-        forum: ControlGroup,
+        control_group: ControlGroup,
         facts: CheckpointMetadata,
         options: Options,
         at: Callable[[str], None],
     ) -> None:
         self.root = root
         self.tag: str = decision["tag"]
-        self._forum = forum
+        self._control_group = control_group
         self._local = local
         self._facts = facts
         self._options = options
@@ -141,7 +141,7 @@ class SaveTask:
         self._frozen_name: str = decision["frozen_name"]
         self._frozen_place = root / places.saving_name(self._frozen_name, decision["nonce"])
         own_buffers = set(decision["own_buffers"])
-        me = file_name(forum.rank, forum.world_size)
+        me = file_name(control_group.rank, control_group.world_size)
         extras = {tree_key(f"rank/{name}"): t for name, t in facts.own_tensors.items()}
         extras |= {buffer_key(name): facts.buffers[name] for name in own_buffers}
         self._own_buffers = own_buffers
@@ -150,7 +150,7 @@ class SaveTask:
         with_it = [] if self._frozen != "here" else frozen
         trained = [unit for unit in local.units if unit.trainable]
         self._files = [_planned(me, local, [*trained, *with_it], extras)]
-        if forum.rank == 0:  # what every rank reads is not in a file with a shard
+        if control_group.rank == 0:  # what every rank reads is not in a file with a shard
             common = {tree_key(f"shared/{name}"): t for name, t in facts.shared_tensors.items()}
             for name, buffer in facts.buffers.items():
                 if name not in own_buffers:
@@ -217,7 +217,7 @@ class SaveTask:
             self._abandon(keep=isinstance(error, DistributedError))
             raise
         # Rank 0 may serve the store, and end right after this: the others have heard that all is well.
-        self._forum.gather("", topic="ending the save")
+        self._control_group.gather("", topic="ending the save")
         return self.root / self.tag
 
     # ------------------------------------------------------------------ steps
@@ -229,7 +229,7 @@ class SaveTask:
         decide: Callable[[list[dict[str, Any]]], dict[str, Any]] = lambda _said: {},
     ) -> dict[str, Any]:
         failed = f"checkpoint {self.tag!r} was not saved to {self.root}"
-        return run_on_all_ranks(self._forum, failed, topic, act, decide)
+        return run_on_all_ranks(self._control_group, failed, topic, act, decide)
 
     def _make(self) -> None:
         if self._failure is not None:
@@ -240,16 +240,16 @@ class SaveTask:
             self._path(file).touch()
 
     def _find_leader(self) -> dict[str, Any]:
-        world_size = self._forum.world_size
+        world_size = self._control_group.world_size
         self._leader = next(
             rank
-            for rank in range(self._forum.rank + 1)
+            for rank in range(self._control_group.rank + 1)
             if (self._place / file_name(rank, world_size)).exists()
         )
         return {"leader": self._leader, "nbytes": self.nbytes}
 
     def _reserve(self, wanted: Mapping[str, int]) -> None:
-        need, free = wanted.get(str(self._forum.rank), 0), free_nbytes(self.root)
+        need, free = wanted.get(str(self._control_group.rank), 0), free_nbytes(self.root)
         if need > free:
             raise CheckpointError(
                 f"{self.root} has {free:,} bytes free, and this checkpoint needs {need:,}. Make room, "
@@ -294,7 +294,7 @@ class SaveTask:
 
     def _publish(self, text: str) -> None:
         """On one rank of those that share a directory."""
-        if self._leader != self._forum.rank:
+        if self._leader != self._control_group.rank:
             return
         places.write_durably(self._place / MANIFEST, text)
         self._at("manifest")
@@ -364,7 +364,7 @@ class SaveTask:
         manifest = merge(
             said,
             units=self._local.units,
-            trained=[unit for unit in self._local.units if self._local.tile_of(unit) is not None],
+            trained=[unit for unit in self._local.units if self._local.shard_of(unit) is not None],
             facts=self._facts,
             frozen=self._frozen,
             reused=(self._reused, self._frozen_name),
@@ -382,7 +382,7 @@ def plan(
     tag: str,
     *,
     local: LocalState,
-    forum: ControlGroup,
+    control_group: ControlGroup,
     facts: Callable[[], CheckpointMetadata],
     options: Options,
     at: Callable[[str], None] = lambda _point: None,
@@ -442,8 +442,8 @@ def plan(
         }
 
     failed = f"checkpoint {tag!r} was not saved to {root}"
-    decision = run_on_all_ranks(forum, failed, "planning it", own_facts, decide)
-    if len(decision["tags"]) > 1 and options.tag_validation == "warn" and forum.rank == 0:
+    decision = run_on_all_ranks(control_group, failed, "planning it", own_facts, decide)
+    if len(decision["tags"]) > 1 and options.tag_validation == "warn" and control_group.rank == 0:
         logger.warning(
             "ranks save under different tags (%s): rank 0's is used", ", ".join(decision["tags"])
         )
@@ -455,14 +455,14 @@ def plan(
                 root,
                 {**decision, **kept},
                 local=local,
-                forum=forum,
+                control_group=control_group,
                 facts=made[0],
                 options=options,
                 at=at,
             )
         )
 
-    run_on_all_ranks(forum, failed, "laying out its files", make)
+    run_on_all_ranks(control_group, failed, "laying out its files", make)
     at("planned")
     return jobs[0]
 

@@ -233,7 +233,7 @@ def launch_command(
         save_pid=save_pid,
         each_rank_log=each_rank_log,
         expect_memory_per_rank=expect_memory_per_rank,
-        patience=ShutdownTimeouts(grace_s, stop_s),
+        timeouts=ShutdownTimeouts(grace_s, stop_s),
         quiet=quiet,
         verbose=log_level.lower() in ("info", "debug", "trace"),
         leash=leash,

@@ -72,31 +72,31 @@ def rank_info_of(environ: Mapping[str, str] | None = None, *, mpi: bool = True) 
                 f"{rank} is {env[rank]} but {world} is not set, so the number of ranks is unknown. "
                 "Start the program with a launcher, or set both."
             )
-        place = RankInfo(
+        rank_info = RankInfo(
             rank=_integer(env, rank, 0),
             world_size=_integer(env, world, 1),
             local_rank=_integer(env, local_rank, 0),
             local_world_size=_integer(env, local_world, 1),
             launcher=launcher,
         )
-        if not 0 <= place.rank < place.world_size:
+        if not 0 <= rank_info.rank < rank_info.world_size:
             raise LaunchError(
-                f"{rank} is {place.rank} but {world} is {place.world_size}: ranks go from 0 to "
-                f"{place.world_size - 1}. Check how the program is started."
+                f"{rank} is {rank_info.rank} but {world} is {rank_info.world_size}: ranks go from 0 to "
+                f"{rank_info.world_size - 1}. Check how the program is started."
             )
-        return place
+        return rank_info
     return RankInfo()
 
 
 def current_rank_info(environ: Mapping[str, str] | None = None) -> RankInfo:
     """Like :func:`discover`, but a process group that already exists has the last word."""
-    place = rank_info_of(environ)
+    rank_info = rank_info_of(environ)
     if dist.is_available() and dist.is_initialized():
         rank, world = dist.get_rank(), dist.get_world_size()
-        if (rank, world) != (place.rank, place.world_size):
-            local = place.local_rank if place.launcher != "none" else 0
-            return RankInfo(rank, world, local, place.local_world_size, "program")
-    return place
+        if (rank, world) != (rank_info.rank, rank_info.world_size):
+            local = rank_info.local_rank if rank_info.launcher != "none" else 0
+            return RankInfo(rank, world, local, rank_info.local_world_size, "program")
+    return rank_info
 
 
 def run_name(environ: Mapping[str, str] | None = None) -> RunName:
@@ -107,13 +107,13 @@ def run_name(environ: Mapping[str, str] | None = None) -> RunName:
     return RunName("" if run == "none" else run, int(attempt) if attempt.isdigit() else 0)
 
 
-def check_master(place: RankInfo) -> None:
+def check_master(rank_info: RankInfo) -> None:
     """MPI tells no address: without one, only ranks of one host find each other."""
-    several_hosts = place.world_size > place.local_world_size
-    if place.launcher == "mpi" and several_hosts and "MASTER_ADDR" not in os.environ:
+    several_hosts = rank_info.world_size > rank_info.local_world_size
+    if rank_info.launcher == "mpi" and several_hosts and "MASTER_ADDR" not in os.environ:
         raise LaunchError(
-            f"mpirun started {place.world_size} ranks, {place.local_world_size} of them on this host, "
-            "and MASTER_ADDR is not set, so the ranks cannot find each other. Pass on the address of "
+            f"mpirun started {rank_info.world_size} ranks, {rank_info.local_world_size} of them on this "
+            "host, and MASTER_ADDR is not set, so the ranks cannot find each other. Pass on the address of "
             "rank 0's host (mpirun -x MASTER_ADDR=...), or use zeroshard launch --launcher openmpi."
         )
 
@@ -125,18 +125,23 @@ def adopt_mpi(port: int, environ: MutableMapping[str, str] | None = None) -> Ran
     """
     env = os.environ if environ is None else environ
     names = _LAUNCHERS["mpi"]
-    place = rank_info_of({name: env[name] for name in names if name in env})
-    if place.launcher != "mpi":
+    rank_info = rank_info_of({name: env[name] for name in names if name in env})
+    if rank_info.launcher != "mpi":
         raise LaunchError(
             f"mpi_discovery: {names[0]} is not set, so Open MPI did not start this process. Start the "
             "program with mpirun, or leave the call out: other launchers say who is which rank."
         )
-    check_master(place)
-    numbers = (place.rank, place.world_size, place.local_rank, place.local_world_size)
+    check_master(rank_info)
+    numbers = (
+        rank_info.rank,
+        rank_info.world_size,
+        rank_info.local_rank,
+        rank_info.local_world_size,
+    )
     env.update(zip(_LAUNCHERS["torchrun"], map(str, numbers), strict=True))
     env.setdefault("MASTER_ADDR", "127.0.0.1")
     env.setdefault("MASTER_PORT", str(port))
-    return place
+    return rank_info
 
 
 def default_timeout(environ: Mapping[str, str] | None = None) -> timedelta:
@@ -157,12 +162,12 @@ def default_backend() -> str:
     return "nccl" if uses_cuda() and dist.is_nccl_available() else "gloo"
 
 
-def local_device(place: RankInfo | None = None) -> torch.device:
+def local_device(rank_info: RankInfo | None = None) -> torch.device:
     """The device that this process trains on: its own CUDA device, or the CPU."""
-    return _own_gpu(place or current_rank_info()) if uses_cuda() else torch.device("cpu")
+    return _own_gpu(rank_info or current_rank_info()) if uses_cuda() else torch.device("cpu")
 
 
-def own_device(named: torch.device | str | None, place: RankInfo) -> torch.device:
+def own_device(named: torch.device | str | None, rank_info: RankInfo) -> torch.device:
     """The device that a program names for this rank; None, and a CUDA device without an index, are its
     own: those of :func:`local_device`.
 
@@ -170,7 +175,7 @@ def own_device(named: torch.device | str | None, place: RankInfo) -> torch.devic
         UsageError: a CUDA device that is not there.
     """
     if named is None:
-        return local_device(place)
+        return local_device(rank_info)
     device = torch.device(named)
     if device.type != "cuda":
         return device
@@ -180,11 +185,11 @@ def own_device(named: torch.device | str | None, place: RankInfo) -> torch.devic
             f"device={str(named)!r}: torch finds {count} CUDA devices here. Leave device out, or look at "
             "CUDA_VISIBLE_DEVICES, the driver, and whether this build of torch has CUDA."
         )
-    return device if device.index is not None else _own_gpu(place)
+    return device if device.index is not None else _own_gpu(rank_info)
 
 
-def _own_gpu(place: RankInfo) -> torch.device:
-    return torch.device("cuda", place.local_rank % torch.cuda.device_count())
+def _own_gpu(rank_info: RankInfo) -> torch.device:
+    return torch.device("cuda", rank_info.local_rank % torch.cuda.device_count())
 
 
 def _integer(env: Mapping[str, str], key: str, default: int) -> int:

@@ -117,7 +117,7 @@ class Recorder:
     """The ordered history of one group's collectives on this rank.
 
     ``group`` names the group and seeds the hash, so that two groups never share a tag. ``ring`` is
-    the number of records kept, rounded up to a power of two. With ``box`` the log lies in a file
+    the number of records kept, rounded up to a power of two. With ``recording`` the log lies in a file
     there, readable by others; without, in private memory.
     """
 
@@ -126,7 +126,7 @@ class Recorder:
         group: str = "data",
         *,
         ring: int = 256,
-        box: Path | None = None,
+        recording: Path | None = None,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
@@ -148,10 +148,12 @@ class Recorder:
         size = 1 << max(ring - 1, 1).bit_length()
         self._mask = size - 1
         self._slots = tuple(range(RING_AT, RING_AT + size * SLOT.size, SLOT.size))
-        self._map = _open_recording(box, FlightRecorder.nbytes_for(size))
+        self._map = _open_recording(recording, FlightRecorder.nbytes_for(size))
         # Also when the recorder is forgotten, and at exit; not after SIGKILL, and never in a child.
-        self._remove = weakref.finalize(self, remove_recording, box) if box is not None else None
-        if box is not None:
+        self._remove = (
+            weakref.finalize(self, remove_recording, recording) if recording is not None else None
+        )
+        if recording is not None:
             _IN_FILES.add(self)
         self._log = FlightRecorder(
             self._map, ring=size, pid=os.getpid(), rank=rank, world_size=world_size
@@ -319,11 +321,11 @@ def recording_dir(run: str) -> Path:
     return (shared if shared.is_dir() else Path(tempfile.gettempdir())) / f"zeroshard-{run}"
 
 
-def remove_recording(box: Path) -> None:
+def remove_recording(recording: Path) -> None:
     """Remove a log, and its directory with the last one."""
     with contextlib.suppress(OSError):  # gone already, or not empty yet
-        box.unlink(missing_ok=True)
-        box.parent.rmdir()
+        recording.unlink(missing_ok=True)
+        recording.parent.rmdir()
 
 
 def sweep_recordings(root: Path | None = None, *, older_than_s: float = 3600.0) -> None:
@@ -354,11 +356,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _open_recording(box: Path | None, nbytes: int) -> mmap.mmap:
-    if box is None:
+def _open_recording(recording: Path | None, nbytes: int) -> mmap.mmap:
+    if recording is None:
         return mmap.mmap(-1, nbytes)
-    box.parent.mkdir(parents=True, exist_ok=True)
-    with box.open("wb+") as file:
+    recording.parent.mkdir(parents=True, exist_ok=True)
+    with recording.open("wb+") as file:
         file.truncate(nbytes)
         return mmap.mmap(file.fileno(), nbytes)
 

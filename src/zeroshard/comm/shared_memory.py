@@ -210,11 +210,11 @@ class Arena:
         self.fd = os.memfd_create("zeroshard", os.MFD_CLOEXEC)
         self._end = CONTROL_NBYTES
         os.posix_fallocate(self.fd, 0, CONTROL_NBYTES)
-        self.board = ControlBlock(self.fd)
-        self.board.token = secrets.randbits(63)
+        self.control = ControlBlock(self.fd)
+        self.control.token = secrets.randbits(63)
         self.blocks: dict[int, Block] = {}
         self._swept_s = 0.0
-        self.close = weakref.finalize(self, _leave, self.board, self.fd, os.getpid())
+        self.close = weakref.finalize(self, _leave, self.control, self.fd, os.getpid())
 
     @property
     def own_nbytes(self) -> int:
@@ -273,8 +273,8 @@ class PeerMapping:
         self.close = weakref.finalize(self, os.close, self._fd)
         if os.fstat(self._fd).st_size < CONTROL_NBYTES:
             raise OSError(f"descriptor {fd} of process {pid} is not its shared memory")
-        self.board = ControlBlock(self._fd)
-        if self.board.token != token:
+        self.control = ControlBlock(self._fd)
+        if self.control.token != token:
             raise OSError(f"descriptor {fd} of process {pid} is other memory")
         self._maps: dict[int, mmap.mmap] = {}
 
@@ -291,9 +291,9 @@ class PeerMapping:
         return torch.frombuffer(mapped, dtype=dtype, count=numel, offset=begin + skip_nbytes)
 
 
-def _leave(board: ControlBlock, fd: int, owner: int) -> None:
+def _leave(control: ControlBlock, fd: int, owner: int) -> None:
     """The end of an arena, also of a forgotten one; in a forked child it is the parent's."""
     if os.getpid() == owner:
-        board.close()
+        control.close()
     with contextlib.suppress(OSError):  # the program closed all descriptors before us
         os.close(fd)

@@ -47,7 +47,7 @@ class PeerMemory(NamedTuple):
     """What the ranks of one host have opened of each other, by rank inside the group."""
 
     arena: Arena
-    windows: Mapping[int, PeerMapping]
+    mappings: Mapping[int, PeerMapping]
     processes: Sequence[Process]
 
 
@@ -73,17 +73,17 @@ def open_peer_memory(
             why = f"rank {rank} cannot make shared memory: {error}"
     mine = {"why": why, "process": asdict(here), "fd": -1, "token": 0}
     if arena is not None:
-        mine |= {"fd": arena.fd, "token": arena.board.token}
+        mine |= {"fd": arena.fd, "token": arena.control.token}
     texts = wait(json.dumps(mine), key="card")
     cards = [json.loads(text) for text in texts]
     processes = [Process(**card["process"]) for card in cards]
     why = next((card["why"] for card in cards if card["why"]), "") or _apart(processes)
-    windows = {}
+    mappings = {}
     if not why:
         try:
             for peer, card in enumerate(cards):
                 if peer != rank:
-                    windows[peer] = PeerMapping(processes[peer].pid, card["fd"], card["token"])
+                    mappings[peer] = PeerMapping(processes[peer].pid, card["fd"], card["token"])
         except OSError as error:
             why = f"rank {rank} cannot open the memory of rank {peer}: {error.strerror or error}"
     # Nobody goes on before all have opened all: from then on a process may end at any time.
@@ -93,7 +93,7 @@ def open_peer_memory(
         if arena is not None:
             arena.close()
         return why
-    return PeerMemory(arena, windows, processes)
+    return PeerMemory(arena, mappings, processes)
 
 
 def _apart(processes: Sequence[Process]) -> str:
@@ -199,10 +199,10 @@ class ShmComm(RecordedComm):
         ring.post_inline(seq, item, vector)
         first = rows.data_ptr()
         _move(first + self.rank * nbytes, vector.data_ptr(), nbytes)
-        for peer, window in ring.windows:
-            ring.await_post(item, seq, peer, window)
-            _move(first + peer * nbytes, window.board.inline(seq), nbytes)
-        ring.board.mark_done(seq)
+        for peer, mapping in ring.mappings:
+            ring.await_post(item, seq, peer, mapping)
+            _move(first + peer * nbytes, mapping.control.inline(seq), nbytes)
+        ring.control.mark_done(seq)
         return rows
 
     def broadcast(self, tensor: Tensor, src: int, *, name: str) -> Handle:
@@ -227,7 +227,7 @@ class ShmComm(RecordedComm):
         if src != self.rank:
             return _SmallArrival(ring, item, seq, src, flat)
         ring.post_inline(seq, item, flat)
-        ring.board.mark_done(seq)  # there is nothing for the source to read
+        ring.control.mark_done(seq)  # there is nothing for the source to read
         return DONE
 
     def _open(self, item: Item) -> Ring:
@@ -267,12 +267,12 @@ class Ring:
         timeout_s: float,
     ) -> None:
         self.arena = meeting.arena
-        self.board = meeting.arena.board
+        self.control = meeting.arena.control
         self.rank = rank
         self.world_size = len(ranks)
         # Start with the neighbour, so that not every rank reads from rank 0 first.
         order = [(rank + i) % len(ranks) for i in range(1, len(ranks))]
-        self.windows = [(peer, meeting.windows[peer]) for peer in order]
+        self.mappings = [(peer, meeting.mappings[peer]) for peer in order]
         self._processes = meeting.processes
         self._ranks = ranks
         self._recorder = recorder
@@ -282,9 +282,9 @@ class Ring:
         self._aborted = False
         self._pending: dict[int, _Pending] = {}
 
-    def window(self, peer: int) -> PeerMapping:
+    def mapping(self, peer: int) -> PeerMapping:
         """The memory of rank ``peer``."""
-        return self.windows[(peer - self.rank - 1) % self.world_size][1]
+        return self.mappings[(peer - self.rank - 1) % self.world_size][1]
 
     # -- sources -----------------------------------------------------------------------------------
 
@@ -312,7 +312,7 @@ class Ring:
     def is_read(self, block: Block) -> bool:
         """Whether all ranks have read all that was posted from ``block``."""
         reads = block.reads
-        while reads and all(window.board.is_done(reads[-1]) for _, window in self.windows):
+        while reads and all(mapping.control.is_done(reads[-1]) for _, mapping in self.mappings):
             reads.pop()
         return not reads
 
@@ -327,7 +327,7 @@ class Ring:
             block.bytes[begin:end].view(part.dtype).copy_(part)
             begin = end
         block.reads.append(seq)
-        self.board.publish(seq, item[2], (block.offset, block.nbytes, 0), nbytes)
+        self.control.publish(seq, item[2], (block.offset, block.nbytes, 0), nbytes)
 
     def post_in_place(self, seq: int, item: Item, tensor: Tensor) -> bool:
         """Post the place of ``tensor`` itself, if it lies in a block."""
@@ -336,29 +336,29 @@ class Ring:
             return False
         block.reads.append(seq)
         begin = tensor.data_ptr() - block.bytes.data_ptr()
-        self.board.publish(seq, item[2], (block.offset, block.nbytes, begin), tensor.nbytes)
+        self.control.publish(seq, item[2], (block.offset, block.nbytes, begin), tensor.nbytes)
         return True
 
     def post_inline(self, seq: int, item: Item, tensor: Tensor) -> None:
         """Post the bytes of a small tensor inside the slot."""
-        _move(self.board.inline(seq), tensor.data_ptr(), tensor.nbytes)
-        self.board.publish(seq, item[2], _NOWHERE, tensor.nbytes)
+        _move(self.control.inline(seq), tensor.data_ptr(), tensor.nbytes)
+        self.control.publish(seq, item[2], _NOWHERE, tensor.nbytes)
 
     # -- waiting -----------------------------------------------------------------------------------
 
-    def await_post(self, item: Item, seq: int, peer: int, window: PeerMapping) -> None:
+    def await_post(self, item: Item, seq: int, peer: int, mapping: PeerMapping) -> None:
         """Return when ``peer`` has posted the collective ``item`` as its number ``seq``."""
-        has, tag = window.board.has, item[2]
+        has, tag = mapping.control.has, item[2]
         for _ in range(_LOOKS):
             if has(seq, tag):
                 return
-        self._wait(item, peer, window, seq, posted=True)
+        self._wait(item, peer, mapping, seq, posted=True)
 
     def await_read(self, item: Item, seq: int) -> None:
         """Return when all ranks have read all they need of ``seq``."""
-        for peer, window in self.windows:
-            if not window.board.is_done(seq):
-                self._wait(item, peer, window, seq, posted=False)
+        for peer, mapping in self.mappings:
+            if not mapping.control.is_done(seq):
+                self._wait(item, peer, mapping, seq, posted=False)
 
     def await_readers(self, item: Item, tensor: Tensor) -> None:
         """Before the own communicator writes to ``tensor``: what was posted from it must be read."""
@@ -377,19 +377,19 @@ class Ring:
         until_s = time.monotonic() + _CATCH_UP_S
         self._recorder.waiting = item
         try:
-            for _, window in self.windows:
-                board = window.board
-                while not (board.closed or self._aborted):
-                    event = board.event
-                    if board.is_done(seq) or time.monotonic() > until_s:
+            for _, mapping in self.mappings:
+                control = mapping.control
+                while not (control.closed or self._aborted):
+                    event = control.event
+                    if control.is_done(seq) or time.monotonic() > until_s:
                         break
-                    board.sleep(event, _SLICE_S)
+                    control.sleep(event, _SLICE_S)
         finally:
             self._recorder.waiting = None
 
-    def _wait(self, item: Item, peer: int, window: PeerMapping, seq: int, *, posted: bool) -> None:
+    def _wait(self, item: Item, peer: int, mapping: PeerMapping, seq: int, *, posted: bool) -> None:
         """Sleep until ``peer`` has posted ``seq``, or has read it. Ends by itself if it cannot."""
-        board, process = window.board, self._processes[peer]
+        control, process = mapping.control, self._processes[peer]
         here = self._processes[self.rank]
         slice_s = _SLICE_S if posted else _POLL_S  # nobody is woken by a mark that it was read
         begun_s = looked_s = time.monotonic()
@@ -398,9 +398,9 @@ class Ring:
         try:
             while True:
                 # Before the look: what came before the end is still good.
-                over = gone or ("it closed its communicator" if board.closed else "")
-                event = board.event
-                if board.has(seq, item[2]) if posted else board.is_done(seq):
+                over = gone or ("it closed its communicator" if control.closed else "")
+                event = control.event
+                if control.has(seq, item[2]) if posted else control.is_done(seq):
                     return
                 now_s = time.monotonic()
                 if self._aborted:
@@ -409,7 +409,7 @@ class Ring:
                     over = over or f"nothing came for {self._timeout_s:.0f} s"
                 if over:
                     self._fail(item, peer, over)
-                board.sleep(event, slice_s) if posted else time.sleep(slice_s)
+                control.sleep(event, slice_s) if posted else time.sleep(slice_s)
                 if now_s > looked_s + _SLICE_S / 2:
                     looked_s = now_s
                     fate, words = fate_of(process, here)
@@ -430,18 +430,18 @@ class Ring:
         """This rank has read all it needs of ``seqs``."""
         for seq in seqs:
             self._pending.pop(seq, None)
-            self.board.mark_done(seq)
+            self.control.mark_done(seq)
 
     def abort(self) -> None:
         """Every wait fails from now on."""
         self._aborted = True
-        for _, window in self.windows:
-            window.board.wake()
+        for _, mapping in self.mappings:
+            mapping.control.wake()
 
     def close(self) -> None:
         """Post nothing more; what is in flight may still be waited for."""
         self._pending.clear()
-        self.board.close()
+        self.control.close()
 
 
 class _Pending:
@@ -477,11 +477,11 @@ class _Gather(_Pending):
         slices, self._slices = self._slices, ()
         (seq,) = self._seqs
         ring.await_readers(self._item, slices[0])
-        for peer, window in ring.windows:
-            ring.await_post(self._item, seq, peer, window)
+        for peer, mapping in ring.mappings:
+            ring.await_post(self._item, seq, peer, mapping)
             target = slices[peer]
-            place, _ = window.board.place(seq)
-            target.copy_(window.tensor(place, 0, target.numel(), target.dtype))
+            place, _ = mapping.control.place(seq)
+            target.copy_(mapping.tensor(place, 0, target.numel(), target.dtype))
 
 
 class _Reduction(_Pending):
@@ -497,12 +497,12 @@ class _Reduction(_Pending):
         del self._full_N, self._out_S
         numel, rank, (seq,) = out_S.numel(), ring.rank, self._seqs
         parts = [*full_N.view(ring.world_size, numel).unbind()]
-        for peer, window in ring.windows:
-            ring.await_post(self._item, seq, peer, window)
-            place, nbytes = window.board.place(seq)
+        for peer, mapping in ring.mappings:
+            ring.await_post(self._item, seq, peer, mapping)
+            place, nbytes = mapping.control.place(seq)
             # A copy has no room for the slice that the peer keeps for itself.
             at = rank if nbytes == full_N.nbytes else rank - (rank > peer)
-            parts[peer] = window.tensor(place, at * out_S.nbytes, numel, out_S.dtype)
+            parts[peer] = mapping.tensor(place, at * out_S.nbytes, numel, out_S.dtype)
         sum_in_rank_order(parts, out_S)
 
 
@@ -515,10 +515,10 @@ class _SmallArrival(_Pending):
         self._flat = flat
 
     def complete(self, ring: Ring) -> None:
-        flat, (seq,), window = self._flat, self._seqs, ring.window(self._src)
+        flat, (seq,), mapping = self._flat, self._seqs, ring.mapping(self._src)
         del self._flat
-        ring.await_post(self._item, seq, self._src, window)
-        _move(flat.data_ptr(), window.board.inline(seq), flat.nbytes)
+        ring.await_post(self._item, seq, self._src, mapping)
+        _move(flat.data_ptr(), mapping.control.inline(seq), flat.nbytes)
 
 
 class _Arrival(_Pending):
@@ -531,14 +531,14 @@ class _Arrival(_Pending):
 
     def complete(self, ring: Ring) -> None:
         pieces, self._pieces = self._pieces, {}
-        window = ring.window(self._src)
+        mapping = ring.mapping(self._src)
         for seq, piece in pieces.items():
             ring.await_readers(self._item, piece)
-            ring.await_post(self._item, seq, self._src, window)
-            place, _ = window.board.place(seq)
-            piece.copy_(window.tensor(place, 0, piece.numel(), piece.dtype))
-            ring.board.mark_done(seq)
-            ring.board.notify()  # the source keeps pace with us
+            ring.await_post(self._item, seq, self._src, mapping)
+            place, _ = mapping.control.place(seq)
+            piece.copy_(mapping.tensor(place, 0, piece.numel(), piece.dtype))
+            ring.control.mark_done(seq)
+            ring.control.notify()  # the source keeps pace with us
 
 
 class _Departure(_Pending):

@@ -115,7 +115,7 @@ class EngineOptimizer(ZeROOptimizer, torch.optim.Optimizer):
         """Masters that this rank updates, one flat tensor per unit or part of one."""
         owner = self._engine.runtime.optimizer
         assert owner is not None
-        return [chunk.master_C for tile in owner.tiles for chunk in tile.chunks]
+        return [chunk.master_C for shard in owner.shards for chunk in shard.chunks]
 
     fp32_partitioned_groups_flat = single_partition_of_fp32_groups
 

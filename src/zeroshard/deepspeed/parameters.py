@@ -201,7 +201,7 @@ def _status(param: nn.Parameter) -> ZeroParamStatus:
 def _shard(param: nn.Parameter) -> Tensor:
     """The part of the parameter that rests on this rank, flat; empty where its unit was cut elsewhere."""
     owner = sharded_parameter.owner_of(param)
-    holder = owner.parcel if isinstance(owner, BucketedParameter) else owner
+    holder = owner.bucket if isinstance(owner, BucketedParameter) else owner
     shard_S = holder.shard_S if isinstance(holder, (Unit, ParamBucket)) else None
     if shard_S is None:
         return torch.empty(0, dtype=param.dtype, device=param.device)

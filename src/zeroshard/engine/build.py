@@ -43,7 +43,7 @@ from zeroshard.zero.optimizer import ShardedOptimizer
 from zeroshard.zero.prefetch import Prefetcher, WrappedModule
 from zeroshard.zero.reduce import GradReducer
 from zeroshard.zero.unit import Unit
-from zeroshard.zero.wrap import SitePlan, find_sites
+from zeroshard.zero.wrap import WrapPlan, plan_wrapping
 
 GATHERED_AS_ONE = "_gathered_as_one"
 """Attribute of a module that is never cut into units, like ``leaf_module`` in the configuration."""
@@ -54,7 +54,7 @@ class UnitSpec:
     """One unit before it owns any memory: pure data, equal on every rank."""
 
     name: str
-    site: str
+    wrapped: str
     layout: UnitLayout
     row: DtypeRow
     trainable: bool
@@ -66,8 +66,8 @@ class ZeroRuntime:
 
     stage: Stage
     units: list[Unit]
-    sites: list[WrappedModule]
-    gatherer: Prefetcher
+    wrapped_modules: list[WrappedModule]
+    prefetcher: Prefetcher
     reducer: GradReducer
     optimizer: ShardedOptimizer | None
     ledger: Ledger
@@ -95,7 +95,7 @@ def plan_units(
     check_meta(model)
     zero = config.zero_optimization
     leaf = zero.leaf_module
-    sites = find_sites(
+    wrapped_modules = plan_wrapping(
         model,
         units=config.units,
         max_numel=config.unit_max_numel,
@@ -109,12 +109,12 @@ def plan_units(
     params = dict(model.named_parameters())
     updated = _updated_params(params, optimizer)
     specs = []
-    for site in sites:
+    for wrapped in wrapped_modules:
         rows = {
             fqn: policy.row_for(fqn, params[fqn].dtype, model.get_submodule(fqn.rpartition(".")[0]))
-            for fqn in site.params
+            for fqn in wrapped.params
         }
-        specs += _site_specs(site, params, updated, rows, world_size=world_size, whole=whole)
+        specs += _unit_specs(wrapped, params, updated, rows, world_size=world_size, whole=whole)
     return specs
 
 
@@ -138,8 +138,8 @@ def _updated_params(
     return {id(param) for param in updated}
 
 
-def _site_specs(
-    site: SitePlan,
+def _unit_specs(
+    wrapped: WrapPlan,
     params: Mapping[str, nn.Parameter],
     updated: set[int] | None,
     rows: Mapping[str, DtypeRow],
@@ -148,7 +148,7 @@ def _site_specs(
     whole: bool,
 ) -> list[UnitSpec]:
     kinds: dict[tuple[bool, DtypeRow], list[str]] = defaultdict(list)
-    for fqn in site.params:
+    for fqn in wrapped.params:
         param = params[fqn]
         if not (param.is_floating_point() or param.is_complex()) and param.requires_grad:
             raise UnsupportedError(f"parameter {fqn!r} of dtype {param.dtype} cannot be trained.")
@@ -162,13 +162,13 @@ def _site_specs(
             tags.append(str(row.param).removeprefix("torch."))
         if any(r.param == row.param for r in others):
             tags.append(f"sent as {str(row.reduce).removeprefix('torch.')}")
-        name = ":".join([site.name, *tags]) if len(kinds) > 1 else site.name
+        name = ":".join([wrapped.name, *tags]) if len(kinds) > 1 else wrapped.name
         layout = pack(
             [(fqn, params[fqn].shape) for fqn in fqns],
             world_size=world_size,
             whole=whole and trainable,
         )
-        specs.append(UnitSpec(name, site.fqn, layout, row, trainable))
+        specs.append(UnitSpec(name, wrapped.fqn, layout, row, trainable))
     return specs
 
 
@@ -221,8 +221,8 @@ def build_runtime(
     ledger = Ledger()
     params = dict(model.named_parameters())
     # The root runs around all other sites: it comes first, so that it is reduced last.
-    in_order = sorted(specs, key=lambda spec: spec.site != "")
-    resting = plan_offload(
+    in_order = sorted(specs, key=lambda spec: spec.wrapped != "")
+    offload_plan = plan_offload(
         {spec.name: spec.layout for spec in in_order},
         {spec.name: spec.row for spec in in_order if spec.trainable and optimizer is not None},
         config,
@@ -237,14 +237,14 @@ def build_runtime(
         found,
         many=expects_accumulation(),
         shards_grads=stage.shards_grads,
-        resting=resting,
+        offload_plan=offload_plan,
     )
     forecast = []
-    check_device(resting, device)
-    if resting.is_away:
+    check_device(offload_plan, device)
+    if offload_plan.is_away:
         planned = state_nbytes(plan, stage, gather_comm.rank)
-        forecast = check_capacity(planned, resting, config, gather_comm, place, device)
-    stores = Stores(config, ledger, resting, device)
+        forecast = check_capacity(planned, offload_plan, config, gather_comm, place, device)
+    stores = Stores(config, ledger, offload_plan, device)
     try:
         positions = {id(param): at for at, param in enumerate(params.values())}
         modules = dict(model.named_modules())
@@ -260,7 +260,7 @@ def build_runtime(
                 trainable=spec.trainable,
                 # One rank's shard is the unit: to gather it would only make a copy.
                 resident=not stage.shards_params
-                or (gather_comm.world_size == 1 and resting.tier_of(spec.name) is Tier.DEVICE),
+                or (gather_comm.world_size == 1 and offload_plan.tier_of(spec.name) is Tier.DEVICE),
                 comm=gather_comm,
                 ledger=ledger,
                 device=device,
@@ -268,13 +268,13 @@ def build_runtime(
                 room=stores.allocator_of(spec.name),
             )
             units.append(unit)
-            by_site[spec.site].append(unit)
-        sites = [
+            by_site[spec.wrapped].append(unit)
+        wrapped_modules = [
             WrappedModule(fqn or "root", modules[fqn], tuple(by_site[fqn]))
-            for fqn in [*(f for f in dict.fromkeys(s.site for s in specs) if f), ""]
+            for fqn in [*(f for f in dict.fromkeys(s.wrapped for s in specs) if f), ""]
         ]
-        gatherer = Prefetcher(
-            sites,
+        prefetcher = Prefetcher(
+            wrapped_modules,
             prefetch_numel=zero.stage3_prefetch_bucket_size if zero.overlap_comm else 0,
             live_numel=zero.stage3_max_live_parameters,
             reuse_numel=zero.stage3_max_reuse_distance,
@@ -309,7 +309,7 @@ def build_runtime(
             sharded = ShardedOptimizer(
                 optimizer,
                 buffers,
-                spans=[resting.spans_of(buffer.unit.name) for buffer in buffers],
+                spans=[offload_plan.spans_of(buffer.unit.name) for buffer in buffers],
                 shards_optimizer=stage.shards_optimizer,
                 ledger=ledger,
                 seat=rebind,
@@ -324,7 +324,16 @@ def build_runtime(
                 ),
             )
         return ZeroRuntime(
-            stage, units, sites, gatherer, reducer, sharded, ledger, plan, stores, forecast
+            stage,
+            units,
+            wrapped_modules,
+            prefetcher,
+            reducer,
+            sharded,
+            ledger,
+            plan,
+            stores,
+            forecast,
         )
     except BaseException:
         stores.close()  # an error holds on to what was built: the disk would come back late
@@ -347,7 +356,7 @@ def plan_bytes(
     *,
     many: bool,
     shards_grads: bool,
-    resting: OffloadPlan,
+    offload_plan: OffloadPlan,
 ) -> list[UnitBytes]:
     """The bytes per element that each unit needs at rest. ``many``: gradients are accumulated;
     ``shards_grads``: each backward's are reduced at once."""
@@ -357,7 +366,7 @@ def plan_bytes(
     for spec in specs:
         row, layout = spec.row, spec.layout
         if not spec.trainable:
-            tier = resting.tier_of(spec.name)
+            tier = offload_plan.tier_of(spec.name)
             planned.append(UnitBytes(layout, row.param.itemsize, param_tier=tier))
             continue
         state = {}
@@ -367,7 +376,7 @@ def plan_bytes(
             scalars = sum(torch.float32.itemsize for dtype in kept if dtype is None)
             state[slot.fqn] = StateBytes(shaped, scalars)
         in_memory, on_disk = grad_itemsizes(
-            row, many=many, on_disk=spec.name in resting.grads, shards_grads=shards_grads
+            row, many=many, on_disk=spec.name in offload_plan.grads, shards_grads=shards_grads
         )
         planned.append(
             UnitBytes(
@@ -377,8 +386,8 @@ def plan_bytes(
                 disk_grad_nbytes=on_disk,
                 master_nbytes=row.master.itemsize if state and row.has_master else 0,
                 state=state,
-                spans=resting.spans_of(spec.name),
-                param_tier=resting.tier_of(spec.name),
+                spans=offload_plan.spans_of(spec.name),
+                param_tier=offload_plan.tier_of(spec.name),
             )
         )
     return planned

@@ -93,7 +93,7 @@ class CheckpointLoader:
                 return str(source.path), shared.get("client_state", {})
         # Where ranks have directories of their own, rank 0's is told, as in every other error.
         why = f"{failed}: {' '.join(tried)}"
-        raise CheckpointError(self._engine._watch.forum.broadcast(why, topic="telling why"))
+        raise CheckpointError(self._engine._watch.control_group.broadcast(why, topic="telling why"))
 
     def _mark(self, *, half_loaded: bool) -> None:
         """Until all is filled and restored, the engine is of no one run, and refuses to train."""
@@ -149,7 +149,7 @@ class CheckpointLoader:
         fetch_missing(
             root / name,
             self._engine._comm,
-            self._engine._watch.forum,
+            self._engine._watch.control_group,
             failed,
             needs=lambda manifest: restore.needed_files(
                 manifest, self._local, self._engine.global_rank, self._engine.world_size
@@ -262,8 +262,8 @@ class CheckpointLoader:
         per_step = engine.gradient_accumulation_steps()
         engine.micro_steps = int(counters.get("micro_steps", engine.global_steps * per_step))
         engine.global_samples = int(counters.get("global_samples", 0))
-        engine._skips.count = int(counters.get("skipped_steps", 0))
-        engine._skips.in_a_row = 0
+        engine._skipped.count = int(counters.get("skipped_steps", 0))
+        engine._skipped.in_a_row = 0
         if optimizer_states:
             for group, saved in zip(engine._groups, shared.get("groups", []), strict=True):
                 _restore_group(group, saved)
@@ -291,7 +291,7 @@ class CheckpointLoader:
         act: Callable[[], dict[str, Any] | None],
         decide: Callable[[list[dict[str, Any]]], dict[str, Any]] = lambda _said: {},
     ) -> dict[str, Any]:
-        return run_on_all_ranks(self._engine._watch.forum, failed, topic, act, decide)
+        return run_on_all_ranks(self._engine._watch.control_group, failed, topic, act, decide)
 
 
 def _check_buffers(saved: Mapping[str, Tensor], module: torch.nn.Module, path: Path) -> None:

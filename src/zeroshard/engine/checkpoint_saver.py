@@ -78,7 +78,7 @@ class CheckpointSaver:
             Path(directory),
             name,
             local=LocalState(engine.runtime.units, engine.runtime.optimizer),
-            forum=engine._watch.forum,
+            control_group=engine._watch.control_group,
             facts=lambda: self._facts(client_state, save_latest, exclude_frozen),
             options=Options(
                 frozen=section.frozen,

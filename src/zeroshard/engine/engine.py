@@ -129,23 +129,23 @@ class Engine(nn.Module):
             device=self.device,
             checks_overflow=self.scales_loss or (bf16.enabled and bf16.check_grad_overflow),
         )
-        self._skips = SkippedSteps(lambda: self.lr_scheduler, self._groups)
-        for tile in self.runtime.optimizer.tiles if self.runtime.optimizer else ():
-            tile.unit.optim_state = UnitOptimState(
+        self._skipped = SkippedSteps(lambda: self.lr_scheduler, self._groups)
+        for shard in self.runtime.optimizer.shards if self.runtime.optimizer else ():
+            shard.unit.optim_state = UnitOptimState(
                 self.runtime.optimizer,
-                tile,
+                shard,
                 self.runtime.reducer.summed,
                 self._update.unscaled_factor,
             )
         self._hooks = StepHooks(
-            self.runtime.gatherer,
+            self.runtime.prefetcher,
             self.runtime.reducer,
             at_boundary=self.accumulation.reduces_now,
             on_forward_begin=self._on_forward_begin,
             on_backward_begin=self._on_backward_begin,
             on_abandon=self._on_abandon,
         )
-        self._away = StateOffloader(self.runtime, self._hooks, self.device)
+        self._offloader = StateOffloader(self.runtime, self._hooks, self.device)
         stores = self.runtime.stores
         self._observer = Observer(
             self.settings,
@@ -158,7 +158,7 @@ class Engine(nn.Module):
         if self._observer.watches_phases:
             for phase in ("forward", "backward", "step"):
                 setattr(self, phase, self._observer.phase(phase, getattr(self, phase)))
-        self._saves, self._loads = CheckpointSaver(self), CheckpointLoader(self)
+        self._saver, self._loader = CheckpointSaver(self), CheckpointLoader(self)
         self._gc = setup.ManualGC() if self.settings.disable_python_gc else None
 
     # ------------------------------------------------------------------ forward and backward
@@ -166,7 +166,7 @@ class Engine(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model. Returns what the model returns."""
         self._check_open()
-        self._away.check_not_offloaded("engine.forward()", "lp_params")
+        self._offloader.check_not_offloaded("engine.forward()", "lp_params")
         if self.settings.fp16.enabled and self.settings.fp16.auto_cast:
             args, kwargs = setup.cast_floats((args, kwargs), torch.float16)
         if self.policy.autocast is None:
@@ -182,7 +182,7 @@ class Engine(nn.Module):
         ``scale_wrt_gas=False``: the caller divided already. Returns the divided loss, not loss-scaled.
         """
         self._check_open()
-        self._away.check_not_offloaded("engine.backward()", "lp_params", "lp_grads")
+        self._offloader.check_not_offloaded("engine.backward()", "lp_params", "lp_grads")
         check_loss(loss)
         self._hooks.recover()
         if scale_wrt_gas and self.accumulation.steps > 1:
@@ -226,7 +226,7 @@ class Engine(nn.Module):
 
     def _on_backward_begin(self, landed: bool) -> bool:
         """Does the backward that begins count? If nobody announced it, not before a gradient landed."""
-        self._away.check_not_offloaded("loss.backward()", "lp_params", "lp_grads")
+        self._offloader.check_not_offloaded("loss.backward()", "lp_params", "lp_grads")
         running = self._in_backward
         if not running and not landed:
             return False
@@ -270,7 +270,7 @@ class Engine(nn.Module):
         where an optimizer cannot skip there, or a parameter got no gradient.
         """
         self._check_open()
-        self._away.check_not_offloaded("engine.step()")
+        self._offloader.check_not_offloaded("engine.step()")
         if self.accumulation.deferred:
             raise UsageError("engine.step() inside no_sync(): leave the context before stepping.")
         if self._hooks.recover():
@@ -297,7 +297,7 @@ class Engine(nn.Module):
         report, skipped, measures = self._update.run(self.global_steps + 1)
         self.last_step = report
         self.global_steps += 1
-        self._skips.advance(skipped, report, lr_kwargs or {})
+        self._skipped.advance(skipped, report, lr_kwargs or {})
         self.runtime.reducer.reset()
         self._hooks.forget_calls()
         self._forget_step()
@@ -317,7 +317,7 @@ class Engine(nn.Module):
         if skipped:
             self._on_skip(report)
         elif skipped is not None:
-            self._skips.in_a_row = 0
+            self._skipped.in_a_row = 0
         self._observer.after_step(report, samples=self.global_samples, skipped=self.skipped_steps)
         if self._gc is not None:
             self._gc.collect()
@@ -331,18 +331,18 @@ class Engine(nn.Module):
 
     def _resolve_last_step(self) -> None:
         """Learn the outcome of the last step if the host does not know it yet."""
-        if (report := self._skips.resolve_last_step()) is not None:
+        if (report := self._skipped.resolve_last_step()) is not None:
             self._on_skip(report)
 
     @property
     def skipped_steps(self) -> int:
         """Steps that changed nothing, as far as the host knows."""
-        return self._skips.count
+        return self._skipped.count
 
     def _on_skip(self, report: StepReport) -> None:
-        self._skips.count += 1
-        self._skips.in_a_row += 1
-        if self._skips.in_a_row == 1 and self.global_rank == 0:
+        self._skipped.count += 1
+        self._skipped.in_a_row += 1
+        if self._skipped.in_a_row == 1 and self.global_rank == 0:
             logger.warning(
                 "step %d skipped: the gradient is not finite (loss scale %g)",
                 report.step, report.loss_scale,
@@ -352,7 +352,7 @@ class Engine(nn.Module):
 
     def _non_finite_text(self, report: StepReport) -> str:
         return (
-            f"Non-finite gradients for {self._skips.in_a_row} steps up to step {report.step}, and the "
+            f"Non-finite gradients for {self._skipped.in_a_row} steps up to step {report.step}, and the "
             f"loss scale {report.loss_scale:g} is at its minimum, so lowering it cannot help. First "
             f"bad gradient: {self._first_bad_gradient()}. If the model was trained in bf16, train it "
             'in bf16; else look at the loss, or lower "fp16": {"min_loss_scale"}.'
@@ -542,9 +542,9 @@ class Engine(nn.Module):
         """
         self._check_open()
         check_directory(save_dir, "engine.save_checkpoint()")
-        self._away.check_not_offloaded("engine.save_checkpoint()")
+        self._offloader.check_not_offloaded("engine.save_checkpoint()")
         with self._watch.section("save"):
-            self._saves.save(
+            self._saver.save(
                 save_dir,
                 tag,
                 client_state or {},
@@ -556,7 +556,7 @@ class Engine(nn.Module):
     def wait_for_checkpoint(self) -> None:
         """Return when the last save is on disk. Raises what ended it."""
         with self._watch.section("save"):
-            self._saves.wait()
+            self._saver.wait()
 
     def load_checkpoint(
         self,
@@ -585,15 +585,15 @@ class Engine(nn.Module):
         if self._closed:
             self._check_open()
         check_directory(load_dir, "engine.load_checkpoint()")
-        self._away.check_not_offloaded("engine.load_checkpoint()")
+        self._offloader.check_not_offloaded("engine.load_checkpoint()")
         if custom_load_fn is not None:
             raise UnsupportedError(
                 "load_checkpoint(custom_load_fn=...): values go straight into shards, and no rank sees a "
                 "whole state dict. Load without it, then edit under zero.GatheredParameters."
             )
         with self._watch.section("load"):
-            self._saves.wait()
-            return self._loads.load(
+            self._saver.wait()
+            return self._loader.load(
                 load_dir,
                 tag,
                 strict=load_module_strict,
@@ -629,19 +629,19 @@ class Engine(nn.Module):
         Every rank calls it.
         """
         self._check_open()
-        self._away.offload(include, device, pin_memory=pin_memory, non_blocking=non_blocking)
+        self._offloader.offload(include, device, pin_memory=pin_memory, non_blocking=non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Bring back, bit by bit, all that :meth:`offload_states` moved. Every rank calls it."""
         self._check_open()
-        self._away.reload(non_blocking=non_blocking)
+        self._offloader.reload(non_blocking=non_blocking)
 
     def empty_partition_cache(self) -> None:
         """Free gathered parameters of sharded units until their next use, and memory kept for
         :meth:`offload_states`. Every rank calls it, between steps."""
         self._check_open()
-        self.runtime.gatherer.reshard_all()
-        self._away.forget_spare()
+        self.runtime.prefetcher.reshard_all()
+        self._offloader.forget_spare()
 
     def to(self, *args: Any, **kwargs: Any) -> Engine:
         """To ``"cpu"``: :meth:`offload_states`. To the engine's own device, which on CPU ranks is
@@ -723,11 +723,11 @@ class Engine(nn.Module):
             if reason:  # other ranks may be gone: end the connections, then wait for nothing
                 rest.callback(self._watch.close, reason)
             # Before anybody is told that this rank is gone: the others would give the save up.
-            rest.callback(self._saves.close, quiet=bool(reason))
+            rest.callback(self._saver.close, quiet=bool(reason))
             rest.callback(self._hooks.remove)
             if not reason:
                 rest.callback(self._update.all_gather_late)
-            rest.callback(self._away.close)
+            rest.callback(self._offloader.close)
 
     destroy = close
 

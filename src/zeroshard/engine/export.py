@@ -139,7 +139,7 @@ def _weights_of(
     engine: Any, *, exclude_frozen_parameters: bool, adapters: Sequence[str] | None = None
 ) -> _Weights:
     engine._check_open()
-    engine._away.check("saving weights", LP_PARAMS)
+    engine._offloader.check("saving weights", LP_PARAMS)
     module = engine.module
     names: dict[int, list[str]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
@@ -218,8 +218,10 @@ class _Agreed:
 
     def settle(self) -> None:
         """Raise :class:`CheckpointError` on every rank if rank 0 failed."""
-        forum = self._engine._watch.forum
-        run_on_all_ranks(forum, f"{self._call}() failed", "rank 0 writes weights", self._tell)
+        control_group = self._engine._watch.control_group
+        run_on_all_ranks(
+            control_group, f"{self._call}() failed", "rank 0 writes weights", self._tell
+        )
 
     def _tell(self) -> None:
         if self._failure is not None:

@@ -75,9 +75,9 @@ class StateOffloader:
                 for buffer in self._runtime.reducer.buffers:
                     buffer.move(Tier.HOST, room.copy_in)
                 continue
-            luggage = self._luggage[kind] = SwappedStorages()
+            swapped = self._luggage[kind] = SwappedStorages()
             for here in parts:
-                luggage.swap_out(here, room)
+                swapped.swap_out(here, room)
         self._guard_optimizer()
         del leaving, parts
         if self._device.type == "cuda" and not non_blocking:
@@ -88,8 +88,8 @@ class StateOffloader:
         """See :meth:`zeroshard.engine.engine.Engine.reload_states`."""
         if not self.kinds:
             return
-        for luggage in self._luggage.values():
-            luggage.swap_in()
+        for swapped in self._luggage.values():
+            swapped.swap_in()
         for buffer in self._runtime.reducer.buffers:
             buffer.move(Tier.DEVICE, self._to_device)
         for unit in self._runtime.units:

@@ -73,7 +73,7 @@ class NodeRun:
     env: Mapping[str, str] = field(default_factory=dict)  # added to the launcher's environment
     cpus: tuple[tuple[int, ...], ...] = ()  # of each local rank; empty: those of the launcher
     log_dir: Path | None = None
-    patience: ShutdownTimeouts = field(default_factory=ShutdownTimeouts)
+    timeouts: ShutdownTimeouts = field(default_factory=ShutdownTimeouts)
     verbose: bool = False
 
 
@@ -90,8 +90,8 @@ def _run_node(run: NodeRun, console: TextIO, scratch: Path) -> int:
     # a single rank keeps the terminal (progress bars, debuggers); lines of several must not mix
     outputs = sys.stdout.buffer if run.num_local * run.num_nodes > 1 else None
     streams = Streams(console.buffer, outputs, run.log_dir)
-    guardian = OrphanReaper()
-    watch = _Watch(run, streams, guardian)
+    reaper = OrphanReaper()
+    watch = _Watch(run, streams, reaper)
     try:
         with _quiet_torch(run.verbose), _signals(prompt=run.num_nodes > 1):
             _make_agent(run, watch, _Logs(scratch, streams, run.env)).run()
@@ -107,10 +107,10 @@ def _run_node(run: NodeRun, console: TextIO, scratch: Path) -> int:
             streams.finish(release=True)
             raise _start_error(run, error) from error
     finally:
-        guardian.dismiss()
+        reaper.dismiss()
     limit = memory.cgroup.limit_nbytes if memory.cgroup else None
     kernel = KernelCounters(read_oom_counters().since(before), limit, read_shm_nbytes())
-    interrupted = watch.herd.interrupted if watch.herd else None
+    interrupted = watch.supervisor.interrupted if watch.supervisor else None
     streams.finish(release=not any(d.exitcode for d in watch.deaths) and interrupted is None)
     deaths = [_with_words(death, streams, scratch) for death in watch.deaths]
     report = build_report(deaths, kernel, interrupted=interrupted)
@@ -121,31 +121,31 @@ def _run_node(run: NodeRun, console: TextIO, scratch: Path) -> int:
 class _Watch:
     """The herd of this node once it runs, with what is sampled while it lives."""
 
-    def __init__(self, run: NodeRun, streams: Streams, guardian: OrphanReaper) -> None:
-        self._guardian = guardian
+    def __init__(self, run: NodeRun, streams: Streams, reaper: OrphanReaper) -> None:
+        self._guardian = reaper
         self._run = run
         self._streams = streams
         self._peak_nbytes: dict[int, int] = {}
         self._next_sample_s = 0.0
         # What nohup made the launcher ignore stays ignored (torch's agent does not keep this).
         self._ignored = {n for n in _HANDLED if signal.getsignal(n) is signal.SIG_IGN}
-        self.herd: WorkerSupervisor | None = None
+        self.supervisor: WorkerSupervisor | None = None
 
     @property
     def started(self) -> bool:
-        return self.herd is not None
+        return self.supervisor is not None
 
     @property
     def deaths(self) -> list[RankExit]:
         """Deaths so far, in order, with the memory last seen of each rank."""
-        deaths = self.herd.deaths if self.herd else []
+        deaths = self.supervisor.deaths if self.supervisor else []
         return [replace(d, peak_rss_nbytes=self._peak_nbytes.get(d.rank)) for d in deaths]
 
     def start(self, processes: Mapping[int, Any]) -> None:
         """The ranks run: watch them, and take over the signals that torch's agent would act on."""
         self._guardian.watch(process.pid for process in processes.values())
         self._streams.start()
-        self.herd = WorkerSupervisor(processes, patience=self._run.patience)
+        self.supervisor = WorkerSupervisor(processes, timeouts=self._run.timeouts)
         if threading.current_thread() is threading.main_thread():
             for number in _HANDLED:
                 ignored = number in self._ignored
@@ -153,31 +153,31 @@ class _Watch:
 
     def tick(self) -> bool:
         """True when no rank is left."""
-        herd = self.herd
-        if herd is None:
+        supervisor = self.supervisor
+        if supervisor is None:
             return True
         now_s = time.monotonic()
         if now_s >= self._next_sample_s:
             self._next_sample_s = now_s + _RSS_EVERY_S
-            for rank, process in herd.alive.items():
+            for rank, process in supervisor.alive.items():
                 nbytes = read_rss_nbytes(process.pid)
                 if nbytes is not None:
                     self._peak_nbytes[rank] = nbytes
-        ended = herd.tick()
-        if herd.interrupted is not None or any(death.exitcode for death in herd.deaths):
+        ended = supervisor.tick()
+        if supervisor.interrupted is not None or any(death.exitcode for death in supervisor.deaths):
             self._streams.fail()
         return ended
 
     def stop_now(self, number: signal.Signals) -> None:
         """End all ranks: ask, wait, kill."""
-        if self.herd is not None:
-            self.herd.interrupt(number)
+        if self.supervisor is not None:
+            self.supervisor.interrupt(number)
             while not self.tick():
                 time.sleep(_TICK_S)
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        if self.herd is not None:
-            self.herd.interrupt(signal.Signals(number))
+        if self.supervisor is not None:
+            self.supervisor.interrupt(signal.Signals(number))
 
 
 class _Agent(LocalElasticAgent):

@@ -101,7 +101,7 @@ def _run_nodes(
         commands,
         ssh=ssh_words(request.ssh_port, extra),
         # a node's own launcher is given the time to end its ranks and to report
-        patience=ShutdownTimeouts(request.patience.grace_s + 5, request.patience.stop_s + 10),
+        timeouts=ShutdownTimeouts(request.timeouts.grace_s + 5, request.timeouts.stop_s + 10),
         console=console,
     )
 
@@ -169,7 +169,7 @@ def _run_here(request: LaunchRequest, here: RunHere, console: TextIO) -> int:
             env=env,
             cpus=() if shares is None else shares.cpus,
             log_dir=Path(request.each_rank_log) if request.each_rank_log else None,
-            patience=request.patience,
+            timeouts=request.timeouts,
             verbose=request.verbose,
         ),
         console,

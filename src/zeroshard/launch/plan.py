@@ -55,7 +55,7 @@ class LaunchRequest:
     save_pid: bool = False
     each_rank_log: str | None = None
     expect_memory_per_rank: str | None = None
-    patience: ShutdownTimeouts = field(default_factory=ShutdownTimeouts)
+    timeouts: ShutdownTimeouts = field(default_factory=ShutdownTimeouts)
     quiet: bool = False
     verbose: bool = False
     leash: bool = False  # another launcher holds our standard input
@@ -295,9 +295,9 @@ def passed_on(request: LaunchRequest) -> list[str]:
         words += ["--enable_each_rank_log", request.each_rank_log]
     if request.expect_memory_per_rank:
         words += ["--expect-memory-per-rank", request.expect_memory_per_rank]
-    if request.patience != ShutdownTimeouts():
-        words += ["--grace-s", str(request.patience.grace_s)]
-        words += ["--stop-s", str(request.patience.stop_s)]
+    if request.timeouts != ShutdownTimeouts():
+        words += ["--grace-s", str(request.timeouts.grace_s)]
+        words += ["--stop-s", str(request.timeouts.stop_s)]
     return words
 
 

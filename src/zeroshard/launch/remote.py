@@ -102,7 +102,7 @@ def run_nodes(
     commands: Sequence[NodeCommand],
     *,
     ssh: Sequence[str],
-    patience: ShutdownTimeouts,
+    timeouts: ShutdownTimeouts,
     console: TextIO,
 ) -> int:
     """Start all launchers and wait; gives the exit code of the first one that failed by itself."""
@@ -120,22 +120,22 @@ def run_nodes(
             raise LaunchError(
                 f"node {rank} ({command.host.name}): cannot execute {argv[0]!r}: {error.strerror}."
             ) from error
-    herd = WorkerSupervisor(processes, patience=patience, send=_send)
+    supervisor = WorkerSupervisor(processes, timeouts=timeouts, send=_send)
     handled = (signal.SIGINT, signal.SIGTERM)
 
     def on_signal(number: int, _: FrameType | None) -> None:
-        herd.interrupt(signal.Signals(number))
+        supervisor.interrupt(signal.Signals(number))
 
     before = [signal.signal(number, on_signal) for number in handled]
     try:
-        while not herd.tick():
+        while not supervisor.tick():
             time.sleep(_TICK_S)
     finally:
         for number, handler in zip(handled, before, strict=True):
             signal.signal(number, handler)
-    if herd.interrupted is not None:
-        return 128 + herd.interrupted
-    failed = [death for death in herd.deaths if death.exitcode != 0]
+    if supervisor.interrupted is not None:
+        return 128 + supervisor.interrupted
+    failed = [death for death in supervisor.deaths if death.exitcode != 0]
     for death in failed:
         if not death.stopped and death.exitcode != EXIT_SURVIVOR:
             name = commands[death.rank].host.name

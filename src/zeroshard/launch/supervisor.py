@@ -69,12 +69,12 @@ class WorkerSupervisor:
         self,
         processes: Mapping[int, WorkerProcess],
         *,
-        patience: ShutdownTimeouts,
+        timeouts: ShutdownTimeouts,
         send: Send = signal_group,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._alive = dict(processes)
-        self._patience = patience
+        self._patience = timeouts
         self._send = send
         self._clock = clock
         self._deadline_s = float("inf")

@@ -41,31 +41,39 @@ class AsyncUpdateWorker:
         )
 
     def update(
-        self, prepared: FusedUpdate, crossing: HostChunk, delivery: HostGradTransfer, groups: Groups
+        self,
+        prepared: FusedUpdate,
+        host_chunk: HostChunk,
+        transfer: HostGradTransfer,
+        groups: Groups,
     ) -> None:
         """Wait for the gradient and update the chunk, on this thread."""
-        delivery.wait()
-        if delivery.is_edited:
-            crossing.sync_edits_from_device()
-        if not delivery.is_skipped:
-            prepared.run(delivery.grad_C, delivery.factor, groups, threads=self._threads)
+        transfer.wait()
+        if transfer.is_edited:
+            host_chunk.sync_edits_from_device()
+        if not transfer.is_skipped:
+            prepared.run(transfer.grad_C, transfer.factor, groups, threads=self._threads)
 
     def submit(
-        self, prepared: FusedUpdate, crossing: HostChunk, delivery: HostGradTransfer, groups: Groups
+        self,
+        prepared: FusedUpdate,
+        host_chunk: HostChunk,
+        transfer: HostGradTransfer,
+        groups: Groups,
     ) -> ParamTransfer:
         """The same on the worker, with the options of ``groups`` as they are now. Calling the result
         waits for it and raises what it raised."""
         options = [{**group, "params": ()} for group in groups]
 
         def update() -> CopyHandle | None:
-            self.update(prepared, crossing, delivery, options)
-            return None if self.delayed else crossing.send_param(at_once=True)
+            self.update(prepared, host_chunk, transfer, options)
+            return None if self.delayed else host_chunk.send_param(at_once=True)
 
         future: Future[CopyHandle | None] = self._worker.submit(update)
 
         def sent() -> CopyHandle | None:
             arrival = future.result()
-            return crossing.send_param() if self.delayed else arrival
+            return host_chunk.send_param() if self.delayed else arrival
 
         return sent
 
@@ -80,13 +88,13 @@ class PendingUpdates:
     def __init__(self) -> None:
         self._chunks: list[tuple[HostChunk, ParamTransfer]] = []
 
-    def add(self, crossing: HostChunk, sent: ParamTransfer) -> None:
+    def add(self, host_chunk: HostChunk, sent: ParamTransfer) -> None:
         """One more chunk."""
-        self._chunks.append((crossing, sent))
+        self._chunks.append((host_chunk, sent))
 
     def wait(self) -> None:
         """Wait, so that the current stream may use the unit's own part. Raises what the worker did."""
         while self._chunks:
-            crossing, sent = self._chunks[0]
-            crossing.wait_for_param(sent())
+            host_chunk, sent = self._chunks[0]
+            host_chunk.wait_for_param(sent())
             del self._chunks[0]  # what failed fails again for the next who waits

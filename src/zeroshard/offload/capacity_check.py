@@ -100,7 +100,7 @@ micro_batches=1, reductions=1)
 
 def check_capacity(
     planned: Mapping[Key, int],
-    resting: OffloadPlan,
+    offload_plan: OffloadPlan,
     config: Config,
     comm: Comm,
     place: RankInfo,
@@ -125,7 +125,7 @@ def check_capacity(
         reductions=micro_batches if stage.shards_grads else 1,
     )
     if device.type != "cpu":  # masters are in the plan; gradients and parameters in passing are not
-        sizes = host_sizes(resting)
+        sizes = host_sizes(offload_plan)
         scratch_nbytes = sum(
             numel * dtype.itemsize for what, numel, dtype in sizes if what == "scratch"
         )

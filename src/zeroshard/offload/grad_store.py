@@ -45,19 +45,19 @@ class GradStore(Protocol):
 class DiskGradStore:
     """One unit's reduced gradient in a file.
 
-    Its memory exists while it is on its way: out until the write has ended and another gradient wants its
-    place in ``saves``, in from :meth:`fetch` to :meth:`forget`. ``nbytes`` are reserved; a wider sum than
-    was planned takes an extent of its own when it comes.
+    Its memory exists only during transfers: outward until the write has ended and another gradient
+    needs its place in ``writes``, inward from :meth:`prefetch` to :meth:`free`. ``nbytes`` are
+    reserved. A sum of a wider dtype than was planned gets another extent.
     """
 
     every_backward = True
 
     def __init__(
-        self, file: SwapFile, nbytes: int, saves: WritesInFlight, *, ledger: Ledger, name: str
+        self, file: SwapFile, nbytes: int, writes: WritesInFlight, *, ledger: Ledger, name: str
     ) -> None:
         self._file = file
         self._extent: Extent = file.reserve(nbytes)
-        self._saves = saves
+        self._writes = writes
         self._ledger = ledger
         self._name = name
         self._nbytes = 0  # of the gradient that rests here
@@ -76,7 +76,7 @@ class DiskGradStore:
         self._write = self._file.write(self._extent, values_S)
         self._values_S, self._nbytes, self._dtype = values_S, values_S.nbytes, values_S.dtype
         self._report()
-        self._saves.add(self)
+        self._writes.add(self)
 
     def finish(self) -> None:
         """Wait until it is in the file; the memory goes if nobody asked for it again."""

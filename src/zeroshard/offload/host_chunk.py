@@ -55,7 +55,7 @@ class HostChunk:
 
     def __init__(
         self,
-        bus: CopyStreams,
+        streams: CopyStreams,
         low_C: Tensor | None,
         *,
         grad_bytes: Tensor,
@@ -63,7 +63,7 @@ class HostChunk:
         numbers: Tensor,
         shares: bool,
     ) -> None:
-        self.streams = bus
+        self.streams = streams
         self.host_param_C = home_C
         self._device_param_C = low_C
         self._grad_bytes = grad_bytes
@@ -158,8 +158,8 @@ class HostGradStore:
         """See :class:`~zeroshard.zero.gradients.GradRest`."""
         self._before()
         self._like = values_R.new_empty(0)
-        for part, crossing in self._parts:
-            crossing.send_gradient(values_R[part])
+        for part, host_chunk in self._parts:
+            host_chunk.send_gradient(values_R[part])
 
     def prefetch(self) -> None:
         """Nothing: it is used where it is."""
@@ -168,8 +168,8 @@ class HostGradStore:
         """A copy on the device."""
         assert self._like is not None
         back_R = self._like.new_empty(self._numel)
-        for part, crossing in self._parts:
-            crossing.fetch_gradient(back_R[part])
+        for part, host_chunk in self._parts:
+            host_chunk.fetch_gradient(back_R[part])
         return back_R
 
     peek = acquire
@@ -186,9 +186,9 @@ class HostStaging:
     """
 
     def __init__(
-        self, bus: CopyStreams, take: Callable[[int, torch.dtype], Tensor], grad_itemsize: int
+        self, streams: CopyStreams, take: Callable[[int, torch.dtype], Tensor], grad_itemsize: int
     ) -> None:
-        self.streams = bus
+        self.streams = streams
         self.allocate = take
         self._grad_itemsize = grad_itemsize
         self._shared: dict[str, Tensor] = {}

@@ -111,14 +111,14 @@ def grad_itemsizes(
     return summed if many else 0, row.reduce.itemsize
 
 
-def check_device(resting: OffloadPlan, device: torch.device) -> None:
+def check_device(offload_plan: OffloadPlan, device: torch.device) -> None:
     """Raise :class:`UnsupportedError` where a GPU would hold masters of parameters that it does not."""
     if device.type == "cpu":
         return
-    for name in resting.rows:
-        spans = resting.spans_of(name)
+    for name in offload_plan.rows:
+        spans = offload_plan.spans_of(name)
         on_device = not spans or any(span.tier is Tier.DEVICE for span in spans)
-        if resting.tier_of(name) is not Tier.DEVICE and on_device:
+        if offload_plan.tier_of(name) is not Tier.DEVICE and on_device:
             raise UnsupportedError(
                 f"unit {name!r}: offload_param moves its parameters off the GPU, and its optimizer state "
                 "would stay there: every step would carry the parameters over the bus twice more. Set "
@@ -138,16 +138,16 @@ def shaped_state(probe: Probe, group: int) -> dict[str, torch.dtype]:
     return {name: dtype for name, dtype in kept.items() if dtype is not None}
 
 
-def grad_itemsize(resting: OffloadPlan) -> int:
+def grad_itemsize(offload_plan: OffloadPlan) -> int:
     """Bytes of the widest element in which a gradient can come; one that a program sets is in fp32."""
-    rows = resting.rows.values()
+    rows = offload_plan.rows.values()
     return max([4, *(d.itemsize for row in rows for d in (row.reduce, row.grad_accum))])
 
 
-def page_sizes(resting: OffloadPlan, found: Mapping[torch.dtype, Probe]) -> Iterator[int]:
+def page_sizes(offload_plan: OffloadPlan, found: Mapping[torch.dtype, Probe]) -> Iterator[int]:
     """The most bytes that each chunk on disk can need."""
-    for name, spans in resting.spans.items():
-        row = resting.rows[name]
+    for name, spans in offload_plan.spans.items():
+        row = offload_plan.rows[name]
         kept = [dtype for dtype in found[row.master].state.values() if dtype is not None]
         dtypes = [*kept, row.master] if row.has_master else kept
         for span in spans:
@@ -155,18 +155,18 @@ def page_sizes(resting: OffloadPlan, found: Mapping[torch.dtype, Probe]) -> Iter
                 yield page_nbytes(span.end - span.begin, dtypes)
 
 
-def host_sizes(resting: OffloadPlan) -> Iterator[tuple[str, int, torch.dtype]]:
+def host_sizes(offload_plan: OffloadPlan) -> Iterator[tuple[str, int, torch.dtype]]:
     """What lies in pinned memory on a GPU machine, by ledger category: masters, scratch of the bus."""
-    itemsize, widest = grad_itemsize(resting), {"grad": 0, "low": 0}
-    for name, spans in resting.spans.items():
-        row = resting.rows[name]
+    itemsize, widest = grad_itemsize(offload_plan), {"grad": 0, "low": 0}
+    for name, spans in offload_plan.spans.items():
+        row = offload_plan.rows[name]
         for span in spans:
             numel = span.end - span.begin
             if span.tier is Tier.DEVICE:
                 continue
             yield "scratch", 3, torch.float64
-            crossing = {"grad": numel * itemsize, "low": numel * row.param.itemsize}
-            for what, nbytes in crossing.items():
+            host_chunk = {"grad": numel * itemsize, "low": numel * row.param.itemsize}
+            for what, nbytes in host_chunk.items():
                 # On disk one buffer serves all, but a longer chunk than those before takes a new one.
                 if span.tier is Tier.HOST or nbytes > widest[what]:
                     yield "scratch", nbytes, torch.uint8

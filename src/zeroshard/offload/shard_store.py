@@ -87,11 +87,11 @@ class DiskShardStore:
     tier = Tier.DISK
 
     def __init__(
-        self, shard_S: Tensor, file: SwapFile, saves: WritesInFlight, *, ledger: Ledger, name: str
+        self, shard_S: Tensor, file: SwapFile, writes: WritesInFlight, *, ledger: Ledger, name: str
     ) -> None:
         self.shard_S = shard_S
         self._file = file
-        self._saves = saves
+        self._writes = writes
         self._ledger = ledger
         self._name = name
         self._extent: Extent = file.reserve(storage.flat_nbytes(shard_S))
@@ -141,7 +141,7 @@ class DiskShardStore:
         if self._write is not None:
             self._write.wait()
         self._write = self._file.write(self._extent, self.shard_S)
-        self._saves.add(self)
+        self._writes.add(self)
 
     def finish(self) -> None:
         """Wait until the values are in the file; the memory goes if nobody reads it."""

@@ -56,16 +56,16 @@ class Stores:
     """
 
     def __init__(
-        self, config: Config, ledger: Ledger, resting: OffloadPlan, device: torch.device
+        self, config: Config, ledger: Ledger, offload_plan: OffloadPlan, device: torch.device
     ) -> None:
         zero = config.zero_optimization
         self._ledger = ledger
-        self._saves, self._grad_saves = WritesInFlight(), WritesInFlight()
+        self._writes, self._grad_saves = WritesInFlight(), WritesInFlight()
         self._files: dict[str, SwapFile] = {}
         self._pager: Pager | None = None
         self._optimizer_path = zero.offload_optimizer.nvme_path if zero.offload_optimizer else None
         self._param_path = zero.offload_param.nvme_path if zero.offload_param else None
-        self._resting = resting
+        self._resting = offload_plan
         self._is_fake = isinstance(torch.empty(0), FakeTensor)
         self._device = device
         sections = {"optimizer": zero.offload_optimizer, "param": zero.offload_param}
@@ -74,8 +74,10 @@ class Stores:
             zero.offload_optimizer is not None and zero.offload_optimizer.delayed_update
         )
         self._arenas: list[HostArena] = []
-        self.bus: CopyStreams | None = None
-        if device.type == "cpu" and (resting.grads or Tier.DISK in resting.params.values()):
+        self.streams: CopyStreams | None = None
+        if device.type == "cpu" and (
+            offload_plan.grads or Tier.DISK in offload_plan.params.values()
+        ):
             return_large_blocks()  # shards and gradients come and go between activations
 
     def _file(self, path: str | None) -> SwapFile:
@@ -92,7 +94,7 @@ class Stores:
 
         def on_disk(shard_S: Tensor) -> ShardStore:
             rest = DiskShardStore(
-                shard_S, self._file(self._param_path), self._saves, ledger=self._ledger, name=unit
+                shard_S, self._file(self._param_path), self._writes, ledger=self._ledger, name=unit
             )
             rest.write()
             rest.finish()  # construction holds one shard at a time
@@ -141,8 +143,8 @@ class Stores:
         wanted = list(host_sizes(self._resting))
         if not wanted or self._is_fake:
             return None
-        self.bus = make_copy_streams(self._device, copies=self.is_delayed)
-        if self.bus is None:
+        self.streams = make_copy_streams(self._device, copies=self.is_delayed)
+        if self.streams is None:
             return None
         nbytes = dict.fromkeys(("master", "scratch"), 0)
         for category, numel, dtype in wanted:
@@ -150,7 +152,7 @@ class Stores:
         self._ledger.hold("scratch", "buffers of the bus", nbytes["scratch"], Tier.HOST)
         arena = HostArena(sum(nbytes.values()), self._pins["optimizer"])
         self._arenas.append(arena)
-        return HostStaging(self.bus, arena.take, grad_itemsize(self._resting))
+        return HostStaging(self.streams, arena.take, grad_itemsize(self._resting))
 
     @property
     def uses_disk(self) -> bool:
@@ -165,12 +167,12 @@ class Stores:
     @property
     def moved_nbytes(self) -> dict[str, int]:
         """Bytes counted since the engine was built: from and to disk, down from and up to the device."""
-        bus = self.bus or CopyStreams()
+        streams = self.streams or CopyStreams()
         return {
             "read_nbytes": sum(file.read_nbytes for file in self._files.values()),
             "written_nbytes": sum(file.written_nbytes for file in self._files.values()),
-            "down_nbytes": bus.down_nbytes,
-            "up_nbytes": bus.up_nbytes,
+            "down_nbytes": streams.down_nbytes,
+            "up_nbytes": streams.up_nbytes,
         }
 
     def close(self) -> None:

@@ -138,20 +138,20 @@ class Difference(NamedTuple):
     exact: bool
 
 
-def first_difference(witnesses: Iterable[RankStatus]) -> Difference | None:
+def first_difference(statuses: Iterable[RankStatus]) -> Difference | None:
     """The first collective that not all ranks called alike; None while histories agree.
 
     Not ``exact``: the histories differ already before everything that is still remembered.
     """
     # Ranks with the same newest record and the same hash have the same history: one speaks for all.
     alike: dict[tuple[int, int, int], tuple[dict[int, Record], list[int]]] = {}
-    for witness in witnesses:
-        records = witness.flight.records if witness.flight else ()
+    for status in statuses:
+        records = status.flight.records if status.flight else ()
         if records:
             key = (records[-1].seq, records[-1].history, len(records))
             if key not in alike:
                 alike[key] = ({r.seq: r for r in records}, [])
-            alike[key][1].append(witness.rank)
+            alike[key][1].append(status.rank)
     histories = list(alike.values())
     if len(histories) < 2:
         return None
@@ -176,7 +176,7 @@ def first_difference(witnesses: Iterable[RankStatus]) -> Difference | None:
 
 
 def diagnose(
-    witnesses: Sequence[RankStatus],
+    statuses: Sequence[RankStatus],
     limits: Limits,
     *,
     blocked_s: float,
@@ -187,20 +187,20 @@ def diagnose(
 
     ``blocked_s``: how long the asking rank waits.
     """
-    case = _Case(witnesses, limits, blocked_s, details, label)
-    difference = first_difference(witnesses)
+    case = _Case(statuses, limits, blocked_s, details, label)
+    difference = first_difference(statuses)
     if difference is not None:
         return case.divergence(difference)
-    for fate, verdict in (
+    for fate, diagnosis in (
         ("gone", case.lost),
         ("stopped", case.frozen),  # before those who left because of it
         ("left", case.lost),
         ("silent", case.frozen),
     ):
-        found = [w for w in witnesses if w.fate == fate]
+        found = [w for w in statuses if w.fate == fate]
         if found:
-            return verdict(found)
-    ring, late = _followed(witnesses, label)
+            return diagnosis(found)
+    ring, late = _followed(statuses, label)
     if late and any(_is_torch(w) for w in ring):  # what such a call waits for is only presumed
         return case.late(late)
     if ring:
@@ -209,7 +209,7 @@ def diagnose(
 
 
 def _followed(
-    witnesses: Sequence[RankStatus], label: str
+    statuses: Sequence[RankStatus], label: str
 ) -> tuple[list[RankStatus], list[RankStatus]]:
     """Who waits for whom, from those that wait in ``label`` on: a ring of them, and who is not blocked.
 
@@ -217,12 +217,12 @@ def _followed(
     """
     alike: dict[Wait, list[RankStatus]] = defaultdict(list)
     free: list[RankStatus] = []
-    for witness in witnesses:
-        wait = _blocked(witness, label)
+    for status in statuses:
+        wait = _blocked(status, label)
         if wait is None:
-            free.append(witness)
+            free.append(status)
         else:
-            alike[wait].append(witness)
+            alike[wait].append(status)
     late: dict[int, RankStatus] = {}
     edges: dict[Wait, set[Wait]] = {}
     open_ = [wait for wait in alike if wait.label == label] or list(alike)
@@ -250,19 +250,19 @@ def _followed(
     return sorted(parted, key=lambda w: w.rank), sorted(late.values(), key=lambda w: w.rank)
 
 
-def _owes(witness: RankStatus, wait: Wait, own: Wait | None, label: str) -> bool:
+def _owes(status: RankStatus, wait: Wait, own: Wait | None, label: str) -> bool:
     """Whether ``wait`` needs a call that this rank, blocked in ``own``, has not made yet."""
-    if wait.source not in (None, witness.rank) or wait == own:
+    if wait.source not in (None, status.rank) or wait == own:
         return False
     if wait.label == TORCH:
         return own is None or own.label != TORCH
-    flight = witness.flight
+    flight = status.flight
     known = flight.seq if flight is not None and wait.label == label else 0
-    return witness.reached.get(wait.label, known) < wait.seq
+    return status.reached.get(wait.label, known) < wait.seq
 
 
-def _is_torch(witness: RankStatus) -> bool:
-    return witness.wait is not None and witness.wait.label == TORCH
+def _is_torch(status: RankStatus) -> bool:
+    return status.wait is not None and status.wait.label == TORCH
 
 
 def _is_meeting(wait: Wait | None) -> bool:
@@ -270,17 +270,17 @@ def _is_meeting(wait: Wait | None) -> bool:
     return wait is not None and (wait.label in (TORCH, SET_UPS) or wait.label.endswith(MEETINGS))
 
 
-def _blocked(witness: RankStatus, label: str) -> Wait | None:
+def _blocked(status: RankStatus, label: str) -> Wait | None:
     """What a rank is blocked in: as it says, or as its log shows."""
-    flight = witness.flight
-    if witness.wait is not None or flight is None or not flight.waiting:
-        return witness.wait
-    return Wait(label, flight.waiting, _place(witness))
+    flight = status.flight
+    if status.wait is not None or flight is None or not flight.waiting:
+        return status.wait
+    return Wait(label, flight.waiting, _place(status))
 
 
 @dataclass(frozen=True)
 class _Case:
-    witnesses: Sequence[RankStatus]
+    statuses: Sequence[RankStatus]
     limits: Limits
     blocked_s: float
     details: str
@@ -288,7 +288,7 @@ class _Case:
 
     def divergence(self, found: Difference) -> Diagnosis:
         groups = found.calls
-        by_rank = {w.rank: w for w in self.witnesses}
+        by_rank = {w.rank: w for w in self.statuses}
         lines = []
         plain = len({(r.op, r.name) for r, _ in groups}) == len(groups)
         for record, ranks in groups[:2]:
@@ -309,7 +309,7 @@ class _Case:
             cause, fix = self._cause(found, by_rank)
         lines += [f"  {agreed}{cause}", f"  {fix}"]
         ranks = sorted(by_rank) if tied else odd
-        return self._verdict("RankDivergence", True, ranks, lines)
+        return self._diagnosis("RankDivergence", True, ranks, lines)
 
     def _cause(self, found: Difference, by_rank: Mapping[int, RankStatus]) -> tuple[str, str]:
         (first, many), (second, few) = found.calls[:2]
@@ -366,7 +366,7 @@ class _Case:
             "  Fix: make that call on every rank, not on one alone; all ranks have to give their part."
             + ended,
         ]
-        return self._verdict("RankDivergence", fatal, alone, lines)
+        return self._diagnosis("RankDivergence", fatal, alone, lines)
 
     def lost(self, lost: list[RankStatus]) -> Diagnosis:
         first = lost[0]
@@ -375,12 +375,12 @@ class _Case:
         if len(lost) > 1:
             lines.append(f"  also: {rank_ranges(w.rank for w in lost[1:])}")
         else:
-            lines += self._waits(w for w in self.witnesses if w not in lost)[:1]
+            lines += self._waits(w for w in self.statuses if w not in lost)[:1]
         lines.append(
             f"  The cause is in the output of {rank_ranges([first.rank])}; "
             "the others only lost their partner."
         )
-        return self._verdict("RankLost", True, [w.rank for w in lost], lines)
+        return self._diagnosis("RankLost", True, [w.rank for w in lost], lines)
 
     def frozen(self, frozen: list[RankStatus]) -> Diagnosis:
         # A little early, so that the run has ended when the limit is reached.
@@ -391,20 +391,20 @@ class _Case:
         ]
         if len(frozen) > 2:
             lines[-1] += f"; also {rank_ranges(w.rank for w in frozen[2:])}"
-        lines += self._waits(w for w in self.witnesses if w not in frozen)[:1]
+        lines += self._waits(w for w in self.statuses if w not in frozen)[:1]
         if not fatal:
             lines.append(f"  Not ended; limit {self.limits.frozen_s:.0f} s (trust.frozen_s).")
-        return self._verdict("RankFrozen", fatal, [w.rank for w in frozen], lines)
+        return self._diagnosis("RankFrozen", fatal, [w.rank for w in frozen], lines)
 
     def late(self, late: list[RankStatus]) -> Diagnosis:
-        waiting = [w for w in self.witnesses if w not in late]
+        waiting = [w for w in self.statuses if w not in late]
         sections = set(map(_section, late)) - {""} or set(map(_section, waiting)) - {""} or {""}
         section = max(sections, key=self.limits.late_s)
         limit = self.limits.late_s(section)
         fatal = self.blocked_s >= limit
         lines = self._waits(waiting)[:1]
-        for witness in late[:2]:
-            lines.append(f"  rank {witness.rank}: {_whereabouts(witness)}")
+        for status in late[:2]:
+            lines.append(f"  rank {status.rank}: {_whereabouts(status)}")
         if len(late) > 2:
             lines[-1] = cut(lines[-1], 160) + f"; also {rank_ranges(w.rank for w in late[2:])}"
         who = rank_ranges(w.rank for w in late)
@@ -417,24 +417,24 @@ class _Case:
                 else f"Every rank has to make this call. Not ended; limit {limit:g} s."
             )
         )
-        return self._verdict("RankLate", fatal, [w.rank for w in late], lines)
+        return self._diagnosis("RankLate", fatal, [w.rank for w in late], lines)
 
     def stuck(self) -> Diagnosis:
         fatal = self.blocked_s >= self.limits.stuck_s
-        lines = self._waits(self.witnesses)[:2]
+        lines = self._waits(self.statuses)[:2]
         lines.append("  Same calls everywhere: the link between the ranks is the cause.")
         if not fatal:
             lines.append(f"  Not ended; limit {self.limits.stuck_s:.0f} s.")
-        return self._verdict("TransportStuck", fatal, [w.rank for w in self.witnesses], lines)
+        return self._diagnosis("TransportStuck", fatal, [w.rank for w in self.statuses], lines)
 
-    def _waits(self, witnesses: Iterable[RankStatus]) -> list[str]:
+    def _waits(self, statuses: Iterable[RankStatus]) -> list[str]:
         """One line per group of ranks in the same place, the largest first."""
-        return [self._line(place, group) for place, group in self._places(witnesses)]
+        return [self._line(place, group) for place, group in self._places(statuses)]
 
-    def _places(self, witnesses: Iterable[RankStatus]) -> list[tuple[str, list[RankStatus]]]:
+    def _places(self, statuses: Iterable[RankStatus]) -> list[tuple[str, list[RankStatus]]]:
         groups: dict[str, list[RankStatus]] = defaultdict(list)
-        for witness in witnesses:
-            groups[_place(witness)].append(witness)
+        for status in statuses:
+            groups[_place(status)].append(status)
         return sorted(groups.items(), key=lambda g: (-len(g[1]), g[1][0].rank))
 
     def _line(self, place: str, group: Sequence[RankStatus]) -> str:
@@ -443,14 +443,16 @@ class _Case:
         doing = f" in {doing}" if doing and not place.endswith(f" {doing}") else ""
         return f"  {rank_ranges(w.rank for w in group)}: {place}{doing}{_at(group[0])}"
 
-    def _verdict(self, kind: str, fatal: bool, ranks: Iterable[int], lines: list[str]) -> Diagnosis:
-        steps = [w.flight.step for w in self.witnesses if w.flight]
+    def _diagnosis(
+        self, kind: str, fatal: bool, ranks: Iterable[int], lines: list[str]
+    ) -> Diagnosis:
+        steps = [w.flight.step for w in self.statuses if w.flight]
         when = f" at step {max(steps)}" if steps else ""
-        answered = sum(w.answered for w in self.witnesses)
+        answered = sum(w.answered for w in self.statuses)
         details = f"; details: {self.details}" if self.details else ""
         title = (
             f"{kind}{when} after {self.blocked_s:.0f} s "
-            f"({answered} of {len(self.witnesses)} ranks answered{details})"
+            f"({answered} of {len(self.statuses)} ranks answered{details})"
         )
         text = "\n".join(cut(line) for line in [title, *lines][:5])
         return Diagnosis(kind, fatal, tuple(sorted(ranks)), text)
@@ -477,17 +479,17 @@ def cut(line: str, columns: int = COLUMNS) -> str:
     return line if len(line) <= columns else line[: columns - 3] + "..."
 
 
-def _records(witness: RankStatus) -> tuple[Record, ...]:
-    return witness.flight.records if witness.flight else ()
+def _records(status: RankStatus) -> tuple[Record, ...]:
+    return status.flight.records if status.flight else ()
 
 
-def _waits_in(witness: RankStatus, seq: int) -> bool:
-    return witness.flight is not None and witness.flight.waiting == seq
+def _waits_in(status: RankStatus, seq: int) -> bool:
+    return status.flight is not None and status.flight.waiting == seq
 
 
-def _follows(witness: RankStatus, first: Record, then: Record, seq: int) -> bool:
+def _follows(status: RankStatus, first: Record, then: Record, seq: int) -> bool:
     """Whether this rank calls ``then`` after ``first``: from ``seq`` on, or in an earlier round."""
-    records = _records(witness)
+    records = _records(status)
     if any(r.seq > seq and r.call == then.call for r in records):
         return True
     return any(
@@ -495,8 +497,8 @@ def _follows(witness: RankStatus, first: Record, then: Record, seq: int) -> bool
     )
 
 
-def _place(witness: RankStatus) -> str:
-    flight, wait = witness.flight, witness.wait
+def _place(status: RankStatus) -> str:
+    flight, wait = status.flight, status.wait
     if wait is not None:
         return f"waiting in {wait.what}"
     if flight is None:
@@ -509,39 +511,39 @@ def _place(witness: RankStatus) -> str:
     return f"after {call_text(flight.records[-1])}"
 
 
-def _whereabouts(witness: RankStatus) -> str:
+def _whereabouts(status: RankStatus) -> str:
     """Where a rank is that others wait for."""
-    if witness.fate == "absent":
-        return witness.detail
-    if witness.wait is not None:
-        return f"{_place(witness)}{_at(witness)}"
-    section = f"section {_section(witness)}: " if _section(witness) else ""
-    doing = f"in {witness.phase}: " if witness.phase and not section else ""
-    return f"outside collectives, {section}{doing}{witness.stack or 'no stack'}"
+    if status.fate == "absent":
+        return status.detail
+    if status.wait is not None:
+        return f"{_place(status)}{_at(status)}"
+    section = f"section {_section(status)}: " if _section(status) else ""
+    doing = f"in {status.phase}: " if status.phase and not section else ""
+    return f"outside collectives, {section}{doing}{status.stack or 'no stack'}"
 
 
-def _doing(witness: RankStatus) -> str:
-    return witness.phase or _section(witness)
+def _doing(status: RankStatus) -> str:
+    return status.phase or _section(status)
 
 
-def _last(witness: RankStatus) -> str:
-    records = _records(witness)
+def _last(status: RankStatus) -> str:
+    records = _records(status)
     return f"; its last call was {call_text(records[-1])}" if records else ""
 
 
-def _section(witness: RankStatus) -> str:
-    if witness.flight is not None and witness.flight.section:
-        return witness.flight.section
-    return "setup" if witness.phase in SET_UP else ""
+def _section(status: RankStatus) -> str:
+    if status.flight is not None and status.flight.section:
+        return status.flight.section
+    return "setup" if status.phase in SET_UP else ""
 
 
-def _at(witness: RankStatus) -> str:
+def _at(status: RankStatus) -> str:
     """The program's line, and the one that called it."""
-    return f" ({' < '.join(witness.stack.split(' < ')[:2])})" if witness.stack else ""
+    return f" ({' < '.join(status.stack.split(' < ')[:2])})" if status.stack else ""
 
 
-def _host(witness: RankStatus) -> str:
-    return f" ({witness.host})" if witness.host else ""
+def _host(status: RankStatus) -> str:
+    return f" ({status.host})" if status.host else ""
 
 
 def _cap(text: str) -> str:

@@ -62,59 +62,66 @@ def init_distributed(
             "dist_init_required is False, but torch.distributed is not initialised. Call "
             "torch.distributed.init_process_group first, or leave the argument out."
         )
-    place = rank_info_of(mpi=auto_mpi_discovery)
+    rank_info = rank_info_of(mpi=auto_mpi_discovery)
     space = f"zs/{run_name().run}/{run_name().attempt}"
     if rank >= 0 and world_size > 0:
-        place = RankInfo(rank, world_size, place.local_rank, place.local_world_size, "arguments")
+        rank_info = RankInfo(
+            rank, world_size, rank_info.local_rank, rank_info.local_world_size, "arguments"
+        )
     if init_method is None:
-        check_master(place)
+        check_master(rank_info)
     store: Store
-    if init_method is None and place.launcher == "none":
+    if init_method is None and rank_info.launcher == "none":
         store = HashStore()
     else:
         method = init_method or (
             "env://" if _has_master() else f"tcp://{_master(distributed_port)}"
         )
-        store = _store(method, place, timeout)
+        store = _store(method, rank_info, timeout)
         if init_method is None:
             store = PrefixStore(space, store)
         await_all(
             cast("AgreeStore", PrefixStore("joining", store)),
-            place.rank,
-            place.world_size,
+            rank_info.rank,
+            rank_info.world_size,
             timeout_s=timeout.total_seconds(),
         )
     backend = dist_backend or default_backend()
     dist.init_process_group(
         backend,
         store=store,
-        rank=place.rank,
-        world_size=place.world_size,
+        rank=rank_info.rank,
+        world_size=rank_info.world_size,
         timeout=timeout,
     )
     watch_from_now_on(space)
-    if verbose and place.rank == 0:
-        print(f"zeroshard: {place.world_size} ranks over {backend} ({place.launcher})", flush=True)
-    return place
+    if verbose and rank_info.rank == 0:
+        print(
+            f"zeroshard: {rank_info.world_size} ranks over {backend} ({rank_info.launcher})",
+            flush=True,
+        )
+    return rank_info
 
 
-def _store(method: str, place: RankInfo, timeout: timedelta) -> Store:
+def _store(method: str, rank_info: RankInfo, timeout: timedelta) -> Store:
     """The store that the ranks meet through. Nobody waits here for ranks that serve no store."""
     url = urlparse(method)
     if url.scheme not in ("env", "tcp"):
-        store, _, _ = next(rendezvous(method, place.rank, place.world_size, timeout=timeout))
+        store, _, _ = next(
+            rendezvous(method, rank_info.rank, rank_info.world_size, timeout=timeout)
+        )
         return cast("Store", store)
     if url.scheme == "env":
         url = urlparse(f"tcp://{_master(0)}")
     host, port = url.hostname or "127.0.0.1", url.port or 0
-    serves = place.rank == 0 and not launcher_serves()
+    serves = rank_info.rank == 0 and not launcher_serves()
     if not serves:
         await_server(
-            host, port, place.rank, place.world_size,
+            host, port, rank_info.rank, rank_info.world_size,
             timeout_s=timeout.total_seconds(), server="" if launcher_serves() else "rank 0",
         )  # fmt: skip
     return TCPStore(
-        host, port, place.world_size, serves, timeout, wait_for_workers=False, multi_tenant=True
+        host, port, rank_info.world_size, serves, timeout, wait_for_workers=False, multi_tenant=True
     )
 
 

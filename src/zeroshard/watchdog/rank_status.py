@@ -89,7 +89,7 @@ class Peer:
 
     rank: int
     process: Process
-    box: str
+    recording: str
 
     def far(self) -> Peer:
         """The same rank, of which this host can see nothing."""
@@ -103,7 +103,7 @@ class Peer:
         """Whether it closed its engine, or its process ended, as far as this host can tell."""
         if not self.is_on(here):
             return False
-        return not Path(self.box).exists() or self.fate(here)[0] == "gone"
+        return not Path(self.recording).exists() or self.fate(here)[0] == "gone"
 
     def is_on(self, here: Process) -> bool:
         """Whether this host sees the rank's process and files."""
@@ -112,13 +112,13 @@ class Peer:
     @property
     def stack_file(self) -> Path:
         """Where its process writes its stacks when it stands still."""
-        return Path(self.box).with_name(f"{PRESENCE}.stack")
+        return Path(self.recording).with_name(f"{PRESENCE}.stack")
 
     def remove_files(self) -> None:
         """Remove its log, of which this host holds the path; with its presence the stack file too."""
-        if Path(self.box).name == PRESENCE:
+        if Path(self.recording).name == PRESENCE:
             remove_recording(self.stack_file)
-        remove_recording(Path(self.box))
+        remove_recording(Path(self.recording))
 
 
 def status_from_answer(peer: Peer, answer: Mapping[str, Any]) -> RankStatus:
@@ -148,7 +148,7 @@ def status_from_host(peer: Peer, here: Process, *, asked: bool = True) -> RankSt
     fate, detail = peer.fate(here)
     if fate == "runs" and peer.has_left(here):
         fate, detail = "left", "closed its engine"
-    flight = read_recording_file(Path(peer.box)) if fate != "unknown" else None
+    flight = read_recording_file(Path(peer.recording)) if fate != "unknown" else None
     stack = _dumped_stack(peer.stack_file) if fate != "unknown" else ""
     if fate == "unknown" or (fate == "runs" and asked):
         where = f" (in {stack})" if stack else ""
@@ -166,13 +166,13 @@ def status_from_host(peer: Peer, here: Process, *, asked: bool = True) -> RankSt
     )
 
 
-def without_connection(witness: RankStatus) -> RankStatus:
+def without_connection(status: RankStatus) -> RankStatus:
     """A connection to this rank broke: if it runs and does not wait, it dropped its end."""
-    if witness.fate == "silent":
-        return replace(witness, fate="gone", detail="its connection closed; it does not answer")
-    if witness.fate == "runs" and not (witness.flight and witness.flight.waiting):
-        return replace(witness, fate="left", detail="it closed its end of the connection")
-    return witness
+    if status.fate == "silent":
+        return replace(status, fate="gone", detail="its connection closed; it does not answer")
+    if status.fate == "runs" and not (status.flight and status.flight.waiting):
+        return replace(status, fate="left", detail="it closed its end of the connection")
+    return status
 
 
 def stack_line(thread: int) -> str:

@@ -39,13 +39,13 @@ class CommSession:
 
     Gathers and reductions are one object on gloo and have their own on NCCL, where collectives of
     one communicator run one after the other. They share one recorder: there is one order of calls.
-    ``forum`` is for facts that ranks tell each other while one of them may wait for a disk.
+    ``control_group`` is for facts that ranks tell each other while one of them may wait for a disk.
     """
 
     gathers: Comm
     reductions: Comm
-    track: SessionWatch | None = None
-    forum: ControlGroup = field(default_factory=ControlGroup)
+    session_watch: SessionWatch | None = None
+    control_group: ControlGroup = field(default_factory=ControlGroup)
     _pending: tuple[Tensor, torch.cuda.Event] | None = None
 
     @property
@@ -96,9 +96,9 @@ class CommSession:
         common = max(values, key=values.count)
         ranks = getattr(self.gathers, "ranks", range(len(values)))
         odd = [rank for rank, value in zip(ranks, values, strict=True) if value != common]
-        if self.track is None:
+        if self.session_watch is None:
             raise RankDivergence(divergence_text(odd))
-        raise self.track.settle(odd)
+        raise self.session_watch.settle(odd)
 
     def step(self, number: int) -> None:
         """A step begins: messages name it, and the time of the first report follows the pace."""
@@ -116,12 +116,12 @@ class CommSession:
 
     def readers(self) -> LoneReadCheck | None:
         """Who tells whether all ranks read together; None: nobody watches them. Every rank asks."""
-        return self.track.readers(self.recorder) if self.track is not None else None
+        return self.session_watch.readers(self.recorder) if self.session_watch is not None else None
 
     def close(self, reason: str = "") -> None:
         """End the watch, then the connections. ``reason``: the error that ends this engine."""
-        if self.track is not None:
-            self.track.close(reason)
+        if self.session_watch is not None:
+            self.session_watch.close(reason)
         if self.reductions is not self.gathers:
             self.reductions.close()
         self.gathers.close()
@@ -153,17 +153,17 @@ def open_session(
     group = group if group is not None else dist.group.WORLD
     assert group is not None  # _several
     ranks = tuple(dist.get_process_group_ranks(group))
-    sentinel = watchdog_of(ranks, settings, _run_space()) if settings.watchdog else None
-    if sentinel is not None:
-        sentinel.check()
+    watchdog = watchdog_of(ranks, settings, _run_space()) if settings.watchdog else None
+    if watchdog is not None:
+        watchdog.check()
     number, place = _store_namespace(ranks, dist.get_rank(group))
-    crew = _Setup(ranks, dist.get_rank(group), number, call, settings, sentinel)
-    with sentinel.set_up(number + 1, call, settings) if sentinel else contextlib.nullcontext():
+    crew = _Setup(ranks, dist.get_rank(group), number, call, settings, watchdog)
+    with watchdog.set_up(number + 1, call, settings) if watchdog else contextlib.nullcontext():
         try:
             return _open(crew, _agree(crew, place, plan), group, transport, device_type)
         except BaseException:
-            if sentinel is not None:
-                sentinel.release()
+            if watchdog is not None:
+                watchdog.release()
             raise
 
 
@@ -176,7 +176,7 @@ class _Setup:
     number: int
     call: str
     settings: WatchdogSettings
-    sentinel: Watchdog | None
+    watchdog: Watchdog | None
 
     @property
     def label(self) -> str:
@@ -186,22 +186,22 @@ class _Setup:
     @property
     def check(self) -> Callable[..., None]:
         """Raises the verdict that has ended the run, if there is one."""
-        return self.sentinel.check if self.sentinel is not None else lambda _missing=(): None
+        return self.watchdog.check if self.watchdog is not None else lambda _missing=(): None
 
 
 def _agree(crew: _Setup, place: Store, plan: Mapping[str, str]) -> dict[int, Peer]:
     """All ranks by global rank, when they have agreed on the plan."""
     limit_s = crew.settings.limit_s("setup")
-    box = str(crew.sentinel.folder / str(crew.number)) if crew.sentinel is not None else ""
-    place.set(f"card/{crew.me}", json.dumps([asdict(this_process()), box]))
+    recording = str(crew.watchdog.folder / str(crew.number)) if crew.watchdog is not None else ""
+    place.set(f"card/{crew.me}", json.dumps([asdict(this_process()), recording]))
     agree_plan(
         place, crew.me, len(crew.ranks), {"call": crew.call, **plan},
         timeout_s=limit_s, check=crew.check,
     )  # fmt: skip
     cards = [json.loads(place.get(f"card/{at}")) for at in range(len(crew.ranks))]
     return {
-        rank: Peer(rank, Process(**process), box)
-        for rank, (process, box) in zip(crew.ranks, cards, strict=True)
+        rank: Peer(rank, Process(**process), recording)
+        for rank, (process, recording) in zip(crew.ranks, cards, strict=True)
     }
 
 
@@ -214,16 +214,16 @@ def _open(
 ) -> CommSession:
     sweep_recordings()
     settings, rank, world_size = crew.settings, crew.ranks[crew.me], len(crew.ranks)
-    box = Path(peers[rank].box) if peers[rank].box else None
-    recorder = Recorder(box=box, ring=settings.ring, rank=rank, world_size=world_size)
+    recording = Path(peers[rank].recording) if peers[rank].recording else None
+    recorder = Recorder(recording=recording, ring=settings.ring, rank=rank, world_size=world_size)
     meetings = Recorder("meetings", ring=64, rank=rank, world_size=world_size)
-    track = None
-    if crew.sentinel is not None:
+    session_watch = None
+    if crew.watchdog is not None:
         parts = [
             calls_of(recorder, crew.label, settings, peers=peers),
             calls_of(meetings, crew.label + MEETINGS, settings, peers=peers, home=recorder),
         ]
-        track = SessionWatch(crew.sentinel, crew.label, settings, peers, parts)
+        session_watch = SessionWatch(crew.watchdog, crew.label, settings, peers, parts)
     engine = crew.call == "initialize"
     comms: list[Comm] = []
     try:
@@ -234,26 +234,26 @@ def _open(
                 group=group,
                 purpose=purpose,
                 device_type=device_type,
-                guard=track,
+                guard=session_watch,
                 timeout_s=settings.collective_timeout_s + 60,
                 check=crew.check,
             )
             comms.append(comm)
             if comm.transport != "nccl":
                 break
-        forum = _control_group(crew, peers, meetings) if engine else ControlGroup()
+        control_group = _control_group(crew, peers, meetings) if engine else ControlGroup()
     except BaseException as error:
         for comm in comms:
             comm.close()
         recorder.close()
-        if track is not None:
-            track.close(f"{type(error).__name__}: {first_line(error)}")
+        if session_watch is not None:
+            session_watch.close(f"{type(error).__name__}: {first_line(error)}")
         raise
-    watch = CommSession(comms[0], comms[-1], track, forum)
-    if track is not None:
+    watch = CommSession(comms[0], comms[-1], session_watch, control_group)
+    if session_watch is not None:
         if comms[0].transport == "nccl":
             recorder.watch_device()
-        track.start(*(comm.abort for comm in comms if hasattr(comm, "abort")))
+        session_watch.start(*(comm.abort for comm in comms if hasattr(comm, "abort")))
     return watch
 
 

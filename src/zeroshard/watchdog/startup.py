@@ -49,17 +49,17 @@ def watchdog_of(ranks: tuple[int, ...], trust: WatchdogSettings, space: str) -> 
     sockets = {fd: what for fd, what in open_sockets().items() if before.get(fd) != what}
     group = weakref.ref(store)
     run = "-".join(space.split("/")[1:2]) or "run"
-    _RUNNING[ranks] = sentinel = Watchdog(
+    _RUNNING[ranks] = watchdog = Watchdog(
         cast("Store", PrefixStore(watchdog_namespace(ranks, space), client)),
         rank=rank,
         ranks=ranks,
-        box=recording_dir(f"{run}-{secrets.token_hex(4)}") / PRESENCE,
+        recording=recording_dir(f"{run}-{secrets.token_hex(4)}") / PRESENCE,
         trust=trust,
         store_rank=_store_rank(store),
         over=lambda: group() is None or not dist.is_initialized(),
         hung_up=functools.partial(hung_up, sockets, port),
     )
-    return sentinel
+    return watchdog
 
 
 def watch_from_now_on(space: str) -> None:
@@ -136,14 +136,14 @@ class Waiting:
         if waited_s < min(self._due_s, self._trust.collective_timeout_s):
             return
         self._due_s = max(2 * self._due_s, waited_s + 60.0)
-        verdict = self._verdict(missing, waited_s, what)
-        if verdict.fatal:
-            raise error_of(verdict)
+        diagnosis = self._diagnosis(missing, waited_s, what)
+        if diagnosis.fatal:
+            raise error_of(diagnosis)
         reporter = self._reporter
         if self._rank == (min(set(self._ranks) - set(missing)) if reporter is None else reporter):
-            print(verdict.text, file=sys.stderr, flush=True)
+            print(diagnosis.text, file=sys.stderr, flush=True)
 
-    def _verdict(self, missing: Sequence[int], waited_s: float, what: str) -> Diagnosis:
+    def _diagnosis(self, missing: Sequence[int], waited_s: float, what: str) -> Diagnosis:
         here = Wait("joining", 1, what)
         line = stack_line(self._main)
         absent = "has not come to init_distributed. Look at its output"

@@ -76,7 +76,7 @@ _IDLE = "runs nothing of ZeroShard now; its engine and its models are closed. Lo
 class _State:
     """What the thread and the main thread share."""
 
-    verdict: Diagnosis | None = None
+    diagnosis: Diagnosis | None = None
     ready: threading.Event = field(default_factory=threading.Event)
     delivered: threading.Event = field(default_factory=threading.Event)
     kick: threading.Event = field(default_factory=threading.Event)
@@ -86,10 +86,10 @@ class _State:
 class Watchdog:
     """Watches ``ranks`` (global), of which this process is ``rank``.
 
-    ``store`` is a client of its own with a key space that these ranks share. ``box``: where the file
-    lies that says that this process is there; the logs of what it follows lie beside it. ``store_rank``
-    is the rank whose process serves the store; None: none does. ``over()`` says that the process group
-    is gone, and with it all that could be watched.
+    ``store``: a separate client, with a key space that these ranks share. ``recording``: path of the
+    file that says that this process is alive; the flight recorders of its sessions lie beside it.
+    ``store_rank``: the rank whose process serves the store, or None. ``over()``: has the process group
+    gone, and with it all that could be watched?
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Watchdog:
         *,
         rank: int,
         ranks: Sequence[int],
-        box: Path,
+        recording: Path,
         trust: WatchdogSettings,
         store_rank: int | None = None,
         over: Callable[[], bool] = lambda: False,
@@ -124,8 +124,10 @@ class Watchdog:
         self._elected_at_s: float | None = None
         self._deadline_s: float | None = None
         self._told = False
-        self._presence = Recorder("process", ring=2, box=box, rank=rank, world_size=len(ranks))
-        self._peers = {rank: Peer(rank, self._here, str(box))}
+        self._presence = Recorder(
+            "process", ring=2, recording=recording, rank=rank, world_size=len(ranks)
+        )
+        self._peers = {rank: Peer(rank, self._here, str(recording))}
         self._idle: set[int] = set()
         self._channel = StoreClient(store, name=f"zeroshard-side-{rank}")
         # One that is forgotten instead of closed must not leave threads or files either.
@@ -149,7 +151,7 @@ class Watchdog:
     @property
     def folder(self) -> Path:
         """Where this process keeps its logs."""
-        return Path(self._peers[self._rank].box).parent
+        return Path(self._peers[self._rank].recording).parent
 
     @property
     def usable(self) -> bool:
@@ -171,28 +173,28 @@ class Watchdog:
         with self._set_ups.begin(number, what):
             yield
 
-    def follow(self, track: SessionWatch) -> None:
-        """Watch what ``track`` consists of too, from now on."""
-        if self._frozen is None and track.trust.stacks:
+    def follow(self, session_watch: SessionWatch) -> None:
+        """Watch what ``session_watch`` consists of too, from now on."""
+        if self._frozen is None and session_watch.trust.stacks:
             self._frozen = FrozenStack(self._peers[self._rank].stack_file)
             weakref.finalize(self, self._frozen.close)
-        self._tracks.add(track)
+        self._tracks.add(session_watch)
         self._rearm()
 
-    def leave(self, track: SessionWatch, reason: str) -> None:
+    def leave(self, session_watch: SessionWatch, reason: str) -> None:
         """Watch it no more; others that still wait for it learn that and why it was closed."""
-        if track not in self._tracks:
+        if session_watch not in self._tracks:
             return
-        self._tracks.discard(track)
+        self._tracks.discard(session_watch)
         words = reason or "closed its engine"
-        labels = [part.label for part in track.parts]
+        labels = [part.label for part in session_watch.parts]
         self._left.update(dict.fromkeys(labels, words))
         if not self._state.stop.is_set() and self._may_call():
             with contextlib.suppress(StoreLost):
                 for label in labels:
                     key = f"left/{label}/{self._rank}"
                     self._call(functools.partial(_set, key, words), timeout_s=2.0)
-        _clean_up(track.peers, self._rank, self._here)
+        _clean_up(session_watch.peers, self._rank, self._here)
 
     def release(self) -> None:
         """End it, unless something is watched."""
@@ -201,10 +203,10 @@ class Watchdog:
 
     def check(self, _missing: Sequence[int] = ()) -> None:
         """Raise the verdict that has ended the run, if there is one."""
-        verdict = self._state.verdict
-        if verdict is not None:
+        diagnosis = self._state.diagnosis
+        if diagnosis is not None:
             self._linger()
-            raise error_of(verdict)
+            raise error_of(diagnosis)
 
     def position(self, words: bool) -> Position:
         """How far this rank has come. ``words``: with its last calls, and where its program is."""
@@ -235,15 +237,15 @@ class Watchdog:
             return detail if fate == "gone" else reason
         return self._look(f"left/{label}/{rank}") or ""
 
-    def explain(self, track: TrackedCalls, peers: Sequence[int]) -> Exception | None:
+    def explain(self, session_watch: TrackedCalls, peers: Sequence[int]) -> Exception | None:
         """What broke the connection to one of ``peers`` (global ranks); None: nobody can tell."""
         if len(peers) == 1:
-            track.suspects.update(peers)
-        return self._ask(track)
+            session_watch.suspects.update(peers)
+        return self._ask(session_watch)
 
-    def settle(self, track: TrackedCalls) -> Exception | None:
+    def settle(self, session_watch: TrackedCalls) -> Exception | None:
         """Why histories differ, as a hash exchange found."""
-        return self._ask(track)
+        return self._ask(session_watch)
 
     def close(self, reason: str | None = None) -> None:
         """End the threads. ``reason``: this process ends, "" without an exception; None: it goes on."""
@@ -263,17 +265,17 @@ class Watchdog:
         if self._frozen is not None:
             self._frozen.close()
         self._presence.close()
-        for track in list(self._tracks):
-            _clean_up(track.peers, self._rank, self._here)
+        for session_watch in list(self._tracks):
+            _clean_up(session_watch.peers, self._rank, self._here)
         _clean_up(self._peers, self._rank, self._here)
 
-    def _ask(self, track: TrackedCalls) -> Exception | None:
+    def _ask(self, session_watch: TrackedCalls) -> Exception | None:
         state = self._state
-        track.doubt = True
+        session_watch.doubt = True
         state.kick.set()
-        if self._thread.is_alive() and state.ready.wait(_EXPLAIN_S) and state.verdict is not None:
+        if self._thread.is_alive() and state.ready.wait(_EXPLAIN_S) and state.diagnosis is not None:
             self._linger()
-            return error_of(state.verdict)
+            return error_of(state.diagnosis)
         return None
 
     def _linger(self) -> None:
@@ -296,7 +298,7 @@ class Watchdog:
         """Seconds until the next look."""
         tracks = list(self._tracks)
         idle = not tracks and self._set_ups_wait() is None
-        own = min([self._trust.tick_s, *(track.trust.tick_s for track in tracks)])
+        own = min([self._trust.tick_s, *(session_watch.trust.tick_s for session_watch in tracks)])
         return min(own, _IDLE_TICK_S) if idle else own
 
     def _set_ups_wait(self) -> object:
@@ -308,17 +310,17 @@ class Watchdog:
         if self._over():
             self.close()
             return
-        if self._state.verdict is not None:
+        if self._state.diagnosis is not None:
             self._enforce(now_s)
             return
         due: TrackedCalls | None = None
-        for track in self._followed():
-            track.note()
-            wait = track.wait()
+        for session_watch in self._followed():
+            session_watch.note()
+            wait = session_watch.wait()
             if wait is None:
-                track.report_due_s = 0.0
-            if track.clock.observe(now_s, wait) or track.doubt:
-                due = track if due is None or track.doubt else due
+                session_watch.report_due_s = 0.0
+            if session_watch.clock.observe(now_s, wait) or session_watch.doubt:
+                due = session_watch if due is None or session_watch.doubt else due
         alone = False
         try:
             for followed in list(self._tracks):
@@ -330,11 +332,11 @@ class Watchdog:
                 alone = not self._inquire(asked + 1, due)
         except StoreLost:
             alone = due is not None
-        if alone and due is not None and self._state.verdict is None:
+        if alone and due is not None and self._state.diagnosis is None:
             self._judge_alone(due)
 
     def _followed(self) -> list[TrackedCalls]:
-        tracks = [part for track in list(self._tracks) for part in track.parts]
+        tracks = [part for session_watch in list(self._tracks) for part in session_watch.parts]
         return [*tracks, *self._always]
 
     def _call(self, operation: Callable[[Store], Any], timeout_s: float = 5.0) -> Any:
@@ -356,7 +358,7 @@ class Watchdog:
 
     def _post_card(self, state: str, reason: str = "") -> None:
         card = {"state": state, "reason": reason, "process": asdict(self._here)}
-        text = json.dumps({**card, "box": self._peers[self._rank].box})
+        text = json.dumps({**card, "box": self._peers[self._rank].recording})
         self._call(lambda s: s.set(f"card/{self._rank}", text), timeout_s=2.0)
 
     def _read_card(self, rank: int) -> tuple[Peer | None, str, str]:
@@ -367,7 +369,7 @@ class Watchdog:
         card = json.loads(text)
         peer = Peer(rank, Process(**card["process"]), card["box"])
         # What is there and cannot be seen is in another container: as good as far away.
-        if card["state"] == "on" and not Path(peer.box).exists():
+        if card["state"] == "on" and not Path(peer.recording).exists():
             card = json.loads(self._look(f"card/{rank}") or text)
             peer = (
                 peer if card["state"] != "on" or peer.fate(self._here)[0] == "gone" else peer.far()
@@ -379,8 +381,8 @@ class Watchdog:
     def _answer(self, asked: int) -> None:
         """Say what this rank does, then wait for what the asker makes of it."""
         label = self._look(f"label/{asked}") or ""
-        track = next((t for t in self._followed() if t.label == label), None)
-        text = json.dumps(self._own_answer(label, track))
+        session_watch = next((t for t in self._followed() if t.label == label), None)
+        text = json.dumps(self._own_answer(label, session_watch))
         self._call(lambda s: s.set(f"answer/{asked}/{self._rank}", text))
         self._answered = asked
         self._elected_at_s = None
@@ -388,17 +390,17 @@ class Watchdog:
         while time.monotonic() < until and not self._state.stop.is_set():
             found = self._call(lambda s: read_verdict(s, asked, self._since))
             if found is not None:
-                verdict, reported = found
-                if reported and track is not None:
-                    track.report_due_s = track.next_report_s()
-                if verdict.fatal:
-                    self._adopt(verdict)
-                elif track is not None:
-                    track.doubt = False
+                diagnosis, reported = found
+                if reported and session_watch is not None:
+                    session_watch.report_due_s = session_watch.next_report_s()
+                if diagnosis.fatal:
+                    self._adopt(diagnosis)
+                elif session_watch is not None:
+                    session_watch.doubt = False
                 return
             time.sleep(_POLL_S)
 
-    def _inquire(self, number: int, track: TrackedCalls) -> bool:
+    def _inquire(self, number: int, session_watch: TrackedCalls) -> bool:
         """Ask all ranks, judge, publish. False: somebody was elected for it and does not act."""
         if self._call(lambda s: s.add(f"elect/{number}", 1)) != 1:
             now_s = time.monotonic()
@@ -406,19 +408,19 @@ class Watchdog:
             return now_s - self._elected_at_s < 5 * self._trust.tick_s
         self._elected_at_s = None
         self._answered = number
-        self._call(lambda s: s.set(f"label/{number}", track.label))
+        self._call(lambda s: s.set(f"label/{number}", session_watch.label))
         self._call(lambda s: s.add("asked", 1))
-        verdict, witnesses = self._judged(track, self._collect(number, track))
-        reported = self._publish_locally(track, verdict, witnesses)
-        text = json.dumps({"number": number, "verdict": asdict(verdict), "reported": reported})
-        self._call(lambda s: write_verdict(s, number, text, verdict.fatal))
-        if verdict.fatal:
-            self._adopt(verdict)
+        diagnosis, statuses = self._judged(session_watch, self._collect(number, session_watch))
+        reported = self._publish_locally(session_watch, diagnosis, statuses)
+        text = json.dumps({"number": number, "verdict": asdict(diagnosis), "reported": reported})
+        self._call(lambda s: write_verdict(s, number, text, diagnosis.fatal))
+        if diagnosis.fatal:
+            self._adopt(diagnosis)
         return True
 
-    def _collect(self, number: int, track: TrackedCalls) -> list[RankStatus]:
+    def _collect(self, number: int, session_watch: TrackedCalls) -> list[RankStatus]:
         """The answers to question ``number``; of ranks that cannot answer, what this host knows."""
-        own = self._own_answer(track.label, track)
+        own = self._own_answer(session_watch.label, session_watch)
         found = {self._rank: status_from_answer(self._peers[self._rank], own)}
         until = time.monotonic() + 5 * self._trust.tick_s
         while True:
@@ -429,105 +431,115 @@ class Watchdog:
                 text = self._look(f"answer/{number}/{rank}")
                 if text is not None:
                     answer = json.loads(text)
-                    track.suspects.update(answer["suspects"])
-                    found[rank] = status_from_answer(self._known(rank, track), answer)
+                    session_watch.suspects.update(answer["suspects"])
+                    found[rank] = status_from_answer(self._known(rank, session_watch), answer)
                     continue
-                witness = self._unanswered(rank, track)
-                if over or witness.fate not in ("runs", "silent"):
-                    found[rank] = witness
+                status = self._unanswered(rank, session_watch)
+                if over or status.fate not in ("runs", "silent"):
+                    found[rank] = status
             if len(found) == len(self._ranks) or over:
                 return [found[rank] for rank in sorted(found)]
             time.sleep(_POLL_S)
 
-    def _unanswered(self, rank: int, track: TrackedCalls) -> RankStatus:
+    def _unanswered(self, rank: int, session_watch: TrackedCalls) -> RankStatus:
         """What is known of a rank that has not answered."""
         base, state, reason = self._read_card(rank)
         if base is None:
             return RankStatus(rank, None, fate="absent", detail=_NOT_HERE, answered=False)
-        if state == "idle" and rank not in track.peers and base.fate(self._here)[0] != "gone":
+        if (
+            state == "idle"
+            and rank not in session_watch.peers
+            and base.fate(self._here)[0] != "gone"
+        ):
             return RankStatus(rank, None, fate="absent", detail=_IDLE, answered=False)
-        witness = status_from_host(self._known(rank, track), self._here)
-        why = self._look(f"left/{track.label}/{rank}") or (reason if state == "left" else None)
-        if why is not None and witness.fate != "stopped":
-            gone = witness.fate == "gone" and state != "left"
-            witness = replace(witness, fate="gone" if gone else "left", detail=f"left: {why}")
-        return witness
+        status = status_from_host(self._known(rank, session_watch), self._here)
+        why = self._look(f"left/{session_watch.label}/{rank}") or (
+            reason if state == "left" else None
+        )
+        if why is not None and status.fate != "stopped":
+            gone = status.fate == "gone" and state != "left"
+            status = replace(status, fate="gone" if gone else "left", detail=f"left: {why}")
+        return status
 
-    def _known(self, rank: int, track: TrackedCalls) -> Peer:
-        """The rank's process and where its log of ``track`` lies."""
-        peer = track.peers.get(rank) or self._peers.get(rank)
+    def _known(self, rank: int, session_watch: TrackedCalls) -> Peer:
+        """The rank's process and where its log of ``session_watch`` lies."""
+        peer = session_watch.peers.get(rank) or self._peers.get(rank)
         return peer or Peer(rank, Process("", "", 0, ""), "")
 
     def _look(self, key: str) -> str | None:
         return cast("str | None", self._call(lambda s: look(s, key)))
 
-    def _judge_alone(self, track: TrackedCalls) -> None:
+    def _judge_alone(self, session_watch: TrackedCalls) -> None:
         """The store is of no use: judge by what this host shows."""
-        seen = [status_from_answer(self._peers[self._rank], self._own_answer(track.label, track))]
+        seen = [
+            status_from_answer(
+                self._peers[self._rank], self._own_answer(session_watch.label, session_watch)
+            )
+        ]
         for rank in self._ranks:
-            if rank != self._rank and (rank in track.peers or rank in self._peers):
-                peer = self._known(rank, track)
+            if rank != self._rank and (rank in session_watch.peers or rank in self._peers):
+                peer = self._known(rank, session_watch)
                 seen.append(status_from_host(peer, self._here, asked=False))
-        verdict, witnesses = self._judged(track, sorted(seen, key=lambda w: w.rank))
-        self._publish_locally(track, verdict, witnesses)
-        if verdict.fatal:
-            self._adopt(verdict)
+        diagnosis, statuses = self._judged(session_watch, sorted(seen, key=lambda w: w.rank))
+        self._publish_locally(session_watch, diagnosis, statuses)
+        if diagnosis.fatal:
+            self._adopt(diagnosis)
 
     def _judged(
-        self, track: TrackedCalls, witnesses: list[RankStatus]
+        self, session_watch: TrackedCalls, statuses: list[RankStatus]
     ) -> tuple[Diagnosis, list[RankStatus]]:
-        suspects = track.suspects
-        witnesses = [without_connection(w) if w.rank in suspects else w for w in witnesses]
-        limits = track.trust.limits(track.step_s())
-        same = [w.blocked_s for w in witnesses if w.wait and w.wait.label == track.label]
-        blocked_s = max([track.clock.blocked_s, *same])
-        verdict = diagnose(
-            witnesses,
+        suspects = session_watch.suspects
+        statuses = [without_connection(w) if w.rank in suspects else w for w in statuses]
+        limits = session_watch.trust.limits(session_watch.step_s())
+        same = [w.blocked_s for w in statuses if w.wait and w.wait.label == session_watch.label]
+        blocked_s = max([session_watch.clock.blocked_s, *same])
+        diagnosis = diagnose(
+            statuses,
             limits,
             blocked_s=blocked_s,
-            details=str(self._dump_path(witnesses)),
-            label=track.label,
+            details=str(self._dump_path(statuses)),
+            label=session_watch.label,
         )
-        track.doubt = False
+        session_watch.doubt = False
         # A broken connection does not heal.
-        return replace(verdict, fatal=verdict.fatal or bool(suspects)), witnesses
+        return replace(diagnosis, fatal=diagnosis.fatal or bool(suspects)), statuses
 
     def _publish_locally(
-        self, track: TrackedCalls, verdict: Diagnosis, witnesses: list[RankStatus]
+        self, session_watch: TrackedCalls, diagnosis: Diagnosis, statuses: list[RankStatus]
     ) -> bool:
         """Print what does not end the run, when it is time; keep the full evidence in a file."""
-        due = max(track.report_due_s, track.first_report_s())
-        if not verdict.fatal and track.clock.blocked_s < due:
+        due = max(session_watch.report_due_s, session_watch.first_report_s())
+        if not diagnosis.fatal and session_watch.clock.blocked_s < due:
             return False
-        self._dump(verdict, witnesses)
-        if not verdict.fatal:
-            track.report_due_s = track.next_report_s()
-            print(verdict.text, file=sys.stderr, flush=True)
+        self._dump(diagnosis, statuses)
+        if not diagnosis.fatal:
+            session_watch.report_due_s = session_watch.next_report_s()
+            print(diagnosis.text, file=sys.stderr, flush=True)
         return True
 
-    def _dump_path(self, witnesses: Sequence[RankStatus]) -> Path:
+    def _dump_path(self, statuses: Sequence[RankStatus]) -> Path:
         root = self._trust.dump_dir or str(Path(tempfile.gettempdir()) / "zeroshard")
-        step = max((w.flight.step for w in witnesses if w.flight), default=0)
+        step = max((w.flight.step for w in statuses if w.flight), default=0)
         return Path(root) / f"hang-{step}-{self._here.pid}.json"
 
-    def _dump(self, verdict: Diagnosis, witnesses: list[RankStatus]) -> None:
+    def _dump(self, diagnosis: Diagnosis, statuses: list[RankStatus]) -> None:
         """The whole evidence beside the five lines: every rank's records and stacks."""
-        path = self._dump_path(witnesses)
-        evidence = {"verdict": asdict(verdict), "witnesses": [asdict(w) for w in witnesses]}
+        path = self._dump_path(statuses)
+        evidence = {"verdict": asdict(diagnosis), "witnesses": [asdict(w) for w in statuses]}
         with contextlib.suppress(OSError):  # a full disk must not hide the verdict
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(evidence, indent=1))
 
-    def _own_answer(self, label: str, track: TrackedCalls | None) -> dict[str, Any]:
+    def _own_answer(self, label: str, session_watch: TrackedCalls | None) -> dict[str, Any]:
         followed = self._followed()
         waits = [wait for part in followed if (wait := part.wait()) is not None]
         keep = max(32, 4096 // len(self._ranks))
-        flight = track.flight() if track is not None else None
+        flight = session_watch.flight() if session_watch is not None else None
         return {
             "flight": flight and flight._replace(records=flight.records[-keep:]),
             "left": self._left.get(label),
             "blocked_s": max(part.clock.blocked_s for part in followed),
-            "suspects": sorted(track.suspects) if track is not None else [],
+            "suspects": sorted(session_watch.suspects) if session_watch is not None else [],
             "stack": stack_line(self._main) if self._trust.stacks else "",
             "stacks": stacks() if self._trust.stacks else "",
             "phase": phase(self._main),
@@ -535,19 +547,19 @@ class Watchdog:
             "reached": {part.label: part.reached() for part in followed if part.label != TORCH},
         }
 
-    def _adopt(self, verdict: Diagnosis) -> None:
+    def _adopt(self, diagnosis: Diagnosis) -> None:
         """A fatal verdict: tell the main thread, and wake it where it waits."""
         state = self._state
-        if state.verdict is not None:
+        if state.diagnosis is not None:
             return
-        state.verdict = verdict
+        state.diagnosis = diagnosis
         self._deadline_s = time.monotonic() + self._trust.grace_s
         with contextlib.suppress(StoreLost):
             self._call(lambda s: s.add("read", 1), timeout_s=1.0)
         state.ready.set()
         self._told = call_of_torch(self._main) is not None  # nothing wakes it there
         if self._told:
-            print(verdict.text, file=sys.stderr, flush=True)
+            print(diagnosis.text, file=sys.stderr, flush=True)
         for part in self._followed():
             for wake in part.wakers:
                 with contextlib.suppress(Exception):
@@ -555,15 +567,15 @@ class Watchdog:
 
     def _enforce(self, now_s: float) -> None:
         """A main thread that does not come to hear the verdict is ended with its process."""
-        verdict, deadline_s = self._state.verdict, self._deadline_s
-        if verdict is None or deadline_s is None or self._state.delivered.is_set():
+        diagnosis, deadline_s = self._state.diagnosis, self._deadline_s
+        if diagnosis is None or deadline_s is None or self._state.delivered.is_set():
             return
         if now_s > deadline_s:
             if not self._told:
-                print(verdict.text, file=sys.stderr, flush=True)
+                print(diagnosis.text, file=sys.stderr, flush=True)
             sys.stdout.flush()
-            for track in list(self._tracks):
-                _clean_up(track.peers, self._rank, self._here)
+            for session_watch in list(self._tracks):
+                _clean_up(session_watch.peers, self._rank, self._here)
             _clean_up(self._peers, self._rank, self._here)
             os._exit(EXIT_VERDICT)
 
@@ -576,7 +588,7 @@ class SessionWatch:
 
     def __init__(
         self,
-        sentinel: Watchdog,
+        watchdog: Watchdog,
         label: str,
         trust: WatchdogSettings,
         peers: Mapping[int, Peer],
@@ -587,43 +599,45 @@ class SessionWatch:
         self.peers = dict(peers)
         self.parts = list(parts)
         self.errand: Callable[[], None] = lambda: None  # done at each look, on the thread
-        self._sentinel = sentinel
-        sentinel.follow(self)
+        self._watchdog = watchdog
+        watchdog.follow(self)
 
     def start(self, *wakers: Callable[[], object]) -> None:
         """``wakers`` are called after a fatal verdict to wake the main thread. All logs exist by now."""
         # What cannot be seen is in another container: as good as far away.
-        self.peers.update({r: p.far() for r, p in self.peers.items() if not Path(p.box).exists()})
+        self.peers.update(
+            {r: p.far() for r, p in self.peers.items() if not Path(p.recording).exists()}
+        )
         for part in self.parts:
             part.peers = self.peers
         self.parts[0].wakers = wakers
 
     def explain(self, item: Item, peers: Sequence[int], detail: str) -> Exception:
         """What broke the connection to one of ``peers`` (global ranks) during ``item``."""
-        error = self._sentinel.explain(self.parts[0], peers)
+        error = self._watchdog.explain(self.parts[0], peers)
         return error or errors.RankLost(lost_text(item, peers, detail))
 
     def settle(self, odd: Sequence[int]) -> Exception:
         """Why the histories of ``odd`` ranks differ from the others', as a hash exchange found."""
-        return self._sentinel.settle(self.parts[0]) or errors.RankDivergence(divergence_text(odd))
+        return self._watchdog.settle(self.parts[0]) or errors.RankDivergence(divergence_text(odd))
 
     def readers(self, recorder: Recorder) -> LoneReadCheck:
         """Who tells whether the ranks read together; ``recorder`` has their collectives. All ask."""
-        weak, label, ranks = weakref.ref(self._sentinel), self.label, tuple(self.peers)
+        weak, label, ranks = weakref.ref(self._watchdog), self.label, tuple(self.peers)
 
-        def sentinel() -> Watchdog:
+        def watchdog() -> Watchdog:
             if (strong := weak()) is None:
                 raise StoreLost("nobody watches any more")
             return strong
 
         readers = LoneReadCheck(
-            lambda operation: sentinel()._call(operation),
+            lambda operation: watchdog()._call(operation),
             label=label,
             rank=ranks.index(recorder.rank),
             world_size=len(ranks),
-            position=lambda words: sentinel().position(words),
+            position=lambda words: watchdog().position(words),
             history=lambda: f"{recorder.seq}-{recorder.hash64:x}",
-            gone=lambda at: sentinel().why_gone(label, ranks[at]),
+            gone=lambda at: watchdog().why_gone(label, ranks[at]),
             report_s=self.trust.limits().first_report_s,
             limit_s=self.trust.collective_timeout_s,
         )
@@ -632,23 +646,23 @@ class SessionWatch:
 
     def close(self, reason: str = "") -> None:
         """Say goodbye. ``reason``: the exception that ends this rank's part, if any."""
-        self._sentinel.leave(self, reason)
-        self._sentinel.release()
+        self._watchdog.leave(self, reason)
+        self._watchdog.release()
 
 
 #: Sentinels that go on while nothing is watched: their ranks joined the others through us.
 _HELD: set[Watchdog] = set()
 
 
-def hold(sentinel: Watchdog) -> None:
+def hold(watchdog: Watchdog) -> None:
     """Keep it until the process group ends."""
-    _HELD.add(sentinel)
+    _HELD.add(watchdog)
 
 
-def error_of(verdict: Diagnosis) -> Exception:
+def error_of(diagnosis: Diagnosis) -> Exception:
     """The exception a verdict stands for."""
-    kind: type[Exception] = getattr(errors, verdict.kind, errors.DistributedError)
-    return kind(verdict.text)
+    kind: type[Exception] = getattr(errors, diagnosis.kind, errors.DistributedError)
+    return kind(diagnosis.text)
 
 
 def divergence_text(odd: Sequence[int]) -> str:
@@ -676,9 +690,9 @@ def _set(key: str, value: str, store: Store) -> None:
     store.set(key, value)
 
 
-def _close_at_exit(sentinel: Watchdog) -> Callable[[], None]:
+def _close_at_exit(watchdog: Watchdog) -> Callable[[], None]:
     """Say goodbye when the program ends without closing its engine, and why it ended."""
-    weak, owner = weakref.ref(sentinel), os.getpid()
+    weak, owner = weakref.ref(watchdog), os.getpid()
 
     def farewell() -> None:
         strong = weak()
@@ -690,16 +704,16 @@ def _close_at_exit(sentinel: Watchdog) -> Callable[[], None]:
     return farewell
 
 
-def _watch(sentinel: weakref.ref[Watchdog], state: _State) -> None:
+def _watch(watchdog: weakref.ref[Watchdog], state: _State) -> None:
     """The thread: holds the sentinel only while it looks, so that a forgotten engine can end."""
     complained = False
-    strong = sentinel()
+    strong = watchdog()
     while strong is not None and not state.stop.is_set():
         pause_s = strong.tick_s()
         del strong
         state.kick.wait(pause_s)
         state.kick.clear()
-        strong = sentinel()
+        strong = watchdog()
         if strong is None or state.stop.is_set():
             return
         try:

@@ -30,7 +30,7 @@ class UnitOptimState:
     """What the optimizer side knows of a unit."""
 
     optimizer: ShardedOptimizer | None
-    tile: OptimizerShard
+    shard: OptimizerShard
     summed: Callable[
         [GradBuffer], Tensor | None
     ]  # gradient [S] of the backwards since the last step
@@ -40,7 +40,7 @@ class UnitOptimState:
         self, param: nn.Parameter, *, changed: bool = False
     ) -> Iterator[tuple[OptimizerChunk, OwnedFragment]]:
         """What this rank updates of the parameter, each piece with its memory valid until the next."""
-        for chunk in self.tile.visit(changed=changed):
+        for chunk in self.shard.visit(changed=changed):
             yield from ((chunk, f) for f in chunk.fragments if f.param is param)
 
     def full(self, unit: Unit, param: nn.Parameter, tile_R: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ class UnitOptimState:
 
     @property
     def is_sharded(self) -> bool:
-        return not self.tile.is_whole
+        return not self.shard.is_whole
 
 
 class GatheredParameters:
@@ -88,10 +88,10 @@ class GatheredParameters:
 
     def __enter__(self) -> None:
         for _, owner in self.spread:
-            owner.pins += 1
-        for parcel in self._parcels():
-            if parcel.shard_S is not None:
-                parcel.context.open(parcel)
+            owner.pin_count += 1
+        for bucket in self._buckets():
+            if bucket.shard_S is not None:
+                bucket.context.open(bucket)
         self._opened = [unit for unit in self.units if unit.state is UnitState.SHARDED]
         for unit in self.units:
             unit.unshard()
@@ -112,7 +112,7 @@ class GatheredParameters:
         try:
             for unit in self.units:
                 unit.rebind_storage()
-            self._close_parcels(told=not isinstance(error, DistributedError))
+            self._close_buckets(told=not isinstance(error, DistributedError))
             if isinstance(error, DistributedError) or (kind and self.modifier_rank is None):
                 pass  # nobody to tell, or nothing to keep
             elif self.modifier_rank is not None:
@@ -128,18 +128,18 @@ class GatheredParameters:
                     if unit in self._opened:
                         unit.discard_unsharded()  # what was to be kept is in the shards
 
-    def _parcels(self) -> list[ParamBucket]:
-        return list(dict.fromkeys(owner.parcel for _, owner in self.spread if owner.parcel))
+    def _buckets(self) -> list[ParamBucket]:
+        return list(dict.fromkeys(owner.bucket for _, owner in self.spread if owner.bucket))
 
-    def _close_parcels(self, *, told: bool) -> None:
+    def _close_buckets(self, *, told: bool) -> None:
         """Spread what nobody else holds open. ``told``: the other ranks are still there."""
         for _, owner in self.spread:
-            owner.pins = max(0, owner.pins - 1)
+            owner.pin_count = max(0, owner.pin_count - 1)
         if not told:
             return
-        for parcel in self._parcels():
-            if parcel.shard_S is None and not parcel.is_pinned:
-                parcel.context.close(parcel, self.modifier_rank or 0)
+        for bucket in self._buckets():
+            if bucket.shard_S is None and not bucket.is_pinned:
+                bucket.context.close(bucket, self.modifier_rank or 0)
         if self.modifier_rank is not None:
             for param, owner in self.spread:
                 if not owner.is_away:
@@ -227,7 +227,7 @@ def _adopt_edits(unit: Unit, source: int) -> None:
 def _adopt_own(unit: Unit) -> None:
     unit.write_back_edits()
     if (training := _training(unit)) is not None:
-        training.tile.sync_edits()
+        training.shard.sync_edits()
     if unit.fingerprint is not None:
         unit.fingerprint = _hashes(unit.full_N)
 
@@ -252,7 +252,7 @@ def _training_of(param: nn.Parameter) -> tuple[Unit, UnitOptimState] | None:
     training = _training(owner)
     if training is None:
         return None
-    training.tile.check_not_offloaded()
+    training.shard.check_not_offloaded()
     if training.optimizer is not None:
         training.optimizer.check_whole()
     return owner, training
@@ -264,8 +264,8 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
     if found is None:
         return None
     unit, training = found
-    training.tile.sync_edits()
-    return training.full(unit, param, training.tile.flat(lambda chunk: chunk.master_C))
+    training.shard.sync_edits()
+    return training.full(unit, param, training.shard.flat(lambda chunk: chunk.master_C))
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
@@ -278,7 +278,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     if found is None:
         return None
     unit, training = found
-    grad_S = training.summed(training.tile.buffer)
+    grad_S = training.summed(training.shard.buffer)
     if grad_S is None:
         return None
     full = unit.view(unit.gathered_copy(grad_S), param)
@@ -291,7 +291,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     if found is None:
         return None
     unit, training = found
-    tile_R, present, scalar = _state_tile(training, param, optim_state_key)
+    tile_R, present, scalar = _state_shard(training, param, optim_state_key)
     votes = unit.comm.all_gather_small(
         torch.tensor([float(present), scalar], dtype=torch.float64, device=tile_R.device),
         name=f"state of {unit.name}",
@@ -303,13 +303,13 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     return training.full(unit, param, tile_R)
 
 
-def _state_tile(
+def _state_shard(
     training: UnitOptimState, param: nn.Parameter, key: str
 ) -> tuple[Tensor, int, float]:
     """The state laid out like the tile; 0, 1 or 2 for absent, tensor, scalar; the scalar."""
-    tile, (present, scalar) = training.tile, (0, 0.0)
+    shard, (present, scalar) = training.shard, (0, 0.0)
     tile_R = torch.zeros(
-        tile.param_R.numel(), dtype=tile.unit.row.master, device=tile.chunks[0].master_C.device
+        shard.param_R.numel(), dtype=shard.unit.row.master, device=shard.chunks[0].master_C.device
     )
     assert training.optimizer is not None
     for chunk, fragment in training.visit(param):
@@ -332,7 +332,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Set a parameter and its master to ``value`` (``[*shape]``, the same on every rank)."""
     unit, training = _trained(param, "safe_set_full_fp32_param")
     _check_shape(param.shape, value, "safe_set_full_fp32_param")
-    training.tile.sync_edits()  # earlier edits of other parameters
+    training.shard.sync_edits()  # earlier edits of other parameters
     _write(unit, training, param, value.reshape(-1))
 
 
@@ -347,7 +347,7 @@ def _set_grad(
     unit: Unit, training: UnitOptimState, index: int, at: int, values: Tensor, what: str
 ) -> None:
     """Set ``param.flat[at : at + len(values)]`` of the gradient, as far as this rank reduces it."""
-    buffer = training.tile.buffer
+    buffer = training.shard.buffer
     if buffer.reduced_S is None:
         raise UsageError(
             f"{what}: there is no reduced gradient. Call it after the backward that completes a step "
@@ -398,12 +398,12 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     if found is None:
         return None
     unit, training = found
-    grad_R = training.summed(training.tile.buffer)
+    grad_R = training.summed(training.shard.buffer)
     if grad_R is None:
         return None
     if not training.is_sharded:
         grad_R = unit.gathered_copy(grad_R)
-    for index, at, numel in training.tile.owned:
+    for index, at, numel in training.shard.owned:
         if index == unit.index(param):
             values = grad_R[at : at + numel]
             return values.to(_at_least_fp32(values.dtype)) * training.grad_factor()
@@ -433,7 +433,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Set this rank's piece of the master and of the parameter; collective at stages 1 and 2."""
     unit, training = _trained(param, "safe_set_local_fp32_param")
     _check_piece(training, param, value, "safe_set_local_fp32_param")
-    training.tile.sync_edits()
+    training.shard.sync_edits()
     _write(unit, training, param, value.reshape(-1), offset=_begin_of(training, param))
 
 
@@ -468,7 +468,7 @@ def _local(
     if found is None:
         return None
     _, training = found
-    if len(training.tile.chunks) == 1 and training.tile.pager is None:
+    if len(training.shard.chunks) == 1 and training.shard.pager is None:
         return next((piece(chunk, f) for chunk, f in training.visit(param)), None)
     pieces = []
     for chunk, fragment in training.visit(param):
@@ -493,7 +493,7 @@ def _write(
     unit: Unit, training: UnitOptimState, param: nn.Parameter, flat: Tensor, *, offset: int = 0
 ) -> None:
     """Set the parameter from ``offset`` on in master and parameter memory, and tell the other ranks."""
-    with torch.no_grad(), training.tile.loaded():
+    with torch.no_grad(), training.shard.loaded():
         for chunk, fragment in training.visit(param, changed=True):
             begin = fragment.begin - offset
             values = flat[begin : begin + fragment.numel]
@@ -514,12 +514,12 @@ def _write_state(
 
 def _begin_of(training: UnitOptimState, param: nn.Parameter) -> int:
     """Where this rank's piece starts in the parameter; 0 if it has none."""
-    return min((f.begin for f in training.tile.fragments if f.param is param), default=0)
+    return min((f.begin for f in training.shard.fragments if f.param is param), default=0)
 
 
 def _check_piece(training: UnitOptimState, param: nn.Parameter, value: Tensor, what: str) -> int:
     """Elements of this rank's piece; refuses a value of another size."""
-    numel = sum(f.numel for f in training.tile.fragments if f.param is param)
+    numel = sum(f.numel for f in training.shard.fragments if f.param is param)
     if numel:
         flat = value.view(-1) if isinstance(value, Tensor) else value
         _check_shape((numel,), flat, what)

@@ -58,7 +58,7 @@ def in_backward() -> bool:
 class _Call:
     """One forward of a site whose backward is to come."""
 
-    site: WrappedModule
+    wrapped: WrappedModule
     recorded_in: int  # the graph task that recomputed it, or IN_FORWARD
     begin: int  # every node recorded by it has this number or a greater one
     entered: bool = False  # backward has reached one of its outputs
@@ -76,7 +76,7 @@ class StepHooks:
 
     def __init__(
         self,
-        gatherer: Prefetcher,
+        prefetcher: Prefetcher,
         reducer: GradReducer,
         *,
         at_boundary: Callable[[], bool],
@@ -84,7 +84,7 @@ class StepHooks:
         on_forward_begin: Callable[[], None],
         on_abandon: Callable[[], None],
     ) -> None:
-        self.gatherer = gatherer
+        self.prefetcher = prefetcher
         self.reducer = reducer
         self.at_boundary = at_boundary
         self.on_backward_begin = on_backward_begin
@@ -113,32 +113,32 @@ class StepHooks:
         self.remove()
         self._landings.clear()
         me, buffers = weakref.ref(self), self._buffers  # a model must not keep an engine alive
-        for site in self.gatherer.sites:
-            before, after = self._site_hooks(site)
-            pre = _bound(me, before, site)
+        for wrapped in self.prefetcher.wrapped_modules:
+            before, after = self._module_hooks(wrapped)
+            pre = _bound(me, before, wrapped)
             self.on_modules.append(
-                site.module.register_forward_pre_hook(pre, with_kwargs=True, prepend=True)
+                wrapped.module.register_forward_pre_hook(pre, with_kwargs=True, prepend=True)
             )
             if after is not None:
-                root = site is self.gatherer.root
-                post = _bound(me, after, site)
-                self.on_modules.append(site.module.register_forward_hook(post, always_call=root))
-        root_module = self.gatherer.root.module
+                root = wrapped is self.prefetcher.root
+                post = _bound(me, after, wrapped)
+                self.on_modules.append(wrapped.module.register_forward_hook(post, always_call=root))
+        root_module = self.prefetcher.root.module
         self._on_state.append(root_module.register_state_dict_post_hook(_release_values))
-        for site in self.gatherer.sites:
-            for unit in site.units:
+        for wrapped in self.prefetcher.wrapped_modules:
+            for unit in wrapped.units:
                 if (buffer := buffers.get(id(unit))) is not None:
                     for index, param in enumerate(unit.params):
                         land = _grad_ready_hook(weakref.proxy(self), len(self._landings))
-                        self._landings.append((site, buffer, index))
+                        self._landings.append((wrapped, buffer, index))
                         self.on_params.append(param.register_post_accumulate_grad_hook(land))
 
-    def _site_hooks(
-        self, site: WrappedModule
+    def _module_hooks(
+        self, wrapped: WrappedModule
     ) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
-        if site is self.gatherer.root:
+        if wrapped is self.prefetcher.root:
             return StepHooks._before_root, StepHooks._after_root
-        if all(unit.resident for unit in site.units):
+        if all(unit.resident for unit in wrapped.units):
             return StepHooks._before_resident, None
         return StepHooks._before_forward, StepHooks._after_forward
 
@@ -152,30 +152,30 @@ class StepHooks:
 
     def _before_root(
         self,
-        site: WrappedModule,
+        wrapped: WrappedModule,
         _module: nn.Module,
         _args: tuple[Any, ...],
         _kwargs: dict[str, Any],
     ) -> None:
         if functorch.innermost() is not None:
-            self._before_transformed(site)
+            self._before_transformed(wrapped)
             return
         if in_backward():
             self._begin_backward()
-            self.gatherer.unshard(site, forward=False)
+            self.prefetcher.unshard(wrapped, forward=False)
             return
         self.recover()
         if self.forward_depth == 0:
             self._check_places()
             self.on_forward_begin()
-            self.gatherer.begin_forward()
+            self.prefetcher.begin_forward()
         self.forward_depth += 1
 
-    def _before_transformed(self, site: WrappedModule) -> None:
+    def _before_transformed(self, wrapped: WrappedModule) -> None:
         """Under ``torch.func`` a forward only needs the values. They stay until the next plain forward or
         the end of backward: nothing here learns when the transform has used them up.
         """
-        for name, param in site.module.named_parameters():
+        for name, param in wrapped.module.named_parameters():
             given = functorch.unwrapped(param)
             if given is not param and isinstance(given, sharded_parameter.ShardedParameter):
                 raise ShardedAccess(
@@ -184,11 +184,11 @@ class StepHooks:
                     "p in model.named_parameters()}, or run the transform inside GatheredParameters."
                 )
         with functorch.suspended():
-            self.gatherer.unshard(site, forward=False)
+            self.prefetcher.unshard(wrapped, forward=False)
 
     def _note_places(self) -> None:
         """Where each parameter hangs in the module tree, and what the tree is made of."""
-        modules = list(self.gatherer.root.module.modules())
+        modules = list(self.prefetcher.root.module.modules())
         self._params = _Entries([module._parameters for module in modules])
         self._modules = _Entries([module._modules for module in modules])
 
@@ -207,7 +207,7 @@ class StepHooks:
             and self._modules.are_all()
         ):
             return
-        named = self.gatherer.root.module.named_parameters()
+        named = self.prefetcher.root.module.named_parameters()
         strangers = [
             name
             for name, param in named
@@ -223,43 +223,45 @@ class StepHooks:
             )
         self._note_places()
 
-    def _after_root(self, site: WrappedModule, _module: nn.Module, _args: Any, output: Any) -> Any:
+    def _after_root(
+        self, wrapped: WrappedModule, _module: nn.Module, _args: Any, output: Any
+    ) -> Any:
         if functorch.innermost() is not None or in_backward():
             return output
-        output = _copy_own_views(site, output)
+        output = _copy_own_views(wrapped, output)
         self.forward_depth = max(0, self.forward_depth - 1)
         if self.forward_depth:
             return output
-        self.gatherer.end_forward()
-        if self._watch_outputs(site, output):
-            if not self.gatherer.keeps_root:
-                site.reshard()
+        self.prefetcher.end_forward()
+        if self._watch_outputs(wrapped, output):
+            if not self.prefetcher.keeps_root:
+                wrapped.reshard()
         elif not _may_have_graph(output):
-            self.gatherer.reshard_all()
+            self.prefetcher.reshard_all()
         return output
 
     def _before_resident(
         self,
-        site: WrappedModule,
+        wrapped: WrappedModule,
         _module: nn.Module,
         _args: tuple[Any, ...],
         _kwargs: dict[str, Any],
     ) -> None:
         if functorch.innermost() is None:
-            site.wait_for_unshard()
+            wrapped.wait_for_unshard()
             return
         with functorch.suspended():
-            site.wait_for_unshard()
+            wrapped.wait_for_unshard()
 
     def _before_forward(
         self,
-        site: WrappedModule,
+        wrapped: WrappedModule,
         _module: nn.Module,
         _args: tuple[Any, ...],
         _kwargs: dict[str, Any],
     ) -> None:
         if functorch.innermost() is not None:
-            self._before_transformed(site)
+            self._before_transformed(wrapped)
             return
         backward = in_backward()
         if backward:
@@ -269,31 +271,33 @@ class StepHooks:
             if node is not None and graph_task() == self._task:
                 # Before the gather: a rank that has all gradients reduced them before it, too.
                 self._leave_after(node._sequence_nr(), IN_FORWARD)
-        self.gatherer.unshard(site, forward=not backward)
-        if not torch.is_grad_enabled() or (backward and site.open_calls):
-            site.running.append(None)  # a recomputed forward whose first run is watched already
+        self.prefetcher.unshard(wrapped, forward=not backward)
+        if not torch.is_grad_enabled() or (backward and wrapped.open_calls):
+            wrapped.running.append(None)  # a recomputed forward whose first run is watched already
             return
-        call = _Call(site, graph_task(), torch._C._autograd._get_sequence_nr())
+        call = _Call(wrapped, graph_task(), torch._C._autograd._get_sequence_nr())
         self._open_calls[call.recorded_in].append(call)
-        site.open_calls += 1
-        site.running.append(call)
+        wrapped.open_calls += 1
+        wrapped.running.append(call)
 
     def _after_forward(
-        self, site: WrappedModule, _module: nn.Module, _args: Any, output: Any
+        self, wrapped: WrappedModule, _module: nn.Module, _args: Any, output: Any
     ) -> Any:
         if functorch.innermost() is not None:
             return output
-        output = _copy_own_views(site, output)
-        call = site.running.pop() if site.running else None
-        visible = self._watch_outputs(site, output, call)
+        output = _copy_own_views(wrapped, output)
+        call = wrapped.running.pop() if wrapped.running else None
+        visible = self._watch_outputs(wrapped, output, call)
         if in_backward():
             return output  # recomputed for the backward that follows at once
-        kept = self.gatherer.keeps_for_backward(site) if visible else _may_have_graph(output)
+        kept = self.prefetcher.keeps_for_backward(wrapped) if visible else _may_have_graph(output)
         if not kept:
-            site.reshard()
+            wrapped.reshard()
         return output
 
-    def _watch_outputs(self, site: WrappedModule, output: Any, call: _Call | None = None) -> bool:
+    def _watch_outputs(
+        self, wrapped: WrappedModule, output: Any, call: _Call | None = None
+    ) -> bool:
         """Gather again when backward reaches what made an output. False: no output needs a gradient."""
         if not torch.is_grad_enabled():
             return False
@@ -312,7 +316,7 @@ class StepHooks:
         for node, number in nodes.items():
 
             def enter(_grads: Any, number: int = number) -> None:
-                me._before_backward(site, call, number)
+                me._before_backward(wrapped, call, number)
 
             node.register_prehook(enter)
         return visible
@@ -336,21 +340,21 @@ class StepHooks:
         self.creates_graph = torch.is_grad_enabled()  # then a second backward needs the values
         self.counted = self.on_backward_begin(False)
         self.reducer.begin_backward(boundary=self.at_boundary())
-        for site in self.gatherer.sites:
-            site.missing_grads = sum(len(u.params) for u in site.units if u.trainable)
+        for wrapped in self.prefetcher.wrapped_modules:
+            wrapped.missing_grads = sum(len(u.params) for u in wrapped.units if u.trainable)
         Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
 
-    def _before_backward(self, site: WrappedModule, call: _Call | None, number: int) -> None:
+    def _before_backward(self, wrapped: WrappedModule, call: _Call | None, number: int) -> None:
         """Backward is about to run node ``number``, which made an output of the site in ``call``."""
         self._begin_backward()
         self._leave_recomputed()
         if call is not None:
             self._leave_after(number, call.recorded_in)
             if not call.open:  # a second backward through a graph that was kept
-                site.open_calls += 1
+                wrapped.open_calls += 1
                 insort(self._open_calls[call.recorded_in], call, key=lambda other: other.begin)
             call.entered = call.open = True
-        self.gatherer.unshard(site, forward=False, reads=site.is_read_in_backward)
+        self.prefetcher.unshard(wrapped, forward=False, reads=wrapped.is_read_in_backward)
 
     def _leave_after(self, number: int, recorded_in: int) -> None:
         """Leave the calls that began after node ``number``, which runs, was recorded.
@@ -368,35 +372,35 @@ class StepHooks:
             self._module_backward_done(calls.pop())
 
     def _grad_ready(self, landing: int, param: nn.Parameter) -> None:
-        site, buffer, index = self._landings[landing]
+        wrapped, buffer, index = self._landings[landing]
         self._begin_backward()
         if not self.counted:
             self.counted = self.on_backward_begin(True)
         self.reducer.accumulate_grad(buffer, index, param)
-        site.missing_grads -= 1
-        if site.missing_grads <= 0:
-            self._release(site)
+        wrapped.missing_grads -= 1
+        if wrapped.missing_grads <= 0:
+            self._release(wrapped)
 
     def _module_backward_done(self, call: _Call) -> None:
         """Backward has left the call. After the site's last one, gradients that did not arrive will not:
         so a rank that skipped an expert reduces at the same point as the others.
         """
-        site = call.site
-        site.open_calls -= 1
+        wrapped = call.wrapped
+        wrapped.open_calls -= 1
         call.open = call.entered = False
-        if not self.running_backward or site.open_calls:
+        if not self.running_backward or wrapped.open_calls:
             return
-        site.missing_grads = 0
-        for unit in site.units:
+        wrapped.missing_grads = 0
+        for unit in wrapped.units:
             if (buffer := self._buffers.get(id(unit))) is not None:
                 self.reducer.finish_buffer(buffer)
-        self._release(site)
+        self._release(wrapped)
 
-    def _release(self, site: WrappedModule) -> None:
+    def _release(self, wrapped: WrappedModule) -> None:
         """Free the site once nothing of this backward can need it: its gradients are all there."""
-        through = site.missing_grads <= 0 and not site.open_calls
-        if through and site is not self.gatherer.root and not self.creates_graph:
-            site.reshard()
+        through = wrapped.missing_grads <= 0 and not wrapped.open_calls
+        if through and wrapped is not self.prefetcher.root and not self.creates_graph:
+            wrapped.reshard()
 
     def _end_backward(self) -> None:
         if not self.running_backward:
@@ -408,15 +412,15 @@ class StepHooks:
                 calls.remove(call)
                 self._module_backward_done(call)
         if not self.creates_graph:
-            self.gatherer.reshard_all()
+            self.prefetcher.reshard_all()
         self.running_backward = False
 
     def forget_calls(self) -> None:
         """At the end of a step: calls whose backward never came are over."""
         self._open_calls.clear()
-        for site in self.gatherer.sites:
-            site.open_calls = 0
-            site.running.clear()
+        for wrapped in self.prefetcher.wrapped_modules:
+            wrapped.open_calls = 0
+            wrapped.running.clear()
 
 
 class _Entries:
@@ -456,7 +460,7 @@ def _nothing(*_: Any) -> None:
     """What a hook does in a copy of its module."""
 
 
-def _bound(me: weakref.ref[StepHooks], method: Callable[..., Any], site: WrappedModule) -> _Hook:
+def _bound(me: weakref.ref[StepHooks], method: Callable[..., Any], wrapped: WrappedModule) -> _Hook:
     def hook(*args: Any) -> Any:
         hooks = me()
         if hooks is None:
@@ -464,7 +468,7 @@ def _bound(me: weakref.ref[StepHooks], method: Callable[..., Any], site: Wrapped
                 "the model runs, but its engine is gone: it was dropped without close(), and had the "
                 "values. Keep the engine as long as the model is used, or close() it first."
             )
-        return method(hooks, site, *args)
+        return method(hooks, wrapped, *args)
 
     return _Hook(hook)
 
@@ -501,12 +505,12 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
             yield from tensors_in(getattr(tree, field.name))
 
 
-def _copy_own_views(site: WrappedModule, output: Any) -> Any:
+def _copy_own_views(wrapped: WrappedModule, output: Any) -> Any:
     """The output, with copies in place of views of the site's parameters (``self.latents.expand(...)``).
 
     A view is valid only while the site is full, and an output is used when it is not.
     """
-    sharded = [unit for unit in site.units if not unit.resident]
+    sharded = [unit for unit in wrapped.units if not unit.resident]
     if not any(_is_view_of(sharded, tensor) for tensor in tensors_in(output)):
         return output
 

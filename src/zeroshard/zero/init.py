@@ -147,8 +147,8 @@ class Init:
     def _finish(self) -> None:
         """Forget the construction; parameters show the training dtype."""
         for reference in self._blanks:
-            if (parcel := reference()) is not None:
-                parcel.show_training_dtype()
+            if (bucket := reference()) is not None:
+                bucket.show_training_dtype()
         self._seen.clear()
         for store in (self._blanks, self._whole, self._large, self._held):
             store.clear()
@@ -192,33 +192,33 @@ class Init:
 
     # ------------------------------------------------------------------ what is whole, and how long
 
-    def reopen(self, parcel: ParamBucket, beside: Collection[Tensor]) -> None:
+    def reopen(self, bucket: ParamBucket, beside: Collection[Tensor]) -> None:
         """Make a parcel whole that is used again; what is used in the same operation stays so."""
-        self._make_room(beside=beside, numel=parcel.numel)
-        self.open(parcel)
+        self._make_room(beside=beside, numel=bucket.numel)
+        self.open(bucket)
 
-    def open(self, parcel: ParamBucket) -> None:
+    def open(self, bucket: ParamBucket) -> None:
         """Make a parcel whole; inside the block, until attention moves on."""
-        parcel.open()
+        bucket.open()
         if self.active:
-            self._add(parcel)
+            self._add(bucket)
 
-    def close(self, parcel: ParamBucket, source: int) -> None:
+    def close(self, bucket: ParamBucket, source: int) -> None:
         """Spread a parcel again, with the values of rank ``source``."""
-        self._drop(parcel)
-        parcel.close(source)
+        self._drop(bucket)
+        bucket.close(source)
 
-    def was_hidden(self, parcel: ParamBucket) -> None:
+    def was_hidden(self, bucket: ParamBucket) -> None:
         """Its parameters show the dtype of construction, until the block ends."""
-        self._blanks.append(weakref.ref(parcel))
+        self._blanks.append(weakref.ref(bucket))
 
-    def keep_read(self, parcel: ParamBucket) -> None:
+    def keep_read(self, bucket: ParamBucket) -> None:
         """One parcel at a time keeps what was gathered for a reader."""
         last = self._read() if self._read else None
-        if last is not parcel:
+        if last is not bucket:
             if last is not None:
                 last.forget_read()
-            self._read = weakref.ref(parcel)
+            self._read = weakref.ref(bucket)
 
     def _add(self, item: BucketedParameter | ParamBucket, built: _Built | None = None) -> None:
         self._whole[item] = built
@@ -260,9 +260,11 @@ class Init:
         if item in self._held:
             return True
         if isinstance(item, ParamBucket):
-            return any(owner.pins or id(param) in used for _, param, owner in item.members())
+            return any(owner.pin_count or id(param) in used for _, param, owner in item.members())
         param, places = self._built(item)
-        return bool(item.pins or id(param) in used) or any(holder is but for holder, _ in places)
+        return bool(item.pin_count or id(param) in used) or any(
+            holder is but for holder, _ in places
+        )
 
     def _spread(self, items: Sequence[BucketedParameter | ParamBucket]) -> None:
         """Collective. Inside the block without those whose memory the program still holds otherwise."""
@@ -277,8 +279,8 @@ class Init:
         again = [item for item in ready if isinstance(item, ParamBucket)]
         for item in ready:
             self._drop(item)
-        for parcel in (*self._packed(new), *again):
-            parcel.close()
+        for bucket in (*self._packed(new), *again):
+            bucket.close()
 
     def _is_built(self, item: BucketedParameter) -> bool:
         """Is it still part of a module, and nobody else's? If not, it is the program's own."""

@@ -76,9 +76,9 @@ class ShardedOptimizer:
             for at, group in enumerate(inner.param_groups)
             for param in group["params"]
         }
-        self.tiles: list[OptimizerShard] = []
+        self.shards: list[OptimizerShard] = []
         for buffer, places in zip(buffers, spans, strict=True):
-            tile = make_optimizer_shard(
+            shard = make_optimizer_shard(
                 buffer,
                 group_of,
                 places,
@@ -87,9 +87,9 @@ class ShardedOptimizer:
                 state_dtypes=state_dtypes(buffer) if state_dtypes else lambda _group: {},
                 host=host,
             )
-            self.tiles.append(tile)
-            tile.report(ledger, inner.state)
-        trained = {id(param) for tile in self.tiles for param in tile.unit.params}
+            self.shards.append(shard)
+            shard.report(ledger, inner.state)
+        trained = {id(param) for shard in self.shards for param in shard.unit.params}
         self._frozen = [
             param
             for group in inner.param_groups
@@ -106,10 +106,10 @@ class ShardedOptimizer:
         self._kernel: UpdateKernel | None = None
         self._passes: dict[int, FusedUpdate] = {}  # by id of the chunk
         self._behind = behind
-        for tile in self.tiles:
-            tile.buffer.measure = tile.measure
-            if behind is not None and not behind.delayed and tile.is_updated_asynchronously:
-                tile.buffer.store = tile.grad_on_host()
+        for shard in self.shards:
+            shard.buffer.measure = shard.measure
+            if behind is not None and not behind.delayed and shard.is_updated_asynchronously:
+                shard.buffer.store = shard.grad_on_host()
         self._guards = [inner.register_step_pre_hook(self._refuse_direct_step)]
         if pager is not None:
             self._guards.append(inner.register_state_dict_pre_hook(_refuse_state_dict))
@@ -118,15 +118,15 @@ class ShardedOptimizer:
         self.report()
 
     def _fragments(self) -> Iterator[OwnedFragment]:
-        for tile in self.tiles:
-            yield from tile.fragments
+        for shard in self.shards:
+            yield from shard.fragments
 
     # ------------------------------------------------------------------ the step
 
     def norms(self) -> Norms:
         """2-norm of every own fragment's reduced gradient, in the order of the model's parameters: see
         :meth:`Tile.norms`."""
-        found = [norm for tile in self.tiles for norm in tile.norms()]
+        found = [norm for shard in self.shards for norm in shard.norms()]
         return sorted(found, key=lambda item: item[0])
 
     def update(
@@ -150,39 +150,39 @@ class ShardedOptimizer:
         pending: dict[int, PendingUpdates] = {}
         self._updating = True
         try:
-            for tile, chunk in self._in_turn():
-                skipped = (untouched or {}).get(id(tile.unit), frozenset())
+            for shard, chunk in self._in_turn():
+                skipped = (untouched or {}).get(id(shard.unit), frozenset())
                 prepared = self._fused_update(chunk) if has_kernel and not skipped else None
                 if chunk.host_chunk is not None:
-                    stays = chunk.page is None and tile.unit.store.tier is not Tier.DISK
-                    if not tile.buffer.is_stored:
-                        chunk.host_chunk.send_gradient(tile.gradient_of(chunk))
-                    delivery = chunk.host_chunk.send_numbers(factor, found_inf)
+                    stays = chunk.page is None and shard.unit.store.tier is not Tier.DISK
+                    if not shard.buffer.is_stored:
+                        chunk.host_chunk.send_gradient(shard.gradient_of(chunk))
+                    transfer = chunk.host_chunk.send_numbers(factor, found_inf)
                     sent = (
                         self._behind.submit(
-                            prepared, chunk.host_chunk, delivery, inner.param_groups
+                            prepared, chunk.host_chunk, transfer, inner.param_groups
                         )
                         if self._behind is not None and prepared is not None and stays
                         else self._update_on_host(
-                            chunk, chunk.host_chunk, delivery, prepared, skipped
+                            chunk, chunk.host_chunk, transfer, prepared, skipped
                         )
                     )
-                    pending.setdefault(id(tile.unit), PendingUpdates()).add(chunk.host_chunk, sent)
+                    pending.setdefault(id(shard.unit), PendingUpdates()).add(chunk.host_chunk, sent)
                 elif prepared is not None and found_inf is None:
-                    self._run(prepared, chunk, tile.gradient_of(chunk), factor)
+                    self._run(prepared, chunk, shard.gradient_of(chunk), factor)
                 else:
                     chunk.sync_from_param()
-                    grad_C = tile.gradient_of(chunk)
+                    grad_C = shard.gradient_of(chunk)
                     self._update_chunk(chunk, grad_C, factor, skipped, found_inf)
                 self._settle(chunk)
-                stays = self._behind is not None and tile.unit.store.tier is not Tier.DISK
-                if chunk is tile.chunks[-1] and not stays:
-                    if (here := pending.pop(id(tile.unit), None)) is not None:
+                stays = self._behind is not None and shard.unit.store.tier is not Tier.DISK
+                if chunk is shard.chunks[-1] and not stays:
+                    if (here := pending.pop(id(shard.unit), None)) is not None:
                         here.wait()
-                    published(tile.unit, None)
-            for tile in self.tiles if self._behind is not None else ():
-                if tile.unit.store.tier is not Tier.DISK:
-                    published(tile.unit, pending.get(id(tile.unit)))
+                    published(shard.unit, None)
+            for shard in self.shards if self._behind is not None else ():
+                if shard.unit.store.tier is not Tier.DISK:
+                    published(shard.unit, pending.get(id(shard.unit)))
         except BaseException as error:
             self._torn = (
                 f"an update ended in the middle ({type(error).__name__}: {error}): parameters before it "
@@ -199,20 +199,20 @@ class ShardedOptimizer:
     def _in_turn(self) -> Iterator[tuple[OptimizerShard, OptimizerChunk]]:
         """Every chunk with its memory valid until the next; the next tile's shard and gradient are on
         their way."""
-        paged = [chunk.page for tile in self.tiles for chunk in tile.chunks if chunk.page]
+        paged = [chunk.page for shard in self.shards for chunk in shard.chunks if chunk.page]
         pages = self.pager.walk(paged) if self.pager is not None else (page for page in paged)
         with contextlib.closing(pages):
-            for tile, following in zip(self.tiles, [*self.tiles[1:], None], strict=True):
-                with tile.loaded():
+            for shard, following in zip(self.shards, [*self.shards[1:], None], strict=True):
+                with shard.loaded():
                     if following is not None:
                         following.unit.store.prefetch()
                         following.buffer.prefetch()
-                    for chunk in tile.chunks:
+                    for chunk in shard.chunks:
                         if chunk.page is not None:
                             page = next(pages)
                             assert page is chunk.page
-                        yield tile, chunk
-                tile.buffer.discard_reduced()
+                        yield shard, chunk
+                shard.buffer.discard_reduced()
             for _ in pages:
                 raise AssertionError("the walk goes on after its last page")
 
@@ -269,26 +269,26 @@ class ShardedOptimizer:
     def _update_on_host(
         self,
         chunk: OptimizerChunk,
-        crossing: HostChunk,
-        delivery: HostGradTransfer,
+        host_chunk: HostChunk,
+        transfer: HostGradTransfer,
         prepared: FusedUpdate | None,
         skipped: frozenset[int],
     ) -> Callable[[], CopyHandle | None]:
         """Update a chunk in host memory here and now: its memory does not stay, or there is no kernel."""
         assert self._behind is not None
         if prepared is not None:
-            self._behind.update(prepared, crossing, delivery, self.inner.param_groups)
+            self._behind.update(prepared, host_chunk, transfer, self.inner.param_groups)
         else:
-            delivery.wait()
-            if delivery.is_edited:
-                crossing.sync_edits_from_device()
+            transfer.wait()
+            if transfer.is_edited:
+                host_chunk.sync_edits_from_device()
             chunk.sync_from_param()
-            if not delivery.is_skipped:
-                factor = torch.tensor(delivery.factor, dtype=torch.float64)
-                self._update_chunk(chunk, delivery.grad_C, factor, skipped)
+            if not transfer.is_skipped:
+                factor = torch.tensor(transfer.factor, dtype=torch.float64)
+                self._update_chunk(chunk, transfer.grad_C, factor, skipped)
         if chunk.page is None:
-            return crossing.send_param
-        arrival = crossing.send_param()
+            return host_chunk.send_param
+        arrival = host_chunk.send_param()
         if arrival is not None:
             arrival.synchronize()  # the next chunk uses the same memory
         return lambda: arrival
@@ -368,10 +368,10 @@ class ShardedOptimizer:
         Raises :class:`UsageError` for gradients and param groups that the step would ignore.
         """
         self._refuse_unknown()
-        for tile in self.tiles:
-            tile.refuse_grad()
-            tile.unit.wait_for_unshard()
-            tile.unit.write_back_edits()
+        for shard in self.shards:
+            shard.refuse_grad()
+            shard.unit.wait_for_unshard()
+            shard.unit.write_back_edits()
 
     def _refuse_unknown(self) -> None:
         """Plain PyTorch would update these; here they have no shard of the state, and never will."""
@@ -428,30 +428,30 @@ class ShardedOptimizer:
     def offload(self, category: str) -> list[Tensor]:
         """Masters, or optimizer state, leave the device until :meth:`move_in`: tensors there whose bytes
         the caller keeps meanwhile; he may release their storages."""
-        shared = [t for tile in self.tiles for t in (tile.unit.full_N, tile.unit.shard_S)]
+        shared = [t for shard in self.shards for t in (shard.unit.full_N, shard.unit.shard_S)]
         if category != "master":  # state may be a view of what stays
-            shared += [t for tile in self.tiles for t in tile.movable("master", {})]
+            shared += [t for shard in self.shards for t in shard.movable("master", {})]
         others = {t.untyped_storage()._cdata for t in shared}
         leaving = []
-        for tile in self.tiles:
-            for tensor in tile.movable(category, self.inner.state):
+        for shard in self.shards:
+            for tensor in shard.movable(category, self.inner.state):
                 if tensor.untyped_storage()._cdata not in others:
                     leaving.append(tensor)
-            tile.is_offloaded |= {category}
+            shard.is_offloaded |= {category}
         self.report()
         return leaving
 
     def reload(self) -> None:
         """The bytes are back, in the same storages."""
-        for tile in self.tiles:
-            tile.is_offloaded = frozenset()
+        for shard in self.shards:
+            shard.is_offloaded = frozenset()
         self.forget_passes()
         self.report()
 
     def report(self) -> None:
         """Report optimizer state to the ledger."""
-        for tile in self.tiles:
-            tile.report(self.ledger, self.inner.state)
+        for shard in self.shards:
+            shard.report(self.ledger, self.inner.state)
 
     def close(self) -> None:
         """Give master and state back."""
@@ -460,16 +460,16 @@ class ShardedOptimizer:
         self.inner.state.clear()
         for group in self.inner.param_groups:
             group["params"] = []
-        for tile in self.tiles:
-            tile.buffer.measure = tile.buffer.store = None
+        for shard in self.shards:
+            shard.buffer.measure = shard.buffer.store = None
             for category in ("master", "optimizer"):
                 for tier in Tier:
-                    self.ledger.hold(category, tile.unit.name, 0, tier)
+                    self.ledger.hold(category, shard.unit.name, 0, tier)
         if self.pager is not None:
             self.ledger.hold("scratch", "slots of the disk", 0, Tier.HOST)
         if self._behind is not None:
             self._behind.close()
-        self.tiles, self._groups, self._passes = [], [], {}
+        self.shards, self._groups, self._passes = [], [], {}
 
 
 def _refuse_used(inner: torch.optim.Optimizer) -> None:

@@ -53,7 +53,7 @@ class OptimizerChunk:
 
     ``low_C`` is the parameter memory itself. ``master_C`` is what the optimizer updates: the same
     tensor, or an fp32 copy for 16-bit parameters; where that is not in the device's memory,
-    ``crossing`` connects the two. On disk, ``page`` holds the master, if there is one,
+    ``host_chunk`` connects the two. On disk, ``page`` holds the master, if there is one,
     and ``state_C``: by name, what the optimizer keeps in the parameter's shape. Both are views of
     memory that other chunks use too: only inside :meth:`Tile.visit` they are valid.
     """
@@ -330,20 +330,20 @@ def make_optimizer_shard(
         (index_of[piece.fqn], piece.at, piece.numel)
         for piece in layout.fragments_between(begin, end)
     )
-    tile = OptimizerShard(unit, buffer, low_R, own, owned, (), pager)
-    with tile.loaded():
-        tile.chunks = tuple(
+    shard = OptimizerShard(unit, buffer, low_R, own, owned, (), pager)
+    with shard.loaded():
+        shard.chunks = tuple(
             _make_chunk(
-                tile, begin, span, group_of, pager=pager, state_dtypes=state_dtypes, host=host
+                shard, begin, span, group_of, pager=pager, state_dtypes=state_dtypes, host=host
             )
             for span in spans or (Span(0, end - begin, Tier.DEVICE),)
         )
-    return tile
+    return shard
 
 
 def _make_chunk(
-    tile: OptimizerShard,
-    tile_begin: int,
+    shard: OptimizerShard,
+    shard_begin: int,
     span: Span,
     group_of: Mapping[int, int],
     *,
@@ -351,18 +351,18 @@ def _make_chunk(
     state_dtypes: StateDtypes,
     host: HostStaging | None,
 ) -> OptimizerChunk:
-    unit, layout = tile.unit, tile.unit.layout
-    whole = span.begin == 0 and span.end == tile.param_R.numel()
-    low_C = tile.param_R if whole else tile.param_R[span.begin : span.end]
+    unit, layout = shard.unit, shard.unit.layout
+    whole = span.begin == 0 and span.end == shard.param_R.numel()
+    low_C = shard.param_R if whole else shard.param_R[span.begin : span.end]
     index_of = {slot.fqn: i for i, slot in enumerate(layout.slots)}
-    pieces = list(layout.fragments_between(tile_begin + span.begin, tile_begin + span.end))
+    pieces = list(layout.fragments_between(shard_begin + span.begin, shard_begin + span.end))
     groups = {group_of[id(unit.params[index_of[piece.fqn]])] for piece in pieces}
     has_master = unit.row.master != unit.row.param
-    crossing = None
+    host_chunk = None
     if host is not None and span.tier is not Tier.DEVICE:
         at_home = unit.store.tier is not Tier.DEVICE
-        crossing = host.make_chunk(low_C, at_home=at_home, shares=span.tier is Tier.DISK)
-    near_C = low_C if crossing is None else crossing.host_param_C
+        host_chunk = host.make_chunk(low_C, at_home=at_home, shares=span.tier is Tier.DISK)
+    near_C = low_C if host_chunk is None else host_chunk.host_param_C
     page, master_C, state_C = None, near_C, {}
     if span.tier is Tier.DISK and pager is not None:
         kept = {name: dtype for group in groups for name, dtype in state_dtypes(group).items()}
@@ -376,7 +376,7 @@ def _make_chunk(
                 master_C.copy_(near_C)
                 page.filled_nbytes = page_nbytes(low_C.numel(), [unit.row.master])
     elif has_master:
-        master_C = _copy_of(near_C, unit.row.master, host if crossing is not None else None)
+        master_C = _copy_of(near_C, unit.row.master, host if host_chunk is not None else None)
     fragments = []
     for piece in pieces:
         index = index_of[piece.fqn]
@@ -396,7 +396,7 @@ def _make_chunk(
             )
         )
     return OptimizerChunk(
-        span.begin, span.tier, low_C, master_C, tuple(fragments), page, state_C, crossing
+        span.begin, span.tier, low_C, master_C, tuple(fragments), page, state_C, host_chunk
     )
 
 

@@ -26,12 +26,12 @@ class BucketedParameter:
 
     __slots__ = (
         "__weakref__",
+        "bucket",
         "context",
         "name",
         "numel",
         "order",
-        "parcel",
-        "pins",
+        "pin_count",
         "slot",
     )
 
@@ -40,21 +40,21 @@ class BucketedParameter:
         self.order = sharded_parameter.count_owner()
         self.context = context
         self.numel = param.numel()
-        self.parcel: ParamBucket | None = None
+        self.bucket: ParamBucket | None = None
         self.slot = Slot(self.name, (), 0)
-        self.pins = 0  # readers inside GatheredParameters: not to be spread under them
+        self.pin_count = 0  # readers inside GatheredParameters: not to be spread under them
         sharded_parameter.owners[param] = lambda: self
 
     @property
     def is_away(self) -> bool:
         """Do the values rest in shards?"""
-        return self.parcel is not None and self.parcel.shard_S is not None
+        return self.bucket is not None and self.bucket.shard_S is not None
 
     def own_part(self) -> tuple[int, int]:
         """Where the parameter lies in the own shard of its parcel."""
-        if self.parcel is None:
+        if self.bucket is None:
             return 0, 0
-        begin, end = self.parcel.layout.shard_range(self.context.comm.rank)
+        begin, end = self.bucket.layout.shard_range(self.context.comm.rank)
         low, high = max(begin, self.slot.start), min(end, self.slot.stop)
         return (low - begin, high - begin) if low < high else (0, 0)
 
@@ -64,8 +64,8 @@ class BucketedParameter:
 
     def read(self, param: nn.Parameter) -> Tensor:
         """See :class:`zeroshard.zero.sharded_parameter.Owner`."""
-        assert self.parcel is not None
-        return self.parcel.read(self.slot)
+        assert self.bucket is not None
+        return self.bucket.read(self.slot)
 
     def is_collective_read(self, fact: bool) -> bool:
         """See :class:`zeroshard.zero.sharded_parameter.Owner`."""
@@ -75,8 +75,8 @@ class BucketedParameter:
     def ensure_writable(self, param: nn.Parameter, beside: Collection[Tensor]) -> bool:
         """Inside the context a touched parameter becomes whole, and may be written."""
         if self.context.active and self.is_away:
-            assert self.parcel is not None
-            self.context.reopen(self.parcel, beside)
+            assert self.bucket is not None
+            self.context.reopen(self.bucket, beside)
         return self.context.active
 
     def send(self, param: nn.Parameter, source: int) -> None:
@@ -109,26 +109,26 @@ class ParamBucket:
         self._read_N: Tensor | None = None  # what was gathered for the last reader
         self._refs = [TensorWeakRef(param) for param in params]
         for owner, slot in zip(owners, self.layout.slots, strict=True):
-            owner.parcel, owner.slot = self, slot
+            owner.bucket, owner.slot = self, slot
 
     def members(self) -> Iterator[tuple[Slot, nn.Parameter, BucketedParameter]]:
         """The parameters that are still here, with their places."""
         for slot, ref in zip(self.layout.slots, self._refs, strict=True):
             param = ref()
             owner = None if param is None else sharded_parameter.owner_of(param)
-            if isinstance(owner, BucketedParameter) and owner.parcel is self:
+            if isinstance(owner, BucketedParameter) and owner.bucket is self:
                 yield slot, param, owner
 
     @property
     def is_pinned(self) -> bool:
-        return any(owner.pins for _, _, owner in self.members())
+        return any(owner.pin_count for _, _, owner in self.members())
 
     def close(self, source: int = 0) -> None:
         """Keep the own 1/W of rank ``source``'s values, in the training dtype, and free the rest."""
         context, changed = self.context, []
         shard_S = torch.zeros(self.layout.shard_numel, dtype=self.dtype, device=context.device)
         begin, _ = self.layout.shard_range(context.comm.rank)
-        dealer = ParamScatterer(
+        scatterer = ParamScatterer(
             self.layout, shard_S, begin, comm=context.comm, name=self.name, source=source
         )
         members = list(self.members())
@@ -136,13 +136,13 @@ class ParamBucket:
             if (param.shape, param.dtype, param.device) != (slot.shape, *self.built_as):
                 changed.append((owner, param))  # the program gave it another shape or dtype
             elif context.comm.rank == source:
-                dealer.add(slot, param.data)
-        dealer.finish()
+                scatterer.add(slot, param.data)
+        scatterer.finish()
         for owner, param in changed:
             owner.numel = param.numel()
             ParamBucket(context, [owner], [param]).close(source)
         self.shard_S = shard_S
-        self._hide([member for member in members if member[2].parcel is self])
+        self._hide([member for member in members if member[2].bucket is self])
 
     def show_training_dtype(self) -> None:
         """The parameters were hidden while they were under construction."""
@@ -155,11 +155,11 @@ class ParamBucket:
         shown = dtype if self.context.active else self.dtype
         nothing = sharded_parameter.nan_placeholder(torch.empty((), dtype=shown, device=device))
         shapes = {slot.shape for slot, _, _ in members}
-        blanks = {shape: nothing.expand(shape) for shape in shapes}
+        placeholders = {shape: nothing.expand(shape) for shape in shapes}
         for _, param, _ in members:
             param.__class__ = nn.Parameter
         sharded_parameter.mark_sharded(
-            [param for _, param, _ in members], [blanks[slot.shape] for slot, _, _ in members]
+            [param for _, param, _ in members], [placeholders[slot.shape] for slot, _, _ in members]
         )
         if self.context.active:
             self.context.was_hidden(self)

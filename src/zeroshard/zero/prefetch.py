@@ -73,7 +73,7 @@ class Prefetcher:
 
     def __init__(
         self,
-        sites: Sequence[WrappedModule],
+        wrapped_modules: Sequence[WrappedModule],
         *,
         prefetch_numel: int,
         live_numel: int,
@@ -81,11 +81,11 @@ class Prefetcher:
     ) -> None:
         self.reuse_numel = reuse_numel
         self._kept: frozenset[int] = frozenset()
-        self.sites = list(sites)
-        self.root = self.sites[-1]
+        self.wrapped_modules = list(wrapped_modules)
+        self.root = self.wrapped_modules[-1]
         self.prefetch_numel = prefetch_numel
         self.live_numel = live_numel
-        self._is_limited = sum(site.numel for site in self.sites) > live_numel
+        self._is_limited = sum(wrapped.numel for wrapped in self.wrapped_modules) > live_numel
         self.order: list[WrappedModule] = []  # of the last complete forward
         self._position: dict[int, int] = {}
         self._recording: list[WrappedModule] = []
@@ -101,56 +101,56 @@ class Prefetcher:
         """End of the root's forward: adopt the recorded order, drop what was gathered for nothing."""
         if [id(s) for s in self._recording] != [id(s) for s in self.order]:
             self.order = self._recording
-            self._position = {id(site): i for i, site in enumerate(self.order)}
-            self._kept = frozenset(id(site) for site in self._worth_keeping())
+            self._position = {id(wrapped): i for i, wrapped in enumerate(self.order)}
+            self._kept = frozenset(id(wrapped) for wrapped in self._worth_keeping())
         self._recording = []
 
-    def unshard(self, site: WrappedModule, *, forward: bool, reads: bool = True) -> None:
+    def unshard(self, wrapped: WrappedModule, *, forward: bool, reads: bool = True) -> None:
         """The site is about to be used, and its parameters if it ``reads`` them.
 
         ``forward``: the pass that is running; a recomputed forward belongs to backward.
         """
-        if forward and id(site) not in self._seen and site is not self.root:
-            self._seen.add(id(site))
-            self._recording.append(site)
+        if forward and id(wrapped) not in self._seen and wrapped is not self.root:
+            self._seen.add(id(wrapped))
+            self._recording.append(wrapped)
         if reads:
-            site.unshard()
-        self._prefetch(site, forward)
+            wrapped.unshard()
+        self._prefetch(wrapped, forward)
         if reads:
-            site.wait_for_unshard()
+            wrapped.wait_for_unshard()
 
     @property
     def keeps_root(self) -> bool:
         """Does the root stay full between forward and backward?"""
         return self.reuse_numel != 0
 
-    def keeps_for_backward(self, site: WrappedModule) -> bool:
+    def keeps_for_backward(self, wrapped: WrappedModule) -> bool:
         """Would freeing the site after its forward cost more than it frees?"""
-        return id(site) in self._kept
+        return id(wrapped) in self._kept
 
     def _worth_keeping(self) -> Iterator[WrappedModule]:
         """Of the order of forward, from its end: what backward uses soon, as far as memory allows."""
         live, distance = self.root.numel, 0
-        for site in reversed(self.order):
-            live += site.numel
+        for wrapped in reversed(self.order):
+            live += wrapped.numel
             if self.reuse_numel is None:
                 if distance:
                     return
             elif live > self.live_numel or distance > self.reuse_numel or not self.reuse_numel:
                 return
-            yield site
-            distance += 2 * site.numel
+            yield wrapped
+            distance += 2 * wrapped.numel
 
     def reshard_all(self, but: WrappedModule | None = None) -> None:
         """Free every sharded unit that is full."""
-        for site in self.sites:
-            if site is not but:
-                site.reshard()
-                for unit in site.units:
+        for wrapped in self.wrapped_modules:
+            if wrapped is not but:
+                wrapped.reshard()
+                for unit in wrapped.units:
                     unit.store.cancel_prefetch()
 
-    def _prefetch(self, site: WrappedModule, forward: bool) -> None:
-        at = self._position.get(id(site))
+    def _prefetch(self, wrapped: WrappedModule, forward: bool) -> None:
+        at = self._position.get(id(wrapped))
         if at is None:
             return
         ahead = self.order[at + 1 :] if forward else reversed(self.order[:at])
@@ -172,7 +172,7 @@ class Prefetcher:
         """Elements of sharded units that are full or on their way."""
         return sum(
             unit.layout.full_numel
-            for site in self.sites
-            for unit in site.units
+            for wrapped in self.wrapped_modules
+            for unit in wrapped.units
             if not unit.resident and unit.state is not UnitState.SHARDED
         )

@@ -117,9 +117,11 @@ def nan_placeholder(like: Tensor, device: torch.device | None = None) -> Tensor:
     return torch.full((), nothing, dtype=dtype, device=device or like.device).expand(like.shape)
 
 
-def mark_sharded(params: Sequence[nn.Parameter], blanks: Sequence[Tensor] | None = None) -> None:
+def mark_sharded(
+    params: Sequence[nn.Parameter], placeholders: Sequence[Tensor] | None = None
+) -> None:
     """The values go away: from now on reads are served by the owner."""
-    for param, nothing in zip(params, blanks or map(nan_placeholder, params), strict=True):
+    for param, nothing in zip(params, placeholders or map(nan_placeholder, params), strict=True):
         if not isinstance(param, FakeTensor):  # has no values to guard, and needs its class
             param.data = nothing
             param.__class__ = ShardedParameter

@@ -131,16 +131,16 @@ class Unit:
                 if room is None
                 else room(layout.shard_numel, row.param)
             )
-        dealer = ParamScatterer(
+        scatterer = ParamScatterer(
             layout, part, 0 if resident else low, comm=comm, name=name, device=device
         )
         self.params = tuple(
-            self._adopt(param, slot, view, dealer)
+            self._adopt(param, slot, view, scatterer)
             for param, slot, view in zip(params, layout.slots, self._views, strict=True)
         )
         self._placeholders = [sharded_parameter.nan_placeholder(param) for param in self.params]
         self._kinds = [type(param) for param in self.params]
-        dealer.finish()
+        scatterer.finish()
         self.shard_S = part[low:high] if resident else part
         self.store = rest_of(self.shard_S)
         ledger.hold("parameters", name, storage.flat_nbytes(part), self.store.tier)
@@ -148,11 +148,11 @@ class Unit:
             self._free_unsharded()
 
     def _adopt(
-        self, param: nn.Parameter, slot: Slot, view: Tensor, dealer: ParamScatterer
+        self, param: nn.Parameter, slot: Slot, view: Tensor, scatterer: ParamScatterer
     ) -> nn.Parameter:
         """The parameter's values go to the shards, its memory becomes a view of the unit's."""
         with torch.no_grad():
-            dealer.add(slot, param)  # a parameter built under Init is gathered here
+            scatterer.add(slot, param)  # a parameter built under Init is gathered here
         kind = (
             nn.Parameter if isinstance(param, sharded_parameter.ShardedParameter) else type(param)
         )

@@ -22,7 +22,7 @@ _EXPERTS = ("*experts", "*experts.*")  # a rank may route no token to an expert:
 
 
 @dataclass(frozen=True, slots=True)
-class SitePlan:
+class WrapPlan:
     """One site: the module's full name (``""`` for the root) and its own parameters' names."""
 
     fqn: str
@@ -34,7 +34,7 @@ class SitePlan:
         return self.fqn or ROOT
 
 
-def find_sites(
+def plan_wrapping(
     model: nn.Module,
     *,
     units: Sequence[str] | str = "auto",
@@ -42,7 +42,7 @@ def find_sites(
     min_numel: int = 256 * 2**10,
     conditional: Sequence[str] = (),
     leaves: Sequence[str] = (),
-) -> list[SitePlan]:
+) -> list[WrapPlan]:
     """Cut the model into sites, in order of registration, the root last.
 
     ``units``: ``"auto"``, or patterns of module names or class names that become sites.
@@ -60,7 +60,7 @@ def find_sites(
     if "" in leaf or "" in leaves:
         chosen = set()  # all of the model is gathered as one
     elif units == "auto":
-        chosen = set(_auto_sites(tree, max_numel, min_numel, skipped, leaf))
+        chosen = set(_auto_wrapping(tree, max_numel, min_numel, skipped, leaf))
     else:
         patterns = [units] if isinstance(units, str) else list(units)
         chosen = tree.matching(patterns, "units")
@@ -72,7 +72,7 @@ def find_sites(
         common = _common_ancestor(holders)
         owned[_nearest(common, chosen)].append(name)
     order = [fqn for fqn in tree.modules if fqn in chosen and owned[fqn]]
-    return [SitePlan(fqn, tuple(owned[fqn])) for fqn in [*order, ""]]
+    return [WrapPlan(fqn, tuple(owned[fqn])) for fqn in [*order, ""]]
 
 
 class _Tree:
@@ -119,7 +119,7 @@ def fqnmatch(fqn: str, pattern: str) -> bool:
     return bool(fqn) and fnmatchcase(fqn, pattern)
 
 
-def _auto_sites(
+def _auto_wrapping(
     tree: _Tree, max_numel: int, min_numel: int, skipped: set[str], leaf: set[str]
 ) -> Iterator[str]:
     """Walk down: a repeated block that fits is a site; a bigger module is looked into."""
