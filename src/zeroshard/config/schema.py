@@ -225,8 +225,9 @@ class Config(Section):
     unknown_keys: Annotated[Literal["error", "warn"], Lower] = honour(
         "error",
         "What to do with a key that this page does not list. Programs that call `deepspeed` get a "
-        "notice instead where DeepSpeed looks for no key: at the top level, and in the sections that "
-        "it does not check.",
+        "notice instead where DeepSpeed looks for no key: at the top level, unless the name is almost "
+        "that of a key which is not given (`zero_optimisation`), and in the sections that it does not "
+        "check.",
     )
     units: TextsOrAuto = honour(
         "auto", "Which modules are gathered as one: globs on their names or class names."
