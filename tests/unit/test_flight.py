@@ -409,7 +409,7 @@ def test_a_rank_outside_collectives_is_late_and_the_run_goes_on():
     )
     assert (verdict.kind, verdict.fatal, verdict.ranks) == ("RankLate", False, (1,))
     assert "  rank 1: outside collectives, loader.py:41 __next__" in verdict.text
-    assert "Not ended; limit 1800 s." in verdict.text
+    assert "Not ended; limit 1800 s (trust.collective_timeout_s)." in verdict.text
 
 
 @pytest.mark.parametrize(("blocked_s", "fatal"), [(99.0, False), (101.0, True)])

@@ -56,8 +56,9 @@ def on_ranks(
 ) -> Callable[[_Body], _Body]:
     """Run the decorated test on ``n`` ranks; it passes if it passes on all of them.
 
-    Parameters and fixtures arrive as pickled values (``monkeypatch`` is refused). ``group=False`` leaves the process group to
-    the body; the variables that ``torchrun`` sets are there either way. ``timeout`` in seconds.
+    Parameters and fixtures arrive as pickled values (``monkeypatch`` is refused). ``group=False``
+    leaves the process group to the body; the variables that ``torchrun`` sets are there either way.
+    ``timeout`` in seconds.
     """
 
     def decorate(body: _Body) -> _Body:
