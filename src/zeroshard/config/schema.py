@@ -315,7 +315,9 @@ class Config(Section):
     memory_breakdown: Flag = honour(False, "Memory at each phase.")
     timers: side.TimersConfig = accept(side.TimersConfig, "Timers; ours never sync.")
     comms_logger: side.CommsLoggerConfig = honour(side.CommsLoggerConfig, "Log of collectives.")
-    flops_profiler: side.FlopsConfig = accept(side.FlopsConfig, "Flops of one step; planned.")
+    flops_profiler: side.FlopsConfig = honour(
+        side.FlopsConfig, "Operations of one forward: matrix products, convolutions, attention."
+    )
     tensorboard: side.FileMonitorConfig = honour(side.FileMonitorConfig, "Events to TensorBoard.")
     csv_monitor: side.FileMonitorConfig = honour(side.FileMonitorConfig, "Events to CSV files.")
     wandb: side.WandbConfig = honour(side.WandbConfig, "Events to Weights & Biases.")

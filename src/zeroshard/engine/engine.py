@@ -20,6 +20,7 @@ from zeroshard.engine import export, setup
 from zeroshard.engine.arguments import check_loss, refused_graph
 from zeroshard.engine.away import Away, asked_of_to, check_keeps, goes_home
 from zeroshard.engine.data import agreed_batches
+from zeroshard.engine.flops import counted
 from zeroshard.engine.getters import GETTERS
 from zeroshard.engine.loading import Loads
 from zeroshard.engine.observe import Observer
@@ -158,6 +159,8 @@ class Engine(nn.Module):
         if self._observer.watches_phases:
             for phase in ("forward", "backward", "step"):
                 setattr(self, phase, self._observer.phase(phase, getattr(self, phase)))
+        if (section := self.settings.flops_profiler).enabled and self.global_rank == 0:
+            self.forward = counted(self.forward, model, lambda: self.global_steps, section)  # type: ignore[method-assign]
         self._saves, self._loads = Saves(self), Loads(self)
         self._gc = setup.ManualGC() if self.settings.disable_python_gc else None
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from zeroshard.engine.flops import most, now_s, parameters, report, show, table, words
 from zeroshard.errors import UnsupportedError, UsageError
 
 
@@ -60,15 +59,15 @@ def get_model_profile(
         for module, was_training in modes.items():
             module.training = was_training
     flops = counter.get_total_flops()
-    params = sum(param.numel() for param in model.parameters())
+    params = parameters(model)
     if print_profile:
-        lines = [f"{_words(flops, 'FLOPS')}, {_words(params, 'parameters')}"]
+        lines = [f"{words(flops, 'FLOPS')}, {words(params, 'parameters')}"]
         if detailed:
-            lines += [*_most(counter, module_depth, top_modules), *_table(counter, module_depth)]
-        _show(lines, output_file)
+            lines += [*most(counter, module_depth, top_modules), *table(counter, module_depth)]
+        show(lines, output_file)
     if not as_string:
         return flops, flops // 2, params
-    return _words(flops, "FLOPS"), _words(flops // 2, "MACs"), _words(params, "").strip()
+    return words(flops, "FLOPS"), words(flops // 2, "MACs"), words(params, "").strip()
 
 
 class FlopsProfiler:
@@ -96,12 +95,12 @@ class FlopsProfiler:
         self._counter = FlopCounterMode(display=False)
         self._counter.__enter__()
         self.started = True
-        self._seconds = -self._now_s()
+        self._seconds = -now_s(self.model)
 
     def stop_profile(self) -> None:
         """Count no more. What was counted stays until :meth:`end_profile` or the next start."""
         if self.started:
-            self._seconds += self._now_s()
+            self._seconds += now_s(self.model)
             self.started = False
             self._counted().__exit__(None, None, None)
 
@@ -120,23 +119,23 @@ class FlopsProfiler:
     def get_total_flops(self, as_string: bool = False) -> Any:
         """Operations so far, as a number or in words."""
         flops = self._counted().get_total_flops()
-        return _words(flops, "FLOPS") if as_string else flops
+        return words(flops, "FLOPS") if as_string else flops
 
     def get_total_macs(self, as_string: bool = False) -> Any:
         """Multiply-adds so far: half of the operations."""
         macs = self._counted().get_total_flops() // 2
-        return _words(macs, "MACs") if as_string else macs
+        return words(macs, "MACs") if as_string else macs
 
     def get_total_duration(self, as_string: bool = False) -> Any:
         """Seconds from start to stop (or to now) on this host, the device's work included."""
         self._counted()
-        seconds = self._seconds + (self._now_s() if self.started else 0.0)
+        seconds = self._seconds + (now_s(self.model) if self.started else 0.0)
         return f"{1e3 * seconds:.2f} ms" if as_string else seconds
 
     def get_total_params(self, as_string: bool = False) -> Any:
         """Parameters of the whole model, also where they are sharded."""
-        params = sum(param.numel() for param in self.model.parameters())
-        return _words(params, "").strip() if as_string else params
+        params = parameters(self.model)
+        return words(params, "").strip() if as_string else params
 
     def print_model_profile(
         self,
@@ -148,16 +147,15 @@ class FlopsProfiler:
     ) -> None:
         """Print totals and, if ``detailed``, a table by module, or write them to ``output_file``."""
         counter = self._counted()
-        totals = (
-            f"step {profile_step}: {self.get_total_flops(True)}, {self.get_total_macs(True)}, "
-            f"{self.get_total_params(True)} parameters, {self.get_total_duration(True)}"
+        lines = report(
+            f"step {profile_step}", counter, self.get_total_params(), self.get_total_duration()
         )
-        lines = [totals, *_most(counter, module_depth, top_modules)]
-        _show([*lines, *_table(counter, module_depth)] if detailed else lines, output_file)
+        lines += most(counter, module_depth, top_modules)
+        show(lines + table(counter, module_depth) if detailed else lines, output_file)
 
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
         """Print which modules take most at each depth, or at ``module_depth``."""
-        _show(_most(self._counted(), module_depth, top_modules), None)
+        show(most(self._counted(), module_depth, top_modules), None)
 
     def _counted(self) -> FlopCounterMode:
         if self._counter is None:
@@ -167,11 +165,6 @@ class FlopsProfiler:
             )
         return self._counter
 
-    def _now_s(self) -> float:
-        if any(param.is_cuda for param in self.model.parameters()):
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
 
 def _refuse_to_ignore(call: str, ignored: Any) -> None:
     if ignored:
@@ -179,51 +172,3 @@ def _refuse_to_ignore(call: str, ignored: Any) -> None:
             f"{call}: the counter sees operations, not modules. Profile the part of the model that "
             "you mean."
         )
-
-
-def _show(lines: Sequence[str], output_file: str | None) -> None:
-    text = "\n".join(lines)
-    if output_file is None:
-        print(text)
-    else:
-        Path(output_file).write_text(text + "\n")
-
-
-def _by_module(counter: FlopCounterMode) -> dict[str, int]:
-    """Operations of each module with what is in it; "Global" is everything."""
-    counts = counter.get_flop_counts().items()
-    return {name: sum(by_operation.values()) for name, by_operation in counts}
-
-
-def _most(counter: FlopCounterMode, depth: int, top: int) -> list[str]:
-    """The ``top`` modules of each depth, or of one, with the most operations."""
-    by_depth: dict[int, list[tuple[int, str]]] = {}
-    for name, flops in _by_module(counter).items():
-        if name != "Global":
-            by_depth.setdefault(name.count("."), []).append((flops, name))
-    return [
-        f"most at depth {level}: "
-        + ", ".join(f"{name} {_words(n, 'FLOPS')}" for n, name in sorted(found)[::-1][:top])
-        for level, found in sorted(by_depth.items())
-        if depth < 0 or level == depth
-    ]
-
-
-def _table(counter: FlopCounterMode, depth: int) -> list[str]:
-    """A line for each module down to ``depth`` dots (-1: all), indented."""
-    return [
-        f"{'  ' * (0 if name == 'Global' else name.count('.'))}{name}: {_words(flops, 'FLOPS')}"
-        for name, flops in _by_module(counter).items()
-        if name == "Global" or depth < 0 or name.count(".") <= depth
-    ]
-
-
-def _words(number: int, unit: str) -> str:
-    """
-    >>> _words(1_234_000, "FLOPS"), _words(12, "MACs")
-    ('1.23 MFLOPS', '12 MACs')
-    """
-    for letter, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("K", 1e3)):
-        if number >= size:
-            return f"{number / size:.2f} {letter}{unit}"
-    return f"{number} {unit}"
