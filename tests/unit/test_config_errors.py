@@ -79,6 +79,7 @@ WILD = {
     "_comment": "for the big machine",
     "log": {"path": "x"},
     "_optimizer": {"type": "AdamW"},
+    "tensor_parallel_size": 1,
     "aio": {"block": 1},
     "timers": {"throughput": {"every": 2}},
     "activation_checkpointing": {"enabled": True},
@@ -88,7 +89,10 @@ WILD = {
 def test_where_deepspeed_ignores_unknown_keys_its_programs_get_one_notice() -> None:
     loaded = load_config({**ONE, **WILD}, world_size=1, as_deepspeed=True)
     (line,) = [line for line in loaded.notices if "unknown" in line]
-    assert "zero_optimization.reduce_bucket_size, _comment, log, _optimizer (" in line
+    assert (
+        "zero_optimization.reduce_bucket_size, _comment, log, _optimizer (" in line
+        and "tensor_parallel_size" in line
+    )
     assert "aio.block" in line and "timers.throughput.every" in line
 
 
@@ -122,7 +126,7 @@ def test_a_section_put_aside_is_a_notice_to_programs_of_deepspeed(parked: str) -
 
 def test_who_chose_zeroshard_is_told_of_each_unknown_key() -> None:
     text = message_of({**ONE, **WILD})
-    assert text.startswith("7 problems")
+    assert text.startswith("8 problems")
 
 
 def test_a_configuration_that_asks_for_errors_gets_them_in_deepspeeds_name_too() -> None:

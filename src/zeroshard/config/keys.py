@@ -185,18 +185,23 @@ def nearest(name: str, known: list[str], cutoff: float = 0.7) -> str | None:
     return lowered[close[0]] if close else None
 
 
-def is_misspelt(name: str, given: Collection[str]) -> bool:
+def is_misspelt(name: str, value: object, given: Collection[str]) -> bool:
     """Is this unknown key of the top level a slip of a known one, rather than somebody else's?
 
     Keys that were put aside are not: ``given`` has the key itself, or a sign stands before the name.
+    Neither is a plain value where the known key is a section.
 
-    >>> is_misspelt("zero_optimisation", []), is_misspelt("_optimizer", []), is_misspelt("log", [])
-    (True, False, False)
+    >>> is_misspelt("zero_optimisation", {"stage": 3}, []), is_misspelt("_optimizer", {}, [])
+    (True, False)
+    >>> is_misspelt("tensor_parallel_size", 1, [])
+    False
     """
     if "." in name or not name[:1].isalpha():
         return False
     close = nearest(name, list(Config.model_fields), cutoff=SURE)
-    return close is not None and close not in given
+    if close is None or close in given:
+        return False
+    return isinstance(value, (Mapping, bool)) or not KEYS[close].is_section
 
 
 def not_yet(config: Config) -> list[str]:

@@ -178,7 +178,7 @@ def _ignoring(work: Mapping[str, Any], *, as_deepspeed: bool) -> Callable[[str, 
     if word != "as deepspeed":
         return lambda _section, _name: word == "warn"
     return lambda section, name: (
-        section in UNCHECKED and not (section == "" and is_misspelt(name, work))
+        section in UNCHECKED and not (section == "" and is_misspelt(name, work.get(name), work))
     )
 
 
