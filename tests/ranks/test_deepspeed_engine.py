@@ -349,6 +349,27 @@ def test_the_optimizer_s_view_of_the_engine():
     engine.destroy()
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(2)
+def test_its_operations_are_counted_and_it_trains_on(stage):
+    losses = []
+    for counted in (False, True):
+        engine, *_ = deepspeed.initialize(model=model(), config=config(stage, unit_min_numel=1))
+        profiler = deepspeed.profiling.flops_profiler.FlopsProfiler(engine.module, engine)
+        losses.append([train_step(engine, 0).item()])
+        if counted:
+            profiler.start_profile()
+        losses[-1].append(train_step(engine, 1).item())
+        if counted:
+            profiler.stop_profile()
+            layers = 6 * 10 + 10 * 1  # of the input to the first no gradient is asked
+            assert profiler.get_total_flops() == 2 * 2 * (layers + layers + 10 * 1)
+            assert profiler.get_total_params() == 6 * 10 + 10 + 10 + 1
+        losses[-1].append(train_step(engine, 2).item())
+        engine.destroy()
+    assert losses[0] == losses[1]
+
+
 @on_ranks(1)
 def test_a_schedule_of_torch_can_be_built_over_it():
     engine, optimizer, _, _ = deepspeed.initialize(model=model(), config=config(2))

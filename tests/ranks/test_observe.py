@@ -186,3 +186,48 @@ def test_log_level_is_set_only_on_request(level, expected):
         assert logger.level == expected
     finally:
         logger.setLevel(before)
+
+
+# ---------------------------------------------------------------------- operations
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(2)
+def test_operations_of_one_forward_are_counted_on_rank_0(stage, tmp_path):
+    losses = []
+    for enabled in (False, True):
+        torch.manual_seed(3)
+        model = torch.nn.Sequential(torch.nn.Linear(6, 10), torch.nn.Tanh(), torch.nn.Linear(10, 1))
+        config = {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 2,
+            "optimizer": {"type": "AdamW"},
+            "unit_min_numel": 1,
+            "zero_optimization": {"stage": stage},
+            "flops_profiler": {"enabled": enabled, "profile_step": 1, "top_modules": 2},
+        }
+        with logged() as lines, zeroshard.Engine(model, config=config) as engine:
+            seen = []
+            for micro in range(6):
+                x = torch.full((2, 6), float(micro + engine.global_rank))
+                engine.backward(loss := engine(x).square().mean())
+                engine.step()
+                losses.append(loss.item())
+                seen.append(sum("FLOPS" in line for line in lines))
+        if not enabled or engine.global_rank:
+            assert seen == [0] * 6
+            continue
+        assert seen[:2] == [0, 0] and 0 < seen[2] == seen[5], "the first forward after step 1"
+        assert lines[0].startswith("forward after step 1: 280 FLOPS, 140 MACs, 81 parameters, ")
+        assert "most at depth 1: Sequential.0 240 FLOPS, Sequential.2 40 FLOPS" in lines
+        assert "  Sequential.2: 40 FLOPS" in lines
+    assert losses[:6] == losses[6:]
+
+
+def test_a_count_of_operations_goes_where_the_configuration_sends_it(tmp_path):
+    section = {"enabled": True, "profile_step": 0, "output_file": str(tmp_path / "flops"),
+               "detailed": False}  # fmt: skip
+    with logged() as lines, open_engine(0, flops_profiler=section) as engine:
+        train(engine, data(2))
+    text = (tmp_path / "flops").read_text()
+    assert text.startswith("forward after step 0: ") and "Global" not in text and not lines

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from unittest import mock
 
 import pytest
 import torch
+from loops import open_engine
 from torch import nn
 
-import zeroshard
 from zeroshard.errors import UsageError
 from zeroshard.testing import on_ranks
 from zeroshard.zero.hooks import StepHooks
@@ -36,16 +37,9 @@ class Net(nn.Module):
         return x
 
 
-def engine_of(model, stage):
-    return zeroshard.Engine(
-        model,
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "optimizer": {"type": "AdamW"},
-            "units": ["layers.*"],
-            "zero_optimization": {"stage": stage, "stage3_max_reuse_distance": 0},
-        },
-    )
+engine_of = partial(
+    open_engine, units=["layers.*"], zero_optimization={"stage3_max_reuse_distance": 0}
+)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
@@ -53,7 +47,7 @@ def engine_of(model, stage):
 def test_a_loss_left_in_an_attribute_of_a_sharded_unit_is_refused(frozen):
     torch.manual_seed(0)
     model = Net(frozen)
-    with engine_of(model, 3) as engine:
+    with engine_of(3, model=model) as engine:
         engine(torch.ones(2, 6))
         with pytest.raises(UsageError, match=r"return that tensor from its forward"):
             engine.backward(model.layers[0].aux)
@@ -67,7 +61,7 @@ def test_a_loss_left_in_an_attribute_counts_where_its_graph_joins_an_output():
     for stage in (2, 3):
         torch.manual_seed(0)
         model = Router()
-        with engine_of(model, stage) as engine:
+        with engine_of(stage, model=model) as engine:
             for _ in range(3):
                 loss = engine(torch.ones(2, 6)).square().mean()
                 engine.backward(loss + sum(layer.aux for layer in model.layers))
@@ -92,7 +86,7 @@ class Router(Net):
 @on_ranks(2)
 def test_a_graph_from_before_the_update_is_refused_as_in_pytorch(stage):
     torch.manual_seed(0)
-    with engine_of(Router(), stage) as engine:
+    with engine_of(stage, model=Router()) as engine:
         loss = engine(torch.ones(2, 6)).square().mean()
         engine.backward(loss, retain_graph=True)
         engine.step()
@@ -108,5 +102,5 @@ def test_backward_through_a_unit_that_nobody_gathered_is_refused(frozen):
     model = Net(frozen)
     without_hooks = mock.patch.object(StepHooks, "_before_backward", lambda *_: None)
     refused = pytest.raises(UsageError, match="backward needs a tensor that was changed")
-    with engine_of(model, 3) as engine, without_hooks, refused:
+    with engine_of(3, model=model) as engine, without_hooks, refused:
         engine.backward(engine(torch.ones(2, 6)).square().mean())

@@ -241,6 +241,13 @@ def test_an_argument_that_cannot_travel_is_named():
         run_ranks(_draw, 2, lambda: None, kwargs={"lock": threading.Lock()})
 
 
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_monkeypatch_is_refused_since_nobody_would_undo_it_there(monkeypatch, by_name):
+    args, kwargs = ((), {"patch": monkeypatch}) if by_name else ((monkeypatch,), {})
+    with pytest.raises(TypeError, match=rf"'{'patch' if by_name else 0}'.*MonkeyPatch.context\(\)"):
+        run_ranks(_draw, 2, *args, kwargs=kwargs)
+
+
 def _skip():
     pytest.skip("asked for")
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
+from loops import open_engine
 from torch import nn
 from torch.func import (
     functional_call,
@@ -18,7 +21,6 @@ from torch.func import (
 )
 from torch.utils._pytree import tree_leaves
 
-import zeroshard
 from zeroshard.errors import ShardedAccess
 from zeroshard.testing import on_ranks
 
@@ -38,16 +40,9 @@ def net():
     return Net()
 
 
-def engine_of(model, stage=3):
-    return zeroshard.Engine(
-        model,
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "optimizer": {"type": "AdamW"},
-            "units": ["Linear"],
-            "zero_optimization": {"stage": stage, "stage3_max_reuse_distance": 0},
-        },
-    )
+engine_of = partial(
+    open_engine, units=["Linear"], zero_optimization={"stage3_max_reuse_distance": 0}
+)
 
 
 def loss(model, params, x):
@@ -81,7 +76,7 @@ TRANSFORMS = {
 @on_ranks(2)
 def test_transforms_give_what_plain_pytorch_gives():
     plain, x = net(), torch.linspace(-1, 1, 15).view(3, 5)
-    with engine_of(net()) as engine:
+    with engine_of(3, model=net()) as engine:
         for name, transform in TRANSFORMS.items():
             with torch.no_grad():
                 engine(x)  # everything is sharded again
@@ -99,7 +94,7 @@ def test_training_goes_on_after_a_transform():
     losses = []
     for transforms in ({}, TRANSFORMS):
         losses.append([])
-        with engine_of(net()) as engine:
+        with engine_of(3, model=net()) as engine:
             for _ in range(2):
                 for transform in transforms.values():
                     transform(engine.module, x)
@@ -113,7 +108,7 @@ def test_training_goes_on_after_a_transform():
 @on_ranks(2)
 def test_a_sharded_parameter_given_to_a_transform_is_refused():
     x = torch.ones(3, 5)
-    with engine_of(net()) as engine:
+    with engine_of(3, model=net()) as engine:
         module = engine.module
         with pytest.raises(ShardedAccess, match=r"'a\.weight'.*torch\.func.*p\.detach\(\)"):
             grad(lambda p: loss(module, p, x))(dict(module.named_parameters()))
@@ -126,7 +121,7 @@ def test_gradients_land_through_vmap(stage):
     x = torch.linspace(-1, 1, 15).view(3, 5)
     losses = []
     for forward in (lambda engine: engine(x), lambda engine: vmap(engine.module)(x)):
-        with engine_of(net(), stage) as engine:
+        with engine_of(stage, model=net()) as engine:
             for _ in range(3):
                 loss = forward(engine).square().mean()
                 engine.backward(loss)

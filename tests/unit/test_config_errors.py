@@ -78,7 +78,8 @@ WILD = {
     "zero_optimization.reduce_bucket_size": 4096,
     "_comment": "for the big machine",
     "log": {"path": "x"},
-    "zero_optimisation": {"stage": 3},
+    "_optimizer": {"type": "AdamW"},
+    "tensor_parallel_size": 1,
     "aio": {"block": 1},
     "timers": {"throughput": {"every": 2}},
     "activation_checkpointing": {"enabled": True},
@@ -88,15 +89,44 @@ WILD = {
 def test_where_deepspeed_ignores_unknown_keys_its_programs_get_one_notice() -> None:
     loaded = load_config({**ONE, **WILD}, world_size=1, as_deepspeed=True)
     (line,) = [line for line in loaded.notices if "unknown" in line]
-    assert "zero_optimization.reduce_bucket_size, _comment, log, " in line
-    assert 'zero_optimisation (did you mean "zero_optimization"?)' in line
+    assert (
+        "zero_optimization.reduce_bucket_size, _comment, log, _optimizer (" in line
+        and "tensor_parallel_size" in line
+    )
     assert "aio.block" in line and "timers.throughput.every" in line
-    assert loaded.config.zero_optimization.stage == 0
+
+
+@pytest.mark.parametrize(
+    ("typo", "meant", "value"),
+    [
+        ("zero_optimisation", "zero_optimization", {"stage": 3}),
+        ("Zero-Optimization", "zero_optimization", {"stage": 3}),
+        ("bf_16", "bf16", {"enabled": True}),
+        ("FP16", "fp16", {"enabled": True}),
+        ("optimzer", "optimizer", {"type": "AdamW"}),
+        ("schedular", "scheduler", {"type": "WarmupLR"}),
+        ("gradient_accumulation_step", "gradient_accumulation_steps", 8),
+        ("gradient_clip", "gradient_clipping", 0.5),
+    ],
+)
+def test_a_misspelt_key_of_the_top_level_is_an_error_in_deepspeeds_name_too(
+    typo: str, meant: str, value: Any
+) -> None:
+    text = message_of({**ONE, typo: value}, as_deepspeed=True)
+    assert f'{typo}: no such key. Did you mean "{meant}"?' in text
+    load_config({**ONE, typo: value, "unknown_keys": "warn"}, world_size=1, as_deepspeed=True)
+
+
+@pytest.mark.parametrize("parked", ["_optimizer", "//optimizer", "optimizer2"])
+def test_a_section_put_aside_is_a_notice_to_programs_of_deepspeed(parked: str) -> None:
+    config = {**ONE, "optimizer": {"type": "Adam"}, parked: {"type": "AdamW"}}
+    loaded = load_config(config, world_size=1, as_deepspeed=True)
+    assert any(f"ignored: {parked} (did you mean" in line for line in loaded.notices)
 
 
 def test_who_chose_zeroshard_is_told_of_each_unknown_key() -> None:
     text = message_of({**ONE, **WILD})
-    assert text.startswith("7 problems")
+    assert text.startswith("8 problems")
 
 
 def test_a_configuration_that_asks_for_errors_gets_them_in_deepspeeds_name_too() -> None:

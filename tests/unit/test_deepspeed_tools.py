@@ -169,6 +169,50 @@ def test_the_table_of_operations_goes_where_it_is_sent(tmp_path, capsys):
     assert "Sequential.0.0" not in (shown := capsys.readouterr().out) and "Sequential.0:" in shown
 
 
+def test_a_profiler_counts_what_runs_between_start_and_stop(capsys):
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4, bias=False))
+    forward = 2 * 3 * (8 * 16 + 16 * 4)
+    profiler = deepspeed.profiling.flops_profiler.FlopsProfiler(net)
+    net(torch.ones(5, 8))  # not counted
+    profiler.start_profile()
+    loss = net(torch.ones(3, 8)).sum()
+    assert profiler.get_total_flops() == forward
+    assert 0 < profiler.get_total_duration() < 60
+    profiler.reset_profile()
+    loss.backward()  # what the loss is to the input is asked of the second layer alone
+    profiler.stop_profile()
+    net(torch.ones(5, 8))
+    backward = 2 * 3 * (8 * 16 + 2 * 16 * 4)
+    assert (profiler.get_total_flops(), profiler.get_total_macs()) == (backward, backward // 2)
+    assert profiler.get_total_params() == 8 * 16 + 16 + 16 * 4
+    assert profiler.get_total_flops(as_string=True) == "1.54 KFLOPS"
+    assert profiler.get_total_params(as_string=True) == "208"
+    assert profiler.get_total_duration(as_string=True).endswith(" ms")
+    duration = profiler.get_total_duration()
+    assert profiler.get_total_duration() == duration
+    profiler.print_model_profile(profile_step=7, detailed=False)
+    assert "step 7: 1.54 KFLOPS, 768 MACs, 208 parameters, " in capsys.readouterr().out
+    profiler.end_profile()
+    with pytest.raises(UsageError, match="has counted nothing"):
+        profiler.get_total_macs()
+    with pytest.raises(UnsupportedError, match="ignore_list"):
+        profiler.start_profile(ignore_list=[nn.ReLU])
+
+
+def test_a_profile_names_the_modules_that_take_most(capsys, tmp_path):
+    net = nn.Sequential(nn.Linear(8, 16), nn.Sequential(nn.Linear(16, 4)))
+    profiler = deepspeed.profiling.flops_profiler.FlopsProfiler(net)
+    profiler.start_profile()
+    net(torch.ones(1, 8))
+    profiler.stop_profile()
+    profiler.print_model_aggregated_profile(module_depth=1)
+    assert capsys.readouterr().out == "most at depth 1: Sequential.0 256 FLOPS\n"
+    profiler.print_model_profile(top_modules=2, output_file=str(tmp_path / "profile"))
+    text = (tmp_path / "profile").read_text()
+    assert "most at depth 1: Sequential.0 256 FLOPS, Sequential.1 128 FLOPS\n" in text
+    assert "    Sequential.1.0: 128 FLOPS\n" in text and not capsys.readouterr().out
+
+
 @pytest.mark.parametrize("shape", [(2, 7, 4), (7, 4)])
 def test_a_tiled_mlp_gives_the_plain_one_s_bits_and_keeps_no_inside(shape):
     torch.manual_seed(0)

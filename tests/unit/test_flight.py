@@ -419,7 +419,7 @@ def test_a_rank_outside_collectives_is_late_and_the_run_goes_on():
     )
     assert (diagnosis.kind, diagnosis.fatal, diagnosis.ranks) == ("RankLate", False, (1,))
     assert "  rank 1: outside collectives, loader.py:41 __next__" in diagnosis.text
-    assert "Not ended; limit 1800 s." in diagnosis.text
+    assert "Not ended; limit 1800 s (trust.collective_timeout_s)." in diagnosis.text
 
 
 @pytest.mark.parametrize(("blocked_s", "fatal"), [(99.0, False), (101.0, True)])

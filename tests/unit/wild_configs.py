@@ -330,7 +330,11 @@ WILD: dict[str, tuple[dict[str, Any], str]] = {
     "deepspeed bf16 masters": (
         {**PLAIN, "bf16": {"enabled": True, "bf16_master_weights_and_grads": True,
                            "bf16_optimizer_states": True}, **zero(stage=3)}, ""),
-    "deepspeed misspelt section": ({**PLAIN, "zero_optimisation": {"stage": 3}}, ""),
+    "deepspeed misspelt section": (
+        {**PLAIN, "zero_optimisation": {"stage": 3}}, 'Did you mean "zero_optimization"?'),
+    "deepspeed section put aside": (
+        {**PLAIN, **zero(stage=2), "_zero_optimization": {"stage": 3},
+         "zero_optimization_nvme": {"stage": 3}}, ""),
     "deepspeed misspelt key": ({**PLAIN, **zero(stgae=3)}, 'Did you mean "stage"?'),
     # ------------------------------------------------------------ Lightning, and notes people leave
     "lightning stage 3 offload": (

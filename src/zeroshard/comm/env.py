@@ -113,8 +113,8 @@ def check_master(rank_info: RankInfo) -> None:
     if rank_info.launcher == "mpi" and several_hosts and "MASTER_ADDR" not in os.environ:
         raise LaunchError(
             f"mpirun started {rank_info.world_size} ranks, {rank_info.local_world_size} of them on this "
-            "host, and MASTER_ADDR is not set, so the ranks cannot find each other. Pass on the address of "
-            "rank 0's host (mpirun -x MASTER_ADDR=...), or use zeroshard launch --launcher openmpi."
+            "host, and MASTER_ADDR is not set, so the ranks cannot find each other. Pass on the address "
+            "of rank 0's host (mpirun -x MASTER_ADDR=...), or use zeroshard launch --launcher openmpi."
         )
 
 

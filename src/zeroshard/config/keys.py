@@ -6,7 +6,7 @@ spellings. Suggestions for misspelt keys, the notices and ``docs/config.md`` are
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
@@ -162,7 +162,7 @@ def advice(path: str, siblings: list[str]) -> str:
     close = nearest(name, siblings)
     if close:
         return f'Did you mean "{close}"?'
-    elsewhere = nearest(name, [key.rpartition(".")[2] for key in KEYS], cutoff=0.85)
+    elsewhere = nearest(name, [key.rpartition(".")[2] for key in KEYS], cutoff=SURE)
     homes = sorted(key for key in KEYS if key.rpartition(".")[2] == elsewhere)
     if 0 < len(homes) <= 3:
         return f"Did you mean {' or '.join(homes)}?"
@@ -174,11 +174,34 @@ def advice(path: str, siblings: list[str]) -> str:
 _TOP = "at the top level"
 
 
+SURE = 0.85
+"""Of :func:`nearest`: names this near mean the same key."""
+
+
 def nearest(name: str, known: list[str], cutoff: float = 0.7) -> str | None:
     """The known word that looks most like ``name``, without regard to case."""
     lowered = {word.lower(): word for word in sorted(known, reverse=True)}
     close = get_close_matches(name.lower(), sorted(lowered), n=1, cutoff=cutoff)
     return lowered[close[0]] if close else None
+
+
+def is_misspelt(name: str, value: object, given: Collection[str]) -> bool:
+    """Is this unknown key of the top level a slip of a known one, rather than somebody else's?
+
+    Keys that were put aside are not: ``given`` has the key itself, or a sign stands before the name.
+    Neither is a plain value where the known key is a section.
+
+    >>> is_misspelt("zero_optimisation", {"stage": 3}, []), is_misspelt("_optimizer", {}, [])
+    (True, False)
+    >>> is_misspelt("tensor_parallel_size", 1, [])
+    False
+    """
+    if "." in name or not name[:1].isalpha():
+        return False
+    close = nearest(name, list(Config.model_fields), cutoff=SURE)
+    if close is None or close in given:
+        return False
+    return isinstance(value, (Mapping, bool)) or not KEYS[close].is_section
 
 
 def not_yet(config: Config) -> list[str]:

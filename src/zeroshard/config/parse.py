@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from zeroshard.config.fields import Section, is_auto, is_off, read_number, show
-from zeroshard.config.keys import ALIASES, KEYS, OFF, REFUSED, RENAMED, advice, nearest
+from zeroshard.config.keys import ALIASES, KEYS, OFF, REFUSED, RENAMED, SURE, advice, nearest
 from zeroshard.config.params import (
     PARAMS,
     TORCH_OPTIMIZERS,
@@ -51,11 +51,12 @@ def tidy(
     prefix: str,
     found: Findings,
     *,
-    ignores: Callable[[str], bool],
+    ignores: Callable[[str, str], bool],
 ) -> dict[str, Any]:
     """The part of ``raw`` that ``model`` can read; everything else goes to ``found``.
 
-    ``ignores``: are unknown keys of this section (dotted; the top level is empty) noted only?
+    ``ignores``: is an unknown key noted only? Asked with its section (dotted; the top level is
+    empty) and its name.
     """
     out: dict[str, Any] = {}
     for name, value in raw.items():
@@ -65,7 +66,7 @@ def tidy(
             if not is_off(value, OFF.get(path)):
                 found.errors.append(f"{path}: not supported: {REFUSED[path]}")
         elif known is None:
-            _unknown(path, name, value, model, found, ignore=ignores(prefix.rstrip(".")))
+            _unknown(path, name, value, model, found, ignore=ignores(prefix.rstrip("."), str(name)))
         elif is_auto(value):
             found.autos.add(path)
         elif not _dropped(path, value, known, found):
@@ -92,7 +93,7 @@ def _unknown(
     siblings = list(model.model_fields)
     section, dot, _ = str(name).partition(".")
     if ignore:
-        close = nearest(str(name), siblings, cutoff=0.85)
+        close = nearest(str(name), siblings, cutoff=SURE)
         found.ignored.append(f'{path} (did you mean "{close}"?)' if close else path)
     elif dot:
         found.errors.append(f'{path}: no such key. Write it inside "{section}", without the dot.')
@@ -160,7 +161,7 @@ def rename(raw: dict[str, Any], found: Findings) -> dict[str, Any]:
 
 
 def _typed_params(
-    section: str, given: dict[str, Any], found: Findings, *, ignores: Callable[[str], bool]
+    section: str, given: dict[str, Any], found: Findings, *, ignores: Callable[[str, str], bool]
 ) -> None:
     """Check ``params`` against what the type takes; ``given`` is changed in place."""
     kind, params = given.get("type"), given.get("params") or {}

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from zeroshard.config import offload
 from zeroshard.config.fields import Section, is_auto, show
-from zeroshard.config.keys import KEYS, UNCHECKED, get, not_yet
+from zeroshard.config.keys import KEYS, UNCHECKED, get, is_misspelt, not_yet
 from zeroshard.config.params import PARAMS
 from zeroshard.config.parse import Findings, rename, tidy, validate
 from zeroshard.config.read import Source, copy_tree, read_source
@@ -122,7 +122,8 @@ def load_config(
     ``for_training=False`` is for callers that only build a model (``zero.Init`` sees files in
     which much is still "auto"): batch sizes that are not given are 1, and optimizer and schedule
     are not read. ``as_deepspeed``: where DeepSpeed ignores keys that it does not know, they are a
-    notice, unless the configuration says otherwise (``unknown_keys``). ``replaced``: sections
+    notice, but for misspelt ones, unless the configuration says otherwise (``unknown_keys``).
+    ``replaced``: sections
     ("optimizer", "scheduler") in whose place the program passed an object; they are not read.
     ``hardware`` is asked if a precision is left "auto"; without it that means off.
 
@@ -144,8 +145,9 @@ def load_config(
             found.notices.append(
                 f"{section}: the object that was passed acts, not {_type(work[section])}"
             )
+    ignores = _ignoring(work, as_deepspeed=as_deepspeed)
     work = {key: value for key, value in work.items() if key not in skipped}
-    given = tidy(work, Config, "", found, ignores=_ignoring(work, as_deepspeed=as_deepspeed))
+    given = tidy(work, Config, "", found, ignores=ignores)
     _resolve_auto_sizes(given, found, hidden_size)
     config = validate(Config, given, "", found) or Config()
     config, reasons = _resolve_auto_precision(config, found, hardware)
@@ -170,12 +172,14 @@ def _type(section: Any) -> str:
     return f"the configuration's {show(kind)}" if kind else "the configuration's section"
 
 
-def _ignoring(work: Mapping[str, Any], *, as_deepspeed: bool) -> Callable[[str], bool]:
-    """Of a dotted section: are keys that it does not know a notice rather than an error?"""
+def _ignoring(work: Mapping[str, Any], *, as_deepspeed: bool) -> Callable[[str, str], bool]:
+    """Of the name of an unknown key in a dotted section: is it a notice rather than an error?"""
     word = str(work.get("unknown_keys", "as DeepSpeed" if as_deepspeed else "error")).lower()
-    if word == "as deepspeed":
-        return UNCHECKED.__contains__
-    return lambda _section: word == "warn"
+    if word != "as deepspeed":
+        return lambda _section, _name: word == "warn"
+    return lambda section, name: (
+        section in UNCHECKED and not (section == "" and is_misspelt(name, work.get(name), work))
+    )
 
 
 def leaves(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -225,8 +225,9 @@ class Config(Section):
     unknown_keys: Annotated[Literal["error", "warn"], Lower] = honour(
         "error",
         "What to do with a key that this page does not list. Programs that call `deepspeed` get a "
-        "notice instead where DeepSpeed looks for no key: at the top level, and in the sections that "
-        "it does not check.",
+        "notice instead where DeepSpeed looks for no key: at the top level, unless the name is almost "
+        "that of a key which is not given (`zero_optimisation`), and in the sections that it does not "
+        "check.",
     )
     units: TextsOrAuto = honour(
         "auto", "Which modules are gathered as one: globs on their names or class names."
@@ -314,7 +315,9 @@ class Config(Section):
     memory_breakdown: Flag = honour(False, "Memory at each phase.")
     timers: side.TimersConfig = accept(side.TimersConfig, "Timers; ours never sync.")
     comms_logger: side.CommsLoggerConfig = honour(side.CommsLoggerConfig, "Log of collectives.")
-    flops_profiler: side.FlopsConfig = accept(side.FlopsConfig, "Flops of one step; planned.")
+    flops_profiler: side.FlopsConfig = honour(
+        side.FlopsConfig, "Operations of one forward: matrix products, convolutions, attention."
+    )
     tensorboard: side.FileMonitorConfig = honour(side.FileMonitorConfig, "Events to TensorBoard.")
     csv_monitor: side.FileMonitorConfig = honour(side.FileMonitorConfig, "Events to CSV files.")
     wandb: side.WandbConfig = honour(side.WandbConfig, "Events to Weights & Biases.")

@@ -195,12 +195,12 @@ class CommsLoggerConfig(Section):
 
 
 class FlopsConfig(Section):
-    enabled: Flag = accept(False, "Print the flops of one step.")
-    profile_step: Int = accept(1, "Which step.")
-    module_depth: Int = accept(-1, "How deep into the module tree; -1 is all.")
-    top_modules: Int = accept(1, "How many modules to name.")
-    detailed: Flag = accept(True, "One line per module.")
-    output_file: Text | None = accept(None, "Where to; null prints.")
+    enabled: Flag = honour(False, "Count one forward on rank 0.")
+    profile_step: Int = honour(1, "After how many steps; its first micro-batch is counted.")
+    module_depth: Int = honour(-1, "How deep into the module tree; -1 is all.")
+    top_modules: Int = honour(1, "How many modules to name at each depth.")
+    detailed: Flag = honour(True, "One line per module.")
+    output_file: Text | None = honour(None, "Where to; null logs.")
     recompute_fwd_factor: Float = accept(0.0, "Share of forward that runs twice.")
 
 

@@ -155,8 +155,8 @@ _WORKING: tuple[tuple[str, str, str], ...] = (  # module, home, names; "theirs=o
     ("monitor.comet", _MONITORS, "CometMonitor"),
     ("monitor.config", _MONITORS, "get_monitor_config DeepSpeedMonitorConfig TensorBoardConfig "
                                   "WandbConfig CSVConfig CometConfig"),
-    ("profiling.flops_profiler", _PROFILING, "get_model_profile"),
-    ("profiling.flops_profiler.profiler", _PROFILING, "get_model_profile"),
+    ("profiling.flops_profiler", _PROFILING, "get_model_profile FlopsProfiler"),
+    ("profiling.flops_profiler.profiler", _PROFILING, "get_model_profile FlopsProfiler"),
     ("runtime.dataloader", "zeroshard.engine.data_loader", "DeepSpeedDataLoader=ResumableLoader"),
     ("runtime.dataloader", _HELPERS, "RepeatingLoader"),
     ("runtime.constants", _CONSTANTS, "ROUTE_TRAIN ROUTE_EVAL ROUTE_PREDICT ROUTE_ENCODE "
@@ -302,6 +302,9 @@ _DIFFERENCES: Mapping[str, str] = {
     "profiling.flops_profiler.get_model_profile": (
         "counts matrix products, convolutions and attention, not what is elementwise"
     ),
+    "profiling.flops_profiler.FlopsProfiler": (
+        "counts as get_model_profile does, all that runs between start and stop, a backward included"
+    ),
     "runtime.utils.partition_balanced": "the heaviest part is as light as can be",
     "runtime.zero.Init": "without a configuration and dtype, parameters keep their own dtype",
     "runtime.zero.partition_parameters.zero_wrapper_for_fp_tensor_constructor": (
@@ -315,7 +318,6 @@ _PIPE = "pipeline parallelism is not there yet; shard with ZeRO stage 3 instead"
 _SEQUENCE = "sequence parallelism is not there yet; leave it out, or use gradient checkpointing"
 _TENSOR = "tensor parallelism is not there yet; shard with ZeRO stage 3 instead"
 _EXPERTS = "expert parallelism is not there yet; ordinary modules with experts train under ZeRO"
-_PROFILER = "it hooks every module; use get_model_profile, or torch.utils.flop_counter"
 _COMPRESS = "compress the model outside of training"
 _INFERENCE = (
     "ZeroShard trains; it has no inference engine. Call the model, or "
@@ -341,8 +343,6 @@ _STUBS: tuple[tuple[Verdict, str, str, str], ...] = (  # importable; using them 
     ("later", "moe.layer", "MoE", _EXPERTS),
     ("later", "moe.utils", "split_params_into_different_moe_groups_for_optimizer is_moe_param "
      "has_moe_layers", _EXPERTS),
-    ("later", "profiling.flops_profiler", "FlopsProfiler", _PROFILER),
-    ("later", "profiling.flops_profiler.profiler", "FlopsProfiler", _PROFILER),
     ("refused", "compression.compress", "init_compression redundancy_clean", _COMPRESS),
     ("later", "linear", "OptimizedLinear LoRAConfig QuantizationConfig",
      "quantized LoRA layers are not there yet; use PEFT"),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from zeroshard.engine.flops import most, now_s, parameters, report, show, table, words
 from zeroshard.errors import UnsupportedError, UsageError
 
 
@@ -34,15 +34,11 @@ def get_model_profile(
     as two operations; what is elementwise is not. ``input_shape``: the shape of the only argument,
     else ``args`` and ``kwargs``. ``mode``: "forward", or "generate" for ``model.generate``. The model
     runs ``warm_up`` times before, in eval mode. ``print_profile``: a table by module, ``module_depth``
-    levels deep, to ``output_file`` if that is given.
+    levels deep, and the ``top_modules`` that take most at each depth, to ``output_file`` if given.
 
     Raises :class:`UsageError` without an input, :class:`UnsupportedError` for ``ignore_modules``.
     """
-    if ignore_modules:
-        raise UnsupportedError(
-            "get_model_profile(ignore_modules=...): the counter sees operations, not modules. Profile "
-            "the part of the model that you mean."
-        )
+    _refuse_to_ignore("get_model_profile(ignore_modules=...)", ignore_modules)
     if input_shape is not None:
         like = next(model.parameters(), torch.empty(0))
         args, kwargs = [torch.ones(input_shape, dtype=like.dtype, device=like.device)], None
@@ -63,36 +59,116 @@ def get_model_profile(
         for module, was_training in modes.items():
             module.training = was_training
     flops = counter.get_total_flops()
-    params = sum(param.numel() for param in model.parameters())
+    params = parameters(model)
     if print_profile:
-        head = f"{_words(flops, 'FLOPS')}, {_words(params, 'parameters')}"
-        text = f"{head}\n{_table(counter, module_depth)}" if detailed else head
-        if output_file is None:
-            print(text)
-        else:
-            Path(output_file).write_text(text + "\n")
+        lines = [f"{words(flops, 'FLOPS')}, {words(params, 'parameters')}"]
+        if detailed:
+            lines += [*most(counter, module_depth, top_modules), *table(counter, module_depth)]
+        show(lines, output_file)
     if not as_string:
         return flops, flops // 2, params
-    return _words(flops, "FLOPS"), _words(flops // 2, "MACs"), _words(params, "").strip()
+    return words(flops, "FLOPS"), words(flops // 2, "MACs"), words(params, "").strip()
 
 
-def _table(counter: FlopCounterMode, depth: int) -> str:
-    """A line for each module down to ``depth`` dots (-1: all), indented."""
-    lines = []
-    for name, by_operation in counter.get_flop_counts().items():
-        level = 0 if name == "Global" else name.count(".")
-        if name != "Global" and 0 <= depth < level:
-            continue
-        lines.append(f"{'  ' * level}{name}: {_words(sum(by_operation.values()), 'FLOPS')}")
-    return "\n".join(lines)
+class FlopsProfiler:
+    """Counts what runs between :meth:`start_profile` and :meth:`stop_profile`, whoever calls it.
 
-
-def _words(number: int, unit: str) -> str:
+    Counted as in :func:`get_model_profile`. A backward in between counts too, and so does a forward
+    that checkpointing runs again, so ``recompute_fwd_factor`` is not needed, and neither is
+    ``ds_engine``. Under ZeRO each rank counts what it computes itself. Call both on every step that
+    is to be counted and on no other: the counter slows each operation down.
     """
-    >>> _words(1_234_000, "FLOPS"), _words(12, "MACs")
-    ('1.23 MFLOPS', '12 MACs')
-    """
-    for letter, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("K", 1e3)):
-        if number >= size:
-            return f"{number / size:.2f} {letter}{unit}"
-    return f"{number} {unit}"
+
+    def __init__(
+        self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0
+    ) -> None:
+        del ds_engine, recompute_fwd_factor
+        self.model = model
+        self.started = False
+        self._counter: FlopCounterMode | None = None
+        self._seconds = 0.0
+
+    def start_profile(self, ignore_list: Sequence[type[nn.Module]] | None = None) -> None:
+        """Count from here on, beginning at zero. :class:`UnsupportedError` for ``ignore_list``."""
+        _refuse_to_ignore("FlopsProfiler.start_profile(ignore_list=...)", ignore_list)
+        self.end_profile()
+        self._counter = FlopCounterMode(display=False)
+        self._counter.__enter__()
+        self.started = True
+        self._seconds = -now_s(self.model)
+
+    def stop_profile(self) -> None:
+        """Count no more. What was counted stays until :meth:`end_profile` or the next start."""
+        if self.started:
+            self._seconds += now_s(self.model)
+            self.started = False
+            self._counted().__exit__(None, None, None)
+
+    def reset_profile(self) -> None:
+        """Forget what was counted and, while it runs, count anew."""
+        if self.started:
+            self.start_profile()
+        else:
+            self._counter = None
+
+    def end_profile(self) -> None:
+        """Stop, and forget what was counted."""
+        self.stop_profile()
+        self._counter = None
+
+    def get_total_flops(self, as_string: bool = False) -> Any:
+        """Operations so far, as a number or in words."""
+        flops = self._counted().get_total_flops()
+        return words(flops, "FLOPS") if as_string else flops
+
+    def get_total_macs(self, as_string: bool = False) -> Any:
+        """Multiply-adds so far: half of the operations."""
+        macs = self._counted().get_total_flops() // 2
+        return words(macs, "MACs") if as_string else macs
+
+    def get_total_duration(self, as_string: bool = False) -> Any:
+        """Seconds from start to stop (or to now) on this host, the device's work included."""
+        self._counted()
+        seconds = self._seconds + (now_s(self.model) if self.started else 0.0)
+        return f"{1e3 * seconds:.2f} ms" if as_string else seconds
+
+    def get_total_params(self, as_string: bool = False) -> Any:
+        """Parameters of the whole model, also where they are sharded."""
+        params = parameters(self.model)
+        return words(params, "").strip() if as_string else params
+
+    def print_model_profile(
+        self,
+        profile_step: int = 1,
+        module_depth: int = -1,
+        top_modules: int = 1,
+        detailed: bool = True,
+        output_file: str | None = None,
+    ) -> None:
+        """Print totals and, if ``detailed``, a table by module, or write them to ``output_file``."""
+        counter = self._counted()
+        lines = report(
+            f"step {profile_step}", counter, self.get_total_params(), self.get_total_duration()
+        )
+        lines += most(counter, module_depth, top_modules)
+        show(lines + table(counter, module_depth) if detailed else lines, output_file)
+
+    def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
+        """Print which modules take most at each depth, or at ``module_depth``."""
+        show(most(self._counted(), module_depth, top_modules), None)
+
+    def _counted(self) -> FlopCounterMode:
+        if self._counter is None:
+            raise UsageError(
+                "FlopsProfiler has counted nothing yet: call start_profile() before the forward, and "
+                "end_profile(), which forgets the numbers, after you have read them."
+            )
+        return self._counter
+
+
+def _refuse_to_ignore(call: str, ignored: Any) -> None:
+    if ignored:
+        raise UnsupportedError(
+            f"{call}: the counter sees operations, not modules. Profile the part of the model that "
+            "you mean."
+        )

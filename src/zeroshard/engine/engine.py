@@ -21,6 +21,7 @@ from zeroshard.engine.arguments import check_loss, refused_graph
 from zeroshard.engine.checkpoint_loader import CheckpointLoader
 from zeroshard.engine.checkpoint_saver import CheckpointSaver
 from zeroshard.engine.data import agreed_batches
+from zeroshard.engine.flops import counted
 from zeroshard.engine.getters import GETTERS
 from zeroshard.engine.observe import Observer
 from zeroshard.engine.offload_states import StateOffloader, asked_of_to, check_keeps, is_return
@@ -159,6 +160,8 @@ class Engine(nn.Module):
             for phase in ("forward", "backward", "step"):
                 setattr(self, phase, self._observer.phase(phase, getattr(self, phase)))
         self._saver, self._loader = CheckpointSaver(self), CheckpointLoader(self)
+        if (section := self.settings.flops_profiler).enabled and self.global_rank == 0:
+            self.forward = counted(self.forward, model, lambda: self.global_steps, section)  # type: ignore[method-assign]
         self._gc = setup.ManualGC() if self.settings.disable_python_gc else None
 
     # ------------------------------------------------------------------ forward and backward

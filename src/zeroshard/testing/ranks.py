@@ -56,8 +56,9 @@ def on_ranks(
 ) -> Callable[[_Body], _Body]:
     """Run the decorated test on ``n`` ranks; it passes if it passes on all of them.
 
-    Parameters and fixtures arrive as pickled values. ``group=False`` leaves the process group to
-    the body; the variables that ``torchrun`` sets are there either way. ``timeout`` in seconds.
+    Parameters and fixtures arrive as pickled values (``monkeypatch`` is refused). ``group=False``
+    leaves the process group to the body; the variables that ``torchrun`` sets are there either way.
+    ``timeout`` in seconds.
     """
 
     def decorate(body: _Body) -> _Body:
@@ -335,10 +336,17 @@ def _environ(world_size: int) -> dict[str, str]:
 def _pickle_arguments(
     body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bytes:
+    named = [*enumerate(args), *kwargs.items()]
+    for name, value in named:
+        if type(value).__name__ == "MonkeyPatch":  # its copy travels, and would never be undone
+            raise TypeError(
+                f"{body.__qualname__} runs on ranks, and so would the copy of its argument {str(name)!r} "
+                "(MonkeyPatch): what it replaced would stay replaced for the tests that follow. In "
+                "the body, write `with pytest.MonkeyPatch.context() as patch:`."
+            )
     try:
         return pickle.dumps((args, kwargs))
     except Exception:
-        named = [*enumerate(args), *kwargs.items()]
         bad = [f"{name} ({type(value).__name__})" for name, value in named if not _travels(value)]
         raise TypeError(
             f"{body.__qualname__} runs on ranks: its arguments travel as pickles, and "

@@ -414,7 +414,8 @@ class _Case:
                 "Fix: make this call on every rank, or allow more than "
                 f"{limit:g} s ({self.limits.key(section)})."
                 if fatal
-                else f"Every rank has to make this call. Not ended; limit {limit:g} s."
+                else f"Every rank has to make this call. Not ended; limit {limit:g} s "
+                f"({self.limits.key(section)})."
             )
         )
         return self._diagnosis("RankLate", fatal, [w.rank for w in late], lines)
