@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import get_gradient_edge
-from torch.utils.weak import WeakIdKeyDictionary
 
 from zeroshard.errors import ShardedAccess
 from zeroshard.zero import transforms
+from zeroshard.zero.attached import Attached
 
 
 class Owner(Protocol):
@@ -57,7 +57,7 @@ class Owner(Protocol):
         ...
 
 
-owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
+owners: Attached[Tensor, Callable[[], Owner | None]] = Attached()
 """Parameter -> a reference that gives its :class:`Owner`, or None when that died.
 
 A weak one where the owner holds the parameter: the two would keep each other alive for ever.
@@ -87,11 +87,11 @@ def _place(param: Tensor) -> tuple[int, int]:
 
 def owner_of(param: Tensor) -> Owner | None:
     """The owner of a parameter, or None for a parameter that nobody shards."""
-    reference: Callable[[], Owner | None] | None = owners.get(param)
+    reference = owners.get(param)
     return None if reference is None else reference()
 
 
-_listed: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_listed: Attached[Tensor, bool] = Attached()
 
 
 def list_on_request(params: Iterable[nn.Parameter]) -> None:
@@ -101,7 +101,8 @@ def list_on_request(params: Iterable[nn.Parameter]) -> None:
     rank asks for names and shapes alone. Of other parameters ``detach()`` gives values, which every rank
     has to ask for.
     """
-    _listed.update((param, True) for param in params)
+    for param in params:
+        _listed[param] = True
 
 
 # ---------------------------------------------------------------------- being away

@@ -31,6 +31,7 @@ from zeroshard.errors import RankMismatch
 from zeroshard.precision.policy import policy_from
 from zeroshard.store.storage import is_aliased
 from zeroshard.zero import deal, guard
+from zeroshard.zero.attached import Attached
 from zeroshard.zero.parcel import Parcel, SpreadParameter
 
 
@@ -80,8 +81,8 @@ class Init:
         parsed = _config_of(source)
         self.enabled = enabled and (parsed is None or parsed.zero_optimization.stage == 3)
         self.depth = 0
-        # By id. What they contain is taken, or will be by a hook.
-        self._seen: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+        # What they contain is taken, or will be by a hook.
+        self._seen: Attached[nn.Module, bool] = Attached()
         self._whole: dict[SpreadParameter | Parcel, _Built | None] = {}  # in order
         self._large: dict[SpreadParameter | Parcel, None] = {}  # those of them that wait for nobody
         self._held: set[SpreadParameter | Parcel] = set()  # could not be spread last time
@@ -146,7 +147,7 @@ class Init:
         for reference in self._blanks:
             if (parcel := reference()) is not None:
                 parcel.show_training_dtype()
-        self._seen.clear()
+        self._seen = Attached()
         for store in (self._blanks, self._whole, self._large, self._held):
             store.clear()
         self._small_numel, self._small_limit = 0, _room_numel()
@@ -166,9 +167,9 @@ class Init:
 
     def _see(self, module: nn.Module) -> None:
         """Take what a module has when it is first seen: a copy, say, was not built piece by piece."""
-        if self._seen.get(id(module)) is module:
+        if module in self._seen:
             return
-        self._seen[id(module)] = module
+        self._seen[module] = True
         for leaf, param in module._parameters.items():
             if param is not None:
                 self._take(module, leaf, param)
@@ -263,10 +264,7 @@ class Init:
 
     def _spread(self, items: Sequence[SpreadParameter | Parcel]) -> None:
         """Collective. Inside the block without those whose memory the program still holds otherwise."""
-        for item in items:
-            if isinstance(item, SpreadParameter) and not self._is_built(item):
-                self._drop(item)
-        items = [item for item in items if item in self._whole]
+        items = [item for item in items if isinstance(item, Parcel) or self._is_built(item)]
         held = self._compare(items) if items else set()
         self._held |= held
         ready = [item for item in items if item not in held]
@@ -278,13 +276,14 @@ class Init:
             parcel.close()
 
     def _is_built(self, item: SpreadParameter) -> bool:
-        """Is it still part of a module, and nobody else's? If not, it is the program's own."""
+        """Is it still part of a module, and nobody else's? If not, it is left to the program."""
         param, places = self._built(item)
-        if guard.owner_of(param) is not item:
-            return False
-        if any(holder._parameters.get(leaf) is param for holder, leaf in places):
-            return True
-        del guard.owners[param]
+        if guard.owner_of(param) is item:
+            for holder, leaf in places:
+                if holder._parameters.get(leaf) is param:
+                    return True
+            guard.owners.discard(param)
+        self._drop(item)
         return False
 
     def _built(self, item: SpreadParameter) -> _Built:
@@ -294,18 +293,16 @@ class Init:
 
     def _packed(self, params: Iterable[tuple[SpreadParameter, nn.Parameter]]) -> Iterator[Parcel]:
         """In order; small parameters of one dtype together."""
-        groups: dict[Any, list[tuple[SpreadParameter, nn.Parameter]]] = {}
-        numels: dict[Any, int] = {}
+        groups: dict[Any, tuple[list[tuple[SpreadParameter, nn.Parameter]], int]] = {}
         for owner, param in params:
             kind = param.dtype, param.device
-            group = groups.setdefault(kind, [])
-            numels[kind] = numels.get(kind, 0) + param.numel()
-            if group and numels[kind] > _room_numel() // 2:
+            group, numel = groups.get(kind, ([], 0))
+            if group and numel + param.numel() > _room_numel() // 2:
                 yield Parcel(self, *zip(*group, strict=True))
-                group.clear()
-                numels[kind] = param.numel()
+                group, numel = [], 0
             group.append((owner, param))
-        for group in groups.values():
+            groups[kind] = group, numel + param.numel()
+        for group, _ in groups.values():
             yield Parcel(self, *zip(*group, strict=True))
 
     def _compare(self, items: Sequence[SpreadParameter | Parcel]) -> set[SpreadParameter | Parcel]:

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from zeroshard.core.layout import Slot, pack
-from zeroshard.zero import guard
-from zeroshard.zero.deal import Dealer
+from zeroshard.zero import deal, guard
 
 if TYPE_CHECKING:
     from zeroshard.zero.init import Init
+
+_NOWHERE = Slot("", (), 0)
 
 
 class SpreadParameter:
@@ -41,9 +42,13 @@ class SpreadParameter:
         self.context = context
         self.numel = param.numel()
         self.parcel: Parcel | None = None
-        self.slot = Slot(self.name, (), 0)
+        self.slot = _NOWHERE
         self.pins = 0  # readers inside GatheredParameters: not to be spread under them
-        guard.owners[param] = lambda: self
+        guard.owners[param] = self.itself
+
+    def itself(self) -> SpreadParameter:
+        """The reference in :data:`zeroshard.zero.guard.owners`: it lives as long as the parameter."""
+        return self
 
     @property
     def is_away(self) -> bool:
@@ -104,7 +109,7 @@ class Parcel:
             world_size=context.comm.world_size,
         )
         self.name = f"{owners[0].name} and {len(owners) - 1} more" if owners[1:] else owners[0].name
-        self.numel = self.layout.params_numel
+        self.numel = sum(param.numel() for param in params)
         self.shard_S: Tensor | None = None  # None while the parameters are whole
         self._read_N: Tensor | None = None  # what was gathered for the last reader
         self._refs = [TensorWeakRef(param) for param in params]
@@ -125,42 +130,42 @@ class Parcel:
 
     def close(self, source: int = 0) -> None:
         """Keep the own 1/W of rank ``source``'s values, in the training dtype, and free the rest."""
-        context, changed = self.context, []
-        shard_S = torch.zeros(self.layout.shard_numel, dtype=self.dtype, device=context.device)
-        begin, _ = self.layout.shard_range(context.comm.rank)
-        dealer = Dealer(
-            self.layout, shard_S, begin, comm=context.comm, name=self.name, source=source
-        )
-        members = list(self.members())
-        for slot, param, owner in members:
-            if (param.shape, param.dtype, param.device) != (slot.shape, *self.built_as):
+        context = self.context
+        kept, changed = [], []
+        for slot, param, owner in self.members():
+            if (param.shape, param.dtype, param.device) == (slot.shape, *self.built_as):
+                kept.append((slot, param))
+            else:
                 changed.append((owner, param))  # the program gave it another shape or dtype
-            elif context.comm.rank == source:
-                dealer.put(slot, param.data)
-        dealer.finish()
+        shard_S = deal.deal(
+            self.layout,
+            [(slot, param.data) for slot, param in kept],
+            dtype=self.dtype,
+            device=context.device,
+            comm=context.comm,
+            name=self.name,
+            source=source,
+        )
         for owner, param in changed:
             owner.numel = param.numel()
             Parcel(context, [owner], [param]).close(source)
         self.shard_S = shard_S
-        self._hide([member for member in members if member[2].parcel is self])
+        self._hide(kept)
 
     def show_training_dtype(self) -> None:
         """The parameters were hidden while they were under construction."""
         if self.shard_S is not None and self.dtype != self.built_as[0]:
-            self._hide(list(self.members()))
+            self._hide([(slot, param) for slot, param, _ in self.members()])
 
-    def _hide(self, members: Sequence[tuple[Slot, nn.Parameter, SpreadParameter]]) -> None:
+    def _hide(self, members: Sequence[tuple[Slot, nn.Parameter]]) -> None:
         """Show blanks: inside the context in the dtype that was built, later in that of the shards."""
         dtype, device = self.built_as
         shown = dtype if self.context.active else self.dtype
         nothing = guard.blank(torch.empty((), dtype=shown, device=device))
-        shapes = {slot.shape for slot, _, _ in members}
-        blanks = {shape: nothing.expand(shape) for shape in shapes}
-        for _, param, _ in members:
+        blanks = {shape: nothing.expand(shape) for shape in {slot.shape for slot, _ in members}}
+        for _, param in members:
             param.__class__ = nn.Parameter
-        guard.hide(
-            [param for _, param, _ in members], [blanks[slot.shape] for slot, _, _ in members]
-        )
+        guard.hide([param for _, param in members], [blanks[slot.shape] for slot, _ in members])
         if self.context.active:
             self.context.was_hidden(self)
 
@@ -170,10 +175,12 @@ class Parcel:
         alone = len(self._refs) == 1
         full_N = self._gather(dtype if alone else self.dtype)
         self.shard_S = self._read_N = None
+        params, values = [], []
         for slot, param, _ in self.members():
-            values = full_N[slot.start : slot.stop].view(slot.shape)
-            values = values.to(device, dtype, copy=not alone)  # each in its own memory
-            guard.show([param], [values], [nn.Parameter])
+            view = full_N[slot.start : slot.stop].view(slot.shape)
+            params.append(param)
+            values.append(view.to(device, dtype, copy=not alone))  # each in its own memory
+        guard.show(params, values, [nn.Parameter] * len(params))
 
     def read(self, slot: Slot) -> Tensor:
         """A private copy of one parameter's values. Collective, unless the last one read here was a

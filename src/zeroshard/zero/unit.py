@@ -407,7 +407,7 @@ class Unit:
         self.pins = 0
         self.forget()
         for param in self.params:
-            guard.owners.pop(param, None)
+            guard.owners.discard(param)
         self.training = None
         self.rest.close()
         self.ledger.hold("parameters", self.name, 0, self.rest.tier)
