@@ -31,8 +31,15 @@ from zeroshard.zero.attached import Attached
 class Owner(Protocol):
     """Whoever holds the bytes of a sharded parameter."""
 
-    name: str
-    order: int  # from ``count_owner``
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        ...
+
+    @property
+    def order(self) -> int:
+        """From ``count_owner``."""
+        ...
 
     def index(self, param: Tensor) -> int:
         """The parameter's place among those of this owner."""
@@ -394,6 +401,11 @@ class _OwnerOfEntry:
             values = _read(self.param)
             return None if values is None else self.part(values.detach())
         return self.part(self.param.detach().clone())
+
+    def agrees(self, fact: bool) -> bool:
+        """See :class:`Owner`."""
+        owner = owner_of(self.param)
+        return owner.agrees(fact) if owner else fact
 
     def admit(self, param: nn.Parameter, beside: Collection[Tensor]) -> bool:
         """See :class:`Owner`. An entry is a copy: nothing is written through it."""

@@ -195,9 +195,10 @@ class Init:
         self._make_room(beside=beside, numel=parcel.numel)
         self.open(parcel)
 
-    def open(self, parcel: Parcel) -> None:
-        """Make a parcel whole; inside the block, until attention moves on."""
-        parcel.open()
+    def open(self, parcel: Parcel, *, to_read: bool = False) -> None:
+        """Make a parcel whole; inside the block, until attention moves on. ``to_read``: outside the
+        block the program promises not to edit the parameters."""
+        parcel.open(to_read=to_read and not self.active)
         if self.active:
             self._add(parcel)
 
@@ -309,9 +310,10 @@ class Init:
         """Those whose memory the program holds otherwise, on any rank: a write there would be lost.
         Outside the block that no longer matters. Collective; refuses ranks that build other models.
         """
-        what = zlib.crc32(repr([(item.name, item.numel) for item in items]).encode())
+        numels = [item.numel for item in items]
+        what = zlib.crc32(repr(([item.name for item in items], numels)).encode())
         held = [self.active and self._is_aliased(item) for item in items]
-        mine = [what, len(items), sum(item.numel for item in items), any(held)]
+        mine = [what, len(items), sum(numels), any(held)]
         name = "parameters under construction"
         votes = self._exchange(mine, name)
         if any(row[:3] != votes[0][:3] for row in votes):

@@ -7,14 +7,16 @@ well, and are spread again in the same layout. Letters as in :mod:`zeroshard.zer
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from zeroshard.core.layout import Slot, pack
+from zeroshard.store.storage import fingerprint
 from zeroshard.zero import deal, guard
+from zeroshard.zero.touch import pack_flags, unpack_any
 
 if TYPE_CHECKING:
     from zeroshard.zero.init import Init
@@ -91,6 +93,13 @@ class SpreadParameter:
         param.data.copy_(values)
 
 
+class Kept(NamedTuple):
+    """What parameters that are whole for reading go back to."""
+
+    shard_S: Tensor
+    prints: dict[Slot, int]
+
+
 class Parcel:
     """Parameters that rest together: 1/W of their flat whole is here, in ``shard_S``.
 
@@ -112,6 +121,7 @@ class Parcel:
         self.numel = sum(param.numel() for param in params)
         self.shard_S: Tensor | None = None  # None while the parameters are whole
         self._read_N: Tensor | None = None  # what was gathered for the last reader
+        self.kept: Kept | None = None  # while the parameters are whole for reading only
         self._refs = [TensorWeakRef(param) for param in params]
         for owner, slot in zip(owners, self.layout.slots, strict=True):
             owner.parcel, owner.slot = self, slot
@@ -149,7 +159,7 @@ class Parcel:
         for owner, param in changed:
             owner.numel = param.numel()
             Parcel(context, [owner], [param]).close(source)
-        self.shard_S = shard_S
+        self.shard_S, self.kept = shard_S, None
         self._hide(kept)
 
     def show_training_dtype(self) -> None:
@@ -169,11 +179,13 @@ class Parcel:
         if self.context.active:
             self.context.was_hidden(self)
 
-    def open(self) -> None:
-        """Make the parameters whole in place, in the dtype that they were built in. Collective."""
+    def open(self, *, to_read: bool = False) -> None:
+        """Make the parameters whole in place, in the dtype that they were built in; ``to_read``: until
+        :meth:`put_back`. Collective."""
         dtype, device = self.built_as
         alone = len(self._refs) == 1
         full_N = self._gather(dtype if alone else self.dtype)
+        shard_S = self.shard_S
         self.shard_S = self._read_N = None
         params, values = [], []
         for slot, param, _ in self.members():
@@ -181,6 +193,28 @@ class Parcel:
             params.append(param)
             values.append(view.to(device, dtype, copy=not alone))  # each in its own memory
         guard.show(params, values, [nn.Parameter] * len(params))
+        if to_read and shard_S is not None:
+            self.kept = Kept(shard_S, self._prints())
+
+    def edited(self) -> list[str]:
+        """Names of parameters that any rank edited since it opened the parcel to read. Collective."""
+        assert self.kept is not None
+        before, after = self.kept.prints, self._prints()
+        flags = [after.get(slot) not in (None, before.get(slot)) for slot in self.layout.slots]
+        vote = torch.tensor(pack_flags(flags), dtype=torch.float64, device=self.context.device)
+        votes = self.context.comm.gather_small(vote, name=f"edits of {self.name}")
+        any_rank = unpack_any(votes, len(flags))
+        return [slot.fqn for slot, flag in zip(self.layout.slots, any_rank, strict=True) if flag]
+
+    def _prints(self) -> dict[Slot, int]:
+        """A fingerprint of each whole parameter: equal before and after means not written."""
+        return {slot: int(_fingerprint(param.detach())) for slot, param, _ in self.members()}
+
+    def put_back(self) -> None:
+        """Spread the parameters again, with the values that they had before they were read."""
+        assert self.kept is not None
+        self.shard_S, self.kept = self.kept.shard_S, None
+        self._hide([(slot, param) for slot, param, _ in self.members()])
 
     def read(self, slot: Slot) -> Tensor:
         """A private copy of one parameter's values. Collective, unless the last one read here was a
@@ -203,3 +237,10 @@ class Parcel:
         own_S = full_N[slice(*self.layout.shard_range(comm.rank))].copy_(self.shard_S)
         comm.all_gather(full_N, own_S, name=self.name).wait()
         return full_N
+
+
+def _fingerprint(values: Tensor) -> Tensor:
+    flat = values.reshape(-1).view(torch.uint8)
+    if len(flat) % 8 or flat.storage_offset() % 8 or not len(flat):
+        flat = nn.functional.pad(flat, (0, -len(flat) % 8 or 8))
+    return fingerprint(flat)
