@@ -114,6 +114,7 @@ def test_full_gradient_where_the_caller_counts_micro_batches(stage):
         engine.step()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2)

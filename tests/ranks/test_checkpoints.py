@@ -37,6 +37,7 @@ def plain_engine(model: nn.Module, stage: int = 2, **keys: Any) -> Engine:
 # -- the directory ---------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 @on_ranks(2)
 def test_a_save_leaves_exactly_its_files(tmp_path):
     with open_engine(3) as engine:
@@ -217,6 +218,7 @@ def test_excluded_frozen_parameters_must_be_the_same_ones(tmp_path):
 # -- what fits and what does not -------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 @on_ranks(2)
 def test_another_model_is_refused_before_anything_changes(tmp_path):
     with open_engine(2) as engine:

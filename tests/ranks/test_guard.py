@@ -423,6 +423,7 @@ def test_metadata_and_printing_need_no_other_rank(stage):
         train_once(engine)
 
 
+@pytest.mark.smoke
 @on_ranks(2)
 def test_every_write_to_a_sharded_parameter_raises():
     with engine_of(3) as engine:

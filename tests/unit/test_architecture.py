@@ -18,6 +18,8 @@ import pytest
 
 import zeroshard
 
+pytestmark = pytest.mark.smoke
+
 SRC = Path(zeroshard.__file__).parent
 ROOT = Path(__file__).parents[2]
 
@@ -287,7 +289,9 @@ def test_two_ways_to_one_module_are_no_cycle():
 
 
 def test_layers_are_read_from_the_bottom():
-    text = "imports point down only:\n\n    b, c   two  words\n    a      one\n    testing  x\n\nRest"
+    text = (
+        "imports point down only:\n\n    b, c   two  words\n    a      one\n    testing  x\n\nRest"
+    )
     assert documented_layers(text) == [{"a"}, {"b", "c"}]
 
 
