@@ -125,6 +125,7 @@ def assert_same(one: tuple, other: tuple) -> None:
 # ---------------------------------------------------------------------- the same model
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @on_ranks(2)
 def test_a_model_built_under_init_trains_bit_for_bit_like_the_ordinary_one(precision):
