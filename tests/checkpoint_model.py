@@ -72,7 +72,12 @@ def groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def open_engine(
-    stage: int, precision: str = "bf16", *, model: nn.Module | None = None, **keys: Any
+    stage: int,
+    precision: str = "bf16",
+    *,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    **keys: Any,
 ) -> Engine:
     """An engine over :class:`Small` on the ranks that are here."""
     import torch.distributed as dist
@@ -82,7 +87,7 @@ def open_engine(
     return Engine(
         model,
         config=config(stage, precision, world_size, **keys),
-        optimizer=torch.optim.AdamW(groups(model), lr=0.02),
+        optimizer=optimizer or torch.optim.AdamW(groups(model), lr=0.02),
     )
 
 

@@ -60,6 +60,7 @@ def test_one_rank_holds_what_the_paper_says():
     stack_bytes_equal_the_formula(ALL)
 
 
+@pytest.mark.smoke
 @on_ranks(2)
 def test_two_ranks_hold_what_the_paper_says():
     stack_bytes_equal_the_formula(ALL)

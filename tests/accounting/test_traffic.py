@@ -45,6 +45,7 @@ def check_volume(config: dict, stage: int) -> None:
         assert payload["reduce_scatter"] == whole
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_step_moves_as_many_elements_as_the_paper_says(stage, world):

@@ -122,6 +122,7 @@ def gone(pid: int, within_s: float = 10.0) -> bool:
 # ---------------------------------------------------------------- runs that work
 
 
+@pytest.mark.smoke
 def test_ranks_see_their_place_and_the_launchers_defaults(launch):
     names = (
         "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR LOCAL_SIZE CROSS_RANK CROSS_SIZE "
@@ -238,6 +239,7 @@ def test_the_same_exception_on_every_rank_is_one_line_and_one_traceback(launch):
     assert done.err.count("Traceback") == 1
 
 
+@pytest.mark.smoke
 def test_a_killed_rank_is_decoded(launch):
     body = WAIT.replace("import time", "import time\nif rank == 1: os.kill(os.getpid(), 9)")
     done = launch("--nproc", "2", "--grace-s", "0.2", body=body)

@@ -20,6 +20,7 @@ def test_one_rank_is_plain_pytorch_bit_for_bit(name, precision, accumulation):
             assert_bit_equal(run, expected)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("stage", STAGES)
 def test_without_clipping_too(stage):
     expected = oracle("mlp", "fp32", 1, world=1, rounds_sum=True, clip=0.0)

@@ -14,7 +14,9 @@ from zeroshard.testing import on_ranks, run_ranks
 STAGES = (0, 1, 2, 3)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    "precision", ["fp32", pytest.param("bf16", marks=pytest.mark.smoke), "fp16"]
+)
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2)
 def test_ten_steps_are_five_and_five_bit_for_bit(tmp_path, stage, precision):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from compare import CASES, COMBINATIONS, STAGES, check_all_stages, trained
+import torch
+from compare import CASES, COMBINATIONS, STAGES, check_all_stages, oracle, trained
 
 from zeroshard.testing import on_ranks
 from zeroshard.testing.parity import assert_bit_equal
@@ -22,6 +23,19 @@ def test_two_ranks_equal_one_process(name, precision, accumulation):
 @on_ranks(3)
 def test_three_ranks_equal_one_process(name):
     check_all_stages(name, "fp64", 1, world=3)
+
+
+@pytest.mark.smoke
+@on_ranks(2)
+def test_every_stage_on_two_ranks_gives_the_parameters_of_plain_pytorch_bit_for_bit():
+    """In fp32, unclipped: a mean over two ranks rounds nothing, a norm is summed in another order."""
+    for name in ("mlp", "transformer"):
+        expected = oracle(name, "fp32", 1, world=2, rounds_sum=True, clip=0.0).params
+        for stage in STAGES:
+            found = trained(name, "fp32", 1, stage=stage, world=2, clip=0.0).params
+            assert found.keys() == expected.keys()
+            different = [key for key in expected if not torch.equal(found[key], expected[key])]
+            assert not different, f"{name}, stage {stage}: {different}"
 
 
 BUCKETS = {"one element": 1, "one parameter": 23 * 35, "huge": 500_000_000}
@@ -47,6 +61,7 @@ def test_no_knob_changes_a_bit(name, stage):
         assert_bit_equal(trained(name, "bf16", 2, stage=stage, world=2, config=config), plain)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2)
 def test_the_transport_changes_no_bit(stage):

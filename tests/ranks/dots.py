@@ -9,17 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import kit
 import torch
+from kit import DTYPES
 from torch import Tensor, nn
 
 import zeroshard
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-PRECISION_KEYS: dict[str, dict[str, Any]] = {
-    "fp32": {},
-    "bf16": {"bf16": {"enabled": True}},
-    "fp16": {"fp16": {"enabled": True, "loss_scale": 8}},
-}
 LR, DECAY = 1e-2, 0.1
 
 
@@ -59,17 +55,14 @@ def build(precision: str = "fp32") -> Dots:
 
 
 def open_engine(stage: int, precision: str = "fp32", **keys: Any) -> zeroshard.Engine:
-    return zeroshard.Engine(
+    if precision == "fp16":
+        keys = {"fp16": {"enabled": True, "loss_scale": 8}, **keys}
+    return kit.engine(
         build(precision),
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_clipping": 0.0,
-            "unit_min_numel": 1,
-            "zero_optimization": {"stage": stage},
-            **PRECISION_KEYS[precision],
-            **keys,
-        },
+        stage,
+        precision,
         optimizer=lambda params: torch.optim.AdamW(params, lr=LR, weight_decay=DECAY),
+        **keys,
     )
 
 

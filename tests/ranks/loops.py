@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import kit
 import torch
 from torch import Tensor, nn
 
@@ -17,14 +18,7 @@ STAGES = (0, 1, 2, 3)
 
 
 def config_for(stage: int = 0, **keys: Any) -> dict[str, Any]:
-    """The least that an engine needs; every block of the model is a unit. ``keys`` win."""
-    return {
-        "train_micro_batch_size_per_gpu": BATCH,
-        "gradient_clipping": 0.0,
-        "unit_min_numel": 1,
-        **keys,
-        "zero_optimization": {"stage": stage, **keys.get("zero_optimization", {})},
-    }
+    return kit.config(stage, **{"train_micro_batch_size_per_gpu": BATCH, **keys})
 
 
 def adamw(params: Any) -> torch.optim.Optimizer:
@@ -36,18 +30,11 @@ def open_engine(
     *,
     model: nn.Module | None = None,
     optimizer: Any = adamw,
-    lr_scheduler: Any = None,
     **keys: Any,
 ) -> zeroshard.Engine:
     """An engine over a fresh model; ``optimizer`` may be a section. The caller closes it."""
-    if isinstance(optimizer, dict):
-        keys, optimizer = {**keys, "optimizer": optimizer}, None
-    return zeroshard.Engine(
-        CASE.build() if model is None else model,
-        config=config_for(stage, **keys),
-        optimizer=optimizer,
-        lr_scheduler=lr_scheduler,
-    )
+    keys = {"train_micro_batch_size_per_gpu": BATCH, "optimizer": optimizer, **keys}
+    return kit.engine(CASE.build() if model is None else model, stage, **keys)
 
 
 def data(steps: int, micros: int = 1, *, rank: int = 0, world: int = 1, seed: int = 0) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 
+import kit
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +15,6 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-import zeroshard
 from zeroshard.errors import ShardedAccess, UsageError
 from zeroshard.testing import on_ranks
 from zeroshard.zero import (
@@ -88,7 +88,7 @@ def test_reading_gradients_does_not_change_the_run(stage):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(9, 17), nn.GELU(), nn.Linear(17, 3))
         keys = {"gradient_accumulation_steps": 3, "bf16": {"enabled": True}}
-        with mlp_engine(stage, model.bfloat16(), **keys) as engine:
+        with kit.engine(model.bfloat16(), stage, **keys) as engine:
             for step in range(6):
                 engine.backward(engine(batch(step).bfloat16()).float().square().mean())
                 if reads:
@@ -114,6 +114,7 @@ def test_full_gradient_where_the_caller_counts_micro_batches(stage):
         engine.step()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2)
@@ -141,7 +142,7 @@ def test_gradient_set_on_a_parameter_that_nobody_used_counts(stage):
     model = nn.ModuleDict({"used": nn.Linear(3, 3), "unused": nn.Linear(3, 3, bias=False)})
     model.forward = lambda x: model["used"](x)
     optimizer = lambda params: torch.optim.SGD(params, lr=1.0)  # noqa: E731
-    with mlp_engine(stage, model, optimizer=optimizer) as engine:
+    with kit.engine(model, stage, optimizer=optimizer) as engine:
         p = engine.module["unused"].weight
         before = safe_get_full_fp32_param(p)
         engine.backward(engine(torch.ones(2, 3)).sum())
@@ -251,7 +252,7 @@ def test_local_pieces_are_set_in_place(stage):
 @on_ranks(2)
 def test_frozen_parameters_have_no_training_state_but_values(stage):
     model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 2))
-    with mlp_engine(stage, model) as engine:
+    with kit.engine(model, stage) as engine:
         p = engine.module[0].weight
         assert safe_get_full_fp32_param(p) is None
         assert safe_get_full_grad(p) is None
@@ -266,20 +267,6 @@ def test_frozen_parameters_have_no_training_state_but_values(stage):
 
 
 # ---------------------------------------------------------------------- all parameters
-
-
-def mlp_engine(stage, model, optimizer=None, **keys):
-    return zeroshard.Engine(
-        model,
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "gradient_clipping": 0.0,
-            "unit_min_numel": 1,
-            "zero_optimization": {"stage": stage},
-            **keys,
-        },
-        optimizer=optimizer or (lambda params: torch.optim.AdamW(params, lr=1e-2)),
-    )
 
 
 def batch(step, rank=None, width=9, size=2):
@@ -309,7 +296,7 @@ def test_all_full_parameters_are_streamed_under_their_own_names(stage):
     torch.manual_seed(1)
     model = Tied()
     truth = {name: p.detach().clone() for name, p in model.named_parameters()}
-    with mlp_engine(stage, model) as engine:
+    with kit.engine(model, stage) as engine:
         seen = {name: full.clone() for name, full in engine.iter_full_params()}
     assert sorted(seen) == sorted(truth)
     assert all(torch.equal(seen[name], truth[name]) for name in truth)
@@ -318,7 +305,7 @@ def test_all_full_parameters_are_streamed_under_their_own_names(stage):
 @on_ranks(2)
 def test_streaming_holds_one_unit_at_a_time():
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
-    with mlp_engine(3, model) as engine:
+    with kit.engine(model, 3) as engine:
         ledger = engine.runtime.ledger
         unit_nbytes = max(unit.full_nbytes for unit in engine.runtime.units)
         before = ledger.nbytes("scratch")
@@ -347,7 +334,7 @@ def test_state_dict_holds_values_that_the_program_may_keep_and_write(stage):
     torch.manual_seed(1)
     model = Tied()
     truth = {name: value.clone() for name, value in model.state_dict().items()}
-    with mlp_engine(stage, model) as engine:
+    with kit.engine(model, stage) as engine:
         state = engine.module.state_dict()
         assert list(state) == list(truth)
         assert all(torch.equal(state[name], truth[name]) for name in truth)
@@ -362,7 +349,7 @@ def test_state_dict_holds_values_that_the_program_may_keep_and_write(stage):
 @on_ranks(2)
 def test_a_deep_copy_of_the_model_belongs_to_no_engine(stage):
     """EMA, reference and target networks are made like this, and run on one rank only."""
-    with mlp_engine(stage, nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 4))) as engine:
+    with kit.engine(nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 4)), stage) as engine:
         engine.backward(engine(batch(0)).square().mean())
         engine.step()
         twin = copy.deepcopy(engine.module)
@@ -468,7 +455,7 @@ LOSSES = {
 def test_gradients_flow_through_parameters_read_outside_their_module(stage):
     model = small()
     plain = Plainly(model)
-    with mlp_engine(stage, model) as engine:
+    with kit.engine(model, stage) as engine:
         for step, (name, loss) in enumerate([*LOSSES.items()] * 2):
             engine.backward(loss(engine, engine.module, batch(step)))
             engine.step()
@@ -488,7 +475,7 @@ def test_gathering_between_forward_and_backward_and_in_hooks_changes_nothing(sta
         with GatheredParameters(model[4].weight):
             norms.append(model[4].weight.norm().item())
 
-    with mlp_engine(stage, model) as engine:
+    with kit.engine(model, stage) as engine:
         engine.module[0].register_forward_hook(hook)
         engine.module[2].register_forward_hook(hook)
         for step in range(3):
@@ -508,7 +495,7 @@ def test_gathering_between_forward_and_backward_and_in_hooks_changes_nothing(sta
 def test_evaluating_between_steps_changes_nothing(stage, mode):
     model = small()
     plain = Plainly(model)
-    with mlp_engine(stage, model) as engine:
+    with kit.engine(model, stage) as engine:
         for step in range(3):
             engine.eval()
             with mode():
@@ -528,7 +515,7 @@ def test_a_forward_between_backward_and_step_leaves_no_old_values(stage):
     """A forward for metrics, with gradients enabled, keeps parameters full over the step."""
     model = small()
     plain = Plainly(model)
-    with mlp_engine(stage, model) as engine:
+    with kit.engine(model, stage) as engine:
         for step in range(3):
             engine.backward(engine(batch(step)).square().mean())
             engine(batch(7)).mean()
@@ -546,7 +533,7 @@ def test_generation_with_uneven_lengths_in_a_synced_loop(stage):
     torch.manual_seed(1)
     model = Tied()
     twin = copy.deepcopy(model)
-    with mlp_engine(stage, model) as engine, torch.no_grad():
+    with kit.engine(model, stage) as engine, torch.no_grad():
         ids, wanted = torch.tensor([[dist.get_rank() + 1]]), 3 + 4 * dist.get_rank()
         while True:
             done = torch.tensor(float(ids.shape[1] >= wanted))
@@ -569,7 +556,7 @@ def test_gradients_through_one_engine_into_another(stage):
     torch.manual_seed(2)
     models = {"g": nn.Sequential(nn.Linear(9, 9), nn.Tanh()), "d": nn.Linear(9, 1)}
     plain = {name: Plainly(model) for name, model in models.items()}
-    with mlp_engine(stage, models["g"]) as g, mlp_engine(stage, models["d"]) as d:
+    with kit.engine(models["g"], stage) as g, kit.engine(models["d"], stage) as d:
         for step in range(3):
             d.module.requires_grad_(False)
             g.backward(d(g(batch(step))).mean())
@@ -592,7 +579,7 @@ def test_gradients_through_one_engine_into_another(stage):
 def test_two_backwards_over_one_graph(stage):
     model = small()
     plain = Plainly(model)
-    with mlp_engine(stage, model) as engine:
+    with kit.engine(model, stage) as engine:
         for step in range(2):
             loss = engine(batch(step)).square().mean()
             engine.backward(loss, retain_graph=True)
@@ -615,7 +602,7 @@ def test_recomputation_in_a_backward_to_sharded_parameters_reads_true_values(ree
         y = forward(x)
         return checkpoint(recomputed, y, use_reentrant=reentrant).square().mean()
 
-    with mlp_engine(3, model) as engine:
+    with kit.engine(model, 3) as engine:
         for step in range(2):
             if reentrant:  # cannot be combined with inputs=
                 loss_of(engine, engine.module, batch(step)).backward()
@@ -647,7 +634,7 @@ def test_gradient_penalty(stage, accumulation):
         parts = [with_penalty(m, batch(10 * step + i, rank)) for i in range(accumulation)]
         return sum(parts) / accumulation
 
-    with mlp_engine(stage, model, gradient_accumulation_steps=accumulation) as engine:
+    with kit.engine(model, stage, gradient_accumulation_steps=accumulation) as engine:
         for step in range(3):
             for i in range(accumulation):
                 engine.backward(with_penalty(engine, batch(10 * step + i)))
@@ -661,7 +648,7 @@ def test_gradient_penalty(stage, accumulation):
 def test_backward_to_chosen_parameters_only(stage):
     model = small()
     plain = Plainly(model)
-    with mlp_engine(stage, model) as engine:
+    with kit.engine(model, stage) as engine:
         for step in range(2):
             chosen = [engine.module[2].weight, engine.module[4].bias]
             engine(batch(step)).square().mean().backward(inputs=chosen)
@@ -678,7 +665,7 @@ def test_backward_to_chosen_parameters_only(stage):
 def test_gradients_asked_for_with_autograd_grad_do_not_count_in_the_step(stage):
     model = small()
     plain = Plainly(model)
-    with mlp_engine(stage, model) as engine:
+    with kit.engine(model, stage) as engine:
         for step in range(2):
             x = batch(step)
             (seen,) = torch.autograd.grad(engine(x).mean(), engine.module[2].weight)
@@ -702,7 +689,7 @@ def test_a_step_after_an_exception_is_as_if_nothing_had_failed(stage, where):
             if fault:
                 raise fault.pop()
 
-        with mlp_engine(stage, small()) as engine:
+        with kit.engine(small(), stage) as engine:
             for step in range(3):
                 if fails:
                     fault.append(ValueError("bad sample"))
@@ -724,7 +711,7 @@ def test_a_step_after_an_exception_is_as_if_nothing_had_failed(stage, where):
 
 @on_ranks(2)
 def test_double_backward_leaves_nothing_gathered():
-    with mlp_engine(3, small()) as engine:
+    with kit.engine(small(), 3) as engine:
         engine.backward(with_penalty(engine, batch(0)))
         engine.step()
         assert engine.runtime.ledger.nbytes("gathered") == 0

@@ -8,15 +8,13 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_model import Small, config, differences, everything, groups, open_engine, train
+from checkpoint_model import Small, differences, everything, groups, open_engine, train
 from torch import nn
 
-from zeroshard import Engine
 from zeroshard.checkpoint import directory as places
 from zeroshard.checkpoint.directory import tags
 from zeroshard.errors import CheckpointError, UnsupportedError, UsageError
@@ -28,15 +26,10 @@ def files(root: Path) -> set[str]:
     return {str(p.relative_to(root)) for p in root.rglob("*") if p.is_file()}
 
 
-def plain_engine(model: nn.Module, stage: int = 2, **keys: Any) -> Engine:
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    optimizer = keys.pop("optimizer", None) or torch.optim.AdamW(groups(model), lr=0.02)
-    return Engine(model, config=config(stage, world_size=world_size, **keys), optimizer=optimizer)
-
-
 # -- the directory ---------------------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 @on_ranks(2)
 def test_a_save_leaves_exactly_its_files(tmp_path):
     with open_engine(3) as engine:
@@ -217,6 +210,7 @@ def test_excluded_frozen_parameters_must_be_the_same_ones(tmp_path):
 # -- what fits and what does not -------------------------------------------------------------------
 
 
+@pytest.mark.smoke
 @on_ranks(2)
 def test_another_model_is_refused_before_anything_changes(tmp_path):
     with open_engine(2) as engine:
@@ -225,7 +219,7 @@ def test_another_model_is_refused_before_anything_changes(tmp_path):
     wider = Small()
     wider.blocks[1][0] = nn.Linear(19, 54)
     wider.blocks[1][3] = nn.Linear(54, 19)
-    with plain_engine(wider) as engine:
+    with open_engine(2, model=wider) as engine:
         before = everything(engine)
         with pytest.raises(
             CheckpointError,
@@ -236,7 +230,7 @@ def test_another_model_is_refused_before_anything_changes(tmp_path):
         assert engine.global_steps == 0
     longer = Small()
     longer.blocks.append(nn.Sequential(nn.Linear(19, 19)))
-    with plain_engine(longer) as engine:
+    with open_engine(2, model=longer) as engine:
         with pytest.raises(CheckpointError, match=r"does not have 'blocks\.3\.0\.weight'"):
             engine.load_checkpoint(tmp_path)
         own = dict(engine.iter_full_params())["blocks.3.0.weight"].clone()
@@ -246,7 +240,7 @@ def test_another_model_is_refused_before_anything_changes(tmp_path):
     shorter = Small()
     del shorter.blocks[2]
     with (
-        plain_engine(shorter) as engine,
+        open_engine(2, model=shorter) as engine,
         pytest.raises(CheckpointError, match=r"the model does not have 'blocks\.2\.0\.weight'"),
     ):
         engine.load_checkpoint(tmp_path)
@@ -260,7 +254,7 @@ def test_another_optimizer_is_refused_and_weights_alone_are_not(tmp_path):
         expected = everything(engine)
     model = Small()
     trained = [p for p in model.parameters() if p.requires_grad]
-    with plain_engine(model, optimizer=torch.optim.SGD(trained, lr=0.1)) as engine:
+    with open_engine(2, model=model, optimizer=torch.optim.SGD(trained, lr=0.1)) as engine:
         with pytest.raises(CheckpointError, match="was saved with AdamW, and this engine has SGD"):
             engine.load_checkpoint(tmp_path)
         engine.load_checkpoint(tmp_path, load_optimizer_states=False)
@@ -270,14 +264,14 @@ def test_another_optimizer_is_refused_and_weights_alone_are_not(tmp_path):
     model = Small()
     trained = [p for p in model.parameters() if p.requires_grad]
     with (
-        plain_engine(model, optimizer=torch.optim.AdamW(trained)) as engine,
+        open_engine(2, model=model, optimizer=torch.optim.AdamW(trained)) as engine,
         pytest.raises(CheckpointError, match="has 2 param groups, and this optimizer has 1"),
     ):
         engine.load_checkpoint(tmp_path)
     model = Small()
     swapped = torch.optim.AdamW(groups(model)[::-1])
     with (
-        plain_engine(model, optimizer=swapped) as engine,
+        open_engine(2, model=model, optimizer=swapped) as engine,
         pytest.raises(CheckpointError, match="was in param group 0, and is in group 1"),
     ):
         engine.load_checkpoint(tmp_path)

@@ -314,6 +314,7 @@ def test_a_rank_that_does_not_come_is_named():
             agree_plan(namespace(default_store(), "test", 0), 0, 2, {"a": "1"}, timeout_s=0.1)
 
 
+@pytest.mark.smoke
 @on_ranks(2)
 def test_an_engine_with_another_plan_is_refused_before_any_collective():
     plan = plan_of(dist.get_rank(), odd=1)

@@ -57,6 +57,7 @@ def values(engine) -> torch.Tensor:
 # ---------------------------------------------------------------------- initialize
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @on_ranks(2)
 def test_every_member_of_the_table_is_there(stage):
@@ -289,6 +290,7 @@ def through_the_optimizer(engine) -> None:
         engine.optimizer.step()
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @on_ranks(2)
 def test_all_ways_to_write_the_loop_give_one_result(stage):

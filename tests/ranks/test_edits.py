@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from dots import DTYPES, Plain, assert_same, build, open_engine, train
+from dots import Plain, assert_same, build, open_engine, train
+from kit import DTYPES
 
 from zeroshard.errors import ShardedAccess, UsageError
 from zeroshard.testing import on_ranks

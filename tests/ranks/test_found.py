@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import gc
 
+import kit
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-import zeroshard
 from zeroshard.errors import UsageError
 from zeroshard.testing import on_ranks
 
@@ -46,19 +46,18 @@ def loss_of(model, step, rank):
 
 
 def engine_of(model, stage, *, params=None, client=False, **zero):
-    config = {
-        "train_micro_batch_size_per_gpu": 3,
-        "gradient_clipping": 0.0,
-        "unit_min_numel": 1,
-        "zero_optimization": {"stage": stage, **zero},
-    }
     params = list(model.parameters()) if params is None else params
+    optimizer = {"type": "AdamW", "params": OPTIONS}
     if client:
-        return zeroshard.Engine(
-            model, config=config, optimizer=torch.optim.AdamW(params, **OPTIONS)
-        )
-    config["optimizer"] = {"type": "AdamW", "params": OPTIONS}
-    return zeroshard.Engine(model, config=config, model_parameters=params)
+        optimizer, params = torch.optim.AdamW(params, **OPTIONS), None
+    return kit.engine(
+        model,
+        stage,
+        optimizer=optimizer,
+        model_parameters=params,
+        train_micro_batch_size_per_gpu=3,
+        zero_optimization=zero,
+    )
 
 
 def train(engine, steps):

@@ -6,11 +6,13 @@ import copy
 import io
 import pickle
 
+import kit
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import torch.utils.dlpack
+from kit import DTYPES
 from torch import nn
 
 import zeroshard
@@ -20,8 +22,6 @@ from zeroshard.zero import GatheredParameters
 from zeroshard.zero.sharded_parameter import ShardedParameter, StateEntry, list_on_request
 
 STAGES = [0, 1, 2, 3]
-PRECISIONS = {"fp32": {}, "bf16": {"bf16": {"enabled": True}}, "fp16": {"fp16": {"enabled": True}}}
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Net(nn.Module):
@@ -44,17 +44,10 @@ def build(precision="fp32"):
         return Net().to(DTYPES[precision])
 
 
-def engine_of(stage, model=None, precision="fp32", **config):
+def engine_of(stage, model=None, precision="fp32"):
     model = build() if model is None else model
-    keys = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "unit_min_numel": 1,
-        "zero_optimization": {"stage": stage, "overlap_comm": True},
-        **PRECISIONS[precision],
-        **config,
-    }
-    return zeroshard.Engine(model, config=keys)
+    keys = {"gradient_clipping": 1.0, "zero_optimization": {"overlap_comm": True}}
+    return kit.engine(model, stage, precision, optimizer=kit.ADAMW, **keys)
 
 
 def train_once(engine, value=1.0):
@@ -423,6 +416,7 @@ def test_metadata_and_printing_need_no_other_rank(stage):
         train_once(engine)
 
 
+@pytest.mark.smoke
 @on_ranks(2)
 def test_every_write_to_a_sharded_parameter_raises():
     with engine_of(3) as engine:

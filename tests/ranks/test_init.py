@@ -125,6 +125,7 @@ def assert_same(one: tuple, other: tuple) -> None:
 # ---------------------------------------------------------------------- the same model
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @on_ranks(2)
 def test_a_model_built_under_init_trains_bit_for_bit_like_the_ordinary_one(precision):
@@ -259,6 +260,46 @@ def test_gathered_parameters_edit_a_model_that_no_engine_has_yet():
     with GatheredParameters(model.weight, modifier_rank=1):
         model.weight.data.fill_(float(torch.distributed.get_rank()))
     assert model.weight.detach().unique().tolist() == [1.0]
+
+
+@pytest.mark.parametrize("editor", [0, 1])
+@on_ranks(2)
+def test_an_edit_in_a_block_for_reading_is_refused_on_every_rank_and_taken_back(editor):
+    with Init(config_dict_or_path=config()):
+        model = nn.ModuleList([nn.Linear(WIDTH, 3), nn.Embedding(WIDTH, 5), nn.LayerNorm(3)])
+    before = [param.detach().clone() for param in model.parameters()]
+    with pytest.raises(ShardedAccess, match=r"'Embedding\.weight' changed"):
+        with GatheredParameters(model.parameters()):
+            if torch.distributed.get_rank() == editor:
+                model[1].weight.data[-1, -1] += 1
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+@on_ranks(2)
+def test_a_block_for_reading_keeps_values_and_sends_nothing_back():
+    context = Init(config_dict_or_path=config())
+    with context:
+        model = nn.ModuleList([nn.Linear(WIDTH, 3), nn.Embedding(WIDTH, 5)])
+    before = [param.detach().clone() for param in model.parameters()]
+    with GatheredParameters(model.parameters()):
+        assert all(map(torch.equal, model.parameters(), before))
+        with GatheredParameters(model[0].bias, modifier_rank=1):
+            model[0].bias.data.fill_(float(torch.distributed.get_rank()))
+    assert model[0].bias.detach().unique().tolist() == [1.0]
+    calls = context.comm.recorder.seq
+    with GatheredParameters(model.parameters()):
+        pass
+    assert context.comm.recorder.seq == calls + 2  # the values, and a look whether they were edited
+    assert torch.equal(model[1].weight, before[2])
+
+
+@on_ranks(2)
+def test_inside_init_a_block_without_modifier_rank_may_initialise():
+    with Init(config_dict_or_path=config("fp32")):
+        model = nn.Linear(WIDTH, WIDTH)
+        with GatheredParameters(model.weight):
+            model.weight.data.fill_(2.0)
+    assert model.weight.detach().unique().tolist() == [2.0]
 
 
 @on_ranks(2)

@@ -82,6 +82,7 @@ def test_the_loss_scale_follows_the_rule_when_one_rank_overflows(rule):
     assert_close(runs[0].params, expected.params, rtol=2e-2)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2)
 def test_a_static_scale_stays_and_skips(stage):

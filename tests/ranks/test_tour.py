@@ -6,6 +6,7 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -68,6 +69,7 @@ def _named(section: str) -> set[str]:
     return {n.split(":")[0] for n in re.findall(r"`([a-z]+/[a-z_0-9]+\.py[^`]*)`", text)}
 
 
+@pytest.mark.smoke
 @on_ranks(2)
 def test_a_step_visits_the_files_that_the_tour_names():
     native_adam.wait()
@@ -83,6 +85,7 @@ def test_a_step_visits_the_files_that_the_tour_names():
     assert named <= visited | TRANSPORT | {"core/stages.py"}, f"not visited: {named - visited}"
 
 
+@pytest.mark.smoke
 @on_ranks(2)
 def test_a_checkpoint_visits_the_files_that_the_tour_names(tmp_path):
     def save_and_load() -> None:

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import kit
 import torch
+from kit import ADAMW
 from torch import nn
 from torch.utils.data import DataLoader
 
 import zeroshard
 from zeroshard.errors import ConfigError, UnsupportedError, UsageError
-
-ADAMW = {"type": "AdamW", "params": {"lr": 1e-2}}
 
 
 @dataclass(frozen=True)
@@ -49,17 +49,15 @@ def linear() -> nn.Linear:
     return nn.Linear(3, 2)
 
 
-def engine(model: nn.Module | None = None, *, optimizer: Any = ADAMW, **keys: Any) -> Any:
-    """An engine with ZeRO-2 unless ``stage`` says otherwise; closed by the ``with`` block."""
-    section = {"optimizer": optimizer} if isinstance(optimizer, dict) else {}
-    stage = keys.pop("stage", 2)
-    return zeroshard.Engine(
-        linear() if model is None else model,
-        optimizer=None if section else optimizer,
-        lr_scheduler=keys.pop("lr_scheduler", None),
-        model_parameters=keys.pop("model_parameters", None),
-        config=config(zero_optimization={"stage": stage}, **section, **keys),
-    )
+def engine(model: nn.Module | None = None, *, stage: int = 2, **keys: Any) -> Any:
+    """Closed by the ``with`` block."""
+    keys = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 1.0,
+        "optimizer": ADAMW,
+        **keys,
+    }
+    return kit.engine(linear() if model is None else model, stage, **keys)
 
 
 def loss_of(e: Any) -> torch.Tensor:

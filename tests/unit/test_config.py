@@ -12,6 +12,8 @@ from pydantic import ValidationError
 from zeroshard.config import KEYS, Config, LoadedConfig, load_config, not_yet
 from zeroshard.errors import ConfigError
 
+pytestmark = pytest.mark.smoke
+
 ONE: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1}
 
 

@@ -11,6 +11,8 @@ from config_cases import CASES, ONE, Case
 from zeroshard.config import load_config
 from zeroshard.errors import ConfigError
 
+pytestmark = pytest.mark.smoke
+
 
 def message_of(config: Any, **kwargs: Any) -> str:
     with pytest.raises(ConfigError) as caught:

@@ -14,6 +14,8 @@ from zeroshard.config import load_config
 from zeroshard.config.read import parse_json, read_source
 from zeroshard.errors import ConfigError
 
+pytestmark = pytest.mark.smoke
+
 PLAIN = '{"train_batch_size": 8, "bf16": {"enabled": true}}'
 COMMENTED = """
 {

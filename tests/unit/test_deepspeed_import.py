@@ -282,6 +282,7 @@ SHARDED = [(stage, ranks) for stage in (1, 2, 3) for ranks in (1, 2, 3, 5, 16)]
 # ---------------------------------------------------------------------- what is read
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize(("stage", "ranks"), SHARDED)
 def test_masters_and_moments_come_back(tmp_path, deepspeed_classes, stage, ranks):
     run = Run(stage, ranks)

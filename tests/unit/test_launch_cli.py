@@ -11,6 +11,8 @@ from zeroshard.cli import launch as launch_options
 from zeroshard.cli.main import main
 from zeroshard.launch import LaunchRequest, ShutdownTimeouts
 
+pytestmark = pytest.mark.smoke
+
 
 @pytest.fixture
 def run():

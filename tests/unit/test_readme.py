@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 README = Path(__file__).parents[2] / "README.md"
 TRAINS, SAVES = re.findall(r"```python\n(.*?)```", README.read_text(), flags=re.S)
 
@@ -15,6 +17,7 @@ def run(block: str) -> dict:
     return names
 
 
+@pytest.mark.smoke
 def test_the_first_block_trains(capsys):
     run(TRAINS)
     norm, skipped = capsys.readouterr().out.strip().splitlines()[-1].split()
@@ -22,6 +25,7 @@ def test_the_first_block_trains(capsys):
     assert skipped == "False"
 
 
+@pytest.mark.smoke
 def test_the_second_block_saves_and_loads():
     names = run(SAVES)
     assert names["client_state"] == {"epoch": 3}

@@ -4,13 +4,15 @@
 on the parameter. ``ds_status`` and ``ds_tensor`` depend on the moment, and are answered by the class that
 a parameter has while its bytes are elsewhere; while it is whole, its own ``ds_status`` is seen.
 
-``all_gather`` and ``partition`` are the two ends of a :class:`GatheredParameters` block.
+``all_gather`` and ``partition`` are the two ends of a :class:`GatheredParameters` block. The methods know
+their parameter by its ``ds_id``, as they are pickled with it.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -42,118 +44,97 @@ def mark_parameters(params: Iterable[nn.Parameter]) -> None:
         if sharded_parameter.owner_of(param) is None:
             continue
         own = param.__dict__
-        own.setdefault("ds_id", next(_ids))
-        _by_id[own["ds_id"]] = param
-        own |= {"ds_numel": param.numel(), "ds_shape": param.shape, "ds_persist": False}
+        ds_id = own.setdefault("ds_id", next(_ids))
+        _by_id[ds_id] = param
         own |= {
+            "ds_numel": param.numel(),
+            "ds_shape": param.shape,
+            "ds_persist": False,
             "ds_status": ZeroParamStatus.AVAILABLE,
-            "partition_numel": _OwnNumel(own["ds_id"]),
-            "all_gather": _AllGather(own["ds_id"]),
-            "partition": _Partition(own["ds_id"]),
-            "ds_summary": _Summary(own["ds_id"]),
+            "partition_numel": partial(_own_numel, ds_id),
+            "all_gather": partial(_all_gather, ds_id),
+            "partition": partial(_partition, ds_id),
+            "ds_summary": partial(_summary, ds_id),
             "ds_process_group": None,
             "ds_active_sub_modules": set(),
         }
         sharded_parameter.list_on_request([param])
 
 
-class _OwnNumel:
+def _own_numel(ds_id: int) -> int:
     """``param.partition_numel()``: how much of it rests on this rank."""
-
-    def __init__(self, ds_id: int) -> None:
-        self.ds_id = ds_id
-
-    def __call__(self) -> int:
-        low, high = _own_range(_find(self.ds_id))
-        return high - low
+    low, high = _own_range(_find(ds_id))
+    return high - low
 
 
-class _AllGather:
-    """``param.all_gather(...)``. Knows the parameter by its number, as it is pickled with it."""
-
-    def __init__(self, ds_id: int) -> None:
-        self.ds_id = ds_id
-
-    def __call__(
-        self,
-        param_list: Sequence[nn.Parameter] | None = None,
-        async_op: bool = False,
-        hierarchy: int = 0,
-    ) -> _Arrived | None:
-        """Make the parameters whole until their :class:`partition <_Partition>`, whatever runs in
-        between; those that are already stay so. ``async_op``: returns something with ``wait()``; the
-        values are here nevertheless. Collective."""
-        for param in _named_or(self.ds_id, param_list):
-            if _OPENED in param.__dict__ or sharded_parameter.owner_of(param) is None:
-                continue
-            owner = sharded_parameter.owner_of(param)
-            opens = not isinstance(owner, Unit) or owner.state is UnitState.SHARDED
-            GatheredParameters([param]).__enter__()
-            param.__dict__[_OPENED] = opens or any(
-                sibling.__dict__.get(_OPENED) for sibling in _siblings(param)
-            )
-        return _Arrived() if async_op else None
+def _all_gather(
+    ds_id: int,
+    param_list: Sequence[nn.Parameter] | None = None,
+    async_op: bool = False,
+    hierarchy: int = 0,
+) -> _Arrived | None:
+    """``param.all_gather(...)``: make the parameters whole until their :func:`partition <_partition>`,
+    whatever runs in between; those that are already stay so. ``async_op``: returns something with
+    ``wait()``; the values are here nevertheless. Collective."""
+    for param in _named_or(ds_id, param_list):
+        if _OPENED in param.__dict__ or sharded_parameter.owner_of(param) is None:
+            continue
+        owner = sharded_parameter.owner_of(param)
+        opens = not isinstance(owner, Unit) or owner.state is UnitState.SHARDED
+        GatheredParameters([param]).__enter__()
+        param.__dict__[_OPENED] = opens or any(
+            sibling.__dict__.get(_OPENED) for sibling in _siblings(param)
+        )
+    return _Arrived() if async_op else None
 
 
-class _Partition:
-    """``param.partition(...)``. Knows the parameter by its number, as it is pickled with it."""
+def _partition(
+    ds_id: int,
+    param_list: Sequence[nn.Parameter] | None = None,
+    hierarchy: int = 0,
+    has_been_updated: bool = False,
+    free_data: bool = True,
+) -> None:
+    """``param.partition(...)``: end what ``all_gather`` began; what it did not gather stays as it is.
 
-    def __init__(self, ds_id: int) -> None:
-        self.ds_id = ds_id
-
-    def __call__(
-        self,
-        param_list: Sequence[nn.Parameter] | None = None,
-        hierarchy: int = 0,
-        has_been_updated: bool = False,
-        free_data: bool = True,
-    ) -> None:
-        """End what ``all_gather`` began; parameters that it did not gather stay as they are.
-
-        ``has_been_updated``: the values that rank 0 wrote become everybody's; without it an edit raises
-        :class:`ShardedAccess`. Collective. Raises :class:`UsageError` for ``free_data=False``.
-        """
-        if not free_data:
-            raise UsageError(
-                "param.partition(free_data=False): a parameter that is not whole has no memory of its "
-                "own. Leave the argument out, and copy the values before."
-            )
-        for param in _named_or(self.ds_id, param_list):
-            opened = param.__dict__.pop(_OPENED, None)
-            owner = sharded_parameter.owner_of(param)
-            if opened is None or owner is None or (isinstance(owner, Unit) and not owner.pin_count):
-                continue  # not gathered by its name, or the engine took it over or was closed since
-            context = GatheredParameters([param], 0 if has_been_updated else None)
-            try:
-                context.__exit__(None, None, None)
-            finally:
-                for unit in context.units if opened else ():
-                    if not unit.pin_count:
-                        unit.discard_unsharded()  # what was to be kept is in the shards
+    ``has_been_updated``: the values that rank 0 wrote become everybody's; without it an edit raises
+    :class:`ShardedAccess`. Collective. Raises :class:`UsageError` for ``free_data=False``.
+    """
+    if not free_data:
+        raise UsageError(
+            "param.partition(free_data=False): a parameter that is not whole has no memory of its "
+            "own. Leave the argument out, and copy the values before."
+        )
+    for param in _named_or(ds_id, param_list):
+        opened = param.__dict__.pop(_OPENED, None)
+        owner = sharded_parameter.owner_of(param)
+        if opened is None or owner is None or (isinstance(owner, Unit) and not owner.pin_count):
+            continue  # not gathered by its name, or the engine took it over or was closed since
+        context = GatheredParameters([param], 0 if has_been_updated else None)
+        try:
+            context.__exit__(None, None, None)
+        finally:
+            for unit in context.units if opened else ():
+                if not unit.pin_count:
+                    unit.discard_unsharded()  # what was to be kept is in the shards
 
 
-class _Summary:
-    """``param.ds_summary()``. Knows the parameter by its number, as it is pickled with it."""
-
-    def __init__(self, ds_id: int) -> None:
-        self.ds_id = ds_id
-
-    def __call__(self, slice_shape: Any = None, use_debug_name: bool = False) -> dict[str, Any]:
-        """What DeepSpeed prints about a parameter, under its keys, whole or not."""
-        param: Any = _find(self.ds_id)
-        return {
-            "id": param.ds_id,
-            "status": param.ds_status.name,
-            "numel": param.numel(),
-            "ds_numel": param.ds_numel,
-            "shape": tuple(param.shape),
-            "ds_shape": tuple(param.ds_shape),
-            "requires_grad": param.requires_grad,
-            "grad_shape": None if param.grad is None else tuple(param.grad.shape),
-            "persist": param.ds_persist,
-            "active_sub_modules": param.ds_active_sub_modules,
-            "ds_tensor.shape": (param.partition_numel(),),
-        }
+def _summary(ds_id: int, slice_shape: Any = None, use_debug_name: bool = False) -> dict[str, Any]:
+    """``param.ds_summary()``: what DeepSpeed prints about a parameter, under its keys, whole or not."""
+    param: Any = _find(ds_id)
+    return {
+        "id": param.ds_id,
+        "status": param.ds_status.name,
+        "numel": param.numel(),
+        "ds_numel": param.ds_numel,
+        "shape": tuple(param.shape),
+        "ds_shape": tuple(param.ds_shape),
+        "requires_grad": param.requires_grad,
+        "grad_shape": None if param.grad is None else tuple(param.grad.shape),
+        "persist": param.ds_persist,
+        "active_sub_modules": param.ds_active_sub_modules,
+        "ds_tensor.shape": (param.partition_numel(),),
+    }
 
 
 class _Arrived:

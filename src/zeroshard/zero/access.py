@@ -61,8 +61,8 @@ class GatheredParameters:
     ones. ``modifier_rank``: the edits of this rank reach all ranks and the master at exit, also if
     an exception ends the block. Without it the values are for reading: an edit raises
     :class:`ShardedAccess` at exit, on every rank. (Parameters that rest whole, stages 0-2, keep an edit
-    that is the same on all ranks.) Contexts may nest. Collective.
-    (DeepSpeed: ``deepspeed.zero.GatheredParameters``.)
+    that is the same on all ranks; inside ``zero.Init`` everything may be written.)
+    Contexts may nest. Collective. (DeepSpeed: ``deepspeed.zero.GatheredParameters``.)
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class GatheredParameters:
             owner.pin_count += 1
         for bucket in self._buckets():
             if bucket.shard_S is not None:
-                bucket.context.open(bucket)
+                bucket.context.open(bucket, to_read=self.modifier_rank is None)
         self._opened = [unit for unit in self.units if unit.state is UnitState.SHARDED]
         for unit in self.units:
             unit.unshard()
@@ -112,14 +112,14 @@ class GatheredParameters:
         try:
             for unit in self.units:
                 unit.rebind_storage()
-            self._close_buckets(told=not isinstance(error, DistributedError))
+            refused = self._close_buckets(error)
             if isinstance(error, DistributedError) or (kind and self.modifier_rank is None):
                 pass  # nobody to tell, or nothing to keep
             elif self.modifier_rank is not None:
                 for unit in self.units:
                     _adopt_edits(unit, self.modifier_rank)
             else:
-                self._refuse_lost_edits()
+                self._refuse_lost_edits(refused)
         finally:
             for unit in self.units:
                 unit.pin_count = max(0, unit.pin_count - 1)
@@ -131,23 +131,32 @@ class GatheredParameters:
     def _buckets(self) -> list[ParamBucket]:
         return list(dict.fromkeys(owner.bucket for _, owner in self.spread if owner.bucket))
 
-    def _close_buckets(self, *, told: bool) -> None:
-        """Spread what nobody else holds open. ``told``: the other ranks are still there."""
+    def _close_buckets(self, error: BaseException | None) -> list[str]:
+        """Spread what nobody else holds open. Names of parameters whose edit was not announced."""
         for _, owner in self.spread:
             owner.pin_count = max(0, owner.pin_count - 1)
-        if not told:
-            return
+        refused: list[str] = []
+        if isinstance(error, DistributedError):  # the other ranks are not there any more
+            return refused
         for bucket in self._buckets():
-            if bucket.shard_S is None and not bucket.is_pinned:
+            if bucket.shard_S is not None or bucket.is_pinned:
+                continue
+            if bucket.kept is None or self.modifier_rank is not None:
                 bucket.context.close(bucket, self.modifier_rank or 0)
+                continue
+            refused += bucket.edited()
+            bucket.put_back()
         if self.modifier_rank is not None:
             for param, owner in self.spread:
-                if not owner.is_away:
-                    owner.send(param, self.modifier_rank)
+                if owner.is_away:
+                    continue
+                owner.send(param, self.modifier_rank)
+                if owner.bucket is not None:
+                    owner.bucket.kept = None  # not what an outer block goes back to any more
+        return refused
 
-    def _refuse_lost_edits(self) -> None:
-        """Whatever happens, all ranks leave with the same values."""
-        refused: list[str] = []
+    def _refuse_lost_edits(self, refused: list[str]) -> None:
+        """Whatever happens, all ranks leave with the same values. ``refused``: edits found so far."""
         for unit in self.units:
             edited, same_everywhere = _edits(unit)
             if not edited:

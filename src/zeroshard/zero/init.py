@@ -32,11 +32,12 @@ from zeroshard.watchdog.join import init_distributed
 from zeroshard.watchdog.session import open_session
 from zeroshard.watchdog.settings import WatchdogSettings
 from zeroshard.zero import scatter, sharded_parameter
+from zeroshard.zero.attached import Attached
 from zeroshard.zero.param_bucket import BucketedParameter, ParamBucket
 
 
 def _room_numel() -> int:
-    """Elements of small parameters that wait whole until they are spread; a parcel holds half of it."""
+    """Elements of small parameters that wait whole until they are spread; a bucket holds half of it."""
     return scatter.PIECE_NUMEL // 4
 
 
@@ -81,8 +82,8 @@ class Init:
         parsed = _config_of(source)
         self.enabled = enabled and (parsed is None or parsed.zero_optimization.stage == 3)
         self.depth = 0
-        # By id. What they contain is taken, or will be by a hook.
-        self._seen: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+        # What they contain is taken, or will be by a hook.
+        self._seen: Attached[nn.Module, bool] = Attached()
         self._whole: dict[BucketedParameter | ParamBucket, _Built | None] = {}  # in order
         self._large: dict[
             BucketedParameter | ParamBucket, None
@@ -149,7 +150,7 @@ class Init:
         for reference in self._blanks:
             if (bucket := reference()) is not None:
                 bucket.show_training_dtype()
-        self._seen.clear()
+        self._seen = Attached()
         for store in (self._blanks, self._whole, self._large, self._held):
             store.clear()
         self._small_numel, self._small_limit = 0, _room_numel()
@@ -169,9 +170,9 @@ class Init:
 
     def _see(self, module: nn.Module) -> None:
         """Take what a module has when it is first seen: a copy, say, was not built piece by piece."""
-        if self._seen.get(id(module)) is module:
+        if module in self._seen:
             return
-        self._seen[id(module)] = module
+        self._seen[module] = True
         for leaf, param in module._parameters.items():
             if param is not None:
                 self._take(module, leaf, param)
@@ -193,18 +194,19 @@ class Init:
     # ------------------------------------------------------------------ what is whole, and how long
 
     def reopen(self, bucket: ParamBucket, beside: Collection[Tensor]) -> None:
-        """Make a parcel whole that is used again; what is used in the same operation stays so."""
+        """Make a bucket whole that is used again; what is used in the same operation stays so."""
         self._make_room(beside=beside, numel=bucket.numel)
         self.open(bucket)
 
-    def open(self, bucket: ParamBucket) -> None:
-        """Make a parcel whole; inside the block, until attention moves on."""
-        bucket.open()
+    def open(self, bucket: ParamBucket, *, to_read: bool = False) -> None:
+        """Make a bucket whole; inside the block, until attention moves on. ``to_read``: outside the
+        block the program promises not to edit the parameters."""
+        bucket.open(to_read=to_read and not self.active)
         if self.active:
             self._add(bucket)
 
     def close(self, bucket: ParamBucket, source: int) -> None:
-        """Spread a parcel again, with the values of rank ``source``."""
+        """Spread a bucket again, with the values of rank ``source``."""
         self._drop(bucket)
         bucket.close(source)
 
@@ -213,7 +215,7 @@ class Init:
         self._blanks.append(weakref.ref(bucket))
 
     def keep_read(self, bucket: ParamBucket) -> None:
-        """One parcel at a time keeps what was gathered for a reader."""
+        """One bucket at a time keeps what was gathered for a reader."""
         last = self._read() if self._read else None
         if last is not bucket:
             if last is not None:
@@ -268,10 +270,7 @@ class Init:
 
     def _spread(self, items: Sequence[BucketedParameter | ParamBucket]) -> None:
         """Collective. Inside the block without those whose memory the program still holds otherwise."""
-        for item in items:
-            if isinstance(item, BucketedParameter) and not self._is_built(item):
-                self._drop(item)
-        items = [item for item in items if item in self._whole]
+        items = [item for item in items if isinstance(item, ParamBucket) or self._is_built(item)]
         held = self._compare(items) if items else set()
         self._held |= held
         ready = [item for item in items if item not in held]
@@ -283,13 +282,14 @@ class Init:
             bucket.close()
 
     def _is_built(self, item: BucketedParameter) -> bool:
-        """Is it still part of a module, and nobody else's? If not, it is the program's own."""
+        """Is it still part of a module, and nobody else's? If not, it is left to the program."""
         param, places = self._built(item)
-        if sharded_parameter.owner_of(param) is not item:
-            return False
-        if any(holder._parameters.get(leaf) is param for holder, leaf in places):
-            return True
-        del sharded_parameter.owners[param]
+        if sharded_parameter.owner_of(param) is item:
+            for holder, leaf in places:
+                if holder._parameters.get(leaf) is param:
+                    return True
+            sharded_parameter.owners.discard(param)
+        self._drop(item)
         return False
 
     def _built(self, item: BucketedParameter) -> _Built:
@@ -301,18 +301,16 @@ class Init:
         self, params: Iterable[tuple[BucketedParameter, nn.Parameter]]
     ) -> Iterator[ParamBucket]:
         """In order; small parameters of one dtype together."""
-        groups: dict[Any, list[tuple[BucketedParameter, nn.Parameter]]] = {}
-        numels: dict[Any, int] = {}
+        groups: dict[Any, tuple[list[tuple[BucketedParameter, nn.Parameter]], int]] = {}
         for owner, param in params:
             kind = param.dtype, param.device
-            group = groups.setdefault(kind, [])
-            numels[kind] = numels.get(kind, 0) + param.numel()
-            if group and numels[kind] > _room_numel() // 2:
+            group, numel = groups.get(kind, ([], 0))
+            if group and numel + param.numel() > _room_numel() // 2:
                 yield ParamBucket(self, *zip(*group, strict=True))
-                group.clear()
-                numels[kind] = param.numel()
+                group, numel = [], 0
             group.append((owner, param))
-        for group in groups.values():
+            groups[kind] = group, numel + param.numel()
+        for group, _ in groups.values():
             yield ParamBucket(self, *zip(*group, strict=True))
 
     def _compare(
@@ -321,14 +319,15 @@ class Init:
         """Those whose memory the program holds otherwise, on any rank: a write there would be lost.
         Outside the block that no longer matters. Collective; refuses ranks that build other models.
         """
-        what = zlib.crc32(repr([(item.name, item.numel) for item in items]).encode())
+        numels = [item.numel for item in items]
+        what = zlib.crc32(repr(([item.name for item in items], numels)).encode())
         held = [self.active and self._is_aliased(item) for item in items]
-        mine = [what, len(items), sum(item.numel for item in items), any(held)]
+        mine = [what, len(items), sum(numels), any(held)]
         name = "parameters under construction"
         votes = self._exchange(mine, name)
         if any(row[:3] != votes[0][:3] for row in votes):
             counts = "; ".join(
-                f"rank {rank} {int(count)} parameters or parcels of {int(numel)} elements in all"
+                f"rank {rank} {int(count)} parameters or buckets of {int(numel)} elements in all"
                 for rank, (_, count, numel, _) in enumerate(votes)
             )
             raise RankMismatch(

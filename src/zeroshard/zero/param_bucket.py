@@ -1,28 +1,31 @@
 """How do parameters rest before they belong to a unit?
 
-In *parcels*: parameters that were spread over the ranks in one exchange. They become whole together as
+In *buckets*: parameters that were spread over the ranks in one exchange. They become whole together as
 well, and are spread again in the same layout. Letters as in :mod:`zeroshard.zero.unit`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from zeroshard.core.layout import Slot, pack
-from zeroshard.zero import sharded_parameter
-from zeroshard.zero.scatter import ParamScatterer
+from zeroshard.memory.storage import fingerprint
+from zeroshard.zero import scatter, sharded_parameter
+from zeroshard.zero.grad_flags import pack_flags, unpack_any
 
 if TYPE_CHECKING:
     from zeroshard.zero.init import Init
 
+_NOWHERE = Slot("", (), 0)
+
 
 class BucketedParameter:
-    """Owner of one parameter before it belongs to a unit: its place in a parcel, once it has one."""
+    """Owner of one parameter before it belongs to a unit: its place in a bucket, once it has one."""
 
     __slots__ = (
         "__weakref__",
@@ -41,9 +44,13 @@ class BucketedParameter:
         self.context = context
         self.numel = param.numel()
         self.bucket: ParamBucket | None = None
-        self.slot = Slot(self.name, (), 0)
+        self.slot = _NOWHERE
         self.pin_count = 0  # readers inside GatheredParameters: not to be spread under them
-        sharded_parameter.owners[param] = lambda: self
+        sharded_parameter.owners[param] = self.itself
+
+    def itself(self) -> BucketedParameter:
+        """The reference in :data:`~.sharded_parameter.owners`: it lives as long as the parameter."""
+        return self
 
     @property
     def is_away(self) -> bool:
@@ -51,7 +58,7 @@ class BucketedParameter:
         return self.bucket is not None and self.bucket.shard_S is not None
 
     def own_part(self) -> tuple[int, int]:
-        """Where the parameter lies in the own shard of its parcel."""
+        """Where the parameter lies in the own shard of its bucket."""
         if self.bucket is None:
             return 0, 0
         begin, end = self.bucket.layout.shard_range(self.context.comm.rank)
@@ -86,11 +93,18 @@ class BucketedParameter:
         param.data.copy_(values)
 
 
+class Kept(NamedTuple):
+    """What parameters that are whole for reading go back to."""
+
+    shard_S: Tensor
+    prints: dict[Slot, int]
+
+
 class ParamBucket:
     """Parameters that rest together: 1/W of their flat whole is here, in ``shard_S``.
 
     They were built in one dtype on one device, ``built_as``: what their constructors and initialisers
-    work in. The parcel keeps none of them alive; the place of one that is gone stays empty.
+    work in. The bucket keeps none of them alive; the place of one that is gone stays empty.
     """
 
     def __init__(
@@ -104,9 +118,10 @@ class ParamBucket:
             world_size=context.comm.world_size,
         )
         self.name = f"{owners[0].name} and {len(owners) - 1} more" if owners[1:] else owners[0].name
-        self.numel = self.layout.params_numel
+        self.numel = sum(param.numel() for param in params)
         self.shard_S: Tensor | None = None  # None while the parameters are whole
         self._read_N: Tensor | None = None  # what was gathered for the last reader
+        self.kept: Kept | None = None  # while the parameters are whole for reading only
         self._refs = [TensorWeakRef(param) for param in params]
         for owner, slot in zip(owners, self.layout.slots, strict=True):
             owner.bucket, owner.slot = self, slot
@@ -125,55 +140,86 @@ class ParamBucket:
 
     def close(self, source: int = 0) -> None:
         """Keep the own 1/W of rank ``source``'s values, in the training dtype, and free the rest."""
-        context, changed = self.context, []
-        shard_S = torch.zeros(self.layout.shard_numel, dtype=self.dtype, device=context.device)
-        begin, _ = self.layout.shard_range(context.comm.rank)
-        scatterer = ParamScatterer(
-            self.layout, shard_S, begin, comm=context.comm, name=self.name, source=source
-        )
-        members = list(self.members())
-        for slot, param, owner in members:
-            if (param.shape, param.dtype, param.device) != (slot.shape, *self.built_as):
+        context = self.context
+        kept, changed = [], []
+        for slot, param, owner in self.members():
+            if (param.shape, param.dtype, param.device) == (slot.shape, *self.built_as):
+                kept.append((slot, param))
+            else:
                 changed.append((owner, param))  # the program gave it another shape or dtype
-            elif context.comm.rank == source:
-                scatterer.add(slot, param.data)
-        scatterer.finish()
+        shard_S = scatter.scatter(
+            self.layout,
+            [(slot, param.data) for slot, param in kept],
+            dtype=self.dtype,
+            device=context.device,
+            comm=context.comm,
+            name=self.name,
+            source=source,
+        )
         for owner, param in changed:
             owner.numel = param.numel()
             ParamBucket(context, [owner], [param]).close(source)
-        self.shard_S = shard_S
-        self._hide([member for member in members if member[2].bucket is self])
+        self.shard_S, self.kept = shard_S, None
+        self._hide(kept)
 
     def show_training_dtype(self) -> None:
         """The parameters were hidden while they were under construction."""
         if self.shard_S is not None and self.dtype != self.built_as[0]:
-            self._hide(list(self.members()))
+            self._hide([(slot, param) for slot, param, _ in self.members()])
 
-    def _hide(self, members: Sequence[tuple[Slot, nn.Parameter, BucketedParameter]]) -> None:
-        """Show blanks: inside the context in the dtype that was built, later in that of the shards."""
+    def _hide(self, members: Sequence[tuple[Slot, nn.Parameter]]) -> None:
+        """Show placeholders, in the dtype of the shards; inside the context in the dtype that was built."""
         dtype, device = self.built_as
         shown = dtype if self.context.active else self.dtype
         nothing = sharded_parameter.nan_placeholder(torch.empty((), dtype=shown, device=device))
-        shapes = {slot.shape for slot, _, _ in members}
-        placeholders = {shape: nothing.expand(shape) for shape in shapes}
-        for _, param, _ in members:
+        placeholders = {
+            shape: nothing.expand(shape) for shape in {slot.shape for slot, _ in members}
+        }
+        hidden = [placeholders[slot.shape] for slot, _ in members]
+        sharded_parameter.mark_sharded([param for _, param in members], hidden)
             param.__class__ = nn.Parameter
         sharded_parameter.mark_sharded(
-            [param for _, param, _ in members], [placeholders[slot.shape] for slot, _, _ in members]
+            [param for _, param in members], [placeholders[slot.shape] for slot, _ in members]
         )
         if self.context.active:
             self.context.was_hidden(self)
 
-    def open(self) -> None:
-        """Make the parameters whole in place, in the dtype that they were built in. Collective."""
+    def open(self, *, to_read: bool = False) -> None:
+        """Make the parameters whole in place, in the dtype that they were built in; ``to_read``: until
+        :meth:`put_back`. Collective."""
         dtype, device = self.built_as
         alone = len(self._refs) == 1
         full_N = self._gather(dtype if alone else self.dtype)
+        shard_S = self.shard_S
         self.shard_S = self._read_N = None
+        params, values = [], []
         for slot, param, _ in self.members():
-            values = full_N[slot.start : slot.stop].view(slot.shape)
-            values = values.to(device, dtype, copy=not alone)  # each in its own memory
-            sharded_parameter.mark_unsharded([param], [values], [nn.Parameter])
+            view = full_N[slot.start : slot.stop].view(slot.shape)
+            params.append(param)
+            values.append(view.to(device, dtype, copy=not alone))  # each in its own memory
+        sharded_parameter.mark_unsharded(params, values, [nn.Parameter] * len(params))
+        if to_read and shard_S is not None:
+            self.kept = Kept(shard_S, self._prints())
+
+    def edited(self) -> list[str]:
+        """Names of parameters that any rank edited since it opened the bucket to read. Collective."""
+        assert self.kept is not None
+        before, after = self.kept.prints, self._prints()
+        flags = [after.get(slot) not in (None, before.get(slot)) for slot in self.layout.slots]
+        vote = torch.tensor(pack_flags(flags), dtype=torch.float64, device=self.context.device)
+        votes = self.context.comm.all_gather_small(vote, name=f"edits of {self.name}")
+        any_rank = unpack_any(votes, len(flags))
+        return [slot.fqn for slot, flag in zip(self.layout.slots, any_rank, strict=True) if flag]
+
+    def _prints(self) -> dict[Slot, int]:
+        """A fingerprint of each whole parameter: equal before and after means not written."""
+        return {slot: int(_fingerprint(param.detach())) for slot, param, _ in self.members()}
+
+    def put_back(self) -> None:
+        """Spread the parameters again, with the values that they had before they were read."""
+        assert self.kept is not None
+        self.shard_S, self.kept = self.kept.shard_S, None
+        self._hide([(slot, param) for slot, param, _ in self.members()])
 
     def read(self, slot: Slot) -> Tensor:
         """A private copy of one parameter's values. Collective, unless the last one read here was a
@@ -196,3 +242,10 @@ class ParamBucket:
         own_S = full_N[slice(*self.layout.shard_range(comm.rank))].copy_(self.shard_S)
         comm.all_gather(full_N, own_S, name=self.name).wait()
         return full_N
+
+
+def _fingerprint(values: Tensor) -> Tensor:
+    flat = values.reshape(-1).view(torch.uint8)
+    if len(flat) % 8 or flat.storage_offset() % 8 or not len(flat):
+        flat = nn.functional.pad(flat, (0, -len(flat) % 8 or 8))
+    return fingerprint(flat)

@@ -6,6 +6,8 @@ every rank keeps what lies in its own part. Letters as in :mod:`zeroshard.zero.u
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,58 @@ from zeroshard.core.layout import Slot, UnitLayout
 
 PIECE_NUMEL = 2**22
 """Elements sent at a time: bounds what construction needs beside shards and one parameter."""
+
+
+def scatter(
+    layout: UnitLayout,
+    values: Sequence[tuple[Slot, Tensor]],
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    comm: Comm,
+    name: str,
+    source: int,
+) -> Tensor:
+    """The own shard of parameters that are all here, with the values of rank ``source``. Collective.
+
+    ``values``: in the order of the layout, on one device; a place that is not given becomes zero, like
+    padding. What fits in one piece goes in one pass, whatever the number of parameters.
+    """
+    begin, end = layout.shard_range(comm.rank)
+    if layout.full_numel > PIECE_NUMEL:
+        shard_S = torch.zeros(layout.shard_numel, dtype=dtype, device=device)
+        scatterer = ParamScatterer(layout, shard_S, begin, comm=comm, name=name, source=source)
+        for slot, value in values if comm.rank == source else ():
+            scatterer.add(slot, value)
+        scatterer.finish()
+        return shard_S
+    if comm.rank == source:
+        full_N = _joined(layout, values, dtype).to(device)
+    else:
+        full_N = torch.empty(layout.full_numel, dtype=dtype, device=device)
+    comm.broadcast(full_N, source, name=name).wait()
+    return full_N[begin:end].clone()
+
+
+def _joined(
+    layout: UnitLayout, values: Sequence[tuple[Slot, Tensor]], dtype: torch.dtype
+) -> Tensor:
+    """``full_N``, on the device of the values."""
+    if not values:
+        return torch.zeros(layout.full_numel, dtype=dtype)
+    first = values[0][1]
+    gaps: dict[int, Tensor] = {}
+    parts: list[Tensor] = []
+    at = 0
+    for slot, value in values:
+        if gap := slot.start - at:
+            if gap not in gaps:
+                gaps[gap] = first.new_zeros(gap)
+            parts.append(gaps[gap])
+        parts.append(value.reshape(-1))
+        at = slot.start + value.numel()
+    parts.append(first.new_zeros(layout.full_numel - at))
+    return torch.cat(parts, out=first.new_empty(layout.full_numel, dtype=dtype))
 
 
 class ParamScatterer:

@@ -22,17 +22,24 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import get_gradient_edge
-from torch.utils.weak import WeakIdKeyDictionary
 
 from zeroshard.errors import ShardedAccess
 from zeroshard.zero import functorch
+from zeroshard.zero.attached import Attached
 
 
 class Owner(Protocol):
     """Whoever holds the bytes of a sharded parameter."""
 
-    name: str
-    order: int  # from ``count_owner``
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        ...
+
+    @property
+    def order(self) -> int:
+        """From ``count_owner``."""
+        ...
 
     def index(self, param: Tensor) -> int:
         """The parameter's place among those of this owner."""
@@ -57,7 +64,7 @@ class Owner(Protocol):
         ...
 
 
-owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
+owners: Attached[Tensor, Callable[[], Owner | None]] = Attached()
 """Parameter -> a reference that gives its :class:`Owner`, or None when that died.
 
 A weak one where the owner holds the parameter: the two would keep each other alive for ever.
@@ -87,11 +94,11 @@ def _place(param: Tensor) -> tuple[int, int]:
 
 def owner_of(param: Tensor) -> Owner | None:
     """The owner of a parameter, or None for a parameter that nobody shards."""
-    reference: Callable[[], Owner | None] | None = owners.get(param)
+    reference = owners.get(param)
     return None if reference is None else reference()
 
 
-_listed: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_listed: Attached[Tensor, bool] = Attached()
 
 
 def list_on_request(params: Iterable[nn.Parameter]) -> None:
@@ -101,7 +108,8 @@ def list_on_request(params: Iterable[nn.Parameter]) -> None:
     rank asks for names and shapes alone. Of other parameters ``detach()`` gives values, which every rank
     has to ask for.
     """
-    _listed.update((param, True) for param in params)
+    for param in params:
+        _listed[param] = True
 
 
 # ---------------------------------------------------------------------- being away
@@ -395,6 +403,11 @@ class _OwnerOfEntry:
             values = _read(self.param)
             return None if values is None else self.part(values.detach())
         return self.part(self.param.detach().clone())
+
+    def is_collective_read(self, fact: bool) -> bool:
+        """See :class:`Owner`."""
+        owner = owner_of(self.param)
+        return owner.is_collective_read(fact) if owner else fact
 
     def ensure_writable(self, param: nn.Parameter, beside: Collection[Tensor]) -> bool:
         """See :class:`Owner`. An entry is a copy: nothing is written through it."""

@@ -415,7 +415,7 @@ class Unit:
         self.pin_count = 0
         self.discard_unsharded()
         for param in self.params:
-            sharded_parameter.owners.pop(param, None)
+            sharded_parameter.owners.discard(param)
         self.optim_state = None
         self.store.close()
         self.ledger.hold("parameters", self.name, 0, self.store.tier)
