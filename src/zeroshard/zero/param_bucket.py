@@ -175,12 +175,10 @@ class ParamBucket:
         placeholders = {
             shape: nothing.expand(shape) for shape in {slot.shape for slot, _ in members}
         }
+        for _, param in members:
+            param.__class__ = nn.Parameter
         hidden = [placeholders[slot.shape] for slot, _ in members]
         sharded_parameter.mark_sharded([param for _, param in members], hidden)
-            param.__class__ = nn.Parameter
-        sharded_parameter.mark_sharded(
-            [param for _, param in members], [placeholders[slot.shape] for slot, _ in members]
-        )
         if self.context.active:
             self.context.was_hidden(self)
 
