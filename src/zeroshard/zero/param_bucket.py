@@ -168,7 +168,7 @@ class ParamBucket:
             self._hide([(slot, param) for slot, param, _ in self.members()])
 
     def _hide(self, members: Sequence[tuple[Slot, nn.Parameter]]) -> None:
-        """Show placeholders, in the dtype of the shards; inside the context in the dtype that was built."""
+        """Show placeholders: outside the context in the dtype of the shards."""
         dtype, device = self.built_as
         shown = dtype if self.context.active else self.dtype
         nothing = sharded_parameter.nan_placeholder(torch.empty((), dtype=shown, device=device))
