@@ -5,6 +5,7 @@ Names are relative to ``zeroshard``. This file goes with release 0.3.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 import warnings
@@ -42,6 +43,7 @@ MODULES = {
     "core.verdict": "watchdog.diagnosis",
     "engine.away": "engine.offload_states",
     "engine.fit": "offload.host_fit",
+    "engine.getters": "deepspeed.getters",
     "engine.host_memory": "memory.host_limits",
     "engine.kernels": "optim.kernels",
     "engine.loader": "engine.data_loader",
@@ -293,6 +295,22 @@ class _OldNames(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Nothing: attributes are looked up when they are used."""
+
+
+def attribute_of_engine(engine: Any, name: str, error: AttributeError) -> Any:
+    """What ``zeroshard.Engine`` had before: DeepSpeed's getters, and whatever its model has.
+
+    Engines of ``deepspeed.initialize`` have both without a warning. Raises ``error`` for other names.
+    """
+    if name == "module" or name.startswith("__"):
+        raise error
+    getters = importlib.import_module("zeroshard.deepspeed.getters")
+    if name in getters.GETTERS:
+        _warn(f"Engine.{name}", f"deepspeed.engine.DeepSpeedEngine.{name}")
+        return functools.partial(getters.GETTERS[name], engine)
+    found = getattr(engine.module, name)
+    _warn(f"Engine.{name}", f"Engine.module.{name}")
+    return found
 
 
 def serve() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import zeroshard
 from zeroshard.deepspeed import api_table, conflicts
 from zeroshard.deepspeed.collectives import get_world_group
+from zeroshard.deepspeed.getters import ForwardingEngine
 from zeroshard.deepspeed.hook_handles import DeepSpeedZeRoOffload
 from zeroshard.deepspeed.install import disagreement
 from zeroshard.deepspeed.logs import log_dist, log_dist_once, logger
@@ -25,14 +26,13 @@ from zeroshard.deepspeed.optimizer import EngineOptimizer, optimizer_of
 from zeroshard.deepspeed.parameters import mark_parameters
 from zeroshard.deepspeed.timers import SynchronizedWallClockTimer, ThroughputTimer
 from zeroshard.deepspeed.version_check import check_consumers
-from zeroshard.engine.engine import Engine
 from zeroshard.engine.initialize import initialize as _initialize
 from zeroshard.engine.monitors import Monitors
 from zeroshard.errors import ConfigError, UnsupportedError
 from zeroshard.zero.access import GatheredParameters
 
 
-class DeepSpeedEngine(Engine):
+class DeepSpeedEngine(ForwardingEngine):
     """An engine under DeepSpeed's names. ``optimizer``: what :mod:`.optimizer` describes."""
 
     _as_deepspeed = True
@@ -94,7 +94,7 @@ class DeepSpeedEngine(Engine):
 
     def attach_hooks(self) -> None:
         """Put all hooks back that a program took off."""
-        self._check_open()
+        self.life.check()
         self._hooks.attach()
 
     # ------------------------------------------------------------------ states

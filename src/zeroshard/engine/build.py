@@ -38,6 +38,7 @@ from zeroshard.optim.factory import WHOLE, Probe, probe, rebind
 from zeroshard.optim.kernels import kernel_of
 from zeroshard.precision.policy import DtypeRow, Policy
 from zeroshard.zero.gradients import GradBuffer
+from zeroshard.zero.life import Life
 from zeroshard.zero.materialize import check_meta, materialize
 from zeroshard.zero.optimizer import ShardedOptimizer
 from zeroshard.zero.prefetch import Prefetcher, WrappedModule
@@ -74,6 +75,7 @@ class ZeroRuntime:
     plan: list[UnitBytes]
     stores: Stores
     forecast: list[str]  # what the disks of this host will cost, in words
+    life: Life
 
 
 def plan_units(
@@ -218,7 +220,7 @@ def build_runtime(
     """
     zero = config.zero_optimization
     stage = STAGES[zero.stage]
-    ledger = Ledger()
+    ledger, life = Ledger(), Life()
     params = dict(model.named_parameters())
     # The root runs around all other sites: it comes first, so that it is reduced last.
     in_order = sorted(specs, key=lambda spec: spec.wrapped != "")
@@ -312,6 +314,7 @@ def build_runtime(
                 spans=[offload_plan.spans_of(buffer.unit.name) for buffer in buffers],
                 shards_optimizer=stage.shards_optimizer,
                 ledger=ledger,
+                life=life,
                 seat=rebind,
                 kernel_of=partial(kernel_of, compiles=config.compile_update),
                 pager=stores.pager(found),
@@ -334,6 +337,7 @@ def build_runtime(
             plan,
             stores,
             forecast,
+            life,
         )
     except BaseException:
         stores.close()  # an error holds on to what was built: the disk would come back late

@@ -33,11 +33,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("zeroshard")
 
-_HALF_LOADED = (
-    "loading a checkpoint did not come to its end: parameters and optimizer state are of two runs. Load "
-    "another checkpoint, or this one once its files are restored."
-)
-
 
 class CheckpointLoader:
     """Loads checkpoints into one engine."""
@@ -45,7 +40,6 @@ class CheckpointLoader:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._section = engine.settings.checkpoint
-        self._is_half_loaded = False
 
     @property
     def _local(self) -> LocalState:
@@ -88,28 +82,16 @@ class CheckpointLoader:
                         self._restore, shared, own, optimizer_states, scheduler_states
                     )
                     self._agree(f"{source.path} was not loaded", "restoring the rest", restore)
-                self._mark(half_loaded=False)
+                self._engine.life.end_load()
                 self._report(tried, source)
                 return str(source.path), shared.get("client_state", {})
         # Where ranks have directories of their own, rank 0's is told, as in every other error.
         why = f"{failed}: {' '.join(tried)}"
         raise CheckpointError(self._engine._watch.control_group.broadcast(why, topic="telling why"))
 
-    def _mark(self, *, half_loaded: bool) -> None:
-        """Until all is filled and restored, the engine is of no one run, and refuses to train."""
-        self._is_half_loaded = half_loaded
-        optimizer = self._engine.runtime.optimizer
-        if optimizer is not None:
-            optimizer.mark_torn(_HALF_LOADED if half_loaded else "")
-
     def _check_idle(self) -> None:
         engine = self._engine
-        if self._is_half_loaded:  # which is what another load is for
-            self._mark(half_loaded=False)
-            engine.zero_grad()
-            self._mark(half_loaded=True)
-        else:
-            engine.zero_grad()
+        engine._drop_gradients()
         for unit in engine.runtime.units:
             if unit.pin_count:
                 raise UsageError(
@@ -230,7 +212,7 @@ class CheckpointLoader:
             with_state=with_state,
             max_buffer_nbytes=self._section.max_buffer_mb << 20,
         )
-        self._mark(half_loaded=True)
+        engine.life.begin_load()
         loader.fill()
 
         def finish() -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from zeroshard import moved
 from zeroshard.checkpoint.directory import check_directory
 from zeroshard.comm.collectives import Comm
 from zeroshard.config import LoadedConfig
@@ -22,7 +22,6 @@ from zeroshard.engine.checkpoint_loader import CheckpointLoader
 from zeroshard.engine.checkpoint_saver import CheckpointSaver
 from zeroshard.engine.data import agreed_batches
 from zeroshard.engine.flops import counted
-from zeroshard.engine.getters import GETTERS
 from zeroshard.engine.observe import Observer
 from zeroshard.engine.offload_states import StateOffloader, asked_of_to, check_keeps, is_return
 from zeroshard.engine.optimizer_step import OptimizerStep, SkippedSteps
@@ -37,6 +36,7 @@ from zeroshard.engine.report import (
 from zeroshard.errors import LossScaleError, UnsupportedError, UsageError, in_short
 from zeroshard.zero.access import UnitOptimState
 from zeroshard.zero.hooks import StepHooks
+from zeroshard.zero.life import EngineState
 
 logger = logging.getLogger("zeroshard")
 T = TypeVar("T")
@@ -100,6 +100,7 @@ class Engine(nn.Module):
         self.device = parts.device
         self.policy = parts.policy
         self.runtime = parts.runtime
+        self.life = parts.runtime.life
         self.scaler = parts.scaler
         self.lr_scheduler = parts.scheduler
         self.optimizer = parts.runtime.optimizer.inner if parts.runtime.optimizer else None
@@ -119,7 +120,6 @@ class Engine(nn.Module):
         self.training_dataloader: Any = None  # what initialize() made of training_data
         self._scaled_by_caller = False
         self._weight = 1.0
-        self._closed = False
         bf16 = self.settings.bf16
         self._update = OptimizerStep(
             self.runtime,
@@ -168,8 +168,7 @@ class Engine(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model. Returns what the model returns."""
-        self._check_open()
-        self._offloader.check_not_offloaded("engine.forward()", "lp_params")
+        self.life.check("engine.forward()", "lp_params")
         if self.settings.fp16.enabled and self.settings.fp16.auto_cast:
             args, kwargs = setup.cast_floats((args, kwargs), torch.float16)
         if self.policy.autocast is None:
@@ -184,8 +183,7 @@ class Engine(nn.Module):
 
         ``scale_wrt_gas=False``: the caller divided already. Returns the divided loss, not loss-scaled.
         """
-        self._check_open()
-        self._offloader.check_not_offloaded("engine.backward()", "lp_params", "lp_grads")
+        self.life.check("engine.backward()", "lp_params", "lp_grads")
         check_loss(loss)
         self._hooks.recover()
         if scale_wrt_gas and self.accumulation.steps > 1:
@@ -206,7 +204,7 @@ class Engine(nn.Module):
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale, for a plain ``.backward()`` in fp16."""
-        self._check_open()
+        self.life.check()
         self._scaled_by_caller = True
         return loss * self.scaler.scale
 
@@ -229,7 +227,7 @@ class Engine(nn.Module):
 
     def _on_backward_begin(self, landed: bool) -> bool:
         """Does the backward that begins count? If nobody announced it, not before a gradient landed."""
-        self._offloader.check_not_offloaded("loss.backward()", "lp_params", "lp_grads")
+        self.life.check("loss.backward()", "lp_params", "lp_grads")
         running = self._in_backward
         if not running and not landed:
             return False
@@ -272,8 +270,7 @@ class Engine(nn.Module):
         gradient is not finite (fp16, and bf16 with ``check_grad_overflow``). Waits for the device only
         where an optimizer cannot skip there, or a parameter got no gradient.
         """
-        self._check_open()
-        self._offloader.check_not_offloaded("engine.step()")
+        self.life.check("engine.step()")
         if self.accumulation.deferred:
             raise UsageError("engine.step() inside no_sync(): leave the context before stepping.")
         if self._hooks.recover():
@@ -379,7 +376,7 @@ class Engine(nn.Module):
         A forward after a backward inside counts as the next micro-batch, so that ``step()`` may be
         called once per optimizer step.
         """
-        self._check_open()
+        self.life.check()
         self.accumulation.deferred += 1
         try:
             yield
@@ -396,7 +393,10 @@ class Engine(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients accumulated so far: the next micro-batch begins a step."""
-        self._check_open()
+        self.life.check()
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
         self._hooks.recover()
         self.runtime.reducer.abandon()
         if self.accumulation.micro_steps or self.accumulation.divided:
@@ -406,7 +406,7 @@ class Engine(nn.Module):
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Iterate while ranks agree that there are batches (config key ``uneven``)."""
-        self._check_open()
+        self.life.check()
         return agreed_batches(
             loader,
             exchange=lambda vote: self._comm.all_gather_small(
@@ -491,7 +491,7 @@ class Engine(nn.Module):
         self.accumulation.steps = train_batch_size // per_step
 
     def _check_between_steps(self, call: str, size: int) -> None:
-        self._check_open()
+        self.life.check()
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise UsageError(f"{call}({size!r}): give a whole number of samples, at least 1.")
         if self.accumulation.divided or self.accumulation.micro_steps:
@@ -499,7 +499,7 @@ class Engine(nn.Module):
 
     def iter_full_params(self) -> Iterator[tuple[str, Tensor]]:
         """Stream ``(name, full values)`` of every parameter, one unit in memory at a time. Collective."""
-        self._check_open()
+        self.life.check()
         self._update.all_gather_late()
         for unit in self.runtime.units:
             unit.wait_for_unshard()
@@ -517,7 +517,7 @@ class Engine(nn.Module):
         measured = measured_nbytes(self.runtime.ledger, self._watch.scratch_nbytes)
         if not all_ranks:
             return MemoryReport({self.global_rank: memory_rows(planned, measured)})
-        self._check_open()
+        self.life.check()
         vector = torch.tensor(vector_of(planned, measured), dtype=torch.float64, device=self.device)
         rows = self._comm.all_gather_small(vector, name="memory report").tolist()
         return MemoryReport({rank: rows_from_vector(row) for rank, row in enumerate(rows)})
@@ -543,9 +543,8 @@ class Engine(nn.Module):
         Returns True. Raises :class:`CheckpointError` on every rank if it could not be written; what was
         saved before is untouched. (``docs/checkpoints.md``, ``docs/format.md``.)
         """
-        self._check_open()
+        self.life.check("engine.save_checkpoint()")
         check_directory(save_dir, "engine.save_checkpoint()")
-        self._offloader.check_not_offloaded("engine.save_checkpoint()")
         with self._watch.section("save"):
             self._saver.save(
                 save_dir,
@@ -585,10 +584,8 @@ class Engine(nn.Module):
         Returns the directory and the ``client_state``. Raises :class:`CheckpointError` on every rank:
         for one of another model or optimizer before anything is changed.
         """
-        if self._closed:
-            self._check_open()
+        self.life.check("engine.load_checkpoint()", may_load=True)
         check_directory(load_dir, "engine.load_checkpoint()")
-        self._offloader.check_not_offloaded("engine.load_checkpoint()")
         if custom_load_fn is not None:
             raise UnsupportedError(
                 "load_checkpoint(custom_load_fn=...): values go straight into shards, and no rank sees a "
@@ -631,18 +628,18 @@ class Engine(nn.Module):
         cache. Page-locked memory is kept for the next time; :meth:`empty_partition_cache` gives it back.
         Every rank calls it.
         """
-        self._check_open()
+        self.life.check()
         self._offloader.offload(include, device, pin_memory=pin_memory, non_blocking=non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Bring back, bit by bit, all that :meth:`offload_states` moved. Every rank calls it."""
-        self._check_open()
+        self.life.check()
         self._offloader.reload(non_blocking=non_blocking)
 
     def empty_partition_cache(self) -> None:
         """Free gathered parameters of sharded units until their next use, and memory kept for
         :meth:`offload_states`. Every rank calls it, between steps."""
-        self._check_open()
+        self.life.check()
         self.runtime.prefetcher.reshard_all()
         self._offloader.forget_spare()
 
@@ -674,7 +671,7 @@ class Engine(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Engine:
         """What ``half()``, ``bfloat16()``, ``float()``, ``type()`` and the like come down to: buffers
         follow, and parameters are that already. Raises :class:`UsageError` if they are not."""
-        self._check_open()
+        self.life.check()
         check_keeps(fn, self.module.parameters(), self.device)
         for module in self.module.modules() if recurse else ():
             for name, buffer in module._buffers.items():
@@ -709,9 +706,9 @@ class Engine(nn.Module):
 
         ``reason``: the error that ends the engine; other ranks learn it if they still wait for this one.
         """
-        if self._closed:
+        if self.life.state is EngineState.CLOSED:
             return
-        self._closed = True
+        self.life.close()
         with contextlib.ExitStack() as rest:  # last in, first closed; an error keeps nothing open
             rest.callback(self._watch.close)
             if self._gc is not None:
@@ -740,18 +737,10 @@ class Engine(nn.Module):
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self.close("" if error is None else in_short(error))
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise UsageError("this engine was closed; build a new one to go on.")
-        if self.runtime.optimizer is not None:
-            self.runtime.optimizer.check_whole()
+    if not TYPE_CHECKING:  # for one release: see zeroshard/moved.py
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module" or name.startswith("__"):
-                raise
-            if name in GETTERS:
-                return functools.partial(GETTERS[name], self)
-            return getattr(self.module, name)  # generate and whatever else models have
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return super().__getattr__(name)
+            except AttributeError as error:
+                return moved.attribute_of_engine(self, name, error)

@@ -138,8 +138,7 @@ class _Weights:
 def _weights_of(
     engine: Any, *, exclude_frozen_parameters: bool, adapters: Sequence[str] | None = None
 ) -> _Weights:
-    engine._check_open()
-    engine._offloader.check_not_offloaded("saving weights", LP_PARAMS)
+    engine.life.check("saving weights", LP_PARAMS)
     module = engine.module
     names: dict[int, list[str]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):

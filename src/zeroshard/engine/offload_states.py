@@ -19,16 +19,17 @@ from zeroshard.engine.build import ZeroRuntime
 from zeroshard.errors import UsageError
 from zeroshard.offload.swapped_storage import HostBuffer, SwappedStorages, distinct
 from zeroshard.zero.hooks import StepHooks, in_backward
+from zeroshard.zero.life import KINDS
 
 logger = logging.getLogger("zeroshard")
 
-OPTIM_STATES, HP_PARAMS, LP_PARAMS, LP_GRADS = "optim_states", "hp_params", "lp_params", "lp_grads"
+OPTIM_STATES, HP_PARAMS, LP_PARAMS, LP_GRADS = KINDS
 
-KINDS = (OPTIM_STATES, HP_PARAMS, LP_PARAMS, LP_GRADS, "contiguous_grad_buffer")
+NAMES = (*KINDS, "contiguous_grad_buffer")
 """DeepSpeed's names: optimizer state, masters, parameters (with their own masters, in fp32), gradients
 that wait for ``step()``. The last names a buffer that does not exist here."""
 
-_MOVING = frozenset(KINDS[:4])
+_MOVING = frozenset(KINDS)
 _CATEGORIES = {OPTIM_STATES: "optimizer", HP_PARAMS: "master"}
 _OWNER = "room for states that are away"
 
@@ -38,8 +39,8 @@ class StateOffloader:
     since the next collective finds the parameters here or away."""
 
     def __init__(self, runtime: ZeroRuntime, hooks: StepHooks, device: torch.device) -> None:
-        self.kinds: frozenset[str] = frozenset()  # what is away
         self._runtime = runtime
+        self._life = runtime.life
         self._hooks = hooks
         self._device = device
         self._luggage: dict[str, SwappedStorages] = {}
@@ -47,27 +48,18 @@ class StateOffloader:
         self._spare: HostBuffer | None = None  # page-locked memory for the next time
         self._guards: list[Any] = []
 
-    def check_not_offloaded(self, call: str, *kinds: str) -> None:
-        """Raise :class:`UsageError` if any of these is away; default: if anything is."""
-        missing = [kind for kind in KINDS if kind in self.kinds and kind in (kinds or KINDS)]
-        if missing:
-            raise UsageError(
-                f"{call} while {', '.join(missing)} rest in host memory (engine.offload_states()): "
-                "call engine.reload_states() first."
-            )
-
     # ------------------------------------------------------------------ there and back
 
     def offload(self, include: Any, device: Any, *, pin_memory: bool, non_blocking: bool) -> None:
         """See :meth:`zeroshard.engine.engine.Engine.offload_states`."""
-        kinds = (kinds_of(include) & _MOVING) - self.kinds
+        kinds = (kinds_of(include) & _MOVING) - self._life.offloaded
         if _target(device) == "none":
             logger.warning('offload_states(device="none") moves nothing')
             return
         self._check_idle()
         if not kinds:
             return
-        self.kinds |= kinds  # what fails in the middle is brought back by reload()
+        self._life.offload(kinds)  # what fails in the middle is brought back by reload()
         leaving = {kind: distinct(tensors) for kind, tensors in self._leave(kinds)}
         room = self._room([here for parts in leaving.values() for here in parts], pin_memory)
         for kind, parts in leaving.items():
@@ -86,7 +78,7 @@ class StateOffloader:
 
     def reload(self, *, non_blocking: bool = False) -> None:
         """See :meth:`zeroshard.engine.engine.Engine.reload_states`."""
-        if not self.kinds:
+        if not self._life.offloaded:
             return
         for swapped in self._luggage.values():
             swapped.swap_in()
@@ -160,7 +152,7 @@ class StateOffloader:
     def _arrived(self) -> None:
         """Nothing is away any more. The largest page-locked room is kept: to lock memory takes longer
         than to copy it."""
-        self.kinds = frozenset()
+        self._life.reload()
         self._luggage = {}
         for guard in self._guards:
             guard.remove()
@@ -188,7 +180,7 @@ class StateOffloader:
         ]
 
     def _refusal(self, call: str) -> Callable[..., None]:
-        return lambda *_: self.check_not_offloaded(call, OPTIM_STATES, HP_PARAMS, LP_PARAMS)
+        return lambda *_: self._life.check(call, OPTIM_STATES, HP_PARAMS, LP_PARAMS)
 
 
 def kinds_of(include: Any) -> frozenset[str]:
@@ -198,14 +190,14 @@ def kinds_of(include: Any) -> frozenset[str]:
     ['hp_params', 'lp_grads']
     """
     if include is None:
-        return frozenset(KINDS)
+        return frozenset(NAMES)
     given = [include] if isinstance(include, str) or hasattr(include, "value") else list(include)
     names = [getattr(item, "value", item) for item in given]
-    unknown = [name for name in names if name not in KINDS]
+    unknown = [name for name in names if name not in NAMES]
     if unknown:
         raise UsageError(
             f"offload_states(include=...): {unknown[0]!r} is no kind of state. Known are "
-            f"{', '.join(KINDS)}."
+            f"{', '.join(NAMES)}."
         )
     return frozenset(names)
 

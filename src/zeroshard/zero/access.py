@@ -263,7 +263,7 @@ def _training_of(param: nn.Parameter) -> tuple[Unit, UnitOptimState] | None:
         return None
     training.shard.check_not_offloaded()
     if training.optimizer is not None:
-        training.optimizer.check_whole()
+        training.optimizer.life.check()
     return owner, training
 
 

@@ -29,6 +29,7 @@ from zeroshard.optim import native_adam
 from zeroshard.optim.fused_update import PIECE_NUMEL, FusedUpdate, UpdateKernel
 from zeroshard.zero import sharded_parameter
 from zeroshard.zero.gradients import GradBuffer, Norms
+from zeroshard.zero.life import Life
 from zeroshard.zero.optimizer_shard import (
     OptimizerChunk,
     OptimizerShard,
@@ -60,6 +61,7 @@ class ShardedOptimizer:
         spans: Sequence[Sequence[Span]],
         shards_optimizer: bool,
         ledger: Ledger,
+        life: Life,
         seat: Callable[[torch.optim.Optimizer, Sequence[Sequence[Tensor]]], None],
         kernel_of: Callable[[torch.optim.Optimizer], UpdateKernel | None],
         pager: Pager | None = None,
@@ -70,6 +72,7 @@ class ShardedOptimizer:
         _refuse_used(inner)
         self.inner = inner
         self.ledger = ledger
+        self.life = life
         self.pager = pager
         group_of = {
             id(param): at
@@ -101,7 +104,6 @@ class ShardedOptimizer:
             self._groups[fragment.group].append(fragment.value)
         seat(inner, self._groups)
         self._updating = False
-        self._torn = ""  # why parameters and state are of no one step
         self._kernel_of = kernel_of
         self._kernel: UpdateKernel | None = None
         self._passes: dict[int, FusedUpdate] = {}  # by id of the chunk
@@ -184,7 +186,7 @@ class ShardedOptimizer:
                 if shard.unit.store.tier is not Tier.DISK:
                     published(shard.unit, pending.get(id(shard.unit)))
         except BaseException as error:
-            self._torn = (
+            self.life.fail(
                 f"an update ended in the middle ({type(error).__name__}: {error}): parameters before it "
                 "are one step ahead of those after it, and what was on its way is lost. Close this "
                 "engine, build a new one and continue from the last checkpoint."
@@ -394,11 +396,6 @@ class ShardedOptimizer:
                 "may be unfrozen at any time. Or leave it out of the optimizer."
             )
 
-    def check_whole(self) -> None:
-        """Raise :class:`UsageError` after an update that an error ended in the middle, and the like."""
-        if self._torn:
-            raise UsageError(self._torn)
-
     # ------------------------------------------------------------------ state
 
     def state_of(self, fragment: OwnedFragment) -> dict[str, Any]:
@@ -419,11 +416,6 @@ class ShardedOptimizer:
     def forget_passes(self) -> None:
         """State is in other tensors than it was."""
         self._passes.clear()
-
-    def mark_torn(self, reason: str) -> None:
-        """Something ended in the middle: :meth:`check_whole` raises with this text from now on; "" is
-        whole again."""
-        self._torn = reason
 
     def offload(self, category: str) -> list[Tensor]:
         """Masters, or optimizer state, leave the device until :meth:`move_in`: tensors there whose bytes

@@ -15,13 +15,14 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import convert_to_fp32
 from torch import Tensor
 
-from zeroshard.engine.engine import Engine
+from zeroshard.deepspeed.getters import ForwardingEngine
 from zeroshard.engine.setup import cast_floats
 from zeroshard.errors import UsageError
+from zeroshard.zero.life import EngineState
 from zeroshard.zero.sharded_parameter import list_on_request
 
 
-class PreparedEngine(Engine):
+class PreparedEngine(ForwardingEngine):
     """An engine whose ``forward`` takes floating inputs in any dtype, and returns 16-bit outputs in fp32.
 
     ``optimizer``: an :class:`EngineOptimizer`, or None for a model that is not trained.
@@ -55,7 +56,7 @@ class PreparedEngine(Engine):
 
         Collective; it costs one more small exchange than clipping by the configuration.
         """
-        self._check_open()
+        self.life.check()
         if not self.accumulation.divided:
             raise UsageError(
                 "clip_grad_norm_() before any backward of this step: there is no gradient. Call "
@@ -85,7 +86,7 @@ class PreparedEngine(Engine):
     @property
     def is_closed(self) -> bool:
         """Has somebody called ``close()``?"""
-        return self._closed
+        return self.life.state is EngineState.CLOSED
 
     def set_boundary(self, is_boundary: bool) -> None:
         """Accelerate says which micro-batch is the last of its step. Said only where the engine's own

@@ -1,18 +1,20 @@
-"""Which small questions do programs written for DeepSpeed ask an engine?
+"""DeepSpeed's getters of an engine, and attributes of the model that an engine forwards.
 
-One table from the method's name to its answer; ``Engine`` looks here for what it does not have.
 Every key of ``zero_optimization`` is a method ``zero_<key>()``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 from zeroshard.config.keys import get
 from zeroshard.config.schema import ZeroConfig
 from zeroshard.config.sections import FlopsConfig
 from zeroshard.engine.data import loader_for
+from zeroshard.engine.engine import Engine
 
 _CONFIGURED = {
     "gradient_clipping": "gradient_clipping",
@@ -131,3 +133,22 @@ GETTERS: dict[str, Getter] = {
     "deepspeed_io": loader_for,
 }
 """Method -> its answer for an engine."""
+
+
+class ForwardingEngine(Engine):
+    """An engine that answers as DeepSpeed's: its getters, and all that the model has (``generate``)."""
+
+    if not TYPE_CHECKING:  # a misspelt attribute of our own code is an error for the type checker
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return nn.Module.__getattr__(self, name)
+            except AttributeError:
+                if name == "module" or name.startswith("__"):
+                    raise
+                return getattr(self.module, name)
+
+
+for _name, _getter in GETTERS.items():
+    if not hasattr(Engine, _name):
+        setattr(ForwardingEngine, _name, _getter)
