@@ -96,7 +96,7 @@ MODULES = {
     "integrations.deepspeed.tiling": "deepspeed.tiled_mlp",
     "integrations.deepspeed.timers": "deepspeed.timers",
     "integrations.deepspeed.weights": "deepspeed.consolidate",
-    "integrations.deepspeed.words": "deepspeed.constants",
+    "integrations.deepspeed.words": "deepspeed.symbols",
     "launch.decide": "launch.plan",
     "launch.decode": "launch.exit_report",
     "launch.environ": "launch.env",

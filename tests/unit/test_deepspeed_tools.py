@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 
 from zeroshard import deepspeed
 from zeroshard.comm.env import adopt_mpi
+from zeroshard.deepspeed import api_table
 from zeroshard.deepspeed.partition import partition_balanced, partition_uniform
 from zeroshard.errors import CheckpointError, ConfigError, LaunchError, UnsupportedError, UsageError
 from zeroshard.launch.env import exported
@@ -320,3 +322,10 @@ def test_words_of_files_and_optimizers():
     assert deepspeed.utils.timer.STEP_GLOBAL_TIMER == "step"
     tracker = deepspeed.checkpointing._CUDA_RNG_STATE_TRACKER
     assert deepspeed.checkpointing.get_cuda_rng_tracker() is tracker
+
+
+def test_no_module_of_ours_hides_one_of_deepspeeds():
+    """``import zeroshard.deepspeed as deepspeed`` finds a submodule before the table of names."""
+    ours = {path.stem for path in Path(api_table.__file__).parent.glob("*.py")} - {"__init__"}
+    theirs = {path.split(".")[0] for path in api_table.MODULES}
+    assert ours & theirs == set()

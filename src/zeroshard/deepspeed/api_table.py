@@ -34,7 +34,7 @@ class Name:
 
 _HERE = "zeroshard.deepspeed."
 _ENGINE, _OPTIMIZER = _HERE + "engine", _HERE + "optimizer"
-_ZERO_INIT, _PARAMS, _CONSTANTS = _HERE + "zero_init", _HERE + "parameters", _HERE + "constants"
+_ZERO_INIT, _PARAMS, _SYMBOLS = _HERE + "zero_init", _HERE + "parameters", _HERE + "symbols"
 _OPS, _DEVICE, _VERSION_INFO = _HERE + "ops_optimizers", _HERE + "device", _HERE + "version_info"
 _ACTIVATIONS, _HELPERS, _LEAF_MODULES = (
     _HERE + "activations",
@@ -75,7 +75,7 @@ _WORKING: tuple[tuple[str, str, str], ...] = (  # module, home, names; "theirs=o
     ("", "zeroshard.engine.initialize", "add_config_arguments"),
     ("", _HERE + "distributed", "init_distributed"),
     ("", _OPTIMIZER, "DeepSpeedOptimizer"),
-    ("", _CONSTANTS, "DeepSpeedConfigError"),
+    ("", _SYMBOLS, "DeepSpeedConfigError"),
     ("", _HELPERS, "OnDevice DeepSpeedConfig"),
     ("", _LOGS, "log_dist logger"),
     ("", _DEVICE, "get_accelerator"),
@@ -97,9 +97,9 @@ _WORKING: tuple[tuple[str, str, str], ...] = (  # module, home, names; "theirs=o
     ("runtime.zero.stage_1_and_2", _ESTIMATES, "estimate_zero2_model_states_mem_needs "
                                             "estimate_zero2_model_states_mem_needs_all_live "
                                             "estimate_zero2_model_states_mem_needs_all_cold"),
-    ("runtime.config", _CONSTANTS, "DeepSpeedConfigError"),
+    ("runtime.config", _SYMBOLS, "DeepSpeedConfigError"),
     ("runtime.config", _HELPERS, "DeepSpeedConfig"),
-    ("runtime.config", _CONSTANTS,
+    ("runtime.config", _SYMBOLS,
      "ADAGRAD_OPTIMIZER ADAM_OPTIMIZER ADAMW_OPTIMIZER LAMB_OPTIMIZER LION_OPTIMIZER "
      "MUON_OPTIMIZER MUADAM_OPTIMIZER MUADAMW_OPTIMIZER MUSGD_OPTIMIZER DEEPSPEED_OPTIMIZERS"),
     ("runtime.config_utils", _CONFIG_MODEL, "DeepSpeedConfigModel"),
@@ -109,21 +109,21 @@ _WORKING: tuple[tuple[str, str, str], ...] = (  # module, home, names; "theirs=o
     ("runtime.checkpoint_engine.torch_checkpoint_engine", _CHECKPOINT_ENGINE, "TorchCheckpointEngine "
                                                                   "CheckpointEngine"),
     ("runtime.sequence_parallel.ulysses_sp", _TILED_MLP, "TiledMLP"),
-    ("runtime.zero.config", _CONSTANTS, "ZeroStageEnum"),
+    ("runtime.zero.config", _SYMBOLS, "ZeroStageEnum"),
     ("runtime.zero.config", _HELPERS, "DeepSpeedZeroConfig"),
-    ("runtime.zero.offload_config", _CONSTANTS, "OffloadDeviceEnum OffloadStateTypeEnum"),
+    ("runtime.zero.offload_config", _SYMBOLS, "OffloadDeviceEnum OffloadStateTypeEnum"),
     ("runtime.zero.offload_config", _HELPERS, "DeepSpeedZeroOffloadParamConfig "
                                               "DeepSpeedZeroOffloadOptimizerConfig"),
-    ("runtime.zero.utils", _CONSTANTS, "ZeRORuntimeException"),
+    ("runtime.zero.utils", _SYMBOLS, "ZeRORuntimeException"),
     ("runtime.zero.utils", _PARAMS, "is_zero_param"),
     ("runtime.zero", _ZERO_INIT, "Init GatheredParameters register_external_parameter "
                                 "unwrap_model_for_generation TiledLinear"),
     ("runtime.zero", _HOOK_HANDLES, "DeepSpeedZeRoOffload"),
-    ("runtime.zero", _CONSTANTS, "ZeroParamStatus ZeroParamType DeepSpeedTensorOverride"),
+    ("runtime.zero", _SYMBOLS, "ZeroParamStatus ZeroParamType DeepSpeedTensorOverride"),
     ("runtime.zero.partition_parameters", _ZERO_INIT,
      "Init GatheredParameters register_external_parameter unregister_external_parameter "
      "zero_wrapper_for_fp_tensor_constructor _orig_torch_arange"),
-    ("runtime.zero.partition_parameters", _CONSTANTS, "ZeroParamStatus ZeroParamType "
+    ("runtime.zero.partition_parameters", _SYMBOLS, "ZeroParamStatus ZeroParamType "
                                                   "DeepSpeedTensorOverride"),
     ("runtime.zero.partition_parameters", _PARAMS, "is_zero_param"),
     ("runtime.zero.partition_parameters", _DEVICE, "get_accelerator"),
@@ -131,7 +131,7 @@ _WORKING: tuple[tuple[str, str, str], ...] = (  # module, home, names; "theirs=o
     ("runtime.zero.tiling", _ZERO_INIT, "TiledLinear"),
     ("runtime.lr_schedules", _SCHEDULES, "VALID_LR_SCHEDULES LRRangeTest OneCycle WarmupLR "
                                          "WarmupDecayLR WarmupCosineLR"),
-    ("runtime.lr_schedules", _CONSTANTS,
+    ("runtime.lr_schedules", _SYMBOLS,
      "LR_SCHEDULE LR_RANGE_TEST ONE_CYCLE WARMUP_LR WARMUP_DECAY_LR WARMUP_COSINE_LR "
      "LR_RANGE_TEST_MIN_LR LR_RANGE_TEST_STEP_RATE LR_RANGE_TEST_STEP_SIZE "
      "LR_RANGE_TEST_STAIRCASE CYCLE_FIRST_STEP_SIZE CYCLE_FIRST_STAIR_COUNT "
@@ -159,7 +159,7 @@ _WORKING: tuple[tuple[str, str, str], ...] = (  # module, home, names; "theirs=o
     ("profiling.flops_profiler.profiler", _PROFILING, "get_model_profile FlopsProfiler"),
     ("runtime.dataloader", "zeroshard.engine.data_loader", "DeepSpeedDataLoader=ResumableLoader"),
     ("runtime.dataloader", _HELPERS, "RepeatingLoader"),
-    ("runtime.constants", _CONSTANTS, "ROUTE_TRAIN ROUTE_EVAL ROUTE_PREDICT ROUTE_ENCODE "
+    ("runtime.constants", _SYMBOLS, "ROUTE_TRAIN ROUTE_EVAL ROUTE_PREDICT ROUTE_ENCODE "
                                   "TRAIN_BATCH_SIZE TRAIN_MICRO_BATCH_SIZE_PER_GPU "
                                   "GRADIENT_ACCUMULATION_STEPS GRADIENT_CLIPPING OPTIMIZER "
                                   "SCHEDULER FP16 BFLOAT16 TORCH_DISTRIBUTED_DEFAULT_PORT"),
@@ -176,7 +176,7 @@ _WORKING: tuple[tuple[str, str, str], ...] = (  # module, home, names; "theirs=o
                         "instrument_w_nvtx"),
     ("utils.tensor_fragment", _ACCESS, _SAFE),
     ("utils.tensor_fragment", _HELPERS, "safe_update_full_grad_vectorized"),
-    ("utils.tensor_fragment", _CONSTANTS, "fragment_address"),
+    ("utils.tensor_fragment", _SYMBOLS, "fragment_address"),
     ("utils.nvtx", _HELPERS, "instrument_w_nvtx"),
     ("utils.torch", _VERSION_INFO, "required_torch_version"),
     ("utils.numa", _HELPERS, "parse_range_list"),
@@ -215,7 +215,7 @@ _WORKING: tuple[tuple[str, str, str], ...] = (  # module, home, names; "theirs=o
                                      "get_optim_files get_model_state_files parse_optim_states"),
     ("checkpoint.utils", _HELPERS, "clone_tensors_for_torch_save"),
     ("checkpoint.ds_to_universal", _CONSOLIDATE, "main=copy_as_universal"),
-    ("checkpoint", _CONSTANTS, "UNIVERSAL_CHECKPOINT_INFO"),
+    ("checkpoint", _SYMBOLS, "UNIVERSAL_CHECKPOINT_INFO"),
     ("checkpoint.constants", _CHECKPOINT_CONSTANTS, " ".join(WORDS)),
     ("comm", _COMM,
      "is_available get_rank get_world_size get_local_rank get_global_rank "
@@ -259,7 +259,7 @@ _WORKING: tuple[tuple[str, str, str], ...] = (  # module, home, names; "theirs=o
                                     "DLTS_HOSTFILE"),
     ("launcher.runner", "zeroshard.cli.runner", "main"),
     ("env_report", _HERE + "command", "main=report cli_main=report"),
-    ("constants", _CONSTANTS, "TORCH_DISTRIBUTED_DEFAULT_PORT"),
+    ("constants", _SYMBOLS, "TORCH_DISTRIBUTED_DEFAULT_PORT"),
     ("constants", _VERSION_INFO, "default_pg_timeout"),
 )  # fmt: skip
 

@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from zeroshard.deepspeed.constants import ZeroParamStatus
+from zeroshard.deepspeed.symbols import ZeroParamStatus
 from zeroshard.errors import UsageError
 from zeroshard.zero import sharded_parameter
 from zeroshard.zero.access import GatheredParameters
