@@ -71,8 +71,8 @@ def _setting(result: dict[str, Any]) -> str:
     shortest = f"Forward and backward alone take {ms(floor):.0f} ms. " if floor else ""
     if bound:
         shortest += (
-            f"The lower bound is {bound:.0f} ms: that, and the update of a rank's shard at memory "
-            "bandwidth. "
+            f"With the update of a rank's shard at memory bandwidth that makes {bound:.0f} ms, the "
+            "lower bound. "
         )
     return (
         "CPU milliseconds per step and rank: the median of one interleaved run, with wall time in "
@@ -82,7 +82,8 @@ def _setting(result: dict[str, Any]) -> str:
         f"that the collectives and the update are a large part of the step. {shortest}Measured on "
         f"{machine['cores']} cores ({machine['processor']}) with torch {machine['versions']['torch']}; "
         f"load average {machine['load_average'][0]:.1f} at the start. Compare numbers within the table "
-        "only. FSDP2 is listed at stage 2 without resharding after forward, and at stage 3 with it."
+        "only. *stock* is gloo's own collectives, *p2p* tagged sends and receives over gloo, *shm* "
+        "shared memory, the default for ranks of one host. FSDP2 is listed at stage 2 without resharding after forward, and at stage 3 with it."
     )
 
 
