@@ -83,7 +83,8 @@ def _setting(result: dict[str, Any]) -> str:
         f"{machine['cores']} cores ({machine['processor']}) with torch {machine['versions']['torch']}; "
         f"load average {machine['load_average'][0]:.1f} at the start. Compare numbers within the table "
         "only. *stock* is gloo's own collectives, *p2p* tagged sends and receives over gloo, *shm* "
-        "shared memory, the default for ranks of one host. FSDP2 is listed at stage 2 without resharding after forward, and at stage 3 with it."
+        "shared memory, the default for ranks of one host. FSDP2 is listed at stage 2 without "
+        "resharding after forward, and at stage 3 with it."
     )
 
 
