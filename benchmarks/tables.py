@@ -17,6 +17,7 @@ from typing import Any
 from targets import (
     FORMAT,
     STAGES,
+    all_targets,
     best,
     bound_ms,
     is_own,
@@ -32,6 +33,7 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 RESULTS = Path(__file__).parent / "results"
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
+SUMMARY = re.compile(r"(<!-- summary:begin -->\n).*?(<!-- summary:end -->)", re.DOTALL)
 WHOLE = re.compile(r"\d{4}-\d\d-\d\d-cpu\.json")
 
 
@@ -65,18 +67,24 @@ def block(result: dict[str, Any] | None) -> str:
 def _setting(result: dict[str, Any]) -> str:
     machine, a1 = result["machine"], result["protocols"]["a1"]
     floor = named(rows_of(result, "a1"), "forward + backward")
-    alone = f" Forward and backward alone take {ms(floor):.0f}" if floor else ""
     bound = bound_ms(result)
-    update = f", with an update at the bandwidth of the memory {bound:.0f}." if bound else "."
+    shortest = f"Forward and backward alone take {ms(floor):.0f} ms. " if floor else ""
+    if bound:
+        shortest += (
+            f"With the update of a rank's shard at memory bandwidth that makes {bound:.0f} ms, the "
+            "lower bound. "
+        )
     return (
-        "Process CPU milliseconds per step and rank (median; wall time in parentheses), one "
-        f"interleaved run: 2 CPU ranks with one thread each, a {result.get('compute', 'bf16')} GPT of "
-        f"{a1['settings']['parameters'] / 1e6:.1f} million parameters, "
-        f"{a1['settings']['task']['shape']['context']} tokens per rank, so few that exchange and "
-        f"update matter.{alone}{update if alone else ''} Measured on {machine['cores']} cores "
-        f"({machine['processor']}) with torch {machine['versions']['torch']}, load average "
-        f"{machine['load_average'][0]:.1f} at the start: compare within the table. FSDP2 stands at "
-        "stage 2 without resharding after forward, at stage 3 with it."
+        "CPU milliseconds per step and rank: the median of one interleaved run, with wall time in "
+        f"parentheses. The model is a {result.get('compute', 'bf16')} GPT of "
+        f"{a1['settings']['parameters'] / 1e6:.1f} million parameters, on 2 CPU ranks with one thread "
+        f"each. Each rank has only {a1['settings']['task']['shape']['context']} tokens per step, so "
+        f"that the collectives and the update are a large part of the step. {shortest}Measured on "
+        f"{machine['cores']} cores ({machine['processor']}) with torch {machine['versions']['torch']}; "
+        f"load average {machine['load_average'][0]:.1f} at the start. Compare numbers within the table "
+        "only. *stock* is gloo's own collectives, *p2p* tagged sends and receives over gloo, *shm* "
+        "shared memory, the default for ranks of one host. FSDP2 is listed at stage 2 without "
+        "resharding after forward, and at stage 3 with it."
     )
 
 
@@ -114,13 +122,46 @@ def _sentences(result: dict[str, Any]) -> list[str]:
     if not found:
         return []
     text = "; ".join(
-        f"{tokens} tokens: "
-        + ", ".join(f"stage {s} {ratio:.2f}x" for t, s, ratio in found if t == tokens)
+        f"at {tokens} tokens "
+        + ", ".join(f"{ratio:.2f}x (stage {s})" for t, s, ratio in found if t == tokens)
         for tokens in dict.fromkeys(t for t, _, _ in found)
     )
     return [
-        f"With more tokens per step the better peer of the same stage takes, in CPU time, {text}."
+        f"With more tokens per step, CPU time of the best peer ÷ CPU time of ZeroShard: {text}."
     ]
+
+
+def summary(result: dict[str, Any] | None) -> str:
+    """The comparison with the peers in five sentences, for the first screen of the README."""
+    if result is None:
+        return "Not measured yet."
+    rows, lines = rows_of(result, "a1"), []
+    for stage in (2, 3):
+        own = best(row for row in rows if is_own(row) and row["stage"] == stage)
+        slowest_first = sorted(peers_of_stage(rows, stage), key=ms, reverse=True)
+        found = {row["family"]: row for row in slowest_first}  # the best line of each peer
+        if own and found:
+            others = ", ".join(f"{family} {ms(row):.0f} ms" for family, row in found.items())
+            lines.append(f"at stage {stage} ZeroShard {ms(own):.0f} ms, {others}")
+    tokens = result["protocols"]["a1"]["settings"]["task"]["shape"]["context"]
+    measured = {target.name.split(",")[0]: target for target in all_targets(result)}
+    wide, save, load, memory = (
+        measured[name].measured
+        for name in (
+            "A2: CPU time per step of 2048 tokens",
+            "A10: wall time to save a checkpoint",
+            "A10: wall time to load a checkpoint",
+            "A5: peak memory of training",
+        )
+    )
+    return (
+        f"CPU time per step of {tokens} tokens on 2 CPU ranks: {'; '.join(lines)}. "
+        f"With 2048 tokens computing dominates, and the fastest peer takes {wide} the CPU time of "
+        f"ZeroShard's slowest stage. The fastest peer takes {save} the time to save a checkpoint and "
+        f"{load} the time to load one. Peak memory of training is {memory} of FSDP2's; the target was "
+        f"{measured['A5: peak memory of training'].wanted}, and it was "
+        f"{measured['A5: peak memory of training'].verdict}."
+    )
 
 
 def _markdown(view: View, columns: int | None = None) -> str:
@@ -130,7 +171,8 @@ def _markdown(view: View, columns: int | None = None) -> str:
 
 
 def rewritten(readme: str, result: dict[str, Any] | None) -> str:
-    """The README with the block of this result."""
+    """The README with the block of this result, and its summary where there are markers for one."""
+    readme = SUMMARY.sub(lambda found: f"{found[1]}{summary(result)}\n{found[2]}", readme)
     before, begin, rest = readme.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:

@@ -57,11 +57,20 @@ def all_targets(result: dict[str, Any]) -> list[Target]:
     """Every row of the table of targets."""
     return [
         _same_stage(
-            result, "A1: CPU, own collectives against the better peer", 2.0, ("p2p", "shm")
+            result,
+            "A1: CPU time per step, best peer ÷ ZeroShard with p2p or shm",
+            2.0,
+            ("p2p", "shm"),
         ),
-        _same_stage(result, "A1: CPU, stock collectives against the better peer", 1.3, ("stock",)),
         _same_stage(
-            result, "A1: wall, own collectives against the better peer", 1.8, ("p2p", "shm"), "wall"
+            result, "A1: CPU time per step, best peer ÷ ZeroShard with stock", 1.3, ("stock",)
+        ),
+        _same_stage(
+            result,
+            "A1: wall time per step, best peer ÷ ZeroShard with p2p or shm",
+            1.8,
+            ("p2p", "shm"),
+            "wall",
         ),
         _whole_step(result),
         _never_slower(result),
@@ -163,7 +172,7 @@ def _same_stage(
 
 
 def _whole_step(result: dict[str, Any]) -> Target:
-    name = "A1: CPU of a step, of floor + update at memory bandwidth"
+    name = "A1: CPU time per step, ZeroShard ÷ lower bound"
     own = best(row for row in rows_of(result, "a1") if is_own(row) and row["stage"])
     bound = bound_ms(result)
     if own is None or bound is None:
@@ -173,7 +182,7 @@ def _whole_step(result: dict[str, Any]) -> Target:
 
 
 def _never_slower(result: dict[str, Any]) -> Target:
-    name = "A2: CPU at 2048 tokens, fastest peer against our slowest stage"
+    name = "A2: CPU time per step of 2048 tokens, fastest peer ÷ slowest ZeroShard stage"
     rows = rows_of(result, "a2-2048")
     peer = best(row for row in rows if row["family"] in PEERS)
     own = max((row for row in rows if is_own(row)), key=ms, default=None)
@@ -186,7 +195,7 @@ def _never_slower(result: dict[str, Any]) -> Target:
 
 
 def _update(result: dict[str, Any]) -> Target:
-    name = "A4: the update, of STREAM"
+    name = "A4: memory bandwidth of the update ÷ STREAM"
     row = named(rows_of(result, "a4"), "ZeroShard stage 2")
     if row is None:
         return Target(name, 0.85, None, unit="%")
@@ -196,7 +205,7 @@ def _update(result: dict[str, Any]) -> Target:
 
 
 def _stage_three(result: dict[str, Any]) -> Target:
-    name = "A8: throughput of stage 3, of stage 2"
+    name = "A8: throughput, stage 3 ÷ stage 2"
     rows = rows_of(result, "a8")
     two, three = (named(rows, f"ZeroShard stage {stage}, 2 ranks") for stage in (2, 3))
     if two is None or three is None:
@@ -206,7 +215,7 @@ def _stage_three(result: dict[str, Any]) -> Target:
 
 
 def _scaling(result: dict[str, Any]) -> Target:
-    name = "A8: throughput per rank of 2 ranks, of 1"
+    name = "A8: throughput per rank, 2 ranks ÷ 1 rank"
     rows, ratios = rows_of(result, "a8"), {}
     for stage in (2, 3):
         one = named(rows, f"ZeroShard stage {stage}, 1 rank")
@@ -218,7 +227,7 @@ def _scaling(result: dict[str, Any]) -> Target:
 
 
 def _memory(result: dict[str, Any]) -> Target:
-    name = "A5: peak memory of training, of FSDP2's"
+    name = "A5: peak memory of training, ZeroShard ÷ FSDP2"
     rows = result["protocols"].get("a5", {}).get("rows", ())
     found = {row["name"]: row["peak_mib"]["training"] for row in rows if row.get("learns")}
     if not {"FSDP2", "ZeroShard"} <= found.keys():
@@ -237,7 +246,7 @@ def overhead_us(row: Row, result: dict[str, Any]) -> float | None:
 
 
 def _overhead(result: dict[str, Any]) -> Target:
-    name = "A7: overhead per layer, of FSDP2's"
+    name = "A7: CPU overhead per layer, ZeroShard ÷ FSDP2"
     rows = rows_of(result, "a7")
     peer = named(rows, "FSDP2, resharded")
     own = named(rows, "ZeroShard stage 3, a unit per layer")
@@ -258,7 +267,7 @@ def offload_ratio(row: Row, rows: Sequence[Row], measure: str) -> float | None:
 
 def _host_offload(result: dict[str, Any], measure: str) -> Target:
     word = {"cpu": "CPU", "wall": "wall"}[measure]
-    name = f"A9: {word} of a step with state in host memory, of one without offload"
+    name = f"A9: {word} time per step, state in host memory ÷ no offload"
     rows = rows_of(result, "a9")
     ratios = {}
     for stage, part in ((2, "optimizer"), (3, "optimizer"), (3, "parameters")):
@@ -271,7 +280,7 @@ def _host_offload(result: dict[str, Any], measure: str) -> Target:
 
 
 def _disk(result: dict[str, Any]) -> Target:
-    name = "A9: bandwidth of the disk, of a raw O_DIRECT loop"
+    name = "A9: disk bandwidth, ZeroShard ÷ plain O_DIRECT loop"
     protocol = result["protocols"].get("a9-disk", {})
     if "share_of_raw" not in protocol:
         return Target(name, 0.85, None, unit="%")
@@ -292,7 +301,7 @@ def _checkpoint_rows(result: dict[str, Any]) -> list[Row]:
 
 def _checkpoint(result: dict[str, Any], kind: str) -> Target:
     """The better peer counts."""
-    name = f"A10: wall time to {kind} a checkpoint, the better peer's of it"
+    name = f"A10: wall time to {kind} a checkpoint, best peer ÷ ZeroShard"
     rows = [row for row in _checkpoint_rows(result) if kind in row and "copy" not in row]
     own = [row for row in rows if row["name"] == "ZeroShard"]
     peers = [row for row in rows if row not in own]
@@ -305,7 +314,7 @@ def _checkpoint(result: dict[str, Any], kind: str) -> Target:
 
 
 def _blocked(result: dict[str, Any]) -> Target:
-    name = "A10: training waits for a save in the background, of a clone of the rank's state"
+    name = "A10: time that an asynchronous save stops training ÷ time to clone the rank's state"
     rows = [row for row in _checkpoint_rows(result) if "copy" in row]
     if not rows:
         return Target(name, 1.0, None, at_least=False)

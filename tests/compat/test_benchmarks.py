@@ -124,6 +124,7 @@ def test_readme_says_what_the_newest_result_says():
     path = tables.newest()
     measured = json.loads(path.read_text()) if path else None
     readme = tables.README.read_text()
+    assert tables.SUMMARY.search(readme), "the markers of the summary are missing"
     assert tables.rewritten(readme, measured) == readme, "run python benchmarks/tables.py"
 
 

@@ -23,32 +23,34 @@ INTRO = """\
 
 A configuration is a dict, a path to a JSON file, or urlsafe base64 of JSON. The format is
 DeepSpeed's: existing files work unchanged. Comments (`//`, `#`, `/* */`) and trailing commas are
-legal; a key given twice is an error. Your dict is never written to.
+allowed; a key that occurs twice is an error. A dict that you pass is not changed.
 
-* **Everything is checked before anything starts.** An unknown key is an error that names the
-  nearest known one or the section it belongs to; all problems are reported at once, in the same
-  words on every rank. `"unknown_keys": "warn"` turns unknown keys into notices while you migrate.
+* **The whole configuration is checked before anything starts.** An unknown key is an error that
+  names the nearest known key, or the section that the key belongs to. All problems are reported at
+  once, with the same text on every rank. `"unknown_keys": "warn"` turns unknown keys into notices
+  while you migrate.
 * **Batch sizes.** `train_batch_size` = `train_micro_batch_size_per_gpu` x
-  `gradient_accumulation_steps` x world size. Give any two, or one of the first two; the rest
-  follows.
-* **`"auto"`** is legal for every key and resolved here: batch sizes follow from the others, sizes
-  from the model's width where it is known, `warmup_max_lr` is the optimizer's `lr`, all else is the
-  default. Arguments without a default (`total_num_steps`) cannot be `"auto"`.
-* **`"auto"` as precision** (`bf16.enabled`, or `fp16.enabled` where a launcher left it) is bf16 where
-  the hardware multiplies it: CUDA devices of compute capability 8 and up, CPUs with AVX512-BF16,
-  AMX-BF16 or Arm's BF16 that `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA` do not hold back. It is
-  fp32 elsewhere, where bf16 would take 10 to 100 times as long, and where `torch_autocast`,
-  `data_types.param_dtype` or the other section decides. fp16 is never chosen: it needs a loss scale.
-  Integrations fill in their own precision first. Ranks on unlike hardware are an error that names
-  the key; write `true` or `false` then. `zero.Init` keeps the model's own dtype until the engine
-  decides.
+  `gradient_accumulation_steps` x world size. Give any two of the first three, or one of the first two.
+  The others are computed.
+* **`"auto"`** is allowed for every key that has a default. ZeroShard computes the value: batch
+  sizes from the other batch sizes, buffer sizes from the model's width if it is known,
+  `warmup_max_lr` from the optimizer's `lr`. Any other `"auto"` is the default. Arguments without a
+  default (`total_num_steps`) cannot be `"auto"`.
+* **`"auto"` as precision** (`bf16.enabled`, or `fp16.enabled` if a launcher left it) is bf16 if the
+  hardware has instructions for it: CUDA devices of compute capability 8 and up, and CPUs with
+  AVX512-BF16, AMX-BF16 or Arm's BF16, unless `ATEN_CPU_CAPABILITY` or `ONEDNN_MAX_CPU_ISA` disables
+  these. On other hardware it is fp32, because bf16 would take 10 to 100 times as long. It is also
+  fp32 if `torch_autocast`, `data_types.param_dtype` or the other section determines the precision.
+  It is never fp16, which needs a loss scale. Integrations set their own precision before. If ranks
+  have different hardware, an error names the key; then write `true` or `false`. `zero.Init` keeps
+  the model's own dtype until the engine is built.
 * **Numbers** may be written as floats (`5e8`) or strings (`"8"`, with a notice). Booleans are
   `true` or `false`, nothing else. *Elements* count numbers, not bytes. A *dtype* is one of `fp32`,
-  `fp16`, `bf16`, `fp64` or torch's word for it. *Globs* are matched against dotted names.
-* **Where a value came from** (file, argument, auto, derived, default) is shown in one table at
-  start.
+  `fp16`, `bf16`, `fp64` or torch's name for it. *Globs* are matched against dotted names.
+* **The origin of every value** (file, argument, auto, derived, default) is shown in one table at the
+  start of a run.
 
-What ZeroShard does with a key is one of:
+Each key has one of these verdicts:
 
 """
 
@@ -92,23 +94,23 @@ def _lines() -> Iterator[str]:
     yield from _sections([key for key in top if key.is_section])
     yield "## Optimizers\n"
     yield (
-        "`optimizer.type` is matched without regard to case; any other class of `torch.optim` may "
-        "be named and takes its own arguments.\n"
+        "Upper and lower case are the same in `optimizer.type`. It may also name any other class of "
+        "`torch.optim`, with that class's arguments.\n"
     )
     yield from _params("optimizer", OPTIMIZERS)
     yield "### Not available\n"
     yield from (f"* `{name}`: {why}" for name, why in UNAVAILABLE_OPTIMIZERS.items())
     yield "\n## Schedules\n"
     yield (
-        "Any class of `torch.optim.lr_scheduler` may be named instead. The schedule moves on after "
-        "each applied update, not after a skipped one.\n"
+        "`scheduler.type` may also name any class of `torch.optim.lr_scheduler`. The schedule advances "
+        "after each applied update, and not after a skipped one.\n"
     )
     yield from _params("scheduler", SCHEDULERS)
     yield "## Old spellings\n"
     yield from (f"* `{old}`: read as `{new}`, with a notice" for old, new in RENAMED.items())
     yield "* `zero_optimization: true`: read as stage 1, with a notice\n"
     yield "\n## Refused\n"
-    yield "Accepted in silence when switched off; otherwise an error that gives the reason.\n"
+    yield "No message if the value switches it off; otherwise an error with the reason.\n"
     yield from (f"* `{path}`: {why}" for path, why in REFUSED.items())
 
 

@@ -18,57 +18,59 @@ from zeroshard.deepspeed.version_check import CONSUMERS
 INTRO = f"""\
 # Programs written for DeepSpeed
 
-They run unchanged. Something has to make `import deepspeed` mean ZeroShard, in one of three ways:
+They run unchanged if `import deepspeed` imports ZeroShard. There are three ways:
 
 * **A launcher's flag**: `zeroshard launch --as-deepspeed train.py ...` instead of
   `deepspeed train.py ...`.
-* **A shell**: `eval "$(zeroshard compat)"`, and then whatever starts the program: `accelerate launch`,
-  `torchrun`, `deepspeed`. (`zeroshard compat --path` prints the directory alone:
+* **A shell command**: `eval "$(zeroshard compat)"`, and then the usual command: `accelerate launch`,
+  `torchrun`, `deepspeed`. (`zeroshard compat --path` prints only the directory:
   `PYTHONPATH=$(zeroshard compat --path) accelerate launch train.py`.)
-* **A line of code**, before anything that looks for DeepSpeed is imported:
+* **A line of code**, before the first import of a library that looks for DeepSpeed:
   `import zeroshard.compat; zeroshard.compat.install()`.
 
-What answers is `deepspeed {VERSION}`, a package and its metadata in one directory inside
-ZeroShard. It is found first, also where DeepSpeed is installed; `initialize` says which one answered. A
-folder `deepspeed` beside the program comes before it (a warning says so), and `python -I` and `-E` ignore
-`PYTHONPATH`. `import zeroshard.deepspeed as deepspeed` needs none of this.
+The program then imports `deepspeed {VERSION}`, a package and its metadata in one directory inside
+ZeroShard. It is found first, even if DeepSpeed is installed; `initialize` prints which of the two
+is used. Two things prevent it: a folder `deepspeed` next to the program is found before it (there
+is a warning), and `python -I` and `-E` ignore `PYTHONPATH`. `import zeroshard.deepspeed as
+deepspeed` always works.
 
-On ranks without a GPU, `DS_ACCELERATOR=cpu` is understood, and Accelerate and the Trainer find gloo by
-themselves; programs that parse `TrainingArguments` (TRL's do) want `--use_cpu true` there for bf16.
-Lightning's own strategy insists on CUDA;
-`Trainer(strategy=zeroshard.integrations.lightning.ZeroShardStrategy(stage=3))` is the same one without
-that, and needs no preparation.
+On ranks without a GPU, `DS_ACCELERATOR=cpu` works, and Accelerate and the Trainer choose gloo.
+Programs that parse `TrainingArguments`, such as TRL's, need `--use_cpu true` there for bf16.
+Lightning's own strategy for DeepSpeed requires CUDA.
+`Trainer(strategy=zeroshard.integrations.lightning.ZeroShardStrategy(stage=3))` is the same strategy
+without that requirement; it needs none of the three ways.
 """
 
 NAMES_INTRO = """\
-*works*: does what DeepSpeed's does. *accepted*: may be used, and changes nothing here. *refused*: there
-is no such thing here. *later*: planned, and refused until then. A name that is refused raises, with the
-reason.
+*works*: does the same as in DeepSpeed. *accepted*: can be used and has no effect. *refused*:
+ZeroShard does not have it. *later*: planned, and refused until then. Using a refused name raises an
+error with the reason.
 """
 
 FIT_INTRO = """\
 ## When something does not fit
 
-**Versions.** A library is judged when it calls `init_distributed` or `initialize`, and only if it drives
-the training: Accelerate by an `Accelerator`, Transformers by its `Trainer`. One that is too old is a
-`UsageError` on every rank; one that is newer than tested is one line on rank 0.
+**Versions.** A library's version is checked when `init_distributed` or `initialize` is called, and
+only if the library runs the training: Accelerate through an `Accelerator`, Transformers through its
+`Trainer`. A version that is too old raises a `UsageError` on every rank. A version newer than the
+tested ones prints one line on rank 0.
 
-| library | oldest | tested up to | an older one |
+| library | oldest | tested up to | problem with older versions |
 |---|---|---|---|
 """
 
 FIT = """\
-**Packages.** `zeroshard[hf]` brings Accelerate, Transformers and PEFT, `zeroshard[lightning]` Lightning,
-`zeroshard[monitor]` TensorBoard and Weights & Biases. A monitor that is enabled and cannot be imported is
-an error before training starts.
+**Packages.** `zeroshard[hf]` installs Accelerate, Transformers and PEFT, `zeroshard[lightning]`
+Lightning, `zeroshard[monitor]` TensorBoard and Weights & Biases. A monitor that is enabled and
+cannot be imported is an error before training starts.
 
-**Values in two places.** Accelerate, the Trainer and Lightning replace `"auto"` and compare their own
-arguments with the file; their errors arrive as they are. Where the numbers that they wrote cannot hold
-together, our `ConfigError` ends with who wrote which. An `"auto"` that nobody replaced means the default
-(as precision: bf16 if the hardware multiplies it); if it decides about learning rate or clipping, one
-line at start names it.
+**Values in two places.** Accelerate, the Trainer and Lightning replace `"auto"` and compare their
+own arguments with the file; their errors are not changed. If the numbers that they wrote contradict
+each other, ZeroShard's `ConfigError` says which library wrote which number. An `"auto"` that no
+library replaced means the default (for precision: bf16 if the hardware multiplies it). If such an
+`"auto"` affects the learning rate or clipping, one line at the start names it.
 
-| program | configuration | |
+| the program has | the configuration has | result |
 |---|---|---|
 """
 
@@ -76,12 +78,12 @@ DISAGREEMENTS = (
     (
         "an optimizer, or a schedule",
         "`optimizer`, or `scheduler`",
-        "the object acts, and one line says so; a `DummyOptim` stands for the configuration's",
+        "the object is used, and one line says so; a `DummyOptim` means the configuration's",
     ),
     (
         "keys that no page lists",
         "at the top level, or in sections that DeepSpeed does not check",
-        "one line, if the program calls `deepspeed`; an error for who chose ZeroShard",
+        "one line, if the program calls `deepspeed`; an error in programs that import ZeroShard by name",
     ),
     ("`args.deepspeed_config`", "`config=`", "error"),
     ("a model in `DistributedDataParallel`", "", "error: pass the model itself"),
@@ -89,7 +91,7 @@ DISAGREEMENTS = (
     (
         "`zero.Init` at stage 3, or in one dtype",
         "another stage, or dtype, for `initialize`",
-        "`initialize` decides",
+        "those of `initialize` are used",
     ),
     (
         "trained parameters in bfloat16 or float16",
@@ -105,7 +107,7 @@ DISAGREEMENTS = (
     (
         "`accelerator.clip_grad_norm_(parameters, max_norm)`",
         "`gradient_clipping`",
-        "the configuration clips; Accelerate passes no `max_norm` on",
+        "the configuration's value is used; Accelerate does not pass `max_norm` on",
     ),
     (
         "`ZeroShardStrategy(stage=...)`, `Trainer(gradient_clip_val=...)`, `Trainer(precision=...)`",
@@ -118,8 +120,8 @@ DISAGREEMENTS = (
 KEYS_INTRO = """\
 ## Keys of the configuration
 
-*honour*: does what it says. *accept*: changes nothing here, and one line at start says so. *refuse* and
-*later* are errors unless the value switches them off. Types, defaults and meanings are in
+*honour*: works as described. *accept*: has no effect, and one line at the start says so. *refuse* and
+*later* are errors unless the value switches the feature off. Types, defaults and meanings are in
 [config.md](config.md).
 """
 
@@ -150,7 +152,7 @@ def _lines() -> Iterator[str]:
     yield ""
     short = ", ".join(f"`deepspeed.{name}` is `deepspeed.{m}`" for name, m in SAME_MODULE.items())
     yield f"{short}.\n"
-    yield "Different in more than its messages:\n"
+    yield "These work, but differ from DeepSpeed's in more than their messages:\n"
     for row in NAMES:
         if row.verdict == "works" and row.why and row.path not in SAME_MODULE:
             yield f"* `deepspeed.{row.path}`: {row.why}"
@@ -174,7 +176,7 @@ def _lines() -> Iterator[str]:
 
 
 def _not_working(rows: Iterable[Name]) -> Iterator[str]:
-    yield "| name | | why, and what instead |"
+    yield "| name | | reason, and what to use instead |"
     yield "|---|---|---|"
     grouped: dict[tuple[str, str], list[str]] = defaultdict(list)
     for row in rows:
