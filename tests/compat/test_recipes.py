@@ -388,12 +388,16 @@ def assert_adapters_alone(folder: Path, like: Path) -> None:
     assert not (folder / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_llava_has_the_losses_and_adapters_of_ddp(
     stage: int, tmp_path: Path, ddp_llava: Path, tiny_llava: tuple[str, str]
 ) -> None:
-    config = ("--deepspeed", str(LLAVA / f"ds_zero{stage}.json"))
-    options = (*LLAVA_OPTIONS, str(tmp_path), *tiny_llava, *config)
+    config = LLAVA / f"ds_zero{max(stage, 2)}.json"
+    if stage == 1:
+        config = tmp_path / "ds_zero1.json"
+        text = (LLAVA / "ds_zero2.json").read_text()
+        config.write_text(text.replace('"stage": 2', '"stage": 1'))
+    options = (*LLAVA_OPTIONS, str(tmp_path), *tiny_llava, "--deepspeed", str(config))
     if stage == 3:
         launched(*torchrun(2), str(LLAVA / "train.py"), *options, cwd=tmp_path)
     else:
@@ -412,6 +416,29 @@ def test_llava_on_one_rank_has_the_losses_of_two(
         *("--gradient_accumulation_steps", "2"),
     )  # fmt: skip
     assert_losses(trainer_losses(tmp_path), trainer_losses(ddp_llava))
+
+
+def test_llava_resumes_on_fewer_ranks(tmp_path: Path, tiny_llava: tuple[str, str]) -> None:
+    three, two = tmp_path / "three", tmp_path / "two"
+    options = (
+        *tiny_llava, "--deepspeed", str(LLAVA / "ds_zero3.json"), *LLAVA_OPTIONS[:-1],
+        *("--max_steps", "4", "--save_steps", "2", "--average_tokens_across_devices", "false"),
+    )  # fmt: skip
+    for ranks, batch, rest in (
+        (3, "2", ("--save_strategy", "steps", "--output_dir", str(three))),
+        (
+            2,
+            "3",
+            ("--resume_from_checkpoint", str(three / "checkpoint-2"), "--output_dir", str(two)),
+        ),
+    ):
+        on_warm_ranks(
+            ranks, LLAVA / "train.py", *options, "--per_device_train_batch_size", batch, *rest
+        )
+    for what in ("loss", "grad_norm"):
+        runs = (logged(folder / "trainer_state.json", what) for folder in (two, three))
+        assert_losses(*runs, relative=1e-5)
+    assert_adapters_alone(two, three)
 
 
 @pytest.mark.parametrize("recipe", [TRAINER, LLAVA], ids=lambda folder: folder.name)
