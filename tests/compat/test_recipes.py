@@ -7,10 +7,8 @@ the same program without DeepSpeed: PyTorch's DistributedDataParallel, in fp32.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import math
-import os
 import runpy
 import sys
 from itertools import chain, islice, repeat
@@ -25,9 +23,11 @@ from programs import (
     assert_losses,
     launched,
     logged,
+    needs_deepspeed_itself,
     on_warm_ranks,
     printed,
     torchrun,
+    under_deepspeed_itself,
     with_deepspeed,
 )
 
@@ -456,27 +456,9 @@ def test_smoke_without_a_model_builds_one_sharded(recipe: Path, tmp_path: Path) 
 
 # ---------------------------------------------------------------- DeepSpeed itself
 
-SITE = os.environ.get("ZEROSHARD_TEST_DEEPSPEED", "")
-ON_GLOO = """
-import runpy, sys
-import accelerate.state
-import deepspeed
-start = deepspeed.comm.init_distributed
-def init_distributed(dist_backend=None, *args, **kwargs):
-    accelerate.state.PartialState._shared_state["backend"] = "gloo"
-    start("gloo", *args, **kwargs)
-deepspeed.comm.init_distributed = init_distributed
-del sys.argv[0]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-"""Runs a program with Accelerate's missing backend filled in, which DeepSpeed does not do."""
-
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not SITE and importlib.util.find_spec("deepspeed") is None,
-    reason="DeepSpeed is not installed, and ZEROSHARD_TEST_DEEPSPEED names no folder with it",
-)
+@needs_deepspeed_itself
 @pytest.mark.timeout(400)  # the first run compiles
 @pytest.mark.parametrize("case", ["chatbot", "mrpc", "trainer", "llava"])
 def test_deepspeed_itself_has_the_same_losses(case: str, tmp_path: Path) -> None:
@@ -502,13 +484,9 @@ def test_deepspeed_itself_has_the_same_losses(case: str, tmp_path: Path) -> None
     }[case]
     where = case != "chatbot"
     ours = on_warm_ranks(2, program / "train.py", *options, *(where * (str(found),)), **environ)
-    wrapper = tmp_path / "on_gloo.py"
-    wrapper.write_text(ON_GLOO)
-    theirs = launched(
-        *(*torchrun(2), str(wrapper), str(program / "train.py"), *options),
-        *(where * (str(wanted),)),
-        cwd=tmp_path, limit_s=390, PYTHONPATH=SITE, **environ,
-    )  # fmt: skip
+    theirs = under_deepspeed_itself(
+        program / "train.py", (*options, *(where * (str(wanted),))), cwd=tmp_path, **environ
+    )
     if not where:
         assert_losses(printed(ours), printed(theirs))
         return
