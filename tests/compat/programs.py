@@ -81,7 +81,7 @@ def accelerate_launch(config: Path, *options: str) -> tuple[str, ...]:
 SITE = os.environ.get("ZEROSHARD_TEST_DEEPSPEED", "")
 needs_deepspeed_itself = pytest.mark.skipif(
     not SITE and importlib.util.find_spec("deepspeed") is None,
-    reason="DeepSpeed is not installed, and ZEROSHARD_TEST_DEEPSPEED names no folder with it",
+    reason="no DeepSpeed, and none in ZEROSHARD_TEST_DEEPSPEED: make test-programs",
 )
 
 
