@@ -50,7 +50,8 @@ test-programs: .programs/.ready .peer/.ready
 	timeout --kill-after=30 $(TEST_LIMIT) $(BIN)/python -m pytest tests/programs/test_packages.py -k trl $(ARGS)
 	PYTHONPATH=.programs timeout --kill-after=30 $(TEST_LIMIT) \
 		$(BIN)/python -m pytest tests/programs/test_packages.py -k "llamafactory or swift" $(ARGS)
-	ZEROSHARD_TEST_DEEPSPEED=$(CURDIR)/.peer timeout --kill-after=30 $(TEST_LIMIT) \
+	ZEROSHARD_TEST_DEEPSPEED=$(CURDIR)/.peer TORCH_EXTENSIONS_DIR=$(CURDIR)/.peer/built \
+		timeout --kill-after=30 $(TEST_LIMIT) \
 		$(BIN)/python -m pytest tests/programs/test_tasks.py tests/compat/test_recipes.py -k itself $(ARGS)
 
 .programs/.ready: $(READY) tests/programs/older.txt
