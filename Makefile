@@ -22,7 +22,7 @@ help:
 	@echo "make train        train a GPT on real text under ZeRO-3 (RANKS=2, ARGS='--size tiny')"
 	@echo "make check        style, format, types and the smoke tests, for every commit"
 	@echo "make test         run every test (ARGS='tests/unit -k layout')"
-	@echo "make test-programs  install TRL, LLaMA-Factory and ms-swift, and run their programs"
+	@echo "make test-programs  install TRL, LLaMA-Factory, ms-swift and DeepSpeed, and run their programs"
 	@echo "make lint         check style, format and types"
 	@echo "make bench        measure beside other libraries, a quarter of an hour (ARGS='--only a1')"
 	@echo "make docs-compat  write docs/compat.md from the table of names"
@@ -52,15 +52,24 @@ check: lint
 test: $(READY)
 	timeout --kill-after=30 $(TEST_LIMIT) $(BIN)/python -m pytest $(ARGS)
 
-# TRL goes into .venv; LLaMA-Factory and ms-swift, which want older packages, into a folder of their own.
-test-programs: .programs/.ready
+# TRL goes into .venv; LLaMA-Factory and ms-swift, which want older packages, into a folder of their own,
+# and so does DeepSpeed, for the programs that are compared with it.
+test-programs: .programs/.ready .peer/.ready
 	timeout --kill-after=30 $(TEST_LIMIT) $(BIN)/python -m pytest tests/programs/test_packages.py -k trl $(ARGS)
 	PYTHONPATH=.programs timeout --kill-after=30 $(TEST_LIMIT) \
 		$(BIN)/python -m pytest tests/programs/test_packages.py -k "llamafactory or swift" $(ARGS)
+	ZEROSHARD_TEST_DEEPSPEED=$(CURDIR)/.peer TORCH_EXTENSIONS_DIR=$(CURDIR)/.peer/built \
+		timeout --kill-after=30 $(TEST_LIMIT) \
+		$(BIN)/python -m pytest tests/programs/test_tasks.py tests/compat/test_recipes.py -k itself $(ARGS)
 
 .programs/.ready: $(READY) tests/programs/older.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[programs]'
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .programs -r tests/programs/older.txt
+	touch $@
+
+.peer/.ready: $(READY)
+	DS_BUILD_OPS=0 $(PIP) --quiet --no-deps --upgrade --target .peer -c constraints.txt \
+		deepspeed einops hjson msgpack ninja py-cpuinfo
 	touch $@
 
 lint: $(READY)
@@ -80,4 +89,4 @@ docs-config: $(READY)
 	mv docs/config.md.new docs/config.md
 
 clean:
-	rm -rf .venv .programs build dist src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .programs .peer build dist src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

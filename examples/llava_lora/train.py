@@ -82,7 +82,7 @@ def main() -> None:
     model = get_peft_model(model, adapters)
     model.print_trainable_parameters()
     trainer = Trainer(model=model, args=args, train_dataset=dataset, data_collator=dataset.collate)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()  # what PEFT trains, and nothing else
     if trainer.is_world_process_zero():
         trainer.state.save_to_json(str(Path(args.output_dir, "trainer_state.json")))

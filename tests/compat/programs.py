@@ -1,7 +1,8 @@
 """How do tests run the programs of ``examples/``, and bodies that use Accelerate or Transformers?
 
 A program runs under its own launcher (:func:`launched`), or on the ranks of the test session, which have
-imported Transformers once (:func:`on_warm_ranks`). ``deepspeed`` is ours in both.
+imported Transformers once (:func:`on_warm_ranks`). ``deepspeed`` is ours in both, and DeepSpeed itself
+in :func:`under_deepspeed_itself`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import importlib.util
 import io
 import json
 import os
@@ -18,7 +20,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -72,6 +74,24 @@ def accelerate_launch(config: Path, *options: str) -> tuple[str, ...]:
         *(str(BIN / "accelerate"), "launch", "--config_file", str(config)),
         *("--main_process_port", str(port), *options),
     )
+
+
+# ---------------------------------------------------------------- under DeepSpeed itself
+
+SITE = os.environ.get("ZEROSHARD_TEST_DEEPSPEED", "")
+needs_deepspeed_itself = pytest.mark.skipif(
+    not SITE and importlib.util.find_spec("deepspeed") is None,
+    reason="no DeepSpeed, and none in ZEROSHARD_TEST_DEEPSPEED: make test-programs",
+)
+
+
+def under_deepspeed_itself(program: Path, *runs: Sequence[str], cwd: Path, **environ: str) -> str:
+    """What two ranks of the program printed, in one run after another."""
+    script = Path(__file__).with_name("on_deepspeed.py")
+    return launched(
+        *(*torchrun(2), str(script), str(program), *(json.dumps([*run]) for run in runs)),
+        cwd=cwd, limit_s=390, PYTHONPATH=SITE, **environ,
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------- on the ranks of the session

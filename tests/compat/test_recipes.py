@@ -7,10 +7,8 @@ the same program without DeepSpeed: PyTorch's DistributedDataParallel, in fp32.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import math
-import os
 import runpy
 import sys
 from itertools import chain, islice, repeat
@@ -25,9 +23,11 @@ from programs import (
     assert_losses,
     launched,
     logged,
+    needs_deepspeed_itself,
     on_warm_ranks,
     printed,
     torchrun,
+    under_deepspeed_itself,
     with_deepspeed,
 )
 
@@ -388,12 +388,16 @@ def assert_adapters_alone(folder: Path, like: Path) -> None:
     assert not (folder / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_llava_has_the_losses_and_adapters_of_ddp(
     stage: int, tmp_path: Path, ddp_llava: Path, tiny_llava: tuple[str, str]
 ) -> None:
-    config = ("--deepspeed", str(LLAVA / f"ds_zero{stage}.json"))
-    options = (*LLAVA_OPTIONS, str(tmp_path), *tiny_llava, *config)
+    config = LLAVA / f"ds_zero{max(stage, 2)}.json"
+    if stage == 1:
+        config = tmp_path / "ds_zero1.json"
+        text = (LLAVA / "ds_zero2.json").read_text()
+        config.write_text(text.replace('"stage": 2', '"stage": 1'))
+    options = (*LLAVA_OPTIONS, str(tmp_path), *tiny_llava, "--deepspeed", str(config))
     if stage == 3:
         launched(*torchrun(2), str(LLAVA / "train.py"), *options, cwd=tmp_path)
     else:
@@ -414,6 +418,29 @@ def test_llava_on_one_rank_has_the_losses_of_two(
     assert_losses(trainer_losses(tmp_path), trainer_losses(ddp_llava))
 
 
+def test_llava_resumes_on_fewer_ranks(tmp_path: Path, tiny_llava: tuple[str, str]) -> None:
+    three, two = tmp_path / "three", tmp_path / "two"
+    options = (
+        *tiny_llava, "--deepspeed", str(LLAVA / "ds_zero3.json"), *LLAVA_OPTIONS[:-1],
+        *("--max_steps", "4", "--save_steps", "2", "--average_tokens_across_devices", "false"),
+    )  # fmt: skip
+    for ranks, batch, rest in (
+        (3, "2", ("--save_strategy", "steps", "--output_dir", str(three))),
+        (
+            2,
+            "3",
+            ("--resume_from_checkpoint", str(three / "checkpoint-2"), "--output_dir", str(two)),
+        ),
+    ):
+        on_warm_ranks(
+            ranks, LLAVA / "train.py", *options, "--per_device_train_batch_size", batch, *rest
+        )
+    for what in ("loss", "grad_norm"):
+        runs = (logged(folder / "trainer_state.json", what) for folder in (two, three))
+        assert_losses(*runs, relative=1e-5)
+    assert_adapters_alone(two, three)
+
+
 @pytest.mark.parametrize("recipe", [TRAINER, LLAVA], ids=lambda folder: folder.name)
 def test_smoke_without_a_model_builds_one_sharded(recipe: Path, tmp_path: Path) -> None:
     on_warm_ranks(
@@ -429,27 +456,9 @@ def test_smoke_without_a_model_builds_one_sharded(recipe: Path, tmp_path: Path) 
 
 # ---------------------------------------------------------------- DeepSpeed itself
 
-SITE = os.environ.get("ZEROSHARD_TEST_DEEPSPEED", "")
-ON_GLOO = """
-import runpy, sys
-import accelerate.state
-import deepspeed
-start = deepspeed.comm.init_distributed
-def init_distributed(dist_backend=None, *args, **kwargs):
-    accelerate.state.PartialState._shared_state["backend"] = "gloo"
-    start("gloo", *args, **kwargs)
-deepspeed.comm.init_distributed = init_distributed
-del sys.argv[0]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-"""Runs a program with Accelerate's missing backend filled in, which DeepSpeed does not do."""
-
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not SITE and importlib.util.find_spec("deepspeed") is None,
-    reason="DeepSpeed is not installed, and ZEROSHARD_TEST_DEEPSPEED names no folder with it",
-)
+@needs_deepspeed_itself
 @pytest.mark.timeout(400)  # the first run compiles
 @pytest.mark.parametrize("case", ["chatbot", "mrpc", "trainer", "llava"])
 def test_deepspeed_itself_has_the_same_losses(case: str, tmp_path: Path) -> None:
@@ -475,13 +484,9 @@ def test_deepspeed_itself_has_the_same_losses(case: str, tmp_path: Path) -> None
     }[case]
     where = case != "chatbot"
     ours = on_warm_ranks(2, program / "train.py", *options, *(where * (str(found),)), **environ)
-    wrapper = tmp_path / "on_gloo.py"
-    wrapper.write_text(ON_GLOO)
-    theirs = launched(
-        *(*torchrun(2), str(wrapper), str(program / "train.py"), *options),
-        *(where * (str(wanted),)),
-        cwd=tmp_path, limit_s=390, PYTHONPATH=SITE, **environ,
-    )  # fmt: skip
+    theirs = under_deepspeed_itself(
+        program / "train.py", (*options, *(where * (str(wanted),))), cwd=tmp_path, **environ
+    )
     if not where:
         assert_losses(printed(ours), printed(theirs))
         return

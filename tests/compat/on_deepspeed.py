@@ -1,0 +1,37 @@
+"""Run a program under DeepSpeed itself on CPU ranks, once for each list of arguments.
+
+    torchrun --nproc-per-node 2 on_deepspeed.py PROGRAM '["--stage", "1"]' '["--stage", "2"]'
+
+DeepSpeed leaves Accelerate's backend unnamed where it joins the ranks: it is filled in.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import runpy
+import sys
+from typing import Any
+
+import deepspeed
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+join = deepspeed.comm.init_distributed
+
+
+def join_on_gloo(dist_backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+    PartialState._shared_state["backend"] = "gloo"
+    join("gloo", *args, **kwargs)
+
+
+if __name__ == "__main__":
+    deepspeed.comm.init_distributed = join_on_gloo
+    program, *runs = sys.argv[1:]
+    for run in runs:
+        sys.argv = [program, *json.loads(run)]
+        runpy.run_path(program, run_name="__main__")
+        unset_hf_deepspeed_config()
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        gc.collect()
