@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from zeroshard.config.fields import VERDICT_MEANING, Section, show
 from zeroshard.config.keys import KEYS, REFUSED, RENAMED, Key
-from zeroshard.config.params import OPTIMIZERS, SCHEDULERS, UNAVAILABLE_OPTIMIZERS
+from zeroshard.config.params import SCHEDULERS, UNAVAILABLE_OPTIMIZERS, declared_arguments
 from zeroshard.config.schema import Config, section_type
 
 INTRO = """\
@@ -97,7 +97,7 @@ def _lines() -> Iterator[str]:
         "Upper and lower case are the same in `optimizer.type`. It may also name any other class of "
         "`torch.optim`, with that class's arguments.\n"
     )
-    yield from _params("optimizer", OPTIMIZERS)
+    yield from _params("optimizer", declared_arguments("optimizer"))
     yield "### Not available\n"
     yield from (f"* `{name}`: {why}" for name, why in UNAVAILABLE_OPTIMIZERS.items())
     yield "\n## Schedules\n"

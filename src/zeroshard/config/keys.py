@@ -14,7 +14,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from zeroshard.config.fields import Section, Verdict
-from zeroshard.config.params import OPTIMIZERS, SCHEDULERS
+from zeroshard.config.params import TYPED, declared_arguments
 from zeroshard.config.schema import Config, section_type
 
 
@@ -124,8 +124,8 @@ def _rows(model: type[Section], prefix: str) -> list[Key]:
 
 def _all_keys() -> dict[str, Key]:
     rows = _rows(Config, "")
-    for section, types in (("optimizer", OPTIMIZERS), ("scheduler", SCHEDULERS)):
-        for model in types.values():
+    for section in TYPED:
+        for model in declared_arguments(section).values():
             rows.extend(_rows(model, f"{section}.params."))
     table: dict[str, Key] = {}
     for row in rows:

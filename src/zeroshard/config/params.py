@@ -6,7 +6,7 @@ One section per type that DeepSpeed knows by name. Other classes of ``torch.opti
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -95,16 +95,31 @@ class SGDParams(Section):
     fused: Flag | None = honour(None, "false: keep off torch's fused kernel.")
 
 
-OPTIMIZERS: dict[str, type[Section]] = {
-    "Adam": AdamParams,
-    "AdamW": AdamParams,
-    "Adagrad": AdagradParams,
-    "Lion": LionParams,
-    "Lamb": LambParams,
-    "Muon": MuonParams,
-    "SGD": SGDParams,
+class OptimizerRow(NamedTuple):
+    """One optimizer that a configuration can name.
+
+    ``arguments``: what ``optimizer.params`` may hold. ``made_by``: ``module:name`` of its class, or of a
+    function ``(name, options, state_dtype) -> (class, options)`` that chooses one. It is text, since
+    configurations are read without torch. ``narrow_state``: its state can have a narrower dtype than the
+    parameters that it updates.
+    """
+
+    arguments: type[Section]
+    made_by: str
+    narrow_state: bool = False
+
+
+OPTIMIZERS: dict[str, OptimizerRow] = {
+    "Adam": OptimizerRow(AdamParams, "zeroshard.optim.factory:choose_adam", narrow_state=True),
+    "AdamW": OptimizerRow(AdamParams, "zeroshard.optim.factory:choose_adam", narrow_state=True),
+    "Adagrad": OptimizerRow(AdagradParams, "zeroshard.optim.factory:choose_adagrad"),
+    "Lion": OptimizerRow(LionParams, "zeroshard.optim.optimizers:Lion"),
+    "Lamb": OptimizerRow(LambParams, "zeroshard.optim.factory:choose_lamb"),
+    "Muon": OptimizerRow(MuonParams, "zeroshard.optim.factory:choose_muon"),
+    "SGD": OptimizerRow(SGDParams, "torch.optim:SGD"),
 }
-"""Matched without regard to case, as in DeepSpeed."""
+"""Every optimizer with declared arguments, one row each. Names match without regard to case, as in
+DeepSpeed."""
 
 TORCH_OPTIMIZERS = (
     *("ASGD", "Adadelta", "Adafactor", "Adamax", "LBFGS", "NAdam", "RAdam", "RMSprop", "Rprop"),
@@ -181,4 +196,13 @@ TORCH_SCHEDULERS = (
     *("OneCycleLR", "PolynomialLR", "ReduceLROnPlateau", "SequentialLR", "StepLR"),
 )
 
-PARAMS: dict[str, dict[str, type[Section]]] = {"optimizer": OPTIMIZERS, "scheduler": SCHEDULERS}
+
+def declared_arguments(section: str) -> dict[str, type[Section]]:
+    """Type -> the arguments that it takes, for ``section`` "optimizer" or "scheduler"."""
+    if section == "scheduler":
+        return SCHEDULERS
+    return {name: row.arguments for name, row in OPTIMIZERS.items()}
+
+
+TYPED = ("optimizer", "scheduler")
+"""Sections with a ``type`` that decides what ``params`` may hold."""

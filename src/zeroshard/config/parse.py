@@ -18,10 +18,11 @@ from pydantic.fields import FieldInfo
 from zeroshard.config.fields import Section, is_auto, is_off, read_number, show
 from zeroshard.config.keys import ALIASES, KEYS, OFF, REFUSED, RENAMED, SURE, advice, nearest
 from zeroshard.config.params import (
-    PARAMS,
     TORCH_OPTIMIZERS,
     TORCH_SCHEDULERS,
+    TYPED,
     UNAVAILABLE_OPTIMIZERS,
+    declared_arguments,
 )
 from zeroshard.config.schema import section_type
 
@@ -76,7 +77,7 @@ def tidy(
                 found.given.add(path)
             elif isinstance(value, Mapping):
                 out[name] = tidy(value, inner, f"{path}.", found, ignores=ignores)
-                if path in PARAMS:
+                if path in TYPED:
                     _typed_params(path, out[name], found, ignores=ignores)
             else:
                 found.reject(
@@ -174,7 +175,7 @@ def _typed_params(
     given["params"] = params
     if not isinstance(kind, str):
         return
-    types = PARAMS[section]
+    types = declared_arguments(section)
     if section == "optimizer":
         by_lower = {name.lower(): name for name in (*types, *UNAVAILABLE_OPTIMIZERS)}
         kind = given["type"] = by_lower.get(kind.lower(), kind)

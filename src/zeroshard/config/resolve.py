@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from zeroshard.config import offload
 from zeroshard.config.fields import Section, is_auto, show
 from zeroshard.config.keys import KEYS, UNCHECKED, get, is_misspelt, not_yet
-from zeroshard.config.params import PARAMS
+from zeroshard.config.params import TYPED
 from zeroshard.config.parse import Findings, rename, tidy, validate
 from zeroshard.config.read import Source, copy_tree, read_source
 from zeroshard.config.schema import Config
@@ -139,7 +139,7 @@ def load_config(
     found = Findings()
     work = rename(copy_tree(raw), found)
     from_arguments = _apply_arguments(work, arguments or {}, found)
-    skipped = PARAMS if not for_training else replaced
+    skipped = TYPED if not for_training else replaced
     for section in replaced:
         if work.get(section) is not None:
             found.notices.append(

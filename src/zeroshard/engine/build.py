@@ -34,7 +34,7 @@ from zeroshard.offload.plan import (
     shaped_state,
 )
 from zeroshard.offload.stores import Stores, has_copy_streams, update_threads
-from zeroshard.optim.factory import WHOLE, Probe, probe, rebind
+from zeroshard.optim.factory import Probe, probe, rebind
 from zeroshard.optim.kernels import kernel_of
 from zeroshard.precision.policy import DtypeRow, Policy
 from zeroshard.zero.gradients import GradBuffer
@@ -191,7 +191,9 @@ def probed(optimizer: torch.optim.Optimizer, policy: Policy) -> dict[torch.dtype
         masters.add(torch.float32)
     found = {dtype: probe(optimizer, dtype=dtype) for dtype in sorted(masters, key=str)}
     for tried in found.values():
-        if not tried.works or not (tried.elementwise or isinstance(optimizer, WHOLE)):
+        if not tried.works or not (
+            tried.elementwise or getattr(optimizer, "takes_whole_parameters", False)
+        ):
             raise UnsupportedError(
                 f"{type(optimizer).__name__} cannot run on sharded parameters: {tried.reason}. ZeRO "
                 "gives an optimizer pieces of each parameter. Use an element-wise optimizer (Adam, "

@@ -10,6 +10,8 @@ tensor's last few elements in scalar code, which rounds differently from their S
 from __future__ import annotations
 
 import copy
+import functools
+import importlib
 import inspect
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +25,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.optim import Optimizer
 
 from zeroshard.config.keys import nearest
+from zeroshard.config.params import OPTIMIZERS
 from zeroshard.errors import ConfigError, UnsupportedError
 from zeroshard.optim.optimizers import FlexibleAdam, Group, Lamb, Lion, Muon, named
 
@@ -38,7 +41,6 @@ __all__ = [
     "rebind",
 ]
 
-_OWN = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "SGD")
 _FUSED_DEVICES = ("cpu", "cuda", "meta")
 _CUT = 67 * 64  # elements; where a layout may cut, and both pieces are past 8-bit optimizers' 4096
 _HINTS = ("foreach", "fused", "set_grad_none")  # choices between kernels: ours to make
@@ -65,8 +67,8 @@ def build_optimizer(
     there yet.
     """
     groups = [dict(group) for group in groups]  # torch writes into them
-    own = {name.lower(): name for name in _OWN}
-    name = own.get(type_.lower(), type_)
+    by_lower = {name.lower(): name for name in OPTIMIZERS}
+    name = by_lower.get(type_.lower(), type_)
     options = dict(params)
     if options.pop("max_grad_norm", 0):
         raise ConfigError(
@@ -74,29 +76,11 @@ def build_optimizer(
             'write "gradient_clipping" at the top level'
         )
     fused = fused and options.get("fused") is not False
-    if name in own.values():
+    if name in OPTIMIZERS:
         options = {key: value for key, value in options.items() if key not in _HINTS}
     if "betas" in options:
         options["betas"] = tuple(options["betas"])
-
-    cls: Callable[..., Optimizer]
-    if name in ("Adam", "AdamW"):
-        cls, options = _adam(name, options, state_dtype)
-    elif state_dtype is not None:
-        raise UnsupportedError(
-            f"{type_} keeps its state in the dtype of the parameters it updates; moments in "
-            f"{state_dtype} exist for Adam and AdamW only"
-        )
-    elif name == "Lion":
-        cls = Lion
-    elif name == "Lamb":
-        cls = Lamb
-        if options.pop("amsgrad", False):
-            raise UnsupportedError("Lamb has no form with amsgrad; leave it out")
-    elif name == "Muon":
-        cls, options = Muon, _muon_options(options)
-    else:
-        cls = _torch_class(type_, name)
+    cls, options = _chosen(type_, name, options, state_dtype)
 
     known = inspect.signature(cls).parameters
     for key in options:
@@ -107,12 +91,45 @@ def build_optimizer(
     if fused and "fused" in known and _can_fuse(groups):
         options["fused"] = True
     try:
-        optimizer = cls(_shapes(groups) if name == "Adagrad" else groups, **options)
+        return cls(groups, **options)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"optimizer {type_}: {error}") from error
-    if name == "Adagrad":
-        members = [[tensor for _, tensor in named(group["params"])] for group in groups]
-        rebind(optimizer, members, fresh_state=False)
+
+
+def _chosen(
+    type_: str, name: str, options: dict[str, Any], state_dtype: torch.dtype | None
+) -> tuple[Callable[..., Optimizer], dict[str, Any]]:
+    """The class that makes the optimizer, and its options."""
+    row = OPTIMIZERS.get(name)
+    if state_dtype is not None and not (row and row.narrow_state):
+        raise UnsupportedError(
+            f"{type_} keeps its state in the dtype of the parameters it updates; moments in "
+            f"{state_dtype} exist for Adam and AdamW only"
+        )
+    if row is None:
+        return _torch_class(type_, name), options
+    module, _, attribute = row.made_by.partition(":")
+    made_by: Any = getattr(importlib.import_module(module), attribute)
+    if isinstance(made_by, type):
+        return made_by, options
+    chosen: tuple[Callable[..., Optimizer], dict[str, Any]] = made_by(name, options, state_dtype)
+    return chosen
+
+
+def choose_adagrad(
+    _name: str, options: dict[str, Any], _state_dtype: torch.dtype | None
+) -> tuple[Callable[..., Optimizer], dict[str, Any]]:
+    """``torch.optim.Adagrad`` without its first allocation."""
+    return _adagrad, options
+
+
+@functools.wraps(torch.optim.Adagrad)
+def _adagrad(groups: Sequence[Group], **options: Any) -> Optimizer:
+    """The constructor would make state as large as the parameters: it gets their shapes alone, then the
+    parameters take their places."""
+    optimizer = torch.optim.Adagrad(_shapes(groups), **options)
+    members = [[tensor for _, tensor in named(group["params"])] for group in groups]
+    rebind(optimizer, members, fresh_state=False)
     return optimizer
 
 
@@ -124,7 +141,7 @@ def _shapes(groups: Iterable[Group]) -> list[Group]:
     ]
 
 
-def _adam(
+def choose_adam(
     name: str, options: dict[str, Any], state_dtype: torch.dtype | None
 ) -> tuple[Callable[..., Optimizer], dict[str, Any]]:
     decoupled = options.pop("adam_w_mode", True) or name == "AdamW"
@@ -147,11 +164,23 @@ def _adam(
     return FlexibleAdam, options
 
 
-def _muon_options(options: dict[str, Any]) -> dict[str, Any]:
+def choose_lamb(
+    _name: str, options: dict[str, Any], _state_dtype: torch.dtype | None
+) -> tuple[Callable[..., Optimizer], dict[str, Any]]:
+    """Lamb. Raises :class:`UnsupportedError` for ``amsgrad``."""
+    if options.pop("amsgrad", False):
+        raise UnsupportedError("Lamb has no form with amsgrad; leave it out")
+    return Lamb, options
+
+
+def choose_muon(
+    _name: str, options: dict[str, Any], _state_dtype: torch.dtype | None
+) -> tuple[Callable[..., Optimizer], dict[str, Any]]:
+    """Muon. Raises :class:`UnsupportedError` for ``per_head_muon``."""
     if options.pop("per_head_muon", False):
         raise UnsupportedError("per_head_muon is planned, not there yet; leave it out")
     options.pop("ns_method", None)  # the same matrix by another order of products
-    return options
+    return Muon, options
 
 
 def _torch_class(type_: str, name: str) -> type[Optimizer]:
@@ -161,11 +190,12 @@ def _torch_class(type_: str, name: str) -> type[Optimizer]:
         if isinstance(cls, type) and issubclass(cls, Optimizer) and cls is not Optimizer
     }
     if name not in classes:
-        near = nearest(type_, [*classes, "Lion"])
+        near = nearest(type_, [*classes, *OPTIMIZERS])
         hint = f'did you mean "{near}"? ' if near else ""
+        *others, last = sorted(OPTIMIZERS)
         raise ConfigError(
-            f'optimizer.type "{type_}" does not exist; {hint}It is Adam, AdamW, Adagrad, Lamb, '
-            "Lion, Muon or SGD in any case, or a class of torch.optim as spelt there"
+            f'optimizer.type "{type_}" does not exist; {hint}It is {", ".join(others)} or {last} '
+            "in any case, or a class of torch.optim as spelt there"
         )
     return classes[name]
 
@@ -197,10 +227,6 @@ class Probe:
     def state(self) -> dict[str, torch.dtype | None]:
         """``state_by_group``, all groups together."""
         return {name: dtype for group in self.state_by_group for name, dtype in group.items()}
-
-
-WHOLE = (Muon, Lamb)
-"""Classes that are not element-wise and work nevertheless: their parameters are never cut."""
 
 
 def needs_whole_parameters(optimizer: Optimizer) -> bool:

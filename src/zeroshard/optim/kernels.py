@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from zeroshard.optim.optimizers import Lion, lion_
 
 _State = dict[str, list[Tensor]]
 _Group = Mapping[str, Any]
+_Groups = Sequence[_Group]
 
 
 def kernel_of(optimizer: torch.optim.Optimizer, *, compiles: bool = True) -> UpdateKernel | None:
@@ -22,22 +23,30 @@ def kernel_of(optimizer: torch.optim.Optimizer, *, compiles: bool = True) -> Upd
     Subclasses, unusual options and torch's unfused loops keep their own ``step``: results never depend
     on which way was taken.
     """
-    kind, groups = type(optimizer), optimizer.param_groups
-    if kind is Lion:
-        return UpdateKernel(_lion, ("exp_avg",), counts=False)
-    if not all(group.get("fused") and not group.get("differentiable") for group in groups):
+    known = KERNELS.get(type(optimizer))
+    return known(optimizer.param_groups, compiles) if known is not None else None
+
+
+def _is_fused(groups: _Groups) -> bool:
+    return all(group.get("fused") and not group.get("differentiable") for group in groups)
+
+
+def _adam_kernel(groups: _Groups, compiles: bool) -> UpdateKernel | None:
+    if not _is_fused(groups) or any(group["amsgrad"] for group in groups):
         return None
-    if kind in (torch.optim.Adam, torch.optim.AdamW):
-        plain = not any(group["amsgrad"] for group in groups)
-        moments = ("exp_avg", "exp_avg_sq")
-        return UpdateKernel(_adam, moments, counts=True, compiles=compiles) if plain else None
-    if kind is torch.optim.SGD:
-        with_momentum = {group["momentum"] != 0 for group in groups}
-        if len(with_momentum) == 1:
-            return UpdateKernel(
-                _sgd, ("momentum_buffer",) if with_momentum.pop() else (), counts=False
-            )
-    return None
+    return UpdateKernel(_adam, ("exp_avg", "exp_avg_sq"), counts=True, compiles=compiles)
+
+
+def _sgd_kernel(groups: _Groups, _compiles: bool) -> UpdateKernel | None:
+    with_momentum = {group["momentum"] != 0 for group in groups}
+    if not _is_fused(groups) or len(with_momentum) != 1:
+        return None
+    state = ("momentum_buffer",) if with_momentum.pop() else ()
+    return UpdateKernel(_sgd, state, counts=False)
+
+
+def _lion_kernel(_groups: _Groups, _compiles: bool) -> UpdateKernel | None:
+    return UpdateKernel(_lion, ("exp_avg",), counts=False)
 
 
 def _adam(group: _Group, params: list[Tensor], grads: list[Tensor], state: _State) -> None:
@@ -70,3 +79,12 @@ def _lion(group: _Group, params: list[Tensor], grads: list[Tensor], state: _Stat
         betas=group["betas"],
         weight_decay=group["weight_decay"],
     )
+
+
+KERNELS: dict[type[torch.optim.Optimizer], Callable[[_Groups, bool], UpdateKernel | None]] = {
+    torch.optim.Adam: _adam_kernel,
+    torch.optim.AdamW: _adam_kernel,
+    torch.optim.SGD: _sgd_kernel,
+    Lion: _lion_kernel,
+}
+"""Class -> its kernel for param groups with these options; None if their arithmetic is another."""

@@ -167,6 +167,8 @@ class Lamb(_EachByItself):
     ``exp_avg_sq``, shaped like the parameter and in its dtype, and ``step``, 0-dim on the device.
     """
 
+    takes_whole_parameters = True  # not element-wise: its parameters are never cut
+
     def __init__(
         self,
         params: Any,
@@ -229,6 +231,8 @@ class Muon(Optimizer):
     ``muon_lr`` and ``adam_lr`` replace ``lr`` for one kind. Raises UsageError if a group has to be
     split and its parameters have no names.
     """
+
+    takes_whole_parameters = True  # not element-wise: its parameters are never cut
 
     def __init__(
         self,
