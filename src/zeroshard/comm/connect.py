@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import cast
 
@@ -19,7 +20,31 @@ from zeroshard.comm.recorder import Recorder
 from zeroshard.comm.shm import PeerMemory, ShmComm, open_peer_memory
 from zeroshard.errors import ConfigError
 
-TRANSPORTS = ("auto", "shm", "p2p", "stock")
+
+@dataclass(frozen=True, eq=False)
+class Opening:
+    """What a transport gets to open a communicator: the same on every rank, but for the last four."""
+
+    group: dist.ProcessGroup
+    backend: str
+    ranks: list[int]
+    purpose: str
+    device_type: str
+    timeout_s: float
+    recorder: Recorder | None
+    guard: ErrorExplainer | None
+    check: Callable[[Sequence[int]], None]
+
+
+@dataclass(frozen=True)
+class Transport:
+    """One way to move bytes between ranks. ``backend``: the one whose process group it needs, or any.
+
+    ``open``: returns the communicator, or why these ranks cannot use it: on all of them the same.
+    """
+
+    open: Callable[[Opening], Comm | str]
+    backend: str | None = None
 
 
 def make_comm(
@@ -36,18 +61,16 @@ def make_comm(
     """A communicator over ``group`` (default: all ranks). Every rank of the group must call it.
     ``check`` may end the wait for the others by an error.
 
-    ``transport``, for CPU ranks of a gloo group: ``shm`` is memory that ranks of one host share;
-    ``p2p`` is gloo with tags. ``stock`` is the group's own collectives. ``auto`` takes shm where all
-    ranks can, else p2p, and stock on other backends. Gloo and NCCL get a process group of their own,
-    so that tags, sockets and streams are not shared with the program or with another purpose.
+    ``transport``: a row of :data:`TRANSPORTS`, or ``auto``: the first row that these ranks can use. Gloo
+    and NCCL get a process group of their own, so that tags, sockets and streams are not shared with the
+    program or with another purpose.
 
     Raises:
         ConfigError: these ranks cannot use ``transport``; on all of them, with the reason.
     """
-    if transport not in TRANSPORTS:
-        raise ConfigError(
-            f"transport {transport!r} is unknown. Use one of {', '.join(TRANSPORTS)}."
-        )
+    if transport not in ("auto", *TRANSPORTS):
+        known = ", ".join(("auto", *TRANSPORTS))
+        raise ConfigError(f"transport {transport!r} is unknown. Use one of {known}.")
     if not (dist.is_available() and dist.is_initialized()):
         return SoloComm(recorder)
     group = group if group is not None else dist.group.WORLD
@@ -57,61 +80,89 @@ def make_comm(
         return ProcessGroupComm(group, recorder=recorder, guard=guard)
     if dist.get_world_size(group) == 1 and transport != "stock":
         return SoloComm(recorder)
-    if transport in ("shm", "p2p") and backend != "gloo":
-        raise ConfigError(
-            f'transport "{transport}" needs gloo, but this process group uses {backend}. '
-            'Use "auto".'
-        )
     ranks = dist.get_process_group_ranks(group)
-    if backend == "gloo" and transport in ("auto", "shm"):
-        met = _meet(ranks, purpose, device_type, timeout_s, check)
-        if not isinstance(met, str):
-            return ShmComm(
-                met,
-                rank=dist.get_rank(group),
-                ranks=ranks,
-                recorder=recorder,
-                guard=guard,
-                timeout_s=timeout_s,
-            )
-        if transport == "shm":
-            raise ConfigError(
-                f'transport "shm" is not possible here: {met}. Use "auto": it takes p2p then.'
-            )
-    if backend == "gloo" and transport != "stock":
-        before = open_sockets()
-        links = open_links(
-            default_store(), ranks, dist.get_rank(), label=purpose, timeout_s=timeout_s
-        )
-        return P2PComm(
-            links, ranks=ranks, recorder=recorder, guard=guard, sockets=_new_sockets(before)
-        )
+    opening = Opening(
+        group, backend, ranks, purpose, device_type, timeout_s, recorder, guard, check
+    )
+    for name, row in (
+        TRANSPORTS.items() if transport == "auto" else [(transport, TRANSPORTS[transport])]
+    ):
+        if row.backend in (None, backend):
+            comm = row.open(opening)
+        else:
+            comm = f"it needs {row.backend}, but this process group uses {backend}"
+        if not isinstance(comm, str):
+            return comm
+        if transport != "auto":
+            raise ConfigError(f'transport "{name}" is not possible here: {comm}. Use "auto".')
+    raise AssertionError("the last row serves all ranks")
+
+
+def _open_shm(opening: Opening) -> Comm | str:
+    met = _meet(opening)
+    if isinstance(met, str):
+        return met
+    return ShmComm(
+        met,
+        rank=dist.get_rank(opening.group),
+        ranks=opening.ranks,
+        recorder=opening.recorder,
+        guard=opening.guard,
+        timeout_s=opening.timeout_s,
+    )
+
+
+def _open_p2p(opening: Opening) -> Comm:
+    before = open_sockets()
+    links = open_links(
+        default_store(),
+        opening.ranks,
+        dist.get_rank(),
+        label=opening.purpose,
+        timeout_s=opening.timeout_s,
+    )
+    return P2PComm(
+        links,
+        ranks=opening.ranks,
+        recorder=opening.recorder,
+        guard=opening.guard,
+        sockets=_new_sockets(before),
+    )
+
+
+def _open_stock(opening: Opening) -> Comm:
+    backend, recorder, guard = opening.backend, opening.recorder, opening.guard
     stock = GlooComm if backend == "gloo" else ProcessGroupComm
-    if len(ranks) < dist.get_world_size():
+    if len(opening.ranks) < dist.get_world_size():
         # Only these ranks are here, and a group that only they build could meet the store keys of
         # an earlier one of the same ranks.
-        return stock(group, recorder=recorder, guard=guard)
-    timeout = timedelta(seconds=timeout_s)
+        return stock(opening.group, recorder=recorder, guard=guard)
+    timeout = timedelta(seconds=opening.timeout_s)
     before = open_sockets()
-    own = dist.new_group(timeout=timeout, backend=backend, group_desc=f"zeroshard {purpose}")
+    own = dist.new_group(
+        timeout=timeout, backend=backend, group_desc=f"zeroshard {opening.purpose}"
+    )
     sockets = _new_sockets(before) if backend == "gloo" else None
     return stock(own, recorder=recorder, guard=guard, owns_group=True, sockets=sockets)
 
 
-def _meet(
-    ranks: list[int],
-    purpose: str,
-    device_type: str,
-    timeout_s: float,
-    check: Callable[[Sequence[int]], None],
-) -> PeerMemory | str:
-    """Share memory among ``ranks``, or why not; the same on all of them."""
-    if device_type != "cpu":
-        return f"it moves tensors of the CPU, not of {device_type}"
-    label = f"zs/shm/{purpose}/{','.join(map(str, ranks))}"
+TRANSPORTS: dict[str, Transport] = {
+    "shm": Transport(_open_shm, "gloo"),  # memory that CPU ranks of one host share
+    "p2p": Transport(_open_p2p, "gloo"),  # gloo's sends and receives, with tags
+    "stock": Transport(_open_stock),  # the collectives of the process group's own backend
+}
+"""``auto`` takes the first that works; the last works everywhere."""
+
+
+def _meet(opening: Opening) -> PeerMemory | str:
+    """Share memory among the ranks, or why not; the same on all of them."""
+    if opening.device_type != "cpu":
+        return f"it moves tensors of the CPU, not of {opening.device_type}"
+    ranks = opening.ranks
+    label = f"zs/shm/{opening.purpose}/{','.join(map(str, ranks))}"
     me = ranks.index(dist.get_rank())
     place = namespace(cast("AgreeStore", default_store()), label, me)
-    return open_peer_memory(place, me, len(ranks), timeout_s=timeout_s, check=check)
+    return open_peer_memory(place, me, len(ranks), timeout_s=opening.timeout_s, check=opening.check)
 
 
 def _new_sockets(before: Mapping[int, str]) -> dict[int, str]:
