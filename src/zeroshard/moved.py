@@ -55,6 +55,7 @@ MODULES = {
     "engine.resting": "offload.plan",
     "engine.saving": "engine.checkpoint_saver",
     "engine.schedulers": "optim.schedulers",
+    "engine.setup": "engine.compose",
     "engine.slow_precision": "precision.slow_dtype",
     "engine.update": "engine.optimizer_step",
     "integrations.accelerate_arguments": "integrations.accelerate.arguments",

@@ -12,7 +12,7 @@ from loops import CASE, assert_same, config_for, open_engine, own_data, train, w
 
 import zeroshard
 from zeroshard.config import Hardware
-from zeroshard.engine import setup
+from zeroshard.engine import compose
 from zeroshard.errors import RankMismatch
 from zeroshard.precision import slow_dtype
 from zeroshard.testing import on_ranks
@@ -23,7 +23,7 @@ AUTO = {"bf16": {"enabled": "auto"}}
 
 
 def trained(hardware: Hardware, stage: int, *, built_sharded: bool = False, **keys):
-    with mock.patch.object(setup, "hardware_of", lambda device: hardware):
+    with mock.patch.object(compose, "hardware_of", lambda device: hardware):
         config = config_for(stage, **keys)
         with zeroshard.zero.Init(config=config, enabled=built_sharded):
             model = CASE.build()
@@ -49,7 +49,7 @@ def test_auto_trains_as_if_the_answer_had_been_written(stage):
 @on_ranks(2)
 def test_ranks_on_unlike_hardware_are_told_which_key_to_write():
     mine = FAST if dist.get_rank() else SLOW
-    with mock.patch.object(setup, "hardware_of", lambda device: mine):
+    with mock.patch.object(compose, "hardware_of", lambda device: mine):
         with pytest.raises(RankMismatch, match=r"bf16\.enabled"):
             open_engine(3, **AUTO)
 

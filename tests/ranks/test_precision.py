@@ -23,7 +23,7 @@ from loops import (
 )
 from torch import nn
 
-from zeroshard.engine import setup
+from zeroshard.engine import optimizer_step
 from zeroshard.errors import LossScaleError, UsageError
 from zeroshard.testing import on_ranks
 from zeroshard.testing.parity import (
@@ -158,7 +158,7 @@ def test_training_can_go_on_after_the_floor():
 
 def late(monkeypatch):
     """As on a device: the host does not read the flag when the step is taken."""
-    monkeypatch.setattr(setup, "read_flag", lambda _flag: None)
+    monkeypatch.setattr(optimizer_step, "read_flag", lambda _flag: None)
 
 
 @pytest.mark.parametrize("fused", [True, False])

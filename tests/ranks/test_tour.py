@@ -79,7 +79,7 @@ def test_a_step_visits_the_files_that_the_tour_names():
         visited = _visited(lambda: _step(engine))
     visited = {path for path in visited if not path.startswith("comm/")}
     named = _named("One step")
-    helpers = ("arguments", "monitors", "observe", "setup")
+    helpers = ("arguments", "monitors", "observe")
     read_along = {"core/layout.py", *(f"engine/{name}.py" for name in helpers)}
     assert visited <= named | read_along, f"not in the tour: {sorted(visited - named)}"
     assert named <= visited | TRANSPORT | {"core/stages.py"}, f"not visited: {named - visited}"

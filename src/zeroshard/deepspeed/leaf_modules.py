@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from zeroshard.engine.build import GATHERED_AS_ONE
+from zeroshard.engine.unit_plan import GATHERED_AS_ONE
 from zeroshard.errors import UsageError
 
 

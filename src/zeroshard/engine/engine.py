@@ -16,15 +16,16 @@ from zeroshard.checkpoint.directory import check_directory
 from zeroshard.comm.collectives import Comm
 from zeroshard.config import LoadedConfig
 from zeroshard.core.nbytes import state_nbytes
-from zeroshard.engine import export, setup
+from zeroshard.engine import export
 from zeroshard.engine.arguments import check_loss, refused_graph
 from zeroshard.engine.checkpoint_loader import CheckpointLoader
 from zeroshard.engine.checkpoint_saver import CheckpointSaver
+from zeroshard.engine.compose import Events, compose
 from zeroshard.engine.data import agreed_batches
 from zeroshard.engine.flops import counted
-from zeroshard.engine.observe import Observer
-from zeroshard.engine.offload_states import StateOffloader, asked_of_to, check_keeps, is_return
-from zeroshard.engine.optimizer_step import OptimizerStep, SkippedSteps
+from zeroshard.engine.manual_gc import ManualGC
+from zeroshard.engine.offload_states import asked_of_to, check_keeps, is_return
+from zeroshard.engine.optimizer_step import SkippedSteps
 from zeroshard.engine.report import (
     MemoryReport,
     StepReport,
@@ -34,8 +35,7 @@ from zeroshard.engine.report import (
     vector_of,
 )
 from zeroshard.errors import LossScaleError, UnsupportedError, UsageError, in_short
-from zeroshard.zero.access import UnitOptimState
-from zeroshard.zero.hooks import StepHooks
+from zeroshard.precision.casting import cast_floats
 from zeroshard.zero.life import EngineState
 
 logger = logging.getLogger("zeroshard")
@@ -85,8 +85,10 @@ class Engine(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        parts = setup.assemble(
+        events = Events(self._on_forward_begin, self._on_backward_begin, self._on_abandon)
+        parts = compose(
             model,
+            events,
             config=config,
             optimizer=optimizer,
             model_parameters=model_parameters,
@@ -102,67 +104,37 @@ class Engine(nn.Module):
         self.runtime = parts.runtime
         self.life = parts.runtime.life
         self.scaler = parts.scaler
+        self.scales_loss = parts.scales_loss
         self.lr_scheduler = parts.scheduler
         self.optimizer = parts.runtime.optimizer.inner if parts.runtime.optimizer else None
         self.world_size = parts.place.world_size
         self.global_rank = parts.place.rank
         self.local_rank = parts.place.local_rank
         self.local_world_size = parts.place.local_world_size
-        self._comm: Comm = parts.comm
-        self._watch = parts.watch
         self.accumulation = parts.accumulation
         self.global_steps = 0
         self.micro_steps = 0
         self.global_samples = 0
-        self._micro_batch_size = self.settings.train_micro_batch_size_per_gpu
         self.last_step: StepReport | None = None
-        self._norms: Sequence[tuple[int, Tensor]] = ()  # of the last step, by parameter
         self.training_dataloader: Any = None  # what initialize() made of training_data
+        self._comm: Comm = parts.watch.gathers
+        self._watch = parts.watch
+        self._update = parts.update
+        self._hooks = parts.hooks
+        self._offloader = parts.offloader
+        self._observer = parts.observer
+        self._skipped = SkippedSteps(lambda: self.lr_scheduler, self._groups)
+        self._saver, self._loader = CheckpointSaver(self), CheckpointLoader(self)
+        self._micro_batch_size = self.settings.train_micro_batch_size_per_gpu
+        self._norms: Sequence[tuple[int, Tensor]] = ()  # of the last step, by parameter
         self._scaled_by_caller = False
         self._weight = 1.0
-        bf16 = self.settings.bf16
-        self._update = OptimizerStep(
-            self.runtime,
-            self.settings,
-            watch=self._watch,
-            scaler=self.scaler,
-            accumulation=self.accumulation,
-            device=self.device,
-            checks_overflow=self.scales_loss or (bf16.enabled and bf16.check_grad_overflow),
-        )
-        self._skipped = SkippedSteps(lambda: self.lr_scheduler, self._groups)
-        for shard in self.runtime.optimizer.shards if self.runtime.optimizer else ():
-            shard.unit.optim_state = UnitOptimState(
-                self.runtime.optimizer,
-                shard,
-                self.runtime.reducer.summed,
-                self._update.unscaled_factor,
-            )
-        self._hooks = StepHooks(
-            self.runtime.prefetcher,
-            self.runtime.reducer,
-            at_boundary=self.accumulation.reduces_now,
-            on_forward_begin=self._on_forward_begin,
-            on_backward_begin=self._on_backward_begin,
-            on_abandon=self._on_abandon,
-        )
-        self._offloader = StateOffloader(self.runtime, self._hooks, self.device)
-        stores = self.runtime.stores
-        self._observer = Observer(
-            self.settings,
-            recorder=self._watch.recorder,
-            ledger=self.runtime.ledger,
-            monitors=parts.monitors,
-            speaks=self.global_rank == 0,
-            disk=lambda: stores.timeline,
-        )
         if self._observer.watches_phases:
             for phase in ("forward", "backward", "step"):
                 setattr(self, phase, self._observer.phase(phase, getattr(self, phase)))
-        self._saver, self._loader = CheckpointSaver(self), CheckpointLoader(self)
         if (section := self.settings.flops_profiler).enabled and self.global_rank == 0:
             self.forward = counted(self.forward, model, lambda: self.global_steps, section)  # type: ignore[method-assign]
-        self._gc = setup.ManualGC() if self.settings.disable_python_gc else None
+        self._gc = ManualGC() if self.settings.disable_python_gc else None
 
     # ------------------------------------------------------------------ forward and backward
 
@@ -170,7 +142,7 @@ class Engine(nn.Module):
         """Run the model. Returns what the model returns."""
         self.life.check("engine.forward()", "lp_params")
         if self.settings.fp16.enabled and self.settings.fp16.auto_cast:
-            args, kwargs = setup.cast_floats((args, kwargs), torch.float16)
+            args, kwargs = cast_floats((args, kwargs), torch.float16)
         if self.policy.autocast is None:
             return self.module(*args, **kwargs)
         with torch.autocast(self.device.type, dtype=self.policy.autocast):
@@ -207,11 +179,6 @@ class Engine(nn.Module):
         self.life.check()
         self._scaled_by_caller = True
         return loss * self.scaler.scale
-
-    @property
-    def scales_loss(self) -> bool:
-        """Do gradients pass through fp16, so that the loss is scaled?"""
-        return self.settings.fp16.enabled or self.policy.autocast == torch.float16
 
     def _on_forward_begin(self) -> None:
         if self.accumulation.uncounted and torch.is_grad_enabled():

@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from zeroshard.config import Config
-from zeroshard.engine import setup
 from zeroshard.engine.accumulate import Accumulation
 from zeroshard.engine.build import ZeroRuntime
 from zeroshard.engine.report import HostFlag, StepReport
 from zeroshard.errors import UsageError
 from zeroshard.offload.async_update import PendingUpdates
+from zeroshard.optim.schedulers import schedule_restore, schedule_snapshot
 from zeroshard.precision.loss_scaler import LossScaler
 from zeroshard.watchdog.session import CommSession
 from zeroshard.zero.clip import clip_factor, local_sum_of_squares
@@ -57,7 +58,7 @@ class OptimizerStep:
         self._scaler = scaler
         self._accumulation = accumulation
         self._device = device
-        self._wide = setup.widest(runtime.units)
+        self._wide = widest(runtime.units)
         self._active = self._rounds = 0  # of "join": batches of all ranks, and of one, this step
         self._late: list[tuple[Unit, PendingUpdates]] = []
         offload = settings.zero_optimization.offload_optimizer
@@ -82,7 +83,7 @@ class OptimizerStep:
             tuple(float(group["lr"]) for group in optimizer.inner.param_groups),
             norm, clip, scale, HostFlag(found_inf) if self.checks_overflow else None,
         )  # fmt: skip
-        skipped = setup.read_flag(found_inf) if self.checks_overflow else False
+        skipped = read_flag(found_inf) if self.checks_overflow else False
         if skipped is None and not optimizer.skips_on_device:
             skipped = bool(found_inf)  # this class cannot skip on the device: one wait per step
         if not skipped:
@@ -150,7 +151,7 @@ class OptimizerStep:
     def _without_grad(self, rows: Tensor, flags: list[bool]) -> dict[int, frozenset[int]]:
         if all(flags):  # only a rank that misses gradients has to ask what others had
             return {}
-        seen = iter(flags if setup.is_fake(rows) else unpack_any(rows[:, 2:], len(flags)))
+        seen = iter(flags if is_fake(rows) else unpack_any(rows[:, 2:], len(flags)))
         untouched = {}
         for buffer in self._runtime.reducer.buffers:
             missing = frozenset(i for i in range(len(buffer.has_grad)) if not next(seen))
@@ -216,7 +217,7 @@ class SkippedSteps:
         """Applied updates advance the schedule. A skip not known yet is taken back when it is."""
         scheduler = self._scheduler()
         if skipped is None:
-            self._unread = (report, setup.schedule_snapshot(scheduler, self._groups))
+            self._unread = (report, schedule_snapshot(scheduler, self._groups))
         if not skipped and scheduler is not None:
             scheduler.step(**lr_kwargs)
 
@@ -232,5 +233,23 @@ class SkippedSteps:
         if not report.skipped:
             self.in_a_row = 0
             return None
-        setup.schedule_restore(self._scheduler(), self._groups, snapshot)
+        schedule_restore(self._scheduler(), self._groups, snapshot)
         return report
+
+
+def is_fake(tensor: Tensor | None) -> bool:
+    """A tensor without values: planning, not training."""
+    return isinstance(tensor, FakeTensor)
+
+
+def read_flag(flag: Tensor) -> bool | None:
+    """The value of a 0-dim flag if the host can know it without waiting, else None. Fakes are False."""
+    if is_fake(flag):
+        return False
+    return bool(flag) if flag.device.type == "cpu" else None
+
+
+def widest(units: Sequence[Unit]) -> torch.dtype:
+    """fp64 if anything trains in fp64, else fp32."""
+    masters = {unit.row.master for unit in units if unit.trainable}
+    return torch.float64 if torch.float64 in masters else torch.float32

@@ -413,3 +413,23 @@ def _set_lr(group: dict[str, Any], lr: float) -> None:
         group["lr"].fill_(lr)  # the tensor stays: compiled updates and graphs hold it
     else:
         group["lr"] = lr
+
+
+def schedule_snapshot(
+    scheduler: Any, groups: list[dict[str, Any]]
+) -> tuple[Any, list[dict[str, Any]]]:
+    """What has to be restored if the update turns out to have been skipped."""
+    if scheduler is None:
+        return None, []
+    options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+    return scheduler.state_dict(), options
+
+
+def schedule_restore(scheduler: Any, groups: list[dict[str, Any]], snapshot: Any) -> None:
+    """Undo one advance of the schedule."""
+    state, options = snapshot
+    if scheduler is None or state is None:
+        return
+    scheduler.load_state_dict(state)
+    for group, saved in zip(groups, options, strict=True):
+        group.update(saved)

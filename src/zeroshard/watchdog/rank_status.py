@@ -56,7 +56,7 @@ _PHASES = {
     (_PACKAGE + os.path.join("zero", "access.py"), ""): "access",
     (_PACKAGE + os.path.join("zero", "sharded_parameter.py"), ""): "access",
     (_PACKAGE + os.path.join("zero", "hooks.py"), ""): "forward",
-    (_PACKAGE + os.path.join("engine", "setup.py"), ""): "initialize",
+    (_PACKAGE + os.path.join("engine", "compose.py"), ""): "initialize",
     (_PACKAGE + os.path.join("engine", "optimizer_step.py"), ""): "step",
     (_PACKAGE + os.path.join("engine", "export.py"), ""): "export",
     **{

@@ -16,8 +16,8 @@ from accelerate.utils import convert_to_fp32
 from torch import Tensor
 
 from zeroshard.deepspeed.getters import ForwardingEngine
-from zeroshard.engine.setup import cast_floats
 from zeroshard.errors import UsageError
+from zeroshard.precision.casting import cast_floats
 from zeroshard.zero.life import EngineState
 from zeroshard.zero.sharded_parameter import list_on_request
 

@@ -1,24 +1,25 @@
-"""In which order is an engine put together? Configuration, ranks, plan, agreement, memory, helpers."""
+"""Puts an engine together, in one order on every rank: configuration, ranks, plan, memory, helpers."""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch import nn
 
-from zeroshard.comm.collectives import Comm
 from zeroshard.comm.env import RankInfo, current_rank_info, own_device, rank_info_of
 from zeroshard.config import Config, LoadedConfig, load_config
-from zeroshard.engine import build
 from zeroshard.engine.accumulate import Accumulation
 from zeroshard.engine.arguments import check_model, parameter_list, schedule_over
+from zeroshard.engine.build import ZeroRuntime, build_runtime, place_buffers
 from zeroshard.engine.monitors import Monitors, build_monitors
+from zeroshard.engine.observe import Observer
+from zeroshard.engine.offload_states import StateOffloader
+from zeroshard.engine.optimizer_step import OptimizerStep
+from zeroshard.engine.unit_plan import UnitSpec, layout_digest, plan_units, probed
 from zeroshard.errors import UsageError, in_short
 from zeroshard.offload.copy_streams import choose_device
 from zeroshard.optim.factory import Probe, build_optimizer
@@ -29,28 +30,42 @@ from zeroshard.precision.policy import Policy, policy_from
 from zeroshard.precision.slow_dtype import tell_if_slow
 from zeroshard.watchdog.join import init_distributed
 from zeroshard.watchdog.session import CommSession, decline, open_session
-from zeroshard.zero.unit import Unit
+from zeroshard.zero.access import UnitOptimState
+from zeroshard.zero.hooks import StepHooks
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class EngineParts:
-    """Everything an engine is made of."""
+    """Everything that an engine is made of."""
 
     loaded: LoadedConfig
     place: RankInfo
     device: torch.device
     policy: Policy
-    comm: Comm
     watch: CommSession
-    runtime: build.ZeroRuntime
+    runtime: ZeroRuntime
     scaler: LossScaler
+    scales_loss: bool  # gradients pass through fp16
     scheduler: Any
     accumulation: Accumulation
-    monitors: Monitors | None
+    update: OptimizerStep
+    hooks: StepHooks
+    offloader: StateOffloader
+    observer: Observer
 
 
-def assemble(
+@dataclass(frozen=True, eq=False)
+class Events:
+    """What the hooks ask and tell the engine: see :class:`~zeroshard.zero.hooks.StepHooks`."""
+
+    on_forward_begin: Callable[[], None]
+    on_backward_begin: Callable[[bool], bool]
+    on_abandon: Callable[[], None]
+
+
+def compose(
     model: nn.Module,
+    events: Events,
     *,
     config: Any,
     optimizer: Any,
@@ -81,38 +96,86 @@ def assemble(
         transport=settings.transport,
         device_type=target.type,
         trust=settings.trust,
-        plan={"units": build.layout_digest(draft.specs), **draft.loaded.agreed()},
-    )
-    if place.rank == 0 and target.type == "cpu" and watch.gathers.transport != "fake":
-        tell_if_slow(draft.policy, hardware_of(target))
-    accumulation = Accumulation(
-        settings.gradient_accumulation_steps or 1, managed=settings.managed_gradient_accumulation
+        plan={"units": layout_digest(draft.specs), **draft.loaded.agreed()},
     )
     try:
-        runtime = build.build_runtime(
-            model,
-            draft.specs,
-            settings,
-            optimizer=draft.optimizer,
-            found=draft.probes,
-            gather_comm=watch.gathers,
-            reduce_comm=watch.reductions,
-            place=place,
-            device=target,
-            expects_accumulation=accumulation.expects_more,
-        )
-        buffers = build.place_buffers(
-            model, draft.policy.buffer, target, keep=kept_buffers(model, settings)
-        )
-        for at, buffer in enumerate(buffers):
-            watch.gathers.broadcast(buffer, 0, name=f"buffer {at}").wait()
+        return _assemble(model, events, draft, watch, place)
     except BaseException as error:
         watch.close(in_short(error))
         raise
+
+
+def _assemble(
+    model: nn.Module, events: Events, draft: _Draft, watch: CommSession, place: RankInfo
+) -> EngineParts:
+    """All ranks have the same plan: memory moves."""
+    settings, device, policy = draft.loaded.config, draft.device, draft.policy
+    if place.rank == 0 and device.type == "cpu" and watch.gathers.transport != "fake":
+        tell_if_slow(policy, hardware_of(device))
+    accumulation = Accumulation(
+        settings.gradient_accumulation_steps or 1, managed=settings.managed_gradient_accumulation
+    )
+    runtime = build_runtime(
+        model,
+        draft.specs,
+        settings,
+        optimizer=draft.optimizer,
+        found=draft.probes,
+        gather_comm=watch.gathers,
+        reduce_comm=watch.reductions,
+        place=place,
+        device=device,
+        expects_accumulation=accumulation.expects_more,
+    )
+    buffers = place_buffers(model, policy.buffer, device, keep=kept_buffers(model, settings))
+    for at, buffer in enumerate(buffers):
+        watch.gathers.broadcast(buffer, 0, name=f"buffer {at}").wait()
+    scaler = scaler_from(settings, device)
+    update = OptimizerStep(
+        runtime,
+        settings,
+        watch=watch,
+        scaler=scaler,
+        accumulation=accumulation,
+        device=device,
+        checks_overflow=checks_overflow(settings, policy),
+    )
+    for shard in runtime.optimizer.shards if runtime.optimizer else ():
+        assert runtime.optimizer is not None
+        shard.unit.optim_state = UnitOptimState(
+            runtime.optimizer, shard, runtime.reducer.summed, update.unscaled_factor
+        )
+    hooks = StepHooks(
+        runtime.prefetcher,
+        runtime.reducer,
+        at_boundary=accumulation.reduces_now,
+        on_forward_begin=events.on_forward_begin,
+        on_backward_begin=events.on_backward_begin,
+        on_abandon=events.on_abandon,
+    )
+    observer = Observer(
+        settings,
+        recorder=watch.recorder,
+        ledger=runtime.ledger,
+        monitors=draft.monitors,
+        speaks=place.rank == 0,
+        disk=lambda: runtime.stores.timeline,
+    )
     return EngineParts(
-        draft.loaded, place, target, draft.policy, watch.gathers, watch, runtime,
-        scaler_from(settings, target), draft.scheduler, accumulation, draft.monitors,
+        draft.loaded, place, device, policy, watch, runtime, scaler,
+        scales_loss(settings, policy), draft.scheduler, accumulation, update, hooks, StateOffloader(runtime, hooks, device), observer,
     )  # fmt: skip
+
+
+def scales_loss(settings: Config, policy: Policy) -> bool:
+    """Do gradients pass through fp16, so that the loss is scaled?"""
+    return settings.fp16.enabled or policy.autocast == torch.float16
+
+
+def checks_overflow(settings: Config, policy: Policy) -> bool:
+    """Does a gradient that is not finite leave the parameters as they are?"""
+    bf16 = settings.bf16
+    return scales_loss(settings, policy) or (bf16.enabled and bf16.check_grad_overflow)
 
 
 def _first_fact(error: Exception) -> str:
@@ -130,7 +193,7 @@ class _Draft:
     policy: Policy
     optimizer: torch.optim.Optimizer | None
     probes: Mapping[torch.dtype, Probe]
-    specs: list[build.UnitSpec]
+    specs: list[UnitSpec]
     scheduler: Any
     monitors: Monitors | None
 
@@ -159,8 +222,8 @@ def _draft(
     settings = loaded.config
     policy = policy_from(settings)
     inner = make_optimizer(model, optimizer, model_parameters, settings, policy)
-    probes = build.probed(inner, policy) if inner is not None else {}
-    specs = build.plan_units(
+    probes = probed(inner, policy) if inner is not None else {}
+    specs = plan_units(
         model, settings, policy, inner, world_size=place.world_size,
         whole=not all(probe.elementwise for probe in probes.values()),
     )  # fmt: skip
@@ -260,72 +323,3 @@ def make_scheduler(given: Any, optimizer: torch.optim.Optimizer | None, config: 
         assert config.scheduler is not None
         return build_scheduler(config.scheduler.type, config.scheduler.params, optimizer)
     return schedule_over(given, optimizer)
-
-
-# ---------------------------------------------------------------------- small pure helpers
-
-
-def cast_floats(tree: Any, dtype: torch.dtype) -> Any:
-    """Floating tensors of a nested structure in ``dtype``; everything else as it is."""
-    if isinstance(tree, Tensor):
-        return tree.to(dtype) if tree.is_floating_point() else tree
-    if isinstance(tree, dict):
-        return {key: cast_floats(value, dtype) for key, value in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(cast_floats(item, dtype) for item in tree)
-    return tree
-
-
-def is_fake(tensor: Tensor | None) -> bool:
-    """A tensor without values: planning, not training."""
-    return isinstance(tensor, FakeTensor)
-
-
-def read_flag(flag: Tensor) -> bool | None:
-    """The value of a 0-dim flag if the host can know it without waiting, else None. Fakes are False."""
-    if is_fake(flag):
-        return False
-    return bool(flag) if flag.device.type == "cpu" else None
-
-
-def widest(units: Sequence[Unit]) -> torch.dtype:
-    """fp64 if anything trains in fp64, else fp32."""
-    masters = {unit.row.master for unit in units if unit.trainable}
-    return torch.float64 if torch.float64 in masters else torch.float32
-
-
-def schedule_snapshot(
-    scheduler: Any, groups: list[dict[str, Any]]
-) -> tuple[Any, list[dict[str, Any]]]:
-    """What has to be restored if the update turns out to have been skipped."""
-    if scheduler is None:
-        return None, []
-    options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
-    return scheduler.state_dict(), options
-
-
-def schedule_restore(scheduler: Any, groups: list[dict[str, Any]], snapshot: Any) -> None:
-    """Undo one advance of the schedule."""
-    state, options = snapshot
-    if scheduler is None or state is None:
-        return
-    scheduler.load_state_dict(state)
-    for group, saved in zip(groups, options, strict=True):
-        group.update(saved)
-
-
-class ManualGC:
-    """No cyclic garbage collection but at step boundaries (key ``disable_python_gc``)."""
-
-    def __init__(self) -> None:
-        self._was_on = gc.isenabled()
-        gc.disable()
-
-    def collect(self) -> None:
-        """Collect what recent steps left; what has survived several collections is not looked at."""
-        gc.collect(1)
-
-    def close(self) -> None:
-        """Give the interpreter its collector back."""
-        if self._was_on:
-            gc.enable()
