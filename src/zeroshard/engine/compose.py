@@ -159,11 +159,12 @@ def _assemble(
         ledger=runtime.ledger,
         monitors=draft.monitors,
         speaks=place.rank == 0,
-        disk=lambda: runtime.stores.timeline,
+        disk=partial(getattr, runtime.stores, "timeline"),
     )
     return EngineParts(
         draft.loaded, place, device, policy, watch, runtime, scaler,
-        scales_loss(settings, policy), draft.scheduler, accumulation, update, hooks, StateOffloader(runtime, hooks, device), observer,
+        scales_loss(settings, policy), draft.scheduler, accumulation, update, hooks,
+        StateOffloader(runtime, hooks, device), observer,
     )  # fmt: skip
 
 
