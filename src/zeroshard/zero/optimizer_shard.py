@@ -14,9 +14,9 @@ nothing else, and so need not know that parameters are sharded (ADR 0001).
 *Who owns which memory.* ``param_R`` and ``param_C`` are the unit's memory: ``full_N`` at stage 0, else
 ``shard_S``. A chunk owns ``master_C`` if that is not the parameter itself. Where the parameter is used in
 other memory than it is updated in (a GPU, or a delayed update on CPU ranks), the chunk has a
-:class:`~zeroshard.offload.host_chunk.HostChunk`, which owns the copy of the parameter that the update reads
-and writes. Of a chunk on disk, ``master_C`` and ``state_C`` are views of a pager slot.
-Other chunks use the same slot, so the views are valid only while the chunk's page is open: inside
+:class:`~zeroshard.offload.host_chunk.HostChunk`, which owns the copy of the parameter that the update
+reads and writes. Of a chunk on disk, ``master_C`` and ``state_C`` are views of a pager slot. Other chunks
+use the same slot, so the views are valid only while the chunk's page is open: inside
 :meth:`OptimizerShard.visit` and inside the walk of an update. Outside, they show another chunk's values.
 
 *Masters.* A master starts as the rounded parameter (ADR 0005). It is stored whole, not as a remainder
