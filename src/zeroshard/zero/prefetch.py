@@ -1,8 +1,8 @@
 """Unshards units before their use in forward and backward, and reshards them after it.
 
 The order of wrapped modules is recorded in every forward. From the second one on, the next modules are
-gathered ahead of their use, in both directions. A wrong guess costs time and never gives a wrong value, since
-every use waits for its own units.
+gathered ahead of their use, in both directions. A wrong guess costs time and never gives a wrong value,
+since every use waits for its own units.
 """
 
 from __future__ import annotations
