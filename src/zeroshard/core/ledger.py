@@ -32,8 +32,7 @@ class Ledger:
     _total: dict[Key, int] = field(default_factory=lambda: defaultdict(int))
 
     def hold(self, category: str, owner: str, nbytes: int, tier: Tier = Tier.DEVICE) -> None:
-        """Record that ``owner`` holds ``nbytes`` in ``category``, in place of what it held (0:
-        nothing)."""
+        """Record what ``owner`` holds in ``category``: ``nbytes``, instead of what it held before."""
         key = category, tier
         owners = self.live[key]
         change = nbytes - owners.get(owner, 0)

@@ -30,8 +30,7 @@ class Tier(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The tier of one kind of state: the share ``ratio`` of it is stored in ``tier``, the rest on the
-    device.
+    """Stores the share ``ratio`` of one kind of state in ``tier``, and the rest on the device.
 
     ``host_numel``: elements per rank that stay in host memory when ``tier`` is the disk.
     """
@@ -61,9 +60,9 @@ def place(
     """The spans of units with ``numels`` elements each, in forward order.
 
     The device gets the state of the first units of forward. Backward finishes them last, so their update
-    overlaps with nothing and has to be fast. The next units get host memory, the last ones the disk.
-    Spans end at multiples of 64 elements, so no bit of an update depends on its tier. On disk they have
-    at most ``CHUNK_NUMEL`` elements.
+    overlaps with no computation. The next units get host memory, the last ones the disk. Spans end at
+    multiples of 64 elements, so no bit of an update depends on its tier. On disk they have at most
+    ``CHUNK_NUMEL`` elements.
 
     ``cuts``: for each unit, the only positions at which it may be cut (for optimizers of whole matrices).
 
@@ -103,9 +102,7 @@ def _spans(
         step = CHUNK_NUMEL if tier is Tier.DISK else max(1, numel)
         while begin < stop:
             end = min(begin + step, stop)
-            if (
-                positions is not None
-            ):  # the last cut in reach; one matrix may be longer than ``step``
+            if positions is not None:  # the last cut in reach; one matrix may be longer
                 fitting = [p for p in positions if begin < p <= stop]
                 end = max((p for p in fitting if p <= end), default=min(fitting, default=stop))
             spans.append(Span(begin, end, tier))

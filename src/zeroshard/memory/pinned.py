@@ -25,7 +25,7 @@ from zeroshard.memory.pages import round_to_page
 logger = logging.getLogger("zeroshard")
 
 ALIGNMENT_NBYTES = 64
-"""Alignment of every tensor: a cache line, and a good start for vectorised kernels."""
+"""Alignment of every tensor: a cache line, which vectorised kernels prefer."""
 
 
 def slot_nbytes(numel: int, dtype: torch.dtype) -> int:

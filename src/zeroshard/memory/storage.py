@@ -30,7 +30,10 @@ def release(flat: Tensor) -> None:
 
 
 _PIECE_WORDS = {"cpu": 2**16}
-"""Words per piece of a fingerprint: on CPU as many as stay in a core's cache."""
+"""Words per piece of a fingerprint: on CPU as many as a core's cache holds.
+
+Other devices take 2**20, enough work for one kernel.
+"""
 
 
 def fingerprint(flat: Tensor) -> Tensor:

@@ -1,2 +1,1 @@
-"""Training state in host memory or on disk: the plan, the stores, and the copies to and from the
-device."""
+"""Training state in host memory or on disk: the plan, the stores, and the copies."""

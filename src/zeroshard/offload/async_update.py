@@ -21,7 +21,7 @@ Groups = Sequence[Mapping[str, Any]]
 """An optimizer's param groups, for their options."""
 
 ParamTransfer = Callable[[], CopyHandle | None]
-"""Returns the copy of a parameter to the device after starting it; None if the parameter stays put."""
+"""Gives the copy of a parameter to the device, once that has started; None if there is no copy."""
 
 
 class AsyncUpdateWorker:
@@ -96,7 +96,7 @@ class PendingUpdates:
         self._chunks.append((host_chunk, sent))
 
     def wait(self) -> None:
-        """Make the current stream wait until this rank's part of the unit is updated.
+        """Wait for the updates, so that the current stream may use this rank's part of the unit.
 
         Raises what the worker raised.
         """

@@ -46,8 +46,9 @@ class GradStore(Protocol):
 class DiskGradStore:
     """One unit's reduced gradient in a file.
 
-    It has memory only around transfers. After a write, until :meth:`finish`, which ``writes`` calls when
-    too many newer writes are in flight. For a read, from :meth:`prefetch` to :meth:`free`. ``nbytes`` are
+    It has memory only around transfers. A written gradient keeps its memory until :meth:`finish`, which
+    ``writes`` calls when too many newer writes are in flight. A read one has memory from
+    :meth:`prefetch` to :meth:`free`. ``nbytes`` are
     reserved in the file. A sum in a wider dtype than planned gets a larger extent.
     """
 

@@ -103,8 +103,7 @@ class HostChunk:
         self._grad_arrival = self.streams.d2h(grad_C, self._grad_C)
 
     def fetch_gradient(self, grad_C: Tensor) -> None:
-        """Copy the gradient back into ``grad_C`` on the device. Waits for the copies in both
-        directions."""
+        """Copy the gradient back into ``grad_C`` on the device, and wait for it."""
         assert self._grad_arrival is not None
         assert self._grad_C is not None
         self._grad_arrival.synchronize()

@@ -263,8 +263,9 @@ class Pager:
 
 
 def _settle(slot: _Slot) -> float:
-    """Wait for the slot's last write and return the seconds waited. A ``DiskError`` is raised only
-    once."""
+    """Wait for the slot's last write. Returns the seconds waited.
+
+    A ``DiskError`` of the write is raised once."""
     if slot.write is None:
         return 0.0
     begin_s = time.perf_counter()
@@ -289,6 +290,5 @@ def _rate(nbytes: int, seconds: float) -> str:
 
 
 def page_nbytes(numel: int, dtypes: Iterable[torch.dtype]) -> int:
-    """Bytes on a page of one flat tensor ``[numel]`` per dtype. Each starts at a multiple of 4096
-    bytes."""
+    """Bytes on a page of one flat tensor ``[numel]`` per dtype, each at a multiple of 4096."""
     return sum(-(-numel * dtype.itemsize // 4096) * 4096 for dtype in dtypes)

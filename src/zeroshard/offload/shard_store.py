@@ -49,8 +49,7 @@ class MemoryShardStore:
         """Store the values that the shard in memory was updated to."""
 
     def write_back_if_changed(self, part_S: Tensor) -> None:
-        """Take over ``part_S``, this rank's part of the full unit, into which a program may have
-        written."""
+        """Take over ``part_S``, this rank's part of the full unit, if the program wrote into it."""
         self.shard_S.copy_(part_S)
 
     def on_unshard(self, part_S: Tensor) -> None:

@@ -169,8 +169,7 @@ class Stores:
 
     @property
     def moved_nbytes(self) -> dict[str, int]:
-        """Bytes since the engine was built: read from and written to disk, copied to the host and
-        back."""
+        """Bytes since the engine was built: from and to disk, to the host and back to the device."""
         streams = self.streams or CopyStreams()
         return {
             "read_nbytes": sum(file.read_nbytes for file in self._files.values()),

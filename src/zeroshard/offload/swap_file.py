@@ -58,7 +58,7 @@ class Transfer:
         assert 0 <= nbytes <= min(memory.nbytes, extent.nbytes), (nbytes, memory.nbytes, extent)
         self.nbytes = nbytes
         self.writes = writes
-        self.began_s = self.ended_s = time.perf_counter()  # of its first and of its last block
+        self.began_s = self.ended_s = time.perf_counter()  # first block begun, last one ended
         self._file = file
         self._offset = extent.offset
         self._memory: Tensor | None = memory
@@ -217,7 +217,7 @@ class SwapFile:
             try:
                 allocate(self._fd, extent.offset, extent.nbytes)
             except OSError as error:
-                os.ftruncate(self._fd, self.reserved_nbytes)  # frees what was reserved
+                os.ftruncate(self._fd, self.reserved_nbytes)  # frees a part that was reserved
                 raise DiskError(
                     f"{self.directory} has no room for the state that is to rest there: "
                     f"{extent.nbytes} bytes were asked for beside the {self.reserved_nbytes} that this "
@@ -236,10 +236,10 @@ class SwapFile:
         nbytes: int | None = None,
         after: Transfer | None = None,
     ) -> Transfer:
-        """Start reading the first ``nbytes`` of ``extent`` (default: as many as ``into`` has) into
-        ``into``.
+        """Start reading the first ``nbytes`` of ``extent`` into ``into``.
 
-        ``into``: a contiguous CPU tensor of any dtype. ``after``: start when that transfer has ended.
+        ``into``: a contiguous CPU tensor of any dtype. ``nbytes``: default: all of ``into``. ``after``:
+        start when that transfer has ended.
         """
         return self._submit(extent, into, nbytes, after, writes=False)
 
@@ -369,8 +369,7 @@ def _serve(jobs: _Jobs) -> None:
 
 
 def _shut(fd: int, jobs: _Jobs, threads: list[threading.Thread]) -> None:
-    """End the threads and close the file. May run on one of the threads, if it dropped the last
-    reference."""
+    """End the threads and close the file. May run on one of the threads."""
     for _ in threads:
         jobs.put(None)
     for thread in threads:

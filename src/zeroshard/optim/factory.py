@@ -1,5 +1,4 @@
-"""Builds the optimizer that the configuration names, and probes whether it may update parts of
-parameters.
+"""Builds the configured optimizer, and probes whether it may update parts of parameters.
 
 Every optimizer here is a ``torch.optim.Optimizer`` that does not know that it is sharded. The engine
 gives it 1-D fragments if it works element by element, and whole parameters otherwise. :func:`probe` finds

@@ -50,9 +50,7 @@ class Policy:
     buffer: torch.dtype | None = None  # None: buffers are not changed
     keep_fp32: tuple[str, ...] = ()  # globs over parameter names
     autocast: torch.dtype | None = None  # of forward under torch.autocast
-    autocast_reduced: frozenset[str] = (
-        frozenset()
-    )  # classes whose gradients are reduced in ``autocast``
+    autocast_reduced: frozenset[str] = frozenset()  # classes with gradients reduced in it
 
     def row_for(self, fqn: str, dtype: torch.dtype, owner: nn.Module | None = None) -> DtypeRow:
         """The dtypes of parameter ``fqn`` of module ``owner``, which has ``dtype`` in the model.

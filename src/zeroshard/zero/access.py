@@ -39,8 +39,7 @@ class UnitOptimState:
     def visit(
         self, param: nn.Parameter, *, changed: bool = False
     ) -> Iterator[tuple[OptimizerChunk, OwnedFragment]]:
-        """Yield each chunk and fragment of the parameter, with memory that is valid until the next
-        one."""
+        """Yield each chunk and fragment of the parameter; its memory is valid until the next one."""
         for chunk in self.shard.visit(changed=changed):
             yield from ((chunk, f) for f in chunk.fragments if f.param is param)
 
@@ -137,8 +136,7 @@ class GatheredParameters:
         return list(dict.fromkeys(owner.bucket for _, owner in self.spread if owner.bucket))
 
     def _close_buckets(self, error: BaseException | None) -> list[str]:
-        """Shard again the buckets that no other block uses. Returns names of edited read-only
-        parameters."""
+        """Shard the buckets that no other block uses. Returns names of edited read-only parameters."""
         for _, owner in self.spread:
             owner.pin_count = max(0, owner.pin_count - 1)
         refused: list[str] = []

@@ -15,8 +15,7 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 innermost = torch._C._functorch.peek_interpreter_stack
-"""Returns the ``torch.func`` transform that is running, or None. A C++ function, cheap enough for
-hooks."""
+"""Returns the running ``torch.func`` transform, or None. A C++ function, cheap enough for hooks."""
 
 
 def suspended() -> AbstractContextManager[Any]:

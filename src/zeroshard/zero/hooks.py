@@ -26,8 +26,8 @@ rounded differently from plain PyTorch.
 
 [Note: order of collectives] Every rank must issue the same collectives in the same order, whatever it ran
 (ADR 0004). So a module that backward has left is finished even if gradients are missing: they count as
-zeros. Without this, a rank that skipped an expert would start its reductions after all-gathers that the
-other ranks start later, and the ranks would wait for each other without end.
+zeros. Without this, a rank that skipped an expert would start the reduction only after
+further all-gathers, and the other ranks before them. The ranks would wait for each other without end.
 """
 
 from __future__ import annotations
@@ -110,9 +110,7 @@ class StepHooks:
         self.creates_graph = False
         self.forward_depth = 0
         self._task = IN_FORWARD  # the outermost backward that runs
-        self._open_calls: dict[int, list[_Call]] = defaultdict(
-            list
-        )  # by ``recorded_in``, oldest first
+        self._open_calls: dict[int, list[_Call]] = defaultdict(list)  # by ``recorded_in``, in order
         self._buffers = {id(buffer.unit): buffer for buffer in reducer.buffers}
         self.on_modules: list[RemovableHandle] = []
         self.on_params: list[RemovableHandle] = []
@@ -129,10 +127,7 @@ class StepHooks:
         """Attach all hooks, and replace those that are attached."""
         self.remove()
         self._landings.clear()
-        me, buffers = (
-            weakref.ref(self),
-            self._buffers,
-        )  # weak: a model must not keep an engine alive
+        me, buffers = weakref.ref(self), self._buffers  # a model must not keep an engine alive
         for wrapped in self.prefetcher.wrapped_modules:
             before, after = self._module_hooks(wrapped)
             pre = _bound(me, before, wrapped)

@@ -275,8 +275,9 @@ class Init:
         )
 
     def _spread(self, items: Sequence[BucketedParameter | ParamBucket]) -> None:
-        """Shard items. Collective. Inside the block, items that the program still refers to stay
-        whole."""
+        """Shard items. Collective.
+
+        Inside the block, items to whose memory the program has another reference stay whole."""
         items = [item for item in items if isinstance(item, ParamBucket) or self._is_built(item)]
         held = self._compare(items) if items else set()
         self._held |= held
@@ -289,7 +290,8 @@ class Init:
             bucket.close()
 
     def _is_built(self, item: BucketedParameter) -> bool:
-        """Whether the parameter is still part of a module, and has no other owner. If not, drop it."""
+        """Whether the parameter is still part of a module, and has no other owner. If not, leave it
+        alone."""
         param, places = self._built(item)
         if sharded_parameter.owner_of(param) is item:
             for holder, leaf in places:
@@ -307,8 +309,7 @@ class Init:
     def _packed(
         self, params: Iterable[tuple[BucketedParameter, nn.Parameter]]
     ) -> Iterator[ParamBucket]:
-        """Buckets of the parameters, in order. Small parameters of one dtype and device share a
-        bucket."""
+        """Buckets of the parameters. Small parameters of one dtype and device share a bucket."""
         groups: dict[Any, tuple[list[tuple[BucketedParameter, nn.Parameter]], int]] = {}
         for owner, param in params:
             kind = param.dtype, param.device

@@ -18,8 +18,8 @@ runs on the worker thread if it can, else on this thread (ADR 0008).
 where they differ. Without this, the update would overwrite what the program wrote (ADR 0009).
 
 *Invariants.* Gradients are in the buffers. ``.grad`` of a fragment is set only while the optimizer's
-``step`` runs on its chunk, and ``params`` of the groups are the chunk's fragments only then. Without the
-check in ``_refuse_direct_step``, a direct ``optimizer.step()`` would therefore do nothing, silently. An
+``step`` runs on its chunk, and ``params`` of the groups are the chunk's fragments only then. A direct
+``optimizer.step()`` would therefore do nothing without an error, and ``_refuse_direct_step`` raises. An
 update that fails midway leaves parameters of two different steps. ``check_whole`` raises from then on, so
 no step or checkpoint uses them.
 """
@@ -141,8 +141,7 @@ class ShardedOptimizer:
     # ------------------------------------------------------------------ the step
 
     def norms(self) -> Norms:
-        """2-norms of this rank's fragments of the reduced gradient, in the order of the model's
-        parameters.
+        """2-norms of this rank's fragments of the reduced gradient, in the order of the parameters.
 
         See :meth:`OptimizerShard.norms`.
         """
@@ -382,8 +381,7 @@ class ShardedOptimizer:
             del self.inner.found_inf, self.inner.grad_scale  # type: ignore[attr-defined]
 
     def _refuse_direct_step(self, *_: object) -> None:
-        """Refuse ``step()`` calls of the program: gradients are not in ``.grad``, so it would do
-        nothing."""
+        """Refuse ``step()`` calls of the program. Without ``.grad`` they would do nothing."""
         if not self._updating:
             raise UsageError(
                 "optimizer.step() was called directly. Its gradients are sharded and belong to the "

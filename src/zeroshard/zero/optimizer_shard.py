@@ -130,14 +130,13 @@ class OptimizerChunk:
                 sync_master_from_param(master, low)
 
     def sync_edits(self) -> None:
-        """Copy into the master what the program wrote into the parameter, on the device too."""
+        """Copy into the master what the program wrote into the parameter, on either device."""
         if self.host_chunk is not None:
             self.host_chunk.sync_edits_from_device()
         self.sync_from_param()
 
     def write_param(self) -> None:
-        """Round the master into the parameter, in host and device memory, after a write outside a
-        step."""
+        """Round the master into the parameter, on host and device, after a write outside a step."""
         self.round_master_into_param()
         if self.host_chunk is not None:
             self.param_C.copy_(self.param_on_update_device)
@@ -170,7 +169,7 @@ class OptimizerShard:
     pager: Pager | None = None
     is_offloaded: frozenset[str] = (
         frozenset()
-    )  # "master" and "optimizer", as far as offload_states() moved them off the device
+    )  # of "master" and "optimizer": what offload_states() moved to the host
 
     @property
     def is_whole(self) -> bool:
@@ -208,8 +207,7 @@ class OptimizerShard:
         return grad
 
     def norms(self) -> Norms:
-        """:meth:`measure` of this step's gradient. One in a gradient store was measured on its way
-        there."""
+        """:meth:`measure` of this step's gradient. One in a store was measured when it was stored."""
         buffer = self.buffer
         if buffer.norms is not None:
             return buffer.norms
@@ -286,8 +284,7 @@ class OptimizerShard:
             )
 
     def sync_edits(self) -> None:
-        """Copy into the masters what the program wrote into the parameters, in place or by
-        ``param.data``."""
+        """Copy into the masters what the program wrote into the parameters, in whatever way."""
         self.unit.wait_for_unshard()
         self.unit.write_back_edits()
         if "master" in self.is_offloaded:
@@ -340,8 +337,7 @@ class OptimizerShard:
         return Tier.HOST if tier is Tier.DEVICE and category in self.is_offloaded else tier
 
     def _tier_of(self, chunk: OptimizerChunk, value: Tensor) -> Tier:
-        """The tier of one tensor of state. A step count has no space on the page: it is in host
-        memory."""
+        """The tier of a tensor of state. Step counts have no space on pages: they are in host memory."""
         if chunk.page is None or storage.is_shared(value, chunk.page.bytes):
             return chunk.tier
         return Tier.HOST

@@ -25,8 +25,7 @@ _NOWHERE = Slot("", (), 0)
 
 
 class BucketedParameter:
-    """The owner of one parameter before it belongs to a unit. Knows its bucket and slot, if it has
-    one."""
+    """The owner of one parameter before it belongs to a unit. Knows its bucket and slot."""
 
     __slots__ = (
         "__weakref__",

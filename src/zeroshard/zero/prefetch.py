@@ -52,8 +52,7 @@ class WrappedModule:
 
     @property
     def is_read_in_backward(self) -> bool:
-        """Whether backward reads the parameters. That of an embedding only writes the table's
-        gradient."""
+        """Whether backward reads the parameters. An embedding's only writes their gradient."""
         module = self.module
         # One forward hook is ours; backward of what other hooks compute may read the table.
         return type(module) is not nn.Embedding or len(module._forward_hooks) > 1

@@ -113,8 +113,7 @@ class GradReducer:
         return unit.row.grad_accum if many else unit.row.reduce
 
     def end_backward(self) -> None:
-        """Reduce the remaining buffers in the fixed order, so that all ranks issue the same
-        collectives."""
+        """Reduce the remaining buffers in the fixed order, the same on every rank."""
         self.waiting = not self.reducing
         if self.waiting:
             return
@@ -245,8 +244,9 @@ class GradReducer:
         return sum_S if before_S is None else before_S + sum_S
 
     def abandon(self) -> None:
-        """Drop the gradients of a backward that an exception ended, after waiting for reductions in
-        flight."""
+        """Drop the gradients of a backward that an exception ended.
+
+        Waits for reductions in flight."""
         while self._in_flight:
             for handle in self._in_flight.popleft().handles:
                 handle.wait()

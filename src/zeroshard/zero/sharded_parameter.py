@@ -76,8 +76,7 @@ _orders = itertools.count()
 
 
 def count_owner() -> int:
-    """A number for a new owner. All ranks create owners in one order, so its number is the same on
-    all."""
+    """A number for a new owner: the same on every rank, since all create owners in one order."""
     return next(_orders)
 
 
@@ -134,9 +133,7 @@ def mark_sharded(
 ) -> None:
     """Put placeholders into the parameters. From now on their owner serves reads."""
     for param, nothing in zip(params, placeholders or map(nan_placeholder, params), strict=True):
-        if not isinstance(
-            param, FakeTensor
-        ):  # a fake tensor has no values, and must keep its class
+        if not isinstance(param, FakeTensor):  # no values to guard, and it must keep its class
             param.data = nothing
             param.__class__ = ShardedParameter
 
@@ -422,8 +419,7 @@ class _OwnerOfEntry:
 
 
 class ReadOnlyCopy(Tensor):
-    """Full values of a sharded parameter, or a view of them: the result of ``param.data`` and
-    ``param[0]``.
+    """Full values of a sharded parameter, or a view of them: ``param.data`` or ``param[0]``.
 
     In plain PyTorch a program can edit the parameter through them. Here the edit would be lost, so it
     raises. A clone may be written.
@@ -550,8 +546,7 @@ def _is_no_edit(param: Any, values: Any) -> bool:
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors of one shape and dtype have the same bits (NaN may equal NaN, 0.0 is not
-    -0.0)."""
+    """Whether two tensors of one shape and dtype have the same bits. (So 0.0 and -0.0 differ.)"""
     one, other = (tensor.detach().reshape(-1).view(torch.uint8) for tensor in (one, other))
     return torch.equal(one, other)
 

@@ -8,7 +8,7 @@ number of elements of one rank's shard. The name of a flat tensor ends in its ex
 
 *Layout.* The shard of rank ``r`` is ``full_N[r * S : (r + 1) * S]``, and ``S`` is a multiple of 64
 (ADR 0001). So collectives read and write the unit's memory without copies, and no cut splits what a SIMD
-instruction does at once. Without the latter, stages would not agree bit for bit.
+instruction does at once. Otherwise stages would not agree bit for bit.
 
 *Who owns which memory.* The unit owns one storage, that of ``full_N``, as long as it lives. Full
 parameters are views of it. It is freed and filled by resizing, and never replaced by another storage (ADR
