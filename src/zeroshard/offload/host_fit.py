@@ -1,4 +1,4 @@
-"""Checks that the memory that the ranks of this host plan fits into it.
+"""Checks that this host's memory can hold what its ranks plan to allocate.
 
 A pure function of numbers. :mod:`zeroshard.memory.host_limits` reads the limits; the plan gives the
 numbers of every rank of the host. Each rank alone might fit where all of them together would be killed.

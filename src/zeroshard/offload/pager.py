@@ -153,9 +153,8 @@ class Pager:
         without ``strict=True``, which does not come back after the last page.
 
         Raises:
-            DiskError: a page cannot be read; or a page could not be written, raised when its slot is
-            needed
-                again or at the end of the walk.
+            DiskError: a page cannot be read; or one could not be written, raised when its slot is
+                needed again or at the end of the walk.
         """
         self.timeline = line = Timeline()
         begin_s = time.perf_counter()
@@ -265,7 +264,8 @@ class Pager:
 def _settle(slot: _Slot) -> float:
     """Wait for the slot's last write. Returns the seconds waited.
 
-    A ``DiskError`` of the write is raised once."""
+    A ``DiskError`` of the write is raised once.
+    """
     if slot.write is None:
         return 0.0
     begin_s = time.perf_counter()

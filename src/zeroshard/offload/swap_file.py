@@ -3,7 +3,7 @@
 There is one file per rank and directory. It has no name: it is made with ``O_TMPFILE``, or unlinked as
 soon as it is made. The kernel frees it when the process ends, in whatever way that happens (ADR 0008).
 Blocks are reserved in advance, so a disk that fills up later cannot stop a run. Transfers use
-``O_DIRECT`` where the file system allows it: they take no page cache and make no copy. A few threads move
+``O_DIRECT`` where the file system allows it: they use no page cache and make no copy. A few threads move
 blocks of 8 MiB; the system calls release the interpreter lock.
 
 [Note: alignment] ``O_DIRECT`` needs addresses, offsets and lengths that are multiples of a page. Extents

@@ -277,7 +277,8 @@ class Init:
     def _spread(self, items: Sequence[BucketedParameter | ParamBucket]) -> None:
         """Shard items. Collective.
 
-        Inside the block, items to whose memory the program has another reference stay whole."""
+        Inside the block, items to whose memory the program has another reference stay whole.
+        """
         items = [item for item in items if isinstance(item, ParamBucket) or self._is_built(item)]
         held = self._compare(items) if items else set()
         self._held |= held
@@ -290,8 +291,7 @@ class Init:
             bucket.close()
 
     def _is_built(self, item: BucketedParameter) -> bool:
-        """Whether the parameter is still part of a module, and has no other owner. If not, leave it
-        alone."""
+        """Whether the parameter is still part of a module and has no other owner. If not, drop it."""
         param, places = self._built(item)
         if sharded_parameter.owner_of(param) is item:
             for holder, leaf in places:

@@ -246,7 +246,8 @@ class GradReducer:
     def abandon(self) -> None:
         """Drop the gradients of a backward that an exception ended.
 
-        Waits for reductions in flight."""
+        Waits for reductions in flight.
+        """
         while self._in_flight:
             for handle in self._in_flight.popleft().handles:
                 handle.wait()

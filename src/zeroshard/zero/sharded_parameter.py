@@ -67,7 +67,8 @@ class Owner(Protocol):
 owners: Attached[Tensor, Callable[[], Owner | None]] = Attached()
 """Maps a parameter to a function that gives its :class:`Owner`, or None when that is gone.
 
-The function is a weak reference if the owner refers to the parameter; otherwise neither would be freed.
+The function is a weak reference if the owner refers to the parameter. A strong one would keep both
+alive.
 """
 
 
@@ -314,7 +315,7 @@ class ShardedParameter(nn.Parameter):
         return values.__reduce_ex__(protocol)
 
     def set_(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Raise as for any write. ``Tensor.set_`` would not consult the class."""
+        """As any write: raise unless it can be made full. ``Tensor.set_`` does not consult the class."""
         used = [self, *_tensors_in((args, kwargs), Tensor)]
         for param in in_order(param for param in used if isinstance(param, ShardedParameter)):
             if (owner := owner_of(param)) is not None:
