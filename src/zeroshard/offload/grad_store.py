@@ -47,9 +47,9 @@ class DiskGradStore:
     """One unit's reduced gradient in a file.
 
     It has memory only around transfers. A written gradient keeps its memory until :meth:`finish`, which
-    ``writes`` calls when too many newer writes are in flight. A read one has memory from
-    :meth:`prefetch` to :meth:`free`. ``nbytes`` are
-    reserved in the file. A sum in a wider dtype than planned gets a larger extent.
+    ``writes`` calls when too many newer writes are in flight. A read one has memory from :meth:`prefetch`
+    to :meth:`free`. ``nbytes`` are reserved in the file. A sum in a wider dtype than planned gets a
+    larger extent.
     """
 
     every_backward = True

@@ -192,8 +192,8 @@ class Stores:
 def update_threads(device: torch.device, place: RankInfo) -> int:
     """Threads for the update in host memory.
 
-    On a GPU host, this rank's share of the cores. On CPU ranks torch's number of threads, since
-    the same cores compute forward and backward.
+    On a GPU host, this rank's share of the cores. On CPU ranks torch's number of threads, since the same
+    cores compute forward and backward.
     """
     omp = torch.get_num_threads()
     if device.type == "cpu":

@@ -2,7 +2,7 @@
 
 Each element counts once: a rank measures the shards that it owns, fragment by fragment, as
 ``torch.nn.utils.clip_grad_norm_`` measures parameters. One small all-gather exchanges the ranks' sums,
-which are added in rank order. All values stay in 0-dim tensors, so nothing waits for the device.
+which are added in rank order. All values stay in 0-dim tensors.
 """
 
 from __future__ import annotations

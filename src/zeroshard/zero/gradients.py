@@ -21,8 +21,8 @@ parameter without one on any rank is left out of the update.
 belongs to the collective; writing to it would corrupt the sum. At stages 2 and 3 (``transient``) it is
 freed after the reduction. At stages 0 and 1, and on one rank, ``reduced_S`` is a slice of it. If a
 :class:`~zeroshard.offload.grad_store.GradStore` is given, the reduced gradient is moved there between
-reduction and update (``is_stored``), and the buffer holds nothing. Its norms are
-measured at that time, so that clipping does not read it back (ADR 0008).
+reduction and update (``is_stored``), and the buffer holds nothing. Its norms are measured at that time,
+so that clipping does not read it back (ADR 0008).
 """
 
 from __future__ import annotations

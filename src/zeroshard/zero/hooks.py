@@ -26,8 +26,8 @@ rounded differently from plain PyTorch.
 
 [Note: order of collectives] Every rank must issue the same collectives in the same order, whatever it ran
 (ADR 0004). So a module that backward has left is finished even if gradients are missing: they count as
-zeros. Without this, a rank that skipped an expert would start the reduction only after
-further all-gathers, and the other ranks before them. The ranks would wait for each other without end.
+zeros. Without this, a rank that skipped an expert would start the reduction only after further
+all-gathers, and the other ranks before them. The ranks would wait for each other without end.
 """
 
 from __future__ import annotations
@@ -212,8 +212,8 @@ class StepHooks:
     def _check_places(self) -> None:
         """Refuse parameters that came into the model after the engine was built.
 
-        They would never be reduced or updated. Without gradients anything may be in the model, since
-        ``torch.func.functional_call`` puts tensors there.
+        They would never be reduced or updated. While gradients are disabled anything may be in the model,
+        since ``torch.func.functional_call`` puts tensors there.
 
         Raises:
             UsageError: such a parameter is there.
@@ -294,7 +294,7 @@ class StepHooks:
                 self._leave_after(node._sequence_nr(), IN_FORWARD)
         self.prefetcher.unshard(wrapped, forward=not backward)
         if not torch.is_grad_enabled() or (backward and wrapped.open_calls):
-            wrapped.running.append(None)  # recomputed: its outputs in forward have hooks already
+            wrapped.running.append(None)  # no graph; or recomputed, and the first run is recorded
             return
         call = _Call(wrapped, graph_task(), torch._C._autograd._get_sequence_nr())
         self._open_calls[call.recorded_in].append(call)

@@ -165,7 +165,7 @@ class ShardedOptimizer:
         ``published(unit, pending)`` is called once for each unit. If the unit's update is complete,
         ``pending`` is None and the call follows its last chunk. If there is a worker, units whose
         parameters are not on disk are published after the last chunk of the model was started, and
-        ``pending`` waits for the unit's update.
+        ``pending`` waits for the unit's update (None: it is complete).
         """
         inner = self.inner
         has_kernel = self._choose_kernel()

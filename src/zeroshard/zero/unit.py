@@ -74,7 +74,7 @@ class UnitState(Enum):
     SHARDED = "sharded"  # only shard_S is valid: the state between uses at stage 3
     GATHERING = "gathering"  # full_N has memory that must not be read: values are incomplete
     FULL = "full"  # full_N is valid, and the module's parameters are views of it
-    OFFLOADED = "away"  # offload_states() has moved the parameters off the device
+    OFFLOADED = "away"  # offload_states() is in effect: the parameters must not be used
 
 
 _TRANSITIONS = frozenset(
@@ -220,7 +220,7 @@ class Unit:
         self._handle = self.comm.all_gather(self.full_N, self._source_S, name=self.name)
 
     def wait_for_unshard(self) -> None:
-        """Finish the all-gather in flight, if there is one. The parameters can be read afterwards.
+        """Finish the all-gather in flight, so that the parameters can be read. Does nothing without one.
 
         Raises:
             UsageError: the parameters are offloaded.
@@ -239,7 +239,7 @@ class Unit:
         self._mark_unsharded()
 
     def reshard(self) -> None:
-        """Write back edits and free the full parameters. Does nothing if resident, pinned or not full."""
+        """Write back edits and free the full parameters, unless the unit is resident or pinned."""
         if self.resident or self.pin_count or self.state in _WITHOUT_FULL:
             return
         self.wait_for_unshard()  # until an all-gather has ended, it writes into the storage
