@@ -32,7 +32,7 @@ class Ledger:
     _total: dict[Key, int] = field(default_factory=lambda: defaultdict(int))
 
     def hold(self, category: str, owner: str, nbytes: int, tier: Tier = Tier.DEVICE) -> None:
-        """Record what ``owner`` holds in ``category``: ``nbytes``, instead of what it held before."""
+        """Record that ``owner`` now holds ``nbytes`` in ``category`` (0: nothing)."""
         key = category, tier
         owners = self.live[key]
         change = nbytes - owners.get(owner, 0)

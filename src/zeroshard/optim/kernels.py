@@ -18,8 +18,9 @@ _Group = Mapping[str, Any]
 def kernel_of(optimizer: torch.optim.Optimizer, *, compiles: bool = True) -> UpdateKernel | None:
     """The optimizer's arithmetic as a function; None if its own ``step`` has to run.
 
-    ``compiles``: a compiled kernel may be used instead (key ``compile_update``). Subclasses, unusual
-    options and torch's unfused loops keep their own ``step``. Results do not depend on which one runs.
+    ``compiles``: a compiled kernel may be used instead (ZeroShard's key ``compile_update``). Subclasses,
+    unusual options and torch's unfused loops keep their own ``step``. Results do not depend on which one
+    runs.
     """
     kind, groups = type(optimizer), optimizer.param_groups
     if kind is Lion:

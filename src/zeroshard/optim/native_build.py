@@ -43,7 +43,7 @@ def load(source: Path) -> ctypes.CDLL:
         if folder is not None:
             return _load(compiler, source, folder / name)
         with tempfile.TemporaryDirectory(prefix="zeroshard-native-") as passing:
-            return _load(compiler, source, Path(passing, name))  # loaded code may lose its file
+            return _load(compiler, source, Path(passing, name))  # the code stays loaded
     except OSError as error:
         raise CannotBuild(f"{type(error).__name__}: {error}") from error
 
