@@ -143,13 +143,13 @@ def test_the_update_thread_selects_its_device_before_anything_else(cuda):
 
 
 def test_the_sentinel_selects_the_device_that_it_asks_for_events(cuda, tmp_path):
-    recorder = Recorder(box=tmp_path / "0")
+    recorder = Recorder(recording=tmp_path / "0")
     recorder.watch_device()
     recorder.note_pending(recorder.enter(recorder.entries("x")["y"], torch.ones(1), 1, 0))
     peer = Peer(0, this_process(), str(tmp_path / "0"))
     store = torch.distributed.HashStore()
     trust = WatchdogSettings(tick_s=0.01)
-    watchdog = Watchdog(store, rank=0, ranks=[0], box=tmp_path / PRESENCE, trust=trust)
+    watchdog = Watchdog(store, rank=0, ranks=[0], recording=tmp_path / PRESENCE, trust=trust)
     asked = threading.Event()
     with mock.patch.object(FakeEvent, "query", lambda _: [cuda.note("query"), asked.set()]):
         part = calls_of(recorder, "x", trust, peers={0: peer})
