@@ -1,0 +1,1 @@
+"""Layout, stages, tiers, byte counts and the ledger: arithmetic and data that all packages share."""

@@ -1,4 +1,4 @@
-"""Free space of a directory, and what a failed system call says."""
+"""Free space of a directory, and the text of a failed system call."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from zeroshard.errors import DiskError
 
 
 def free_nbytes(directory: str | Path | int) -> int:
-    """Bytes that this user may still write below ``directory``, or where an open file is.
+    """Bytes that this user may still write below ``directory``, or on the file system of an open file.
 
-    Raises ``DiskError``.
+    Raises:
+        DiskError: the file system does not report them.
     """
     try:
         found = os.statvfs(directory)

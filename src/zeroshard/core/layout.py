@@ -1,10 +1,10 @@
-"""Where does each element of a unit live?
+"""The position of every element of a unit: in which slot, and in which rank's shard (ADR 0001).
 
-Pure arithmetic, without tensors or process groups: training, checkpoints, accounting and planning use
-the same object, so that they cannot disagree.
+Pure arithmetic, without tensors or process groups. Training, checkpoints, accounting and planning use the
+same object, so they cannot disagree.
 
-Letters: ``W`` ranks that share the unit, ``N`` padded elements of the unit, ``S = N // W`` elements of
-one rank's shard.
+Letters: ``W`` ranks share the unit, ``N`` is its number of elements with padding, ``S = N // W`` is the
+number of elements of one rank's shard.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from math import prod
 ALIGNMENT = 64
 """Every parameter starts, and every shard ends, at a multiple of this many elements.
 
-128 bytes in 16 bit: what matrix kernels and collectives like. It also keeps results bit-equal between
-stages: a shard boundary never splits a SIMD block that the unsharded update would do at once.
+In 16 bit these are 128 bytes, an alignment that matrix kernels and collectives use well. It also keeps
+results bit-equal between stages: a shard boundary never splits a SIMD block that the unsharded update
+would compute at once.
 """
 
 
@@ -33,7 +34,7 @@ def round_up(numel: int, multiple: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The place of one parameter in its unit: ``full_N[start:stop].view(shape)``."""
+    """The position of one parameter in its unit: ``full_N[start:stop].view(shape)``."""
 
     fqn: str
     shape: tuple[int, ...]
@@ -60,7 +61,7 @@ class Fragment:
 
 @dataclass(frozen=True)
 class UnitLayout:
-    """Slots of one unit, in order, and the padded size that every rank of the group shares.
+    """Slots of one unit, in order, and its padded size, which is the same on every rank.
 
     >>> layout = pack([("w", (10, 10)), ("b", (10,))], world_size=2)
     >>> layout.full_numel, layout.shard_numel
@@ -82,7 +83,7 @@ class UnitLayout:
 
     @cached_property
     def params_numel(self) -> int:
-        """Elements of real parameters, padding excluded."""
+        """Elements of parameters, without padding."""
         return sum(slot.numel for slot in self.slots)
 
     def shard_range(self, rank: int) -> tuple[int, int]:
@@ -90,11 +91,11 @@ class UnitLayout:
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def fragments(self, rank: int) -> Iterator[Fragment]:
-        """What ``rank`` owns, in shard order. Padding is owned by nobody, empty parameters too."""
+        """The fragments that ``rank`` owns, in shard order. Padding and empty parameters are in none."""
         return self.fragments_between(*self.shard_range(rank))
 
     def fragments_between(self, low: int, high: int) -> Iterator[Fragment]:
-        """The parts of parameters inside ``full_N[low:high]``; ``at`` counts from ``low``."""
+        """The parts of parameters in ``full_N[low:high]``. ``at`` is counted from ``low``."""
         for slot in self.slots:
             begin, end = max(low, slot.start), min(high, slot.stop)
             if begin < end:
@@ -104,10 +105,10 @@ class UnitLayout:
 def pack(
     params: Iterable[tuple[str, Sequence[int]]], *, world_size: int, whole: bool = False
 ) -> UnitLayout:
-    """Lay parameters one after the other and pad so that the unit divides by ``world_size``.
+    """Place parameters one after another, and pad so that the unit divides by ``world_size``.
 
-    ``whole`` never cuts a parameter: some optimizers need the whole matrix (Muon). Parameters are then
-    dealt to the shards, largest first, and S is the fullest shard.
+    ``whole``: never cut a parameter, because the optimizer needs whole matrices (Muon). Parameters are
+    then assigned to shards, the largest first, and S is the size of the fullest shard.
 
     >>> [slot.start for slot in pack([("a", (100,)), ("b", (8, 8))], world_size=2, whole=True).slots]
     [0, 128]

@@ -1,7 +1,7 @@
-"""Who owns which bytes right now?
+"""Counts the bytes that each owner holds on this rank.
 
-Units, buckets, optimizers and stores report every allocation and release themselves; nothing is inferred
-by patching torch. The memory report and the accounting tests read it.
+Units, buckets, optimizers and stores report what they allocate and release; torch is not patched. The
+memory report and the accounting tests read the counts.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ RESTING = ("parameters", "gradients", "master", "optimizer")
 """Categories of the ZeRO formula: what a rank holds between two phases of a step."""
 
 TEMPORARY = ("gathered", "buckets", "scratch")
-"""Categories that exist only inside a phase; their peaks are bounded and listed."""
+"""Categories that exist only inside a phase. Their peaks are bounded and reported."""
 
 Key = tuple[str, Tier]
-"""A category and the kind of memory."""
+"""A category and a tier."""
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Ledger:
     _total: dict[Key, int] = field(default_factory=lambda: defaultdict(int))
 
     def hold(self, category: str, owner: str, nbytes: int, tier: Tier = Tier.DEVICE) -> None:
-        """``owner`` now holds ``nbytes`` in ``category`` (replacing what it held; 0 releases)."""
+        """Record that ``owner`` now holds ``nbytes`` in ``category`` (0: nothing)."""
         key = category, tier
         owners = self.live[key]
         change = nbytes - owners.get(owner, 0)
@@ -47,7 +47,7 @@ class Ledger:
 
     @contextmanager
     def lend(self, owner: str, nbytes: int, tier: Tier = Tier.DEVICE) -> Iterator[None]:
-        """``owner`` holds ``nbytes`` of scratch memory inside the block."""
+        """Record that ``owner`` holds ``nbytes`` of scratch memory inside the block."""
         self.hold("scratch", owner, nbytes, tier)
         try:
             yield
@@ -59,5 +59,5 @@ class Ledger:
         return self._total[category, tier]
 
     def peak(self, category: str, tier: Tier = Tier.DEVICE) -> int:
-        """The most bytes that the category ever had."""
+        """The most bytes that the category has held."""
         return self._peak[category, tier]

@@ -1,7 +1,7 @@
-"""How many bytes does a rank hold of each training state?
+"""Computes how many bytes of each training state a rank holds.
 
-The formula of the ZeRO paper (section 3.1 and figure 1), with the padding that the layout really has:
-16 bytes per parameter for 16-bit Adam, of which a stage keeps 1/W of some parts.
+This is the formula of the ZeRO paper (section 3.1 and figure 1), with the padding of the real layout: 16
+bytes per parameter for 16-bit Adam, of which a stage keeps 1/W of some parts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from zeroshard.core.tiers import Span, Tier
 
 @dataclass(frozen=True, slots=True)
 class StateBytes:
-    """Optimizer state of one parameter: bytes per element, and per piece of it (a step count)."""
+    """Optimizer state of one parameter: bytes per element, and per fragment (a step count)."""
 
     element_nbytes: int
     piece_nbytes: int = 0
@@ -25,12 +25,12 @@ class StateBytes:
 
 @dataclass(frozen=True, slots=True)
 class UnitBytes:
-    """What has to be known of one unit to plan its bytes. Sizes are per element.
+    """What is needed of one unit to plan its bytes. Sizes are bytes per element.
 
-    ``state``: by name, for every parameter that the optimizer updates. ``spans``: where master and state
-    of this rank rest, default all on the device; ``param_tier``: where its parameters do.
-    ``grad_nbytes``: gradients that wait on the device for the update, or for more of them;
-    ``disk_grad_nbytes``: reduced ones that wait on disk.
+    ``state``: optimizer state by name, of every parameter that the optimizer updates. ``spans``: tiers of
+    this rank's master and state; empty: all on the device. ``param_tier``: the tier of the parameters.
+    ``grad_nbytes``: gradients that wait on the device for the update or for further micro-batches.
+    ``disk_grad_nbytes``: reduced gradients that wait on disk.
     """
 
     layout: UnitLayout
@@ -44,11 +44,11 @@ class UnitBytes:
 
 
 def state_nbytes(units: Iterable[UnitBytes], stage: Stage, rank: int) -> dict[Key, int]:
-    """Planned resting bytes of ``rank`` per category (parameters, gradients, master, optimizer) and tier.
+    """Planned bytes of ``rank`` between steps, by category (those of ``RESTING``) and tier.
 
-    Optimizer state has no padding: it follows the fragments of the optimized parameters. A parameter
-    that never gets a gradient never gets the state planned for it. Step counts stay in host memory
-    where the state is on disk.
+    Optimizer state has no padding, since it follows the fragments of the updated parameters. For a
+    parameter that never gets a gradient, the planned state is never allocated. Step counts stay in host
+    memory when the state is on disk.
 
     >>> from zeroshard.core.layout import pack
     >>> from zeroshard.core.stages import STAGES

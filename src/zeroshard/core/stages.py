@@ -1,6 +1,6 @@
-"""What does each ZeRO stage shard?
+"""The state that each ZeRO stage shards.
 
-Four rows of data. Nothing else in the code compares stage numbers.
+The stages are four rows of data. No other code compares stage numbers.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class Stage:
 
     @property
     def volume(self) -> int:
-        """Elements that pass through collectives per step, in units of the model's size.
+        """Elements that pass through collectives per step, as a multiple of the model's size.
 
-        A reduce-scatter and an all-gather below stage 3, one more all-gather at stage 3
-        (ZeRO paper, section 7).
+        Below stage 3: a reduce-scatter and an all-gather. At stage 3: one more all-gather (ZeRO paper,
+        section 7).
         """
         return 3 if self.shards_params else 2
 

@@ -1,8 +1,7 @@
-"""Where does each part of a rank's state rest between its uses?
+"""Assigns each part of a rank's state a tier: device memory, host memory or disk (ADR 0008).
 
-The second choice beside the stage (ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, arXiv 2104.07857): what
-is sharded can rest on the device, in host memory or on disk. Pure arithmetic, the same for plan and
-runtime.
+This choice is independent of the stage (ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, arXiv 2104.07857).
+Pure arithmetic. The plan and the running step use the same functions.
 """
 
 from __future__ import annotations
@@ -14,12 +13,15 @@ from enum import Enum
 from zeroshard.core.layout import ALIGNMENT, round_up
 
 CHUNK_NUMEL = 2**21
-"""Elements of state that are read from disk, updated and written together: 24 MB for Adam in 16 bit,
-three disk blocks of 8 MB. The ring that holds a few of them stays small beside a unit."""
+"""Elements of a chunk on disk, which are read, updated and written together.
+
+24 MB for Adam with 16-bit parameters: three disk blocks of 8 MB. The few that are in memory at a time are
+small compared with a unit.
+"""
 
 
 class Tier(Enum):
-    """A kind of memory. On CPU ranks ``DEVICE`` and ``HOST`` are the same memory under two names."""
+    """A kind of memory. On CPU ranks ``DEVICE`` and ``HOST`` are two names of the same memory."""
 
     DEVICE = "device"
     HOST = "host"
@@ -28,9 +30,9 @@ class Tier(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one kind of state rests: a ``ratio`` of it leaves the device for ``tier``.
+    """Stores the share ``ratio`` of one kind of state in ``tier``, and the rest on the device.
 
-    ``host_numel``: elements per rank that stay in host memory although ``tier`` is the disk.
+    ``host_numel``: elements per rank that stay in host memory when ``tier`` is the disk.
     """
 
     tier: Tier = Tier.DEVICE
@@ -39,13 +41,13 @@ class Placement:
 
     @property
     def is_away(self) -> bool:
-        """Does anything leave the device?"""
+        """Whether anything is stored outside the device."""
         return self.tier is not Tier.DEVICE and self.ratio > 0
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """``begin`` to ``end`` of what a rank holds of one unit, and where it rests."""
+    """Elements ``begin`` to ``end`` of what a rank holds of one unit, and their tier."""
 
     begin: int
     end: int
@@ -55,13 +57,14 @@ class Span:
 def place(
     numels: Sequence[int], placement: Placement, *, cuts: Iterable[Sequence[int]] | None = None
 ) -> list[list[Span]]:
-    """Spans of units with ``numels`` elements each, in forward order.
+    """The spans of units with ``numels`` elements each, in forward order.
 
-    What stays on the device is what forward needs first and backward finishes last: its update can hide
-    behind nothing. Host memory comes next, the disk last. Spans end at multiples of 64 elements, so
-    that no bit of an update depends on where it rests; on disk they are at most ``CHUNK_NUMEL`` long.
+    The device gets the state of the first units of forward. Backward finishes them last, so their update
+    overlaps with no computation. The next units get host memory, the last ones the disk. Spans end at
+    multiples of 64 elements, so no bit of an update depends on its tier. On disk they have at most
+    ``CHUNK_NUMEL`` elements.
 
-    ``cuts``: per unit, the only positions at which it may be cut (an optimizer of whole matrices).
+    ``cuts``: for each unit, the only positions at which it may be cut (for optimizers of whole matrices).
 
     >>> place([128, 256], Placement(Tier.HOST, ratio=0.5))
     [[Span(begin=0, end=128, tier=<Tier.DEVICE: 'device'>)], [Span(begin=0, end=64, \
@@ -99,7 +102,7 @@ def _spans(
         step = CHUNK_NUMEL if tier is Tier.DISK else max(1, numel)
         while begin < stop:
             end = min(begin + step, stop)
-            if positions is not None:  # the longest that fits; one matrix may be longer
+            if positions is not None:  # the last cut in reach; one matrix may be longer
                 fitting = [p for p in positions if begin < p <= stop]
                 end = max((p for p in fitting if p <= end), default=min(fitting, default=stop))
             spans.append(Span(begin, end, tier))

@@ -1,1 +1,1 @@
-"""How bytes are allocated, freed, pinned and limited."""
+"""Allocation, release and pinning of memory, and its limits."""

@@ -1,10 +1,10 @@
-"""How much memory may this process use?
+"""Reads how much memory this process may use.
 
-Reads cgroup v2, v1 and both at once (hybrid), and ``/proc/meminfo``. Which version holds the memory
-controller is decided by which file exists: in a hybrid the v2 line is there without a controller, and
-in a container the visible root already is the container's cgroup. Every function takes the file
-system's root, so that it can be tested on a folder of recorded files. The launcher asks too, before
-torch is imported: this file must not import it.
+Sources are cgroup v2, v1, both at once (hybrid), and ``/proc/meminfo``. The version that holds the memory
+controller is found by which file exists: in a hybrid the v2 line is present without a controller, and in
+a container the visible root is already the container's cgroup. Every function takes the root of the file
+system, so it can be tested on a folder of recorded files. The launcher uses this file before torch is
+imported, so it must not import torch.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _UNLIMITED = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class CgroupLimit:
-    """The tightest memory limit above this process, all in bytes."""
+    """The tightest memory limit of this process's cgroups, in bytes."""
 
     limit_nbytes: int
-    used_nbytes: int  # without the file cache that the kernel gives up first
+    used_nbytes: int  # without the file cache, which the kernel reclaims first
     folder: str
 
     @property
@@ -34,7 +34,7 @@ class CgroupLimit:
 
 @dataclass(frozen=True, slots=True)
 class HostLimits:
-    """Host memory as this process sees it, in bytes; None where the system does not say."""
+    """Host memory as this process sees it, in bytes; None where the system does not report it."""
 
     host_total_nbytes: int | None
     host_free_nbytes: int | None  # MemAvailable
@@ -42,13 +42,13 @@ class HostLimits:
 
     @property
     def free_nbytes(self) -> int | None:
-        """What can still be allocated: the host's free memory, or the cgroup's rest if smaller."""
+        """Bytes that can still be allocated: free memory of the host, or of the cgroup if less."""
         known = [self.host_free_nbytes, self.cgroup.free_nbytes if self.cgroup else None]
         return min((n for n in known if n is not None), default=None)
 
     @property
     def is_cgroup_tighter(self) -> bool:
-        """Does the cgroup leave less than the host has?"""
+        """Whether the cgroup leaves less than the host has."""
         return self.cgroup is not None and self.cgroup.free_nbytes == self.free_nbytes
 
     def in_words(self) -> str:
@@ -63,7 +63,7 @@ class HostLimits:
 
 
 def gib(nbytes: int) -> str:
-    """In GiB with one digit.
+    """Bytes in GiB with one decimal.
 
     >>> gib(3 << 29)
     '1.5 GiB'
@@ -83,7 +83,7 @@ def host_limits(root: Path = ROOT) -> HostLimits:
 
 
 def memory_folders(root: Path) -> Iterator[Path]:
-    """cgroup folders that may hold memory files, from our own one up to the visible root."""
+    """cgroup folders that may hold memory files, from this process's cgroup up to the visible root."""
     mount = root / "sys/fs/cgroup"
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -93,7 +93,7 @@ def memory_folders(root: Path) -> Iterator[Path]:
             bases = [mount / "memory", mount / controllers]
         else:
             continue
-        # seen from a cgroup namespace, the path of a process outside of it starts with ".."
+        # In a cgroup namespace, the path of a process outside of it starts with "..".
         names = [name for name in path.split("/") if name not in ("", "..")]
         for base in bases:
             folder = base.joinpath(*names)
@@ -105,18 +105,18 @@ def memory_folders(root: Path) -> Iterator[Path]:
 
 
 def read_table(path: Path) -> dict[str, int]:
-    """Lines ``name number ...`` of a kernel file; empty if it cannot be read."""
+    """Lines ``name number ...`` of a kernel file as a dict; empty if the file cannot be read."""
     rows = (line.split() for line in _text(path).splitlines())
     return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}
 
 
 def kib(table: dict[str, int], name: str) -> int | None:
-    """A row in KiB as bytes; None if there is no such row."""
+    """The row ``name``, given in KiB, in bytes; None if it does not exist."""
     return table[name] * 1024 if name in table else None
 
 
 def _limit(folder: Path) -> CgroupLimit | None:
-    """The limit set on one cgroup, of whichever version."""
+    """The memory limit of one cgroup of either version, None if there is none."""
     versions = (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),

@@ -1,4 +1,4 @@
-"""Page-aligned host memory: the form that disks and GPU copies take without another copy."""
+"""Page-aligned host memory, which disks and GPUs can access without an intermediate copy."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _PYBUF_WRITE = 0x200
 
 
 def memory_at(address: int, nbytes: int) -> memoryview:
-    """Writable bytes at an address, which the caller keeps alive."""
+    """Writable bytes at an address. The caller must keep the memory alive."""
     return _view(address, nbytes, _PYBUF_WRITE)
 
 
 def round_to_page(nbytes: int) -> int:
-    """The next multiple of 4096."""
+    """The smallest multiple of 4096 that is at least ``nbytes``."""
     return -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES
 
 
 def aligned_bytes(nbytes: int) -> Tensor:
-    """uint8 ``[nbytes]``, page-aligned, zero, on anonymous memory that is freed with the tensor."""
+    """A zeroed, page-aligned uint8 tensor ``[nbytes]``. Its anonymous memory is freed with the tensor."""
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     memory = mmap.mmap(-1, round_to_page(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(
         OSError
-    ):  # huge pages (not every kernel has them): 2.5 times the bandwidth of 4 KiB
+    ):  # huge pages, if the kernel has them: 2.5 times the bandwidth of 4 KiB pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]

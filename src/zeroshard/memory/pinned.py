@@ -1,12 +1,12 @@
-"""Where does state rest in host memory, so that a GPU can copy it at full speed?
+"""Pinned host memory, which a GPU copies to and from at full speed.
 
-[Note: one arena] An allocator that pins block by block rounds each one up, to powers of two in the worst
-case, and what is pinned can never be swapped. Here the caller knows every size beforehand: one mapping
-of the exact size, registered once.
+[Note: one arena] An allocator that pins block by block rounds each block up, in the worst case to a power
+of two, and pinned memory can never be swapped out. Here the caller knows every size in advance, so there
+is one mapping of the exact size, registered once.
 
-[Note: shared mapping] The mapping is anonymous and shared. A private one would be copied by ``fork``:
-page by page as the parent updates it, and all at once where it is registered. With two data-loader
-workers the optimizer state would be there three times.
+[Note: shared mapping] The mapping is anonymous and shared. The kernel would copy a private one after
+``fork``: page by page as the parent updates it, and all at once if it is registered. With two data-loader
+workers the optimizer state would be in memory three times.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from zeroshard.memory.pages import round_to_page
 logger = logging.getLogger("zeroshard")
 
 ALIGNMENT_NBYTES = 64
-"""Of every tensor: a cache line, and what vectorised kernels like."""
+"""Alignment of every tensor: a cache line, which vectorised kernels prefer."""
 
 
 def slot_nbytes(numel: int, dtype: torch.dtype) -> int:
-    """Bytes that ``take(numel, dtype)`` uses up; the sum over all of them is the arena's size.
+    """Bytes of the arena that ``take(numel, dtype)`` uses. The arena's size is the sum of these.
 
     >>> slot_nbytes(17, torch.float32)
     128
@@ -38,11 +38,11 @@ def slot_nbytes(numel: int, dtype: torch.dtype) -> int:
 
 
 class HostArena:
-    """``nbytes`` of zeroed host memory, handed out piece by piece and never taken back.
+    """``nbytes`` of zeroed host memory, given out in parts that are never returned.
 
-    ``pin``: page-lock it where there is CUDA; ``is_pinned`` says whether that worked. Refusal by the
-    driver costs speed, not the run: a warning names the reason. Memory is freed when the last tensor on
-    it is gone; page-locking ends with ``close()`` or with the arena itself.
+    ``pin``: page-lock it if CUDA is available; ``is_pinned`` tells whether that worked. If the driver
+    refuses, copies are slower and a warning gives the reason. The memory is freed with the last tensor in
+    it; page-locking ends with ``close()`` or with the arena.
     """
 
     def __init__(self, nbytes: int, pin: bool) -> None:
@@ -54,13 +54,13 @@ class HostArena:
         if self.nbytes:
             flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS
             self._memory = mmap.mmap(-1, self.nbytes, flags=flags)
-            with suppress(OSError):  # fewer page faults where the system has huge shared pages
+            with suppress(OSError):  # huge pages mean fewer page faults, where the system has them
                 self._memory.madvise(mmap.MADV_HUGEPAGE)
             if pin and torch.cuda.is_available():
                 self._register(self._memory)
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """The next ``[numel]`` of the arena: zeros, 64-byte aligned. Costs no allocation."""
+        """The next ``[numel]`` elements of the arena: zeroed and 64-byte aligned. Allocates nothing."""
         if numel == 0:
             return torch.empty(0, dtype=dtype)
         begin, nbytes = self.used_nbytes, slot_nbytes(numel, dtype)
@@ -72,7 +72,7 @@ class HostArena:
         return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=begin)
 
     def close(self) -> None:
-        """End page-locking; tensors stay valid. No copy between them and a GPU may be under way."""
+        """End page-locking. Tensors stay valid. No copy between them and a GPU may be in flight."""
         if self._unregister is not None:
             self._unregister()
         self.is_pinned = False
@@ -93,7 +93,7 @@ class HostArena:
             )
             return
         self.is_pinned = True
-        # ``memory`` is an argument, so that it cannot be unmapped before it is unregistered
+        # ``memory`` is an argument, so it cannot be unmapped before it is unregistered
         self._unregister = weakref.finalize(self, _unregister, cudart, address, memory)
 
 
@@ -106,6 +106,6 @@ def _unregister(cudart: Any, address: int, memory: mmap.mmap) -> None:
 
 
 def _forget_error() -> None:
-    """The failed call leaves its code behind, and the next kernel would report it as its own."""
+    """Clear the error code of a failed CUDA call, or the next kernel would report it."""
     with suppress(RuntimeError):
         torch.ones(1, device="cuda")

@@ -1,1 +1,1 @@
-"""Training state outside the device: where it rests, and how it moves there and back."""
+"""Training state in host memory or on disk: the plan, the stores, and the copies."""

@@ -1,7 +1,8 @@
-"""How does the update in host memory run behind what the device does next?
+"""Runs the update in host memory asynchronously, on one worker thread.
 
-One worker takes chunk after chunk, in the order of forward: it waits for the gradient, updates, and sends
-the parameter up. The main thread waits only where a unit is used that is not back yet.
+The worker takes one chunk after another, in the order of forward. For each it waits for the gradient,
+updates, and starts the copy of the parameter to the device. The main thread waits only where a unit is
+used whose parameters have not arrived yet.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from zeroshard.offload.host_chunk import HostChunk, HostGradTransfer
 from zeroshard.optim.fused_update import FusedUpdate
 
 Groups = Sequence[Mapping[str, Any]]
-"""An optimizer's param groups: their options."""
+"""An optimizer's param groups, for their options."""
 
 ParamTransfer = Callable[[], CopyHandle | None]
-"""Gives the transfer of a parameter to the device once it is under way; None where it stays."""
+"""Gives the copy of a parameter to the device, once that has started; None if there is no copy."""
 
 
 class AsyncUpdateWorker:
-    """The worker thread of one engine that trains on ``device``. ``threads``: how many an update may
-    use, itself among them.
+    """The worker thread of one engine that trains on ``device``.
 
-    ``delayed``: an updated parameter is sent up by whoever waits for it, not at once.
+    ``threads``: threads that one update may use, including the worker. ``delayed``: an updated parameter
+    is copied to the device when it is waited for, not at once.
     """
 
     def __init__(self, device: torch.device, *, threads: int, delayed: bool) -> None:
@@ -47,7 +48,7 @@ class AsyncUpdateWorker:
         transfer: HostGradTransfer,
         groups: Groups,
     ) -> None:
-        """Wait for the gradient and update the chunk, on this thread."""
+        """Wait for the gradient, then update the chunk on the calling thread."""
         transfer.wait()
         if transfer.is_edited:
             host_chunk.sync_edits_from_device()
@@ -61,8 +62,10 @@ class AsyncUpdateWorker:
         transfer: HostGradTransfer,
         groups: Groups,
     ) -> ParamTransfer:
-        """The same on the worker, with the options of ``groups`` as they are now. Calling the result
-        waits for it and raises what it raised."""
+        """Run :meth:`update` on the worker, with the options that ``groups`` have now.
+
+        The returned function waits for the update and raises what it raised.
+        """
         options = [{**group, "params": ()} for group in groups]
 
         def update() -> CopyHandle | None:
@@ -83,18 +86,21 @@ class AsyncUpdateWorker:
 
 
 class PendingUpdates:
-    """The chunks of one unit whose update is not known to have arrived."""
+    """The chunks of one unit whose updated parameters may not have arrived yet."""
 
     def __init__(self) -> None:
         self._chunks: list[tuple[HostChunk, ParamTransfer]] = []
 
     def add(self, host_chunk: HostChunk, sent: ParamTransfer) -> None:
-        """One more chunk."""
+        """Add one chunk."""
         self._chunks.append((host_chunk, sent))
 
     def wait(self) -> None:
-        """Wait, so that the current stream may use the unit's own part. Raises what the worker did."""
+        """Wait for the updates, so that the current stream may use this rank's part of the unit.
+
+        Raises what the worker raised.
+        """
         while self._chunks:
             host_chunk, sent = self._chunks[0]
             host_chunk.wait_for_param(sent())
-            del self._chunks[0]  # what failed fails again for the next who waits
+            del self._chunks[0]  # after the wait: a failed one raises again in the next call

@@ -1,6 +1,6 @@
-"""Can this host hold, and serve, what the plan puts into its memory and on its disks?
+"""Checks that each host can hold what the plan puts into its memory and on its disks.
 
-Asked before the first byte moves: a run that cannot work ends here, with the numbers of every rank.
+The check runs before anything is moved. A run that cannot work is refused with the numbers of every rank.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from zeroshard.offload.host_fit import check_host
 from zeroshard.offload.plan import OffloadPlan, host_sizes
 
 UNKNOWN_NBYTES = 1 << 52
-"""Stands for a limit that the system does not tell; a float holds it exactly."""
+"""Stands for a limit that the system does not report. A float64 represents it exactly."""
 
 PROBE_NBYTES = 128 << 20
-"""Written and read once to measure a disk: well under a second on any that can be trained on."""
+"""Bytes written and read once to measure a disk: takes well under a second on a usable disk."""
 
 PROBED_FROM_NBYTES = 64 << 20
-"""What rests on disk below this many bytes costs no time worth a forecast."""
+"""Less than this on a disk costs too little time per step for a forecast."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a rank will hold beside the model that it was given. Bytes."""
+    """Bytes that a rank will need in addition to the model that it was given."""
 
-    host_nbytes: int  # in host memory; on CPU ranks all that is not on disk
+    host_nbytes: int  # in host memory; on CPU ranks everything that is not on disk
     optimizer_nbytes: int  # on disk
     param_nbytes: int  # on disk
     gradient_nbytes: int  # on disk
-    micro_batches: int = 1  # forwards and backwards of a step
-    reductions: int = 1  # of a step
+    micro_batches: int = 1  # forwards and backwards per step
+    reductions: int = 1  # gradient reductions per step
 
     def traffic(self, kind: str) -> tuple[int, int]:
-        """Bytes read from and written to disk in a step, at most, for a field of this class.
+        """The most bytes read from and written to disk per step, for the field ``kind``.
 
-        State is read and written once. Shards are read for every forward and backward, and for the
-        update; units that stay full between forward and backward are read once for both. Gradients are
-        written after each reduction, and read for the next one and for the update.
+        Optimizer state is read and written once. Shards are read for every forward and backward, and for
+        the update; units that stay full between forward and backward are read once for both. Gradients
+        are written after each reduction, and read for the next reduction and for the update.
         """
         nbytes: int = getattr(self, kind)
         if kind == "param_nbytes":
@@ -61,23 +61,25 @@ class Demand:
 
     @property
     def read_nbytes(self) -> int:
-        """Read from disk in a step, at most."""
+        """The most bytes read from disk per step."""
         return sum(self.traffic(kind)[0] for kind in ON_DISK)
 
     @property
     def written_nbytes(self) -> int:
-        """Written to disk in a step."""
+        """Bytes written to disk per step."""
         return sum(self.traffic(kind)[1] for kind in ON_DISK)
 
 
 ON_DISK = ("optimizer_nbytes", "param_nbytes", "gradient_nbytes")
-"""Fields of a :class:`Demand`."""
+"""The fields of :class:`Demand` that are on disk."""
 
 
 def demand_of(
     planned: Mapping[Key, int], *, on_cpu: bool, micro_batches: int = 1, reductions: int = 1
 ) -> Demand:
-    """``planned``: bytes per category and tier. ``on_cpu``: the device's memory is the host's.
+    """The demand of a plan with ``planned`` bytes per category and tier.
+
+    ``on_cpu``: the device's memory is host memory.
 
     >>> tiers = {(c, t): 0 for c in ("parameters", "gradients", "master", "optimizer") for t in Tier}
     >>> demand_of({**tiers, ("master", Tier.DISK): 4, ("optimizer", Tier.DISK): 8}, on_cpu=True)
@@ -87,7 +89,7 @@ micro_batches=1, reductions=1)
     tiers = (Tier.HOST, Tier.DEVICE) if on_cpu else (Tier.HOST,)
     new = ["gradients", "master", "optimizer"]
     if not on_cpu:
-        new.append("parameters")  # on CPU ranks they exist already, in the model
+        new.append("parameters")  # on CPU ranks they exist already, as the model's
     return Demand(
         sum(planned[category, tier] for category in new for tier in tiers),
         planned["master", Tier.DISK] + planned["optimizer", Tier.DISK],
@@ -106,12 +108,14 @@ def check_capacity(
     place: RankInfo,
     device: torch.device,
 ) -> list[str]:
-    """Refuse a plan that some host cannot hold, and forecast what its disks will cost. Collective.
+    """Refuse a plan that a host cannot hold, and forecast the time that its disks will take. Collective.
 
-    Returns the forecast in words, on the first rank of each host.
+    Returns lines with the forecast on the first rank of each host, and nothing on other ranks. Every rank
+    checks every host with the same numbers, so either all ranks raise or none.
 
-    Every rank judges every host by the same numbers, so that all raise or none does:
-    :class:`HostMemoryError` or :class:`DiskError`, with the numbers of all ranks of the host.
+    Raises:
+        HostMemoryError: the ranks of one host need more memory than is free there.
+        DiskError: they need more space on a disk than is free there.
     """
     paths = _paths(config)
     limits = host_limits()
@@ -124,7 +128,7 @@ def check_capacity(
         micro_batches=micro_batches,
         reductions=micro_batches if stage.shards_grads else 1,
     )
-    if device.type != "cpu":  # masters are in the plan; gradients and parameters in passing are not
+    if device.type != "cpu":  # the plan counts masters, but not staging of gradients and parameters
         sizes = host_sizes(offload_plan)
         scratch_nbytes = sum(
             numel * dtype.itemsize for what, numel, dtype in sizes if what == "scratch"
@@ -136,7 +140,7 @@ def check_capacity(
     hosts: dict[int, list[tuple[list[int], Demand]]] = defaultdict(list)
     rows = comm.all_gather_small(row_K, name="room")
     if isinstance(rows, FakeTensor):
-        return []  # nothing will be held
+        return []  # fake tensors take no memory
     for number, *rest in rows.tolist():
         frees, numbers = rest[: 1 + len(paths)], rest[1 + len(paths) :]
         hosts[int(number)].append((list(map(int, frees)), Demand(*map(int, numbers))))
@@ -156,12 +160,12 @@ def check_capacity(
                 forecasts += _forecast(path, kinds, demands)
     comm.all_gather_small(
         row_K[:1], name="room measured"
-    )  # until then nobody writes or takes blocks
+    )  # no rank writes or reserves space before the measurement has ended
     return forecasts
 
 
 def _paths(config: Config) -> dict[str, list[str]]:
-    """Directories in use, and which of a :class:`Demand`'s bytes rest there."""
+    """By directory, the fields of :class:`Demand` that are stored there."""
     zero = config.zero_optimization
     paths: dict[str, list[str]] = defaultdict(list)
     for section, kinds in (
@@ -174,7 +178,7 @@ def _paths(config: Config) -> dict[str, list[str]]:
 
 
 def _free(path: str) -> int:
-    """Free bytes; what cannot be looked up fails where it is opened, with the reason."""
+    """Free bytes, or ``UNKNOWN_NBYTES``: opening the directory will then fail with the reason."""
     try:
         return disk_check.free_below(path)
     except DiskError:
@@ -182,7 +186,7 @@ def _free(path: str) -> int:
 
 
 def _forecast(path: str, kinds: Sequence[str], here: Sequence[Demand]) -> Iterator[str]:
-    """What the disk will cost. Measured by one rank of a host, so that ranks do not disturb it."""
+    """The time that a disk will take, in words. One rank per host measures, or ranks would disturb it."""
     speed = disk_check.measure(path, PROBE_NBYTES)
     nbytes = sum(getattr(demand, kind) for demand in here for kind in kinds)
     reads, writes = (

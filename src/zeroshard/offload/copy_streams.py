@@ -1,8 +1,8 @@
-"""How do values cross between the device and host memory?
+"""Copies between the device and host memory, on streams of their own.
 
-A gradient goes down in 2 bytes an element, the updated parameter comes back up in 2 (ZeRO-Offload, arXiv
-2101.06840, section 4). Both directions run beside the computation and beside each other, and both are
-counted.
+Per step and element, a gradient of 2 bytes is copied to the host and an updated parameter of 2 bytes back
+to the device (ZeRO-Offload, arXiv 2101.06840, section 4). Both directions overlap with the computation
+and with each other. Bytes are counted for each direction.
 """
 
 from __future__ import annotations
@@ -15,27 +15,30 @@ from torch import Tensor
 
 
 def choose_device(device: torch.device) -> None:
-    """What a thread does first that touches ``device``. A new thread's own is the first GPU of the host,
-    where each rank that so much as asks for an event makes a context of hundreds of MB."""
+    """Make ``device`` current on this thread. To be called before a thread first uses it.
+
+    The current device of a new thread is the first GPU of the host. A rank that uses another GPU would
+    create a context of hundreds of MB there, even by creating an event.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
 
 class CopyHandle(Protocol):
-    """A transfer under way. It keeps both of its ends alive."""
+    """A copy in flight. It keeps source and target alive."""
 
     def synchronize(self) -> None:
-        """Block this thread until the values are there."""
+        """Block this thread until the copy has ended."""
 
     def wait_stream(self) -> None:
-        """Later work of the current stream waits; this thread does not."""
+        """Make later work of the current stream wait for the copy. This thread does not wait."""
 
 
 class CopyStreams:
-    """Copies between two kinds of memory, done at once: the same memory under two names.
+    """Copies that are complete when the call returns, for ranks whose device memory is host memory.
 
-    What CPU ranks use where a copy is wanted all the same, and the base of what GPUs use.
-    ``down_nbytes``, ``up_nbytes``: bytes that crossed since the bus was made.
+    CPU ranks use this class where they need a copy all the same. ``down_nbytes`` and ``up_nbytes`` count
+    bytes copied to the host and to the device.
     """
 
     def __init__(self) -> None:
@@ -43,15 +46,15 @@ class CopyStreams:
         self.up_nbytes = 0
 
     def d2h(self, source: Tensor, target: Tensor) -> CopyHandle:
-        """From the device into host memory, behind what the current stream has queued."""
+        """Start a copy from device to host, after the work that the current stream has queued."""
         self.down_nbytes += source.nbytes
         return self._copy(source, target)
 
     def h2d(self, source: Tensor, target: Tensor, *, at_once: bool = False) -> CopyHandle:
-        """From host memory to the device, behind what the current stream has queued: that may still use
-        ``target``, or the block that the allocator made it of.
+        """Start a copy from host to device, after the work that the current stream has queued.
 
-        ``at_once``: beside it. Any thread may ask for that which knows that ``target`` is free.
+        That work may still use ``target``, or used its block before the allocator gave it to ``target``.
+        ``at_once``: do not wait for that work. Allowed on any thread, if ``target`` is not in use.
         """
         self.up_nbytes += source.nbytes
         return self._copy(source, target)
@@ -64,15 +67,17 @@ class CopyStreams:
 @dataclass(frozen=True, slots=True)
 class _Completed:
     def synchronize(self) -> None:
-        """It is there."""
+        """Nothing to wait for."""
 
     def wait_stream(self) -> None:
-        """It is there."""
+        """Nothing to wait for."""
 
 
 class CudaCopyStreams(CopyStreams):
-    """One stream for each direction; host memory should be pinned, else the copies are not in the
-    background."""
+    """Copies on two CUDA streams, one for each direction.
+
+    Host memory should be pinned. Copies from and to other host memory do not overlap with computation.
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -80,13 +85,13 @@ class CudaCopyStreams(CopyStreams):
         self._up = torch.cuda.Stream(device)
 
     def d2h(self, source: Tensor, target: Tensor) -> CopyHandle:
-        """See :class:`Bus`."""
+        """See :class:`CopyStreams`."""
         self.down_nbytes += source.nbytes
         self._down.wait_stream(torch.cuda.current_stream(source.device))
         return _on_stream(self._down, source, target)
 
     def h2d(self, source: Tensor, target: Tensor, *, at_once: bool = False) -> CopyHandle:
-        """See :class:`Bus`."""
+        """See :class:`CopyStreams`."""
         self.up_nbytes += source.nbytes
         if not at_once:
             self._up.wait_stream(torch.cuda.current_stream(target.device))
@@ -96,7 +101,7 @@ class CudaCopyStreams(CopyStreams):
 @dataclass(frozen=True, slots=True)
 class _Event:
     event: torch.cuda.Event
-    ends: tuple[Tensor, Tensor]  # the allocator must not give them away before
+    ends: tuple[Tensor, Tensor]  # keeps both from the allocator until the copy has ended
 
     def synchronize(self) -> None:
         self.event.synchronize()

@@ -19,9 +19,13 @@ NO_FALLOCATE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 
 
 def open_unnamed(directory: str) -> tuple[int, str]:
-    """A new file that no directory lists, and what the kernel calls it (``lsof`` shows this)."""
+    """Open a new file that is in no directory. Returns it and the kernel's name for it (as in ``lsof``).
+
+    Raises:
+        DiskError: no file can be made in ``directory``.
+    """
     try:
-        with suppress(FileExistsError):  # and if it is no directory, opening says so
+        with suppress(FileExistsError):  # if it is not a directory, open() raises with the reason
             os.mkdir(directory)
         try:
             fd = os.open(directory, os.O_TMPFILE | os.O_RDWR, 0o600)
@@ -43,7 +47,7 @@ def open_unnamed(directory: str) -> tuple[int, str]:
 
 
 def turn_direct(fd: int) -> bool:
-    """Switch ``O_DIRECT`` on; False if the file system refuses it, at once or at the first transfer."""
+    """Switch ``O_DIRECT`` on. False: the file system refuses it, at once or at the first transfer."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     page = aligned_bytes(PAGE_NBYTES)
     memory = memory_at(page.data_ptr(), PAGE_NBYTES)
@@ -62,7 +66,7 @@ def turn_direct(fd: int) -> bool:
 
 
 def allocate(fd: int, offset: int, nbytes: int) -> None:
-    """Reserve blocks; written as zeros where the file system cannot reserve."""
+    """Reserve blocks of the file. Writes zeros where the file system cannot reserve."""
     try:
         os.posix_fallocate(fd, offset, nbytes)
     except OSError as error:

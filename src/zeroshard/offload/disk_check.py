@@ -1,4 +1,4 @@
-"""Can this directory hold the state, and how fast would it serve it?"""
+"""Checks whether a directory can hold the training state, and measures how fast it is."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
     "warning",
 ]
 
-_PATIENCE_S = 0.25  # for each direction; the round that crosses it still ends
+_PATIENCE_S = 0.25  # per direction; the round in which it is exceeded is finished
 _FIRST_ROUND_NBYTES = 1 << 20
 
 _IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
@@ -37,7 +37,7 @@ _NETWORK = {
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Measured bandwidth in bytes per second, each direction alone."""
+    """Measured bandwidth in bytes per second, each direction by itself."""
 
     read_Bps: float
     write_Bps: float
@@ -51,10 +51,13 @@ class Speed:
 
 
 def check(directory: str | Path, wanted_nbytes: int, *, free: int | None = None) -> None:
-    """Raise ``DiskError`` if what all ranks of this host want to keep below ``directory`` does not fit.
+    """Check that a directory can hold what all ranks of this host want to store below it.
 
-    Made before any rank reserves: what is reserved is no longer free. ``free``: bytes, if they were
-    looked up already, perhaps on another host.
+    To be called before any rank reserves space, since reserved space is no longer free. ``free``: free
+    bytes, if they are known already, perhaps from another host.
+
+    Raises:
+        DiskError: less is free than wanted.
     """
     free = free_below(directory) if free is None else free
     if wanted_nbytes > free:
@@ -67,24 +70,32 @@ def check(directory: str | Path, wanted_nbytes: int, *, free: int | None = None)
 
 
 def free_below(directory: str | Path) -> int:
-    """Free bytes where ``directory`` is, or will be made. Raises ``DiskError``."""
+    """Free bytes where ``directory`` is or will be made.
+
+    Raises:
+        DiskError: they cannot be read.
+    """
     return free_nbytes(_existing(directory))
 
 
 def measure(
     directory: str | Path, nbytes: int = 256 << 20, block_nbytes: int = BLOCK_NBYTES
 ) -> Speed:
-    """Write and read up to ``nbytes`` (less on a slow disk, and never over half of what is free).
+    """Measure a disk by writing and reading up to ``nbytes``.
 
-    Takes about a second at most: rounds of doubling size, of which the last one counts. What a page
-    cache would hide is not hidden: data reach the device, and are read from it. Raises ``DiskError``.
+    Writes less on a slow disk, and never more than half of the free space. Takes about a second at most:
+    rounds of doubling size, of which the last one counts. The page cache is not measured: data are
+    written to the device and read from it.
+
+    Raises:
+        DiskError: the disk cannot be used.
     """
     file = SwapFile(directory, block_nbytes=block_nbytes)
     try:
         nbytes = min(nbytes, free_nbytes(directory) // 2)
         room = file.reserve(max(PAGE_NBYTES, nbytes // PAGE_NBYTES * PAGE_NBYTES))
         block = aligned_bytes(block_nbytes)
-        block.random_()  # nothing that a file system compresses
+        block.random_()  # a file system cannot compress it
         into = [aligned_bytes(block_nbytes) for _ in range(4)]
 
         def write(round_: Extent) -> None:
@@ -109,15 +120,15 @@ def measure(
 
 
 def forecast(read_nbytes: int, write_nbytes: int, speed: Speed, ranks_sharing: int = 1) -> float:
-    """Seconds that the disk needs for one step of one rank when ``ranks_sharing`` use it at once.
+    """Seconds that the disk needs for one step of one rank while ``ranks_sharing`` ranks use it.
 
-    Reads and writes share the device: measured together they take as long as one after the other.
+    Reads and writes share the device: together they take the sum of their times.
     """
     return ranks_sharing * (read_nbytes / speed.read_Bps + write_nbytes / speed.write_Bps)
 
 
 def warning(directory: str | Path) -> str | None:
-    """What is wrong with resting state there although it works; None if nothing is."""
+    """Why the directory is a poor choice although it works; None if it is not."""
     kind = filesystem_of(_existing(directory), Path("/proc/self/mounts").read_text())
     if kind in _IN_MEMORY:
         return (
@@ -133,20 +144,20 @@ def warning(directory: str | Path) -> str | None:
 
 
 def filesystem_of(directory: str | Path, mounts: str) -> str:
-    """Type of the file system that holds ``directory``; ``mounts`` is the text of ``/proc/mounts``."""
+    """The type of the file system that holds ``directory``. ``mounts``: the text of ``/proc/mounts``."""
     place = os.path.realpath(directory)
     found, kind = "", "unknown"
     for line in mounts.splitlines():
         _, point, fstype, *_ = line.split(" ")
         point = re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), point)
         inside = place == point or place.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= len(found):  # the deepest, and of equals the last one mounted
+        if inside and len(point) >= len(found):  # the deepest one; of equal ones the last mounted
             found, kind = point, fstype
     return kind
 
 
 def _existing(directory: str | Path) -> Path:
-    """The directory, or its parent where it has yet to be made."""
+    """The directory, or its parent if it does not exist yet."""
     path = Path(os.path.expanduser(directory))
     return path if path.exists() else path.absolute().parent
 
@@ -159,7 +170,7 @@ def _split(extent: Extent, nbytes: int) -> list[Extent]:
 
 
 def _last_round(move: Callable[[Extent], None], room: Extent) -> tuple[float, int]:
-    """Bytes per second of the last round, and the bytes moved in all."""
+    """Bytes per second of the last round, and the bytes moved in all rounds."""
     done, size, spent_s, rate = 0, _FIRST_ROUND_NBYTES, 0.0, 0.0
     while done < room.nbytes and spent_s < _PATIENCE_S:
         left = room.nbytes - done

@@ -1,6 +1,7 @@
-"""How does a reduced gradient wait on disk for its update?
+"""Stores a unit's reduced gradient on disk between its reduction and its update.
 
-It is written behind backward and read back ahead of its use. Letters as in :mod:`zeroshard.zero.unit`.
+It is written while backward goes on and read ahead of its use (ADR 0008). Letters as in
+:mod:`zeroshard.zero.unit`.
 """
 
 from __future__ import annotations
@@ -18,36 +19,37 @@ from zeroshard.offload.swap_file import Extent, SwapFile, Transfer, aligned_byte
 
 
 class GradStore(Protocol):
-    """Where a unit's reduced gradient waits for its update, if that is not where it was reduced.
+    """Where a unit's reduced gradient is stored until its update, if not in the gradient buffer.
 
-    ``every_backward``: it goes there after each backward, not only when the gradient of a step is
+    ``every_backward``: it is stored after each backward, not only when the gradient of a step is
     complete.
     """
 
     every_backward: bool
 
     def write(self, values_S: Tensor) -> None:
-        """Start it on its way. It may not be written to any more, and replaces what is there."""
+        """Start storing the gradient, in place of what is stored. It may not be changed any more."""
 
     def prefetch(self) -> None:
-        """Begin to bring it back."""
+        """Start reading the gradient back."""
 
     def acquire(self) -> Tensor:
-        """The gradient, for whoever changes it or uses it up."""
+        """The gradient, to be changed or used up."""
 
     def peek(self) -> Tensor:
-        """The gradient, to be read and dropped: it goes on resting there."""
+        """The gradient, to be read only. It stays stored."""
 
     def free(self) -> None:
-        """It is used up."""
+        """Drop the gradient, which is used up."""
 
 
 class DiskGradStore:
     """One unit's reduced gradient in a file.
 
-    Its memory exists only during transfers: outward until the write has ended and another gradient
-    needs its place in ``writes``, inward from :meth:`prefetch` to :meth:`free`. ``nbytes`` are
-    reserved. A sum of a wider dtype than was planned gets another extent.
+    It has memory only around transfers. A written gradient keeps its memory until :meth:`finish`, which
+    ``writes`` calls when too many newer writes are in flight. A read one has memory from :meth:`prefetch`
+    to :meth:`free`. ``nbytes`` are reserved in the file. A sum in a wider dtype than planned gets a
+    larger extent.
     """
 
     every_backward = True
@@ -60,17 +62,19 @@ class DiskGradStore:
         self._writes = writes
         self._ledger = ledger
         self._name = name
-        self._nbytes = 0  # of the gradient that rests here
+        self._nbytes = 0  # of the stored gradient
         self._dtype = torch.float32
-        self._values_S: Tensor | None = None  # in memory
-        self._wanted = False  # by who fetched it; else its memory goes with the end of the write
+        self._values_S: Tensor | None = None  # the gradient, while it has memory
+        self._wanted = False  # was prefetched; otherwise the memory is freed after the write
         self._read: Transfer | None = None
         self._write: Transfer | None = None
 
     def write(self, values_S: Tensor) -> None:
-        """Start the write of a new gradient; its errors surface at the next use, or in a later ``send``
-        of any unit. Nobody may write to ``values_S`` any more."""
-        self.free()  # two transfers of one extent would race
+        """Start writing a new gradient. ``values_S`` may not be changed any more.
+
+        If the write fails, the next use of this store raises, or a later :meth:`write` of any unit.
+        """
+        self.free()  # waits: two transfers of one extent would race
         if values_S.nbytes > self._extent.nbytes:
             self._extent = self._file.reserve(values_S.nbytes)
         self._write = self._file.write(self._extent, values_S)
@@ -79,7 +83,7 @@ class DiskGradStore:
         self._writes.add(self)
 
     def finish(self) -> None:
-        """Wait until it is in the file; the memory goes if nobody asked for it again."""
+        """Wait until the gradient is in the file. Its memory is freed unless it was prefetched."""
         if self._write is not None:
             self._write.wait()
             self._write = None
@@ -88,7 +92,7 @@ class DiskGradStore:
             self._report()
 
     def prefetch(self) -> None:
-        """Begin to bring it back. One that is still on its way out only stays."""
+        """Start reading the gradient back. If its write has not ended, only its memory is kept."""
         self._wanted = True
         if self._values_S is None:
             self._values_S = aligned_bytes(self._nbytes).view(self._dtype)
@@ -96,7 +100,11 @@ class DiskGradStore:
             self._report()
 
     def acquire(self) -> Tensor:
-        """The gradient ``[S]``, writable until :meth:`forget`. Raises :class:`DiskError`."""
+        """The gradient ``[S]``, writable until :meth:`free`.
+
+        Raises:
+            DiskError: it cannot be written or read.
+        """
         self.prefetch()
         self.finish()
         read, self._read = self._read, None
@@ -104,14 +112,14 @@ class DiskGradStore:
             try:
                 read.wait()
             except DiskError:
-                self._values_S = None  # or the next reader would take what is there for it
+                self._values_S = None  # its contents are not the gradient
                 self._report()
                 raise
         assert self._values_S is not None
         return self._values_S
 
     def peek(self) -> Tensor:
-        """The same, to be read and dropped: it goes on resting here."""
+        """The gradient ``[S]``, to be read only. It stays stored."""
         if self._values_S is not None:
             return self.acquire()
         values_S = aligned_bytes(self._nbytes).view(self._dtype)
@@ -119,7 +127,7 @@ class DiskGradStore:
         return values_S
 
     def free(self) -> None:
-        """It is used up; what still moves is waited for."""
+        """Drop the gradient, after waiting for its transfers."""
         for transfer in (self._read, self._write):
             if transfer is not None:
                 transfer.join()
@@ -135,7 +143,7 @@ class DiskGradStore:
 
 
 class DiscardedGradStore:
-    """Stands in for :class:`GradOnDisk` under fake tensors, which have no bytes to write."""
+    """Stands in for :class:`DiskGradStore` under fake tensors, which have no bytes to write."""
 
     every_backward = True
 
@@ -145,21 +153,21 @@ class DiscardedGradStore:
         self._values_S: Tensor | None = None
 
     def write(self, values_S: Tensor) -> None:
-        """See :class:`GradOnDisk`."""
+        """See :class:`DiskGradStore`."""
         self._values_S = values_S
         self._ledger.hold("gradients", self._name, values_S.nbytes, Tier.DISK)
 
     def prefetch(self) -> None:
-        """See :class:`GradOnDisk`."""
+        """See :class:`DiskGradStore`."""
 
     def acquire(self) -> Tensor:
-        """See :class:`GradOnDisk`."""
+        """See :class:`DiskGradStore`."""
         assert self._values_S is not None
         return self._values_S
 
     peek = acquire
 
     def free(self) -> None:
-        """See :class:`GradOnDisk`."""
+        """See :class:`DiskGradStore`."""
         self._values_S = None
         self._ledger.hold("gradients", self._name, 0, Tier.DISK)

@@ -1,7 +1,28 @@
-"""How does a chunk that rests in host memory meet its gradient, and the device its parameter?
+"""Exchanges gradient and parameter of one chunk between the device and the host, where it is updated.
 
-Two bytes an element go down, two come up. What the update has to know of the step goes down with the
-gradient: the host reads nothing from the device that it would have to wait for.
+[Note: host chunks]
+
+*What is copied.* Each step, the gradient is copied to the host and the updated parameter back to the
+device, 2 bytes per element each way. The numbers of the step (gradient factor, overflow, edited) are
+copied after the gradient. So the host never reads a value from the device that it would have to wait for
+(ADR 0008).
+
+*Who owns which memory.* The unit owns the parameter on the device (``_device_param_C``). The chunk owns
+the host's copy ``host_param_C``, a buffer for the gradient, and three float64 for the numbers; their
+memory comes from :class:`HostStaging`. Chunks whose state is on disk share one buffer for gradients and
+one for parameters, because they are updated one at a time; their parameter is copied to the host before
+each update. If the parameter itself is in host memory, ``host_param_C`` is that memory and nothing is
+copied.
+
+*Edits.* Between updates, ``host_param_C`` equals the parameter on the device, unless the program wrote
+into the latter. A fingerprint of the device's parameter is taken when it has arrived, and compared in
+``send_numbers`` and ``sync_edits_from_device``. Only where it differs is the parameter copied to the
+host. Without the fingerprint, the update would start from ``host_param_C`` and overwrite what the program
+wrote; with a second copy on the device to compare with, offload would save less.
+
+*Order.* Streams order the copies. ``send_param(at_once=True)`` skips the wait for the current stream, and
+is correct only after the gradient of the same update has arrived: the device then no longer uses the
+parameter.
 """
 
 from __future__ import annotations
@@ -18,39 +39,39 @@ from zeroshard.offload.copy_streams import CopyHandle, CopyStreams
 
 @dataclass(frozen=True, slots=True)
 class HostGradTransfer:
-    """A gradient on its way down, with the numbers of its step. Read them after :meth:`wait`."""
+    """A gradient being copied to the host, with the numbers of its step. Valid after :meth:`wait`."""
 
     grad_C: Tensor  # on the host
     _numbers: Tensor  # on the host: factor, overflow, edited
     _handles: Sequence[CopyHandle]
 
     def wait(self) -> None:
-        """Block this thread until gradient and numbers are there."""
+        """Block this thread until gradient and numbers are on the host."""
         for arrival in self._handles:
             arrival.synchronize()
 
     @property
     def factor(self) -> float:
-        """What the gradient is to be multiplied by."""
+        """The factor by which the update multiplies the gradient."""
         return float(self._numbers[0])
 
     @property
     def is_skipped(self) -> bool:
-        """Was the gradient of the step not finite, on any rank?"""
+        """Whether the gradient of the step was not finite on some rank."""
         return bool(self._numbers[1])
 
     @property
     def is_edited(self) -> bool:
-        """Did the program write into the parameter on the device since it was sent up?"""
+        """Whether the program wrote into the parameter on the device since it was copied there."""
         return bool(self._numbers[2])
 
 
 class HostChunk:
-    """The host's side of one chunk.
+    """The host's side of one chunk. See [Note: host chunks].
 
-    ``low_C`` is the parameter on the device, or None where it rests in host memory itself. ``home_C`` is
-    the host's copy of it: rounded masters, as they were sent up last. If it ``shares`` that memory with
-    other chunks, the parameter comes down before each use.
+    ``low_C`` is the parameter on the device, or None if the parameter is in host memory. ``home_C`` is
+    the host's copy: the rounded master, as it was last copied to the device. ``shares``: other chunks use
+    the same memory for it, so the parameter is copied to the host before each update.
     """
 
     def __init__(
@@ -70,26 +91,26 @@ class HostChunk:
         self._numbers = numbers
         self._is_shared = shares
         self._fingerprint: Tensor | None = None
-        self._grad_C: Tensor | None = None  # of the running step, on the host
+        self._grad_C: Tensor | None = None  # of this step, on the host
         self._grad_arrival: CopyHandle | None = None
         if low_C is not None:
             home_C.copy_(low_C)
             self._fingerprint = fingerprint(low_C)
 
     def send_gradient(self, grad_C: Tensor) -> None:
-        """Start the gradient of a step on its way, behind what the current stream has queued."""
+        """Start copying this step's gradient to the host, after the queued work of the current stream."""
         self._grad_C = self._grad_bytes[: grad_C.nbytes].view(grad_C.dtype)
         self._grad_arrival = self.streams.d2h(grad_C, self._grad_C)
 
     def fetch_gradient(self, grad_C: Tensor) -> None:
-        """Bring the gradient back into ``grad_C``, on the device. Waits for both ways."""
+        """Copy the gradient back into ``grad_C`` on the device, and wait for it."""
         assert self._grad_arrival is not None
         assert self._grad_C is not None
         self._grad_arrival.synchronize()
         self.streams.h2d(self._grad_C, grad_C).synchronize()
 
     def send_numbers(self, factor: Tensor, found_inf: Tensor | None) -> HostGradTransfer:
-        """Start what the update has to know beside the gradient; the delivery is of both."""
+        """Start copying the numbers of the step. The returned transfer includes the gradient."""
         assert self._grad_arrival is not None
         assert self._grad_C is not None
         device = factor.device if self._device_param_C is None else self._device_param_C.device
@@ -106,7 +127,7 @@ class HostChunk:
         return HostGradTransfer(self._grad_C, self._numbers, arrivals)
 
     def sync_edits_from_device(self) -> None:
-        """The host's copy becomes what the program wrote on the device, if it did. Waits to know."""
+        """Copy the device's parameter to the host if the program wrote into it. Waits for the device."""
         if self._device_param_C is None:
             return
         if self._is_shared or bool(fingerprint(self._device_param_C) != self._fingerprint):
@@ -114,20 +135,23 @@ class HostChunk:
             self.update_fingerprint()
 
     def update_fingerprint(self) -> None:
-        """Host and device were written alike."""
+        """Note that host and device hold the same values now."""
         if self._device_param_C is not None:
             self._fingerprint = fingerprint(self._device_param_C)
 
     def send_param(self, *, at_once: bool = False) -> CopyHandle | None:
-        """Start the updated parameter on its way; None where it is at home. ``at_once``: the delivery of
-        this update's gradient was waited for, so that nobody uses the parameter on the device; else
-        behind what the current stream has queued."""
+        """Start copying the updated parameter to the device; None if it is in host memory.
+
+        ``at_once``: do not wait for the work that the current stream has queued. Allowed after this
+        update's :class:`HostGradTransfer` was waited for, because the device no longer uses the parameter
+        then.
+        """
         if self._device_param_C is None:
             return None
         return self.streams.h2d(self.host_param_C, self._device_param_C, at_once=at_once)
 
     def wait_for_param(self, arrival: CopyHandle | None) -> None:
-        """The parameter is used from here on, by the current stream; edits show from now."""
+        """Make the current stream wait for the parameter, and take its fingerprint."""
         if arrival is not None:
             assert self._device_param_C is not None
             arrival.wait_stream()
@@ -135,9 +159,10 @@ class HostChunk:
 
 
 class HostGradStore:
-    """A unit's reduced gradient in host memory, where its update is, from the end of its reduction.
+    """A unit's reduced gradient in host memory, where its update runs, from the end of its reduction.
 
-    ``parts``: its chunks, together ``numel`` elements. ``before()`` is called before they are written to.
+    ``parts``: slices of the gradient and their chunks, ``numel`` elements in total. ``before()`` is
+    called before the chunks' gradient buffers are overwritten.
     """
 
     every_backward = False
@@ -152,17 +177,17 @@ class HostGradStore:
         self._parts = parts
         self._numel = numel
         self._before = before
-        self._like: Tensor | None = None  # empty; it has dtype and device of what was sent
+        self._like: Tensor | None = None  # empty, with dtype and device of the stored gradient
 
     def write(self, values_R: Tensor) -> None:
-        """See :class:`~zeroshard.zero.gradients.GradRest`."""
+        """See :class:`~zeroshard.offload.grad_store.GradStore`."""
         self._before()
         self._like = values_R.new_empty(0)
         for part, host_chunk in self._parts:
             host_chunk.send_gradient(values_R[part])
 
     def prefetch(self) -> None:
-        """Nothing: it is used where it is."""
+        """Does nothing: the update uses the gradient in host memory."""
 
     def acquire(self) -> Tensor:
         """A copy on the device."""
@@ -175,14 +200,14 @@ class HostGradStore:
     peek = acquire
 
     def free(self) -> None:
-        """Nothing: its memory is there for the next."""
+        """Does nothing: the memory is reused for the next gradient."""
 
 
 class HostStaging:
-    """Makes crossings: the bus, and ``take(numel, dtype)``, which gives host memory.
+    """Makes host chunks. ``take(numel, dtype)`` gives them host memory.
 
-    ``grad_itemsize``: bytes of the widest gradient element. Chunks on disk are updated one at a time:
-    they share one buffer for gradients and one for parameters.
+    ``grad_itemsize``: bytes of the widest gradient element. Chunks on disk are updated one at a time.
+    They share one buffer for gradients and one for parameters.
     """
 
     def __init__(
@@ -194,7 +219,10 @@ class HostStaging:
         self._shared: dict[str, Tensor] = {}
 
     def make_chunk(self, low_C: Tensor, *, at_home: bool, shares: bool) -> HostChunk:
-        """For one chunk. ``at_home``: the parameter rests in host memory; ``shares``: see the class."""
+        """The host chunk of ``low_C``. ``at_home``: the parameter is in host memory.
+
+        ``shares``: see :class:`HostChunk`.
+        """
         numel, dtype = low_C.numel(), low_C.dtype
         grad_bytes = self._buffer("grad", numel * self._grad_itemsize, shares)
         home_C = low_C

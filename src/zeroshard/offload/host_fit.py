@@ -1,8 +1,7 @@
-"""Does what the ranks of this host plan to hold fit into its memory, before the first step?
+"""Checks that this host's memory can hold what its ranks plan to allocate.
 
-Pure: from numbers to silence or an error. The limits are read in :mod:`zeroshard.memory.host_limits`;
-the numbers come from the plan, for every rank of the host, not for this one alone: each would fit, and
-together they would be killed.
+A pure function of numbers. :mod:`zeroshard.memory.host_limits` reads the limits; the plan gives the
+numbers of every rank of the host. Each rank alone might fit where all of them together would be killed.
 """
 
 from __future__ import annotations
@@ -14,11 +13,13 @@ from zeroshard.memory.host_limits import HostLimits
 
 
 def check_host(planned_nbytes_of_local_ranks: Sequence[int], limits: HostLimits) -> None:
-    """Refuse a plan that the kernel would end by killing a rank.
+    """Refuse a plan that would make the kernel kill a rank.
 
-    ``planned_nbytes_of_local_ranks``: bytes of host memory that each rank of this host will need beside
-    what it holds already, by local rank. Unknown limits are not judged. Raises
-    :class:`HostMemoryError` with a table of the numbers.
+    ``planned_nbytes_of_local_ranks``: bytes of host memory that each rank of this host will need in
+    addition to what it holds already, by local rank. Unknown limits are not checked.
+
+    Raises:
+        HostMemoryError: the sum is more than is free; with a table of the numbers.
     """
     free_nbytes = limits.free_nbytes
     total_nbytes = sum(planned_nbytes_of_local_ranks)
@@ -39,7 +40,7 @@ def check_host(planned_nbytes_of_local_ranks: Sequence[int], limits: HostLimits)
 
 def _table(planned: Sequence[int], limits: HostLimits) -> Iterator[str]:
     free_nbytes = limits.free_nbytes
-    assert free_nbytes is not None  # the caller compared with it
+    assert free_nbytes is not None  # check_host() compared with it
     if limits.is_cgroup_tighter and limits.cgroup is not None:
         binding = f"the cgroup limit in {limits.cgroup.folder} binds"
     else:

@@ -1,9 +1,10 @@
-"""How do pages of state pass through a few slots of memory while they rest on disk?
+"""Moves pages of optimizer state through a ring of memory slots, while they are stored on disk.
 
-A page owns an extent of the swap file and, for ever, one slot of a small ring: views of it stay valid,
-and nothing is allocated in a step. A walk yields page after page: reads run in front, writes follow
-behind, and a slot is read into only after its last page was written. A page's bytes mean something
-only while the page is open. One thread at a time uses a pager.
+A page owns an extent of the swap file. It is assigned one slot of the ring when it is made and never
+another, so views of its memory stay valid, and nothing is allocated in a step (ADR 0008). A walk opens
+one page after another. It reads ahead of the open page and writes back after it; a slot is read into only
+after the write of its last page has ended. The memory of a page holds its values only while the page is
+open: several pages share a slot. Only one thread at a time may use a pager.
 """
 
 from __future__ import annotations
@@ -22,20 +23,23 @@ from zeroshard.offload.swap_file import Extent, SwapFile, Transfer
 
 
 class _Slot:
-    """Memory for one page at a time: ``holder`` reads into it or has it open; ``write`` leaves it."""
+    """Memory for one page at a time.
+
+    ``holder`` reads into it or is open; ``write`` writes the page before ``holder``.
+    """
 
     def __init__(self, nbytes: int) -> None:
         self.bytes = aligned_bytes(nbytes)
         self.holder: Page | None = None
-        self.read: Transfer | None = None  # of the holder
-        self.write: Transfer | None = None  # of the holder before it, perhaps still on its way
+        self.read: Transfer | None = None  # of ``holder``
+        self.write: Transfer | None = None  # of the page before ``holder``; may be in flight
 
 
 class Page:
-    """``nbytes`` of state on disk, and the view of the slot that they pass through.
+    """``nbytes`` of state on disk. ``bytes`` is the view of its slot.
 
-    ``changed``: will it be written when it is closed? ``filled_nbytes``: how much of it is read and
-    written, settable while open; a page that was never written is written whole if nobody sets it.
+    ``changed``: write the page when it is closed. ``filled_nbytes``: how many bytes are read and written;
+    may be set while the page is open. If it was never set, the first write is of the whole page.
     """
 
     def __init__(self, nbytes: int, extent: Extent, slot: _Slot) -> None:
@@ -43,10 +47,10 @@ class Page:
         self.extent = extent
         self.bytes: Tensor = slot.bytes[:nbytes]
         self.changed = False
-        self.is_open = False  # may ``bytes`` be used?
+        self.is_open = False  # ``bytes`` holds the page's values
         self._slot = slot
         self._filled_nbytes = self._stored_nbytes = 0
-        self._write: Transfer | None = None  # the last one; if it failed, the page is lost
+        self._write: Transfer | None = None  # the last one; if that failed, the page is lost
 
     @property
     def filled_nbytes(self) -> int:
@@ -61,10 +65,10 @@ class Page:
 
 @dataclass(slots=True)
 class Timeline:
-    """What the transfers of a walk did while the consumer computed. Seconds; ``str`` is a log line.
+    """The transfers of a walk, and the time that its consumer waited for them. ``str`` gives a log line.
 
-    ``reading_s`` and ``writing_s``: at least one such transfer was moving. ``waited_*_s``: the
-    consumer stood still for one.
+    ``reading_s`` and ``writing_s``: seconds in which at least one such transfer was moving.
+    ``waited_*_s``: seconds in which the consumer waited for one. ``total_s``: seconds of the whole walk.
     """
 
     pages: int = 0
@@ -100,9 +104,9 @@ class Timeline:
 
 
 class Pager:
-    """A ring of ``slots`` equal slots of ``slot_nbytes`` over one swap file.
+    """A ring of ``slots`` equal slots of ``slot_nbytes`` bytes over one swap file.
 
-    A walk reads ``read_ahead`` pages in front of the one in use; the other slots are left to writes.
+    A walk reads ``read_ahead`` pages ahead of the open one. The remaining slots are for writes.
     """
 
     def __init__(
@@ -119,13 +123,14 @@ class Pager:
 
     @property
     def slots_nbytes(self) -> int:
-        """Memory of the ring."""
+        """Bytes of memory of the ring."""
         return sum(slot.bytes.nbytes for slot in self._slots)
 
     def page(self, nbytes: int) -> Page:
-        """A new page in the next slot; what it holds is undefined until it was written.
+        """Make a page in the next slot. Its contents are undefined until it was written.
 
-        Raises ``DiskError`` if the disk has no room.
+        Raises:
+            DiskError: the disk has no space for it.
         """
         assert nbytes <= self.slot_nbytes, (nbytes, self.slot_nbytes)
         slot = self._slots[self._pages % len(self._slots)]
@@ -139,26 +144,27 @@ class Pager:
         *,
         drain: bool = True,
     ) -> Generator[Page, None, None]:
-        """Open one page after the other; see the module.
+        """Open one page after another, and yield each while it is open.
 
-        When the consumer comes back, the page is written if ``page.changed`` (True when it is yielded);
-        else the disk keeps what it had. ``drain=False`` leaves the last writes on
-        their way, and who next needs their slots waits for them. A consumer that leaves early leaves
-        the open page and all later ones as they are on disk (so does ``zip(others, walk)`` without
-        ``strict=True`` with the last page: it does not come back for more).
+        When the consumer asks for the next page, the open one is written if ``page.changed`` (True when
+        it is yielded); otherwise the disk keeps its old contents. ``drain=False`` ends the walk without
+        waiting for the last writes; the next use of their slots waits. If the consumer stops early, the
+        open page and all later ones keep their old contents on disk. This includes ``zip(others, walk)``
+        without ``strict=True``, which does not come back after the last page.
 
-        Raises ``DiskError`` at the page that cannot be read, and for one that cannot be written when its
-        slot is needed again, or at the end.
+        Raises:
+            DiskError: a page cannot be read; or one could not be written, raised when its slot is
+                needed again or at the end of the walk.
         """
         self.timeline = line = Timeline()
         begin_s = time.perf_counter()
-        begun: deque[Page] = deque()  # pages[at:ahead], still holding their slots
+        begun: deque[Page] = deque()  # pages[at:ahead], which hold their slots
         ahead, finished = 0, False
         try:
             for at, page in enumerate(pages):
                 while ahead <= min(at + self._read_ahead, len(pages) - 1):
                     if pages[ahead]._slot.holder is not None:
-                        break  # an earlier page of this ring position comes first
+                        break  # an earlier page holds this slot
                     begun.append(pages[ahead])
                     self._begin(pages[ahead], line)
                     ahead += 1
@@ -183,8 +189,13 @@ class Pager:
 
     @contextmanager
     def open(self, page: Page, *, changed: bool = False) -> Iterator[Page]:
-        """One page by itself, outside a walk. It is written on leaving if ``page.changed``, which starts
-        as ``changed``; not if the block raises. Raises ``DiskError`` as :meth:`walk`.
+        """Open one page outside a walk.
+
+        It is written at the end of the block if ``page.changed``, which starts as ``changed``, and not if
+        the block raises.
+
+        Raises:
+            DiskError: the page cannot be read or written.
         """
         assert page._slot.holder is None, "another page of this slot is open"
         line = Timeline()
@@ -199,14 +210,14 @@ class Pager:
             self._drop(page)
 
     def close(self) -> None:
-        """Wait for writes on their way and give up the ring; its memory goes with the last page."""
+        """Wait for writes in flight and drop the ring. Its memory is freed with the last page."""
         for slot in self._slots:
             if slot.write is not None:
                 slot.write.join()
         self._slots = []
 
     def _begin(self, page: Page, line: Timeline) -> None:
-        """The slot is the page's; its bytes come as soon as those of the last page have left."""
+        """Give the page its slot, and start reading it after the write of the slot's last page."""
         slot = page._slot
         slot.holder = page
         if page._stored_nbytes:
@@ -215,11 +226,11 @@ class Pager:
             line.transfers.append(slot.read)
 
     def _arrive(self, page: Page, line: Timeline) -> None:
-        """The page opens when its bytes are there."""
+        """Wait for the page's bytes and open it."""
         slot = page._slot
         line.waited_writes_s += _settle(slot)
         if page._write is not None:
-            page._write.wait()  # it ended long ago: this raises if the page was lost
+            page._write.wait()  # has ended: only raises, if the page was lost
         if slot.read is not None:
             begin_s = time.perf_counter()
             slot.read.wait()
@@ -228,7 +239,7 @@ class Pager:
         page.is_open = True
 
     def _leave(self, page: Page, line: Timeline, *, written: bool) -> None:
-        """The page closes; its bytes go to disk or are forgotten."""
+        """Close the page; write it if ``written``."""
         slot = page._slot
         if written:
             filled_nbytes = page._filled_nbytes or page.nbytes
@@ -239,7 +250,7 @@ class Pager:
         self._drop(page)
 
     def _drop(self, page: Page) -> None:
-        """The slot is free for another page, whatever became of this one."""
+        """Free the slot, in whatever state its page is."""
         slot = page._slot
         if slot.holder is not page:
             return
@@ -251,7 +262,10 @@ class Pager:
 
 
 def _settle(slot: _Slot) -> float:
-    """Wait until the slot's last write has ended; seconds waited. Raises its ``DiskError``, once."""
+    """Wait for the slot's last write. Returns the seconds waited.
+
+    A ``DiskError`` of the write is raised once.
+    """
     if slot.write is None:
         return 0.0
     begin_s = time.perf_counter()
@@ -261,7 +275,7 @@ def _settle(slot: _Slot) -> float:
 
 
 def _busy_s(transfers: Iterable[Transfer]) -> float:
-    """Seconds in which at least one of them was moving."""
+    """Seconds in which at least one of the transfers was moving."""
     busy_s = end_s = 0.0
     for transfer in sorted((t for t in transfers if t.done), key=lambda t: t.began_s):
         busy_s += max(0.0, transfer.ended_s - max(end_s, transfer.began_s))
@@ -276,5 +290,5 @@ def _rate(nbytes: int, seconds: float) -> str:
 
 
 def page_nbytes(numel: int, dtypes: Iterable[torch.dtype]) -> int:
-    """Bytes of flat tensors on a page: each begins where SIMD and the disk like it."""
+    """Bytes on a page of one flat tensor ``[numel]`` per dtype, each at a multiple of 4096."""
     return sum(-(-numel * dtype.itemsize // 4096) * 4096 for dtype in dtypes)

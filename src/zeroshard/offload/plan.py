@@ -1,6 +1,6 @@
-"""What of a rank's state rests outside the device, and how many bytes does that take?
+"""Plans which state of a rank is stored outside the device, and how many bytes that takes.
 
-DeepSpeed's keys ``offload_optimizer`` and ``offload_param`` become a plan: pure, and equal to what
+Pure functions of the DeepSpeed keys ``offload_optimizer`` and ``offload_param``. The bytes equal what
 :func:`zeroshard.core.nbytes.state_nbytes` counts.
 """
 
@@ -25,32 +25,33 @@ _TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """Where state rests on this rank: by unit, spans of what it updates, and the tier of its shard.
+    """Where state of this rank is stored, by name of the unit.
 
-    ``grads``: units whose reduced gradient waits on disk.
+    ``spans``: chunks of what the rank updates, with tiers. ``params``: the tier of the unit's shard.
+    ``grads``: units whose reduced gradient is stored on disk until its update.
     """
 
     spans: Mapping[str, Sequence[Span]] = field(default_factory=dict)
     params: Mapping[str, Tier] = field(default_factory=dict)
-    rows: Mapping[str, DtypeRow] = field(default_factory=dict)  # of the units in ``spans``
+    rows: Mapping[str, DtypeRow] = field(default_factory=dict)  # of the trained units
     grads: frozenset[str] = frozenset()
 
     @property
     def is_away(self) -> bool:
-        """Does anything rest outside the device?"""
+        """Whether anything is stored outside the device."""
         return bool(self.spans or self.params)
 
     def spans_of(self, unit: str) -> Sequence[Span]:
-        """Empty: all on the device."""
+        """The unit's spans; empty: all on the device."""
         return self.spans.get(unit, ())
 
     def tier_of(self, unit: str) -> Tier:
-        """Of the unit's parameters."""
+        """The tier of the unit's parameters."""
         return self.params.get(unit, Tier.DEVICE)
 
 
 def optimizer_placement(config: Config) -> Placement:
-    """DeepSpeed key ``zero_optimization.offload_optimizer``."""
+    """The placement in the DeepSpeed key ``zero_optimization.offload_optimizer``."""
     section = config.zero_optimization.offload_optimizer
     if section is None or not STAGES[config.zero_optimization.stage].shards_optimizer:
         return Placement()
@@ -58,7 +59,7 @@ def optimizer_placement(config: Config) -> Placement:
 
 
 def param_placement(config: Config) -> Placement:
-    """DeepSpeed key ``zero_optimization.offload_param``; it acts at stage 3 only."""
+    """The placement in the DeepSpeed key ``zero_optimization.offload_param``, which needs stage 3."""
     section = config.zero_optimization.offload_param
     if section is None or not STAGES[config.zero_optimization.stage].shards_params:
         return Placement()
@@ -74,8 +75,11 @@ def plan_offload(
     whole: bool,
     has_bus: bool,
 ) -> OffloadPlan:
-    """``layouts``: units in forward order; ``trained``: those of them that are updated. ``whole``: the
-    optimizer's matrices are never cut. ``has_bus``: host memory is not the device's."""
+    """Plan what is stored where on ``rank``.
+
+    ``layouts``: all units in forward order. ``trained``: those that are updated. ``whole``: never cut a
+    matrix, because the optimizer needs it whole. ``has_bus``: host memory is not the device's memory.
+    """
     optimizer, params = optimizer_placement(config), param_placement(config)
     spans: dict[str, Sequence[Span]] = {}
     if optimizer.is_away:
@@ -89,7 +93,7 @@ def plan_offload(
         placed = place(numels, params, cuts=[() for _ in numels])
         tiers = {name: parts[0].tier for name, parts in zip(layouts, placed, strict=True) if parts}
     on_disk = {name for name, parts in spans.items() if _all_on_disk(parts)}
-    # Across a bus a gradient waits in memory: the update would need it there, chunk by chunk.
+    # On a GPU host gradients wait in host memory, since their updates need them there.
     return OffloadPlan(spans, tiers, trained, frozenset() if has_bus else frozenset(on_disk))
 
 
@@ -100,9 +104,11 @@ def _all_on_disk(spans: Sequence[Span]) -> bool:
 def grad_itemsizes(
     row: DtypeRow, *, many: bool, on_disk: bool, shards_grads: bool
 ) -> tuple[int, int]:
-    """Bytes of an element of the gradient that waits in memory, and of one that waits on disk; 0: none
-    does. ``many``: several are summed before an update, and where every rank sums the whole gradient by
-    itself (stage 1) that sum stays in memory until it is reduced."""
+    """Bytes per element of the gradient in memory and of the one on disk, between reduction and update.
+
+    0: there is none. ``many``: several micro-batches are summed before an update. At stage 1 each rank
+    sums the whole gradient itself, and that sum stays in memory until it is reduced.
+    """
     summed = (row.grad_accum if many else row.reduce).itemsize
     if not on_disk:
         return summed, 0
@@ -112,7 +118,11 @@ def grad_itemsizes(
 
 
 def check_device(offload_plan: OffloadPlan, device: torch.device) -> None:
-    """Raise :class:`UnsupportedError` where a GPU would hold masters of parameters that it does not."""
+    """Refuse a plan with parameters off the GPU and their optimizer state on it.
+
+    Raises:
+        UnsupportedError: ``offload_plan`` has such a unit.
+    """
     if device.type == "cpu":
         return
     for name in offload_plan.rows:
@@ -127,25 +137,25 @@ def check_device(offload_plan: OffloadPlan, device: torch.device) -> None:
 
 
 def _starts(layout: UnitLayout, rank: int) -> list[int]:
-    """Where parameters begin in the rank's shard."""
+    """Positions in the rank's shard where parameters start."""
     low, high = layout.shard_range(rank)
     return [slot.start - low for slot in layout.slots if low < slot.start < high]
 
 
 def shaped_state(probe: Probe, group: int) -> dict[str, torch.dtype]:
-    """What the optimizer keeps in the parameter's shape, for parameters of the group."""
+    """The optimizer state of the parameter's shape for a param group: dtype by name."""
     kept = probe.state_by_group[group]
     return {name: dtype for name, dtype in kept.items() if dtype is not None}
 
 
 def grad_itemsize(offload_plan: OffloadPlan) -> int:
-    """Bytes of the widest element in which a gradient can come; one that a program sets is in fp32."""
+    """Bytes of the widest element that a gradient can have. One that a program sets is in fp32."""
     rows = offload_plan.rows.values()
     return max([4, *(d.itemsize for row in rows for d in (row.reduce, row.grad_accum))])
 
 
 def page_sizes(offload_plan: OffloadPlan, found: Mapping[torch.dtype, Probe]) -> Iterator[int]:
-    """The most bytes that each chunk on disk can need."""
+    """Upper bounds on the bytes of each chunk on disk."""
     for name, spans in offload_plan.spans.items():
         row = offload_plan.rows[name]
         kept = [dtype for dtype in found[row.master].state.values() if dtype is not None]
@@ -156,7 +166,7 @@ def page_sizes(offload_plan: OffloadPlan, found: Mapping[torch.dtype, Probe]) ->
 
 
 def host_sizes(offload_plan: OffloadPlan) -> Iterator[tuple[str, int, torch.dtype]]:
-    """What lies in pinned memory on a GPU machine, by ledger category: masters, scratch of the bus."""
+    """Pinned memory that a GPU needs: ledger category ("master" or "scratch"), elements and dtype."""
     itemsize, widest = grad_itemsize(offload_plan), {"grad": 0, "low": 0}
     for name, spans in offload_plan.spans.items():
         row = offload_plan.rows[name]
@@ -167,7 +177,7 @@ def host_sizes(offload_plan: OffloadPlan) -> Iterator[tuple[str, int, torch.dtyp
             yield "scratch", 3, torch.float64
             host_chunk = {"grad": numel * itemsize, "low": numel * row.param.itemsize}
             for what, nbytes in host_chunk.items():
-                # On disk one buffer serves all, but a longer chunk than those before takes a new one.
+                # Chunks on disk share one buffer; one longer than those before allocates a new one.
                 if span.tier is Tier.HOST or nbytes > widest[what]:
                     yield "scratch", nbytes, torch.uint8
                 if span.tier is Tier.DISK:

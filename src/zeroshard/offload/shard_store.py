@@ -1,6 +1,7 @@
-"""How does a unit's shard rest, and how does it come to be read?
+"""Stores a unit's shard in memory or on disk, behind one interface.
 
-A unit asks its ``rest`` and never learns which one it has. Letters as in :mod:`zeroshard.zero.unit`.
+A unit calls the methods of its store and does not know which kind it has (ADR 0008). Letters as in
+:mod:`zeroshard.zero.unit`.
 """
 
 from __future__ import annotations
@@ -21,67 +22,67 @@ if TYPE_CHECKING:
     from zeroshard.offload.swap_file import Extent, SwapFile, Transfer
 
 SAVES_IN_FLIGHT = 2
-"""Shards, or gradients, that may be on their way to the disk; more would hold memory for no speed."""
+"""Writes of shards, or of gradients, in flight at a time. More would hold memory and gain no speed."""
 
 
 class MemoryShardStore:
-    """A shard that is always there: on the device, or in host memory."""
+    """A shard that is always in memory, on the device or in host memory."""
 
     def __init__(self, shard_S: Tensor, tier: Tier = Tier.DEVICE) -> None:
         self.shard_S = shard_S
         self.tier = tier
 
     def prefetch(self) -> None:
-        """Begin to bring the shard into memory."""
+        """Start reading the shard into memory."""
 
     def acquire(self) -> Tensor:
-        """The shard, readable until :meth:`leave`. Calls may nest."""
+        """The shard, readable until :meth:`release`. Calls may nest."""
         return self.shard_S
 
     def release(self) -> None:
-        """The reader is through."""
+        """End one :meth:`acquire`."""
 
     def cancel_prefetch(self) -> None:
-        """What was fetched and not used may go."""
+        """Free a shard that was prefetched and not used."""
 
     def write(self) -> None:
-        """The shard in hand was written: its values go to where it rests."""
+        """Store the values that the shard in memory was updated to."""
 
     def write_back_if_changed(self, part_S: Tensor) -> None:
-        """The program may have written into the gathered unit; ``part_S`` is this rank's part of it."""
+        """Take over ``part_S``, this rank's part of the full unit, if the program wrote into it."""
         self.shard_S.copy_(part_S)
 
     def on_unshard(self, part_S: Tensor) -> None:
-        """The unit is full, and ``part_S`` is this rank's part of it."""
+        """Note that the unit is full. ``part_S`` is this rank's part of it."""
 
     def close(self) -> None:
-        """The shard is not needed any more."""
+        """Free the shard."""
 
 
 class PendingWrite(Protocol):
-    """Something that is written behind the computation."""
+    """A write that runs while computation goes on."""
 
     def finish(self) -> None:
-        """Wait until it is in the file; its memory may go."""
+        """Wait until the values are in the file, and free their memory if it is not in use."""
 
 
 class WritesInFlight:
-    """The writes in flight of one kind, oldest first: bounds the memory that they hold."""
+    """The writes in flight of one kind, oldest first. Bounds the memory that they hold."""
 
     def __init__(self) -> None:
         self._leaving: deque[PendingWrite] = deque()
 
     def add(self, rest: PendingWrite) -> None:
-        """One more; the oldest ends first if there are too many."""
+        """Add a write. While there are more than ``SAVES_IN_FLIGHT``, wait for the oldest."""
         self._leaving.append(rest)
         while len(self._leaving) > SAVES_IN_FLIGHT:
             self._leaving.popleft().finish()
 
 
 class DiskShardStore:
-    """A shard in a file. Its memory exists while somebody reads it, or while it is on its way.
+    """A shard in a file. It has memory only while it is read or transferred.
 
-    Creation does not write: :meth:`save` does, while ``shard_S`` has its first values.
+    The constructor does not write. Call :meth:`write` while ``shard_S`` has its first values.
     """
 
     tier = Tier.DISK
@@ -98,44 +99,48 @@ class DiskShardStore:
         self._readers = 0
         self._read: Transfer | None = None
         self._write: Transfer | None = None
-        self._here = True  # has it memory?
-        self._print: int | None = None  # of the values that the unit was gathered with
+        self._here = True  # shard_S has memory
+        self._print: int | None = None  # fingerprint of this rank's part when the unit became full
         self._report()
 
     def prefetch(self) -> None:
-        """See :class:`InMemory`. A shard still on its way out only stays."""
+        """See :class:`MemoryShardStore`. If the shard's write has not ended, its memory is only kept."""
         if not self._here:
             self._allocate()
             self._read = self._file.read(self._extent, self.shard_S)
 
     def acquire(self) -> Tensor:
-        """See :class:`InMemory`. Raises :class:`DiskError` if the file cannot be read."""
+        """See :class:`MemoryShardStore`.
+
+        Raises:
+            DiskError: the file cannot be read.
+        """
         self.prefetch()
         read, self._read = self._read, None
         if read is not None:
             try:
                 read.wait()
             except DiskError:
-                self._release_if_idle()  # or the next reader would take what is there for the shard
+                self._release_if_idle()  # the contents of the memory are not the shard
                 raise
         self._readers += 1
         return self.shard_S
 
     def release(self) -> None:
-        """See :class:`InMemory`."""
+        """See :class:`MemoryShardStore`."""
         assert self._readers, f"nobody reads {self._name}"
         self._readers -= 1
         self._release_if_idle()
 
     def cancel_prefetch(self) -> None:
-        """See :class:`InMemory`."""
+        """See :class:`MemoryShardStore`."""
         if self._read is not None:
-            self._read.join()  # whoever needs the shard will read it again, and hear of an error
+            self._read.join()  # an error is ignored: the next acquire() reads again
             self._read = None
         self._release_if_idle()
 
     def write(self) -> None:
-        """See :class:`InMemory`. The write goes on behind; its errors surface at the next use."""
+        """See :class:`MemoryShardStore`. Only starts the write. If it fails, the next use raises."""
         assert self._here, f"{self._name} is not in hand"
         assert self._read is None, f"{self._name} is still being read"
         if self._write is not None:
@@ -144,14 +149,14 @@ class DiskShardStore:
         self._writes.add(self)
 
     def finish(self) -> None:
-        """Wait until the values are in the file; the memory goes if nobody reads it."""
+        """Wait until the values are in the file, and free their memory unless it is being read."""
         if self._write is not None:
             self._write.wait()
             self._write = None
         self._release_if_idle()
 
     def write_back_if_changed(self, part_S: Tensor) -> None:
-        """See :class:`InMemory`. Costs a look at the part, and a write only where it was edited."""
+        """See :class:`MemoryShardStore`. Fingerprints the part, and writes it only if it was edited."""
         if self._print == int(storage.fingerprint(part_S)):
             return
         self.cancel_prefetch()
@@ -164,11 +169,11 @@ class DiskShardStore:
         self._print = int(storage.fingerprint(part_S))
 
     def on_unshard(self, part_S: Tensor) -> None:
-        """See :class:`InMemory`."""
+        """See :class:`MemoryShardStore`."""
         self._print = int(storage.fingerprint(part_S))
 
     def close(self) -> None:
-        """See :class:`InMemory`."""
+        """See :class:`MemoryShardStore`."""
         for transfer in (self._read, self._write):
             if transfer is not None:
                 transfer.join()
@@ -196,4 +201,4 @@ class DiskShardStore:
 ShardStore = MemoryShardStore | DiskShardStore
 
 AllocateShard = Callable[[int, torch.dtype], Tensor]
-"""Gives zeroed memory, ``[numel]`` of a dtype."""
+"""Gives zeroed memory for a shard: a flat tensor ``[numel]`` of a dtype."""

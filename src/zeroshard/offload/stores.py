@@ -1,6 +1,6 @@
-"""Which stores serve the state that rests outside the device?
+"""Makes the stores, pagers and buffers for state outside the device.
 
-They are made from the plan of :mod:`zeroshard.offload.plan`.
+They follow the plan of :mod:`zeroshard.offload.plan`.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ from zeroshard.optim.fused_update import threads_for
 
 
 def has_copy_streams(device: torch.device) -> bool:
-    """Is host memory another than the device's?"""
+    """Whether host memory differs from the device's memory."""
     return device.type != "cpu"
 
 
 def make_copy_streams(device: torch.device, *, copies: bool) -> CopyStreams | None:
-    """The way between ``device`` and host memory; None where that is one memory, unless ``copies``."""
+    """Copies between ``device`` and host memory. None if they are one memory, unless ``copies``."""
     if device.type == "cuda":
         return CudaCopyStreams(device)
     return CopyStreams() if copies else None
 
 
 class Stores:
-    """The files of one engine on this rank, one for each directory, and what is built on them.
+    """The swap files of one engine on this rank, one for each directory, and the stores that use them.
 
-    Under fake tensors nothing is opened: what would rest on disk stays fake.
+    Under fake tensors no file is opened, and stores keep fake tensors.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Stores:
         if device.type == "cpu" and (
             offload_plan.grads or Tier.DISK in offload_plan.params.values()
         ):
-            return_large_blocks()  # shards and gradients come and go between activations
+            return_large_blocks()  # shards and gradients are allocated and freed between activations
 
     def _file(self, path: str | None) -> SwapFile:
         assert path is not None, "the configuration is resolved"
@@ -87,7 +87,7 @@ class Stores:
         return self._files[path]
 
     def shard_store_of(self, unit: str) -> Callable[[Tensor], ShardStore]:
-        """How the unit's shard becomes one that rests where the plan says."""
+        """A function that makes the unit's shard store from its shard."""
         tier = self._resting.tier_of(unit)
         if tier is not Tier.DISK or self._is_fake:
             return partial(MemoryShardStore, tier=tier)
@@ -97,14 +97,17 @@ class Stores:
                 shard_S, self._file(self._param_path), self._writes, ledger=self._ledger, name=unit
             )
             rest.write()
-            rest.finish()  # construction holds one shard at a time
+            rest.finish()  # so that construction holds one shard at a time
             return rest
 
         return on_disk
 
     def allocator_of(self, unit: str) -> AllocateShard | None:
-        """What gives the unit's shard its memory; None: the device. A GPU copies it over the bus for each
-        use; what goes to disk has memory only then, and cannot stay pinned."""
+        """A function that gives the unit's shard its memory; None: on the device.
+
+        A shard in host memory is pinned on a GPU host, since it is copied to the GPU for each use. One on
+        disk has memory only during use, and so cannot stay pinned.
+        """
         tier = self._resting.tier_of(unit)
         if tier is Tier.DEVICE:
             return None
@@ -119,7 +122,7 @@ class Stores:
         return pinned
 
     def grad_store_of(self, unit: str, nbytes: int) -> GradStore | None:
-        """Where the unit's reduced gradient of ``nbytes`` waits for its update; None: where it is."""
+        """The store for the unit's reduced gradient of ``nbytes``; None: it stays in its buffer."""
         if unit not in self._resting.grads:
             return None
         if self._is_fake:
@@ -128,7 +131,7 @@ class Stores:
         return DiskGradStore(file, nbytes, self._grad_saves, ledger=self._ledger, name=unit)
 
     def pager(self, found: Mapping[torch.dtype, Probe]) -> Pager | None:
-        """A ring for the pages on disk; None if there are none."""
+        """The ring for pages on disk; None if there are none."""
         largest = max(page_sizes(self._resting, found), default=0)
         if not largest or self._is_fake:
             return None
@@ -136,9 +139,9 @@ class Stores:
         return self._pager
 
     def host_staging(self) -> HostStaging | None:
-        """What crosses the bus, and the memory for it; None where the device's memory is the host's.
+        """The copies and buffers for chunks updated in host memory; None if they need none.
 
-        Of CPU ranks only the delayed update needs it: what forward reads must not change meanwhile.
+        On CPU ranks only the delayed update needs them: forward may not read what an update is writing.
         """
         wanted = list(host_sizes(self._resting))
         if not wanted or self._is_fake:
@@ -156,17 +159,17 @@ class Stores:
 
     @property
     def uses_disk(self) -> bool:
-        """Does anything rest on disk?"""
+        """Whether anything is stored on disk."""
         return bool(self._files)
 
     @property
     def timeline(self) -> Timeline | None:
-        """What the disk did while the last update ran; None if no optimizer state rests on it."""
+        """The disk's transfers during the last update; None if no optimizer state is on disk."""
         return None if self._pager is None else self._pager.timeline
 
     @property
     def moved_nbytes(self) -> dict[str, int]:
-        """Bytes counted since the engine was built: from and to disk, down from and up to the device."""
+        """Bytes since the engine was built: from and to disk, to the host and back to the device."""
         streams = self.streams or CopyStreams()
         return {
             "read_nbytes": sum(file.read_nbytes for file in self._files.values()),
@@ -176,7 +179,7 @@ class Stores:
         }
 
     def close(self) -> None:
-        """Give memory and disk back."""
+        """Free memory and disk space."""
         for arena in self._arenas:
             arena.close()
         self._ledger.hold("scratch", "buffers of the bus", 0, Tier.HOST)
@@ -187,7 +190,11 @@ class Stores:
 
 
 def update_threads(device: torch.device, place: RankInfo) -> int:
-    """Of the update in host memory: beside a GPU the cores are free for it, CPU ranks compute on them."""
+    """Threads for the update in host memory.
+
+    On a GPU host, this rank's share of the cores. On CPU ranks torch's number of threads, since the same
+    cores compute forward and backward.
+    """
     omp = torch.get_num_threads()
     if device.type == "cpu":
         return omp

@@ -1,13 +1,13 @@
-"""How does state get to a file and back, past the page cache and beside the computation?
+"""A file for state on disk: transfers past the page cache, in parallel with computation.
 
-One file per rank, without a name (``O_TMPFILE``, or unlinked as soon as it is made): the kernel frees
-it when the process ends, however it ends. Blocks are reserved up front, so that a disk which somebody
-else fills later cannot hurt a run. Transfers go through ``O_DIRECT`` where the file system takes it: no
-page cache grows beside the arena, and no copy is made. A few threads move blocks of 8 MiB; the system
-calls release the interpreter lock.
+There is one file per rank and directory. It has no name: it is made with ``O_TMPFILE``, or unlinked as
+soon as it is made. The kernel frees it when the process ends, in whatever way that happens (ADR 0008).
+Blocks are reserved in advance, so a disk that fills up later cannot stop a run. Transfers use
+``O_DIRECT`` where the file system allows it: they use no page cache and make no copy. A few threads move
+blocks of 8 MiB; the system calls release the interpreter lock.
 
-[Note: alignment] ``O_DIRECT`` wants addresses, offsets and lengths in multiples of a page. Extents start
-and end on pages. Memory that does not goes through a small aligned buffer of the thread.
+[Note: alignment] ``O_DIRECT`` needs addresses, offsets and lengths that are multiples of a page. Extents
+start and end at pages. Other memory is copied through a small aligned buffer of the thread.
 
 [Note: no buffer protocol of torch] Memory is addressed by pointer. ``Tensor.numpy()`` would mark the
 storage as not resizable, and units free their shards by resizing (``zeroshard.memory.storage``).
@@ -34,19 +34,19 @@ from zeroshard.offload.direct_io import allocate, open_unnamed, turn_direct
 __all__ = ["BLOCK_NBYTES", "PAGE_NBYTES", "Extent", "SwapFile", "Transfer", "aligned_bytes"]
 
 BLOCK_NBYTES = 8 << 20
-_BOUNCE_NBYTES = 2 << 20  # a huge page; four times as much moves 5 % more a second
+_BOUNCE_NBYTES = 2 << 20  # one huge page; four times as much would be 5 % faster
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A reserved piece of the file; both numbers are multiples of 4096."""
+    """A reserved part of the file. Both numbers are multiples of 4096."""
 
     offset: int
     nbytes: int
 
 
 class Transfer:
-    """One read or write on its way. The memory belongs to it until it is done."""
+    """One read or write in flight. Its memory may not be used otherwise until it is done."""
 
     def __init__(
         self, file: SwapFile, extent: Extent, memory: Tensor, nbytes: int, *, writes: bool
@@ -58,7 +58,7 @@ class Transfer:
         assert 0 <= nbytes <= min(memory.nbytes, extent.nbytes), (nbytes, memory.nbytes, extent)
         self.nbytes = nbytes
         self.writes = writes
-        self.began_s = self.ended_s = time.perf_counter()  # first block taken up, last one ended
+        self.began_s = self.ended_s = time.perf_counter()  # first block begun, last one ended
         self._file = file
         self._offset = extent.offset
         self._memory: Tensor | None = memory
@@ -72,21 +72,25 @@ class Transfer:
 
     @property
     def done(self) -> bool:
-        """Has it ended, well or not?"""
+        """Whether it has ended, successfully or not."""
         return self._ended.is_set()
 
     def wait(self) -> None:
-        """Return when the bytes are where they belong; each call raises ``DiskError`` if not."""
+        """Return when the bytes have been moved.
+
+        Raises:
+            DiskError: they could not be moved; in each call.
+        """
         self._ended.wait()
         if self._failure is not None:
             raise DiskError(self._failure.text) from self._failure.cause
 
     def join(self) -> None:
-        """Return when it has ended, well or not."""
+        """Return when it has ended, successfully or not."""
         self._ended.wait()
 
     def _start(self, after: Transfer | None) -> None:
-        """Queue the blocks, once ``after`` has ended; fail as it does."""
+        """Queue the blocks when ``after`` has ended. If ``after`` failed, fail with its error."""
         if after is not None:
             with after._lock:
                 if not after.done:
@@ -102,7 +106,7 @@ class Transfer:
             self._file._jobs.put((self, at, min(step, self.nbytes - at)))
 
     def _run(self, at: int, nbytes: int, bounce: _Bounce) -> None:
-        """Move one block, on a thread of the file; the last one ends the transfer."""
+        """Move one block, on a thread of the file. The thread with the last block ends the transfer."""
         if self._untouched:
             self._untouched, self.began_s = False, time.perf_counter()
         failure = None
@@ -113,7 +117,7 @@ class Transfer:
                 )
             except DiskError as error:
                 failure = _Failure(str(error), error.__cause__)
-            except BaseException as error:  # reaches whoever waits, and never ends the thread
+            except BaseException as error:  # raised again in wait(); must not end the thread
                 failure = _Failure(f"the swap file {self._file.path} failed: {error!r}", error)
         with self._lock:
             self._failure = self._failure or failure
@@ -134,7 +138,7 @@ class Transfer:
 
 
 class _Failure:
-    """Why a transfer failed. The frames of its cause are dropped: they would keep the memory."""
+    """Why a transfer failed. The cause's frames are dropped, since they would keep memory alive."""
 
     def __init__(self, text: str, cause: BaseException | None) -> None:
         self.text = text
@@ -142,7 +146,7 @@ class _Failure:
 
 
 class _Bounce:
-    """A thread's aligned memory for what is not aligned; made when first needed."""
+    """A thread's aligned buffer for memory that is not aligned. Allocated at its first use."""
 
     def __init__(self) -> None:
         self._memory: Tensor | None = None
@@ -159,15 +163,15 @@ _Jobs = SimpleQueue[tuple[Transfer, int, int] | None]
 
 
 class SwapFile:
-    """One rank's file, at most as long as its process lives.
+    """One rank's file for state on disk. It exists until it is closed or the process ends.
 
-    ``directory`` may begin with ``~`` and is made if only its last component is missing. ``direct``
-    says whether transfers bypass the page cache; ``read_nbytes`` and ``written_nbytes`` count what
-    system calls moved, padding to whole pages included; ``bounce_nbytes`` is what the threads hold for
-    memory that is not aligned.
-    The threads start with the first transfer.
+    ``directory`` may begin with ``~``, and is made if only its last component is missing. ``direct``:
+    transfers bypass the page cache. ``read_nbytes`` and ``written_nbytes`` count what system calls moved,
+    with padding to whole pages. ``bounce_nbytes`` is the size of the threads' buffers for memory that is
+    not aligned. The threads start with the first transfer.
 
-    Raises ``DiskError`` where no file can be made, and from every call if the disk fails.
+    Raises:
+        DiskError: no file can be made there. Every method raises it if the disk fails.
     """
 
     def __init__(
@@ -202,14 +206,18 @@ class SwapFile:
             ) from error
 
     def reserve(self, nbytes: int) -> Extent:
-        """``nbytes`` of the disk, rounded up to whole pages, are this file's from now on."""
+        """Reserve ``nbytes`` of the disk, rounded up to whole pages.
+
+        Raises:
+            DiskError: so much is not free, or the file cannot be used.
+        """
         self._check_usable()
         extent = Extent(self.reserved_nbytes, round_to_page(nbytes))
         if extent.nbytes:
             try:
                 allocate(self._fd, extent.offset, extent.nbytes)
             except OSError as error:
-                os.ftruncate(self._fd, self.reserved_nbytes)  # a part may have been taken
+                os.ftruncate(self._fd, self.reserved_nbytes)  # frees a part that was reserved
                 raise DiskError(
                     f"{self.directory} has no room for the state that is to rest there: "
                     f"{extent.nbytes} bytes were asked for beside the {self.reserved_nbytes} that this "
@@ -228,8 +236,11 @@ class SwapFile:
         nbytes: int | None = None,
         after: Transfer | None = None,
     ) -> Transfer:
-        """Start reading the first ``nbytes`` of ``extent`` (default: all of ``into``) into a
-        contiguous CPU tensor of any dtype; with ``after``, as soon as that transfer has ended."""
+        """Start reading the first ``nbytes`` of ``extent`` into ``into``.
+
+        ``into``: a contiguous CPU tensor of any dtype. ``nbytes``: default: all of ``into``. ``after``:
+        start when that transfer has ended.
+        """
         return self._submit(extent, into, nbytes, after, writes=False)
 
     def write(
@@ -247,14 +258,14 @@ class SwapFile:
         return self._submit(extent, source, nbytes, after, writes=True)
 
     def flush(self) -> None:
-        """Nothing of the file stays in the page cache. Costs nothing with ``direct``."""
+        """Empty the page cache of the file's data. Does nothing with ``direct``."""
         self._check_usable()
         if not self.direct:
             os.fdatasync(self._fd)
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        """Wait for transfers, end the threads, give the disk's bytes back. May be called again."""
+        """Wait for transfers, end the threads and free the disk space. May be called again."""
         while self._moving and os.getpid() == self._pid:
             with self._lock:
                 moving = list(self._moving)
@@ -301,7 +312,7 @@ class SwapFile:
     def _move(
         self, address: int, offset: int, nbytes: int, bounce: _Bounce, *, writes: bool
     ) -> None:
-        """Move one block: straight as far as it is aligned, the rest through ``bounce``."""
+        """Move one block: the aligned part directly, the rest through ``bounce``."""
         straight = nbytes
         if self.direct:
             straight = 0 if address % PAGE_NBYTES else nbytes - nbytes % PAGE_NBYTES
@@ -317,7 +328,7 @@ class SwapFile:
                 ctypes.memmove(address + at, between, part)
 
     def _call(self, address: int, offset: int, nbytes: int, *, writes: bool) -> None:
-        """System calls until all ``nbytes`` were moved; a short one is continued on a whole page."""
+        """Call the system until all ``nbytes`` were moved. Short transfers continue at a whole page."""
         memory = memory_at(address, nbytes)
         unit = PAGE_NBYTES if self.direct else 1
         done = 0
@@ -347,7 +358,7 @@ class SwapFile:
 
 
 def _serve(jobs: _Jobs) -> None:
-    """A thread's life. Between two jobs it holds no reference to a transfer or its file."""
+    """The main function of a thread. Between two jobs it refers to no transfer and no file."""
     bounce = _Bounce()
     while True:
         job = jobs.get()
@@ -358,7 +369,7 @@ def _serve(jobs: _Jobs) -> None:
 
 
 def _shut(fd: int, jobs: _Jobs, threads: list[threading.Thread]) -> None:
-    """End the threads and close the file. Runs on a thread of the pool if that held the last user."""
+    """End the threads and close the file. May run on one of the threads."""
     for _ in threads:
         jobs.put(None)
     for thread in threads:

@@ -1,11 +1,11 @@
 // Adam and AdamW over the spans of one shard, in one pass over memory.
 //
-// The numbers are those of torch's fused CPU kernel, bit for bit: the same operations in the same order,
+// The results equal those of torch's fused CPU kernel bit for bit: the same operations in the same order,
 // and a fused multiply-add exactly where torch has one. The compiler must not make others
-// (-ffp-contract=off). Before the library is used, it is compared with torch on the machine at hand.
+// (-ffp-contract=off). Before the library is used, it is compared with torch on this machine (ADR 0007).
 //
 // Several threads may share a step. No element depends on another, and each is computed by the same code
-// wherever the work is cut, so the bits do not depend on the threads.
+// wherever the work is cut, so the bits do not depend on the number of threads.
 
 #include <pthread.h>
 #include <signal.h>
@@ -30,18 +30,18 @@
 
 namespace {
 
-struct Options {  // one param group; the order is that of adam.py
+struct Options {  // one param group; fields in the order of _Options in native_adam.py
   double lr, beta1, beta2, weight_decay, eps;
   int64_t decoupled, maximize;
 };
 
-struct Span {  // one fragment of a parameter
+struct Span {  // one fragment of a parameter; fields in the order of _Span in native_adam.py
   float* master;
   float* exp_avg;
   float* exp_avg_sq;
-  uint16_t* low;  // the rounded parameter; null where the master is the parameter
+  uint16_t* low;  // the rounded parameter; null if the master is the parameter itself
   const float* step;
-  int64_t grad_at;  // elements from the beginning of the shard's gradient
+  int64_t grad_at;  // where its gradient starts in the chunk's gradient
   int64_t numel;
   int64_t group;
 };
@@ -85,7 +85,7 @@ void update(const Span& span, const Grad* __restrict grad, int64_t begin, int64_
   uint16_t* __restrict low = span.low;
   for (int64_t i = begin; i < end; ++i) {
     float param = master[i];
-    if (kHasLow) {  // what the program wrote into the parameter is what the step starts from
+    if (kHasLow) {  // start from the parameter where the program wrote into it
       const float seen = widen(low[i]);
       param = widen(narrow(param)) != seen ? seen : param;
     }
@@ -118,13 +118,13 @@ void update_part(const Span& span, const Options& options, const Grad* grad, flo
 
 class Work {
  public:
-  virtual void run() noexcept = 0;  // by every thread that takes part: until nothing is left to take
+  virtual void run() noexcept = 0;  // called by every thread that takes part; returns when all is taken
 
  protected:
   ~Work() = default;
 };
 
-// All spans, laid one after the other and cut into equal pieces: who is free takes the next piece.
+// All spans one after another, cut into equal pieces. A thread that is free takes the next piece.
 template <typename Grad>
 class Step final : public Work {
  public:
@@ -135,7 +135,7 @@ class Step final : public Work {
   }
 
   void run() noexcept override {
-    std::fesetenv(&environment_);  // the caller's: whether denormal numbers count as zero is in it
+    std::fesetenv(&environment_);  // the caller's: it decides whether denormal numbers count as zero
     int64_t at = 0, start = 0;     // span `at` begins at element `start` of all
     for (;;) {
       const int64_t begin = next_.fetch_add(piece_numel_, std::memory_order_relaxed);
@@ -158,21 +158,21 @@ class Step final : public Work {
   float factor_;
   int64_t piece_numel_;
   std::fenv_t environment_;
-  alignas(64) std::atomic<int64_t> next_{0};  // the first element that nobody took
+  alignas(64) std::atomic<int64_t> next_{0};  // the first element that no thread took
 };
 
 #ifdef __linux__
 
-// Where a helper wakes. Linux likes to wake a thread where it ran last, even if its waker is busy there and
-// another processor is idle; then they take turns until the next balancing, which is all of a step.
-// A helper that slept where the caller runs is kept from there until it has woken.
+// Keeps a helper from waking on the caller's processor. Linux tends to wake a thread where it ran last, even
+// if its waker is busy there and another processor is idle. Both then take turns until the next balancing,
+// which takes longer than a step. So a helper that slept there may not run there until it has woken.
 class Seat {
  public:
   Seat() { pthread_setname_np(pthread_self(), "zs-update"); }
 
   void leave() { slept_at_ = sched_getcpu(); }
 
-  void avoid(int processor) {  // by the caller, while the helper sleeps
+  void avoid(int processor) {  // called by the caller while the helper sleeps
     if (slept_at_ != processor && !is_aside_) return;
     if (!is_aside_ && sched_getaffinity(thread_, sizeof allowed_, &allowed_) != 0) return;
     cpu_set_t others = allowed_;
@@ -207,12 +207,12 @@ int processor() { return -1; }
 
 #endif
 
-// Threads that sleep until there is work, one work at a time. They are detached and the pool is never
-// destroyed, so the process may end, by whatever way, while they sleep. None waits by spinning.
+// Threads that sleep until there is work; there is one work at a time. They are detached and the pool is
+// never destroyed, so the process may end in any way while they sleep. No thread waits by spinning.
 class Pool {
  public:
-  // `work.run()` on this thread and on up to `helpers` others; returns when all of them have. A helper
-  // that wakes only after this thread is through is not waited for.
+  // Call `work.run()` on this thread and on up to `helpers` others; return when all of these have returned.
+  // A helper that wakes only after this thread has finished is not waited for.
   void run(Work& work, int64_t helpers) {
     const std::lock_guard<std::mutex> alone(calls_);
     {
@@ -233,9 +233,9 @@ class Pool {
   }
 
  private:
-  static constexpr std::chrono::seconds kIdle{5};  // then a helper ends: it costs 0.1 ms to have it back
+  static constexpr std::chrono::seconds kIdle{5};  // a helper then ends; starting it again costs 0.1 ms
 
-  bool hire() noexcept {  // with no signals: the program's handlers belong on its own threads
+  bool hire() noexcept {  // signals are blocked: the program's handlers run on its own threads
     sigset_t all, before;
     sigfillset(&all);
     for (const int own : {SIGSEGV, SIGBUS, SIGFPE, SIGILL}) sigdelset(&all, own);
@@ -243,7 +243,7 @@ class Pool {
     bool hired = true;
     try {
       std::thread(&Pool::serve, this).detach();
-    } catch (const std::system_error&) {  // no more threads for this process: fewer will do
+    } catch (const std::system_error&) {  // the process may have no more threads: use fewer
       hired = false;
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
@@ -271,17 +271,17 @@ class Pool {
     --alive_;
   }
 
-  std::mutex calls_;  // held by the caller whose work it is
-  std::mutex state_;  // guards what follows
+  std::mutex calls_;  // held by the caller whose work is running
+  std::mutex state_;  // guards the fields below
   std::condition_variable wake_, done_;
   Work* work_ = nullptr;
-  int64_t seats_ = 0, busy_ = 0, alive_ = 0;  // helpers wanted, at work, and there
+  int64_t seats_ = 0, busy_ = 0, alive_ = 0;  // helpers wanted, working, existing
   std::vector<Seat*> asleep_;
 };
 
 std::atomic<Pool*> the_pool{nullptr};
 
-// A child has none of its parent's threads, and locks may be held in its copy for ever: it forgets the pool.
+// A forked child has no helpers, and locks in its copy of the pool may stay held: it drops the pool.
 [[maybe_unused]] const int forgets_in_children = pthread_atfork(nullptr, nullptr, [] { the_pool = nullptr; });
 
 Pool& pool() {
@@ -307,8 +307,8 @@ void step(const Span* spans, int64_t count, const Options* groups, const Grad* g
 
 extern "C" {
 
-// `threads`: the caller and up to so many less one from the pool, in pieces of `piece_numel` elements. Both
-// are positive. Calls from several threads are safe; those that use the pool go one after the other.
+// `threads`: the caller and up to `threads - 1` helpers share pieces of `piece_numel` elements. Both numbers
+// are positive. Calls from several threads are safe; those that use the pool run one after another.
 void adam_bf16(const Span* spans, int64_t count, const Options* groups, const uint16_t* grad, float factor,
                int64_t threads, int64_t piece_numel) {
   step(spans, count, groups, grad, factor, threads, piece_numel);

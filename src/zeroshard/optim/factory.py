@@ -1,10 +1,10 @@
-"""Which optimizer does the configuration name, and may it be run on pieces of parameters?
+"""Builds the configured optimizer, and probes whether it may update parts of parameters.
 
-Every optimizer here is a ``torch.optim.Optimizer`` that never learns that it is sharded: the
-engine gives it 1-D fragments if it works element by element, whole parameters if it does not.
-:func:`probe` finds out by trying. Results do not depend on the cut as long as fragments begin at
-multiples of 64 elements of their parameter (the layout sees to it): fused CPU kernels finish a
-tensor's last few elements in scalar code, which rounds differently from their SIMD code.
+Every optimizer here is a ``torch.optim.Optimizer`` that does not know that it is sharded. The engine
+gives it 1-D fragments if it works element by element, and whole parameters otherwise. :func:`probe` finds
+out by trying. Results do not depend on the cuts as long as fragments start at multiples of 64 elements of
+their parameter, as the layout guarantees: fused CPU kernels compute a tensor's last few elements in
+scalar code, which rounds differently from their SIMD code.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ __all__ = [
 ]
 
 _FUSED_DEVICES = ("cpu", "cuda", "meta")
-_CUT = 67 * 64  # elements; where a layout may cut, and both pieces are past 8-bit optimizers' 4096
-_HINTS = ("foreach", "fused", "set_grad_none")  # choices between kernels: ours to make
+_CUT = 67 * 64  # elements: a legal cut, and both parts exceed 4096, where 8-bit optimizers begin
+_HINTS = ("foreach", "fused", "set_grad_none")  # choose between kernels, which the engine does
 
 
 def build_optimizer(
@@ -56,15 +56,16 @@ def build_optimizer(
 ) -> Optimizer:
     """The optimizer of ``optimizer.type`` and ``.params``, with DeepSpeed's names and defaults.
 
-    ``groups`` are torch parameter groups; their own options win over ``params``. For Muon the
-    parameters come with names, ``(fqn, parameter)``. ``fused`` asks for torch's fused kernels
-    where the class has them: for fp32 and fp64 masters, since those kernels want one dtype
-    throughout. ``state_dtype`` stores Adam's moments in another dtype than the parameters it
-    updates.
+    ``groups`` are torch parameter groups; options in them override ``params``. For Muon, parameters come
+    with names: ``(fqn, parameter)``. ``fused``: use torch's fused kernels if the class has them. They
+    need fp32 or fp64 masters, since all their tensors must have one dtype. ``state_dtype``: the dtype of
+    Adam's moments, if it differs from that of the parameters it updates.
 
-    "Adam" is AdamW unless ``adam_w_mode`` is false; both default to no weight decay. Raises
-    ConfigError for a name or an argument that does not exist, UnsupportedError for one that is not
-    there yet.
+    "Adam" is AdamW unless ``adam_w_mode`` is false. Both default to no weight decay.
+
+    Raises:
+        ConfigError: the name or an argument does not exist, or a value is not allowed.
+        UnsupportedError: the option is not supported yet, or not for this optimizer.
     """
     groups = [dict(group) for group in groups]  # torch writes into them
     by_lower = {name.lower(): name for name in OPTIMIZERS}
@@ -134,7 +135,7 @@ def _adagrad(groups: Sequence[Group], **options: Any) -> Optimizer:
 
 
 def _shapes(groups: Iterable[Group]) -> list[Group]:
-    """The groups without memory: Adagrad's constructor makes state as large as the parameters."""
+    """The groups without memory, because Adagrad's constructor makes state as large as its parameters."""
     return [
         {**group, "params": [torch.empty_like(p, device="meta") for _, p in named(group["params"])]}
         for group in groups
@@ -210,12 +211,11 @@ def _can_fuse(groups: Iterable[Group]) -> bool:
 
 @dataclass(frozen=True)
 class Probe:
-    """What an optimizer does with pieces of a parameter.
+    """What an optimizer does with parts of a parameter.
 
-    ``elementwise``: a parameter cut in two gives the same bits. ``works``: it can be used at all,
-    given whole parameters; if not, or if not element-wise, ``reason`` says why.
-    ``state_by_group``: for each parameter group, name -> dtype of state shaped like the parameter,
-    None for any other state.
+    ``elementwise``: a parameter cut in two gives the same bits. ``works``: the optimizer can be used, at
+    least with whole parameters. ``reason``: why one of these is false. ``state_by_group``: for each
+    parameter group, the dtype by name of state shaped like the parameter, and None for other state.
     """
 
     elementwise: bool
@@ -225,22 +225,21 @@ class Probe:
 
     @property
     def state(self) -> dict[str, torch.dtype | None]:
-        """``state_by_group``, all groups together."""
+        """``state_by_group`` of all groups together."""
         return {name: dtype for group in self.state_by_group for name, dtype in group.items()}
 
 
 def needs_whole_parameters(optimizer: Optimizer) -> bool:
-    """Must the layout never cut a parameter of this optimizer?"""
+    """Whether the layout must not cut a parameter of this optimizer."""
     return not probe(optimizer).elementwise
 
 
 def probe(optimizer: Optimizer, *, dtype: torch.dtype = torch.float32) -> Probe:
     """Try the optimizer's class and options on a small matrix of ``dtype``, whole and cut in two.
 
-    Each group's options are tried by themselves, three steps each; the pieces belong to two
-    optimizers, as on two ranks, so that anything summed over parameters shows. Neither
-    ``optimizer`` nor a random number generator is touched. A few milliseconds per group, on the
-    device of the parameters.
+    Each group's options are tried separately, for three steps. The two parts belong to two optimizers, as
+    on two ranks, so anything that is summed over parameters shows. Neither ``optimizer`` nor a random
+    number generator is changed. Takes a few milliseconds per group, on the device of the parameters.
     """
     name = type(optimizer).__name__
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
@@ -278,7 +277,7 @@ def _difference(optimizer: Optimizer, group: Group, matrix: Tensor, whole: Tenso
 def _try(
     optimizer: Optimizer, group: Group, start: Tensor, at: int = 0
 ) -> tuple[Tensor, dict[str, torch.dtype | None]]:
-    """``start`` after three steps with gradients that depend on the position, ``at`` and on."""
+    """``start`` after three steps. Gradients depend on the position, which begins at ``at``."""
     random.seed(0)
     torch.default_generator.manual_seed(0)
     if start.is_cuda:
@@ -298,9 +297,9 @@ def _try(
 
 
 def _twin(optimizer: Optimizer, groups: Iterable[Group], *, lr: float | None = None) -> Any:
-    """A new optimizer of the same class and options over other parameters; no hooks, no state.
+    """A new optimizer of the same class and options with other parameters, without hooks and state.
 
-    ``lr`` replaces the learning rate: a schedule may have left it at 0, where nothing happens.
+    ``lr`` replaces the learning rate, which a schedule may have set to 0, so that steps would do nothing.
     """
     known = inspect.signature(type(optimizer)).parameters
 
@@ -328,16 +327,16 @@ def _random_untouched(device: torch.device) -> Iterator[None]:
 def rebind(
     optimizer: Optimizer, params: Sequence[Sequence[Tensor]], *, fresh_state: bool = True
 ) -> None:
-    """Let ``optimizer`` update other tensors: ``params[g]`` in group ``g``, from the start.
+    """Make ``optimizer`` update other tensors, ``params[g]`` in group ``g``, without its old state.
 
-    The groups stay the same dicts, so schedules go on. State that a class makes in its constructor
-    is made for the new tensors, unless ``fresh_state`` is false. A group may become empty, on a
-    rank that owns none of it.
+    The groups stay the same dicts, so schedules keep working. State that a class makes in its constructor
+    is made for the new tensors, unless ``fresh_state`` is false. A group may become empty, on a rank that
+    owns none of its parameters.
     """
     for group, tensors in zip(optimizer.param_groups, params, strict=True):
         group["params"] = list(tensors)
         group.pop("param_names", None)
     optimizer.state.clear()
     if fresh_state:
-        with suppress(Exception):  # a constructor that wants more than groups: step() makes state
+        with suppress(Exception):  # the constructor needs more than groups: step() makes the state
             optimizer.state.update(_twin(optimizer, optimizer.param_groups).state)

@@ -1,13 +1,13 @@
-"""How is a unit's shard updated in one pass over memory?
+"""Updates a shard in one pass over memory (ADR 0007).
 
-Unscaling, averaging, clipping, the optimizer and the rounding into the parameter are each bound by
-memory. So the shard is walked in pieces that stay in cache, and a piece goes through all of them before
-the next one is touched: 30 bytes an element for bf16 and AdamW, instead of 58 in separate passes.
+Unscaling, averaging, clipping, the optimizer's arithmetic and the rounding into the parameter are each
+bound by memory. So the shard is updated in pieces that stay in cache: a piece goes through all of these
+operations before the next one is read. For bf16 and AdamW this moves 30 bytes per element, instead of 58
+in separate passes.
 
-Every number is that of the optimizer's own ``step``: the same kernel runs on slices of the same
-tensors. Slices begin at multiples of 64 elements of their parameter, where SIMD lanes begin too. Where
-a compiled kernel of the same bits is there (:mod:`~zeroshard.optim.native_adam`), it takes the whole
-shard.
+The bits are those of the optimizer's own ``step``: the same kernel runs on slices of the same tensors.
+Slices start at multiples of 64 elements of their parameter, where SIMD lanes start too. If a compiled
+kernel with the same bits is available (:mod:`~zeroshard.optim.native_adam`), it updates the whole shard.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from torch import Tensor
 from zeroshard.optim import native_adam
 
 PIECE_NUMEL = 2**18
-"""Elements that go through all operations together: 5 MB for AdamW, held by the last-level cache."""
+"""Elements of a piece. AdamW needs 5 MB for them, which the last-level cache holds."""
 
 THREAD_NUMEL = 2**17
-"""Elements that make one more thread worth its waking: 0.1 ms of work."""
+"""Elements that justify one more thread: 0.1 ms of work."""
 
 
 def threads_for(numel: int, cores: int, local_ranks: int = 1, omp: int = 1) -> int:
-    """How many threads should update ``numel`` elements in host memory?
+    """The number of threads for an update of ``numel`` elements in host memory.
 
-    ``cores``: those that this host's ``local_ranks`` ranks may use. ``omp``: what ``OMP_NUM_THREADS`` or
-    ``torch.set_num_threads`` allow this rank. A number above 1 was chosen for it (torch's own default
-    leaves out cores that the rank may not use) and is taken; 1 is also what torchrun sets where nobody
-    chose, and then the rank takes its share of the cores. Small pieces get fewer: a thread for every
-    ``THREAD_NUMEL`` elements.
+    ``cores``: those that this host's ``local_ranks`` ranks may use. ``omp``: threads that
+    ``OMP_NUM_THREADS`` or ``torch.set_num_threads`` allow this rank. A number above 1 was chosen for this
+    rank and is used (torch's own default leaves out cores that the rank may not use). 1 may have been set
+    by torchrun without a choice by the user, so the rank then uses its share of the cores. At most one
+    thread per ``THREAD_NUMEL`` elements.
     """
     wanted = omp if omp > 1 else cores // max(1, local_ranks)
     return max(1, min(wanted, numel // THREAD_NUMEL))
@@ -43,11 +43,12 @@ def threads_for(numel: int, cores: int, local_ranks: int = 1, omp: int = 1) -> i
 
 @dataclass(frozen=True)
 class UpdateKernel:
-    """An optimizer's arithmetic, without the optimizer object around it.
+    """An optimizer's arithmetic as a function, without the optimizer object.
 
-    ``update(group, params, grads, state)`` changes equally long lists of tensors in place. ``state`` maps
-    names to such lists: those of ``shaped``, and ``"step"`` (0-dim, already advanced) if ``counts``.
-    ``compiles``: it is Adam's, and :mod:`zeroshard.optim.native_adam` may stand in for it.
+    ``update(group, params, grads, state)`` changes lists of tensors in place; all lists have equal
+    length. ``state`` maps names to such lists: the names in ``shaped``, and ``"step"`` (0-dim, already
+    increased) if ``counts``. ``compiles``: this is Adam, and :mod:`zeroshard.optim.native_adam` may be
+    used instead.
     """
 
     update: Callable[[Mapping[str, Any], list[Tensor], list[Tensor], dict[str, list[Tensor]]], None]
@@ -58,11 +59,11 @@ class UpdateKernel:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Members:
-    """What one piece holds of one param group."""
+    """The tensors of one param group in one piece."""
 
     group: int
     params: list[Tensor]
-    grads_at: list[tuple[int, int]]  # where their gradients lie in the piece
+    grads_at: list[tuple[int, int]]  # (begin, end) of their gradients in the piece
     state: dict[str, list[Tensor]]
 
 
@@ -74,10 +75,11 @@ class _Piece:
 
 
 class FusedUpdate:
-    """The pieces of one tile, prepared once: views of its master and of the optimizer's state.
+    """The pieces of one chunk, prepared once: views of its master and of the optimizer's state.
 
-    ``fragments``: ``(group, at, value)`` in the order of the tile. ``states``: each one's optimizer
-    state; it must hold the kernel's names.
+    ``fragments``: ``(group, at, value)`` in the order of the chunk. ``states``: the optimizer state of
+    each, which must contain the kernel's names. ``low_R``: the parameter; ``master_R`` itself if that is
+    its own master.
     """
 
     def __init__(
@@ -111,7 +113,7 @@ class FusedUpdate:
             ]
 
     def is_current(self, states: Sequence[Mapping[str, Any]]) -> bool:
-        """Are these still the tensors that the views were taken of? (Loading a state replaces them.)"""
+        """Whether the views are of these tensors. (Loading optimizer state replaces them.)"""
         shaped = self._kernel.shaped
         return all(
             state.get(name) is known
@@ -132,11 +134,11 @@ class FusedUpdate:
         *,
         threads: int | None = None,
     ) -> None:
-        """Update master, state and parameter with ``grad_R * factor``. ``grad_R`` may be overwritten.
+        """Update master, state and parameter with ``grad_R * factor``. May overwrite ``grad_R``.
 
-        Elements of the parameter that are not the rounded master were written by the program: the
-        master takes them first. ``threads``: the most that a compiled update may use, by default as
-        many as torch's own operations; the bits do not depend on it.
+        Elements of the parameter that differ from the rounded master were written by the program, and are
+        first copied into the master. ``threads``: the most that a compiled update may use; default: as
+        many as torch's operations. The bits do not depend on it.
         """
         if self._steps:
             torch._foreach_add_(self._steps, 1)
@@ -155,7 +157,7 @@ class FusedUpdate:
         self._run_pieces(self._tails, grad_R, factor, groups)
 
     def _addresses(self) -> tuple[int, int]:
-        """A shard that rests on disk has other memory each time; views follow it, addresses do not."""
+        """Addresses of master and parameter. A shard on disk has other memory for each update."""
         return self._master_R.data_ptr(), self._low_R.data_ptr()
 
     def _run_pieces(
@@ -242,16 +244,17 @@ def _spans(
 
 
 def sync_master_from_param(master: Tensor, low: Tensor) -> None:
-    """Elements of ``low`` that are not the rounded ``master`` were written: the master takes them.
+    """Copy into ``master`` each element of ``low`` that differs from the rounded ``master``.
 
-    The others keep the bits that rounding drops. Both hold a multiple of 64 elements.
+    The program wrote these. The other elements keep the bits that rounding drops. Both tensors have a
+    multiple of 64 elements.
     """
     rounded = master.to(low.dtype)
     if low.device.type == "cpu" and torch.equal(_bits(rounded), _bits(low)):
-        return  # a look is cheaper than a write
+        return  # comparing is cheaper than writing
     torch.where(rounded == low, master, low.to(master.dtype), out=master)
 
 
 def _bits(flat: Tensor) -> Tensor:
-    """For fast comparison."""
+    """The tensor as int64 words, for fast comparison."""
     return flat.view(torch.int64)

@@ -1,4 +1,4 @@
-"""Which optimizers can be updated piece by piece, by the very kernel that their ``step`` calls?"""
+"""The arithmetic of known optimizers as functions, for updates piece by piece."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _Groups = Sequence[_Group]
 
 
 def kernel_of(optimizer: torch.optim.Optimizer, *, compiles: bool = True) -> UpdateKernel | None:
-    """The optimizer's arithmetic as a function; None if only its own ``step`` knows it.
+    """The optimizer's arithmetic as a function; None if its own ``step`` has to run.
 
-    ``compiles``: a compiled kernel may stand in for it (own key ``compile_update``).
-    Subclasses, unusual options and torch's unfused loops keep their own ``step``: results never depend
-    on which way was taken.
+    ``compiles``: a compiled kernel may be used instead (ZeroShard's key ``compile_update``). Subclasses,
+    unusual options and torch's unfused loops keep their own ``step``. Results do not depend on which one
+    runs.
     """
     known = KERNELS.get(type(optimizer))
     return known(optimizer.param_groups, compiles) if known is not None else None

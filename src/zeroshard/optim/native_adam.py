@@ -1,7 +1,7 @@
-"""How is the compiled Adam prepared beside a running program, and when may it be used?
+"""The compiled Adam: built in a thread, checked against torch, then offered to updates.
 
-It is compiled in a thread while the first steps run elsewhere, compared with torch's own kernel bit for
-bit, and offered only if no bit differs.
+It is compiled while the first steps use torch's kernel. It is then compared with that kernel and is
+offered only if no bit differs (ADR 0007).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from zeroshard.optim.native_build import CannotBuild, load
 
 logger = logging.getLogger("zeroshard")
 SPAN_MULTIPLE = 64
-"""Spans hold a multiple of this many elements: torch finishes other tails in scalar code."""
+"""Spans have a multiple of this many elements. Torch computes the elements after it in scalar code."""
 
 PIECE_NUMEL = 2**16
-"""Elements that a thread takes at a time: some 50 microseconds, so that a busy core holds none up."""
+"""Elements that a thread takes at a time: about 50 microseconds, so no thread waits long for another."""
 
 _GRADS = {torch.bfloat16: "adam_bf16", torch.float32: "adam_fp32"}
 
@@ -45,19 +45,19 @@ class _Span(ctypes.Structure):
 
 
 class Span(NamedTuple):
-    """A fragment, or all of it but its last few elements: contiguous, a multiple of 64 elements."""
+    """A fragment without the last elements beyond a multiple of 64. All tensors are contiguous."""
 
     group: int
-    grad_at: int  # where its gradient begins in the shard's
-    master: Tensor  # fp32, like the moments and the 0-dim step
+    grad_at: int  # where its gradient starts in the chunk's gradient
+    master: Tensor  # fp32, as the moments and the 0-dim step are
     exp_avg: Tensor
     exp_avg_sq: Tensor
     step: Tensor
-    low: Tensor | None  # bf16: the parameter, if it is not the master itself
+    low: Tensor | None  # bf16: the parameter; None if that is the master itself
 
 
 class Spans:
-    """Addresses for :meth:`CompiledAdam.update`, taken once. Keeps the tensors alive."""
+    """Addresses for :meth:`CompiledAdam.update`. Keeps the tensors alive."""
 
     def __init__(self, spans: Iterable[Span]) -> None:
         self.kept = list(spans)
@@ -66,7 +66,7 @@ class Spans:
         self.locate()
 
     def locate(self) -> None:
-        """Take the addresses of the tensors; again whenever a storage behind them was resized."""
+        """Read the addresses of the tensors. Needed again after a storage was resized."""
         for entry, span in zip(self.array, self.kept, strict=True):
             assert span.master.numel() % SPAN_MULTIPLE == 0
             entry.master, entry.exp_avg = span.master.data_ptr(), span.exp_avg.data_ptr()
@@ -76,7 +76,7 @@ class Spans:
 
 
 def fits(*tensors: Tensor) -> bool:
-    """May these be a span's fp32 tensors?"""
+    """Whether these tensors may be the fp32 tensors of a span."""
     return all(
         t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous() for t in tensors
     )
@@ -95,7 +95,7 @@ class CompiledAdam:
             ]
 
     def takes(self, dtype: torch.dtype) -> bool:
-        """Can gradients have this dtype?"""
+        """Whether gradients may have this dtype."""
         return dtype in self._calls
 
     def update(
@@ -108,12 +108,12 @@ class CompiledAdam:
         threads: int = 1,
         piece_numel: int = PIECE_NUMEL,
     ) -> None:
-        """One step over all spans with ``grad_R * factor``; steps are counted already.
+        """One step of all spans with ``grad_R * factor``. Step counts must be increased already.
 
-        The caller and up to ``threads - 1`` of the library's own threads deal out pieces of
-        ``piece_numel`` elements. They change no bit. Those threads begin with the first call that
-        wants them, end some seconds after the last one, and hold neither a fork nor an exit up. May
-        be called from several threads at once.
+        The caller and up to ``threads - 1`` threads of the library share pieces of ``piece_numel``
+        elements. The bits do not depend on the number of threads. The library's threads start with the
+        first call that needs them, end some seconds after the last one, and do not delay a fork or an
+        exit. May be called from several threads at once.
         """
         options = (_Options * len(groups))()
         for entry, group in zip(options, groups, strict=True):
@@ -129,7 +129,7 @@ class CompiledAdam:
 
 
 class _Preparation:
-    """One per process: the library is the same for every engine."""
+    """Compiles and checks the library: once per process, since all engines use the same one."""
 
     def __init__(self) -> None:
         self.result: CompiledAdam | None = None
@@ -155,9 +155,10 @@ class _Preparation:
             )
 
     def _leave(self) -> None:
-        """A thread that is inside torch when the interpreter ends takes the process down (SIGABRT).
+        """Wait for the check, or prevent it, before the interpreter ends.
 
-        So the check, some milliseconds, is waited for, or does not begin. Compilation is not.
+        A thread that is inside torch at that time would abort the process (SIGABRT). The check takes some
+        milliseconds. Compilation is not waited for.
         """
         self._leaves = True
         if self._checks:
@@ -170,23 +171,23 @@ def _preparation() -> _Preparation:
 
 
 def prepare() -> None:
-    """Begin to compile, unless that was begun before. Returns at once."""
+    """Start compiling, unless that was started before. Returns at once."""
     _preparation()
 
 
 def compiled() -> CompiledAdam | None:
-    """The compiled Adam if it is there by now; never waits."""
+    """The compiled Adam if it is ready, else None. Never waits."""
     return _preparation().result
 
 
 def wait() -> CompiledAdam | None:
-    """The compiled Adam, or None if there will be none."""
+    """Wait for the compiled Adam. None: it cannot be used."""
     _preparation().thread.join()
     return _preparation().result
 
 
 def agrees_with_torch(candidate: CompiledAdam, *, numel: int = 4096) -> bool:
-    """Does it change master, moments and parameter to torch's very bits, in every mode?"""
+    """Whether it changes master, moments and parameter to the same bits as torch, in every mode."""
     generator = torch.Generator().manual_seed(0)
     for grad_dtype in _GRADS:
         for decoupled in (True, False):
@@ -209,9 +210,9 @@ def _agrees(
     numel: int,
     generator: torch.Generator,
 ) -> bool:
-    """Three steps from values of all magnitudes, among them zeros and values too large.
+    """Compare three steps with values of all magnitudes, including zeros and values that are too large.
 
-    Step ``i`` runs on ``i`` threads, which share two spans in pieces that end inside both.
+    Step ``i`` runs on ``i`` threads. They share two spans, in pieces that end inside both.
     """
     scale = 10.0 ** torch.randint(-30, 4, (numel,), generator=generator)
     master = torch.randn(numel, generator=generator) * scale.clamp(min=1e-10)
@@ -250,6 +251,6 @@ def _agrees(
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit; one NaN is as good as another."""
+    """Whether all bits are equal; NaN may equal any other NaN."""
     bits = {2: torch.int16, 4: torch.int32}[a.element_size()]
     return bool(((a.view(bits) == b.view(bits)) | (a.isnan() & b.isnan())).all())

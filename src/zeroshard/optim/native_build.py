@@ -1,8 +1,8 @@
-"""Where is a C++ source compiled, and where is the result kept?
+"""Compiles a C++ source into a library, and caches the result.
 
-In a folder of the user's own, under a name that holds the source, the compiler, its flags, the C
-library and the processor. A library appears there complete or not at all, whoever else builds it at the
-same time.
+The cache is a folder of the user. The library's name depends on the source, the compiler, its flags, the
+C library and the processor. A library appears there only when it is complete, also if several processes
+build it at the same time.
 """
 
 from __future__ import annotations
@@ -25,11 +25,15 @@ _TIMEOUT_S = 120
 
 
 class CannotBuild(Exception):
-    """No compiler, or it failed. The message is one line."""
+    """There is no compiler, or it failed. The message is one line."""
 
 
 def load(source: Path) -> ctypes.CDLL:
-    """The compiled ``source``, from the cache if it is there. Raises :class:`CannotBuild`."""
+    """The compiled ``source``, from the cache if it is there.
+
+    Raises:
+        CannotBuild: there is no compiler, or it failed.
+    """
     compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "clang++", "c++")), None)
     if compiler is None or shutil.which(compiler) is None:
         raise CannotBuild(f"no C++ compiler ({compiler or 'g++, clang++'}) was found")
@@ -39,15 +43,15 @@ def load(source: Path) -> ctypes.CDLL:
         if folder is not None:
             return _load(compiler, source, folder / name)
         with tempfile.TemporaryDirectory(prefix="zeroshard-native-") as passing:
-            return _load(compiler, source, Path(passing, name))  # loaded code outlives its file
+            return _load(compiler, source, Path(passing, name))  # the code stays loaded
     except OSError as error:
         raise CannotBuild(f"{type(error).__name__}: {error}") from error
 
 
 def _name(source: Path, compiler: str) -> str:
-    """Other for everything that the library's code depends on, so that no old one is taken."""
+    """A name that differs for everything that the code depends on, so that no stale library is used."""
     identity = [source.read_text(), compiler, _version_of(compiler), *FLAGS, _processor()]
-    identity += platform.libc_ver()  # containers with one home
+    identity += platform.libc_ver()  # containers may share one home directory
     digest = hashlib.sha256("\0".join(identity).encode()).hexdigest()[:24]
     return f"{source.stem}-{digest}.so"
 
@@ -85,7 +89,7 @@ def _version_of(compiler: str) -> str:
 
 
 def _processor() -> str:
-    """What ``-march=native`` depends on: a home directory may serve many kinds of machines."""
+    """What ``-march=native`` depends on. Machines of many kinds may share a home directory."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -95,13 +99,13 @@ def _processor() -> str:
 
 
 def _cache_folder() -> Path | None:
-    """A folder that only this user can write: what lies in it is executed. None if there is none."""
+    """A folder that only this user can write, since code in it is executed. None if there is none."""
     try:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         folder = Path(base, "zeroshard", "native")
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         state = folder.stat()
-    except (OSError, RuntimeError):  # no home, or a read-only one
+    except (OSError, RuntimeError):  # there is no home directory, or it is read-only
         return None
     mine = state.st_uid == os.getuid() and not state.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     return folder if mine and os.access(folder, os.W_OK) else None

@@ -1,7 +1,7 @@
-"""Which optimizers does the configuration name that torch does not have?
+"""Optimizers that the configuration may name and torch does not have.
 
-Lion, an Adam with DeepSpeed's options, Lamb, and Muon with AdamW for what is not a matrix. All are plain
-``torch.optim.Optimizer`` classes: usable without ZeroShard, and unaware of shards.
+Lion, Adam with DeepSpeed's options, Lamb, and Muon with AdamW for parameters that are not matrices. All
+are plain ``torch.optim.Optimizer`` classes. They work without ZeroShard and do not know about shards.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from zeroshard.errors import UsageError
 
 Group = dict[str, Any]
 
-_NOT_MATRICES = ("embed", "lm_head", "wte", "wpe")  # parts of names that Muon leaves to AdamW
-_CHUNK_NUMEL = 1 << 18  # 1 MiB of fp32: a chunk's temporaries stay in the cache
+_NOT_MATRICES = ("embed", "lm_head", "wte", "wpe")  # parts of names; Muon leaves these to AdamW
+_CHUNK_NUMEL = 1 << 18  # 1 MiB of fp32, so that a chunk's temporaries stay in the cache
 
 
 class Lion(Optimizer):
-    """Sign of an interpolated momentum, decoupled weight decay (Chen et al. 2023, algorithm 2).
+    """Sign of an interpolated momentum, with decoupled weight decay (Chen et al. 2023, algorithm 2).
 
     State: ``exp_avg``, shaped like the parameter and in its dtype.
     """
@@ -80,7 +80,7 @@ def lion_(
 
 
 class _EachByItself(Optimizer):
-    """Updates one parameter after the other, with :meth:`_update`."""
+    """Updates one parameter after another with :meth:`_update`."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -96,11 +96,11 @@ class _EachByItself(Optimizer):
 
 
 class FlexibleAdam(_EachByItself):
-    """Adam with the options that torch's lacks: no bias correction, moments in another dtype.
+    """Adam with options that torch's Adam lacks: no bias correction, moments in another dtype.
 
-    Arithmetic is fp32 (fp64 for fp64 parameters) whatever is stored. State: ``exp_avg``,
-    ``exp_avg_sq``, shaped like the parameter, in ``state_dtype`` (a torch dtype's name; None: the
-    parameter's dtype), and ``step``, 0-dim on the device.
+    Arithmetic is in fp32 (fp64 for fp64 parameters), whatever the stored dtypes are. State: ``exp_avg``
+    and ``exp_avg_sq``, shaped like the parameter, in ``state_dtype`` (the name of a torch dtype; None:
+    the parameter's dtype), and ``step``, 0-dim on the device.
     """
 
     def __init__(
@@ -159,11 +159,11 @@ class FlexibleAdam(_EachByItself):
 
 
 class Lamb(_EachByItself):
-    """Adam's update, scaled for each parameter by its norm over that of the update (You et al. 2020).
+    """Adam's update, scaled per parameter by the parameter's norm over the update's (You et al. 2020).
 
-    The ratio is kept between ``min_coeff`` and ``max_coeff``, and is 1 where one of the norms is 0. As in
-    DeepSpeed, the update whose norm is taken has no bias correction: that goes into the step size.
-    Arithmetic is fp32 (fp64 for fp64 parameters). Parameters must come whole. State: ``exp_avg``,
+    The ratio is limited to ``min_coeff`` to ``max_coeff``, and is 1 if one of the norms is 0. As in
+    DeepSpeed, the update whose norm is taken has no bias correction; the step size contains it instead.
+    Arithmetic is in fp32 (fp64 for fp64 parameters). Parameters must be whole. State: ``exp_avg`` and
     ``exp_avg_sq``, shaped like the parameter and in its dtype, and ``step``, 0-dim on the device.
     """
 
@@ -221,15 +221,15 @@ class Lamb(_EachByItself):
 
 
 class Muon(Optimizer):
-    """Orthogonalized momentum for matrices, AdamW for everything else (Jordan et al. 2024).
+    """Orthogonalized momentum for matrices, AdamW for all other parameters (Jordan et al. 2024).
 
-    Two of torch's optimizers over one list of groups and one state. A group with ``use_muon`` true
-    goes to ``torch.optim.Muon``, the others to AdamW. Groups that do not say are split: 2-D
-    parameters that are no embedding and no output layer, judged by name, are matrices. Matrices
-    must come whole. Splitting makes two groups of one.
+    Two of torch's optimizers share one list of groups and one state. A group with ``use_muon`` true is
+    updated by ``torch.optim.Muon``, others by AdamW. A group without this key is split into two. Matrices
+    are 2-D parameters whose names are not those of an embedding or output layer. Matrices must be whole.
+    ``muon_lr`` and ``adam_lr`` replace ``lr`` for one kind.
 
-    ``muon_lr`` and ``adam_lr`` replace ``lr`` for one kind. Raises UsageError if a group has to be
-    split and its parameters have no names.
+    Raises:
+        UsageError: a group has to be split and its parameters have no names.
     """
 
     takes_whole_parameters = True  # not element-wise: its parameters are never cut
@@ -288,7 +288,7 @@ def _muon_parts() -> dict[bool, Optimizer]:
 
 
 def _muon_groups(params: Any) -> Iterator[Group]:
-    """Groups that each say ``use_muon``; order within a kind is kept."""
+    """Groups that each have ``use_muon``. The order of parameters of one kind is kept."""
     groups = list(params)
     if not groups or not isinstance(groups[0], dict):
         groups = [{"params": groups}]
@@ -329,12 +329,12 @@ def _evaluate(closure: Any) -> Any:
 
 
 def _bias_correction(beta: float, step: Tensor) -> Tensor:
-    """``1 - beta**step``, which fp32 loses to cancellation if written that way."""
+    """``1 - beta**step``. Written that way, fp32 would lose it to cancellation."""
     return -torch.expm1(step * math.log(beta)) if beta else torch.ones_like(step)
 
 
 def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """The same slices of each tensor, so that their wide copies stay in the cache."""
+    """Slices of all tensors at the same positions, small enough that wide copies stay in the cache."""
     if all(tensor.is_contiguous() for tensor in tensors):
         yield from zip(*(torch.split(t.view(-1), _CHUNK_NUMEL) for t in tensors), strict=True)
     else:

@@ -1,11 +1,11 @@
-"""Which learning rate does update number k run with?
+"""Learning-rate schedules: the value with which each update runs.
 
-Five schedules under DeepSpeed's names, with its published formulas, and any class of
-``torch.optim.lr_scheduler``. A schedule is a pure function of ``i``, the index of the last update
-made: -1 before the first. The constructor writes the value for -1, so that the first update
-already runs under the schedule; the engine calls ``step()`` after every update that was applied,
-never after a skipped one. Update ``k`` thus runs with the value for ``i = k - 1``, and a warm-up
-starts with two updates at its minimum. Attributes have DeepSpeed's names, and may be read.
+There are five schedules under DeepSpeed's names, with its published formulas, and all classes of
+``torch.optim.lr_scheduler``. A schedule is a pure function of ``i``, the index of the last update made,
+which is -1 before the first. The constructor writes the value for -1, so the first update already
+follows the schedule. The engine calls ``step()`` after every update that was applied, and not after a
+skipped one. Thus update ``k`` runs with the value for ``i = k - 1``, and a warm-up starts with two
+updates at its minimum. Attributes have DeepSpeed's names and may be read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PerGroup = float | Sequence[float]
 
 
 class Scheduler(Protocol):
-    """What the engine asks of a schedule; those of torch fit too."""
+    """What the engine needs of a schedule. Those of torch have it too."""
 
     def step(self) -> Any: ...
     def get_last_lr(self) -> list[Any]: ...
@@ -37,10 +37,9 @@ class Scheduler(Protocol):
 
 
 class Schedule:
-    """Writes ``lr_at(i)`` into the optimizer's groups. Subclasses say what ``lr_at`` is.
+    """Writes ``lr_at(i)`` into the optimizer's groups. Subclasses define ``lr_at``.
 
-    ``last_batch_iteration`` other than -1 continues a run: nothing is written before the first
-    step.
+    ``last_batch_iteration`` other than -1 continues a run: nothing is written before the first step.
     """
 
     def __init__(self, optimizer: Any, last_batch_iteration: int = -1) -> None:
@@ -51,24 +50,25 @@ class Schedule:
             self._write()
 
     def lr_at(self, i: int) -> list[float]:
-        """The learning rate of each group once update ``i`` is done. Pure."""
+        """The learning rate of each group after update ``i``. Pure."""
         raise NotImplementedError
 
     def get_lr(self) -> list[float]:
-        """The value for the current ``i``, one number per group."""
+        """The learning rate for the current ``i``, one number per group."""
         return self.lr_at(self.last_batch_iteration)
 
     def get_last_lr(self) -> list[float]:
-        """The value written last.
+        """The learning rates that were written last.
 
-        Raises AssertionError before the first one, with the words that Transformers looks for.
+        Raises:
+            AssertionError: nothing was written yet. Transformers looks for the words of this error.
         """
         if self._last_lr is None:
             raise AssertionError("no learning rate was set yet: you need to call step() first")
         return self._last_lr
 
     def step(self, last_batch_iteration: int | None = None) -> None:
-        """Go to the next ``i``, or to the one given, and write its value."""
+        """Advance to the next ``i``, or to the one given, and write its value."""
         following = self.last_batch_iteration + 1
         self.last_batch_iteration = (
             following if last_batch_iteration is None else last_batch_iteration
@@ -79,7 +79,7 @@ class Schedule:
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from there; the groups get the value that belongs to it."""
+        """Continue from a saved ``i``, and write its value into the groups."""
         self.last_batch_iteration = state_dict["last_batch_iteration"]
         self._write()
 
@@ -137,7 +137,7 @@ class WarmupLR(Schedule):
 
 
 class WarmupDecayLR(WarmupLR):
-    """As WarmupLR, then straight down to ``warmup_min_lr`` at ``total_num_steps``."""
+    """As :class:`WarmupLR`, then linearly down to ``warmup_min_lr`` at ``total_num_steps``."""
 
     def __init__(
         self,
@@ -167,7 +167,7 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(Schedule):
-    """A share of each group's learning rate: warm-up, then half a cosine to ``cos_min_ratio``."""
+    """A factor on each group's learning rate: warm-up, then half a cosine down to ``cos_min_ratio``."""
 
     def __init__(
         self,
@@ -208,7 +208,7 @@ class WarmupCosineLR(Schedule):
 
 
 class LRRangeTest(Schedule):
-    """Grows without end, to find the largest learning rate that still trains (Smith 2017)."""
+    """Grows without limit, to find the largest learning rate that still trains (Smith 2017)."""
 
     def __init__(
         self,
@@ -232,10 +232,10 @@ class LRRangeTest(Schedule):
 
 
 class OneCycle(Schedule):
-    """Up, down, then decay; momentum moves the other way (Smith, Topin 2018).
+    """Up, down, then decay, while momentum changes in the opposite direction (Smith, Topin 2018).
 
-    Momentum means the first of the ``betas``; the second becomes 0.99. Groups without betas keep
-    their momentum.
+    Momentum is the first of the ``betas``; the second is set to 0.99. Groups without betas keep their
+    momentum.
     """
 
     def __init__(
@@ -284,12 +284,12 @@ class OneCycle(Schedule):
 
     @property
     def total_size(self) -> int:
-        """Updates in one cycle."""
+        """Updates per cycle."""
         return self.first_step_size + self.second_step_size
 
     @property
     def step_ratio(self) -> float:
-        """The rising share of a cycle."""
+        """The share of a cycle in which the learning rate rises."""
         return self.first_step_size / self.total_size
 
     def lr_at(self, i: int) -> list[float]:
@@ -303,7 +303,7 @@ class OneCycle(Schedule):
         return [low / decay for low in self.min_lrs]
 
     def momentum_at(self, i: int) -> float:
-        """The first beta once update ``i`` is done. Starts at its minimum, as in DeepSpeed."""
+        """The first beta after update ``i``. It starts at its minimum, as in DeepSpeed."""
         if i < 0:
             return self._min_mom
         if i < self.total_size:
@@ -311,7 +311,7 @@ class OneCycle(Schedule):
         return self._max_mom * (1 + self._decay(self.decay_mom_rate, i))
 
     def _height(self, n: int) -> float:
-        """How far up the cycle, 0 to 1, after ``n`` updates."""
+        """The height in the cycle after ``n`` updates, 0 to 1."""
         length = self.total_size
         offset = n % length
         rising = offset <= self.first_step_size
@@ -349,8 +349,9 @@ _SCHEDULES: dict[str, type[Schedule]] = {
 def build_scheduler(type_: str, params: Mapping[str, Any], optimizer: Any) -> Scheduler:
     """The schedule of ``scheduler.type`` and ``scheduler.params`` over ``optimizer.param_groups``.
 
-    Raises ConfigError for a name or an argument that does not exist or does not fit,
-    UnsupportedError for a schedule that needs more than a count of updates.
+    Raises:
+        ConfigError: the name or an argument does not exist, or a value does not fit.
+        UnsupportedError: the schedule needs more than a count of updates.
     """
     torch_classes = {
         name: cls
@@ -380,10 +381,10 @@ def build_scheduler(type_: str, params: Mapping[str, Any], optimizer: Any) -> Sc
 
 
 class _Warmup:
-    """The share of a warm-up that is done: 0 before it starts, 1 at its end."""
+    """The share of a warm-up that is complete: 0 before it starts, 1 at its end."""
 
     def __init__(self, num_steps: int, kind: str) -> None:
-        self.steps = max(2, num_steps)  # ln(1) is no divisor
+        self.steps = max(2, num_steps)  # 1 would divide by ln(1) = 0
         if kind not in ("log", "linear"):
             _log.warning('warmup_type "%s" is neither log nor linear; log is used', kind)
         self._linear = kind == "linear"
@@ -410,7 +411,7 @@ def _positive(name: str, value: int) -> int:
 
 def _set_lr(group: dict[str, Any], lr: float) -> None:
     if isinstance(group["lr"], Tensor):
-        group["lr"].fill_(lr)  # the tensor stays: compiled updates and graphs hold it
+        group["lr"].fill_(lr)  # in place, because compiled updates and graphs refer to the tensor
     else:
         group["lr"] = lr
 

@@ -1,6 +1,6 @@
-"""Which 16-bit formats does the device multiply in hardware, and what does it cost where it does not?
+"""Finds the 16-bit formats that a device multiplies in hardware, and measures the cost of others.
 
-Without bf16 instructions a CPU still computes in bf16, in a loop 10 to 100 times slower than fp32.
+A CPU without bf16 instructions computes in bf16 all the same, in a loop 10 to 100 times slower than fp32.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 from zeroshard.config.resolve import Hardware
 
 _LIMITS = {"ONEDNN_MAX_CPU_ISA": "ALL", "DNNL_MAX_CPU_ISA": "ALL", "ATEN_CPU_CAPABILITY": ""}
-"""Variables that keep torch and its library of matrix products from instructions that are there."""
+"""Variables that keep torch, or its library of matrix products, from using instructions of the CPU."""
 _BF16 = {"avx512_bf16": "AVX512-BF16", "amx_bf16": "AMX-BF16", "bf16": "BF16"}
 _FP16 = {"avx512_fp16": "AVX512-FP16", "amx_fp16": "AMX-FP16", "asimdhp": "FP16"}
-_MEASURE_S = 0.02  # one product that takes longer ends the measurement
+_MEASURE_S = 0.02  # the measurement ends with the first product that takes longer
 
 
 def hardware_of(device: torch.device) -> Hardware:
-    """What ``device`` multiplies. A CUDA device is asked, a CPU is read about; nothing is measured."""
+    """What ``device`` multiplies: a CUDA device is queried, a CPU looked up. Measures nothing."""
     if device.type == "cuda":
         return _of_gpu(torch.cuda.get_device_capability(device), rocm=torch.version.hip is not None)
     if device.type == "cpu":
@@ -43,7 +43,7 @@ def _of_gpu(capability: tuple[int, int], *, rocm: bool) -> Hardware:
 
 
 def of_cpu(flags: Collection[str], environ: Mapping[str, str], *, mkldnn: bool) -> Hardware:
-    """What a CPU with these ``flags`` (as in /proc/cpuinfo) multiplies under the limits of ``environ``.
+    """What a CPU with these ``flags`` (from /proc/cpuinfo) multiplies, with the limits in ``environ``.
 
     ``mkldnn``: torch was built with the library that uses such instructions.
     """
@@ -62,7 +62,7 @@ def of_cpu(flags: Collection[str], environ: Mapping[str, str], *, mkldnn: bool) 
 
 
 def _holds_back(key: str, environ: Mapping[str, str]) -> bool:
-    """Does this variable name something below bf16? Its values are names of instruction sets."""
+    """Whether this variable names an instruction set below bf16."""
     word = environ.get(key, "").upper()
     if key == "ATEN_CPU_CAPABILITY":
         return word in ("DEFAULT", "AVX2")
@@ -71,7 +71,7 @@ def _holds_back(key: str, environ: Mapping[str, str]) -> bool:
 
 
 def _cpu_flags() -> frozenset[str]:
-    """The processor's instruction sets; where the system shows none, those that torch can tell."""
+    """The processor's instruction sets. Where the system lists none, those that torch can detect."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -81,15 +81,15 @@ def _cpu_flags() -> frozenset[str]:
         if name.strip() in ("flags", "Features"):
             return frozenset(words.split())
     if platform.machine().lower() not in ("amd64", "x86_64"):
-        return frozenset()  # an Apple processor has bf16, and torch does not use it
+        return frozenset()  # Apple processors have bf16, but torch does not use it
     found = {"avx512_bf16": torch.cpu._is_avx512_bf16_supported()}
     return frozenset(flag for flag, is_there in found.items() if is_there)
 
 
 def slowdown(dtype: torch.dtype) -> float:
-    """How many times longer a matrix product takes on this CPU in ``dtype`` than in fp32.
+    """By which factor a matrix product on this CPU takes longer in ``dtype`` than in fp32.
 
-    Square matrices double in size until one product takes 20 ms; at most a third of a second.
+    Square matrices double in size until one product takes 20 ms. Takes at most a third of a second.
     """
     factor = 1.0
     for size in (64, 128, 256, 512):
@@ -103,7 +103,7 @@ def slowdown(dtype: torch.dtype) -> float:
 
 
 def _product_s(x: torch.Tensor) -> float:
-    """Seconds of a product as in a linear layer's forward and one as in its backward."""
+    """Seconds of two products: one as in a linear layer's forward and one as in its backward."""
     begin_s = time.perf_counter()
     torch.mm(x, x.t())
     torch.mm(x, x)

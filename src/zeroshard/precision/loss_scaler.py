@@ -1,8 +1,8 @@
-"""By which factor is the loss multiplied before backward, and how does overflow change it?
+"""The factor by which the loss is multiplied before backward, and its changes on overflow.
 
-fp16 gradients below 6e-8 vanish, so the loss is scaled up and the update scaled down again. The
-rule is DeepSpeed's (keys ``fp16.*``), kept in 0-dim tensors on the device: a step never waits for
-the host.
+fp16 gradients below 6e-8 become zero, so the loss is scaled up and the update is scaled down again. The
+rule is DeepSpeed's (keys ``fp16.*``). Its state is in 0-dim tensors on the device, so a step never waits
+for the host.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-_LARGEST = 2.0**127  # doubling further gives inf in fp32, and inf can never be halved again
+_LARGEST = 2.0**127  # doubling it gives inf in fp32, and halving inf gives inf
 
 
 class LossScaler(Protocol):
-    """What the engine asks of a loss scale. ``scale`` is one tensor for life, updated in place."""
+    """What the engine needs of a loss scale. ``scale`` is always the same tensor, updated in place."""
 
     @property
     def scale(self) -> Tensor:
@@ -25,42 +25,42 @@ class LossScaler(Protocol):
 
     @property
     def at_floor(self) -> Tensor:
-        """0-dim bool: has a gradient overflowed when the scale could not be lowered any more?"""
+        """0-dim bool: a gradient has overflowed when the scale could not be lowered any more."""
 
     def update(self, found_inf: Tensor) -> None:
         """End a step. ``found_inf`` (0-dim, any dtype) is nonzero if a gradient was not finite."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers, fit for JSON. Waits for the device."""
+        """Plain numbers for JSON. Waits for the device."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``."""
 
 
 class StaticScale:
-    """The same factor throughout (``fp16.loss_scale`` > 0); 1 in every mode but fp16."""
+    """A constant factor (``fp16.loss_scale`` > 0), which is 1 in every mode but fp16."""
 
     def __init__(self, value: float = 1.0, *, device: torch.device | str = "cpu") -> None:
         self.scale = torch.tensor(float(value), dtype=torch.float32, device=device)
         self.at_floor = torch.zeros((), dtype=torch.bool, device=device)
 
     def update(self, found_inf: Tensor) -> None:
-        """An overflow skips the update; the factor stays."""
+        """Do nothing: an overflow skips the update and does not change the factor."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"scale": self.scale.item()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The factor is the configuration's, not the checkpoint's: nothing to take over."""
+        """Do nothing: the factor is that of the configuration, not of the checkpoint."""
 
 
 class DynamicScale:
-    """Halve on overflow, double after ``window`` good steps.
+    """Halves on overflow, doubles after ``window`` good steps.
 
-    ``hysteresis - 1`` overflows are forgiven before the first halving. What is forgiven once is
-    not forgiven again until the scale grows, or, with ``consecutive``, until the next good step.
-    The window counts from the last overflow. Keys: ``fp16.{initial_scale_power, loss_scale_window,
-    hysteresis, consecutive_hysteresis, min_loss_scale}``.
+    ``hysteresis - 1`` overflows do not halve. This allowance is restored when the scale grows or, with
+    ``consecutive``, at the next good step. The window is counted from the last overflow. Keys:
+    ``fp16.{initial_scale_power, loss_scale_window, hysteresis, consecutive_hysteresis,
+    min_loss_scale}``.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class DynamicScale:
         return {name: tensor.item() for name, tensor in self._tensors().items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue as if never interrupted. Window and hysteresis stay the configuration's."""
+        """Continue as if never interrupted. Window and hysteresis are those of the configuration."""
         for name, tensor in self._tensors().items():
             tensor.fill_(state[name])
 
@@ -116,7 +116,7 @@ class DynamicScale:
 
 
 def scaler_from(config: Any, device: torch.device | str) -> LossScaler:
-    """The loss scale of ``config``: for fp16 parameters or fp16 autocast, else the factor 1."""
+    """The loss scale of ``config`` for fp16 parameters or fp16 autocast; otherwise the factor 1."""
     fp16, autocast = config.fp16, config.torch_autocast
     if not fp16.enabled and not (autocast.enabled and autocast.dtype == "float16"):
         return StaticScale(1.0, device=device)

@@ -1,7 +1,7 @@
-"""In which dtype is each number kept, summed, sent and updated?
+"""The dtypes in which each number is stored, summed, sent and updated.
 
-One row of dtypes per parameter, one table per run. Three modes: ``plain`` (the model as it came: no
-second copy of anything), ``bf16`` and ``fp16`` (16-bit parameters in front of a wider master).
+There is one row of dtypes per parameter and one table per run. Modes are ``plain`` (the model as it is,
+without a second copy of anything), ``bf16`` and ``fp16`` (16-bit parameters with a wider master).
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ _MODE_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True, slots=True)
 class DtypeRow:
-    """The dtypes of one parameter. ``master == param`` means that there is no second copy."""
+    """The dtypes of one parameter. ``master == param``: there is no second copy."""
 
     param: torch.dtype
-    grad_accum: torch.dtype  # micro-batches are summed in it
-    reduce: torch.dtype  # gradients travel in it
-    master: torch.dtype  # the optimizer updates it
+    grad_accum: torch.dtype  # sums of micro-batches
+    reduce: torch.dtype  # gradients in collectives
+    master: torch.dtype  # what the optimizer updates
     moments: torch.dtype  # optimizer state shaped like the parameter
 
     @property
     def has_master(self) -> bool:
-        """Does the optimizer update a copy, from which the parameter is rounded?"""
+        """Whether the optimizer updates a copy, from which the parameter is rounded."""
         return self.master != self.param
 
 
 @dataclass(frozen=True)
 class Policy:
-    """The dtypes of a run. ``None`` stands for "the parameter's own dtype".
+    """The dtypes of a run. ``None`` stands for the parameter's own dtype.
 
-    ``moments`` wider than ``master`` (bf16 master, fp32 moments) needs an optimizer that can do it:
-    :func:`zeroshard.optim.factory.build_optimizer` takes ``state_dtype`` for that.
+    If ``moments`` is wider than ``master`` (bf16 master, fp32 moments), the optimizer must support that:
+    see ``state_dtype`` of :func:`zeroshard.optim.factory.build_optimizer`.
     """
 
     mode: Mode = "plain"
@@ -47,13 +47,13 @@ class Policy:
     reduce: torch.dtype | None = None
     master: torch.dtype | None = None
     moments: torch.dtype | None = None
-    buffer: torch.dtype | None = None  # None: buffers are left untouched
+    buffer: torch.dtype | None = None  # None: buffers are not changed
     keep_fp32: tuple[str, ...] = ()  # globs over parameter names
-    autocast: torch.dtype | None = None  # forward under torch.autocast
-    autocast_reduced: frozenset[str] = frozenset()  # classes whose gradients travel in that dtype
+    autocast: torch.dtype | None = None  # of forward under torch.autocast
+    autocast_reduced: frozenset[str] = frozenset()  # classes with gradients reduced in it
 
     def row_for(self, fqn: str, dtype: torch.dtype, owner: nn.Module | None = None) -> DtypeRow:
-        """The dtypes of parameter ``fqn``, which came as ``dtype`` in module ``owner``.
+        """The dtypes of parameter ``fqn`` of module ``owner``, which has ``dtype`` in the model.
 
         Integer parameters (quantized, frozen weights) keep their dtype. A parameter matched by
         ``keep_fp32`` is float32 throughout in a 16-bit mode, and keeps its own dtype in plain mode.
@@ -74,7 +74,7 @@ class Policy:
         )
 
     def keeps_fp32(self, fqn: str) -> bool:
-        """Is ``fqn`` named by a pattern of ``keep_fp32``?
+        """Whether a pattern of ``keep_fp32`` matches ``fqn``.
 
         >>> Policy(keep_fp32=("*.router.*",)).keeps_fp32("layers.3.router.weight")
         True
@@ -114,8 +114,8 @@ def policy_from(config: Any) -> Policy:
     """The dtypes that ``config`` asks for.
 
     Keys: ``bf16.*``, ``fp16.enabled``, ``torch_autocast.*``, ``data_types.{grad_accum_dtype,
-    buffer_dtype}``, ``communication_data_type``, ``keep_fp32``. That the keys fit together (not
-    both modes, ``param_dtype`` equal to the mode) is the configuration's business.
+    buffer_dtype}``, ``communication_data_type``, ``keep_fp32``. The configuration has checked that they
+    fit together (not both modes, ``param_dtype`` equal to the mode).
     """
     fp16, bf16, autocast = config.fp16, config.bf16, config.torch_autocast
     mode: Mode = "fp16" if fp16.enabled else "bf16" if bf16.enabled else "plain"

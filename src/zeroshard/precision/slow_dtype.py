@@ -1,4 +1,4 @@
-"""Does a run compute in a precision that this CPU has no instructions for? One line says its cost."""
+"""Warns if a run computes in a precision for which this CPU has no instructions."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ REMEDY = {
 
 
 def tell_if_slow(policy: Policy, hardware: Hardware) -> None:
-    """Log the measured factor and the remedy, once in a process, if ``policy`` wants what is slow.
+    """Log the measured slowdown and the remedy if ``policy`` uses a dtype that is slow here.
 
-    ``hardware``: of the CPU that the run computes on. Costs at most a third of a second, and nothing
-    where the precision fits.
+    Logs once per process. ``hardware``: of the CPU that the run computes on. Takes at most a third of a
+    second, and nothing if the dtype is not slow.
     """
     dtype = policy.autocast if policy.mode == "plain" else policy.param
     fits = {torch.bfloat16: hardware.bf16, torch.float16: hardware.fp16}

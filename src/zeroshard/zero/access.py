@@ -1,8 +1,8 @@
-"""How does a user read and edit full values: parameters, gradients, optimizer state?
+"""Reads and edits full values of parameters, gradients and optimizer state.
 
-All functions that give full values are collective: every rank calls them, in the same order. Edits reach
-the parameter, its shard and its master alike, so that they survive the next step at every stage and
-precision. Names and meanings of ``safe_*`` are DeepSpeed's (``deepspeed.utils.tensor_fragment``).
+Functions for full values are collective: every rank calls them, in the same order. An edit reaches the
+parameter, its shard and its master, so it survives the next step at every stage and precision. Names and
+meanings of ``safe_*`` are DeepSpeed's (``deepspeed.utils.tensor_fragment``).
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from zeroshard.zero.unit import Unit, UnitState
 
 @dataclass(frozen=True, eq=False)
 class UnitOptimState:
-    """What the optimizer side knows of a unit."""
+    """The optimizer state of one unit, for functions that start from a parameter."""
 
     optimizer: ShardedOptimizer | None
     shard: OptimizerShard
     summed: Callable[
         [GradBuffer], Tensor | None
-    ]  # gradient [S] of the backwards since the last step
-    grad_factor: Callable[[], float]  # from the reduced sum to the mean that the user means
+    ]  # returns the gradient [S] of the backwards since the last step
+    grad_factor: Callable[[], float]  # turns the reduced sum into the unscaled mean
 
     def visit(
         self, param: nn.Parameter, *, changed: bool = False
     ) -> Iterator[tuple[OptimizerChunk, OwnedFragment]]:
-        """What this rank updates of the parameter, each piece with its memory valid until the next."""
+        """Yield each chunk and fragment of the parameter; its memory is valid until the next one."""
         for chunk in self.shard.visit(changed=changed):
             yield from ((chunk, f) for f in chunk.fragments if f.param is param)
 
     def full(self, unit: Unit, param: nn.Parameter, tile_R: Tensor) -> Tensor:
-        """A private full tensor of the parameter's shape from any flat tensor of the tile."""
+        """A new tensor of the parameter's shape, gathered from a flat tensor ``[R]``."""
         full_N = unit.gathered_copy(tile_R) if self.is_sharded else tile_R
         return unit.view(full_N, param).clone()
 
@@ -56,13 +56,17 @@ class UnitOptimState:
 class GatheredParameters:
     """Full, readable and (with ``modifier_rank``) writable parameters inside a ``with`` block.
 
-    ``params``: a parameter or any iterable; plain tensors, buffers and parameters that are full already
-    are fine. The order is free, and may differ between ranks: a set will do. Every rank names the same
-    ones. ``modifier_rank``: the edits of this rank reach all ranks and the master at exit, also if
-    an exception ends the block. Without it the values are for reading: an edit raises
-    :class:`ShardedAccess` at exit, on every rank. (Parameters that rest whole, stages 0-2, keep an edit
-    that is the same on all ranks; inside ``zero.Init`` everything may be written.)
-    Contexts may nest. Collective. (DeepSpeed: ``deepspeed.zero.GatheredParameters``.)
+    ``params``: a parameter, or an iterable of tensors in any order, also a set. The order may differ
+    between ranks, but every rank has to name the same parameters. Plain tensors, buffers and parameters
+    that are full already are allowed. ``modifier_rank``: edits of this rank reach all ranks and the
+    masters at the end of the block, also if an exception ends it. Without ``modifier_rank``, values are
+    for reading. (Then parameters that are always whole, at stages 0 to 2, keep an edit that is the same
+    on all ranks; inside ``zero.Init`` everything may be written.) Blocks may nest. Collective.
+    (DeepSpeed: ``deepspeed.zero.GatheredParameters``.)
+
+    Raises:
+        ShardedAccess: at the end of the block, on every rank, for an edit without ``modifier_rank``.
+        UsageError: ``params`` is a module or not iterable, or ``modifier_rank`` is not a rank.
     """
 
     def __init__(
@@ -76,7 +80,7 @@ class GatheredParameters:
         self.modifier_rank = modifier_rank
         self.units: list[Unit] = []
         self.spread: list[tuple[nn.Parameter, BucketedParameter]] = []
-        self._opened: list[Unit] = []  # by this context: others close what they opened
+        self._opened: list[Unit] = []  # units that this block unsharded, and will reshard
         for param in sharded_parameter.in_order(_items(params)) if enabled else []:
             owner = sharded_parameter.owner_of(param)
             if isinstance(owner, Unit) and owner not in self.units[-1:]:
@@ -114,7 +118,7 @@ class GatheredParameters:
                 unit.rebind_storage()
             refused = self._close_buckets(error)
             if isinstance(error, DistributedError) or (kind and self.modifier_rank is None):
-                pass  # nobody to tell, or nothing to keep
+                pass  # the other ranks are lost, or there are no edits to keep
             elif self.modifier_rank is not None:
                 for unit in self.units:
                     _adopt_edits(unit, self.modifier_rank)
@@ -126,17 +130,17 @@ class GatheredParameters:
                 if not unit.pin_count:
                     unit.fingerprint = None
                     if unit in self._opened:
-                        unit.discard_unsharded()  # what was to be kept is in the shards
+                        unit.discard_unsharded()  # edits to keep are in the shards already
 
     def _buckets(self) -> list[ParamBucket]:
         return list(dict.fromkeys(owner.bucket for _, owner in self.spread if owner.bucket))
 
     def _close_buckets(self, error: BaseException | None) -> list[str]:
-        """Spread what nobody else holds open. Names of parameters whose edit was not announced."""
+        """Shard the buckets that no other block uses. Returns names of edited read-only parameters."""
         for _, owner in self.spread:
             owner.pin_count = max(0, owner.pin_count - 1)
         refused: list[str] = []
-        if isinstance(error, DistributedError):  # the other ranks are not there any more
+        if isinstance(error, DistributedError):  # a collective would wait for a lost rank
             return refused
         for bucket in self._buckets():
             if bucket.shard_S is not None or bucket.is_pinned:
@@ -152,11 +156,11 @@ class GatheredParameters:
                     continue
                 owner.send(param, self.modifier_rank)
                 if owner.bucket is not None:
-                    owner.bucket.kept = None  # not what an outer block goes back to any more
+                    owner.bucket.kept = None  # an outer read-only block must keep the edit
         return refused
 
     def _refuse_lost_edits(self, refused: list[str]) -> None:
-        """Whatever happens, all ranks leave with the same values. ``refused``: edits found so far."""
+        """Give all ranks the same values, and raise if a parameter was edited or is in ``refused``."""
         for unit in self.units:
             edited, same_everywhere = _edits(unit)
             if not edited:
@@ -197,11 +201,11 @@ def _check_rank(modifier_rank: int | None, world_size: int) -> None:
 
 
 def _edits(unit: Unit) -> tuple[list[str], bool]:
-    """Parameters that any rank edited since the unit was sealed; did all ranks end with the same values?
+    """Names of parameters that any rank edited inside the block; and whether all ranks have equal values.
 
     Collective.
     """
-    if unit.fingerprint is None:  # a step in between changed everything
+    if unit.fingerprint is None:  # a step inside the block changed all values
         return [], True
     after = _hashes(unit.full_N)
     changed = after != unit.fingerprint
@@ -216,19 +220,19 @@ def _edits(unit: Unit) -> tuple[list[str], bool]:
 
 
 def _hashes(full_N: Tensor) -> Tensor:
-    """One number for every 64 elements, ``[N / 64]``: equal before and after means not written."""
+    """One hash for every 64 elements, ``[N / 64]``. A hash that differs means a write."""
     words = full_N.detach().view(torch.int64).view(-1, 8 * full_N.element_size())
     return (words * _weights(words.shape[1], words.device)).sum(1)
 
 
 def _weights(count: int, device: torch.device) -> Tensor:
-    """Fixed odd numbers, so that exchanged values show."""
+    """Fixed odd weights, so that values that change places change the hash."""
     generator = torch.Generator().manual_seed(64)
     return (torch.randint(2**62, (count,), generator=generator) | 1).to(device)
 
 
 def _adopt_edits(unit: Unit, source: int) -> None:
-    """The values of rank ``source`` become everybody's, in parameter, shard and master."""
+    """Give parameter, shard and master on all ranks the values of rank ``source``."""
     unit.comm.broadcast(unit.full_N, source, name=unit.name).wait()
     _adopt_own(unit)
 
@@ -245,7 +249,7 @@ def _adopt_own(unit: Unit) -> None:
 
 
 def _training(unit: Unit) -> UnitOptimState | None:
-    """The unit only carries it, so that it need not know the optimizer."""
+    """The unit's optimizer state, with its type: the unit stores it without knowing the class."""
     assert unit.optim_state is None or isinstance(unit.optim_state, UnitOptimState)
     return unit.optim_state
 
@@ -278,10 +282,10 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """The gradient of all backwards since the last step, fp32 ``[*shape]``; None before the first.
+    """The gradient of all backwards since the last step, fp32 ``[*shape]``; None before the first one.
 
-    Averaged over the ranks, and unscaled: what ``param.grad`` would be in plain PyTorch on the global
-    batch. Zeros where nothing arrived.
+    Averaged over the ranks and unscaled: the value of ``param.grad`` in plain PyTorch on the global
+    batch. Zeros where no gradient arrived.
     """
     found = _training_of(param)
     if found is None:
@@ -315,7 +319,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 def _state_shard(
     training: UnitOptimState, param: nn.Parameter, key: str
 ) -> tuple[Tensor, int, float]:
-    """The state laid out like the tile; 0, 1 or 2 for absent, tensor, scalar; the scalar."""
+    """The state as a flat tensor ``[R]``; 0 (absent), 1 (tensor) or 2 (scalar); the scalar."""
     shard, (present, scalar) = training.shard, (0, 0.0)
     tile_R = torch.zeros(
         shard.param_R.numel(), dtype=shard.unit.row.master, device=shard.chunks[0].master_C.device
@@ -341,7 +345,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Set a parameter and its master to ``value`` (``[*shape]``, the same on every rank)."""
     unit, training = _trained(param, "safe_set_full_fp32_param")
     _check_shape(param.shape, value, "safe_set_full_fp32_param")
-    training.shard.sync_edits()  # earlier edits of other parameters
+    training.shard.sync_edits()  # earlier edits of other parameters must not be lost
     _write(unit, training, param, value.reshape(-1))
 
 
@@ -355,7 +359,11 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
 def _set_grad(
     unit: Unit, training: UnitOptimState, index: int, at: int, values: Tensor, what: str
 ) -> None:
-    """Set ``param.flat[at : at + len(values)]`` of the gradient, as far as this rank reduces it."""
+    """Set ``param.flat[at : at + len(values)]`` of the gradient, where it is in this rank's shard.
+
+    Raises:
+        UsageError: there is no reduced gradient.
+    """
     buffer = training.shard.buffer
     if buffer.reduced_S is None:
         raise UsageError(
@@ -363,7 +371,7 @@ def _set_grad(
             "and before step()."
         )
     raw = values.to(_at_least_fp32(buffer.reduced_S.dtype)) / training.grad_factor()
-    if buffer.reduced_S.dtype != raw.dtype:  # 16-bit sums would round the edit
+    if buffer.reduced_S.dtype != raw.dtype:  # a 16-bit sum would round the values
         buffer.reduced_S = buffer.reduced_S.to(raw.dtype)
         buffer.reduced_N = None
     buffer.has_grad[index] = True
@@ -385,7 +393,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
     if bool(unit.comm.all_gather_small(vote, name=unit.name).any()):
         raise _no_state(
             training, optim_state_key
-        )  # also on ranks that own nothing of the parameter
+        )  # raised on all ranks, also on those that own no part of the parameter
     _write_state(training, param, optim_state_key, value.reshape(-1))
 
 
@@ -393,15 +401,17 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """This rank's piece of the master, 1-D (a view if it is one piece in memory); None if it owns nothing
-    of it."""
+    """This rank's part of the master, 1-D; None if it owns no part of the parameter.
+
+    A view if the part is in one chunk in memory, else a copy.
+    """
     return _local(param, lambda chunk, f: f.of(chunk.master_C).view(-1))
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    """This rank's piece of the gradient (see :func:`safe_get_full_grad`), 1-D fp32 (a copy).
+    """This rank's part of the gradient (see :func:`safe_get_full_grad`), 1-D fp32 (a copy).
 
-    Collective where gradients wait for their reduction, and at stage 0.
+    Collective while gradients are not reduced yet, and at stage 0.
     """
     found = _training_of(param)
     if found is None:
@@ -420,9 +430,9 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """This rank's piece of optimizer state, 1-D, or a scalar; None before the first step.
+    """This rank's part of optimizer state, 1-D, or a scalar; None before the first step.
 
-    A view if it is one piece in memory, else a copy.
+    A view if the part is in one chunk in memory, else a copy.
     """
     found = _training_of(param)
     if found is None or found[1].optimizer is None:
@@ -439,7 +449,7 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Set this rank's piece of the master and of the parameter; collective at stages 1 and 2."""
+    """Set this rank's part of the master and of the parameter. Collective at stages 1 and 2."""
     unit, training = _trained(param, "safe_set_local_fp32_param")
     _check_piece(training, param, value, "safe_set_local_fp32_param")
     training.shard.sync_edits()
@@ -447,7 +457,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Set this rank's piece of the averaged gradient before ``step``."""
+    """Set this rank's part of the averaged gradient before ``step``."""
     unit, training = _trained(param, "safe_set_local_grad")
     if _check_piece(training, param, value, "safe_set_local_grad"):
         begin = _begin_of(training, param)
@@ -459,7 +469,7 @@ def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
 def safe_set_local_optimizer_state(
     param: nn.Parameter, value: Tensor, optim_state_key: str
 ) -> None:
-    """Set this rank's piece of optimizer state after the first step."""
+    """Set this rank's part of optimizer state after the first step."""
     _, training = _trained(param, "safe_set_local_optimizer_state")
     if not _check_piece(training, param, value, "safe_set_local_optimizer_state"):
         return
@@ -472,7 +482,7 @@ def safe_set_local_optimizer_state(
 def _local(
     param: nn.Parameter, piece: Callable[[OptimizerChunk, OwnedFragment], Tensor | None]
 ) -> Tensor | None:
-    """This rank's piece; in several chunks, or on disk, it is put together from copies."""
+    """This rank's part. If it is in several chunks, or on disk, a copy is made."""
     found = _training_of(param)
     if found is None:
         return None
@@ -501,7 +511,7 @@ def _trained(param: nn.Parameter, what: str) -> tuple[Unit, UnitOptimState]:
 def _write(
     unit: Unit, training: UnitOptimState, param: nn.Parameter, flat: Tensor, *, offset: int = 0
 ) -> None:
-    """Set the parameter from ``offset`` on in master and parameter memory, and tell the other ranks."""
+    """Set master and parameter from element ``offset`` on, and give other ranks the new values."""
     with torch.no_grad(), training.shard.loaded():
         for chunk, fragment in training.visit(param, changed=True):
             begin = fragment.begin - offset
@@ -522,12 +532,16 @@ def _write_state(
 
 
 def _begin_of(training: UnitOptimState, param: nn.Parameter) -> int:
-    """Where this rank's piece starts in the parameter; 0 if it has none."""
+    """Where this rank's part starts in the parameter; 0 if it has none."""
     return min((f.begin for f in training.shard.fragments if f.param is param), default=0)
 
 
 def _check_piece(training: UnitOptimState, param: nn.Parameter, value: Tensor, what: str) -> int:
-    """Elements of this rank's piece; refuses a value of another size."""
+    """The number of elements of this rank's part.
+
+    Raises:
+        UsageError: ``value`` is not a tensor of this size.
+    """
     numel = sum(f.numel for f in training.shard.fragments if f.param is param)
     if numel:
         flat = value.view(-1) if isinstance(value, Tensor) else value
@@ -536,14 +550,14 @@ def _check_piece(training: UnitOptimState, param: nn.Parameter, value: Tensor, w
 
 
 def _state(training: UnitOptimState, fragment: OwnedFragment, key: str) -> Tensor | None:
-    """The fragment's state tensor, if there is one of its shape."""
+    """The fragment's state tensor, if there is one with its number of elements."""
     assert training.optimizer is not None
     value = training.optimizer.state_of(fragment).get(key)
     return value if isinstance(value, Tensor) and value.numel() == fragment.numel else None
 
 
 def _lacks_state(training: UnitOptimState, param: nn.Parameter, key: str) -> bool:
-    """Is there a piece of the parameter on this rank without such state?"""
+    """Whether this rank has a fragment of the parameter without state ``key``."""
     found = [_state(training, fragment, key) for _, fragment in training.visit(param)]
     return any(state is None for state in found)
 

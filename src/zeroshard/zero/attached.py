@@ -1,4 +1,4 @@
-"""How does a fact stay with a tensor or a module for as long as that lives?"""
+"""Attaches a value to an object, for as long as the object lives."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class _Entry(weakref.ref[K], Generic[K, V]):
 
 
 class Attached(Generic[K, V]):
-    """Object -> value, by identity; an entry goes away with its object, and is not that of an equal one.
+    """Maps objects to values, by identity. An entry is removed when its object is freed.
 
-    A look costs a tenth of torch's ``WeakIdKeyDictionary``: construction asks several times for each
-    parameter. Keys are ids: memory becomes another object only after the callback of the weak reference
-    has removed the entry.
+    A look-up costs a tenth of one in torch's ``WeakIdKeyDictionary``; construction does several per
+    parameter. Keys are ``id()`` values. The callback of the weak reference removes an entry before the
+    object's memory can belong to another object.
     """
 
     def __init__(self) -> None:
@@ -50,5 +50,5 @@ class Attached(Generic[K, V]):
         self._entries[entry.key] = entry
 
     def discard(self, holder: K) -> None:
-        """Forget the object's value, if there is one."""
+        """Remove the object's value, if there is one."""
         self._entries.pop(id(holder), None)

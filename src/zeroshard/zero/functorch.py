@@ -1,7 +1,7 @@
-"""How do ``torch.func`` transforms (``grad``, ``vmap``, ``jvp``...) meet sharded parameters?
+"""Lets code inside ``torch.func`` transforms (``grad``, ``vmap``, ``jvp``...) use sharded parameters.
 
-Inside a transform every operation is rewritten, collectives and storages included, which know nothing of
-it. So gathering steps out of the transform for a moment; the full values then enter it like any constant.
+Inside a transform every operation is rewritten, but collectives and storages cannot be. So the all-gather
+suspends the transform; the full values then enter it as constants.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 innermost = torch._C._functorch.peek_interpreter_stack
-"""The ``torch.func`` transform that this code is called from, or None: a call of C++, for hot paths."""
+"""Returns the running ``torch.func`` transform, or None. A C++ function, cheap enough for hooks."""
 
 
 def suspended() -> AbstractContextManager[Any]:
-    """Inside the block operations are not rewritten."""
+    """Operations inside the block are not rewritten by a transform."""
     return (
         contextlib.nullcontext() if innermost() is None else temporarily_clear_interpreter_stack()
     )
 
 
 def unwrapped(tensor: Tensor) -> Tensor:
-    """What a transform was given: the tensor below all its wrappers."""
+    """The tensor that a transform was given: the one inside all its wrappers."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
 
 
 def is_wrapped(tensor: Tensor) -> bool:
-    """Is it a transform's wrapper, which has no memory of its own?"""
+    """Whether the tensor is a wrapper of a transform, which has no memory of its own."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))

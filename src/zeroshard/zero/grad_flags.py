@@ -1,4 +1,4 @@
-"""Which parameters got a gradient on any rank? Flags packed into numbers that a small gather carries."""
+"""Packs flags (did a parameter get a gradient?) into numbers that a small all-gather exchanges."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from torch import Tensor
 
 BITS = 48
-"""Flags per number: an fp64 holds integers below 2**53 exactly."""
+"""Flags per number. An fp64 represents integers below 2**53 exactly."""
 
 
 def pack_flags(flags: Sequence[bool]) -> list[float]:
-    """Flags as whole numbers in floats, lowest bit first.
+    """Flags as whole numbers, first flag in the lowest bit.
 
     >>> pack_flags([True, False, True])
     [5.0]
@@ -23,7 +23,7 @@ def pack_flags(flags: Sequence[bool]) -> list[float]:
 
 
 def unpack_any(words_WK: Tensor, count: int) -> list[bool]:
-    """Flags that are set on any of W ranks. Waits for the device."""
+    """The flags that are set on any of W ranks. Waits for the device."""
     united = []
     for column in words_WK.t().tolist():
         word = 0

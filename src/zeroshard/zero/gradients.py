@@ -1,7 +1,28 @@
-"""What does this rank hold of one unit's gradients?
+"""The gradient buffer of one unit: its local sum, and its reduced gradient until the update.
 
-A gradient that arrives is moved into its slot; a second arrival *adds*: there is no "already reduced"
-state. Letters as in :mod:`zeroshard.zero.unit`.
+[Note: gradients]
+
+*Letters* as in [Note: units] of ``zero/unit.py``.
+
+*Life of a gradient.* Autograd accumulates into ``param.grad``. A hook takes it from there into the
+parameter's slot of ``grads_N``, the local sum. ``detach_local`` hands ``grads_N`` to a reduce-scatter.
+Its result is added to ``reduced_S``, which the update reads. At stage 0 an all-gather makes ``reduced_N``
+of the shards. ``reset`` frees all of them after the update.
+
+*Arrivals add.* A second gradient of a parameter is added to its slot. One that arrives after the unit's
+reduction opens a new ``grads_N``, which is reduced as well and added. There is no state "already reduced"
+in which a gradient would be lost.
+
+*Fixed extent.* Slots without gradient count as zeros, so that all ranks reduce all of ``N`` elements,
+whatever they ran (ADR 0004). ``has_grad`` records which parameters got a gradient on this rank: a
+parameter without one on any rank is left out of the update.
+
+*Who owns which memory.* The buffer owns ``grads_N``. During a reduction that memory is ``reducing_N`` and
+belongs to the collective; writing to it would corrupt the sum. At stages 2 and 3 (``transient``) it is
+freed after the reduction. At stages 0 and 1, and on one rank, ``reduced_S`` is a slice of it. If a
+:class:`~zeroshard.offload.grad_store.GradStore` is given, the reduced gradient is moved there between
+reduction and update (``is_stored``), and the buffer holds nothing. Its norms are measured at that time,
+so that clipping does not read it back (ADR 0008).
 """
 
 from __future__ import annotations
@@ -24,20 +45,20 @@ if TYPE_CHECKING:
 
 
 def accumulate(into: Tensor, values: Tensor) -> None:
-    """``into += values`` without a mixed-dtype kernel, which is many times slower on CPU."""
+    """``into += values``, with a cast first: mixed-dtype kernels are many times slower on CPU."""
     into.add_(values if values.dtype == into.dtype else values.to(into.dtype))
 
 
 Norms = list[tuple[int, Tensor]]
-"""A parameter's position in the model, and the 2-norm of what this rank owns of its gradient."""
+"""Pairs of a parameter's position in the model and the 2-norm of this rank's part of its gradient."""
 
 
 class GradBuffer:
-    """Gradients of one unit: the local sum ``grads_N``, and what was reduced so far.
+    """Gradients of one unit: the local sum ``grads_N`` and the reduced gradient. See [Note: gradients].
 
-    The optimizer reads ``reduced_S`` where its state is sharded, ``reduced_N`` at stage 0.
-    ``transient``: the local sum exists only until its reduction (stages 2 and 3). ``rest``: where what
-    was reduced waits; default here.
+    The optimizer reads ``reduced_S`` where its state is sharded, ``reduced_N`` at stage 0. ``transient``:
+    the local sum is freed by its reduction (stages 2 and 3). ``rest``: the gradient store; None keeps the
+    reduced gradient here.
     """
 
     def __init__(
@@ -54,27 +75,28 @@ class GradBuffer:
         self.ledger = ledger
         self.transient = transient
         self.grads_N: Tensor | None = None
-        self.reducing_N: Tensor | None = None  # the source of a reduction in flight
-        self.reduce_result_S: Tensor | None = None  # and its result
+        self.reducing_N: Tensor | None = None  # the input of the reduction in flight
+        self.reduce_result_S: Tensor | None = None  # its output
         self.views: list[Tensor] = []
-        self.filled = [False] * len(unit.params)  # slots of grads_N that hold a gradient
-        self.has_grad = [False] * len(
-            unit.params
-        )  # parameters with any gradient since the last step
-        self.num_ready = 0  # in the running backward
-        self.complete = False  # nothing more is expected in the running backward
+        self.filled = [False] * len(unit.params)  # by slot: does grads_N hold a gradient?
+        self.has_grad = [False] * len(unit.params)  # by slot: any gradient since the last step?
+        self.num_ready = 0  # gradients that arrived in the running backward
+        self.complete = False  # the running backward gives no more gradients
         self._reduced_S: Tensor | None = None
         self.reduced_N: Tensor | None = None
         self.store = rest
-        self.is_stored = False  # is what was reduced at its rest, and not here?
-        self.measure: Callable[[Tensor], Norms] | None = None  # what the optimizer owns
-        self.norms: Norms | None = None  # of a complete gradient, taken when it left
-        self.tier = Tier.DEVICE  # HOST: all of it left the device for now
+        self.is_stored = False  # the reduced gradient is in the gradient store, not here
+        self.measure: Callable[[Tensor], Norms] | None = None  # set by the optimizer
+        self.norms: Norms | None = None  # of a complete gradient, measured when it was stored
+        self.tier = Tier.DEVICE  # HOST: offload_states() moved all gradients to the host
 
     @property
     def reduced_S(self) -> Tensor | None:  # noqa: N802  (the suffix is the extent)
-        """The reduced gradient of the running step, for whoever changes it or uses it up; None before
-        there is one. One that left comes back, and is counted at its rest until it leaves again."""
+        """The reduced gradient of this step, to be changed or used up; None before there is one.
+
+        If it is in the gradient store, it is acquired from there. The ledger counts it in the store until
+        it is stored again.
+        """
         if self.is_stored:
             assert self.store is not None
             self.reduced_S = self.store.acquire()
@@ -87,19 +109,22 @@ class GradBuffer:
 
     @property
     def is_reduced(self) -> bool:
-        """Is there a reduced gradient, here or where its update is?"""
+        """Whether there is a reduced gradient, here or in the gradient store."""
         return self.is_stored or self._reduced_S is not None
 
     def peek(self) -> Tensor | None:
-        """The reduced gradient, for whoever reads it only: it stays where it is."""
+        """The reduced gradient for reading only: a stored one stays in its store."""
         if self.is_stored:
             assert self.store is not None
             return self.store.peek()
         return self._reduced_S
 
     def store_reduced(self, *, complete: bool) -> None:
-        """What was reduced goes to its rest, beside the rest of backward. ``complete``: nothing more is
-        expected in this step; then it is measured, so that the norm does not call it back."""
+        """Start moving the reduced gradient to the gradient store, while backward goes on.
+
+        ``complete``: it is the whole gradient of the step. Then its norms are measured at once, so
+        that clipping need not read it back.
+        """
         rest, values_S = self.store, self._reduced_S
         if rest is None or values_S is None or not (complete or rest.every_backward):
             return
@@ -109,19 +134,19 @@ class GradBuffer:
             self.norms = self.measure(values_S)
 
     def prefetch(self) -> None:
-        """The reduced gradient will be needed soon."""
+        """Start reading a stored gradient, which will be needed soon."""
         if self.is_stored:
             assert self.store is not None
             self.store.prefetch()
 
     def discard_reduced(self) -> None:
-        """The update is through with a gradient that has another rest: its memory goes."""
+        """Free a reduced gradient that has a gradient store, after the update has used it."""
         if self.store is not None:
             self.reduced_S = None
             self.store.free()
 
     def allocate(self, dtype: torch.dtype) -> Tensor:
-        """Allocate ``grads_N``; its contents are undefined until filled."""
+        """Allocate ``grads_N``. Its contents are undefined until slots are filled."""
         unit = self.unit
         self.grads_N = self.comm.allocate(
             unit.layout.full_numel, dtype=dtype, device=unit.full_N.device
@@ -131,19 +156,19 @@ class GradBuffer:
         return self.grads_N
 
     def _is_whole(self, grad: Tensor, dtype: torch.dtype) -> bool:
-        """Is this gradient all of ``grads_N`` already? So it is where one matrix makes the unit."""
+        """Whether the gradient alone can be ``grads_N``. It can where one matrix is the unit."""
         return (
             len(self.unit.params) == 1
             and grad.numel() == self.unit.layout.full_numel
             and grad.dtype == dtype
             and grad.is_contiguous()
-            and not grad.requires_grad  # with a graph of its own it is the program's too
+            and not grad.requires_grad  # else it has a graph, and the program uses it too
             and grad.untyped_storage().nbytes() == grad.nbytes
-            and not storage.is_aliased(grad)  # ``a + b.view(...)`` gives both one memory
+            and not storage.is_aliased(grad)  # ``a + b.view(...)`` gives both inputs one memory
         )
 
     def adopt(self, grad: Tensor) -> None:
-        """Take the gradient itself for ``grads_N``. Autograd gave it away, alone."""
+        """Make the gradient's own memory ``grads_N``. Nothing else may refer to it."""
         self.grads_N = grad.detach().view(-1)
         self._set_views()
         self.filled[0] = self.has_grad[0] = True
@@ -156,7 +181,7 @@ class GradBuffer:
         ]
 
     def accumulate_grad(self, index: int, grad: Tensor, dtype: torch.dtype) -> None:
-        """Move one gradient into its slot, or add it to what is there."""
+        """Copy one gradient into its slot, or add it to the gradient that is there."""
         if self.grads_N is None:
             if self._is_whole(grad, dtype):
                 self.adopt(grad)
@@ -171,7 +196,7 @@ class GradBuffer:
         self.has_grad[index] = True
 
     def _promote(self) -> None:
-        """Sums are kept in the accumulation dtype, also when they were not expected."""
+        """Convert ``grads_N`` to the accumulation dtype, if a sum was not expected when it was made."""
         assert self.grads_N is not None
         if self.grads_N.dtype != self.unit.row.grad_accum:
             self.grads_N = self.grads_N.to(self.unit.row.grad_accum)
@@ -179,7 +204,7 @@ class GradBuffer:
             self.report()
 
     def detach_local(self) -> Tensor:
-        """The complete local gradient ``[N]``, zeros where nothing arrived; the buffer starts anew."""
+        """Take the local gradient ``[N]``, zeros in slots without one; the buffer is empty afterwards."""
         if self.grads_N is None:
             self.allocate(self.unit.row.reduce)
         assert self.grads_N is not None
@@ -191,7 +216,7 @@ class GradBuffer:
         return taken
 
     def add_reduced(self, values_S: Tensor) -> None:
-        """One more reduced gradient of the same step."""
+        """Add one more reduced gradient of this step."""
         if self.reduced_S is None:
             self.reduced_S = values_S
             return
@@ -200,7 +225,7 @@ class GradBuffer:
         accumulate(self.reduced_S, values_S)
 
     def reset(self) -> None:
-        """Forget the step's gradients and free them."""
+        """Drop and free the gradients of this step."""
         self.grads_N, self.views = None, []
         self.reducing_N = self.reduce_result_S = None
         self.reduced_S = self.reduced_N = None
@@ -211,16 +236,20 @@ class GradBuffer:
         self.report()
 
     def check_not_offloaded(self) -> None:
-        """Raise :class:`UsageError` while gradients are away."""
+        """Check that gradients are not offloaded by ``offload_states()``.
+
+        Raises:
+            UsageError: they are.
+        """
         if self.tier is not Tier.DEVICE:
             raise offloaded_error(f"the gradient of {self.unit.name!r}")
 
     def held(self) -> list[Tensor]:
-        """All bytes that are held here between two backwards."""
+        """All gradient memory held here between two backwards, as distinct byte tensors."""
         return distinct(t for t in (self.grads_N, self._reduced_S, self.reduced_N) if t is not None)
 
     def move(self, tier: Tier, carry: Callable[[Tensor], Tensor]) -> None:
-        """Gradients go to another kind of memory, if they are not there. ``carry`` copies bytes."""
+        """Move all gradients to ``tier``, unless they are there. ``carry`` copies a byte tensor there."""
         if tier is self.tier:
             return
         held = self.held()
@@ -243,7 +272,7 @@ class GradBuffer:
         self.ledger.hold("gradients", self.unit.name, sum(here.nbytes for here in held), tier)
 
     def report(self) -> None:
-        """Report to the ledger what is held here."""
+        """Report to the ledger the bytes held here."""
         local = [self.grads_N, self.reducing_N]
         resting = [self._reduced_S, self.reduced_N] + ([] if self.transient else local)
         self.ledger.hold("gradients", self.unit.name, _storage_nbytes(resting), self.tier)
@@ -255,7 +284,7 @@ class GradBuffer:
 
 
 def _storage_nbytes(tensors: Sequence[Tensor | None]) -> int:
-    """Bytes behind the tensors; slices of one storage count once."""
+    """Bytes of the tensors' storages. Slices of one storage count once."""
     storages = [t.untyped_storage() for t in tensors if t is not None]
     if len(storages) < 2:
         return storages[0].nbytes() if storages else 0

@@ -1,19 +1,33 @@
-"""When do gathering and reducing happen? The only module and autograd hooks of ZeroShard.
+"""The module and autograd hooks of ZeroShard: when units are gathered, freed and reduced.
 
-Hooks sit at sites, never on every module, and only call :class:`Gatherer` and :class:`GradReducer`. No
-hook counts on another one having run: activation checkpointing leaves a recomputed forward by an
-exception, users call submodules directly, and any step may be abandoned. What a missed hook costs is
-memory until the end of backward, never a wrong value.
+Hooks are on wrapped modules only. They call :class:`~zeroshard.zero.prefetch.Prefetcher` and
+:class:`~zeroshard.zero.reduce.GradReducer`. No hook relies on another one having run: activation
+checkpointing leaves a recomputed forward by an exception, users call submodules directly, and any step
+may be abandoned. A missed hook costs memory until the end of backward and never gives a wrong value.
 
-[Note: entering and leaving in backward] Hooks stand on the *nodes* that made a site's outputs, not on the
-output tensors. An operation that changes a view in place (a linear layer's output on three dimensions is
-a view) gives it a new path to its base, without the view's old node and the hooks on it. The base's node
-is part of every path.
+[Note: entering and leaving in backward]
 
-Autograd numbers nodes as they are recorded and runs, of those that are ready, the one with the greatest
-number. So when node ``n`` runs, every call that began after ``n`` is over. Inputs stay the program's own
-tensors: a view in front of a site would add up the gradients of the uses inside first, and round
-differently from plain PyTorch. (ADR 0012)
+*Vocabulary.* A *call* is one forward of a wrapped module. Backward *enters* a call when it reaches a
+graph node that made one of its outputs; the module's units must be full from then on. Backward *leaves*
+the call when no node of it is still to run; then the units can be freed and their gradients reduced (ADR
+0012).
+
+*Entering.* Pre-hooks are on the graph nodes that made outputs, not on the output tensors. An operation
+that changes a view in place (a linear layer's output on three dimensions is a view) gives the view a new
+path to its base, without the view's old node and its hooks. Hooks on tensors would then be lost, and
+backward would read memory that is freed or being filled. The base's node is on every path, so it is
+hooked as well.
+
+*Leaving.* Autograd numbers nodes in the order of recording and runs, of those that are ready, the one
+with the greatest number. So when node ``n`` runs, every call that began after ``n`` was recorded is over.
+Inputs of modules stay the program's own tensors. A view put in front of each input would also show when
+backward leaves, but gradients of several uses inside the module would be added at the view first, and
+rounded differently from plain PyTorch.
+
+[Note: order of collectives] Every rank must issue the same collectives in the same order, whatever it ran
+(ADR 0004). So a module that backward has left is finished even if gradients are missing: they count as
+zeros. Without this, a rank that skipped an expert would start the reduction only after further
+all-gathers, and the other ranks before them. The ranks would wait for each other without end.
 """
 
 from __future__ import annotations
@@ -41,37 +55,38 @@ from zeroshard.zero.reduce import GradReducer
 from zeroshard.zero.unit import Unit
 
 IN_FORWARD = -1
-"""The number of the graph task that runs when none does."""
+"""The number of the running graph task, if there is none."""
 
 
 def graph_task() -> int:
-    """The number of the backward that runs on this thread; backwards inside backwards have their own."""
+    """The number of the backward that runs on this thread. A backward inside a backward has its own."""
     return int(torch._C._current_graph_task_id())
 
 
 def in_backward() -> bool:
-    """Is autograd running on this thread? (Checkpointing recomputes forwards inside backward.)"""
+    """Whether autograd is running on this thread. (Checkpointing recomputes forwards inside backward.)"""
     return graph_task() != IN_FORWARD
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Call:
-    """One forward of a site whose backward is to come."""
+    """One forward of a wrapped module, until backward has left it."""
 
     wrapped: WrappedModule
     recorded_in: int  # the graph task that recomputed it, or IN_FORWARD
-    begin: int  # every node recorded by it has this number or a greater one
+    begin: int  # nodes recorded by the call have this number or a greater one
     entered: bool = False  # backward has reached one of its outputs
     open: bool = True  # backward has not left it
 
 
 class StepHooks:
-    """Attaches to the sites of one engine; ``remove`` gives everything back.
+    """The hooks of one engine's wrapped modules. ``remove`` detaches all of them.
 
-    ``at_boundary`` is asked once per backward: do its gradients complete a step?
-    ``on_forward_begin``: told of each outermost forward. ``on_backward_begin(landed)``: asked whether a
-    backward counts, when it begins and again when a gradient landed (``torch.autograd.grad`` lands none);
-    ``on_abandon``: that the gradients of the running step were dropped.
+    ``at_boundary()`` is called once per backward and returns whether its gradients complete a step.
+    ``on_forward_begin()`` is called at each outermost forward. ``on_backward_begin(landed)`` returns
+    whether the backward counts as one of a micro-batch. It is called with False when backward begins, and
+    with True at each gradient until it has returned True (``torch.autograd.grad`` accumulates no
+    gradient). ``on_abandon()`` is called when the gradients of the running step were dropped.
     """
 
     def __init__(
@@ -91,10 +106,10 @@ class StepHooks:
         self.on_forward_begin = on_forward_begin
         self.on_abandon = on_abandon
         self.running_backward = False
-        self.counted = False  # is the running backward known to be one, or may it only ask?
+        self.counted = False  # the running backward is known to be that of a micro-batch
         self.creates_graph = False
         self.forward_depth = 0
-        self._task = IN_FORWARD  # the backward that runs, not one inside it
+        self._task = IN_FORWARD  # the outermost backward that runs
         self._open_calls: dict[int, list[_Call]] = defaultdict(list)  # by ``recorded_in``, in order
         self._buffers = {id(buffer.unit): buffer for buffer in reducer.buffers}
         self.on_modules: list[RemovableHandle] = []
@@ -102,14 +117,14 @@ class StepHooks:
         self._on_state: list[RemovableHandle] = []
         self._landings: list[
             tuple[WrappedModule, GradBuffer, int]
-        ] = []  # what each gradient hook is for
+        ] = []  # by number of the gradient hook: module, buffer and slot of its parameter
         self._note_places()
         self.attach()
 
     # ------------------------------------------------------------------ attaching
 
     def attach(self) -> None:
-        """Put every hook where it belongs; those that are there are replaced."""
+        """Attach all hooks, and replace those that are attached."""
         self.remove()
         self._landings.clear()
         me, buffers = weakref.ref(self), self._buffers  # a model must not keep an engine alive
@@ -172,8 +187,10 @@ class StepHooks:
         self.forward_depth += 1
 
     def _before_transformed(self, wrapped: WrappedModule) -> None:
-        """Under ``torch.func`` a forward only needs the values. They stay until the next plain forward or
-        the end of backward: nothing here learns when the transform has used them up.
+        """Unshard for a forward under ``torch.func``, which only needs the values.
+
+        The module stays full until the next plain forward or the end of backward, because no hook runs
+        when the transform has used the values.
         """
         for name, param in wrapped.module.named_parameters():
             given = functorch.unwrapped(param)
@@ -187,15 +204,19 @@ class StepHooks:
             self.prefetcher.unshard(wrapped, forward=False)
 
     def _note_places(self) -> None:
-        """Where each parameter hangs in the module tree, and what the tree is made of."""
+        """Record which parameters and modules the module tree contains."""
         modules = list(self.prefetcher.root.module.modules())
         self._params = _Entries([module._parameters for module in modules])
         self._modules = _Entries([module._modules for module in modules])
 
     def _check_places(self) -> None:
-        """What came into the model after the engine was built would never be reduced or updated.
+        """Refuse parameters that came into the model after the engine was built.
 
-        Where nothing is trained anything may be in it: ``torch.func.functional_call`` puts tensors there.
+        They would never be reduced or updated. While gradients are disabled anything may be in the model,
+        since ``torch.func.functional_call`` puts tensors there.
+
+        Raises:
+            UsageError: such a parameter is there.
         """
         if not torch.is_grad_enabled():
             return
@@ -269,11 +290,11 @@ class StepHooks:
             self._leave_recomputed()
             node = torch._C._current_autograd_node()
             if node is not None and graph_task() == self._task:
-                # Before the gather: a rank that has all gradients reduced them before it, too.
+                # Before the all-gather: a rank that has all gradients reduced them before it, too.
                 self._leave_after(node._sequence_nr(), IN_FORWARD)
         self.prefetcher.unshard(wrapped, forward=not backward)
         if not torch.is_grad_enabled() or (backward and wrapped.open_calls):
-            wrapped.running.append(None)  # a recomputed forward whose first run is watched already
+            wrapped.running.append(None)  # no graph; or recomputed, and the first run is recorded
             return
         call = _Call(wrapped, graph_task(), torch._C._autograd._get_sequence_nr())
         self._open_calls[call.recorded_in].append(call)
@@ -289,7 +310,7 @@ class StepHooks:
         call = wrapped.running.pop() if wrapped.running else None
         visible = self._watch_outputs(wrapped, output, call)
         if in_backward():
-            return output  # recomputed for the backward that follows at once
+            return output  # recomputed: backward reads the parameters next
         kept = self.prefetcher.keeps_for_backward(wrapped) if visible else _may_have_graph(output)
         if not kept:
             wrapped.reshard()
@@ -298,7 +319,10 @@ class StepHooks:
     def _watch_outputs(
         self, wrapped: WrappedModule, output: Any, call: _Call | None = None
     ) -> bool:
-        """Gather again when backward reaches what made an output. False: no output needs a gradient."""
+        """Hook the graph nodes that made the outputs, to unshard when backward reaches one.
+
+        False: no output needs a gradient.
+        """
         if not torch.is_grad_enabled():
             return False
         begin = call.begin if call else 0
@@ -311,7 +335,7 @@ class StepHooks:
             for part in (tensor, tensor._base):
                 node = None if part is None else part.grad_fn
                 if node is not None and (number := node._sequence_nr()) >= begin:
-                    nodes[node] = number  # an older one made an input, which is passed on
+                    nodes[node] = number  # a lower number: the node made an input that is passed on
         me = weakref.proxy(self)
         for node, number in nodes.items():
 
@@ -324,7 +348,7 @@ class StepHooks:
     # ------------------------------------------------------------------ backward
 
     def recover(self) -> bool:
-        """Drop the gradients of a backward that an exception ended. Was there one?"""
+        """Drop the gradients of a backward that an exception ended. False: there was none."""
         if not self.running_backward or in_backward():
             return False
         self.running_backward = False
@@ -337,7 +361,7 @@ class StepHooks:
             return
         self.running_backward = True
         self._task = graph_task()
-        self.creates_graph = torch.is_grad_enabled()  # then a second backward needs the values
+        self.creates_graph = torch.is_grad_enabled()  # a second backward will read the parameters
         self.counted = self.on_backward_begin(False)
         self.reducer.begin_backward(boundary=self.at_boundary())
         for wrapped in self.prefetcher.wrapped_modules:
@@ -345,28 +369,28 @@ class StepHooks:
         Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
 
     def _before_backward(self, wrapped: WrappedModule, call: _Call | None, number: int) -> None:
-        """Backward is about to run node ``number``, which made an output of the site in ``call``."""
+        """Enter ``call``: backward is about to run node ``number``, which made one of its outputs."""
         self._begin_backward()
         self._leave_recomputed()
         if call is not None:
             self._leave_after(number, call.recorded_in)
-            if not call.open:  # a second backward through a graph that was kept
+            if not call.open:  # another backward through a graph that was kept
                 wrapped.open_calls += 1
                 insort(self._open_calls[call.recorded_in], call, key=lambda other: other.begin)
             call.entered = call.open = True
         self.prefetcher.unshard(wrapped, forward=False, reads=wrapped.is_read_in_backward)
 
     def _leave_after(self, number: int, recorded_in: int) -> None:
-        """Leave the calls that began after node ``number``, which runs, was recorded.
+        """Leave the calls that began after node ``number`` was recorded. That node runs now.
 
-        Only within one recording: threads number their nodes apart.
+        Only calls recorded in graph task ``recorded_in``: each thread numbers its nodes separately.
         """
         calls = self._open_calls[recorded_in]
         while calls and calls[-1].begin > number:
             self._module_backward_done(calls.pop())
 
     def _leave_recomputed(self) -> None:
-        """What this backward recomputed before is over: its own backward ran inside one node of ours."""
+        """Leave the calls that this backward recomputed: their backward ran inside one of its nodes."""
         calls = self._open_calls.get(graph_task())
         while calls and any(call.entered for call in calls):
             self._module_backward_done(calls.pop())
@@ -382,8 +406,9 @@ class StepHooks:
             self._release(wrapped)
 
     def _module_backward_done(self, call: _Call) -> None:
-        """Backward has left the call. After the site's last one, gradients that did not arrive will not:
-        so a rank that skipped an expert reduces at the same point as the others.
+        """Note that backward has left ``call``. See [Note: order of collectives].
+
+        After the module's last open call, gradients that have not arrived will not arrive.
         """
         wrapped = call.wrapped
         wrapped.open_calls -= 1
@@ -397,7 +422,7 @@ class StepHooks:
         self._release(wrapped)
 
     def _release(self, wrapped: WrappedModule) -> None:
-        """Free the site once nothing of this backward can need it: its gradients are all there."""
+        """Reshard the module if this backward cannot need it any more: all its gradients arrived."""
         through = wrapped.missing_grads <= 0 and not wrapped.open_calls
         if through and wrapped is not self.prefetcher.root and not self.creates_graph:
             wrapped.reshard()
@@ -406,7 +431,7 @@ class StepHooks:
         if not self.running_backward:
             return
         self.reducer.end_backward()
-        # The first calls of forward: no node before them ran.
+        # Calls at the start of forward are still open: no node was recorded before them.
         for calls in self._open_calls.values():
             for call in [call for call in calls if call.entered]:
                 calls.remove(call)
@@ -416,7 +441,7 @@ class StepHooks:
         self.running_backward = False
 
     def forget_calls(self) -> None:
-        """At the end of a step: calls whose backward never came are over."""
+        """Drop calls whose backward did not run. To be called at the end of a step."""
         self._open_calls.clear()
         for wrapped in self.prefetcher.wrapped_modules:
             wrapped.open_calls = 0
@@ -424,7 +449,7 @@ class StepHooks:
 
 
 class _Entries:
-    """What was in some tables of modules at one time."""
+    """The entries of some modules' tables at one time, to be compared with those of later."""
 
     def __init__(self, tables: Sequence[dict[str, Any]]) -> None:
         self._tables = tables
@@ -432,18 +457,18 @@ class _Entries:
         self._count = sum(map(len, tables))
 
     def are_there(self) -> bool:
-        """Is everything where it was?"""
+        """Whether every recorded entry is where it was."""
         return all(table.get(leaf) is found for table, leaf, found in self._found)
 
     def are_all(self) -> bool:
-        """Was nothing added?"""
+        """Whether the tables have no further entries."""
         return sum(map(len, self._tables)) == self._count
 
 
 class _Hook:
-    """A site's hook, opaque to the compiler: graphs are cut at sites, not inside.
+    """A module hook that ``torch.compile`` does not trace: graphs break at wrapped modules only.
 
-    A copied or pickled module leaves its hooks behind: the copy belongs to no engine.
+    In a copied or unpickled module it does nothing, since the copy belongs to no engine.
     """
 
     def __init__(self, hook: Callable[..., Any]) -> None:
@@ -457,7 +482,7 @@ class _Hook:
 
 
 def _nothing(*_: Any) -> None:
-    """What a hook does in a copy of its module."""
+    """What a hook does in a copy of its module: nothing."""
 
 
 def _bound(me: weakref.ref[StepHooks], method: Callable[..., Any], wrapped: WrappedModule) -> _Hook:
@@ -476,13 +501,17 @@ def _bound(me: weakref.ref[StepHooks], method: Callable[..., Any], wrapped: Wrap
 def _release_values(
     _module: nn.Module, state: dict[str, Any], _prefix: str, _metadata: dict[str, Any]
 ) -> None:
-    """The values in a ``state_dict`` are the program's own: it may write them."""
+    """Make the values of a ``state_dict`` ordinary tensors, which the program may write."""
     for name, value in state.items():
         state[name] = sharded_parameter.without_guard(value)
 
 
 def _grad_ready_hook(me: Any, landing: int) -> Callable[[Tensor], None]:
-    """The hook holds no buffer: what hangs on a parameter is out of the garbage collector's sight."""
+    """A gradient hook that refers to its buffer by number only.
+
+    The garbage collector does not see what a parameter's hooks refer to, so a direct reference would
+    leak.
+    """
 
     def landed(param: Tensor) -> None:
         me._grad_ready(landing, param)
@@ -491,7 +520,7 @@ def _grad_ready_hook(me: Any, landing: int) -> Callable[[Tensor], None]:
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """Tensors of a module's output: nested lists, mappings and dataclasses included."""
+    """The tensors in a module's output, also in nested lists, mappings and dataclasses."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, (list, tuple, set)):
@@ -506,9 +535,9 @@ def tensors_in(tree: Any) -> Iterator[Tensor]:
 
 
 def _copy_own_views(wrapped: WrappedModule, output: Any) -> Any:
-    """The output, with copies in place of views of the site's parameters (``self.latents.expand(...)``).
+    """The output with copies of views of the module's own parameters (``self.latents.expand(...)``).
 
-    A view is valid only while the site is full, and an output is used when it is not.
+    Such a view is valid only while the module is full, and the output is used after that.
     """
     sharded = [unit for unit in wrapped.units if not unit.resident]
     if not any(_is_view_of(sharded, tensor) for tensor in tensors_in(output)):
@@ -530,12 +559,12 @@ def _copy_own_views(wrapped: WrappedModule, output: Any) -> Any:
 
 def _is_view_of(units: Sequence[Unit], tensor: Tensor) -> bool:
     if isinstance(tensor, nn.Parameter) or not torch._C._has_storage(tensor):
-        return False  # a parameter itself is guarded when it is not full
+        return False  # a parameter itself raises or gathers when it is read while sharded
     return any(storage.is_shared(tensor, unit.full_N) for unit in units)
 
 
 def _may_have_graph(output: Any) -> bool:
-    """Could a graph hide in an output in which no tensor needs a gradient? Only in unknown objects."""
+    """Whether an output without tensors may hide a graph, in an object of a class that is not known."""
     if not torch.is_grad_enabled() or output is None:
         return False
     if isinstance(output, (Tensor, int, float, bool, str)):

@@ -1,9 +1,9 @@
-"""How is a model built that no rank could ever hold?
+"""Builds a model sharded, so that no rank ever holds all of it.
 
-Inside :class:`Init` parameters are spread over the ranks as soon as another module is under
-construction: a large one at once, small ones many at a time, in one exchange. Whoever touches one again
-(an ``apply(init_weights)`` at the end of a constructor) gets it whole, and it is spread again when
-attention moves on. No constructor is patched.
+Inside :class:`Init`, parameters are sharded as soon as another module is under construction: a large one
+at once, small ones many at a time in one broadcast. A parameter that is used again
+(``apply(init_weights)`` at the end of a constructor) is made whole, and is sharded again later. No
+constructor is patched.
 """
 
 from __future__ import annotations
@@ -37,32 +37,33 @@ from zeroshard.zero.param_bucket import BucketedParameter, ParamBucket
 
 
 def _room_numel() -> int:
-    """Elements of small parameters that wait whole until they are spread; a bucket holds half of it."""
+    """Elements of small parameters that may be whole at a time. A bucket of them holds half at most."""
     return scatter.PIECE_NUMEL // 4
 
 
 class _Built(NamedTuple):
-    """A parameter that was never spread yet, and where it was registered."""
+    """A parameter that was never sharded, and the modules and names under which it is registered."""
 
     param: nn.Parameter
     places: list[tuple[nn.Module, str]]
 
 
 class Init:
-    """Build a model sharded (DeepSpeed's ``deepspeed.zero.Init``, same arguments).
+    """Build a model sharded (DeepSpeed's ``deepspeed.zero.Init``, with the same arguments).
 
-    ``config_dict_or_path`` (or ``config``): its stage decides whether anything happens (only stage 3
-    shards parameters), its precision the dtype ("auto": the parameter's own, until there is an engine);
-    ``dtype`` overrides. ``module``: shard this model now. Parameters are initialised in their own dtype,
-    which they show until the block ends, then cast, and rank 0's values win. Buffers are left alone.
-    Re-entrant; an exception inside leaves parameters as they are.
+    ``config_dict_or_path`` (or ``config``): only stage 3 shards parameters, other stages do nothing; the
+    precision gives the dtype ("auto": the parameter's own, until there is an engine). ``dtype`` overrides
+    it. ``module``: shard this model now. Parameters are initialised in their own dtype and show it until
+    the block ends. They are then cast, and all ranks get the values of rank 0. Buffers are not changed.
+    Blocks may nest. An exception inside leaves parameters as they are.
 
-    Beside its shards a rank holds the module under construction and one piece of
+    Besides its shards, a rank holds the module under construction and one piece of
     :data:`zeroshard.zero.scatter.PIECE_NUMEL` elements. With ``keep_fp32`` patterns everything stays fp32
-    until the engine is built: names are not known earlier. A value that is scaled in place after its
-    module was left (``weight.mul_(0.3)``) may be rounded to the training dtype before and after.
+    until the engine is built, because names are not known earlier. A value that is scaled in place after
+    its module was completed (``weight.mul_(0.3)``) may be rounded to the training dtype before and after.
 
-    Raises :class:`RankMismatch` where ranks build different models.
+    Raises:
+        RankMismatch: ranks build different models.
     """
 
     def __init__(
@@ -82,16 +83,16 @@ class Init:
         parsed = _config_of(source)
         self.enabled = enabled and (parsed is None or parsed.zero_optimization.stage == 3)
         self.depth = 0
-        # What they contain is taken, or will be by a hook.
+        # Modules whose present parameters were taken; the hooks take those registered later.
         self._seen: Attached[nn.Module, bool] = Attached()
-        self._whole: dict[BucketedParameter | ParamBucket, _Built | None] = {}  # in order
+        self._whole: dict[BucketedParameter | ParamBucket, _Built | None] = {}  # oldest first
         self._large: dict[
             BucketedParameter | ParamBucket, None
-        ] = {}  # those of them that wait for nobody
-        self._held: set[BucketedParameter | ParamBucket] = set()  # could not be spread last time
+        ] = {}  # those of them to be sharded at the next occasion
+        self._held: set[BucketedParameter | ParamBucket] = set()  # aliased at the last attempt
         self._small_numel, self._small_limit = 0, _room_numel()
         self._blanks: list[weakref.ref[ParamBucket]] = []  # show the dtype of construction
-        self._read: weakref.ref[ParamBucket] | None = None  # keeps what was gathered for a reader
+        self._read: weakref.ref[ParamBucket] | None = None  # the bucket that keeps a gathered copy
         self._hooks = contextlib.ExitStack()
         if not self.enabled:
             return
@@ -107,7 +108,7 @@ class Init:
             call="zero.Init",
         )
         self.comm: Comm = watch.gathers
-        weakref.finalize(self, watch.close)  # with the last parameter that no engine took
+        weakref.finalize(self, watch.close)  # freed with the last parameter that no engine took
         self.dtype = dtype if dtype is not None else _param_dtype(parsed)
         if module is not None:
             self._see(module)
@@ -116,7 +117,7 @@ class Init:
 
     @property
     def active(self) -> bool:
-        """Is the program inside the block?"""
+        """Whether the program is inside the block."""
         return self.depth > 0
 
     def __enter__(self) -> Init:
@@ -146,7 +147,7 @@ class Init:
             self._finish()
 
     def _finish(self) -> None:
-        """Forget the construction; parameters show the training dtype."""
+        """Drop the records of the construction. Parameters show the training dtype from now on."""
         for reference in self._blanks:
             if (bucket := reference()) is not None:
                 bucket.show_training_dtype()
@@ -169,7 +170,7 @@ class Init:
         self._make_room(but=parent)
 
     def _see(self, module: nn.Module) -> None:
-        """Take what a module has when it is first seen: a copy, say, was not built piece by piece."""
+        """Take the parameters that a module has when it is first seen, as one made by a copy has."""
         if module in self._seen:
             return
         self._seen[module] = True
@@ -181,7 +182,7 @@ class Init:
                 self._see(child)
 
     def _take(self, holder: nn.Module, leaf: str, param: nn.Parameter) -> None:
-        """A parameter is whole, and will be spread."""
+        """Record a whole parameter, to shard it later."""
         if type(param) is not nn.Parameter or param.is_meta:
             return
         owner = sharded_parameter.owner_of(param)
@@ -191,31 +192,33 @@ class Init:
         elif isinstance(owner, BucketedParameter) and (built := self._whole.get(owner)):
             built.places.append((holder, leaf))
 
-    # ------------------------------------------------------------------ what is whole, and how long
+    # ------------------------------------------------------------------ what is whole
 
     def reopen(self, bucket: ParamBucket, beside: Collection[Tensor]) -> None:
-        """Make a bucket whole that is used again; what is used in the same operation stays so."""
+        """Make a bucket whole that is used again. The tensors ``beside`` it are not sharded for it."""
         self._make_room(beside=beside, numel=bucket.numel)
         self.open(bucket)
 
     def open(self, bucket: ParamBucket, *, to_read: bool = False) -> None:
-        """Make a bucket whole; inside the block, until attention moves on. ``to_read``: outside the
-        block the program promises not to edit the parameters."""
+        """Make a bucket whole. Inside the block it is sharded again later.
+
+        ``to_read``: outside the block, the program promises not to edit the parameters.
+        """
         bucket.open(to_read=to_read and not self.active)
         if self.active:
             self._add(bucket)
 
     def close(self, bucket: ParamBucket, source: int) -> None:
-        """Spread a bucket again, with the values of rank ``source``."""
+        """Shard a bucket again, with the values of rank ``source``."""
         self._drop(bucket)
         bucket.close(source)
 
     def was_hidden(self, bucket: ParamBucket) -> None:
-        """Its parameters show the dtype of construction, until the block ends."""
+        """Record a bucket whose parameters show the dtype of construction until the block ends."""
         self._blanks.append(weakref.ref(bucket))
 
     def keep_read(self, bucket: ParamBucket) -> None:
-        """One bucket at a time keeps what was gathered for a reader."""
+        """Let this bucket keep its gathered copy for readers, and free that of the last bucket."""
         last = self._read() if self._read else None
         if last is not bucket:
             if last is not None:
@@ -226,7 +229,7 @@ class Init:
         self._whole[item] = built
         if item.numel > _room_numel() // 2:
             self._large[item] = None
-            self._held.clear()  # another try
+            self._held.clear()  # try again to shard these
         else:
             self._small_numel += item.numel
 
@@ -243,13 +246,16 @@ class Init:
     def _make_room(
         self, but: nn.Module | None = None, beside: Collection[Tensor] = (), numel: int = 0
     ) -> None:
-        """Spread what is whole: large parameters at once, small ones when they have become too many;
-        not those of the module under construction, or of the operation in hand. ``numel``: to come."""
+        """Shard large whole parameters, and small ones if they are too many.
+
+        Not those of the module under construction (``but``), nor tensors of the running operation
+        (``beside``). ``numel``: elements that will be made whole next.
+        """
         few = self._small_numel + min(numel, _room_numel() // 2) <= self._small_limit
         if few and not self._large:
             return
         if not few:
-            self._held.clear()  # another try
+            self._held.clear()  # try again to shard these
         used = {id(tensor) for tensor in beside}
         items = self._large if few else self._whole
         self._spread([item for item in items if not self._is_in_hand(item, but, used)])
@@ -269,7 +275,10 @@ class Init:
         )
 
     def _spread(self, items: Sequence[BucketedParameter | ParamBucket]) -> None:
-        """Collective. Inside the block without those whose memory the program still holds otherwise."""
+        """Shard items. Collective.
+
+        Inside the block, items to whose memory the program has another reference stay whole.
+        """
         items = [item for item in items if isinstance(item, ParamBucket) or self._is_built(item)]
         held = self._compare(items) if items else set()
         self._held |= held
@@ -282,7 +291,7 @@ class Init:
             bucket.close()
 
     def _is_built(self, item: BucketedParameter) -> bool:
-        """Is it still part of a module, and nobody else's? If not, it is left to the program."""
+        """Whether the parameter is still part of a module and has no other owner. If not, drop it."""
         param, places = self._built(item)
         if sharded_parameter.owner_of(param) is item:
             for holder, leaf in places:
@@ -300,7 +309,7 @@ class Init:
     def _packed(
         self, params: Iterable[tuple[BucketedParameter, nn.Parameter]]
     ) -> Iterator[ParamBucket]:
-        """In order; small parameters of one dtype together."""
+        """Buckets of the parameters. Small parameters of one dtype and device share a bucket."""
         groups: dict[Any, tuple[list[tuple[BucketedParameter, nn.Parameter]], int]] = {}
         for owner, param in params:
             kind = param.dtype, param.device
@@ -316,8 +325,12 @@ class Init:
     def _compare(
         self, items: Sequence[BucketedParameter | ParamBucket]
     ) -> set[BucketedParameter | ParamBucket]:
-        """Those whose memory the program holds otherwise, on any rank: a write there would be lost.
-        Outside the block that no longer matters. Collective; refuses ranks that build other models.
+        """The items to whose memory the program of any rank has another reference.
+
+        A write through that reference would be lost. Outside the block this is not checked. Collective.
+
+        Raises:
+            RankMismatch: ranks build different models.
         """
         numels = [item.numel for item in items]
         what = zlib.crc32(repr(([item.name for item in items], numels)).encode())
@@ -361,7 +374,7 @@ def _config_of(source: Any) -> Config | None:
 
 
 def _param_dtype(config: Config | None) -> torch.dtype | None:
-    """The dtype all parameters get; None while patterns keep some of them in fp32."""
+    """The dtype of all parameters; None while ``keep_fp32`` patterns may keep some of them in fp32."""
     if config is None or config.keep_fp32:
         return None
     dtype = policy_from(config).row_for("", torch.float32).param

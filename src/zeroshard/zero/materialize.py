@@ -1,7 +1,7 @@
-"""How does a parameter on the meta device get its first values?
+"""Gives parameters on the meta device memory and their first values.
 
-Module by module, right before its unit takes them: the module gets real memory and its own
-``reset_parameters`` fills it, as its constructor would have done.
+Works module by module, right before a module's unit takes its parameters. The module gets memory, and its
+own ``reset_parameters`` fills it, as its constructor would have done.
 """
 
 from __future__ import annotations
@@ -13,7 +13,11 @@ from zeroshard.errors import UsageError
 
 
 def check_meta(model: nn.Module) -> None:
-    """Raise :class:`UsageError` naming the modules on the meta device that cannot fill themselves."""
+    """Check that all modules on the meta device can compute their first values.
+
+    Raises:
+        UsageError: some have no ``reset_parameters``; it names them.
+    """
     mute = {
         name or "the model itself": type(module).__name__
         for name, module in model.named_modules()
@@ -30,23 +34,23 @@ def check_meta(model: nn.Module) -> None:
 
 
 def materialize(module: nn.Module, device: torch.device) -> None:
-    """Give the module's own meta parameters and buffers memory and values; others stay as they are.
+    """Give the module's own meta parameters and buffers memory and values. Others are not changed.
 
-    Parameters stay the objects that they are: ties, and optimizers built earlier, hold on to them.
+    Parameters keep their identity, because ties and optimizers built earlier refer to the objects.
     """
     empty = _on_meta(module)
     if not empty:
         return
     for leaf, tensor in empty.items():
         if isinstance(tensor, nn.Parameter):
-            if tensor.is_meta:  # not yet swapped under another name
+            if tensor.is_meta:  # otherwise it was swapped under another name already
                 values = torch.empty_like(tensor, device=device)
                 real = nn.Parameter(values, requires_grad=tensor.requires_grad)
                 real.__dict__.update(tensor.__dict__)
                 torch.utils.swap_tensors(tensor, real)
         else:
             module._buffers[leaf] = torch.empty_like(tensor, device=device)
-    # What has its values already (tied, loaded, sharded) is out of reach of reset_parameters.
+    # reset_parameters must not change parameters that have values (tied, loaded or sharded).
     kept = {n: p for n, p in module._parameters.items() if p is not None and n not in empty}
     for leaf, param in kept.items():
         stand_in = torch.empty(param.shape, dtype=param.dtype, device=device)

@@ -1,11 +1,27 @@
-"""How does an ordinary ``torch.optim`` optimizer update sharded parameters?
+"""Lets an ordinary ``torch.optim`` optimizer update sharded parameters.
 
-It is given fragments instead of parameters: one-dimensional slices of the flat shards (or the parameter
-in its own shape, where a rank owns all of it), in the same param groups. An element-wise optimizer never
-learns the difference. Chunks are updated one after the other, wherever they rest. Where the class's
-kernel is known, a chunk goes through it in one pass over memory
-(:mod:`~zeroshard.optim.fused_update`); else the
-optimizer's own ``step`` runs, and fp32 gradients exist for one chunk at a time.
+[Note: the sharded update]
+
+*What the optimizer sees.* Its param groups hold fragments instead of parameters: one-dimensional views of
+the masters, or a view in the parameter's shape where this rank owns all of the parameter. An element-wise
+optimizer computes the same on fragments as on parameters (ADR 0001). What a rank updates, where that is
+stored and who owns it: see [Note: what a rank updates] in ``zero/optimizer_shard.py``.
+
+*How a chunk is updated.* Chunks are updated one after the other, in the order of forward. There are two
+computations with the same bits (ADR 0007). If the optimizer's class has a known kernel, a chunk in CPU
+memory takes one fused pass (:mod:`~zeroshard.optim.fused_update`). Else the optimizer's ``step`` runs on
+the chunk's fragments, and gradients in the master's dtype exist for one chunk at a time. A chunk with a
+:class:`~zeroshard.offload.host_chunk.HostChunk` first gets its gradient copied to the host; its update
+runs on the worker thread if it can, else on this thread (ADR 0008).
+
+*Edits.* Each of these ways compares parameter and rounded master first, and starts from the parameter
+where they differ. Without this, the update would overwrite what the program wrote (ADR 0009).
+
+*Invariants.* Gradients are in the buffers. ``.grad`` of a fragment is set only while the optimizer's
+``step`` runs on its chunk, and ``params`` of the groups are the chunk's fragments only then. A direct
+``optimizer.step()`` would therefore do nothing without an error, and ``_refuse_direct_step`` raises. An
+update that fails midway leaves parameters of two different steps. ``check_whole`` raises from then on, so
+no step or checkpoint uses them.
 """
 
 from __future__ import annotations
@@ -44,13 +60,14 @@ if TYPE_CHECKING:
 
 
 class ShardedOptimizer:
-    """A ``torch.optim`` optimizer re-seated on this rank's fragments.
+    """A ``torch.optim`` optimizer that updates this rank's fragments. See [Note: the sharded update].
 
-    The optimizer object stays the user's: its groups keep their options and learning rates, its
-    ``state`` is keyed by fragment. Only ``params`` of the groups are replaced, by ``seat(inner, params
-    of each group)``. ``kernel_of`` knows which optimizers can be updated in one pass, and how.
-    ``spans``: per buffer, where its parts rest; ``pager`` and ``state_dtypes`` serve those on disk,
-    ``host`` and ``behind`` those that are not in the device's memory.
+    The optimizer object remains the user's. Its groups keep their options and learning rates; its
+    ``state`` is keyed by fragment. Only ``params`` of the groups are replaced, by ``seat(inner, params of
+    each group)``. ``kernel_of`` gives the fused update of an optimizer, None if there is none. ``spans``:
+    for each buffer, positions and tiers of its chunks. ``pager`` and ``state_dtypes`` are needed for
+    chunks on disk, ``host`` and ``behind`` (the worker) for chunks that are updated in another memory
+    than the device's.
     """
 
     def __init__(
@@ -106,7 +123,7 @@ class ShardedOptimizer:
         self._updating = False
         self._kernel_of = kernel_of
         self._kernel: UpdateKernel | None = None
-        self._passes: dict[int, FusedUpdate] = {}  # by id of the chunk
+        self._passes: dict[int, FusedUpdate] = {}  # by ``id(chunk)``
         self._behind = behind
         for shard in self.shards:
             shard.buffer.measure = shard.measure
@@ -126,8 +143,10 @@ class ShardedOptimizer:
     # ------------------------------------------------------------------ the step
 
     def norms(self) -> Norms:
-        """2-norm of every own fragment's reduced gradient, in the order of the model's parameters: see
-        :meth:`Tile.norms`."""
+        """2-norms of this rank's fragments of the reduced gradient, in the order of the parameters.
+
+        See :meth:`OptimizerShard.norms`.
+        """
         found = [norm for shard in self.shards for norm in shard.norms()]
         return sorted(found, key=lambda item: item[0])
 
@@ -141,11 +160,14 @@ class ShardedOptimizer:
     ) -> None:
         """One optimizer step with gradients multiplied by ``factor`` (0-dim).
 
-        ``found_inf``: 0-dim float, 1 where nothing may change; passed to optimizers that skip on the
-        device. ``untouched``: per unit (by id) the slots that no rank gave a gradient: like PyTorch
-        with ``grad is None``, they are left out of the step. ``published(unit, pending)`` is called as
-        soon as the unit is updated; with host memory behind a bus, when all are on their way, and
-        ``pending`` then waits for this one.
+        ``found_inf``: 0-dim float, 1 if nothing may change; passed to optimizers that skip on the device.
+        ``untouched``: by ``id(unit)``, the slots to which no rank gave a gradient. They are left out of
+        the step, as PyTorch leaves out parameters with ``grad is None``.
+
+        ``published(unit, pending)`` is called once for each unit. If the unit's update is complete,
+        ``pending`` is None and the call follows its last chunk. If there is a worker, units whose
+        parameters are not on disk are published after the last chunk of the model was started, and
+        ``pending`` waits for the unit's update (None: it is complete).
         """
         inner = self.inner
         has_kernel = self._choose_kernel()
@@ -199,8 +221,10 @@ class ShardedOptimizer:
         self.report()
 
     def _in_turn(self) -> Iterator[tuple[OptimizerShard, OptimizerChunk]]:
-        """Every chunk with its memory valid until the next; the next tile's shard and gradient are on
-        their way."""
+        """Yield every chunk with its memory, which is valid until the next one.
+
+        The shard and the gradient of the next unit are prefetched.
+        """
         paged = [chunk.page for shard in self.shards for chunk in shard.chunks if chunk.page]
         pages = self.pager.walk(paged) if self.pager is not None else (page for page in paged)
         with contextlib.closing(pages):
@@ -219,7 +243,7 @@ class ShardedOptimizer:
                 raise AssertionError("the walk goes on after its last page")
 
     def _settle(self, chunk: OptimizerChunk) -> None:
-        """State that the optimizer made elsewhere moves to the chunk's page."""
+        """Move state that the optimizer allocated itself to the chunk's page."""
         if chunk.page is None:
             return
         for fragment in chunk.fragments:
@@ -235,7 +259,7 @@ class ShardedOptimizer:
         chunk.page.filled_nbytes = chunk.page.nbytes
 
     def _choose_kernel(self) -> bool:
-        """Is there a kernel, now? Options and hooks may have changed since the last step."""
+        """Choose the kernel for this step. Options and hooks may have changed since the last one."""
         inner = self.inner
         hooked = len(inner._optimizer_step_pre_hooks) > 1 or bool(inner._optimizer_step_post_hooks)
         kernel = None if hooked else self._kernel_of(inner)
@@ -247,7 +271,7 @@ class ShardedOptimizer:
         return kernel is not None
 
     def _fused_update(self, chunk: OptimizerChunk) -> FusedUpdate | None:
-        """The chunk's prepared pass; None on other devices, and until the optimizer made its state."""
+        """The chunk's fused update; None on other devices and until the optimizer has made its state."""
         kernel = self._kernel
         assert kernel is not None
         if chunk.master_C.device.type != "cpu" or isinstance(chunk.master_C, FakeTensor):
@@ -276,7 +300,10 @@ class ShardedOptimizer:
         prepared: FusedUpdate | None,
         skipped: frozenset[int],
     ) -> Callable[[], CopyHandle | None]:
-        """Update a chunk in host memory here and now: its memory does not stay, or there is no kernel."""
+        """Update a chunk in host memory at once, on this thread.
+
+        For chunks whose memory is valid only now, or whose optimizer has no kernel.
+        """
         assert self._behind is not None
         if prepared is not None:
             self._behind.update(prepared, host_chunk, transfer, self.inner.param_groups)
@@ -345,7 +372,7 @@ class ShardedOptimizer:
 
     @contextlib.contextmanager
     def _skipping(self, found_inf: Tensor | None) -> Iterator[None]:
-        """Inside, the optimizer's own step changes nothing where ``found_inf`` is 1."""
+        """Makes the optimizer's ``step`` change nothing if ``found_inf`` is 1, inside the block."""
         if found_inf is None:
             yield
             return
@@ -356,7 +383,7 @@ class ShardedOptimizer:
             del self.inner.found_inf, self.inner.grad_scale  # type: ignore[attr-defined]
 
     def _refuse_direct_step(self, *_: object) -> None:
-        """Gradients are in the buffers, not in ``.grad``: a direct step would silently do nothing."""
+        """Refuse ``step()`` calls of the program. Without ``.grad`` they would do nothing."""
         if not self._updating:
             raise UsageError(
                 "optimizer.step() was called directly. Its gradients are sharded and belong to the "
@@ -364,10 +391,14 @@ class ShardedOptimizer:
             )
 
     def sync_edits(self) -> None:
-        """What the program wrote into parameters is what the step starts from.
+        """Make what the program wrote into parameters the start of the next step.
 
-        Parameters are brought home here; masters follow in :meth:`update`, which reads them anyway.
-        Raises :class:`UsageError` for gradients and param groups that the step would ignore.
+        Writes edits back into the shards. :meth:`update` copies them into the masters, when it reads
+        these.
+
+        Raises:
+            UsageError: a gradient was assigned to ``.grad``, a param group was added, or a parameter that
+                was frozen when the engine was built has a gradient; the step would ignore each.
         """
         self._refuse_unknown()
         for shard in self.shards:
@@ -376,7 +407,7 @@ class ShardedOptimizer:
             shard.unit.write_back_edits()
 
     def _refuse_unknown(self) -> None:
-        """Plain PyTorch would update these; here they have no shard of the state, and never will."""
+        """Refuse param groups and trained parameters for which no optimizer state was planned."""
         if added := len(self.inner.param_groups) - len(self._groups):
             raise UsageError(
                 f"the optimizer has {len(self.inner.param_groups)} param groups, and had "
@@ -405,8 +436,10 @@ class ShardedOptimizer:
     def seat_state(
         self, chunk: OptimizerChunk, fragment: OwnedFragment, state: Mapping[str, Any]
     ) -> None:
-        """State from elsewhere takes the place of a fragment's own; empty: as before the first step. The
-        chunk's page is open, if it has one."""
+        """Replace the optimizer's state of one fragment; empty: as before the first step.
+
+        The chunk's page, if it has one, must be open.
+        """
         self.inner.state.pop(fragment.value, None)
         if state:
             self.inner.state[fragment.value] = dict(state)
@@ -414,14 +447,17 @@ class ShardedOptimizer:
             chunk.page.filled_nbytes = chunk.page.nbytes
 
     def forget_passes(self) -> None:
-        """State is in other tensors than it was."""
+        """Drop the prepared fused updates, because state is in other tensors now."""
         self._passes.clear()
 
     def offload(self, category: str) -> list[Tensor]:
-        """Masters, or optimizer state, leave the device until :meth:`move_in`: tensors there whose bytes
-        the caller keeps meanwhile; he may release their storages."""
+        """Make masters or optimizer state (``category``) unusable until :meth:`reload`.
+
+        Returns the tensors on the device whose bytes must be kept. The caller copies these bytes; it may
+        release the storages, and fills the same storages again before it calls :meth:`reload`.
+        """
         shared = [t for shard in self.shards for t in (shard.unit.full_N, shard.unit.shard_S)]
-        if category != "master":  # state may be a view of what stays
+        if category != "master":  # state may share memory with masters, which stay
             shared += [t for shard in self.shards for t in shard.movable("master", {})]
         others = {t.untyped_storage()._cdata for t in shared}
         leaving = []
@@ -434,19 +470,19 @@ class ShardedOptimizer:
         return leaving
 
     def reload(self) -> None:
-        """The bytes are back, in the same storages."""
+        """End :meth:`offload`. The bytes must be back in the same storages."""
         for shard in self.shards:
             shard.is_offloaded = frozenset()
         self.forget_passes()
         self.report()
 
     def report(self) -> None:
-        """Report optimizer state to the ledger."""
+        """Report bytes of masters and optimizer state to the ledger."""
         for shard in self.shards:
             shard.report(self.ledger, self.inner.state)
 
     def close(self) -> None:
-        """Give master and state back."""
+        """Free masters and state."""
         for handle in self._guards:
             handle.remove()
         self.inner.state.clear()
@@ -465,7 +501,7 @@ class ShardedOptimizer:
 
 
 def _refuse_used(inner: torch.optim.Optimizer) -> None:
-    """State of earlier steps cannot be cut: nobody knows which tensors follow the parameters."""
+    """Refuse an optimizer with state of earlier steps: it is not known how to cut its tensors."""
     used = [
         s for s in inner.state.values() if "momentum_buffer" in s or float(s.get("step", 0)) > 0
     ]
@@ -477,7 +513,7 @@ def _refuse_used(inner: torch.optim.Optimizer) -> None:
 
 
 def _refuse_state_dict(*_: object) -> None:
-    """Tensors of chunks on disk share memory: what is in it belongs to whichever was updated last."""
+    """Refuse ``state_dict()``: tensors of chunks on disk share memory with those of other chunks."""
     raise UsageError(
         "optimizer.state_dict() with state on disk would read memory that other state has used since. "
         "Read single values with zeroshard.zero.safe_get_full_optimizer_state(param, key)."

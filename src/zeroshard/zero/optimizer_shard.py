@@ -1,7 +1,31 @@
-"""What does this rank update of each unit, and where does it rest between updates?
+"""The optimizer shard: the part of a unit that this rank updates, cut into chunks that each have a tier.
 
-Letters: ``R`` elements that a rank updates of a unit, S where state is sharded, else N. ``C`` elements of
-one chunk of them: what rests in one place and is updated together.
+[Note: what a rank updates]
+
+*Letters.* ``R`` is the number of elements of one unit that this rank updates: S where optimizer state is
+sharded, N at stage 0. ``C`` is the number of elements of one chunk.
+
+*Vocabulary.* An :class:`OptimizerShard` is these ``R`` elements. It is cut into chunks. Master and
+optimizer state of an :class:`OptimizerChunk` are stored in one tier, and the chunk is updated as a whole
+(ADR 0008). Cuts are at multiples of 64 elements, so no bit of the result depends on the tier. An
+:class:`OwnedFragment` is the part of one parameter in one chunk. The optimizer object sees fragments and
+nothing else, and so need not know that parameters are sharded (ADR 0001).
+
+*Who owns which memory.* ``param_R`` and ``param_C`` are the unit's memory: ``full_N`` at stage 0, else
+``shard_S``. A chunk owns ``master_C`` if that is not the parameter itself. Where the parameter is used in
+other memory than it is updated in (a GPU, or a delayed update on CPU ranks), the chunk has a
+:class:`~zeroshard.offload.host_chunk.HostChunk`, which owns the copy of the parameter that the update
+reads and writes. Of a chunk on disk, ``master_C`` and ``state_C`` are views of a pager slot. Other chunks
+use the same slot, so the views are valid only while the chunk's page is open: inside
+:meth:`OptimizerShard.visit` and inside the walk of an update. Outside, they show another chunk's values.
+
+*Masters.* A master starts as the rounded parameter (ADR 0005). It is stored whole, not as a remainder
+next to the 16-bit parameter (ADR 0009).
+
+*Edits.* After an update each parameter equals its rounded master. An element that differs later was
+written by the program. ``sync_from_param`` finds these elements and copies them into the master before
+the next update. Without this, the update would overwrite the program's values. A master stored as a
+remainder would make every parameter value look valid, and edits could not be found (ADR 0009).
 """
 
 from __future__ import annotations
@@ -35,27 +59,27 @@ class OwnedFragment:
     """The part of one parameter inside one chunk: ``chunk[at : at + numel]``."""
 
     param: nn.Parameter  # the model's parameter
-    index: int  # its slot in the unit
-    group: int  # its param group
-    begin: int  # where it starts in the flat parameter
+    index: int  # the index of its slot in the unit
+    group: int  # the index of its param group
+    begin: int  # where the fragment starts in the flat parameter
     at: int
     numel: int
     value: Tensor  # what the optimizer sees: a view of the master
 
     def of(self, flat_C: Tensor) -> Tensor:
-        """The fragment's place in a flat tensor of the chunk, in the optimizer's shape."""
+        """The fragment's part of a flat tensor ``[C]``, in the optimizer's shape."""
         return flat_C[self.at : self.at + self.numel].view(self.value.shape)
 
 
 @dataclass(eq=False, slots=True)
 class OptimizerChunk:
-    """A part of a tile: ``tile[at : at + C]``.
+    """Elements ``begin`` to ``begin + C`` of an optimizer shard. See [Note: what a rank updates].
 
-    ``low_C`` is the parameter memory itself. ``master_C`` is what the optimizer updates: the same
-    tensor, or an fp32 copy for 16-bit parameters; where that is not in the device's memory,
-    ``host_chunk`` connects the two. On disk, ``page`` holds the master, if there is one,
-    and ``state_C``: by name, what the optimizer keeps in the parameter's shape. Both are views of
-    memory that other chunks use too: only inside :meth:`Tile.visit` they are valid.
+    ``param_C`` is the unit's memory. ``master_C`` is what the optimizer updates: the parameter itself, or
+    an fp32 copy for 16-bit parameters. ``host_chunk`` is set where parameter and update are in different
+    memory, and copies between the two. On disk, ``page`` holds the master (if there is one) and
+    ``state_C``: flat tensors of the optimizer state that has the parameter's shape, by name. Both are
+    valid only while the page is open.
     """
 
     begin: int
@@ -69,7 +93,7 @@ class OptimizerChunk:
 
     @property
     def param_on_update_device(self) -> Tensor:
-        """The parameter as it is where the master is."""
+        """The parameter ``[C]`` on the device where the update runs."""
         return self.param_C if self.host_chunk is None else self.host_chunk.host_param_C
 
     @property
@@ -90,7 +114,10 @@ class OptimizerChunk:
             self.param_on_update_device.copy_(self.master_C)
 
     def sync_from_param(self) -> None:
-        """The master takes what differs from it in ``near``, without waiting for the device."""
+        """Copy into the master each element of the parameter that differs from the rounded master.
+
+        Does not wait for the device.
+        """
         if self.has_master and not isinstance(self.param_C, FakeTensor):
             piece = (
                 PIECE_NUMEL
@@ -103,20 +130,20 @@ class OptimizerChunk:
                 sync_master_from_param(master, low)
 
     def sync_edits(self) -> None:
-        """The master takes over what the program wrote into the parameter."""
+        """Copy into the master what the program wrote into the parameter, on either device."""
         if self.host_chunk is not None:
             self.host_chunk.sync_edits_from_device()
         self.sync_from_param()
 
     def write_param(self) -> None:
-        """The master was written from outside a step: the parameter follows, on both sides of a bus."""
+        """Round the master into the parameter, on host and device, after a write outside a step."""
         self.round_master_into_param()
         if self.host_chunk is not None:
             self.param_C.copy_(self.param_on_update_device)
             self.host_chunk.update_fingerprint()
 
     def write(self, fragment: OwnedFragment, values: Tensor) -> None:
-        """Set the fragment to 1-D ``values``, in master and parameter memory."""
+        """Set the fragment to 1-D ``values``, in master and parameter."""
         for flat_C in {
             id(t): t for t in (self.master_C, self.param_on_update_device, self.param_C)
         }.values():
@@ -127,10 +154,10 @@ class OptimizerChunk:
 
 @dataclass(eq=False, slots=True)
 class OptimizerShard:
-    """What this rank updates of one unit: ``R`` elements in chunks.
+    """What this rank updates of one unit: ``R`` elements in chunks. See [Note: what a rank updates].
 
-    ``low_R`` is the parameter memory. ``own`` is this rank's shard inside the tile: the part that it
-    measures for the global norm. ``owned``: ``(slot, at, numel)`` of each parameter's part in the tile.
+    ``own`` is ``(begin, end)`` of this rank's shard inside ``param_R``: the part whose norm this rank
+    measures. ``owned`` is ``(slot, at, numel)`` of each parameter's part of ``param_R``.
     """
 
     unit: Unit
@@ -142,11 +169,11 @@ class OptimizerShard:
     pager: Pager | None = None
     is_offloaded: frozenset[str] = (
         frozenset()
-    )  # of "master" and "optimizer": what left the device for now
+    )  # of "master" and "optimizer": what offload_states() moved to the host
 
     @property
     def is_whole(self) -> bool:
-        """Does this rank update all of the unit (stage 0)?"""
+        """Whether this rank updates the whole unit (stage 0)."""
         return self.param_R is self.unit.full_N
 
     @property
@@ -155,32 +182,32 @@ class OptimizerShard:
 
     @property
     def is_updated_asynchronously(self) -> bool:
-        """Do all of its chunks rest in host memory across a bus, and stay there?"""
+        """Whether the update of all chunks runs asynchronously: all are in host memory, none on disk."""
         on_host = all(chunk.host_chunk is not None and chunk.page is None for chunk in self.chunks)
         return on_host and self.unit.store.tier is not Tier.DISK
 
     def grad_on_host(self) -> HostGradStore:
-        """Where the reduced gradient waits if :attr:`is_updated_behind`."""
+        """The store for the reduced gradient if :attr:`is_updated_asynchronously`."""
         parts = [
             (slice(chunk.begin, chunk.begin + chunk.numel), chunk.host_chunk)
             for chunk in self.chunks
             if chunk.host_chunk is not None
         ]
-        # The update of the step before has read what is overwritten now.
+        # write() overwrites the gradient buffer, which the last update must have read.
         return HostGradStore(parts, numel=self.param_R.numel(), before=self.unit.wait_for_unshard)
 
     def gradient_of(self, chunk: OptimizerChunk) -> Tensor:
-        """The chunk's part of :meth:`gradient`."""
+        """The chunk's part ``[C]`` of :meth:`gradient`."""
         return self.gradient()[chunk.begin : chunk.begin + chunk.numel]
 
     def gradient(self) -> Tensor:
-        """The reduced gradient ``[R]`` of the running step (a sum over ranks, still loss-scaled)."""
+        """The reduced gradient ``[R]`` of this step: a sum over ranks, still loss-scaled."""
         grad = self.buffer.reduced_N if self.is_whole else self.buffer.reduced_S
         assert grad is not None, "GradReducer.finish() comes before the update"
         return grad
 
     def norms(self) -> Norms:
-        """:meth:`measure` of the running step's gradient. One that left was measured before."""
+        """:meth:`measure` of this step's gradient. One in a store was measured when it was stored."""
         buffer = self.buffer
         if buffer.norms is not None:
             return buffer.norms
@@ -189,10 +216,10 @@ class OptimizerShard:
         return self.measure(grad_R)
 
     def measure(self, grad_R: Tensor) -> Norms:
-        """2-norm of every own fragment of a gradient ``[R]``.
+        """2-norms of this rank's fragments of a gradient ``[R]``.
 
-        With one rank these are the very norms that ``clip_grad_norm_`` takes: none for a parameter
-        without gradient, zero for one without elements.
+        With one rank these equal what ``clip_grad_norm_`` computes: no norm for a parameter without
+        gradient, zero for a parameter without elements.
         """
         found: Norms = []
         low, high = self.own
@@ -208,7 +235,7 @@ class OptimizerShard:
 
     @contextlib.contextmanager
     def loaded(self) -> Iterator[None]:
-        """``low_R`` is readable inside."""
+        """Keeps ``param_R`` readable inside the block."""
         self.unit.store.acquire()
         try:
             yield
@@ -216,7 +243,10 @@ class OptimizerShard:
             self.unit.store.release()
 
     def visit(self, *, changed: bool = False) -> Iterator[OptimizerChunk]:
-        """Each chunk in turn, with its memory valid until the next; ``changed``: it is kept."""
+        """Yield each chunk with its memory, which is valid until the next one.
+
+        ``changed``: write pages back to disk.
+        """
         with self.loaded():
             for chunk in self.chunks:
                 if chunk.page is None:
@@ -227,15 +257,23 @@ class OptimizerShard:
                     yield chunk
 
     def flat(self, part: Callable[[OptimizerChunk], Tensor]) -> Tensor:
-        """``part`` of every chunk as one flat tensor ``[R]``: the chunk's own where it is the only one
-        and in memory, else a copy."""
+        """``part`` of every chunk as one flat tensor ``[R]``.
+
+        No copy if the shard has one chunk and that is not on disk.
+        """
         if len(self.chunks) == 1 and self.chunks[0].page is None:
             with self.loaded():
                 return part(self.chunks[0])
         return torch.cat([part(chunk).clone() for chunk in self.visit()])
 
     def refuse_grad(self) -> None:
-        """Gradients leave ``.grad`` as they arrive: what is there was put there, and would be ignored."""
+        """Refuse a gradient that the program assigned to ``.grad``: the step would ignore it.
+
+        (The engine clears ``.grad`` when a gradient is ready.)
+
+        Raises:
+            UsageError: a parameter of the unit has ``.grad``.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             strays = [i for i, param in enumerate(self.unit.params) if param.grad is not None]
         if strays:
@@ -246,16 +284,20 @@ class OptimizerShard:
             )
 
     def sync_edits(self) -> None:
-        """The master takes over what the program wrote into the parameters, by whatever means."""
+        """Copy into the masters what the program wrote into the parameters, in whatever way."""
         self.unit.wait_for_unshard()
         self.unit.write_back_edits()
         if "master" in self.is_offloaded:
-            return  # the update looks again
+            return  # the next update compares again
         for chunk in self.visit(changed=True):
             chunk.sync_edits()
 
     def check_not_offloaded(self) -> None:
-        """Raise :class:`UsageError` while anything of the unit's state is away."""
+        """Check that no state of the unit is offloaded by ``offload_states()``.
+
+        Raises:
+            UsageError: some is.
+        """
         self.unit.check_not_offloaded()
         self.buffer.check_not_offloaded()
         if self.is_offloaded:
@@ -266,7 +308,7 @@ class OptimizerShard:
     def movable(
         self, category: str, state: Mapping[Tensor, Mapping[str, object]]
     ) -> Iterator[Tensor]:
-        """Masters, or optimizer state, on the device."""
+        """Tensors of ``category`` ("master" or "optimizer") that are on the device and can leave it."""
         for chunk in self.chunks:
             if chunk.tier is not Tier.DEVICE:
                 continue
@@ -279,7 +321,7 @@ class OptimizerShard:
                         yield value
 
     def report(self, ledger: Ledger, state: Mapping[Tensor, Mapping[str, object]]) -> None:
-        """Report master and optimizer state to the ledger."""
+        """Report bytes of masters and optimizer state to the ledger."""
         held = dict.fromkeys([(c, t) for c in ("master", "optimizer") for t in Tier], 0)
         for chunk in self.chunks:
             held["master", self._now("master", chunk.tier)] += chunk.master_nbytes
@@ -295,14 +337,14 @@ class OptimizerShard:
         return Tier.HOST if tier is Tier.DEVICE and category in self.is_offloaded else tier
 
     def _tier_of(self, chunk: OptimizerChunk, value: Tensor) -> Tier:
-        """State of a chunk on disk that has no place on its page (a step count) is in host memory."""
+        """The tier of a tensor of state. Step counts have no space on pages: they are in host memory."""
         if chunk.page is None or storage.is_shared(value, chunk.page.bytes):
             return chunk.tier
         return Tier.HOST
 
 
 StateDtypes = Callable[[int], Mapping[str, torch.dtype]]
-"""For a param group: what an optimizer keeps in the parameter's shape, name to dtype."""
+"""Maps the index of a param group to the optimizer state of the parameter's shape: dtype by name."""
 
 
 def make_optimizer_shard(
@@ -317,7 +359,8 @@ def make_optimizer_shard(
 ) -> OptimizerShard:
     """Cut what this rank updates of ``buffer``'s unit into chunks, and make their masters.
 
-    ``whole``: all of the unit, on every rank (stage 0). ``group_of``: param group by ``id(param)``.
+    ``spans``: positions and tiers of the chunks; empty: one chunk on the device. ``whole``: every rank
+    updates the whole unit (stage 0). ``group_of``: index of the param group, by ``id(param)``.
     """
     unit, layout = buffer.unit, buffer.unit.layout
     low, high = layout.shard_range(unit.comm.rank)

@@ -1,7 +1,7 @@
-"""How do parameters rest before they belong to a unit?
+"""Holds sharded parameters before they belong to a unit.
 
-In *buckets*: parameters that were spread over the ranks in one exchange. They become whole together as
-well, and are spread again in the same layout. Letters as in :mod:`zeroshard.zero.unit`.
+A *bucket* holds parameters that were sharded together, in one broadcast. They are gathered together as
+well, and sharded again in the same layout. Letters as in :mod:`zeroshard.zero.unit`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NOWHERE = Slot("", (), 0)
 
 
 class BucketedParameter:
-    """Owner of one parameter before it belongs to a unit: its place in a bucket, once it has one."""
+    """The owner of one parameter before it belongs to a unit. Knows its bucket and slot."""
 
     __slots__ = (
         "__weakref__",
@@ -45,20 +45,20 @@ class BucketedParameter:
         self.numel = param.numel()
         self.bucket: ParamBucket | None = None
         self.slot = _NOWHERE
-        self.pin_count = 0  # readers inside GatheredParameters: not to be spread under them
+        self.pin_count = 0  # open GatheredParameters blocks; above 0 it is not sharded
         sharded_parameter.owners[param] = self.itself
 
     def itself(self) -> BucketedParameter:
-        """The reference in :data:`~.sharded_parameter.owners`: it lives as long as the parameter."""
+        """The value in :data:`~.sharded_parameter.owners`. It lives as long as the parameter."""
         return self
 
     @property
     def is_away(self) -> bool:
-        """Do the values rest in shards?"""
+        """Whether the values are sharded."""
         return self.bucket is not None and self.bucket.shard_S is not None
 
     def own_part(self) -> tuple[int, int]:
-        """Where the parameter lies in the own shard of its bucket."""
+        """``(begin, end)`` of the parameter in this rank's shard of the bucket; (0, 0): not in it."""
         if self.bucket is None:
             return 0, 0
         begin, end = self.bucket.layout.shard_range(self.context.comm.rank)
@@ -80,31 +80,32 @@ class BucketedParameter:
         return bool(self.context.comm.all_gather_small(vote, name=self.name).all())
 
     def ensure_writable(self, param: nn.Parameter, beside: Collection[Tensor]) -> bool:
-        """Inside the context a touched parameter becomes whole, and may be written."""
+        """Inside the context, make the parameter whole, so that it may be written."""
         if self.context.active and self.is_away:
             assert self.bucket is not None
             self.context.reopen(self.bucket, beside)
         return self.context.active
 
     def send(self, param: nn.Parameter, source: int) -> None:
-        """The whole values of rank ``source`` become everybody's. Collective."""
+        """Give all ranks the whole values of rank ``source``. Collective."""
         values = param.data.contiguous().to(self.context.device)
         self.context.comm.broadcast(values, source, name=self.name).wait()
         param.data.copy_(values)
 
 
 class Kept(NamedTuple):
-    """What parameters that are whole for reading go back to."""
+    """The state to which parameters that are whole for reading return."""
 
     shard_S: Tensor
     prints: dict[Slot, int]
 
 
 class ParamBucket:
-    """Parameters that rest together: 1/W of their flat whole is here, in ``shard_S``.
+    """Parameters that are sharded together. ``shard_S`` is this rank's 1/W of their flat whole.
 
-    They were built in one dtype on one device, ``built_as``: what their constructors and initialisers
-    work in. The bucket keeps none of them alive; the place of one that is gone stays empty.
+    ``built_as`` is the dtype and device in which they were built, and in which their constructors and
+    initialisers work. The bucket does not keep parameters alive. The slot of one that was freed stays
+    empty.
     """
 
     def __init__(
@@ -120,14 +121,14 @@ class ParamBucket:
         self.name = f"{owners[0].name} and {len(owners) - 1} more" if owners[1:] else owners[0].name
         self.numel = sum(param.numel() for param in params)
         self.shard_S: Tensor | None = None  # None while the parameters are whole
-        self._read_N: Tensor | None = None  # what was gathered for the last reader
+        self._read_N: Tensor | None = None  # gathered for the last reader
         self.kept: Kept | None = None  # while the parameters are whole for reading only
         self._refs = [TensorWeakRef(param) for param in params]
         for owner, slot in zip(owners, self.layout.slots, strict=True):
             owner.bucket, owner.slot = self, slot
 
     def members(self) -> Iterator[tuple[Slot, nn.Parameter, BucketedParameter]]:
-        """The parameters that are still here, with their places."""
+        """The parameters that still exist, with slots and owners."""
         for slot, ref in zip(self.layout.slots, self._refs, strict=True):
             param = ref()
             owner = None if param is None else sharded_parameter.owner_of(param)
@@ -139,14 +140,14 @@ class ParamBucket:
         return any(owner.pin_count for _, _, owner in self.members())
 
     def close(self, source: int = 0) -> None:
-        """Keep the own 1/W of rank ``source``'s values, in the training dtype, and free the rest."""
+        """Keep this rank's 1/W of rank ``source``'s values, in the training dtype, and free the rest."""
         context = self.context
         kept, changed = [], []
         for slot, param, owner in self.members():
             if (param.shape, param.dtype, param.device) == (slot.shape, *self.built_as):
                 kept.append((slot, param))
             else:
-                changed.append((owner, param))  # the program gave it another shape or dtype
+                changed.append((owner, param))  # the program changed its shape, dtype or device
         shard_S = scatter.scatter(
             self.layout,
             [(slot, param.data) for slot, param in kept],
@@ -163,12 +164,12 @@ class ParamBucket:
         self._hide(kept)
 
     def show_training_dtype(self) -> None:
-        """The parameters were hidden while they were under construction."""
+        """Give the placeholders the training dtype, at the end of the context."""
         if self.shard_S is not None and self.dtype != self.built_as[0]:
             self._hide([(slot, param) for slot, param, _ in self.members()])
 
     def _hide(self, members: Sequence[tuple[Slot, nn.Parameter]]) -> None:
-        """Show placeholders: outside the context in the dtype of the shards."""
+        """Put placeholders into parameters: inside the context in the dtype that they were built in."""
         dtype, device = self.built_as
         shown = dtype if self.context.active else self.dtype
         nothing = sharded_parameter.nan_placeholder(torch.empty((), dtype=shown, device=device))
@@ -183,8 +184,10 @@ class ParamBucket:
             self.context.was_hidden(self)
 
     def open(self, *, to_read: bool = False) -> None:
-        """Make the parameters whole in place, in the dtype that they were built in; ``to_read``: until
-        :meth:`put_back`. Collective."""
+        """Make the parameters whole, in the dtype that they were built in. Collective.
+
+        ``to_read``: until :meth:`put_back`, which restores the present values.
+        """
         dtype, device = self.built_as
         alone = len(self._refs) == 1
         full_N = self._gather(dtype if alone else self.dtype)
@@ -194,13 +197,13 @@ class ParamBucket:
         for slot, param, _ in self.members():
             view = full_N[slot.start : slot.stop].view(slot.shape)
             params.append(param)
-            values.append(view.to(device, dtype, copy=not alone))  # each in its own memory
+            values.append(view.to(device, dtype, copy=not alone))  # memory of its own for each
         sharded_parameter.mark_unsharded(params, values, [nn.Parameter] * len(params))
         if to_read and shard_S is not None:
             self.kept = Kept(shard_S, self._prints())
 
     def edited(self) -> list[str]:
-        """Names of parameters that any rank edited since it opened the bucket to read. Collective."""
+        """Names of parameters that any rank edited since :meth:`open` for reading. Collective."""
         assert self.kept is not None
         before, after = self.kept.prints, self._prints()
         flags = [after.get(slot) not in (None, before.get(slot)) for slot in self.layout.slots]
@@ -210,18 +213,21 @@ class ParamBucket:
         return [slot.fqn for slot, flag in zip(self.layout.slots, any_rank, strict=True) if flag]
 
     def _prints(self) -> dict[Slot, int]:
-        """A fingerprint of each whole parameter: equal before and after means not written."""
+        """A fingerprint of each whole parameter. One that differs means a write."""
         return {slot: int(_fingerprint(param.detach())) for slot, param, _ in self.members()}
 
     def put_back(self) -> None:
-        """Spread the parameters again, with the values that they had before they were read."""
+        """Shard the parameters again, with the values that they had before :meth:`open`."""
         assert self.kept is not None
         self.shard_S, self.kept = self.kept.shard_S, None
         self._hide([(slot, param) for slot, param, _ in self.members()])
 
     def read(self, slot: Slot) -> Tensor:
-        """A private copy of one parameter's values. Collective, unless the last one read here was a
-        neighbour: an engine takes them one by one."""
+        """A private copy of one parameter's values.
+
+        Collective, unless the last parameter that was read is in this bucket too: the gathered copy is
+        kept, since an engine takes parameters one by one.
+        """
         full_N = self._gather(self.dtype) if self._read_N is None else self._read_N
         values = full_N[slot.start : slot.stop].view(slot.shape)
         if len(self._refs) > 1:
@@ -230,7 +236,7 @@ class ParamBucket:
         return values.to(self.built_as[0]) if self.context.active else values
 
     def forget_read(self) -> None:
-        """Free what was gathered for readers."""
+        """Free the gathered copy."""
         self._read_N = None
 
     def _gather(self, dtype: torch.dtype) -> Tensor:

@@ -1,7 +1,8 @@
-"""Which units are full at each moment of forward and backward?
+"""Unshards units before their use in forward and backward, and reshards them after it.
 
-The order of units is learnt in the first forward. From then on the next units are gathered ahead, in
-both directions; a wrong guess costs time, never a wrong value, since every use waits for its own unit.
+The order of wrapped modules is recorded in every forward. From the second one on, the next modules are
+gathered ahead of their use, in both directions. A wrong guess costs time and never gives a wrong value,
+since every use waits for its own units.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from zeroshard.zero.unit import Unit, UnitState
 
 @dataclass(eq=False)
 class WrappedModule:
-    """A module and the units that its forward needs: one per dtype and trainability."""
+    """A module and the units that its forward needs: one unit for each dtype and trainability."""
 
     name: str
     module: nn.Module
     units: tuple[Unit, ...]
-    numel: int = field(init=False)  # elements that are gathered for it
-    running: list[Any] = field(default_factory=list)  # forward calls that have not ended, or None
+    numel: int = field(init=False)  # elements to gather: those of units that are not resident
+    running: list[Any] = field(default_factory=list)  # calls inside forward; None: not recorded
     open_calls: int = 0  # forward calls that backward has not left yet
     missing_grads: int = 0  # gradients of this backward that have not arrived yet
 
@@ -35,7 +36,7 @@ class WrappedModule:
             unit.unshard()
 
     def prefetch_shards(self) -> None:
-        """Read shards that rest on disk ahead of their gather: it is rank-local and takes longest."""
+        """Start reading shards on disk, before their all-gather: a local read, and the longest part."""
         for unit in self.units:
             unit.store.prefetch()
 
@@ -51,9 +52,9 @@ class WrappedModule:
 
     @property
     def is_read_in_backward(self) -> bool:
-        """An embedding's backward scatters into its gradient and never reads the table."""
+        """Whether backward reads the parameters. An embedding's only writes their gradient."""
         module = self.module
-        # One forward hook is ours; what others of the program's compute is not known.
+        # One forward hook is ours; backward of what other hooks compute may read the table.
         return type(module) is not nn.Embedding or len(module._forward_hooks) > 1
 
     @property
@@ -62,13 +63,13 @@ class WrappedModule:
 
 
 class Prefetcher:
-    """Unshards sites before their use, some ahead, and reshards them after.
+    """Unshards wrapped modules before their use, some ahead of it, and reshards them after.
 
     ``prefetch_numel``: elements gathered ahead of their use (``stage3_prefetch_bucket_size``).
-    ``live_numel``: nothing is gathered ahead or kept beyond this many full elements
-    (``stage3_max_live_parameters``). ``reuse_numel``: a site stays full after forward if no more than
-    this many elements are used until its backward (``stage3_max_reuse_distance``); None keeps the
-    last one, which would be gathered twice in a row otherwise, 0 keeps none.
+    ``live_numel``: nothing is gathered ahead, or kept after forward, beyond this many full elements
+    (``stage3_max_live_parameters``). ``reuse_numel``: a module stays full after its forward if at most
+    this many elements are used between it and its backward (``stage3_max_reuse_distance``). None keeps
+    only the last module of forward, which would otherwise be gathered twice in a row; 0 keeps none.
     """
 
     def __init__(
@@ -86,19 +87,19 @@ class Prefetcher:
         self.prefetch_numel = prefetch_numel
         self.live_numel = live_numel
         self._is_limited = sum(wrapped.numel for wrapped in self.wrapped_modules) > live_numel
-        self.order: list[WrappedModule] = []  # of the last complete forward
+        self.order: list[WrappedModule] = []  # order of use in the last complete forward
         self._position: dict[int, int] = {}
         self._recording: list[WrappedModule] = []
         self._seen: set[int] = set()
 
     def begin_forward(self) -> None:
-        """Start of the root's forward: whatever an abandoned step left full is freed."""
+        """Begin the root's forward: reshard what an abandoned step left full, and unshard the root."""
         self._recording, self._seen = [], set()
         self.reshard_all(but=self.root)
         self.unshard(self.root, forward=True)
 
     def end_forward(self) -> None:
-        """End of the root's forward: adopt the recorded order, drop what was gathered for nothing."""
+        """End the root's forward: adopt the recorded order as the order to prefetch in."""
         if [id(s) for s in self._recording] != [id(s) for s in self.order]:
             self.order = self._recording
             self._position = {id(wrapped): i for i, wrapped in enumerate(self.order)}
@@ -106,9 +107,9 @@ class Prefetcher:
         self._recording = []
 
     def unshard(self, wrapped: WrappedModule, *, forward: bool, reads: bool = True) -> None:
-        """The site is about to be used, and its parameters if it ``reads`` them.
+        """Prepare the wrapped module's use. ``reads``: its parameters will be read, so wait for them.
 
-        ``forward``: the pass that is running; a recomputed forward belongs to backward.
+        ``forward``: the running pass is forward. A recomputed forward belongs to backward.
         """
         if forward and id(wrapped) not in self._seen and wrapped is not self.root:
             self._seen.add(id(wrapped))
@@ -121,15 +122,15 @@ class Prefetcher:
 
     @property
     def keeps_root(self) -> bool:
-        """Does the root stay full between forward and backward?"""
+        """Whether the root stays full between forward and backward."""
         return self.reuse_numel != 0
 
     def keeps_for_backward(self, wrapped: WrappedModule) -> bool:
-        """Would freeing the site after its forward cost more than it frees?"""
+        """Whether the module stays full after its forward, because backward needs it soon."""
         return id(wrapped) in self._kept
 
     def _worth_keeping(self) -> Iterator[WrappedModule]:
-        """Of the order of forward, from its end: what backward uses soon, as far as memory allows."""
+        """Modules that backward needs soon, last of forward first, as far as the memory limit allows."""
         live, distance = self.root.numel, 0
         for wrapped in reversed(self.order):
             live += wrapped.numel
@@ -142,7 +143,7 @@ class Prefetcher:
             distance += 2 * wrapped.numel
 
     def reshard_all(self, but: WrappedModule | None = None) -> None:
-        """Free every sharded unit that is full."""
+        """Reshard every wrapped module except ``but``, and drop prefetched shards that were not used."""
         for wrapped in self.wrapped_modules:
             if wrapped is not but:
                 wrapped.reshard()
@@ -165,11 +166,11 @@ class Prefetcher:
                 if started:
                     later.prefetch_shards()
                     return
-                later.unshard()  # one gather ahead of the compute: enough to hide it, bounded in memory
+                later.unshard()  # one all-gather ahead: hides its time, and bounds the memory
                 started = True
 
     def live(self) -> int:
-        """Elements of sharded units that are full or on their way."""
+        """Elements of sharded units that are full or being gathered."""
         return sum(
             unit.layout.full_numel
             for wrapped in self.wrapped_modules

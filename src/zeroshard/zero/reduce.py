@@ -1,7 +1,8 @@
-"""How do gradients travel from autograd to the shards that the optimizer reads?
+"""Reduces gradients from autograd into the shards that the optimizer reads.
 
 Every trainable unit has a :class:`~zeroshard.zero.gradients.GradBuffer`. Buffers are reduced in one fixed
-order that does not depend on what a rank happened to run; gradients that did not arrive count as zeros.
+order that does not depend on what a rank ran; gradients that did not arrive count as zeros (ADR 0004).
+Otherwise ranks would start collectives in different orders and wait for each other without end.
 
 Letters as in :mod:`zeroshard.zero.unit`.
 """
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from zeroshard.comm.collectives import Handle
 
 MAX_IN_FLIGHT = 2
-"""Reductions in flight while backward goes on; more only costs memory."""
+"""Reductions in flight during backward. More would cost memory and gain no overlap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,17 +33,19 @@ class _InFlight:
     buffer: GradBuffer
     handles: list[Handle]
     target_S: Tensor
-    source: Tensor  # kept alive until the reduction is through
+    source: Tensor  # keeps the memory until the reduction has ended
 
 
 class GradReducer:
-    """Reduces buffers during backward, in the order given, and keeps at most a few in flight.
+    """Reduces buffers during backward, in reverse order, with at most :data:`MAX_IN_FLIGHT` in flight.
 
-    ``eager``: reduce every backward into the owner's shard (stages 2 and 3). Otherwise the local sum is
-    reduced once, at the accumulation boundary. ``bucket_numel``: elements reduced together at most
-    (``reduce_bucket_size``), rounded up to 64 per rank. ``predivide``: local gradients are divided by
-    this before the reduction (``prescale_gradients``, ``gradient_predivide_factor``).
-    ``whole``: every rank needs the whole reduced gradient (stage 0).
+    ``eager``: reduce after every backward (stages 2 and 3). Otherwise the local sum is reduced once, at
+    the accumulation boundary. ``bucket_numel``: at most this many elements per reduce-scatter
+    (``reduce_bucket_size``), rounded up to a multiple of 64 per rank. ``predivide``: local gradients are
+    divided by this before the reduction (``prescale_gradients``, ``gradient_predivide_factor``).
+    ``whole``: every rank needs the whole reduced gradient (stage 0). ``overlap``: reductions run while
+    backward goes on; otherwise each is waited for. ``expects_accumulation()``: whether a step sums
+    several micro-batches.
     """
 
     def __init__(
@@ -57,7 +60,7 @@ class GradReducer:
         predivide: float = 1.0,
     ) -> None:
         self.buffers = list(buffers)
-        self.order = list(reversed(self.buffers))  # backward meets the last unit first
+        self.order = list(reversed(self.buffers))  # backward reaches the last unit first
         self.eager = eager
         self.whole = whole
         self.expects_accumulation = expects_accumulation
@@ -65,15 +68,15 @@ class GradReducer:
         self.in_flight_limit = MAX_IN_FLIGHT if overlap else 0
         self.predivide = predivide
         self.reducing = False
-        self.waiting = False  # gradients of a finished backward are still local
-        self._completes = False  # does the running backward complete a step's gradients?
+        self.waiting = False  # gradients of an ended backward are not reduced yet
+        self._completes = False  # the running backward is the last one of its step
         self._next = 0
         self._in_flight: deque[_InFlight] = deque()
 
     # ------------------------------------------------------------------ one backward
 
     def begin_backward(self, *, boundary: bool) -> None:
-        """Called once per backward, before its first gradient."""
+        """To be called once per backward, before its first gradient."""
         self.reducing = self.eager or boundary
         self._completes = boundary
         self._next = 0
@@ -81,7 +84,11 @@ class GradReducer:
             buffer.num_ready, buffer.complete = 0, False
 
     def accumulate_grad(self, buffer: GradBuffer, index: int, param: nn.Parameter) -> None:
-        """A gradient was accumulated into ``param.grad``: take it."""
+        """Take the gradient that autograd accumulated into ``param.grad``.
+
+        Raises:
+            UnsupportedError: it is sparse.
+        """
         grad = param.grad
         assert grad is not None
         param.grad = None
@@ -96,7 +103,7 @@ class GradReducer:
             self.finish_buffer(buffer)
 
     def finish_buffer(self, buffer: GradBuffer) -> None:
-        """Backward is through with the unit: it may be reduced as soon as it is its turn."""
+        """Note that backward gives no more gradients of the unit, and reduce buffers whose turn it is."""
         buffer.complete = True
         while self.reducing and self._next < len(self.order) and self.order[self._next].complete:
             self._launch_next()
@@ -106,13 +113,13 @@ class GradReducer:
         return unit.row.grad_accum if many else unit.row.reduce
 
     def end_backward(self) -> None:
-        """Reduce the rest in the fixed order, so that all ranks issue the same collectives."""
+        """Reduce the remaining buffers in the fixed order, the same on every rank."""
         self.waiting = not self.reducing
         if self.waiting:
             return
         while self._next < len(self.order):
             self._launch_next()
-        for buffer in self.order:  # gradients that came after their buffer had left
+        for buffer in self.order:  # gradients that arrived after their buffer's reduction
             if buffer.grads_N is not None:
                 self._launch(buffer)
         self._drain(0)
@@ -126,7 +133,7 @@ class GradReducer:
 
     def _launch(self, buffer: GradBuffer) -> None:
         unit, layout = buffer.unit, buffer.unit.layout
-        buffer.prefetch()  # what was reduced before comes back while this is reduced
+        buffer.prefetch()  # a stored sum is read back during the reduction, which adds to it
         grads_N = buffer.detach_local()
         if self.predivide != 1.0:
             grads_N.div_(self.predivide)
@@ -134,7 +141,7 @@ class GradReducer:
             with buffer.ledger.lend("cast", layout.full_numel * unit.row.reduce.itemsize):
                 grads_N = grads_N.to(unit.row.reduce)
         begin, end = layout.shard_range(buffer.comm.rank)
-        # Whole gradients rest in place (stages 0 and 1); a true shard is a tensor of its own.
+        # A slice of grads_N where that is kept (stages 0 and 1), else a tensor of its own.
         apart = buffer.transient and buffer.comm.world_size > 1
         target_S = torch.empty_like(grads_N[begin:end]) if apart else grads_N[begin:end]
         handles = self._reduce_scatter(buffer, target_S, grads_N)
@@ -157,7 +164,7 @@ class GradReducer:
             bucket = grads_WS[:, at : at + columns].contiguous().view(-1)
             with buffer.ledger.lend("bucket", bucket.nbytes):
                 handle = comm.reduce_scatter(target_S[at : at + columns], bucket, name=name)
-                handle.wait()  # small buckets exist to bound memory: one at a time
+                handle.wait()  # small buckets bound memory, so one at a time
         return handles
 
     def _drain(self, keep: int) -> None:
@@ -180,7 +187,7 @@ class GradReducer:
     # ------------------------------------------------------------------ the step
 
     def finish(self) -> None:
-        """Everything that arrived is reduced; at stage 0 every rank gets the whole gradient."""
+        """Reduce everything that arrived. At stage 0, give every rank the whole gradient."""
         if any(buffer.grads_N is not None for buffer in self.buffers) or any(
             not buffer.is_reduced for buffer in self.buffers
         ):
@@ -211,9 +218,13 @@ class GradReducer:
             buffer.report()
 
     def summed(self, buffer: GradBuffer) -> Tensor | None:
-        """The reduced gradient ``[S]`` of all backwards since the last step; None before the first.
+        """The reduced gradient ``[S]`` of all backwards since the last step; None before the first one.
 
-        Collective. What waits for its reduction is reduced in a copy: a reader changes nothing.
+        Collective. Local gradients that are not reduced yet are reduced in a copy, so the buffer does not
+        change.
+
+        Raises:
+            UsageError: gradients are offloaded.
         """
         buffer.check_not_offloaded()
         if not self.waiting:
@@ -233,14 +244,17 @@ class GradReducer:
         return sum_S if before_S is None else before_S + sum_S
 
     def abandon(self) -> None:
-        """Forget a backward that an exception ended; reductions in flight are waited for."""
+        """Drop the gradients of a backward that an exception ended.
+
+        Waits for reductions in flight.
+        """
         while self._in_flight:
             for handle in self._in_flight.popleft().handles:
                 handle.wait()
         self.reset()
 
     def close(self, *, wait: bool = True) -> None:
-        """Give all gradients back; ``wait=False`` drops reductions that will never finish."""
+        """Free all gradients. ``wait=False``: drop reductions in flight, which will never finish."""
         try:
             if wait:
                 self.abandon()
@@ -249,7 +263,7 @@ class GradReducer:
             self.abandon()
 
     def reset(self) -> None:
-        """After the update: gradients are used up."""
+        """Free the gradients after the update."""
         for buffer in self.buffers:
             buffer.reset()
         self.reducing = self.waiting = False

@@ -1,7 +1,7 @@
-"""How do whole parameters become flat shards without a whole unit in memory?
+"""Turns whole parameters into flat shards, without a whole unit in memory.
 
-Piece by piece: rank 0's values are put into a small buffer in the order of the layout, sent to all, and
-every rank keeps what lies in its own part. Letters as in :mod:`zeroshard.zero.unit`.
+It works piece by piece. Rank 0's values are copied into a small buffer in the order of the layout and
+broadcast, and every rank keeps what belongs to its shard. Letters as in :mod:`zeroshard.zero.unit`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from zeroshard.comm.collectives import Comm
 from zeroshard.core.layout import Slot, UnitLayout
 
 PIECE_NUMEL = 2**22
-"""Elements sent at a time: bounds what construction needs beside shards and one parameter."""
+"""Elements per broadcast. Bounds the memory that construction needs besides shards and one parameter."""
 
 
 def scatter(
@@ -28,10 +28,11 @@ def scatter(
     name: str,
     source: int,
 ) -> Tensor:
-    """The own shard of parameters that are all here, with the values of rank ``source``. Collective.
+    """This rank's shard ``[S]`` of parameters that every rank holds whole, with rank ``source``'s values.
 
-    ``values``: in the order of the layout, on one device; a place that is not given becomes zero, like
-    padding. What fits in one piece goes in one pass, whatever the number of parameters.
+    Collective. ``values``: in the order of the layout, on one device; slots that are not given become
+    zero, as padding is. A layout that fits into one piece takes one broadcast, however many parameters it
+    has.
     """
     begin, end = layout.shard_range(comm.rank)
     if layout.full_numel > PIECE_NUMEL:
@@ -52,7 +53,7 @@ def scatter(
 def _joined(
     layout: UnitLayout, values: Sequence[tuple[Slot, Tensor]], dtype: torch.dtype
 ) -> Tensor:
-    """``full_N``, on the device of the values."""
+    """``full_N`` on the device of the values."""
     if not values:
         return torch.zeros(layout.full_numel, dtype=dtype)
     first = values[0][1]
@@ -71,12 +72,12 @@ def _joined(
 
 
 class ParamScatterer:
-    """Deals the parameters of one layout to the ranks; each keeps a ``part`` of the flat whole.
+    """Broadcasts the parameters of one layout in pieces. Each rank keeps a ``part`` of the flat whole.
 
-    ``part``: what this rank keeps, ``full_N[begin : begin + len(part)]``; it is complete after
-    ``finish``, padding is zero. ``put`` takes parameters in the order of the layout, in any dtype, on
-    any device. ``device``: where the ranks exchange pieces, default where ``part`` is. Collective; the
-    values of rank ``source`` win.
+    ``part`` is ``full_N[begin : begin + len(part)]`` and complete after :meth:`finish`; padding is zero.
+    :meth:`add` takes parameters in the order of the layout, in any dtype, on any device. ``device``:
+    where ranks exchange pieces; default: where ``part`` is. Collective. The values of rank ``source`` are
+    used.
     """
 
     def __init__(
@@ -96,13 +97,13 @@ class ParamScatterer:
         self.comm = comm
         self.name = name
         self.source = source
-        self._low = 0  # where the piece in hand begins
+        self._low = 0  # the position in full_N where the current piece begins
         self._piece = torch.zeros(
             min(PIECE_NUMEL, layout.full_numel), dtype=part.dtype, device=device or part.device
         )
 
     def add(self, slot: Slot, values: Tensor) -> None:
-        """The next parameter, of ``slot.shape``."""
+        """Add the next parameter, of shape ``slot.shape``."""
         flat = values.detach().reshape(-1)
         at = slot.start
         while at < slot.stop:
@@ -114,11 +115,11 @@ class ParamScatterer:
             at = stop
 
     def finish(self) -> None:
-        """Send the rest."""
+        """Broadcast what is left."""
         self._send_until(self.layout.full_numel)
 
     def _send_until(self, position: int) -> None:
-        """Send pieces until the one in hand contains ``position``."""
+        """Broadcast pieces until the current one contains ``position``."""
         while self._low < self.layout.full_numel and position >= self._low + len(self._piece):
             low, high = self._low, self._low + len(self._piece)
             self.comm.broadcast(self._piece, self.source, name=self.name).wait()

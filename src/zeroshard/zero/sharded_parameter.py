@@ -1,14 +1,14 @@
-"""What happens when somebody reads a parameter whose bytes are not here?
+"""Parameters that are sharded: reads give full values or an error, writes raise.
 
-A parameter that is sharded, or whose values are still in flight, keeps its true shape, dtype and numel,
-but its bytes are elsewhere. Its class is switched to :class:`ShardedParameter` while it is away and back
-when it is full, so that a full parameter costs nothing. Metadata is answered as usual; any other
-operation works on full values that are gathered for the reader, with gradients flowing back to the
-parameter; writes raise, because they could not be kept.
+[Note: sharded parameters] A parameter that is sharded, or whose values are still in flight, keeps its
+shape, dtype and numel; its values are elsewhere. Its class is :class:`ShardedParameter` during that time
+and is switched back when the parameter is full, so a full parameter costs nothing (ADR 0002). Metadata is
+answered as usual. Any other operation runs on full values that are gathered for it, and gradients flow
+back to the parameter. Writes raise, because they could not be kept.
 
-A few C++ functions never ask the class. What they find is a *blank*: one NaN, expanded to the shape. So
-they cannot crash the process (a CPU kernel on a freed storage is a segmentation fault), and cannot
-mistake old bytes for values.
+A few C++ functions never consult the class. The memory that they find is a placeholder: one NaN, expanded
+to the parameter's shape. Without it they would crash the process (a CPU kernel on a freed storage is a
+segmentation fault) or take old bytes for values.
 """
 
 from __future__ import annotations
@@ -29,45 +29,46 @@ from zeroshard.zero.attached import Attached
 
 
 class Owner(Protocol):
-    """Whoever holds the bytes of a sharded parameter."""
+    """What holds the values of a sharded parameter: a unit or a bucket."""
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The name that messages use."""
         ...
 
     @property
     def order(self) -> int:
-        """From ``count_owner``."""
+        """A number from :func:`count_owner`."""
         ...
 
     def index(self, param: Tensor) -> int:
-        """The parameter's place among those of this owner."""
+        """The parameter's index among those of this owner."""
         ...
 
     def read(self, param: nn.Parameter) -> Tensor | None:
         """A private full copy of the parameter's values. Collective: every rank must read.
 
-        None: no other rank does, and the program may do so.
+        None: this rank reads alone, and the program may do so (ADR 0011).
         """
         ...
 
     def is_collective_read(self, fact: bool) -> bool:
-        """Is it a fact on every rank? Collective."""
+        """Whether ``fact`` is true on every rank. Collective."""
         ...
 
     def ensure_writable(self, param: nn.Parameter, beside: Collection[Tensor]) -> bool:
         """Make the parameter itself full, if it may be written now (during construction).
 
-        ``beside``: all tensors of the same operation; none of them may go away for it.
+        ``beside``: all tensors of the same operation. None of them may be sharded to make space.
         """
         ...
 
 
 owners: Attached[Tensor, Callable[[], Owner | None]] = Attached()
-"""Parameter -> a reference that gives its :class:`Owner`, or None when that died.
+"""Maps a parameter to a function that gives its :class:`Owner`, or None when that is gone.
 
-A weak one where the owner holds the parameter: the two would keep each other alive for ever.
+The function is a weak reference if the owner refers to the parameter. A strong one would keep both
+alive.
 """
 
 
@@ -76,13 +77,16 @@ _orders = itertools.count()
 
 
 def count_owner() -> int:
-    """A number for a new owner. Owners come into being in one order on every rank, and so do these."""
+    """A number for a new owner: the same on every rank, since all create owners in one order."""
     return next(_orders)
 
 
 def in_order(params: Iterable[_Param]) -> list[_Param]:
-    """Each parameter once, in the order of plans: collectives follow it, whatever order each rank's
-    program gives (a Python set has another one in each process). First those that nobody shards."""
+    """Each parameter once, in an order that is the same on every rank: collectives follow it.
+
+    The order of a program may differ between ranks (a Python set has another one in each process).
+    Parameters without owner come first.
+    """
     unique = list({id(param): param for param in params}.values())
     return sorted(unique, key=_place) if len(unique) > 1 else unique
 
@@ -93,7 +97,7 @@ def _place(param: Tensor) -> tuple[int, int]:
 
 
 def owner_of(param: Tensor) -> Owner | None:
-    """The owner of a parameter, or None for a parameter that nobody shards."""
+    """The owner of a parameter, or None for a parameter that is not managed by ZeRO."""
     reference = owners.get(param)
     return None if reference is None else reference()
 
@@ -102,21 +106,21 @@ _listed: Attached[Tensor, bool] = Attached()
 
 
 def list_on_request(params: Iterable[nn.Parameter]) -> None:
-    """From now on ``detach()`` of these, while their values are elsewhere, gives a :class:`StateEntry`.
+    """Make ``detach()`` of these parameters give a :class:`StateEntry` while they are sharded.
 
-    A ``state_dict()`` is made of nothing else, whoever asks for it and how. For programs in which one
-    rank asks for names and shapes alone. Of other parameters ``detach()`` gives values, which every rank
-    has to ask for.
+    ``state_dict()`` obtains all of its entries by ``detach()``. This is for programs in which one rank
+    lists names and shapes alone. ``detach()`` of other parameters gives values, and every rank has to
+    call it.
     """
     for param in params:
         _listed[param] = True
 
 
-# ---------------------------------------------------------------------- being away
+# ---------------------------------------------------------------------- sharded and full
 
 
 def nan_placeholder(like: Tensor, device: torch.device | None = None) -> Tensor:
-    """What a sharded parameter's memory holds: one NaN (the lowest number, if there is none)."""
+    """A placeholder for ``like``: one NaN (the lowest number where the dtype has none), expanded."""
     dtype = like.dtype
     if dtype.is_floating_point or dtype.is_complex:
         nothing: float = float("nan")
@@ -128,9 +132,9 @@ def nan_placeholder(like: Tensor, device: torch.device | None = None) -> Tensor:
 def mark_sharded(
     params: Sequence[nn.Parameter], placeholders: Sequence[Tensor] | None = None
 ) -> None:
-    """The values go away: from now on reads are served by the owner."""
+    """Put placeholders into the parameters. From now on their owner serves reads."""
     for param, nothing in zip(params, placeholders or map(nan_placeholder, params), strict=True):
-        if not isinstance(param, FakeTensor):  # has no values to guard, and needs its class
+        if not isinstance(param, FakeTensor):  # no values to guard, and it must keep its class
             param.data = nothing
             param.__class__ = ShardedParameter
 
@@ -138,7 +142,7 @@ def mark_sharded(
 def mark_unsharded(
     params: Sequence[nn.Parameter], views: Sequence[Tensor], kinds: Sequence[type[nn.Parameter]]
 ) -> None:
-    """The values are here, in ``views``: plain parameters again, with nothing on the hot path.
+    """Make the parameters plain ones with the values in ``views``.
 
     ``kinds``: the classes that the parameters were built with, nearly always ``nn.Parameter``.
     """
@@ -180,21 +184,21 @@ _METADATA: frozenset[Any] = frozenset(
              of=torch)
 )  # fmt: skip
 _LAYOUT: frozenset[Any] = frozenset(_named("stride is_contiguous dim_order"))
-"""Answered for the full parameter: a blank has other strides."""
+"""Answered for the full parameter, since a placeholder has other strides."""
 _LIKE: frozenset[Any] = frozenset(
     _named("zeros_like ones_like empty_like full_like rand_like randn_like randint_like", of=torch)
     + _named("new_zeros new_ones new_empty new_full new_tensor new_empty_strided")
 )
-"""New tensors of the parameter's shape, dtype and device: its values are not needed."""
+"""Make new tensors of the parameter's shape, dtype and device: its values are not needed."""
 _CASTS: frozenset[Any] = frozenset(
     _named("to type cpu cuda float double half bfloat16 int long bool short byte char")
 )
-"""The parameter itself if there is nothing to cast."""
+"""Give the parameter itself if nothing has to be cast."""
 
 _AUTOGRAD: frozenset[Any] = frozenset(
     [torch.autograd.grad, torch.autograd.backward, *_named("backward")]
 )
-"""These want to know which parameter, not its values."""
+"""Need to know which parameter it is, not its values."""
 _ADDRESSES = frozenset(_named("untyped_storage data_ptr storage _typed_storage"))
 _DATA_SET = _T.data.__set__  # type: ignore[attr-defined]
 _RECEIVING = frozenset(
@@ -228,7 +232,7 @@ def _is_inplace(name: str) -> bool:
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Any, str]]:
-    """What a call is known to write, and how the message puts it."""
+    """The arguments that a call is known to write, and how an error message describes the write."""
     name = getattr(func, "__name__", "")
     targets = args[0] if args else list(kwargs.values())  # torch.nn.init passes all by keyword
     if func == _DATA_SET:
@@ -243,20 +247,20 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
 _NEW_PARAMETER = nn.Parameter.__new__.__code__
 
 
-# ---------------------------------------------------------------------- the guards
+# ---------------------------------------------------------------------- the classes
 
 
 class ShardedParameter(nn.Parameter):
-    """A parameter whose full values are not on this rank right now. Never constructed: switched to."""
+    """A parameter whose full values are not on this rank. Never constructed: the class is switched to."""
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        kind = ShardedParameter  # cls may be that of an entry of a state dict
+        kind = ShardedParameter  # ``cls`` may be StateEntry
         with torch._C.DisableTorchFunctionSubclass():
-            # ``type()`` without argument names the tensor type; with one it is a cast.
+            # ``type()`` without argument gives the name of the tensor type; with one it is a cast.
             if func in _METADATA or (func is _T.type and len(args) == 1 and not kwargs):
                 return func(*args, **kwargs)
             used = list(_tensors_in((args, kwargs), Tensor))
@@ -273,7 +277,7 @@ class ShardedParameter(nn.Parameter):
             if func is _T.detach and args[0] in _listed:
                 return StateEntry.of(args[0])
             if args and isinstance(args[0], StateEntry):
-                if func in _ADDRESSES:  # of a tensor on the device meta: none
+                if func in _ADDRESSES:  # allowed: a tensor on the device meta has no memory
                     return func(*args, **kwargs)
                 if func is _T.view or (func is _T.__getitem__ and isinstance(args[1], int)):
                     rest = args[1:]
@@ -289,7 +293,7 @@ class ShardedParameter(nn.Parameter):
             asks = func in _AUTOGRAD
             stand_in = get_gradient_edge if asks else _full_value
             stand_ins: dict[int, Any] = {id(param): stand_in(param) for param in away}
-        # With guards on again: a backward runs recomputed forwards, which may read other parameters.
+        # Outside the block above: backward recomputes forwards, which may read other parameters.
         args, kwargs = _replaced((args, kwargs), stand_ins)
         return _call_read_only(func, args, kwargs, [] if asks else list(stand_ins.values()))
 
@@ -305,13 +309,13 @@ class ShardedParameter(nn.Parameter):
         with torch.no_grad():
             values = _read(self)
         if values is None:
-            values = _placeholder_of(self)  # a file of one number for each
+            values = _placeholder_of(self)  # a file then stores one number for the parameter
         if not isinstance(self, StateEntry):
             values = nn.Parameter(values, self.requires_grad)
         return values.__reduce_ex__(protocol)
 
     def set_(self, *args: Any, **kwargs: Any) -> Tensor:
-        """``Tensor.set_`` would not ask the class."""
+        """As any write: raise unless it can be made full. ``Tensor.set_`` does not consult the class."""
         used = [self, *_tensors_in((args, kwargs), Tensor)]
         for param in in_order(param for param in used if isinstance(param, ShardedParameter)):
             if (owner := owner_of(param)) is not None:
@@ -321,25 +325,25 @@ class ShardedParameter(nn.Parameter):
         raise _lost_write(self, "given other memory (set_)")
 
     def detach(self) -> Tensor:
-        """As ever, but ``nn.Parameter(self)`` demands a result of the class that ``self`` has then."""
+        """``Tensor.detach``, but ``nn.Parameter(self)`` needs a result of the class of ``self``."""
         asking = sys._getframe(1)
         if asking.f_code is not _NEW_PARAMETER or asking.f_locals.get("cls") is not nn.Parameter:
             return super().detach()
         if (owner := owner_of(self)) is not None:
             owner.ensure_writable(self, [self])
         if type(self) is nn.Parameter:
-            return nn.Parameter(self, requires_grad=False)  # in the same memory
+            return nn.Parameter(self, requires_grad=False)  # shares the memory
         raise ShardedAccess(
             f"{_described(self)} was given to nn.Parameter(), which makes a parameter in the same "
             "memory, and it has none here. Use nn.Parameter(param.detach().clone()) to get its values."
         )
 
     def as_subclass(self, cls: type[Tensor]) -> Tensor:  # type: ignore[override]
-        """``Tensor.as_subclass`` would not ask the class."""
+        """Gather first. ``Tensor.as_subclass`` would not consult the class."""
         return self.view_as(self).as_subclass(cls)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Metadata only: printing happens on one rank, and reading would need them all."""
+        """Metadata only. Printing happens on one rank, and reading values would need all of them."""
         owner = owner_of(self)
         return (
             f"ShardedParameter(shape={tuple(self.shape)}, dtype={self.dtype}, "
@@ -350,17 +354,18 @@ class ShardedParameter(nn.Parameter):
 
 
 class StateEntry(ShardedParameter):
-    """What ``detach()`` gives after :func:`list_on_request`: shape, dtype, and values on request.
+    """What ``detach()`` gives after :func:`list_on_request`: shape and dtype, and values when read.
 
-    Detaching gathers nothing, so one rank may list a ``state_dict()`` alone, as programs do that save on
-    rank 0, and may look for shared memory. Reading a value is collective like any other read, and finds
-    the parameter as it is then: what is detached shares memory with its parameter. The device is
-    ``meta``, where nothing has bytes: C++ functions that never ask the class cannot give a value.
+    Detaching gathers nothing. So one rank may list a ``state_dict()`` alone, as programs do that save on
+    rank 0, and may look for shared memory. Reading a value is collective, as any other read is, and gives
+    the parameter's values at the time of the read, since a detached tensor shares memory with its
+    parameter. The entry is on the device ``meta``, where tensors have no memory: C++ functions that never
+    consult the class raise instead of giving a value.
     """
 
     @staticmethod
     def of(param: nn.Parameter, part: Callable[[Tensor], Tensor] = torch.detach) -> Tensor:
-        """The entry of a parameter that is away, or a view of another entry."""
+        """The entry of a sharded parameter, or a view of another entry."""
         entry = part(torch.empty(param.shape, dtype=param.dtype, device="meta"))
         entry.__class__ = StateEntry
         owner = _OwnerOfEntry(param, part)
@@ -377,7 +382,7 @@ class StateEntry(ShardedParameter):
 
 
 class _OwnerOfEntry:
-    """Passes the questions about an entry on to its parameter."""
+    """The owner of a :class:`StateEntry`: asks the owner of the entry's parameter."""
 
     def __init__(self, param: nn.Parameter, part: Callable[[Tensor], Tensor]) -> None:
         self.param, self.part = param, part
@@ -410,15 +415,15 @@ class _OwnerOfEntry:
         return owner.is_collective_read(fact) if owner else fact
 
     def ensure_writable(self, param: nn.Parameter, beside: Collection[Tensor]) -> bool:
-        """See :class:`Owner`. An entry is a copy: nothing is written through it."""
+        """See :class:`Owner`. An entry cannot be written."""
         return False
 
 
 class ReadOnlyCopy(Tensor):
-    """Full values of a sharded parameter, or a view of them: what ``param.data`` and ``param[0]`` give.
+    """Full values of a sharded parameter, or a view of them: ``param.data`` or ``param[0]``.
 
-    Plain PyTorch would let the program edit the parameter through them. Here the edit would be lost, so
-    it raises; a clone may be written.
+    In plain PyTorch a program can edit the parameter through them. Here the edit would be lost, so it
+    raises. A clone may be written.
     """
 
     @classmethod
@@ -427,7 +432,7 @@ class ReadOnlyCopy(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if any(True for _ in _tensors_in((args, kwargs), ShardedParameter)):
-            # Gathered first; what is called then asks here again, about the copies alone.
+            # The parameter is gathered first; the call with its copy comes here again.
             return ShardedParameter.__torch_function__(func, types, args, kwargs)
         copies = list(_tensors_in((args, kwargs), cls))
         if func not in _METADATA and func not in _ADDRESSES:
@@ -456,7 +461,7 @@ def without_guard(copy: Tensor) -> Tensor:
 
 
 class _ReadFull(torch.autograd.Function):
-    """Full values of a sharded parameter as a tensor of the graph: the gradient reaches the parameter."""
+    """Puts full values of a sharded parameter into the graph, so that the gradient reaches it."""
 
     @staticmethod
     def forward(ctx: Any, param: Tensor, values: Tensor) -> Tensor:
@@ -468,7 +473,7 @@ class _ReadFull(torch.autograd.Function):
 
 
 class _ReadAlone(torch.autograd.Function):
-    """NaN in the place of values that no other rank reads: no gradient can come of them."""
+    """Puts NaN into the graph for values that this rank reads alone. Backward through it raises."""
 
     @staticmethod
     def forward(ctx: Any, param: nn.Parameter, nothing: Tensor) -> Tensor:
@@ -484,7 +489,7 @@ class _ReadAlone(torch.autograd.Function):
 
 
 def _full_value(param: nn.Parameter) -> Tensor:
-    """The values for one operation; NaN of the same shape where this rank may read alone, and does."""
+    """The values for one operation. NaN of the same shape if this is an allowed lone read (ADR 0011)."""
     with functorch.suspended():
         values = _read(param)
         full = values
@@ -509,20 +514,20 @@ def _read(param: nn.Parameter) -> Tensor | None:
 
 
 def _placeholder_of(param: nn.Parameter) -> Tensor:
-    """A blank on the device where the parameter is at home."""
+    """A placeholder on the device on which the parameter's full values would be."""
     return nan_placeholder(param, _home(param).device)
 
 
 def _home(param: nn.Parameter) -> nn.Parameter:
-    """The parameter itself of an entry, or of a view of one."""
+    """The parameter of an entry, or of a view of an entry; any other parameter itself."""
     owner = owner_of(param)
     return _home(owner.param) if isinstance(owner, _OwnerOfEntry) else param
 
 
 def _is_no_edit(param: Any, values: Any) -> bool:
-    """Does ``param.data = values`` give the parameter what it has? The same answer on every rank.
+    """Whether ``param.data = values`` changes nothing. The answer is the same on every rank.
 
-    Collective, unless shape, dtype or device say enough.
+    Collective, unless shape, dtype, device or layout differ or ``values`` is ``param``.
     """
     if values is param:
         return True
@@ -536,19 +541,19 @@ def _is_no_edit(param: Any, values: Any) -> bool:
         if isinstance(values, ShardedParameter):
             values = _full_value(values)
         own = None if owner is None else owner.read(param)
-        if owner is None or own is None:  # read alone: who else assigns?
+        if owner is None or own is None:  # a lone read: what other ranks assign is not known
             return False
         return owner.is_collective_read(_same_bits(own, values))
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Are two tensors of one shape and dtype equal, NaN to the same NaN and -0.0 not to 0.0?"""
+    """Whether two tensors of one shape and dtype have the same bits. (So 0.0 and -0.0 differ.)"""
     one, other = (tensor.detach().reshape(-1).view(torch.uint8) for tensor in (one, other))
     return torch.equal(one, other)
 
 
 def _without_values(func: Any, param: Any, *args: Any, **kwargs: Any) -> Any:
-    """The answer to questions for which a parameter's shape, dtype and device are enough, else None."""
+    """The answer to a call that needs only shape, dtype and device of the parameter, else None."""
     if not isinstance(param, ShardedParameter):
         return None
     if func in _LAYOUT or func in _LIKE:
@@ -564,8 +569,8 @@ def _without_values(func: Any, param: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _call_read_only(func: Any, args: Any, kwargs: Any, copies: Sequence[Tensor]) -> Any:
-    """Call ``func``; writes into the copies are found, and views of them are guarded too."""
-    if func is _T.__iter__:  # so that what it yields is guarded
+    """Call ``func``. Raise if it writes into one of ``copies``, and guard results that share memory."""
+    if func is _T.__iter__:  # the tensors that it yields must be guarded
         return iter(_call_read_only(_T.unbind, args, kwargs, copies))
     before = [_version(copy) for copy in copies]
     result = func(*args, **kwargs)
@@ -580,12 +585,12 @@ def _call_read_only(func: Any, args: Any, kwargs: Any, copies: Sequence[Tensor])
 
 
 def _version(tensor: Tensor) -> int:
-    """Grows with every write; tensors made in inference mode do not count."""
+    """A number that grows with every write. Tensors made in inference mode have none: 0."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def _address(tensor: Tensor) -> int | None:
-    """Equal for tensors that share memory."""
+    """Equal for tensors that share memory. None: the tensor has no address."""
     if tensor.layout is not torch.strided or functorch.is_wrapped(tensor):
         return None
     address: int = tensor.untyped_storage()._cdata

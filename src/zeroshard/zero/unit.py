@@ -1,7 +1,37 @@
-"""What does this rank hold of one unit's parameters, and how does that change?
+"""The unit: parameters that are gathered together, their one storage, and their states.
 
-Letters: ``W`` ranks of the unit's group, ``N`` padded elements of the unit, ``S = N // W``. Suffixes of
-flat tensors carry them: ``full_N``, ``shard_S``.
+[Note: units]
+
+*Letters.* ``W`` ranks share the unit, ``N`` is its number of elements with padding, ``S = N // W`` is the
+number of elements of one rank's shard. The name of a flat tensor ends in its extent: ``full_N``,
+``shard_S``.
+
+*Layout.* The shard of rank ``r`` is ``full_N[r * S : (r + 1) * S]``, and ``S`` is a multiple of 64
+(ADR 0001). So collectives read and write the unit's memory without copies, and no cut splits what a SIMD
+instruction does at once. Otherwise stages would not agree bit for bit.
+
+*Who owns which memory.* The unit owns one storage, that of ``full_N``, as long as it lives. Full
+parameters are views of it. It is freed and filled by resizing, and never replaced by another storage (ADR
+0002). Without this, a tensor that autograd saved in forward would keep an old storage, and backward would
+compute with old values and no error. In a *resident* unit (stages 0 to 2) ``shard_S`` is a slice of
+``full_N``, and ``full_N`` is never freed. In other units ``shard_S`` has a storage of its own, and the
+unit's shard store decides when it is in memory (:mod:`zeroshard.offload.shard_store`).
+
+*States.* :class:`UnitState` names them. Each change goes through ``Unit._transition``, which refuses an
+edge that is not in ``_TRANSITIONS``. Values in ``full_N`` are valid in ``FULL`` only. In every other
+state the parameters hold placeholders and their class is
+:class:`~zeroshard.zero.sharded_parameter.ShardedParameter`. Without this, a kernel would read memory that
+is freed (on CPU a segmentation fault) or that an all-gather is still writing.
+
+*Versions.* In every state but ``FULL`` the autograd version of each parameter is higher than in ``FULL``
+(ADR 0012). Autograd compares versions when backward reads a saved tensor, so backward through a
+unit that was not unsharded is an error. Without this, it would read freed memory where no hook ran. An
+update raises the versions for good: a graph from before ``step()`` is refused at every stage.
+
+*Edits.* A program may write into full parameters. ``reshard`` copies this rank's part of them into the
+shard before it frees them; ``discard_unsharded`` does not, and is for the time after an update, when the
+shard is newer than ``full_N``. A program that assigns ``param.data`` takes a parameter out of the unit's
+storage; ``rebind_storage`` copies the values in and restores the view.
 """
 
 from __future__ import annotations
@@ -35,15 +65,16 @@ if TYPE_CHECKING:
 class UnitState(Enum):
     """What this rank holds of the unit's parameters.
 
-    SHARDED --unshard()--> GATHERING --wait()--> FULL --reshard()--> SHARDED
-                               ^-----publish()-----'
-    SHARDED, and FULL where it rests whole --move_out()--> AWAY --move_in()--> as it was
+    SHARDED --unshard()--> GATHERING --wait_for_unshard()--> FULL --reshard()--> SHARDED
+    FULL --all_gather_updated()--> GATHERING, if the unit is resident or pinned
+    SHARDED --offload()--> OFFLOADED --reload()--> SHARDED
+    FULL --offload()--> OFFLOADED --reload()--> FULL, if the unit is resident
     """
 
-    SHARDED = "sharded"  # shard_S only: the resting state of stage 3
-    GATHERING = "gathering"  # full_N allocated, its contents in flight: do not read
-    FULL = "full"  # full_N valid, the module's parameters are views of it
-    OFFLOADED = "away"  # nothing: the program wants the device for something else
+    SHARDED = "sharded"  # only shard_S is valid: the state between uses at stage 3
+    GATHERING = "gathering"  # full_N has memory that must not be read: values are incomplete
+    FULL = "full"  # full_N is valid, and the module's parameters are views of it
+    OFFLOADED = "away"  # offload_states() is in effect: the parameters must not be used
 
 
 _TRANSITIONS = frozenset(
@@ -61,17 +92,17 @@ _TRANSITIONS = frozenset(
 
 
 _WITHOUT_FULL = (UnitState.SHARDED, UnitState.OFFLOADED)
-"""There is nothing to free."""
+"""States in which ``full_N`` of a unit that is not resident has no memory."""
 
 
 class Unit:
-    """Parameters of one dtype that are gathered together, in one flat storage that lives for ever.
+    """Parameters of one dtype that are gathered together, in one flat storage. See [Note: units].
 
-    ``resident`` units (stages 0-2) stay whole: ``shard_S`` is a slice of ``full_N``. Other units own
-    ``shard_S`` and fill ``full_N`` only around their use. ``params`` are taken one by one, in the order
-    of the layout: each may come into being when its turn comes. Rank 0's values win. ``rest_of`` says
-    where ``shard_S``, with its first values in it, rests from now on; ``room(numel, dtype)`` gives
-    it zeroed memory, default on ``device``.
+    ``resident`` units (stages 0 to 2) are always whole. Other units keep ``shard_S`` and fill ``full_N``
+    only around their use. ``params`` are consumed one by one, in the order of the layout, so an iterator
+    may create each parameter when it is asked for it. Their values are taken from rank 0. ``rest_of``
+    makes the shard store from ``shard_S``, which then holds the first values. ``room(numel, dtype)``
+    gives zeroed memory for ``shard_S``; without it, that is on ``device``.
     """
 
     def __init__(
@@ -93,23 +124,21 @@ class Unit:
         self.name = name
         self.order = sharded_parameter.count_owner()
         self.layout = layout
-        self.positions = tuple(positions)  # of the parameters in ``model.parameters()``
+        self.positions = tuple(positions)  # of the unit's parameters in ``model.parameters()``
         self.row = row
         self.trainable = trainable
         self.resident = resident
         self.comm = comm
         self.ledger = ledger
         self.state = UnitState.FULL
-        self.optim_state: object | None = None  # an ``access.Training``; None while frozen
+        self.optim_state: object | None = None  # an ``access.UnitOptimState``; None while frozen
         self.is_lone_read: Callable[[str], bool] = _never_lone  # asked before a read gathers
-        self.pin_count = 0  # readers inside GatheredParameters: not to be freed under them
-        self.fingerprint: Tensor | None = None  # hashes of the values that a reader saw first
+        self.pin_count = 0  # open GatheredParameters blocks; above 0 the unit is not resharded
+        self.fingerprint: Tensor | None = None  # of the values when GatheredParameters was entered
         self._handle: Handle | None = None
-        self._source_S: Tensor | None = None  # what the gather in flight reads
-        self._pending_update: Callable[[], None] | None = (
-            None  # waits for the update that runs behind
-        )
-        self._update_failed = False  # it failed, and somebody was told
+        self._source_S: Tensor | None = None  # the input of the all-gather in flight
+        self._pending_update: Callable[[], None] | None = None  # waits for the asynchronous update
+        self._update_failed = False  # the asynchronous update failed, and its error was raised
         self._versions: _unsafe_preserve_version_counter | None = None
         self._weak_self = weakref.ref(self)
 
@@ -121,9 +150,9 @@ class Unit:
         ]
         self._own_part_S = self.full_N[
             low:high
-        ]  # like all views, valid whenever the storage has bytes
+        ]  # valid, as all views are, while the storage has memory
         if not resident:
-            storage.release(self.full_N)  # making views needed the bytes, construction does not
+            storage.release(self.full_N)  # memory was needed only to make the views
         part = self.full_N
         if not resident:
             part = (
@@ -150,9 +179,9 @@ class Unit:
     def _adopt(
         self, param: nn.Parameter, slot: Slot, view: Tensor, scatterer: ParamScatterer
     ) -> nn.Parameter:
-        """The parameter's values go to the shards, its memory becomes a view of the unit's."""
+        """Copy the parameter's values into the shards and make the parameter a view of ``full_N``."""
         with torch.no_grad():
-            scatterer.add(slot, param)  # a parameter built under Init is gathered here
+            scatterer.add(slot, param)  # gathers a parameter that was built under zero.Init
         kind = (
             nn.Parameter if isinstance(param, sharded_parameter.ShardedParameter) else type(param)
         )
@@ -170,12 +199,17 @@ class Unit:
     # ------------------------------------------------------------------ edges of the state table
 
     def unshard(self) -> None:
-        """Start gathering the full parameters; a no-op unless they are sharded."""
+        """Start the all-gather of the parameters. Does nothing unless the unit is sharded.
+
+        Raises:
+            UsageError: the parameters are offloaded.
+            DiskError: the shard cannot be read; the unit stays sharded.
+        """
         if self.state is not UnitState.SHARDED:
             self.check_not_offloaded()
             return
         self._wait_for_update()
-        shard_S = self.store.acquire()  # may fail: the unit is sharded then, as it was
+        shard_S = self.store.acquire()  # if this raises, the unit stays SHARDED
         self._transition(UnitState.GATHERING)
         storage.allocate(self.full_N)
         self._report_unsharded()
@@ -186,7 +220,11 @@ class Unit:
         self._handle = self.comm.all_gather(self.full_N, self._source_S, name=self.name)
 
     def wait_for_unshard(self) -> None:
-        """Finish the gather in flight, if there is one: parameters can be read afterwards."""
+        """Finish the all-gather in flight, so that the parameters can be read. Does nothing without one.
+
+        Raises:
+            UsageError: the parameters are offloaded.
+        """
         self._wait_for_update()
         if self.state is not UnitState.GATHERING:
             self.check_not_offloaded()
@@ -201,15 +239,15 @@ class Unit:
         self._mark_unsharded()
 
     def reshard(self) -> None:
-        """Free the full parameters, unless the unit is resident; what was written into them stays."""
+        """Write back edits and free the full parameters, unless the unit is resident or pinned."""
         if self.resident or self.pin_count or self.state in _WITHOUT_FULL:
             return
-        self.wait_for_unshard()  # a gather in flight writes into the storage: it cannot be freed before
+        self.wait_for_unshard()  # until an all-gather has ended, it writes into the storage
         self.write_back_edits()
         self._free_unsharded()
 
     def discard_unsharded(self) -> None:
-        """Free the full parameters without a look at them: the own shard is what counts."""
+        """Free the full parameters without writing back edits: the shard has the valid values."""
         if self.resident or self.state in _WITHOUT_FULL:
             return
         self.wait_for_unshard()
@@ -222,11 +260,10 @@ class Unit:
         self._report_unsharded()
 
     def _mark_sharded(self) -> None:
-        """Values are elsewhere: for programs, and for autograd.
+        """Put placeholders into the parameters and raise their versions.
 
-        A graph that saved a parameter reads its memory without asking anybody. While the version is
-        another one, autograd refuses to: backward through the unit before it is full again is an error,
-        never a number.
+        Backward reads the memory of saved tensors directly, and the class of a parameter is not
+        consulted. The version that differs makes autograd raise instead of reading.
         """
         sharded_parameter.mark_sharded(self.params, self._placeholders)
         torch.autograd.graph.increment_version(self.params)
@@ -236,15 +273,17 @@ class Unit:
         _set_versions(self.params, tuple(param._version - 1 for param in self.params))
 
     def increment_versions(self) -> None:
-        """An update wrote the parameters: graphs from before are refused, as after any optimizer."""
+        """Make autograd refuse graphs from before the update, as after any optimizer's step."""
         torch.autograd.graph.increment_version(self.params)
 
     def all_gather_updated(self, updating: Callable[[], None] | None = None) -> None:
-        """The own shard was updated: send it to the other ranks if they hold the unit whole.
+        """Give the other ranks this rank's updated shard, if they hold the unit whole.
 
-        ``updating``: it still is, and this waits for it. Whoever uses the unit next does so first.
+        A resident or pinned unit starts an all-gather. Any other unit frees its full parameters; its next
+        ``unshard`` gathers the new values. ``updating``: the update still runs asynchronously, and this
+        function waits for it. It is then called at the unit's next use, before the all-gather.
         """
-        self.wait_for_unshard()  # nobody used the unit since it was published last
+        self.wait_for_unshard()  # if the unit was not used since the last update
         self.increment_versions()
         if updating is None:
             self.store.write()
@@ -259,14 +298,17 @@ class Unit:
         self._pending_update = updating
 
     def _wait_for_update(self) -> None:
-        """Wait for the update that runs behind, if there is one, and go on where it was left."""
+        """Wait for the asynchronous update, if there is one; then start the all-gather that waits for it.
+
+        Raises what the update raised, also at each later use.
+        """
         if self._pending_update is None:
             return
         try:
             self._pending_update()
         except BaseException:
             self._update_failed = True
-            raise  # and again for whoever uses the unit next: its values are not those of any step
+            raise  # at every later use too: the values are from two different steps
         self._pending_update = None
         self.store.write()
         if self.state is UnitState.GATHERING:
@@ -287,15 +329,21 @@ class Unit:
     # ------------------------------------------------------------------ leaving the device
 
     def check_not_offloaded(self) -> None:
-        """Raise :class:`UsageError` while the parameters are away."""
+        """Check that the parameters are not offloaded.
+
+        Raises:
+            UsageError: they are.
+        """
         if self.state is UnitState.OFFLOADED:
             raise offloaded_error(f"unit {self.name!r}")
 
     def offload(self) -> list[Tensor]:
-        """Nobody uses the unit until :meth:`move_in`. Returns flat tensors on the device whose bytes the
-        caller keeps meanwhile; he may release their storage.
+        """Make the unit unusable until :meth:`reload`, so that its memory can leave the device.
 
-        Autograd refuses graphs that saved the parameters, until they are back.
+        Returns the flat tensors on the device whose bytes must be kept, none if the shard is not stored
+        there. The caller copies these bytes; it may release the storages, and fills the same storages
+        again before it calls :meth:`reload`. Until then autograd refuses graphs that saved the
+        parameters.
         """
         if self.state is UnitState.OFFLOADED:
             return []
@@ -314,7 +362,7 @@ class Unit:
         return [self.full_N if self.resident else self.shard_S]
 
     def reload(self) -> None:
-        """The bytes are back, in the same storage."""
+        """End :meth:`offload`. The bytes must be back in the same storages."""
         if self.state is not UnitState.OFFLOADED:
             return
         self._transition(UnitState.FULL if self.resident else UnitState.SHARDED)
@@ -334,25 +382,32 @@ class Unit:
     # ------------------------------------------------------------------ reading and writing
 
     def view(self, full_N: Tensor, param: nn.Parameter) -> Tensor:
-        """The parameter's place in any tensor with the extent of ``full_N``."""
+        """The part of a flat tensor ``[N]`` that belongs to the parameter, in the parameter's shape."""
         slot = self.layout.slots[self.index(param)]
         return full_N[slot.start : slot.stop].view(slot.shape)
 
     def index(self, param: Tensor) -> int:
-        """The parameter's position among the unit's slots."""
+        """The index of the parameter's slot in the unit."""
         return next(i for i, own in enumerate(self.params) if own is param)
 
     def write_back_edits(self) -> None:
         """Take over what the program wrote into full parameters, in place or by ``param.data = ...``.
 
-        Costs a copy of the own shard; nobody has to know whether anything was written.
+        For a unit that is not resident, this copies S elements whether or not anything was written; a
+        shard on disk is fingerprinted instead, and copied only where it differs.
         """
         self.rebind_storage()
         if self.state is UnitState.FULL and not self.resident:
             self.store.write_back_if_changed(self._own_part_S)
 
     def rebind_storage(self) -> None:
-        """Parameters to which the program gave other memory are views of ``full_N`` again."""
+        """Make parameters to which the program gave other memory views of ``full_N`` again.
+
+        Their values are kept.
+
+        Raises:
+            UsageError: the other memory has another shape or dtype.
+        """
         if self.state is not UnitState.FULL:
             return
         for param, view, slot in zip(self.params, self._views, self.layout.slots, strict=True):
@@ -363,9 +418,9 @@ class Unit:
                 param.data = view
 
     def gathered_copy(self, shard_S: Tensor | None = None) -> Tensor:
-        """A private gathered tensor ``[N]`` of the parameters, or of any other sharded state.
+        """A new tensor ``[N]``, gathered from the parameters' shards or from ``shard_S``.
 
-        Collective. The unit's own state does not change.
+        Collective. The unit's state does not change.
         """
         self.wait_for_unshard()
         source_S = (self.store.acquire() if shard_S is None else shard_S).to(self.full_N.device)
@@ -389,16 +444,17 @@ class Unit:
         return bool(self.comm.all_gather_small(vote, name=self.name + READ).all())
 
     def ensure_writable(self, param: nn.Parameter, beside: Collection[Tensor]) -> bool:
-        """A resident unit in flight only has to arrive; sharded parameters are never written."""
+        """Finish the all-gather of a resident unit. Sharded parameters cannot be written."""
         self.check_not_offloaded()
         if self.resident:
             self.wait_for_unshard()
         return self.resident
 
     def close(self, *, wait: bool = True) -> None:
-        """Give the bytes back. Resident parameters stay readable, sharded ones raise when read.
+        """Free the memory. Resident parameters stay readable, sharded ones raise when they are read.
 
-        ``wait=False``: a gather in flight will never finish; it is dropped, as one is that failed.
+        ``wait=False``: drop an all-gather in flight, because it will never finish. One that has failed is
+        always dropped.
         """
         try:
             if wait and not self._update_failed and (self._pending_update or self._handle):
@@ -426,12 +482,12 @@ class Unit:
 
 
 def _never_lone(_name: str) -> bool:
-    """A program that reads on one rank alone waits for the others, and whoever watches them names it."""
+    """Default of ``is_lone_read``. A rank that reads alone waits, and the watchdog names it."""
     return False
 
 
 def offloaded_error(what: str) -> UsageError:
-    """For whoever needs what is not on the device."""
+    """The error for a use of ``what`` while it is offloaded."""
     return UsageError(
         f"{what} is in host memory: engine.offload_states() or engine.to('cpu') moved it there. Call "
         "engine.reload_states() first."

@@ -1,8 +1,8 @@
-"""Which parameters are gathered together, and around which module's forward?
+"""Chooses the wrapped modules: which parameters are gathered together, around which module's forward.
 
-A *site* is a module whose forward gathers its own parameters and frees them afterwards. By default every
-repeated block (a transformer layer) is a site, large single modules (an embedding) too; what is left
-belongs to the root site. Pure functions over the module tree.
+A wrapped module gathers its parameters before its forward and frees them after it. By default, repeated
+blocks (transformer layers) and large single modules (embeddings) are wrapped. The remaining
+parameters belong to the root. Pure functions of the module tree.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from zeroshard.errors import ConfigError
 
 ROOT = "root"
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-_EXPERTS = ("*experts", "*experts.*")  # a rank may route no token to an expert: never a site
+_EXPERTS = ("*experts", "*experts.*")  # never wrapped: a rank may route no token to an expert
 
 
 @dataclass(frozen=True, slots=True)
 class WrapPlan:
-    """One site: the module's full name (``""`` for the root) and its own parameters' names."""
+    """A module to wrap: its full name (``""`` for the root) and the names of its parameters."""
 
     fqn: str
     params: tuple[str, ...]
 
     @property
     def name(self) -> str:
-        """What errors, records and reports call it."""
+        """The name in errors, records and reports."""
         return self.fqn or ROOT
 
 
@@ -43,22 +43,24 @@ def plan_wrapping(
     conditional: Sequence[str] = (),
     leaves: Sequence[str] = (),
 ) -> list[WrapPlan]:
-    """Cut the model into sites, in order of registration, the root last.
+    """The modules to wrap, in order of registration, the root last.
 
-    ``units``: ``"auto"``, or patterns of module names or class names that become sites.
-    ``max_numel``/``min_numel``: blocks above are cut into their children, blocks below join the
-    enclosing site. ``conditional``: modules that only some ranks run; their parameters belong to
-    the enclosing site, which every rank runs. ``leaves``: modules that are never cut.
+    ``units``: ``"auto"``, or patterns of names or class names of modules to wrap. ``max_numel`` and
+    ``min_numel``: larger blocks are split into their children, and smaller ones are gathered with the
+    enclosing wrapped module. ``conditional``: modules that only some ranks run. Their parameters belong
+    to the enclosing wrapped module, which every rank runs. ``leaves``: modules that are never split.
 
-    A parameter shared by several modules belongs to the site of their lowest common ancestor.
-    Raises :class:`ConfigError` for a pattern that matches nothing.
+    A parameter shared by several modules belongs to their lowest common ancestor that is wrapped.
+
+    Raises:
+        ConfigError: a pattern matches no module.
     """
     tree = _Tree(model)
     skipped = tree.matching(conditional, "conditional_modules")
     skipped |= tree.matching(_EXPERTS, "experts", required=False)
     leaf = tree.matching(leaves, "leaf_module", required=False)
     if "" in leaf or "" in leaves:
-        chosen = set()  # all of the model is gathered as one
+        chosen = set()  # the whole model is gathered together
     elif units == "auto":
         chosen = set(_auto_wrapping(tree, max_numel, min_numel, skipped, leaf))
     else:
@@ -76,11 +78,11 @@ def plan_wrapping(
 
 
 class _Tree:
-    """Names, sizes and parameter holders of a module tree; shared modules and parameters once."""
+    """Names, sizes and parameter holders of a module tree. Shared modules and parameters appear once."""
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = dict(model.named_modules())  # each module object once
-        self.holders: dict[str, list[str]] = {}  # first name of a parameter -> all holding modules
+        self.holders: dict[str, list[str]] = {}  # a parameter's first name -> modules that hold it
         first_name: dict[int, str] = {}
         for fqn, module in self.modules.items():
             for leaf, param in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -115,14 +117,14 @@ class _Tree:
 
 
 def fqnmatch(fqn: str, pattern: str) -> bool:
-    """Shell-style match of a dotted name, by the whole name: ``layers.*`` or ``*.mlp``."""
+    """Shell-style match of a whole dotted name, as ``layers.*`` or ``*.mlp``. The root never matches."""
     return bool(fqn) and fnmatchcase(fqn, pattern)
 
 
 def _auto_wrapping(
     tree: _Tree, max_numel: int, min_numel: int, skipped: set[str], leaf: set[str]
 ) -> Iterator[str]:
-    """Walk down: a repeated block that fits is a site; a bigger module is looked into."""
+    """Walk down the tree. Wrap repeated blocks that fit, and look into larger modules."""
 
     def visit(fqn: str) -> Iterator[str]:
         children = [c for c in tree.children(fqn) if tree.numel[c] and c not in skipped]
@@ -137,7 +139,7 @@ def _auto_wrapping(
             if child in leaf or is_single or (is_block and numel <= max_numel):
                 yield child
             elif is_block:
-                yield child  # what its children do not take
+                yield child  # for parameters that its children do not hold
                 yield from visit(child)
             else:
                 yield from visit(child)
@@ -150,7 +152,7 @@ def _is_below(fqn: str, ancestor: str) -> bool:
 
 
 def _common_ancestor(fqns: Sequence[str]) -> str:
-    """The deepest module that contains all the given ones."""
+    """The deepest module that contains all given modules."""
     split = [fqn.split(".") if fqn else [] for fqn in fqns]
     common: list[str] = []
     for parts in zip(*split, strict=False):
@@ -161,7 +163,7 @@ def _common_ancestor(fqns: Sequence[str]) -> str:
 
 
 def _nearest(fqn: str, chosen: set[str]) -> str:
-    """The closest enclosing site of a module; the root is everybody's."""
+    """The closest enclosing wrapped module of a module, else the root."""
     while fqn and fqn not in chosen:
         fqn = fqn.rpartition(".")[0]
     return fqn
