@@ -222,7 +222,7 @@ delay_s = 0.3 + dist.get_rank()  # one waits for the other, longer than it trust
 engine = open_engine(3, checkpoint={"asynchronous": True})
 train(engine, 1)
 keep_expected(engine, root, "first")
-engine._saves.watch_point = lambda point: point == "half" and time.sleep(delay_s)
+engine._saver.watch_point = lambda point: point == "half" and time.sleep(delay_s)
 engine.save_checkpoint(root, "first")
 assert not (root / "first").exists()
 if how == "exit":

@@ -52,7 +52,8 @@ def state_nbytes(units: Iterable[UnitBytes], stage: Stage, rank: int) -> dict[Ke
 
     >>> from zeroshard.core.layout import pack
     >>> from zeroshard.core.stages import STAGES
-    >>> adam = UnitBytes(pack([("w", (128, 64))], world_size=2), 2, 2, 4, {"w": StateBytes(8)})
+    >>> layout = pack([("w", (128, 64))], world_size=2)
+    >>> adam = UnitBytes(layout, 2, 2, master_nbytes=4, state={"w": StateBytes(8)})
     >>> [sum(state_nbytes([adam], STAGES[n], rank=0).values()) / 8192 for n in range(4)]
     [16.0, 10.0, 9.0, 8.0]
     """

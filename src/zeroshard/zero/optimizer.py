@@ -20,8 +20,8 @@ where they differ. Without this, the update would overwrite what the program wro
 *Invariants.* Gradients are in the buffers. ``.grad`` of a fragment is set only while the optimizer's
 ``step`` runs on its chunk, and ``params`` of the groups are the chunk's fragments only then. A direct
 ``optimizer.step()`` would therefore do nothing without an error, and ``_refuse_direct_step`` raises. An
-update that fails midway leaves parameters of two different steps. ``check_whole`` raises from then on, so
-no step or checkpoint uses them.
+update that fails midway leaves parameters of two different steps. The engine is failed from then on
+(:mod:`zeroshard.zero.life`), so no step or checkpoint uses them.
 """
 
 from __future__ import annotations
