@@ -1,4 +1,4 @@
-"""Which transport do these ranks use, and who opens and closes it?"""
+"""Chooses the transport of a group of ranks and opens it."""
 
 from __future__ import annotations
 
@@ -34,15 +34,16 @@ def make_comm(
     check: Callable[[Sequence[int]], None] = lambda _missing: None,
 ) -> Comm:
     """A communicator over ``group`` (default: all ranks). Every rank of the group must call it.
-    ``check`` may end the wait for the others by an error.
+    ``check`` may end the wait for the other ranks by raising.
 
     ``transport``, for CPU ranks of a gloo group: ``shm`` is memory that ranks of one host share;
     ``p2p`` is gloo with tags. ``stock`` is the group's own collectives. ``auto`` takes shm where all
-    ranks can, else p2p, and stock on other backends. Gloo and NCCL get a process group of their own,
-    so that tags, sockets and streams are not shared with the program or with another purpose.
+    ranks can, else p2p, and stock on other backends. On gloo and NCCL a new process group is opened for
+    each ``purpose``, so that its tags, sockets and streams are not shared with the program or another
+    purpose.
 
     Raises:
-        ConfigError: these ranks cannot use ``transport``; on all of them, with the reason.
+        ConfigError: these ranks cannot use ``transport``. All ranks raise it, with the reason.
     """
     if transport not in TRANSPORTS:
         raise ConfigError(
@@ -88,8 +89,8 @@ def make_comm(
         )
     stock = GlooComm if backend == "gloo" else ProcessGroupComm
     if len(ranks) < dist.get_world_size():
-        # Only these ranks are here, and a group that only they build could meet the store keys of
-        # an earlier one of the same ranks.
+        # Only these ranks call this. A group that only they build could read the store keys of an
+        # earlier group of the same ranks.
         return stock(group, recorder=recorder, guard=guard)
     timeout = timedelta(seconds=timeout_s)
     before = open_sockets()
@@ -105,7 +106,7 @@ def _meet(
     timeout_s: float,
     check: Callable[[Sequence[int]], None],
 ) -> PeerMemory | str:
-    """Share memory among ``ranks``, or why not; the same on all of them."""
+    """Share memory among ``ranks``, or return why that is impossible; the same on all of them."""
     if device_type != "cpu":
         return f"it moves tensors of the CPU, not of {device_type}"
     label = f"zs/shm/{purpose}/{','.join(map(str, ranks))}"
@@ -115,7 +116,7 @@ def _meet(
 
 
 def _new_sockets(before: Mapping[int, str]) -> dict[int, str]:
-    """The sockets that appeared since: those of the connections just made."""
+    """The sockets that were opened since ``before``: those of the connections just made."""
     return {fd: what for fd, what in open_sockets().items() if before.get(fd) != what}
 
 
