@@ -187,7 +187,7 @@ class Recorder:
         return self._by_op.setdefault(op, Entries(op))
 
     def enter(self, entry: Entry, tensor: torch.Tensor, numel: int, sent: int) -> Item:
-        """Record one collective that moves ``numel`` elements in all; this rank sends ``sent`` of them."""
+        """Record one collective of ``numel`` elements in all, of which this rank sends ``sent``."""
         if entry.numel != numel or entry.dtype is not tensor.dtype:
             self._resize(entry, tensor, numel, sent)
         self._history = history = (self._history * MULTIPLIER ^ entry.word) & MASK_64
