@@ -494,7 +494,7 @@ def _waits_in(status: RankStatus, seq: int) -> bool:
 
 
 def _follows(status: RankStatus, first: Record, then: Record, seq: int) -> bool:
-    """Whether this rank calls ``then`` after ``seq``, or called it right after ``first`` before ``seq``."""
+    """Whether this rank calls ``then`` after ``seq``, or called it right after ``first`` earlier."""
     records = _records(status)
     if any(r.seq > seq and r.call == then.call for r in records):
         return True
