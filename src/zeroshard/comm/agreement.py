@@ -41,8 +41,9 @@ def namespace(store: Store, label: str, rank: int) -> Store:
 def numbered_namespace(store: Store, label: str, rank: int) -> tuple[int, Store]:
     """How often this rank called this for ``label`` before, and the key space of this call.
 
-    The n-th call of one rank gets the key space of the n-th call of every other rank, also if a rank left
-    the one before too early: the store counts the calls of each rank separately.
+    The n-th call of one rank gets the key space of the n-th call of every other rank. That holds even
+    if a rank left an earlier one before the others had come: the store counts the calls of each rank
+    separately.
     """
     number = store.add(f"{label}/arrivals/{rank}", 1) - 1
     return number, cast("Store", PrefixStore(f"{label}/{number}", cast("Any", store)))
@@ -93,7 +94,7 @@ def agree_plan(
     """Return if all ranks have equal ``fields``; collective.
 
     Raises:
-        RankMismatch: names the first field that differs, its values and who has them.
+        RankMismatch: names the first field that differs, its values, and the ranks that have them.
         RankLate: some ranks did not post within ``timeout_s``; it names them.
     """
     digest = post_plan(store, rank, fields)

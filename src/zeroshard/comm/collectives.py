@@ -219,7 +219,7 @@ class ProcessGroupComm(RecordedComm):
         self.transport = backend if backend in ("nccl", "fake") else f"stock:{backend}"
         self._group: dist.ProcessGroup | None = group
         self._owns_group = owns_group
-        # Gloo blocks the host inside wait: in slices, so that Ctrl-C and a verdict get through.
+        # Gloo blocks the host inside wait: slices of time let Ctrl-C and a fatal diagnosis take effect.
         self._slice = _SLICE if backend == "gloo" else None
         self._sockets = dict(sockets or {})
 

@@ -63,7 +63,8 @@ class ControlGroup:
 
         Raises:
             RankLost: the process of a rank ended, or the process that serves the store; it names the
-                ranks and the topic. RankLate: some ranks did not post in time.
+                ranks and the topic.
+            RankLate: some ranks did not post in time.
         """
         self._calls += 1
         store, call = self._store, self._calls

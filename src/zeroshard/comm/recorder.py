@@ -18,8 +18,8 @@ thread only reads (:meth:`~Recorder.oldest_pending`, :meth:`~Recorder.flight`) a
 
 Invariants, and what breaks without them:
 
-* Every collective is recorded, in the order of the calls, before it starts. Otherwise the hash of a rank
-  would say nothing about what it waits in, and a tag could match a different collective.
+* Every collective is recorded, in the order of the calls, before it starts. Otherwise a rank could wait
+  in a collective that neither its hash nor its recording contains.
 * The lower 31 bits of the hash are the tag of a message, the upper 32 bits are compared at step
   boundaries (:attr:`Recorder.hash32`). The two parts are disjoint, so a divergence that a tag misses (one
   in 2**31) is seen at the next boundary.
@@ -243,7 +243,7 @@ class Recorder:
         self._device = torch.cuda.current_device()
 
     def enter_thread(self) -> None:
-        """Select the device. Another thread calls this once before it calls :meth:`oldest_pending`."""
+        """Select the followed device in the calling thread, as :meth:`oldest_pending` needs it there."""
         if self.pending is not None:
             torch.cuda.set_device(self._device)
 

@@ -19,8 +19,8 @@ Invariants, and what breaks without them:
   x86-64 keeps both orders. On other processors Python has no fence for it, and a reader could see the
   number of data that has not arrived; :func:`unavailable` refuses them.
 * A block gets an offset that no other block ever gets, even after it was discarded. Readers keep one
-  mapping per offset and never look whether it is still right; if offsets were reused, they would read
-  beyond a block or a part of another one.
+  mapping per offset and never look whether it is still right; if offsets were reused, a mapping
+  could have the size of an older block.
 * A block is reused only if no tensor of the program lies in it (:attr:`Block.is_lent`) and all ranks have
   marked every collective that was published from it (:attr:`Block.reads`). Otherwise a slow rank would
   read the data of a later collective: a wrong sum without an error.

@@ -156,7 +156,7 @@ class _Rank:
         self.process.close()
 
     def stops_before(self, deadline_s: float) -> bool:
-        """Whether SIGSTOP reaches the process before the deadline (Linux). Polls: no event tells."""
+        """Whether SIGSTOP reaches the process before the deadline (Linux). It has to poll."""
         while time.monotonic() < deadline_s:
             stat = Path(f"/proc/{self.process.pid}/stat").read_text()
             if stat.rpartition(")")[2].split()[0] in "tT":

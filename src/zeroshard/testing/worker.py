@@ -44,7 +44,7 @@ class TestJob:
     file: str
     module: str
     qualname: str
-    arguments: bytes  # pickle of (args, kwargs); read after the module, which may define their classes
+    arguments: bytes  # of (args, kwargs); read after the module, which may define their classes
     rank: int
     world_size: int
     backend: str | None  # None: the body starts its process group itself

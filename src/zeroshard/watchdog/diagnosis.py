@@ -98,7 +98,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """``kind`` is the name of an error class, ``ranks`` caused the stall; ``fatal``: it ends the run."""
+    """``kind``: the name of an error class. ``ranks``: those it names. ``fatal``: it ends the run."""
 
     kind: str
     fatal: bool
@@ -119,7 +119,7 @@ class StallClock:
     def observe(self, now_s: float, mark: Hashable) -> bool:
         """True when a round of questions is due. ``mark`` identifies the wait; None: not waiting.
 
-        Rounds are ``first_s`` apart at first, then an eighth of the time waited, up to 15 s.
+        Rounds are ``first_s`` apart at first; later an eighth of the time waited so far, up to 15 s.
         """
         if mark is None or mark != self._mark:
             self._mark, self._since_s, self._due_s = mark, now_s, self._first_s

@@ -3,10 +3,10 @@
 Such a read is an all-gather to which every rank contributes. In a program that was written for
 DeepSpeed one rank may read alone: with DeepSpeed it gets nothing, and the run goes on. In such a
 program, therefore, each rank posts in the store that it has come to a read, before the all-gather
-begins. It begins when all ranks have posted. It does not begin if a rank is known to be elsewhere: in a
-call that this rank makes only after its read, in another read, or gone. A rank that reads alone is told
-so and has called no collective, so all ranks still make the same collectives in the same order. If
-nothing is known about a rank, it may be slow, and this rank waits for it. See
+begins. The all-gather begins when all ranks have posted. It does not if a rank is known to be
+elsewhere: in a call that this rank makes only after its read, in another read, or gone. A rank that
+reads alone learns it and has called no collective, so all ranks still make the same collectives in the
+same order. If nothing is known about a rank, it may be slow, and this rank waits for it. See
 docs/decisions/0011-lonely-reads.md.
 """
 

@@ -1,4 +1,4 @@
-"""Opens the communicators of an engine or a model, watched by the watchdog from the first call on."""
+"""Opens the communicators of an engine or a model, and lets the watchdog follow their calls."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ class CommSession:
         raise self.session_watch.settle(odd)
 
     def step(self, number: int) -> None:
-        """Note that step ``number`` begins. Messages name it; the time of the first report follows from
-        the time between steps."""
+        """Note that step ``number`` begins. Messages name it, and the time between steps decides when a
+        stall is first reported."""
         self.recorder.mark_step(number)
 
     @contextlib.contextmanager

@@ -90,7 +90,7 @@ def await_all(store: Store, rank: int, world_size: int, *, timeout_s: float) -> 
         exchange(
             store, rank, world_size, "", key="joined", timeout_s=timeout_s + 60, check=waiting.look
         )
-    except RankLate as error:  # a rank that joins later would wait for ranks that have gone
+    except RankLate as error:  # later ranks must fail too: these ranks have gone
         store.set("gave up", str(error))
         raise
     if store.check(["gave up"]):

@@ -52,7 +52,7 @@ class TrackedCalls:
 
     def first_report_s(self) -> float:
         """Seconds inside one call until a stall is reported."""
-        if self.label == TORCH:  # programs wait on purpose, say while one rank prepares data
+        if self.label == TORCH:  # programs wait there on purpose, e.g. for one that prepares data
             return self.trust.report_limit_s
         return self.trust.limits(self.step_s()).first_report_s
 
@@ -159,8 +159,8 @@ class CallsOfTorch:
         if found is None:
             return None
         frame, name = found
-        # An attribute of the frame that only tracing reads marks a call that was seen before. To keep the
-        # frame would do so as well, but it would keep alive what its callers hold.
+        # An attribute of the frame that only tracing reads marks a call that was seen before. Keeping the
+        # frame would also work, but would keep alive what its callers hold.
         if frame.f_trace_lines:
             frame.f_trace_lines = False
             self._seen += 1

@@ -30,6 +30,8 @@ Which thread may do what:
 
 Invariants, and what breaks without them:
 
+* A process has at most one watchdog over the same ranks (``watchdog_of`` in :mod:`~.startup`). Answers in
+  the store have a key per rank, so two watchdogs of one process would overwrite each other's answers.
 * ``diagnosis`` is set once and never changed. So all threads of a rank report the same one.
 * A fatal diagnosis is raised, or else the process ends with exit code 75 after ``grace_s`` seconds
   (:meth:`Watchdog._enforce`). Otherwise a main thread that nothing can wake would hang.
@@ -37,8 +39,8 @@ Invariants, and what breaks without them:
   may serve the store. Otherwise the others would only see that the store is gone.
 * No call to the store lacks a deadline, since a store whose server is frozen never answers. If the store
   is lost, the watchdog judges by what its own host shows (:meth:`Watchdog._judge_alone`).
-* The thread holds the watchdog by a weak reference between two looks. Otherwise an engine that the
-  program dropped without closing would never be collected.
+* The thread holds the watchdog by a weak reference between two looks. Otherwise the watchdog of an
+  engine that the program dropped without closing it would never end.
 """
 
 from __future__ import annotations
@@ -165,7 +167,7 @@ class Watchdog:
         self._peers = {rank: Peer(rank, self._here, str(recording))}
         self._idle: set[int] = set()
         self._channel = StoreClient(store, name=f"zeroshard-side-{rank}")
-        # Ends the thread of a watchdog that is collected without being closed.
+        # A watchdog that is collected without being closed must not leave a thread.
         weakref.finalize(self, self._channel.end)
         times = self._call(lambda s: s.add(f"times/{rank}", 1))
         # A rank that starts its first watchdog still reads the diagnosis that ended the run. A rank that
