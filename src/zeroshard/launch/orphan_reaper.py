@@ -28,7 +28,7 @@ for group in groups:
 
 
 class OrphanReaper:
-    """A process that kills the watched process groups if this process ends without :meth:`dismiss`."""
+    """A helper process that kills the watched groups if this process ends without :meth:`dismiss`."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(

@@ -169,10 +169,10 @@ def reference_run(
 
     16 bit: the gradient of each rank and micro-batch is computed separately in 16 bit and upcast. The
     gradients of one rank are added in fp32. That sum is rounded to ``reduce_dtype``, if it is given,
-    and the sums of all ranks are added in rank order. The optimizer updates fp32 masters, which start
-    as the rounded parameters. fp16 uses ``scale``, and skips the optimizer and the schedule when a
-    gradient is not finite. ZeroShard rounds a sum of micro-batches to its reduction dtype where it
-    reduces once a step (stages 0 and 1).
+    and the sums of all ranks are added in rank order. The total is rounded to ``reduce_dtype`` as well.
+    The optimizer updates fp32 masters, which start as the rounded parameters. fp16 uses ``scale``, and
+    skips the optimizer and the schedule when a gradient is not finite. ZeroShard rounds a sum of
+    micro-batches to its reduction dtype where it reduces once a step (stages 0 and 1).
 
     ``untouched``: what the optimizer sees of parameters that got no gradient: ``skip``, no gradient, like
     plain PyTorch after ``zero_grad(set_to_none=True)``; ``zeros``, a gradient of zeros.
