@@ -322,7 +322,8 @@ class Ring:
     def begin(self, item: Item) -> int:
         """The sequence number of a new collective, whose slot is free.
 
-        Raises what the guard explains if the waits were aborted.
+        Raises:
+            DistributedError: the waits were aborted; the guard decides which error it is.
         """
         if self._aborted:  # a late rank would find what the others had published, and go on alone
             others = [rank for rank in self._ranks if rank != self._ranks[self.rank]]
@@ -383,7 +384,9 @@ class Ring:
     def await_post(self, item: Item, seq: int, peer: int, mapping: PeerMapping) -> None:
         """Return when ``peer`` has published collective ``item`` under the number ``seq``.
 
-        Raises what the guard explains if ``peer`` ends, closes, or takes longer than the timeout.
+        Raises:
+            DistributedError: ``peer`` ended, closed its communicator or took longer than the timeout, or
+                the waits were aborted; the guard decides which error it is.
         """
         has, tag = mapping.control.has, item[2]
         for _ in range(_LOOKS):
@@ -430,8 +433,7 @@ class Ring:
     def _wait(self, item: Item, peer: int, mapping: PeerMapping, seq: int, *, posted: bool) -> None:
         """Sleep until ``peer`` has published ``seq`` (``posted``), or has read it.
 
-        Raises what the guard explains if the peer's process ended, if it closed its communicator, after
-        the timeout, and after :meth:`abort`.
+        Raises as :meth:`await_post`.
         """
         control, process = mapping.control, self._processes[peer]
         here = self._processes[self.rank]

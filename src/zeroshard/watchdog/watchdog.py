@@ -240,7 +240,11 @@ class Watchdog:
             self.close()
 
     def check(self, _missing: Sequence[int] = ()) -> None:
-        """Raise the fatal diagnosis, if there is one."""
+        """Raise the fatal diagnosis, if there is one.
+
+        Raises:
+            DistributedError: what :func:`error_of` makes of the diagnosis.
+        """
         diagnosis = self._state.diagnosis
         if diagnosis is not None:
             self._linger()
@@ -270,7 +274,7 @@ class Watchdog:
         return Position(self._rank, reached, last, own[1] if own is not None else "", wait)
 
     def why_gone(self, label: str, rank: int) -> str:
-        """Why ``rank`` will make no further call of ``label``, or "". Raises a fatal diagnosis."""
+        """Why ``rank`` will make no further call of ``label``, or "". Raises as :meth:`check`."""
         self.check()
         peer, state, reason = self._read_card(rank)
         fate, detail = peer.fate(self._here) if peer is not None else ("", "")
