@@ -1,7 +1,8 @@
 """ZeroShard: ZeRO training for PyTorch.
 
-``initialize`` takes DeepSpeed's arguments and returns its 4-tuple; :class:`Engine` is the same without
-the tuple. Importing this module starts nothing and compiles nothing: names are loaded when first used.
+``initialize`` takes DeepSpeed's arguments and returns its 4-tuple; :class:`Engine` builds the engine
+alone. Importing this package starts nothing and compiles nothing: names are loaded when they are first
+used.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""How does a program that says ``import deepspeed`` run on ZeroShard?
+"""Runs programs that ``import deepspeed`` on ZeroShard.
 
-``install()`` at its top; or, without touching it, ``zeroshard launch --as-deepspeed program.py``, or
-``eval "$(zeroshard compat)"`` before any other launcher.
+Call :func:`install` at the top of the program. Without a change of the program, start it with
+``zeroshard launch --as-deepspeed program.py``, or run ``eval "$(zeroshard compat)"`` in the shell before
+any other launcher.
 """
 
 from __future__ import annotations

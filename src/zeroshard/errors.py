@@ -1,7 +1,8 @@
-"""Which exceptions does ZeroShard raise?
+"""The exceptions that ZeroShard raises.
 
-One tree. Every message says what happened, with which value, why it matters and what to do, and is the
-same on every rank that can know it. ``assert`` is kept for ZeroShard's own invariants.
+All derive from :class:`ZeroShardError`. Every message says what happened, with which value, why it
+matters and what to do. It is the same on every rank that can know it. ``assert`` is only for
+ZeroShard's own invariants.
 """
 
 from __future__ import annotations
@@ -12,23 +13,23 @@ class ZeroShardError(RuntimeError):
 
 
 class ConfigError(ZeroShardError, ValueError):
-    """The configuration is wrong; the text lists every problem found, one per line."""
+    """The configuration is wrong. The message lists every problem that was found, one per line."""
 
 
 class UnsupportedError(ZeroShardError):
-    """A known feature that ZeroShard does not offer (yet), with the reason."""
+    """A known feature that ZeroShard does not have (yet). The message says why."""
 
 
 class UsageError(ZeroShardError):
-    """A call that cannot work as made: wrong order, wrong type, wrong moment."""
+    """A call that cannot work: wrong order, wrong type or wrong time."""
 
 
 class ShardedAccess(UsageError):
-    """A sharded parameter was written, or read in strict mode, outside its unit."""
+    """A sharded parameter was written, or read in strict mode, while it was not unsharded."""
 
 
 class UnitStateError(ZeroShardError):
-    """A unit was asked to cross an edge that its state table does not have."""
+    """A unit was asked for a change of state that its state table does not have."""
 
 
 class LossScaleError(ZeroShardError):
@@ -36,23 +37,23 @@ class LossScaleError(ZeroShardError):
 
 
 class UnevenBatches(ZeroShardError):
-    """Some ranks have a batch where others have none."""
+    """Some ranks have a batch and others have none left."""
 
 
 class DiskError(ZeroShardError):
-    """The disk tier cannot hold, read or write state; the text gives path, offset and bytes."""
+    """The disk tier cannot hold, read or write state. The message gives path, offset and bytes."""
 
 
 class HostMemoryError(ZeroShardError):
-    """What the ranks of a host plan to hold exceeds the memory they may use; the text has a table."""
+    """The ranks of a host would need more memory than they may use. The message has a table."""
 
 
 class CheckpointError(ZeroShardError):
-    """A checkpoint could not be written or read; nothing that existed before was touched."""
+    """A checkpoint could not be written or read. Nothing that existed before was changed."""
 
 
 class DistributedError(ZeroShardError):
-    """Base of everything that concerns several ranks."""
+    """Base of all errors that concern several ranks."""
 
 
 class RankMismatch(DistributedError):
@@ -60,7 +61,7 @@ class RankMismatch(DistributedError):
 
 
 class RankDivergence(DistributedError):
-    """Ranks called different collectives, or the same ones in another order."""
+    """Ranks called different collectives, or the same collectives in another order."""
 
 
 class RankLost(DistributedError):
@@ -68,7 +69,10 @@ class RankLost(DistributedError):
 
 
 class RankFrozen(DistributedError):
-    """A rank is alive but does not run: stopped, waiting for a disk, or holding the interpreter lock."""
+    """A rank's process lives but runs no Python.
+
+    It is stopped, waits for a disk, or one of its threads holds the interpreter lock.
+    """
 
 
 class RankLate(DistributedError):
@@ -76,7 +80,7 @@ class RankLate(DistributedError):
 
 
 class TransportStuck(DistributedError):
-    """All ranks wait in the same collective and no byte moves."""
+    """All ranks wait in the same collective and it does not end."""
 
 
 class LaunchError(ZeroShardError):
@@ -84,5 +88,5 @@ class LaunchError(ZeroShardError):
 
 
 def in_short(error: BaseException) -> str:
-    """An error on one line of at most 600 characters, for other ranks."""
+    """Type and message of an error on one line of at most 600 characters, to send to other ranks."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:600]

@@ -1,6 +1,6 @@
 """Old module and class names, which work for one release with one warning each.
 
-Names are relative to ``zeroshard``. This file goes with release 0.3.
+Names are relative to ``zeroshard``. This file will be removed in release 0.3.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ CLASSES = {  # in the new module: old name -> new name
 }
 
 _PACKAGES = ("store", "native", "integrations.deepspeed")
-"""Old names below which others lie; the first two have nothing of their own."""
+"""Old packages with other old names below them. The first two have no content apart from those."""
 
 
 def _warn(old: str, new: str) -> None:
@@ -246,7 +246,7 @@ def _warn(old: str, new: str) -> None:
 
 
 def old_names(module: str) -> Callable[[str], Any]:
-    """A ``__getattr__`` for the module ``zeroshard.<module>``: serves its classes by their old names."""
+    """A ``__getattr__`` for ``zeroshard.<module>`` that finds its classes by their old names."""
 
     def find(name: str) -> Any:
         new = CLASSES.get(module, {}).get(name)
@@ -260,7 +260,7 @@ def old_names(module: str) -> Callable[[str], Any]:
 
 
 class _OldModule(ModuleType):
-    """Gives what the new module has, by its old names too."""
+    """Stands for an old module: its attributes are those of the new module, by new and by old names."""
 
     def __init__(self, old: str, new: str | None) -> None:
         super().__init__(f"zeroshard.{old}")
@@ -277,17 +277,20 @@ class _OldModule(ModuleType):
 
 
 class _OldNames(MetaPathFinder, Loader):
-    """Asked first: a folder of an old name may be left over, with nothing but caches in it."""
+    """Finds and loads old modules.
+
+    It is first in ``sys.meta_path``, because a folder with an old name and only caches may still exist.
+    """
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """A spec for one of our old names, None for all others."""
+        """A spec if ``fullname`` is an old name of ZeroShard, else None."""
         package, _, old = fullname.partition(".")
         if package != "zeroshard" or not (old in MODULES or old in _PACKAGES):
             return None
         return ModuleSpec(fullname, self, is_package=old in _PACKAGES)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """The stand-in; says the new name, once for each old one."""
+        """The stand-in for an old module. Warns with the new name, once for each old name."""
         old = spec.name.partition(".")[2]
         new = MODULES.get(old)
         if new is not None:
@@ -295,7 +298,7 @@ class _OldNames(MetaPathFinder, Loader):
         return _OldModule(old, new)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing: attributes are looked up when they are used."""
+        """Do nothing: attributes are looked up when they are used."""
 
 
 def attribute_of_engine(engine: Any, name: str, error: AttributeError) -> Any:
@@ -315,6 +318,6 @@ def attribute_of_engine(engine: Any, name: str, error: AttributeError) -> Any:
 
 
 def serve() -> None:
-    """Old names can be imported from now on."""
+    """Make old names importable from now on."""
     if not any(isinstance(finder, _OldNames) for finder in sys.meta_path):
         sys.meta_path.insert(0, _OldNames())

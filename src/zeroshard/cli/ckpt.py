@@ -1,4 +1,4 @@
-"""What can one do with checkpoints from a shell, without ranks?"""
+"""The ``zeroshard ckpt`` commands: list, show, verify, export, compare and remove checkpoints."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def prune_command(
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of ``ls``; None: not known. ``state``: ``complete``, or why it cannot be loaded."""
+    """One line of ``ls``. None: not known. ``state``: ``complete``, or why it cannot be loaded."""
 
     tag: str
     state: str
@@ -206,7 +206,7 @@ class Row:
 
 
 def rows(directory: Path) -> list[Row]:
-    """All that looks like a checkpoint below ``directory``, by step."""
+    """The directories in ``directory`` that look like checkpoints, by step."""
     from zeroshard.checkpoint import directory as places
 
     _check_directory(directory)
@@ -252,7 +252,7 @@ def _row(path: Path, latest: str) -> Row | None:
 
 
 def facts_of(source: Source) -> dict[str, Any]:
-    """What ``show`` prints: JSON values; lists of dicts are tables."""
+    """What ``show`` prints, as JSON values. Lists of dicts are printed as tables."""
     from zeroshard.checkpoint.manifest import VALUE
     from zeroshard.checkpoint.reader import CheckpointReader
 
@@ -298,7 +298,7 @@ def _shared_facts(source: Source) -> dict[str, Any]:
 
 
 def problems_of(path: Path) -> list[str]:
-    """What is wrong with the checkpoint at ``path``; all of it is read."""
+    """What is wrong with the checkpoint at ``path``. Reads all of its bytes."""
     from zeroshard.checkpoint.open_checkpoint import open_checkpoint
     from zeroshard.checkpoint.reader import CheckpointReader
 
@@ -310,7 +310,7 @@ def problems_of(path: Path) -> list[str]:
 
 
 def _unreadable(source: Source) -> list[str]:
-    """Of a format without checksums: what cannot be read."""
+    """The tensors that cannot be read, of a checkpoint in a format without checksums."""
     from zeroshard.checkpoint.reader import full
 
     found = []
@@ -324,7 +324,12 @@ def _unreadable(source: Source) -> list[str]:
 
 
 def _path(directory: Path, tag: str | None) -> Path:
-    """The directory of one checkpoint. Raises :class:`CheckpointError` if there is none."""
+    """The directory of one checkpoint.
+
+    Raises:
+        CheckpointError: there is none.
+        UsageError: ``directory`` is itself a checkpoint, and not the one with ``tag``.
+    """
     from zeroshard.checkpoint.deepspeed.reader import is_deepspeed
     from zeroshard.checkpoint.directory import resolve
     from zeroshard.checkpoint.manifest import MANIFEST
@@ -357,7 +362,7 @@ def _nbytes_below(path: Path) -> int:
 
 
 def _as_json(difference: Difference) -> dict[str, Any]:
-    """JSON has no NaN and no infinity: they become texts."""
+    """The difference as JSON values. NaN and infinity, which JSON does not have, become texts."""
     largest = difference.max_abs
     odd = largest is not None and not math.isfinite(largest)
     return {**asdict(difference), "max_abs": str(largest) if odd else largest}
@@ -365,7 +370,7 @@ def _as_json(difference: Difference) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _errors_told() -> Iterator[None]:
-    """Errors that have a text for people end the command with 2, without a traceback."""
+    """A context in which ZeroShard's errors and OSError end the command with 2, without a traceback."""
     try:
         yield
     except (ZeroShardError, OSError) as error:
@@ -375,7 +380,7 @@ def _errors_told() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _bar() -> Iterator[Progress]:
-    """A progress bar, if somebody sees it."""
+    """A progress bar, if standard error is a terminal."""
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 
     console = _console(stderr=True)
@@ -386,7 +391,7 @@ def _bar() -> Iterator[Progress]:
 
 
 def _console(*, stderr: bool = False) -> Console:
-    """As wide as it takes where nobody's window limits it."""
+    """A console that wraps lines only if the stream is a terminal."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
@@ -416,7 +421,7 @@ def _text(value: object) -> str:
 
 
 def _size(nbytes: int) -> str:
-    """Decimal, as disks and ``max_shard_size`` count.
+    """A size in decimal units, as for disks and ``max_shard_size``.
 
     >>> _size(1_234_000)
     '1.23 MB'

@@ -1,4 +1,4 @@
-"""How does a shell let other launchers find ZeroShard as ``deepspeed``?"""
+"""The ``zeroshard compat`` command: lets other launchers of a shell find ZeroShard as ``deepspeed``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def compat_command(
 
 
 def warn_of_winner() -> None:
-    """Say so if another ``deepspeed`` comes before ours whatever PYTHONPATH says."""
+    """Print a warning if another ``deepspeed`` is found before ZeroShard's, whatever PYTHONPATH is."""
     if found := winner():
         print(
             f"zeroshard: {found} answers every 'import deepspeed', although ZeroShard is first on "

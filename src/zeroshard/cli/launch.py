@@ -1,4 +1,4 @@
-"""How do the options on the command line become a :class:`LaunchRequest`?"""
+"""The ``zeroshard launch`` command: makes a :class:`LaunchRequest` from options and runs it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from zeroshard.deepspeed.install import DIRECTORY
 from zeroshard.errors import LaunchError
 from zeroshard.launch import LAUNCHERS, LaunchRequest, ShutdownTimeouts, launch
 
-# Everything behind the script belongs to the script.
+# All words after the script are arguments of the script.
 CONTEXT = {"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
 
 
 def _refused(reason: str) -> Any:
-    """An option of DeepSpeed's command that ends the launch with a reason."""
+    """The callback of an option of DeepSpeed's command that is refused with ``reason``."""
 
     def check(value: Any) -> None:
         if value:
@@ -203,7 +203,7 @@ def launch_command(
 
     Says why a rank died, shows the first traceback once, and ends with that rank's exit code.
     """
-    # No check is made beforehand; the others were refused by their callbacks.
+    # There is no ssh check to turn off. The callbacks have refused the other options.
     del no_ssh_check, autotuning, elastic_training, min_elastic_nodes, max_elastic_nodes
     if as_deepspeed and not quiet:
         warn_of_winner()

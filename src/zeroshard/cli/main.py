@@ -1,6 +1,6 @@
-"""What can one do with ZeroShard from a shell?
+"""The ``zeroshard`` command.
 
-Every command imports what it needs itself, so that ``zeroshard --help`` does not wait for torch.
+Each command imports what it needs when it runs, so that ``zeroshard --help`` does not import torch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def config_command(
     """Print every value that a configuration resolves to, and where it comes from."""
     from zeroshard.config import Hardware, load_config
 
-    def hardware() -> Hardware:  # torch is imported only if the file leaves a choice
+    def hardware() -> Hardware:  # imports torch; called only if needed
         from zeroshard.comm.env import RankInfo, local_device
         from zeroshard.precision.hardware import hardware_of
 

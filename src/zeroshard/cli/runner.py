@@ -1,4 +1,4 @@
-"""What does ``deepspeed.launcher.runner.main`` do for a program that calls it?"""
+"""``deepspeed.launcher.runner.main``, for programs that call it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ _UsageError: Any = typer.BadParameter.__base__  # also of unknown and missing op
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run ``deepspeed [flags] script args`` beside the caller, and return when it has ended.
+    """Run ``deepspeed [flags] script args`` in a child process, and return when it has ended.
 
-    Raises :class:`LaunchError` for flags that are unknown or contradict each other, before anything is
-    started, and SystemExit with the run's exit code if that is not 0.
+    Raises:
+        LaunchError: flags are unknown or contradict each other. Raised before anything is started.
+        SystemExit: the run ended with this exit code, which is not 0.
     """
     words = list(sys.argv[1:] if args is None else args)
     if not _check(words):
@@ -41,7 +42,11 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _check(words: list[str]) -> bool:
-    """Is there anything to run? (``--help`` is answered here.)"""
+    """Whether there is anything to run: False after ``--help``, which is answered here.
+
+    Raises:
+        LaunchError: flags are unknown or contradict each other.
+    """
     try:
         context = typer.main.get_command(standalone).make_context("deepspeed", words)
     except typer.Exit:

@@ -1,4 +1,4 @@
-"""How ranks talk to each other: transports, records, agreement and the watch over both."""
+"""Communication between ranks: transports, records of collectives, and agreement through the store."""
 
 from zeroshard.comm.collectives import Comm, Handle, ProcessGroupComm, SoloComm
 from zeroshard.comm.connect import make_comm

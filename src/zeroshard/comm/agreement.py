@@ -1,7 +1,8 @@
-"""Do all ranks hold the same plan, before the first byte moves?
+"""Checks that all ranks have the same plan before the first collective.
 
-Ranks meet in the store that their process group was built with. A different config on one rank is
-then an error in the first second, with one text on every rank, not a hang or a wrong number later.
+Ranks compare fingerprints through the store that their process group was built with. If the config of one
+rank differs, every rank raises the same error in the first second, instead of a hang or a wrong number
+later.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from zeroshard.comm.flight_recorder import rank_ranges
 from zeroshard.errors import RankLate, RankMismatch
 
 FAILED = "failed"
-"""The only field of a rank that cannot come, because something went wrong on its way here: what."""
+"""Key of the only field that a rank posts if it failed before it could agree. The value says why."""
 
 
 class Store(Protocol):
-    """What is used of a torch.distributed store."""
+    """The methods of a ``torch.distributed`` store that are used here."""
 
     def set(self, key: str, value: str, /) -> None: ...
     def get(self, key: str, /) -> bytes: ...
@@ -33,15 +34,16 @@ class Store(Protocol):
 
 
 def namespace(store: Store, label: str, rank: int) -> Store:
-    """A key space that no earlier meeting under this label has used."""
+    """A key space of ``store`` that no earlier call under ``label`` has used."""
     return numbered_namespace(store, label, rank)[1]
 
 
 def numbered_namespace(store: Store, label: str, rank: int) -> tuple[int, Store]:
-    """The same, and how many meetings under this label there were before.
+    """How often this rank called this for ``label`` before, and the key space of this call.
 
-    A rank's n-th meeting is every other rank's n-th, also if one left the last before the others came:
-    the store counts for each rank by itself.
+    The n-th call of one rank gets the key space of the n-th call of every other rank. That holds even
+    if a rank left an earlier one before the others had come: the store counts the calls of each rank
+    separately.
     """
     number = store.add(f"{label}/arrivals/{rank}", 1) - 1
     return number, cast("Store", PrefixStore(f"{label}/{number}", cast("Any", store)))
@@ -57,10 +59,10 @@ def exchange(
     timeout_s: float = 1800.0,
     check: Callable[[Sequence[int]], None] = lambda _missing: None,
 ) -> list[str]:
-    """Every rank's ``value``, in rank order. Waits for all; ``check(missing)`` may end that by an error.
+    """Every rank's ``value``, in rank order. Waits for all; ``check(missing)`` may end that by raising.
 
     Raises:
-        RankLate: some ranks did not come within ``timeout_s``; it names them.
+        RankLate: some ranks did not post within ``timeout_s``; it names them.
     """
     store.set(f"{key}/{rank}", value)
     missing = [r for r in range(world_size) if r != rank]
@@ -92,8 +94,8 @@ def agree_plan(
     """Return if all ranks have equal ``fields``; collective.
 
     Raises:
-        RankMismatch: names the first field that differs, its values and who has them.
-        RankLate: a rank did not come.
+        RankMismatch: names the first field that differs, its values, and the ranks that have them.
+        RankLate: some ranks did not post within ``timeout_s``; it names them.
     """
     digest = post_plan(store, rank, fields)
     digests = exchange(
@@ -110,9 +112,10 @@ def agree_plan(
 
 
 def post_plan(store: Store, rank: int, fields: Mapping[str, str]) -> str:
-    """Post ``fields`` without waiting for the others; returns their digest.
+    """Post ``fields`` without waiting for the other ranks; return their digest.
 
-    A rank that fails on its way to :func:`agree_plan` posts why; the others' agreement then fails.
+    A rank that fails before :func:`agree_plan` posts :data:`FAILED` and the reason; the agreement then
+    fails on the other ranks.
     """
     digest = hashlib.sha256(json.dumps(dict(fields)).encode()).hexdigest()
     store.set(f"fields/{rank}", json.dumps([socket.gethostname(), dict(fields)]))
@@ -123,14 +126,14 @@ def post_plan(store: Store, rank: int, fields: Mapping[str, str]) -> str:
 def agree_value(
     store: Store, rank: int, world_size: int, name: str, value: str, *, timeout_s: float = 1800.0
 ) -> None:
-    """Return if all ranks have the same ``value``; collective. Errors as :func:`agree_plan`."""
+    """Return if all ranks have the same ``value``; collective. Raises as :func:`agree_plan`."""
     agree_plan(store, rank, world_size, {name: value}, timeout_s=timeout_s)
 
 
 def mismatch_text(
     groups: Sequence[Sequence[int]], plans: Sequence[tuple[str, Mapping[str, Any]]]
 ) -> str:
-    """Who failed before, or who differs from whom, in what. ``groups`` of ranks, the largest first.
+    """Which ranks failed before, or which ranks differ in what. ``groups``: ranks, largest group first.
 
     >>> plans = [("a", {"stage": "2"}), ("b", {"stage": "3"})]
     >>> mismatch_text([[0, 1, 2], [3]], plans)[:68]

@@ -1,7 +1,7 @@
-"""Which collectives may the runtime call, and what do they cost on one rank or a process group?
+"""The collectives that the runtime may call, over one rank or over a process group.
 
 W ranks share a unit; N padded elements of the unit, S = N // W; K elements of a small vector.
-Every call returns at once and is finished by ``wait`` on its handle. Reductions sum.
+Every call that returns a handle returns at once; ``wait`` on the handle finishes it. Reductions sum.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zeroshard.comm.recorder import Entry, Item, Recorder
 from zeroshard.errors import RankLost, UsageError
 
 _SLICE = timedelta(seconds=1)
-#: What every backend can gather by type; everything else travels as bytes.
+#: Dtypes that every backend can gather; tensors of other dtypes are sent as bytes.
 _NATIVE = frozenset(
     {torch.float64, torch.float32, torch.float16, torch.bfloat16}
     | {torch.int64, torch.int32, torch.int8, torch.uint8}
@@ -32,10 +32,10 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 
 class Handle(Protocol):
-    """A collective in flight. It keeps its buffers alive; none may be written before ``wait``."""
+    """A collective in flight. It keeps its buffers alive; none of them may be written before ``wait``."""
 
     def wait(self) -> None:
-        """Return when the result is there; on CUDA: when the current stream will wait for it."""
+        """Return when the result is complete. On CUDA: when the current stream is made to wait for it."""
 
 
 @runtime_checkable
@@ -48,37 +48,38 @@ class Comm(Protocol):
     recorder: Recorder
 
     def all_gather(self, full_N: Tensor, shard_S: Tensor, *, name: str) -> Handle:
-        """Fill ``full_N`` with every rank's ``shard_S``, which may be ``full_N``'s own slice."""
+        """Fill ``full_N`` with every rank's ``shard_S``, which may be this rank's slice of ``full_N``."""
 
     def reduce_scatter(self, out_S: Tensor, full_N: Tensor, *, name: str) -> Handle:
-        """Sum all ranks' ``full_N``; ``out_S`` gets the own slice and may lie inside ``full_N``."""
+        """Sum all ranks' ``full_N``; ``out_S`` gets this rank's slice and may lie inside ``full_N``."""
 
     def all_gather_small(self, vector_K: Tensor, *, name: str) -> Tensor:
-        """``[W, K]``: row r is rank r's ``vector_K``; equal on every rank."""
+        """``[W, K]``: row r is rank r's ``vector_K``. The result is equal on every rank."""
 
     def broadcast(self, tensor: Tensor, src: int, *, name: str) -> Handle:
         """Overwrite ``tensor`` on every rank with that of rank ``src`` of this group."""
 
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """``[numel]`` for one ``reduce_scatter``, in the memory that this transport sends from.
+        """``[numel]`` for one ``reduce_scatter``, in memory that this transport can send from.
 
-        Afterwards only the own slice, and a later collective, may write to it; then drop it. Its
-        storage must not be resized.
+        After the ``reduce_scatter`` the caller may write this rank's slice of it, or pass it to a later
+        collective as the target. Nothing else may be written; then drop it. Its storage must not be
+        resized.
         """
 
     def close(self) -> None:
-        """Give back groups, sockets and scratch memory. Later calls are errors."""
+        """Release groups, sockets and scratch memory. Later calls raise."""
 
 
 class ErrorExplainer(Protocol):
-    """Who knows why a transport failed."""
+    """Finds out why a transport failed."""
 
     def explain(self, item: Item, peers: Sequence[int], detail: str) -> Exception:
         """The exception to raise instead of a transport error on the links to ``peers``."""
 
 
 class NoExplainer:
-    """Without a sentinel the closed connection is all the evidence there is."""
+    """Used without a watchdog: all that is known is which connection closed."""
 
     def explain(self, item: Item, peers: Sequence[int], detail: str) -> Exception:
         """A :class:`RankLost` that names the ranks at the other end."""
@@ -93,7 +94,7 @@ def lost_text(item: Item, peers: Sequence[int], detail: str) -> str:
 
 
 class Done:
-    """A handle of something that is already complete."""
+    """The handle of a collective that is already complete."""
 
     __slots__ = ()
 
@@ -105,7 +106,7 @@ DONE = Done()
 
 
 class SoloComm:
-    """One rank: every collective is a copy. Needs no process group at all."""
+    """One rank: every collective is a copy. Needs no process group."""
 
     world_size = 1
     rank = 0
@@ -119,13 +120,13 @@ class SoloComm:
         self._broadcasts = self.recorder.entries("broadcast")
 
     def all_gather(self, full_N: Tensor, shard_S: Tensor, *, name: str) -> Handle:
-        """Copy; nothing when both are one buffer."""
+        """Copy ``shard_S`` to ``full_N``; nothing moves if both are one buffer."""
         self.recorder.enter(self._gathers[name], full_N, full_N.numel(), 0)
         full_N.copy_(shard_S)
         return DONE
 
     def reduce_scatter(self, out_S: Tensor, full_N: Tensor, *, name: str) -> Handle:
-        """Copy; nothing when both are one buffer."""
+        """Copy ``full_N`` to ``out_S``; nothing moves if both are one buffer."""
         self.recorder.enter(self._reductions[name], full_N, full_N.numel(), 0)
         out_S.copy_(full_N)
         return DONE
@@ -146,15 +147,14 @@ class SoloComm:
         return torch.empty(numel, dtype=dtype, device=device)
 
     def close(self) -> None:
-        """Nothing to give back but the recorder's file."""
+        """Remove the recorder's file; there is nothing else to release."""
         self.recorder.close()
 
 
 class RecordedComm:
-    """One of several ranks that call the same collectives, and its record of what it was asked for.
+    """Base of every communicator with more than one rank: records each collective before it starts.
 
-    The base of every communicator with more than one rank: entering a call here means that all of
-    them describe it in the same words, and count what they send in the same way.
+    All transports use it, so that they name a collective and count its traffic in the same way.
     """
 
     def __init__(
@@ -201,8 +201,8 @@ class RecordedComm:
 class ProcessGroupComm(RecordedComm):
     """The stock collectives of a process group: NCCL, torch's fake backend and others.
 
-    Sums follow the backend's own order: with two ranks that is rank order; with more, NCCL adds
-    around a ring, in the buffer's own dtype. Gloo has its own: :mod:`zeroshard.comm.gloo`.
+    The backend decides the order of a sum. With two ranks it is rank order; with more, NCCL adds around a
+    ring, in the dtype of the buffer. For gloo see :class:`zeroshard.comm.gloo.GlooComm`.
     """
 
     def __init__(
@@ -219,12 +219,12 @@ class ProcessGroupComm(RecordedComm):
         self.transport = backend if backend in ("nccl", "fake") else f"stock:{backend}"
         self._group: dist.ProcessGroup | None = group
         self._owns_group = owns_group
-        # Gloo blocks the host inside wait: in slices, so that Ctrl-C and a verdict get through.
+        # Gloo blocks the host inside wait: slices of time let Ctrl-C and a fatal diagnosis take effect.
         self._slice = _SLICE if backend == "gloo" else None
         self._sockets = dict(sockets or {})
 
     def all_gather(self, full_N: Tensor, shard_S: Tensor, *, name: str) -> Handle:
-        """Stock all-gather. Types that a backend may not know travel as bytes."""
+        """Stock all-gather. Dtypes that a backend may not know are sent as bytes."""
         item = self._record_gather(full_N, shard_S, name)
         if not full_N.numel():
             return DONE
@@ -265,7 +265,7 @@ class ProcessGroupComm(RecordedComm):
         return _Pending(self, item, work, args)
 
     def finish(self, item: Item, work: Any) -> None:
-        """Wait for ``work``; a transport error becomes the verdict of whoever watches the ranks."""
+        """Wait for ``work``; a transport error is replaced by the exception that the guard explains."""
         self.recorder.waiting = item
         try:
             while True:
@@ -282,12 +282,12 @@ class ProcessGroupComm(RecordedComm):
         self.recorder.note_pending(item)
 
     def fail(self, item: Item, error: RuntimeError) -> NoReturn:
-        """Raise what the guard makes of a transport error."""
+        """Raise the exception that the guard gives for a transport error."""
         peers = [r for i, r in enumerate(self.ranks) if i != self.rank]
         raise self._guard.explain(item, peers, first_line(error)) from None
 
     def abort(self) -> None:
-        """Make every blocked wait on this group fail now. For the sentinel's thread."""
+        """Make every blocked wait on this group fail now. Called by the watchdog's thread."""
         group = self._group
         if self._sockets:
             shut_down(self._sockets)
@@ -324,7 +324,11 @@ class _Pending:
 
 
 def check_source(src: int, world_size: int) -> None:
-    """Refuse a broadcast from a rank that is not in the group."""
+    """Check that ``src`` is a rank of the group.
+
+    Raises:
+        UsageError: it is not.
+    """
     if not 0 <= src < world_size:
         raise UsageError(
             f"broadcast from rank {src}: this group has ranks 0 to {world_size - 1}. "
@@ -341,7 +345,7 @@ def closed(entry: Entry) -> UsageError:
 
 
 def first_line(error: BaseException) -> str:
-    """The part of a transport error that a person can use."""
+    """The first line of a transport error, without source positions and guesses, up to 120 characters."""
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if line.startswith("[") and "] " in line:  # "[../third_party/gloo/...cc:547] Connection closed"
         line = line.split("] ", 1)[1]

@@ -1,4 +1,4 @@
-"""Which transport do these ranks use, and who opens and closes it?"""
+"""Chooses the transport of a group of ranks and opens it."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def make_comm(
     check: Callable[[Sequence[int]], None] = lambda _missing: None,
 ) -> Comm:
     """A communicator over ``group`` (default: all ranks). Every rank of the group must call it.
-    ``check`` may end the wait for the others by an error.
+    ``check`` may end the wait for the other ranks by raising.
 
     ``transport``: a row of :data:`TRANSPORTS`, or ``auto``: the first row that these ranks can use. Gloo
     and NCCL get a process group of their own, so that tags, sockets and streams are not shared with the
     program or with another purpose.
 
     Raises:
-        ConfigError: these ranks cannot use ``transport``; on all of them, with the reason.
+        ConfigError: these ranks cannot use ``transport``. All ranks raise it, with the reason.
     """
     if transport not in ("auto", *TRANSPORTS):
         known = ", ".join(("auto", *TRANSPORTS))
@@ -166,7 +166,7 @@ def _meet(opening: Opening) -> PeerMemory | str:
 
 
 def _new_sockets(before: Mapping[int, str]) -> dict[int, str]:
-    """The sockets that appeared since: those of the connections just made."""
+    """The sockets that were opened since ``before``: those of the connections just made."""
     return {fd: what for fd, what in open_sockets().items() if before.get(fd) != what}
 
 

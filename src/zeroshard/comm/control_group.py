@@ -1,7 +1,7 @@
-"""How do ranks agree on facts without a collective, from any one thread, while a disk may be slow?
+"""Lets ranks exchange small texts through the store, without a collective, while one may wait for a disk.
 
-They post small texts in the store that they met through. Nobody waits in a transport, so nothing times
-out there; a rank of this host that ends meanwhile is noticed, and named.
+No rank waits in a transport, so no transport times out. If a rank of this host ends during a wait, the
+other ranks notice it and name it.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from zeroshard.comm.flight_recorder import rank_ranges
 from zeroshard.comm.recorder import Item, Recorder
 from zeroshard.errors import DistributedError, RankLate, RankLost
 
-_LOOK_S = 0.25  # how often to look whether those who are missing still live
-_NOTHING = torch.empty(0, dtype=torch.uint8)  # a record is of a tensor
+_LOOK_S = 0.25  # how often to check whether the missing ranks still live
+_NOTHING = torch.empty(0, dtype=torch.uint8)  # Recorder.enter needs a tensor
 _END_S = 2.0  # how long a process that closed its connections may take to end
 
 
 class ControlGroup:
-    """A key space of ``world_size`` ranks, of which ``first`` is the global rank of number 0. ``store``
-    must be a client that no other thread uses.
+    """Gather and broadcast of texts among ``world_size`` ranks. ``first``: the global rank of number 0.
 
-    ``gone(rank)`` says why a rank will never come, or "" as long as it may; ``check()`` raises what has
-    ended the run. All ranks make the same calls in the same order, each from one thread at a time;
-    ``recorder`` tells a sentinel which. Texts are gathered on rank 0 and said by it: with W ranks a call
-    costs W texts, not W squared.
+    ``store`` must be a client that no other thread uses. All ranks make the same calls in the same
+    order, from any thread, but only one call at a time; ``recorder`` records them for the watchdog.
+    ``gone(rank)`` is why a rank will make no further call, or "". ``check()`` raises the error that has
+    ended the run, if there is one. Texts are gathered on rank 0, which broadcasts the answer: with W
+    ranks a call costs W texts, not W squared.
     """
 
     def __init__(
@@ -56,15 +56,15 @@ class ControlGroup:
         self._check = check
         self._timeout_s = timeout_s
         self._calls = 0
-        self._spent: list[str] = []  # keys that everybody will have read at the next gathering
+        self._spent: list[str] = []  # keys that all ranks have read by the next gather
 
     def gather(self, text: str, *, topic: str) -> list[str] | None:
-        """Every rank's ``text``, in rank order, on rank 0; None elsewhere, without waiting.
+        """Every rank's ``text``, in rank order, on rank 0. The other ranks do not wait and get None.
 
         Raises:
-            RankLost: the process of a rank ended, or the one that serves the store; it names the ranks
-                and the topic.
-            RankLate: some did not come in time.
+            RankLost: the process of a rank ended, or the process that serves the store; it names the
+                ranks and the topic.
+            RankLate: some ranks did not post in time.
         """
         self._calls += 1
         store, call = self._store, self._calls
@@ -78,7 +78,7 @@ class ControlGroup:
             others = range(1, self.world_size)
             self._wait({rank: f"{call}/{rank}" for rank in others}, topic, item)
             texts = [text, *(store.get(f"{call}/{rank}").decode() for rank in others)]
-            # Who came here has read what was said before.
+            # A rank that has posted for this call has read all earlier broadcasts.
             self._spent += [f"{call}/{rank}" for rank in others]
             for key in self._spent:
                 store.delete_key(key)
@@ -103,7 +103,7 @@ class ControlGroup:
 
     @contextlib.contextmanager
     def _reaching(self, topic: str) -> Iterator[None]:
-        """An error of the store means that the process that serves it ended: often rank 0."""
+        """Turn an error of the store into RankLost: the process that serves it ended, often rank 0's."""
         try:
             yield
         except DistributedError:
@@ -114,7 +114,7 @@ class ControlGroup:
             while not lost and time.monotonic() < deadline_s:
                 time.sleep(0.02)
                 for rank in range(self.world_size):
-                    with contextlib.suppress(RuntimeError):  # who lives is asked over the store
+                    with contextlib.suppress(RuntimeError):  # ``_gone`` asks the store too
                         if why := self._gone(rank):
                             lost[rank] = why
             first = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -142,7 +142,7 @@ class ControlGroup:
                 self._check()
                 others = [rank for rank in range(self.world_size) if rank != self.rank]
                 lost = {rank: why for rank in others if (why := self._gone(rank))}
-                # One that posted and left is not missing: the store is asked after the process was.
+                # A rank that posted and then left is not missing, so look at the store once more.
                 if lost and any(not store.check([keys[rank]]) for rank in missing):
                     raise _rank_lost(lost, topic)
             if now_s - begun_s > self._timeout_s:
@@ -155,7 +155,7 @@ class ControlGroup:
 
 
 def _rank_lost(lost: Mapping[int, str], topic: str, more: str = "") -> RankLost:
-    """``lost``: why, by rank; none if only the process that served the store is known to be gone."""
+    """``lost``: reason by rank; empty if only the process that served the store is known to be gone."""
     who = rank_ranges(list(lost)) if lost else "the process that serves the store"
     facts = [*(f"rank {rank}: {why}" for rank, why in lost.items()), *([more] if more else [])]
     return RankLost(

@@ -1,7 +1,7 @@
-"""Which rank this process is, and which device it trains on.
+"""Finds out which rank this process is and which device it trains on.
 
-The only reader of the launchers' environment: torchrun and DeepSpeed (``RANK``, ``WORLD_SIZE``,
-``LOCAL_RANK``), Open MPI and Slurm. Without any of them the program is its own only rank.
+This is the only reader of the environment variables of launchers: torchrun and DeepSpeed (``RANK``,
+``WORLD_SIZE``, ``LOCAL_RANK``), Open MPI and Slurm. Without any of them the process is the only rank.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LAUNCHERS = {
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Where this process stands among all; ``launcher`` says who told us."""
+    """The numbers of this process among all. ``launcher``: where they come from."""
 
     rank: int = 0
     world_size: int = 1
@@ -44,20 +44,20 @@ class RankInfo:
 
 @dataclass(frozen=True)
 class RunName:
-    """What the launcher calls this run and this attempt at it."""
+    """The launcher's name for this run, and the number of this attempt at it."""
 
     run: str = ""
     attempt: int = 0
 
 
 def rank_info_of(environ: Mapping[str, str] | None = None, *, mpi: bool = True) -> RankInfo:
-    """The place of this process according to its environment.
+    """The numbers of this process according to its environment.
 
-    Slurm counts only when somebody also says where rank 0 is (``MASTER_ADDR``): an interactive shell
-    of its has its variables too, and is one process.
+    Slurm's variables count only if ``MASTER_ADDR`` is set too: an interactive shell of Slurm has them as
+    well, and is one process.
 
     Raises:
-        LaunchError: a rank without a world size, or not inside it.
+        LaunchError: the environment has a rank but no world size, or a rank outside the world size.
     """
     env = os.environ if environ is None else environ
     for launcher, (rank, world, local_rank, local_world) in _LAUNCHERS.items():
@@ -89,7 +89,7 @@ def rank_info_of(environ: Mapping[str, str] | None = None, *, mpi: bool = True) 
 
 
 def current_rank_info(environ: Mapping[str, str] | None = None) -> RankInfo:
-    """Like :func:`discover`, but a process group that already exists has the last word."""
+    """Like :func:`rank_info_of`, but the numbers of an existing process group win."""
     rank_info = rank_info_of(environ)
     if dist.is_available() and dist.is_initialized():
         rank, world = dist.get_rank(), dist.get_world_size()
@@ -100,7 +100,7 @@ def current_rank_info(environ: Mapping[str, str] | None = None) -> RankInfo:
 
 
 def run_name(environ: Mapping[str, str] | None = None) -> RunName:
-    """Run and attempt, as our launcher or torchrun names them."""
+    """Run and attempt, as ZeroShard's launcher or torchrun names them."""
     env = os.environ if environ is None else environ
     run = env.get("ZEROSHARD_RUN_ID") or env.get("TORCHELASTIC_RUN_ID") or ""
     attempt = env.get("ZEROSHARD_ATTEMPT") or env.get("TORCHELASTIC_RESTART_COUNT") or "0"
@@ -108,7 +108,13 @@ def run_name(environ: Mapping[str, str] | None = None) -> RunName:
 
 
 def check_master(rank_info: RankInfo) -> None:
-    """MPI tells no address: without one, only ranks of one host find each other."""
+    """Check that ranks that MPI started on several hosts know the address of rank 0.
+
+    MPI itself does not set an address.
+
+    Raises:
+        LaunchError: there are several hosts and ``MASTER_ADDR`` is not set.
+    """
     several_hosts = rank_info.world_size > rank_info.local_world_size
     if rank_info.launcher == "mpi" and several_hosts and "MASTER_ADDR" not in os.environ:
         raise LaunchError(
@@ -119,9 +125,10 @@ def check_master(rank_info: RankInfo) -> None:
 
 
 def adopt_mpi(port: int, environ: MutableMapping[str, str] | None = None) -> RankInfo:
-    """Say under torchrun's names what Open MPI says under its own; ``port`` unless one is set.
+    """Set torchrun's variables from those of Open MPI; ``port`` is used unless ``MASTER_PORT`` is set.
 
-    Raises :class:`LaunchError` if mpirun did not start this process, or does not say where rank 0 is.
+    Raises:
+        LaunchError: mpirun did not start this process, or ``MASTER_ADDR`` is missing with several hosts.
     """
     env = os.environ if environ is None else environ
     names = _LAUNCHERS["mpi"]
@@ -145,34 +152,35 @@ def adopt_mpi(port: int, environ: MutableMapping[str, str] | None = None) -> Ran
 
 
 def default_timeout(environ: Mapping[str, str] | None = None) -> timedelta:
-    """Of collectives: ``DEEPSPEED_TIMEOUT`` minutes, or ten."""
+    """The timeout of collectives: ``DEEPSPEED_TIMEOUT`` minutes, or ten minutes."""
     env = os.environ if environ is None else environ
     text = env.get("DEEPSPEED_TIMEOUT", "")
     return timedelta(minutes=_integer(env, "DEEPSPEED_TIMEOUT", 0)) if text else DEFAULT_TIMEOUT
 
 
 def uses_cuda(environ: Mapping[str, str] | None = None) -> bool:
-    """Is there a CUDA device, and does ``DS_ACCELERATOR`` not ask for the CPU?"""
+    """Whether there is a CUDA device and ``DS_ACCELERATOR`` does not ask for the CPU."""
     env = os.environ if environ is None else environ
     return env.get("DS_ACCELERATOR", "").lower() != "cpu" and torch.cuda.is_available()
 
 
 def default_backend() -> str:
-    """NCCL where there is a CUDA device and a build that has it, gloo elsewhere."""
+    """``nccl`` with a CUDA device and a build of torch that has NCCL, else ``gloo``."""
     return "nccl" if uses_cuda() and dist.is_nccl_available() else "gloo"
 
 
 def local_device(rank_info: RankInfo | None = None) -> torch.device:
-    """The device that this process trains on: its own CUDA device, or the CPU."""
+    """The device that this process trains on: the CUDA device of its local rank, or the CPU."""
     return _own_gpu(rank_info or current_rank_info()) if uses_cuda() else torch.device("cpu")
 
 
 def own_device(named: torch.device | str | None, rank_info: RankInfo) -> torch.device:
-    """The device that a program names for this rank; None, and a CUDA device without an index, are its
-    own: those of :func:`local_device`.
+    """The device that a program names for this rank.
+
+    None, and a CUDA device without an index, mean the device of :func:`local_device`.
 
     Raises:
-        UsageError: a CUDA device that is not there.
+        UsageError: ``named`` is a CUDA device that does not exist.
     """
     if named is None:
         return local_device(rank_info)

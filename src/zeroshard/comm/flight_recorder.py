@@ -1,13 +1,32 @@
-"""How is the history of a group's collectives written down, so that it can be read after a death?
+"""The byte layout of a flight recording: the last collectives of a rank, readable after its death.
 
-A :class:`FlightLog` is a ring of records and a table of names in one buffer. The buffer may be
-shared memory: what was written survives SIGKILL and SIGABRT, and :func:`read_flight` reads it from
-outside, while its owner is running, frozen or gone. Pure: no torch, no files, no clock of its own.
+Pure: no torch, no files, no clock.
+
+[Note: flight recordings] The decision: docs/decisions/0003-tagged-transport.md.
+
+Vocabulary. A *recording* is one buffer with a ring of records and a table of names. A *record* is one
+collective as one rank called it. The *history* is a running hash over (operation, name, bytes, dtype) of
+every collective so far; equal histories mean equal calls in equal order.
 
     0     header   magic, version, pid, rank, world size, ring, rows used, step, waiting
-    128   section  what the rank says it is doing outside collectives
-    256   ring     (running hash, row, monotonic seconds, sequence number) per record
+    128   section  what the rank does outside collectives
+    256   ring     (history, row, monotonic seconds, sequence number) per record, 32 bytes each
     ...   table    (bytes moved, operation, dtype, name) per row
+
+Who owns which memory. One rank writes a recording; any process may read it at any time, without a lock.
+The buffer may be shared memory: then what was written survives SIGKILL and SIGABRT, and
+:func:`read_recording` reads it while the writer runs, is frozen or is gone.
+
+Invariants, and what breaks without them:
+
+* The sequence number is the last word of a record. A reader that sees the number sees the rest too;
+  otherwise it could report a collective that is half written.
+* A reader of a running rank copies the buffer twice and drops the records that the writer may have
+  overwritten between the copies. Otherwise it could report records with mixed fields.
+* Names are in the table, and a record refers to its row. A record is then one ``pack_into`` of a fixed
+  size; with names in the ring, every collective would format and copy text.
+* The step from one history to the next is a bijection of the word of the collective. Two ranks whose
+  histories were equal and that now call different collectives therefore have different histories.
 """
 
 from __future__ import annotations
@@ -18,7 +37,7 @@ from hashlib import blake2b
 from typing import Any, NamedTuple
 
 MASK_64 = (1 << 64) - 1
-#: Odd multipliers: folding is a bijection of the word, so two words that differ never meet at once.
+#: Odd multipliers: with equal histories before, words that differ give histories that differ.
 MULTIPLIER = 1_000_003
 SIZE_MIX = 0x9E37_79B9_7F4A_7C15
 
@@ -28,7 +47,7 @@ _HEADER = struct.Struct("<9Q")
 _ROWS_USED, _STEP, _WAITING = 6, 7, 8
 _SECTION = struct.Struct("<64s")
 _SECTION_AT = 128
-#: A record as the ring keeps it. The sequence number comes last: who sees it sees the rest too.
+#: A record in the ring. The sequence number is last: a reader that sees it sees the rest too.
 SLOT = struct.Struct("<QQdQ")
 RING_AT = 256
 _ROW = struct.Struct("<Q24s16s80s")
@@ -38,7 +57,7 @@ _TABLE_ROWS = 512
 class Record(NamedTuple):
     """One collective as one rank called it.
 
-    ``at_s`` is that rank's monotonic clock, ``history`` the running hash with this record in it.
+    ``at_s`` is that rank's monotonic clock in seconds; ``history`` is the hash that includes this record.
     """
 
     seq: int
@@ -51,12 +70,16 @@ class Record(NamedTuple):
 
     @property
     def call(self) -> tuple[str, str, int, str]:
-        """What must be equal on every rank of the group."""
+        """Operation, name, bytes and dtype: these must be equal on every rank of the group."""
         return self[1:5]
 
 
 class FlightRecording(NamedTuple):
-    """What a log says of its rank."""
+    """What a recording says about its rank.
+
+    ``seq``: the number of the newest record. ``waiting``: the number of the collective that the host
+    waits in, or 0. ``section``: what the rank does outside collectives. ``records``: the oldest first.
+    """
 
     pid: int
     rank: int
@@ -69,7 +92,7 @@ class FlightRecording(NamedTuple):
 
 
 def word_of(*words: str) -> int:
-    """64 bits that stand for some words; equal on every rank and in every run.
+    """A 64-bit hash of some words, equal on every rank and in every run.
 
     >>> word_of("all_gather", "embed") == word_of("all_gather", "embed")
     True
@@ -78,20 +101,20 @@ def word_of(*words: str) -> int:
 
 
 def word_with(digest: int, nbytes: int, dtype: str) -> int:
-    """The word of one collective: ``digest`` is ``word_of(operation, name)``."""
+    """The 64-bit word of one collective: ``digest`` is ``word_of(operation, name)``."""
     return (digest ^ (nbytes * SIZE_MIX) ^ word_of(dtype)) & MASK_64
 
 
 def fold(history: int, record: Record) -> int:
-    """The running hash after one more collective. ``Recorder.enter`` inlines this formula."""
+    """The history after one more collective. ``Recorder.enter`` has a copy of this formula."""
     word = word_with(word_of(record.op, record.name), record.nbytes, record.dtype)
     return (history * MULTIPLIER ^ word) & MASK_64
 
 
 class FlightRecorder:
-    """The writer's end, over a zeroed buffer of :meth:`nbytes_for` bytes.
+    """Writes a recording into a zeroed buffer of :meth:`nbytes_for` bytes.
 
-    ``Recorder.enter`` writes the slots itself: a call would cost a tenth of a microsecond.
+    ``Recorder.enter`` writes the records itself: a call of a method would cost a tenth of a microsecond.
     """
 
     def __init__(self, buffer: Any, *, ring: int, pid: int, rank: int, world_size: int) -> None:
@@ -102,11 +125,11 @@ class FlightRecorder:
 
     @staticmethod
     def nbytes_for(ring: int) -> int:
-        """Size of the buffer for a ring of so many records (a power of two)."""
+        """Size of the buffer for a ring of ``ring`` records (a power of two)."""
         return RING_AT + ring * SLOT.size + _TABLE_ROWS * _ROW.size
 
     def row(self, op: str, name: str, nbytes: int, dtype: str) -> int:
-        """A table row for a call that was not seen before. When the table is full, the last row."""
+        """A new table row for a call that was not seen before; the last row when the table is full."""
         used = self._words[_ROWS_USED]
         if used == _TABLE_ROWS - 1:
             op, name, nbytes, dtype = "?", "(more names than the log has rows)", 0, "?"
@@ -117,26 +140,26 @@ class FlightRecorder:
         return min(used, _TABLE_ROWS - 1)
 
     def mark(self, *, step: int | None = None, waiting: int | None = None) -> None:
-        """Note the step, or the collective that the host waits in (0: none)."""
+        """Write the step, or the number of the collective that the host waits in (0: none)."""
         if step is not None:
             self._words[_STEP] = step
         if waiting is not None:
             self._words[_WAITING] = waiting
 
     def section(self, text: str) -> None:
-        """Note what the rank does outside collectives."""
+        """Write what the rank does outside collectives, cut to 64 bytes."""
         _SECTION.pack_into(self.buffer, _SECTION_AT, text.encode()[:64])
 
     def release(self) -> None:
-        """Let go of the buffer, so that its owner can close it."""
+        """Release the buffer, so that its owner can close it."""
         self._words.release()
 
 
 def read_recording(raw: bytes, later: bytes | None = None) -> FlightRecording | None:
-    """The state a log was left in; None if these bytes are no log, or one of another version.
+    """The recording in ``raw``; None if these bytes are no recording, or one of another version.
 
-    A running owner may overwrite the oldest records while ``raw`` is copied: pass a second copy as
-    ``later`` and they are dropped.
+    A writer that runs may overwrite the oldest records while ``raw`` is copied. If ``later`` is a second,
+    newer copy, those records are dropped.
     """
     if len(raw) < RING_AT:
         return None
@@ -149,7 +172,7 @@ def read_recording(raw: bytes, later: bytes | None = None) -> FlightRecording | 
     newest = head if later is None else max(s[3] for s in SLOT.iter_unpack(later[RING_AT:ring_end]))
     records: list[Record] = []
     for history, row, at_s, seq in slots:
-        # The slot of number newest + 1 may be half written.
+        # The record with the number newest + 1 may be half written.
         if seq > max(0, newest + 1 - ring) and row < used:
             nbytes, op, dtype, name = _ROW.unpack_from(raw, ring_end + row * _ROW.size)
             op_, name_, dtype_ = _text(op), _text(name), _text(dtype)
@@ -159,7 +182,7 @@ def read_recording(raw: bytes, later: bytes | None = None) -> FlightRecording | 
 
 
 def read_recording_pid(raw: bytes) -> int | None:
-    """The process that keeps or kept a log; None if these bytes are no log."""
+    """The process that writes or wrote a recording; None if these bytes are no recording."""
     if len(raw) < _HEADER.size:
         return None
     magic, _, pid, *_ = _HEADER.unpack_from(raw)
@@ -167,7 +190,7 @@ def read_recording_pid(raw: bytes) -> int | None:
 
 
 def rank_ranges(ranks: Iterable[int], limit: int = 64) -> str:
-    """Ranks as people write them, in about ``limit`` characters.
+    """Ranks in short form, in about ``limit`` characters.
 
     >>> rank_ranges([0, 1, 2, 4]), rank_ranges([3]), rank_ranges([6, 7])
     ('ranks 0-2,4', 'rank 3', 'ranks 6,7')
@@ -191,7 +214,7 @@ def rank_ranges(ranks: Iterable[int], limit: int = 64) -> str:
 
 
 def _fit(name: str) -> bytes:
-    """A name in 80 bytes; of a long one the end, which tells more."""
+    """A name in at most 80 bytes. A long one keeps its end, which says more than its start."""
     raw = name.encode()
     return raw if len(raw) <= 80 else b"..." + raw[-77:]
 

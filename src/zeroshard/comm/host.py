@@ -1,6 +1,6 @@
-"""Which processes and sockets are behind the ranks of this host?
+"""Reads the state of the processes and sockets of this host from ``/proc``.
 
-The only reader of ``/proc``. Where there is none, nothing is known and nothing is claimed.
+Where there is no ``/proc``, the functions report "unknown" or nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PROC = Path("/proc")
 
 @dataclass(frozen=True)
 class Process:
-    """A process, told apart from a later one with the same number."""
+    """A process. ``started`` distinguishes it from a later one with the same number."""
 
     host: str
     space: str  # boot and process namespace: within one, process numbers can be compared
@@ -26,24 +26,24 @@ class Process:
     started: str
 
     def to_json(self) -> dict[str, object]:
-        """For the store."""
+        """The fields as JSON values, for the store."""
         return asdict(self)
 
 
 def this_process() -> Process:
-    """The process that runs this."""
+    """The calling process."""
     return Process(socket.gethostname(), _space(), os.getpid(), _stat(os.getpid())[1])
 
 
 def host_number() -> int:
-    """The same for all processes of a host, another for each host; 52 bits, so that a float holds it."""
+    """A number that identifies this host; 52 bits, so that float64 holds it exactly."""
     boot = _space().partition(" ")[0]
     digest = hashlib.sha256(f"{socket.gethostname()} {boot}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 12
 
 
 def fate_of(process: Process, here: Process) -> tuple[str, str]:
-    """``runs``, ``gone`` or ``stopped``, and the same in words; ``unknown`` on another host."""
+    """``runs``, ``gone`` or ``stopped``, and why in words; ``unknown`` for a process of another host."""
     if process.space != here.space or not process.space:
         return "unknown", ""
     state, started = _stat(process.pid)
@@ -57,7 +57,7 @@ def fate_of(process: Process, here: Process) -> tuple[str, str]:
 
 
 def open_sockets() -> dict[int, str]:
-    """Descriptor -> identity of every socket this process has open."""
+    """Descriptor -> identity of every socket that this process has open."""
     found: dict[int, str] = {}
     with contextlib.suppress(OSError):
         for entry in os.listdir(_PROC / "self/fd"):
@@ -69,15 +69,15 @@ def open_sockets() -> dict[int, str]:
 
 
 def shut_down(sockets: Mapping[int, str]) -> int:
-    """End the traffic on those connections that are still the same; wakes whoever waits for them.
+    """Shut down the connections that still have the given identity; return how many. Wakes their waiters.
 
-    Listening sockets are left alone: gloo aborts the process when its accept fails.
+    Listening sockets are left alone, because gloo aborts the process when its accept fails.
     """
     present = open_sockets()
     ended = 0
     for descriptor, identity in sockets.items():
         if present.get(descriptor) == identity:
-            # The descriptor stays open: its owner closes it when it sees the end.
+            # The descriptor stays open; its owner closes it when it sees the end of the stream.
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as twin:
                 if not twin.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     twin.shutdown(socket.SHUT_RDWR)
@@ -86,9 +86,9 @@ def shut_down(sockets: Mapping[int, str]) -> int:
 
 
 def hung_up(sockets: Mapping[int, str], port: int | None) -> bool:
-    """Whether the other end of one of these connections, at ``port`` there, has closed it.
+    """Whether the peer of one of these connections, with the remote ``port``, has closed it.
 
-    Only looks: what has arrived stays where it is.
+    Nothing is consumed: bytes that have arrived can still be read.
     """
     for descriptor, identity in sockets.items():
         with contextlib.suppress(OSError):

@@ -1,9 +1,9 @@
-"""How do CPU ranks gather and reduce in place, and how is a wrong partner recognised?
+"""Collectives of CPU ranks from tagged gloo sends and receives, without copies.
 
-Sends and receives of a gloo group, each under a tag that holds the whole history of the group up to
-this collective (operation, name, bytes, dtype). Ranks that call different collectives therefore
-never meet: they wait, and the sentinel names them. Data goes from the sender's buffer into the
-receiver's without a copy on either side.
+The tag of a message is a hash of the whole history of the group up to this collective (operation, name,
+bytes, dtype). Messages of ranks that call different collectives therefore never match: the ranks wait,
+and the watchdog names them (docs/decisions/0003-tagged-transport.md). Data moves from the sender's
+buffer into the receiver's without a copy on either side.
 
 W ranks; N padded elements, S = N // W; K elements of a small vector.
 """
@@ -38,7 +38,7 @@ _SHORT = frozenset({torch.float16, torch.bfloat16})
 
 
 class Links(Protocol):
-    """What is used of gloo: messages between neighbours, matched by tag."""
+    """The methods of a gloo group that are used here: messages between two ranks, matched by tag."""
 
     def size(self) -> int: ...
     def rank(self) -> int: ...
@@ -49,11 +49,11 @@ class Links(Protocol):
 def open_links(
     store: Store, ranks: Sequence[int], rank: int, *, label: str, timeout_s: float
 ) -> Links:
-    """A full mesh of gloo connections between ``ranks``, registered nowhere.
+    """A full mesh of gloo connections between ``ranks``, which torch does not register as a group.
 
     Torch keeps the addresses of a destroyed group in the store, and a later group of the same name
-    reads them and hangs. So each mesh gets a key space of its own. Nobody returns before all are
-    connected, and so nobody closes a mesh that another still connects.
+    reads them and hangs. So each mesh gets a new key space. No rank returns before all are connected, so
+    no rank closes a mesh to which another still connects.
     """
     me = ranks.index(rank)
     place = f"zs/links/{label}/{','.join(map(str, ranks))}"
@@ -67,10 +67,10 @@ def open_links(
 
 
 class P2PComm(RecordedComm):
-    """Tagged sends and receives over gloo connections that belong to this object alone.
+    """Collectives from tagged sends and receives over gloo connections that only this object uses.
 
-    ``ranks`` are the global ranks of the group in order. Sums go in that order on every rank;
-    16-bit sums accumulate in fp32 and are rounded once.
+    ``ranks`` are the global ranks of the group in order. Every rank adds in that order; 16-bit sums
+    accumulate in fp32 and are rounded once.
     """
 
     transport = "p2p"
@@ -93,11 +93,11 @@ class P2PComm(RecordedComm):
 
     @property
     def scratch_nbytes(self) -> int:
-        """Memory kept for incoming chunks and wide sums."""
+        """Bytes kept for incoming chunks."""
         return self._scratch.nbytes
 
     def all_gather(self, full_N: Tensor, shard_S: Tensor, *, name: str) -> Handle:
-        """Every other rank's slice arrives in its place in ``full_N``."""
+        """Every other rank's slice is received into its place in ``full_N``."""
         item = self._record_gather(full_N, shard_S, name)
         if not full_N.numel():
             return DONE
@@ -109,11 +109,11 @@ class P2PComm(RecordedComm):
             exchange.send(shard_S, peer)
         own = slices[self.rank]
         if own.data_ptr() != shard_S.data_ptr():
-            own.copy_(shard_S)  # while the others are on the wire
+            own.copy_(shard_S)  # while the other slices are in flight
         return exchange
 
     def reduce_scatter(self, out_S: Tensor, full_N: Tensor, *, name: str) -> Handle:
-        """Chunks cross pairwise; the sum is formed in ``wait``."""
+        """Each pair of ranks exchanges chunks; ``wait`` adds them."""
         item = self._record_reduction(out_S, full_N, name)
         if not full_N.numel():
             return DONE
@@ -130,7 +130,7 @@ class P2PComm(RecordedComm):
         return exchange
 
     def all_gather_small(self, vector_K: Tensor, *, name: str) -> Tensor:
-        """One message to every rank; tags make a mismatch wait instead of mixing numbers."""
+        """Sends one message to every rank. On a mismatch the tags differ, so the ranks wait."""
         vector = vector_K.detach().contiguous()
         numel = vector.numel()
         item = self._record_small(vector, name)
@@ -161,11 +161,15 @@ class P2PComm(RecordedComm):
         return exchange
 
     def fail(self, item: Item, peer: int, error: RuntimeError) -> NoReturn:
-        """Raise what the guard makes of a broken link to ``peer``."""
+        """Raise the exception that the guard gives for a broken link to ``peer``."""
         raise self._guard.explain(item, [self.ranks[peer]], first_line(error)) from None
 
     def links(self, item: Item) -> Links:
-        """The connections, unless this communicator was closed."""
+        """The connections.
+
+        Raises:
+            UsageError: this communicator was closed.
+        """
         if self._links is None:
             raise closed(item[1])
         return self._links
@@ -175,7 +179,7 @@ class P2PComm(RecordedComm):
         self._scratch.give(space)
 
     def abort(self) -> None:
-        """Make every blocked wait fail now. For the sentinel's thread."""
+        """Make every blocked wait fail now. Called by the watchdog's thread."""
         shut_down(self._sockets)
 
     def close(self) -> None:
@@ -187,7 +191,7 @@ class P2PComm(RecordedComm):
 
 
 class _Exchange:
-    """Sends and receives of one collective. It keeps every buffer alive until the wait."""
+    """Sends and receives of one collective. Keeps every buffer alive until the wait."""
 
     __slots__ = ("_buffers", "_comm", "_item", "_links", "_tag", "_works")
 
@@ -207,7 +211,7 @@ class _Exchange:
         self._buffers.append(tensor)
 
     def receive(self, tensor: Tensor, peer: int) -> None:
-        # Receives come first in the list: they are what the result needs.
+        # Receives are first in the list, since the result needs them.
         try:
             self._works.append((peer, self._links.recv([tensor], peer, self._tag)))
         except RuntimeError as error:
@@ -218,7 +222,7 @@ class _Exchange:
         works, self._works = self._works, []
         if not works:
             return
-        # Never in slices: the first timeout of a send or receive closes the pair for good.
+        # Not in slices of time: the first timeout of a send or receive closes the pair.
         self._comm.recorder.waiting = self._item
         peer = -1
         try:
@@ -232,11 +236,11 @@ class _Exchange:
         self._buffers = []
 
     def complete(self) -> None:
-        """What is left to do on this rank once all bytes are here."""
+        """Do what is left to do when all bytes have arrived."""
 
 
 class _Reduction(_Exchange):
-    """An exchange whose chunks are summed once they are here."""
+    """An exchange whose chunks are added when they have arrived."""
 
     __slots__ = ("_out_S", "_parts", "_space")
 
@@ -258,7 +262,7 @@ class _Reduction(_Exchange):
 def sum_in_rank_order(parts: Sequence[Tensor], out_S: Tensor) -> None:
     """``out_S = parts[0] + parts[1] + ...``, rounded once; ``out_S`` may be one of the parts.
 
-    Two 16-bit numbers need no wide buffer: their sum in fp32, rounded once, is what ``add`` gives.
+    Two 16-bit numbers need no fp32 buffer: ``add`` gives their fp32 sum, rounded once.
     """
     if len(parts) == 2:
         torch.add(parts[0], parts[1], out=out_S)
@@ -278,7 +282,7 @@ def sum_in_rank_order(parts: Sequence[Tensor], out_S: Tensor) -> None:
 
 
 class Scratch:
-    """Flat buffers that are used again; at most as many as were ever in flight at once."""
+    """Flat buffers that are reused; at most as many as were ever in flight at once."""
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
@@ -292,7 +296,7 @@ class Scratch:
             self._free = [t for t in self._free if t is not best]
             return best
         stale = next((t for t in self._free if t.dtype == dtype), None)
-        if stale is not None:  # too small for this run's units: do not hoard it
+        if stale is not None:  # too small for this run's units: free it
             self._free = [t for t in self._free if t is not stale]
             self.nbytes -= stale.nbytes
         fresh = torch.empty(numel, dtype=dtype)

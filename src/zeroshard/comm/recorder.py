@@ -1,8 +1,30 @@
-"""What has this rank called, in which order, and how much did it send?
+"""Records the collectives of a rank: their order, a running hash, and how much the rank sent.
+
+[Note: recorder] The decision: docs/decisions/0003-tagged-transport.md. The byte layout of a recording is
+in :mod:`zeroshard.comm.flight_recorder`.
 
 A :class:`Recorder` belongs to one group of ranks. Every collective of that group passes through
-:meth:`Recorder.enter`, which numbers it, folds it into a running hash and writes it to the flight
-log. Budget: 0.5 us per collective, no formatting, no store call, no host synchronisation.
+:meth:`Recorder.enter`, which numbers it (``seq``), folds it into the history hash and writes a record.
+Budget: 0.5 us per collective, no formatting, no store call, no host synchronisation.
+
+Who owns which memory. The recorder owns its recording: a file (in ``/dev/shm``, if there is one) that
+processes of this host may read, or private memory. It removes the file when it is closed, collected, or
+at exit. After SIGKILL the file stays, so that the other ranks can read what the dead rank did last; the
+last rank that ends on this host removes it, and :func:`sweep_recordings` removes what is left.
+
+Which thread does what. One thread calls collectives, and only that thread enters them. The watchdog's
+thread only reads (:meth:`~Recorder.oldest_pending`, :meth:`~Recorder.flight`) and writes the word
+"waiting" of the recording (:meth:`~Recorder.note_wait`).
+
+Invariants, and what breaks without them:
+
+* Every collective is recorded, in the order of the calls, before it starts. Otherwise a rank could wait
+  in a collective that neither its hash nor its recording contains.
+* The lower 31 bits of the hash are the tag of a message, the upper 32 bits are compared at step
+  boundaries (:attr:`Recorder.hash32`). The two parts are disjoint, so a divergence that a tag misses (one
+  in 2**31) is seen at the next boundary.
+* A forked child writes to a private copy (:meth:`Recorder.detach`). Otherwise it would overwrite the
+  records of its parent, and remove the parent's file when it ends.
 """
 
 from __future__ import annotations
@@ -41,10 +63,10 @@ _monotonic = time.monotonic
 
 
 class Entry:
-    """All that is known of one (operation, name) pair, and what it has sent so far.
+    """One (operation, name) pair: its size, its word, its row in the recording, and its traffic so far.
 
-    A pair nearly always moves the same buffer: size, word and row of the log are kept from call to
-    call, and the traffic is added up when they change.
+    A pair nearly always moves the same buffer. Size, word and row are therefore kept from call to call,
+    and traffic is added up only when the size changes.
     """
 
     __slots__ = (
@@ -76,27 +98,27 @@ class Entry:
         self.reset()
 
     def bank(self) -> None:
-        """Add up the traffic at the present size, before it changes."""
+        """Add up the traffic at the present size, before the size changes."""
         self._payload_numel, self._sent_numel = self.payload_numel, self.sent_numel
         self._calls = self.calls
 
     def reset(self) -> None:
-        """Count from zero."""
+        """Set the traffic to zero."""
         self.calls = self._calls = self._payload_numel = self._sent_numel = 0
 
     @property
     def payload_numel(self) -> int:
-        """Elements of the full buffers moved."""
+        """Elements of the full buffers moved so far."""
         return self._payload_numel + (self.calls - self._calls) * self.numel
 
     @property
     def sent_numel(self) -> int:
-        """Elements that this rank sent."""
+        """Elements that this rank has sent so far."""
         return self._sent_numel + (self.calls - self._calls) * self.sent
 
 
 class Entries(dict[str, Entry]):
-    """Entries of one operation by name; a name is prepared the first time it is seen."""
+    """Entries of one operation, by name. An entry is made when its name is first looked up."""
 
     def __init__(self, op: str) -> None:
         super().__init__()
@@ -107,8 +129,8 @@ class Entries(dict[str, Entry]):
         return entry
 
 
-#: A collective in flight: its sequence number, what it is, and the running hash with it. Tags are 31
-#: bits of the hash (:data:`TAG_BITS`), so that ranks with another history never meet under one tag.
+#: A collective in flight: its sequence number, its entry, and the history hash that includes it. Tags are
+#: the lower 31 bits of the hash (:data:`TAG_BITS`); a history that differs gives another tag.
 Item = tuple[int, Entry, int]
 TAG_BITS = 0x7FFF_FFFF
 
@@ -116,9 +138,9 @@ TAG_BITS = 0x7FFF_FFFF
 class Recorder:
     """The ordered history of one group's collectives on this rank.
 
-    ``group`` names the group and seeds the hash, so that two groups never share a tag. ``ring`` is
-    the number of records kept, rounded up to a power of two. With ``recording`` the log lies in a file
-    there, readable by others; without, in private memory.
+    ``group`` names the group and seeds the hash, so that two groups have different tags. ``ring`` is the
+    number of records kept, rounded up to a power of two. ``recording`` is the path of the file for the
+    recording, which other processes can read; None: private memory.
     """
 
     def __init__(
@@ -135,13 +157,14 @@ class Recorder:
         self.seq = 0
         self.step = 0
         self.section = ""
-        #: The collective that the host blocks in; set and cleared around every wait.
+        #: The collective that the host is blocked in; set and cleared around every wait.
         self.waiting: Item | None = None
-        #: The thread that waits, if it may be another than the program's.
+        #: The thread that waits, if it may be another thread than the program's; else 0.
         self.waiter = 0
-        #: Collectives in flight on a device with an event each; only kept while somebody watches.
+        #: Collectives in flight on a device, each with an event; None unless :meth:`watch_device`
+        #: was called.
         self.pending: deque[tuple[Item, Any]] | None = None
-        self._device = 0  # the GPU that they are on
+        self._device = 0  # the GPU of those events
         self._step_times_s: deque[float] = deque(maxlen=32)
         self._history = word_of("group", group)
         self._by_op: dict[str, Entries] = {}
@@ -149,7 +172,7 @@ class Recorder:
         self._mask = size - 1
         self._slots = tuple(range(RING_AT, RING_AT + size * SLOT.size, SLOT.size))
         self._map = _open_recording(recording, FlightRecorder.nbytes_for(size))
-        # Also when the recorder is forgotten, and at exit; not after SIGKILL, and never in a child.
+        # Runs when the recorder is closed or collected, and at exit. Not after SIGKILL, nor in a child.
         self._remove = (
             weakref.finalize(self, remove_recording, recording) if recording is not None else None
         )
@@ -164,7 +187,7 @@ class Recorder:
         return self._by_op.setdefault(op, Entries(op))
 
     def enter(self, entry: Entry, tensor: torch.Tensor, numel: int, sent: int) -> Item:
-        """Record one collective that moves ``numel`` elements in all, ``sent`` from this rank."""
+        """Record one collective of ``numel`` elements in all, of which this rank sends ``sent``."""
         if entry.numel != numel or entry.dtype is not tensor.dtype:
             self._resize(entry, tensor, numel, sent)
         self._history = history = (self._history * MULTIPLIER ^ entry.word) & MASK_64
@@ -194,58 +217,57 @@ class Recorder:
     def hash32(self) -> float:
         """The upper half of the running hash: a whole number that float64 holds exactly.
 
-        The lower half makes the tags, so that what a tag misses (one in 2**31) this one sees.
+        Tags are made of the lower half. This half sees the divergences that a tag misses (one in 2**31).
         """
         return float(self._history >> 32)
 
     def mark_step(self, step: int) -> None:
-        """A step begins; messages and dumps name it."""
+        """Note that step ``step`` begins; messages and dumps name it."""
         self.step = step
         self._step_times_s.append(_monotonic())
         self._log.mark(step=step)
 
     def median_step_s(self) -> float:
-        """Median time between recent steps; 0 before there are two."""
+        """Median time in seconds between the last 32 steps; 0 before there are two."""
         times = list(self._step_times_s)
         return median(b - a for a, b in pairwise(times)) if len(times) > 1 else 0.0
 
     def mark_section(self, section: str) -> None:
-        """What this rank does outside collectives from now on (``data``, ``save``...; "": none)."""
+        """Note what this rank does outside collectives from now on (``data``, ``save``...; "": none)."""
         self.section = section
         self._log.section(section)
 
     def watch_device(self) -> None:
-        """From now on the progress of the current device is followed by events, since its waits do not
-        block."""
+        """Follow the progress of the current device by events, since its waits do not block the host."""
         self.pending = deque()
         self._device = torch.cuda.current_device()
 
     def enter_thread(self) -> None:
-        """What another thread does first that looks at the device's progress (:meth:`oldest_pending`)."""
+        """Select the followed device in the calling thread, as :meth:`oldest_pending` needs it there."""
         if self.pending is not None:
             torch.cuda.set_device(self._device)
 
     def note_pending(self, item: Item) -> None:
-        """``item`` is done when the current stream comes to here."""
+        """Record an event: ``item`` is done when the current stream reaches this point."""
         if self.pending is not None and not torch.cuda.is_current_stream_capturing():
             event = torch.cuda.Event()
             event.record()
             self.pending.append((item, event))
 
     def oldest_pending(self) -> Item | None:
-        """What the host blocks in or, on a device, the oldest collective that is not done."""
+        """What the host is blocked in, else the oldest collective that the device has not finished."""
         pending = self.pending
         while pending and pending[0][1].query():
             pending.popleft()
         return self.waiting or (pending[0][0] if pending else None)
 
     def note_wait(self) -> None:
-        """Tell the log what the host waits in. The sentinel calls it, not the hot path."""
+        """Write what the host waits in to the recording. Called by the watchdog, not on the hot path."""
         item = self.waiting
         self._log.mark(waiting=item[0] if item is not None else 0)
 
     def flight(self) -> FlightRecording:
-        """The whole log, as a reader outside would see it. Safe to call from another thread."""
+        """The recording, as another process would read it. Safe to call from another thread."""
         raw = self._map[:]
         flight = read_recording(raw, self._map[:])
         assert flight is not None  # our own bytes
@@ -253,7 +275,7 @@ class Recorder:
         return flight._replace(waiting=waiting[0] if waiting is not None else 0)
 
     def records(self, last: int | None = None) -> tuple[Record, ...]:
-        """The newest records, oldest first."""
+        """The newest ``last`` records (None: all that are kept), oldest first."""
         records = self.flight().records
         return records if last is None else records[-last:]
 
@@ -267,7 +289,7 @@ class Recorder:
 
     @property
     def sent_numel(self) -> Counter[str]:
-        """Elements this rank sent, by operation: (W - 1) * S for a gather or a reduction of S."""
+        """Elements that this rank sent, by operation: (W - 1) * S for a gather or a reduction of S."""
         return self._totals("sent_numel")
 
     @property
@@ -286,14 +308,14 @@ class Recorder:
             yield from list(table.values())
 
     def reset_traffic(self) -> None:
-        """Set all counters to zero; order, hash and log go on."""
+        """Set all counters to zero. Sequence number, hash and recording do not change."""
         for entry in self.traffic():
             entry.reset()
 
     # -- end ---------------------------------------------------------------------------------------
 
     def detach(self) -> None:
-        """Go on in private memory; a forked child leaves the file to its parent."""
+        """Continue in private memory. The file stays; in a forked child it belongs to the parent."""
         if self._remove is None:
             return
         self._remove.detach()
@@ -309,30 +331,30 @@ class Recorder:
         shared.close()
 
     def close(self) -> None:
-        """Remove the file, and its directory with the last one. The history stays readable."""
+        """Remove the file, and its directory if that is empty then. The history stays readable."""
         if self._remove is not None:
             self._remove()
             self.detach()
 
 
 def recording_dir(run: str) -> Path:
-    """Where the logs of a run lie: in memory, if the system has a file system there."""
+    """The directory for the recordings of a run, in ``/dev/shm`` if there is one."""
     shared = Path("/dev/shm")
     return (shared if shared.is_dir() else Path(tempfile.gettempdir())) / f"zeroshard-{run}"
 
 
 def remove_recording(recording: Path) -> None:
-    """Remove a log, and its directory with the last one."""
+    """Remove a recording, and its directory if that is empty then."""
     with contextlib.suppress(OSError):  # gone already, or not empty yet
         recording.unlink(missing_ok=True)
         recording.parent.rmdir()
 
 
 def sweep_recordings(root: Path | None = None, *, older_than_s: float = 3600.0) -> None:
-    """Remove what killed processes left behind, once it is old and nobody lives who wrote it."""
+    """Remove recordings that are older than ``older_than_s`` and whose writers have ended."""
     newest_s = time.time() - older_than_s
     for folder in (root or recording_dir("").parent).glob("zeroshard-*"):
-        with contextlib.suppress(OSError):  # another user's, or gone by now
+        with contextlib.suppress(OSError):  # another user's, or already removed
             if folder.stat().st_mtime > newest_s:
                 continue
             files = list(folder.iterdir())
@@ -344,7 +366,7 @@ def sweep_recordings(root: Path | None = None, *, older_than_s: float = 3600.0) 
 
 
 def read_recording_file(path: Path) -> FlightRecording | None:
-    """The log another process keeps or kept at ``path``; None if there is none."""
+    """The recording that another process writes or wrote at ``path``; None if there is none."""
     try:
         return read_recording(path.read_bytes(), path.read_bytes())
     except OSError:
@@ -365,7 +387,7 @@ def _open_recording(recording: Path | None, nbytes: int) -> mmap.mmap:
         return mmap.mmap(file.fileno(), nbytes)
 
 
-#: Recorders whose log is a file. Process-wide, as a fork is: its hook cannot be removed again.
+#: Recorders with a file. Process-wide, as the fork hook below is, which cannot be removed again.
 _IN_FILES: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
 

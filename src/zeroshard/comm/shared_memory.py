@@ -1,11 +1,32 @@
-"""How does a rank show its memory to the other ranks of its host, and how do they wait for it?
+"""Memory that ranks of one host share: files without names, control blocks, data blocks and their reuse.
 
-Every rank owns one file that has no name: nothing is left when its process dies, and no mount
-limits it. It begins with a control block that only its owner writes; blocks of data follow, each at
-an offset of its own for ever. Neighbours open the file through ``/proc`` and map what they need.
+[Note: shared memory] The decision and its measurements: docs/decisions/0006-shared-memory.md.
 
-Ordering: an owner writes data first and the number that announces it last, a reader looks in the
-other order. x86-64 keeps both orders; other processors would need fences that Python cannot give.
+Vocabulary. An *arena* is the file of one rank: an anonymous file (``memfd_create``). It has no name, so
+nothing is left when its process dies, and the size of ``/dev/shm`` does not limit it. The *control
+block* is the start of the file; *blocks* of data follow it. A *mapping* is another rank's file, opened
+once through ``/proc/<pid>/fd``. After that, neither the process nor its descriptor is needed any more.
+To *publish* collective number ``seq`` is to write, into slot ``seq % RING`` of one's own control block,
+where the source of that collective lies. A *mark* says "this rank has read all that it needs of
+``seq``"; a rank writes its marks into its own control block.
+
+Who owns which memory. Each rank writes only its own file: its blocks, its slots and its marks. The other
+ranks only read that file, and sleep on its event word. Nothing is locked and there is no barrier.
+
+Invariants, and what breaks without them:
+
+* Data is written first and the sequence number of its slot last; a reader looks at the number first.
+  x86-64 keeps both orders. On other processors Python has no fence for it, and a reader could see the
+  number of data that has not arrived; :func:`unavailable` refuses them.
+* A block gets an offset that no other block ever gets, even after it was discarded. Readers keep one
+  mapping per offset and never look whether it is still right; if offsets were reused, a mapping
+  could have the size of an older block.
+* A block is reused only if no tensor of the program lies in it (:attr:`Block.is_lent`) and all ranks have
+  marked every collective that was published from it (:attr:`Block.reads`). Otherwise a slow rank would
+  read the data of a later collective: a wrong sum without an error.
+* A slot is reused after :data:`RING` collectives. The user of this module must see to it that all ranks
+  have marked the old one first (``Ring.begin`` in :mod:`zeroshard.comm.shm`); otherwise a rank would wait
+  for a number that was overwritten.
 """
 
 from __future__ import annotations
@@ -26,7 +47,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-#: Collectives that may be in flight at once before the oldest is finished to make room.
+#: Slots of a control block: with more collectives in flight, the oldest is finished first.
 RING = 512
 MASK = RING - 1
 #: Bytes of a small message that travel inside its slot.
@@ -34,8 +55,9 @@ INLINE_NBYTES = 208
 _SLOT_NBYTES = 256
 _PAGE_NBYTES = 4096
 
-# Control block, in 8-byte words: token, closed; the event word (32 bits) at byte 64; one mark per
-# slot for "read by this rank"; the slots (number, tag, block offset, block bytes, begin, bytes).
+# Control block, in 8-byte words: token, closed; the event word (32 bits) at byte 64; for each slot the
+# mark "this rank has read collective seq"; the slots (sequence number, tag, offset and size of the block,
+# start of the source inside the block, bytes of the source).
 _TOKEN, _CLOSED, _EVENT_BYTE = 0, 1, 64
 _DONE = _PAGE_NBYTES // 8
 _SLOTS = _DONE + RING
@@ -55,7 +77,7 @@ class _Timespec(ctypes.Structure):
 
 @functools.cache
 def _syscall() -> Any:
-    call = ctypes.CDLL(None).syscall  # lets go of the interpreter lock while it sleeps
+    call = ctypes.CDLL(None).syscall  # releases the interpreter lock while it sleeps
     call.restype = ctypes.c_long
     number, address, integer = ctypes.c_long, ctypes.c_void_p, ctypes.c_int
     call.argtypes = (number, address, integer, ctypes.c_uint32, address, address, integer)
@@ -63,18 +85,18 @@ def _syscall() -> Any:
 
 
 def sleep_on(address: int, value: int, timeout_s: float) -> None:
-    """Sleep until somebody wakes this word, unless it no longer holds ``value``; or a signal."""
+    """Sleep until :func:`wake`, a signal or ``timeout_s``; not at all unless the word is ``value``."""
     span = _Timespec(int(timeout_s), int(timeout_s % 1 * 1e9))
     _syscall()(_FUTEX, address, _WAIT, value, ctypes.addressof(span), None, 0)
 
 
 def wake(address: int) -> None:
-    """Wake all threads of all processes that sleep on this word."""
+    """Wake all threads of all processes that sleep on the 32-bit word at ``address``."""
     _syscall()(_FUTEX, address, _WAKE, _EVERYBODY, None, None, 0)
 
 
 def unavailable() -> str:
-    """Why this process cannot share memory as needed here; empty if it can."""
+    """Why this process cannot share memory as this module needs it; empty if it can."""
     machine = platform.machine()
     if sys.platform != "linux" or not hasattr(os, "memfd_create"):
         return f"it needs Linux, and this is {sys.platform}"
@@ -84,7 +106,7 @@ def unavailable() -> str:
 
 
 class ControlBlock:
-    """A control block: the owner's side writes it, the others' side reads it."""
+    """The start of a rank's file. Its owner writes it; the others read it and sleep on its event word."""
 
     def __init__(self, fd: int) -> None:
         self._map = mmap.mmap(fd, CONTROL_NBYTES)
@@ -94,7 +116,7 @@ class ControlBlock:
 
     @property
     def token(self) -> int:
-        """A random number that tells this file from any other."""
+        """A random number that identifies this file."""
         return self.words[_TOKEN]
 
     @token.setter
@@ -103,74 +125,81 @@ class ControlBlock:
 
     @property
     def closed(self) -> bool:
-        """Nothing more will be posted here."""
+        """Whether the owner will publish nothing more."""
         return bool(self.words[_CLOSED])
 
     def close(self) -> None:
-        """Nothing more will be posted here: tell those who wait."""
+        """Note that nothing more will be published, and wake the ranks that wait."""
         self.words[_CLOSED] = 1
         self.notify()
 
     @property
     def event(self) -> int:
-        """A number that changes with every announcement."""
+        """A number that changes with every :meth:`notify`."""
         return self._event[0]
 
     def notify(self) -> None:
-        """Wake whoever waits for this rank."""
+        """Change the event word and wake the ranks that wait for this one."""
         self._event[0] = (self._event[0] + 1) & 0xFFFFFFFF
         self.wake()
 
     def wake(self) -> None:
-        """Make those who sleep in :meth:`sleep` look again."""
+        """End every :meth:`sleep` on this block, also those of other processes."""
         wake(self.address + _EVENT_BYTE)
 
     def sleep(self, event: int, timeout_s: float) -> None:
-        """Until the next announcement after ``event``."""
+        """Sleep until the event word is no longer ``event``, or for ``timeout_s``; may end earlier."""
         sleep_on(self.address + _EVENT_BYTE, event, timeout_s)
 
     def publish(self, seq: int, tag: int, place: tuple[int, int, int], nbytes: int) -> None:
-        """Announce collective ``seq``. ``place``: offset and size of a block, begin inside it."""
+        """Say where the source of collective ``seq`` lies.
+
+        ``tag`` is the hash of the group's history, this collective included. ``place``: offset of the
+        block in the file, size of the block, start of the source inside the block. ``nbytes``: size of
+        the source.
+        """
         words, at = self.words, _SLOTS + (seq & MASK) * _SLOT
         words[at + 1] = tag
         words[at + 2], words[at + 3], words[at + 4] = place
         words[at + 5] = nbytes
-        words[at] = seq  # last: from now on the others may read
+        words[at] = seq  # last: from now on the other ranks may read
         self.notify()
 
     def has(self, seq: int, tag: int) -> bool:
-        """Whether the owner has posted ``seq``, and with the same history."""
+        """Whether the owner has published ``seq``, with the same history."""
         at = _SLOTS + (seq & MASK) * _SLOT
         return self.words[at] == seq and self.words[at + 1] == tag
 
     def place(self, seq: int) -> tuple[tuple[int, int, int], int]:
-        """What :meth:`post` was given."""
+        """``place`` and ``nbytes`` as the owner gave them to :meth:`publish`."""
         words, at = self.words, _SLOTS + (seq & MASK) * _SLOT
         return (words[at + 2], words[at + 3], words[at + 4]), words[at + 5]
 
     def inline(self, seq: int) -> int:
-        """Address of the bytes that travel inside the slot."""
+        """Address of the :data:`INLINE_NBYTES` bytes inside the slot of ``seq``."""
         return self.address + (_SLOTS + (seq & MASK) * _SLOT) * 8 + _INLINE
 
     def mark_done(self, seq: int) -> None:
-        """This rank has read all it needs of collective ``seq``."""
+        """Note that this rank has read all that it needs of collective ``seq``. Wakes no sleeper."""
         self.words[_DONE + (seq & MASK)] = seq
 
     def is_done(self, seq: int) -> bool:
-        """Whether the owner has read all it needs of collective ``seq``."""
+        """Whether the owner has read all that it needs of collective ``seq``."""
         return self.words[_DONE + (seq & MASK)] >= seq
 
 
 class Block:
-    """Part of the own file. ``reads``: the collectives that the others may still read it for.
+    """Part of this rank's file. ``reads``: sequence numbers of the collectives that other ranks may still
+    read from it, in ascending order.
 
-    ``bytes`` is what is used of its ``nbytes``: all of it, or what :meth:`lend` was asked for.
+    ``bytes`` (uint8) is the part of its ``nbytes`` that is in use: all of it, or what :meth:`lend` was
+    asked for. ``used_s``: monotonic time at which it was last taken.
     """
 
     __slots__ = ("_map", "bytes", "nbytes", "offset", "reads", "used_s")
 
     def __init__(self, fd: int, offset: int, nbytes: int) -> None:
-        os.posix_fallocate(fd, offset, nbytes)  # raises here where a later write would kill
+        os.posix_fallocate(fd, offset, nbytes)  # raises now; a write without memory would kill
         self._map = mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, offset=offset)
         self.bytes = self._tensor(nbytes)
         self.offset = offset
@@ -183,28 +212,28 @@ class Block:
             return torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes)
 
     def use(self, nbytes: int) -> None:
-        """From now on this much is in use; the block must be free."""
+        """Let :attr:`bytes` be the first ``nbytes`` of the block. The block must be free."""
         if self.bytes.nbytes != nbytes:
             self.bytes = self._tensor(nbytes)
 
     def lend(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """``[numel]`` at the begin, with a storage of just these bytes, as long as that lives."""
+        """``[numel]`` at the start of the block, which is lent as long as a tensor uses this storage."""
         self.use(numel * dtype.itemsize)
         return torch.empty(0, dtype=dtype).set_(self.bytes.untyped_storage(), 0, (numel,), (1,))
 
     @property
     def is_lent(self) -> bool:
-        """Does a tensor of the program live here? (Our tensor and this look are the two users.)"""
+        """Whether a tensor of the program lies here. (``bytes`` and this call are two users of it.)"""
         users: int = torch._C._storage_Use_Count(self.bytes.untyped_storage()._cdata)
         return users > 2
 
     def discard(self) -> None:
-        """Give the pages back to the system, whoever has them mapped."""
+        """Give the pages back to the system, also those that other processes have mapped."""
         self._map.madvise(mmap.MADV_REMOVE)
 
 
 class Arena:
-    """The own file. Blocks are used again; at most as many as were ever in use at once."""
+    """This rank's file. Blocks are reused: there are at most as many as were ever in use at once."""
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("zeroshard", os.MFD_CLOEXEC)
@@ -218,7 +247,7 @@ class Arena:
 
     @property
     def own_nbytes(self) -> int:
-        """Memory in blocks that no tensor of the program lives in."""
+        """Bytes in use of the blocks that are not lent to the program."""
         return sum(block.bytes.nbytes for block in self.blocks.values() if not block.is_lent)
 
     def block_of(self, tensor: Tensor) -> Block | None:
@@ -226,9 +255,9 @@ class Arena:
         return self.blocks.get(tensor.untyped_storage().data_ptr())
 
     def take(self, nbytes: int, is_free: Callable[[Block], bool], *, slack: int = 2) -> Block:
-        """The smallest free block of at least ``nbytes``, at most ``slack`` times that; or a new one.
+        """The smallest free block of ``nbytes`` to ``slack * nbytes``; or a new one of ``nbytes``.
 
-        Sizes are whole pages.
+        ``nbytes`` is rounded up to whole pages. ``is_free`` says whether a block may be reused.
         """
         now_s = time.monotonic()
         nbytes = -(-nbytes // _PAGE_NBYTES) * _PAGE_NBYTES
@@ -252,10 +281,11 @@ class Arena:
     def _sweep(
         self, now_s: float, is_free: Callable[[Block], bool], *, below_nbytes: int = 0
     ) -> None:
-        """Give back what nobody has asked for in a long time: set-up needs other sizes than steps.
+        """Discard free blocks that were not taken for 60 s, and free blocks below ``below_nbytes``.
 
-        A new block takes the place of the free ones that were too small. What a step needs comes back
-        once, and stays: nothing larger is made then.
+        Set-up needs other sizes than steps. A new block replaces the free ones that are smaller. If a
+        step still needs one of those, it is made once more and then stays, because steps that repeat make
+        no new larger block.
         """
         self._swept_s = now_s
         for address, block in list(self.blocks.items()):
@@ -266,7 +296,11 @@ class Arena:
 
 
 class PeerMapping:
-    """Another rank's file, seen from here."""
+    """Another rank's file, opened by this process.
+
+    Raises:
+        OSError: the file cannot be opened, or is not the one that has ``token``.
+    """
 
     def __init__(self, pid: int, fd: int, token: int) -> None:
         self._fd = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
@@ -281,7 +315,10 @@ class PeerMapping:
     def tensor(
         self, place: tuple[int, int, int], skip_nbytes: int, numel: int, dtype: torch.dtype
     ) -> Tensor:
-        """``[numel]`` in a block of that rank, ``skip_nbytes`` after the begin it posted."""
+        """``[numel]`` in a block of that rank, ``skip_nbytes`` after the start that it published.
+
+        The mapping of a block is kept, at most 4096 of them: an offset always names the same block.
+        """
         offset, nbytes, begin = place
         mapped = self._maps.get(offset)
         if mapped is None:
@@ -292,7 +329,7 @@ class PeerMapping:
 
 
 def _leave(control: ControlBlock, fd: int, owner: int) -> None:
-    """The end of an arena, also of a forgotten one; in a forked child it is the parent's."""
+    """End an arena that is closed or collected. In a forked child the control block is the parent's."""
     if os.getpid() == owner:
         control.close()
     with contextlib.suppress(OSError):  # the program closed all descriptors before us

@@ -1,11 +1,38 @@
-"""How do CPU ranks of one host gather and reduce straight out of each other's memory?
-
-A rank posts where its source lies, under the number and the history of the collective; the others
-copy or sum from there in ``wait`` and mark that they are done. There is no barrier: a source is a
-staging block that is used again only when all have read it. A post with another history counts as
-not there yet, so ranks that call different collectives wait, and the sentinel names them.
+"""Collectives of CPU ranks of one host, which read each other's memory.
 
 W ranks; N padded elements, S = N // W; K elements of a small vector.
+
+[Note: collectives in shared memory] The decision and its measurements are in
+docs/decisions/0006-shared-memory.md; :mod:`zeroshard.comm.shared_memory` explains arenas, blocks, slots
+and marks.
+
+A collective is numbered (``seq``). To start it, a rank publishes where its *source* lies, under the
+number and the *tag*, which is the hash of all collectives of the group so far. To finish it (``wait``),
+a rank copies or sums from the other ranks' sources, then marks ``seq`` as read. There is no barrier.
+
+Who owns which memory:
+
+* The source of a gather, or of a large broadcast, is a copy in a block of this rank (a *staging
+  block*). After this rank's ``wait`` the caller may write its tensor while slower ranks still read the
+  copy. It has to be a copy, because parameters are written by code that knows nothing of readers.
+* The source of a reduction is the caller's tensor itself if :meth:`ShmComm.allocate` made it; otherwise a
+  copy of the slices that the other ranks sum. The slice of this rank is its own after ``wait``. The other
+  slices still belong to their readers, even then.
+* The target of a collective belongs to the handle until ``wait`` has returned.
+
+Invariants, and what breaks without them:
+
+* A block is reused only when no tensor lies in it and all ranks have marked what was published from it
+  (``Ring._is_free``); before this rank's own communicator writes into a lent block, it waits for those
+  marks (``Ring.await_readers``). Otherwise a slow rank reads data of a later collective.
+* A source that was published under another tag counts as not published. Ranks that call different
+  collectives therefore wait, and the watchdog names them; without tags they would sum unrelated tensors.
+* A slot is reused after :data:`RING` collectives. ``Ring.begin`` first finishes this rank's pending
+  handle of the old collective, then waits until all ranks have marked it. Every rank does so at the
+  same number, so none waits for a rank that waits for it. Without it a rank could miss what was
+  published.
+* The source of a large broadcast waits for its readers for at most a second. Without that limit, ranks
+  that wait for their handles in different orders would block each other.
 """
 
 from __future__ import annotations
@@ -28,15 +55,15 @@ from zeroshard.comm.p2p import sum_in_rank_order
 from zeroshard.comm.recorder import Item, Recorder
 from zeroshard.comm.shared_memory import INLINE_NBYTES, RING, Arena, Block, PeerMapping, unavailable
 
-#: Looks before the wait sleeps: a few microseconds.
+#: Looks at the control block before a wait sleeps. All of them take a few microseconds.
 _LOOKS = 32
-#: The longest sleep; in between Python handles signals, and the fate of the peer is looked at.
+#: The longest sleep. Between sleeps Python handles signals, and the peer's process is checked.
 _SLICE_S = 0.25
-_POLL_S = 0.0005
-#: A large broadcast travels in pieces: at most so many, and of no fewer bytes than this.
+_POLL_S = 0.0005  # pause between two looks for a mark, which wakes no sleeper
+#: A large broadcast travels in at most ``_PIECES`` pieces of at least ``_PIECE_NBYTES`` bytes.
 _PIECES = 64
 _PIECE_NBYTES = 1 << 18
-#: How many of them its source holds copies of at once, and how long it lets the others catch up.
+#: The number of pieces that the source holds copies of, and how long it lets the readers catch up.
 _AHEAD = 4
 _CATCH_UP_S = 1.0
 _NOWHERE = (0, 0, 0)
@@ -44,7 +71,7 @@ _move = ctypes.memmove
 
 
 class PeerMemory(NamedTuple):
-    """What the ranks of one host have opened of each other, by rank inside the group."""
+    """This rank's arena, the mappings of the others, and all processes, by rank inside the group."""
 
     arena: Arena
     mappings: Mapping[int, PeerMapping]
@@ -59,9 +86,9 @@ def open_peer_memory(
     timeout_s: float,
     check: Callable[[Sequence[int]], None] = lambda _missing: None,
 ) -> PeerMemory | str:
-    """Open each other's memory, or say why not: the same on all ranks. Collective.
+    """Open each other's memory, or return why that is impossible: the same on all ranks. Collective.
 
-    ``store`` is a key space of this meeting's own; ``check`` may end its waits by an error.
+    ``store`` is a key space that only this call uses; ``check`` may end its waits by raising.
     """
     wait = functools.partial(exchange, store, rank, world_size, timeout_s=timeout_s, check=check)
     here, why = this_process(), unavailable()
@@ -86,7 +113,7 @@ def open_peer_memory(
                     mappings[peer] = PeerMapping(processes[peer].pid, card["fd"], card["token"])
         except OSError as error:
             why = f"rank {rank} cannot open the memory of rank {peer}: {error.strerror or error}"
-    # Nobody goes on before all have opened all: from then on a process may end at any time.
+    # No rank goes on before all have opened all. After that a process may end at any time.
     answers = wait(why, key="opened")
     why = next((answer for answer in answers if answer), "")
     if why or arena is None:
@@ -108,8 +135,8 @@ def _apart(processes: Sequence[Process]) -> str:
 class ShmComm(RecordedComm):
     """Collectives through memory that ranks of one host share.
 
-    ``ranks`` are the global ranks of the group in order. Sums go in that order on every rank;
-    16-bit sums accumulate in fp32 and are rounded once.
+    ``ranks`` are the global ranks of the group in order. Every rank adds in that order; 16-bit sums
+    accumulate in fp32 and are rounded once.
     """
 
     transport = "shm"
@@ -136,22 +163,22 @@ class ShmComm(RecordedComm):
 
     @property
     def scratch_nbytes(self) -> int:
-        """Memory of the blocks that hold sources, but for those that :meth:`empty` has lent."""
+        """Bytes of the blocks that hold sources, without those that :meth:`allocate` has lent."""
         return self._ring.arena.own_nbytes if self._ring is not None else 0
 
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """``[numel]`` that the others can read: a reduction of it needs no copy.
+        """``[numel]`` that the other ranks can read: a reduction of it needs no copy.
 
-        After a ``reduce_scatter`` of it the others may read the slices that are theirs even when
-        the own ``wait`` is over. So write no more than the own slice then, and drop the tensor; the
-        memory is used again when all are done. Its storage cannot be resized.
+        After a ``reduce_scatter`` of it, the other ranks may read their slices even when this rank's
+        ``wait`` has returned. So write only this rank's slice from then on, and drop the tensor. The
+        memory is reused when all ranks have read it. Its storage cannot be resized.
         """
         if self._ring is None or not numel or device.type != "cpu":
             return torch.empty(numel, dtype=dtype, device=device)
         return self._ring.block(numel * dtype.itemsize, slack=1).lend(numel, dtype)
 
     def all_gather(self, full_N: Tensor, shard_S: Tensor, *, name: str) -> Handle:
-        """Every other rank's slice is copied into its place in ``wait``."""
+        """Publish a copy of ``shard_S``. ``wait`` copies every other rank's slice into ``full_N``."""
         item = self._record_gather(full_N, shard_S, name)
         if not full_N.numel():
             return DONE
@@ -161,7 +188,7 @@ class ShmComm(RecordedComm):
     def _gather(self, item: Item, slices: Sequence[Tensor], shard_S: Tensor) -> Handle:
         ring = self._open(item)
         seq = ring.begin(item)
-        # Always a copy: the shard is private memory, and the next update writes it.
+        # Always a copy: the other ranks cannot read the shard's memory, and the next update writes it.
         ring.post_copy(seq, item, [shard_S])
         own = slices[self.rank]
         if own.data_ptr() != shard_S.data_ptr():
@@ -169,7 +196,7 @@ class ShmComm(RecordedComm):
         return _Gather(ring, item, seq, slices)
 
     def reduce_scatter(self, out_S: Tensor, full_N: Tensor, *, name: str) -> Handle:
-        """The sum is formed in ``wait``, out of the others' memory."""
+        """Publish ``full_N``, or a copy of the others' slices. ``wait`` sums from the others' memory."""
         item = self._record_reduction(out_S, full_N, name)
         if not full_N.numel():
             return DONE
@@ -183,7 +210,7 @@ class ShmComm(RecordedComm):
         return _Reduction(ring, item, seq, out_S.detach(), full_N)
 
     def all_gather_small(self, vector_K: Tensor, *, name: str) -> Tensor:
-        """The vector travels inside the slot that announces it, unless it is too large."""
+        """A vector of up to 208 bytes travels inside the slot; a larger one is gathered."""
         vector = vector_K.detach().contiguous()
         numel = vector.numel()
         item = self._record_small(vector, name)
@@ -206,7 +233,7 @@ class ShmComm(RecordedComm):
         return rows
 
     def broadcast(self, tensor: Tensor, src: int, *, name: str) -> Handle:
-        """The source posts copies, piece by piece; the others read them in ``wait``."""
+        """The source publishes copies, piece by piece; the others read them in ``wait``."""
         item, numel = self._record_broadcast(tensor, src, name), tensor.numel()
         if not numel:
             return DONE
@@ -236,13 +263,16 @@ class ShmComm(RecordedComm):
         return self._ring
 
     def abort(self) -> None:
-        """Make every blocked wait fail now. For the sentinel's thread."""
+        """Make every blocked wait fail now. Called by the watchdog's thread."""
         ring = self._ring
         if ring is not None:
             ring.abort()
 
     def close(self) -> None:
-        """Tell the others. Memory that tensors or handles still refer to goes with the last."""
+        """Publish nothing more, and wake ranks that wait.
+
+        Memory that tensors or handles still use is freed with the last of them.
+        """
         ring, self._ring = self._ring, None
         if ring is not None:
             ring.close()
@@ -250,10 +280,11 @@ class ShmComm(RecordedComm):
 
 
 class Ring:
-    """The posts of all ranks, in the order of their collectives. Handles keep it alive.
+    """Publishes this rank's sources and waits for those of the others. Handles keep it alive.
 
-    A slot is used again after :data:`RING` collectives. Then the own wait for the old one is made
-    up for, and all ranks must have read it: no rank can miss a post, however many are in flight.
+    A slot is reused after :data:`RING` collectives. :meth:`begin` then finishes the old collective on
+    this rank and waits until all ranks have read it, so that no rank misses a source however many
+    collectives are in flight.
     """
 
     def __init__(
@@ -283,14 +314,18 @@ class Ring:
         self._pending: dict[int, _Pending] = {}
 
     def mapping(self, peer: int) -> PeerMapping:
-        """The memory of rank ``peer``."""
+        """The memory of ``peer``, a rank inside the group."""
         return self.mappings[(peer - self.rank - 1) % self.world_size][1]
 
     # -- sources -----------------------------------------------------------------------------------
 
     def begin(self, item: Item) -> int:
-        """The number of a new collective, whose slot is free."""
-        if self._aborted:  # a late rank would find what the others had posted, and go on alone
+        """The sequence number of a new collective, whose slot is free.
+
+        Raises:
+            DistributedError: the waits were aborted; the guard decides which error it is.
+        """
+        if self._aborted:  # a late rank would find what the others had published, and go on alone
             others = [rank for rank in self._ranks if rank != self._ranks[self.rank]]
             raise self._guard.explain(item, others, "the wait was ended")
         self._seq = seq = self._seq + 1
@@ -303,21 +338,21 @@ class Ring:
         return seq
 
     def block(self, nbytes: int, *, slack: int = 2) -> Block:
-        """A block that nobody uses."""
+        """A free block of at least ``nbytes``."""
         return self.arena.take(nbytes, self._is_free, slack=slack)
 
     def _is_free(self, block: Block) -> bool:
         return not block.is_lent and self.is_read(block)
 
     def is_read(self, block: Block) -> bool:
-        """Whether all ranks have read all that was posted from ``block``."""
+        """Whether all ranks have read all that was published from ``block``."""
         reads = block.reads
         while reads and all(mapping.control.is_done(reads[-1]) for _, mapping in self.mappings):
             reads.pop()
         return not reads
 
     def post_copy(self, seq: int, item: Item, parts: Sequence[Tensor]) -> None:
-        """Post a copy of ``parts``, one after another: the caller's memory stays its own."""
+        """Publish a copy of ``parts``, one after another, so that the caller may write its tensors."""
         nbytes = sum(part.nbytes for part in parts)
         block = self.block(nbytes)
         block.use(block.nbytes)
@@ -330,7 +365,7 @@ class Ring:
         self.control.publish(seq, item[2], (block.offset, block.nbytes, 0), nbytes)
 
     def post_in_place(self, seq: int, item: Item, tensor: Tensor) -> bool:
-        """Post the place of ``tensor`` itself, if it lies in a block."""
+        """Publish ``tensor`` where it lies; False if it does not lie in a block of the arena."""
         block = self.arena.block_of(tensor)
         if block is None:
             return False
@@ -340,14 +375,19 @@ class Ring:
         return True
 
     def post_inline(self, seq: int, item: Item, tensor: Tensor) -> None:
-        """Post the bytes of a small tensor inside the slot."""
+        """Publish the bytes of a small tensor inside the slot."""
         _move(self.control.inline(seq), tensor.data_ptr(), tensor.nbytes)
         self.control.publish(seq, item[2], _NOWHERE, tensor.nbytes)
 
     # -- waiting -----------------------------------------------------------------------------------
 
     def await_post(self, item: Item, seq: int, peer: int, mapping: PeerMapping) -> None:
-        """Return when ``peer`` has posted the collective ``item`` as its number ``seq``."""
+        """Return when ``peer`` has published collective ``item`` under the number ``seq``.
+
+        Raises:
+            DistributedError: ``peer`` ended, closed its communicator or took longer than the timeout, or
+                the waits were aborted; the guard decides which error it is.
+        """
         has, tag = mapping.control.has, item[2]
         for _ in range(_LOOKS):
             if has(seq, tag):
@@ -355,13 +395,16 @@ class Ring:
         self._wait(item, peer, mapping, seq, posted=True)
 
     def await_read(self, item: Item, seq: int) -> None:
-        """Return when all ranks have read all they need of ``seq``."""
+        """Return when all ranks have read all that they need of ``seq``; raises as :meth:`await_post`."""
         for peer, mapping in self.mappings:
             if not mapping.control.is_done(seq):
                 self._wait(item, peer, mapping, seq, posted=False)
 
     def await_readers(self, item: Item, tensor: Tensor) -> None:
-        """Before the own communicator writes to ``tensor``: what was posted from it must be read."""
+        """Return when all ranks have read what was published from the block of ``tensor``.
+
+        Called before this communicator itself writes into ``tensor``.
+        """
         block = self.arena.block_of(tensor)
         if block is None or self.is_read(block):
             return
@@ -369,10 +412,10 @@ class Ring:
             self.await_read(item, seq)
 
     def catch_up(self, item: Item, seq: int) -> None:
-        """Give the others time to read ``seq``, so that few copies are in flight.
+        """Wait up to a second for the other ranks to read ``seq``, so that few copies are in flight.
 
-        Not more than a second: a rank that waits for its handles in another order may need what this
-        one starts next.
+        Not longer: a rank that waits for its handles in another order may need what this rank starts
+        next.
         """
         until_s = time.monotonic() + _CATCH_UP_S
         self._recorder.waiting = item
@@ -388,16 +431,19 @@ class Ring:
             self._recorder.waiting = None
 
     def _wait(self, item: Item, peer: int, mapping: PeerMapping, seq: int, *, posted: bool) -> None:
-        """Sleep until ``peer`` has posted ``seq``, or has read it. Ends by itself if it cannot."""
+        """Sleep until ``peer`` has published ``seq`` (``posted``), or has read it.
+
+        Raises as :meth:`await_post`.
+        """
         control, process = mapping.control, self._processes[peer]
         here = self._processes[self.rank]
-        slice_s = _SLICE_S if posted else _POLL_S  # nobody is woken by a mark that it was read
+        slice_s = _SLICE_S if posted else _POLL_S  # a mark wakes no sleeper
         begun_s = looked_s = time.monotonic()
         gone = ""
         self._recorder.waiting = item
         try:
             while True:
-                # Before the look: what came before the end is still good.
+                # Read before the look below: what the peer did before its end still counts.
                 over = gone or ("it closed its communicator" if control.closed else "")
                 event = control.event
                 if control.has(seq, item[2]) if posted else control.is_done(seq):
@@ -423,29 +469,29 @@ class Ring:
     # -- the end -----------------------------------------------------------------------------------
 
     def hold(self, pending: _Pending, *seqs: int) -> None:
-        """Remember what is in flight."""
+        """Remember the handle of the collectives ``seqs`` until :meth:`finish`."""
         self._pending.update(dict.fromkeys(seqs, pending))
 
     def finish(self, *seqs: int) -> None:
-        """This rank has read all it needs of ``seqs``."""
+        """Mark that this rank has read all that it needs of ``seqs``."""
         for seq in seqs:
             self._pending.pop(seq, None)
             self.control.mark_done(seq)
 
     def abort(self) -> None:
-        """Every wait fails from now on."""
+        """Make every wait fail from now on."""
         self._aborted = True
         for _, mapping in self.mappings:
             mapping.control.wake()
 
     def close(self) -> None:
-        """Post nothing more; what is in flight may still be waited for."""
+        """Publish nothing more. Collectives in flight can still be waited for."""
         self._pending.clear()
         self.control.close()
 
 
 class _Pending:
-    """A collective in flight, as one or more posts; it keeps its buffers alive until the wait."""
+    """A collective in flight, of one or more sequence numbers. Keeps its buffers alive until the wait."""
 
     __slots__ = ("_item", "_ring", "_seqs")
 
@@ -462,7 +508,7 @@ class _Pending:
             ring.finish(*self._seqs)
 
     def complete(self, ring: Ring) -> None:
-        """Read what this rank needs of the others' memory."""
+        """Read what this rank needs of the other ranks' memory."""
         raise NotImplementedError
 
 
@@ -500,7 +546,7 @@ class _Reduction(_Pending):
         for peer, mapping in ring.mappings:
             ring.await_post(self._item, seq, peer, mapping)
             place, nbytes = mapping.control.place(seq)
-            # A copy has no room for the slice that the peer keeps for itself.
+            # A copy leaves out the peer's own slice, so later slices begin one slice earlier.
             at = rank if nbytes == full_N.nbytes else rank - (rank > peer)
             parts[peer] = mapping.tensor(place, at * out_S.nbytes, numel, out_S.dtype)
         sum_in_rank_order(parts, out_S)
@@ -538,11 +584,14 @@ class _Arrival(_Pending):
             place, _ = mapping.control.place(seq)
             piece.copy_(mapping.tensor(place, 0, piece.numel(), piece.dtype))
             ring.control.mark_done(seq)
-            ring.control.notify()  # the source keeps pace with us
+            ring.control.notify()  # the source may be in catch_up
 
 
 class _Departure(_Pending):
-    """The source's side: the first pieces are posted at once, each other when one was read."""
+    """The source's side of a large broadcast.
+
+    The first ``_AHEAD`` pieces are published at once, each further one when an earlier one was read.
+    """
 
     __slots__ = ("_pieces",)
 

@@ -1,6 +1,6 @@
-"""How does a training program get onto its ranks?
+"""Starts a training program on all its ranks.
 
-A thin layer on torch elastic's agent (and on ``srun`` under SLURM). Importing it does not import
+A thin layer on the agent of torch elastic, and on ``srun`` under SLURM. Importing it does not import
 torch.
 """
 

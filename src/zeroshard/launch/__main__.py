@@ -1,4 +1,4 @@
-"""``python -m zeroshard.launch`` is ``zeroshard launch``, without anything on PATH."""
+"""``python -m zeroshard.launch``: the same as ``zeroshard launch``, without a program on ``PATH``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""How are the ranks of one node run?
+"""Runs the ranks of one node.
 
-Torch elastic's agent does the rendezvous, hands out ranks and starts the processes. This file adds
-who watches them (:class:`~zeroshard.launch.supervisor.Herd`) and where their output goes. The only
-file of the launcher that imports torch.
+The agent of torch elastic does the rendezvous, assigns ranks and starts the processes. This file adds the
+supervision of the processes (:class:`~zeroshard.launch.supervisor.WorkerSupervisor`) and the handling of
+their output. It is the only file of the launcher that imports torch elastic.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @dataclass(frozen=True, slots=True)
 class NodeRun:
-    """Everything the ranks of one node need. ``arguments`` follow ``program``; both are final."""
+    """What the ranks of one node need. The command of a rank is ``program`` followed by ``arguments``."""
 
     program: str
     arguments: tuple[str, ...]
@@ -71,14 +71,14 @@ class NodeRun:
     master_port: int | None = None  # None: a free port (one node only)
     pass_local_rank_at: int | None = None  # position of ``--local_rank=N`` among the arguments
     env: Mapping[str, str] = field(default_factory=dict)  # added to the launcher's environment
-    cpus: tuple[tuple[int, ...], ...] = ()  # of each local rank; empty: those of the launcher
+    cpus: tuple[tuple[int, ...], ...] = ()  # by local rank; empty: all CPUs of the launcher
     log_dir: Path | None = None
     timeouts: ShutdownTimeouts = field(default_factory=ShutdownTimeouts)
     verbose: bool = False
 
 
 def run_node(run: NodeRun, console: TextIO) -> int:
-    """Run the ranks of this node to their end and report; gives the exit code of the launcher."""
+    """Run the ranks of this node to their end and report; returns the exit code of the launcher."""
     prefix = "zeroshard-launch-"
     with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as scratch:
         return _run_node(run, console, Path(scratch))
@@ -87,7 +87,7 @@ def run_node(run: NodeRun, console: TextIO) -> int:
 def _run_node(run: NodeRun, console: TextIO, scratch: Path) -> int:
     before = read_oom_counters()
     memory = host_limits()
-    # a single rank keeps the terminal (progress bars, debuggers); lines of several must not mix
+    # A single rank keeps the terminal (progress bars, debuggers). Lines of several ranks must not mix.
     outputs = sys.stdout.buffer if run.num_local * run.num_nodes > 1 else None
     streams = Streams(console.buffer, outputs, run.log_dir)
     reaper = OrphanReaper()
@@ -119,7 +119,7 @@ def _run_node(run: NodeRun, console: TextIO, scratch: Path) -> int:
 
 
 class _Watch:
-    """The herd of this node once it runs, with what is sampled while it lives."""
+    """The supervisor of this node's ranks once they run, and samples of their memory, one a second."""
 
     def __init__(self, run: NodeRun, streams: Streams, reaper: OrphanReaper) -> None:
         self._guardian = reaper
@@ -127,7 +127,7 @@ class _Watch:
         self._streams = streams
         self._peak_nbytes: dict[int, int] = {}
         self._next_sample_s = 0.0
-        # What nohup made the launcher ignore stays ignored (torch's agent does not keep this).
+        # Signals that nohup made the launcher ignore stay ignored; torch's agent would handle them.
         self._ignored = {n for n in _HANDLED if signal.getsignal(n) is signal.SIG_IGN}
         self.supervisor: WorkerSupervisor | None = None
 
@@ -137,12 +137,12 @@ class _Watch:
 
     @property
     def deaths(self) -> list[RankExit]:
-        """Deaths so far, in order, with the memory last seen of each rank."""
+        """The processes that ended so far, in order, each with the memory that was last measured."""
         deaths = self.supervisor.deaths if self.supervisor else []
         return [replace(d, peak_rss_nbytes=self._peak_nbytes.get(d.rank)) for d in deaths]
 
     def start(self, processes: Mapping[int, Any]) -> None:
-        """The ranks run: watch them, and take over the signals that torch's agent would act on."""
+        """Supervise the ranks, which have started, and handle the signals instead of torch's agent."""
         self._guardian.watch(process.pid for process in processes.values())
         self._streams.start()
         self.supervisor = WorkerSupervisor(processes, timeouts=self._run.timeouts)
@@ -152,7 +152,7 @@ class _Watch:
                 signal.signal(number, signal.SIG_IGN if ignored else self._on_signal)
 
     def tick(self) -> bool:
-        """True when no rank is left."""
+        """Sample memory and let the supervisor act. True when no rank is left."""
         supervisor = self.supervisor
         if supervisor is None:
             return True
@@ -181,7 +181,7 @@ class _Watch:
 
 
 class _Agent(LocalElasticAgent):
-    """Torch elastic's agent, with the herd instead of "one failed: SIGTERM to all"."""
+    """Torch elastic's agent, which leaves the reaction to a failed rank to the supervisor."""
 
     def __init__(self, spec: WorkerSpec, logs: LogsSpecs, watch: _Watch) -> None:
         super().__init__(spec, logs_specs=logs)
@@ -202,7 +202,7 @@ class _Agent(LocalElasticAgent):
 
 
 class _Logs(LogsSpecs):
-    """Where torch's agent opens the outputs of the ranks: pipes of ours."""
+    """Lets torch's agent open the pipes of :class:`Streams` as the outputs of the ranks."""
 
     def __init__(self, scratch: Path, streams: Streams, env: Mapping[str, str]) -> None:
         super().__init__(log_dir=str(scratch))
@@ -226,7 +226,7 @@ class _Logs(LogsSpecs):
 
 
 def _make_agent(run: NodeRun, watch: _Watch, logs: _Logs) -> _Agent:
-    """An agent for one attempt: one node meets itself on a free port, several meet statically."""
+    """An agent for one attempt. It uses a free port on a single node, unless ``master_port`` is given."""
     static = run.num_nodes > 1 or run.master_port is not None
     address = run.master_addr or "127.0.0.1"
     parameters = RendezvousParameters(
@@ -239,7 +239,7 @@ def _make_agent(run: NodeRun, watch: _Watch, logs: _Logs) -> _Agent:
         timeout=900,
         **({"rank": run.node_rank} if static else {}),
     )
-    # torch expands $-templates in arguments; only the local rank is meant to be one.
+    # torch expands $-templates in arguments. Only the local rank is meant as a template.
     arguments = [argument.replace("$", "$$") for argument in run.arguments]
     if run.pass_local_rank_at is not None:
         arguments.insert(run.pass_local_rank_at, f"--local_rank={macros.local_rank}")
@@ -263,7 +263,7 @@ def _make_agent(run: NodeRun, watch: _Watch, logs: _Logs) -> _Agent:
 
 @contextmanager
 def _quiet_torch(verbose: bool) -> Iterator[None]:
-    """Keep the agent's own log lines off the console: the report says it shorter."""
+    """Keep the agent's own log lines off the console, since the report has their content."""
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # read in this process too
     root = "torch.distributed.elastic"
     if not verbose:
@@ -274,10 +274,10 @@ def _quiet_torch(verbose: bool) -> Iterator[None]:
 
 @contextmanager
 def _signals(*, prompt: bool) -> Iterator[None]:
-    """Put the signal handlers back at the end.
+    """A context that restores the signal handlers at its end.
 
-    ``prompt``: until the ranks run, Ctrl-C ends this process at once, since it waits for other
-    nodes in C++.
+    ``prompt``: until the ranks run, Ctrl-C ends this process at once, because the process waits for other
+    nodes in C++ code and would not run a handler.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -294,7 +294,7 @@ def _signals(*, prompt: bool) -> Iterator[None]:
 
 
 def _with_words(death: RankExit, streams: Streams, scratch: Path) -> RankExit:
-    """The death with what the rank wrote last."""
+    """``death`` with the end of the rank's standard error and its error file."""
     try:
         error_file = _error_file(scratch, death.rank).read_text(errors="replace")
     except OSError:

@@ -1,7 +1,7 @@
-"""Has the kernel killed anything for want of memory, and how much do processes hold?
+"""Reads how many processes the kernel killed for lack of memory, and how much memory processes hold.
 
-Reads cgroup v2 and v1, ``/proc/vmstat`` and ``/proc/PID/status``. The limits themselves are read in
-:mod:`zeroshard.memory.host_limits`, which engines ask as well.
+Sources are cgroup v2 and v1, ``/proc/vmstat`` and ``/proc/PID/status``. The limits of memory are read in
+:mod:`zeroshard.memory.host_limits`, which engines use as well.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from zeroshard.memory.host_limits import ROOT, kib, memory_folders, read_table
 
 @dataclass(frozen=True, slots=True)
 class OomCounters:
-    """Processes that the kernel killed for want of memory; only differences mean something."""
+    """Processes that the kernel killed for lack of memory, since boot or since the cgroup was made.
+
+    Only differences of two readings have a meaning. None: the system does not count them.
+    """
 
     cgroup: int | None
     host: int | None
@@ -25,7 +28,7 @@ class OomCounters:
 
 
 def read_oom_counters(root: Path = ROOT) -> OomCounters:
-    """``oom_kill`` of our cgroup (``memory.events``; v1: ``memory.oom_control``) and the host."""
+    """``oom_kill`` of this cgroup (``memory.events``; v1: ``memory.oom_control``) and of the host."""
     cgroup = None
     for folder in memory_folders(root):
         for name in ("memory.events", "memory.oom_control"):
@@ -38,7 +41,7 @@ def read_oom_counters(root: Path = ROOT) -> OomCounters:
 
 
 def read_rss_nbytes(pid: int, root: Path = ROOT) -> int | None:
-    """Resident memory of a living process in bytes; None once it is gone."""
+    """Resident memory of a process in bytes; None if it has ended."""
     return kib(read_table(root / f"proc/{pid}/status"), "VmRSS:")
 
 

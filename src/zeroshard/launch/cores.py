@@ -1,8 +1,8 @@
-"""Which cores does each rank of a node get?
+"""Decides which cores each rank of a node gets, and binds ranks to them.
 
-:func:`share_cores` and :func:`share_listed` decide, from what Linux says about its CPUs (hardware
-threads, as the kernel counts them). A rank is bound before its program starts, so that every thread it
-ever makes stays on its cores, and its memory on their NUMA node.
+:func:`share_cores` and :func:`share_listed` decide. A *CPU* is a hardware thread, as in Linux. A rank
+is bound before its program starts. So all its threads stay on its cores, and its memory is allocated on
+their NUMA node.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from zeroshard.errors import LaunchError
 _SYSTEM = Path("/sys/devices/system")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
-# Runs as ``python -c`` with the shares, the local rank and the program; becomes the program.
+# Run with ``python -c`` and the shares, the local rank and the program; binds itself, then becomes the
+# program.
 _BIND = (
     "import os, sys; _, shares, rank, *words = sys.argv; "
     "os.sched_setaffinity(0, map(int, shares.split(';')[int(rank)].split(','))); "
@@ -30,7 +31,7 @@ _BIND = (
 
 @dataclass(frozen=True, slots=True)
 class Cpu:
-    """A hardware thread. ``core``: the lowest number on the same physical core; ``node``: NUMA."""
+    """A hardware thread. ``core``: the lowest number on the same physical core; ``node``: NUMA node."""
 
     number: int
     core: int
@@ -39,22 +40,24 @@ class Cpu:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """CPUs of each local rank, and how many threads a rank should use for them."""
+    """The CPU numbers by local rank, and the number of threads that a rank should use."""
 
     cpus: tuple[tuple[int, ...], ...]
     num_threads: int
 
 
 def share_cores(cpus: Iterable[Cpu], num_local: int) -> Shares:
-    """Whole physical cores, with all their hardware threads, the same number for every rank.
+    """Give every rank the same number of whole physical cores, with all their hardware threads.
 
-    No rank gets cores of two NUMA nodes if that costs no core. What cannot be shared evenly stays free.
-    One thread per physical core: hardware threads share the units that compute.
+    No rank gets cores of two NUMA nodes, unless every rank would get fewer cores without that. Cores
+    that cannot be shared evenly stay free. ``num_threads`` is one per physical core, because hardware
+    threads of a core share its arithmetic units.
 
     >>> share_cores([Cpu(0, 0), Cpu(1, 1), Cpu(2, 0), Cpu(3, 1)], 2)
     Shares(cpus=((0, 2), (1, 3)), num_threads=1)
 
-    Raises LaunchError for fewer cores than ranks.
+    Raises:
+        LaunchError: there are fewer cores than ranks.
     """
     nodes: dict[int, dict[int, list[int]]] = {}
     for cpu in sorted(cpus, key=_place):
@@ -75,13 +78,15 @@ def share_cores(cpus: Iterable[Cpu], num_local: int) -> Shares:
 
 
 def share_listed(cpus: Iterable[Cpu], listed: Sequence[int], num_local: int) -> Shares:
-    """The listed CPUs, as many for every rank. Neighbours on a core and on a NUMA node stay together as
-    far as the numbers allow.
+    """Give every rank the same number of the ``listed`` CPUs.
+
+    CPUs of one core, and of one NUMA node, go to the same rank as far as the numbers allow.
 
     >>> share_listed([Cpu(0, 0), Cpu(1, 1), Cpu(2, 0), Cpu(3, 1)], [0, 1, 2, 3], 2)
     Shares(cpus=((0, 2), (1, 3)), num_threads=2)
 
-    Raises LaunchError for CPUs that this process may not use, and if ranks would get different numbers.
+    Raises:
+        LaunchError: this process may not use a listed CPU, or ranks would get different numbers of CPUs.
     """
     known = {cpu.number: cpu for cpu in cpus}
     unknown = [number for number in listed if number not in known]
@@ -102,12 +107,13 @@ def share_listed(cpus: Iterable[Cpu], listed: Sequence[int], num_local: int) -> 
 
 
 def parse_core_list(text: str, option: str = "--bind_core_list") -> tuple[int, ...]:
-    """Numbers and ranges, in ascending order.
+    """The numbers of a list of numbers and ranges, in ascending order.
 
     >>> parse_core_list("8,0-3")
     (0, 1, 2, 3, 8)
 
-    Raises LaunchError for anything else, and for a core that is named twice.
+    Raises:
+        LaunchError: a part is neither, or a core is named twice.
     """
     numbers: list[int] = []
     for part in text.split(","):
@@ -126,10 +132,12 @@ def parse_core_list(text: str, option: str = "--bind_core_list") -> tuple[int, .
 
 
 def read_cpus(system: Path = _SYSTEM) -> tuple[Cpu, ...]:
-    """The CPUs that this process may use. What the system does not say is taken as separate cores of one
-    node.
+    """The CPUs that this process may use.
 
-    Raises LaunchError where processes cannot be bound.
+    Without information about cores and NUMA nodes, each CPU counts as a separate core of one node.
+
+    Raises:
+        LaunchError: this system cannot bind processes to cores.
     """
     if not hasattr(os, "sched_setaffinity"):
         raise LaunchError(
@@ -147,7 +155,7 @@ def read_cpus(system: Path = _SYSTEM) -> tuple[Cpu, ...]:
 
 
 def bound(shares: Sequence[Sequence[int]], local_rank: str, words: Sequence[str]) -> list[str]:
-    """A command that binds itself to the share of ``local_rank`` and becomes ``words``."""
+    """A command that binds itself to the share of ``local_rank`` and then becomes ``words``."""
     text = ";".join(",".join(map(str, share)) for share in shares)
     return [sys.executable, "-I", "-S", "-c", _BIND, text, local_rank, *words]
 

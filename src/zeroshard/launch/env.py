@@ -1,6 +1,6 @@
-"""Which environment do ranks get from the launcher?
+"""The environment variables that ranks get from the launcher.
 
-Every value is only a default: what the user exported wins.
+Every value is only a default: a variable that the user exported wins.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from collections.abc import Mapping
 
 from zeroshard.errors import LaunchError
 
-# Exported to other hosts when the launcher starts them over ssh.
+# Prefixes of the variables that are passed to other hosts.
 EXPORTED = ("NCCL_", "TORCH_", "GLOO_", "OMP_", "ZEROSHARD_", "UCX_", "FI_", "DS_", "DEEPSPEED_")
 ALSO_EXPORTED = "ZEROSHARD_EXPORT"
-"""A variable that holds more such beginnings, with commas between."""
+"""A variable with more such prefixes, separated by commas."""
 _EXPORTED_NAMES = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HF_HOME", "TOKENIZERS_PARALLELISM")
 
 
 DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
-"""A file of lines ``NAME=value`` for the ranks of other hosts, in the home or the working directory."""
+"""A file of lines ``NAME=value`` for ranks of other hosts, in the home or the working directory."""
 
 
 def rank_defaults(
@@ -29,10 +29,10 @@ def rank_defaults(
     node_rank: int = 0,
     num_nodes: int = 1,
 ) -> dict[str, str]:
-    """Variables to add to ``env`` for the ranks of one node; never one that is set already.
+    """Variables to add to ``env`` for the ranks of one node; none that is set in ``env``.
 
-    ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE``: otherwise torch (2.13) keeps the store keys of a dead
-    attempt, and gloo connects to its addresses.
+    ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE`` is among them because torch (2.13) otherwise keeps the store
+    keys of a dead attempt, and gloo connects to the addresses in them.
     """
     wanted = {
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -48,7 +48,7 @@ def rank_defaults(
 
 
 def with_directory_first(env: Mapping[str, str], directory: str) -> dict[str, str]:
-    """``PYTHONPATH`` with a directory before all others; nothing for none."""
+    """``PYTHONPATH`` with ``directory`` first, as a variable to add; empty if ``directory`` is empty."""
     if not directory:
         return {}
     others = [entry for entry in env.get("PYTHONPATH", "").split(os.pathsep) if entry]
@@ -56,7 +56,7 @@ def with_directory_first(env: Mapping[str, str], directory: str) -> dict[str, st
 
 
 def exported(env: Mapping[str, str]) -> dict[str, str]:
-    """The variables that ranks on other hosts should see as well, sorted by name."""
+    """The variables of ``env`` that ranks on other hosts get as well, sorted by name."""
     begin = (*EXPORTED, *filter(None, env.get(ALSO_EXPORTED, "").split(",")))
     return {
         name: env[name] for name in sorted(env) if name in _EXPORTED_NAMES or name.startswith(begin)
@@ -64,12 +64,15 @@ def exported(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def read_exports(text: str, name: str) -> dict[str, str]:
-    """Variables of such a file. Empty lines and those that begin with ``#`` are skipped.
+    """The variables in the ``text`` of a file ``name`` (:data:`DEEPSPEED_ENVIRONMENT_NAME`).
+
+    Empty lines, and lines that begin with ``#``, are skipped.
 
     >>> read_exports("NCCL_DEBUG=INFO\\n# a comment\\nX=a=b", ".deepspeed_env")
     {'NCCL_DEBUG': 'INFO', 'X': 'a=b'}
 
-    Raises LaunchError for a line without ``=``.
+    Raises:
+        LaunchError: a line has no ``=``.
     """
     found = {}
     for number, line in enumerate(text.splitlines(), 1):

@@ -1,9 +1,9 @@
-"""Why did a rank die, and which death came first?
+"""Explains why ranks ended, and reports the first cause.
 
-Pure: from exit codes, the ends of the standard errors and the kernel's counters to a short report.
-The *root* is the earliest death that is not a consequence of another one. Consequences (a lost
-connection, exit code 76, a stop by the launcher) are folded, because they are louder than the cause
-and often earlier on the screen.
+Pure: makes a short report from exit codes, the ends of the standard errors and the kernel's counters. The
+*root* is the earliest failure that is not a consequence of another one. Consequences (a lost connection,
+exit code 76, a stop by the launcher) are grouped at the end of the report, because they print more than
+the cause and often before it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from zeroshard.launch.cgroup import OomCounters
 from zeroshard.launch.traces import Trace, last_trace, trace_of_error_file
 
-# Exit codes of ranks that end by themselves in an orderly way.
-EXIT_VERDICT = 75  # this rank raised the verdict on a divergence or a hang
+# Exit codes of ranks that end themselves.
+EXIT_VERDICT = 75  # this rank ended on a diagnosis of the watchdog
 EXIT_SURVIVOR = 76  # this rank lost its peers
 
 _LOST_PEER = re.compile(
@@ -38,7 +38,7 @@ class RankExit:
     rank: int
     exitcode: int
     at_s: float
-    stopped: bool = False  # ended after the launcher told it to
+    stopped: bool = False  # ended after the launcher had asked it to stop
     stderr: str = ""
     error_file: str = ""
     peak_rss_nbytes: int | None = None
@@ -46,7 +46,7 @@ class RankExit:
 
 @dataclass(frozen=True, slots=True)
 class KernelCounters:
-    """What the kernel counted during the run, and the limit it enforced."""
+    """What the kernel counted during the run, and the memory limit that it enforced."""
 
     oom: OomCounters
     cgroup_limit_nbytes: int | None = None
@@ -55,7 +55,7 @@ class KernelCounters:
 
 @dataclass(frozen=True, slots=True)
 class ExitCause:
-    """A death in words: ``rank 3 <what>``."""
+    """An exit in words (``rank 3 <what>``), and whether it is a consequence of another one."""
 
     death: RankExit
     what: str
@@ -71,11 +71,11 @@ class ExitReport:
     root: int | None
     trace: str
     exitcode: int
-    consequence: bool = False  # even the root only followed a failure elsewhere
+    consequence: bool = False  # the root, too, is a consequence of a failure on another node
 
 
 def explain_exit(death: RankExit, kernel: KernelCounters) -> ExitCause:
-    """What one exit code means, given what the rank wrote and what the kernel counted."""
+    """Explain one exit code by what the rank wrote and what the kernel counted."""
     trace = trace_of_error_file(death.error_file) or last_trace(death.stderr)
     if death.stopped:
         return ExitCause(death, "was stopped by the launcher", True, None)
@@ -106,10 +106,10 @@ def explain_exit(death: RankExit, kernel: KernelCounters) -> ExitCause:
 def build_report(
     deaths: Sequence[RankExit], kernel: KernelCounters, *, interrupted: signal.Signals | None = None
 ) -> ExitReport:
-    """The lines for a finished run: the cause, other causes, then the consequences, folded.
+    """The report of a finished run: the root, other causes, then the consequences.
 
-    A run without a failed rank has no lines. ``interrupted`` is the signal by which the user ended
-    it.
+    A run without a failed rank has no lines. ``interrupted`` is the signal with which the user ended the
+    run.
     """
     ordered = sorted(deaths, key=lambda death: (death.at_s, death.rank))
     failed = [explain_exit(death, kernel) for death in ordered if death.exitcode != 0]
@@ -190,7 +190,7 @@ def _killed(death: RankExit, kernel: KernelCounters) -> str:
 
 
 def _grouped(verdicts: Sequence[ExitCause]) -> list[tuple[str, str]]:
-    """Ranks that died in the same words share a line, in order of their first death."""
+    """Ranks whose exits have the same words, together, in the order of the first exit."""
     groups: dict[str, list[int]] = {}
     for verdict in verdicts:
         groups.setdefault(verdict.what, []).append(verdict.death.rank)

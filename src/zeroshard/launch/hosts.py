@@ -1,7 +1,7 @@
-"""Which hosts, and which slots on them, does a run use?
+"""Selects the hosts of a run, and the slots on them.
 
-Pure text and arithmetic: the hostfile (lines ``host slots=N``), and the filters ``--include`` and
-``--exclude`` (``host:0,1@host2``), which keep DeepSpeed's meaning.
+Pure: reads the text of a hostfile (lines ``host slots=N``) and applies the filters ``--include`` and
+``--exclude`` (``host:0,1@host2``), which have DeepSpeed's meaning.
 """
 
 from __future__ import annotations
@@ -18,21 +18,25 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]*")
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A machine and the device indices used on it: one rank per slot, in this order."""
+    """A machine, and the device indices that are used on it: one rank per slot, in this order."""
 
     name: str
     slots: tuple[int, ...]
 
     @property
     def devices(self) -> str | None:
-        """Text for ``CUDA_VISIBLE_DEVICES``; None where ranks use devices 0, 1, 2, ... anyway."""
+        """The value for ``CUDA_VISIBLE_DEVICES``; None if the ranks use devices 0, 1, 2, ... anyway."""
         if self.slots == tuple(range(len(self.slots))):
             return None
         return ",".join(map(str, self.slots))
 
 
 def parse_hostfile(text: str, source: str) -> tuple[Host, ...]:
-    """Hosts of a hostfile, in its order; every bad line is named at once, as ``source:line``."""
+    """The hosts of a hostfile, in its order. ``source`` names the file in messages.
+
+    Raises:
+        LaunchError: names all bad lines, as ``source:line``.
+    """
     hosts: dict[str, Host] = {}
     first_line: dict[str, int] = {}
     problems: list[str] = []
@@ -63,10 +67,13 @@ def parse_hostfile(text: str, source: str) -> tuple[Host, ...]:
 
 
 def parse_filter(text: str, option: str) -> dict[str, tuple[int, ...] | None]:
-    """``"a:0,2@b"`` -> ``{"a": (0, 2), "b": None}``; None means every slot of the host.
+    """The slots that a filter names, by host. None: every slot of the host.
 
     >>> parse_filter("a:0,2@b", "--include")
     {'a': (0, 2), 'b': None}
+
+    Raises:
+        LaunchError: the text is not of this form, or names a host or a slot twice.
     """
     wanted: dict[str, tuple[int, ...] | None] = {}
     for part in text.split("@"):
@@ -96,8 +103,12 @@ def select(
 ) -> tuple[Host, ...]:
     """The hosts and slots of a run.
 
-    ``include`` keeps what it names, ``exclude`` drops it; ``num_nodes`` keeps the first hosts and
-    ``num_slots`` the first slots of each. A filter together with a number is an error.
+    ``include`` keeps only what it names; ``exclude`` drops what it names. ``num_nodes`` keeps the first
+    hosts, ``num_slots`` the first slots of each host.
+
+    Raises:
+        LaunchError: a filter names an unknown host or slot or leaves none, a number is too large, or the
+            options contradict each other.
     """
     chosen = tuple(hosts)
     check_filters(include=include, exclude=exclude, num_nodes=num_nodes, num_slots=num_slots)
@@ -127,7 +138,11 @@ def select(
 def check_filters(
     *, include: str, exclude: str, num_nodes: int | None, num_slots: int | None
 ) -> None:
-    """Refuse combinations that say the same thing twice, so that none has to win silently."""
+    """Check that the options do not contradict each other.
+
+    Raises:
+        LaunchError: two filters, a filter together with a number, or a number below 1.
+    """
     if include and exclude:
         raise LaunchError("--include and --exclude cannot be given together; keep one of them.")
     if (include or exclude) and (num_nodes is not None or num_slots is not None):

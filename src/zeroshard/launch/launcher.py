@@ -1,4 +1,4 @@
-"""What does ``zeroshard launch`` do once it is decided who starts whom?"""
+"""Carries out a launch plan: runs the ranks of this node, starts other launchers, or becomes a rank."""
 
 from __future__ import annotations
 
@@ -46,17 +46,20 @@ from zeroshard.launch.remote import (
 from zeroshard.launch.supervisor import ShutdownTimeouts
 from zeroshard.memory.host_limits import host_limits
 
-_PID_FOLDER = Path("/tmp")  # whatever TMPDIR says: programs look there
+_PID_FOLDER = Path("/tmp")  # not TMPDIR: programs look for the file here
 
 
 def launch(request: LaunchRequest, console: TextIO | None = None) -> int:
-    """Run a training program on all its ranks and give the exit code of the first rank that failed.
+    """Run a training program on all its ranks and return the exit code of the first rank that failed.
 
-    128 + N for a rank that died of signal N and for a launcher that was stopped by signal N. Raises
-    :class:`LaunchError` for options that cannot work, before anything is started.
+    The exit code is 128 + N for a rank that died of signal N, and for a launcher that was stopped by
+    signal N.
+
+    Raises:
+        LaunchError: the options cannot work. Raised before anything is started.
     """
     console = console or sys.stderr
-    # a full name may take the name service seconds: ask only where it matters
+    # Looking up a full name may take seconds, so look it up only where it is needed.
     fqdn = socket.getfqdn() if request.hostfile else ""
     this_host = names_of_this_host(socket.gethostname(), fqdn)
     decision = plan_launch(
@@ -70,7 +73,7 @@ def launch(request: LaunchRequest, console: TextIO | None = None) -> int:
         local_rank = int(decision.env["LOCAL_RANK"])
         if request.pass_local_rank:
             arguments.insert(_local_rank_at(request), f"--local_rank={local_rank}")
-        # SLURM binds each task to its own cores
+        # SLURM binds each task to its cores.
         defaults = rank_defaults(os.environ, cores=_cores(), num_local=1)
         path = with_directory_first(os.environ, request.as_deepspeed)
         os.execvpe(
@@ -100,7 +103,7 @@ def _run_nodes(
     return run_nodes(
         commands,
         ssh=ssh_words(request.ssh_port, extra),
-        # a node's own launcher is given the time to end its ranks and to report
+        # The launcher of a node needs time to end its ranks and to report.
         timeouts=ShutdownTimeouts(request.timeouts.grace_s + 5, request.timeouts.stop_s + 10),
         console=console,
     )
@@ -108,11 +111,14 @@ def _run_nodes(
 
 @contextmanager
 def _pid_file() -> Iterator[None]:
-    """This process's id in ``/tmp/<id>.deepspeed`` while it runs ranks, as DeepSpeed's launcher leaves
-    it."""
+    """A context in which ``/tmp/<id>.deepspeed`` holds this process's id, as with DeepSpeed's launcher.
+
+    Raises:
+        LaunchError: the file cannot be written.
+    """
     path = _PID_FOLDER / f"{os.getpid()}.deepspeed"
     try:
-        path.unlink(missing_ok=True)  # of a launcher that was killed, and had our number
+        path.unlink(missing_ok=True)  # left by a killed launcher that had the same process id
         with path.open("x") as file:
             file.write(str(os.getpid()))
     except OSError as error:
@@ -201,7 +207,7 @@ def _exports_of_files() -> dict[str, str]:
 
 
 def _program(request: LaunchRequest) -> tuple[str, list[str]]:
-    """What a rank executes: a program and its arguments."""
+    """The program that a rank executes, and its arguments."""
     if request.no_python:
         return request.script, list(request.args)
     mode = ["-m"] if request.module else []
@@ -209,12 +215,16 @@ def _program(request: LaunchRequest) -> tuple[str, list[str]]:
 
 
 def _local_rank_at(request: LaunchRequest) -> int:
-    """Where ``--local_rank=N`` goes among the arguments: right behind the script."""
+    """The position of ``--local_rank=N`` among the arguments: right after the script."""
     return 0 if request.no_python else 2 + request.module
 
 
 def _check_script(request: LaunchRequest) -> None:
-    """A script that is not there is one error here instead of one per rank."""
+    """Check that the script or program exists: one error here instead of one per rank.
+
+    Raises:
+        LaunchError: it does not exist.
+    """
     if request.no_python:
         if shutil.which(request.script) is None:
             raise LaunchError(
@@ -241,7 +251,11 @@ def _shadow_warning(request: LaunchRequest) -> tuple[str, ...]:
 
 
 def _check_port(port: int) -> None:
-    """Bind once, so that a port in use is named here instead of in a timeout of all nodes."""
+    """Check that ``port`` is free, instead of letting all nodes run into a timeout.
+
+    Raises:
+        LaunchError: it is not.
+    """
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -254,7 +268,7 @@ def _check_port(port: int) -> None:
 
 
 def _shares(request: LaunchRequest, num_local: int) -> Shares | None:
-    """The cores of each local rank, if they are to be bound."""
+    """The cores of each local rank; None if ranks are not to be bound."""
     if request.bind_core_list is not None:
         listed = parse_core_list(request.bind_core_list)
         return share_listed(read_cpus(), listed, num_local)

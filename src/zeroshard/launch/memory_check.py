@@ -1,6 +1,7 @@
-"""Is there enough memory for the ranks, before they start?
+"""Checks before the start whether there is enough memory for the ranks.
 
-Pure: from what was read to an error or a few lines. Silence means that nothing was found.
+Pure: makes an error or warnings from numbers that were read elsewhere. No warning means that no problem
+was found.
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ _BINARY = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", re.IGNORECASE)
 # A rank that has only imported torch holds about this much.
 _BARE_RANK_NBYTES = 256 << 20
-# What container runtimes give if nobody asks.
+# The size of ``/dev/shm`` that container runtimes give by default.
 _SMALL_SHM_NBYTES = 64 << 20
 
 
 def parse_nbytes(text: str, option: str) -> int:
-    """``"12GB"``, ``"12GiB"``, ``"1.5g"`` or plain bytes -> bytes.
+    """The bytes of a size such as ``"12GB"``, ``"12GiB"``, ``"1.5g"`` or a plain number.
 
     >>> parse_nbytes("1.5GiB", "--expect-memory-per-rank")
     1610612736
+
+    Raises:
+        LaunchError: ``text`` is not a size; it names ``option``.
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None or (match[3] and not match[2]):
@@ -39,9 +43,10 @@ def check_memory(
     expected_nbytes: int | None,
     shm_nbytes: int | None,
 ) -> tuple[str, ...]:
-    """Warnings (at most two); raises :class:`LaunchError` if the expected memory does not fit.
+    """At most two warnings. ``expected_nbytes``: of one rank. ``shm_nbytes``: the size of ``/dev/shm``.
 
-    ``expected_nbytes`` is host memory per rank; ``shm_nbytes`` is the size of ``/dev/shm``.
+    Raises:
+        LaunchError: the expected memory of all local ranks does not fit.
     """
     warnings: list[str] = []
     free = memory.free_nbytes

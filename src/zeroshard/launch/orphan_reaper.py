@@ -1,7 +1,8 @@
-"""What ends the ranks if the launcher itself is killed?
+"""Ends the ranks if the launcher itself is killed.
 
-A small process that holds the other end of a pipe. It is told the process groups of the ranks; when
-the pipe closes without a word of farewell, nobody is left to stop them, and it kills them.
+A small process reads from a pipe whose other end the launcher holds. The launcher writes the process
+groups of its ranks to it. If the pipe closes without the line ``farewell``, the launcher is dead, and
+the process kills those groups.
 """
 
 from __future__ import annotations
@@ -27,22 +28,22 @@ for group in groups:
 
 
 class OrphanReaper:
-    """Watches over process groups from outside of this process, until :meth:`dismiss`."""
+    """A helper process that kills the watched groups if this process ends without :meth:`dismiss`."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _PROGRAM],
             stdin=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C in the terminal is not for it
+            start_new_session=True,  # Ctrl-C in the terminal must not reach it
             text=True,
         )
 
     def watch(self, groups: Iterable[int]) -> None:
-        """Kill these process groups if this process disappears."""
+        """Kill these process groups if this process ends without :meth:`dismiss`."""
         self._write("".join(f"{group}\n" for group in groups))
 
     def dismiss(self) -> None:
-        """The groups ended: the guardian ends too, without touching anything."""
+        """End the reaper process without killing anything, because the groups have ended."""
         self._write("farewell\n")
         if self._process.stdin is not None:
             with suppress(OSError):

@@ -1,8 +1,9 @@
-"""Who starts whom?
+"""Decides how a run is started.
 
-:func:`decide` turns the options, the environment and the hostfile into one of four decisions: ranks
-of this node, a launcher per host over ssh or ``mpirun``, launchers through ``srun``, or we become a
-rank.
+:func:`plan_launch` makes one of four decisions from the options, the environment and the hostfile. This
+process runs the ranks of this node (:class:`RunHere`), starts a launcher on each host over ssh or
+``mpirun`` (:class:`RunNodes`), starts launchers through ``srun`` (:class:`RunSrun`), or becomes a rank
+itself (:class:`ExecAsRank`).
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from zeroshard.launch.supervisor import ShutdownTimeouts
 
 DEFAULT_PORT = 29500
 LAUNCHERS = ("ssh", "pdsh", "slurm", *MPI_LAUNCHERS)
-"""What may start the launchers of other hosts. ``pdsh`` is a name for ssh."""
+"""The values of ``--launcher``: what starts the launchers of other hosts. ``pdsh`` means ssh."""
 
 _MANY_SLOTS = 1 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchRequest:
-    """The options of ``zeroshard launch``, under DeepSpeed's names where it has them."""
+    """The options of ``zeroshard launch``, with DeepSpeed's names where DeepSpeed has them."""
 
     script: str
     args: tuple[str, ...] = ()
@@ -43,11 +44,11 @@ class LaunchRequest:
     module: bool = False
     no_python: bool = False
     pass_local_rank: bool = False
-    as_deepspeed: str = ""  # directory that goes first on the ranks' PYTHONPATH
+    as_deepspeed: str = ""  # directory that is put first on the ranks' PYTHONPATH
     no_ssh: bool = False
     ssh_port: int | None = None
     launcher: str | None = None  # one of LAUNCHERS; None: srun in a SLURM job, else ssh
-    launcher_args: str = ""  # words for ssh, srun or mpirun
+    launcher_args: str = ""  # options for ssh, srun or mpirun
     force_multi: bool = False
     venv_script: str | None = None
     bind_cores: bool = False
@@ -58,12 +59,12 @@ class LaunchRequest:
     timeouts: ShutdownTimeouts = field(default_factory=ShutdownTimeouts)
     quiet: bool = False
     verbose: bool = False
-    leash: bool = False  # another launcher holds our standard input
+    leash: bool = False  # another launcher controls this one through its standard input
 
 
 @dataclass(frozen=True, slots=True)
 class RunHere:
-    """Ranks of this node; ``num_local`` None means one per GPU that is visible."""
+    """Run the ranks of this node. ``num_local`` None: one rank per visible GPU."""
 
     num_local: int | None
     num_nodes: int
@@ -75,7 +76,7 @@ class RunHere:
 
 @dataclass(frozen=True, slots=True)
 class RunNodes:
-    """A launcher per host, started by ``starter``: "ssh", or one of :data:`MPI_LAUNCHERS`."""
+    """Start a launcher per host with ``starter``: "ssh", or one of :data:`MPI_LAUNCHERS`."""
 
     hosts: tuple[Host, ...]
     master_port: int
@@ -84,14 +85,14 @@ class RunNodes:
 
 @dataclass(frozen=True, slots=True)
 class RunSrun:
-    """A launcher per node of the SLURM job."""
+    """Start a launcher per node of the SLURM job."""
 
     command: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ExecAsRank:
-    """SLURM started one task per rank: this process is one."""
+    """Become a rank: SLURM started one task per rank, and this process is one of them."""
 
     env: Mapping[str, str]
 
@@ -102,7 +103,11 @@ LaunchPlan = RunHere | RunNodes | RunSrun | ExecAsRank
 def plan_launch(
     request: LaunchRequest, env: Mapping[str, str], *, this_host: tuple[str, ...], has_srun: bool
 ) -> LaunchPlan:
-    """Who starts whom; reads the hostfile and nothing else. Raises LaunchError for what cannot work."""
+    """Decide how the run is started. Reads the hostfile and no other file.
+
+    Raises:
+        LaunchError: the options cannot work, alone or in this environment.
+    """
     check_request(request)
     decision = _plan(request, env, this_host=this_host, has_srun=has_srun)
     _check_effect(request, decision)
@@ -140,7 +145,7 @@ def _plan(
 
 
 def notices(request: LaunchRequest, decision: LaunchPlan) -> tuple[str, ...]:
-    """What a user should know about options that do something else than their name says, or nothing."""
+    """One line for each option that does nothing here, or something else than its name says."""
     said: list[str] = []
     if isinstance(decision, RunNodes) and request.launcher == "pdsh":
         said.append("--launcher pdsh: hosts are reached over ssh, and pdsh is not used.")
@@ -150,7 +155,7 @@ def notices(request: LaunchRequest, decision: LaunchPlan) -> tuple[str, ...]:
 
 
 def _slurm_job(request: LaunchRequest, env: Mapping[str, str]) -> SlurmJob | None:
-    """The SLURM job to use, if any: asked for, or found without a hostfile."""
+    """The SLURM job to use: the one that was asked for, or the one found if there is no hostfile."""
     job = None if request.no_ssh else read_slurm(env)
     if request.launcher == "slurm":
         if job is None:
@@ -258,7 +263,7 @@ def _plan_slurm(request: LaunchRequest, job: SlurmJob, has_srun: bool) -> RunHer
 
 
 def _in_order_of(job: SlurmJob, hosts: tuple[Host, ...]) -> tuple[Host, ...]:
-    """The hosts as SLURM numbers its nodes: node 0 is where the ranks meet."""
+    """The hosts in the order of SLURM's node numbers, since the ranks meet at node 0."""
     strange = [host.name for host in hosts if host.name not in job.hosts]
     if strange:
         raise LaunchError(
@@ -276,7 +281,7 @@ def _here(
 
 
 def passed_on(request: LaunchRequest) -> list[str]:
-    """The options that every node's launcher needs as well."""
+    """The options that the launcher of every node needs as well."""
     words: list[str] = []
     switches = {
         "--module": request.module,
@@ -302,7 +307,11 @@ def passed_on(request: LaunchRequest) -> list[str]:
 
 
 def check_request(request: LaunchRequest) -> None:
-    """Raises LaunchError for options that contradict each other."""
+    """Check that the options do not contradict each other.
+
+    Raises:
+        LaunchError: they do.
+    """
     if request.module and request.no_python:
         raise LaunchError("--module and --no_python cannot be given together; keep one of them.")
     check_filters(
@@ -351,7 +360,11 @@ def _check_launcher(request: LaunchRequest) -> None:
 
 
 def _check_effect(request: LaunchRequest, decision: LaunchPlan) -> None:
-    """Refuse options that would do nothing where it was decided to run."""
+    """Check that no option would be without effect under ``decision``.
+
+    Raises:
+        LaunchError: an option would be.
+    """
     if request.venv_script is not None and isinstance(decision, (RunHere, ExecAsRank)):
         raise LaunchError(
             f"--venv_script {request.venv_script!r} is for launchers that are started on other hosts. "

@@ -1,9 +1,9 @@
-"""How are the launchers of several nodes started and stopped, without SLURM?
+"""Starts and stops the launchers of several nodes, without SLURM.
 
-One ``zeroshard launch --no_ssh --node_rank R`` per host, over ssh or, on this host, directly. The
-standard input of each is its leash: a line ``INT``, ``TERM`` or ``KILL`` asks it to stop, and its
-end (this process died, the connection broke) does so too. So nothing is ever searched for and
-killed by name.
+Each host gets one ``zeroshard launch --no_ssh --node_rank R``, over ssh or, on this host, directly. This
+process holds the standard input of each (its *leash*). A line ``INT``, ``TERM`` or ``KILL`` asks the
+launcher to stop. The end of its input asks it to stop as well: then this process died, or the connection
+broke. So no process is ever searched for and killed by name.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True, slots=True)
 class NodeCommand:
-    """One node's launcher. ``remote`` is the same command seen through ssh, None on this host."""
+    """The command of one node's launcher, and the variables to add to its environment."""
 
     host: Host
     argv: tuple[str, ...]
@@ -40,7 +40,7 @@ class NodeCommand:
     is_here: bool
 
     def process_argv(self, *, cwd: str, ssh: Sequence[str]) -> list[str]:
-        """What we execute: the launcher itself, or ssh with the launcher as a shell line."""
+        """The command to execute: the launcher itself, or ssh with the launcher as a shell line."""
         if self.is_here:
             return list(self.argv)
         line = f"cd {shlex.quote(cwd)} && exec {shlex.join(self.argv_with_env)}"
@@ -48,7 +48,7 @@ class NodeCommand:
 
     @property
     def argv_with_env(self) -> tuple[str, ...]:
-        """The launcher for a shell that knows nothing of our variables."""
+        """The command of the launcher, with ``env`` to set the variables."""
         return ("env", *(f"{name}={value}" for name, value in self.env.items()), *self.argv)
 
 
@@ -64,11 +64,11 @@ def node_commands(
     this_host: Sequence[str],
     flags: Sequence[str] = ("--leash",),
 ) -> tuple[NodeCommand, ...]:
-    """The launcher of each host; ``options`` are passed on, ``program`` is script and arguments.
+    """The launcher of each host. ``options`` are passed on; ``program`` is the script and its arguments.
 
-    ``this_host`` holds the names of the machine we are on. Node ranks follow the order of
-    ``hosts``. ``flags``: how each is told that it is to end, or tells that it does; a leash, where we
-    hold its standard input.
+    ``this_host``: the names of the machine that this process runs on. Node ranks follow the order of
+    ``hosts``. ``flags``: ``--leash`` if this process holds the standard input of the launchers, else the
+    options of :func:`~zeroshard.launch.mpi.mpi_flags`.
     """
     commands: list[NodeCommand] = []
     for rank, host in enumerate(hosts):
@@ -90,9 +90,9 @@ def node_commands(
 
 
 def ssh_words(port: int | None, extra: Sequence[str] = ()) -> list[str]:
-    """``ssh`` without questions: a host that would ask for a password fails with its message.
+    """The ``ssh`` command. A host that would ask for a password fails with the message of ssh.
 
-    ``extra``: words of the user for it.
+    ``extra``: options of the user.
     """
     words = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", *extra]
     return words if port is None else [*words, "-p", str(port)]
@@ -105,7 +105,11 @@ def run_nodes(
     timeouts: ShutdownTimeouts,
     console: TextIO,
 ) -> int:
-    """Start all launchers and wait; gives the exit code of the first one that failed by itself."""
+    """Start all launchers and wait. Returns the exit code of the first launcher that failed by itself.
+
+    Raises:
+        LaunchError: a command cannot be executed.
+    """
     processes: dict[int, subprocess.Popen[bytes]] = {}
     for rank, command in enumerate(commands):
         argv = command.process_argv(cwd=os.getcwd(), ssh=ssh)
@@ -155,9 +159,10 @@ def run_nodes(
 
 
 def end_with_parent_pipe() -> threading.Thread:
-    """Obey the launcher that started this one: its words, and its end, become signals to us.
+    """Turn the lines on standard input, and its end, into signals to this process.
 
-    Takes the standard input away from the ranks, which would otherwise read the words.
+    The launcher that started this one writes the lines. Standard input is replaced by ``/dev/null``, so
+    that ranks cannot read them.
     """
     leash = os.dup(0)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -178,15 +183,15 @@ def end_with_parent_pipe() -> threading.Thread:
 
 
 def names_of_this_host(hostname: str, fqdn: str) -> tuple[str, ...]:
-    """Names by which a hostfile may mean the machine we are on."""
+    """The names that a hostfile may use for the machine that this process runs on."""
     return (hostname, fqdn, hostname.split(".", 1)[0])
 
 
 def this_launcher(venv_script: str | None = None) -> list[str]:
-    """The words that start this program on a host with the same installation.
+    """The command that starts this program on a host with the same installation.
 
-    ``venv_script``: a file that the host's shell reads first; its ``python`` is taken, instead of the
-    path of ours.
+    ``venv_script``: a file that the shell of the host reads first; then the ``python`` on its ``PATH`` is
+    used, instead of the path of this interpreter.
     """
     if venv_script is None:
         return [sys.executable, "-m", "zeroshard.launch"]
@@ -203,7 +208,7 @@ def _obey(word: str) -> None:
 
 
 def _send(_: int, process: WorkerProcess, number: signal.Signals) -> None:
-    """Pull a launcher's leash; once it was let go and that did not help, kill our end of it."""
+    """Ask a launcher to stop through its standard input; if that is closed, kill the local process."""
     if isinstance(process, subprocess.Popen):
         if process.stdin is None or process.stdin.closed:
             process.kill()

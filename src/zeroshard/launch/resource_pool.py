@@ -1,4 +1,4 @@
-"""What do programs ask DeepSpeed's launcher about hosts? (``deepspeed.launcher.runner``)"""
+"""The functions of ``deepspeed.launcher.runner`` that programs call to learn about hosts."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ _log = logging.getLogger(__name__)
 
 DLTS_HOSTFILE = "/job/hostfile"
 EXPORT_ENVS = [*EXPORTED]
-"""Beginnings of the names of variables that ranks of other hosts get too. What a program appends counts
-for the runs that it starts (:func:`launcher_environment`)."""
+"""Prefixes of the variables that ranks of other hosts get too. What a program appends has effect on the
+runs that it starts (:func:`launcher_environment`)."""
 
 
 def launcher_environment() -> dict[str, str]:
-    """For a launcher that exports what the program appended to :data:`EXPORT_ENVS`."""
+    """The environment for a launcher that exports what the program appended to :data:`EXPORT_ENVS`."""
     more = [name for name in EXPORT_ENVS if name not in EXPORTED]
     return {**os.environ, ALSO_EXPORTED: ",".join(more)} if more else dict(os.environ)
 
 
 def fetch_hostfile(hostfile_path: str) -> OrderedDict[str, int] | None:
-    """Host -> number of slots, in the file's order; None, with a warning, if there is no such file.
+    """Host -> number of slots, in the order of the file; None, with a warning, if there is no such file.
 
-    Raises :class:`LaunchError`, which names every bad line.
+    Raises:
+        LaunchError: names every bad line.
     """
     path = Path(hostfile_path)
     if not path.is_file():
@@ -41,12 +42,13 @@ def fetch_hostfile(hostfile_path: str) -> OrderedDict[str, int] | None:
 def parse_inclusion_exclusion(
     resource_pool: Mapping[str, int], inclusion: str, exclusion: str
 ) -> OrderedDict[str, list[int]]:
-    """Host -> slots that are used. The filters are those of ``--include`` and ``--exclude``.
+    """Host -> used slots. The filters are those of ``--include`` and ``--exclude``.
 
     >>> parse_inclusion_exclusion({"a": 2, "b": 2}, "", "a:0")
     OrderedDict([('a', [1]), ('b', [0, 1])])
 
-    Raises :class:`LaunchError` for hosts or slots that are not in the pool, and for both filters at once.
+    Raises:
+        LaunchError: a host or slot is not in the pool, or both filters are given.
     """
     pool = (Host(name, tuple(range(slots))) for name, slots in resource_pool.items())
     chosen = select(pool, include=inclusion, exclude=exclusion)

@@ -1,9 +1,9 @@
-"""What does SLURM tell a launcher about its hosts and ranks?
+"""Reads the hosts and ranks of a SLURM job, and builds ``srun`` commands.
 
-Read from the environment only (``SLURM_*`` variables, ``srun`` and ``sbatch`` manual pages). Three
-situations: a job with several nodes and no step yet (we start ``srun``), a step with one task per
-node (this process is the launcher of its node), and a step with one task per rank (this process
-becomes a rank).
+Only environment variables are read (``SLURM_*``, as the manual pages of ``srun`` and ``sbatch``
+describe them). There are three situations. A job with several nodes and no step yet: the launcher
+starts ``srun``. A step with one task per node: this process is the launcher of its node. A step with
+one task per rank: this process becomes a rank.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from zeroshard.errors import LaunchError
 
-# Steps that SLURM itself starts (batch script, interactive shell, extern) have ids from here on.
+# Steps that SLURM itself starts (batch script, interactive shell, extern) have this id or a higher one.
 _FIRST_OWN_STEP = 0xFFFFFFF0
 
 _ITEM = re.compile(r"[^,\[]*(?:\[[^\]]*\][^,\[]*)*")
@@ -23,7 +23,7 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 @dataclass(frozen=True, slots=True)
 class SlurmJob:
-    """The allocation and, inside a step, this task's place in it."""
+    """The allocation and, inside a step, the numbers of this task."""
 
     job_id: int
     hosts: tuple[str, ...]
@@ -36,17 +36,17 @@ class SlurmJob:
 
     @property
     def one_rank_per_task(self) -> bool:
-        """Several tasks run on some node, so each task is meant to be a rank."""
+        """Whether a node has several tasks, so that each task is meant to be a rank."""
         return self.in_step and self.num_tasks > len(self.hosts)
 
     @property
     def port(self) -> int:
-        """A port that differs between jobs that share a node."""
+        """The rendezvous port, made from the job id, since jobs that share a node need different ones."""
         return 20000 + self.job_id % 10000
 
 
 def read_slurm(env: Mapping[str, str]) -> SlurmJob | None:
-    """The SLURM job that ``env`` describes, or None outside of one."""
+    """The SLURM job that ``env`` describes; None outside of a job."""
     if "SLURM_JOB_ID" not in env:
         return None
     nodelist = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST", "")
@@ -66,7 +66,7 @@ def read_slurm(env: Mapping[str, str]) -> SlurmJob | None:
 
 
 def expand_nodelist(text: str) -> tuple[str, ...]:
-    """Host names of a SLURM node list, in its order.
+    """The host names of a SLURM node list, in its order.
 
     >>> expand_nodelist("n[01-03,07],login,r[1-2]c[8]")
     ('n01', 'n02', 'n03', 'n07', 'login', 'r1c8', 'r2c8')
@@ -79,7 +79,11 @@ def expand_nodelist(text: str) -> tuple[str, ...]:
 
 
 def rank_env(job: SlurmJob, *, master_addr: str | None, master_port: int | None) -> dict[str, str]:
-    """Environment of the rank that this task becomes (one task per rank)."""
+    """The variables of the rank that this task becomes (one task per rank).
+
+    Raises:
+        LaunchError: the nodes have different numbers of tasks.
+    """
     per_node = job.num_tasks // len(job.hosts)
     if per_node * len(job.hosts) != job.num_tasks:
         raise LaunchError(
@@ -103,9 +107,9 @@ def rank_env(job: SlurmJob, *, master_addr: str | None, master_port: int | None)
 def srun_command(
     num_nodes: int, hosts: Sequence[str], launcher: Sequence[str], extra: Sequence[str] = ()
 ) -> list[str]:
-    """``srun`` line that starts one launcher per node; empty ``hosts``: any nodes of the job.
+    """The ``srun`` command that starts one launcher per node. Empty ``hosts``: any nodes of the job.
 
-    ``extra``: words of the user for ``srun``.
+    ``extra``: options of the user.
     """
     command = ["srun", f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1"]
     if hosts:
@@ -114,7 +118,7 @@ def srun_command(
 
 
 def _expand(item: str, text: str) -> list[str]:
-    """Host names of one comma-free item; brackets multiply, left to right."""
+    """The host names of one item of the list. Several brackets give all combinations."""
     head, bracket, rest = item.partition("[")
     if not bracket:
         return [head]

@@ -1,8 +1,8 @@
-"""How do the outputs of the ranks reach the console, and what is kept of them?
+"""Copies the outputs of the ranks to the console, and keeps the end of every standard error.
 
-Each rank writes to a pipe; one thread passes the bytes on as they come and keeps the last part of
-every standard error. A traceback is held back: if the rank goes on (it was logged, not fatal) it is
-shown after a moment; if the run fails, it belongs to the report, in which the cause comes first.
+Each rank writes to a pipe. One thread copies the bytes as they arrive. A traceback is held back for a
+second. If no rank has failed by then, the traceback was only logged, and it is shown. If the run fails,
+it is left to the report, which shows the cause first.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _HOLD_S = 1.0
 
 @dataclass(slots=True)
 class _Stream:
-    """One pipe: where its bytes go, and what is known about them."""
+    """One pipe: the file that its bytes are written to, and the state of its last lines."""
 
     sink: BinaryIO
-    watched: bool  # a standard error: keep the tail, hold traces back
-    raw: bool = False  # a file: no need to keep lines whole
+    watched: bool  # it is a standard error: keep its end, hold traces back
+    raw: bool = False  # ``sink`` is a file of this rank alone: lines need not be kept whole
     tail: bytearray = field(default_factory=bytearray)
-    partial: bytes = b""  # an unfinished line that may yet open a trace
+    partial: bytes = b""  # an unfinished line, which may be the start of a trace
     partial_since_s: float = 0.0
     mid_line: bool = False
     held: bytearray = field(default_factory=bytearray)
@@ -50,7 +50,7 @@ class _Stream:
             self._line(line + b"\n", now_s)
 
     def tick(self, now_s: float, failing: bool) -> None:
-        """Show what waited long enough: unfinished lines (progress bars), traces of the living."""
+        """Show what was held long enough: unfinished lines (progress bars); traces unless ``failing``."""
         if self.held_since_s is not None:
             if not failing and now_s - self.held_since_s > _HOLD_S:
                 self.release()
@@ -77,18 +77,18 @@ class _Stream:
 
     def _write(self, data: bytes) -> None:
         if data:
-            # A console that is gone must not end the run.
+            # The run must not end because its console was closed.
             with contextlib.suppress(OSError, ValueError):
                 self.sink.write(data)
                 self.sink.flush()
 
 
 class Streams:
-    """Pipes of all local ranks. ``paths(rank)`` gives the files to open as a rank's outputs.
+    """The pipes of all local ranks.
 
-    Lines of several ranks never mix: standard error goes to ``errors``, standard output to
-    ``outputs`` (None: ranks write to the launcher's own). With ``log_dir`` both go to
-    ``log_dir/rank<N>.log``.
+    Standard errors are copied to ``errors``, standard outputs to ``outputs`` (None: the ranks write to
+    the standard output of the launcher). Lines of different ranks do not mix. With ``log_dir``, both
+    outputs of a rank are written to ``log_dir/rank<N>.log``.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Streams:
         self._thread = threading.Thread(target=self._run, name="zeroshard-streams", daemon=True)
 
     def paths(self, rank: int) -> tuple[str, str]:
-        """Files for standard output ("" = the launcher's own) and standard error of ``rank``."""
+        """The files to open as standard output ("": the launcher's) and standard error of ``rank``."""
         outputs, errors = self._sinks
         to_file = self._log_dir is not None
         if self._log_dir is not None:
@@ -121,18 +121,21 @@ class Streams:
         return self._pipe(self._outputs[rank]), stderr
 
     def start(self) -> None:
-        """The ranks run: close our copies of the write ends and start to pump."""
+        """Start to copy. The ranks run by now, so this process closes its copies of the write ends."""
         for fd in self._write_ends:
             os.close(fd)
         self._write_ends.clear()
         self._thread.start()
 
     def fail(self) -> None:
-        """A rank failed: from now on traces stay held for the report."""
+        """Hold traces for the report from now on, because a rank failed."""
         self._failing.set()
 
     def finish(self, *, release: bool) -> None:
-        """All ranks ended: read what is left; show held traces or keep them. Ends the thread."""
+        """Read what is left after all ranks have ended, and end the thread.
+
+        ``release``: show held traces; else they stay held for the report.
+        """
         self._done.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -151,7 +154,7 @@ class Streams:
             file.close()
 
     def tail(self, rank: int) -> str:
-        """The end of the rank's standard error."""
+        """The last 128 KiB of the rank's standard error."""
         return bytes(self._errors[rank].tail).decode(errors="replace")
 
     def shown(self, rank: int) -> bool:
@@ -170,7 +173,7 @@ class Streams:
             self._pump(_TICK_S)
         while self._pump(
             0.0
-        ):  # what the ranks wrote before they ended; later writers are not waited for
+        ):  # read what the ranks wrote before they ended; do not wait for processes that still write
             pass
 
     def _pump(self, timeout_s: float) -> bool:

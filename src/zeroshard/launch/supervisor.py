@@ -1,12 +1,12 @@
-"""When does a run of processes end, and who is stopped in which order?
+"""Supervises the processes of a run, and ends them in order when one fails or the user interrupts.
 
-A ``Herd`` watches processes that the launcher itself started, and nothing else:
+A :class:`WorkerSupervisor` watches processes that the launcher itself started, and no others:
 
-    RUNNING --a member fails--> GRACE --time is up--> STOPPING (TERM) --time is up--> KILLING (KILL)
+    RUNNING --a process fails--> GRACE --time is up--> STOPPING (TERM) --time is up--> KILLING (KILL)
        \\--------------- interrupt(signal): forwarded ----/^    interrupt again ------/^
 
-In GRACE the survivors may end by themselves, with a verdict that says where they were. ``tick``
-never blocks; the caller sleeps between two ticks.
+In GRACE the survivors may end by themselves, with a diagnosis that says where they were.
+:meth:`~WorkerSupervisor.tick` never blocks; the caller sleeps between two ticks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zeroshard.launch.exit_report import RankExit
 
 
 class WorkerProcess(Protocol):
-    """The part of :class:`subprocess.Popen` that a herd uses."""
+    """The part of :class:`subprocess.Popen` that the supervisor uses."""
 
     pid: int
 
@@ -32,7 +32,7 @@ class WorkerProcess(Protocol):
 
 
 class Phase(Enum):
-    """How far the end of the run has come."""
+    """The phases of a run and of its end."""
 
     RUNNING = 0
     GRACE = 1
@@ -42,17 +42,17 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ShutdownTimeouts:
-    """Seconds given to each phase of the end."""
+    """The time limits of the phases of the end, in seconds."""
 
-    grace_s: float = 5.0  # for survivors of a failure to end by themselves
-    stop_s: float = 30.0  # between the request to stop and SIGKILL
+    grace_s: float = 5.0  # time for survivors of a failure to end by themselves
+    stop_s: float = 30.0  # time between the request to stop and SIGKILL
 
 
 Send = Callable[[int, WorkerProcess, signal.Signals], None]
 
 
 def signal_group(_: int, process: WorkerProcess, number: signal.Signals) -> None:
-    """Signal a process and its descendants; it must lead its own session (and may be a zombie)."""
+    """Signal the process group of a process, which must lead its session (and may be a zombie)."""
     try:
         os.killpg(process.pid, number)
     except (ProcessLookupError, PermissionError):
@@ -60,9 +60,9 @@ def signal_group(_: int, process: WorkerProcess, number: signal.Signals) -> None
 
 
 class WorkerSupervisor:
-    """Processes by rank, started by the caller, each leading its own session.
+    """Supervises ``processes`` by rank. The caller has started them; each leads its own session.
 
-    ``send`` delivers a signal to a member; ``clock`` gives seconds.
+    ``send`` delivers a signal to a process; ``clock`` gives the time in seconds.
     """
 
     def __init__(
@@ -78,20 +78,20 @@ class WorkerSupervisor:
         self._send = send
         self._clock = clock
         self._deadline_s = float("inf")
-        self._told: set[int] = set()  # ranks that were alive when the launcher ordered the stop
+        self._told: set[int] = set()  # ranks that were alive when the launcher asked them to stop
         self.phase = Phase.RUNNING
         self.interrupted: signal.Signals | None = None
         self.deaths: list[RankExit] = []
 
     @property
     def alive(self) -> dict[int, WorkerProcess]:
-        """Members that have not ended, as of the last tick."""
+        """The processes that had not ended at the last tick, by rank."""
         return dict(self._alive)
 
     def tick(self) -> bool:
-        """Record who ended since the last call and move to the next phase if it is time.
+        """Record the processes that ended since the last call, and enter the next phase if it is time.
 
-        True when no member is left.
+        True when no process is left.
         """
         now_s = self._clock()
         for rank, process in list(self._alive.items()):
@@ -110,7 +110,7 @@ class WorkerSupervisor:
         return not self._alive
 
     def interrupt(self, number: signal.Signals) -> None:
-        """The user asks to stop: forward the signal and wait; asked again, kill."""
+        """Forward the user's signal to all processes. If they were asked to stop before, kill them."""
         now_s = self._clock()
         if self.interrupted is None and self.phase in (Phase.RUNNING, Phase.GRACE):
             self.interrupted = number if self.phase is Phase.RUNNING else None
@@ -120,10 +120,10 @@ class WorkerSupervisor:
             self._tell(signal.SIGKILL)
 
     def _ended(self, rank: int, process: WorkerProcess) -> int | None:
-        """The exit code of a member that ended.
+        """The exit code of a process that ended; None if it runs.
 
-        What is left of a failed member's group (data-loader workers) is killed before the member is
-        reaped: until then nobody else can own its id.
+        What is left of the group of a failed process (data-loader workers) is killed before the process
+        is reaped: until then no other process can get its id.
         """
         if isinstance(process, subprocess.Popen) and hasattr(os, "waitid"):
             flags = os.WEXITED | os.WNOHANG | os.WNOWAIT

@@ -1,4 +1,4 @@
-"""What did a dead rank say last on its standard error?
+"""Finds the last trace in the standard error of a rank that ended.
 
 Pure functions on text. A *trace* is the Python traceback of the uncaught exception (with its chain
 of causes), or the report of the fault handler or of the C++ runtime after a fatal signal.
@@ -17,7 +17,7 @@ _FATAL = re.compile(r"^(?:Fatal Python error: |terminate called (?:after|without
 _LINK = re.compile(
     r"^(?:During handling of the above exception|The above exception was the direct cause)"
 )
-# Printed after the exception that ended the process: not part of it.
+# Lines that are printed after the exception that ended the process, and are not part of its trace.
 _EPILOGUE = re.compile(
     r"^(?:Exception ignored |Error in atexit|Error in sys\.excepthook|\[[WIE]\d{3,}|[WIE]\d{4} "
     r"|Extension modules: )"
@@ -28,20 +28,20 @@ _MAX_HEADLINE = 200
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The end of a process in its own words."""
+    """The last trace of a process: its text, and the line that names the error."""
 
     text: str
     headline: str  # "ValueError: boom"; one line
 
 
 def starts_trace(line: str) -> bool:
-    """Whether this line of standard error opens a trace (so that it may be held back)."""
+    """Whether this line of a standard error is the first of a trace."""
     line = _PREFIX.sub("", line)
     return bool(_TRACEBACK.match(line) or _FATAL.match(line) or _LINK.match(line))
 
 
 def last_trace(stderr: str) -> Trace | None:
-    """The last trace in a process's standard error, or None if it left none."""
+    """The last trace in a process's standard error; None if there is none."""
     lines = [_PREFIX.sub("", line) for line in stderr.splitlines()]
     start = _start_of_last(lines)
     if start is None:
@@ -58,7 +58,7 @@ def last_trace(stderr: str) -> Trace | None:
 
 
 def trace_of_error_file(content: str) -> Trace | None:
-    """The trace in an error file of torch elastic (programs that use ``@record``), or None."""
+    """The trace in an error file of torch elastic (for programs that use ``@record``), or None."""
     try:
         message = json.loads(content)["message"]
         text = message["extraInfo"]["py_callstack"] if isinstance(message, dict) else message
@@ -68,7 +68,7 @@ def trace_of_error_file(content: str) -> Trace | None:
 
 
 def _start_of_last(lines: list[str]) -> int | None:
-    """Index of the first line of the last trace; a chain of causes counts as one trace."""
+    """Index of the first line of the last trace; a chain of causes is one trace."""
     start: int | None = None
     linked = False
     for number, line in enumerate(lines):
@@ -80,7 +80,7 @@ def _start_of_last(lines: list[str]) -> int | None:
             aborted = start is not None and _FATAL.match(lines[start]) is not None
             start = (
                 start if aborted else number
-            )  # the C++ text, then the fault handler's: one trace
+            )  # the report of the C++ runtime and then that of the fault handler are one trace
         elif _TRACEBACK.match(line):
             if not linked:
                 start = number
@@ -89,7 +89,7 @@ def _start_of_last(lines: list[str]) -> int | None:
 
 
 def _headline(block: list[str]) -> str:
-    """The line that names the exception of the last link of a chain, or the fatal error."""
+    """The line that names the last exception of a chain, or the fatal error."""
     last = max((i for i, line in enumerate(block) if _TRACEBACK.match(line)), default=None)
     if last is None:
         return block[0] if block else ""
@@ -102,7 +102,7 @@ def _headline(block: list[str]) -> str:
 
 
 def _shorten(block: list[str]) -> str:
-    """At most ``_MAX_LINES`` lines: the outermost frames and the end, which matter most, stay."""
+    """At most ``_MAX_LINES`` lines: the outermost frames and the end are kept."""
     if len(block) > _MAX_LINES:
         head, tail = _MAX_LINES // 4, _MAX_LINES - _MAX_LINES // 4 - 1
         cut = len(block) - head - tail

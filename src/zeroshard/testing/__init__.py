@@ -1,4 +1,4 @@
-"""The test kit: ranks in milliseconds, awkward models, a plain-PyTorch oracle, leak checks."""
+"""The test kit: ranks that start in milliseconds, edge-case models, a PyTorch reference, leak checks."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Which awkward models must ZeroShard train exactly as plain PyTorch does?
+"""Edge-case models, which ZeroShard must train exactly as plain PyTorch does.
 
-Every case is tiny (about 1 ms a step) and deterministic. Sizes are odd on purpose: few parameters
-divide by 2, 3 or 64. Losses are means over the samples of a batch, and all ranks' batches are of
-one size, so that the mean over ranks is the loss of the global batch.
+Every case is tiny (about 1 ms a step) and deterministic. Sizes are odd on purpose: few parameters have
+a number of elements that is divisible by 2, 3 or 64. A loss is the mean over the samples of a batch,
+and the batches of all ranks have the same size, so the mean over ranks is the loss of the global batch.
 
 Letters: ``B`` samples, ``T`` tokens, ``D`` features.
 """
@@ -22,16 +22,16 @@ from torch.utils.checkpoint import checkpoint
 BATCH, TOKENS, WIDTH, VOCAB = 3, 5, 23, 37
 
 Forward = Callable[..., Any]
-"""A module or an engine: called alike."""
+"""A module or an engine, which are called in the same way."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
     """A model with its data and loss.
 
-    ``build()`` gives the same fp32 model at every call. ``make_batch(rank, micro, generator)``
-    gives a tuple. ``loss(forward, batch)`` calls the model or the engine on it and returns a 0-dim
-    tensor. ``config`` holds the keys that the model needs from its user.
+    ``build()`` returns the same fp32 model at every call. ``make_batch(rank, micro, generator)``
+    returns a tuple, the batch. ``loss(forward, batch)`` calls the model or the engine on it and returns
+    a 0-dim tensor. ``config`` holds the configuration keys that a user of the model has to set.
     """
 
     build: Callable[[], nn.Module]
@@ -41,7 +41,7 @@ class Case:
 
 
 CASES: dict[str, Case] = {}
-"""Every case by its name, larger ones from :mod:`zeroshard.testing.edge_case_networks` included."""
+"""Every case by its name. :mod:`zeroshard.testing.edge_case_networks` adds its own."""
 
 _Factory = TypeVar("_Factory", bound=Callable[[], nn.Module])
 
@@ -53,7 +53,7 @@ def mse(forward: Forward, batch: tuple[Any, ...]) -> Tensor:
 
 
 def cross_entropy(forward: Forward, batch: tuple[Any, ...]) -> Tensor:
-    """Mean over all tokens; the last item of the batch holds the targets [B, T]."""
+    """Mean cross entropy over all tokens; the last item of the batch holds the targets [B, T]."""
     *inputs, target = batch
     return F.cross_entropy(at_least_fp32(forward(*inputs)).flatten(0, 1), target.flatten())
 
@@ -75,7 +75,7 @@ def case(
     loss: Callable[[Forward, tuple[Any, ...]], Tensor] = mse,
     **config: Any,
 ) -> Callable[[_Factory], _Factory]:
-    """Register a model class or factory as a case under its own name in snake case."""
+    """Register a model class or factory as a case, under its name in snake case."""
 
     def register(factory: _Factory) -> _Factory:
         def build() -> nn.Module:
@@ -91,12 +91,12 @@ def case(
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
-    """``x`` for a loss: a loss in 16 bit would overflow as soon as it is scaled."""
+    """``x`` in fp32 if it has 16 bits, because a 16-bit loss would overflow when it is scaled."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 class Block(nn.Module):
-    """A residual perceptron: the smallest thing that repeats."""
+    """A residual perceptron, the repeated block of most cases."""
 
     def __init__(self, width: int = WIDTH, hidden: int = 35) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Block(nn.Module):
 
 @case()
 class Mlp(nn.Module):
-    """Three blocks between two linears: the plain case."""
+    """Three blocks between two linears: the simple case."""
 
     def __init__(self, depth: int = 3) -> None:
         super().__init__()
@@ -198,13 +198,13 @@ class Checkpointed(Mlp):
 
 @case()
 class CheckpointedReentrant(Checkpointed):
-    """Reentrant: every block's backward is a backward of its own."""
+    """Reentrant checkpointing: every block runs a separate backward pass."""
 
     reentrant = True
 
 
 class BlockCheckpointedInside(Block):
-    """Checkpointing begins inside the block, behind its hooks."""
+    """Checkpointing begins inside the block, after its forward hooks have run."""
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = checkpoint(self._inner, x, use_reentrant=False)

@@ -1,6 +1,6 @@
-"""Which larger shapes of model are awkward: attention, experts, towers, convolution, recurrence?
+"""Larger edge-case models: attention, experts, towers, convolution, recurrence.
 
-They join :data:`zeroshard.testing.edge_case_models.CASES`.
+They are added to :data:`zeroshard.testing.edge_case_models.CASES`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HEADS, HEAD_WIDTH, EXPERTS = 2, 6, 4
 
 def _embedding() -> nn.Embedding:
     embedding = nn.Embedding(VOCAB, WIDTH)
-    nn.init.normal_(embedding.weight, std=0.2)  # as a head, too, it gives logits of a sane size
+    nn.init.normal_(embedding.weight, std=0.2)  # small, since the embedding may also be the head
     return embedding
 
 
@@ -80,7 +80,7 @@ class Layer(nn.Module):
 
 @case(tokens, cross_entropy)
 class Transformer(nn.Module):
-    """A decoder; integer inputs."""
+    """A decoder with integer inputs."""
 
     def __init__(self, depth: int = 2) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Tied(Transformer):
 
 @case(tokens, cross_entropy)
 class HeadReadsEmbedding(Transformer):
-    """Tied by reading: the root multiplies by ``embed.weight`` without calling ``embed``."""
+    """A head tied by reading: the root multiplies by ``embed.weight`` without calling ``embed``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class Recurrent(nn.Module):
 
 
 def routed_tokens(rank: int, _micro: int, generator: torch.Generator) -> tuple[Any, ...]:
-    """Ids whose remainder names their expert. Rank 0 reaches all, 1 not 3, 2 not 0 or 3."""
+    """Token ids whose remainder is an expert's number. Rank 1 has none for 3; rank 2 none for 0 and 3."""
     reached = torch.tensor([[0, 1, 2, 3], [0, 1, 2, 0], [1, 2, 1, 2]][rank % 3])
     numel = BATCH * TOKENS
     expert = reached[torch.arange(numel) % EXPERTS][torch.randperm(numel, generator=generator)]
@@ -182,7 +182,7 @@ def routed_tokens(rank: int, _micro: int, generator: torch.Generator) -> tuple[A
 
 
 class ExpertLayer(nn.Module):
-    """A router that wants fp32 weights, and experts that are called only if they have tokens."""
+    """A router that needs fp32 weights, and experts that are called only if they have tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ class ExpertLayer(nn.Module):
     conditional_modules=["layers.*.experts.*"],
 )
 class Experts(nn.Module):
-    """A mixture of experts (DeepSpeed #5066). Token ids choose the expert, so rounding cannot."""
+    """A mixture of experts (DeepSpeed #5066). Token ids choose the expert; rounding cannot change it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -260,7 +260,7 @@ def images(_rank: int, _micro: int, generator: torch.Generator) -> tuple[Any, ..
 
 @case(images)
 class Convolutions(nn.Module):
-    """4-D weights and group norms."""
+    """Convolutions with 4-D weights, and group norms."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -281,14 +281,14 @@ class Convolutions(nn.Module):
 
 @dataclass
 class TowerOutput:
-    """Tensors inside an object that a walk over tuples and dicts does not find."""
+    """An output whose tensors a walk over tuples and dicts does not find."""
 
     hidden: Tensor
     size: Tensor
 
 
 class TowerBlock(nn.Module):
-    """Keyword arguments in; dict, tuple or dataclass out."""
+    """A block with keyword arguments that returns a dict, a tuple or a dataclass."""
 
     def __init__(self, pack: Callable[[Tensor, Tensor], Any]) -> None:
         super().__init__()
@@ -329,7 +329,7 @@ def tower_features(_rank: int, _micro: int, generator: torch.Generator) -> tuple
 
 
 def tower_loss(forward: Forward, batch: tuple[Any, ...]) -> Tensor:
-    """Uses every part of the nested output."""
+    """A loss that uses every part of the nested output."""
     out = forward(*batch)
     size_x, (size_y,) = out["sizes"]
     difference = at_least_fp32(out["difference"]).square().mean()

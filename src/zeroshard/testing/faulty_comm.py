@@ -1,4 +1,4 @@
-"""What if one rank fails at one collective? A wrapper that makes it so, for tests.
+"""A communicator for tests that makes one rank fail at one collective.
 
 comm = FaultyComm(comm, Fault("kill", rank=1, name="layers.0"))
 """
@@ -29,11 +29,12 @@ KINDS = (
 class Fault:
     """What happens on ``rank`` (inside the group) at the ``at``-th call named ``name``, from 1.
 
-    ``skip``: the call is not made. ``swap``: from then on it goes by the name ``other``, and that
-    one by this: the same as another order of two units of one size. ``bytes``, ``dtype``,
-    ``operation``: another size, type or operation under the same name. ``raise``: an exception.
-    ``kill``, ``abort``, ``exit``: SIGKILL, SIGABRT, ``os._exit(0)``. ``freeze``: SIGSTOP. ``hold``:
-    keeps the interpreter lock for ``seconds``. ``late``: sleeps for ``seconds``.
+    ``skip``: the call is not made. ``swap``: from then on, calls named ``name`` are named ``other`` and
+    the reverse, which is as if two units of the same size were run in another order. ``bytes``,
+    ``dtype``, ``operation``: the call has another size, dtype or operation under the same name.
+    ``raise``: an exception. ``kill``, ``abort``, ``exit``: SIGKILL, SIGABRT, ``os._exit(0)``.
+    ``freeze``: SIGSTOP. ``hold``: holds the interpreter lock for ``seconds``. ``late``: sleeps for
+    ``seconds``.
     """
 
     kind: str
@@ -49,7 +50,7 @@ class InjectedError(RuntimeError):
 
 
 class FaultyComm:
-    """A communicator whose calls fail as told; all other calls go through unchanged."""
+    """A communicator whose calls fail as ``faults`` say. It passes all other calls on unchanged."""
 
     def __init__(self, inner: Comm, *faults: Fault) -> None:
         for fault in faults:
@@ -65,7 +66,7 @@ class FaultyComm:
         self._names: dict[str, str] = {}
 
     def all_gather(self, full_N: Tensor, shard_S: Tensor, *, name: str) -> Handle:
-        """As the inner one, or as told."""
+        """The inner communicator's, or the fault."""
         fault, name = self._strike(name)
         if fault is None:
             return self.inner.all_gather(full_N, shard_S, name=name)
@@ -80,7 +81,7 @@ class FaultyComm:
         return self.inner.all_gather(full_N, shard_S, name=name)
 
     def reduce_scatter(self, out_S: Tensor, full_N: Tensor, *, name: str) -> Handle:
-        """As the inner one, or as told."""
+        """The inner communicator's, or the fault."""
         fault, name = self._strike(name)
         if fault is None:
             return self.inner.reduce_scatter(out_S, full_N, name=name)
@@ -95,7 +96,7 @@ class FaultyComm:
         return self.inner.reduce_scatter(out_S, full_N, name=name)
 
     def all_gather_small(self, vector_K: Tensor, *, name: str) -> Tensor:
-        """As the inner one, or as told; a skipped one returns the own row for all."""
+        """The inner communicator's, or the fault. A skipped call returns this rank's row W times."""
         fault, name = self._strike(name)
         if fault is not None and fault.kind == "skip":
             return vector_K.expand(self.world_size, -1).clone()
@@ -104,25 +105,25 @@ class FaultyComm:
         return self.inner.all_gather_small(vector_K, name=name)
 
     def broadcast(self, tensor: Tensor, src: int, *, name: str) -> Handle:
-        """As the inner one, or as told."""
+        """The inner communicator's, or the fault."""
         fault, name = self._strike(name)
         if fault is not None and fault.kind == "skip":
             return DONE
         return self.inner.broadcast(tensor, src, name=name)
 
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """As the inner one."""
+        """The inner communicator's."""
         return self.inner.allocate(numel, dtype=dtype, device=device)
 
     def close(self) -> None:
-        """Close the inner one."""
+        """Close the inner communicator."""
         self.inner.close()
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.inner, name)
 
     def _strike(self, name: str) -> tuple[Fault | None, str]:
-        """The fault that changes this call, after those that act at once; and the call's name."""
+        """The fault that changes this call, if any, and the call's name. Runs faults that act at once."""
         self._calls[name] += 1
         changes = None
         for fault in self._faults:
@@ -137,7 +138,7 @@ class FaultyComm:
 
 
 def _other_dtype(tensor: Tensor) -> Tensor:
-    """The same bytes, of a type of the same size."""
+    """The same bytes with an integer dtype of the same size."""
     twins = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
     return tensor.view(twins[tensor.element_size()])
 

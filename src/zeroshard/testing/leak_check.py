@@ -1,7 +1,6 @@
-"""What did a test leave behind?
+"""Finds what a test leaves behind: environment variables, threads, open files, a process group, switches.
 
-A snapshot before, a snapshot after, and the difference in words: environment variables, threads,
-open files, a process group, torch's global switches.
+It takes a snapshot before and one after the test, and describes the difference in words.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 _OPEN_FILES = Path("/proc/self/fd")
-_VOLATILE = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # set by pytest, by an import
+_VOLATILE = {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # set by pytest and by an import
 
-# Setters are called only where something changed: the last one imports torch's compiler, 6 s.
+# Setters are called only if the value changed: the last one imports torch's compiler, which takes 6 s.
 _SWITCHES: dict[Callable[[], Any], Callable[[Any], Any]] = {
     torch.get_default_dtype: torch.set_default_dtype,
     torch.is_grad_enabled: torch.set_grad_enabled,
@@ -30,12 +29,12 @@ _SWITCHES: dict[Callable[[], Any], Callable[[Any], Any]] = {
 }
 
 
-_ONCE = frozenset({"zeroshard-compile"})  # one thread per process, begun by its first engine
+_ONCE = frozenset({"zeroshard-compile"})  # one thread per process, started by its first engine
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a process shares between its tests."""
+    """The state that the tests of a process share."""
 
     environ: Mapping[str, str]
     threads: frozenset[threading.Thread]
@@ -45,7 +44,7 @@ class Snapshot:
 
 
 def snapshot() -> Snapshot:
-    """The state now. Costs about 0.1 ms. Open files are known on Linux only."""
+    """The state now. Takes about 0.1 ms. Open files are known only on Linux."""
     return Snapshot(
         environ={k: v for k, v in os.environ.items() if k not in _VOLATILE},
         threads=frozenset(t for t in threading.enumerate() if t.name not in _ONCE),
@@ -56,7 +55,7 @@ def snapshot() -> Snapshot:
 
 
 def leaks(before: Snapshot, after: Snapshot, *, grace_s: float = 0.0) -> list[str]:
-    """What differs, one sentence each; empty when the test cleaned up.
+    """The differences, one sentence each; empty if the test cleaned up.
 
     Threads that are about to end get ``grace_s`` seconds to do so.
     """
@@ -81,7 +80,7 @@ def leaks(before: Snapshot, after: Snapshot, *, grace_s: float = 0.0) -> list[st
 
 
 def restore(before: Snapshot) -> None:
-    """Put back what can be put back, so that one careless test does not fail the next ones."""
+    """Restore what can be restored, so that a test that leaks does not make the next ones fail."""
     for name in os.environ.keys() - before.environ.keys() - _VOLATILE:
         del os.environ[name]
     for name, value in before.environ.items():
@@ -95,14 +94,14 @@ def restore(before: Snapshot) -> None:
 
 
 def _open_files() -> Counter[str]:
-    """Regular files by path. Pipes and sockets belong to the rank pool and to the group."""
+    """Open regular files by path. Pipes and sockets are those of the rank pool and the process group."""
     found: Counter[str] = Counter()
     if not _OPEN_FILES.exists():
         return found
     for name in os.listdir(_OPEN_FILES):
         try:
             target = os.readlink(_OPEN_FILES / name)
-        except OSError:  # closed meanwhile: the listing itself
+        except OSError:  # closed by now: the descriptor of listdir itself
             continue
         if target.startswith("/") and not target.startswith(("/dev/", "/proc/")):
             found[target] += 1

@@ -1,4 +1,4 @@
-"""What do the ends of all ranks mean together: did the body pass, and if not, who is to blame?"""
+"""Decides from the ends of all ranks whether a test's body passed, and which rank failed first if not."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from typing import Any
 from zeroshard.testing.worker import TestJob, TestReport
 
 GRACE_S = 1.0
-"""How long the peers of a failed rank may take to report as well."""
+"""Seconds that the peers of a failed rank have to report as well."""
 
 _LIFELINE_STACK = re.compile(
     r"^Thread .*\n(  File .*\n)*.* in _end_with_parent\n(  File .*\n)*\n?", re.M
 )
-"""The kit's own thread in the stacks of a blocked rank: noise."""
+"""The stack of the kit's own thread, which is left out of the stacks of a blocked rank."""
 
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How a rank ended that ended without a report.
+    """The end of a rank that sent no report.
 
-    ``exitcode`` as in ``multiprocessing``: negative for a signal. ``output`` is what it printed.
+    ``exitcode`` as in ``multiprocessing``: negative for a signal. ``output`` is what the rank printed.
     """
 
     exitcode: int
@@ -38,18 +38,18 @@ class RankEnd:
 
     @property
     def stopped(self) -> bool:
-        """Frozen rather than dead."""
+        """Whether it was frozen and not dead."""
         return self.exitcode == -signal.SIGSTOP
 
     def is_as_expected(self, expected: int | None) -> bool:
-        """``expected``: a ``signal.Signals``, an exit code, or None for any death."""
+        """Whether it is the ``expected`` end: a ``signal.Signals``, an exit code, or None for any."""
         if isinstance(expected, signal.Signals):
             return self.exitcode == -expected
         return expected is None or self.exitcode == expected
 
 
 class Outcome:
-    """What the ends of all ranks mean together."""
+    """The result of a run on several ranks, from the ends of all of them."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Outcome:
 
     @property
     def skipped(self) -> str | None:
-        """Why a rank asked to skip the test, if one did."""
+        """The reason if a rank asked to skip the test, else None."""
         for end in self._ends.values():
             if isinstance(end, TestReport) and end.kind == "skip":
                 return str(pickle.loads(end.payload))
@@ -95,9 +95,9 @@ class Outcome:
         return [end if isinstance(end, RankEnd) else pickle.loads(end.payload) for end in ends]
 
     def text(self, *, timeout_s: float, ask_for_stacks: Callable[[int], None]) -> str:
-        """The culprit first: a death, then the earliest exception, then ranks still blocked.
+        """The failures, most important first: deaths, then exceptions by time, then ranks still blocked.
 
-        ``ask_for_stacks(rank)`` has a blocked rank write where it is to its output.
+        ``ask_for_stacks(rank)`` makes a blocked rank write its stacks to its output.
         """
         world = len(self._jobs)
         parts = []
@@ -114,7 +114,7 @@ class Outcome:
         after = f"after {GRACE_S:g} s of grace" if parts else f"after {timeout_s:g} s"
         if self.blocked:
             parts.append(f"still blocked: ranks {self.blocked} {after}")
-            for r in self.blocked if len(parts) == 1 else ():  # nobody failed: where do they hang?
+            for r in self.blocked if len(parts) == 1 else ():  # no rank failed: where do they hang?
                 ask_for_stacks(r)
         for r in range(world):
             output = self._output(r).rstrip()
@@ -123,7 +123,7 @@ class Outcome:
         return "\n".join(parts)
 
     def show_outputs(self) -> None:
-        """Print what ranks printed, so that the runner's capture shows it."""
+        """Print what ranks printed, so that the test runner captures it."""
         for r in range(len(self._jobs)):
             for line in self._output(r).splitlines():
                 print(f"[rank {r}] {line}")

@@ -1,7 +1,7 @@
-"""Does ZeroShard train as plain PyTorch does on the same global batch?
+"""Compares ZeroShard's training with plain PyTorch's on the same global batches.
 
-:func:`reference_run` is the oracle: one process, torch's own optimizer and clipping, nothing of
-ZeroShard's. :func:`engine_run` trains the same case on this rank. Both give a :class:`Trajectory`.
+:func:`reference_run` is the reference: one process, torch's own optimizer and clipping, no code of
+ZeroShard. :func:`engine_run` trains the same case on this rank. Both return a :class:`Trajectory`.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ DTYPES: dict[str, torch.dtype] = {
 }
 
 OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], Optimizer]
-"""From the named trainable parameters, in the model's order, to an optimizer over them."""
+"""Makes an optimizer over the named trainable parameters, given in the model's order."""
 
 ScheduleFactory = Callable[[Optimizer], torch.optim.lr_scheduler.LRScheduler]
 
 
 @dataclass
 class Trajectory:
-    """What a run did, step by step, and where it ended. Losses are means over the global batch."""
+    """The numbers of each step of a run, and its final tensors. Losses are means of the global batch."""
 
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)  # before clipping, loss scale removed
@@ -54,7 +54,7 @@ class Trajectory:
 
 @dataclass
 class Scale:
-    """DeepSpeed's loss scale in plain numbers (keys ``fp16.*``), fixed unless ``dynamic``."""
+    """DeepSpeed's loss scale (keys ``fp16.*``), fixed unless ``dynamic``."""
 
     value: float = 2.0**16
     dynamic: bool = True
@@ -67,7 +67,7 @@ class Scale:
     _forgiven: int = 0
 
     def update(self, *, overflow: bool) -> None:
-        """End a step."""
+        """Change the scale at the end of a step."""
         good = self._step - self._last_overflow - 1
         if not self.dynamic:
             return
@@ -87,10 +87,10 @@ class Scale:
 
 
 def adamw(lr: float = 1e-2, weight_decay: float = 0.1, eps: float = 1e-3) -> OptimizerFactory:
-    """AdamW with two groups: matrices decay, the rest does not.
+    """AdamW with two groups: matrices have weight decay, other parameters have none.
 
-    ``eps`` is large: where a gradient nearly vanishes, Adam multiplies its rounding error by
-    ``lr / eps``, and two correct runs would differ visibly.
+    ``eps`` is large on purpose. Where a gradient is nearly zero, Adam multiplies its rounding error by
+    ``lr / eps``; with a small ``eps`` two correct runs would differ visibly.
     """
 
     def factory(named: list[tuple[str, nn.Parameter]]) -> Optimizer:
@@ -113,7 +113,7 @@ def sgd(lr: float = 0.1, momentum: float = 0.9) -> OptimizerFactory:
 def make_batches(
     case: Case, *, steps: int, world: int, accumulation: int = 1, seed: int = 0
 ) -> Batches:
-    """The same data wherever it is made; a rank's batches do not depend on the number of ranks."""
+    """Batches that are the same in every process. A rank's batches do not depend on ``world``."""
 
     def batch(step: int, micro: int, rank: int) -> Batch:
         generator = torch.Generator().manual_seed(
@@ -128,7 +128,7 @@ def make_batches(
 
 
 def cast_batch(batch: Batch, dtype: torch.dtype, device: torch.device | None = None) -> Batch:
-    """Floating-point tensors in ``dtype``, all tensors on ``device``; the rest as it is."""
+    """Floating-point tensors in ``dtype``, all tensors on ``device``, other items unchanged."""
     return tuple(
         item.to(device, dtype if item.is_floating_point() else item.dtype)
         if isinstance(item, Tensor)
@@ -140,7 +140,10 @@ def cast_batch(batch: Batch, dtype: torch.dtype, device: torch.device | None = N
 def cast_parameters(
     module: nn.Module, dtype: torch.dtype, *, keep_fp32: Sequence[str] = ()
 ) -> nn.Module:
-    """Cast parameters in place, and no buffer. Tied parameters stay tied."""
+    """Cast parameters in place, but no buffers. Tied parameters stay tied.
+
+    ``keep_fp32``: patterns of names that a 16-bit ``dtype`` leaves as they are.
+    """
     for name, param in module.named_parameters():
         if dtype.itemsize > 2 or not any(fnmatchcase(name, pattern) for pattern in keep_fp32):
             param.data = param.data.to(dtype)
@@ -162,14 +165,17 @@ def reference_run(
     """Train ``case`` on the global batches in this process, with plain PyTorch.
 
     fp32 and fp64: the loss of a micro-batch is the mean over its ranks, divided by the number of
-    micro-batches. 16 bit: each rank's gradient is taken by itself in 16 bit, upcast, added to the
-    rank's others in fp32, rounded to ``reduce_dtype`` if given, and added up in rank order; the
-    optimizer updates fp32 masters, which begin as the rounded parameters. fp16 uses ``scale`` and
+    micro-batches.
+
+    16 bit: the gradient of each rank and micro-batch is computed separately in 16 bit and upcast. The
+    gradients of one rank are added in fp32. That sum is rounded to ``reduce_dtype``, if it is given,
+    and the sums of all ranks are added in rank order. The total is rounded to ``reduce_dtype`` as well.
+    The optimizer updates fp32 masters, which start as the rounded parameters. fp16 uses ``scale``, and
     skips the optimizer and the schedule when a gradient is not finite. ZeroShard rounds a sum of
     micro-batches to its reduction dtype where it reduces once a step (stages 0 and 1).
 
-    ``untouched``: what the optimizer sees of parameters without any gradient: none, like plain
-    PyTorch after ``zero_grad(set_to_none=True)``, or zeros.
+    ``untouched``: what the optimizer sees of parameters that got no gradient: ``skip``, no gradient, like
+    plain PyTorch after ``zero_grad(set_to_none=True)``; ``zeros``, a gradient of zeros.
     """
     dtype = DTYPES[precision]
     model = cast_parameters(case.build(), dtype, keep_fp32=case.config.get("keep_fp32", ()))
@@ -223,7 +229,7 @@ def reference_run(
 
 
 def _plain_gradients(case: Case, model: nn.Module, micros: list[list[Batch]]) -> float:
-    """Leave the gradient of the global batch in ``.grad``; return its loss."""
+    """Store the gradient of the global batch in ``.grad``; return the loss of the global batch."""
     total = 0.0
     for ranks in micros:
         loss = torch.stack([case.loss(model, batch) for batch in ranks]).sum() / len(ranks)
@@ -240,7 +246,7 @@ def _low_precision_gradients(
     scale: float,
     reduce_dtype: torch.dtype | None,
 ) -> tuple[float, dict[str, Tensor]]:
-    """The loss of the global batch and its fp32 gradient, loss scale removed."""
+    """The loss of the global batch and its fp32 gradient by name, with the loss scale removed."""
     world, total = len(micros[0]), 0.0
     sums: dict[str, Tensor] = {}
     low = {name for name, param in model.named_parameters() if param.dtype.itemsize == 2}
@@ -268,7 +274,7 @@ def _low_precision_gradients(
 
 
 def precision_config(precision: Precision, scale: Scale | None = None) -> dict[str, Any]:
-    """The DeepSpeed keys that turn ``precision`` on. fp64 and fp32 are the model's own dtype."""
+    """The DeepSpeed keys for ``precision``. fp64 and fp32 need none: they are the dtype of the model."""
     if precision == "bf16":
         return {"bf16": {"enabled": True}}
     if precision != "fp16":
@@ -302,8 +308,8 @@ def engine_run(
 ) -> Trajectory:
     """Train ``case`` with ``zeroshard.Engine`` on this rank's share of the batches.
 
-    ``config`` is merged over what the arguments imply. Collective: every rank calls it alike and
-    gets the same trajectory.
+    ``config`` overrides the keys that the other arguments imply. Collective: every rank calls it with the
+    same arguments and gets the same trajectory.
     """
     import zeroshard
 
@@ -317,7 +323,7 @@ def engine_run(
         "train_micro_batch_size_per_gpu": BATCH,
         "gradient_accumulation_steps": len(batches[0]),
         "gradient_clipping": clip,
-        "unit_min_numel": 1,  # these models are so small that they would be one unit
+        "unit_min_numel": 1,  # otherwise these small models would be one unit
         "zero_optimization": {"stage": stage},
         **precision_config(precision, scale),
         **case.config,
@@ -366,9 +372,10 @@ def _mean_over_ranks(value: float, world: int) -> float:
 
 
 def assert_close_trajectory(actual: Trajectory, expected: Trajectory, *, rtol: float) -> None:
-    """Every loss, norm and tensor within ``rtol``, tensors relative to their largest element.
+    """Assert that losses, norms and tensors differ by at most ``rtol``.
 
-    Masters are compared if both have them. The message begins with the largest difference.
+    The difference of a tensor is relative to its largest element, that of a number to the number.
+    Masters are compared if both runs have them. The message begins with the largest difference.
     """
     assert actual.skipped == expected.skipped, f"{actual.skipped} != {expected.skipped}"
     found = []
@@ -388,7 +395,7 @@ def assert_close_trajectory(actual: Trajectory, expected: Trajectory, *, rtol: f
 
 
 def assert_bit_equal(actual: Trajectory, expected: Trajectory) -> None:
-    """Every number and every bit alike. The message names what differs first, and by how much."""
+    """Assert that all numbers and all bits are equal. The message gives the first difference."""
     for what in ("skipped", "losses", "grad_norms", "lrs", "scales"):
         a, b = getattr(actual, what), getattr(expected, what)
         assert repr(a) == repr(b), f"{what}: {a} != {b}"  # repr: nan equals nan
@@ -412,7 +419,11 @@ def _relative(a: float | None, b: float | None) -> float:
 
 
 def _tensor_pairs(actual: Trajectory, expected: Trajectory) -> list[tuple[str, Tensor, Tensor]]:
-    """Matching tensors; the same names, shapes and dtypes on both sides or an AssertionError."""
+    """The tensors of both runs in pairs.
+
+    Raises:
+        AssertionError: the names, shapes or dtypes differ.
+    """
     pairs = []
     for what in ("params", "masters"):
         a, b = getattr(actual, what), getattr(expected, what)

@@ -1,12 +1,12 @@
-"""How does a test run on several ranks without waiting for processes to start?
+"""Runs a test on several ranks, without starting new processes for each test.
 
     @pytest.mark.parametrize("stage", [0, 1, 2, 3])
     @on_ranks(2)
     def test_ranks_agree(stage): ...
 
-The body runs on every rank. Ranks are children of a fork server that has imported torch once; they
-live for the whole session, and each test gets a fresh process group over a file. After a failure
-the ranks are killed and forked anew.
+The body runs on every rank. Ranks are children of a fork server that has imported torch once. They live
+for the whole test session. Each test gets a new process group, with a file as its store. After a failure
+the ranks are killed, and the next test forks new ones.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from zeroshard.testing.worker import STACKS_SIGNAL, TestJob, TestReport, serve
 PRELOAD = (
     "torch",
     "torch.distributed",
-    "torch._dynamo",  # the first optimizer step needs it: 2 s, once
+    "torch._dynamo",  # the first optimizer step imports it, which takes 2 s
     "numpy",
     "pytest",
     "zeroshard.engine.initialize",  # importing zeroshard alone loads nothing
     __name__,
 )
-"""What the fork server imports; what cannot be imported is left out."""
+"""The modules that the fork server imports. Modules that cannot be imported are left out."""
 
 _Body = TypeVar("_Body", bound=Callable[..., Any])
 
 
 class RanksFailed(Exception):
-    """A body failed on at least one rank. The text begins with the rank that failed first."""
+    """A body failed on at least one rank. The message begins with the rank that failed first."""
 
 
 def on_ranks(
@@ -56,9 +56,9 @@ def on_ranks(
 ) -> Callable[[_Body], _Body]:
     """Run the decorated test on ``n`` ranks; it passes if it passes on all of them.
 
-    Parameters and fixtures arrive as pickled values (``monkeypatch`` is refused). ``group=False``
-    leaves the process group to the body; the variables that ``torchrun`` sets are there either way.
-    ``timeout`` in seconds.
+    Parameters and fixtures are sent as pickled values (``monkeypatch`` is refused). With
+    ``group=False`` the body opens the process group. The variables of ``torchrun`` are set in both
+    cases. ``timeout`` is in seconds.
     """
 
     def decorate(body: _Body) -> _Body:
@@ -86,12 +86,13 @@ def run_ranks(
 ) -> list[Any]:
     """Run ``body(*args, **kwargs)`` on ``n`` ranks and return what each returned, in rank order.
 
-    ``expect_death`` maps ranks that shall not return to a ``signal.Signals`` (``SIGSTOP``: frozen),
-    an exit code, or None for any end; their place in the list holds a :class:`Death`. An exception
-    on such a rank ends its process, as it would end a program. With ``keep_exceptions`` an
-    exception is that rank's result, and its peers may take the whole ``timeout`` (seconds).
+    ``expect_death`` maps ranks that must not return to a ``signal.Signals`` (``SIGSTOP``: frozen), an
+    exit code, or None for any end; the result of such a rank is a :class:`RankEnd`. An exception on
+    such a rank ends its process, as it would end a program. With ``keep_exceptions`` an exception is
+    the result of its rank, and the other ranks may take the whole ``timeout`` (in seconds).
 
-    Raises :class:`RanksFailed` for everything else: an exception, a death, a rank still blocked.
+    Raises:
+        RanksFailed: anything else: an exception, an unexpected end, a rank that is still blocked.
     """
     __tracebackhide__ = True
     expect_death = dict(expect_death or {})
@@ -141,7 +142,7 @@ class _Rank:
         theirs.close()
 
     def read(self) -> Any:
-        """The next message, or how the process ended. Call it when either is ready."""
+        """The next message, or the end of the process. Waits if neither is there."""
         try:
             return self.connection.recv()
         except (EOFError, ConnectionResetError):
@@ -155,7 +156,7 @@ class _Rank:
         self.process.close()
 
     def stops_before(self, deadline_s: float) -> bool:
-        """Wait for SIGSTOP to reach it (Linux). Nothing announces that, so this looks."""
+        """Whether SIGSTOP reaches the process before the deadline (Linux). It has to poll."""
         while time.monotonic() < deadline_s:
             stat = Path(f"/proc/{self.process.pid}/stat").read_text()
             if stat.rpartition(")")[2].split()[0] in "tT":
@@ -165,19 +166,19 @@ class _Rank:
 
 
 class RankPool:
-    """Processes that become ranks. One run at a time."""
+    """The processes that become ranks. It does one run at a time."""
 
     def __init__(self) -> None:
         self._start = get_context("forkserver")
         self._ranks: list[_Rank] = []
 
     def warm(self) -> None:
-        """Start the fork server; it imports torch while the caller goes on."""
+        """Start the fork server, without waiting until it has imported torch."""
         self._start.set_forkserver_preload(list(PRELOAD))
         forkserver.ensure_running()
 
     def kill(self) -> None:
-        """End all ranks at once. The next run forks new ones."""
+        """Kill all ranks. The next run forks new ones."""
         while self._ranks:
             self._ranks.pop().kill()
 
@@ -235,9 +236,9 @@ def _collect(
     grace_s: float,
     expect_death: Mapping[int, int | None],
 ) -> dict[int, TestReport | RankEnd]:
-    """How each rank ended; a rank that is missing is still blocked.
+    """How each rank ended, by rank; a rank that is missing is still blocked.
 
-    The first unexpected end shortens the deadline: peers may be blocked on the failed rank.
+    The first unexpected end shortens the deadline, because the other ranks may wait for the failed one.
     """
     ends: dict[int, TestReport | RankEnd] = {}
     by_connection = {rank.connection: r for r, rank in enumerate(ranks)}
@@ -258,7 +259,11 @@ def _collect(
 
 
 def _end(ranks: Sequence[_Rank]) -> None:
-    """Every rank has returned: let them close their sockets, and ask what they leaked."""
+    """Let the ranks close their sockets, since all have returned, and collect what they leaked.
+
+    Raises:
+        RanksFailed: a rank leaked something, or died at the end.
+    """
     __tracebackhide__ = True
     for rank in ranks:
         rank.connection.send("end")
@@ -279,7 +284,7 @@ def _skip(reason: str) -> NoReturn:
 
 
 def _ask_for_stacks(rank: _Rank, output: Path) -> None:
-    """Have the rank write where it is; it does so even inside a C call. At most half a second."""
+    """Make the rank write its stacks, also inside a C call. Waits for them for at most half a second."""
     if rank.process.pid is None or rank.process.exitcode is not None:
         return
     size = output.stat().st_size if output.exists() else 0
@@ -318,7 +323,7 @@ def _job(
 
 
 def _environ(world_size: int) -> dict[str, str]:
-    """This process's variables and those that ``torchrun`` sets, except the rank's own."""
+    """This process's variables and those of ``torchrun``, except ``RANK`` and ``LOCAL_RANK``."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -338,7 +343,7 @@ def _pickle_arguments(
 ) -> bytes:
     named = [*enumerate(args), *kwargs.items()]
     for name, value in named:
-        if type(value).__name__ == "MonkeyPatch":  # its copy travels, and would never be undone
+        if type(value).__name__ == "MonkeyPatch":  # the copy on the rank would never be undone
             raise TypeError(
                 f"{body.__qualname__} runs on ranks, and so would the copy of its argument {str(name)!r} "
                 "(MonkeyPatch): what it replaced would stay replaced for the tests that follow. In "

@@ -1,9 +1,8 @@
-"""What does one rank of the test kit do between being forked and being killed?
+"""One rank of the test kit, from its fork to its end.
 
-It waits for a job, becomes that rank of a fresh process group, runs the body and reports. The order
-is what keeps reports honest: *report first, tear down only when every rank is done*. A rank that
-raised keeps its frames, and with them its sockets, so that its peers do not fail with "connection
-reset" before the culprit has spoken.
+It waits for a job, becomes that rank of a new process group, runs the body and reports. A rank reports
+first, and closes its sockets only when every rank is done. A rank that raised keeps its frames, and with
+them its sockets, so that the other ranks do not fail with "connection reset" before its report is read.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from zeroshard.testing import leak_check
 
 STACKS_SIGNAL = int(getattr(signal, "SIGRTMIN", signal.SIGUSR1))
-"""Asks a rank to write the stacks of its threads to its output, whatever it is blocked in."""
+"""The signal that makes a rank write the stacks of its threads to its output, also inside a C call."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TestJob:
-    """One body for one rank. The body travels as file and name, its arguments as a pickle."""
+    """One body for one rank. The body is sent as file and name, its arguments as a pickle."""
 
     file: str
     module: str
@@ -58,13 +57,13 @@ class TestJob:
 
     @property
     def output(self) -> Path:
-        """What the rank writes to stdout and stderr."""
+        """The file that gets the stdout and stderr of the rank."""
         return Path(self.folder, f"rank{self.rank}.out")
 
 
 @dataclass(frozen=True)
 class TestReport:
-    """How the body ended on one rank. ``payload`` pickles its result, exception or skip reason."""
+    """How the body ended on one rank. ``payload``: pickle of its result, exception or skip reason."""
 
     kind: Literal["result", "error", "skip"]
     at_s: float  # time.monotonic(), one clock for all processes of a host
@@ -76,7 +75,7 @@ def serve(connection: Connection) -> None:
     """Serve jobs until the other end closes. Runs in a child of the fork server."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise RuntimeError("The fork server initialised CUDA: its children cannot use it.")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test process; it ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test process
     faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
     threading.Thread(target=_end_with_parent, name="lifeline", daemon=True).start()
     torch.set_num_threads(1)
@@ -90,7 +89,7 @@ def serve(connection: Connection) -> None:
 
 
 def _end_with_parent() -> None:
-    """A rank blocked in a collective must not outlive a test process that was killed."""
+    """End this process with the test process, even if a rank is blocked in a collective."""
     parent = parent_process()
     if parent is not None:
         wait([parent.sentinel])
@@ -130,7 +129,7 @@ def _wait_for_the_end(connection: Connection) -> NoReturn:
 
 
 def _enter(job: TestJob) -> None:
-    """Take over what the test process has: environment, import path, folder; and a fresh seed."""
+    """Take over the environment, import path and working directory of the test process; set the seed."""
     os.environ.clear()
     os.environ.update(job.environ)
     sys.path[:] = job.path
@@ -187,7 +186,7 @@ def _load_module(file: str, name: str) -> ModuleType:
 
 
 def _rewritten(file: str) -> CodeType | None:
-    """The file with pytest's telling asserts, where pytest is at hand and the file is a test's."""
+    """The code of a test file with pytest's detailed asserts; None for other files or without pytest."""
     if not Path(file).name.startswith(("test_", "conftest")):
         return None
     try:
@@ -201,7 +200,7 @@ def _rewritten(file: str) -> CodeType | None:
 
 
 def _pickle_result(result: Any) -> bytes:
-    # Not multiprocessing's pickler: it sends tensors as shared memory, which dies with the rank.
+    # Not multiprocessing's pickler, which sends tensors as shared memory that ends with the rank.
     try:
         return pickle.dumps(result)
     except Exception as error:
@@ -226,7 +225,7 @@ def _report_of(error: BaseException) -> TestReport:
 
 
 def _die(error: BaseException) -> NoReturn:
-    """End as a program does that nobody catches: hook, exit handlers, exit code."""
+    """End as a program with an uncaught exception does: except hook, exit handlers, exit code."""
     import atexit
 
     code = error.code if isinstance(error, SystemExit) else 1
@@ -239,7 +238,7 @@ def _die(error: BaseException) -> NoReturn:
 
 
 def _redirect(output: Path) -> tuple[int, int]:
-    """Send stdout and stderr, C's included, to the file. Returns duplicates of the old ones."""
+    """Redirect stdout and stderr, also of C code, to the file. Returns duplicates of the old ones."""
     old = os.dup(1), os.dup(2)
     with output.open("wb") as file:
         os.dup2(file.fileno(), 1)

@@ -1,1 +1,1 @@
-"""Notices that ranks no longer work together, and says why on every rank."""
+"""Notices that ranks no longer work together, and reports the cause on every rank."""

@@ -1,7 +1,7 @@
-"""Why do the ranks not get on: who called something else, who is gone, who is late?
+"""Diagnoses stalled collectives: mismatched calls, dead, frozen and late ranks, stuck transports.
 
-Pure: judges what witnesses say and writes the five lines that people read. W ranks, each with the
-last records of its history; nothing here waits, reads a clock or touches a process.
+Pure: makes a diagnosis of the statuses of all ranks, a text of at most five lines. Nothing here waits,
+reads a clock or touches a process.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from zeroshard.comm.flight_recorder import FlightRecording, Record, rank_ranges
 
 COLUMNS = 200
 READ = ", read"
-"""Ends the name of a gathering for a program that reads values, which no module asked for."""
+"""Suffix of the names of gathers that a program started by reading values; no module needed them."""
 TORCH = "torch.distributed"
-"""The sequence of the calls that a program makes by itself. Their numbers are not known."""
+"""Label of the sequence of calls that a program itself makes. Their numbers are not known."""
 SET_UPS = "set-ups"
-"""The sequence of the set-ups of engines and models."""
+"""Label of the sequence of set-ups of engines and models."""
 MEETINGS = ", meetings"
-"""Ends the label of a sequence of meetings in the store."""
+"""Suffix of the label of a sequence of calls of a control group."""
 _WORDS = {
     "all_gather": "gather",
     "reduce_scatter": "reduce",
@@ -31,13 +31,14 @@ _WORDS = {
     "meet": "meeting",
 }
 SET_UP = frozenset({"initialize", "zero.Init", "from_pretrained"})
-"""Phases to which the limit of set-up applies."""
+"""Phases that have the time limit of the section ``setup``."""
 
 
 class Wait(NamedTuple):
-    """What a rank is blocked in: call number ``seq`` of the sequence ``label``, and in words.
+    """The call that a rank is blocked in: number ``seq`` of the sequence ``label``; ``what`` in words.
 
-    ``source``: the only rank it needs; None: all. ``behind``: a thread beside the program waits.
+    ``source``: the only rank that the call needs; None: it needs all. ``behind``: another thread than the
+    program's waits in it.
     """
 
     label: str
@@ -49,15 +50,15 @@ class Wait(NamedTuple):
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What is known of one rank when a stall is looked into.
+    """What is known of one rank when a stall is diagnosed.
 
-    ``flight``: the sequence of calls that is asked for, if the rank has begun it.
-    ``fate``: ``runs``; ``absent`` (has not come to ZeroShard yet); ``left`` (closed its engine); ``gone``
-    (its process ended); ``stopped`` (by a signal or a disk); ``silent`` (its interpreter does not run).
-    ``detail`` says it in words.
-    ``stack``: where the main thread is, on one line; ``stacks``: all threads in full, for the file.
-    ``phase``: what the program does there (``forward``, ``save``...). ``wait``: what it is blocked in;
-    ``reached``: how many calls of each sequence it has made.
+    ``flight``: its recording of the sequence that is asked about; None if it has not begun it.
+    ``fate``: ``runs``; ``absent`` (has not called ZeroShard yet, or has closed what it had); ``left``
+    (closed its engine); ``gone`` (its process ended); ``stopped`` (by a signal, or waits for a disk);
+    ``silent`` (its interpreter does not run). ``detail`` is the same in words.
+    ``stack``: where the main thread is, on one line. ``stacks``: all threads in full, for the file.
+    ``phase``: what the program does there (``forward``, ``save``...). ``wait``: what it is blocked in.
+    ``reached``: the number of its calls, by label of the sequence.
     """
 
     rank: int
@@ -76,7 +77,7 @@ class RankStatus:
 
 @dataclass(frozen=True)
 class Limits:
-    """When a stall is looked into, reported and ended; seconds inside one collective."""
+    """When a stall is reported and when it ends the run, in seconds inside one collective."""
 
     first_report_s: float = 20.0
     frozen_s: float = 60.0
@@ -90,14 +91,14 @@ class Limits:
         return self.sections.get(section, self.timeout_s)
 
     def key(self, section: str) -> str:
-        """The configuration's key of that limit."""
+        """The key of :meth:`late_s` in the configuration."""
         own = section in self.sections
         return f"trust.sections.{section}" if own else self.timeout_key
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """``kind`` is the name of an error class; ``fatal``: it ends the run."""
+    """``kind``: the name of an error class. ``ranks``: those it names. ``fatal``: it ends the run."""
 
     kind: str
     fatal: bool
@@ -106,7 +107,7 @@ class Diagnosis:
 
 
 class StallClock:
-    """How long has the host been in one collective, and is it time to ask the others?"""
+    """Measures how long the host has been in one call, and decides when to ask the other ranks."""
 
     def __init__(self, first_s: float) -> None:
         self.blocked_s = 0.0
@@ -116,9 +117,9 @@ class StallClock:
         self._due_s = first_s
 
     def observe(self, now_s: float, mark: Hashable) -> bool:
-        """``mark`` tells waits apart; None: not waiting. True when a round of questions is due.
+        """True when a round of questions is due. ``mark`` identifies the wait; None: not waiting.
 
-        Rounds come every ``first_s`` and grow rarer to one in 15 s.
+        Rounds are ``first_s`` apart at first; later an eighth of the time waited so far, up to 15 s.
         """
         if mark is None or mark != self._mark:
             self._mark, self._since_s, self._due_s = mark, now_s, self._first_s
@@ -130,7 +131,10 @@ class StallClock:
 
 
 class Difference(NamedTuple):
-    """Where histories part: the calls at ``seq`` and who made them; ``agreed``: the one before."""
+    """Where histories begin to differ: the calls at ``seq`` and their ranks; ``agreed``: the one before.
+
+    ``exact``: the calls at ``seq`` differ, and not only what was before them.
+    """
 
     seq: int
     calls: list[tuple[Record, list[int]]]
@@ -139,11 +143,11 @@ class Difference(NamedTuple):
 
 
 def first_difference(statuses: Iterable[RankStatus]) -> Difference | None:
-    """The first collective that not all ranks called alike; None while histories agree.
+    """The first collective that not all ranks called alike; None if the histories agree.
 
-    Not ``exact``: the histories differ already before everything that is still remembered.
+    The result is not ``exact`` if the histories differ before the oldest record that is kept.
     """
-    # Ranks with the same newest record and the same hash have the same history: one speaks for all.
+    # Ranks with the same newest record and the same hash have the same history: compare it once.
     alike: dict[tuple[int, int, int], tuple[dict[int, Record], list[int]]] = {}
     for status in statuses:
         records = status.flight.records if status.flight else ()
@@ -183,9 +187,9 @@ def diagnose(
     details: str = "",
     label: str = "",
 ) -> Diagnosis:
-    """The verdict on what all witnesses say of the sequence ``label``.
+    """The diagnosis of a stall in the sequence ``label``, from the statuses of all ranks.
 
-    ``blocked_s``: how long the asking rank waits.
+    ``blocked_s``: how long the asking rank has waited. ``details``: path of the file with the evidence.
     """
     case = _Case(statuses, limits, blocked_s, details, label)
     difference = first_difference(statuses)
@@ -193,7 +197,7 @@ def diagnose(
         return case.divergence(difference)
     for fate, diagnosis in (
         ("gone", case.lost),
-        ("stopped", case.frozen),  # before those who left because of it
+        ("stopped", case.frozen),  # before the ranks that left because of it
         ("left", case.lost),
         ("silent", case.frozen),
     ):
@@ -211,9 +215,10 @@ def diagnose(
 def _followed(
     statuses: Sequence[RankStatus], label: str
 ) -> tuple[list[RankStatus], list[RankStatus]]:
-    """Who waits for whom, from those that wait in ``label`` on: a ring of them, and who is not blocked.
+    """Follows which rank waits for which, starting with the ranks that wait in ``label``.
 
-    A ring cannot end by itself: each waits for a call that another makes only after its own wait.
+    Returns the ranks of a ring of waits, and the ranks that others wait for and that are not blocked. A
+    ring cannot end by itself: each rank waits for a call that another makes only after its own wait.
     """
     alike: dict[Wait, list[RankStatus]] = defaultdict(list)
     free: list[RankStatus] = []
@@ -234,7 +239,7 @@ def _followed(
         edges[wait] = set()
         for other, members in alike.items():
             debtors = [w for w in members if _owes(w, wait, other, label)]
-            if debtors and wait.behind:  # comes from a thread beside the program there as well
+            if debtors and wait.behind:  # the other ranks make this call in another thread as well
                 late |= {w.rank: w for w in debtors}
             elif debtors:
                 edges[wait].add(other)
@@ -251,7 +256,7 @@ def _followed(
 
 
 def _owes(status: RankStatus, wait: Wait, own: Wait | None, label: str) -> bool:
-    """Whether ``wait`` needs a call that this rank, blocked in ``own``, has not made yet."""
+    """Whether ``wait`` needs a call that the rank of ``status``, blocked in ``own``, has not made yet."""
     if wait.source not in (None, status.rank) or wait == own:
         return False
     if wait.label == TORCH:
@@ -266,12 +271,12 @@ def _is_torch(status: RankStatus) -> bool:
 
 
 def _is_meeting(wait: Wait | None) -> bool:
-    """Whether it is something else than a collective of an engine."""
+    """Whether the rank waits in something else than a collective of an engine."""
     return wait is not None and (wait.label in (TORCH, SET_UPS) or wait.label.endswith(MEETINGS))
 
 
 def _blocked(status: RankStatus, label: str) -> Wait | None:
-    """What a rank is blocked in: as it says, or as its log shows."""
+    """What a rank is blocked in: as it answered, or as its recording shows."""
     flight = status.flight
     if status.wait is not None or flight is None or not flight.waiting:
         return status.wait
@@ -300,7 +305,7 @@ class _Case:
             lines[-1] += f"; other calls: {rank_ranges(rest)}"
         agreed = f"last agreed: {call_text(found.agreed)}. " if found.agreed else ""
         odd = sorted(r for _, ranks in groups[1:] for r in ranks)
-        # With two groups of one size nobody is presumed right.
+        # With two groups of equal size, neither is presumed right.
         tied = len(groups[0][1]) == len(groups[1][1])
         if not found.exact:
             cause = "The histories differ before the oldest call that is still remembered."
@@ -325,7 +330,7 @@ class _Case:
                 "Same call, other buffers.",
                 "Fix: build the same model with the same dtypes on every rank.",
             )
-        # Who skipped, and what: the one whose call the other side makes later or has made before.
+        # A side skipped a call if the other side makes both calls in this order, now or earlier.
         for skipped, comes, who, whole in (
             (first, second, few, many),
             (second, first, many, few),
@@ -349,13 +354,13 @@ class _Case:
         return "The ranks took different branches" + _at(by_rank[few[0]]) + ".", fix + "."
 
     def parted(self, ring: list[RankStatus]) -> Diagnosis:
-        """Each of some ranks waits for a call that another makes only after its own wait."""
-        # First those that meet outside collectives: more likely the ones that went their own way.
+        """A ring: each of these ranks waits for a call that another makes only after its own wait."""
+        # First the ranks that wait outside collectives: they more likely took the wrong branch.
         places = self._places(ring)
         places.sort(key=lambda group: not _is_meeting(_blocked(group[1][0], self.label)))
         alone = [w.rank for w in places[0][1]]
         others = [w.rank for _, group in places[1:] for w in group]
-        # What a call of the program's own waits for is only presumed: it gets more time.
+        # What the program's own call waits for is only presumed, so it gets more time.
         fatal = not any(map(_is_torch, ring)) or (
             min(w.blocked_s for w in ring) >= 0.9 * self.limits.stuck_s
         )
@@ -439,7 +444,7 @@ class _Case:
         return sorted(groups.items(), key=lambda g: (-len(g[1]), g[1][0].rank))
 
     def _line(self, place: str, group: Sequence[RankStatus]) -> str:
-        """Where some ranks are, and in which line of the program the first of them."""
+        """Where a group of ranks is, with the program's line of the first of them."""
         doing = _doing(group[0])
         doing = f" in {doing}" if doing and not place.endswith(f" {doing}") else ""
         return f"  {rank_ranges(w.rank for w in group)}: {place}{doing}{_at(group[0])}"
@@ -460,14 +465,14 @@ class _Case:
 
 
 def call_text(record: Record, *, sizes: bool = False) -> str:
-    """A record as people read it: ``gather 'layers.0' (#19)``."""
+    """A record in words: ``gather 'layers.0' (#19)``."""
     op, _, rest = record.op.partition(" ")
     what = f"{_WORDS.get(op, op)}{' ' + rest if rest else ''} {record.name!r} (#{record.seq})"
     return f"{what} of {record.nbytes} bytes {record.dtype}" if sizes else what
 
 
 def _conditional(*gathered: Record) -> str:
-    """The key that lets ranks skip these modules and their like: a number in a name stands for any."""
+    """The config key that lets ranks skip these modules. Numbers in a name become ``*``."""
     modules = [record.name.partition("#")[0].split(".") for record in gathered]
     patterns = {
         ".".join("*" if part.isdigit() else part for part in parts): None for parts in modules
@@ -476,7 +481,7 @@ def _conditional(*gathered: Record) -> str:
 
 
 def cut(line: str, columns: int = COLUMNS) -> str:
-    """At most 200 columns."""
+    """``line``, cut to ``columns`` characters."""
     return line if len(line) <= columns else line[: columns - 3] + "..."
 
 
@@ -489,7 +494,7 @@ def _waits_in(status: RankStatus, seq: int) -> bool:
 
 
 def _follows(status: RankStatus, first: Record, then: Record, seq: int) -> bool:
-    """Whether this rank calls ``then`` after ``first``: from ``seq`` on, or in an earlier round."""
+    """Whether this rank calls ``then`` after ``seq``, or called it right after ``first`` earlier."""
     records = _records(status)
     if any(r.seq > seq and r.call == then.call for r in records):
         return True
@@ -539,7 +544,7 @@ def _section(status: RankStatus) -> str:
 
 
 def _at(status: RankStatus) -> str:
-    """The program's line, and the one that called it."""
+    """The program's line and the line that called it, in parentheses."""
     return f" ({' < '.join(status.stack.split(' < ')[:2])})" if status.stack else ""
 
 

@@ -1,4 +1,4 @@
-"""Joins this process to the ranks of its run, watched from the first second."""
+"""Joins this process to the ranks of its run, and reports ranks that do not join."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> RankInfo:
-    """Make sure that ``torch.distributed`` is initialised; nothing to do if it already is.
+    """Initialise ``torch.distributed``, unless it is initialised already.
 
-    The signature is DeepSpeed's ``init_distributed``. The backend is NCCL with CUDA and gloo
-    without, unless ``dist_backend`` says otherwise. Without a launcher this process becomes the
-    only rank and opens no port. The store is private to this attempt, so that a restarted rank
-    cannot read the addresses of dead ones.
+    The signature is DeepSpeed's ``init_distributed``. The default of ``dist_backend`` is NCCL with CUDA
+    and gloo without. Without a launcher this process becomes the only rank and opens no port. The keys
+    in the store are private to this attempt at the run, so that a restarted rank cannot read the
+    addresses of dead ranks. ``config`` is ignored.
 
     Raises:
         LaunchError: ``dist_init_required=False`` without a group, a broken environment, or MPI over
-            several hosts that does not say where rank 0 is.
-        RankLate: some ranks did not come within ``timeout``; it names them.
+            several hosts without the address of rank 0.
+        RankLate: some ranks did not join within ``timeout``; it names them.
     """
-    del config  # accepted for its name; nothing in it concerns the process group
+    del config  # part of DeepSpeed's signature; nothing in it concerns the process group
     if dist.is_initialized():
         return current_rank_info()
     if dist_init_required is False:
@@ -104,7 +104,7 @@ def init_distributed(
 
 
 def _store(method: str, rank_info: RankInfo, timeout: timedelta) -> Store:
-    """The store that the ranks meet through. Nobody waits here for ranks that serve no store."""
+    """The store that the ranks meet through. Waits for the rank that serves it, and for no other."""
     url = urlparse(method)
     if url.scheme not in ("env", "tcp"):
         store, _, _ = next(
@@ -126,7 +126,7 @@ def _store(method: str, rank_info: RankInfo, timeout: timedelta) -> Store:
 
 
 def _master(port: int) -> str:
-    """Address and port of the store, as the launcher says."""
+    """``address:port`` of the store, from the launcher's environment; ``port`` if it gives none."""
     address = os.environ.get("MASTER_ADDR", "127.0.0.1")
     address = f"[{address}]" if ":" in address else address
     return f"{address}:{os.environ.get('MASTER_PORT', str(port))}"

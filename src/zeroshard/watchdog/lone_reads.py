@@ -1,12 +1,13 @@
-"""Does a rank that reads sharded values read them alone?
+"""Finds out whether a rank that reads sharded values reads them alone.
 
-Such a read is a gathering to which every rank gives its part. In a program that was written for
-DeepSpeed one rank may read alone: there it gets nothing, and the run goes on. So, in such a program,
-ranks say in the store that they have come to a read before its gathering begins. It begins when all have
-come. It does not if one of them is known to be elsewhere: in a call that this rank makes only after its
-read, in another read, or gone. Whoever reads alone learns that and has taken part in nothing, so that the
-ranks still make the same collectives in the same order. Not to know is no reason: a slow rank is waited
-for. See docs/decisions/0011-lonely-reads.md.
+Such a read is an all-gather to which every rank contributes. In a program that was written for
+DeepSpeed one rank may read alone: with DeepSpeed it gets nothing, and the run goes on. In such a
+program, therefore, each rank posts in the store that it has come to a read, before the all-gather
+begins. The all-gather begins when all ranks have posted. It does not if a rank is known to be
+elsewhere: in a call that this rank makes only after its read, in another read, or gone. A rank that
+reads alone learns it and has called no collective, so all ranks still make the same collectives in the
+same order. If nothing is known about a rank, it may be slow, and this rank waits for it. See
+docs/decisions/0011-lonely-reads.md.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from zeroshard.errors import RankLate, RankLost
 from zeroshard.watchdog.diagnosis import TORCH
 from zeroshard.watchdog.store_client import StoreLost, look
 
-_PATIENCE_S = 0.05  # ranks that read together come within this, nearly always
+_PATIENCE_S = 0.05  # ranks that read together nearly always post within this time
 _LOOK_S = 0.05  # how often to look for answers
 _ASK_S = 0.5  # how often to ask again
 
 
 @dataclass(frozen=True)
 class Position:
-    """How far a rank has come.
+    """How many calls a rank has made, and which call it is in.
 
-    ``reached``: the number of its calls in each sequence of calls that all ranks make, ``last``: the
-    last of them in words; a sequence that threads beside the program have a part in is in ``reached``
-    alone. ``in_torch``: which function of ``torch.distributed`` its program is in. ``wait``: the call
-    that its program is blocked in, as sequence, number and words, and the only ``rank`` that it needs
-    (None: all). ``reads``: the read at which it waits.
+    ``reached``: the number of its calls, by label of the sequence. ``last``: the last call of each
+    sequence, in words; without the sequences in which other threads than the program's take part.
+    ``in_torch``: the function of ``torch.distributed`` that its program is in. ``wait``: the call that
+    its program is blocked in: label, number, words, and the only rank that it needs (None: all).
+    ``reads``: the key of the read at which it waits.
     """
 
     rank: int = 0
@@ -50,16 +51,17 @@ class Position:
 
     @classmethod
     def from_answer(cls, answer: Mapping[str, Any]) -> Position:
-        """As it came through JSON."""
+        """The position from its JSON values."""
         wait = answer["wait"]
         return cls(**{**answer, "wait": None if wait is None else tuple(wait)})
 
 
 def elsewhere(mine: Position, theirs: Position, before: Position | None) -> str:
-    """Where a rank is that will not come to the read at which this one waits, in words; "": it may come.
+    """Where the rank of ``theirs`` is, if it will not come to the read of ``mine``; "": it may come.
 
     ``before``: its position a while ago. A collective that this rank has not called cannot end before
-    the read does; what a program calls by itself counts only while the rank stays in it.
+    its read ends. A call that the program itself makes of ``torch.distributed`` counts only if the rank
+    stays in it.
 
     >>> mine = Position(0, {"engine": 7}, reads="'head'")
     >>> elsewhere(mine, Position(1, {"engine": 8}, {"engine": "gather 'body' (#8)"}), None)
@@ -82,10 +84,10 @@ def elsewhere(mine: Position, theirs: Position, before: Position | None) -> str:
 
 
 def smaller_party(me: int, reads: Mapping[int, str]) -> str:
-    """The read of a larger party, to which this rank's yields, or "".
+    """The read at which most ranks wait, if rank ``me`` waits at another one; else "".
 
-    ``reads``: at which read each rank waits, of all ranks. Of two parties of one size the one with the
-    lowest rank yields: most programs read alone on rank 0.
+    ``reads``: the read at which each rank waits. If two reads have equally many ranks, the one with the
+    lowest rank yields, because most programs that read alone do so on rank 0.
 
     >>> smaller_party(0, {0: "a", 1: "b", 2: "b"}), smaller_party(1, {0: "a", 1: "b", 2: "b"})
     ('b', '')
@@ -100,13 +102,14 @@ def smaller_party(me: int, reads: Mapping[int, str]) -> str:
 
 
 class LoneReadCheck:
-    """The ranks of one engine at their reads. ``rank`` is this one's number of ``world_size``.
+    """Checks, for the reads of one engine, whether all ranks read together.
 
-    ``call(operation)`` gives the result of ``operation(store)``, on a store in which ``label`` is this
-    engine's own. ``position(words)`` is this rank's, without its read, and without ``last`` unless
-    ``words``; ``history()`` stands for the collectives that it made, so that only ranks with the same
-    meet. ``gone(rank)``: why a rank will never come, or "". A wait is reported after ``report_s`` and
-    given up after ``limit_s``.
+    ``rank`` is this one's number of ``world_size``. ``call(operation)`` returns ``operation(store)``;
+    ``label`` names this engine in the store. ``position(words)`` is this rank's position without
+    ``reads``, and without ``last`` unless ``words``. ``history()`` identifies the collectives that this
+    rank has made; only ranks with the same history count as being at the same read. ``gone(rank)``: why
+    a rank will never come, or "". A wait is reported after ``report_s`` seconds and given up after
+    ``limit_s`` seconds.
     """
 
     def __init__(
@@ -134,18 +137,20 @@ class LoneReadCheck:
         self._reads = ""  # the key of the read at which this rank waits
         self._answered = 0
         self._alone: tuple[object, str] | None = (
-            None  # where this rank was when it read alone, and why
+            None  # this rank's position when it read alone, and why it was alone
         )
         self._spent: set[str] = set()  # keys of reads that are over
         _ALL.add(self)
 
     def alone(self, name: str) -> str:
-        """Why no other rank reads ``name`` with this one; "": all do, and its gathering comes next.
+        """Why not all ranks read ``name`` with this one; "": all do, and the all-gather is next.
 
-        As long as this rank stays where it is, its next reads are alone too, and cost nothing.
+        As long as this rank makes no other call, its next reads are alone too, and the store is not
+        asked.
 
         Raises:
             RankLost: the store that the ranks met through does not answer.
+            RankLate: the rank cannot leave its wait, because another rank died while it left.
         """
         reached = self._position(False).reached
         if self._alone is not None and self._alone[0] == reached:
@@ -155,7 +160,7 @@ class LoneReadCheck:
         key = f"{self._space}/{history}/{name}"
         try:
             why, stays = self._come(key, name)
-            if not why:  # all are here, so none can be at what was read before
+            if not why:  # all ranks are at this read, so none is at an earlier one
                 self._sweep(but=key)
         except StoreLost as error:
             raise RankLost(
@@ -178,7 +183,7 @@ class LoneReadCheck:
             self._reads = ""
 
     def answer(self) -> None:
-        """Say where this rank is, if one that waits has asked. Called regularly, by another thread."""
+        """Post this rank's position if a rank that waits has asked. Called by the watchdog's thread."""
         asked = self._add(f"{self._space}/asked", 0)
         if asked == self._answered:
             return
@@ -190,7 +195,7 @@ class LoneReadCheck:
     # -- one wait ----------------------------------------------------------------------------------
 
     def _wait(self, key: str, name: str) -> tuple[str, bool]:
-        """Why this rank reads alone, or "" when all have come; whether its next reads will be too."""
+        """Why this rank reads alone, or "" if all have come; and whether its next reads are alone too."""
         begun_s = looked_s = time.monotonic()
         search, pause_s, reported = _Search(self), 0.0002, False
         while self._add(key, 0) < self._world_size:
@@ -214,15 +219,15 @@ class LoneReadCheck:
         return "", False
 
     def _leaves(self, key: str) -> bool:
-        """Leave the wait, unless the last rank has come meanwhile.
+        """Leave the wait; False if the last rank has come in the meantime.
 
-        One leaves at a time: that all have come once shows in the count until it is taken back.
+        Only one rank leaves at a time, because leaving changes the count that shows that all have come.
         """
         leaving = key + "/leaving"
         until_s = time.monotonic() + 10.0
         while self._add(leaving, 1) != 1:
             self._add(leaving, -1)
-            if time.monotonic() > until_s:  # the one that left died in between
+            if time.monotonic() > until_s:  # the rank that was leaving died
                 raise RankLate(
                     f"RankLate: rank {self._rank} cannot leave its wait to read {key!r}."
                 )
@@ -245,7 +250,7 @@ class LoneReadCheck:
 
 
 class _Search:
-    """Where are the ranks that have not come?"""
+    """Looks for the ranks that have not come."""
 
     def __init__(self, readers: LoneReadCheck) -> None:
         self._readers = readers
@@ -255,7 +260,7 @@ class _Search:
         self._before: dict[int, Position] = {}
 
     def look(self, key: str) -> tuple[str, bool]:
-        """Why one of them will not come, or ""; whether that holds for the next read as well."""
+        """Why one of them will not come, or ""; and whether that holds for the next read as well."""
         readers = self._readers
         others = [rank for rank in range(readers._world_size) if rank != readers._rank]
         if gone := self._collect(others):
@@ -271,13 +276,13 @@ class _Search:
         return "", False
 
     def _is_now(self, read: str) -> bool:
-        """Does a rank wait at this read which has made the same collectives as this one?"""
+        """Whether a rank that waits at ``read`` has made the same collectives as this one."""
         space = self._readers._space
         own = f"{space}/{self._readers._history()}/"
         return bool(read) and (read.startswith(own) or not read.startswith(space + "/"))
 
     def _collect(self, others: list[int]) -> str:
-        """Take what has been answered; when it is time, look who is gone, and ask again."""
+        """Take the answers that have come. When it is time, ask again, or return why a rank is gone."""
         readers, space = self._readers, self._readers._space
         for rank in others if self._asked else ():
             if rank in self._seen:
@@ -305,5 +310,5 @@ def _answer_at(key: str, store: Store) -> str | None:
     return look(store, key)
 
 
-#: Process-wide, as the main thread is that reads: it waits at one read at a time.
+#: All checks of this process: its main thread waits at one read at a time, whichever engine it is for.
 _ALL: weakref.WeakSet[LoneReadCheck] = weakref.WeakSet()

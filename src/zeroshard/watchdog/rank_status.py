@@ -1,4 +1,4 @@
-"""What can be found out about a rank: from its own answer, or from what its host shows of it?"""
+"""Finds out the status of a rank: from its own answer, or from what its host shows of it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from zeroshard.comm.recorder import read_recording_file, remove_recording
 from zeroshard.watchdog.diagnosis import TORCH, RankStatus, Wait
 
 PRESENCE = "process"
-"""Name of the file that is there as long as a process watches; logs of what it watches lie beside it."""
+"""Name of the file that exists as long as a process has a watchdog. Its recordings are in the same
+directory."""
 _FRAMES = 8
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
-#: How the file names of frames that are not the program's begin. Compared from the start: a program may
-#: lie in a folder of any name.
+#: Prefixes of the files whose frames are not the program's. They are absolute, since a program may be in
+#: a folder of any name.
 _OWN = (
     *(
         _PACKAGE + part + os.sep
@@ -39,7 +40,7 @@ _OWN = (
     ),
     _TORCH, threading.__file__, contextlib.__file__,
 )  # fmt: skip
-#: Files that call ``torch.distributed`` for us.
+#: Files of ZeroShard that call ``torch.distributed``.
 _COLLECTIVES = (
     _PACKAGE + "comm" + os.sep,
     _PACKAGE + "watchdog" + os.sep,
@@ -50,7 +51,7 @@ _LIBRARIES = (
     "<frozen ",
     *(sysconfig.get_path(kind) + os.sep for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
 )
-#: File, function ("": any) -> what the program does there.
+#: (file, function; "" is any function) -> what the program does in it.
 _PHASES = {
     (_PACKAGE + os.path.join("zero", "init.py"), ""): "zero.Init",
     (_PACKAGE + os.path.join("zero", "access.py"), ""): "access",
@@ -85,18 +86,18 @@ _CALLS_OF_TORCH = _TORCH + os.path.join("distributed", "distributed_c10d.py")
 
 @dataclass(frozen=True)
 class Peer:
-    """A rank, its process and where its log lies on its host."""
+    """A rank, its process, and the path of its recording on its host."""
 
     rank: int
     process: Process
     recording: str
 
     def far(self) -> Peer:
-        """The same rank, of which this host can see nothing."""
+        """The same rank, marked as one of which this host can see nothing."""
         return replace(self, process=replace(self.process, space=""))
 
     def fate(self, here: Process) -> tuple[str, str]:
-        """As :func:`zeroshard.comm.host.fate_of`."""
+        """What :func:`zeroshard.comm.host.fate_of` gives for its process."""
         return fate_of(self.process, here)
 
     def has_left(self, here: Process) -> bool:
@@ -111,18 +112,18 @@ class Peer:
 
     @property
     def stack_file(self) -> Path:
-        """Where its process writes its stacks when it stands still."""
+        """The file that its process writes its stacks to when its interpreter stands still."""
         return Path(self.recording).with_name(f"{PRESENCE}.stack")
 
     def remove_files(self) -> None:
-        """Remove its log, of which this host holds the path; with its presence the stack file too."""
+        """Remove its recording; with the file named :data:`PRESENCE`, remove the stack file too."""
         if Path(self.recording).name == PRESENCE:
             remove_recording(self.stack_file)
         remove_recording(Path(self.recording))
 
 
 def status_from_answer(peer: Peer, answer: Mapping[str, Any]) -> RankStatus:
-    """The witness that a rank is for itself."""
+    """The status of a rank from its own answer."""
     flight = None
     if answer["flight"]:
         flight = FlightRecording(*answer["flight"])
@@ -144,7 +145,7 @@ def status_from_answer(peer: Peer, answer: Mapping[str, Any]) -> RankStatus:
 
 
 def status_from_host(peer: Peer, here: Process, *, asked: bool = True) -> RankStatus:
-    """What this host knows of a rank that does not answer, or could not be ``asked``."""
+    """The status of a rank that does not answer, or was not ``asked``, from what this host knows."""
     fate, detail = peer.fate(here)
     if fate == "runs" and peer.has_left(here):
         fate, detail = "left", "closed its engine"
@@ -167,7 +168,7 @@ def status_from_host(peer: Peer, here: Process, *, asked: bool = True) -> RankSt
 
 
 def without_connection(status: RankStatus) -> RankStatus:
-    """A connection to this rank broke: if it runs and does not wait, it dropped its end."""
+    """The status of a rank whose connection broke: if it runs and does not wait, it closed its end."""
     if status.fate == "silent":
         return replace(status, fate="gone", detail="its connection closed; it does not answer")
     if status.fate == "runs" and not (status.flight and status.flight.waiting):
@@ -176,8 +177,8 @@ def without_connection(status: RankStatus) -> RankStatus:
 
 
 def stack_line(thread: int) -> str:
-    """Where a thread is, innermost first, on one line: a library's line that called us or torch, and
-    the program's own.
+    """Where a thread is, on one line, innermost first: the line that called ZeroShard or torch, which may
+    be a library's, and the program's lines that led to it.
 
     ``accelerator.py:3021 save_state < train.py:88 save < train.py:120 main``
     """
@@ -191,7 +192,7 @@ def stack_line(thread: int) -> str:
 
 
 def phase(thread: int) -> str:
-    """What the program does with ZeroShard there: the outermost call that has a name; "" if none."""
+    """What the program does with ZeroShard in ``thread``: its outermost call with a name; "" if none."""
     found = ""
     for frame in _frames(thread):
         file, function = frame.f_code.co_filename, frame.f_code.co_name
@@ -203,7 +204,7 @@ def phase(thread: int) -> str:
 
 
 def call_of_torch(thread: int) -> tuple[FrameType, str] | None:
-    """The call of ``torch.distributed`` that a program made by itself and that is not over."""
+    """The frame and name of the call of ``torch.distributed`` that the program itself is in, if any."""
     frames = _frames(thread)
     innermost = frame = next(frames, None)
     if innermost is None or innermost.f_code.co_filename != _CALLS_OF_TORCH:
@@ -218,7 +219,7 @@ def call_of_torch(thread: int) -> tuple[FrameType, str] | None:
 
 
 def _frames(thread: int) -> Iterator[FrameType]:
-    """Innermost first."""
+    """The frames of a thread, innermost first."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
         yield frame
@@ -236,9 +237,10 @@ def stacks() -> str:
 
 
 class FrozenStack:
-    """Writes this process's stacks from a thread that needs no interpreter, if it stands still.
+    """Writes this process's stacks to ``path`` if its interpreter stands still.
 
-    The timer is the process's only one; engines that share a process take turns.
+    The writing thread does not need the interpreter. A process has only one such timer; the last object
+    that was armed has it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -248,11 +250,11 @@ class FrozenStack:
         self._owner = os.getpid()
 
     def arm(self, after_s: float) -> None:
-        """Not now, but in ``after_s``, unless armed again by then."""
+        """Write the stacks in ``after_s`` seconds, unless armed again before."""
         faulthandler.dump_traceback_later(after_s, file=self._file)
 
     def close(self) -> None:
-        """Stop the timer and remove the file. In a forked child both are the parent's."""
+        """Stop the timer and remove the file. Does nothing in a forked child: both are the parent's."""
         if os.getpid() != self._owner:
             return
         faulthandler.cancel_dump_traceback_later()
@@ -261,7 +263,7 @@ class FrozenStack:
 
 
 def _dumped_stack(path: Path) -> str:
-    """The innermost frame that the fault handler wrote of a main thread, ``file:line name``."""
+    """The main thread's innermost frame in a file of the fault handler: ``file:line name``, or ""."""
     with contextlib.suppress(OSError):
         text = path.read_text(errors="replace")
         main = text.rpartition("most recent call first")[2]

@@ -1,4 +1,4 @@
-"""How are communicators opened, and who watches the other ranks meanwhile?"""
+"""Opens the communicators of an engine or a model, and lets the watchdog follow their calls."""
 
 from __future__ import annotations
 
@@ -35,11 +35,12 @@ from zeroshard.watchdog.watchdog import SessionWatch, Watchdog, divergence_text
 
 @dataclass(eq=False)
 class CommSession:
-    """Communicators of one engine or of one model under construction, and how they are watched.
+    """Communicators of one engine or of one model under construction, and the watch over them.
 
-    Gathers and reductions are one object on gloo and have their own on NCCL, where collectives of
-    one communicator run one after the other. They share one recorder: there is one order of calls.
-    ``control_group`` is for facts that ranks tell each other while one of them may wait for a disk.
+    ``gathers`` and ``reductions`` are one object on gloo and two on NCCL, where the collectives of one
+    communicator run one after the other. They share one recorder: there is one order of calls.
+    ``control_group`` exchanges small texts while a rank may wait for a disk. ``session_watch`` is None
+    without a watchdog.
     """
 
     gathers: Comm
@@ -50,23 +51,23 @@ class CommSession:
 
     @property
     def recorder(self) -> Recorder:
-        """What this rank has called and sent."""
+        """The record of what this rank has called and sent."""
         return self.gathers.recorder
 
     @property
     def scratch_nbytes(self) -> int:
-        """Memory that the communicators keep for messages on their way."""
+        """Bytes that the communicators keep for messages in flight."""
         comms = {id(comm): comm for comm in (self.gathers, self.reductions)}
         return sum(getattr(comm, "scratch_nbytes", 0) for comm in comms.values())
 
     def history(self) -> int:
-        """Running hash of what this rank has called, below 2**32: exact in float64."""
+        """The upper 32 bits of the history hash of this rank; float64 holds them exactly."""
         return int(self.recorder.hash32)
 
     def check(self, hashes_W: Tensor) -> None:
-        """Compare the hashes that all ranks gave at one point, one per rank, float64 or integers.
+        """Compare ``hashes_W``, the :meth:`history` of every rank at the same point, float64 or integers.
 
-        On CUDA the comparison is that of the call before: nothing waits for the device.
+        On CUDA the hashes of an earlier call are compared, so that the host does not wait for the device.
 
         Raises:
             RankDivergence: some ranks called other collectives than the others.
@@ -101,12 +102,14 @@ class CommSession:
         raise self.session_watch.settle(odd)
 
     def step(self, number: int) -> None:
-        """A step begins: messages name it, and the time of the first report follows the pace."""
+        """Note that step ``number`` begins. Messages name it, and the time between steps decides when a
+        stall is first reported."""
         self.recorder.mark_step(number)
 
     @contextlib.contextmanager
     def section(self, name: str) -> Any:
-        """What the rank does inside is ``name`` (``save``, ``eval``...): it has its own limit."""
+        """A context in which this rank is in section ``name`` (``save``, ``eval``...), which has its own
+        limit."""
         outer = self.recorder.section
         self.recorder.mark_section(name)
         try:
@@ -115,11 +118,11 @@ class CommSession:
             self.recorder.mark_section(outer)
 
     def readers(self) -> LoneReadCheck | None:
-        """Who tells whether all ranks read together; None: nobody watches them. Every rank asks."""
+        """A check whether all ranks read together; None without a watchdog. Every rank has to use it."""
         return self.session_watch.readers(self.recorder) if self.session_watch is not None else None
 
     def close(self, reason: str = "") -> None:
-        """End the watch, then the connections. ``reason``: the error that ends this engine."""
+        """End the watch, then the connections. ``reason``: the error that ended this engine, or ""."""
         if self.session_watch is not None:
             self.session_watch.close(reason)
         if self.reductions is not self.gathers:
@@ -138,12 +141,12 @@ def open_session(
 ) -> CommSession:
     """Open communicators after all ranks have agreed on ``plan``. Collective.
 
-    ``call``: what the program called for it. Anything but ``initialize`` gets one communicator only and
-    no forum.
+    ``call``: the function that the program called. Only ``initialize`` gets a second communicator for
+    reductions (on NCCL), and a control group.
 
     Raises:
-        RankMismatch: another rank has another plan, or came with another call.
-        RankLate: a rank did not come.
+        RankMismatch: another rank has another plan or another ``call``.
+        RankLate: a rank did not call this in time.
     """
     settings = trust if isinstance(trust, WatchdogSettings) else WatchdogSettings.from_config(trust)
     settings = settings.with_environment()
@@ -169,7 +172,7 @@ def open_session(
 
 @dataclass(frozen=True, eq=False)
 class _Setup:
-    """The ranks of one set-up, the ``number``-th of theirs, and ``me``, this one's place among them."""
+    """The ranks of one set-up, ``me``, the index of this rank among them, and the set-up's ``number``."""
 
     ranks: tuple[int, ...]
     me: int
@@ -180,17 +183,17 @@ class _Setup:
 
     @property
     def label(self) -> str:
-        """Names what is set up; the same on every rank."""
+        """The name of what is set up; the same on every rank."""
         return f"{self.call} {self.number}"
 
     @property
     def check(self) -> Callable[..., None]:
-        """Raises the verdict that has ended the run, if there is one."""
+        """A function that raises the fatal diagnosis, if there is one."""
         return self.watchdog.check if self.watchdog is not None else lambda _missing=(): None
 
 
 def _agree(crew: _Setup, place: Store, plan: Mapping[str, str]) -> dict[int, Peer]:
-    """All ranks by global rank, when they have agreed on the plan."""
+    """The process and recording of every rank, by global rank, after all have agreed on ``plan``."""
     limit_s = crew.settings.limit_s("setup")
     recording = str(crew.watchdog.folder / str(crew.number)) if crew.watchdog is not None else ""
     place.set(f"card/{crew.me}", json.dumps([asdict(this_process()), recording]))
@@ -280,7 +283,7 @@ def _control_group(crew: _Setup, peers: Mapping[int, Peer], meetings: Recorder) 
 
 
 def decline(reason: str, group: dist.ProcessGroup | None = None) -> None:
-    """Tell the ranks that come to :func:`open_watch` that this one failed. Waits for nobody."""
+    """Let :func:`open_session` fail on the other ranks, because this rank failed. Does not wait."""
     if not _several(group):
         return
     me, ranks = dist.get_rank(group), dist.get_process_group_ranks(group or dist.group.WORLD)
@@ -288,13 +291,13 @@ def decline(reason: str, group: dist.ProcessGroup | None = None) -> None:
 
 
 def _store_namespace(ranks: Sequence[int], me: int) -> tuple[int, Store]:
-    """Where these ranks of this attempt meet next, and how often they met before."""
+    """How many sessions these ranks opened before in this attempt, and the key space of the next one."""
     label = f"{_run_space()}/watch/{','.join(map(str, ranks))}"
     return numbered_namespace(cast("Store", default_store()), label, me)
 
 
 def _run_space() -> str:
-    """Where keys of this attempt at this run lie in the store."""
+    """The prefix in the store of the keys of this attempt at this run."""
     name = run_name()
     return f"zs/{name.run}/{name.attempt}"
 

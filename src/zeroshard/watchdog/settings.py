@@ -1,4 +1,4 @@
-"""How long may ranks be silent, late or stuck before somebody says so?"""
+"""Time limits of the watchdog: how long ranks may be silent, late or stuck before a report or the end."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from zeroshard.watchdog.diagnosis import Limits
 
 @dataclass(frozen=True, kw_only=True)
 class WatchdogSettings:
-    """Times in seconds; the ``trust`` section of the config.
+    """The ``trust`` section of the config. Times are in seconds.
 
     Attributes:
-        watchdog: start the sentinel thread. Records and tags are kept in any case.
-        first_report_s: time inside one collective before the first report; None: ten median steps,
+        watchdog: start the watchdog thread. Records and tags are kept in any case.
+        first_report_s: time inside one collective until the first report; None: ten median steps,
             at least 20 s and at most ``report_limit_s``.
         report_limit_s: a stall is reported no later than this.
         collective_timeout_s: a rank that stays outside collectives this long ends the run.
-        sections: own limits of named sections (``setup``, ``save``, ``eval``...).
+        sections: limits of named sections (``setup``, ``save``, ``eval``...), instead of
+            ``collective_timeout_s``.
         frozen_s: a rank whose process does not run ends the run within this time.
-        stuck_s: the same when all ranks wait in one collective.
-        grace_s: time a rank has to leave user code after a verdict, before exit code 75.
+        stuck_s: when all ranks wait in the same collective this long, the run ends.
+        grace_s: time that the main thread has to raise a fatal diagnosis, before exit code 75.
         check_every: steps between hash checks where no norm is gathered.
-        ring: collectives remembered per group.
-        dump_dir: where the full dump of a report goes; None: a temporary directory.
+        ring: number of collectives that a recording keeps per group.
+        dump_dir: directory for the full evidence of a report; None: a temporary directory.
         stacks: collect Python stacks.
-        tick_s: period of the sentinel.
+        tick_s: time between two looks of the watchdog.
     """
 
     watchdog: bool = True
@@ -64,7 +65,11 @@ class WatchdogSettings:
         )
 
     def with_environment(self, environ: Mapping[str, str] | None = None) -> WatchdogSettings:
-        """``ZEROSHARD_WATCHDOG``, ``ZEROSHARD_STALL_S`` and ``ZEROSHARD_DUMP_DIR`` win."""
+        """These settings, with ``ZEROSHARD_WATCHDOG``, ``ZEROSHARD_STALL_S`` and ``ZEROSHARD_DUMP_DIR``.
+
+        Raises:
+            ConfigError: ``ZEROSHARD_STALL_S`` is not a positive number.
+        """
         env = os.environ if environ is None else environ
         settings = self
         if (watchdog := env.get("ZEROSHARD_WATCHDOG")) is not None:
@@ -82,12 +87,12 @@ class WatchdogSettings:
         return settings
 
     def limit_s(self, section: str) -> float:
-        """When a wait in ``section`` ends by itself: where a sentinel watches, it should have by then."""
+        """Seconds until a wait in ``section`` times out: a minute later if a watchdog is to end it."""
         limit_s = self.sections.get(section, self.collective_timeout_s)
         return limit_s + 60 if self.watchdog else limit_s
 
     def limits(self, median_step_s: float = 0.0) -> Limits:
-        """The times that a verdict depends on."""
+        """The times that a diagnosis depends on."""
         first = self.first_report_s
         if first is None:
             first = min(max(20.0, 10 * median_step_s), self.report_limit_s)

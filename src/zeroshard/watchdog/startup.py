@@ -1,4 +1,4 @@
-"""Which sentinel watches a set of ranks, and how do ranks come together before there is one?"""
+"""Starts the watchdog of a set of ranks, and reports ranks that do not join before there is one."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from zeroshard.watchdog.rank_status import PRESENCE, stack_line
 from zeroshard.watchdog.settings import WatchdogSettings
 from zeroshard.watchdog.watchdog import Watchdog, error_of, hold
 
-#: The sentinels of this process. Process-wide, as the main thread is that they watch; each lives as long
-#: as something that it watches.
+#: The watchdogs of this process, by the global ranks that they watch. Process-wide, as they watch
+#: the main thread. A watchdog lives as long as a session that it follows, or as long as it is held.
 _RUNNING: weakref.WeakValueDictionary[tuple[int, ...], Watchdog] = weakref.WeakValueDictionary()
 
 
 def watchdog_of(ranks: tuple[int, ...], trust: WatchdogSettings, space: str) -> Watchdog:
-    """The sentinel over these global ranks, from now on if there was none. Waits for nobody.
+    """The watchdog over these global ranks; started if there is none. Does not wait for other ranks.
 
-    ``space``: where keys of this attempt at the run lie in the store.
+    ``space``: the prefix in the store of the keys of this attempt at the run.
     """
     found = _RUNNING.get(ranks)
     if found is not None and found.usable:
@@ -63,34 +63,34 @@ def watchdog_of(ranks: tuple[int, ...], trust: WatchdogSettings, space: str) -> 
 
 
 def watch_from_now_on(space: str) -> None:
-    """Have a sentinel over all ranks while their process group lives, whatever is built or closed."""
+    """Keep a watchdog over all ranks as long as their process group lives, with or without sessions."""
     trust = WatchdogSettings().with_environment()
     if trust.watchdog and dist.get_world_size() > 1 and dist.get_backend() != "fake":
         hold(watchdog_of(tuple(range(dist.get_world_size())), trust, space))
 
 
 def watchdog_namespace(ranks: Sequence[int], space: str) -> str:
-    """Where the sentinels of these ranks keep what they tell each other."""
+    """The prefix in the store of the messages between the watchdogs of these ranks."""
     return f"{space}/sentinel/{','.join(map(str, ranks))}"
 
 
 def own_client(store: Any) -> Any:
-    """A second connection: a client that two threads share deadlocks."""
+    """A second connection to ``store``, because a client that two threads share deadlocks."""
     return store.clone() if hasattr(store, "clone") else store
 
 
 def await_all(store: Store, rank: int, world_size: int, *, timeout_s: float) -> None:
-    """Return when all ranks have come to ``init_distributed``; nobody watches anybody before that.
+    """Return when all ranks have called ``init_distributed``. Before that there is no watchdog.
 
     Raises:
-        RankLate: some ranks did not come in time; it names them.
+        RankLate: some ranks did not call it in time; it names them.
     """
     waiting = Waiting(rank, world_size, timeout_s)
     try:
         exchange(
             store, rank, world_size, "", key="joined", timeout_s=timeout_s + 60, check=waiting.look
         )
-    except RankLate as error:  # who comes now is late: it would wait for ranks that have gone
+    except RankLate as error:  # later ranks must fail too: these ranks have gone
         store.set("gave up", str(error))
         raise
     if store.check(["gave up"]):
@@ -100,10 +100,12 @@ def await_all(store: Store, rank: int, world_size: int, *, timeout_s: float) -> 
 def await_server(
     host: str, port: int, rank: int, world_size: int, *, timeout_s: float, server: str
 ) -> None:
-    """Return when the store at ``host:port`` can be reached. ``server``: who serves it, if it is a rank.
+    """Return when the store at ``host:port`` can be reached.
+
+    ``server``: "rank 0" if that rank serves the store, "" if the launcher does.
 
     Raises:
-        RankLate: it cannot, in time.
+        RankLate: the store cannot be reached within ``timeout_s``.
     """
     waiting = Waiting(rank, world_size, timeout_s, reporter=1)
     while True:
@@ -117,7 +119,7 @@ def await_server(
 
 
 class Waiting:
-    """One wait for ranks that have not joined: reported when it takes long, ended at ``timeout_s``."""
+    """One wait for ranks that have not joined. Reports when it takes long and raises at ``timeout_s``."""
 
     def __init__(
         self, rank: int, world_size: int, timeout_s: float, reporter: int | None = None
@@ -131,7 +133,7 @@ class Waiting:
         self._due_s = self._trust.limits().first_report_s
 
     def look(self, missing: Sequence[int], what: str = "init_distributed") -> None:
-        """Report or raise, if it is time. One rank reports for all that wait."""
+        """Report, or raise the diagnosis, if it is time. One rank reports for all that wait."""
         waited_s = time.monotonic() - self._begun_s
         if waited_s < min(self._due_s, self._trust.collective_timeout_s):
             return
@@ -167,10 +169,10 @@ def _bottom(store: Any) -> Any:
 
 
 def _store_rank(store: Any) -> int | None:
-    """The rank that serves the store, unless the launcher or a file does."""
+    """The rank that serves the store; None if the launcher serves it or if it is a file."""
     return 0 if isinstance(_bottom(store), TCPStore) and not launcher_serves() else None
 
 
 def launcher_serves() -> bool:
-    """Whether the launcher's agent serves the store that the ranks meet through."""
+    """Whether the agent of the launcher serves the store that the ranks meet through."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -1,7 +1,7 @@
-"""How do sentinels talk while the main threads are stuck, without getting stuck themselves?
+"""Store operations with a deadline, for watchdogs whose main threads may be stuck.
 
-A store client that two threads share deadlocks, and a store whose server is frozen never answers.
-So the store is touched by one thread of its own, and whoever asks waits no longer than a deadline.
+A store client that two threads share deadlocks, and a store whose server is frozen never answers. So one
+separate thread makes all operations, and the caller waits for its answer no longer than a deadline.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class StoreLost(Exception):
 
 
 class StoreClient:
-    """Store operations with a deadline. ``store`` must be a client of its own."""
+    """Store operations with a deadline. ``store`` must be a client that nothing else uses."""
 
     def __init__(self, store: Store, *, name: str) -> None:
         self._jobs: SimpleQueue[tuple[Callable[[Store], Any], _Answer] | None] = SimpleQueue()
@@ -38,7 +38,8 @@ class StoreClient:
         """The result of ``operation(store)``.
 
         Raises:
-            SideChannelLost: no answer within ``timeout_s``, or none to an earlier call yet.
+            StoreLost: no answer within ``timeout_s``, none to an earlier call yet, or an error of the
+            store.
         """
         if threading.current_thread() is self._thread:  # garbage is collected in any thread
             raise StoreLost("the thread that would answer asks")
@@ -58,11 +59,11 @@ class StoreClient:
         return cast("T", answer.value)
 
     def end(self) -> None:
-        """Tell the thread to end."""
+        """Ask the thread to end, without waiting."""
         self._jobs.put(None)
 
     def close(self) -> None:
-        """End the thread; one that is stuck in the store is left behind as a daemon."""
+        """End the thread. After 2 s a thread that is stuck in the store is left, as a daemon."""
         self.end()
         if threading.current_thread() is not self._thread:
             self._thread.join(2.0)
@@ -80,19 +81,22 @@ def _serve(store: Store, jobs: SimpleQueue[tuple[Callable[[Store], Any], _Answer
         operation, answer = job
         try:
             answer.value = operation(store)
-        except Exception as error:  # any failure of the store is an answer too
+        except Exception as error:  # StoreClient.call raises it in the caller's thread
             answer.error = error
         answer.done.set()
         del operation, answer, job
 
 
 def look(store: Store, key: str) -> str | None:
-    """The value under ``key``, if there is one; never waits for it."""
+    """The value under ``key``; None, without waiting, if there is none."""
     return store.get(key).decode() if store.check([key]) else None
 
 
 def read_verdict(store: Store, number: int, since: int = 0) -> tuple[Diagnosis, bool] | None:
-    """The first fatal verdict on a question after ``since``, else that on question ``number``, if any."""
+    """The first fatal diagnosis of a question after ``since``, else that of question ``number``, if any.
+
+    The second value: whether the rank that made it has reported it.
+    """
     final = look(store, "final")
     if final is not None and json.loads(final)["number"] <= since:
         final = None
@@ -105,7 +109,7 @@ def read_verdict(store: Store, number: int, since: int = 0) -> tuple[Diagnosis, 
 
 
 def write_verdict(store: Store, number: int, text: str, fatal: bool) -> None:
-    """Publish the answer to question ``number``; the first fatal one stands for good."""
+    """Publish the diagnosis of question ``number``. The first fatal diagnosis is never replaced."""
     if fatal and store.add("finals", 1) == 1:
         store.set("final", text)
     store.set(f"verdict/{number}", text)

@@ -1,8 +1,8 @@
-"""In which sequences of calls do all ranks take part, and which call of each is this rank blocked in?
+"""The sequences of calls that all ranks take part in, and the call of each that this rank is blocked in.
 
-The collectives of an engine are one sequence, its meetings in the store another, the set-ups of
-engines and models a third, and the calls of ``torch.distributed`` that a program makes by itself are
-seen as a fourth. A sentinel follows all of them in one thread; see :mod:`zeroshard.watchdog.watchdog`.
+There are four kinds: the collectives of an engine, the calls of its control group, the set-ups of engines
+and models, and the calls that the program itself makes of ``torch.distributed``. The watchdog follows all
+of them in one thread; see :mod:`zeroshard.watchdog.watchdog`.
 """
 
 from __future__ import annotations
@@ -24,10 +24,14 @@ from zeroshard.watchdog.settings import WatchdogSettings
 
 @dataclass(eq=False)
 class TrackedCalls:
-    """One sequence. ``label`` is the same on every rank.
+    """One sequence of calls, as the watchdog follows it. ``label`` is the same on every rank.
 
-    ``wait()`` is what this rank is blocked in, ``reached()`` how many calls it has made, ``flight()``
-    its history, if it is one of collectives. ``peers``: where the others keep theirs.
+    ``wait()``: the call that this rank is blocked in. ``reached()``: the number of its calls.
+    ``flight()``: its recording; None if the sequence has none. ``note()`` is called at each look.
+    ``peers``: the other ranks with the paths of their recordings. ``wakers`` wake the main thread from
+    a wait in this sequence. ``step_s()``: median time of a step in seconds. ``doubt``: a connection or
+    the history is known to be wrong, so the ranks are asked at the next look. ``suspects``: ranks to
+    which a connection broke.
     """
 
     label: str
@@ -47,13 +51,13 @@ class TrackedCalls:
         self.clock = StallClock(min(5.0, self.trust.limits().first_report_s / 2))
 
     def first_report_s(self) -> float:
-        """Seconds in one call until a stall is reported."""
-        if self.label == TORCH:  # programs let each other wait on purpose: one prepares the data
+        """Seconds inside one call until a stall is reported."""
+        if self.label == TORCH:  # programs wait there on purpose, e.g. for one that prepares data
             return self.trust.report_limit_s
         return self.trust.limits(self.step_s()).first_report_s
 
     def next_report_s(self) -> float:
-        """When it is reported again."""
+        """Seconds inside one call until the stall is reported again."""
         blocked_s = self.clock.blocked_s
         return next((t for t in (120.0, 300.0) if t > 1.5 * blocked_s), blocked_s + 600.0)
 
@@ -66,7 +70,7 @@ def calls_of(
     peers: Mapping[int, Peer],
     home: Recorder | None = None,
 ) -> TrackedCalls:
-    """The calls that ``recorder`` records. ``home``: the one that knows step and section."""
+    """The sequence that ``recorder`` records. ``home``: the recorder that knows step and section."""
     main = threading.get_ident()
     rank = recorder.rank
 
@@ -105,13 +109,13 @@ def _words(item: Item) -> str:
 
 
 def _source(item: Item, rank: int) -> int | None:
-    """The rank that a broadcast needs; its source may need all."""
+    """The source of a broadcast, the only rank that the others need; None at the source and otherwise."""
     _, _, source = item[1].op.partition("broadcast from ")
     return int(source) if source and int(source) != rank else None
 
 
 def calls_of_torch() -> int:
-    """How many collectives the program has called by itself, over all ranks."""
+    """The number of collectives over all ranks that the program itself has called."""
     count = 0
     if dist.is_initialized() and dist.group.WORLD is not None:
         with contextlib.suppress(RuntimeError):  # not every backend counts
@@ -121,7 +125,7 @@ def calls_of_torch() -> int:
 
 
 class SetUps:
-    """The set-ups of engines and models, one after the other; ``reached`` counts this rank's."""
+    """The sequence of set-ups of engines and models. ``reached``: the number of this rank's set-ups."""
 
     def __init__(self) -> None:
         self.reached = 0
@@ -129,7 +133,7 @@ class SetUps:
 
     @contextlib.contextmanager
     def begin(self, number: int, what: str) -> Iterator[None]:
-        """The ``number``-th set-up, from 1; all ranks meet in it."""
+        """A context for the ``number``-th set-up, from 1, in which all ranks take part."""
         self.reached = number
         self._wait = Wait(SET_UPS, number, what)
         try:
@@ -138,30 +142,30 @@ class SetUps:
             self._wait = None
 
     def followed(self, trust: WatchdogSettings) -> TrackedCalls:
-        """As a sequence."""
+        """The set-ups as a sequence that the watchdog can follow."""
         return TrackedCalls(SET_UPS, trust, lambda: self._wait, lambda: self.reached)
 
 
 class CallsOfTorch:
-    """What the program's main thread calls of ``torch.distributed`` by itself."""
+    """The sequence of calls that the program's ``thread`` itself makes of ``torch.distributed``."""
 
     def __init__(self, thread: int) -> None:
         self._thread = thread
         self._seen = 0
 
     def wait(self) -> Wait | None:
-        """The call that it is in now."""
+        """The call that the thread is in now."""
         found = call_of_torch(self._thread)
         if found is None:
             return None
         frame, name = found
-        # A mark that only tracing reads tells this call from a later one. To keep the frame would tell
-        # them apart as well, and keep alive what the functions around it hold.
+        # An attribute of the frame that only tracing reads marks a call that was seen before. Keeping the
+        # frame would also work, but would keep alive what its callers hold.
         if frame.f_trace_lines:
             frame.f_trace_lines = False
             self._seen += 1
         return Wait(TORCH, self._seen, name)
 
     def followed(self, trust: WatchdogSettings) -> TrackedCalls:
-        """As a sequence."""
+        """The calls as a sequence that the watchdog can follow."""
         return TrackedCalls(TORCH, trust, self.wait, lambda: 0)

@@ -1,14 +1,46 @@
-"""Who notices that ranks no longer get on, and how does everybody learn why?
+"""The watchdog thread: notices that ranks no longer work together and reports the cause on every rank.
 
-One thread per process and set of ranks, from the first contact with ZeroShard on. It watches for how
-long the host has been inside one call of any sequence that all ranks take part in
-(:mod:`~.tracked_calls`). When that is too long, or a connection broke, one rank asks all others
-through the store what they are doing, judges the answers (:mod:`~.diagnosis`) and publishes
-the verdict. A fatal verdict wakes the blocked main thread by ending the traffic on the engine's own
-sockets; the transport error that this causes is replaced by the verdict.
+[Note: watchdog] The decision: docs/decisions/0003-tagged-transport.md.
 
-Sentinels agree on nothing: each posts a card that says which process it watches, and one may begin or
-end at any time.
+Vocabulary. A process has one watchdog for each set of ranks that it joined (:mod:`~.startup`), from the
+first contact with ZeroShard on. The watchdog *follows* sequences of calls that all ranks take part in
+(:mod:`~.tracked_calls`): the collectives of each engine, its control group, set-ups, and what the program
+itself calls of ``torch.distributed``. When the host has been inside one call for too long, or a
+connection broke, one elected rank asks all others through the store, makes a *diagnosis* of their answers
+(:mod:`~.diagnosis`) and publishes it. A *fatal* diagnosis ends the run.
+
+Watchdogs need no agreement with each other: each posts a *card* in the store that says which process it
+watches and in which state (``on``, ``idle`` or ``left``). One may begin or end at any time.
+
+Which thread may do what:
+
+* The main thread runs the program. It is the only one that calls collectives and waits for them. It calls
+  :meth:`Watchdog.set_up`, :meth:`~Watchdog.follow` and :meth:`~Watchdog.leave`, and it raises: ``check``,
+  ``explain`` and ``settle`` return or raise the diagnosis. A thread that saves in the background may call
+  ``check`` too.
+* The watchdog's thread runs :meth:`Watchdog.tick`, and only that. It reads recorders and Python frames,
+  asks, answers and judges. It never waits for a collective and never raises into the program. For a fatal
+  diagnosis it sets ``_State.diagnosis``, then the event ``ready``, then calls the ``wakers``, which shut
+  down the sockets or waits that the main thread is blocked in. The transport error that this causes is
+  replaced by the diagnosis.
+* The store client's thread (:mod:`~.store_client`) is the only one that touches the watchdog's store
+  client. Both other threads use it through :meth:`Watchdog._call`, with a deadline.
+* A timer of the fault handler, which needs no interpreter lock, writes the stacks of this process if the
+  watchdog's thread does not put it off in time (:class:`~.rank_status.FrozenStack`).
+
+Invariants, and what breaks without them:
+
+* A process has at most one watchdog over the same ranks (``watchdog_of`` in :mod:`~.startup`). Answers in
+  the store have a key per rank, so two watchdogs of one process would overwrite each other's answers.
+* ``diagnosis`` is set once and never changed. So all threads of a rank report the same one.
+* A fatal diagnosis is raised, or else the process ends with exit code 75 after ``grace_s`` seconds
+  (:meth:`Watchdog._enforce`). Otherwise a main thread that nothing can wake would hang.
+* A rank that raises stays for up to 1.5 s until the others have read the diagnosis, because its process
+  may serve the store. Otherwise the others would only see that the store is gone.
+* No call to the store lacks a deadline, since a store whose server is frozen never answers. If the store
+  is lost, the watchdog judges by what its own host shows (:meth:`Watchdog._judge_alone`).
+* The thread holds the watchdog by a weak reference between two looks. Otherwise the watchdog of an
+  engine that the program dropped without closing it would never end.
 """
 
 from __future__ import annotations
@@ -61,12 +93,12 @@ if TYPE_CHECKING:
     from zeroshard.watchdog.settings import WatchdogSettings
 
 EXIT_VERDICT = 75
-#: How long a main thread with a broken connection waits for the reason.
+#: How long a main thread with a broken connection waits for the diagnosis.
 _EXPLAIN_S = 8.0
-#: How long it then stays so that the others can read the verdict: the store may live in here.
+#: How long it then stays so that the others can read the diagnosis: this process may serve the store.
 _LINGER_S = 1.5
 _POLL_S = 0.02
-#: A rank that only joined the others has nothing to be woken from, but its group may end.
+#: Longest pause between looks while nothing is followed: the process group may end.
 _IDLE_TICK_S = 0.25
 _NOT_HERE = "has not come to ZeroShard yet: no initialize, no zero.Init. Look at its output"
 _IDLE = "runs nothing of ZeroShard now; its engine and its models are closed. Look at its output"
@@ -74,7 +106,11 @@ _IDLE = "runs nothing of ZeroShard now; its engine and its models are closed. Lo
 
 @dataclass
 class _State:
-    """What the thread and the main thread share."""
+    """What the watchdog's thread and the main thread share.
+
+    ``diagnosis`` is set once, before ``ready``; ``delivered``: the main thread raises it. ``kick`` asks
+    for a look at once, ``stop`` ends the thread.
+    """
 
     diagnosis: Diagnosis | None = None
     ready: threading.Event = field(default_factory=threading.Event)
@@ -84,12 +120,13 @@ class _State:
 
 
 class Watchdog:
-    """Watches ``ranks`` (global), of which this process is ``rank``.
+    """Watches ``ranks`` (global ranks), of which this process is ``rank``.
 
-    ``store``: a separate client, with a key space that these ranks share. ``recording``: path of the
-    file that says that this process is alive; the flight recorders of its sessions lie beside it.
-    ``store_rank``: the rank whose process serves the store, or None. ``over()``: has the process group
-    gone, and with it all that could be watched?
+    ``store``: a client that nothing else uses, with a key space that these ranks share. ``recording``:
+    path of a file that exists as long as this process watches; the recordings of its sessions are in
+    the same directory. ``store_rank``: the rank whose process serves the store, or None. ``over()``:
+    whether the process group is gone, and with it all that could be watched. ``hung_up()``: whether the
+    server of the store has closed its connection.
     """
 
     def __init__(
@@ -130,10 +167,11 @@ class Watchdog:
         self._peers = {rank: Peer(rank, self._here, str(recording))}
         self._idle: set[int] = set()
         self._channel = StoreClient(store, name=f"zeroshard-side-{rank}")
-        # One that is forgotten instead of closed must not leave threads or files either.
+        # A watchdog that is collected without being closed must not leave a thread.
         weakref.finalize(self, self._channel.end)
         times = self._call(lambda s: s.add(f"times/{rank}", 1))
-        # Who comes for the first time still learns what ended the run; who comes again does not.
+        # A rank that starts its first watchdog still reads the diagnosis that ended the run. A rank that
+        # starts another one reads only newer ones.
         self._since = self._answered = 0
         if times > 1:
             self._since = self._answered = self._call(lambda s: s.add("asked", 0))
@@ -150,12 +188,12 @@ class Watchdog:
 
     @property
     def folder(self) -> Path:
-        """Where this process keeps its logs."""
+        """The directory of this process's recordings."""
         return Path(self._peers[self._rank].recording).parent
 
     @property
     def usable(self) -> bool:
-        """Whether it still watches. What has ended the run has to be heard once, and only once."""
+        """Whether it still watches: not closed, no diagnosis delivered, and the process group lives."""
         return (
             not self._state.stop.is_set()
             and not self._state.delivered.is_set()
@@ -166,7 +204,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def set_up(self, number: int, what: str, trust: WatchdogSettings) -> Iterator[None]:
-        """Inside, all ranks meet in their ``number``-th set-up, from 1."""
+        """A context for the ``number``-th set-up of these ranks, from 1. ``what``: the program's call."""
         self._main = threading.get_ident()
         self._trust = trust
         self._always = [self._set_ups.followed(trust), CallsOfTorch(self._main).followed(trust)]
@@ -174,7 +212,7 @@ class Watchdog:
             yield
 
     def follow(self, session_watch: SessionWatch) -> None:
-        """Watch what ``session_watch`` consists of too, from now on."""
+        """Follow the sequences of ``session_watch`` too, from now on."""
         if self._frozen is None and session_watch.trust.stacks:
             self._frozen = FrozenStack(self._peers[self._rank].stack_file)
             weakref.finalize(self, self._frozen.close)
@@ -182,7 +220,7 @@ class Watchdog:
         self._rearm()
 
     def leave(self, session_watch: SessionWatch, reason: str) -> None:
-        """Watch it no more; others that still wait for it learn that and why it was closed."""
+        """Follow it no more. Ranks that still wait for it can read in the store why it was closed."""
         if session_watch not in self._tracks:
             return
         self._tracks.discard(session_watch)
@@ -197,19 +235,26 @@ class Watchdog:
         _clean_up(session_watch.peers, self._rank, self._here)
 
     def release(self) -> None:
-        """End it, unless something is watched."""
+        """Close the watchdog, unless it follows a session or is held for the process group."""
         if not self._tracks and self not in _HELD:
             self.close()
 
     def check(self, _missing: Sequence[int] = ()) -> None:
-        """Raise the verdict that has ended the run, if there is one."""
+        """Raise the fatal diagnosis, if there is one.
+
+        Raises:
+            DistributedError: what :func:`error_of` makes of the diagnosis.
+        """
         diagnosis = self._state.diagnosis
         if diagnosis is not None:
             self._linger()
             raise error_of(diagnosis)
 
     def position(self, words: bool) -> Position:
-        """How far this rank has come. ``words``: with its last calls, and where its program is."""
+        """How many calls of each sequence this rank has made.
+
+        ``words``: with its last calls, and what its program is blocked in.
+        """
         reached, last, wait = {}, {}, None
         for part in self._followed():
             if part.label == TORCH:
@@ -229,7 +274,7 @@ class Watchdog:
         return Position(self._rank, reached, last, own[1] if own is not None else "", wait)
 
     def why_gone(self, label: str, rank: int) -> str:
-        """Why a rank will make no call of ``label`` any more, or "". Raises what has ended the run."""
+        """Why ``rank`` will make no further call of ``label``, or "". Raises as :meth:`check`."""
         self.check()
         peer, state, reason = self._read_card(rank)
         fate, detail = peer.fate(self._here) if peer is not None else ("", "")
@@ -238,17 +283,20 @@ class Watchdog:
         return self._look(f"left/{label}/{rank}") or ""
 
     def explain(self, session_watch: TrackedCalls, peers: Sequence[int]) -> Exception | None:
-        """What broke the connection to one of ``peers`` (global ranks); None: nobody can tell."""
+        """The diagnosis of a broken connection to one of ``peers`` (global ranks); None: not known."""
         if len(peers) == 1:
             session_watch.suspects.update(peers)
         return self._ask(session_watch)
 
     def settle(self, session_watch: TrackedCalls) -> Exception | None:
-        """Why histories differ, as a hash exchange found."""
+        """The diagnosis of histories that differ, as an exchange of hashes found; None: not known."""
         return self._ask(session_watch)
 
     def close(self, reason: str | None = None) -> None:
-        """End the threads. ``reason``: this process ends, "" without an exception; None: it goes on."""
+        """End the threads and remove this rank's files.
+
+        ``reason``: why this process ends ("" without an exception); None: the process goes on.
+        """
         state = self._state
         if state.stop.is_set():
             return
@@ -279,7 +327,7 @@ class Watchdog:
         return None
 
     def _linger(self) -> None:
-        """Let the others read the verdict before this process, and perhaps the store, goes."""
+        """Wait up to 1.5 s until the others have read the diagnosis: this process may serve the store."""
         self._state.delivered.set()
         until = time.monotonic() + _LINGER_S
         with contextlib.suppress(StoreLost):
@@ -305,7 +353,7 @@ class Watchdog:
         return self._always[0].wait()
 
     def tick(self) -> None:
-        """One look: at the clocks, at the store, at what must be done."""
+        """One look: at the clocks, at questions in the store, and at what is to be done."""
         now_s = time.monotonic()
         if self._over():
             self.close()
@@ -340,7 +388,11 @@ class Watchdog:
         return [*tracks, *self._always]
 
     def _call(self, operation: Callable[[Store], Any], timeout_s: float = 5.0) -> Any:
-        """Use the store, unless its server is known to go: torch would write pages about it."""
+        """Use the store, unless its server is known to have gone: torch would log many lines then.
+
+        Raises:
+            StoreLost: the store did not answer within ``timeout_s``, or its server has gone.
+        """
         self._rearm()
         if not self._may_call():
             raise StoreLost("the process that served the store has left")
@@ -352,7 +404,7 @@ class Watchdog:
         return not gone and not self._hung_up()
 
     def _rearm(self) -> None:
-        """This process runs Python: put off the dump of its stacks."""
+        """Put off the dump of this process's stacks, since its interpreter runs."""
         if self._frozen is not None and not self._state.stop.is_set():
             self._frozen.arm(10 * self._trust.tick_s)
 
@@ -362,13 +414,13 @@ class Watchdog:
         self._call(lambda s: s.set(f"card/{self._rank}", text), timeout_s=2.0)
 
     def _read_card(self, rank: int) -> tuple[Peer | None, str, str]:
-        """Another rank's process, ``on``, ``idle`` or ``left``, and why; no process: never seen."""
+        """Another rank's process, its state (``on``, ``idle`` or ``left``) and why; None: no card yet."""
         text = self._look(f"card/{rank}")
         if text is None:
             return None, "", ""
         card = json.loads(text)
         peer = Peer(rank, Process(**card["process"]), card["box"])
-        # What is there and cannot be seen is in another container: as good as far away.
+        # A process whose files cannot be seen is in another container: treat it as on another host.
         if card["state"] == "on" and not Path(peer.recording).exists():
             card = json.loads(self._look(f"card/{rank}") or text)
             peer = (
@@ -379,7 +431,7 @@ class Watchdog:
         return peer, card["state"], card["reason"]
 
     def _answer(self, asked: int) -> None:
-        """Say what this rank does, then wait for what the asker makes of it."""
+        """Post what this rank does, then wait for the diagnosis of the rank that asked."""
         label = self._look(f"label/{asked}") or ""
         session_watch = next((t for t in self._followed() if t.label == label), None)
         text = json.dumps(self._own_answer(label, session_watch))
@@ -401,7 +453,10 @@ class Watchdog:
             time.sleep(_POLL_S)
 
     def _inquire(self, number: int, session_watch: TrackedCalls) -> bool:
-        """Ask all ranks, judge, publish. False: somebody was elected for it and does not act."""
+        """Ask all ranks, judge and publish, if this rank is elected for question ``number``.
+
+        False: another rank was elected and has not acted for five ticks.
+        """
         if self._call(lambda s: s.add(f"elect/{number}", 1)) != 1:
             now_s = time.monotonic()
             self._elected_at_s = self._elected_at_s or now_s
@@ -419,7 +474,7 @@ class Watchdog:
         return True
 
     def _collect(self, number: int, session_watch: TrackedCalls) -> list[RankStatus]:
-        """The answers to question ``number``; of ranks that cannot answer, what this host knows."""
+        """The answers to question ``number``; for ranks that cannot answer, what this host knows."""
         own = self._own_answer(session_watch.label, session_watch)
         found = {self._rank: status_from_answer(self._peers[self._rank], own)}
         until = time.monotonic() + 5 * self._trust.tick_s
@@ -462,7 +517,7 @@ class Watchdog:
         return status
 
     def _known(self, rank: int, session_watch: TrackedCalls) -> Peer:
-        """The rank's process and where its log of ``session_watch`` lies."""
+        """The rank's process, and the path of its recording of ``session_watch``."""
         peer = session_watch.peers.get(rank) or self._peers.get(rank)
         return peer or Peer(rank, Process("", "", 0, ""), "")
 
@@ -470,7 +525,7 @@ class Watchdog:
         return cast("str | None", self._call(lambda s: look(s, key)))
 
     def _judge_alone(self, session_watch: TrackedCalls) -> None:
-        """The store is of no use: judge by what this host shows."""
+        """Judge by what this host shows, without the store."""
         seen = [
             status_from_answer(
                 self._peers[self._rank], self._own_answer(session_watch.label, session_watch)
@@ -507,7 +562,10 @@ class Watchdog:
     def _publish_locally(
         self, session_watch: TrackedCalls, diagnosis: Diagnosis, statuses: list[RankStatus]
     ) -> bool:
-        """Print what does not end the run, when it is time; keep the full evidence in a file."""
+        """Print a diagnosis that is not fatal when a report is due; write the full evidence to a file.
+
+        False: it was too early for a report.
+        """
         due = max(session_watch.report_due_s, session_watch.first_report_s())
         if not diagnosis.fatal and session_watch.clock.blocked_s < due:
             return False
@@ -523,10 +581,10 @@ class Watchdog:
         return Path(root) / f"hang-{step}-{self._here.pid}.json"
 
     def _dump(self, diagnosis: Diagnosis, statuses: list[RankStatus]) -> None:
-        """The whole evidence beside the five lines: every rank's records and stacks."""
+        """Write the diagnosis and the status of every rank, with records and stacks, to a file."""
         path = self._dump_path(statuses)
         evidence = {"verdict": asdict(diagnosis), "witnesses": [asdict(w) for w in statuses]}
-        with contextlib.suppress(OSError):  # a full disk must not hide the verdict
+        with contextlib.suppress(OSError):  # a full disk must not hide the diagnosis
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(evidence, indent=1))
 
@@ -548,7 +606,7 @@ class Watchdog:
         }
 
     def _adopt(self, diagnosis: Diagnosis) -> None:
-        """A fatal verdict: tell the main thread, and wake it where it waits."""
+        """Take over a fatal diagnosis: hand it to the main thread, and wake that from its wait."""
         state = self._state
         if state.diagnosis is not None:
             return
@@ -557,7 +615,7 @@ class Watchdog:
         with contextlib.suppress(StoreLost):
             self._call(lambda s: s.add("read", 1), timeout_s=1.0)
         state.ready.set()
-        self._told = call_of_torch(self._main) is not None  # nothing wakes it there
+        self._told = call_of_torch(self._main) is not None  # nothing can wake it in there
         if self._told:
             print(diagnosis.text, file=sys.stderr, flush=True)
         for part in self._followed():
@@ -566,7 +624,7 @@ class Watchdog:
                     wake()
 
     def _enforce(self, now_s: float) -> None:
-        """A main thread that does not come to hear the verdict is ended with its process."""
+        """End the process if the main thread has not raised the fatal diagnosis within ``grace_s``."""
         diagnosis, deadline_s = self._state.diagnosis, self._deadline_s
         if diagnosis is None or deadline_s is None or self._state.delivered.is_set():
             return
@@ -581,9 +639,10 @@ class Watchdog:
 
 
 class SessionWatch:
-    """The sequences of one communicator set, as its owner sees them: a guard for its transports.
+    """The sequences of one :class:`~.session.CommSession`, and the error explainer of its transports.
 
-    ``peers`` has one entry per rank, by global rank; its log is in the file that its entry names.
+    ``peers``: every rank's process and the path of its recording, by global rank. ``parts``: the
+    sequences, first the collectives.
     """
 
     def __init__(
@@ -598,13 +657,16 @@ class SessionWatch:
         self.trust = trust
         self.peers = dict(peers)
         self.parts = list(parts)
-        self.errand: Callable[[], None] = lambda: None  # done at each look, on the thread
+        self.errand: Callable[[], None] = lambda: None  # run at each look, in the watchdog's thread
         self._watchdog = watchdog
         watchdog.follow(self)
 
     def start(self, *wakers: Callable[[], object]) -> None:
-        """``wakers`` are called after a fatal verdict to wake the main thread. All logs exist by now."""
-        # What cannot be seen is in another container: as good as far away.
+        """Note ``wakers``, which wake the main thread after a fatal diagnosis.
+
+        Called when the recordings of all ranks exist.
+        """
+        # A process whose files cannot be seen is in another container: treat it as on another host.
         self.peers.update(
             {r: p.far() for r, p in self.peers.items() if not Path(p.recording).exists()}
         )
@@ -613,16 +675,19 @@ class SessionWatch:
         self.parts[0].wakers = wakers
 
     def explain(self, item: Item, peers: Sequence[int], detail: str) -> Exception:
-        """What broke the connection to one of ``peers`` (global ranks) during ``item``."""
+        """The exception for a connection to one of ``peers`` (global ranks) that broke in ``item``."""
         error = self._watchdog.explain(self.parts[0], peers)
         return error or errors.RankLost(lost_text(item, peers, detail))
 
     def settle(self, odd: Sequence[int]) -> Exception:
-        """Why the histories of ``odd`` ranks differ from the others', as a hash exchange found."""
+        """The exception for histories of the ranks ``odd`` that differ from those of the others."""
         return self._watchdog.settle(self.parts[0]) or errors.RankDivergence(divergence_text(odd))
 
     def readers(self, recorder: Recorder) -> LoneReadCheck:
-        """Who tells whether the ranks read together; ``recorder`` has their collectives. All ask."""
+        """A check whether all ranks read sharded values together. Every rank has to use it.
+
+        ``recorder`` has the collectives of the session.
+        """
         weak, label, ranks = weakref.ref(self._watchdog), self.label, tuple(self.peers)
 
         def watchdog() -> Watchdog:
@@ -645,28 +710,28 @@ class SessionWatch:
         return readers
 
     def close(self, reason: str = "") -> None:
-        """Say goodbye. ``reason``: the exception that ends this rank's part, if any."""
+        """End the watch over this session. ``reason``: the exception that ended this rank's part."""
         self._watchdog.leave(self, reason)
         self._watchdog.release()
 
 
-#: Sentinels that go on while nothing is watched: their ranks joined the others through us.
+#: Watchdogs that stay although they follow no session: the process group was opened by ZeroShard.
 _HELD: set[Watchdog] = set()
 
 
 def hold(watchdog: Watchdog) -> None:
-    """Keep it until the process group ends."""
+    """Keep ``watchdog`` until the process group ends."""
     _HELD.add(watchdog)
 
 
 def error_of(diagnosis: Diagnosis) -> Exception:
-    """The exception a verdict stands for."""
+    """The exception of a diagnosis."""
     kind: type[Exception] = getattr(errors, diagnosis.kind, errors.DistributedError)
     return kind(diagnosis.text)
 
 
 def divergence_text(odd: Sequence[int]) -> str:
-    """What can be said when the hashes differ and nobody can be asked."""
+    """The message when hashes differ and no rank can be asked."""
     return (
         f"RankDivergence: {rank_ranges(odd)} called other collectives than the other ranks since "
         "the last check.\n  Run the same modules in the same order on every rank."
@@ -674,10 +739,11 @@ def divergence_text(odd: Sequence[int]) -> str:
 
 
 def _clean_up(peers: Mapping[int, Peer], rank: int, here: Process) -> None:
-    """Remove this rank's files; the last to leave this host removes those of its dead too.
+    """Remove this rank's files. The last rank that leaves this host removes those of its dead ranks too.
 
-    Until then a rank that judges alone still reads what the dead did last. Each removes its own
-    first and looks at the others' after that, so of two that leave at once one sees itself last.
+    Until then a rank that judges alone can read what the dead ranks did last. Each rank removes its own
+    files first and then looks at those of the others. So if two leave at the same time, at least one of
+    them sees that it is the last.
     """
     peers[rank].remove_files()
     others = [p for r, p in peers.items() if r != rank and p.is_on(here)]
@@ -691,7 +757,7 @@ def _set(key: str, value: str, store: Store) -> None:
 
 
 def _close_at_exit(watchdog: Watchdog) -> Callable[[], None]:
-    """Say goodbye when the program ends without closing its engine, and why it ended."""
+    """Close the watchdog at exit, with the reason, if the program ends without closing its engine."""
     weak, owner = weakref.ref(watchdog), os.getpid()
 
     def farewell() -> None:
@@ -705,7 +771,7 @@ def _close_at_exit(watchdog: Watchdog) -> Callable[[], None]:
 
 
 def _watch(watchdog: weakref.ref[Watchdog], state: _State) -> None:
-    """The thread: holds the sentinel only while it looks, so that a forgotten engine can end."""
+    """The loop of the thread. It holds the watchdog only during a look, so that it can be collected."""
     complained = False
     strong = watchdog()
     while strong is not None and not state.stop.is_set():
