@@ -6,17 +6,17 @@ A save is one :class:`SaveTask` on each rank, in seven rounds. A *round* is one 
 all ranks get the decision. The *leader* is the lowest rank that sees the same directory as this rank;
 ranks on separate disks have different leaders.
 
-1. "planning it" (:func:`plan`): ranks report tag, path, digests and buffers. Rank 0 chooses tag and nonce,
-   and whether frozen weights are written, referred to or left out.
+1. "planning it" (:func:`plan`): ranks report tag, path, digests and buffers. Rank 0 chooses the tag, the
+   nonce, and whether frozen weights are written, referred to or left out.
 2. "laying out its files": each rank fixes the header and the entries of its files.
 3. "making the directory": each rank makes ``.TAG.saving-NONCE`` and its files, empty.
-4. "looking for each other's files": each rank finds its leader. Rank 0 adds up the bytes of each directory.
+4. "looking for each other's files": each rank finds its leader. Rank 0 adds up the bytes of a directory.
 5. "reserving space": each rank checks the free space and reserves all blocks of its files.
 6. "writing": each rank writes, syncs and reports checksums. Rank 0 merges the reports into the manifest.
 7. "completing it": each leader writes the manifest and renames the directory to ``TAG``.
 
-In an asynchronous save :meth:`SaveTask.snapshot` runs after round 2: it copies this
-rank's bytes into host memory. :meth:`SaveTask.run` does rounds 3 to 7, on a thread while training goes on.
+In an asynchronous save :meth:`SaveTask.snapshot` runs after round 2: it copies this rank's bytes into
+host memory. :meth:`SaveTask.run` does rounds 3 to 7, on a thread while training goes on.
 
 Who owns what: each element is saved by exactly one rank, the one whose shard it is in. A rank writes one
 file with its fragments; rank 0 also writes the file of what all ranks share. A snapshot uses memory of
