@@ -20,9 +20,12 @@ PIECE_NUMEL = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One difference: ``what``, of tensor or number ``part`` of ``name``. ``max_abs``: the largest
+    """One difference between two runs.
+
+    ``what`` is different about the tensor, or number, ``part`` of ``name``. ``max_abs``: the largest
     absolute difference of two elements, NaN if one of them is NaN; None where elements cannot be
-    compared."""
+    compared.
+    """
 
     name: str
     part: str

@@ -162,8 +162,9 @@ def begin(directory: Path, name: str, *, nonce: str) -> None:
 
 
 def commit(place: Path, final: Path, between: Callable[[], None] = lambda: None) -> None:
-    """Rename ``place`` to ``final``. Its files must be durable. ``between`` is called while an older
-    checkpoint of that name is set aside.
+    """Rename ``place`` to ``final``. Its files must be durable.
+
+    ``between`` is called while an older checkpoint of that name is set aside.
 
     Raises:
         CheckpointError: the rename failed; an older checkpoint of that name is back.
@@ -218,8 +219,7 @@ def sync_directory(path: Path) -> None:
 
 @contextlib.contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Turn an ``OSError`` into a :class:`CheckpointError` that names ``path``, which the system's
-    lacks."""
+    """Turn an ``OSError`` into a :class:`CheckpointError` that names ``path``."""
     try:
         yield
     except OSError as error:
@@ -252,8 +252,10 @@ def prune(directory: str | Path, keep: int, *, dry_run: bool = False) -> list[st
 
 
 def _frozen_in_use(root: Path, *, gone: Collection[str]) -> set[str] | None:
-    """Frozen weights that any directory refers to, also one set aside, except those in ``gone``. None: a
-    manifest cannot be read."""
+    """Frozen weights that directories refer to, including those set aside, but not those in ``gone``.
+
+    None: a manifest cannot be read.
+    """
     used: set[str] = set()
     for file in root.glob(f"*/{MANIFEST}"):
         try:

@@ -49,8 +49,7 @@ _MAPPED_NBYTES = 64 << 20  # what the library has read stays mapped until the fi
 _PART = ".part"
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes done and the bytes in all. Each byte counts twice: when written and when read
-back."""
+"""Called with the bytes done and all bytes. A byte counts twice: when written and when read back."""
 
 
 # ---------------------------------------------------------------------- writing
@@ -93,8 +92,7 @@ class Exporter:
         self._hold = prepare(self.directory, filename, layouts_nbytes)
 
     def put(self, name: str, pieces: Iterable[Tensor]) -> None:
-        """Write the next tensor of the plan: flat pieces in order, of the tensor's dtype, on any
-        device."""
+        """Write the next tensor of the plan: flat pieces in order, of its dtype, on any device."""
         if self._file is None:
             self._file = self._open()
         self._file.put(name, pieces, self._note)
@@ -142,8 +140,7 @@ class Exporter:
 
 
 class _ShardFile:
-    """One file under its temporary name. Tensors are put in the shard's order, at the layout's
-    offsets."""
+    """One file under its temporary name. ``put`` takes tensors in the shard's order."""
 
     def __init__(self, path: Path, shard: Shard) -> None:
         self.path = path
@@ -192,8 +189,7 @@ class _ShardFile:
             raise self._error(error) from error
 
     def sync(self) -> None:
-        """Wait until all bytes are on disk, and drop them from the page cache: reading back tests the
-        disk."""
+        """Wait until all bytes are on disk. They leave the page cache, so that a check reads the disk."""
         self._write(memoryview(self._head), 0)
         try:
             os.fsync(self._fd)
@@ -478,8 +474,9 @@ def write_bins(
     filename: str,
     read: Callable[[str], Tensor],
 ) -> list[Path]:
-    """Write files with ``torch.save`` that ``weights_only=True`` can load. One file at a time is in
-    memory.
+    """Write files with ``torch.save`` that ``weights_only=True`` can load.
+
+    One file at a time is in memory.
 
     ``read(name)`` returns a weight ``[*shape]`` in host memory. Files get their names when all are
     complete. Returns their paths.

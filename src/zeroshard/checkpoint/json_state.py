@@ -41,8 +41,7 @@ JsonTree: TypeAlias = Union[bool, int, float, str, "list[JsonTree]", "dict[str, 
 MAX_DEPTH = 64
 """Largest nesting of containers; far below the limit of Python's stack."""
 MAX_VALUES = 10_000_000
-"""Largest number of values. It ends the walk over a list that holds one list twice, which holds one list
-twice, and so on."""
+"""Largest number of values. It ends walks over lists that hold one list twice, many levels deep."""
 
 _STORED = {
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16,
@@ -118,8 +117,7 @@ class _Walk:
         raise NotImplementedError
 
     def below(self, step: str, key: Any, value: Any) -> Any:
-        """The value one step down. After an error the step stays in ``steps``: the error ends the
-        walk."""
+        """The value one step down. An error ends the walk, and leaves the step in ``steps``."""
         self.values_seen += 1
         if len(self.steps) >= MAX_DEPTH:
             raise self.error(f"is nested deeper than {MAX_DEPTH} containers. Store it flatter")

@@ -126,8 +126,7 @@ def fqn_of(unit: Unit, fragment: OwnedFragment) -> str:
 
 
 def is_shaped(name: str, value: object, fragment: OwnedFragment) -> bool:
-    """Has this state the parameter's shape, so that it is cut like the parameter? A step count has
-    not."""
+    """Is this state of the parameter's shape, so that it is cut like the parameter? ``step`` never is."""
     return isinstance(value, Tensor) and value.shape == fragment.value.shape and name != "step"
 
 
@@ -148,8 +147,9 @@ def _plain_pieces(unit: Unit) -> list[ShardItem]:
 
 
 def digest_part(piece: ShardItem) -> int:
-    """What an item adds to the digest of its tensor. Over any cut of the tensor the sum is the same,
-    modulo 2**64.
+    """What an item adds to the digest of its tensor.
+
+    The sum over any cut of the tensor is the same, modulo 2**64.
 
     The bytes, padded with zeros, are read as little-endian 8-byte words. Word ``i`` of the tensor is
     multiplied by ``((i + 1) * 0x9E3779B97F4A7C15) | 1``. Waits for the device.

@@ -123,9 +123,11 @@ class SavedBuffer(_Part):
 
 
 class Manifest(_Part):
-    """All of a checkpoint but the bytes. ``shared`` and ``ranks`` are trees as
-    :mod:`zeroshard.checkpoint.json_state` encodes them. Their tensors are in ``shared_file`` and
-    ``rank_files``, indices into ``files``."""
+    """All of a checkpoint but the bytes.
+
+    ``shared`` and ``ranks`` are trees as :mod:`zeroshard.checkpoint.json_state` encodes them. Their
+    tensors are in ``shared_file`` and ``rank_files``, which are indices into ``files``.
+    """
 
     tag: Name
     step: Natural

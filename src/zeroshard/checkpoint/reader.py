@@ -49,8 +49,9 @@ class Source(Protocol):
         """Description of each parameter by name. :meth:`fill` reads the tensors in ``tensors``."""
 
     def fill(self, fqn: str, tensor: str, begin: int, out: Tensor) -> None:
-        """Read ``flat[begin : begin + out.numel()]`` of a tensor into ``out``, which is contiguous, in
-        host memory and of the saved dtype.
+        """Read ``flat[begin : begin + out.numel()]`` of a tensor into ``out``.
+
+        ``out`` is contiguous, in host memory and of the saved dtype.
 
         Raises:
             CheckpointError: bytes that cannot be read or are damaged.
@@ -60,8 +61,10 @@ class Source(Protocol):
         """The modules' persistent buffers of one saved rank. Other ranks wrap around (``rank % W``)."""
 
     def shared(self, *, allow_pickle: bool = False) -> dict[str, Any]:
-        """State that all ranks share: ``counters``, ``groups``, ``scaler``, ``scheduler``,
-        ``client_state``. A part that was not saved is missing."""
+        """State that all ranks share. A part that was not saved is missing.
+
+        Keys: ``counters``, ``groups``, ``scaler``, ``scheduler``, ``client_state``.
+        """
 
     def ranks(self) -> Sequence[dict[str, Any]]:
         """State of each saved rank: ``rng``, ``data``. Empty if it was not saved."""

@@ -229,8 +229,10 @@ def _number(
     fragment: OwnedFragment,
     optimizer: ShardedOptimizer,
 ) -> object:
-    """A single number as the optimizer keeps it. ``step`` is on the device only where a kernel reads it
-    there (``capturable``, ``fused``)."""
+    """A single number as the optimizer keeps it.
+
+    ``step`` is on the device only where a kernel reads it there (``capturable``, ``fused``).
+    """
     if kind == "number":
         return number
     group = optimizer.inner.param_groups[fragment.group]

@@ -59,8 +59,7 @@ REFUSED: dict[str, str] = {
 """Keys without a field. They are errors with this reason, unless the value switches them off."""
 
 OFF: dict[str, object] = {"zero_optimization.mics_shard_size": -1}
-"""A value that switches a refused key off besides the usual ones: its default, which old files
-contain."""
+"""A value that also switches a refused key off: its default, which old files contain."""
 
 ALIASES = (
     *("prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold"),

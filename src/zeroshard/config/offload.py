@@ -11,8 +11,7 @@ _ZERO = "zero_optimization"
 
 
 def contradictions(zero: ZeroConfig, unknown: Collection[str]) -> Iterator[str]:
-    """One line for each contradiction. ``unknown``: dotted keys without a value; nothing follows of
-    them."""
+    """One line for each contradiction. Keys in ``unknown`` (dotted) have no value to compare."""
     optimizer, param = zero.offload_optimizer, zero.offload_param
     if f"{_ZERO}.stage" in unknown:
         return

@@ -239,8 +239,7 @@ def _resolve_auto_sizes(given: dict[str, Any], found: Findings, hidden_size: int
 def _resolve_auto_precision(
     config: Config, found: Findings, hardware: Callable[[], Hardware] | None
 ) -> tuple[Config, dict[str, str]]:
-    """``config`` with bf16 on where "auto" allows it and the hardware multiplies it; origins of such
-    keys.
+    """``config`` with bf16 on if "auto" allows it and the hardware multiplies it; origins of such keys.
 
     fp16 is never chosen, because it needs a loss scale. "auto" for fp16 leads to the same decision.
     """

@@ -36,8 +36,10 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Store the choices; arguments replace values of the configuration. Only ``checkpoint_in_cpu`` has an
-    effect: the others arrange memory in ways that do not apply here."""
+    """Store the choices; arguments replace values of the configuration.
+
+    Only ``checkpoint_in_cpu`` has an effect: the others arrange memory in ways that do not apply here.
+    """
     offloads = checkpoint_in_cpu
     if offloads is None and (read := model_config(deepspeed_config)) is not None:
         offloads = read.activation_checkpointing.cpu_checkpointing

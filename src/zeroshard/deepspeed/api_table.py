@@ -23,8 +23,11 @@ VERSION = "0.19.8+zeroshard"
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """One row. ``path``: the name without ``deepspeed.``. ``home``: ``module:name`` of the
-    implementation, empty if there is none. ``why``: the reason, the alternative, or the difference."""
+    """One row of the table.
+
+    ``path``: the name without ``deepspeed.``. ``home``: ``module:name`` of the implementation, empty if
+    there is none. ``why``: the reason, the alternative, or the difference.
+    """
 
     path: str
     verdict: Verdict

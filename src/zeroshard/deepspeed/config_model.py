@@ -22,8 +22,11 @@ def model_config(source: Any) -> Config | None:
 
 
 class DeepSpeedConfigModel(Section):
-    """Base class for sections that programs define. Fields are checked, also on assignment. Unknown names
-    are errors. A value ``"auto"`` means the default, unless ``strict``."""
+    """Base class for sections that programs define.
+
+    Fields are checked, also on assignment. Unknown names are errors. A value ``"auto"`` means the
+    default, unless ``strict``.
+    """
 
     model_config: ClassVar[Any] = {  # in addition to that of ``Section``
         "frozen": False,

@@ -23,8 +23,10 @@ from zeroshard.zero.unit import Unit
 def trained_dtypes(
     came_in: Mapping[str, torch.dtype], units: Iterable[Unit]
 ) -> Counter[torch.dtype]:
-    """Elements of each floating dtype among trained parameters. ``came_in``: parameter name -> its dtype
-    before the engine cast it."""
+    """Elements of each floating dtype among trained parameters.
+
+    ``came_in``: parameter name -> its dtype before the engine cast it.
+    """
     found: Counter[torch.dtype] = Counter()
     for unit in units:
         for slot in unit.layout.slots if unit.trainable else ():
@@ -109,8 +111,7 @@ def without_idle_schedule(config: Any, optimizer: Any) -> Any:
 
 
 def _writer(config: Any) -> tuple[str, Mapping[str, str]]:
-    """The library that passed ``config``, and its table. Accelerate's plugins hold the same dict
-    object."""
+    """The library that passed ``config``, and its table: its plugin holds the same dict object."""
     state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
     plugins = getattr(state, "_shared_state", {}).get("deepspeed_plugins")
     several: list[Any] = list(plugins.values()) if isinstance(plugins, Mapping) else [plugins]
@@ -136,8 +137,7 @@ class ShortSteps:
         self._in_a_row = 0
 
     def saw_backward(self, *, divides: bool) -> None:
-        """Count a backward. ``divides``: the engine divided the loss by
-        ``gradient_accumulation_steps``."""
+        """Count a backward. ``divides``: the engine divided its loss by the number of micro-batches."""
         self._backwards += 1
         self._divides = divides
 

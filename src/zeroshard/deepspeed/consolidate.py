@@ -30,8 +30,10 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """:func:`zeroshard.checkpoint.zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict`. The default
-    ``safe_serialization=False`` writes ``pytorch_model.bin``."""
+    """:func:`zeroshard.checkpoint.zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict`.
+
+    The default, ``safe_serialization=False``, writes ``pytorch_model.bin``.
+    """
     zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(
         checkpoint_dir,
         output_dir,

@@ -45,8 +45,7 @@ class ZeroParamType(Enum):
 
 
 class ZeroParamStatus(Enum):
-    """What a rank holds of a sharded parameter: all of it, its shard, or its shard during an
-    all-gather."""
+    """What a rank holds of a parameter: all of it, its shard, or its shard during an all-gather."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2

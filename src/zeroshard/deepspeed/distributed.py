@@ -66,8 +66,11 @@ def is_initialized() -> bool:
 
 
 def _tell_accelerate() -> None:
-    """Set Accelerate's backend. Accelerate looks for one before it asks us to create the group. Without a
-    GPU it finds none, and would then treat every rank as the only one."""
+    """Set Accelerate's backend.
+
+    Accelerate looks for a backend before it asks us to create the group. Without a GPU it finds none, and
+    would then treat every rank as the only one.
+    """
     state = sys.modules.get("accelerate.state")
     shared: dict[str, Any] = getattr(getattr(state, "PartialState", None), "_shared_state", {})
     if shared.get("backend", "unset") is None:

@@ -99,7 +99,8 @@ def _highly_composite() -> Iterator[int]:
 
 
 def _divisors(number: int) -> int:
-    """
+    """The number of divisors.
+
     >>> _divisors(12)
     6
     """

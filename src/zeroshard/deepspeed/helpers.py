@@ -23,8 +23,7 @@ from zeroshard.zero.sharded_parameter import in_order
 
 
 class OnDevice:
-    """Modules created inside have their parameters on ``device`` and in ``dtype``. ``meta`` takes no
-    memory."""
+    """Modules created inside have parameters on ``device`` and in ``dtype``; ``meta`` has no memory."""
 
     def __init__(
         self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True
@@ -145,8 +144,10 @@ def move_to_device(
 
 
 def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
-    """Copies of the tensors of a nested structure, each with its own storage, so that ``torch.save`` does
-    not write the whole storage that a view belongs to."""
+    """Copies of the tensors of a nested structure, each with its own storage.
+
+    ``torch.save`` would write the whole storage that a view belongs to.
+    """
     if torch.is_tensor(item):
         moved = item.detach().to(device)
         return moved.clone() if moved.data_ptr() == item.data_ptr() else moved

@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 
 
 class DeepSpeedZeRoOffload:
-    """The hooks of an engine at stage 3. ``module``: the model. ``forward_hooks`` and ``backward_hooks``:
-    handles of the hooks on modules and on parameters; ``remove()`` of a handle removes the hook.
+    """The hooks of an engine at stage 3.
+
+    ``module``: the model. ``forward_hooks`` and ``backward_hooks``: handles of the hooks on modules and
+    on parameters; ``remove()`` of a handle removes the hook.
 
     Without its hooks an engine gathers and reduces nothing by itself: running a sharded module raises an
     error that says so, and ``step()`` finds no gradient.

@@ -75,8 +75,10 @@ def origin_of(module: object) -> str:
 
 
 def rivals(path: Iterable[str]) -> list[Path]:
-    """Other ``deepspeed`` packages that are found before ours on ``path``, in order. If ours is not on
-    it: all of them. An empty entry is the working directory."""
+    """Other ``deepspeed`` packages that are found before ours on ``path``, in order.
+
+    If ours is not on the path: all of them. An empty entry is the working directory.
+    """
     found = []
     for entry in path:
         folder = Path(entry or ".")
@@ -89,9 +91,11 @@ def rivals(path: Iterable[str]) -> list[Path]:
 
 
 def winner() -> str:
-    """The file in which a new interpreter finds another ``deepspeed`` although our directory is first on
-    PYTHONPATH; empty if it finds ours. A ``.pth`` file in site-packages can put a directory before all
-    others. Starts an interpreter."""
+    """Where a new interpreter finds another ``deepspeed``, with our directory first on PYTHONPATH.
+
+    Empty if it finds ours. A ``.pth`` file in site-packages can put a directory before all others. This
+    starts an interpreter.
+    """
     code = f"import importlib.util as u; print(getattr(u.find_spec({PACKAGE!r}), 'origin', ''))"
     command = ["env", f"PYTHONPATH={DIRECTORY}", sys.executable, "-P", "-c", code]
     if sys.version_info < (3, 11):

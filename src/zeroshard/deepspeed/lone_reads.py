@@ -50,8 +50,7 @@ class LonelyReads:
 
 
 def _line_of_program() -> str:
-    """The innermost frame of the program: file, line and function. Other libraries count as the
-    program."""
+    """File, line and function of the innermost frame outside of ZeroShard, torch and Python's library."""
     frame = sys._getframe(1)
     while frame.f_back is not None and _is_library(frame.f_code.co_filename):
         frame = frame.f_back

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 
 class DeepSpeedOptimizer:
-    """A base class. Libraries check it with ``isinstance``, to see that an engine drives the
-    optimizer."""
+    """A base class, by which libraries recognize an optimizer that an engine drives."""
 
 
 class ZeROOptimizer(DeepSpeedOptimizer):
@@ -29,8 +28,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
 
 class EngineOptimizer(ZeROOptimizer, torch.optim.Optimizer):
-    """The optimizer as the program sees it. It is a ``torch.optim.Optimizer``, so that torch's schedules
-    accept it.
+    """The optimizer as the program sees it; torch's schedules accept it.
 
     ``optimizer`` is the inner one. ``step``, ``backward`` and ``zero_grad`` call the engine.
     """

@@ -74,9 +74,11 @@ def _all_gather(
     async_op: bool = False,
     hierarchy: int = 0,
 ) -> _Arrived | None:
-    """``param.all_gather(...)``: make the parameters whole until their :func:`partition <_partition>`,
-    whatever runs in between. Those that are whole stay so. ``async_op``: return an object with
-    ``wait()``; the values are complete in any case. Collective."""
+    """``param.all_gather(...)``: make parameters whole until their :func:`partition <_partition>`.
+
+    Collective. Other code that runs in between does not change that. Parameters that are whole stay so.
+    ``async_op``: return an object with ``wait()``; the values are complete in any case.
+    """
     for param in _named_or(ds_id, param_list):
         if _OPENED in param.__dict__ or sharded_parameter.owner_of(param) is None:
             continue

@@ -19,8 +19,11 @@ from zeroshard.watchdog.session import decline
 
 
 class Consumer(NamedTuple):
-    """A library that calls us. ``mark`` shows that it is in use: a module that is imported, or
-    ``module:attribute`` that is not empty."""
+    """A library that calls us.
+
+    ``mark`` shows that it is in use: a module that is imported, or ``module:attribute`` that is not
+    empty.
+    """
 
     name: str
     mark: str

@@ -17,8 +17,7 @@ from zeroshard.zero import access, init
 
 
 class Init(init.Init):
-    """:class:`zeroshard.zero.Init` that also sets DeepSpeed's attributes on parameters (``ds_id``,
-    ...)."""
+    """:class:`zeroshard.zero.Init` that also sets DeepSpeed's attributes on parameters."""
 
     def __init__(
         self,
@@ -87,8 +86,10 @@ unregister_external_parameter = register_external_parameter
 
 @contextlib.contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
-    """The engine's module with all parameters whole, for many forward passes. Entering and leaving are
-    collective; ranks may make different calls inside."""
+    """A context with the engine's module, all parameters whole, for many forward passes.
+
+    Entering and leaving are collective. Ranks may make different calls inside.
+    """
     module = model.module if hasattr(model, "module") else model
     with GatheredParameters(list(module.parameters())):
         yield module
@@ -107,8 +108,10 @@ _orig_torch_arange = torch.arange
 
 
 class TiledLinear(nn.Linear):
-    """``torch.nn.Linear``. Units already limit what is gathered, so tiles would save nothing. The
-    arguments about splitting have no effect."""
+    """``torch.nn.Linear``. The arguments about splitting have no effect.
+
+    Units already limit what is gathered, so tiles would save nothing.
+    """
 
     def __init__(
         self,

@@ -10,7 +10,9 @@ from zeroshard.errors import UsageError
 
 
 class Accumulation:
-    """Counts micro-batches. ``steps``: micro-batches per optimizer step. ``managed``: DeepSpeed's key
+    """Counts micro-batches of optimizer steps.
+
+    ``steps``: micro-batches per optimizer step. ``managed``: DeepSpeed's key
     ``managed_gradient_accumulation``.
     """
 

@@ -121,8 +121,7 @@ class CheckpointLoader:
         engine._update.all_gather_late()
 
     def _candidates(self, root: Path, tag: object, *, missing_ok: bool) -> list[str]:
-        """The checkpoints to try, in order. Rank 0 decides for all ranks. Empty: none, and
-        ``missing_ok``."""
+        """The checkpoints to try, in order; rank 0 decides. Empty: there is none, and ``missing_ok``."""
 
         def look() -> dict[str, Any]:
             if self._engine.global_rank:
@@ -142,10 +141,10 @@ class CheckpointLoader:
         return names
 
     def _open(self, root: Path, name: str) -> tuple[Source, dict[str, Any]]:
-        """Open a checkpoint, and read this rank's own state. Everything small is read here, before the
-        engine changes.
+        """Open a checkpoint, and read this rank's own state.
 
-        Raises :class:`CheckpointError` on all ranks if the checkpoint is not complete.
+        Everything small is read here, before the engine changes. Raises :class:`CheckpointError` on all
+        ranks if the checkpoint is not complete.
         """
         opened: list[Source] = []
         failed = f"{root / name} cannot be loaded"

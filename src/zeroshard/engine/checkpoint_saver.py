@@ -40,8 +40,7 @@ _OWNER = "copy for a checkpoint"
 IMPLEMENTATION = frozenset(
     ["params", "param_names", "foreach", "fused", "capturable", "differentiable"]
 )
-"""Options of a param group that choose an implementation and do not change results. They are not
-saved."""
+"""Options of a param group that choose an implementation, not a result. They are not saved."""
 
 
 class CheckpointSaver:
@@ -145,8 +144,7 @@ class CheckpointSaver:
         return True
 
     def _taker(self) -> Callable[[int], Tensor]:
-        """A function that returns host memory for each file in turn; reused from the last save if large
-        enough."""
+        """A function that returns host memory for each file in turn: the last save's, if large enough."""
         images, turn = self._images, count()
 
         def take(nbytes: int) -> Tensor:

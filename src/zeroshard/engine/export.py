@@ -77,8 +77,7 @@ def save_pretrained(
     max_shard_size: int | str | None = MAX_SHARD_SIZE,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write a directory that ``from_pretrained`` loads: safetensors and the model's configuration.
-    Collective.
+    """Write a directory that ``from_pretrained`` loads: safetensors and configuration. Collective.
 
     The dtype is that in which the model computes. Rank 0 needs host memory for one unit and a few pieces.
     Of a model with adapters (PEFT) only these are saved, by its own ``save_pretrained``, as without an
@@ -114,10 +113,10 @@ def save_pretrained(
 def consolidated_16bit_state_dict(
     engine: Any, exclude_frozen_parameters: bool = False
 ) -> dict[str, Tensor] | None:
-    """The full state dict on rank 0, in host memory, in the dtypes of the model; None on other ranks.
-    Collective.
+    """The full state dict on rank 0, in host memory; None on other ranks. Collective.
 
-    Keys and their order are those of ``module.state_dict()``. Tied weights are one tensor.
+    Dtypes are those of the model. Keys and their order are those of ``module.state_dict()``. Tied weights
+    are one tensor.
     """
     weights = _weights_of(engine, exclude_frozen_parameters=exclude_frozen_parameters)
     with engine._watch.section("export"):
@@ -130,8 +129,11 @@ def consolidated_16bit_state_dict(
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """What an export writes. ``params``: by first name, in the order of the units. ``names``: all names
-    of each. ``buffers``: persistent ones. ``written``: the name of each tensor in safetensors."""
+    """What an export writes.
+
+    ``params``: by first name, in the order of the units. ``names``: all names of each. ``buffers``:
+    persistent ones. ``written``: the name of each tensor in safetensors.
+    """
 
     params: dict[str, nn.Parameter]
     names: dict[str, tuple[str, ...]]
@@ -226,7 +228,11 @@ class _Agreed:
             return None
 
     def settle(self) -> None:
-        """Raise :class:`CheckpointError` on every rank if rank 0 failed."""
+        """Exchange the outcome between all ranks.
+
+        Raises:
+            CheckpointError: on every rank, if work on rank 0 failed.
+        """
         control_group = self._engine._watch.control_group
         run_on_all_ranks(
             control_group, f"{self._call}() failed", "rank 0 writes weights", self._tell
@@ -274,8 +280,7 @@ def _write(
 
 
 def _state_dict(engine: Any, call: str, weights: _Weights) -> dict[str, Tensor]:
-    """Host copies under all names, in the order of ``module.state_dict()``; empty on ranks other than
-    0."""
+    """Host copies under all names, ordered as in ``module.state_dict()``; empty on other ranks than 0."""
     agreed = _Agreed(engine, call)
     copies: dict[str, Tensor] = {}
 

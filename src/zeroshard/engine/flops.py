@@ -113,7 +113,8 @@ def table(counter: FlopCounterMode, depth: int) -> list[str]:
 
 
 def words(number: int, unit: str) -> str:
-    """
+    """A number with a prefix, rounded, and its unit.
+
     >>> words(1_234_000, "FLOPS"), words(12, "MACs")
     ('1.23 MFLOPS', '12 MACs')
     """

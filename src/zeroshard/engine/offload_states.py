@@ -50,8 +50,10 @@ _OWNER = "room for states that are away"
 
 
 class StateOffloader:
-    """Moves one engine's state between device and host memory. Local to the rank, but every rank must
-    call it: the next collective needs the parameters of all ranks."""
+    """Moves one engine's state between device and host memory.
+
+    It communicates nothing, but every rank must call it: the next collective needs all parameters.
+    """
 
     def __init__(self, runtime: ZeroRuntime, hooks: StepHooks, device: torch.device) -> None:
         self.kinds: frozenset[str] = frozenset()  # offloaded now
@@ -64,7 +66,11 @@ class StateOffloader:
         self._guards: list[Any] = []
 
     def check_not_offloaded(self, call: str, *kinds: str) -> None:
-        """Raise :class:`UsageError` if one of ``kinds`` is offloaded. Default: if any kind is."""
+        """Refuse ``call`` if one of ``kinds`` is offloaded. Default: if any kind is.
+
+        Raises:
+            UsageError: one is.
+        """
         missing = [kind for kind in KINDS if kind in self.kinds and kind in (kinds or KINDS)]
         if missing:
             raise UsageError(
@@ -174,8 +180,10 @@ class StateOffloader:
         return here.copy_(there, non_blocking=True)
 
     def _arrived(self) -> None:
-        """Nothing is offloaded any more. Keep the largest page-locked buffer, because locking memory
-        takes longer than copying it."""
+        """Nothing is offloaded any more. Keep the largest page-locked buffer for the next offload.
+
+        Locking memory takes longer than copying it.
+        """
         self.kinds = frozenset()
         self._luggage = {}
         for guard in self._guards:

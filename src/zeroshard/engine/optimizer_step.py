@@ -34,8 +34,10 @@ class Measures:
 
 
 class OptimizerStep:
-    """Finishes accumulated batches of one engine. ``checks_overflow``: a step whose gradient is not
-    finite is skipped."""
+    """Finishes accumulated batches of one engine.
+
+    ``checks_overflow``: a step whose gradient is not finite is skipped.
+    """
 
     def __init__(
         self,
@@ -217,8 +219,10 @@ class SkippedSteps:
         self._unread: tuple[StepReport, Any] | None = None  # a step whose outcome the host lacks
 
     def advance(self, skipped: bool | None, report: StepReport, lr_kwargs: dict[str, Any]) -> None:
-        """Advance the schedule for an applied update. ``skipped=None``: advance it, to be undone if the
-        step turns out to be skipped."""
+        """Advance the schedule for an applied update.
+
+        ``skipped=None``: the outcome is not known; the schedule is set back if the step was skipped.
+        """
         scheduler = self._scheduler()
         if skipped is None:
             self._unread = (report, setup.schedule_snapshot(scheduler, self._groups))

@@ -178,8 +178,11 @@ class Seq2SeqTrainer(ZeroShardMixin, transformers.Seq2SeqTrainer):
 
 
 class _TrainersAccelerator(Accelerator):
-    """An Accelerator for the Trainer, which counts micro-batches itself, and calls ``free_memory()``
-    before each training although it keeps the model."""
+    """An Accelerator for the Trainer.
+
+    The Trainer counts micro-batches itself, and calls ``free_memory()`` before each training although it
+    keeps the model.
+    """
 
     def __init__(self, *args: Any, trainer: Any, **kwargs: Any) -> None:
         self._trainer = trainer
@@ -198,8 +201,7 @@ class _TrainersAccelerator(Accelerator):
         )  # fmt: skip
 
     def keeps(self, engine: PreparedEngine) -> bool:
-        """Does the engine stay open? Only while it belongs to the Trainer's model (see
-        ``model_init``)."""
+        """Does the engine stay open? Only if the Trainer still has its model (see ``model_init``)."""
         return engine.module is self._trainer.model
 
 

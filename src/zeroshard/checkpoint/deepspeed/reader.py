@@ -200,8 +200,7 @@ def _scaler(wrapper: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class DeepSpeedReader:
-    """One tag that DeepSpeed saved with data parallelism only: a
-    :class:`zeroshard.checkpoint.reader.Source`.
+    """One tag that DeepSpeed saved with data parallelism only, as a ``Source``.
 
     ``groups``: the names of the trained parameters in each group of the optimizer, in its order. The
     files of stages 1 to 3 contain them. Those of stage 0 do not, so they are needed unless one group has
@@ -253,9 +252,11 @@ class DeepSpeedReader:
         return {name: buffer.clone() for name, buffer in own.items()}
 
     def shared(self, *, allow_pickle: bool = False) -> dict[str, Any]:
-        """See ``Source``. Nothing is unpickled, even with ``allow_pickle``: an object in ``client_state``
-        becomes an :class:`~zeroshard.checkpoint.deepspeed.unpickle.Unread`, which raises when it is
-        used."""
+        """See ``Source``. Nothing is unpickled, even with ``allow_pickle``.
+
+        An object in ``client_state`` becomes an :class:`~zeroshard.checkpoint.deepspeed.unpickle.Unread`,
+        which raises when it is used.
+        """
         return deepcopy(self._shared)  # its tensors are mapped, and the files may be closed first
 
     def ranks(self) -> list[dict[str, Any]]:
@@ -417,8 +418,9 @@ class DeepSpeedReader:
 
 
 def load_file(path: Path) -> dict[str, Any]:
-    """The content of one file. Only ``client_state``, the module and ``ds_config`` may hold objects that
-    were not unpickled.
+    """The content of one file.
+
+    Only ``client_state``, the module and ``ds_config`` may hold objects that were not unpickled.
 
     Raises:
         CheckpointError: the file is damaged, holds no dict, or needs unpickling elsewhere.

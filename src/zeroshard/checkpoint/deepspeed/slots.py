@@ -126,8 +126,10 @@ def places(path: Path, slot: DeepSpeedSlot, pieces: list[Tensor]) -> Iterator[tu
 
 
 def like_master(key: str, state: Any, master: Tensor, padding: int) -> Tensor | None:
-    """State of a slot if it is laid out like its master, else None. Padding is at the end: its size does
-    not change where parameters are."""
+    """State of a slot if it is laid out like its master, else None.
+
+    Padding is at the end: its size does not change where parameters are.
+    """
     if not isinstance(state, Tensor) or (state.dim() == 0 and key in _SCALARS):
         return None
     padded = state.dim() == master.dim() == 1 and state.numel() == master.numel() + padding
@@ -229,8 +231,10 @@ def _whole_slot(
 
 
 def _with_step(state: Mapping[str, Any], row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """State with a step count. Old releases of DeepSpeed's FusedAdam keep it in the group; later ones
-    keep 0 there."""
+    """``state`` with a step count.
+
+    Old releases of DeepSpeed's FusedAdam keep the count in the group; later ones keep 0 there.
+    """
     step = row.get("step")
     return {"step": step, **state} if state and step is not None else state
 

@@ -21,8 +21,10 @@ from zeroshard.errors import CheckpointError
 
 
 class Unread:
-    """Stands for an object that only unpickling could make. Using it raises a :class:`CheckpointError`
-    that names its file and class."""
+    """Stands for an object that only unpickling could make.
+
+    Using it raises a :class:`CheckpointError` that names the file and the object's class.
+    """
 
     _what = "an object"
 
@@ -64,8 +66,7 @@ class Likeness:
 
 
 class _NumpyDtype:
-    """``numpy.dtype(name, ...)``. The state that follows is the byte order: little endian in these
-    files."""
+    """``numpy.dtype(name, ...)``. Its state, the byte order, is always little endian in these files."""
 
     def __init__(self, name: str, *_flags: Any) -> None:
         self.name = name

@@ -67,8 +67,9 @@ _LEFT_TO_THE_ENGINE: dict[str, Any] = {}
 
 
 class Accelerator(accelerate.Accelerator):
-    """``accelerate.Accelerator`` whose prepared models are engines. ``config``: as for
-    :class:`zeroshard.Engine`; None is stage 0. All other arguments are Accelerate's.
+    """``accelerate.Accelerator`` whose prepared models are engines.
+
+    ``config``: as for :class:`zeroshard.Engine`; None is stage 0. All other arguments are Accelerate's.
 
     Batch sizes, accumulation and precision may be missing in ``config`` or be ``"auto"``: they are taken
     from Accelerate and the loader. Gradients are clipped where the script calls it, or at every step if
@@ -212,8 +213,10 @@ class Accelerator(accelerate.Accelerator):
     # ------------------------------------------------------------------ the loop
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Backpropagate ``loss / gradient_accumulation_steps``; in fp16 the loss is scaled. ``kwargs``:
-        ``retain_graph``."""
+        """Backpropagate ``loss / gradient_accumulation_steps``; in fp16 the loss is scaled.
+
+        ``kwargs``: ``retain_graph``.
+        """
         engines = [engine for engine in self.engines if engine.optimizer is not None]
         if not engines:
             super().backward(loss, **kwargs)
@@ -327,8 +330,10 @@ class Accelerator(accelerate.Accelerator):
         return unwrapped
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any] | None:
-        """The full state in host memory, in the dtypes in which the model computes, on the main process;
-        None on the others, at every stage. Collective."""
+        """The full state in host memory, on the main process; None on the others. Collective.
+
+        Dtypes are those in which the model computes. This is so at every stage.
+        """
         if not isinstance(model, PreparedEngine):
             state: dict[str, Any] = super().get_state_dict(model, unwrap)
             return state
@@ -338,9 +343,11 @@ class Accelerator(accelerate.Accelerator):
         return gathered
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """As in Accelerate, but engines write checkpoints, which any number of ranks can load. Their
-        names are those that Accelerate gives DeepSpeed's (``pytorch_model``, ``pytorch_model_1``, ...).
-        Collective."""
+        """As in Accelerate, but engines write checkpoints, which any number of ranks can load.
+
+        Collective. The checkpoints have the names that Accelerate gives DeepSpeed's (``pytorch_model``,
+        ``pytorch_model_1``, ...).
+        """
         self._saves_state = True
         try:
             with self._engines_apart():
@@ -379,8 +386,7 @@ class Accelerator(accelerate.Accelerator):
             self._optimizers = every
 
     def free_memory(self, *objects: Any) -> Any:
-        """As in Accelerate. It closes the engines: at stage 3 the shards, and so the weights, are
-        lost."""
+        """As in Accelerate. Engines are closed: at stage 3 their shards, the only weights, are lost."""
         for engine in self.engines:
             if not self.keeps(engine):
                 engine.close()

@@ -81,8 +81,7 @@ class PreparedEngine(Engine):
         self._update.max_norm = self.settings.gradient_clipping
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """See :meth:`zeroshard.Engine.zero_grad`. A norm set by :meth:`clip_next_step` is dropped,
-        too."""
+        """See :meth:`zeroshard.Engine.zero_grad`. Also drops a norm set by :meth:`clip_next_step`."""
         super().zero_grad(set_to_none)
         self._update.max_norm = self.settings.gradient_clipping
 
@@ -92,16 +91,19 @@ class PreparedEngine(Engine):
         return self._closed
 
     def set_boundary(self, is_boundary: bool) -> None:
-        """Set whether this micro-batch is the last of its step, as Accelerate counts. It is set only
-        where the engine's own count differs: a declared boundary makes the engine keep memory for
-        sums."""
+        """Set whether this micro-batch is the last of its step, as Accelerate counts.
+
+        It is set only where the engine's own count differs: a declared boundary makes the engine keep
+        memory for sums.
+        """
         if self.is_gradient_accumulation_boundary() != is_boundary:
             self.set_gradient_accumulation_boundary(is_boundary)
 
 
 class EngineOptimizer(AcceleratedOptimizer):
-    """The script's optimizer. Its groups are the torch optimizer's; ``step`` and ``zero_grad`` call the
-    engine. Both do nothing while gradients accumulate, as in Accelerate.
+    """The script's optimizer: torch's groups, with the engine's ``step`` and ``zero_grad``.
+
+    Both do nothing while gradients accumulate, as in Accelerate.
     """
 
     def __init__(self, engine: PreparedEngine) -> None:
@@ -131,8 +133,10 @@ class EngineOptimizer(AcceleratedOptimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Was the last ``step()`` skipped, because a gradient was not finite? In fp16, reading this waits
-        for the step."""
+        """Was the last ``step()`` skipped, because a gradient was not finite?
+
+        In fp16, reading this waits for that step.
+        """
         report = self._engine.last_step
         return report is not None and report.skipped
 
