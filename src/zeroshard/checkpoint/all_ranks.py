@@ -24,8 +24,8 @@ def run_on_all_ranks(
     Results and decisions are dicts that JSON can hold.
 
     Raises:
-        CheckpointError: on every rank, if ``act`` failed on one or ``decide`` failed. The text has
-            ``failed`` (of rank 0), ``topic`` and the reason.
+        CheckpointError: on every rank, if ``act`` failed on one or ``decide`` failed. The text is
+            made of rank 0's ``failed``, of ``topic`` and of the reason.
         RankLost: another rank ended.
         RankLate: another rank did not make this call in time.
     """

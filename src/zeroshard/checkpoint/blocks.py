@@ -1,8 +1,8 @@
 """Writes and reads checkpoint files in blocks with checksums.
 
 A file is written once, from start to end, in blocks. The manifest keeps a CRC-32 of each block. Writes
-bypass the page cache where the file system supports it; their memory is a few aligned buffers. To read
-part of a block, all of it is read and checked.
+bypass the page cache where the file system supports it, and need memory for a few aligned buffers. To
+read part of a block, all of it is read and checked.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ class BlockWriter:
 
 
 def _reserve(fd: int, nbytes: int) -> None:
-    """Reserve blocks if the file system can. Otherwise do nothing: writing zeros would cost a save."""
+    """Reserve blocks if the file system can. Otherwise do nothing: writing zeros would take too long."""
     libc = ctypes.CDLL(None, use_errno=True)
     size = ctypes.c_int64(nbytes)
     if nbytes and libc.fallocate(fd, 0, ctypes.c_int64(0), size) != 0:

@@ -22,7 +22,7 @@ PIECE_NUMEL = 1 << 20
 class Difference:
     """One difference between two runs.
 
-    ``what`` is different about the tensor, or number, ``part`` of ``name``. ``max_abs``: the largest
+    ``what`` describes it. It is in the tensor, or number, ``part`` of ``name``. ``max_abs``: the largest
     absolute difference of two elements, NaN if one of them is NaN; None where elements cannot be
     compared.
     """
@@ -106,6 +106,7 @@ def max_abs_difference(a: Tensor, b: Tensor) -> float | None:
     """The largest absolute difference of two elements of flat tensors.
 
     None if all elements are equal: bit by bit for equal dtypes, by value for different ones.
+
     >>> max_abs_difference(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5]))
     0.5
     """

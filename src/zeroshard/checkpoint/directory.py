@@ -131,7 +131,7 @@ def restore_replaced(directory: Path, tag: str) -> None:
 
 
 def fallbacks(directory: str | Path, tag: str) -> list[str]:
-    """Complete checkpoints that are older than ``tag``, newest first. If ``tag`` is not complete: all."""
+    """Complete checkpoints older than ``tag``, newest first; all of them if ``tag`` is not complete."""
     there = tags(directory)
     older = there[: there.index(tag)] if tag in there else there
     return older[::-1]
@@ -155,7 +155,7 @@ def begin(directory: Path, name: str, *, nonce: str) -> None:
                 shutil.rmtree(left, ignore_errors=True)
             elif _REPLACED.fullmatch(left.name):
                 restore_replaced(directory, left.name[1 : -len(".replaced")])
-                shutil.rmtree(left, ignore_errors=True)  # it is still there: a successor exists
+                shutil.rmtree(left, ignore_errors=True)  # not renamed back: its successor exists
         (directory / name).mkdir(exist_ok=True)
     except OSError as error:
         raise CheckpointError(f"{directory / name} cannot be made: {reason(error)}.") from error

@@ -474,12 +474,10 @@ def write_bins(
     filename: str,
     read: Callable[[str], Tensor],
 ) -> list[Path]:
-    """Write files with ``torch.save`` that ``weights_only=True`` can load.
+    """Write files with ``torch.save`` that ``weights_only=True`` can load. Returns their paths.
 
-    One file at a time is in memory.
-
-    ``read(name)`` returns a weight ``[*shape]`` in host memory. Files get their names when all are
-    complete. Returns their paths.
+    ``read(name)`` returns a weight ``[*shape]`` in host memory. One file at a time is in memory. Files
+    get their names when all are complete.
 
     Raises:
         CheckpointError: a file cannot be written.

@@ -41,7 +41,7 @@ JsonTree: TypeAlias = Union[bool, int, float, str, "list[JsonTree]", "dict[str, 
 MAX_DEPTH = 64
 """Largest nesting of containers; far below the limit of Python's stack."""
 MAX_VALUES = 10_000_000
-"""Largest number of values. It ends walks over lists that hold one list twice, many levels deep."""
+"""Largest number of values. Lists that hold one list twice, many levels deep, have too many to write."""
 
 _STORED = {
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16,

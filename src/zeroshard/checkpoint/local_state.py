@@ -44,7 +44,7 @@ class ShardItem:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class LocalState:
-    """What one engine holds on this rank. ``optimizer.shards`` has the optimizer shard of each unit."""
+    """What one engine holds on this rank. ``optimizer.shards``: one for each trained unit."""
 
     units: Sequence[Unit]
     optimizer: ShardedOptimizer | None

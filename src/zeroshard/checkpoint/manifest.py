@@ -24,9 +24,9 @@ MANIFEST = "manifest.json"
 FORMAT = "zeroshard checkpoint"
 VERSION = 1
 VALUE = "value"
-"""The name of the tensor that every stored parameter has: its master, or the parameter without one."""
+"""The tensor that every stored parameter has: its master, or the parameter itself if it has none."""
 
-MAX_NUMEL = 2**53  # the largest range of integers that JSON numbers hold exactly
+MAX_NUMEL = 2**53  # integers up to this one are exact in JSON
 MAX_NBYTES = 1 << 30  # of the manifest itself
 _RESERVED = {"buffer", "tree", "pad"}  # prefixes of the keys of other entries
 _FILE = re.compile(r"(?:\.\./frozen-[0-9a-f]{16}/)?[A-Za-z0-9_][A-Za-z0-9_.-]{0,120}\.safetensors")

@@ -24,7 +24,7 @@ from zeroshard.checkpoint.safetensors_file import dtype_name
 from zeroshard.zero.unit import Unit
 
 SHARED_FILE = "shared.safetensors"
-"""Written by rank 0. What every rank reads is in this file, apart from shards."""
+"""Rank 0 writes it, with what every rank reads. Shards are in other files."""
 
 _Found = dict[str, dict[str, tuple[Dtype, list[Fragment]]]]
 """Fragments by parameter and tensor name."""
@@ -32,7 +32,7 @@ _Found = dict[str, dict[str, tuple[Dtype, list[Fragment]]]]
 
 @dataclass(frozen=True, slots=True)
 class CheckpointMetadata:
-    """What goes into the manifest besides tensors of units. Trees are encoded, their tensors apart.
+    """What goes into the manifest besides tensors of units. Trees are encoded, their tensors separate.
 
     ``shared`` and ``shared_tensors``: state of all ranks; rank 0's is saved. ``own`` and ``own_tensors``:
     of this rank. ``buffers``: this rank's, by name. ``aliases``: parameter -> its other names.
@@ -148,5 +148,5 @@ def _refer(before: Manifest, frozen_name: str, files: list[SavedFile], found: _F
 def merged(
     tables: Iterable[Mapping[str, Any]], convert: Callable[[Any], Any] = lambda value: value
 ) -> dict[str, Any]:
-    """One table of all tables. Ranks that know the same name have the same row."""
+    """The union of tables, with converted rows. A name has the same row in every table that has it."""
     return {fqn: convert(row) for table in tables for fqn, row in table.items()}

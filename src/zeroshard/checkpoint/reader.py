@@ -58,7 +58,7 @@ class Source(Protocol):
         """
 
     def buffers(self, rank: int) -> dict[str, Tensor]:
-        """The modules' persistent buffers of one saved rank. Other ranks wrap around (``rank % W``)."""
+        """The modules' persistent buffers of a saved rank. ``rank`` is taken modulo their number."""
 
     def shared(self, *, allow_pickle: bool = False) -> dict[str, Any]:
         """State that all ranks share. A part that was not saved is missing.
@@ -78,7 +78,7 @@ class Source(Protocol):
 
     @property
     def left_behind(self) -> Sequence[str]:
-        """Descriptions of what the files hold in addition and this library does not load."""
+        """Descriptions of contents that this library does not load."""
 
     def close(self) -> None:
         """Close all files."""
@@ -88,7 +88,7 @@ def full(source: Source, fqn: str, tensor: str = VALUE) -> Tensor:
     """A whole tensor ``[*shape]`` in host memory, of the saved dtype."""
     parameter = source.parameters[fqn]
     saved = parameter.tensors[tensor]
-    # Memory is allocated after every file was seen to have its fragment: the manifest may be wrong.
+    # The manifest may be wrong: read an element of each fragment before allocating memory for all.
     probe = torch.empty(1, dtype=DTYPES[saved.dtype])
     for fragment in saved.fragments:
         source.fill(fqn, tensor, fragment.begin, probe)

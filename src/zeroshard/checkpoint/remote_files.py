@@ -39,8 +39,8 @@ def fetch_missing(
 ) -> None:
     """Make every file that this rank ``needs`` visible to it, at its full size. Collective.
 
-    Does nothing for directories of other formats. ``needs``: indices into the manifest's files.
-    ``failed``: begins the text of an error.
+    Does nothing for directories of other formats. ``needs(manifest)``: the indices of these files in the
+    manifest. ``failed``: begins the text of an error.
 
     Raises:
         CheckpointError: on every rank: no rank has a file, or ranks have manifests of different saves.

@@ -44,8 +44,8 @@ class Match:
 def match(source: Source, shapes: Mapping[str, tuple[int, ...]], *, strict: bool) -> Match:
     """Match parameters by name and check their shapes.
 
-    ``strict``: every parameter of both sides must have a partner. A frozen parameter whose values were
-    not saved has one if its digest was saved.
+    ``strict``: every parameter of both sides must have a partner. The partner of a frozen parameter
+    may have a digest instead of values.
 
     Raises:
         CheckpointError: shapes differ or, with ``strict``, partners are missing. The text lists them.

@@ -137,7 +137,7 @@ def _entry(key: str, row: Mapping[str, object], begin: int) -> Entry:
     low, high = offsets
     if len(shape) > 64 or not all(type(n) is int and 0 <= n <= 2**53 for n in (*shape, low, high)):
         raise ValueError(f"{name} has a shape or a place that is none")
-    if prod(max(1, n) for n in shape) > 2**53:  # torch multiplies them even if one is 0
+    if prod(max(1, n) for n in shape) > 2**53:  # torch multiplies the others even if one is 0
         raise ValueError(f"{name} is too large")
     if dtype not in ITEMSIZE or prod(shape) * ITEMSIZE[dtype] != high - low:
         raise ValueError(f"{name} of {dtype[:20]} {shape} does not have {high - low} bytes")

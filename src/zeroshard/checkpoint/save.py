@@ -10,7 +10,7 @@ ranks on separate disks have different leaders.
    nonce, and whether frozen weights are written, referred to or left out.
 2. "laying out its files": each rank fixes the header and the entries of its files.
 3. "making the directory": each rank makes ``.TAG.saving-NONCE`` and its files, empty.
-4. "looking for each other's files": each rank finds its leader. Rank 0 adds up the bytes of a directory.
+4. "looking for each other's files": each rank finds its leader. Rank 0 adds up the bytes by leader.
 5. "reserving space": each rank checks the free space and reserves all blocks of its files.
 6. "writing": each rank writes, syncs and reports checksums. Rank 0 merges the reports into the manifest.
 7. "completing it": each leader writes the manifest and renames the directory to ``TAG``.
@@ -245,8 +245,7 @@ class SaveTask:
         except BaseException as error:
             self._abandon(keep=isinstance(error, DistributedError))
             raise
-        # Rank 0 may host the store and end after this: it waits here until all ranks have the
-        # outcome.
+        # Rank 0 may host the store, and may end after this: wait until all ranks have the outcome.
         self._control_group.gather("", topic="ending the save")
         return self.root / self.tag
 
@@ -390,7 +389,7 @@ class SaveTask:
             raise AssertionError("there is more to save than was planned")
 
     def _merge(self, said: list[dict[str, Any]]) -> dict[str, Any]:
-        """On rank 0: the manifest of all ranks' reports, checked by parsing its text once."""
+        """On rank 0: make the manifest from all ranks' reports, and parse its text to check it."""
         manifest = merge(
             said,
             units=self._local.units,

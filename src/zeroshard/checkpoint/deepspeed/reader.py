@@ -3,8 +3,7 @@
 With data parallelism only, a tag of ``W`` ranks is a directory of these files:
 
     stage 0      mp_rank_00_model_states.pt                        weights, the optimizer's state
-    stage 1, 2   mp_rank_00_model_states.pt                        weights in the compute dtype, names,
-    shapes
+    stage 1, 2   mp_rank_00_model_states.pt                        weights (compute dtype), names, shapes
                  [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt  masters and state of rank R
     stage 3      zero_pp_rank_R_mp_rank_00_model_states.pt         names, shapes, shards of frozen weights
                  [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt  masters and state of rank R
@@ -304,8 +303,7 @@ class DeepSpeedReader:
                     f"{ranks} ranks. They are of different saves, or state is repeated over groups of "
                     "ranks, which is not supported."
                 )
-        # Only stage 1 has the optimizer for bf16 with fp32 gradients; its state does not say the
-        # stage.
+        # Only stage 1 has the optimizer for bf16 with fp32 gradients, which does not save a stage.
         is_cut = int(wrappers[0].get("zero_stage", 1)) == 3
         _check_ranks(self.path, files.model, "model", ranks if is_cut else 1)
         slots, options = sharded_slots(wrappers, model["param_shapes"], is_cut=is_cut)
