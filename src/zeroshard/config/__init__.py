@@ -1,4 +1,4 @@
-"""Reads DeepSpeed's JSON into one typed and resolved ``Config``. Other packages see no raw strings."""
+"""Reads DeepSpeed's JSON into one typed, resolved ``Config``. Other packages do not see the JSON."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ _ZERO = "zero_optimization"
 
 
 def contradictions(zero: ZeroConfig, unknown: Collection[str]) -> Iterator[str]:
-    """One line for each contradiction. Keys in ``unknown`` (dotted) have no value to compare."""
+    """One line for each contradiction. Dotted keys in ``unknown`` have no known value to compare."""
     optimizer, param = zero.offload_optimizer, zero.offload_param
     if f"{_ZERO}.stage" in unknown:
         return

@@ -65,7 +65,7 @@ def copy_tree(value: Any) -> Any:
 
 
 def parse_json(text: str, name: str) -> dict[str, Any]:
-    """Parse JSON with comments and trailing commas. ``name``: what errors call the text.
+    """Parse JSON with comments and trailing commas. ``name``: the text's name in errors.
 
     >>> parse_json('{"a": 1, // one\\n "b": ["#",],}', "it")
     {'a': 1, 'b': ['#']}

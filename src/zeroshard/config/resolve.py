@@ -27,7 +27,7 @@ FILLED_IN = (
     *("bf16.enabled", "fp16.enabled", "gradient_clipping", "optimizer.params.lr"),
     *("optimizer.params.weight_decay", "scheduler.params.warmup_num_steps"),
 )
-"""Keys for which libraries replace "auto" by what their user asked for: a default may surprise."""
+"""Keys whose "auto" libraries replace by their user's choice. If it is left, a default may surprise."""
 SECRET = "comet.api_key"
 WATCHERS = frozenset(
     (
@@ -239,9 +239,10 @@ def _resolve_auto_sizes(given: dict[str, Any], found: Findings, hidden_size: int
 def _resolve_auto_precision(
     config: Config, found: Findings, hardware: Callable[[], Hardware] | None
 ) -> tuple[Config, dict[str, str]]:
-    """``config`` with bf16 on if "auto" allows it and the hardware multiplies it; origins of such keys.
+    """``config`` with bf16 on if "auto" allows it and the hardware multiplies it.
 
-    fp16 is never chosen, because it needs a loss scale. "auto" for fp16 leads to the same decision.
+    Also returns the origins of the keys that were "auto". fp16 is never chosen, because it needs a loss
+    scale. "auto" for fp16 leads to the same decision.
     """
     autos = [path for path in ("bf16.enabled", "fp16.enabled") if path in found.autos]
     if not autos or hardware is None:
@@ -249,7 +250,7 @@ def _resolve_auto_precision(
     because = _decided(config, found)
     if because:
         return config, dict.fromkeys(autos, f"auto: {because}")
-    is_asked = config.data_types.param_dtype is not None  # it is bfloat16: _decided has the others
+    is_asked = config.data_types.param_dtype is not None  # bfloat16: _decided() excludes the others
     answer = Hardware(True, True, "data_types.param_dtype is bfloat16") if is_asked else hardware()
     origin = f"auto: {answer.because}"
     if not answer.bf16:
@@ -330,7 +331,9 @@ def _solve(
 def solve_batch(
     train: int | None, micro: int | None, gas: int | None, *, world_size: int, require: bool = True
 ) -> tuple[int, int, int] | str:
-    """Solve train = micro x gas x world size for what is not given. A string says why it has no solution.
+    """Solve train = micro x gas x world size for the sizes that are not given.
+
+    Returns the three sizes, or a text that says why there is no solution.
 
     >>> solve_batch(8, None, None, world_size=2)
     (8, 4, 1)

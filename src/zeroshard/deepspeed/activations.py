@@ -79,8 +79,7 @@ def _run(function: Callable[..., Any], reentrant: bool, args: Any, kwargs: dict[
         return function(*values[:count], **dict(zip(names, values[count:], strict=True)))
 
     # torch saves positional arguments, and nothing that the function computes. Keyword arguments
-    # would
-    # stay on the device.
+    # would stay on the device.
     with torch.autograd.graph.save_on_cpu(pin_memory=True):
         values = (*args, *kwargs.values())
         return _checkpoint(by_position, *values, use_reentrant=reentrant, **options)

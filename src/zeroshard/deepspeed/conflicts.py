@@ -36,7 +36,7 @@ def trained_dtypes(
 
 
 def precision_notice(dtypes: Mapping[torch.dtype, int], policy: Policy) -> str:
-    """A line if the configured precision loses accuracy of the given parameters; else an empty text.
+    """A warning if the configured precision loses accuracy of the trained parameters; else "".
 
     ``dtypes``: number of elements of each dtype that the parameters had before the engine cast them.
 
@@ -111,7 +111,10 @@ def without_idle_schedule(config: Any, optimizer: Any) -> Any:
 
 
 def _writer(config: Any) -> tuple[str, Mapping[str, str]]:
-    """The library that passed ``config``, and its table: its plugin holds the same dict object."""
+    """The library that passed ``config``, and its table; both empty if none did.
+
+    It is recognized by Accelerate's plugins, which hold the same dict object.
+    """
     state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
     plugins = getattr(state, "_shared_state", {}).get("deepspeed_plugins")
     several: list[Any] = list(plugins.values()) if isinstance(plugins, Mapping) else [plugins]

@@ -30,7 +30,7 @@ def compute_elastic_config(
     accumulation steps, times the world size gives the batch size. Candidates up to
     ``max_train_batch_size`` are each micro batch size, and their least common multiple, times the largest
     highly composite number that fits. With ``world_size`` or ``return_microbatch``, a third value is the
-    largest micro batch size that suits it. ``target_deepspeed_version`` has no effect.
+    largest micro batch size that suits the world size. ``target_deepspeed_version`` has no effect.
 
     Raises:
         ConfigError: the section is missing, disabled or not understood.

@@ -1,7 +1,7 @@
 """Lets a program remove an engine's hooks and attach them again.
 
 Programs that generate at stage 3 first make all parameters whole (``GatheredParameters``), and then
-remove the hooks from the model, so that ranks need not call it in step. They use
+remove the hooks from the model, so that each rank can call it independently. They use
 ``engine.optimizer.parameter_offload`` for that.
 """
 
@@ -55,7 +55,7 @@ def _no_parameters() -> tuple[()]:
 
 
 class _Order:
-    """The order in which modules ran. Another order makes a forward slower; no trace becomes invalid."""
+    """Stands for DeepSpeed's trace of modules. Here a forward in another order is slower, not invalid."""
 
     def is_invalid_trace(self) -> bool:
         """True: there is no trace to invalidate."""

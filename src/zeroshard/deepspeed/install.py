@@ -99,7 +99,7 @@ def winner() -> str:
     code = f"import importlib.util as u; print(getattr(u.find_spec({PACKAGE!r}), 'origin', ''))"
     command = ["env", f"PYTHONPATH={DIRECTORY}", sys.executable, "-P", "-c", code]
     if sys.version_info < (3, 11):
-        command.remove("-P")  # not known there: the working directory is on the path, too
+        command.remove("-P")  # unknown before 3.11: the working directory is searched, too
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -34,8 +34,7 @@ class EngineOptimizer(ZeROOptimizer, torch.optim.Optimizer):
     """
 
     def __init__(self, engine: DeepSpeedEngine, inner: torch.optim.Optimizer) -> None:
-        # Not torch's constructor: it would copy the groups, and they must stay the inner
-        # optimizer's.
+        # torch's constructor would copy the groups, which must stay those of the inner optimizer.
         self._engine = engine
         self.optimizer = inner
 

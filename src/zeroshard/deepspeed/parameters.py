@@ -101,7 +101,10 @@ def _partition(
     """``param.partition(...)``: end ``all_gather``. A parameter that it did not gather is left as it is.
 
     ``has_been_updated``: values that rank 0 wrote are sent to all ranks. Without it an edit raises
-    :class:`ShardedAccess`. Collective. Raises :class:`UsageError` for ``free_data=False``.
+    :class:`ShardedAccess`. Collective.
+
+    Raises:
+        UsageError: ``free_data`` is False.
     """
     if not free_data:
         raise UsageError(

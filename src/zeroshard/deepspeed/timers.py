@@ -167,6 +167,6 @@ class ThroughputTimer:
             self._sum_s += passed_s
 
     def avg_samples_per_sec(self) -> float:
-        """Over all counted steps; minus infinity before there is one."""
+        """Mean over all counted steps; minus infinity if there are none."""
         counted = self.global_step_count - self.start_step
         return self.batch_size * counted / self._sum_s if counted > 0 else float("-inf")

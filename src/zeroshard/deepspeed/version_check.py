@@ -35,7 +35,7 @@ class Consumer(NamedTuple):
 CONSUMERS = (
     Consumer(
         "accelerate",
-        "accelerate.state:AcceleratorState._shared_state",  # a plain import may be Transformers'
+        "accelerate.state:AcceleratorState._shared_state",  # Transformers imports the module, too
         oldest="1.8.0",
         tested="1.15.0",
         why="it steps inside no_sync() while it accumulates, and clip_grad_norm_() returns no norm",

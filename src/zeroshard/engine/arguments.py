@@ -24,7 +24,7 @@ def check_model(model: Any) -> None:
     """Check the model of a new engine.
 
     Raises:
-        UsageError: it is not a module, is wrapped in a class that distributes it, or has an engine.
+        UsageError: it is not a module, a wrapper of torch distributes it, or it belongs to an engine.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(

@@ -91,8 +91,7 @@ class CheckpointLoader:
                 self._mark(half_loaded=False)
                 self._report(tried, source)
                 return str(source.path), shared.get("client_state", {})
-        # Ranks with separate directories may have other reasons: as in every error, rank 0's is
-        # raised.
+        # With separate directories ranks may have other reasons. Rank 0's is raised, as elsewhere.
         why = f"{failed}: {' '.join(tried)}"
         raise CheckpointError(self._engine._watch.control_group.broadcast(why, topic="telling why"))
 

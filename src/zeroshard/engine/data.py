@@ -37,7 +37,7 @@ def agreed_batches(
 
     Raises:
         UnevenBatches: on every rank: some ranks have no batch, and ``join`` is false or one of them never
-        had a batch.
+            had a batch.
     """
     iterator, index = iter(loader), 0
     last: T = _END

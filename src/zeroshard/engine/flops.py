@@ -21,9 +21,10 @@ logger = logging.getLogger("zeroshard")
 def counted(
     forward: Callable[..., Any], model: nn.Module, step: Callable[[], int], section: FlopsConfig
 ) -> Callable[..., Any]:
-    """``forward`` with its first call at the section's ``profile_step`` counted. ``step()``: steps done.
+    """``forward``, which counts its first call at the section's ``profile_step``.
 
-    The counts are logged, or written to the section's file. Other calls cost one comparison.
+    ``step()`` returns the number of steps done. The counts are logged, or written to the section's file.
+    Other calls cost one comparison.
     """
     waits = True
 

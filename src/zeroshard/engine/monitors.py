@@ -116,7 +116,7 @@ class CometSink:
 
 
 class Monitors:
-    """All sinks of a run. Its methods never raise. False if it has no sinks."""
+    """All sinks of a run. Its methods never raise. ``bool()`` is false without sinks."""
 
     def __init__(self, sinks: Sequence[Sink] = ()) -> None:
         self._sinks = list(sinks)

@@ -7,16 +7,16 @@ configuration keeps in host memory or on disk is not moved.
 The owners of state are units (parameters), the optimizer (masters, optimizer state) and gradient buffers.
 :meth:`StateOffloader.offload` asks them for the flat tensors on the device (``_leave``), copies the bytes
 into a :class:`~zeroshard.offload.swapped_storage.HostBuffer`, and releases the device's storage.
-Parameters, masters and optimizer state are kept by
-:class:`~zeroshard.offload.swapped_storage.SwappedStorages`; each gradient buffer keeps its own gradients.
+The bytes of parameters, masters and optimizer state belong to one
+:class:`~zeroshard.offload.swapped_storage.SwappedStorages` per kind; a gradient buffer keeps its own.
 
 * Tensors stay the same objects; their storages are resized (ADR 0002). Without that, the views that
   modules and the inner optimizer hold would point to freed memory after a reload.
-* While a kind is offloaded, each use is refused (:meth:`StateOffloader.check_not_offloaded` and the
+* While a kind is offloaded, its use is refused (:meth:`StateOffloader.check_not_offloaded` and the
   owners' own checks). Without that, a read of a released storage would fail with an unrelated error, and
   a write would be lost.
-* ``kinds`` is extended before the first byte moves. An offload that fails in the middle can so be undone
-  by :meth:`StateOffloader.reload`.
+* ``kinds`` is extended before the first byte moves, so that :meth:`StateOffloader.reload` can undo an
+  offload that failed in the middle.
 * Every rank must move the same kinds at the same point of the program: the next collective needs the
   parameters of all ranks.
 """

@@ -122,7 +122,7 @@ class OptimizerStep:
         return self._runtime.reducer.predivide / ranks / self._accumulation.remaining_divisor
 
     def unscaled_factor(self) -> float:
-        """The same factor for gradients that are still loss-scaled. Waits for the device."""
+        """:meth:`mean_factor` for gradients that are still loss-scaled. Waits for the device."""
         return self.mean_factor() / float(self._scaler.scale)
 
     # ------------------------------------------------------------------ measuring
@@ -178,7 +178,7 @@ class OptimizerStep:
     # ------------------------------------------------------------------ publishing
 
     def _all_gather_updated(self, unit: Unit, pending: PendingUpdates | None) -> None:
-        """Make the updated shard of a unit visible. The next forward waits for it on first use.
+        """Make the update of a unit available to the next forward, which waits for it on first use.
 
         The unit is all-gathered if it is resident. ``pending``: its asynchronous update. If several ranks
         have to all-gather, this method waits for that update: all ranks must start these collectives in

@@ -63,7 +63,7 @@ __all__ = ["Accelerator", "EngineOptimizer", "PreparedEngine"]
 
 _KINDS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 _LEFT_TO_THE_ENGINE: dict[str, Any] = {}
-"""A mark in the list of state dicts that ``save_state`` collects: the engine saves this one itself."""
+"""Stands for the state dict of an engine in ``save_state``, which the engine saves itself."""
 
 
 class Accelerator(accelerate.Accelerator):
@@ -72,8 +72,8 @@ class Accelerator(accelerate.Accelerator):
     ``config``: as for :class:`zeroshard.Engine`; None is stage 0. All other arguments are Accelerate's.
 
     Batch sizes, accumulation and precision may be missing in ``config`` or be ``"auto"``: they are taken
-    from Accelerate and the loader. Gradients are clipped where the script calls it, or at every step if
-    the configuration has ``gradient_clipping``. An ``optimizer`` section applies to models that are
+    from Accelerate and the loader. Gradients are clipped where the script asks for it, or at every step
+    if the configuration has ``gradient_clipping``. An ``optimizer`` section applies to models that are
     prepared without an optimizer, which is then ``model.optimizer``. The engine steps the schedule of a
     ``scheduler`` section.
 
@@ -147,10 +147,10 @@ class Accelerator(accelerate.Accelerator):
         device_placement: bool | None = None,
         evaluation_mode: bool = False,
     ) -> nn.Module:
-        """As in Accelerate, but an engine, with the configuration's optimizer if it has one. Collective.
+        """As in Accelerate, but returns an engine, with the configuration's optimizer if it has one.
 
-        ``evaluation_mode``: the model itself, whole on the device. If ``model`` belongs to an open
-        engine, that engine is returned.
+        Collective. ``evaluation_mode``: the model itself, whole on the device. If ``model`` belongs to an
+        open engine, that engine is returned.
         """
         engine = self.engine_of(model)
         if engine is None and has_params(model) and not evaluation_mode:
