@@ -58,7 +58,7 @@ class Source(Protocol):
         """
 
     def buffers(self, rank: int) -> dict[str, Tensor]:
-        """The modules' persistent buffers of a saved rank. ``rank`` is taken modulo their number."""
+        """The modules' persistent buffers as rank ``rank % W`` saved them, for ``W`` saved ranks."""
 
     def shared(self, *, allow_pickle: bool = False) -> dict[str, Any]:
         """State that all ranks share. A part that was not saved is missing.

@@ -68,7 +68,13 @@ class OptimizerStep:
     def run(self, step: int) -> tuple[StepReport, bool | None, Measures]:
         """Do one optimizer step. Returns its report, whether it was skipped, and the measures.
 
-        Skipped is None if only the device knows it yet.
+        1. All-gather the parameters whose update was delayed, and take over edits of the program.
+        2. Finish the reduction of gradients.
+        3. Measure norm and overflow, with one small all-gather.
+        4. Unless the step is skipped: update, and all-gather each updated unit that is resident.
+        5. Update the loss scale, and tell the session that a step has ended.
+
+        Skipped is None if only the device knows it yet: the optimizer then skips on the device.
         """
         runtime, optimizer = self._runtime, self._runtime.optimizer
         assert optimizer is not None

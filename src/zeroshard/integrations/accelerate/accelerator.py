@@ -125,7 +125,8 @@ class Accelerator(accelerate.Accelerator):
         A model without an optimizer in the same call gets the configuration's, or is not trained.
 
         Raises:
-            UsageError: an optimizer's parameters are not those of one model in this call.
+            UsageError: an optimizer's parameters are not those of one model in this call, a model has two
+                optimizers, or there is a schedule besides the configuration's.
         """
         known = {id(obj): self.engine_of(obj) for obj in args if has_params(obj)}
         models = [obj for obj in args if id(obj) in known and known[id(obj)] is None]
