@@ -1,8 +1,7 @@
 """Lists which pieces of which named tensors this rank holds.
 
-Saving, loading and digests use the same list in the same order: units in the order of the model, chunks
-in the order of the unit, and in a chunk values before state. Chunks on disk have memory only while they
-are visited.
+Saving, loading and digests use the same list in the same order: units in the order of the model, then
+chunks. A chunk's values come before its state. Chunks on disk have memory only while they are visited.
 """
 
 from __future__ import annotations

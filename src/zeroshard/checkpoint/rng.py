@@ -89,9 +89,9 @@ def _set_device(state: State, device: torch.device) -> None:
 def rng_state_for(rank: int, saved: Sequence[State]) -> State:
     """The state with which ``rank`` resumes, at any world size. ``saved``: the states of the saved ranks.
 
-    A saved rank gets its own state. Any other rank gets, for each generator, the state that all saved
-    ranks had in common; where they differ, one derived from that of rank ``rank % len(saved)`` and from
-    ``rank``. Pure.
+    A saved rank gets its own state. Any other rank gets a state for each generator: the common one if all
+    saved ranks had the same, else one derived from that of rank ``rank % len(saved)`` and from ``rank``.
+    Pure.
     """
     if rank < len(saved):
         return saved[rank]

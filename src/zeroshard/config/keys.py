@@ -188,8 +188,8 @@ def nearest(name: str, known: list[str], cutoff: float = 0.7) -> str | None:
 def is_misspelt(name: str, value: object, given: Collection[str]) -> bool:
     """Is this unknown key of the top level a misspelt known key, rather than a key of another library?
 
-    It is not if ``given`` has the known key too, if the name does not begin with a letter (a key that was
-    commented out), or if the value is plain and the known key is a section.
+    A name that does not begin with a letter is not: such keys were commented out. Neither is one whose
+    known key is in ``given``, too, nor a plain value where the known key is a section.
 
     >>> is_misspelt("zero_optimisation", {"stage": 3}, []), is_misspelt("_optimizer", {}, [])
     (True, False)

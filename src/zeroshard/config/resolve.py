@@ -118,12 +118,14 @@ def load_config(
     ``args.deepspeed_config``; only one of the two may be given. ``arguments``: dotted key -> value, from
     the command line or an API; they replace values of the source, and None means not given.
     ``hidden_size``: width of the model, from which "auto" sizes follow. ``world_hint``: a sentence that
-    is added to errors about batch sizes, for example why the world is small. ``for_training=False`` is
-    for callers that only build a model, such as ``zero.Init``, when much may still be "auto": batch sizes
-    that are not given are 1, and optimizer and schedule are not read. ``as_deepspeed``: where DeepSpeed
-    ignores unknown keys, they are a notice, except misspelt ones, unless ``unknown_keys`` says otherwise.
-    ``replaced``: sections ("optimizer", "scheduler") for which the program passed an object; they are not
-    read. ``hardware`` is called if a precision is "auto"; without it "auto" means off.
+    is added to errors about batch sizes, for example why the world is small.
+
+    ``for_training=False`` is for callers that only build a model, such as ``zero.Init``. Much may still
+    be "auto" then: batch sizes that are not given are 1, and optimizer and schedule are not read.
+    ``as_deepspeed``: an unknown key is a notice where DeepSpeed ignores it, unless it is a misspelt one
+    or ``unknown_keys`` says otherwise. ``replaced``: sections ("optimizer", "scheduler") for which the
+    program passed an object; they are not read. ``hardware`` is called if a precision is "auto"; without
+    it "auto" means off.
 
     Raises:
         ConfigError: every problem, one per line, in the same order on every rank.

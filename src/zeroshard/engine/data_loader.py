@@ -7,7 +7,7 @@ permutation is distributed again, and no sample is lost or repeated, except thos
 all ranks have equally many. A batch counts when the loader yields it, not when a worker reads it ahead.
 
 After a resume inside an epoch, the next pass over the loader yields the rest of the epoch, which may be
-empty, and the pass after that is whole. ``len(loader)`` is always that of a whole epoch.
+empty. The pass after that is whole. ``len(loader)`` is always that of a whole epoch.
 
 Letters: ``W`` ranks, ``B`` samples in a batch of one rank.
 """
@@ -197,9 +197,9 @@ class EpochPosition:
 class StreamPosition:
     """The number of batches read from an ``IterableDataset`` on this rank.
 
-    Only the dataset knows which samples a rank, a worker or a batch gets, so the numbers of ranks and
-    workers and the batch size must be the same as when the state was saved. A resume reads the earlier
-    batches again and drops them.
+    Only the dataset knows which samples a rank, a worker or a batch gets. So the numbers of ranks and
+    workers and the batch size must be those of the saved state. A resume reads the earlier batches again
+    and drops them.
     """
 
     kind = "stream"

@@ -29,9 +29,9 @@ BREAKDOWN_EVERY = 10
 class Observer:
     """Reports finished steps: a line and breakdowns on rank 0, events to the monitors.
 
-    Keys: ``steps_per_print``, ``wall_clock_breakdown`` (time inside forward, backward and step),
-    ``memory_breakdown`` (bytes held at the end of each), ``comms_logger`` (collectives since the last
-    line; ``verbose``: per unit; ``prof_ops``: only these) and the monitor sections.
+    Keys: ``steps_per_print``; ``wall_clock_breakdown``: time inside forward, backward and step;
+    ``memory_breakdown``: bytes held at the end of each; ``comms_logger``: collectives since the last line
+    (``verbose``: per unit, ``prof_ops``: only these); and the monitor sections.
 
     ``disk()`` returns an object whose text describes what rank 0's disk did in the last update; None if
     no optimizer state is on disk. It is logged after the step's line.

@@ -187,7 +187,7 @@ class OptimizerStep:
         """Make the update of a unit available to the next forward, which waits for it on first use.
 
         The unit is all-gathered if it is resident. ``pending``: its asynchronous update. If several ranks
-        have to all-gather, this method waits for that update: all ranks must start these collectives in
+        have to all-gather, this method waits for that update. All ranks must start these collectives in
         the order of the units (ADR 0004), and forward may use the units in another order.
         """
         if pending is not None and self._is_delayed:
