@@ -1,1 +1,1 @@
-"""How does a run's state reach files, and how does it come back?"""
+"""Writes the state of a run to files and reads it back, at any world size, stage and set of units."""

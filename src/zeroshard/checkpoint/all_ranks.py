@@ -1,4 +1,4 @@
-"""How does a failure of one rank become the same error on all of them?"""
+"""Turns a failure of one rank into the same error on all ranks."""
 
 from __future__ import annotations
 
@@ -19,17 +19,22 @@ def run_on_all_ranks(
     act: Callable[[], dict[str, Any] | None],
     decide: Callable[[list[dict[str, Any]]], dict[str, Any]] = lambda _said: {},
 ) -> dict[str, Any]:
-    """Every rank acts, rank 0 decides from what they return, all get the decision.
+    """Call ``act`` on every rank, ``decide`` on rank 0 with all results, and return its decision to all.
 
-    Raises :class:`CheckpointError` on every rank if one rank failed: ``failed`` as rank 0 puts it, at
-    ``topic``, and why.
+    Results and decisions are dicts that JSON can hold.
+
+    Raises:
+        CheckpointError: on every rank, if ``act`` failed on one or ``decide`` failed. The text is
+            made of rank 0's ``failed``, of ``topic`` and of the reason.
+        RankLost: another rank ended.
+        RankLate: another rank did not make this call in time.
     """
     failure: Exception | None = None
     try:
         text = json.dumps(act() or {})
     except DistributedError:
         raise
-    except Exception as error:  # whatever it is, the other ranks must hear of it
+    except Exception as error:  # of whatever kind: the other ranks wait for a text from this one
         failure, text = error, json.dumps({"error": _words(error)})
     texts = control_group.gather(text, topic=topic)
     reply: str | None = None
@@ -56,7 +61,7 @@ def _words(error: Exception) -> str:
 
 
 def _all_words(wrong: Mapping[int, str]) -> str:
-    """What went wrong on which ranks; the same reason once."""
+    """The reasons of the failed ranks; a reason that several ranks gave appears once."""
     ranks_by_text: dict[str, list[int]] = {}
     for rank, text in wrong.items():
         ranks_by_text.setdefault(text, []).append(rank)

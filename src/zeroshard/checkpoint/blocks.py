@@ -1,8 +1,8 @@
-"""How do the bytes of a checkpoint file get to the disk and back, so that a flipped bit is noticed?
+"""Writes and reads checkpoint files in blocks with checksums.
 
-A file is written once, from its start to its end, in blocks. Each block has a CRC-32, which the manifest
-keeps. Writing goes past the page cache where the file system takes that; a few aligned buffers are all
-the memory it costs. Whoever reads a part of a block reads, and checks, all of it.
+A file is written once, from start to end, in blocks. The manifest keeps a CRC-32 of each block. Writes
+bypass the page cache where the file system supports it, and need memory for a few aligned buffers. To
+read part of a block, all of it is read and checked.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ BLOCK_NBYTES = 4 << 20
 WRITE_THREADS = 2
 WRITE_BUFFERS = 4
 READ_THREADS = 4
-_EDGES = 4  # blocks kept because the next fragment begins in them
+_EDGES = 4  # partly read blocks that are kept, because the next fragment begins in them
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in host memory, writable; they keep it alive.
+    """The bytes of a contiguous tensor in host memory, writable. They keep the tensor alive.
 
-    (``Tensor.numpy()`` would mark the storage as not resizable, and units free theirs by resizing.)
+    (``Tensor.numpy()`` would make the storage not resizable, and units free storages by resizing them.)
     """
     assert tensor.device.type == "cpu", tensor.device
     assert tensor.is_contiguous()
@@ -48,10 +48,13 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 class BlockWriter:
-    """A new file of exactly ``nbytes``. Blocks are reserved at once: a full disk shows here.
+    """Writes a new file of exactly ``nbytes``. All blocks are reserved here, so a full disk fails here.
 
-    :meth:`write` takes the bytes in order; :meth:`finish` makes them durable and returns the CRC-32 of
-    each block. All raise :class:`CheckpointError`, with path and reason.
+    :meth:`write` takes the bytes in order. :meth:`finish` makes them durable and returns the CRC-32 of
+    each block.
+
+    Raises:
+        CheckpointError: from every method, with path and reason.
     """
 
     def __init__(
@@ -83,14 +86,14 @@ class BlockWriter:
         except OSError as error:
             self.close()
             raise self._error(error) from error
-        # Plain threads: an executor takes no work once the program begins to end, and saves go on then.
+        # Plain threads: an executor takes no work while the interpreter shuts down, and saves do.
         for _ in range(min(WRITE_THREADS, len(self._crcs))):
             thread = threading.Thread(target=self._work, name="zeroshard-save")
             thread.start()
             self._threads.append(thread)
 
     def write(self, data: memoryview) -> None:
-        """Take the next bytes; they may change as soon as this returns."""
+        """Take the next bytes. The caller may change them after this returns."""
         assert self._at + len(data) <= self.nbytes, "more bytes than announced"
         done = 0
         while done < len(data):
@@ -112,7 +115,7 @@ class BlockWriter:
             self._put(*job)
 
     def _put(self, block: int, buffer: tuple[Tensor, memoryview]) -> None:
-        """On a thread: checksum and write one block; the tail is padded, and cut off at the end."""
+        """On a thread: checksum and write one block. The last one is padded; ``finish`` cuts that off."""
         memory, begin = buffer[1], block * self._block_nbytes
         used = min(self._block_nbytes, self.nbytes - begin)
         try:
@@ -127,7 +130,7 @@ class BlockWriter:
             self._free.put(buffer)
 
     def finish(self) -> tuple[int, ...]:
-        """Return when all bytes are on the disk."""
+        """Wait until all bytes are on disk. Returns the CRC-32 of each block."""
         assert self._at == self.nbytes, f"{self._at} of {self.nbytes} bytes were written"
         try:
             self._join()
@@ -141,14 +144,14 @@ class BlockWriter:
         return tuple(self._crcs)
 
     def close(self) -> None:
-        """Let go of the file, finished or not."""
+        """Close the file, finished or not."""
         self._join()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
     def _join(self) -> None:
-        """Return when all blocks that were handed over are written."""
+        """Wait until all submitted blocks are written."""
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
@@ -166,21 +169,23 @@ class BlockWriter:
 
 
 def _reserve(fd: int, nbytes: int) -> None:
-    """Reserve blocks where the file system can; elsewhere nothing: to write zeros would cost a save."""
+    """Reserve blocks if the file system can. Otherwise do nothing: writing zeros would take too long."""
     libc = ctypes.CDLL(None, use_errno=True)
     size = ctypes.c_int64(nbytes)
     if nbytes and libc.fallocate(fd, 0, ctypes.c_int64(0), size) != 0:
         number = ctypes.get_errno()
         if number not in NO_FALLOCATE:
-            os.ftruncate(fd, 0)  # some file systems keep what they could reserve
+            os.ftruncate(fd, 0)  # some file systems keep a partial reservation
             raise OSError(number, os.strerror(number))
 
 
 class BlockFile:
-    """A file that was written by :class:`BlockWriter`, open for reading.
+    """Reads a file that :class:`BlockWriter` wrote.
 
-    Raises :class:`CheckpointError` if it is missing, no regular file, or of another size than ``nbytes``.
-    One thread at a time calls; blocks are read on ``threads``, default: on some of its own.
+    Called by one thread at a time. Blocks are read on ``threads``; None: on threads of this object.
+
+    Raises:
+        CheckpointError: the file is missing, not a regular file, or not of ``nbytes`` bytes.
     """
 
     def __init__(
@@ -217,7 +222,11 @@ class BlockFile:
             raise CheckpointError(f"{path} {what}.")
 
     def read(self, offset: int, memory: memoryview) -> None:
-        """Fill ``memory`` from ``offset`` on with checked bytes."""
+        """Fill ``memory`` with the bytes from ``offset`` on, after checking their blocks.
+
+        Raises:
+            CheckpointError: bytes outside of the file, a failed read, or a wrong checksum.
+        """
         end, step = offset + len(memory), self._block_nbytes
         if not 0 <= offset <= end <= self.nbytes:
             raise CheckpointError(
@@ -233,7 +242,7 @@ class BlockFile:
                 inner.append(self._threads.submit(self._read_block, block, target))
             else:
                 edges.append((self._edge(block), slice(low - begin, high - begin), target))
-        # All end before this does, also after an error: they use the caller's memory and the open file.
+        # Wait for all of them, also after an error: they use the caller's memory and the open file.
         begun: list[Future[Any]] = [*inner, *(edge for edge, _, _ in edges)]
         wait(begun)
         for future in inner:
@@ -242,13 +251,17 @@ class BlockFile:
             target[:] = edge.result()[part]
 
     def check(self) -> None:
-        """Read all of it."""
+        """Read and check the whole file.
+
+        Raises:
+            CheckpointError: a failed read or a wrong checksum.
+        """
         scratch = bytearray(min(self.nbytes, READ_THREADS * self._block_nbytes))
         for offset in range(0, self.nbytes, max(1, len(scratch))):
             self.read(offset, memoryview(scratch)[: self.nbytes - offset])
 
     def _edge(self, block: int) -> Future[memoryview]:
-        """A block of which only a part is wanted; the neighbour will want the rest."""
+        """A block that is wanted in part. It is kept: the next fragment needs the rest."""
         if block not in self._edges:
             self._edges[block] = self._threads.submit(self._read_edge, block)
             if len(self._edges) > _EDGES:
@@ -281,7 +294,7 @@ class BlockFile:
             )
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file, and end the threads if they are this object's."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -291,5 +304,5 @@ class BlockFile:
 
 
 def reading_threads() -> ThreadPoolExecutor:
-    """What :class:`BlockFile` reads on. They start when they are needed; shut them down."""
+    """Threads for :class:`BlockFile`. They start on first use. The caller shuts them down."""
     return ThreadPoolExecutor(READ_THREADS, "zeroshard-load")

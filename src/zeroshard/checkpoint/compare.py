@@ -1,6 +1,6 @@
-"""What is different between two saved runs?
+"""Compares two saved runs by name.
 
-By name, whatever their world sizes and files: only a piece of each tensor is in memory.
+Their world sizes and files may differ. Memory holds one piece of each tensor at a time.
 """
 
 from __future__ import annotations
@@ -20,8 +20,12 @@ PIECE_NUMEL = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """``what`` is different about the tensor, or number, ``part`` of ``name``. ``max_abs``: the largest
-    difference of two elements, NaN if one of them is none; None where elements cannot be compared."""
+    """One difference between two runs.
+
+    ``what`` describes it. It is in the tensor, or number, ``part`` of ``name``. ``max_abs``: the largest
+    absolute difference of two elements, NaN if one of them is NaN; None where elements cannot be
+    compared.
+    """
 
     name: str
     part: str
@@ -30,8 +34,13 @@ class Difference:
 
 
 def differences(left: Source, right: Source) -> Iterator[Difference]:
-    """Names that only one has, shapes, dtypes, and values that are not equal bit by bit: parameters with
-    what the optimizer keeps for them, then buffers of rank 0. Raises :class:`CheckpointError`."""
+    """Names that only one run has, other shapes and dtypes, and values that are not equal bit by bit.
+
+    Parameters with their optimizer state come first, then the buffers of rank 0.
+
+    Raises:
+        CheckpointError: values that cannot be read.
+    """
     parameters = left.parameters, right.parameters
     yield from _one_sided("", "parameter", *parameters)
     for name in [name for name in parameters[0] if name in parameters[1]]:
@@ -82,7 +91,7 @@ def _values(
     other: torch.dtype,
     pairs: Iterator[tuple[Tensor, Tensor]],
 ) -> Iterator[Difference]:
-    """At most one difference. ``pairs``: flat pieces of both."""
+    """At most one difference. ``pairs``: flat pieces of both tensors."""
     gaps = [max_abs_difference(a, b) for a, b in pairs]
     found = [gap for gap in gaps if gap is not None]
     words = [] if dtype == other else [f"{dtype} and {other}".replace("torch.", "")]
@@ -94,8 +103,9 @@ def _values(
 
 
 def max_abs_difference(a: Tensor, b: Tensor) -> float | None:
-    """The largest difference of two elements of flat tensors; None if all are equal, bit by bit if the
-    dtypes are the same.
+    """The largest absolute difference of two elements of flat tensors.
+
+    None if all elements are equal: bit by bit for equal dtypes, by value for different ones.
 
     >>> max_abs_difference(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5]))
     0.5
@@ -106,14 +116,14 @@ def max_abs_difference(a: Tensor, b: Tensor) -> float | None:
         return None
     wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
     one, other = a.to(wide), b.to(wide)
-    same = (one == other) | (one.isnan() & other.isnan())  # infinities too
+    same = (one == other) | (one.isnan() & other.isnan())  # equal infinities count as the same
     gap = (one - other).abs().masked_fill(same, 0.0)
     largest = float(gap.max())
     return largest if largest or a.dtype == b.dtype else None
 
 
 def _numbers(name: str, ours: SavedParameter, theirs: SavedParameter) -> Iterator[Difference]:
-    """Such as the step count of each parameter."""
+    """Differences of single numbers, such as the step count of a parameter."""
     for key in sorted(ours.scalars.keys() | theirs.scalars.keys()):
         one, other = (p.scalars[key][1] if key in p.scalars else None for p in (ours, theirs))
         if one != other:

@@ -1,8 +1,9 @@
-"""Which checkpoints does a directory hold, and how does a new one come into being without harm to others?
+"""Lists, names, commits and prunes the checkpoints of a directory.
 
-A save writes into ``.TAG.saving-NONCE``, which nobody reads, and renames it to ``TAG`` when all of it is
-on the disk; ``latest`` follows. A save under a name that exists puts the old one aside as
-``.TAG.replaced`` for the moment between two renames: who finds that without ``TAG`` takes it back.
+A save writes into ``.TAG.saving-NONCE``, which readers ignore. When everything is on disk it is renamed
+to ``TAG``, and then ``latest`` is replaced. If ``TAG`` exists already, it is first renamed to
+``.TAG.replaced``. A crash between the two renames leaves ``.TAG.replaced`` without ``TAG``: the next
+reader or save renames it back (:func:`restore_replaced`).
 """
 
 from __future__ import annotations
@@ -27,7 +28,11 @@ _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@=+,-]{0,199}")
 
 
 def check_tag(tag: object) -> str:
-    """A tag is the name of a directory. Raises :class:`UsageError` for one that cannot be."""
+    """``tag`` as the name of a directory.
+
+    Raises:
+        UsageError: the text cannot name a checkpoint.
+    """
     text = str(tag)
     if not _TAG.fullmatch(text) or text in (LATEST, SCRIPT) or text.startswith("frozen-"):
         raise UsageError(
@@ -38,7 +43,11 @@ def check_tag(tag: object) -> str:
 
 
 def check_directory(directory: object, call: str) -> None:
-    """Raises :class:`UsageError` for what names no directory: None, an empty text, or no path at all."""
+    """Check that ``directory`` is a path. ``call``: the function that got it, for the message.
+
+    Raises:
+        UsageError: it is None, an empty text, or not a path.
+    """
     if not isinstance(directory, (str, PathLike)) or not str(directory).strip():
         raise UsageError(
             f"{call} got {directory!r} where the directory belongs. Pass its path; '.' is the working "
@@ -47,14 +56,15 @@ def check_directory(directory: object, call: str) -> None:
 
 
 def saving_name(tag: str, nonce: str) -> str:
-    """Where a save writes until it is complete."""
+    """The directory that a save writes into until it is complete."""
     return f".{tag}.saving-{nonce}"
 
 
 def latest(directory: str | Path) -> str:
-    """The tag of the newest checkpoint, as ``latest`` says.
+    """The tag in the file ``latest``.
 
-    Raises :class:`CheckpointError` if the file is missing or names none, with the tags that are there.
+    Raises:
+        CheckpointError: the file is missing or holds no tag. The text lists the tags that exist.
     """
     path = Path(directory) / LATEST
     try:
@@ -80,7 +90,7 @@ def _hint(directory: str | Path) -> str:
 
 
 def tags(directory: str | Path) -> list[str]:
-    """The complete checkpoints of a directory, oldest first (by step, then by time)."""
+    """The complete checkpoints of a directory, oldest first: by step, then by time of the save."""
     found = []
     for path in _subdirectories(Path(directory)):
         with contextlib.suppress(CheckpointError):
@@ -97,9 +107,10 @@ def _subdirectories(directory: Path) -> Iterator[Path]:
 
 
 def resolve(directory: str | Path, tag: object = None) -> Path:
-    """The directory of one checkpoint; None: of the latest.
+    """The directory of one checkpoint. ``tag=None``: of the one that ``latest`` names.
 
-    Raises :class:`CheckpointError` if there is none, with what there is.
+    Raises:
+        CheckpointError: there is no such checkpoint. The text lists those that exist.
     """
     name = latest(directory) if tag is None else check_tag(tag)
     path = Path(directory) / name
@@ -112,16 +123,15 @@ def resolve(directory: str | Path, tag: object = None) -> Path:
 
 
 def restore_replaced(directory: Path, tag: str) -> None:
-    """A save that replaced ``tag`` ended between its two renames: take the old one back."""
+    """Undo a replacement of ``tag`` that ended between its two renames: rename the old one back."""
     aside = directory / f".{tag}.replaced"
     if aside.is_dir() and not (directory / tag).exists():
-        with contextlib.suppress(FileNotFoundError):  # another rank did it
+        with contextlib.suppress(FileNotFoundError):  # another rank has done it
             aside.rename(directory / tag)
 
 
 def fallbacks(directory: str | Path, tag: str) -> list[str]:
-    """Complete checkpoints that are older than ``tag`` in their order, newest first; of a tag that is
-    not complete itself: all."""
+    """Complete checkpoints older than ``tag``, newest first; all of them if ``tag`` is not complete."""
     there = tags(directory)
     older = there[: there.index(tag)] if tag in there else there
     return older[::-1]
@@ -131,8 +141,13 @@ def fallbacks(directory: str | Path, tag: str) -> list[str]:
 
 
 def begin(directory: Path, name: str, *, nonce: str) -> None:
-    """Make the place of a save; what earlier saves left unfinished goes. One save at a time writes to a
-    directory. Raises :class:`CheckpointError`."""
+    """Make the directory of a new save, and remove what interrupted saves left.
+
+    At most one save at a time may write to ``directory``.
+
+    Raises:
+        CheckpointError: the directory cannot be made.
+    """
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for left in list(directory.iterdir()):
@@ -140,15 +155,20 @@ def begin(directory: Path, name: str, *, nonce: str) -> None:
                 shutil.rmtree(left, ignore_errors=True)
             elif _REPLACED.fullmatch(left.name):
                 restore_replaced(directory, left.name[1 : -len(".replaced")])
-                shutil.rmtree(left, ignore_errors=True)  # if its successor is there
+                shutil.rmtree(left, ignore_errors=True)  # not renamed back: its successor exists
         (directory / name).mkdir(exist_ok=True)
     except OSError as error:
         raise CheckpointError(f"{directory / name} cannot be made: {reason(error)}.") from error
 
 
 def commit(place: Path, final: Path, between: Callable[[], None] = lambda: None) -> None:
-    """Everything below ``place`` is durable: give it its name. ``between`` is called while a checkpoint
-    of that name is aside."""
+    """Rename ``place`` to ``final``. Its files must be durable.
+
+    ``between`` is called while an older checkpoint of that name is set aside.
+
+    Raises:
+        CheckpointError: the rename failed; an older checkpoint of that name is back.
+    """
     sync_directory(place)
     aside = final.with_name(f".{final.name}.replaced")
     if final.exists():
@@ -168,7 +188,11 @@ def commit(place: Path, final: Path, between: Callable[[], None] = lambda: None)
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Replace a small file: whoever reads it finds the old text or the new one."""
+    """Replace a small file atomically: a reader finds the old text or the new one.
+
+    Raises:
+        CheckpointError: the file cannot be written.
+    """
     fresh = path.with_name(f".{path.name}.new")
     with _naming(path):
         with fresh.open("w") as file:
@@ -180,7 +204,11 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable."""
+    """Make the names in a directory durable.
+
+    Raises:
+        CheckpointError: the directory cannot be synced.
+    """
     with _naming(path):
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -191,7 +219,7 @@ def sync_directory(path: Path) -> None:
 
 @contextlib.contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """An error of a write says which file it was: the system does not, of an open one."""
+    """Turn an ``OSError`` into a :class:`CheckpointError` that names ``path``."""
     try:
         yield
     except OSError as error:
@@ -199,9 +227,12 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def prune(directory: str | Path, keep: int, *, dry_run: bool = False) -> list[str]:
-    """Remove all but the ``keep`` newest complete checkpoints, and frozen weights that no other directory
-    refers to. Returns what was, or would be, removed. The one that ``latest`` names stays, and so do all
-    frozen weights beside a manifest that cannot be read: a newer release may have written it."""
+    """Remove all complete checkpoints but the ``keep`` newest, and frozen weights that are not used.
+
+    The checkpoint that ``latest`` names stays. Frozen weights stay while a remaining directory refers to
+    them. All of them stay while a manifest cannot be read: a newer release may have written it. Returns
+    the names that were removed; with ``dry_run`` those that would be.
+    """
     root = Path(directory)
     there = tags(root)
     stays = set(there[max(0, len(there) - keep) :])
@@ -221,8 +252,10 @@ def prune(directory: str | Path, keep: int, *, dry_run: bool = False) -> list[st
 
 
 def _frozen_in_use(root: Path, *, gone: Collection[str]) -> set[str] | None:
-    """What any directory but those that are ``gone`` refers to, also one that was put aside. None: one of
-    them cannot be read."""
+    """Frozen weights that directories refer to, including those set aside, but not those in ``gone``.
+
+    None: a manifest cannot be read.
+    """
     used: set[str] = set()
     for file in root.glob(f"*/{MANIFEST}"):
         try:
@@ -233,7 +266,7 @@ def _frozen_in_use(root: Path, *, gone: Collection[str]) -> set[str] | None:
 
 
 def _remove(path: Path) -> None:
-    """First the name, so that nobody takes half of it for whole."""
+    """Rename it, then remove it: an interrupted removal must not look like a checkpoint."""
     gone = path.with_name(saving_name(path.name, "00000000"))
     shutil.rmtree(gone, ignore_errors=True)
     path.rename(gone)
@@ -241,13 +274,20 @@ def _remove(path: Path) -> None:
 
 
 def frozen_names(path: Path) -> set[str]:
-    """The directories of frozen weights that a checkpoint refers to. Raises :class:`CheckpointError`."""
+    """The directories of frozen weights that a checkpoint refers to.
+
+    Raises:
+        CheckpointError: its manifest cannot be read.
+    """
     files = read_manifest(path).files
     return {f.name.split("/")[1] for f in files if f.name.startswith("../")}
 
 
 def find_frozen(directory: Path, name: str) -> Manifest | None:
-    """A complete checkpoint of the directory that refers to these frozen weights, all of them there."""
+    """The manifest of the newest complete checkpoint that refers to these frozen weights.
+
+    None if there is none, or if one of the files is missing.
+    """
     if not (directory / name).is_dir():
         return None
     for tag in reversed(tags(directory)):
@@ -259,6 +299,6 @@ def find_frozen(directory: Path, name: str) -> Manifest | None:
 
 
 def is_frozen_in_use(directory: Path, name: str) -> bool:
-    """May a checkpoint need these frozen weights? One that cannot be read may."""
+    """Does a checkpoint of the directory need these frozen weights? One that cannot be read may."""
     used = _frozen_in_use(directory, gone=())
     return used is None or name in used

@@ -1,8 +1,8 @@
-"""How do weights become files that Hugging Face libraries load, and is what lies there what was meant?
+"""Writes weights as files that Hugging Face libraries load, and verifies them.
 
-Tensors come one after the other, in pieces; each goes to its place in a file whose layout is known from
-the start. Files have temporary names until the safetensors library has read every tensor back and its
-checksum is that of the bytes that were meant. What an earlier export left is untouched until then.
+Tensors are written one after the other, in pieces, at places that are known from the start. Files have
+temporary names until the safetensors library has read every tensor back and its checksum equals that of
+the bytes that were to be written. Until then the files of an earlier export are untouched.
 """
 
 from __future__ import annotations
@@ -44,28 +44,32 @@ from zeroshard.offload.direct_io import allocate
 _log = logging.getLogger("zeroshard")
 
 PIECE_NBYTES = 16 << 20
-"""Converted and written at a time."""
-_MAPPED_NBYTES = 64 << 20  # the library maps what it reads, until the file is opened again
+"""Bytes that are converted and written at a time."""
+_MAPPED_NBYTES = 64 << 20  # what the library has read stays mapped until the file is reopened
 _PART = ".part"
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes done and to do; each byte counts twice, when written and when read back."""
+"""Called with the bytes done and all bytes. A byte counts twice: when written and when read back."""
 
 
 # ---------------------------------------------------------------------- writing
 
 
 def pieces_of(tensor: Tensor) -> Iterator[Tensor]:
-    """The elements of a tensor on any device, a few at a time."""
+    """The elements of a tensor on any device, as flat pieces of at most ``PIECE_NBYTES`` bytes."""
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     yield from flat.split(max(1, PIECE_NBYTES // flat.element_size()))
 
 
 class Exporter:
-    """Writes the files of one export below ``directory``, which is made.
+    """Writes the files of one export into ``directory``, which is created.
 
-    :meth:`put` takes the weights in their order; :meth:`finish` puts the files in place. All raise
-    :class:`CheckpointError`. Host memory: a few pieces, and the names.
+    :meth:`put` takes the weights in their order; :meth:`finish` renames the files. Host memory: a few
+    pieces, and the names.
+
+    Raises:
+        CheckpointError: from every method: the disk is full, a file cannot be written, or it is read back
+            different.
     """
 
     def __init__(
@@ -88,7 +92,7 @@ class Exporter:
         self._hold = prepare(self.directory, filename, layouts_nbytes)
 
     def put(self, name: str, pieces: Iterable[Tensor]) -> None:
-        """Write the next tensor of the plan: flat pieces, in order, of its own dtype, on any device."""
+        """Write the next tensor of the plan: flat pieces in order, of its dtype, on any device."""
         if self._file is None:
             self._file = self._open()
         self._file.put(name, pieces, self._note)
@@ -120,11 +124,11 @@ class Exporter:
         return put_in_place(self.directory, self.filename, self.shards)
 
     def close(self) -> None:
-        """Remove what :meth:`finish` did not put in place."""
+        """Remove the files that :meth:`finish` did not rename."""
         if self._file is not None:
             self._file.close()
         for shard in self.shards:
-            with suppress(OSError):  # it is what is left of a failure, which has been told
+            with suppress(OSError):  # left by a failure that was raised already
                 (self.directory / (shard.file + _PART)).unlink(missing_ok=True)
         self._hold.close()
 
@@ -136,7 +140,7 @@ class Exporter:
 
 
 class _ShardFile:
-    """A file under its temporary name. Tensors come in the shard's order, and lie in the layout's."""
+    """One file under its temporary name. ``put`` takes tensors in the shard's order."""
 
     def __init__(self, path: Path, shard: Shard) -> None:
         self.path = path
@@ -185,7 +189,7 @@ class _ShardFile:
             raise self._error(error) from error
 
     def sync(self) -> None:
-        """Return when all bytes are on the disk. They leave the page cache: a check reads the disk."""
+        """Wait until all bytes are on disk. They leave the page cache, so that a check reads the disk."""
         self._write(memoryview(self._head), 0)
         try:
             os.fsync(self._fd)
@@ -205,9 +209,10 @@ class _ShardFile:
 
 
 def converted(piece: Tensor, dtype: torch.dtype, *, name: str) -> Tensor:
-    """``piece`` in ``dtype``, rounded to the nearest, ties to even.
+    """``piece`` in ``dtype``, rounded to nearest, ties to even.
 
-    Raises :class:`CheckpointError` for a finite value that would become infinite.
+    Raises:
+        CheckpointError: a finite value would become infinite.
     """
     if piece.dtype == dtype:
         return piece
@@ -224,10 +229,10 @@ def converted(piece: Tensor, dtype: torch.dtype, *, name: str) -> Tensor:
 
 
 class Hold:
-    """The right to write exports into a directory, which must be there. Another process, or thread, waits
-    for it, and one line says so. Ends with :meth:`close`, or with the process.
+    """An exclusive lock on a directory, which must exist, for writing exports into it.
 
-    Where the file system knows no locks, everybody has it.
+    Another process or thread waits for the lock, and logs one line. :meth:`close`, or the end of the
+    process, releases it. On a file system without locks nothing is locked.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -247,8 +252,12 @@ class Hold:
 
 
 def prepare(directory: Path, filename: str, nbytes: int) -> Hold:
-    """Make the directory and take hold of it, remove what an interrupted export left, and see whether
-    ``nbytes`` fit."""
+    """Create and lock the directory, remove what an interrupted export left, and check for free space.
+
+    Raises:
+        CheckpointError: the directory is a checkpoint, cannot be written, or lacks ``nbytes`` of free
+            space.
+    """
     if (directory / MANIFEST).exists():
         raise CheckpointError(
             f"{directory} is a checkpoint: an export there could replace its files. Name another."
@@ -275,15 +284,18 @@ def prepare(directory: Path, filename: str, nbytes: int) -> Hold:
 
 
 def glob_text(text: str) -> str:
-    """A pattern that matches only this text."""
+    """A glob pattern that matches only this text."""
     return re.sub(r"([*?\[])", r"[\1]", text)
 
 
 def put_in_place(directory: Path, filename: str, shards: Sequence[Shard]) -> list[Path]:
-    """Rename complete files, the index last; remove files of an earlier export.
+    """Rename complete files, the index last, and remove the files of an earlier export.
 
-    One file replaces another at once. Of several, those in between are without index: a reader finds
-    none, and never some of each export.
+    One file replaces another atomically. While several are renamed there is no index: a reader then finds
+    no export, and never a mixture of two.
+
+    Raises:
+        CheckpointError: a rename failed; the directory may hold an incomplete export.
     """
     stem, suffix = os.path.splitext(filename)
     index = directory / f"{filename}.index.json"
@@ -321,9 +333,12 @@ def verify(
     crcs: dict[str, int],
     note: Callable[[int], None] = lambda _nbytes: None,
 ) -> None:
-    """Does the safetensors library find exactly these tensors, with the bytes that were meant?
+    """Check that the safetensors library reads exactly these tensors, with the bytes that were written.
 
-    Raises :class:`CheckpointError`.
+    ``crcs``: CRC-32 of each tensor by name.
+
+    Raises:
+        CheckpointError: the file cannot be read, or holds other tensors or bytes.
     """
     found = dict.fromkeys(crcs, 0)
     try:
@@ -354,7 +369,7 @@ def verify(
 
 
 def _readable_parts(weights: Sequence[Weight]) -> Iterator[list[tuple[Weight, slice | None]]]:
-    """All rows of all weights, in lists that are read through one mapping of the file."""
+    """All rows of all weights, in lists; each list is read through one mapping of the file."""
     batch: list[tuple[Weight, slice | None]] = []
     nbytes = 0
     for weight in weights:
@@ -374,9 +389,10 @@ def _readable_parts(weights: Sequence[Weight]) -> Iterator[list[tuple[Weight, sl
 
 
 def chosen_parameters(source: Source, *, exclude_frozen_parameters: bool = False) -> list[str]:
-    """The parameters of a checkpoint that an export takes, in its order.
+    """The names of the parameters that an export takes, in the checkpoint's order.
 
-    Raises :class:`CheckpointError` if the values of some were not saved.
+    Raises:
+        CheckpointError: the values of some were not saved.
     """
     chosen = [
         name
@@ -394,7 +410,7 @@ def chosen_parameters(source: Source, *, exclude_frozen_parameters: bool = False
 
 
 def saved_pieces(source: Source, fqn: str) -> Iterator[Tensor]:
-    """The value of a saved parameter in flat pieces; each is overwritten by the next."""
+    """The value of a saved parameter in flat pieces. Each piece is overwritten by the next."""
     parameter = source.parameters[fqn]
     dtype = DTYPES[parameter.tensors[VALUE].dtype]
     buffer = torch.empty(min(parameter.numel, PIECE_NBYTES // dtype.itemsize), dtype=dtype)
@@ -416,10 +432,15 @@ def export_checkpoint(
 ) -> list[Path]:
     """Write the parameters and persistent buffers of a checkpoint for Hugging Face libraries.
 
-    ``dtype``: of the parameters, None for that in which they were saved (masters are fp32); buffers keep
-    theirs. Tied weights are written once, under the name that the model lists first. ``max_shard_size``:
-    bytes of one file, or a text like ``"5GB"``. Returns the files' paths, which were verified. Raises
-    :class:`CheckpointError`.
+    ``dtype``: of the parameters; None: the dtype in which they were saved (masters are fp32). Buffers
+    keep their dtype. Tied weights are written once, under the name that the model lists first.
+    ``max_shard_size``: bytes of one file, or a text like ``"5GB"``. Returns the paths of the verified
+    files.
+
+    Raises:
+        CheckpointError: values are missing or cannot be converted, or files cannot be written or
+            verified.
+        UsageError: ``dtype`` or ``max_shard_size`` is not understood.
     """
     wanted = parse_dtype(dtype)
     names = chosen_parameters(source, exclude_frozen_parameters=exclude_frozen_parameters)
@@ -453,10 +474,13 @@ def write_bins(
     filename: str,
     read: Callable[[str], Tensor],
 ) -> list[Path]:
-    """Write files with ``torch.save``, loaded with ``weights_only=True``; one at a time is in memory.
+    """Write files with ``torch.save`` that ``weights_only=True`` can load. Returns their paths.
 
-    ``read`` gives a weight ``[*shape]`` in host memory by its name. Files get their names when all are
-    complete. Returns their paths. Raises :class:`CheckpointError`.
+    ``read(name)`` returns a weight ``[*shape]`` in host memory. One file at a time is in memory. Files
+    get their names when all are complete.
+
+    Raises:
+        CheckpointError: a file cannot be written.
     """
     directory = Path(directory)
     hold = prepare(directory, filename, sum(shard.weights_nbytes for shard in shards))
@@ -467,7 +491,7 @@ def write_bins(
         return put_in_place(directory, filename, shards)
     finally:
         for part in parts:
-            with suppress(OSError):  # it is what is left of a failure, which has been told
+            with suppress(OSError):  # left by a failure that was raised already
                 part.unlink(missing_ok=True)
         hold.close()
 
@@ -478,6 +502,6 @@ def _save(path: Path, state: dict[str, Tensor]) -> None:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
-    except (OSError, RuntimeError) as error:  # torch's writer makes one of the other
+    except (OSError, RuntimeError) as error:  # torch's writer turns an OSError into a RuntimeError
         text = reason(error) if isinstance(error, OSError) else str(error)
         raise CheckpointError(f"{path} cannot be written: {text}.") from error

@@ -1,6 +1,6 @@
-"""Which tensors lie in which file of an export, where, and as what?
+"""Plans an export: which tensors are in which file, at which offset, and in which dtype.
 
-Pure decisions: every rank makes the same plan, and the bytes follow it.
+Pure functions: every rank makes the same plan.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ _EXPORT_DTYPES = {
 
 
 def parse_size(size: int | str | None) -> int | None:
-    """Bytes of ``"5GB"`` (decimal), ``"5GiB"`` (binary) or a number; None: no limit.
+    """Bytes from ``"5GB"`` (decimal), ``"5GiB"`` (binary) or a number. None: no limit.
 
-    Raises :class:`UsageError`.
+    Raises:
+        UsageError: it is no size, or less than one byte.
 
     >>> parse_size("5GB"), parse_size("1.5 kib"), parse_size(7)
     (5000000000, 1536, 7)
@@ -50,7 +51,11 @@ def parse_size(size: int | str | None) -> int | None:
 
 
 def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """A dtype that weights can be converted to; None keeps each as it is. Raises :class:`UsageError`."""
+    """A dtype that weights can be converted to. None: each weight keeps its own.
+
+    Raises:
+        UsageError: it is another dtype, or none.
+    """
     if dtype is None or dtype in _EXPORT_DTYPES.values():
         return dtype  # type: ignore[return-value]
     if dtype not in _EXPORT_DTYPES:
@@ -62,15 +67,15 @@ def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def written_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """What a weight becomes. Integers and 8-bit floats, which belong to a scale, stay."""
+    """The dtype in which a weight is written. Integers and 8-bit floats (which need a scale) are kept."""
     return wanted if wanted is not None and own.is_floating_point and own.itemsize > 1 else own
 
 
 def loaded_name(names: Sequence[str], tied: Iterable[str]) -> str:
-    """Under which of its names a tied weight is looked for by Hugging Face, which ties the others to it.
+    """The name under which Hugging Face loads a tied weight; it ties the other names to that one.
 
-    ``tied``: names, or patterns of names, that need not be in the files. The first name counts if that
-    does not decide.
+    ``tied``: names, or patterns of names, that may be missing in the files. The first name that matches
+    none of them is taken, else the first name.
 
     >>> loaded_name(["head", "wte"], ["head"])
     'wte'
@@ -81,7 +86,7 @@ def loaded_name(names: Sequence[str], tied: Iterable[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One tensor as it shall lie in a file."""
+    """One tensor as it is to be written."""
 
     name: str
     dtype: torch.dtype
@@ -94,7 +99,7 @@ class Weight:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One file of an export; ``weights`` in the order in which they come."""
+    """One file of an export; ``weights`` in the order in which they are written."""
 
     file: str
     weights: tuple[Weight, ...]
@@ -107,7 +112,7 @@ class Shard:
 def plan_shards(
     weights: Iterable[Weight], *, filename: str = SAFETENSORS, max_nbytes: int | None
 ) -> list[Shard]:
-    """Cut a stream of weights where a file would exceed ``max_nbytes``; a larger tensor has its own file.
+    """Cut a sequence of weights into files of at most ``max_nbytes``. A larger tensor has its own file.
 
     >>> w = [Weight(n, torch.float32, (2,)) for n in "abc"]
     >>> [(s.file, len(s.weights)) for s in plan_shards(w, max_nbytes=16)]
@@ -131,7 +136,7 @@ def plan_shards(
 
 
 def index_of(shards: Sequence[Shard]) -> str:
-    """The text of the index that names each tensor's file."""
+    """The JSON text of the index, which names each tensor's file."""
     where = {weight.name: shard.file for shard in shards for weight in shard.weights}
     total = sum(shard.weights_nbytes for shard in shards)
     body = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
@@ -139,9 +144,12 @@ def index_of(shards: Sequence[Shard]) -> str:
 
 
 def file_layout(shard: Shard) -> tuple[bytes, dict[str, int]]:
-    """The first bytes of a safetensors file, and where in it each tensor begins.
+    """The header of a safetensors file, and each tensor's offset in the file in bytes.
 
-    Wide elements first: every tensor is aligned to its elements, and there are no gaps.
+    Wide elements come first: so every tensor is aligned to its elements, and there are no gaps.
+
+    Raises:
+        CheckpointError: two tensors have the same name.
     """
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begins, at = {}, 0

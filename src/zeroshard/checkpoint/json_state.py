@@ -1,8 +1,8 @@
-"""How does small state of any shape become JSON and tensors, without pickling?
+"""Encodes small nested Python state as JSON and tensors, without pickling.
 
-``client_state``, a schedule's ``state_dict``, generators: nested Python values. What JSON has is written
-as it is. Everything else becomes an object with one key that begins with ``$``; so does a dict whose own
-keys look like that, or are no strings. Every value has one form, and none is mistaken for another.
+It is for ``client_state``, a schedule's ``state_dict`` and generators. What JSON has is written as it is.
+Everything else becomes an object with one key that begins with ``$``. So does a dict whose keys are no
+strings or begin with ``$``. Each value has exactly one encoding, and no two values share one.
 
     None True 1 0.5 "a" [1]      as they are                {"a": 1}        {"a": 1}
     2**64                        {"$int": "0x1..."}         {1: 2}          {"$dict": [[1, 2]]}
@@ -10,8 +10,8 @@ keys look like that, or are no strings. Every value has one form, and none is mi
     b"a"                         {"$bytes": "YQ=="}         Counter("a")    {"$counter": [["a", 1]]}
     torch.float32                {"$dtype": "float32"}      a tensor        {"$tensor": "where/0"}
 
-The text stays strict JSON: no NaN, no lone surrogates. Order of keys is kept; writers must not sort.
-What is one object at two places comes back as two.
+The text is strict JSON: no NaN, no lone surrogates. The order of keys is kept; writers must not sort. An
+object that is referenced twice is decoded as two objects.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from zeroshard.errors import CheckpointError
 from zeroshard.zero.sharded_parameter import ReadOnlyCopy, ShardedParameter
 
 JsonTree: TypeAlias = Union[bool, int, float, str, "list[JsonTree]", "dict[str, JsonTree]", None]
-"""What ``json.dumps(tree, allow_nan=False)`` takes."""
+"""A value for ``json.dumps(tree, allow_nan=False)``."""
 
 MAX_DEPTH = 64
-"""Containers in containers: far below what Python's stack carries."""
+"""Largest nesting of containers; far below the limit of Python's stack."""
 MAX_VALUES = 10_000_000
-"""A list that holds one list twice, which holds one twice, and so on, would be written for ever."""
+"""Largest number of values. Lists that hold one list twice, many levels deep, have too many to write."""
 
 _STORED = {
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16,
     torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2,
-}  # what every safetensors file can hold  # fmt: skip
+}  # dtypes that every safetensors file can hold  # fmt: skip
 _STORED_AS_BYTES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (
@@ -70,17 +70,19 @@ _ALLOW = '"checkpoint": {"allow_pickle": true}'
 def encode(
     value: Any, *, where: str, allow_pickle: bool = False
 ) -> tuple[JsonTree, dict[str, Tensor]]:
-    """``value`` as JSON, and the tensors that the JSON names.
+    """``value`` as JSON, and the tensors that the JSON refers to.
 
-    Takes None, bool, int, float, str, bytes, list, tuple, set, frozenset, dict, OrderedDict,
-    defaultdict, Counter, ``argparse.Namespace``, paths, numpy scalars and arrays, ``torch.Size``,
-    ``torch.dtype``, ``torch.device`` and tensors; subclasses are refused, for their class would be lost.
-    The tensors are private contiguous copies on the CPU, named ``where/0``, ``where/1``, ...; a parameter
-    becomes a tensor. Collective where a sharded parameter is in it.
+    Takes None, bool, int, float, str, bytes, list, tuple, set, frozenset, dict, OrderedDict, defaultdict,
+    Counter, ``argparse.Namespace``, paths, numpy scalars and arrays, ``torch.Size``, ``torch.dtype``,
+    ``torch.device`` and tensors. Subclasses are refused, because their class would be lost. The tensors
+    are private contiguous copies on the CPU, named ``where/0``, ``where/1``, ...; a parameter becomes a
+    tensor. Collective if ``value`` holds a sharded parameter.
 
-    ``where``: how messages name the value ("client_state"). With ``allow_pickle`` what is not in the list
-    is pickled, and marked so that :func:`decode` can refuse it. Raises :class:`CheckpointError` for what
-    cannot be kept, for cycles and for nesting deeper than 64.
+    ``where``: the name of the value in messages ("client_state"). ``allow_pickle``: pickle what is not in
+    the list, and mark it so that :func:`decode` can refuse it.
+
+    Raises:
+        CheckpointError: a value that cannot be encoded, a cycle, or nesting deeper than 64.
     """
     encoder = _Encoder(where, allow_pickle)
     return encoder.value(value), encoder.tensors
@@ -89,10 +91,11 @@ def encode(
 def decode(
     json: JsonTree, tensors: Mapping[str, Tensor], *, where: str, allow_pickle: bool = False
 ) -> Any:
-    """What :func:`encode` was given; tensors come from ``tensors`` as they are, without a copy.
+    """The value that :func:`encode` was given. Tensors are taken from ``tensors`` without a copy.
 
-    Raises :class:`CheckpointError`, and nothing else, for JSON that :func:`encode` does not write, and
-    for pickles unless ``allow_pickle``.
+    Raises:
+        CheckpointError: JSON that :func:`encode` does not write, or a pickle without ``allow_pickle``. No
+            other exception.
     """
     return _Decoder(where, tensors, allow_pickle).value(json)
 
@@ -101,20 +104,20 @@ def decode(
 
 
 class _Walk:
-    """A walk over a tree: where it is, and how much it has seen."""
+    """A walk over a tree: its position, and the number of values seen."""
 
     def __init__(self, where: str, allow_pickle: bool) -> None:
         self.where = where
         self.allow_pickle = allow_pickle
         self.values_seen = 0
-        self.steps: list[tuple[str, Any]] = []  # how to write a step, and its key
+        self.steps: list[tuple[str, Any]] = []  # the path: kind of each step, and its key
 
     def value(self, value: Any) -> Any:
-        """The value on the other side."""
+        """The encoded, or decoded, value."""
         raise NotImplementedError
 
     def below(self, step: str, key: Any, value: Any) -> Any:
-        """The value one step down. A step is left behind only by an error, which ends the walk."""
+        """The value one step down. An error ends the walk, and leaves the step in ``steps``."""
         self.values_seen += 1
         if len(self.steps) >= MAX_DEPTH:
             raise self.error(f"is nested deeper than {MAX_DEPTH} containers. Store it flatter")
@@ -133,13 +136,13 @@ class _Walk:
         return [self.below("item", i, item) for i, item in enumerate(values)]
 
     def error(self, text: str) -> CheckpointError:
-        """An error about the value at hand; ``text`` goes on after its path."""
+        """An error about the current value. ``text`` follows the value's path."""
         path = "".join(_written[step](key) for step, key in self.steps)
         return CheckpointError(f"{self.where}{path} {text}.")
 
 
 def _shown(key: Any) -> str:
-    """A key in a message, never long. An int of 5000 digits has no ``repr`` at all."""
+    """A key in a message, cut. An int of 5000 digits has no ``repr``."""
     if type(key) is str:
         return repr(key if len(key) <= 40 else key[:40] + "...")
     if type(key) in (bool, float, type(None)) or (type(key) is int and key.bit_length() <= 64):
@@ -164,8 +167,8 @@ class _Encoder(_Walk):
     def __init__(self, where: str, allow_pickle: bool) -> None:
         super().__init__(where, allow_pickle)
         self.tensors: dict[str, Tensor] = {}
-        self._open: set[int] = set()  # containers that the walk is inside of
-        self._by_identity = True  # False in keys and members: those are found again by equality
+        self._open: set[int] = set()  # ids of the containers around the current value
+        self._by_identity = True  # False in keys and set members, which are looked up by equality
 
     def value(self, value: Any) -> JsonTree:
         kind = type(value)
@@ -210,7 +213,7 @@ class _Encoder(_Walk):
         return {"$tuple": self.items(value)}
 
     def _set(self, value: set[Any] | frozenset[Any]) -> JsonTree:
-        """In an order that does not depend on the process."""
+        """Sorted by encoding, so that the order does not depend on the process."""
         by_identity, self._by_identity = self._by_identity, False
         members = [self.below("member", i, member) for i, member in enumerate(value)]
         self._by_identity = by_identity
@@ -295,14 +298,14 @@ class _Encoder(_Walk):
         return name
 
     def _other(self, value: Any) -> JsonTree:
-        """numpy's own types, and what has no form here."""
+        """numpy's types, and values without an encoding."""
         numpy: Any = sys.modules.get("numpy")
         if numpy is not None and (isinstance(value, numpy.generic) or type(value) is numpy.ndarray):
             dtype = value.dtype.str
             if _NUMPY_DTYPE.fullmatch(dtype):
                 if isinstance(value, numpy.generic):
                     return {"$numpy": [dtype, _to_text(value.tobytes()[: value.nbytes])]}
-                data = bytearray(value.tobytes() or b"0")  # torch refuses a buffer without bytes
+                data = bytearray(value.tobytes() or b"0")  # torch refuses an empty buffer
                 stored = torch.frombuffer(data, dtype=torch.uint8)[: value.nbytes]
                 return {"$ndarray": [self._keep(stored), dtype, list(value.shape)]}
         if self.allow_pickle:
@@ -353,7 +356,7 @@ def _to_text(data: bytes) -> str:
 
 
 def _is_text(value: str) -> bool:
-    """Has it a UTF-8 form? Half of a surrogate pair has none, and names of files may hold one."""
+    """Has the text a UTF-8 encoding? Half of a surrogate pair has none; file names may contain one."""
     return value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value)
 
 
@@ -486,7 +489,7 @@ class _Decoder(_Walk):
         return self._tensors[name]
 
     def _data(self, name: Any) -> Tensor:
-        """A stored tensor of bytes, with an address of its own: views of wider dtypes need it."""
+        """A stored tensor of bytes, copied: a view as a wider dtype needs an aligned address."""
         data = self._tensor(name)
         if data.dtype is not torch.uint8 or data.dim() != 1:
             raise ValueError(name)
@@ -539,7 +542,7 @@ _READ: dict[str, Callable[[_Decoder, Any], Any]] = {
     "$ndarray": _Decoder._ndarray,
     "$pickle": _Decoder._pickle,
 }
-"""Wrong contents make these raise ``TypeError``, ``ValueError`` and the like."""
+"""For wrong contents these functions raise ``TypeError``, ``ValueError`` and the like."""
 
 
 def _text(value: Any) -> str:

@@ -1,8 +1,7 @@
-"""Which pieces of which named tensors does this rank hold?
+"""Lists which pieces of which named tensors this rank holds.
 
-Saving, loading and digests go through the same list, in the same order: units in the order of the model,
-inside a unit chunk after chunk, inside a chunk values first. Pieces that rest on disk have memory only
-while they are visited.
+Saving, loading and digests use the same list in the same order: units in the order of the model, then
+chunks. A chunk's values come before its state. Chunks on disk have memory only while they are visited.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from zeroshard.zero.optimizer import ShardedOptimizer
 from zeroshard.zero.optimizer_shard import OptimizerChunk, OptimizerShard, OwnedFragment
 from zeroshard.zero.unit import Unit
 
-_DIGEST_WORDS = 1 << 20  # at a time: 8 MiB, and as much again for the weights
+_DIGEST_WORDS = 1 << 20  # 8-byte words at a time: 8 MiB, and as much for their weights
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ShardItem:
-    """``flat[begin : begin + numel]`` of one named tensor, which is ``holder.flat[at : at + numel]``."""
+    """``flat[begin : begin + numel]`` of a named tensor. It is ``holder.flat[at : at + numel]`` here."""
 
     fqn: str
     tensor: str
@@ -38,33 +37,36 @@ class ShardItem:
 
     @property
     def values(self) -> Tensor:
-        """1-D. Only while it is visited: before, the holder may have no memory."""
+        """1-D ``[numel]``. Valid while the item is visited: outside of that the holder may be empty."""
         return self.holder.view(-1)[self.at : self.at + self.numel]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class LocalState:
-    """What one engine holds on this rank. ``shards`` are what its optimizer updates, by unit."""
+    """What one engine holds on this rank. ``optimizer.shards``: one for each trained unit."""
 
     units: Sequence[Unit]
     optimizer: ShardedOptimizer | None
 
     def shard_of(self, unit: Unit) -> OptimizerShard | None:
-        """None: it is frozen, or there is no optimizer."""
+        """The unit's optimizer shard. None: the unit is frozen, or there is no optimizer."""
         shards = self.optimizer.shards if self.optimizer is not None else []
         return next((shard for shard in shards if shard.unit is unit), None)
 
     def pieces(self, unit: Unit) -> list[ShardItem]:
-        """What this rank saves of a unit. Each element is saved by exactly one rank."""
+        """What this rank saves of a unit. Each element is saved by exactly one rank.
+
+        Values may have no memory; :meth:`visit` loads them.
+        """
         shard = self.shard_of(unit)
         if shard is None:
             return _plain_pieces(unit)
         return [piece for chunk in shard.chunks for piece in self.chunk_pieces(shard, chunk)]
 
     def visit(self, unit: Unit) -> Iterator[ShardItem]:
-        """The same pieces, readable until the next one. What the program wrote into parameters counts.
+        """The items of :meth:`pieces`, each readable until the next one.
 
-        Not on disk: what rests there takes over such edits at the next update, as it would anyway.
+        Edits of the program are taken over before the values are read.
         """
         unit.wait_for_unshard()
         unit.write_back_edits()
@@ -81,7 +83,7 @@ class LocalState:
             yield from self.chunk_pieces(shard, chunk)
 
     def chunk_pieces(self, shard: OptimizerShard, chunk: OptimizerChunk) -> list[ShardItem]:
-        """What this rank saves of a chunk: masters, then each kind of state."""
+        """What this rank saves of a chunk: masters, then each kind of state in turn."""
         assert self.optimizer is not None
         low, high = shard.own
         found: list[ShardItem] = []
@@ -111,19 +113,19 @@ class LocalState:
         return found
 
     def groups(self, unit: Unit) -> dict[str, int]:
-        """By parameter, its param group."""
+        """By parameter, the index of its param group."""
         shard = self.shard_of(unit)
         fragments = shard.fragments if shard is not None else ()
         return {fqn_of(unit, fragment): fragment.group for fragment in fragments}
 
 
 def fqn_of(unit: Unit, fragment: OwnedFragment) -> str:
-    """The name of the parameter that a fragment is of."""
+    """The name of the parameter that a fragment belongs to."""
     return unit.layout.slots[fragment.index].fqn
 
 
 def is_shaped(name: str, value: object, fragment: OwnedFragment) -> bool:
-    """Is this state of the parameter's shape, so that it is cut like it? A step count never is."""
+    """Is this state of the parameter's shape, so that it is cut like the parameter? ``step`` never is."""
     return isinstance(value, Tensor) and value.shape == fragment.value.shape and name != "step"
 
 
@@ -144,10 +146,12 @@ def _plain_pieces(unit: Unit) -> list[ShardItem]:
 
 
 def digest_part(piece: ShardItem) -> int:
-    """What a piece adds to the digest of its tensor: pieces of any cut add up to the same, modulo 2**64.
+    """What an item adds to the digest of its tensor.
 
-    The bytes, padded with zeros, are read as little-endian words; word ``i`` of the tensor counts
-    ``((i + 1) * 0x9E3779B97F4A7C15) | 1`` times. Waits for the device.
+    The sum over any cut of the tensor is the same, modulo 2**64.
+
+    The bytes, padded with zeros, are read as little-endian 8-byte words. Word ``i`` of the tensor is
+    multiplied by ``((i + 1) * 0x9E3779B97F4A7C15) | 1``. Waits for the device.
     """
     begin_nbytes = piece.begin * piece.dtype.itemsize
     assert begin_nbytes % 8 == 0, "shards are cut at multiples of 64 elements"
@@ -163,7 +167,7 @@ def digest_part(piece: ShardItem) -> int:
 
 
 def total_digests(parts: Iterable[Mapping[str, int]]) -> dict[str, str]:
-    """The digests of whole tensors by name, from what each rank holds of them."""
+    """The digests of whole tensors by name, from the ranks' sums of :func:`digest_part`."""
     totals: dict[str, int] = {}
     for part in parts:
         for fqn, sum_ in part.items():
@@ -171,4 +175,4 @@ def total_digests(parts: Iterable[Mapping[str, int]]) -> dict[str, str]:
     return {fqn: f"{total:016x}" for fqn, total in totals.items()}
 
 
-_ODD = 0x9E3779B97F4A7C15 - 2**64  # as a signed word
+_ODD = 0x9E3779B97F4A7C15 - 2**64  # as a signed 64-bit word

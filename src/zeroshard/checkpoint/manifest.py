@@ -1,7 +1,8 @@
-"""What does a checkpoint say about itself, and when is that believed?
+"""The manifest of a checkpoint: its schema, and the parser that checks it.
 
-``docs/format.md`` is the specification. The manifest is JSON from a directory that anybody may have
-written: whatever is in it, reading it ends in a valid :class:`Manifest` or in a :class:`CheckpointError`.
+``docs/format.md`` is the specification. The manifest is JSON in a directory that another program may have
+written. For any content, :func:`parse` returns a valid :class:`Manifest` or raises a
+:class:`CheckpointError`.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ MANIFEST = "manifest.json"
 FORMAT = "zeroshard checkpoint"
 VERSION = 1
 VALUE = "value"
-"""The tensor that every stored parameter has: its master, or itself where it has none."""
+"""The tensor that every stored parameter has: its master, or the parameter itself if it has none."""
 
-MAX_NUMEL = 2**53  # what a number in JSON holds exactly
+MAX_NUMEL = 2**53  # integers up to this one are exact in JSON
 MAX_NBYTES = 1 << 30  # of the manifest itself
-_RESERVED = {"buffer", "tree", "pad"}  # what keys of other entries begin with
+_RESERVED = {"buffer", "tree", "pad"}  # prefixes of the keys of other entries
 _FILE = re.compile(r"(?:\.\./frozen-[0-9a-f]{16}/)?[A-Za-z0-9_][A-Za-z0-9_.-]{0,120}\.safetensors")
 
 ITEMSIZE = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
     "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8, "C64": 8,
 }  # fmt: skip
-"""Bytes of one element, by the names that safetensors gives to dtypes."""
+"""Bytes of one element, by safetensors' names of dtypes."""
 
 Dtype = Literal[
     "BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "I16", "U16", "F16", "BF16",
@@ -52,7 +53,7 @@ Crc = Annotated[int, Field(ge=0, lt=2**32)]
 
 
 class Fragment(NamedTuple):
-    """``numel`` elements of a flat tensor from ``begin`` on, in the file at this place of ``files``."""
+    """``numel`` elements of a flat tensor from ``begin`` on. ``file``: index into ``Manifest.files``."""
 
     file: Natural
     begin: Natural
@@ -60,13 +61,13 @@ class Fragment(NamedTuple):
 
 
 class _Part(BaseModel):
-    """Unknown keys of a later minor revision are ignored; types are not converted."""
+    """A part of the manifest. Unknown keys are ignored; types are not converted."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
 class SavedFile(_Part):
-    """One safetensors file. ``crc32``: of each block, in order."""
+    """One safetensors file. ``crc32``: one checksum for each block, in order."""
 
     name: str
     nbytes: Natural
@@ -74,14 +75,14 @@ class SavedFile(_Part):
 
 
 class SavedTensor(_Part):
-    """A flat tensor in fragments that tile it."""
+    """A flat tensor in fragments. Together they cover it, without gaps or overlaps."""
 
     dtype: Dtype
     fragments: tuple[Fragment, ...]
 
 
 class Digest(_Part):
-    """A sum over the bytes of a flat tensor; :func:`zeroshard.checkpoint.local_state.digest_part`."""
+    """A checksum of a flat tensor; see :func:`zeroshard.checkpoint.local_state.digest_part`."""
 
     dtype: Dtype
     sum: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
@@ -90,10 +91,10 @@ class Digest(_Part):
 class SavedParameter(_Part):
     """A parameter, and what the optimizer keeps for it.
 
-    ``tensors`` has all that is of the parameter's shape: ``value`` and, for Adam, ``exp_avg`` and
-    ``exp_avg_sq``. ``scalars`` are single numbers such as ``step``, each with the dtype of the 0-dim
-    tensor that it was, or "number". ``aliases``: other names of the same parameter (tied weights).
-    ``digest``: of a frozen parameter, also where its bytes are not stored.
+    ``tensors`` has everything of the parameter's shape: ``value`` and, for Adam, ``exp_avg`` and
+    ``exp_avg_sq``. ``scalars`` are single numbers such as ``step``, each with the dtype of its 0-dim
+    tensor, or "number" for a Python number. ``aliases``: other names of the same parameter (tied
+    weights). ``digest``: checksum of a frozen parameter, also where its bytes are not stored.
     """
 
     shape: Shape
@@ -110,7 +111,7 @@ class SavedParameter(_Part):
 
 
 class SavedBuffer(_Part):
-    """A module's buffer: one copy for all ranks, or one copy of each rank, in rank order."""
+    """A module's buffer. ``files`` has one entry (the same copy for all ranks), or one for each rank."""
 
     dtype: Dtype
     shape: Shape
@@ -122,9 +123,11 @@ class SavedBuffer(_Part):
 
 
 class Manifest(_Part):
-    """The whole of a checkpoint but the bytes. ``shared`` and ``ranks`` are trees as
-    :mod:`zeroshard.checkpoint.json_state` encodes them; their tensors are in ``shared_file`` and
-    ``rank_files``."""
+    """All of a checkpoint but the bytes.
+
+    ``shared`` and ``ranks`` are trees as :mod:`zeroshard.checkpoint.json_state` encodes them. Their
+    tensors are in ``shared_file`` and ``rank_files``, which are indices into ``files``.
+    """
 
     tag: Name
     step: Natural
@@ -148,7 +151,7 @@ class Manifest(_Part):
 
     @property
     def nbytes(self) -> int:
-        """Of all files."""
+        """Bytes of all files."""
         return sum(file.nbytes for file in self.files)
 
     def dump(self) -> str:
@@ -173,17 +176,21 @@ def fragment_key(fqn: str, tensor: str, begin: int) -> str:
 
 
 def buffer_key(name: str) -> str:
-    """The name of a buffer in its file."""
+    """The key of a buffer in its file."""
     return f"buffer:0:{name}"
 
 
 def tree_key(name: str) -> str:
-    """The name, in its file, of a tensor that a tree refers to."""
+    """The key, in its file, of a tensor that a tree refers to."""
     return f"tree:0:{name}"
 
 
 def parse(text: str | bytes, *, where: str | Path) -> Manifest:
-    """Read a manifest. Raises :class:`CheckpointError`, and nothing else, for any bytes."""
+    """Read a manifest. ``where`` names it in messages.
+
+    Raises:
+        CheckpointError: the text is not a valid manifest. No other exception, for any bytes.
+    """
     if len(text) > MAX_NBYTES:
         raise CheckpointError(f"{where} has {len(text):,} bytes; a manifest has at most 2**30.")
     try:
@@ -228,7 +235,7 @@ def _distinct(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _shown(value: object) -> str:
-    """In a message, where what somebody else wrote is never long."""
+    """A value in a message, cut: text that another program wrote may be long."""
     return _shortened(repr(value))
 
 
@@ -242,7 +249,7 @@ def _refuse_constant(name: str) -> Any:
 
 
 def _problems(manifest: Manifest) -> Iterator[str]:
-    """What no schema says: references, covers, paths, sizes."""
+    """Errors that the schema cannot find: references, coverage of tensors, paths, sizes."""
     names = [file.name for file in manifest.files]
     if len(set(names)) != len(names):
         yield "two files have the same name"
@@ -308,12 +315,12 @@ def _cover_problems(
 
 
 def _extent(shape: Sequence[int]) -> int:
-    """Elements, as if no extent were 0: torch multiplies the others too."""
+    """The product of the extents, each 0 taken as 1: torch multiplies the other extents too."""
     return prod(max(1, extent) for extent in shape)
 
 
 def _fits(kind: str, number: float | int | bool) -> bool:
-    """Can a 0-dim tensor of this dtype, or a Python number, be made of it?"""
+    """Can a 0-dim tensor of this dtype, or a Python number, be made from ``number``?"""
     if isinstance(number, bool) or kind == "BOOL":
         return isinstance(number, bool) and kind in ("BOOL", "number")
     if kind in _LARGEST:

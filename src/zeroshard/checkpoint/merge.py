@@ -1,4 +1,4 @@
-"""How do the parts that ranks have written become one manifest?"""
+"""Merges the reports of all ranks into one manifest."""
 
 from __future__ import annotations
 
@@ -24,16 +24,19 @@ from zeroshard.checkpoint.safetensors_file import dtype_name
 from zeroshard.zero.unit import Unit
 
 SHARED_FILE = "shared.safetensors"
-"""Of rank 0: what every rank reads is not in a file with a shard."""
+"""Rank 0 writes it, with what every rank reads. Shards are in other files."""
 
 _Found = dict[str, dict[str, tuple[Dtype, list[Fragment]]]]
-"""Fragments by parameter and tensor."""
+"""Fragments by parameter and tensor name."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointMetadata:
-    """What goes into the manifest beside tensors. ``shared`` counts on rank 0; trees are encoded, their
-    tensors apart. ``buffers``: this rank's, by name."""
+    """What goes into the manifest besides tensors of units. Trees are encoded, their tensors separate.
+
+    ``shared`` and ``shared_tensors``: state of all ranks; rank 0's is saved. ``own`` and ``own_tensors``:
+    of this rank. ``buffers``: this rank's, by name. ``aliases``: parameter -> its other names.
+    """
 
     step: int
     stage: int
@@ -46,7 +49,7 @@ class CheckpointMetadata:
     buffers: Mapping[str, Tensor]
     exclude_frozen: bool = False
     save_latest: bool = True
-    script: str = ""  # put beside ``latest``
+    script: str = ""  # text of a script that is written next to ``latest``
 
 
 def merge(
@@ -61,9 +64,12 @@ def merge(
     tag: str,
     block_nbytes: int,
 ) -> Manifest:
-    """``said``: by rank, ``files`` (name, size, checksums, rows of pieces), ``scalars``, ``groups``,
-    ``tree``. ``trained``: units whose values are masters. ``reused``: an earlier manifest, and the
-    directory of frozen weights that it refers to. ``frozen="none"``: these are not stored."""
+    """The manifest of a save.
+
+    ``said``: for each rank, ``files`` (name, size, checksums, rows of fragments), ``scalars``, ``groups``
+    and ``tree``. ``trained``: units whose saved values are masters. ``reused``: an earlier manifest, and
+    the directory of frozen weights that it refers to. ``frozen="none"``: frozen weights are not stored.
+    """
     files: list[SavedFile] = []
     found: _Found = {}
     main: list[int] = []
@@ -124,7 +130,7 @@ def merge(
 
 
 def _refer(before: Manifest, frozen_name: str, files: list[SavedFile], found: _Found) -> None:
-    """Use frozen weights that an earlier save of the directory wrote."""
+    """Refer to frozen weights that an earlier save into the directory wrote."""
     place_of: dict[int, int] = {}
     for at, file in enumerate(before.files):
         if file.name.startswith(f"../{frozen_name}/"):
@@ -142,5 +148,5 @@ def _refer(before: Manifest, frozen_name: str, files: list[SavedFile], found: _F
 def merged(
     tables: Iterable[Mapping[str, Any]], convert: Callable[[Any], Any] = lambda value: value
 ) -> dict[str, Any]:
-    """One table of all; what several ranks know is the same."""
+    """The union of tables, with converted rows. A name has the same row in every table that has it."""
     return {fqn: convert(row) for table in tables for fqn, row in table.items()}

@@ -1,4 +1,4 @@
-"""Whose checkpoint is in a directory, and what reads it?"""
+"""Opens a checkpoint directory with the reader of its format."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from zeroshard.checkpoint.reader import CheckpointReader, Source
 
 
 def open_checkpoint(directory: str | Path, tag: object = None) -> Source:
-    """A checkpoint of ours or of DeepSpeed; ``tag=None`` is the latest.
+    """Open a checkpoint of ZeroShard or of DeepSpeed. ``tag=None``: the latest.
 
-    Raises :class:`CheckpointError` if there is none, or it is not complete.
+    Raises:
+        CheckpointError: there is none, or it is not complete.
     """
     path = resolve(directory, tag)
     if not (path / MANIFEST).exists() and is_deepspeed(path):

@@ -1,7 +1,7 @@
-"""How are the values of a saved run read, whatever its world size, stage and units were?
+"""Reads the values of a saved run by name, at any world size, stage and set of units.
 
-By name: a piece of a flat parameter or of its state, from whichever files its fragments lie in. Only the
-asked bytes are read (and the blocks around them), into memory that the caller gives.
+A reader returns a range of a flat parameter, or of its state, from the files that its fragments are in.
+It reads only the requested bytes and the blocks around them, into memory of the caller.
 """
 
 from __future__ import annotations
@@ -38,47 +38,57 @@ from zeroshard.errors import CheckpointError
 
 
 class Source(Protocol):
-    """A saved run, in our format or in another's."""
+    """A saved run, in ZeroShard's format or in another one."""
 
     @property
     def path(self) -> Path:
-        """Its directory."""
+        """The directory of the checkpoint."""
 
     @property
     def parameters(self) -> Mapping[str, SavedParameter]:
-        """By name, what is known of each parameter; :meth:`fill` reads what ``tensors`` has."""
+        """Description of each parameter by name. :meth:`fill` reads the tensors in ``tensors``."""
 
     def fill(self, fqn: str, tensor: str, begin: int, out: Tensor) -> None:
-        """Read ``flat[begin : begin + out.numel()]`` of a tensor into ``out``: contiguous, in host memory
-        and of the saved dtype. Raises :class:`CheckpointError`."""
+        """Read ``flat[begin : begin + out.numel()]`` of a tensor into ``out``.
+
+        ``out`` is contiguous, in host memory and of the saved dtype.
+
+        Raises:
+            CheckpointError: bytes that cannot be read or are damaged.
+        """
 
     def buffers(self, rank: int) -> dict[str, Tensor]:
-        """The modules' persistent buffers as this rank of the saved run had them, or its likes."""
+        """The modules' persistent buffers as rank ``rank % W`` saved them, for ``W`` saved ranks."""
 
     def shared(self, *, allow_pickle: bool = False) -> dict[str, Any]:
-        """State that all ranks share: ``counters``, ``groups``, ``scaler``, ``scheduler``,
-        ``client_state``; absent ones are missing."""
+        """State that all ranks share. A part that was not saved is missing.
+
+        Keys: ``counters``, ``groups``, ``scaler``, ``scheduler``, ``client_state``.
+        """
 
     def ranks(self) -> Sequence[dict[str, Any]]:
-        """What each rank had by itself: ``rng``, ``data``. Empty if that was not saved."""
+        """State of each saved rank: ``rng``, ``data``. Empty if it was not saved."""
 
     def probe(self, rank: int) -> None:
-        """Read what is small: the buffers of ``rank``, and what state all ranks share is made of. Raises
-        :class:`CheckpointError` for bytes that cannot be read or are not those that were saved."""
+        """Read what is small: the buffers of ``rank``, and the tensors of shared state.
+
+        Raises:
+            CheckpointError: bytes that cannot be read, or that differ from the saved ones.
+        """
 
     @property
     def left_behind(self) -> Sequence[str]:
-        """What the files hold beside that, and nobody takes over; in words."""
+        """Descriptions of contents that this library does not load."""
 
     def close(self) -> None:
-        """Let go of all files."""
+        """Close all files."""
 
 
 def full(source: Source, fqn: str, tensor: str = VALUE) -> Tensor:
     """A whole tensor ``[*shape]`` in host memory, of the saved dtype."""
     parameter = source.parameters[fqn]
     saved = parameter.tensors[tensor]
-    # What the manifest claims is believed, and costs memory, once every file is seen to have its part.
+    # The manifest may be wrong: read an element of each fragment before allocating memory for all.
     probe = torch.empty(1, dtype=DTYPES[saved.dtype])
     for fragment in saved.fragments:
         source.fill(fqn, tensor, fragment.begin, probe)
@@ -90,7 +100,8 @@ def full(source: Source, fqn: str, tensor: str = VALUE) -> Tensor:
 class CheckpointReader:
     """A checkpoint directory in the format of ``docs/format.md``; see :class:`Source`.
 
-    Raises :class:`CheckpointError` for a manifest that is missing or not to be believed.
+    Raises:
+        CheckpointError: the manifest is missing or not valid.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -108,8 +119,10 @@ class CheckpointReader:
         return self.manifest.parameters
 
     def problems(self, files: Iterable[int] | None = None) -> dict[int, str]:
-        """Files that are missing, or not of their size, by their place in ``files`` of the manifest, and
-        why. Default: of all. Costs no more than opening each."""
+        """Files that are missing or of another size: index into the manifest's ``files`` -> the reason.
+
+        ``files``: indices to look at; None: all. Opens each file and reads nothing.
+        """
         found: dict[int, str] = {}
         for at in sorted(files) if files is not None else range(len(self.manifest.files)):
             try:
@@ -119,7 +132,7 @@ class CheckpointReader:
         return found
 
     def verify(self) -> list[str]:
-        """Read every byte of every file; what is wrong, one text per file."""
+        """Read every byte of every file. Returns one text for each file that is damaged."""
         found = []
         for at in range(len(self.manifest.files)):
             try:
@@ -175,7 +188,7 @@ class CheckpointReader:
         )
 
     def ranks(self) -> Sequence[dict[str, Any]]:
-        """See :class:`Source`. A rank's file is read when its state is looked at."""
+        """See :class:`Source`. A rank's file is read when its item is accessed."""
         return _RankStates(self)
 
     def _tree(
@@ -273,7 +286,7 @@ class CheckpointReader:
 
 
 class _RankStates(Sequence[dict[str, Any]]):
-    """A checkpoint's state by rank."""
+    """State of each rank of a checkpoint, read on access."""
 
     def __init__(self, saved: CheckpointReader) -> None:
         self._saved = saved
@@ -295,7 +308,11 @@ class _RankStates(Sequence[dict[str, Any]]):
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of a checkpoint directory. Raises :class:`CheckpointError`."""
+    """The manifest of a checkpoint directory.
+
+    Raises:
+        CheckpointError: it is missing or not valid.
+    """
     text = manifest_bytes(path)
     if not text:
         raise CheckpointError(
@@ -306,8 +323,11 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def manifest_bytes(path: Path) -> bytes:
-    """The manifest of a checkpoint directory as it is; none if there is none. Raises
-    :class:`CheckpointError`."""
+    """The bytes of the manifest in a checkpoint directory; empty if there is none.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
     try:
         return read_small(path / MANIFEST, MAX_NBYTES)
     except FileNotFoundError:
@@ -317,9 +337,11 @@ def manifest_bytes(path: Path) -> bytes:
 
 
 def read_small(path: Path, max_nbytes: int) -> bytes:
-    """A regular file of at most so many bytes; nothing else is waited for, followed or held in memory.
+    """The content of a regular file of at most ``max_nbytes``. Does not follow links or wait on pipes.
 
-    Raises ``OSError``, and :class:`CheckpointError` for what is no such file.
+    Raises:
+        OSError: the file cannot be opened or read.
+        CheckpointError: it is not a regular file, or it is larger.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:

@@ -1,8 +1,8 @@
-"""How does a rank load files that only another node's disk has?
+"""Fetches checkpoint files that only the disk of another node has.
 
-Nodes without a shared file system each keep what their ranks wrote. Loading with the same ranks on the
-same nodes needs nothing else; otherwise missing files are sent by a rank that has them, block by block,
-and stay where they arrive.
+Without a shared file system each node keeps what its ranks wrote. Loading with the same ranks on the same
+nodes needs nothing else. Otherwise a rank that has a missing file sends it block by block, and the
+receiver keeps it.
 """
 
 from __future__ import annotations
@@ -37,10 +37,13 @@ def fetch_missing(
     needs: Callable[[Manifest], set[int]],
     device: torch.device,
 ) -> None:
-    """Afterwards every rank sees the files that it ``needs``, whole in size. Collective.
+    """Make every file that this rank ``needs`` visible to it, at its full size. Collective.
 
-    Raises :class:`CheckpointError` on every rank for a file that no rank has, or that is not the same
-    checkpoint's. Directories of other formats are left alone.
+    Does nothing for directories of other formats. ``needs(manifest)``: the indices of these files in the
+    manifest. ``failed``: begins the text of an error.
+
+    Raises:
+        CheckpointError: on every rank: no rank has a file, or ranks have manifests of different saves.
     """
     manifest = path / MANIFEST
 
@@ -130,7 +133,7 @@ def _send(
     device: torch.device,
     problems: list[str],
 ) -> None:
-    """Every rank takes part to the end, whatever goes wrong on the way."""
+    """Send one file. Every rank takes part until the end; errors are added to ``problems``."""
     target = path / file.name
     source: BlockFile | None = None
     writer: BlockWriter | None = None
@@ -150,7 +153,7 @@ def _send(
         try:
             if source is not None and not problems:
                 source.read(begin, bytes_of(part))
-        except CheckpointError as error:  # what is sent from now on, nobody keeps
+        except CheckpointError as error:  # later blocks are sent too, and no rank keeps them
             problems.append(str(error))
         moving = part.to(device)
         comm.broadcast(moving, holder, name=f"checkpoint file {target.name}").wait()

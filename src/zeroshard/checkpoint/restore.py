@@ -1,7 +1,8 @@
-"""How do the values of a saved run get into units, masters and optimizer state of this one?
+"""Loads the values of a saved run into units, masters and optimizer state.
 
-Each rank reads what it owns, by name, from wherever it lies; units that rest whole gather afterwards as
-they do after an update. What the program built decides the layout, the checkpoint only fills it.
+Each rank reads what it owns, by name, from whichever files have it. Units whose shards are whole
+all-gather afterwards, as they do after an update. The layout is that of the engine; the checkpoint only
+fills it.
 """
 
 from __future__ import annotations
@@ -33,18 +34,21 @@ _STAGING_NBYTES = 32 << 20
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """Which saved parameter fills which one of the model. ``left``: nothing fills them."""
+    """Which saved parameter fills which parameter of the model."""
 
-    names: Mapping[str, str]  # the model's name, the checkpoint's
-    left: tuple[str, ...]
+    names: Mapping[str, str]  # the model's name -> the checkpoint's name
+    left: tuple[str, ...]  # in the model only: not filled
     surplus: tuple[str, ...]  # in the checkpoint only
 
 
 def match(source: Source, shapes: Mapping[str, tuple[int, ...]], *, strict: bool) -> Match:
-    """Compare names and shapes.
+    """Match parameters by name and check their shapes.
 
-    ``strict``: every parameter of either side has its partner; frozen ones that were left out of the
-    checkpoint are compared by digest instead. Raises :class:`CheckpointError` with all differences.
+    ``strict``: every parameter of both sides must have a partner. The partner of a frozen parameter
+    may have a digest instead of values.
+
+    Raises:
+        CheckpointError: shapes differ or, with ``strict``, partners are missing. The text lists them.
     """
     by_name = {n: fqn for fqn, p in source.parameters.items() for n in (fqn, *p.aliases)}
     names = {
@@ -79,7 +83,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def needed_files(manifest: Manifest, local: LocalState, rank: int, world_size: int) -> set[int]:
-    """The files that this rank will read, by their place in the manifest."""
+    """The files that this rank will read, as indices into the manifest's ``files``."""
     by_name = {n: fqn for fqn, p in manifest.parameters.items() for n in (fqn, *p.aliases)}
     found = {manifest.shared_file} if manifest.files else set()
     same = len(manifest.rank_files) == world_size
@@ -104,9 +108,9 @@ def needed_files(manifest: Manifest, local: LocalState, rank: int, world_size: i
 class Loader:
     """Fills one engine's state on this rank. Every rank makes the same calls.
 
-    ``with_state``: optimizer state too. ``max_buffer_nbytes`` bounds the memory for values that need
-    another dtype or device on their way. ``failure``: why some bytes could not be read; values of two
-    runs are mixed then.
+    ``with_state``: load optimizer state too. ``max_buffer_nbytes`` limits the memory for values that are
+    converted or copied to a device. ``failure``: the first error; the engine then holds values of two
+    runs.
     """
 
     def __init__(
@@ -126,8 +130,11 @@ class Loader:
         self.failure: CheckpointError | None = None
 
     def fill(self) -> None:
-        """Read everything, unit by unit. After a failure nothing more is read, but the ranks still meet
-        in every collective."""
+        """Read everything, unit by unit.
+
+        After a failure nothing more is read, but this rank still takes part in every collective. The
+        failure is kept in ``failure``.
+        """
         for unit in self._local.units:
             unit.wait_for_unshard()
             unit.discard_unsharded()
@@ -179,7 +186,7 @@ class Loader:
             optimizer.seat_state(chunk, fragment, state)
 
     def _read(self, fqn: str, tensor: str, begin: int, out: Tensor) -> None:
-        """Values of the saved tensor from ``begin`` on into ``out``, of any dtype on any device."""
+        """Read values of a saved tensor from ``begin`` on into ``out``, of any dtype on any device."""
         if self.failure is None:
             try:
                 self._read_whole(fqn, tensor, begin, out)
@@ -205,7 +212,7 @@ class Loader:
 def _place(
     optimizer: ShardedOptimizer, chunk: OptimizerChunk, fragment: OwnedFragment, name: str
 ) -> Tensor:
-    """Where state of a fragment belongs: where it is, on the chunk's page, or beside the master."""
+    """Memory for one kind of state of a fragment: where it is now, on the chunk's page, or new."""
     if name in chunk.state_C:
         return fragment.of(chunk.state_C[name])
     there = optimizer.inner.state.get(fragment.value, {}).get(name)
@@ -222,8 +229,10 @@ def _number(
     fragment: OwnedFragment,
     optimizer: ShardedOptimizer,
 ) -> object:
-    """A single number as the optimizer keeps it. Step counts are on the device only where a kernel reads
-    them there (``capturable``, ``fused``)."""
+    """A single number as the optimizer keeps it.
+
+    ``step`` is on the device only where a kernel reads it there (``capturable``, ``fused``).
+    """
     if kind == "number":
         return number
     group = optimizer.inner.param_groups[fragment.group]
@@ -234,7 +243,7 @@ def _number(
 def digests_to_compare(
     local: LocalState, parameters: Mapping[str, SavedParameter], names: Mapping[str, str]
 ) -> dict[str, int]:
-    """By parameter, this rank's part of the digests of what the checkpoint has by digest alone."""
+    """This rank's part of the digests of parameters that were saved without values, by parameter."""
     found: dict[str, int] = {}
     for unit in local.units:
         wanted = {
@@ -256,9 +265,12 @@ def refuse_other_frozen(
     *,
     path: object,
 ) -> None:
-    """Frozen parameters that are not in the checkpoint must be the ones it was trained with.
+    """Check that frozen parameters without saved values equal those that the run was trained with.
 
-    Those of another dtype than they were cannot be compared. Raises :class:`CheckpointError`.
+    Parameters whose dtype has changed are not compared. ``parts``: digests of each rank.
+
+    Raises:
+        CheckpointError: the values differ.
     """
     other = []
     for fqn, total in total_digests(parts).items():

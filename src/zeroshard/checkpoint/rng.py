@@ -1,9 +1,10 @@
-"""Which random numbers come after a resume?
+"""Saves and restores random number generators, also at another world size.
 
-Those that would have come without it: every rank's generators are saved and set again. A program on
-another number of ranks has ranks that nobody saved for. A generator that was in one state on all ranks
-is a shared one (decisions that all ranks make alike) and stays shared; of the others each new rank gets
-its own, made by hashing, so that it is the same at every resume.
+Every rank's generators are saved and restored, so that a resumed run draws the numbers that an
+uninterrupted run would draw. With more ranks than were saved, some ranks have no saved state. A generator
+that had the same state on all ranks is shared (ranks use it for common decisions) and stays shared. For
+any other generator a new rank gets its own state, derived by hashing, so that every resume gives the same
+one.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from zeroshard.errors import CheckpointError
 State = dict[str, Any]
 """Generator -> its state, as data for :func:`zeroshard.checkpoint.json_state.encode`.
 
-``torch``: uint8 ``[n]``; ``python``, ``numpy`` (if imported), ``device`` (if it is not the CPU): dicts.
+``torch``: uint8 ``[n]``. ``python``, ``numpy`` (if imported) and ``device`` (if not the CPU): dicts.
 """
 
 
 def rng_state(device: torch.device) -> State:
-    """The state of the global generators: torch's, Python's, numpy's if imported, the device's."""
+    """The state of the global generators: torch's, Python's, numpy's if imported, and the device's."""
     version, words, gauss = random.getstate()
     state: State = {
         "torch": torch.get_rng_state(),
@@ -44,11 +45,13 @@ def rng_state(device: torch.device) -> State:
 
 
 def set_rng_state(state: State, device: torch.device) -> None:
-    """Put the global generators where ``state`` says.
+    """Set the global generators to ``state``.
 
-    A device of a kind for which nothing was saved is seeded from torch's state, so that two resumes
-    agree; numpy's generator is left alone if it was not saved. Raises :class:`CheckpointError` if a state
-    does not fit its generator.
+    If nothing was saved for the kind of ``device``, its generator is seeded from torch's state, so that
+    two resumes agree. numpy's generator is left alone if it was not saved.
+
+    Raises:
+        CheckpointError: a state does not fit its generator.
     """
     at = "torch"
     try:
@@ -84,10 +87,11 @@ def _set_device(state: State, device: torch.device) -> None:
 
 
 def rng_state_for(rank: int, saved: Sequence[State]) -> State:
-    """The state with which ``rank`` goes on, at any world size; ``saved``: those of the saved ranks.
+    """The state with which ``rank`` resumes, at any world size. ``saved``: the states of the saved ranks.
 
-    A rank that was saved gets its own. One that was not gets, for each generator, the state that all
-    saved ranks had in common, or else one derived from that of ``rank % len(saved)`` and ``rank``. Pure.
+    A saved rank gets its own state. Any other rank gets a state for each generator: the common one if all
+    saved ranks had the same, else one derived from that of rank ``rank % len(saved)`` and from ``rank``.
+    Pure.
     """
     if rank < len(saved):
         return saved[rank]
@@ -101,7 +105,7 @@ def rng_state_for(rank: int, saved: Sequence[State]) -> State:
 
 
 def _derived(part: str, state: Any, rank: int) -> Any:
-    """A state of the same generator that depends on every bit of ``state`` and on the rank."""
+    """A state of the same generator, derived from every bit of ``state`` and from the rank."""
     seed = _seed(state, rank)
     if part == "torch":
         return torch.Generator().manual_seed(seed).get_state()
@@ -117,7 +121,7 @@ def _derived(part: str, state: Any, rank: int) -> Any:
 
 
 def _seed(state: Any, salt: int | str) -> int:
-    """63 bits: what every generator takes."""
+    """A seed of 63 bits, which every generator accepts."""
     digest = hashlib.sha256(_digest(state) + repr(salt).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 

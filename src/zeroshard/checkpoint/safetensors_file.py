@@ -1,8 +1,8 @@
-"""What is where in a safetensors file, before it is written and when it is read?
+"""Lays out and reads the headers of safetensors files.
 
-The library reads and writes whole files; these are written tensor by tensor, with a known layout, so
-that no rank holds more than a few blocks. Every tensor starts at a multiple of 64 bytes: entries named
-``pad:`` fill the gaps, since the format allows no holes.
+The safetensors library reads and writes whole files. Checkpoint files are written tensor by tensor into a
+layout that is known from the start, so that a rank holds a few blocks at a time. Every tensor starts at a
+multiple of 64 bytes. Entries named ``pad:`` fill the gaps, because the format allows none.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zeroshard.checkpoint.manifest import ITEMSIZE, Dtype
 from zeroshard.errors import CheckpointError
 
 ALIGN_NBYTES = 64
-_MAX_HEADER_NBYTES = 100 << 20  # the format's own limit
+_MAX_HEADER_NBYTES = 100 << 20  # the format's limit
 
 DTYPES: dict[Dtype, torch.dtype] = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
@@ -28,12 +28,16 @@ DTYPES: dict[Dtype, torch.dtype] = {
     "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
 }  # fmt: skip
-"""torch's dtypes by the names that safetensors gives them."""
+"""torch's dtypes by their names in safetensors."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def dtype_name(dtype: torch.dtype, *, where: str) -> Dtype:
-    """The name of a dtype in files. Raises :class:`CheckpointError` for one that they cannot hold."""
+    """The name of a dtype in files. ``where``: what has it, for the message.
+
+    Raises:
+        CheckpointError: files cannot hold this dtype.
+    """
     if dtype not in _NAMES:
         raise CheckpointError(f"{where} is of {dtype}, which the safetensors format cannot hold.")
     return _NAMES[dtype]
@@ -54,9 +58,10 @@ class Entry:
 
 
 def lay_out(entries: Iterable[Entry]) -> tuple[bytes, list[Entry]]:
-    """The first bytes of a file, and the entries with their offsets in the order of the file.
+    """The header of a file, and the entries with their offsets in the order of the file.
 
-    Raises :class:`CheckpointError` for two entries with one key, or a header over the format's limit.
+    Raises:
+        CheckpointError: two entries have the same key, or the header exceeds the format's limit.
     """
     placed: list[Entry] = []
     at = 0
@@ -85,7 +90,11 @@ def lay_out(entries: Iterable[Entry]) -> tuple[bytes, list[Entry]]:
 
 
 def read_entries(file: BlockFile) -> dict[str, Entry]:
-    """The tensors of a file by key. Raises :class:`CheckpointError` for any file that is not one."""
+    """The tensors of a file by key.
+
+    Raises:
+        CheckpointError: the file is not a valid safetensors file.
+    """
     try:
         head = bytearray(8)
         file.read(0, memoryview(head))
@@ -128,7 +137,7 @@ def _entry(key: str, row: Mapping[str, object], begin: int) -> Entry:
     low, high = offsets
     if len(shape) > 64 or not all(type(n) is int and 0 <= n <= 2**53 for n in (*shape, low, high)):
         raise ValueError(f"{name} has a shape or a place that is none")
-    if prod(max(1, n) for n in shape) > 2**53:  # torch multiplies the others too if one is 0
+    if prod(max(1, n) for n in shape) > 2**53:  # torch multiplies the others even if one is 0
         raise ValueError(f"{name} is too large")
     if dtype not in ITEMSIZE or prod(shape) * ITEMSIZE[dtype] != high - low:
         raise ValueError(f"{name} of {dtype[:20]} {shape} does not have {high - low} bytes")

@@ -1,12 +1,40 @@
-"""How do ranks write one checkpoint together, so that it is there as a whole or not at all?
+"""Writes one checkpoint with all ranks, so that it exists as a whole or not at all.
 
-Every rank writes one file of its own pieces; rank 0 collects what is in them and writes the manifest. The
-ranks agree through a :class:`~zeroshard.comm.control_group.ControlGroup`: no collective waits for a disk.
-An error of one rank ends the save on all, in the same words, and leaves what was there before.
+[Note: phases of a save]
+A save is one :class:`SaveTask` on each rank, in seven rounds. A *round* is one call of
+:func:`~zeroshard.checkpoint.all_ranks.run_on_all_ranks`, in which every rank acts, rank 0 decides, and
+all ranks get the decision. The *leader* is the lowest rank that sees the same directory as this rank;
+ranks on separate disks have different leaders.
 
-1. :func:`plan`: which files, what is in them, whether frozen weights are there already.
-2. :meth:`Job.snapshot`, if training is to go on meanwhile: copy this rank's bytes to host memory.
-3. :meth:`Job.run`: reserve, write, put the manifest together, rename.
+1. "planning it" (:func:`plan`): ranks report tag, path, digests and buffers. Rank 0 chooses the tag, the
+   nonce, and whether frozen weights are written, referred to or left out.
+2. "laying out its files": each rank fixes the header and the entries of its files.
+3. "making the directory": each rank makes ``.TAG.saving-NONCE`` and its files, empty.
+4. "looking for each other's files": each rank finds its leader. Rank 0 adds up the bytes by leader.
+5. "reserving space": each rank checks the free space and reserves all blocks of its files.
+6. "writing": each rank writes, syncs and reports checksums. Rank 0 merges the reports into the manifest.
+7. "completing it": each leader writes the manifest and renames the directory to ``TAG``.
+
+In an asynchronous save :meth:`SaveTask.snapshot` runs after round 2: it copies this rank's bytes into
+host memory. :meth:`SaveTask.run` does rounds 3 to 7, on a thread while training goes on.
+
+Who owns what: each element is saved by exactly one rank, the one whose shard it is in. A rank writes one
+file with its fragments; rank 0 also writes the file of what all ranks share. A snapshot uses memory of
+the caller, which must not change before :meth:`SaveTask.run` returns. Without a snapshot, values are read
+from the units in round 6.
+
+Invariants, and what breaks without them:
+
+* The manifest is written after every rank has reported that its files are durable. Otherwise a crash
+  could leave a complete-looking checkpoint whose files lack bytes.
+* A checkpoint gets its name by one rename of a directory whose content is durable. ``latest`` changes
+  after that, so it never names an incomplete checkpoint. Replacing a checkpoint takes two renames;
+  :mod:`zeroshard.checkpoint.directory` says what a crash between them leaves.
+* Ranks agree through a :class:`~zeroshard.comm.control_group.ControlGroup`, never through a collective
+  (ADR 0010). A slow disk would otherwise run into the time limit of the transport, and an asynchronous
+  save would mix its collectives with those of training.
+* A failure of one rank in any round is raised by all ranks as the same error, before the next round
+  begins. What existed before the save is untouched.
 """
 
 from __future__ import annotations
@@ -55,14 +83,14 @@ FAULT_POINTS = (
     "planned", "made", "reserved", "half", "written", "collected",
     "manifest", "frozen", "aside", "committed", "latest", "pruned",
 )  # fmt: skip
-"""Where a save can be watched, and where tests end it."""
+"""Points of a save at which a callback is called. Tests end a rank at each of them."""
 
 _STAGING_NBYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The ``checkpoint`` section of the configuration, as far as saving needs it."""
+    """The part of the configuration's ``checkpoint`` section that saving needs."""
 
     frozen: str = "once"
     keep_last: int | None = None
@@ -72,15 +100,15 @@ class Options:
 
 @dataclass(eq=False, slots=True)
 class _File:
-    """One file of this rank, in order. ``rows``: ``(fqn, tensor, dtype, begin, numel)``."""
+    """One file that this rank writes. ``rows``: ``(fqn, tensor, dtype, begin, numel)`` in file order."""
 
-    name: str  # as the manifest has it
+    name: str  # as in the manifest
     units: list[Unit]
     extras: dict[str, Tensor]
     head: bytes
     entries: list[Entry]
     rows: list[tuple[str, str, Dtype, int, int]]
-    image: Tensor | None = None  # all of its bytes, in a snapshot
+    image: Tensor | None = None  # uint8 [nbytes], the content of the file, after a snapshot
 
     @property
     def nbytes(self) -> int:
@@ -110,12 +138,12 @@ def _planned(name: str, local: LocalState, units: list[Unit], extras: dict[str, 
 
 
 def file_name(rank: int, world_size: int) -> str:
-    """The file that a rank writes."""
+    """The name of the file that a rank writes."""
     return f"rank-{rank:05d}-of-{world_size:05d}.safetensors"
 
 
 class SaveTask:
-    """One save, as one rank does it. Made by :func:`plan`."""
+    """One save, on one rank. Made by :func:`plan`."""
 
     def __init__(
         self,
@@ -150,7 +178,7 @@ class SaveTask:
         with_it = [] if self._frozen != "here" else frozen
         trained = [unit for unit in local.units if unit.trainable]
         self._files = [_planned(me, local, [*trained, *with_it], extras)]
-        if control_group.rank == 0:  # what every rank reads is not in a file with a shard
+        if control_group.rank == 0:  # what every rank reads is kept apart from shards
             common = {tree_key(f"shared/{name}"): t for name, t in facts.shared_tensors.items()}
             for name, buffer in facts.buffers.items():
                 if name not in own_buffers:
@@ -158,23 +186,23 @@ class SaveTask:
             self._files.append(_planned(SHARED_FILE, local, [], common))
         if self._frozen == "write":
             self._files.append(_planned(f"../{self._frozen_name}/{me}", local, frozen, {}))
-        self._scalars = merged(map(local.scalars, local.units), _numbers)  # now: training goes on
-        self._leader = 0  # the lowest rank that shares the directory with this one
+        self._scalars = merged(map(local.scalars, local.units), _numbers)  # training changes them
+        self._leader = 0  # the lowest rank that sees the same directory as this one
         self._text = ""  # the manifest, on rank 0
         self._writers: list[BlockWriter] = []
-        self._failure: Exception | None = None  # of the copy
+        self._failure: Exception | None = None  # of the snapshot
 
     @property
     def nbytes(self) -> int:
-        """What this rank writes."""
+        """Bytes that this rank writes."""
         return sum(file.nbytes for file in self._files)
 
     # ------------------------------------------------------------------ copying, or writing at once
 
     def snapshot(self, take: Callable[[int], Tensor]) -> None:
-        """Copy all bytes of this rank into host memory that ``take(nbytes)`` gives (uint8).
+        """Copy all bytes of this rank into host memory. ``take(nbytes)`` returns uint8 ``[nbytes]``.
 
-        Waits for no other rank: what goes wrong is said, to all of them, by :meth:`run`.
+        Does not wait for other ranks. An error is kept, and :meth:`run` raises it on all ranks.
         """
         try:
             self._copy(take)
@@ -196,11 +224,12 @@ class SaveTask:
             torch.cuda.synchronize()
 
     def run(self) -> Path:
-        """Write and commit; every rank does it. Returns the checkpoint's directory.
+        """Write the files and commit the checkpoint. Every rank calls it. Returns the directory.
 
         Raises:
-            CheckpointError: on every rank, in the same words; what existed before is untouched.
-            RankLost, RankLate: another rank ended or did not come.
+            CheckpointError: on every rank, with the same text; what existed before is untouched.
+            RankLost: another rank ended.
+            RankLate: another rank did not reach the save in time.
         """
         try:
             self._agree("making the directory", self._make)
@@ -216,7 +245,7 @@ class SaveTask:
         except BaseException as error:
             self._abandon(keep=isinstance(error, DistributedError))
             raise
-        # Rank 0 may serve the store, and end right after this: the others have heard that all is well.
+        # Rank 0 may host the store, and may end after this: wait until all ranks have the outcome.
         self._control_group.gather("", topic="ending the save")
         return self.root / self.tag
 
@@ -293,7 +322,7 @@ class SaveTask:
         }
 
     def _publish(self, text: str) -> None:
-        """On one rank of those that share a directory."""
+        """On the leader: write the manifest and rename. On other ranks: nothing."""
         if self._leader != self._control_group.rank:
             return
         places.write_durably(self._place / MANIFEST, text)
@@ -316,7 +345,7 @@ class SaveTask:
         self._at("pruned")
 
     def _abandon(self, *, keep: bool) -> None:
-        """The save failed. ``keep``: ranks are lost, and others may still write."""
+        """The save failed. ``keep``: ranks are lost, and others may still write into the directory."""
         for writer in self._writers:
             writer.close()
         for place in {self._path(file).parent for file in self._files} if not keep else ():
@@ -329,7 +358,7 @@ class SaveTask:
     # ------------------------------------------------------------------ bytes
 
     def _bytes(self, file: _File) -> Iterator[memoryview]:
-        """The file from start to end; each part is good until the next."""
+        """The file from start to end. Each part is valid until the next one."""
         if file.image is not None:
             yield bytes_of(file.image)
             return
@@ -349,7 +378,7 @@ class SaveTask:
                     yield bytes_of(whole[: part.numel()])
 
     def _values(self, file: _File) -> Iterator[tuple[Entry, Tensor | None]]:
-        """Each entry with what is in it, in the order of the file; None is padding."""
+        """Each entry and its values, in the order of the file. None: padding, to be written as zeros."""
         values = chain(
             (p.values for unit in file.units for p in self._local.visit(unit)),
             (t.detach().contiguous() for t in file.extras.values()),
@@ -360,7 +389,7 @@ class SaveTask:
             raise AssertionError("there is more to save than was planned")
 
     def _merge(self, said: list[dict[str, Any]]) -> dict[str, Any]:
-        """On rank 0: every rank's part as one manifest; it is read once as a stranger would."""
+        """On rank 0: make the manifest from all ranks' reports, and parse its text to check it."""
         manifest = merge(
             said,
             units=self._local.units,
@@ -387,8 +416,16 @@ def plan(
     options: Options,
     at: Callable[[str], None] = lambda _point: None,
 ) -> SaveTask:
-    """Decide with all ranks what is written, and by whom. Raises as :meth:`Job.run`."""
-    kept: dict[str, Any] = {}  # what only rank 0 needs
+    """Agree with all ranks on what is written and by which rank.
+
+    ``at`` is called with each of :data:`FAULT_POINTS`.
+
+    Raises:
+        CheckpointError: on every rank, with the same text.
+        RankLost: another rank ended.
+        RankLate: another rank did not reach the save in time.
+    """
+    kept: dict[str, Any] = {}  # decisions that only rank 0 needs
 
     made: list[CheckpointMetadata] = []
 
@@ -426,7 +463,7 @@ def plan(
             if before is not None and before.block_nbytes == BLOCK_NBYTES:
                 how, kept["reused"] = "reuse", before
             elif not everywhere or places.is_frozen_in_use(root, name):
-                how = "here"  # to replace it would end the checkpoints that need it
+                how = "here"  # replacing it would break the checkpoints that need it
         first = said[0]["buffers"]
         return {
             "tag": said[0]["tag"],
@@ -500,7 +537,7 @@ def _crc(tensor: Tensor) -> int:
 
 
 def _numbers(row: Mapping[str, object]) -> dict[str, tuple[str, float | int | bool]]:
-    """An optimizer's single numbers as the manifest has them."""
+    """The optimizer's single numbers of one parameter, with their dtypes, as the manifest has them."""
     found: dict[str, tuple[str, float | int | bool]] = {}
     for name, value in row.items():
         if isinstance(value, Tensor) and value.numel() == 1:
@@ -519,7 +556,7 @@ def _numbers(row: Mapping[str, object]) -> dict[str, tuple[str, float | int | bo
 
 
 def _staging(nbytes: int) -> Tensor:
-    """Host memory that a GPU copies into."""
+    """Host memory ``[nbytes]`` that a GPU copies into; pinned where CUDA is available."""
     nbytes -= nbytes % 64
     if torch.cuda.is_available():
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)

@@ -1,6 +1,6 @@
-"""How do programs that know DeepSpeed's ``zero_to_fp32`` get whole fp32 weights out of a checkpoint?
+"""DeepSpeed's ``zero_to_fp32``: writes full fp32 weights from a checkpoint, in one process without a GPU.
 
-Its names, arguments and command line, for the checkpoints that this library reads. No ranks, no GPU.
+It has DeepSpeed's names, arguments and command line, for every checkpoint that this library reads.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ from zeroshard.checkpoint.zero_to_fp32 import main
 
 sys.exit(main())
 '''
-"""What saving puts beside ``latest``, under the name that programs call."""
+"""The script that a save writes next to ``latest``, under the name that programs call."""
 
 
 @dataclass(frozen=True, slots=True)
 class LazyTensor:
-    """A weight that is read when :meth:`contiguous` is called, each time anew."""
+    """A weight that is read from the files at each call of :meth:`contiguous`."""
 
     source: Source
     fqn: str
@@ -64,11 +64,15 @@ class LazyTensor:
     shape: torch.Size
 
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return self.shape.numel()
 
     def contiguous(self) -> Tensor:
-        """The values, ``[*shape]`` in host memory. Raises :class:`CheckpointError`."""
+        """The values, ``[*shape]`` in host memory.
+
+        Raises:
+            CheckpointError: the values cannot be read.
+        """
         out = torch.empty(self.numel(), dtype=self.dtype)
         at = 0
         for piece in saved_pieces(self.source, self.fqn):
@@ -83,11 +87,13 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Any]:
-    """The whole state dict: parameters in fp32, under all their names, and persistent buffers as saved.
+    """The full state dict: parameters in fp32 under all their names, and persistent buffers as saved.
 
-    ``checkpoint_dir`` holds tags; None is the latest. Host memory: 4 bytes per parameter. With
-    ``lazy_mode`` a :class:`LazyTensor` for each parameter, which keeps the files open. Raises
-    :class:`CheckpointError`.
+    ``checkpoint_dir`` is the directory of tags; ``tag=None`` is the latest. Host memory: 4 bytes per
+    parameter. ``lazy_mode``: a :class:`LazyTensor` for each parameter; the files stay open.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or values are missing or cannot be read.
     """
     source = open_checkpoint(checkpoint_dir, tag)
     lazy = _lazy_state(source, exclude_frozen_parameters=exclude_frozen_parameters)
@@ -99,7 +105,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
 
 def _lazy_state(source: Source, *, exclude_frozen_parameters: bool) -> dict[str, LazyTensor]:
-    """By canonical name."""
+    """The parameters by their first name."""
     return {
         name: LazyTensor(
             source,
@@ -112,7 +118,7 @@ def _lazy_state(source: Source, *, exclude_frozen_parameters: bool) -> dict[str,
 
 
 def _with_aliases(source: Source, state: dict[str, Any]) -> dict[str, Any]:
-    """Tied weights under each of their names: the same object."""
+    """The state with every name of a tied weight; all names have the same object."""
     return {
         name: value
         for fqn, value in state.items()
@@ -130,9 +136,11 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 ) -> None:
     """Write the fp32 weights of a checkpoint to ``output_dir``, in files of at most ``max_shard_size``.
 
-    As safetensors they are streamed and verified. ``safe_serialization=False``: ``pytorch_model.bin``,
-    with tied weights under all their names; one file at a time is in memory. Raises
-    :class:`CheckpointError`.
+    safetensors files are streamed and verified. ``safe_serialization=False`` writes
+    ``pytorch_model.bin``, with tied weights under all their names; one file at a time is in memory.
+
+    Raises:
+        CheckpointError: values cannot be read, or files cannot be written.
     """
     with closing(open_checkpoint(checkpoint_dir, tag)) as source:
         if safe_serialization:
@@ -151,7 +159,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         }
         weights = [Weight(name, t.dtype, tuple(t.shape)) for name, t in state.items()]
         shards = plan_shards(weights, filename=BIN, max_nbytes=parse_size(max_shard_size))
-        last: list[tuple[Any, Tensor]] = []  # names of a tied weight follow each other
+        last: list[tuple[Any, Tensor]] = []  # the names of a tied weight are adjacent
 
         def read(name: str) -> Tensor:
             if not last or last[0][0] is not state[name]:
@@ -164,9 +172,13 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | Path, tag: str | None = None
 ) -> nn.Module:
-    """Put the weights of a checkpoint into an ordinary module, where its parameters are. Returns it.
+    """Load the weights of a checkpoint into an ordinary module, on its devices. Returns the module.
 
-    Names that only one of the two has are left alone, with a warning. Host memory: the fp32 weights.
+    Names that only the module or only the checkpoint has are logged and left alone. Host memory: the fp32
+    weights.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or values cannot be read.
     """
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     missing, unexpected = model.load_state_dict(state, strict=False)

@@ -1,4 +1,4 @@
-"""The border where strings end: DeepSpeed's JSON in, one typed and resolved ``Config`` out."""
+"""Reads DeepSpeed's JSON into one typed, resolved ``Config``. Other packages do not see the JSON."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""What does the page about the configuration say?
+"""Generates ``docs/config.md``, the page about the configuration.
 
-``python -m zeroshard.config.docs > docs/config.md`` writes it from the same fields that read a
-configuration, so that it cannot tell another story; a test compares the committed page with this
-text.
+``python -m zeroshard.config.docs > docs/config.md`` writes it from the fields that read a configuration.
+A test compares the committed page with this output.
 """
 
 from __future__ import annotations

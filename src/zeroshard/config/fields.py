@@ -1,9 +1,9 @@
-"""What may a config value look like, and what do we promise about its key?
+"""Value types and verdicts of configuration keys, for all sections.
 
-Two things that every section needs: value types that read JSON kindly but never guess (``Int``
-takes ``5e8`` and ``"8"``, ``Flag`` takes only true and false), and five words that say what
-ZeroShard does with a key. A key is written down once, as a field made by one of these words; the
-key table, the errors, the notices and ``docs/config.md`` are all read from it.
+The value types accept unambiguous spellings and never guess: ``Int`` takes ``5e8`` and ``"8"``, ``Flag``
+takes only true and false. A verdict says what ZeroShard does with a key (``VERDICT_MEANING``). Each key
+is declared once, as a field made by ``honour``, ``accept``, ``not_yet``, ``later`` or ``refuse``. The key
+table, the errors, the notices and ``docs/config.md`` are derived from the fields.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ VERDICT_MEANING: dict[Verdict, str] = {
 
 
 class Section(BaseModel):
-    """One object of the configuration: immutable, and no key may be misspelt."""
+    """One object of the configuration: immutable, and unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 
 def _word(verdict: Verdict) -> Callable[..., Any]:
     def field(default: Any, doc: str, *, why: str = "", done: Any = None) -> Any:
-        """``done``: a value that asks for what is so here in any case, and needs no notice."""
+        """``done``: a value that asks for what ZeroShard always does, so that it gets no notice."""
         extra: dict[str, Any] = {"verdict": verdict, "why": why, "done": done}
         if callable(default):
             return Field(default_factory=default, description=doc, json_schema_extra=extra)
@@ -54,12 +54,12 @@ refuse = _word("refuse")
 
 
 def is_auto(value: object) -> bool:
-    """Is this the word "auto", which means that the reader of the config decides?"""
+    """Is this the word "auto", which leaves the value to the reader of the configuration?"""
     return isinstance(value, str) and value.strip().lower() == "auto"
 
 
 def is_off(value: object, default: object = None) -> bool:
-    """Does this value leave a feature switched off, in any of the ways that old files write it?
+    """Is this one of the values by which configurations switch a feature off?
 
     >>> is_off({"enabled": False, "theta": 0.5}), is_off({"a": {"enabled": False}, "b": {}})
     (True, True)
@@ -78,7 +78,7 @@ def is_off(value: object, default: object = None) -> bool:
 
 
 def show(value: object) -> str:
-    """The value as it would stand in the JSON file, cut to a readable length."""
+    """The value as JSON text, cut to a readable length."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError):
@@ -87,12 +87,12 @@ def show(value: object) -> str:
 
 
 def problem(text: str) -> PydanticCustomError:
-    """A validation error whose text is already fit for the user."""
+    """A validation error whose text is shown to the user as it is."""
     return PydanticCustomError("zeroshard", "{text}", {"text": text})
 
 
 def read_number(value: object) -> int | float | None:
-    """``value`` as a number if it is one or spells one, else None. Booleans are not numbers."""
+    """``value`` as a number if it is one or is the text of one, else None. Booleans are not numbers."""
     if isinstance(value, bool):
         return None
     if isinstance(value, Integral):

@@ -1,7 +1,7 @@
-"""Which keys are known, and what does ZeroShard do with each one?
+"""The table of all known keys, with what ZeroShard does with each one.
 
-``KEYS`` has one row per key: those of the schema, those that are known only to be refused, and old
-spellings. Suggestions for misspelt keys, the notices and ``docs/config.md`` are read from it.
+``KEYS`` has one row per key: keys of the schema, keys that are known and refused, and old spellings.
+Suggestions for misspelt keys, notices and ``docs/config.md`` are derived from it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zeroshard.config.schema import Config, section_type
 
 @dataclass(frozen=True)
 class Key:
-    """One row: dotted path, verdict, the reason for it, meaning, and the field if it has one."""
+    """One row: dotted path, verdict, the reason for it, meaning, and the field if the key has one."""
 
     path: str
     verdict: Verdict
@@ -56,17 +56,17 @@ REFUSED: dict[str, str] = {
     "zero_optimization.mics_hierarchical_params_gather": REMOVED + "leave it out",
     "zero_optimization.zeropp_loco_param": REMOVED + "leave it out",
 }
-"""Keys without a field: an error that gives the reason, unless the value switches them off."""
+"""Keys without a field. They are errors with this reason, unless the value switches them off."""
 
 OFF: dict[str, object] = {"zero_optimization.mics_shard_size": -1}
-"""What switches a refused key off besides the usual words: its default, which old files spell out."""
+"""A value that also switches a refused key off: its default, which old files contain."""
 
 ALIASES = (
     *("prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold"),
     *("max_live_parameters", "max_reuse_distance", "gather_16bit_weights_on_model_save"),
     *("module_granularity_threshold", "use_all_reduce_for_fetch_params", "allgather_sequential"),
 )
-"""Keys of ``zero_optimization`` that DeepSpeed also takes without their ``stage3_``."""
+"""Keys of ``zero_optimization`` that DeepSpeed also accepts without the prefix ``stage3_``."""
 
 RENAMED: dict[str, str] = {
     "bfloat16": "bf16",
@@ -77,7 +77,7 @@ RENAMED: dict[str, str] = {
     ),
     **{f"zero_optimization.{name}": f"zero_optimization.stage3_{name}" for name in ALIASES},
 }
-"""Other spelling -> the key that it is read as."""
+"""Old or short spelling -> the key that it is read as."""
 
 STRAY: dict[str, str] = {
     "bf16.auto_cast": "Only fp16 has it; cast the inputs, or use torch_autocast.",
@@ -89,7 +89,7 @@ STRAY: dict[str, str] = {
     "gas": "Write gradient_accumulation_steps.",
     "optimizer.params.max_grad_norm": "The engine clips: write gradient_clipping at the top level.",
 }
-"""Words seen in the wild that no nearest name would lead to the right place."""
+"""Unknown keys seen in programs -> advice. The nearest known name would be wrong for them."""
 
 
 UNCHECKED = frozenset(
@@ -98,7 +98,7 @@ UNCHECKED = frozenset(
         *("pipeline", "timers", "timers.throughput"),
     )
 )
-"""Sections (the top level is empty) in which DeepSpeed ignores keys that it does not know."""
+"""Sections in which DeepSpeed ignores unknown keys. The empty name is the top level."""
 
 
 def _rows(model: type[Section], prefix: str) -> list[Key]:
@@ -144,7 +144,7 @@ KEYS: Mapping[str, Key] = _all_keys()
 
 
 def advice(path: str, siblings: list[str]) -> str:
-    """What to write instead of the unknown key ``path``, whose section knows ``siblings``.
+    """What to write instead of the unknown key ``path``. ``siblings``: the keys that its section knows.
 
     >>> advice("zero_optimization.stge", ["stage", "overlap_comm"])
     'Did you mean "stage"?'
@@ -175,21 +175,21 @@ _TOP = "at the top level"
 
 
 SURE = 0.85
-"""Of :func:`nearest`: names this near mean the same key."""
+"""A cutoff for :func:`nearest`: names that are at least this similar mean the same key."""
 
 
 def nearest(name: str, known: list[str], cutoff: float = 0.7) -> str | None:
-    """The known word that looks most like ``name``, without regard to case."""
+    """The known name most similar to ``name``, without regard to case; None below ``cutoff``."""
     lowered = {word.lower(): word for word in sorted(known, reverse=True)}
     close = get_close_matches(name.lower(), sorted(lowered), n=1, cutoff=cutoff)
     return lowered[close[0]] if close else None
 
 
 def is_misspelt(name: str, value: object, given: Collection[str]) -> bool:
-    """Is this unknown key of the top level a slip of a known one, rather than somebody else's?
+    """Is this unknown key of the top level a misspelt known key, rather than a key of another library?
 
-    Keys that were put aside are not: ``given`` has the key itself, or a sign stands before the name.
-    Neither is a plain value where the known key is a section.
+    A name that does not begin with a letter is not: such keys were commented out. Neither is one whose
+    known key is in ``given``, too, nor a plain value where the known key is a section.
 
     >>> is_misspelt("zero_optimisation", {"stage": 3}, []), is_misspelt("_optimizer", {}, [])
     (True, False)
@@ -205,10 +205,10 @@ def is_misspelt(name: str, value: object, given: Collection[str]) -> bool:
 
 
 def not_yet(config: Config) -> list[str]:
-    """One line for each setting that asks for a part which this release does not have.
+    """One line for each setting that asks for a feature which this release does not have.
 
-    Parts that act only when something is called (saving, checkpointing activations) are not listed:
-    the call says so. ``load_config`` turns these lines into errors.
+    Features that act only in a call (saving, checkpointing activations) are not listed: the call raises.
+    ``load_config`` turns these lines into errors.
     """
     lines: list[str] = []
     tensor = config.tensor_parallel
@@ -226,7 +226,7 @@ def not_yet(config: Config) -> list[str]:
 
 
 def get(config: Section, path: str) -> Any:
-    """The value at a dotted path; None below a section that is None."""
+    """The value at a dotted path. None if a section on the path is None."""
     value: Any = config
     for name in path.split("."):
         value = getattr(value, name) if isinstance(value, Section) else None

@@ -1,4 +1,4 @@
-"""Which offload settings cannot hold together, and which do nothing at this stage?"""
+"""Finds offload settings that contradict each other or have no effect at the configured stage."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ZERO = "zero_optimization"
 
 
 def contradictions(zero: ZeroConfig, unknown: Collection[str]) -> Iterator[str]:
-    """One line for each; ``unknown``: dotted keys whose value is not known, so nothing follows."""
+    """One line for each contradiction. Dotted keys in ``unknown`` have no known value to compare."""
     optimizer, param = zero.offload_optimizer, zero.offload_param
     if f"{_ZERO}.stage" in unknown:
         return
@@ -49,7 +49,7 @@ def _without_path(name: str, section: OffloadConfig, unknown: Collection[str]) -
 
 
 def notices(zero: ZeroConfig) -> Iterator[str]:
-    """Lines about settings that are right and do nothing."""
+    """Lines about settings that are valid and have no effect."""
     param = zero.offload_param
     if param is not None and param.device != "none" and not STAGES[zero.stage].shards_params:
         yield (

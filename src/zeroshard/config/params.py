@@ -1,6 +1,6 @@
-"""Which arguments may an optimizer or a schedule of the configuration take?
+"""The arguments of optimizers and schedules in a configuration.
 
-One section per type that DeepSpeed knows by name. Other classes of ``torch.optim`` and
+There is one section per type that DeepSpeed knows by name. Other classes of ``torch.optim`` and
 ``torch.optim.lr_scheduler`` take their own arguments, which only torch can check.
 """
 
@@ -29,7 +29,7 @@ from zeroshard.config.fields import (
 
 
 def required(doc: str) -> Any:
-    """An argument without a default."""
+    """A field for an argument without a default."""
     return Field(description=doc, json_schema_extra={"verdict": "honour", "why": ""})
 
 

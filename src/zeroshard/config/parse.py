@@ -1,9 +1,9 @@
-"""How does a dict become a typed configuration, with every problem found in one pass?
+"""Turns a dict into a typed configuration and collects every problem in one pass.
 
-Two walks. ``tidy`` goes through what the user wrote: it sets "auto" aside and finds keys that are
-unknown or refused. ``validate`` lets pydantic read the rest; a value that it rejects is noted,
-replaced by its default, and reading goes on, so that one wrong value hides no other. Nothing here
-looks at the world: the text is the same on every rank.
+There are two walks. ``tidy`` goes through the user's dict: it sets "auto" values aside and finds unknown
+and refused keys. ``validate`` lets pydantic read the rest. A rejected value is recorded and replaced by
+its default, and reading goes on, so that one wrong value hides no other. Nothing here depends on the
+environment: the messages are the same on every rank.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ S = TypeVar("S", bound=Section)
 
 @dataclass
 class Findings:
-    """What reading a configuration brought to light; filled as the walks go."""
+    """What the walks found. They add to it."""
 
     errors: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
@@ -54,10 +54,10 @@ def tidy(
     *,
     ignores: Callable[[str, str], bool],
 ) -> dict[str, Any]:
-    """The part of ``raw`` that ``model`` can read; everything else goes to ``found``.
+    """The part of ``raw`` that ``model`` can read. Everything else is recorded in ``found``.
 
-    ``ignores``: is an unknown key noted only? Asked with its section (dotted; the top level is
-    empty) and its name.
+    ``ignores(section, name)``: is this unknown key recorded without an error? ``section`` is dotted; the
+    top level is empty.
     """
     out: dict[str, Any] = {}
     for name, value in raw.items():
@@ -103,7 +103,7 @@ def _unknown(
 
 
 def _dropped(path: str, value: object, known: FieldInfo, found: Findings) -> bool:
-    """Is this a value that need not be read: a feature switched off, or one that is refused?"""
+    """Is this value left out of the configuration: a feature that is switched off, or a refused one?"""
     row = KEYS[path]
     if row.is_section and (value == {} or (is_off(value) and not isinstance(value, Mapping))):
         return True
@@ -127,7 +127,7 @@ def _example(model: type[Section]) -> str:
 
 
 def rename(raw: dict[str, Any], found: Findings) -> dict[str, Any]:
-    """``raw`` with today's spelling of old keys; ``raw`` itself belongs to us and is changed."""
+    """``raw`` with today's spelling of old keys. ``raw`` is our own copy, and is changed in place."""
     zero = raw.get("zero_optimization")
     if isinstance(zero, bool):
         raw["zero_optimization"] = {"stage": 1} if zero else {}
@@ -164,7 +164,7 @@ def rename(raw: dict[str, Any], found: Findings) -> dict[str, Any]:
 def _typed_params(
     section: str, given: dict[str, Any], found: Findings, *, ignores: Callable[[str, str], bool]
 ) -> None:
-    """Check ``params`` against what the type takes; ``given`` is changed in place."""
+    """Check ``params`` against what the type takes. Changes ``given`` in place."""
     kind, params = given.get("type"), given.get("params") or {}
     if not isinstance(params, Mapping):
         example = '{"lr": 0.001}' if section == "optimizer" else "{...}"
@@ -199,7 +199,7 @@ def _typed_params(
 def _refuse_auto(
     params: dict[str, Any], model: type[Section], prefix: str, found: Findings
 ) -> None:
-    """Reject "auto" for arguments without a default; a 1 in their place lets reading go on."""
+    """Reject "auto" for arguments without a default. They get the value 1, so that reading goes on."""
     for name, known in model.model_fields.items():
         if known.is_required() and prefix + name in found.autos:
             found.reject(
@@ -220,7 +220,7 @@ def _torch_class(section: str, kind: str, named: list[str], found: Findings) -> 
 
 
 def _torch_params(prefix: str, params: Mapping[str, Any], found: Findings) -> dict[str, Any]:
-    """Arguments of a torch class: passed on, with strings that are numbers read as numbers."""
+    """Arguments of a torch class: passed on, with strings that are numbers converted to numbers."""
     out: dict[str, Any] = {}
     for name, value in params.items():
         path = f"{prefix}{name}"
@@ -239,10 +239,9 @@ def _torch_params(prefix: str, params: Mapping[str, Any], found: Findings) -> di
 
 
 def validate(model: type[S], given: dict[str, Any], prefix: str, found: Findings) -> S | None:
-    """``given`` as an immutable ``model``; a rejected value is noted and left at its default.
+    """``given`` as an immutable ``model``. A rejected value is recorded and replaced by its default.
 
-    None when the model itself lacks a value that has no default; a section that lacks one is left
-    out as a whole.
+    None if ``model`` itself lacks a value that has no default. A section that lacks one is left out.
     """
     try:
         read = model.model_validate(given)
@@ -266,7 +265,7 @@ def validate(model: type[S], given: dict[str, Any], prefix: str, found: Findings
 
 
 def _take(given: dict[str, Any], loc: tuple[int | str, ...]) -> object:
-    """Remove the rejected value and return it, so that its default is used instead."""
+    """Remove the rejected value from ``given``, so that its default is used, and return it."""
     parent: Any = given
     for part in loc[:-1]:
         parent = parent[part]
@@ -306,7 +305,7 @@ def _describe(item: Any, value: object, known: FieldInfo) -> str:
 
 
 def _note_coercions(given: Any, read: object, path: str, found: Findings) -> None:
-    """Say which strings were read as numbers."""
+    """Record which strings were read as numbers."""
     if isinstance(given, Mapping):
         for name, value in given.items():
             inner = getattr(read, name, None) if isinstance(read, Section) else None

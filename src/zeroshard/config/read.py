@@ -1,8 +1,7 @@
-"""How does a configuration get from where the user keeps it into a dict?
+"""Reads a configuration from its source into a dict.
 
-A source is a dict, a path to a JSON file, JSON text, or urlsafe-base64 of JSON. Comments (``//``,
-``#``, ``/* */``) and trailing commas are legal, as in DeepSpeed's files. A key given twice is an
-error.
+A source is a dict, a path to a JSON file, JSON text, or urlsafe base64 of JSON. Comments (``//``, ``#``,
+``/* */``) and trailing commas are allowed, as in DeepSpeed's files. A key given twice is an error.
 """
 
 from __future__ import annotations
@@ -28,10 +27,12 @@ _TRAILING_COMMA = re.compile(rf"{_STRING}|,(?=\s*[}}\]])")
 
 
 def read_source(source: Source) -> tuple[dict[str, Any], str]:
-    """The configuration as a dict of our own, and a word for where it came from.
+    """The configuration as a new dict, and where it came from: "config" or "file PATH".
 
-    Containers are copied, so that the caller's dict is never written to. Raises ``ConfigError`` for
-    a missing file, text that is no JSON, a duplicate key, or something that is no object.
+    Containers are copied, so that the caller's dict is never changed.
+
+    Raises:
+        ConfigError: a missing file, text that is not JSON, a duplicate key, or not a JSON object.
     """
     if source is None:
         return {}, "config"
@@ -48,14 +49,14 @@ def read_source(source: Source) -> tuple[dict[str, Any], str]:
         raise ConfigError("the configuration is an empty string; give the path of a JSON file")
     if source.lstrip().startswith("{"):
         return parse_json(source, "the JSON text"), "config"
-    decoded = _decode(source)  # first: text this long may be no legal file name
+    decoded = _decode(source)  # before the file: a text this long may not be a valid file name
     if decoded is not None:
         return parse_json(decoded, "the base64 JSON"), "config"
     return _read_file(Path(source))
 
 
 def copy_tree(value: Any) -> Any:
-    """A copy of all dicts, lists and tuples inside ``value``; anything else is shared."""
+    """A copy of all dicts, lists and tuples in ``value``. Other values are shared with it."""
     if isinstance(value, Mapping):
         return {key: copy_tree(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -64,7 +65,7 @@ def copy_tree(value: Any) -> Any:
 
 
 def parse_json(text: str, name: str) -> dict[str, Any]:
-    """Parse JSON with comments and trailing commas; ``name`` is how errors call the text.
+    """Parse JSON with comments and trailing commas. ``name``: the text's name in errors.
 
     >>> parse_json('{"a": 1, // one\\n "b": ["#",],}', "it")
     {'a': 1, 'b': ['#']}
@@ -119,7 +120,7 @@ def _missing_file(path: Path) -> str:
 
 
 def _decode(source: str) -> str | None:
-    """The text behind urlsafe base64, or None when ``source`` is not that."""
+    """The text that ``source`` encodes in urlsafe base64, or None if it is not base64."""
     try:
         padded = source + "=" * (-len(source) % 4)
         text = base64.b64decode(padded, altchars=b"-_", validate=True).decode("utf-8")

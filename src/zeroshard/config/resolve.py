@@ -1,7 +1,7 @@
-"""What does a configuration come to, once the world size is known and no "auto" is left?
+"""Resolves a configuration for a world size: no "auto" is left, and every value has an origin.
 
-``load_config`` is the border that strings do not cross: behind it there is one immutable ``Config``
-with solved batch sizes, and for every value a word for where it came from.
+``load_config`` is the only entry. Its result is one immutable ``Config`` with solved batch sizes, and for
+every value a text that says where it came from.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FILLED_IN = (
     *("bf16.enabled", "fp16.enabled", "gradient_clipping", "optimizer.params.lr"),
     *("optimizer.params.weight_decay", "scheduler.params.warmup_num_steps"),
 )
-"""Keys whose "auto" a library replaces by what its user asked for, so that a default may surprise."""
+"""Keys whose "auto" libraries replace by their user's choice. If it is left, a default may surprise."""
 SECRET = "comet.api_key"
 WATCHERS = frozenset(
     (
@@ -40,7 +40,7 @@ ALWAYS_SHOWN = (*BATCH, "zero_optimization.stage", "gradient_clipping", "transpo
 
 
 class Hardware(NamedTuple):
-    """What the device multiplies at full speed, and ``because`` of what, in words."""
+    """Which 16-bit dtypes the device multiplies at full speed, and the reason in words."""
 
     bf16: bool
     fp16: bool
@@ -49,10 +49,10 @@ class Hardware(NamedTuple):
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A resolved configuration and the story of its values.
+    """A resolved configuration, and where its values came from.
 
-    ``raw``: what the user gave, parsed, in containers of our own. ``origins``: dotted key -> "file
-    PATH", "config" (a dict), "argument", "auto" (maybe with a reason), "derived" or "default".
+    ``raw``: what the user gave, parsed, in containers of our own. ``origins``: dotted key -> "file PATH",
+    "config" (a dict), "argument", "auto" (in some cases with a reason), "derived" or "default".
     ``notices``: one line each, to be shown once.
     """
 
@@ -64,7 +64,7 @@ class LoadedConfig:
     def agreed(self) -> dict[str, str]:
         """Dotted key -> JSON of every value that must be the same on all ranks.
 
-        What only watches (monitors, printing) may differ: many programs log on rank 0 alone.
+        Keys that only observe (monitors, printing) may differ: many programs log on rank 0 only.
         """
         return {
             path: json.dumps(value, sort_keys=True, default=lambda object_: type(object_).__name__)
@@ -73,11 +73,11 @@ class LoadedConfig:
         }
 
     def fingerprint(self) -> str:
-        """sha256 of ``agreed()``; equal on all ranks of a healthy run."""
+        """SHA-256 of ``agreed()`` in hexadecimal. Equal on all ranks of a correct run."""
         return hashlib.sha256(json.dumps(self.agreed(), sort_keys=True).encode()).hexdigest()
 
     def table(self, *, every_key: bool = False) -> str:
-        """Key, value and origin as plain text; keys at their default only with ``every_key``."""
+        """Key, value and origin as plain text. Keys at their default only with ``every_key``."""
         from rich.console import Console
         from rich.table import Table
 
@@ -114,20 +114,21 @@ def load_config(
 ) -> LoadedConfig:
     """Read, check and resolve a configuration for ``world_size`` data-parallel ranks.
 
-    ``source``: dict, path, JSON text or urlsafe base64 of JSON; ``args_config`` is the same from
-    ``args.deepspeed_config``, and only one of the two may be given. ``arguments``: dotted key ->
-    value from the command line or an API; it wins over the file, None means not given.
-    ``hidden_size``: width of the model, from which "auto" sizes follow. ``world_hint``: a sentence
-    added to errors about batch sizes, such as why the world looks too small.
-    ``for_training=False`` is for callers that only build a model (``zero.Init`` sees files in
-    which much is still "auto"): batch sizes that are not given are 1, and optimizer and schedule
-    are not read. ``as_deepspeed``: where DeepSpeed ignores keys that it does not know, they are a
-    notice, but for misspelt ones, unless the configuration says otherwise (``unknown_keys``).
-    ``replaced``: sections
-    ("optimizer", "scheduler") in whose place the program passed an object; they are not read.
-    ``hardware`` is asked if a precision is left "auto"; without it that means off.
+    ``source``: dict, path, JSON text or urlsafe base64 of JSON. ``args_config``: the same, from
+    ``args.deepspeed_config``; only one of the two may be given. ``arguments``: dotted key -> value, from
+    the command line or an API; they replace values of the source, and None means not given.
+    ``hidden_size``: width of the model, from which "auto" sizes follow. ``world_hint``: a sentence that
+    is added to errors about batch sizes, for example why the world is small.
 
-    Raises ``ConfigError`` with every problem, one per line, in the same order on every rank.
+    ``for_training=False`` is for callers that only build a model, such as ``zero.Init``. Much may still
+    be "auto" then: batch sizes that are not given are 1, and optimizer and schedule are not read.
+    ``as_deepspeed``: an unknown key is a notice where DeepSpeed ignores it, unless it is a misspelt one
+    or ``unknown_keys`` says otherwise. ``replaced``: sections ("optimizer", "scheduler") for which the
+    program passed an object; they are not read. ``hardware`` is called if a precision is "auto"; without
+    it "auto" means off.
+
+    Raises:
+        ConfigError: every problem, one per line, in the same order on every rank.
     """
     if source is not None and args_config is not None:
         raise ConfigError(
@@ -173,7 +174,7 @@ def _type(section: Any) -> str:
 
 
 def _ignoring(work: Mapping[str, Any], *, as_deepspeed: bool) -> Callable[[str, str], bool]:
-    """Of the name of an unknown key in a dotted section: is it a notice rather than an error?"""
+    """A function of section and name: is this unknown key a notice rather than an error?"""
     word = str(work.get("unknown_keys", "as DeepSpeed" if as_deepspeed else "error")).lower()
     if word != "as deepspeed":
         return lambda _section, _name: word == "warn"
@@ -183,7 +184,7 @@ def _ignoring(work: Mapping[str, Any], *, as_deepspeed: bool) -> Callable[[str, 
 
 
 def leaves(section: Section, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every dotted key below ``section`` with its value; optimizer arguments one by one."""
+    """Every dotted key in ``section`` with its value. Optimizer arguments are separate keys."""
     for name in type(section).model_fields:
         value = getattr(section, name)
         if isinstance(value, Section):
@@ -222,7 +223,7 @@ def _apply_arguments(
 
 
 def _resolve_auto_sizes(given: dict[str, Any], found: Findings, hidden_size: int | None) -> None:
-    """Sizes that follow from the width of the model, and the schedule's top learning rate."""
+    """Set sizes that follow from the model's width, and the schedule's highest learning rate."""
     zero = given.setdefault("zero_optimization", {})
     if hidden_size is not None:
         for name, size in (
@@ -240,9 +241,10 @@ def _resolve_auto_sizes(given: dict[str, Any], found: Findings, hidden_size: int
 def _resolve_auto_precision(
     config: Config, found: Findings, hardware: Callable[[], Hardware] | None
 ) -> tuple[Config, dict[str, str]]:
-    """``config`` with bf16 on where "auto" allows and the device multiplies it; origins of such keys.
+    """``config`` with bf16 on if "auto" allows it and the hardware multiplies it.
 
-    fp16 is never chosen: it needs a loss scale. "auto" in its place asks for the same answer.
+    Also returns the origins of the keys that were "auto". fp16 is never chosen, because it needs a loss
+    scale. "auto" for fp16 leads to the same decision.
     """
     autos = [path for path in ("bf16.enabled", "fp16.enabled") if path in found.autos]
     if not autos or hardware is None:
@@ -250,7 +252,7 @@ def _resolve_auto_precision(
     because = _decided(config, found)
     if because:
         return config, dict.fromkeys(autos, f"auto: {because}")
-    is_asked = config.data_types.param_dtype is not None  # for bfloat16: nothing else is left
+    is_asked = config.data_types.param_dtype is not None  # bfloat16: _decided() excludes the others
     answer = Hardware(True, True, "data_types.param_dtype is bfloat16") if is_asked else hardware()
     origin = f"auto: {answer.because}"
     if not answer.bf16:
@@ -263,7 +265,7 @@ def _resolve_auto_precision(
 
 
 def _decided(config: Config, found: Findings) -> str:
-    """Why the rest of the configuration leaves no choice of precision; "" if it does."""
+    """Why other keys have decided the precision; "" if they have not."""
     if config.bf16.enabled or config.fp16.enabled:
         return f"{'bf16' if config.bf16.enabled else 'fp16'} is on"
     if "bf16.enabled" in found.given:
@@ -276,7 +278,7 @@ def _decided(config: Config, found: Findings) -> str:
 
 
 def _contradictions(config: Config, found: Findings, world_size: int) -> Iterator[str]:
-    """Values that are fine one by one and cannot hold together."""
+    """Combinations of valid values that contradict each other, one line each."""
     fp16, bf16, types = config.fp16, config.bf16, config.data_types
     if fp16.enabled and bf16.enabled:
         yield "fp16.enabled, bf16.enabled: both are true, but parameters have one dtype; keep one"
@@ -309,7 +311,7 @@ def _contradictions(config: Config, found: Findings, world_size: int) -> Iterato
 def _solve(
     config: Config, found: Findings, world_size: int, hint: str | None, *, require_batch: bool
 ) -> tuple[Config, set[str]]:
-    """``config`` with all three batch sizes, and which of them were derived."""
+    """``config`` with all three batch sizes, and the names of the keys that were derived."""
     zero = config.zero_optimization
     if zero.overlap_comm is None:
         zero = zero.model_copy(update={"overlap_comm": True})
@@ -331,7 +333,9 @@ def _solve(
 def solve_batch(
     train: int | None, micro: int | None, gas: int | None, *, world_size: int, require: bool = True
 ) -> tuple[int, int, int] | str:
-    """Solve train = micro x gas x world size from what is given; a string says why it cannot be.
+    """Solve train = micro x gas x world size for the sizes that are not given.
+
+    Returns the three sizes, or a text that says why there is no solution.
 
     >>> solve_batch(8, None, None, world_size=2)
     (8, 4, 1)
@@ -346,7 +350,7 @@ def solve_batch(
             )
         micro = 1
     if train is None:
-        assert micro is not None  # the case above
+        assert micro is not None  # excluded above
         gas = gas or 1
         return micro * gas * world_size, micro, gas
     if micro is not None and gas is not None:
@@ -378,7 +382,7 @@ def solve_batch(
 
 
 def _notice(config: Config, found: Findings, *, resolved: Mapping[str, str]) -> None:
-    """Lines about values that programs rely on and readers do not expect."""
+    """Record lines about values that programs rely on and readers may not expect."""
     if found.ignored:
         found.notices.append(f"unknown keys, ignored: {', '.join(found.ignored)}")
     if "gradient_clipping" not in found.given | found.autos and config.gradient_clipping:
@@ -427,7 +431,7 @@ def _notice(config: Config, found: Findings, *, resolved: Mapping[str, str]) -> 
 
 
 def _is_idle(config: Config, section: str) -> bool:
-    """Is this the inside of a feature that is switched off? Its other keys need no notice."""
+    """Is this section a feature that is switched off? Its other keys need no notice."""
     if section.startswith("tensor_parallel"):  # anything but size 1 is an error
         return True
     inside = get(config, section)

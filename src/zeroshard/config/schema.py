@@ -1,8 +1,8 @@
-"""Which keys does a configuration have, of which type, with which default and meaning?
+"""All keys of a configuration: type, default and meaning.
 
-The names, defaults and meanings are DeepSpeed's (its JSON is the format); keys of our own come
-first in ``Config``. Sections that only observe, and those of other parallel dimensions, are in
-``sections``. Sizes called *elements* count numbers, not bytes.
+Names, defaults and meanings are DeepSpeed's, whose JSON is the format. ZeroShard's own keys come first in
+``Config``. Sections that only observe, and those of other parallel dimensions, are in
+:mod:`zeroshard.config.sections`. Sizes in *elements* count numbers, not bytes.
 """
 
 from __future__ import annotations
@@ -336,7 +336,7 @@ class Config(Section):
 
 
 def section_type(annotation: Any) -> type[Section] | None:
-    """The section class behind a field's annotation (``X`` or ``X | None``), if there is one."""
+    """The section class in a field's annotation (``X`` or ``X | None``), or None."""
     options = (annotation, *getattr(annotation, "__args__", ()))
     found = [o for o in options if isinstance(o, type) and issubclass(o, Section)]
     return found[0] if found else None

@@ -1,7 +1,7 @@
-"""Which keys do the sections have that never change how ZeRO computes?
+"""Sections of the configuration that do not change how ZeRO computes.
 
-Watching (trust, monitors, timers), files, and other parallel dimensions. Most of these keys are
-read, checked and kept; the verdict at each one says what it does.
+They are about observing (watchdog, monitors, timers), files, and other parallel dimensions. Most of their
+keys are read, checked and kept; the verdict of each key says what it does.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _device(value: object) -> object:
 
 
 def _directory(value: object) -> object:
-    """Launchers that have no path send null, "none" or nothing at all."""
+    """None for null, "none" and "": launchers pass these when they have no path."""
     is_none = isinstance(value, str) and value.strip().lower() in ("", "none", "null")
     return None if is_none else value
 

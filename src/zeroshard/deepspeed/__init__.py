@@ -1,8 +1,7 @@
-"""Every name that programs written for DeepSpeed use, bound to ours.
+"""Every name that programs written for DeepSpeed use, bound to ZeroShard's implementation.
 
-``import zeroshard.deepspeed as deepspeed`` works without anything else; programs that say
-``import deepspeed`` themselves need the compatibility directory (:mod:`zeroshard.compat`). Nothing is
-imported before it is used.
+``import zeroshard.deepspeed as deepspeed`` needs nothing else. Programs that ``import deepspeed``
+themselves need the compatibility directory (:mod:`zeroshard.compat`). Each name is imported on first use.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 def _modules() -> Any:
     return importlib.import_module(
         f"{__name__}.import_hook"
-    )  # "from . import" would come back here
+    )  # "from . import" would call __getattr__ below
 
 
 def __getattr__(name: str) -> Any:

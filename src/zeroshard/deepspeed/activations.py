@@ -1,7 +1,8 @@
-"""How do programs checkpoint activations through DeepSpeed's names?
+"""Activation checkpointing under DeepSpeed's names.
 
-``checkpoint`` is ``torch.utils.checkpoint``. ``configure`` is remembered; ``checkpoint_in_cpu`` keeps the
-tensors that checkpointed functions are called with in host memory until backward.
+``checkpoint`` is ``torch.utils.checkpoint``. ``configure`` stores its choices. With
+``checkpoint_in_cpu``, the tensors that checkpointed functions are called with are kept in host memory
+until backward.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from zeroshard.deepspeed.config_model import model_config
 from zeroshard.errors import UsageError
 
 _OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
-"""Keywords that torch takes for itself; all others are the function's."""
+"""Keyword arguments that torch's ``checkpoint`` takes. All others are passed to the function."""
 
 _MODEL_PARALLEL_RNG_TRACKER_NAME = "model-parallel-rng"
 
@@ -35,8 +36,10 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Remember the choices; arguments win over the configuration. Only ``checkpoint_in_cpu`` changes
-    anything: the rest arranges memory that is not arranged here."""
+    """Store the choices; arguments replace values of the configuration.
+
+    Only ``checkpoint_in_cpu`` has an effect: the others arrange memory in ways that do not apply here.
+    """
     offloads = checkpoint_in_cpu
     if offloads is None and (read := model_config(deepspeed_config)) is not None:
         offloads = read.activation_checkpointing.cpu_checkpointing
@@ -50,22 +53,22 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Nothing is kept from step to step."""
+    """Nothing: no state is kept from step to step."""
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``function(*args)``; its activations are computed again in backward. Works unconfigured."""
+    """``function(*args)``; its activations are recomputed in backward. Needs no :func:`configure`."""
     return _run(function, True, args, kwargs)
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The same without a second autograd call inside backward."""
+    """:func:`checkpoint` without a nested autograd call in backward."""
     return _run(function, False, args, kwargs)
 
 
 def _run(function: Callable[..., Any], reentrant: bool, args: Any, kwargs: dict[str, Any]) -> Any:
     if kwargs and reentrant:
-        reentrant = False  # torch's reentrant kind takes no keywords
+        reentrant = False  # torch's reentrant kind takes no keyword arguments
     if not (_settings.get("cpu") and uses_cuda()):
         return _checkpoint(function, *args, use_reentrant=reentrant, **kwargs)
 
@@ -75,15 +78,15 @@ def _run(function: Callable[..., Any], reentrant: bool, args: Any, kwargs: dict[
     def by_position(*values: Any) -> Any:
         return function(*values[:count], **dict(zip(names, values[count:], strict=True)))
 
-    # Torch saves what stands by position, and nothing that the function computes. Naming the arguments
-    # here would keep them on the device.
+    # torch saves positional arguments, and nothing that the function computes. Keyword arguments
+    # would stay on the device.
     with torch.autograd.graph.save_on_cpu(pin_memory=True):
         values = (*args, *kwargs.values())
         return _checkpoint(by_position, *values, use_reentrant=reentrant, **options)
 
 
 class CheckpointFunction:
-    """What programs call directly."""
+    """The class whose ``apply`` programs call directly."""
 
     @staticmethod
     def apply(run_function: Callable[..., Any], all_outputs: list[Any], *args: Any) -> Any:
@@ -95,9 +98,10 @@ class CheckpointFunction:
 
 
 def detach_variable(inputs: tuple[Any, ...], device: Any = None) -> tuple[Any, ...]:
-    """Tensors of a tuple without their graph, and with their ``requires_grad``; the rest as it is.
+    """The tensors of a tuple detached, with their ``requires_grad``; other items unchanged.
 
-    Raises :class:`UsageError` for anything but a tuple.
+    Raises:
+        UsageError: ``inputs`` is not a tuple.
     """
     if not isinstance(inputs, tuple):
         raise UsageError(f"detach_variable got a {type(inputs).__name__}; pass a tuple of tensors.")
@@ -112,19 +116,19 @@ def detach_variable(inputs: tuple[Any, ...], device: Any = None) -> tuple[Any, .
 
 
 class RNGStatesTracker:
-    """One stream of random numbers: without tensor parallelism ranks need not differ inside a layer."""
+    """A tracker with one stream of random numbers: without tensor parallelism, ranks need no others."""
 
     def get_states(self) -> dict[str, Any]:
         return {}
 
     def set_states(self, states: dict[str, Any]) -> None:
-        """There are none."""
+        """Nothing: there are no states."""
 
     def reset(self) -> None:
-        """There is nothing to forget."""
+        """Nothing: there are no states."""
 
     def add(self, name: str, seed: int) -> None:
-        """The default generator serves every name."""
+        """Nothing: the default generator serves every name."""
 
     @contextlib.contextmanager
     def fork(self, name: str = _MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
@@ -135,12 +139,12 @@ _CUDA_RNG_STATE_TRACKER = RNGStatesTracker()
 
 
 def get_cuda_rng_tracker() -> RNGStatesTracker:
-    """The one for this process."""
+    """The tracker of this process."""
     return _CUDA_RNG_STATE_TRACKER
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """``torch.manual_seed``, for the GPU too."""
+    """``torch.manual_seed``, which also seeds the GPUs."""
     torch.manual_seed(seed)
 
 
@@ -148,8 +152,8 @@ model_parallel_reconfigure_tp_seed = model_parallel_cuda_manual_seed
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Nothing: activations are split over tensor-parallel ranks, and there is one."""
+    """Nothing: activations are split over tensor-parallel ranks, and there is one such rank."""
 
 
 def set_num_layers(nlayers: int) -> None:
-    """Nothing: no buffer is sized by it."""
+    """Nothing: no buffer depends on the number of layers."""

@@ -1,9 +1,9 @@
-"""What becomes of every name of DeepSpeed's Python surface?
+"""The table of DeepSpeed's Python names, with what ZeroShard does with each.
 
-One table. Imports, error messages, ``docs/compat.md`` and the tests are made from it. *works*: does
-what DeepSpeed's does. *accepted*: may be called or passed, and changes nothing here. *refused*: there
-is no such thing here, with the reason. *later*: planned, refused until then. Names of the last two can
-be imported where programs import them at their top, and raise when they are used.
+Imports, error messages, ``docs/compat.md`` and tests are made from it. *works*: does what DeepSpeed's
+name does. *accepted*: may be called or passed, and has no effect here. *refused*: does not exist here,
+with the reason. *later*: planned, and refused until then. Refused and later names can be imported if
+programs import them at the top of a file; using them raises.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ from zeroshard.deepspeed.checkpoint_constants import WORDS
 Verdict = Literal["works", "accepted", "refused", "later"]
 
 VERSION = "0.19.8+zeroshard"
-"""What ``importlib.metadata`` and ``deepspeed.__version__`` say; consumers compare the number."""
+"""The version in ``importlib.metadata`` and ``deepspeed.__version__``. Libraries compare the number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """One row. ``path``: below ``deepspeed``. ``home``: ``module:name`` of ours, or empty where there is
-    none. ``why``: the reason, the alternative, or the difference."""
+    """One row of the table.
+
+    ``path``: the name without ``deepspeed.``. ``home``: ``module:name`` of the implementation, empty if
+    there is none. ``why``: the reason, the alternative, or the difference.
+    """
 
     path: str
     verdict: Verdict
@@ -293,7 +296,7 @@ _NO_EFFECT: Mapping[str, str] = {
     "runtime.fp16.loss_scaler.LossScalerBase": "a type to compare with",
     "checkpoint.ds_to_universal.main": "checkpoints load anywhere as they are: it copies",
 }
-"""Names that may be used and change nothing."""
+"""Names that can be used and have no effect."""
 
 _DIFFERENCES: Mapping[str, str] = {
     "runtime.checkpoint_engine.TorchCheckpointEngine": (
@@ -387,7 +390,7 @@ SAME_MODULE: Mapping[str, str] = {
     "dist": "comm",
     "checkpointing": "runtime.activation_checkpointing.checkpointing",
 }
-"""Short name -> the module that it is."""
+"""Short name -> the module that it stands for."""
 
 
 _MEMBERS: tuple[tuple[Verdict, str, str, str], ...] = (  # verdict, of which object, names, why
@@ -478,12 +481,12 @@ MODULES: frozenset[str] = frozenset(
     for parts in [row.path.split(".")]
     for end in range(1, len(parts))
 )
-"""Everything that can be imported, below ``deepspeed``."""
+"""Every name that can be imported, without ``deepspeed.``."""
 
 DUNDERS = frozenset(
     row.path.rpartition(".")[2] for row in NAMES if row.path.rpartition(".")[2].startswith("__")
 )
-"""Names that look like Python's own and are not."""
+"""Names that look like Python's special names and are DeepSpeed's."""
 
 
 MEMBERS: tuple[Name, ...] = tuple(
@@ -491,12 +494,12 @@ MEMBERS: tuple[Name, ...] = tuple(
     for verdict, owner, words, why in _MEMBERS
     for name in words.split()
 )
-"""Attributes and methods of what ``initialize`` returns, and of parameters at stage 3."""
+"""Attributes and methods of the objects that ``initialize`` returns, and of parameters at stage 3."""
 _MEMBER: Mapping[str, Name] = {row.path: row for row in MEMBERS}
 
 
 def find_member(owner: str, name: str) -> Name | None:
-    """The row of a member, if it is in the table."""
+    """The row of a member, or None."""
     return _MEMBER.get(f"{owner}.{name}")
 
 
@@ -511,7 +514,7 @@ def reason_of(row: Name) -> str:
 
 
 def find(path: str) -> Name | None:
-    """The row of a name, also through a short module name (``zero.Init``)."""
+    """The row of a name, or None. The path may use a short module name (``zero.Init``)."""
     head, dot, rest = path.partition(".")
     if dot and head in SAME_MODULE:
         path = f"{SAME_MODULE[head]}.{rest}"
@@ -519,7 +522,7 @@ def find(path: str) -> Name | None:
 
 
 def reason(path: str) -> str:
-    """Why there is no such name, in one sentence that says what to do.
+    """Why a name does not exist, in one sentence, with the remedy.
 
     >>> reason("autotuning.cli")
     'deepspeed.autotuning is refused by ZeroShard: nothing needs tuning: sizes are derived from the model'

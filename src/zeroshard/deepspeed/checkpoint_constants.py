@@ -1,4 +1,4 @@
-"""Which words stand in DeepSpeed's checkpoint files? (``deepspeed.checkpoint.constants``)"""
+"""Names of keys and files in DeepSpeed's checkpoints (``deepspeed.checkpoint.constants``)."""
 
 from __future__ import annotations
 
@@ -29,5 +29,5 @@ _OTHERS: dict[str, str | float] = {
 }
 
 WORDS: dict[str, str | float] = {**{name: name.lower() for name in _OWN_NAME.split()}, **_OTHERS}
-"""Constant -> its value; each is a name of this module too."""
+"""Constant -> its value. Each constant is also an attribute of this module."""
 globals().update(WORDS)

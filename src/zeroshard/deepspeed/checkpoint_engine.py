@@ -1,4 +1,4 @@
-"""Through which object do programs write files of their own, as DeepSpeed writes its own?"""
+"""DeepSpeed's checkpoint engines, through which programs write files of their own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 @dataclass
 class CheckpointCommitInfo:
-    """Which checkpoint is meant."""
+    """Identifies a checkpoint."""
 
     tag: str
     save_dir: str
@@ -20,7 +20,7 @@ class CheckpointCommitInfo:
 
 
 class CheckpointEngine(abc.ABC):
-    """What writes and reads files; programs derive their own from it."""
+    """Writes and reads files. Programs derive their own classes from it."""
 
     def __init__(self, config_params: Any = None) -> None:
         self.name: str | None = None
@@ -47,15 +47,18 @@ class CheckpointEngine(abc.ABC):
 
 
 class TorchCheckpointEngine(CheckpointEngine):
-    """``torch.save`` and ``torch.load``. Loading runs no code of the file: what is not plain data or
-    tensors raises pickle.UnpicklingError."""
+    """``torch.save`` and ``torch.load``. Loading runs no code of the file.
+
+    Raises:
+        pickle.UnpicklingError: a file holds something other than plain data and tensors.
+    """
 
     def __init__(self, config_params: Any = None) -> None:
         super().__init__(config_params)
         self.name = "TorchCheckpointEngine"
 
     def create(self, info: CheckpointCommitInfo) -> None:
-        """Nothing: each file stands for itself."""
+        """Nothing: each file is independent."""
 
     def save(self, state_dict: Any, path: str) -> None:
         torch.save(state_dict, path)
@@ -64,5 +67,5 @@ class TorchCheckpointEngine(CheckpointEngine):
         return torch.load(path, map_location=map_location, weights_only=True)
 
     def commit(self, info: CheckpointCommitInfo) -> bool:
-        """True: each file is there once it is written."""
+        """True: each file is complete when ``save`` returns."""
         return True

@@ -1,7 +1,7 @@
-"""Which collectives may a program call directly, beside the engine's?
+"""Collectives of ``torch.distributed`` that programs call through ``deepspeed.comm``.
 
-Those of ``torch.distributed``, under its names; keywords that only another library's logger wants are
-dropped. The engine itself does not come here.
+Names are torch's. Keyword arguments for DeepSpeed's logger are dropped. The engine does not use this
+module.
 """
 
 from __future__ import annotations
@@ -45,37 +45,37 @@ def __getattr__(name: str) -> Any:
 
 
 def backend_name() -> str:
-    """Of the default group: ``gloo`` or ``nccl``."""
+    """The backend of the default group: ``gloo`` or ``nccl``."""
     return str(dist.get_backend())
 
 
 def get_rank(group: Any = None) -> int:
-    """This rank in the group; 0 without a group."""
+    """This rank's number in the group; without a default group, its rank in the environment."""
     return dist.get_rank(group) if dist.is_initialized() else current_rank_info().rank
 
 
 def get_world_size(group: Any = None) -> int:
-    """Ranks of the group; 1 without one."""
+    """Number of ranks of the group; without a default group, the world size in the environment."""
     return dist.get_world_size(group) if dist.is_initialized() else current_rank_info().world_size
 
 
 def get_local_rank() -> int:
-    """This rank among those of its host."""
+    """This rank's number on its host."""
     return current_rank_info().local_rank
 
 
 def get_world_group() -> Any:
-    """The group of all ranks; None before there is one."""
+    """The group of all ranks; None before it is created."""
     return dist.group.WORLD if dist.is_initialized() else None
 
 
 def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
-    """The rank in the world of a group's rank."""
+    """The global rank of a group's rank."""
     return group_rank if group is None else dist.get_global_rank(group, group_rank)
 
 
 def get_all_ranks_from_group(group: Any = None) -> list[int]:
-    """Ranks in the world of a group's members."""
+    """The global ranks of a group's members."""
     return dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
 
 
@@ -88,7 +88,7 @@ def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[s
 def all_gather_into_tensor(
     output_tensor: Tensor, tensor: Tensor, group: Any = None, async_op: bool = False, **_: Any
 ) -> Any:
-    """Every rank's ``tensor`` one after the other in ``output_tensor``."""
+    """Write every rank's ``tensor`` into ``output_tensor``, in rank order."""
     call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return call(output_tensor, tensor, group=group, async_op=async_op)
 
@@ -101,7 +101,7 @@ def reduce_scatter_tensor(
     async_op: bool = False,
     **_: Any,
 ) -> Any:
-    """The own part of the sum over the ranks."""
+    """Write this rank's part of the reduced ``tensor`` into ``output_tensor``."""
     call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return call(output_tensor, tensor, op=op, group=group, async_op=async_op)
 
@@ -121,7 +121,7 @@ def all_reduce_coalesced(
     async_op: bool = False,
     **_: Any,
 ) -> Any:
-    """``all_reduce`` of several tensors."""
+    """``all_reduce`` of several tensors, in flight together."""
     return _together(
         [dist.all_reduce(t, op=op, group=group, async_op=True) for t in tensors], async_op
     )
@@ -134,14 +134,14 @@ def all_gather_coalesced(
     async_op: bool = False,
     **_: Any,
 ) -> Any:
-    """``all_gather_into_tensor`` of several pairs."""
+    """``all_gather_into_tensor`` of several pairs, in flight together."""
     pairs = zip(output_tensors, input_tensors, strict=True)
     works = [all_gather_into_tensor(out, own, group, async_op=True) for out, own in pairs]
     return _together(works, async_op)
 
 
 class _Works:
-    """Several collectives in flight that are waited for at once."""
+    """Several collectives in flight; one ``wait`` waits for all of them."""
 
     def __init__(self, works: Sequence[Any]) -> None:
         self._works = works
@@ -167,7 +167,7 @@ def _together(works: Sequence[Any], async_op: bool) -> Any:
 
 
 def has_all_gather_into_tensor() -> bool:
-    """Always: torch has it."""
+    """True: torch has it."""
     return True
 
 

@@ -1,4 +1,4 @@
-"""What do the commands ``deepspeed`` and ``ds_report`` do?"""
+"""The commands ``deepspeed`` and ``ds_report``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from importlib import metadata
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """``deepspeed [flags] script args``: this process becomes our launcher, which gives the script
-    ``--local_rank`` unless a flag says no. Whoever started it can signal it, and gets its exit code."""
+    """``deepspeed [flags] script args``: replace this process by our launcher.
+
+    The launcher passes ``--local_rank`` to the script unless a flag switches it off. The process id
+    stays, so the caller can signal the launcher and gets its exit code.
+    """
     words = list(sys.argv[1:] if args is None else args)
     command = [sys.executable, "-m", "zeroshard.cli.main", "launch", "--as-deepspeed"]
     sys.stdout.flush()
@@ -20,7 +23,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def report(hide_operator_status: bool = False, hide_errors_and_warnings: bool = False) -> None:
-    """``ds_report``: versions and where they come from."""
+    """``ds_report``: print the versions of the packages in use, and where ZeroShard is installed."""
     import torch
 
     import zeroshard

@@ -1,4 +1,4 @@
-"""How does a program that calls ``deepspeed`` read configurations, besides those of engines?"""
+"""Reads configurations for programs that call ``deepspeed`` without an engine."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from zeroshard.config.fields import Section, is_auto
 
 
 def model_config(source: Any) -> Config | None:
-    """What decides how a model is built: ``source`` without batch sizes, optimizer and schedule; None if
-    there is none. Keys that DeepSpeed ignores are ignored: ``initialize`` names them."""
+    """The settings that matter for building a model: without batch sizes, optimizer and schedule.
+
+    None if ``source`` is None. Unknown keys that DeepSpeed ignores are ignored here; ``initialize``
+    reports them.
+    """
     if source is None or isinstance(source, Config):
         return source
     world_size = current_rank_info().world_size
@@ -19,10 +22,13 @@ def model_config(source: Any) -> Config | None:
 
 
 class DeepSpeedConfigModel(Section):
-    """What programs derive sections of their own from: fields are checked, also when they are set;
-    unknown names are errors; a value ``"auto"`` means the default, unless ``strict``."""
+    """Base class for sections that programs define.
 
-    model_config: ClassVar[Any] = {  # besides what a section has
+    Fields are checked, also on assignment. Unknown names are errors. A value ``"auto"`` means the
+    default, unless ``strict``.
+    """
+
+    model_config: ClassVar[Any] = {  # in addition to that of ``Section``
         "frozen": False,
         "populate_by_name": True,
         "validate_default": True,

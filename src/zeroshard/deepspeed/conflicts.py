@@ -1,7 +1,7 @@
-"""Where do a program, the library that runs it and the configuration contradict each other?
+"""Finds contradictions between a program, the library that runs it and the configuration.
 
-What cannot work is an error. What works, and is hardly what its author meant, is one line on rank 0: the
-libraries do legal things here, and a false alarm costs more than silence.
+What cannot work is an error. What works but is probably a mistake is one line on rank 0. Libraries do
+unusual but valid things here, and a false alarm costs more than a missing line.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ from zeroshard.zero.unit import Unit
 def trained_dtypes(
     came_in: Mapping[str, torch.dtype], units: Iterable[Unit]
 ) -> Counter[torch.dtype]:
-    """Elements of each floating dtype among trained parameters. ``came_in``: dtypes by parameter's name,
-    before the engine cast them."""
+    """Elements of each floating dtype among trained parameters.
+
+    ``came_in``: parameter name -> its dtype before the engine cast it.
+    """
     found: Counter[torch.dtype] = Counter()
     for unit in units:
         for slot in unit.layout.slots if unit.trainable else ():
@@ -34,8 +36,9 @@ def trained_dtypes(
 
 
 def precision_notice(dtypes: Mapping[torch.dtype, int], policy: Policy) -> str:
-    """A line if parameters that came in ``dtypes`` (elements of each) lose by the configured precision;
-    else empty.
+    """A warning if the configured precision loses accuracy of the trained parameters; else "".
+
+    ``dtypes``: number of elements of each dtype that the parameters had before the engine cast them.
 
     >>> precision_notice({torch.float32: 8, torch.bfloat16: 0}, Policy())
     ''
@@ -84,11 +87,11 @@ TRAINER = {
     "scheduler.params.warmup_num_steps": "warmup_steps",
     "scheduler.params.total_num_steps": "max_steps, or epochs times batches",
 }
-"""What is written where a configuration says "auto": dotted key -> source."""
+"""What the library writes where a configuration has "auto": dotted key -> source of the value."""
 
 
 def writers(text: str, config: Any) -> str:
-    """Who wrote the values that an error's ``text`` names, if a library passed ``config``; else empty."""
+    """Which library wrote the values that an error's ``text`` names. Empty if none passed ``config``."""
     library, sources = _writer(config)
     named = [f"{key} from {source}" for key, source in sources.items() if key in text]
     if not named:
@@ -97,9 +100,9 @@ def writers(text: str, config: Any) -> str:
 
 
 def without_idle_schedule(config: Any, optimizer: Any) -> Any:
-    """``config`` as it is, or, if a library passed it, without a schedule for which it has no optimizer.
+    """``config`` without a schedule, if a library passed it and there is no optimizer; else ``config``.
 
-    The Trainer leaves one in the file of an engine that only evaluates, made for 0 steps.
+    The Trainer leaves a schedule of 0 steps in the configuration of an engine that only evaluates.
     """
     library, _ = _writer(config)
     if not library or optimizer is not None or config.get("optimizer") is not None:
@@ -108,7 +111,10 @@ def without_idle_schedule(config: Any, optimizer: Any) -> Any:
 
 
 def _writer(config: Any) -> tuple[str, Mapping[str, str]]:
-    """Accelerate's plugins hold the very dict that Accelerate passes."""
+    """The library that passed ``config``, and its table; both empty if none did.
+
+    It is recognized by Accelerate's plugins, which hold the same dict object.
+    """
     state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
     plugins = getattr(state, "_shared_state", {}).get("deepspeed_plugins")
     several: list[Any] = list(plugins.values()) if isinstance(plugins, Mapping) else [plugins]
@@ -122,11 +128,11 @@ def _writer(config: Any) -> tuple[str, Mapping[str, str]]:
 # ---------------------------------------------------------------------- the length of a step
 
 PATIENCE = 3
-"""Short steps in a row before anything is said: the last step of an epoch may be short."""
+"""Short steps in a row before a warning: the last step of an epoch may be short."""
 
 
 class ShortSteps:
-    """Looks for a program that ends steps itself, after fewer backwards than the engine divides by."""
+    """Detects a program that ends steps itself, after fewer backwards than the engine divides by."""
 
     def __init__(self) -> None:
         self._backwards = 0
@@ -134,12 +140,12 @@ class ShortSteps:
         self._in_a_row = 0
 
     def saw_backward(self, *, divides: bool) -> None:
-        """``divides``: the engine divided the loss by ``gradient_accumulation_steps``."""
+        """Count a backward. ``divides``: the engine divided its loss by the number of micro-batches."""
         self._backwards += 1
         self._divides = divides
 
     def saw_step(self, accumulation: Accumulation) -> str:
-        """What to say before ``step()`` acts, once; mostly nothing."""
+        """Called before ``step()`` acts. Returns a warning once, in most cases an empty text."""
         if not accumulation.at_boundary():
             return ""
         seen, self._backwards = self._backwards, 0
@@ -147,7 +153,7 @@ class ShortSteps:
         self._in_a_row = self._in_a_row + 1 if is_short else 0
         if self._in_a_row != PATIENCE:
             return ""
-        self._in_a_row = PATIENCE + 1  # said
+        self._in_a_row = PATIENCE + 1  # the warning is given once
         return (
             f"{PATIENCE} steps in a row had {seen} backward(s), and each loss was divided by "
             f"gradient_accumulation_steps={accumulation.steps}: gradients come out too small. Accumulate "

@@ -1,6 +1,6 @@
-"""How do programs turn checkpoints into weights through DeepSpeed's names?
+"""Turns checkpoints into weights under DeepSpeed's names, with DeepSpeed's defaults.
 
-The reading and writing is :mod:`zeroshard.checkpoint`'s; here are DeepSpeed's defaults.
+:mod:`zeroshard.checkpoint` does the reading and writing.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """:func:`zeroshard.checkpoint.zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict`; without
-    ``safe_serialization`` it writes ``pytorch_model.bin``."""
+    """:func:`zeroshard.checkpoint.zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict`.
+
+    The default, ``safe_serialization=False``, writes ``pytorch_model.bin``.
+    """
     zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(
         checkpoint_dir,
         output_dir,
@@ -51,8 +53,11 @@ def convert_zero_checkpoint_to_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """The same in another dtype. Raises :class:`UnsupportedError` for 16 bit without
-    ``safe_serialization``."""
+    """:func:`convert_zero_checkpoint_to_fp32_state_dict` for another dtype.
+
+    Raises:
+        UnsupportedError: a 16-bit dtype without ``safe_serialization``.
+    """
     if parse_dtype(dtype) == torch.float32:
         convert_zero_checkpoint_to_fp32_state_dict(
             checkpoint_dir,
@@ -78,28 +83,43 @@ def convert_zero_checkpoint_to_state_dict(
 
 
 def get_model_state_file(checkpoint_dir: str, zero_stage: int) -> str:
-    """The file of rank 0's module states in DeepSpeed's own layout. Raises FileNotFoundError."""
+    """The file of rank 0's module states in DeepSpeed's layout.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
     name = "zero_pp_rank_0_mp_rank_00" if zero_stage == 3 else "mp_rank_00"
     return _one_of(checkpoint_dir, f"{name}_model_states.pt")
 
 
 def get_optim_files(checkpoint_dir: str) -> list[str]:
-    """Files of optimizer states in DeepSpeed's own layout. Raises FileNotFoundError."""
+    """The files of optimizer states in DeepSpeed's layout.
+
+    Raises:
+        FileNotFoundError: there are none.
+    """
     return _files(checkpoint_dir, "*_optim_states.pt")
 
 
 def get_model_state_files(checkpoint_dir: str) -> list[str]:
-    """Files of module states in DeepSpeed's own layout. Raises FileNotFoundError."""
+    """The files of module states in DeepSpeed's layout.
+
+    Raises:
+        FileNotFoundError: there are none.
+    """
     return _files(checkpoint_dir, "*_model_states.pt")
 
 
 def parse_optim_states(
     files: Sequence[str], ds_checkpoint_dir: str
 ) -> tuple[int, int, list[Any], Any]:
-    """Of DeepSpeed's optimizer files, one for each rank: stage, number of ranks, each rank's flat fp32
-    groups, and their padding (None where the files do not say). Runs no code of the files.
+    """Read DeepSpeed's optimizer files, one for each rank, without running code in them.
 
-    Raises :class:`CheckpointError` for files of no ZeRO run, and for too few or too many.
+    Returns the stage, the number of ranks, each rank's flat fp32 groups, and their padding (None where
+    the files do not have it).
+
+    Raises:
+        CheckpointError: the files are not of a ZeRO run, or there are too few or too many.
     """
     states = [load_file(Path(file))["optimizer_state_dict"] for file in files]
     first = states[0] if states else {}
@@ -135,8 +155,13 @@ def _by_number(name: str) -> list[int | str]:
 
 
 def copy_as_universal(args: Any) -> None:
-    """Copy a checkpoint: ours load at any world size and stage as they are. ``args``: of DeepSpeed's
-    converter, ``input_folder`` and ``output_folder``. Raises :class:`CheckpointError`."""
+    """Copy a checkpoint. ZeroShard's checkpoints need no conversion for another world size or stage.
+
+    ``args``: those of DeepSpeed's converter, with ``input_folder`` and ``output_folder``.
+
+    Raises:
+        CheckpointError: ``input_folder`` is no directory.
+    """
     source, target = Path(args.input_folder), Path(args.output_folder)
     if not source.is_dir():
         raise CheckpointError(f"{source} is no directory; give a checkpoint as --input_folder.")

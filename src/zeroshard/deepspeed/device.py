@@ -1,7 +1,6 @@
-"""What is behind ``deepspeed.accelerator.get_accelerator()``?
+"""``deepspeed.accelerator.get_accelerator()``: the device that this process trains on.
 
-Questions about the device that this process trains on, answered by ``torch.cuda`` or, on the CPU, by what
-holds there. Names are DeepSpeed's.
+Method names are DeepSpeed's. On a GPU ``torch.cuda`` answers; on the CPU the methods return equivalents.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from zeroshard.memory.host_limits import host_limits
 
 
 class DeepSpeedAccelerator:
-    """What both kinds have in common."""
+    """Methods that are the same for CPU and CUDA."""
 
     _name = "cpu"
     _communication_backend_name = "gloo"
 
     def device(self, device_index: int | None = None) -> Any:
-        """A context in which the device is current."""
+        """A context manager that makes the device current."""
         return contextlib.nullcontext()
 
     def communication_backend_name(self) -> str:
@@ -33,7 +32,7 @@ class DeepSpeedAccelerator:
         return default_backend()
 
     def current_device_name(self) -> str:
-        """``cpu``, or ``cuda:0``: fits the backend."""
+        """``cpu``, or for example ``cuda:0``."""
         return str(local_device())
 
     def on_accelerator(self, tensor: Tensor) -> bool:
@@ -41,29 +40,29 @@ class DeepSpeedAccelerator:
         return tensor.device.type == self._name
 
     def is_available(self) -> bool:
-        """Always: it was found."""
+        """True: the device was found."""
         return True
 
     def is_bf16_supported(self) -> bool:
-        """Always."""
+        """True."""
         return True
 
     is_fp16_supported = is_bf16_supported
     is_fp64_supported = is_bf16_supported
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        """What parameters may be trained in."""
+        """Dtypes in which parameters can be trained."""
         return [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
     def is_synchronized_device(self) -> bool:
-        """Does a call return when its work is done?"""
+        """Does a call return only after its work is done?"""
         return self._name == "cpu"
 
     use_host_timers = resolves_data_dependency = is_synchronized_device
     handles_memory_backpressure = is_synchronized_device
 
     def is_triton_supported(self) -> bool:
-        """Does this kind of device run triton's kernels?"""
+        """Does this kind of device run Triton kernels?"""
         return self._name == "cuda"
 
     is_graph_capture_supported = is_triton_supported
@@ -77,47 +76,47 @@ class DeepSpeedAccelerator:
         return torch.amp
 
     def lazy_call(self, callback: Callable[[], Any]) -> Any:
-        """Call it: the device is there."""
+        """Call it now: the device is initialized."""
         return callback()
 
     def pin_memory(self, tensor: Tensor, *_: Any, **__: Any) -> Tensor:
-        """Page-locked where there is a device to copy to."""
+        """``tensor`` in page-locked memory if there is a GPU, else unchanged."""
         return tensor.pin_memory() if self._name == "cuda" else tensor
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """Is it page-locked? On the CPU everything is as good as that."""
+        """Is the tensor page-locked? Always true on the CPU, where no copy needs it."""
         return self._name == "cpu" or tensor.is_pinned()
 
     def op_builder_dir(self) -> str:
-        """The module of the builders."""
+        """The name of the module that has the builders."""
         return "deepspeed.ops.op_builder"
 
     def get_op_builder(self, class_name: str) -> Any:
-        """A builder's class, None if there is none: nothing is compiled."""
+        """The class of a builder; None if there is none. Builders compile nothing."""
         from zeroshard.deepspeed import version_info
 
         return getattr(version_info, class_name, None)
 
     def create_op_builder(self, class_name: str) -> Any:
-        """An object of it."""
+        """An instance of the builder's class, or None."""
         cls = self.get_op_builder(class_name)
         return None if cls is None else cls()
 
     def get_compile_backend(self) -> str:
-        """Of ``torch.compile``."""
+        """The default backend of ``torch.compile``."""
         return "inductor"
 
     def get_supported_compile_backends(self) -> list[str]:
-        """Of ``torch.compile``."""
+        """The backends of ``torch.compile``."""
         return list(torch._dynamo.list_backends())
 
     def visible_devices_envs(self) -> list[str]:
-        """Variables that choose devices."""
+        """Environment variables that choose devices."""
         return ["CUDA_VISIBLE_DEVICES"]
 
 
 class _CPU(DeepSpeedAccelerator):
-    """Ranks on the cores of this host."""
+    """The CPU. Ranks run on the cores of this host."""
 
     Stream = Event = None
 
@@ -125,24 +124,24 @@ class _CPU(DeepSpeedAccelerator):
         return "cpu"
 
     def device_count(self) -> int:
-        """Ranks on this host."""
+        """Number of ranks on this host."""
         return current_rank_info().local_world_size
 
     def current_device(self) -> int:
-        """This rank on its host."""
+        """This rank's number on its host."""
         return current_rank_info().local_rank
 
     def set_device(self, device_index: int) -> None:
-        """Nothing: a rank stays where it is."""
+        """Nothing: a rank has one device."""
 
     def synchronize(self, device_index: int | None = None) -> None:
-        """Nothing is in flight."""
+        """Nothing: no work is in flight."""
 
     def stream(self, stream: Any) -> Any:
         return contextlib.nullcontext()
 
     def current_stream(self, device_index: int | None = None) -> None:
-        """There are none."""
+        """None: there are no streams."""
 
     default_stream = current_stream
 
@@ -164,21 +163,21 @@ class _CPU(DeepSpeedAccelerator):
         return torch.default_generator
 
     def empty_cache(self) -> None:
-        """There is none."""
+        """Nothing: there is no cache."""
 
     reset_peak_memory_stats = reset_max_memory_allocated = empty_cache
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """Bytes that this host, or its container, has."""
+        """Bytes of memory of this host, or of its container."""
         limits = host_limits()
         return limits.cgroup.limit_nbytes if limits.cgroup else limits.host_total_nbytes or 0
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """Bytes that can still be had."""
+        """Bytes that can still be allocated."""
         return host_limits().free_nbytes or 0
 
     def memory_allocated(self, device_index: int | None = None) -> int:
-        """Bytes of the host that are in use."""
+        """Bytes in use on this host."""
         return max(0, self.total_memory() - self.available_memory())
 
     max_memory_allocated = memory_reserved = max_memory_reserved = memory_allocated
@@ -188,14 +187,14 @@ class _CPU(DeepSpeedAccelerator):
         return {"allocated_bytes.all.current": self.memory_allocated()}
 
     def range_push(self, msg: str) -> None:
-        """There is no profiler that would show it."""
+        """Nothing: no profiler shows ranges on the CPU."""
 
     def range_pop(self) -> None:
         """See :meth:`range_push`."""
 
 
 class _CUDA(DeepSpeedAccelerator):
-    """GPUs: every other question goes to ``torch.cuda`` under the same name."""
+    """GPUs. All other attributes are those of ``torch.cuda``."""
 
     _name = "cuda"
     _communication_backend_name = "nccl"
@@ -230,10 +229,10 @@ class _CUDA(DeepSpeedAccelerator):
 
 @functools.cache
 def get_accelerator() -> Any:
-    """The one for this process."""
+    """The accelerator of this process."""
     return _CUDA() if uses_cuda() else _CPU()
 
 
 def is_current_accelerator_supported() -> bool:
-    """Always."""
+    """True."""
     return True

@@ -1,4 +1,4 @@
-"""How do programs start ``torch.distributed`` through DeepSpeed's names?"""
+"""Starts ``torch.distributed`` under DeepSpeed's names."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """:func:`zeroshard.init_distributed`; nothing to do if the group exists.
+    """:func:`zeroshard.init_distributed`. Does nothing if the default group exists.
 
-    Raises :class:`UsageError` if a library that calls is too old.
+    Raises:
+        UsageError: a library that uses ZeroShard under DeepSpeed's name is too old.
     """
     check_consumers()
     join.init_distributed(
@@ -46,9 +47,10 @@ def init_distributed(
 
 
 def mpi_discovery(distributed_port: int = 29500, verbose: bool = True) -> None:
-    """Put rank, world size and address into the environment, as ``mpirun`` of Open MPI gives them.
+    """Set rank, world size and address in the environment from what Open MPI's ``mpirun`` provides.
 
-    Raises :class:`LaunchError` if it did not start this process.
+    Raises:
+        LaunchError: Open MPI did not start this process.
     """
     place = env.adopt_mpi(distributed_port)
     if verbose:
@@ -56,7 +58,7 @@ def mpi_discovery(distributed_port: int = 29500, verbose: bool = True) -> None:
 
 
 def is_initialized() -> bool:
-    """Is there a process group? Accelerate asks this first, and nothing else if there is one."""
+    """Is there a process group? Accelerate asks this first, and does no more if there is one."""
     found = bool(comm.is_initialized())
     if found:
         _tell_accelerate()
@@ -64,8 +66,11 @@ def is_initialized() -> bool:
 
 
 def _tell_accelerate() -> None:
-    """Accelerate looks for a backend before it asks us to start one. Without a GPU it finds none, and
-    would then take every rank for the only one."""
+    """Set Accelerate's backend.
+
+    Accelerate looks for a backend before it asks us to create the group. Without a GPU it finds none, and
+    would then treat every rank as the only one.
+    """
     state = sys.modules.get("accelerate.state")
     shared: dict[str, Any] = getattr(getattr(state, "PartialState", None), "_shared_state", {})
     if shared.get("backend", "unset") is None:
@@ -80,11 +85,11 @@ def configure(
     verbose: bool | None = None,
     debug: bool | None = None,
 ) -> None:
-    """Nothing: the recorder is always on; ``comms_logger`` in the configuration makes it print."""
+    """Nothing: the recorder is always on. ``comms_logger`` in the configuration makes it print."""
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
-    """What collectives cost is printed by the engine (``comms_logger``); here is nothing to add."""
+    """Nothing, or an empty dict: the engine prints what collectives cost (``comms_logger``)."""
     return {} if return_dict else None
 
 

@@ -1,7 +1,7 @@
-"""What does the page about compatibility say?
+"""Generates ``docs/compat.md``, the page about compatibility with DeepSpeed.
 
-``python -m zeroshard.deepspeed.docs > docs/compat.md`` writes it from the tables of names,
-of libraries and of keys; a test compares the committed page with this text.
+``python -m zeroshard.deepspeed.docs > docs/compat.md`` writes it from the tables of names, of libraries
+and of keys. A test compares the committed page with this output.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ DISAGREEMENTS = (
         "error",
     ),
 )
-"""What the program says, what the configuration says, what happens."""
+"""Rows of a table: what the program has, what the configuration has, what happens."""
 
 KEYS_INTRO = """\
 ## Keys of the configuration

@@ -1,6 +1,6 @@
-"""Which batch size suits many world sizes? (``deepspeed.elasticity``)
+"""Computes a batch size that suits many world sizes (``deepspeed.elasticity``).
 
-Arithmetic alone: a run of ours keeps its number of ranks, and its checkpoints load at any other.
+This is arithmetic only. A run keeps its number of ranks; its checkpoints load at any other.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from zeroshard.errors import ConfigError, UsageError
 
 
 def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
-    """Does the configuration ask for it?"""
+    """Is elasticity enabled in the configuration?"""
     return bool(ds_config.get("elasticity", {}).get("enabled", False))
 
 
@@ -24,15 +24,17 @@ def compute_elastic_config(
     world_size: int = 0,
     return_microbatch: bool = False,
 ) -> tuple[Any, ...]:
-    """The batch size up to ``max_train_batch_size`` that most world sizes can divide into whole steps of
-    one of ``micro_batch_sizes``, and these world sizes, ascending.
+    """The batch size that the most world sizes can use, and these world sizes, ascending.
 
-    Candidates are each micro batch size, and their least common multiple, times the largest highly
-    composite number that fits. With a ``world_size``, or ``return_microbatch``, the largest micro batch
-    size that suits it follows as third. ``target_deepspeed_version`` changes nothing.
+    A world size can use a batch size if one of ``micro_batch_sizes``, times a whole number of
+    accumulation steps, times the world size gives the batch size. Candidates up to
+    ``max_train_batch_size`` are each micro batch size, and their least common multiple, times the largest
+    highly composite number that fits. With ``world_size`` or ``return_microbatch``, a third value is the
+    largest micro batch size that suits the world size. ``target_deepspeed_version`` has no effect.
 
-    Raises :class:`ConfigError` for a section that is missing, disabled or not understood,
-    :class:`UsageError` for a world size that does not suit.
+    Raises:
+        ConfigError: the section is missing, disabled or not understood.
+        UsageError: the world size does not suit.
     """
     section = read_source(ds_config)[0].get("elasticity")
     if not isinstance(section, Mapping) or not section.get("enabled"):
@@ -66,7 +68,7 @@ def compute_elastic_config(
 
 
 def _world_sizes(batch: int, micros: list[int], low: int, high: int) -> list[int]:
-    """World sizes at which ``batch`` is whole steps of one of ``micros``."""
+    """World sizes at which ``batch`` is a whole number of steps of one of ``micros``."""
     counts = {batch // micro for micro in micros if batch % micro == 0}
     return [
         ranks
@@ -97,7 +99,8 @@ def _highly_composite() -> Iterator[int]:
 
 
 def _divisors(number: int) -> int:
-    """
+    """The number of divisors.
+
     >>> _divisors(12)
     6
     """

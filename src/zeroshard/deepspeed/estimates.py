@@ -1,4 +1,4 @@
-"""How much memory would a model's states need? The tables that programs print to choose a stage."""
+"""Estimates the memory of a model's states: the tables that programs print to choose a stage."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def estimate_zero3_model_states_mem_needs(
     else:
         moved = (
             18 if cpu_offload_params else 16
-        )  # bytes of a parameter whose state rests on the host
+        )  # bytes per parameter whose state is in host memory
         device = layer + (0 if cpu_offload_params else 2 * total_params / ranks)
-        built = 0 if zero_init else 4 * num_gpus_per_node  # every rank builds the whole model first
+        built = 0 if zero_init else 4 * num_gpus_per_node  # every rank first builds the whole model
         host = total_params * max(built, moved / num_nodes)
     return int(host * additional_buffer_factor), int(device), layer
 
@@ -75,7 +75,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
     num_nodes: int = 1,
     additional_buffer_factor: float = 1.5,
 ) -> None:
-    """Print the table of stage 3 for numbers of parameters, in all and in the largest layer."""
+    """Print the table of stage 3 for a number of parameters, in all and in the largest layer."""
     print(_heading(num_gpus_per_node, num_nodes, total_params, largest_layer_params))
     print("  per CPU  |  per GPU |   Options")
     for params, optimizer in ((True, True), (False, True), (False, False)):
@@ -118,7 +118,7 @@ def estimate_zero3_model_states_mem_needs_all_live(
 
 
 def _numbers(model: nn.Module) -> tuple[int, int]:
-    """Parameters in all, each counted once, and of the module that holds most by itself."""
+    """Number of parameters in all, each counted once, and of the module that holds most directly."""
     total = sum({id(p): p.numel() for p in model.parameters()}.values())
     largest = max(
         (sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules()),

@@ -1,4 +1,4 @@
-"""How many operations does a model take?"""
+"""Counts the operations of a model, under DeepSpeed's names."""
 
 from __future__ import annotations
 
@@ -28,15 +28,18 @@ def get_model_profile(
     ignore_modules: Sequence[type[nn.Module]] | None = None,
     mode: str = "forward",
 ) -> tuple[Any, Any, Any]:
-    """Operations, multiply-adds and parameters of one call of ``model``, as words or as numbers.
+    """Operations, multiply-adds and parameters of one call of ``model``, as texts or as numbers.
 
-    Counted are matrix products, convolutions and attention (``torch.utils.flop_counter``), a multiply-add
-    as two operations; what is elementwise is not. ``input_shape``: the shape of the only argument,
-    else ``args`` and ``kwargs``. ``mode``: "forward", or "generate" for ``model.generate``. The model
-    runs ``warm_up`` times before, in eval mode. ``print_profile``: a table by module, ``module_depth``
-    levels deep, and the ``top_modules`` that take most at each depth, to ``output_file`` if given.
+    Matrix products, convolutions and attention are counted (``torch.utils.flop_counter``), a multiply-add
+    as two operations. Elementwise operations are not counted. ``input_shape``: the shape of the only
+    argument; otherwise ``args`` and ``kwargs`` are used. ``mode``: "forward", or "generate" for
+    ``model.generate``. The model first runs ``warm_up`` times; all calls are in eval mode.
+    ``print_profile``: print a table by module, ``module_depth`` levels deep, and the ``top_modules`` with
+    most operations at each depth, or write them to ``output_file``.
 
-    Raises :class:`UsageError` without an input, :class:`UnsupportedError` for ``ignore_modules``.
+    Raises:
+        UsageError: there is no input.
+        UnsupportedError: ``ignore_modules`` is given.
     """
     _refuse_to_ignore("get_model_profile(ignore_modules=...)", ignore_modules)
     if input_shape is not None:
@@ -71,12 +74,12 @@ def get_model_profile(
 
 
 class FlopsProfiler:
-    """Counts what runs between :meth:`start_profile` and :meth:`stop_profile`, whoever calls it.
+    """Counts operations between :meth:`start_profile` and :meth:`stop_profile`, whatever code runs them.
 
-    Counted as in :func:`get_model_profile`. A backward in between counts too, and so does a forward
-    that checkpointing runs again, so ``recompute_fwd_factor`` is not needed, and neither is
-    ``ds_engine``. Under ZeRO each rank counts what it computes itself. Call both on every step that
-    is to be counted and on no other: the counter slows each operation down.
+    Operations are counted as in :func:`get_model_profile`. A backward counts too, and so does a forward
+    that checkpointing runs again, so ``recompute_fwd_factor`` and ``ds_engine`` are not needed. Under
+    ZeRO each rank counts what it computes itself. Call both methods only on the steps that are to be
+    counted: the counter makes each operation slower.
     """
 
     def __init__(
@@ -89,7 +92,11 @@ class FlopsProfiler:
         self._seconds = 0.0
 
     def start_profile(self, ignore_list: Sequence[type[nn.Module]] | None = None) -> None:
-        """Count from here on, beginning at zero. :class:`UnsupportedError` for ``ignore_list``."""
+        """Start counting at zero.
+
+        Raises:
+            UnsupportedError: ``ignore_list`` is given.
+        """
         _refuse_to_ignore("FlopsProfiler.start_profile(ignore_list=...)", ignore_list)
         self.end_profile()
         self._counter = FlopCounterMode(display=False)
@@ -98,26 +105,26 @@ class FlopsProfiler:
         self._seconds = -now_s(self.model)
 
     def stop_profile(self) -> None:
-        """Count no more. What was counted stays until :meth:`end_profile` or the next start."""
+        """Stop counting. The counts stay until :meth:`end_profile` or the next start."""
         if self.started:
             self._seconds += now_s(self.model)
             self.started = False
             self._counted().__exit__(None, None, None)
 
     def reset_profile(self) -> None:
-        """Forget what was counted and, while it runs, count anew."""
+        """Reset the counts. If the profiler runs, it starts again at zero."""
         if self.started:
             self.start_profile()
         else:
             self._counter = None
 
     def end_profile(self) -> None:
-        """Stop, and forget what was counted."""
+        """Stop, and drop the counts."""
         self.stop_profile()
         self._counter = None
 
     def get_total_flops(self, as_string: bool = False) -> Any:
-        """Operations so far, as a number or in words."""
+        """Operations so far, as a number or as a text."""
         flops = self._counted().get_total_flops()
         return words(flops, "FLOPS") if as_string else flops
 
@@ -127,13 +134,13 @@ class FlopsProfiler:
         return words(macs, "MACs") if as_string else macs
 
     def get_total_duration(self, as_string: bool = False) -> Any:
-        """Seconds from start to stop (or to now) on this host, the device's work included."""
+        """Seconds from start to stop (or until now) on this host, including the device's work."""
         self._counted()
         seconds = self._seconds + (now_s(self.model) if self.started else 0.0)
         return f"{1e3 * seconds:.2f} ms" if as_string else seconds
 
     def get_total_params(self, as_string: bool = False) -> Any:
-        """Parameters of the whole model, also where they are sharded."""
+        """Number of parameters of the whole model, also if they are sharded."""
         params = parameters(self.model)
         return words(params, "").strip() if as_string else params
 
@@ -154,7 +161,7 @@ class FlopsProfiler:
         show(lines + table(counter, module_depth) if detailed else lines, output_file)
 
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
-        """Print which modules take most at each depth, or at ``module_depth``."""
+        """Print the modules with most operations at each depth, or at ``module_depth``."""
         show(most(self._counted(), module_depth, top_modules), None)
 
     def _counted(self) -> FlopCounterMode:

@@ -1,7 +1,7 @@
-"""Which ranks belong together?
+"""Process groups under DeepSpeed's names.
 
-All of them train on different data; there is no tensor, sequence or expert parallelism yet, so those
-groups have one member and no process group.
+All ranks are data-parallel. There is no tensor, sequence or expert parallelism yet: those groups have one
+member and no process group.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ def _all(*_: Any, **__: Any) -> Any:
 
 
 def _count(*_: Any, **__: Any) -> int:
-    """Their number."""
+    """Number of ranks in the group of all ranks."""
     return get_world_size()
 
 
 def _place(*_: Any, **__: Any) -> int:
-    """This rank among them."""
+    """This rank's number in the group of all ranks."""
     return get_rank()
 
 
 def _nobody(*_: Any, **__: Any) -> None:
-    """There is no such group: this rank is alone in it."""
+    """None: this rank would be the only member of the group."""
 
 
 def _one(*_: Any, **__: Any) -> int:

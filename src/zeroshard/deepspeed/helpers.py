@@ -1,4 +1,4 @@
-"""Which small tools do programs take from DeepSpeed?"""
+"""Small utilities that programs import from DeepSpeed."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ from zeroshard.zero.sharded_parameter import in_order
 
 
 class OnDevice:
-    """Modules made inside have their parameters on ``device`` and in ``dtype``; ``meta`` has no
-    memory."""
+    """Modules created inside have parameters on ``device`` and in ``dtype``; ``meta`` has no memory."""
 
     def __init__(
         self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True
@@ -47,7 +46,7 @@ class OnDevice:
 
 
 class DeepSpeedConfig:
-    """A configuration as read: its values are attributes, its dict is ``_param_dict``."""
+    """A configuration that was read. Its values are attributes; the user's dict is ``_param_dict``."""
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
         from zeroshard.comm.env import current_rank_info, local_device
@@ -73,7 +72,7 @@ DeepSpeedZeroOffloadOptimizerConfig = OffloadOptimizerConfig
 
 
 class RepeatingLoader:
-    """A loader that begins again when it is at its end."""
+    """An iterator over a loader that starts again when the loader ends."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
@@ -96,7 +95,7 @@ class RepeatingLoader:
 def safe_update_full_grad_vectorized(
     param_list: Sequence[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
 ) -> None:
-    """Replace each gradient by ``update_func(grad, param)``; every rank calls it."""
+    """Replace each gradient by ``update_func(grad, param)``. Collective."""
     for param in in_order(param_list):
         grad = safe_get_full_grad(param)
         if grad is not None:
@@ -104,7 +103,7 @@ def safe_update_full_grad_vectorized(
 
 
 def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Show the function as a range in NVIDIA's profiler."""
+    """Show calls of the function as a range in NVIDIA's profiler."""
 
     @functools.wraps(func)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -117,7 +116,10 @@ def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def parse_range_list(rng: str) -> list[int]:
-    """Cores of a list such as ``0-3,8``, in order. Raises ValueError if it is not ascending.
+    """The numbers in a list such as ``0-3,8``, in order.
+
+    Raises:
+        ValueError: the ranges are not ascending, or overlap.
 
     >>> parse_range_list("0-2,5")
     [0, 1, 2, 5]
@@ -135,15 +137,17 @@ def parse_range_list(rng: str) -> list[int]:
 def move_to_device(
     item: Any, device: Any, criterion_func: Callable[[Any], bool] = torch.is_tensor
 ) -> Any:
-    """Tensors of a nested structure on another device; containers keep their type."""
+    """Move the tensors of a nested structure to another device. Containers keep their type."""
     if criterion_func(item):
         return item.to(device)
     return _mapped(item, lambda inner: move_to_device(inner, device, criterion_func))
 
 
 def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
-    """Tensors of a nested structure as copies of their own size, so that ``torch.save`` does not write
-    the storage that they are views of."""
+    """Copies of the tensors of a nested structure, each with its own storage.
+
+    ``torch.save`` would write the whole storage that a view belongs to.
+    """
     if torch.is_tensor(item):
         moved = item.detach().to(device)
         return moved.clone() if moved.data_ptr() == item.data_ptr() else moved
@@ -159,7 +163,7 @@ def _mapped(item: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Log what is in use on rank's device and its host, if ``force``."""
+    """Log the memory in use on this rank's device and host, if ``force``."""
     if not force:
         return
     if uses_cuda():
@@ -171,17 +175,17 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 def clip_grad_norm_(
     parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None
 ) -> Tensor:
-    """``torch.nn.utils.clip_grad_norm_`` of ordinary gradients. The engine clips by itself."""
+    """``torch.nn.utils.clip_grad_norm_`` for ordinary gradients. An engine clips its own gradients."""
     return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
 
 def get_global_norm(norm_list: Sequence[float]) -> float:
-    """The norm of norms."""
+    """The 2-norm of a list of norms."""
     return math.sqrt(sum(norm**2.0 for norm in norm_list))
 
 
 def set_random_seed(seed: int) -> None:
-    """Of Python and torch; of numpy too."""
+    """Seed the generators of Python, numpy and torch."""
     import numpy
 
     random.seed(seed)
@@ -190,5 +194,5 @@ def set_random_seed(seed: int) -> None:
 
 
 def ensure_directory_exists(filename: str) -> None:
-    """Make the directory of a file."""
+    """Create the directory of a file."""
     Path(filename).parent.mkdir(parents=True, exist_ok=True)

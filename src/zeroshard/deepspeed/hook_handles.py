@@ -1,8 +1,8 @@
-"""How does a program take an engine's hooks off, and put them back?
+"""Lets a program remove an engine's hooks and attach them again.
 
-Programs that generate at stage 3 make all parameters whole first (``GatheredParameters``) and take the
-hooks off the model, so that ranks need not keep step. They reach them as
-``engine.optimizer.parameter_offload``.
+Programs that generate at stage 3 first make all parameters whole (``GatheredParameters``), and then
+remove the hooks from the model, so that each rank can call it independently. They use
+``engine.optimizer.parameter_offload`` for that.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ if TYPE_CHECKING:
 
 
 class DeepSpeedZeRoOffload:
-    """The hooks of an engine at stage 3. ``module``: the model. ``forward_hooks`` and ``backward_hooks``:
-    handles of those on modules and on parameters; their ``remove()`` takes them off.
+    """The hooks of an engine at stage 3.
 
-    Without its hooks an engine gathers and reduces nothing by itself: who runs a sharded module is told
-    so, and ``step()`` finds no gradient.
+    ``module``: the model. ``forward_hooks`` and ``backward_hooks``: handles of the hooks on modules and
+    on parameters; ``remove()`` of a handle removes the hook.
+
+    Without its hooks an engine gathers and reduces nothing by itself: running a sharded module raises an
+    error that says so, and ``step()`` finds no gradient.
     """
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
@@ -33,9 +35,10 @@ class DeepSpeedZeRoOffload:
         self.forward_hooks, self.backward_hooks = engine.hook_handles()
 
     def _register_deepspeed_module(self, module: nn.Module, count: Any = None) -> None:
-        """Put the hooks of the engine's model back.
+        """Attach the hooks of the engine's model again.
 
-        Raises :class:`UsageError` for another module: the engine knows nothing of its parameters.
+        Raises:
+            UsageError: ``module`` is not the engine's model.
         """
         if module is not self.module:
             raise UsageError(
@@ -47,13 +50,13 @@ class DeepSpeedZeRoOffload:
 
 
 def _no_parameters() -> tuple[()]:
-    """Parameters that a module uses and another one owns: none need to be known."""
+    """Parameters that a module uses and another module owns: none need to be declared."""
     return ()
 
 
 class _Order:
-    """The order in which modules ran. A forward in another order is only slower: nothing gets invalid."""
+    """Stands for DeepSpeed's trace of modules. Here a forward in another order is slower, not invalid."""
 
     def is_invalid_trace(self) -> bool:
-        """Is there nothing left to invalidate?"""
+        """True: there is no trace to invalidate."""
         return True

@@ -1,10 +1,9 @@
-"""How does ``import deepspeed`` find names that are defined elsewhere?
+"""Serves ``import deepspeed`` and its submodules from a table of names.
 
-Every module below ``deepspeed`` is an object made from the table in
-:mod:`zeroshard.deepspeed.api_table`: an attribute is looked up there and imported when it is
-first used. So importing the package costs next to nothing, and a program may replace an attribute as in
-any other module. A finder at the end of ``sys.meta_path`` serves ``import deepspeed.x.y``, and says why
-where there is no such module.
+Every module below ``deepspeed`` is an object made from the table in :mod:`zeroshard.deepspeed.api_table`.
+An attribute is looked up there and imported on first use, so importing the package costs little, and a
+program may replace an attribute as in any other module. A finder at the end of ``sys.meta_path`` serves
+``import deepspeed.x.y``; if there is no such module, its error gives the reason.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ PACKAGE = "deepspeed"
 
 
 class NamesModule(ModuleType):
-    """A module whose attributes are in the table. ``path``: its name below ``deepspeed``."""
+    """A module whose attributes are in the table. ``path``: its name without ``deepspeed.``."""
 
     def __init__(self, path: str) -> None:
         super().__init__(f"{PACKAGE}.{path}", f"ZeroShard's answer to ``{PACKAGE}.{path}``.")
-        self.__path__: list[str] = []  # submodules are found by our finder, not on disk
+        self.__path__: list[str] = []  # _NamesFinder finds submodules, which are not files
 
     def __getattr__(self, name: str) -> Any:
         return attribute(self, self.__name__.partition(".")[2], name)
@@ -40,7 +39,7 @@ _made: dict[str, ModuleType] = {}
 
 
 def module(path: str) -> ModuleType:
-    """The module ``deepspeed.<path>``; always the same object, however it is reached.
+    """The module ``deepspeed.<path>``. All ways to reach it give the same object.
 
     >>> module("runtime.zero") is module("").zero
     True
@@ -54,9 +53,10 @@ def module(path: str) -> ModuleType:
 
 
 def attribute(owner: ModuleType, path: str, name: str) -> Any:
-    """``deepspeed.<path>.<name>``, kept in ``owner`` from then on.
+    """``deepspeed.<path>.<name>``, which is then stored in ``owner``.
 
-    Raises AttributeError with the reason, and the alternative if there is one.
+    Raises:
+        AttributeError: there is no such name; with the reason, and the alternative if there is one.
     """
     if name.startswith("__") and name not in api_table.DUNDERS:
         raise AttributeError(f"module {owner.__name__!r} has no attribute {name!r}")
@@ -70,7 +70,7 @@ def attribute(owner: ModuleType, path: str, name: str) -> Any:
     else:
         raise AttributeError(
             api_table.reason(full), name=name, obj=owner
-        )  # also where the row says that there is none
+        )  # the table has no row, or its row says that the name does not exist
     setattr(owner, name, value)
     return value
 
@@ -88,14 +88,14 @@ class _NamesLoader(Loader):
         return module(spec.name.partition(".")[2])
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing: names come when they are used."""
+        """Nothing: attributes are imported on first use."""
 
 
 class _CommandLoader(Loader):
     """``python -m deepspeed.x`` where ``deepspeed.x`` has a ``main``."""
 
     def get_code(self, fullname: str) -> CodeType:
-        """What is run."""
+        """The code to run."""
         module = fullname.removesuffix(".__main__")
         return compile(f"import sys, {module} as own\nsys.exit(own.main())", fullname, "exec")
 
@@ -112,12 +112,12 @@ class _NamesFinder(MetaPathFinder):
         parent, _, last = inner.rpartition(".")
         if last == "__main__" and api_table.find(f"{parent}.main") is not None:
             return ModuleSpec(fullname, _CommandLoader())
-        # ``name`` is left out on purpose: "from deepspeed import x" would then hide the reason
+        # ``name`` is not passed, because "from deepspeed import x" would then hide the reason.
         raise ModuleNotFoundError(api_table.reason(inner))
 
 
 def is_ours(found: ModuleType | None) -> bool:
-    """Is this module the ``deepspeed`` of the compatibility directory?"""
+    """Is this module the ``deepspeed`` package of the compatibility directory?"""
     return getattr(found, "__zeroshard__", False) is True
 
 
@@ -125,6 +125,6 @@ _FINDER = _NamesFinder()
 
 
 def serve() -> None:
-    """Let the import system find submodules of ``deepspeed``; once is enough."""
+    """Make submodules of ``deepspeed`` importable. Repeated calls have no effect."""
     if _FINDER not in sys.meta_path:
         sys.meta_path.append(_FINDER)

@@ -1,7 +1,7 @@
-"""How does ``import deepspeed`` come to mean ZeroShard, and who could stand in the way?
+"""Makes ``import deepspeed`` mean ZeroShard, and detects what prevents that.
 
-The directory ``compat`` holds a ``deepspeed`` package and its metadata. Python takes the first one on its
-path, and so do ``find_spec`` and ``importlib.metadata``: the directory has to be first.
+The directory ``compat`` contains a ``deepspeed`` package and its metadata. Imports, ``find_spec`` and
+``importlib.metadata`` all take the first match on Python's path, so the directory has to be first.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from zeroshard.deepspeed.import_hook import PACKAGE, is_ours
 from zeroshard.errors import UsageError
 
 DIRECTORY = Path(__file__).parent / "compat"
-"""What goes first on the path."""
+"""The directory that is put first on the path."""
 
 
 def install() -> None:
-    """From now on ``import deepspeed`` is ZeroShard, in this process and in those that it spawns.
+    """Make ``import deepspeed`` import ZeroShard, in this process and in the processes that it spawns.
 
-    Call it before anything that looks for DeepSpeed is imported. Raises :class:`UsageError` if another
-    ``deepspeed`` was imported already, or Accelerate or Transformers have found that there is none.
+    Call it before anything that looks for DeepSpeed is imported.
+
+    Raises:
+        UsageError: another ``deepspeed`` was imported, or Accelerate or Transformers found none.
     """
     if blind := found_none():
         raise UsageError(
@@ -36,7 +38,11 @@ def install() -> None:
 
 
 def come_first() -> None:
-    """:func:`install` for who does not need Accelerate and Transformers to know of it (Lightning)."""
+    """:func:`install` for callers that do not need Accelerate and Transformers to find it (Lightning).
+
+    Raises:
+        UsageError: another ``deepspeed`` was imported.
+    """
     found = sys.modules.get(PACKAGE)
     if found is not None and not is_ours(found):
         raise UsageError(
@@ -52,7 +58,7 @@ def come_first() -> None:
 
 
 def found_none() -> list[str]:
-    """Libraries that look once, when they are imported, and did so before there was a ``deepspeed``."""
+    """Libraries that were imported, and looked for ``deepspeed``, before there was one."""
     blind = []
     accelerate = sys.modules.get("accelerate.utils")
     if accelerate is not None and not hasattr(accelerate, "DummyOptim"):
@@ -64,13 +70,15 @@ def found_none() -> list[str]:
 
 
 def origin_of(module: object) -> str:
-    """Where a module was found, for messages."""
+    """The file that a module was loaded from, for messages."""
     return str(getattr(module, "__file__", None) or "nowhere on disk")
 
 
 def rivals(path: Iterable[str]) -> list[Path]:
-    """Other ``deepspeed`` packages that are found before ours on such a path, in order; all of them if
-    ours is not on it. An empty entry is the working directory."""
+    """Other ``deepspeed`` packages that are found before ours on ``path``, in order.
+
+    If ours is not on the path: all of them. An empty entry is the working directory.
+    """
     found = []
     for entry in path:
         folder = Path(entry or ".")
@@ -83,26 +91,29 @@ def rivals(path: Iterable[str]) -> list[Path]:
 
 
 def winner() -> str:
-    """Where a new interpreter finds ``deepspeed`` although our directory is first on PYTHONPATH; empty if
-    it finds ours. A ``.pth`` file in site-packages can put others before everything. Starts one."""
+    """Where a new interpreter finds another ``deepspeed``, with our directory first on PYTHONPATH.
+
+    Empty if it finds ours. A ``.pth`` file in site-packages can put a directory before all others. This
+    starts an interpreter.
+    """
     code = f"import importlib.util as u; print(getattr(u.find_spec({PACKAGE!r}), 'origin', ''))"
     command = ["env", f"PYTHONPATH={DIRECTORY}", sys.executable, "-P", "-c", code]
     if sys.version_info < (3, 11):
-        command.remove("-P")  # there a folder in the working directory counts too
+        command.remove("-P")  # unknown before 3.11: the working directory is searched, too
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
-        return ""  # nobody to ask
+        return ""  # no interpreter answered
     found = done.stdout.strip()
     return "" if Path(found).is_relative_to(DIRECTORY) else found
 
 
 def disagreement() -> str:
-    """What is wrong if the metadata of ``deepspeed`` is not ours although the package is; else empty."""
+    """What is wrong if the package ``deepspeed`` is ours and its metadata is not; else empty."""
     try:
         version = metadata.version(PACKAGE)
     except metadata.PackageNotFoundError:
-        return ""  # used without the directory
+        return ""  # used without the compatibility directory
     if version == VERSION:
         return ""
     return (

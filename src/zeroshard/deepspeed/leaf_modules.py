@@ -1,7 +1,7 @@
-"""Which modules does a program want gathered as one?
+"""Marks modules whose parameters are to be gathered as one.
 
-Marked on the modules, and read when the engine is built. The configuration's ``leaf_module`` says the
-same.
+The marks are on the modules, and are read when the engine is built. The configuration has the same in
+``leaf_module``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def z3_leaf_module(model: nn.Module) -> bool:
 
 
 def z3_leaf_parameter(parameter: nn.Parameter) -> bool:
-    """False: parameters are not marked, modules are."""
+    """False: modules are marked, not parameters."""
     return False
 
 
@@ -31,7 +31,7 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Mark one module, or take the mark away."""
+    """Mark one module, or remove its mark."""
     model._z3_leaf = flag  # type: ignore[assignment]
     setattr(model, GATHERED_AS_ONE, flag)
 
@@ -41,7 +41,7 @@ def set_z3_leaf_modules(
     leaf_module_classes: Sequence[type[nn.Module] | str],
     raise_if_not_found: bool = True,
 ) -> list[nn.Module]:
-    """Mark every module of these classes, given as types or names. Returns them."""
+    """Mark every module of these classes, given as types or names. Returns the modules."""
     return _set(model, leaf_module_classes, True, raise_if_not_found)
 
 
@@ -50,21 +50,21 @@ def unset_z3_leaf_modules(
     leaf_module_classes: Sequence[type[nn.Module] | str],
     raise_if_not_found: bool = True,
 ) -> list[nn.Module]:
-    """Take the mark away again. Returns the modules."""
+    """Remove the marks of every module of these classes. Returns the modules."""
     return _set(model, leaf_module_classes, False, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Sequence[str], raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark modules by their whole names. Returns them, and the names that are not there."""
+    """Mark modules by their full names. Returns the modules, and the names that do not exist."""
     return _by(model, module_names, raise_if_not_found, lambda name, asked: name == asked)
 
 
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Sequence[str], raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """The same by the ends of names."""
+    """Mark modules by the ends of their names. Returns the modules, and the suffixes without a match."""
     return _by(
         model,
         module_name_suffixes,

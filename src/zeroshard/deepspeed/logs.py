@@ -1,4 +1,4 @@
-"""How does one log under DeepSpeed's names?"""
+"""Logging under DeepSpeed's names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from zeroshard.comm.env import current_rank_info
 
 logger = logging.getLogger("DeepSpeed")
-"""Programs set its level; it writes to standard output, like ours."""
+"""Programs set its level. It writes to standard output, as ZeroShard's logger does."""
 
 
 class LoggerFactory:
@@ -17,7 +17,7 @@ class LoggerFactory:
 
     @staticmethod
     def create_logger(name: str | None = None, level: int = logging.WARNING) -> logging.Logger:
-        """A logger with one handler, however often it is asked for."""
+        """A logger with one handler, also if it is requested several times."""
         made = logging.getLogger(name)
         made.setLevel(level)
         made.propagate = False
@@ -36,7 +36,7 @@ if not logger.handlers:
 
 
 def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
-    """Log on the given ranks; None, or -1 among them, is all."""
+    """Log on the given ranks. None, or -1 among them: on all ranks."""
     chosen = list(ranks) if ranks is not None else [-1]
     rank = current_rank_info().rank
     if -1 in chosen or rank in chosen:
@@ -49,7 +49,7 @@ _said: set[str] = set()
 def log_dist_once(
     message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO
 ) -> None:
-    """The same message only once per process."""
+    """:func:`log_dist`, at most once per process for each message."""
     if message not in _said:
         _said.add(message)
         log_dist(message, ranks, level)
@@ -63,7 +63,11 @@ def get_current_level() -> int:
 def set_log_level_from_string(
     log_level_str: str, custom_logger: logging.Logger | None = None
 ) -> None:
-    """Set a level by its name. Raises ValueError for an unknown one."""
+    """Set a level by its name.
+
+    Raises:
+        ValueError: there is no level of this name.
+    """
     level = logging.getLevelName(log_level_str.upper())
     if not isinstance(level, int):
         raise ValueError(f"{log_level_str!r} is no log level: give debug, info, warning or error")

@@ -1,7 +1,7 @@
-"""What does a program get that reads sharded values on one rank alone?
+"""Answers a lone read: one rank alone reads sharded values.
 
-NaN in their place, in memory and in the files that it writes, and an error in the log that names its line
-and what to do. Its training goes on.
+The program gets NaN instead of the values, in memory and in the files that it writes. One error in the
+log names the line that reads, and the remedy. Training goes on (ADR 0011).
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ _PYTHON = sysconfig.get_paths()["stdlib"] + os.sep
 
 
 class LonelyReads:
-    """Asked before each read of one engine's parameters that gathers: is it this rank's alone?"""
+    """Called before each gathering read of one engine's parameters: does this rank read alone?"""
 
     def __init__(self, readers: LoneReadCheck, rank: int) -> None:
         self._readers = readers
         self._rank = rank
-        self._said: set[str] = set()  # lines of the program
+        self._said: set[str] = set()  # lines of the program that were reported
 
     def __call__(self, unit: str) -> bool:
-        """Waits for the other ranks, unless one of them is known not to come. Says so in the log."""
+        """Is the read of ``unit`` alone? Waits for the other ranks, unless one is known not to come.
+
+        A lone read is logged once for each line of the program.
+        """
         why = self._readers.alone(unit)
         line = _line_of_program() if why else ""
         if why and line not in self._said:
@@ -47,7 +50,7 @@ class LonelyReads:
 
 
 def _line_of_program() -> str:
-    """Where the program is: file, line and function, innermost. Other libraries count as the program."""
+    """File, line and function of the innermost frame outside of ZeroShard, torch and Python's library."""
     frame = sys._getframe(1)
     while frame.f_back is not None and _is_library(frame.f_code.co_filename):
         frame = frame.f_back
@@ -55,5 +58,5 @@ def _line_of_program() -> str:
 
 
 def _is_library(file: str) -> bool:
-    """Ours, torch's or Python's own?"""
+    """Is the file one of ZeroShard, torch or Python's standard library?"""
     return file.startswith(_OWN) or (file.startswith(_PYTHON) and "-packages" not in file)

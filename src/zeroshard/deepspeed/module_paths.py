@@ -1,4 +1,4 @@
-"""How do programs reach a module by its dotted name?"""
+"""Gets and sets modules by dotted name."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def recursive_getattr(model: Any, module_name: str) -> Any:
 
 
 def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
-    """Put ``module`` at a dotted path below ``model``."""
+    """Set ``module`` at a dotted path below ``model``."""
     parent, _, name = module_name.rpartition(".")
     setattr(recursive_getattr(model, parent) if parent else model, name, module)

@@ -1,4 +1,4 @@
-"""How do programs send events of their own to the monitors of a configuration?"""
+"""Lets programs send events to the monitors of a configuration."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TensorBoardConfig = CSVConfig = FileMonitorConfig
 
 
 class DeepSpeedMonitorConfig(Section):
-    """The monitors' sections of a configuration."""
+    """The sections of a configuration that are about monitors."""
 
     tensorboard: FileMonitorConfig = FileMonitorConfig()
     comet: CometConfig = CometConfig()
@@ -31,19 +31,26 @@ class DeepSpeedMonitorConfig(Section):
 
     @property
     def enabled(self) -> bool:
-        """Is any of them?"""
+        """Is one of the monitors enabled?"""
         return any(getattr(self, name).enabled for name in type(self).model_fields)
 
 
 def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
-    """The monitors' sections of a whole configuration. Raises ValueError for values that do not fit."""
+    """The sections of a full configuration that are about monitors.
+
+    Raises:
+        ValueError: a value does not fit.
+    """
     names = DeepSpeedMonitorConfig.model_fields.keys() & param_dict.keys()
     return DeepSpeedMonitorConfig(**{name: param_dict[name] for name in names})
 
 
 class Monitor:
-    """Writes events on rank 0, if its section is enabled. Raises :class:`ConfigError` where the package
-    that it needs is missing."""
+    """Writes events on rank 0, if its section is enabled.
+
+    Raises:
+        ConfigError: the package that it needs is missing.
+    """
 
     sink: ClassVar[Any]
 
@@ -57,7 +64,7 @@ class Monitor:
         return Monitors([self.sink(self.monitor_config)] if speaks else [])
 
     def write_events(self, event_list: Sequence[Event], flush: bool = True) -> None:
-        """Write ``(name, value, sample)`` each; nothing on other ranks than 0."""
+        """Write events ``(name, value, sample)``. Does nothing on ranks other than 0."""
         self._monitors.write(event_list)
 
 
@@ -74,7 +81,7 @@ class WandbMonitor(Monitor):
 
 
 class csvMonitor(Monitor):
-    """One file for each event name under ``output_path/job_name``."""
+    """One CSV file for each event name under ``output_path/job_name``."""
 
     sink = CsvSink
 
@@ -86,10 +93,10 @@ class CometMonitor(Monitor):
 
 
 class MonitorMaster(Monitor):
-    """All monitors of a :class:`DeepSpeedMonitorConfig`, or of a whole configuration."""
+    """All monitors of a :class:`DeepSpeedMonitorConfig`, or of a full configuration."""
 
     def __init__(self, monitor_config: Any, monitors: Monitors | None = None) -> None:
-        """``monitors``: those of an engine, instead of new ones."""
+        """``monitors``: those of an engine, to be used instead of new ones."""
         self.monitor_config = monitor_config
         if monitors is None:
             speaks = monitor_config.enabled and current_rank_info().rank == 0

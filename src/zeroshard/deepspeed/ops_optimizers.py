@@ -1,8 +1,8 @@
-"""Which optimizers do programs build through DeepSpeed's names?
+"""Optimizers under DeepSpeed's names (``deepspeed.ops``).
 
-Calling one of these classes gives an ordinary ``torch.optim`` object with DeepSpeed's defaults: the
-same that the configuration would make. So the engine's kernels take it, on the GPU or on the host, and
-checkpoints do not tell how it was named. ``isinstance`` knows which class was asked for.
+A call of one of these classes returns an ordinary ``torch.optim`` object with DeepSpeed's defaults, as
+the configuration would make it. So the engine's kernels apply, on GPU and host, and checkpoints do not
+depend on how the optimizer was named. ``isinstance`` recognizes the class that was called.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from zeroshard.optim.factory import build_optimizer
 
 
 class _Maker(type):
-    """A class whose call makes an object of another one.
+    """A metaclass. Calling its classes makes objects of other classes.
 
-    ``kind``: its name in a configuration. ``takes``: DeepSpeed's arguments with their defaults, in its
-    order; the first is the parameters. ``renamed``: what they are called in a configuration; None for
-    those that change nothing here.
+    ``kind``: the optimizer's name in a configuration. ``takes``: DeepSpeed's arguments with their
+    defaults, in DeepSpeed's order; the first is the parameters. ``renamed``: argument -> its name in a
+    configuration, or None if it has no effect here.
     """
 
     kind: str
@@ -30,7 +30,12 @@ class _Maker(type):
     renamed: Mapping[str, str | None] = {}
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """The optimizer. Raises :class:`ConfigError`, :class:`UnsupportedError`."""
+        """Make the optimizer.
+
+        Raises:
+            ConfigError: an argument is wrong.
+            UnsupportedError: an argument asks for what is not supported.
+        """
         given = cls.__signature__.bind(*args, **kwargs)
         given.apply_defaults()
         (_, params), *others = given.arguments.items()
@@ -61,7 +66,7 @@ def _made(kind: str, params: Any, options: dict[str, Any]) -> Optimizer:
     has_groups = bool(members) and isinstance(members[0], dict)
     groups: list[dict[str, Any]] = members if has_groups else [{"params": members}]
     made = build_optimizer(kind, options, groups, fused=True)
-    if has_groups:  # a schedule over another optimizer goes on writing into these very dicts
+    if has_groups:  # schedules of other optimizers keep these dicts, and write into them
         for given, own in zip(groups, made.param_groups, strict=True):
             fused = {"fused": True} if "fused" in own and own["fused"] is None else {}
             given.update({**own, **fused})
@@ -74,7 +79,7 @@ _NEEDED = inspect.Parameter.empty  # no default
 
 
 class DeepSpeedCPUAdam(metaclass=_Maker):
-    """AdamW, or Adam with ``adamw_mode=False``; no decay unless asked for."""
+    """AdamW, or Adam with ``adamw_mode=False``. The default weight decay is 0."""
 
     optimizer_id: ClassVar[int] = 0
     kind = "Adam"
@@ -86,7 +91,7 @@ class DeepSpeedCPUAdam(metaclass=_Maker):
 
 
 class FusedAdam(metaclass=_Maker):
-    """The same, with ``adam_w_mode``."""
+    """AdamW, or Adam with ``adam_w_mode=False``. The default weight decay is 0."""
 
     kind = "Adam"
     takes: ClassVar[Mapping[str, Any]] = {
@@ -129,7 +134,7 @@ class FusedLion(metaclass=_Maker):
 
 
 class FusedLamb(metaclass=_Maker):
-    """Lamb; parameters are never cut. ``max_grad_norm`` other than 0 is refused: the engine clips."""
+    """Lamb. Parameters are not cut. A ``max_grad_norm`` other than 0 is refused: the engine clips."""
 
     kind = "Lamb"
     takes: ClassVar[Mapping[str, Any]] = {

@@ -1,7 +1,7 @@
-"""What does ``initialize`` return as the optimizer?
+"""The optimizer that ``deepspeed.initialize`` returns.
 
-A view of the engine under the names that programs and libraries ask an optimizer for. The arithmetic, the
-groups and the state are the inner ``torch.optim`` object's.
+It is a view of the engine, under the names that programs and libraries expect of an optimizer.
+Arithmetic, groups and state are those of the inner ``torch.optim`` object.
 """
 
 from __future__ import annotations
@@ -20,22 +20,21 @@ if TYPE_CHECKING:
 
 
 class DeepSpeedOptimizer:
-    """What libraries check an optimizer against, to know that an engine drives it."""
+    """A base class, by which libraries recognize an optimizer that an engine drives."""
 
 
 class ZeROOptimizer(DeepSpeedOptimizer):
-    """The same for one whose state is sharded."""
+    """The base class of optimizers with sharded state."""
 
 
 class EngineOptimizer(ZeROOptimizer, torch.optim.Optimizer):
-    """The optimizer as the program sees it. A ``torch.optim.Optimizer`` too, so that schedules of torch
-    can be built over it.
+    """The optimizer as the program sees it; torch's schedules accept it.
 
-    ``optimizer`` is the inner one. ``step``, ``backward`` and ``zero_grad`` are the engine's.
+    ``optimizer`` is the inner one. ``step``, ``backward`` and ``zero_grad`` call the engine.
     """
 
     def __init__(self, engine: DeepSpeedEngine, inner: torch.optim.Optimizer) -> None:
-        # torch's own constructor would copy the groups; they are the inner optimizer's for ever
+        # torch's constructor would copy the groups, which must stay those of the inner optimizer.
         self._engine = engine
         self.optimizer = inner
 
@@ -50,23 +49,23 @@ class EngineOptimizer(ZeROOptimizer, torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """State of this rank's fragments."""
+        """State of the fragments that this rank owns."""
         return self.optimizer.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The inner optimizer's options."""
+        """The inner optimizer's default options."""
         return self.optimizer.defaults
 
     @property
     def overflow(self) -> bool:
-        """Did the last step change nothing, because a gradient was not finite?"""
+        """Was the last step skipped, because a gradient was not finite?"""
         report = self._engine.last_step
         return report is not None and report.skipped
 
     @property
     def loss_scale(self) -> float:
-        """The factor on the loss; 1 without fp16."""
+        """The factor on the loss; 1 without loss scaling."""
         return float(self._engine.scaler.scale)
 
     cur_scale = loss_scale
@@ -78,7 +77,7 @@ class EngineOptimizer(ZeROOptimizer, torch.optim.Optimizer):
 
     @property
     def loss_scale_config(self) -> SimpleNamespace:
-        """How the loss is scaled, at this moment."""
+        """The current settings of loss scaling."""
         settings, scaler = self._engine.settings.fp16, self._engine.scaler
         dynamic = self.dynamic_loss_scale
         return SimpleNamespace(
@@ -98,7 +97,7 @@ class EngineOptimizer(ZeROOptimizer, torch.optim.Optimizer):
 
     @property
     def clip_grad(self) -> float:
-        """Limit of the gradient's norm; 0 is none."""
+        """Limit of the gradient's norm; 0: no clipping."""
         return float(self._engine.settings.gradient_clipping)
 
     @property
@@ -107,12 +106,12 @@ class EngineOptimizer(ZeROOptimizer, torch.optim.Optimizer):
 
     @property
     def dp_process_group(self) -> Any:
-        """The ranks that share the state."""
+        """The group of ranks over which the state is sharded."""
         return self._engine.data_parallel_group
 
     @property
     def single_partition_of_fp32_groups(self) -> list[Tensor]:
-        """Masters that this rank updates, one flat tensor per unit or part of one."""
+        """Masters that this rank updates: one flat tensor ``[C]`` for each chunk."""
         owner = self._engine.runtime.optimizer
         assert owner is not None
         return [chunk.master_C for shard in owner.shards for chunk in shard.chunks]
@@ -120,7 +119,11 @@ class EngineOptimizer(ZeROOptimizer, torch.optim.Optimizer):
     fp32_partitioned_groups_flat = single_partition_of_fp32_groups
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """The engine's step."""
+        """The engine's step.
+
+        Raises:
+            TypeError: a closure is given.
+        """
         if closure is not None:
             raise TypeError("step() of an engine's optimizer takes no closure")
         self._engine.step()
@@ -134,23 +137,23 @@ class EngineOptimizer(ZeROOptimizer, torch.optim.Optimizer):
         self._engine.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """Groups, and state of this rank's fragments."""
+        """Groups, and state of the fragments that this rank owns."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """What :meth:`state_dict` of the same rank of an equal run gave."""
+        """Load what :meth:`state_dict` returned on the same rank of an equal run."""
         self.optimizer.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Torch's. The next step raises :class:`UsageError`: shards are cut when the engine is built."""
+        """torch's. The next step raises :class:`UsageError`: shards are cut when the engine is built."""
         self.optimizer.add_param_group(param_group)
 
     def get_lr(self) -> float:
-        """Learning rate of the first group."""
+        """The learning rate of the first group."""
         return float(self.param_groups[0]["lr"])
 
     def set_lr(self, lr: float) -> None:
-        """Learning rate of all groups."""
+        """Set the learning rate of all groups."""
         for group in self.param_groups:
             group["lr"] = lr
 
@@ -171,11 +174,11 @@ class EngineOptimizer(ZeROOptimizer, torch.optim.Optimizer):
 
 
 class DeepSpeedZeroOptimizer(EngineOptimizer):
-    """At stages 1 and 2, and 0 in fp32."""
+    """The optimizer at stages 1 and 2, and at stage 0 in fp32."""
 
 
 class DeepSpeedZeroOptimizer_Stage3(EngineOptimizer):
-    """At stage 3."""
+    """The optimizer at stage 3."""
 
     @property
     def parameter_offload(self) -> DeepSpeedZeRoOffload:
@@ -184,19 +187,19 @@ class DeepSpeedZeroOptimizer_Stage3(EngineOptimizer):
 
 
 class BF16_Optimizer(EngineOptimizer):
-    """At stage 0 in bf16."""
+    """The optimizer at stage 0 in bf16."""
 
 
 class FP16_Optimizer(EngineOptimizer):
-    """At stage 0 in fp16."""
+    """The optimizer at stage 0 in fp16."""
 
 
 class FP16_UnfusedOptimizer(EngineOptimizer):
-    """Never made: there is one fp16 path."""
+    """Never made: there is one implementation of fp16."""
 
 
 def optimizer_of(engine: DeepSpeedEngine) -> EngineOptimizer | None:
-    """The engine's optimizer under the class that programs know; None if it has none."""
+    """The engine's optimizer, as the class that programs expect; None if the engine has none."""
     inner = engine.basic_optimizer
     if inner is None:
         return None
@@ -210,7 +213,7 @@ def optimizer_of(engine: DeepSpeedEngine) -> EngineOptimizer | None:
 
 
 class LossScalerBase:
-    """Types to compare with; the engine has one scaler, ``engine.scaler``."""
+    """Types for comparison only. The engine's scaler is ``engine.scaler``."""
 
 
 class LossScaler(LossScalerBase):
@@ -218,4 +221,4 @@ class LossScaler(LossScalerBase):
 
 
 class DynamicLossScaler(LossScalerBase):
-    """One that follows overflows."""
+    """A scale that follows overflows."""

@@ -1,11 +1,12 @@
-"""Which attributes do programs expect on a parameter that ZeRO shards?
+"""The attributes that programs expect on a parameter that ZeRO shards.
 
-``ds_id`` says that it is one; ``ds_numel`` and ``ds_shape`` are its full sizes. They are plain values
-on the parameter. ``ds_status`` and ``ds_tensor`` depend on the moment, and are answered by the class that
-a parameter has while its bytes are elsewhere; while it is whole, its own ``ds_status`` is seen.
+``ds_id`` marks such a parameter. ``ds_numel`` and ``ds_shape`` are its full sizes. They are plain values
+on the parameter. ``ds_status`` and ``ds_tensor`` depend on the parameter's current state: while it is
+sharded, properties of its class :class:`~zeroshard.zero.sharded_parameter.ShardedParameter` return them.
+While it is whole, the plain ``ds_status`` on the parameter is visible.
 
-``all_gather`` and ``partition`` are the two ends of a :class:`GatheredParameters` block. The methods know
-their parameter by its ``ds_id``, as they are pickled with it.
+``all_gather`` and ``partition`` are the two ends of a :class:`GatheredParameters` block. The methods
+refer to their parameter by ``ds_id``, because they are pickled with it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from zeroshard.zero.unit import Unit, UnitState
 _ids = itertools.count()
 _by_id: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()
 _OPENED = "_ds_opened"
-"""On a parameter between its ``all_gather`` and its ``partition``: whether that made its unit whole."""
+"""Attribute between a parameter's ``all_gather`` and ``partition``: did that call make its unit whole?"""
 
 
 def is_zero_param(parameter: Any) -> bool:
@@ -38,7 +39,7 @@ def is_zero_param(parameter: Any) -> bool:
 
 
 def mark_parameters(params: Iterable[nn.Parameter]) -> None:
-    """Put the attributes on parameters that have an owner; others are left alone."""
+    """Set the attributes on parameters that have an owner. Others are left alone."""
     _answer_while_away()
     for param in params:
         if sharded_parameter.owner_of(param) is None:
@@ -62,7 +63,7 @@ def mark_parameters(params: Iterable[nn.Parameter]) -> None:
 
 
 def _own_numel(ds_id: int) -> int:
-    """``param.partition_numel()``: how much of it rests on this rank."""
+    """``param.partition_numel()``: the number of its elements on this rank."""
     low, high = _own_range(_find(ds_id))
     return high - low
 
@@ -73,9 +74,11 @@ def _all_gather(
     async_op: bool = False,
     hierarchy: int = 0,
 ) -> _Arrived | None:
-    """``param.all_gather(...)``: make the parameters whole until their :func:`partition <_partition>`,
-    whatever runs in between; those that are already stay so. ``async_op``: returns something with
-    ``wait()``; the values are here nevertheless. Collective."""
+    """``param.all_gather(...)``: make parameters whole until their :func:`partition <_partition>`.
+
+    Collective. Other code that runs in between does not change that. Parameters that are whole stay so.
+    ``async_op``: return an object with ``wait()``; the values are complete in any case.
+    """
     for param in _named_or(ds_id, param_list):
         if _OPENED in param.__dict__ or sharded_parameter.owner_of(param) is None:
             continue
@@ -95,10 +98,13 @@ def _partition(
     has_been_updated: bool = False,
     free_data: bool = True,
 ) -> None:
-    """``param.partition(...)``: end what ``all_gather`` began; what it did not gather stays as it is.
+    """``param.partition(...)``: end ``all_gather``. A parameter that it did not gather is left as it is.
 
-    ``has_been_updated``: the values that rank 0 wrote become everybody's; without it an edit raises
-    :class:`ShardedAccess`. Collective. Raises :class:`UsageError` for ``free_data=False``.
+    ``has_been_updated``: values that rank 0 wrote are sent to all ranks. Without it an edit raises
+    :class:`ShardedAccess`. Collective.
+
+    Raises:
+        UsageError: ``free_data`` is False.
     """
     if not free_data:
         raise UsageError(
@@ -109,18 +115,18 @@ def _partition(
         opened = param.__dict__.pop(_OPENED, None)
         owner = sharded_parameter.owner_of(param)
         if opened is None or owner is None or (isinstance(owner, Unit) and not owner.pin_count):
-            continue  # not gathered by its name, or the engine took it over or was closed since
+            continue  # not gathered by ``all_gather``, or an engine has adopted or released it since
         context = GatheredParameters([param], 0 if has_been_updated else None)
         try:
             context.__exit__(None, None, None)
         finally:
             for unit in context.units if opened else ():
                 if not unit.pin_count:
-                    unit.discard_unsharded()  # what was to be kept is in the shards
+                    unit.discard_unsharded()  # edits to be kept are in the shards by now
 
 
 def _summary(ds_id: int, slice_shape: Any = None, use_debug_name: bool = False) -> dict[str, Any]:
-    """``param.ds_summary()``: what DeepSpeed prints about a parameter, under its keys, whole or not."""
+    """``param.ds_summary()``: what DeepSpeed prints about a parameter, under the same keys."""
     param: Any = _find(ds_id)
     return {
         "id": param.ds_id,
@@ -141,7 +147,7 @@ class _Arrived:
     """What ``all_gather(async_op=True)`` returns."""
 
     def wait(self) -> None:
-        """Nothing: the values are here."""
+        """Nothing: the values are complete."""
 
 
 def _named_or(ds_id: int, param_list: Iterable[nn.Parameter] | None) -> list[nn.Parameter]:
@@ -159,7 +165,7 @@ def _find(ds_id: int) -> nn.Parameter:
 
 
 def _siblings(param: nn.Parameter) -> Sequence[nn.Parameter]:
-    """The parameters that become whole and sharded together with this one."""
+    """The parameters that are unsharded and resharded together with this one."""
     owner = sharded_parameter.owner_of(param)
     return owner.params if isinstance(owner, Unit) else ()
 
@@ -180,7 +186,7 @@ def _status(param: nn.Parameter) -> ZeroParamStatus:
 
 
 def _shard(param: nn.Parameter) -> Tensor:
-    """The part of the parameter that rests on this rank, flat; empty where its unit was cut elsewhere."""
+    """This rank's part of the parameter, flat ``[n]``; empty if this rank owns none of it."""
     owner = sharded_parameter.owner_of(param)
     holder = owner.bucket if isinstance(owner, BucketedParameter) else owner
     shard_S = holder.shard_S if isinstance(holder, (Unit, ParamBucket)) else None
@@ -191,7 +197,7 @@ def _shard(param: nn.Parameter) -> Tensor:
 
 
 def _own_range(param: nn.Parameter) -> tuple[int, int]:
-    """Where the parameter lies in this rank's shard."""
+    """The range of the parameter in this rank's shard."""
     owner = sharded_parameter.owner_of(param)
     if isinstance(owner, Unit):
         layout, rank, slot = owner.layout, owner.comm.rank, owner.layout.slots[owner.index(param)]

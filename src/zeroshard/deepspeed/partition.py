@@ -1,4 +1,4 @@
-"""How do programs cut a list, or a tensor, into parts over ranks?"""
+"""Cuts lists and tensors into parts for ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from zeroshard.errors import UsageError
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """``num_parts + 1`` places to cut ``num_items``; the first parts hold one more if it does not divide.
+    """``num_parts + 1`` indices at which to cut ``num_items``. The first parts have one more if needed.
 
     >>> partition_uniform(7, 3), partition_uniform(2, 4)
     ([0, 3, 5, 7], [0, 1, 2, 2, 2])
@@ -25,8 +25,10 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
 
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """``num_parts + 1`` places to cut ``weights``: the heaviest part is as light as it can be, then the
-    lightest as heavy as it can be. No part is empty if there are enough items. Cost: items^2 x parts.
+    """``num_parts + 1`` indices at which to cut ``weights``.
+
+    The heaviest part is as light as possible; under that condition the lightest is as heavy as possible.
+    No part is empty if there are enough items. Cost: items^2 x parts.
 
     >>> partition_balanced([1, 1, 1, 9, 1, 1], 3)
     [0, 3, 4, 6]
@@ -86,9 +88,10 @@ class PartitionedTensor:
     def from_meta(
         cls, meta: Tensor, local_part: Tensor, group: Any, device: Any = None
     ) -> PartitionedTensor:
-        """The tensor that :meth:`to_meta` described, around this rank's piece of it.
+        """The tensor that :meth:`to_meta` described, with this rank's piece of it.
 
-        Raises :class:`UsageError` if the description is of another group size or rank.
+        Raises:
+            UsageError: the description is of another group size or rank.
         """
         numbers = meta.tolist()
         ndim, rest = numbers[0], numbers[1:]
@@ -105,7 +108,7 @@ class PartitionedTensor:
         return made
 
     def to_meta(self) -> Tensor:
-        """What :meth:`from_meta` needs besides the data: sizes and cuts as integers."""
+        """What :meth:`from_meta` needs besides the data: sizes and cuts, as int64 ``[n]``."""
         numbers = [len(self.orig_size), *self.orig_size, self.num_parts, self.rank, *self.partition]
         return torch.tensor(numbers, dtype=torch.long, device=self.orig_device)
 
@@ -114,20 +117,20 @@ class PartitionedTensor:
         return self.local_data
 
     def local_size(self) -> torch.Size:
-        """Its shape."""
+        """The shape of this rank's piece."""
         return self.local_data.shape
 
     def full_size(self) -> list[int]:
-        """The whole tensor's shape."""
+        """The shape of the whole tensor."""
         return self.orig_size
 
     def full(self, device: Any = None) -> Tensor:
-        """The whole tensor, private. Collective."""
+        """A new tensor with all elements. Collective."""
         widths = [end - begin for begin, end in pairwise(self.partition)]
         widest = max(widths)
         own = self.local_data.new_zeros(widest)
         own[: self.local_data.numel()] = self.local_data
-        pieces = [torch.empty_like(own) for _ in widths]  # equal sizes: gloo takes no others
+        pieces = [torch.empty_like(own) for _ in widths]  # of equal sizes, as gloo requires
         comm.all_gather(pieces, own, group=self.group)
         flat = torch.cat([piece[:width] for piece, width in zip(pieces, widths, strict=True)])
         assert flat.numel() == prod(self.orig_size)
@@ -144,7 +147,7 @@ def all_gather_dp_groups(
     """Fill every rank's part of each flat group from the rank that owns it, in place.
 
     ``partitioned_param_groups[g][r]``: the part of ``groups_flat[g]`` that rank ``r`` of
-    ``dp_process_group[g]`` owns, a view of it. The last two arguments change nothing. Collective.
+    ``dp_process_group[g]`` owns, as a view. The last two arguments have no effect. Collective.
     """
     for parts, group in zip(partitioned_param_groups, dp_process_group, strict=True):
         own = parts[comm.get_rank(group=group)]

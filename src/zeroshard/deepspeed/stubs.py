@@ -1,6 +1,6 @@
-"""What is behind a name that can be imported, but not used?
+"""Placeholders for names that can be imported but not used.
 
-A class, so that ``isinstance`` checks hold. Calling it, or a class method of it, raises
+A placeholder is a class, so that ``isinstance`` works. Calling it, or a class method of it, raises
 :class:`UnsupportedError` with the reason from the table.
 """
 
@@ -19,7 +19,7 @@ class _Stub(type):
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return cls  # a class method of it: calling that raises too
+        return cls  # stands for a class method: calling it raises
 
 
 def __getattr__(name: str) -> Any:

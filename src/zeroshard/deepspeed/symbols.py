@@ -1,4 +1,4 @@
-"""Which enums, exceptions and words do programs compare with?"""
+"""DeepSpeed's enums, exceptions and constants, for programs that compare with them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DeepSpeedConfigError = ConfigError
 
 
 class ZeRORuntimeException(Exception):
-    """What programs catch around ZeRO calls."""
+    """An exception that programs catch around calls of ZeRO."""
 
 
 class ZeroStageEnum(IntEnum):
@@ -29,7 +29,7 @@ class OffloadDeviceEnum(str, Enum):
 
 
 class OffloadStateTypeEnum(str, Enum):
-    """What ``engine.offload_states(include=)`` takes."""
+    """Values for ``engine.offload_states(include=)``."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"
@@ -45,7 +45,7 @@ class ZeroParamType(Enum):
 
 
 class ZeroParamStatus(Enum):
-    """What a rank holds of a sharded parameter: all of it, its shard, or all of it soon."""
+    """What a rank holds of a parameter: all of it, its shard, or its shard during an all-gather."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -58,7 +58,7 @@ class DeepSpeedTensorOverride(Enum):
 
 
 class fragment_address(NamedTuple):
-    """Where a piece lies in a flat tensor."""
+    """The range of a fragment in a flat tensor."""
 
     numel: int
     start: int

@@ -1,4 +1,4 @@
-"""How does a long sequence pass through a module piece by piece?"""
+"""Runs a module over a long sequence piece by piece."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class TiledMLP:
-    """An MLP over pieces of the sequence, each of which is computed again in backward."""
+    """An MLP over pieces of the sequence. Each piece is recomputed in backward."""
 
     @staticmethod
     def apply(
@@ -23,7 +23,7 @@ class TiledMLP:
         """``fn(self, x)`` for ``x [..., T, H]``, cut along ``T`` into ``shards`` pieces.
 
         ``fn`` treats each position by itself. Between forward and backward only ``x`` and the result are
-        held, and while they run the inside of one piece. ``compute_params`` need not be known here.
+        in memory; while they run, also the activations of one piece. ``compute_params`` is not needed.
         """
         pieces = torch.chunk(x, shards, dim=-2)
         done = [checkpoint(fn, self, piece, use_reentrant=False) for piece in pieces]

@@ -1,7 +1,7 @@
-"""How do programs measure their own phases through DeepSpeed's names?
+"""Wall-clock timers under DeepSpeed's names, for phases of the program.
 
-Wall-clock timers that wait for the device. The engine never starts one: what it measures by itself is in
-``engine.last_step`` and under ``wall_clock_breakdown``.
+They wait for the device. The engine starts none of them: its own measurements are in ``engine.last_step``
+and under ``wall_clock_breakdown``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STEP_MICRO_TIMER, STEP_GLOBAL_TIMER = "step_microstep", "step"
 
 
 class _Timer:
-    """Seconds between ``start`` and ``stop``, summed until it is reset; results in milliseconds."""
+    """Time between ``start`` and ``stop``, summed until ``reset``. Results are in milliseconds."""
 
     def __init__(self, name: str) -> None:
         self.name_ = name
@@ -37,14 +37,22 @@ class _Timer:
         self._records: list[float] = []
 
     def start(self) -> None:
-        """Raises RuntimeError if it runs already."""
+        """Start measuring.
+
+        Raises:
+            RuntimeError: the timer is running.
+        """
         if self.started_:
             raise RuntimeError(f"timer {self.name_!r} is started already")
         self._began_s = _now()
         self.started_ = True
 
     def stop(self, reset: bool = False, record: bool = False) -> None:
-        """``reset``: forget what was measured before. ``record``: keep this value for ``mean``."""
+        """Stop measuring. ``reset``: drop earlier times. ``record``: keep this time for ``mean``.
+
+        Raises:
+            RuntimeError: the timer is not running.
+        """
         if not self.started_:
             raise RuntimeError(f"timer {self.name_!r} was not started")
         passed_s = _now() - self._began_s
@@ -54,7 +62,7 @@ class _Timer:
         self.started_ = False
 
     def reset(self) -> None:
-        """Begin at zero."""
+        """Stop, and drop all times."""
         self.started_, self._sum_s, self._records = False, 0.0, []
 
     def elapsed(self, reset: bool = True) -> float:
@@ -92,7 +100,7 @@ class SynchronizedWallClockTimer:
         return self.timers.setdefault(name, _Timer(name))
 
     def get_timers(self) -> dict[str, _Timer]:
-        """All of them."""
+        """All timers by name."""
         return self.timers
 
     def log(
@@ -103,7 +111,7 @@ class SynchronizedWallClockTimer:
         memory_breakdown: bool = False,
         ranks: Iterable[int] | None = None,
     ) -> None:
-        """One line with the milliseconds of each."""
+        """Log one line with the milliseconds of each timer."""
         parts = [
             f"{name}: {self.timers[name].elapsed(reset) / normalizer:.2f}"
             for name in names
@@ -114,7 +122,7 @@ class SynchronizedWallClockTimer:
     def get_mean(
         self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True
     ) -> dict[str, float]:
-        """Mean of the recorded milliseconds of each."""
+        """Mean of the recorded milliseconds of each timer."""
         known = [name for name in names if name in self.timers]
         means = {name: self.timers[name].mean() / normalizer for name in known}
         if reset:
@@ -124,7 +132,7 @@ class SynchronizedWallClockTimer:
 
 
 class NoopTimer(SynchronizedWallClockTimer):
-    """Measures too: it costs nothing until it is started."""
+    """A timer that measures, too: it has no cost until it is started."""
 
 
 class ThroughputTimer:
@@ -152,13 +160,13 @@ class ThroughputTimer:
         self._began_s = _now()
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
-        """It ends; only with ``global_step`` it counts as one."""
+        """The step ends. It is counted only with ``global_step``."""
         passed_s = _now() - self._began_s
         self.global_step_count += global_step
         if self.global_step_count > self.start_step:
             self._sum_s += passed_s
 
     def avg_samples_per_sec(self) -> float:
-        """Over all counted steps; minus infinity before there is one."""
+        """Mean over all counted steps; minus infinity if there are none."""
         counted = self.global_step_count - self.start_step
         return self.batch_size * counted / self._sum_s if counted > 0 else float("-inf")

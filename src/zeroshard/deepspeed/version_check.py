@@ -1,8 +1,8 @@
-"""Which releases of the libraries that call us can work?
+"""Checks the versions of the libraries that use ZeroShard under DeepSpeed's name.
 
-Accelerate, Transformers, PEFT and Lightning reach ZeroShard under DeepSpeed's names. A release that is
-too old for torch, or for what these names do today, fails late and in words of its own: so it is refused
-as soon as it calls. Only a library that is in use is judged, and nothing is imported for that.
+These are Accelerate, Transformers, PEFT and Lightning. A release that is too old for torch, or for what
+these names do today, would fail late and with an unrelated message. So it is refused at its first call.
+Only libraries in use are checked, and nothing is imported for that.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ from zeroshard.watchdog.session import decline
 
 
 class Consumer(NamedTuple):
-    """A library that calls us. ``mark``: a module that is imported, or ``module:attribute`` that is not
-    empty, where it does."""
+    """A library that calls us.
+
+    ``mark`` shows that it is in use: a module that is imported, or ``module:attribute`` that is not
+    empty.
+    """
 
     name: str
     mark: str
@@ -32,14 +35,14 @@ class Consumer(NamedTuple):
 CONSUMERS = (
     Consumer(
         "accelerate",
-        "accelerate.state:AcceleratorState._shared_state",  # Transformers imports it for its own needs
+        "accelerate.state:AcceleratorState._shared_state",  # Transformers imports the module, too
         oldest="1.8.0",
         tested="1.15.0",
         why="it steps inside no_sync() while it accumulates, and clip_grad_norm_() returns no norm",
     ),
     Consumer(
         "transformers",
-        "transformers.trainer",  # models alone are anybody's
+        "transformers.trainer",  # models alone do not use ZeroShard
         oldest="4.47.1",
         tested="5.23.0",
         why="its Trainer cannot resume with torch 2.6 or newer",
@@ -62,9 +65,10 @@ CONSUMERS = (
 
 
 def check_consumers() -> None:
-    """Judge the libraries that are in use. Rank 0 says once which of them are newer than tested.
+    """Check the libraries that are in use. Rank 0 logs once which of them are newer than tested.
 
-    Raises :class:`UsageError` if one is too old; ranks that are elsewhere learn of it.
+    Raises:
+        UsageError: a library is too old. Ranks that open a session get the reason.
     """
     found = versions(CONSUMERS)
     if problems := too_old(found):
@@ -75,7 +79,7 @@ def check_consumers() -> None:
 
 
 def versions(consumers: Iterable[Consumer]) -> dict[str, str]:
-    """Name -> version of those in use; one that does not tell its version is left out."""
+    """Name -> version of the libraries in use. A library without a known version is left out."""
     found = {}
     for consumer in consumers:
         if is_marked(consumer.mark):
@@ -88,7 +92,7 @@ def versions(consumers: Iterable[Consumer]) -> dict[str, str]:
 
 
 def is_marked(mark: str) -> bool:
-    """Does :attr:`Consumer.mark` hold?
+    """Is the mark of a :class:`Consumer` present?
 
     >>> is_marked("sys"), is_marked("sys:path"), is_marked("never.imported"), is_marked("sys:nothing")
     (True, True, False, False)
@@ -129,7 +133,7 @@ def newer(found: Mapping[str, str]) -> list[str]:
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version, at least three: what orders releases.
+    """The leading numbers of a version, at least three, for comparing releases.
 
     >>> numbers("5.0.0rc1"), numbers("1.16.dev0")
     ((5, 0, 0), (1, 16, 0))

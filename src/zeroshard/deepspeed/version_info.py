@@ -1,4 +1,4 @@
-"""Which versions, builders and small facts do programs ask for?"""
+"""Versions, op builders and facts about torch, under DeepSpeed's names."""
 
 from __future__ import annotations
 
@@ -28,16 +28,20 @@ default_pg_timeout = default_timeout()
 
 
 class OpBuilder:
-    """A builder that builds nothing. ``load()`` gives what there is to call."""
+    """A builder that compiles nothing."""
 
     NAME = ""
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Always: nothing is compiled."""
+        """True: nothing is compiled."""
         return True
 
     def load(self, verbose: bool = True) -> Any:
-        """Raises :class:`UnsupportedError`: kernels are called by the optimizers."""
+        """Not available: the optimizers call the kernels.
+
+        Raises:
+            UnsupportedError: always.
+        """
         raise UnsupportedError(
             f"{type(self).__name__}.load(): ZeroShard's kernels are not called by hand. Use the "
             "optimizers of deepspeed.ops, or the engine."
@@ -46,7 +50,7 @@ class OpBuilder:
     jit_load = load
 
     def builder(self) -> None:
-        """Nothing to compile."""
+        """Nothing: there is nothing to compile."""
 
 
 def _builder(name: str) -> type[OpBuilder]:
@@ -80,7 +84,11 @@ installed_ops: dict[str, bool] = dict(compatible_ops)
 def required_torch_version(
     min_version: float | str | None = None, max_version: float | str | None = None
 ) -> bool:
-    """Is torch at least, or at most, of this version (``2.1``)? Raises ValueError without one."""
+    """Is torch's version within the limits (such as ``2.1``)? Only major and minor numbers count.
+
+    Raises:
+        ValueError: there is no limit.
+    """
     if min_version is None and max_version is None:
         raise ValueError("required_torch_version() needs min_version or max_version")
     own = _numbers(torch.__version__)

@@ -1,4 +1,4 @@
-"""What do programs find under ``deepspeed.zero``?"""
+"""``zero.Init``, ``GatheredParameters`` and related names of ``deepspeed.zero``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zeroshard.zero import access, init
 
 
 class Init(init.Init):
-    """:class:`zeroshard.zero.Init` that also marks parameters for programs (``ds_id`` and the like)."""
+    """:class:`zeroshard.zero.Init` that also sets DeepSpeed's attributes on parameters."""
 
     def __init__(
         self,
@@ -70,7 +70,11 @@ class GatheredParameters(access.GatheredParameters):
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Nothing but a check of the types: whoever reads a sharded parameter gets its values."""
+    """Nothing but a check of the types: a read of a sharded parameter gathers it in any module.
+
+    Raises:
+        RuntimeError: an argument is of another type.
+    """
     if not isinstance(module, nn.Module):
         raise RuntimeError(f"module is a {type(module).__name__}, not a torch.nn.Module")
     if not isinstance(parameter, nn.Parameter):
@@ -82,8 +86,10 @@ unregister_external_parameter = register_external_parameter
 
 @contextlib.contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[nn.Module]:
-    """The engine's module with all parameters whole, for many forward passes in a row. Every rank calls
-    it; inside they need not keep step."""
+    """A context with the engine's module, all parameters whole, for many forward passes.
+
+    Entering and leaving are collective. Ranks may make different calls inside.
+    """
     module = model.module if hasattr(model, "module") else model
     with GatheredParameters(list(module.parameters())):
         yield module
@@ -94,7 +100,7 @@ def zero_wrapper_for_fp_tensor_constructor(
     target_fp_dtype: torch.dtype,
     target_device: torch.device | None = None,
 ) -> Callable[..., Tensor]:
-    """The constructor itself: :class:`Init` casts parameters, and never what a program computes."""
+    """``fn`` itself: :class:`Init` casts parameters, and leaves what a program computes as it is."""
     return fn
 
 
@@ -102,8 +108,10 @@ _orig_torch_arange = torch.arange
 
 
 class TiledLinear(nn.Linear):
-    """``torch.nn.Linear``: units bound what is gathered, so that tiles save nothing. Split arguments are
-    accepted and ignored."""
+    """``torch.nn.Linear``. The arguments about splitting have no effect.
+
+    Units already limit what is gathered, so tiles would save nothing.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Are the objects that a caller hands in what the engine needs? If not, these checks say why."""
+"""Checks the objects that a caller passes to an engine."""
 
 from __future__ import annotations
 
@@ -17,11 +17,15 @@ _INSTEAD = "Pass model.parameters(), a list of them, or a list of param-group di
 
 
 WRAPPERS = frozenset(("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"))
-"""Classes of torch that do the engine's work."""
+"""Classes of torch that distribute a model, as the engine does."""
 
 
 def check_model(model: Any) -> None:
-    """Raises :class:`UsageError` for what is no module, or is spread over the ranks by others already."""
+    """Check the model of a new engine.
+
+    Raises:
+        UsageError: it is not a module, a wrapper of torch distributes it, or it belongs to an engine.
+    """
     if not isinstance(model, nn.Module):
         raise UsageError(
             f"model is a {type(model).__name__}, not a torch.nn.Module. Pass the model itself."
@@ -42,9 +46,10 @@ def check_model(model: Any) -> None:
 
 
 def parameter_list(model_parameters: Any) -> list[Any]:
-    """``model_parameters`` as a list; groups hold lists too: a generator can be read only once.
+    """``model_parameters`` as a list, with lists in its groups. A generator is read here, once.
 
-    Raises :class:`UsageError` for what is no collection of parameters or of param-group dicts.
+    Raises:
+        UsageError: it is not a collection of parameters or of param-group dicts.
     """
     if model_parameters is None:
         return []
@@ -81,9 +86,10 @@ def _listed(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def schedule_over(given: Any, optimizer: torch.optim.Optimizer) -> Any:
-    """The schedule object: ``given``, or what it makes from the optimizer.
+    """The schedule: ``given``, or what the function or class ``given`` makes from the optimizer.
 
-    Raises :class:`UsageError` for what is no schedule, or follows another optimizer.
+    Raises:
+        UsageError: it is not a schedule, or belongs to another optimizer.
     """
     makes = isinstance(given, type) or (callable(given) and not hasattr(given, "step"))
     made = given(optimizer) if makes else given
@@ -103,7 +109,11 @@ def schedule_over(given: Any, optimizer: torch.optim.Optimizer) -> Any:
 
 
 def check_loss(loss: Any) -> None:
-    """Can this be backpropagated? Raises :class:`UsageError` if not."""
+    """Check that a loss can be backpropagated.
+
+    Raises:
+        UsageError: it is not a scalar tensor, or has no graph.
+    """
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shape = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
         raise UsageError(
@@ -118,7 +128,11 @@ def check_loss(loss: Any) -> None:
 
 
 def check_dataset(dataset: Any) -> None:
-    """Can a loader be made of it? Raises :class:`UsageError` if not."""
+    """Check that a loader can be made of a dataset.
+
+    Raises:
+        UsageError: it is a loader, or not a dataset.
+    """
     is_data = hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")
     if isinstance(dataset, DataLoader) or not is_data:
         raise UsageError(
@@ -128,7 +142,7 @@ def check_dataset(dataset: Any) -> None:
 
 
 def refused_graph(error: RuntimeError) -> UsageError | None:
-    """In words of the program, what autograd says of a graph whose saved parameters are not valid now."""
+    """A clearer error if autograd refuses a graph because a saved parameter has changed; else None."""
     if "modified by an inplace operation" not in str(error):
         return None
     return UsageError(

@@ -1,7 +1,7 @@
-"""How does an engine go on where a checkpoint was saved?
+"""Loads a checkpoint into an engine.
 
-Everything is compared before anything is changed, by all ranks together; from then on until all is in its
-place the engine belongs to no one run, and refuses to train.
+All ranks compare the checkpoint with the engine before anything is changed. After that, until everything
+is loaded, the engine's state belongs to two runs, and the engine refuses to train.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class CheckpointLoader:
                 self._engine.life.end_load()
                 self._report(tried, source)
                 return str(source.path), shared.get("client_state", {})
-        # Where ranks have directories of their own, rank 0's is told, as in every other error.
+        # With separate directories ranks may have other reasons. Rank 0's is raised, as elsewhere.
         why = f"{failed}: {' '.join(tried)}"
         raise CheckpointError(self._engine._watch.control_group.broadcast(why, topic="telling why"))
 
@@ -102,7 +102,7 @@ class CheckpointLoader:
         engine._update.all_gather_late()
 
     def _candidates(self, root: Path, tag: object, *, missing_ok: bool) -> list[str]:
-        """Rank 0 looks; everybody tries the same ones, in the same order. None: ``missing_ok``."""
+        """The checkpoints to try, in order; rank 0 decides. Empty: there is none, and ``missing_ok``."""
 
         def look() -> dict[str, Any]:
             if self._engine.global_rank:
@@ -122,9 +122,10 @@ class CheckpointLoader:
         return names
 
     def _open(self, root: Path, name: str) -> tuple[Source, dict[str, Any]]:
-        """It, and the rank's own state in it. All that is small is read here, before anything changes.
+        """Open a checkpoint, and read this rank's own state.
 
-        Raises :class:`CheckpointError` on all ranks if it is not complete.
+        Everything small is read here, before the engine changes. Raises :class:`CheckpointError` on all
+        ranks if the checkpoint is not complete.
         """
         opened: list[Source] = []
         failed = f"{root / name} cannot be loaded"
@@ -154,7 +155,7 @@ class CheckpointLoader:
         return opened[0], own
 
     def _own_state(self, source: Source) -> dict[str, Any]:
-        """The rank's generators and data position; empty if none were saved."""
+        """This rank's generators and data position; empty if none were saved."""
         rank, ranks = self._engine.global_rank, source.ranks()
         if not ranks:
             return {}
@@ -164,7 +165,7 @@ class CheckpointLoader:
         return own
 
     def _check(self, source: Source, *, strict: bool, optimizer_states: bool) -> dict[str, Any]:
-        """Whether it is of this model and this optimizer; before anything is changed."""
+        """Compare the checkpoint with the model and the optimizer. Returns the shared state."""
         engine, local = self._engine, self._local
         shapes = {s.fqn: s.shape for unit in local.units for s in unit.layout.slots}
         dtypes = {s.fqn: unit.row.param for unit in local.units for s in unit.layout.slots}
@@ -199,10 +200,10 @@ class CheckpointLoader:
         return shared
 
     def _fill(self, source: Source, tried: list[str], *, with_state: bool) -> bool:
-        """Read all values. False, with the reason in ``tried``: some could not be read, on some rank.
+        """Read all values. Returns False, and adds the reason to ``tried``, if some rank could not read.
 
-        An error of another kind leaves at once: other ranks are in collectives, and learn it when this
-        engine is closed.
+        An error of another kind is raised at once. Other ranks may be in collectives; they learn of it
+        when this engine is closed.
         """
         engine = self._engine
         loader = restore.Loader(
@@ -237,7 +238,7 @@ class CheckpointLoader:
         optimizer_states: bool,
         scheduler_states: bool,
     ) -> None:
-        """Everything that is not a parameter's."""
+        """Restore everything that does not belong to a parameter."""
         engine = self._engine
         counters = shared.get("counters", {})
         engine.global_steps = int(counters.get("global_steps", 0))
@@ -297,7 +298,7 @@ def _check_groups(
     groups: Sequence[Mapping[str, Any]],
     optimizer: torch.optim.Optimizer | None,
 ) -> None:
-    """Optimizer state fits, or an error says why before anything is changed."""
+    """Raise :class:`CheckpointError` if optimizer state does not fit, before anything is changed."""
     hint = " load_optimizer_states=False loads the weights alone."
     saved = shared.get("groups", [])
     kind, own = shared.get("optimizer"), type(optimizer).__name__
@@ -323,7 +324,7 @@ def _check_groups(
 
 def _restore_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
     for name, value in saved.items():
-        if name in IMPLEMENTATION or name not in group:  # another class of the same algorithm
+        if name in IMPLEMENTATION or name not in group:  # saved by another class for this algorithm
             continue
         own = group.get(name)
         if isinstance(own, Tensor):

@@ -1,7 +1,8 @@
-"""What of an engine goes into a checkpoint, and when may training go on?
+"""Saves an engine's checkpoints, synchronously or on a thread.
 
-Which bytes lie where is the business of :mod:`zeroshard.checkpoint`. Here is the engine's side: counters,
-groups, schedule, loss scaler, generators, data position; and the save that runs behind.
+:mod:`zeroshard.checkpoint` decides which bytes are where. This module collects the engine's part:
+counters, groups, schedule, loss scaler, generators and data position. It also owns the thread of an
+asynchronous save and the memory of its copies.
 """
 
 from __future__ import annotations
@@ -39,19 +40,19 @@ _OWNER = "copy for a checkpoint"
 IMPLEMENTATION = frozenset(
     ["params", "param_names", "foreach", "fused", "capturable", "differentiable"]
 )
-"""Options of a param group that say how this program runs, not what it computes: not saved."""
+"""Options of a param group that choose an implementation, not a result. They are not saved."""
 
 
 class CheckpointSaver:
-    """Saves one engine. At most one save is on its way."""
+    """Saves one engine. At most one save is in progress."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._section = engine.settings.checkpoint
         self._thread: threading.Thread | None = None
-        self._outcome: list[BaseException] = []  # of the save behind, if it failed
-        self._images: list[Tensor] = []  # host memory for copies; kept for the next save
-        self.watch_point: Callable[[str], None] = lambda _point: None  # see ``save.POINTS``
+        self._outcome: list[BaseException] = []  # the error of the asynchronous save, if it failed
+        self._images: list[Tensor] = []  # host memory for snapshots, kept for the next save
+        self.watch_point: Callable[[str], None] = lambda _point: None  # see ``save.FAULT_POINTS``
 
     def save(
         self,
@@ -99,7 +100,7 @@ class CheckpointSaver:
         return job.root / job.tag
 
     def _run(self, job: SaveTask) -> None:
-        """On the thread of a save behind."""
+        """Run a save on its thread. Its error is logged, and kept for :meth:`wait`."""
         try:
             job.run()
         except BaseException as error:
@@ -107,7 +108,7 @@ class CheckpointSaver:
             self._outcome.append(error)
 
     def wait(self) -> None:
-        """Return when the last save is complete. Raises what ended it, once."""
+        """Wait until the last save is complete. Raises its error, once."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -115,8 +116,10 @@ class CheckpointSaver:
             raise self._outcome.pop()
 
     def close(self, *, quiet: bool = False) -> None:
-        """Wait for the save on its way, and give the copy's memory back. ``quiet``: another error ends
-        the engine, and is not to be hidden; what ended the save was logged."""
+        """Wait for the save in progress, and free the memory of snapshots.
+
+        ``quiet``: do not raise the save's error, which was logged: another error ends the engine.
+        """
         try:
             with contextlib.suppress(Exception) if quiet else contextlib.nullcontext():
                 self.wait()
@@ -125,7 +128,7 @@ class CheckpointSaver:
             self._engine.runtime.ledger.hold("scratch", _OWNER, 0, Tier.HOST)
 
     def _can_copy(self, job: SaveTask) -> bool:
-        """Is there host memory for a copy of this rank's bytes? Else the save is synchronous here."""
+        """Is there host memory for a copy of this rank's bytes? Otherwise the save is synchronous."""
         if self._engine.runtime.stores.uses_disk:
             logger.info("state rests on disk, and a copy of it in host memory is what that avoids: "
                         "this checkpoint is written before training goes on")  # fmt: skip
@@ -141,7 +144,7 @@ class CheckpointSaver:
         return True
 
     def _taker(self) -> Callable[[int], Tensor]:
-        """Gives host memory, in the order of the files: what the last save had, if it is enough."""
+        """A function that returns host memory for each file in turn: the last save's, if large enough."""
         images, turn = self._images, count()
 
         def take(nbytes: int) -> Tensor:
@@ -185,7 +188,7 @@ class CheckpointSaver:
         )
 
     def _shared(self, client_state: Mapping[str, Any]) -> tuple[Any, dict[str, Tensor]]:
-        """State of which rank 0's is everybody's."""
+        """State that is saved once, by rank 0, for all ranks: encoded, and its tensors."""
         engine = self._engine
         plain: dict[str, Any] = {
             "counters": {

@@ -1,8 +1,8 @@
-"""What happens when ranks have different numbers of batches?
+"""Handles ranks with different numbers of batches.
 
-A rank that stops early would leave the others waiting in a collective. Iterating through the engine
-makes ranks agree before every batch: the others learn it at once, as an error or as an invitation
-to join with weight zero until everybody is through.
+A rank that stops early would leave the others waiting in a collective. Iterating through the engine makes
+the ranks agree before every batch. If some have no batch, all ranks raise an error, or those without one
+go on with weight 0 until all have finished.
 """
 
 from __future__ import annotations
@@ -31,10 +31,13 @@ def agreed_batches(
 ) -> Iterator[T]:
     """Yield the loader's batches while any rank has one.
 
-    ``exchange``: ``[1] -> [W, 1]``, one tiny collective per batch. ``set_weight(own, active)``:
-    this rank's weight (0 or 1) for the batch that follows and how many ranks count. With ``join`` a
-    rank without a batch repeats its last one with weight 0. Raises :class:`UnevenBatches` on every
-    rank otherwise, and for a rank that never had a batch.
+    ``exchange``: ``[1] -> [W, 1]``, one small collective per batch. ``set_weight(own, active)``: this
+    rank's weight (0 or 1) for the next batch, and the number of ranks with weight 1. With ``join`` a rank
+    without a batch repeats its last one with weight 0.
+
+    Raises:
+        UnevenBatches: on every rank: some ranks have no batch, and ``join`` is false or one of them never
+            had a batch.
     """
     iterator, index = iter(loader), 0
     last: T = _END
@@ -85,10 +88,10 @@ def loader_for(
     collate_fn: Callable[..., Any] | None = None,
     num_local_io_workers: int | None = None,
 ) -> ResumableLoader:
-    """A loader in which every rank sees its own part of the dataset (``engine.deepspeed_io``).
+    """A loader that gives every rank its part of the dataset (``engine.deepspeed_io``).
 
-    Training data (``route``) is shuffled. The sampler pads, so that all ranks have as many batches. The
-    loader can be resumed: see :class:`zeroshard.engine.data_loader.ResumableLoader`.
+    Training data (``route="train"``) is shuffled. The sampler pads, so that all ranks have equally many
+    batches. The loader can be resumed: see :class:`zeroshard.engine.data_loader.ResumableLoader`.
     """
     check_dataset(dataset)
     return ResumableLoader(

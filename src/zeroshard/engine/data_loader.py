@@ -1,14 +1,13 @@
-"""Where in the data is a run, and how does another run go on from there?
+"""A data loader whose position can be saved, and resumed on another number of ranks.
 
-In one epoch local sample ``i`` of rank ``r`` is number ``i * W + r`` of one permutation that all ranks
-know. After ``k`` batches of ``B`` samples on each rank, its first ``k * B * W`` numbers are consumed,
-and no others. So one number says where the run is, on any number of ranks, with any batch size: the
-rest of the permutation is dealt anew, and no sample is lost or seen twice (except those that pad the
-end, so that all ranks have as many). Batches are counted where the loader hands them out, not where
-workers read ahead.
+In one epoch, local sample ``i`` of rank ``r`` is number ``i * W + r`` of a permutation that all ranks
+know. After ``k`` batches of ``B`` samples on each rank, exactly the first ``k * B * W`` numbers are
+consumed. So one number is the position, for any number of ranks and any batch size. The rest of the
+permutation is distributed again, and no sample is lost or repeated, except those that pad the end so that
+all ranks have equally many. A batch counts when the loader yields it, not when a worker reads it ahead.
 
-A program may go on inside an epoch: the next pass over the loader yields the rest of it, perhaps
-nothing, and the one after that is whole. ``len(loader)`` stays that of a whole epoch.
+After a resume inside an epoch, the next pass over the loader yields the rest of the epoch, which may be
+empty. The pass after that is whole. ``len(loader)`` is always that of a whole epoch.
 
 Letters: ``W`` ranks, ``B`` samples in a batch of one rank.
 """
@@ -42,8 +41,8 @@ _log = logging.getLogger(__name__)
 class ResumableSampler(DistributedSampler[Any]):
     """torch's ``DistributedSampler``, whose next pass may begin inside the epoch.
 
-    The order, the padding and the meaning of all arguments are torch's. ``consumed``: samples of the
-    epoch that all ranks together have been handed; another epoch begins at 0.
+    Order, padding and arguments are torch's. ``consumed``: samples of the epoch that were yielded, over
+    all ranks; 0 in a new epoch.
     """
 
     def __init__(
@@ -57,20 +56,20 @@ class ResumableSampler(DistributedSampler[Any]):
     ) -> None:
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
         self.consumed = 0
-        self.begin = 0  # of the next pass
+        self.begin = 0  # where the next pass begins
 
     @property
     def dataset_len(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the permutation. A position inside the epoch is kept if it is the same epoch."""
+        """Choose the permutation. The position inside the epoch is kept if the epoch stays the same."""
         if epoch != self.epoch:
             self.consumed = self.begin = 0
         super().set_epoch(epoch)
 
     def __iter__(self) -> Iterator[int]:
-        """This rank's indices from ``begin`` on. The pass after this one begins at 0."""
+        """This rank's indices from ``begin`` on. The next pass begins at 0."""
         begin, self.begin = self.begin, 0
         order = self._order()
         mine = dealt(order, begin, self.rank, self.num_replicas, drop_last=self.drop_last)
@@ -86,9 +85,9 @@ class ResumableSampler(DistributedSampler[Any]):
 def dealt(
     order: torch.Tensor, begin: int, rank: int, world_size: int, *, drop_last: bool
 ) -> torch.Tensor:
-    """The part of ``order[begin:]`` that ``rank`` gets, as long as every other rank's. Pure.
+    """The part of ``order[begin:]`` that ``rank`` gets; equally long on all ranks. Pure.
 
-    The rest is padded from the start of ``order``, or cut with ``drop_last``. ``order``: int64 ``[n]``.
+    The end is padded with the start of ``order``, or cut with ``drop_last``. ``order``: int64 ``[n]``.
 
     >>> [dealt(torch.arange(7), 3, r, 3, drop_last=False).tolist() for r in range(3)]
     [[3, 6], [4, 0], [5, 1]]
@@ -107,13 +106,13 @@ class Begun:
     """Where a pass over the loader began."""
 
     epoch: int = 0
-    samples: int = 0  # consumed before it, over all ranks
-    batches: int = 0  # handed out before it on this rank; they must be read again
-    noted: deque[Any] = field(default_factory=deque)  # states of a sampler at batches drawn ahead
+    samples: int = 0  # consumed before the pass, over all ranks
+    batches: int = 0  # yielded before the pass on this rank; they are read again
+    noted: deque[Any] = field(default_factory=deque)  # sampler states at batches drawn ahead
 
 
 class Position(Protocol):
-    """Where a loader is. One kind for each way of choosing samples."""
+    """The position of a loader. There is one class for each way of choosing samples."""
 
     kind: str
 
@@ -122,7 +121,7 @@ class Position(Protocol):
         ...
 
     def reach(self, begun: Begun, batches: int) -> None:
-        """The pass has handed out so many batches on this rank."""
+        """The pass has yielded ``batches`` batches on this rank."""
         ...
 
     def end(self, begun: Begun) -> None:
@@ -130,16 +129,20 @@ class Position(Protocol):
         ...
 
     def state(self) -> dict[str, Any]:
-        """Plain data, to be loaded by a position of the same kind."""
+        """Plain data that a position of the same kind can load."""
         ...
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """The next pass goes on from there. Raises :class:`CheckpointError` and changes nothing."""
+        """Let the next pass begin at ``state``.
+
+        Raises:
+            CheckpointError: the state does not fit; the position is unchanged.
+        """
         ...
 
 
 class EpochPosition:
-    """A prefix of the epoch's permutation; the same on all ranks, and fit for any number of them."""
+    """A prefix of the epoch's permutation. It is the same on all ranks and fits any number of ranks."""
 
     kind = "epoch"
 
@@ -152,7 +155,7 @@ class EpochPosition:
 
     def reach(self, begun: Begun, batches: int) -> None:
         sampler = self._sampler
-        if sampler.epoch == begun.epoch:  # else the program has chosen another while this one runs
+        if sampler.epoch == begun.epoch:  # else the program has chosen another during the pass
             consumed = begun.samples + batches * self._batch_size * sampler.num_replicas
             sampler.consumed = min(consumed, sampler.dataset_len)
 
@@ -192,10 +195,11 @@ class EpochPosition:
 
 
 class StreamPosition:
-    """Batches read from an ``IterableDataset`` on this rank.
+    """The number of batches read from an ``IterableDataset`` on this rank.
 
-    Nobody but the dataset knows which samples a rank, a worker or a batch gets, so all three numbers must
-    be as they were. The cost of a resume: what was handed out is read again, and thrown away.
+    Only the dataset knows which samples a rank, a worker or a batch gets. So the numbers of ranks and
+    workers and the batch size must be those of the saved state. A resume reads the earlier batches again
+    and drops them.
     """
 
     kind = "stream"
@@ -207,7 +211,7 @@ class StreamPosition:
             "num_workers": num_workers,
         }
         self._batches = 0
-        self._begin = 0  # of the next pass
+        self._begin = 0  # batches before the next pass
 
     def begin(self) -> Begun:
         self._batches, self._begin = self._begin, 0
@@ -239,10 +243,10 @@ class StreamPosition:
 
 
 class SamplerPosition:
-    """What the program's own sampler says of itself, as it was when a batch was drawn for it.
+    """The state of the program's own sampler, as it was when the last yielded batch was drawn.
 
-    Workers draw ahead, so the sampler's state is noted at each draw, and is current when that batch is
-    handed out. A sampler without ``state_dict`` and ``load_state_dict`` begins anew at a resume.
+    Workers draw ahead, so the state is recorded at each draw, and becomes the position when that batch is
+    yielded. A sampler without ``state_dict`` and ``load_state_dict`` starts again after a resume.
     """
 
     kind = "sampler"
@@ -254,20 +258,20 @@ class SamplerPosition:
         self._world_size = world_size
         self._can = hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
         self._begun = Begun()
-        self._current: Any = None  # None: what the sampler says now
+        self._current: Any = None  # None: ask the sampler
         self._has_warned = False
 
     def __len__(self) -> int:
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        """The sampler's indices; the loader draws through this."""
+        """The sampler's indices. The loader draws through this method."""
         noted = self._begun.noted
         for count, index in enumerate(self._sampler, 1):
             if self._can and count % self._batch_size == 0:
                 noted.append(copy.deepcopy(self._sampler.state_dict()))
             yield index
-        if self._can:  # of a last, shorter batch
+        if self._can:  # for a last, shorter batch
             noted.append(copy.deepcopy(self._sampler.state_dict()))
 
     def begin(self) -> Begun:
@@ -308,7 +312,7 @@ class SamplerPosition:
         self._current = None
 
     def _warn(self, what: str) -> None:
-        """Once, by one rank."""
+        """Log a warning once, on rank 0."""
         if not self._has_warned and self._rank == 0:
             _log.warning(
                 "the position in the data %s, since %s has no state_dict and load_state_dict. Give it "
@@ -334,12 +338,12 @@ def _count(state: Mapping[str, Any], name: str, most: int = 2**63 - 1) -> int:
 
 
 class ResumableLoader(DataLoader[Any]):
-    """A ``DataLoader`` that knows where it is: ``state_dict()`` and ``load_state_dict()``.
+    """A ``DataLoader`` with a position: ``state_dict()`` and ``load_state_dict()``.
 
-    Without a ``sampler`` every rank sees its own part of the dataset, in the order of torch's
-    ``DistributedSampler``; ``sampler.set_epoch`` keeps a loaded position if the epoch is the loaded one.
-    Making an iterator draws nothing from torch's global generator; workers are seeded from
-    ``torch.initial_seed()``, the rank and the pass, and anew where a pass is resumed.
+    Without a ``sampler`` every rank gets its part of the dataset, in the order of torch's
+    ``DistributedSampler``. ``sampler.set_epoch`` keeps a loaded position if the epoch is the loaded one.
+    An iterator draws nothing from torch's global generator. Workers are seeded from
+    ``torch.initial_seed()``, the rank and the pass; a resumed pass has other seeds.
     """
 
     def __init__(
@@ -370,8 +374,8 @@ class ResumableLoader(DataLoader[Any]):
             generator=torch.Generator(),
         )
         self.rank = rank
-        self._passes = 0  # number of the pass that runs, or comes next
-        self._is_inside = False  # a pass runs, or was left
+        self._passes = 0  # index of the current pass, or of the next one
+        self._is_inside = False  # did a pass begin that has not ended?
         self._position: Position
         if is_stream:
             self._position = StreamPosition(batch_size, world_size, num_workers)
@@ -382,7 +386,7 @@ class ResumableLoader(DataLoader[Any]):
             cast("BatchSampler", self.batch_sampler).sampler = drawn
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """One pass: the rest of the epoch after a resume, else all of it."""
+        """One pass: the rest of the epoch after a resume, otherwise all of it."""
         self._passes += self._is_inside
         self._is_inside = True
         begun = self._position.begin()
@@ -400,18 +404,19 @@ class ResumableLoader(DataLoader[Any]):
         self._is_inside = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the data is after the batch handed out last, as plain data.
+        """The position after the batch that was yielded last, as plain data.
 
-        The same on all ranks, except for an ``IterableDataset`` or an own sampler.
+        The same on all ranks, except for an ``IterableDataset`` or a sampler of the program.
         """
         return {"kind": self._position.kind, "passes": self._passes, **self._position.state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next pass goes on where ``state`` was taken, perhaps on another number of ranks.
+        """Let the next pass begin where ``state`` was taken, also on another number of ranks.
 
-        Raises :class:`CheckpointError`, on every rank and before anything changes, if the data is another
-        (length, seed, shuffling), if ``state`` is damaged, or if an ``IterableDataset`` was read by
-        another number of ranks.
+        Raises:
+            CheckpointError: on every rank, before anything changes: the data differ (length, seed,
+                shuffling), ``state`` is damaged, or an ``IterableDataset`` was read by another number of
+                ranks.
         """
         kind = state.get("kind") if isinstance(state, Mapping) else None
         if kind != self._position.kind:
@@ -427,7 +432,7 @@ class ResumableLoader(DataLoader[Any]):
 
 
 def _read_again(batches: Iterator[Any], count: int) -> None:
-    """Read what was handed out before; the random numbers that this draws were drawn before too."""
+    """Read the batches that were yielded before. The CPU generators keep the states that they had."""
     _log.info("reading %d batches again to get to where the stream was.", count)
     cpu = torch.device("cpu")
     random_state = rng_state(cpu)
@@ -437,5 +442,5 @@ def _read_again(batches: Iterator[Any], count: int) -> None:
 
 
 def _seed(*parts: int) -> int:
-    """63 bits that depend on all parts."""
+    """A seed of 63 bits that depends on all parts."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little") >> 1

@@ -1,7 +1,7 @@
-"""How do the weights of a running engine become files for others, at any stage and by whichever rank?
+"""Writes the weights of a running engine to files for other libraries, at any stage.
 
-Every rank takes part: units are gathered one by one, and rank 0 writes. What goes wrong there is told
-to all ranks at fixed places, so that none waits for a rank that has given up.
+Every rank takes part: units are gathered one by one, and rank 0 writes. All ranks exchange the outcome at
+fixed points, so that a failure on rank 0 leaves no rank waiting.
 """
 
 from __future__ import annotations
@@ -40,13 +40,18 @@ def save_16bit_model(
     save_filename: str = SAFETENSORS,
     exclude_frozen_parameters: bool = False,
 ) -> bool:
-    """Write the whole model's weights, in the dtype in which it computes, to one file. Collective.
+    """Write all weights of the model, in the dtype in which it computes, to one file. Collective.
 
-    Works at every stage. A name that ends in ``.safetensors`` is written in pieces, by rank 0; any other
-    (DeepSpeed's is ``pytorch_model.bin``) with ``torch.save``, for which rank 0 needs host memory for the
-    whole model. Tied weights have one name in safetensors and all their names in the other.
+    Works at every stage. A file name that ends in ``.safetensors`` is written in pieces by rank 0. Any
+    other name (DeepSpeed's is ``pytorch_model.bin``) is written with ``torch.save``: rank 0 then needs
+    host memory for the whole model. Tied weights have one name in safetensors, and all their names in
+    other files.
 
-    Returns True. Raises :class:`CheckpointError` on every rank if rank 0 cannot write.
+    Returns True.
+
+    Raises:
+        CheckpointError: on every rank, if rank 0 cannot write.
+        UsageError: ``save_dir`` is no path, ``save_filename`` has a directory, or weights are offloaded.
     """
     call = "save_16bit_model"
     check_directory(save_dir, f"engine.{call}()")
@@ -72,12 +77,15 @@ def save_pretrained(
     max_shard_size: int | str | None = MAX_SHARD_SIZE,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Write a directory that ``from_pretrained`` loads: safetensors and the model's own configuration.
-    Collective.
+    """Write a directory that ``from_pretrained`` loads: safetensors and configuration. Collective.
 
-    The dtype is that in which the model computes. Host memory: rank 0 holds one unit and a few pieces. A
-    model with adapters (PEFT) saves these alone, through its own ``save_pretrained``, as it would without
-    an engine. Raises :class:`CheckpointError` on every rank if rank 0 cannot write.
+    The dtype is that in which the model computes. Rank 0 needs host memory for one unit and a few pieces.
+    Of a model with adapters (PEFT) only these are saved, by its own ``save_pretrained``, as without an
+    engine.
+
+    Raises:
+        CheckpointError: on every rank, if rank 0 cannot write.
+        UsageError: ``save_dir`` or ``max_shard_size`` is not understood, or weights are offloaded.
     """
     call = "save_pretrained"
     check_directory(save_dir, f"engine.{call}()")
@@ -105,10 +113,10 @@ def save_pretrained(
 def consolidated_16bit_state_dict(
     engine: Any, exclude_frozen_parameters: bool = False
 ) -> dict[str, Tensor] | None:
-    """The whole state dict on rank 0, in host memory, in the dtypes of the model; None on others.
-    Collective.
+    """The full state dict on rank 0, in host memory; None on other ranks. Collective.
 
-    Keys and their order are those of ``module.state_dict()``; tied weights are one tensor.
+    Dtypes are those of the model. Keys and their order are those of ``module.state_dict()``. Tied weights
+    are one tensor.
     """
     weights = _weights_of(engine, exclude_frozen_parameters=exclude_frozen_parameters)
     with engine._watch.section("export"):
@@ -121,8 +129,11 @@ def consolidated_16bit_state_dict(
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """``params``: by canonical name, in the order of the units; ``names``: all names of each.
-    ``buffers``: persistent ones. ``written``: the name of each in safetensors."""
+    """What an export writes.
+
+    ``params``: by first name, in the order of the units. ``names``: all names of each. ``buffers``:
+    persistent ones. ``written``: the name of each tensor in safetensors.
+    """
 
     params: dict[str, nn.Parameter]
     names: dict[str, tuple[str, ...]]
@@ -130,7 +141,7 @@ class _Weights:
     written: dict[str, str]
 
     def planned(self) -> list[Weight]:
-        """In the order in which :func:`_stream` gives them."""
+        """Descriptions of the tensors, in the order of :func:`_stream`."""
         tensors = {**self.params, **self.buffers}
         return [Weight(self.written[n], t.dtype, tuple(t.shape)) for n, t in tensors.items()]
 
@@ -159,7 +170,7 @@ def _weights_of(
 def _is_wanted(
     fqn: str, param: nn.Parameter, exclude_frozen: bool, adapters: Sequence[str] | None
 ) -> bool:
-    """Of a model with adapters: what is trained, and adapters that are not trained now."""
+    """Is the parameter exported? With adapters: if it is trained, or belongs to an adapter."""
     if adapters is not None:
         return param.requires_grad or any(part in adapters for part in fqn.split("."))
     return param.requires_grad or not exclude_frozen
@@ -170,8 +181,8 @@ def _first(fqn: str, names: Sequence[str]) -> tuple[str, ...]:
 
 
 def _tied_names(module: nn.Module) -> Iterable[str]:
-    """Of a Hugging Face model: patterns of the names that it ties to others after loading."""
-    found: Any = getattr(module, "all_tied_weights_keys", None)  # with those of its parts
+    """For a Hugging Face model: patterns of the names that it ties to others after loading."""
+    found: Any = getattr(module, "all_tied_weights_keys", None)  # includes those of submodules
     return found or getattr(module, "_tied_weights_keys", None) or ()
 
 
@@ -179,7 +190,7 @@ def _tied_names(module: nn.Module) -> Iterable[str]:
 
 
 def _stream(engine: Any, weights: _Weights) -> Generator[tuple[str, Tensor], None, None]:
-    """Whole values by canonical name, one unit in memory at a time, then the buffers. Collective."""
+    """Full values by first name, one unit in memory at a time, then the buffers. Collective."""
     engine._update.all_gather_late()
     for unit in engine.runtime.units:
         slots = [slot for slot in unit.layout.slots if slot.fqn in weights.params]
@@ -197,26 +208,30 @@ def _stream(engine: Any, weights: _Weights) -> Generator[tuple[str, Tensor], Non
 
 
 class _Agreed:
-    """Rank 0 works; at :meth:`settle` all learn whether that went well. Collective."""
+    """Runs work on rank 0. At :meth:`settle` all ranks learn whether it succeeded. Collective."""
 
     def __init__(self, engine: Any, call: str) -> None:
-        engine.wait_for_checkpoint()  # a save behind talks to the other ranks over the same forum
+        engine.wait_for_checkpoint()  # an asynchronous save uses the same control group
         self._engine = engine
         self._call = call
         self._failure: Exception | None = None
 
     def run(self, work: Callable[..., Any], *args: Any) -> Any:
-        """On rank 0, unless something failed before: ``work(*args)``."""
+        """Call ``work(*args)`` on rank 0, unless earlier work failed."""
         if self._engine.global_rank != 0 or self._failure is not None:
             return None
         try:
             return work(*args)
-        except Exception as error:  # told to everybody by settle()
+        except Exception as error:  # settle() raises it on all ranks
             self._failure = error
             return None
 
     def settle(self) -> None:
-        """Raise :class:`CheckpointError` on every rank if rank 0 failed."""
+        """Exchange the outcome between all ranks.
+
+        Raises:
+            CheckpointError: on every rank, if work on rank 0 failed.
+        """
         control_group = self._engine._watch.control_group
         run_on_all_ranks(
             control_group, f"{self._call}() failed", "rank 0 writes weights", self._tell
@@ -236,7 +251,7 @@ def _write(
     filename: str,
     max_shard_size: int | str | None,
 ) -> _Agreed:
-    """Stream all weights into safetensors; every rank knows the plan, so also where files end."""
+    """Stream all weights into safetensors files. Every rank knows the plan, so also where files end."""
     planned = weights.planned()
     shards = plan_shards(planned, filename=filename, max_nbytes=parse_size(max_shard_size))
     ends = {shard.weights[-1].name for shard in shards if shard.weights}
@@ -254,7 +269,7 @@ def _write(
             name = weights.written[fqn]
             if exporter is not None:
                 agreed.run(exporter.put, name, pieces_of(tensor))
-            del tensor  # a view of its unit: the next one comes when this one is freed
+            del tensor  # a view of its unit, which must be freed before the next one is gathered
             if name in ends:
                 agreed.settle()
         if exporter is not None:
@@ -264,7 +279,7 @@ def _write(
 
 
 def _state_dict(engine: Any, call: str, weights: _Weights) -> dict[str, Tensor]:
-    """Host copies by all their names, in the order of ``module.state_dict()``; empty but on rank 0."""
+    """Host copies under all names, ordered as in ``module.state_dict()``; empty on other ranks than 0."""
     agreed = _Agreed(engine, call)
     copies: dict[str, Tensor] = {}
 
@@ -301,7 +316,7 @@ def _write_bin(state: dict[str, Tensor], save_dir: Path, filename: str) -> None:
 
 
 def _save_config(module: nn.Module, save_dir: Path, weights: _Weights) -> None:
-    """What ``from_pretrained`` reads before the weights, if the module has it."""
+    """Save the module's configuration, which ``from_pretrained`` reads first, if it has one."""
     config: Any = getattr(module, "config", None)
     if hasattr(config, "save_pretrained"):
         config = copy.deepcopy(config)

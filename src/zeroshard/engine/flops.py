@@ -1,4 +1,4 @@
-"""How many operations does a forward take? Counted while it runs, by torch's counter."""
+"""Counts the operations of one forward with torch's counter (``flops_profiler``)."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ logger = logging.getLogger("zeroshard")
 def counted(
     forward: Callable[..., Any], model: nn.Module, step: Callable[[], int], section: FlopsConfig
 ) -> Callable[..., Any]:
-    """``forward``, whose first call when ``step()`` is the section's ``profile_step`` is counted.
+    """``forward``, which counts its first call at the section's ``profile_step``.
 
-    What it took is logged, or written to the section's file. Other calls cost one comparison.
+    ``step()`` returns the number of steps done. The counts are logged, or written to the section's file.
+    Other calls cost one comparison.
     """
     waits = True
 
@@ -55,19 +56,19 @@ def counted(
 
 
 def parameters(model: nn.Module) -> int:
-    """Elements of all parameters, also where they are sharded."""
+    """Elements of all parameters, also of sharded ones."""
     return sum(param.numel() for param in model.parameters())
 
 
 def now_s(model: nn.Module) -> float:
-    """The host's clock when the device has done what it was given."""
+    """The host's clock in seconds, read after the device has finished its work."""
     if any(param.is_cuda for param in model.parameters()):
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def report(what: str, counter: FlopCounterMode, params: int, seconds: float) -> list[str]:
-    """The totals, as one line."""
+    """A line with the totals."""
     flops = counter.get_total_flops()
     return [
         f"{what}: {words(flops, 'FLOPS')}, {words(flops // 2, 'MACs')}, "
@@ -84,13 +85,13 @@ def show(lines: Sequence[str], output_file: str | None) -> None:
 
 
 def by_module(counter: FlopCounterMode) -> dict[str, int]:
-    """Operations of each module with what is in it; "Global" is everything."""
+    """Operations of each module, including its submodules. "Global" is the total."""
     counts = counter.get_flop_counts().items()
     return {name: sum(by_operation.values()) for name, by_operation in counts}
 
 
 def most(counter: FlopCounterMode, depth: int, top: int) -> list[str]:
-    """The ``top`` modules of each depth, or of one, with the most operations."""
+    """The ``top`` modules with most operations at each depth, or at one depth."""
     by_depth: dict[int, list[tuple[int, str]]] = {}
     for name, flops in by_module(counter).items():
         if name != "Global":
@@ -113,7 +114,8 @@ def table(counter: FlopCounterMode, depth: int) -> list[str]:
 
 
 def words(number: int, unit: str) -> str:
-    """
+    """A number with a prefix, rounded, and its unit.
+
     >>> words(1_234_000, "FLOPS"), words(12, "MACs")
     ('1.23 MFLOPS', '12 MACs')
     """

@@ -1,4 +1,4 @@
-"""What do programs written for DeepSpeed call first?"""
+"""``initialize``, the entry for programs written for DeepSpeed."""
 
 from __future__ import annotations
 
@@ -39,12 +39,15 @@ def initialize(
     *,
     engine_type: type[Engine] = Engine,
 ) -> tuple[Engine, Any, DataLoader[Any] | None, Any]:
-    """Build an engine; returns ``(engine, optimizer, training_dataloader, lr_scheduler)``.
+    """Build an engine. Returns ``(engine, optimizer, training_dataloader, lr_scheduler)``.
 
-    The arguments are ``deepspeed.initialize``'s. ``config`` (or ``config_params``, or
-    ``args.deepspeed_config``): dict, path or string; exactly one of the three. ``args.device_rank``: the
-    GPU to train on. ``engine_type``: the class to build.
-    Raises :class:`ConfigError`, :class:`UsageError`; the same on every rank.
+    The arguments are those of ``deepspeed.initialize``. The configuration is a dict, path or string, in
+    exactly one of ``config``, ``config_params`` and ``args.deepspeed_config``. ``args.device_rank``:
+    index of the GPU to train on. ``engine_type``: the class to build.
+
+    Raises:
+        ConfigError: the configuration has mistakes; the same text on every rank.
+        UsageError: the arguments do not fit together; the same text on every rank.
     """
     if model is None:
         raise UsageError("initialize() needs model=: the torch.nn.Module to train.")
@@ -102,12 +105,15 @@ def _asked_device(args: Any) -> torch.device | None:
     return None if index is None or home.type == "cpu" else torch.device(home.type, int(index))
 
 
-_told: set[str] = set()  # by this process: engines have most lines in common
+_told: set[str] = set()  # lines that this process has logged: engines have most lines in common
 
 
 def announce(engine: Engine) -> None:
-    """What this run will do, on rank 0: a line for each engine; for the first one of the process also
-    values and their origins, and dtypes; notices where they are new."""
+    """Log on rank 0 what this run will do.
+
+    Every engine has one line. The first engine of the process also has a table of values with origins,
+    and one of dtypes. Notices are logged if they are new.
+    """
     level = engine.settings.log_level
     if level is not None or logger.level == logging.NOTSET:
         logger.setLevel((level or "info").upper())
@@ -135,8 +141,10 @@ def announce(engine: Engine) -> None:
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add ``--deepspeed`` and ``--deepspeed_config FILE`` to a program's parser. Their oldest names, that
-    start scripts may still hold, are accepted and ignored."""
+    """Add ``--deepspeed`` and ``--deepspeed_config FILE`` to a program's parser.
+
+    Their oldest names, which old start scripts may use, are accepted and ignored.
+    """
     group = parser.add_argument_group("ZeroShard", "DeepSpeed-style configuration")
     group.add_argument("--deepspeed", action="store_true", help="accepted for compatibility")
     group.add_argument("--deepspeed_config", type=str, default=None, help="path of a JSON file")

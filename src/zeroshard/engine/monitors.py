@@ -1,8 +1,8 @@
-"""Where do the numbers of a run go, besides the terminal?
+"""Sends the numbers of a run to TensorBoard, CSV files, Weights & Biases and Comet.
 
-Sinks for the sections ``tensorboard``, ``csv_monitor``, ``wandb`` and ``comet``, with DeepSpeed's
-event names. A package that is missing is an error at the start of the run; a sink that fails later
-is dropped with one line, since no plot is worth a training run. Only rank 0 should build them.
+There is a sink for each of the sections ``tensorboard``, ``csv_monitor``, ``wandb`` and ``comet``, with
+DeepSpeed's event names. A missing package is an error at the start of the run. A sink that fails later is
+dropped with one line in the log, and training goes on. Only rank 0 should build sinks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Event = tuple[str, float, int]
 
 
 class Sink(Protocol):
-    """One place where events go."""
+    """One destination of events."""
 
     def write(self, events: Sequence[Event]) -> None: ...
     def close(self) -> None: ...
@@ -50,9 +50,9 @@ class TensorboardSink:
 
 
 class CsvSink:
-    """One file per event name under ``output_path/job_name``, columns step and value.
+    """One file per event name under ``output_path/job_name``, with columns step and value.
 
-    A run that is resumed appends.
+    A resumed run appends to the files.
     """
 
     def __init__(self, section: Any) -> None:
@@ -70,11 +70,11 @@ class CsvSink:
                 writer.writerow([step, value])
 
     def close(self) -> None:
-        """Nothing stays open between two writes."""
+        """Nothing: no file stays open between two writes."""
 
 
 class WandbSink:
-    """The run already open in this process, else a new one, which is finished at the end."""
+    """The run that is open in this process, or a new one, which is finished at the end."""
 
     def __init__(self, section: Any) -> None:
         self._wandb = _need("wandb", "wandb", "wandb")
@@ -92,7 +92,7 @@ class WandbSink:
 
 
 class CometSink:
-    """One Comet experiment; an event name is sent once every ``samples_log_interval`` samples."""
+    """One Comet experiment. An event name is sent at most once per ``samples_log_interval`` samples."""
 
     def __init__(self, section: Any) -> None:
         names = ("api_key", "project", "workspace", "experiment_key", "mode", "online")
@@ -116,7 +116,7 @@ class CometSink:
 
 
 class Monitors:
-    """All sinks of a run. Never raises once it is built. Falsy if there is nothing to write to."""
+    """All sinks of a run. Its methods never raise. ``bool()`` is false without sinks."""
 
     def __init__(self, sinks: Sequence[Sink] = ()) -> None:
         self._sinks = list(sinks)
@@ -161,7 +161,8 @@ _SINKS: dict[str, type[Any]] = {
 def build_monitors(config: Any) -> Monitors:
     """A sink for every monitor section of ``config`` that is enabled.
 
-    Raises ConfigError, which names all packages to install, if some are missing.
+    Raises:
+        ConfigError: packages are missing. The text names all that are to be installed.
     """
     sinks: list[Sink] = []
     problems: list[str] = []
@@ -185,7 +186,7 @@ def train_events(
     loss_scale: float | None = None,
     train_loss: float | None = None,
 ) -> list[Event]:
-    """The events of one step under DeepSpeed's names; what is None is left out."""
+    """The events of one step under DeepSpeed's names. Values that are None are left out."""
     values = ((TRAIN_LOSS, train_loss), (LR, lr), (LOSS_SCALE, loss_scale))
     return [(name, value, samples) for name, value in values if value is not None]
 

@@ -1,4 +1,4 @@
-"""Under which names does a module keep what a checkpoint or an export has to hold?"""
+"""Names under which a module has the tensors of a checkpoint or an export."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """What ``module.state_dict()`` has besides parameters, without touching these."""
+    """The entries of ``module.state_dict()`` that are no parameters. Does not read parameters."""
     return {
         f"{prefix}.{name}" if prefix else name: buffer
         for prefix, owner in module.named_modules(remove_duplicate=False)
@@ -16,7 +16,7 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def other_names(module: nn.Module) -> dict[str, list[str]]:
-    """The further names of tied parameters, by their first one."""
+    """First name of a tied parameter -> its other names."""
     first = {id(param): name for name, param in module.named_parameters()}
     found: dict[str, list[str]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):

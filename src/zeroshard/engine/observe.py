@@ -1,7 +1,7 @@
-"""What does a run say about itself while it trains? One place for lines, monitors and breakdowns.
+"""Reports on a run while it trains: lines, monitors and breakdowns.
 
-Nothing here waits for a device except to write down a number that somebody asked for: times are the
-host's (``time.perf_counter``), traffic comes from the recorder, bytes from the ledger.
+Nothing here waits for a device, except to print a number that was asked for. Times are the host's
+(``time.perf_counter``), traffic is from the recorder, and bytes are from the ledger.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ logger = logging.getLogger("zeroshard")
 T = TypeVar("T")
 
 BREAKDOWN_EVERY = 10
-"""Steps between breakdowns if ``steps_per_print`` does not say."""
+"""Steps between breakdowns if ``steps_per_print`` is not set."""
 
 
 class Observer:
     """Reports finished steps: a line and breakdowns on rank 0, events to the monitors.
 
-    Keys: ``steps_per_print``, ``wall_clock_breakdown`` (time inside forward, backward and step),
-    ``memory_breakdown`` (bytes held at the end of each), ``comms_logger`` (collectives since the
-    last line; ``verbose`` per unit, ``prof_ops`` only these) and the monitor sections.
+    Keys: ``steps_per_print``; ``wall_clock_breakdown``: time inside forward, backward and step;
+    ``memory_breakdown``: bytes held at the end of each; ``comms_logger``: collectives since the last line
+    (``verbose``: per unit, ``prof_ops``: only these); and the monitor sections.
 
-    ``disk`` gives what rank 0's disk did during the last update, as text that a line can show; None
-    where no optimizer state rests on disk. It follows the step's line.
+    ``disk()`` returns an object whose text describes what rank 0's disk did in the last update; None if
+    no optimizer state is on disk. It is logged after the step's line.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class Observer:
         self._recorder, self._ledger = recorder, ledger
         self.monitors = monitors
         self._speaks = speaks
-        self._seconds: dict[str, float] = {}  # since the last line
-        self._last_s: dict[str, float] = {}  # of the running step, for the monitors
+        self._seconds: dict[str, float] = {}  # by phase, since the last line
+        self._last_s: dict[str, float] = {}  # by phase, in the current step, for the monitors
         self._held: dict[str, dict[str, int]] = {}
         self._sent: dict[tuple[str, str], tuple[int, int]] = {}
         self._steps = 0
@@ -66,11 +66,11 @@ class Observer:
 
     @staticmethod
     def _every(steps: float | None) -> int:
-        """Accelerate sends infinity for never."""
+        """The interval as an integer, 0 for never. Accelerate passes infinity for never."""
         return max(1, int(steps)) if steps and math.isfinite(steps) else 0
 
     def phase(self, name: str, call: Callable[..., T]) -> Callable[..., T]:
-        """``call``, timed, and with the bytes held at its end noted."""
+        """``call``, with its time and the bytes held at its end recorded."""
 
         @functools.wraps(call)
         def observed(*args: Any, **kwargs: Any) -> T:
@@ -88,7 +88,7 @@ class Observer:
         self._held[name] = {c: self._ledger.nbytes(c) for c in (*RESTING, *TEMPORARY)}
 
     def after_step(self, report: StepReport, *, samples: int, skipped: int) -> None:
-        """An optimizer step is over; ``samples`` and ``skipped`` count from the run's start."""
+        """An optimizer step has ended. ``samples`` and ``skipped`` count from the start of the run."""
         self._steps += 1
         if self.monitors:
             self.monitors.write(
@@ -103,7 +103,7 @@ class Observer:
         before, self._last_disk = self._last_disk, self._disk()
         if self._speaks and self._line_every and report.step % self._line_every == 0:
             logger.info("%s", step_line(report, skipped))
-            if self._last_disk is not before:  # a skipped step leaves the disk alone
+            if self._last_disk is not before:  # a skipped step does not use the disk
                 logger.info("%s", self._last_disk)
         if self._breakdown_every and report.step % self._breakdown_every == 0:
             lines = self.lines()
@@ -111,7 +111,7 @@ class Observer:
                 logger.info("%s", line)
 
     def lines(self) -> list[str]:
-        """The breakdowns that the configuration asks for, over the steps since the last call."""
+        """The breakdowns that the configuration enables, over the steps since the last call."""
         found = []
         if self._settings.wall_clock_breakdown:
             found.append(self._time_line())
@@ -150,7 +150,7 @@ class Observer:
         ]
 
     def close(self) -> None:
-        """End the monitors."""
+        """Close the monitors."""
         if self.monitors is not None:
             self.monitors.close()
 
@@ -169,7 +169,7 @@ def step_line(report: StepReport, skipped: int) -> str:
 
 
 def memory_line(phase: str, held: dict[str, int]) -> str:
-    """What a phase left behind.
+    """A line with the bytes held after a phase.
 
     >>> memory_line("forward", {"parameters": 2**20, "gradients": 0})
     'MiB held after forward: parameters 1.00'

@@ -1,8 +1,24 @@
-"""Where is an engine's state while the device works for somebody else?
+"""Moves an engine's state between device and host memory (``offload_states``, ``reload_states``).
 
-Programs that alternate training and generation need the device's memory for both: what an engine holds
-there moves to host memory and back, with DeepSpeed's names (``offload_states``, ``reload_states``). What
-rests in host memory or on disk anyway stays.
+Programs that alternate training and generation need the device's memory for both. State that the
+configuration keeps in host memory or on disk is not moved.
+
+[Note: who owns offloaded state]
+The owners of state are units (parameters), the optimizer (masters, optimizer state) and gradient buffers.
+:meth:`StateOffloader.offload` asks them for the flat tensors on the device (``_leave``), copies the bytes
+into a :class:`~zeroshard.offload.swapped_storage.HostBuffer`, and releases the device's storage.
+The bytes of parameters, masters and optimizer state belong to one
+:class:`~zeroshard.offload.swapped_storage.SwappedStorages` per kind; a gradient buffer keeps its own.
+
+* Tensors stay the same objects; their storages are resized (ADR 0002). Without that, the views that
+  modules and the inner optimizer hold would point to freed memory after a reload.
+* While a kind is offloaded, its use is refused (:meth:`StateOffloader.check_not_offloaded` and the
+  owners' own checks). Without that, a read of a released storage would fail with an unrelated error, and
+  a write would be lost.
+* ``kinds`` is extended before the first byte moves, so that :meth:`StateOffloader.reload` can undo an
+  offload that failed in the middle.
+* Every rank must move the same kinds at the same point of the program: the next collective needs the
+  parameters of all ranks.
 """
 
 from __future__ import annotations
@@ -35,8 +51,10 @@ _OWNER = "room for states that are away"
 
 
 class StateOffloader:
-    """Moves one engine's state between device and host memory. Rank-local; every rank has to call it,
-    since the next collective finds the parameters here or away."""
+    """Moves one engine's state between device and host memory.
+
+    It communicates nothing, but every rank must call it: the next collective needs all parameters.
+    """
 
     def __init__(self, runtime: ZeroRuntime, hooks: StepHooks, device: torch.device) -> None:
         self._runtime = runtime
@@ -45,7 +63,7 @@ class StateOffloader:
         self._device = device
         self._luggage: dict[str, SwappedStorages] = {}
         self._rooms: list[HostBuffer] = []
-        self._spare: HostBuffer | None = None  # page-locked memory for the next time
+        self._spare: HostBuffer | None = None  # page-locked memory, kept for the next offload
         self._guards: list[Any] = []
 
     # ------------------------------------------------------------------ there and back
@@ -59,7 +77,7 @@ class StateOffloader:
         self._check_idle()
         if not kinds:
             return
-        self._life.offload(kinds)  # what fails in the middle is brought back by reload()
+        self._life.offload(kinds)  # first: reload() also brings back what a failed offload has moved
         leaving = {kind: distinct(tensors) for kind, tensors in self._leave(kinds)}
         room = self._room([here for parts in leaving.values() for here in parts], pin_memory)
         for kind, parts in leaving.items():
@@ -93,7 +111,7 @@ class StateOffloader:
             torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
-        """Parameters come back: those that rest whole stay readable. The rest is forgotten."""
+        """Bring parameters back, so that whole ones stay readable. Drop the other state."""
         if LP_PARAMS in self._luggage:
             self._luggage[LP_PARAMS].swap_in()
         for unit in self._runtime.units:
@@ -102,7 +120,7 @@ class StateOffloader:
         self.forget_spare()
 
     def forget_spare(self) -> None:
-        """Page-locked memory that is kept for the next time is given back."""
+        """Free the page-locked memory that is kept for the next offload."""
         spare, self._spare = self._spare, None
         if spare is not None:
             torch.cuda.synchronize(self._device)
@@ -123,7 +141,7 @@ class StateOffloader:
                 )
 
     def _leave(self, kinds: Iterable[str]) -> Iterator[tuple[str, list[Tensor]]]:
-        """Tell the owners, and learn what of each kind is on the device."""
+        """Tell the owners that state is offloaded. Yields each kind, and its tensors on the device."""
         runtime = self._runtime
         if LP_PARAMS in kinds:
             yield LP_PARAMS, [flat for unit in runtime.units for flat in unit.offload()]
@@ -150,8 +168,10 @@ class StateOffloader:
         return here.copy_(there, non_blocking=True)
 
     def _arrived(self) -> None:
-        """Nothing is away any more. The largest page-locked room is kept: to lock memory takes longer
-        than to copy it."""
+        """Nothing is offloaded any more. Keep the largest page-locked buffer for the next offload.
+
+        Locking memory takes longer than copying it.
+        """
         self._life.reload()
         self._luggage = {}
         for guard in self._guards:
@@ -169,7 +189,7 @@ class StateOffloader:
             self._runtime.ledger.hold("scratch", _OWNER, self._spare.nbytes, Tier.HOST)
 
     def _guard_optimizer(self) -> None:
-        """Released tensors must not be saved or replaced."""
+        """Refuse to save or replace the optimizer's state while its storages are released."""
         sharded = self._runtime.optimizer
         if self._guards or sharded is None:
             return
@@ -184,7 +204,7 @@ class StateOffloader:
 
 
 def kinds_of(include: Any) -> frozenset[str]:
-    """Names or enum members, one or several; None is all.
+    """The kinds in ``include``: a name or enum member, or several; None is all.
 
     >>> sorted(kinds_of(["lp_grads", "hp_params"]))
     ['hp_params', 'lp_grads']
@@ -213,13 +233,16 @@ def _target(device: Any) -> str:
 
 
 def is_return(device: torch.device, home: torch.device) -> bool:
-    """Is ``engine.to(device)`` a way back to the engine's own device? Otherwise it is to host memory.
+    """Does ``engine.to(device)`` return to the engine's device ``home``? False: it moves to host memory.
 
-    On CPU ranks both are one place: there it is home. Raises :class:`UsageError` for other devices.
+    On CPU ranks both are the same place, and the answer is True.
 
-    >>> goes_home(torch.device("cuda"), torch.device("cuda", 0))
+    Raises:
+        UsageError: another device.
+
+    >>> is_return(torch.device("cuda"), torch.device("cuda", 0))
     True
-    >>> goes_home(torch.device("cpu"), torch.device("cuda", 0))
+    >>> is_return(torch.device("cpu"), torch.device("cuda", 0))
     False
     """
     if device.type == home.type and device.index in (None, home.index):
@@ -235,9 +258,10 @@ def is_return(device: torch.device, home: torch.device) -> bool:
 def asked_of_to(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[torch.device | None, torch.dtype | None]:
-    """What ``engine.to(...)`` was asked for: a device, a dtype, or both.
+    """The device and the dtype that ``engine.to(...)`` was called with; None for one that is missing.
 
-    Raises :class:`UsageError` for memory formats, which are fixed when the engine is built.
+    Raises:
+        UsageError: a memory format, which is fixed when the engine is built.
     """
     device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
     if memory_format is not None:
@@ -251,8 +275,11 @@ def asked_of_to(
 def check_keeps(
     change: Callable[[Tensor], Tensor], params: Iterable[Tensor], device: torch.device
 ) -> None:
-    """Raise :class:`UsageError` if ``change``, from ``engine.half()`` and the like, would not leave every
-    parameter as it is."""
+    """Check that ``change``, from ``engine.half()`` and the like, leaves every parameter as it is.
+
+    Raises:
+        UsageError: it would change a dtype or the device.
+    """
     for dtype in {param.dtype for param in params}:
         changed = change(torch.empty(0, dtype=dtype, device=device))
         if changed.dtype != dtype:

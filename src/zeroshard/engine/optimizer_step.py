@@ -1,4 +1,4 @@
-"""What happens to an accumulated batch: how is it reduced, measured, applied and sent out?"""
+"""The optimizer step: reduces, measures, updates and all-gathers an accumulated batch."""
 
 from __future__ import annotations
 
@@ -26,17 +26,19 @@ from zeroshard.zero.unit import Unit
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Measures:
-    """What ranks know of a gradient together. Tensors are 0-dim and stay on the device."""
+    """What all ranks know of a gradient together. Tensors are 0-dim, on the device."""
 
-    norm: Tensor | None  # 2-norm of the mean, unscaled, before clipping; None if not asked for
-    found_inf: Tensor  # bool
-    untouched: dict[int, frozenset[int]]  # per unit (by id), slots without gradient on any rank
+    norm: Tensor | None  # 2-norm of the mean, unscaled, before clipping; None: not asked for
+    found_inf: Tensor  # bool: the norm is not finite
+    untouched: dict[int, frozenset[int]]  # by id(unit), slots without gradient on any rank
     own_norms: Sequence[tuple[int, Tensor]]  # of this rank's fragments, by parameter
 
 
 class OptimizerStep:
-    """Finishes accumulated batches of one engine. ``checks_overflow``: a gradient that is not finite
-    changes nothing."""
+    """Finishes accumulated batches of one engine.
+
+    ``checks_overflow``: a step whose gradient is not finite is skipped.
+    """
 
     def __init__(
         self,
@@ -50,7 +52,7 @@ class OptimizerStep:
         checks_overflow: bool,
     ) -> None:
         self.checks_overflow = checks_overflow
-        self.max_norm: float = settings.gradient_clipping  # of the next step; 0 is off
+        self.max_norm: float = settings.gradient_clipping  # of the next step; 0: no clipping
         self._runtime = runtime
         self._settings = settings
         self._watch = watch
@@ -65,7 +67,16 @@ class OptimizerStep:
         self._is_delayed = offload is not None and offload.delayed_update
 
     def run(self, step: int) -> tuple[StepReport, bool | None, Measures]:
-        """Reduce, measure, update, publish. Was it skipped? None: only the device knows yet."""
+        """Do one optimizer step. Returns its report, whether it was skipped, and the measures.
+
+        1. All-gather the parameters whose update was delayed, and take over edits of the program.
+        2. Finish the reduction of gradients.
+        3. Measure norm and overflow, with one small all-gather.
+        4. Unless the step is skipped: update, and all-gather each updated unit that is resident.
+        5. Update the loss scale, and tell the session that a step has ended.
+
+        Skipped is None if only the device knows it yet: the optimizer then skips on the device.
+        """
         runtime, optimizer = self._runtime, self._runtime.optimizer
         assert optimizer is not None
         self.all_gather_late()
@@ -85,7 +96,7 @@ class OptimizerStep:
         )  # fmt: skip
         skipped = read_flag(found_inf) if self.checks_overflow else False
         if skipped is None and not optimizer.skips_on_device:
-            skipped = bool(found_inf)  # this class cannot skip on the device: one wait per step
+            skipped = bool(found_inf)  # the optimizer cannot skip on the device: wait for the flag
         if not skipped:
             on_device = found_inf.float() if skipped is None else None
             optimizer.update(
@@ -101,32 +112,32 @@ class OptimizerStep:
     # ------------------------------------------------------------------ factors
 
     def join(self, active: int) -> None:
-        """One more micro-batch, which ``active`` ranks had (key ``uneven``)."""
+        """Count a micro-batch that ``active`` ranks had (key ``uneven``)."""
         self._active, self._rounds = self._active + active, self._rounds + 1
 
     def forget_step(self) -> None:
-        """The next micro-batch is the first of its step."""
+        """Reset the counts of :meth:`join`: the next micro-batch is the first of its step."""
         self._active = self._rounds = 0
 
     def mean_factor(self) -> float:
-        """From the sum over ranks and backwards to the mean: one number, exact where it is 1."""
+        """The factor from the sum over ranks and backwards to the mean. It is exact where it is 1."""
         ranks: float = self._comm.world_size
         if self._settings.gradient_allreduce_op == "sum":
             ranks = 1
-        elif self._active:  # ranks that had a batch, on average over the step's micro-batches
+        elif self._active:  # the mean number of ranks with a batch, over the step's micro-batches
             ranks = self._active / self._rounds
         return self._runtime.reducer.predivide / ranks / self._accumulation.remaining_divisor
 
     def unscaled_factor(self) -> float:
-        """The same for gradients that still carry the loss scale. Waits for the device."""
+        """:meth:`mean_factor` for gradients that are still loss-scaled. Waits for the device."""
         return self.mean_factor() / float(self._scaler.scale)
 
     # ------------------------------------------------------------------ measuring
 
     def _measure(self) -> Measures:
-        """Global norm, overflow flag and never-touched parameters, from one small exchange.
+        """Global norm, overflow flag and parameters without gradient, from one small all-gather.
 
-        The exchange carries ``[sum of squares, history hash, touched flags...]`` of each rank.
+        Each rank sends ``[sum of squares, history hash, gradient flags...]`` in fp64.
         """
         runtime, optimizer = self._runtime, self._runtime.optimizer
         assert optimizer is not None
@@ -137,7 +148,7 @@ class OptimizerStep:
         words = torch.tensor(
             [float(self._watch.history()), *pack_flags(flags)],
             dtype=torch.float64,
-            pin_memory=self._device.type == "cuda",  # from pageable memory the host would wait
+            pin_memory=self._device.type == "cuda",  # a copy from pageable memory blocks the host
         ).to(self._device, non_blocking=True)
         rows = self._comm.all_gather_small(torch.cat([squares.view(1), words]), name="norm")
         self._watch.check(rows[:, 1])
@@ -149,7 +160,7 @@ class OptimizerStep:
         return Measures(norm, total.isfinite().logical_not(), untouched, norms)
 
     def _without_grad(self, rows: Tensor, flags: list[bool]) -> dict[int, frozenset[int]]:
-        if all(flags):  # only a rank that misses gradients has to ask what others had
+        if all(flags):  # only a rank without some gradients needs the flags of the others
             return {}
         seen = iter(flags if is_fake(rows) else unpack_any(rows[:, 2:], len(flags)))
         untouched = {}
@@ -174,10 +185,11 @@ class OptimizerStep:
     # ------------------------------------------------------------------ publishing
 
     def _all_gather_updated(self, unit: Unit, pending: PendingUpdates | None) -> None:
-        """Send an updated shard of a whole unit; the next forward waits for it where it needs it.
+        """Make the update of a unit available to the next forward, which waits for it on first use.
 
-        ``pending``: it is still being updated, behind. Units that ranks gather from each other right
-        after are waited for here: all ranks gather in this order, whatever they do in forward.
+        The unit is all-gathered if it is resident. ``pending``: its asynchronous update. If several ranks
+        have to all-gather, this method waits for that update. All ranks must start these collectives in
+        the order of the units (ADR 0004), and forward may use the units in another order.
         """
         if pending is not None and self._is_delayed:
             self._late.append((unit, pending))
@@ -193,7 +205,7 @@ class OptimizerStep:
             unit.increment_versions()
 
     def all_gather_late(self) -> None:
-        """Parameters whose update was put off (own key ``delayed_update``) get it now."""
+        """Send out the parameters whose update was delayed (ZeroShard's key ``delayed_update``)."""
         late, self._late = self._late, []
         for unit, pending in late:
             pending.wait()
@@ -201,9 +213,9 @@ class OptimizerStep:
 
 
 class SkippedSteps:
-    """Which steps changed nothing, and what that means for the schedule.
+    """Counts skipped steps, and keeps the schedule in step with applied updates.
 
-    ``scheduler()``: the schedule of the moment (programs take it away to step it themselves).
+    ``scheduler()`` returns the current schedule; programs may remove it to step it themselves.
     """
 
     def __init__(self, scheduler: Callable[[], Any], groups: list[dict[str, Any]]) -> None:
@@ -211,10 +223,13 @@ class SkippedSteps:
         self.in_a_row = 0
         self._scheduler = scheduler
         self._groups = groups
-        self._unread: tuple[StepReport, Any] | None = None  # one the host does not know of yet
+        self._unread: tuple[StepReport, Any] | None = None  # a step whose outcome the host lacks
 
     def advance(self, skipped: bool | None, report: StepReport, lr_kwargs: dict[str, Any]) -> None:
-        """Applied updates advance the schedule. A skip not known yet is taken back when it is."""
+        """Advance the schedule for an applied update.
+
+        ``skipped=None``: the outcome is not known; the schedule is set back if the step was skipped.
+        """
         scheduler = self._scheduler()
         if skipped is None:
             self._unread = (report, schedule_snapshot(scheduler, self._groups))
@@ -222,9 +237,9 @@ class SkippedSteps:
             scheduler.step(**lr_kwargs)
 
     def resolve_last_step(self) -> StepReport | None:
-        """Learn the outcome of the last step if the host does not know it yet; the report of a skip.
+        """Get the outcome of the last step if the host does not have it. Returns the report of a skip.
 
-        It waits for that step alone: the forward and backward that came after stay queued.
+        Waits for that step only; the forward and backward after it stay queued.
         """
         unread, self._unread = self._unread, None
         if unread is None:

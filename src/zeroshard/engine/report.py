@@ -1,4 +1,4 @@
-"""What did the last step do, and who holds how many bytes?"""
+"""Reports of one optimizer step, and of the bytes that each rank holds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from zeroshard.core.tiers import Tier
 
 
 class HostFlag:
-    """A 0-dim flag on its way to the host. Reading waits for what made it, not for later work."""
+    """A 0-dim flag that is copied to the host asynchronously. Reading it waits only for that copy."""
 
     def __init__(self, flag: Tensor) -> None:
         self._flag, self._arrival = flag, None
@@ -32,14 +32,14 @@ class HostFlag:
 
 @dataclass(frozen=True)
 class StepReport:
-    """Numbers of one optimizer step. Tensors stay on the device until somebody reads them."""
+    """Numbers of one optimizer step. Tensors stay on the device until a property is read."""
 
     step: int  # counted from 1
     lrs: tuple[float, ...]  # one per param group, as used by this step
     _norm: Tensor | None  # 0-dim, before clipping; None if not computed
     _clip: Tensor | None  # 0-dim factor, at most 1
     _scale: Tensor  # 0-dim loss scale that this step's gradients carried
-    _found_inf: HostFlag | None  # None where nothing is checked
+    _found_inf: HostFlag | None  # None: gradients are not checked
 
     @property
     def lr(self) -> float:
@@ -53,14 +53,14 @@ class StepReport:
 
     @cached_property
     def grad_norm_clipped(self) -> float | None:
-        """The same after clipping: what the optimizer saw."""
+        """2-norm of the gradient after clipping, as the optimizer used it."""
         if self._norm is None or self._clip is None:
             return self.grad_norm
         return float(self._norm * self._clip)
 
     @cached_property
     def loss_scale(self) -> float:
-        """Factor on the loss of this step (1 without fp16)."""
+        """Factor on the loss of this step; 1 without loss scaling."""
         return float(self._scale)
 
     @cached_property
@@ -71,7 +71,7 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class MemoryRow:
-    """Bytes of one category on one rank. ``planned`` is None for temporaries: only bounded."""
+    """Bytes of one category on one rank. ``planned`` is None for temporaries, which have no plan."""
 
     category: str
     planned: int | None
@@ -81,13 +81,13 @@ class MemoryRow:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Planned and measured bytes per category and tier, for each rank that was asked."""
+    """Planned and measured bytes per category and tier, for each rank in the report."""
 
     ranks: Mapping[int, tuple[MemoryRow, ...]]
 
     @property
     def rows(self) -> tuple[MemoryRow, ...]:
-        """Rows of the lowest rank in the report: all categories on the device, then what is elsewhere."""
+        """Rows of the lowest rank: all categories on the device, then other tiers in use."""
         return self.ranks[min(self.ranks)]
 
     def __str__(self) -> str:
@@ -114,7 +114,7 @@ def _cells(row: MemoryRow | None) -> str:
 
 
 def memory_rows(planned: Mapping[Key, int], measured: Mapping[Key, int]) -> tuple[MemoryRow, ...]:
-    """Resting categories with their plan, then the peaks of temporaries; other tiers where used."""
+    """Categories with a plan, then peaks of temporaries; tiers other than the device only if in use."""
     rows = []
     for tier in Tier:
         for name in (*RESTING, *TEMPORARY):
@@ -129,22 +129,22 @@ _MEASURED: list[Key] = [(name, tier) for tier in Tier for name in (*RESTING, *TE
 
 
 def rows_from_vector(vector: Sequence[float]) -> tuple[MemoryRow, ...]:
-    """Inverse of :func:`vector_of`."""
+    """The inverse of :func:`vector_of`."""
     planned = dict(zip(_PLANNED, map(int, vector), strict=False))
     measured = dict(zip(_MEASURED, map(int, vector[len(_PLANNED) :]), strict=True))
     return memory_rows(planned, measured)
 
 
 def vector_of(planned: Mapping[Key, int], measured: Mapping[Key, int]) -> list[float]:
-    """Plan and measurement as numbers that ranks can exchange."""
+    """Planned and measured bytes as numbers that ranks can exchange."""
     return [float(planned[key]) for key in _PLANNED] + [float(measured[key]) for key in _MEASURED]
 
 
 def measured_nbytes(ledger: Ledger, scratch_nbytes: int) -> dict[Key, int]:
-    """What rests now, and the peaks of what comes and goes; ``scratch_nbytes``: the communicator's."""
+    """Bytes held now, and peaks of temporaries. ``scratch_nbytes``: those of the communicator."""
     measured = {(name, tier): ledger.nbytes(name, tier) for name in RESTING for tier in Tier}
     measured |= {(name, tier): ledger.peak(name, tier) for name in TEMPORARY for tier in Tier}
-    for tier in Tier:  # they exist from backward to step only
+    for tier in Tier:  # gradients exist only from backward to step
         measured["gradients", tier] = ledger.peak("gradients", tier)
     measured["scratch", Tier.DEVICE] += scratch_nbytes
     return measured

@@ -1,11 +1,11 @@
-"""How does a Lightning program train under ZeroShard, with GPUs or without?
+"""A Lightning strategy that trains under ZeroShard, with or without GPUs.
 
     Trainer(strategy=ZeroShardStrategy(stage=3), accelerator="cpu", devices=2)
 
-Lightning's own strategy for DeepSpeed drives the engine, with all its arguments; what it refuses without
-CUDA is put right here, and so is what it passes over where ``config=`` and the program contradict each
-other. ``Trainer(strategy="deepspeed")`` works too, on GPUs, in a program that found ZeroShard as
-``deepspeed`` (:mod:`zeroshard.compat`).
+Lightning's strategy for DeepSpeed drives the engine and takes all its arguments. This subclass removes
+its requirement of CUDA, and raises where ``config=`` and the program contradict each other, which
+Lightning ignores. ``Trainer(strategy="deepspeed")`` works, too, on GPUs, in a program that imports
+ZeroShard as ``deepspeed`` (:mod:`zeroshard.compat`).
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from zeroshard.errors import UsageError
 class ZeroShardStrategy(DeepSpeedStrategy):
     """``stage``, ``config`` and all other arguments are those of Lightning's ``DeepSpeedStrategy``.
 
-    Raises :class:`UsageError` if another ``deepspeed`` was imported already, if an argument contradicts
-    ``config``, and, when training starts, if the Trainer does.
+    Raises:
+        UsageError: another ``deepspeed`` was imported, or an argument contradicts ``config``. When
+            training starts: an argument of the Trainer contradicts ``config``.
     """
 
     strategy_name = "zeroshard"
@@ -45,11 +46,11 @@ class ZeroShardStrategy(DeepSpeedStrategy):
             _refuse(_against_arguments(self.config or {}, given))
 
     def setup_environment(self) -> None:
-        """As on every device: without the check for CUDA."""
+        """The set-up of ``DDPStrategy``, without the check for CUDA."""
         DDPStrategy.setup_environment(self)
 
     def setup_distributed(self) -> None:
-        """Without a GPU there are no device numbers to check."""
+        """The set-up of the base class. Without a GPU its check of device numbers is left out."""
         if self.root_device.type == "cuda":
             super().setup_distributed()
             return
@@ -58,7 +59,11 @@ class ZeroShardStrategy(DeepSpeedStrategy):
         self._init_deepspeed_distributed()
 
     def init_deepspeed(self) -> None:
-        """After a look at what the Trainer and ``config`` say: Lightning fills in only what is absent."""
+        """Compare the Trainer with ``config`` first: Lightning fills in only absent keys.
+
+        Raises:
+            UsageError: they contradict each other.
+        """
         assert self.lightning_module is not None  # Lightning calls this with a module only
         clip = self.lightning_module.trainer.gradient_clip_val
         precision = str(self.precision_plugin.precision)
@@ -72,7 +77,7 @@ def _refuse(problems: Iterator[str]) -> None:
 
 
 def _against_arguments(config: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[str]:
-    """A line for each argument that contradicts ``config``, and would be passed over in silence."""
+    """A line for each argument that contradicts ``config``. Lightning would ignore these."""
     zero = config.get("zero_optimization") or {}
     stage = zero.get("stage", 0)
     if given.get("stage", stage) != stage:
@@ -98,8 +103,8 @@ def _against_trainer(
 ) -> Iterator[str]:
     """A line for each argument of the Trainer that contradicts ``config``.
 
-    ``precision``: Lightning's word for it; ``clip``: ``gradient_clip_val``. With "32-true" a mode in
-    ``config`` is legal: models that take tokens train so.
+    ``precision``: Lightning's name for it. ``clip``: ``gradient_clip_val``. With "32-true", ``config``
+    may enable a mode: models whose inputs are tokens are trained like this.
     """
     in_config = config.get("gradient_clipping")
     if clip is not None and isinstance(in_config, (int, float)) and in_config != clip:

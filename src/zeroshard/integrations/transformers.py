@@ -1,15 +1,15 @@
-"""How does Transformers' Trainer train under ZeroShard, without ``TrainingArguments(deepspeed=...)``?
+"""Transformers' Trainer under ZeroShard, without ``TrainingArguments(deepspeed=...)``.
 
     from zeroshard.integrations.transformers import Trainer
 
     Trainer(model, args, zeroshard_config={"zero_optimization": {"stage": 3}}, train_dataset=...).train()
 
-:class:`ZeroShardMixin` before any subclass of ``transformers.Trainer`` does the same for that one. Batch
-size, accumulation, precision and clipping are those of the ``TrainingArguments``; optimizer and schedule
-are made by the Trainer.
+For a subclass of ``transformers.Trainer``, put :class:`ZeroShardMixin` before it in the list of bases.
+Batch size, accumulation, precision and clipping are those of the ``TrainingArguments``. The Trainer makes
+the optimizer and the schedule.
 
-Every checkpoint holds, beside the weights, an engine's checkpoint, that any number of ranks can resume.
-The private methods of the Trainer that are replaced are the keys of :data:`REPLACED`.
+Every checkpoint contains the weights and an engine's checkpoint, which any number of ranks can resume.
+The keys of :data:`REPLACED` are the private methods of the Trainer that are replaced.
 """
 
 from __future__ import annotations
@@ -50,18 +50,20 @@ REPLACED = {
 }
 """Private methods of ``transformers.Trainer``, and why each is replaced."""
 
-_SCHEDULE = "scheduler.pt"  # as the Trainer calls it
+_SCHEDULE = "scheduler.pt"  # the Trainer's name for this file
 
 
 class ZeroShardMixin:
-    """Before a subclass of ``transformers.Trainer``: it trains an engine. ``zeroshard_config``: as for
-    :class:`zeroshard.Engine`, without the sections ``optimizer`` and ``scheduler``; None is stage 0.
+    """Put it before a subclass of ``transformers.Trainer``, which then trains an engine.
 
-    Raises :class:`UsageError` where the configuration and the ``TrainingArguments`` disagree, or ask for
-    what an engine cannot do.
+    ``zeroshard_config``: as for :class:`zeroshard.Engine`, without the sections ``optimizer`` and
+    ``scheduler``; None is stage 0.
+
+    Raises:
+        UsageError: configuration and ``TrainingArguments`` disagree, or ask for what an engine cannot do.
     """
 
-    args: Any  # what the mixin uses of the Trainer
+    args: Any  # attributes of the Trainer that the mixin uses
     model: Any
     state: Any
     lr_scheduler: Any
@@ -75,7 +77,7 @@ class ZeroShardMixin:
     # ------------------------------------------------------------------ the Accelerator
 
     def create_accelerator_and_postprocess(self) -> None:
-        """The Trainer's own preparations, then our Accelerator with the same arguments."""
+        """Run the Trainer's preparations, then replace its Accelerator by ours with equal arguments."""
         _refuse(self.args, self.zeroshard_config)
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.accelerator = _TrainersAccelerator(
@@ -96,7 +98,7 @@ class ZeroShardMixin:
 
     @property
     def _engine(self) -> PreparedEngine | None:
-        """The engine of the Trainer's model, once it trains."""
+        """The engine of the Trainer's model; None before training."""
         engine: PreparedEngine | None = self.accelerator.engine_of(self.model)
         return engine
 
@@ -157,16 +159,16 @@ class Trainer(ZeroShardMixin, transformers.Trainer):
 class Seq2SeqTrainer(ZeroShardMixin, transformers.Seq2SeqTrainer):
     """``transformers.Seq2SeqTrainer`` with ``zeroshard_config``: see :class:`ZeroShardMixin`.
 
-    With ``predict_with_generate`` at stage 3 every rank goes on until all have ended.
+    With ``predict_with_generate`` at stage 3, every rank generates until all ranks have finished.
     """
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """As the Trainer's."""
+        """See ``transformers.Seq2SeqTrainer``."""
         found: dict[str, float] = super().evaluate(*args, **self._together(kwargs))
         return found
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's."""
+        """See ``transformers.Seq2SeqTrainer``."""
         return super().predict(*args, **self._together(kwargs))
 
     def _together(self, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -176,8 +178,11 @@ class Seq2SeqTrainer(ZeroShardMixin, transformers.Seq2SeqTrainer):
 
 
 class _TrainersAccelerator(Accelerator):
-    """The Trainer counts micro-batches itself, and calls ``free_memory()`` before each training although
-    it goes on with the same model."""
+    """An Accelerator for the Trainer.
+
+    The Trainer counts micro-batches itself, and calls ``free_memory()`` before each training although it
+    keeps the model.
+    """
 
     def __init__(self, *args: Any, trainer: Any, **kwargs: Any) -> None:
         self._trainer = trainer
@@ -185,7 +190,7 @@ class _TrainersAccelerator(Accelerator):
 
     @property
     def wishes(self) -> Wishes:
-        """As the ``TrainingArguments`` say."""
+        """The values of the ``TrainingArguments``."""
         args = self._trainer.args
         return Wishes(
             args.gradient_accumulation_steps,
@@ -196,12 +201,12 @@ class _TrainersAccelerator(Accelerator):
         )  # fmt: skip
 
     def keeps(self, engine: PreparedEngine) -> bool:
-        """Not one of a model that the Trainer replaced (``model_init``)."""
+        """Does the engine stay open? Only if the Trainer still has its model (see ``model_init``)."""
         return engine.module is self._trainer.model
 
 
 def _refuse(args: Any, config: dict[str, Any]) -> None:
-    """Raise :class:`UsageError` for all that an engine would silently not do."""
+    """Raise :class:`UsageError` for everything that an engine would ignore."""
     for section, instead in (
         ("optimizer", "optim, learning_rate, weight_decay, ..."),
         ("scheduler", "lr_scheduler_type, warmup_steps, ..."),
@@ -244,9 +249,9 @@ def _refuse(args: Any, config: dict[str, Any]) -> None:
 
 
 def _weights(engine: PreparedEngine) -> dict[str, Tensor]:
-    """What the Trainer writes, in host memory on rank 0; empty on others. Collective.
+    """The weights that the Trainer writes, in host memory on rank 0; empty on other ranks. Collective.
 
-    Of a model with adapters what is trained, unless an adapter is not: its weights are wanted too.
+    For a model with adapters: only trained weights, unless an adapter is frozen; then all weights.
     """
     adapters = getattr(engine.module, "peft_config", None) or {}
     rests = any(

@@ -1,15 +1,16 @@
-"""How is a checkpoint that DeepSpeed wrote read, without DeepSpeed?
+"""Reads a checkpoint that DeepSpeed wrote, without DeepSpeed.
 
-Under data parallelism alone, a tag of ``W`` ranks is a directory of these files:
+With data parallelism only, a tag of ``W`` ranks is a directory of these files:
 
-    stage 0      mp_rank_00_model_states.pt                        weights, the optimizer's own state
-    stage 1, 2   mp_rank_00_model_states.pt                        weights as computed with, names, shapes
+    stage 0      mp_rank_00_model_states.pt                        weights, the optimizer's state
+    stage 1, 2   mp_rank_00_model_states.pt                        weights (compute dtype), names, shapes
                  [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt  masters and state of rank R
-    stage 3      zero_pp_rank_R_mp_rank_00_model_states.pt         names, shapes, frozen pieces
+    stage 3      zero_pp_rank_R_mp_rank_00_model_states.pt         names, shapes, shards of frozen weights
                  [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt  masters and state of rank R
 
-:mod:`zeroshard.checkpoint.deepspeed.slots` knows where in them a parameter is. All files are mapped, and
-described at once; of their tensors only those pages are read that :meth:`DeepSpeedSaved.fill` asks for.
+:mod:`zeroshard.checkpoint.deepspeed.slots` knows where in them each parameter is. All files are mapped
+and described when the directory is opened. Of their tensors, only the pages are read that
+:meth:`DeepSpeedReader.fill` needs.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_
 _OPTIM = re.compile(
     r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt"
 )
-_PARTS = re.compile(r"layer_\d+.*\.pt|expp_rank_.*\.pt|expert_.*\.pt")  # of pipelines and experts
+_PARTS = re.compile(r"layer_\d+.*\.pt|expp_rank_.*\.pt|expert_.*\.pt")  # pipelines and experts
 
 _LIKENESSES = {
     "deepspeed.runtime.fp16.loss_scaler.LossScaler": Likeness,
@@ -59,7 +60,7 @@ _OWN = frozenset({
     "checkpoint_parallel_dimensions", "universal_checkpoint_info", "ds_config", "ds_version",
     "num_experts", "ds_autoep_layers", "autoep_layers", "folding",
 })  # fmt: skip
-"""What DeepSpeed itself puts beside the program's ``client_state``."""
+"""Keys that DeepSpeed puts next to those of the program's ``client_state``."""
 _COUNTERS = ("global_steps", "micro_steps", "global_samples", "skipped_steps")
 _SCALER = {"cur_scale": "scale", "cur_iter": "step", "last_overflow_iter": "last_overflow"}
 
@@ -68,14 +69,14 @@ _SCALER = {"cur_scale": "scale", "cur_iter": "step", "last_overflow_iter": "last
 
 
 class _Files(NamedTuple):
-    """Both in rank order. ``model`` has one file for all ranks, or one of each (stage 3)."""
+    """Files in rank order. ``model`` has one file for all ranks, or one for each rank (stage 3)."""
 
     model: tuple[Path, ...]
     optim: tuple[Path, ...]
 
 
 def is_deepspeed(path: str | Path) -> bool:
-    """Is this the directory of one tag, as DeepSpeed writes it?"""
+    """Is this the directory of one tag that DeepSpeed wrote?"""
     try:
         return any(_MODEL.fullmatch(name) for name in os.listdir(path))
     except OSError:
@@ -83,7 +84,7 @@ def is_deepspeed(path: str | Path) -> bool:
 
 
 def _files(path: Path) -> _Files:
-    """The files of a directory, none left out before the highest rank that is there."""
+    """The files of a directory, which must have one for every rank up to the highest."""
     try:
         names = sorted(os.listdir(path))
     except OSError as error:
@@ -120,7 +121,7 @@ def _by_rank(path: Path, matches: Iterable[re.Match[str]], kind: str) -> tuple[P
 
 
 def _check_ranks(path: Path, files: Sequence[Path], kind: str, ranks: int) -> None:
-    """Are there as many files as the run had ranks?"""
+    """Check that there are as many files as the run had ranks."""
     if len(files) < ranks:
         _refuse_gaps(path, range(len(files), ranks), kind)
     if len(files) > ranks:
@@ -159,7 +160,7 @@ def _refuse_parallel(path: Path, seen: str) -> NoReturn:
 def _shared(
     model: Mapping[str, Any], options: Sequence[Mapping[str, Any]], wrapper: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """All of it; what was not saved is missing."""
+    """The shared state; parts that were not saved are missing."""
     found: dict[str, Any] = {
         "counters": {name: int(model[name]) for name in _COUNTERS if name in model},
         "client_state": {key: item for key, item in model.items() if key not in _OWN},
@@ -175,7 +176,7 @@ def _shared(
 
 
 def _options(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Of each group, without its parameters and what is state."""
+    """The options of each group, without its parameters and without state."""
     found = []
     for row in rows:
         kept = {key: item for key, item in row.items() if key not in ("params", "step")}
@@ -188,24 +189,25 @@ def _number(value: Any) -> Any:
 
 
 def _scaler(wrapper: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of a dynamic loss scale; a static one is the configuration's."""
+    """The state of a dynamic loss scale. A static one is in the configuration."""
     theirs = vars(wrapper["loss_scaler"]) if "loss_scaler" in wrapper else wrapper
     found = {ours: _number(theirs[name]) for name, ours in _SCALER.items()}
-    return {**found, "budget": _number(theirs.get("cur_hysteresis", 1))}  # stage 0 forgives none
+    return {**found, "budget": _number(theirs.get("cur_hysteresis", 1))}  # stage 0 has none
 
 
 # ---------------------------------------------------------------------- the source
 
 
 class DeepSpeedReader:
-    """One tag that DeepSpeed saved under data parallelism alone: a
-    :class:`zeroshard.checkpoint.reader.Source`.
+    """One tag that DeepSpeed saved with data parallelism only, as a ``Source``.
 
-    ``groups``: the names of the trained parameters by group of the optimizer, in its order. The files of
-    stages 1 to 3 say them; those of stage 0 do not, unless one group has all parameters.
-    ``left_behind``: what the files hold and nothing here takes over, a text each.
-    Raises :class:`CheckpointError` for files that are missing, damaged, of different saves, of another
-    kind of parallelism, or that need unpickling for more than ``client_state``.
+    ``groups``: the names of the trained parameters in each group of the optimizer, in its order. The
+    files of stages 1 to 3 contain them. Those of stage 0 do not, so they are needed unless one group has
+    all parameters. ``left_behind``: one text for each thing that the files hold and that is not loaded.
+
+    Raises:
+        CheckpointError: files are missing, damaged or of different saves; another kind of parallelism was
+            used; or something other than ``client_state`` needs unpickling.
     """
 
     def __init__(self, path: str | Path, *, groups: Sequence[Sequence[str]] | None = None) -> None:
@@ -227,7 +229,7 @@ class DeepSpeedReader:
                     self._leave(f"the state of {key!r}")
         except CheckpointError:
             raise
-        except Exception as error:  # what is under a key may be anything
+        except Exception as error:  # the values under known keys can be of any type
             raise CheckpointError(
                 f"{self.path} is not laid out as DeepSpeed 0.19 does it "
                 f"({type(error).__name__}: {_first_line(error)}). Load it with the release that wrote it "
@@ -236,7 +238,7 @@ class DeepSpeedReader:
 
     @property
     def parameters(self) -> Mapping[str, SavedParameter]:
-        """See ``Source``. Fragments are left out: :meth:`fill` knows where values are."""
+        """See ``Source``. ``fragments`` are empty: :meth:`fill` knows where values are."""
         return self._parameters
 
     def fill(self, fqn: str, tensor: str, begin: int, out: Tensor) -> None:
@@ -244,21 +246,24 @@ class DeepSpeedReader:
         self._places[fqn, tensor].read(begin, out)
 
     def buffers(self, rank: int) -> dict[str, Tensor]:
-        """See ``Source``. Below stage 3 those of rank 0 are all there are."""
+        """See ``Source``. Stages 0 to 2 save those of rank 0 only."""
         own = self._buffers[rank % len(self._buffers)]
         return {name: buffer.clone() for name, buffer in own.items()}
 
     def shared(self, *, allow_pickle: bool = False) -> dict[str, Any]:
-        """See ``Source``. Nothing is unpickled, whatever ``allow_pickle`` is: an object in
-        ``client_state`` becomes an :class:`~.unpickle.Unread`, which raises when it is used."""
-        return deepcopy(self._shared)  # its tensors are mapped: the caller's outlive the files
+        """See ``Source``. Nothing is unpickled, even with ``allow_pickle``.
+
+        An object in ``client_state`` becomes an :class:`~zeroshard.checkpoint.deepspeed.unpickle.Unread`,
+        which raises when it is used.
+        """
+        return deepcopy(self._shared)  # its tensors are mapped, and the files may be closed first
 
     def ranks(self) -> list[dict[str, Any]]:
-        """See ``Source``. DeepSpeed saves no generators."""
+        """See ``Source``. Empty: DeepSpeed saves no generators."""
         return []
 
     def probe(self, rank: int) -> None:
-        """See ``Source``. What is small was read when the directory was opened."""
+        """See ``Source``. Nothing to do: small values were read when the directory was opened."""
 
     def close(self) -> None:
         """See ``Source``."""
@@ -272,7 +277,7 @@ class DeepSpeedReader:
     def _optimizer(
         self, files: _Files, optims: list[dict[str, Any]], groups: Sequence[Sequence[str]] | None
     ) -> tuple[list[DeepSpeedSlot], list[dict[str, Any]], Mapping[str, Any]]:
-        """Its slots, its groups' options, and what DeepSpeed's wrapper around it saved."""
+        """The optimizer's slots, its groups' options, and the state of DeepSpeed's wrapper around it."""
         model = self._models[0]
         if model["param_shapes"] is None:
             if optims:
@@ -298,14 +303,14 @@ class DeepSpeedReader:
                     f"{ranks} ranks. They are of different saves, or state is repeated over groups of "
                     "ranks, which is not supported."
                 )
-        # The optimizer of bf16 with fp32 gradients, which only stage 1 has, does not name its stage.
+        # Only stage 1 has the optimizer for bf16 with fp32 gradients, which does not save a stage.
         is_cut = int(wrappers[0].get("zero_stage", 1)) == 3
         _check_ranks(self.path, files.model, "model", ranks if is_cut else 1)
         slots, options = sharded_slots(wrappers, model["param_shapes"], is_cut=is_cut)
         return slots, options, wrappers[0]
 
     def _read_weights(self) -> dict[str, Tensor]:
-        """The parameters of the module as one model file has them, aliases left out."""
+        """The parameters in the first model file, without aliases."""
         model = self._models[0]
         aliases, buffers = _aliases(model), set(model["buffer_names"])
         found = {}
@@ -317,7 +322,7 @@ class DeepSpeedReader:
         return found
 
     def _describe(self, slots: Sequence[DeepSpeedSlot]) -> dict[str, SavedParameter]:
-        """All parameters, in the module's order; :attr:`places` has where each tensor is."""
+        """All parameters, in the module's order. Fills ``_places`` with where each tensor is."""
         rows: dict[str, dict[str, Any]] = {}
         for slot in slots:
             scalars = self._place_slot(slot)
@@ -346,7 +351,7 @@ class DeepSpeedReader:
         }
 
     def _place_slot(self, slot: DeepSpeedSlot) -> dict[str, Any]:
-        """Note where the tensors of a slot's parameters are; its numbers."""
+        """Note where the tensors of a slot's parameters are. Returns the slot's single numbers."""
         tensors: dict[str, list[Tensor]] = {VALUE: slot.masters}
         scalars: dict[str, Any] = {}
         for key in slot.states[0]:
@@ -362,7 +367,7 @@ class DeepSpeedReader:
             numbers = [_number(item) for item in found]
             if isinstance(numbers[0], (bool, int, float)):
                 what = f"{key!r} of {next(iter(slot.shapes))!r}"
-                kind = "F32" if key == "step" else "number"  # as torch's optimizers have it
+                kind = "F32" if key == "step" else "number"  # as in torch's optimizers
                 if isinstance(found[0], Tensor):
                     kind = dtype_name(found[0].dtype, where=what)
                 scalars[key] = (kind, self._agreed(what, numbers))
@@ -396,7 +401,7 @@ class DeepSpeedReader:
         return others
 
     def _agreed(self, what: str, numbers: Sequence[Any]) -> Any:
-        """What all ranks say."""
+        """The number, which all ranks must have saved alike."""
         for rank, number in enumerate(numbers):
             if number != numbers[0]:
                 raise CheckpointError(
@@ -411,7 +416,13 @@ class DeepSpeedReader:
 
 
 def load_file(path: Path) -> dict[str, Any]:
-    """One file. What DeepSpeed saves is plain; what the program added, or the module, need not be."""
+    """The content of one file.
+
+    Only ``client_state``, the module and ``ds_config`` may hold objects that were not unpickled.
+
+    Raises:
+        CheckpointError: the file is damaged, holds no dict, or needs unpickling elsewhere.
+    """
     found = load_plain(path, _LIKENESSES)
     if not isinstance(found, dict):
         raise CheckpointError(f"{path} holds no table, as the files of DeepSpeed do.")
@@ -423,7 +434,7 @@ def load_file(path: Path) -> dict[str, Any]:
 
 
 def _check_own(path: Path, models: Sequence[Mapping[str, Any]]) -> None:
-    """One save, data parallelism alone."""
+    """Check that the files are of one save, with data parallelism only."""
     first = models[0]
     for rank, model in enumerate(models):
         if model["global_steps"] != first["global_steps"]:
@@ -447,16 +458,16 @@ def _buffers(model: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _aliases(model: Mapping[str, Any]) -> dict[str, str]:
-    """Other names of parameters (tied weights), each with the name under which it is saved."""
+    """Other names of parameters (tied weights) -> the name under which they are saved."""
     module = model["module"]
     if model["shared_params"] is not None:
         return {
             alias: fqn
             for alias, fqn in model["shared_params"].items()
             if alias not in module
-            or module[alias].shape == module[fqn].shape  # not only both empty
+            or module[alias].shape == module[fqn].shape  # else two empty tensors may look tied
         }
-    seen: dict[tuple[Any, ...], str] = {}  # stage 0 does not list them: they are one storage
+    seen: dict[tuple[Any, ...], str] = {}  # stage 0 does not list them; they share one storage
     found = {}
     for name, item in module.items():
         if isinstance(item, Tensor) and item.numel():

@@ -1,10 +1,14 @@
-"""Where in the flat tensors of DeepSpeed's optimizers is a parameter, and its state?
+"""Locates parameters and their state in the flat tensors of DeepSpeed's optimizers.
 
-A *slot* is what the optimizer takes for one parameter. At stages 1 and 2 it is a flat tensor with the
-parameters of a group, one after the other (with gaps where they are aligned), cut into W parts, one of
-each rank. At stage 3 it is a sub-group: every parameter is cut into W equal parts, the last one padded,
-and a rank has its part of each, one after the other. At stage 0 it is a group as a whole, or a parameter.
-State is laid out like the masters; single numbers belong to all parameters of a slot.
+A *slot* here is what DeepSpeed's optimizer treats as one parameter. Its form depends on the stage:
+
+* Stage 0: one parameter, or all parameters of a group.
+* Stages 1 and 2: a flat tensor of a group's parameters, one after the other, with gaps for alignment. It
+  is cut into W parts, one for each rank.
+* Stage 3: a sub-group. Every parameter is cut into W equal parts, the last one padded. A rank has its
+  part of each parameter, one after the other.
+
+State is laid out like the masters. Single numbers belong to all parameters of a slot.
 """
 
 from __future__ import annotations
@@ -22,11 +26,11 @@ from torch import Tensor
 from zeroshard.errors import CheckpointError
 
 _SCALARS = ("step", "mu_product", "eta", "mu")
-"""State of torch's optimizers that is a number also where the parameter is one."""
+"""Keys of torch's optimizer state that are single numbers, even where the parameter is 0-dim too."""
 
 
 class Chain:
-    """Tensors one after the other, read as one flat tensor."""
+    """Tensors that are read as one flat tensor, one after the other."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._tensors = [_plain(tensor) for tensor in tensors if tensor.numel()]
@@ -37,7 +41,7 @@ class Chain:
         return self._starts[-1]
 
     def read(self, begin: int, out: Tensor) -> None:
-        """Copy ``chain[begin : begin + out.numel()]``."""
+        """Copy ``chain[begin : begin + out.numel()]`` into ``out``."""
         at, end = begin, begin + out.numel()
         which = bisect_right(self._starts, at) - 1
         while at < end:
@@ -48,14 +52,20 @@ class Chain:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Without a gradient's history: masters were saved as leaves."""
+    """The tensor without ``requires_grad``: masters were saved as leaves."""
     if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
         raise ValueError(f"a tensor is {tensor.layout} on {tensor.device}")
     return tensor.detach()
 
 
 class FlatSpan(NamedTuple):
-    """Element ``i`` of a flat tensor is element ``offset + i % part`` of chain ``i // part``."""
+    """Where a flat tensor is: element ``i`` is element ``offset + i % part`` of chain ``i // part``.
+
+    Example at stage 3 with 2 ranks: a parameter of 6 elements follows one of 8 in the same sub-group.
+    Each rank has 4 elements of the first, then 3 of the second: ``offset`` is 4 and ``part`` is 3.
+    Element 4 is element ``4 + 4 % 3 = 5`` of chain ``4 // 3 = 1``, which is rank 1's tensor. At other
+    stages there is one chain, and ``part`` is the number of elements.
+    """
 
     chains: Sequence[Chain]
     offset: int
@@ -63,7 +73,7 @@ class FlatSpan(NamedTuple):
     dtype: torch.dtype
 
     def read(self, begin: int, out: Tensor) -> None:
-        """Copy ``flat[begin : begin + out.numel()]``."""
+        """Copy ``flat[begin : begin + out.numel()]`` into ``out``."""
         at, end = begin, begin + out.numel()
         while at < end:
             which, inside = divmod(at, self.part)
@@ -73,15 +83,15 @@ class FlatSpan(NamedTuple):
 
 
 def whole_place(tensor: Tensor) -> FlatSpan:
-    """Of a tensor that is one parameter."""
+    """The span of a tensor that is one parameter."""
     return FlatSpan([Chain([tensor])], 0, tensor.numel(), tensor.dtype)
 
 
 class DeepSpeedSlot(NamedTuple):
-    """What the optimizer takes for one parameter; lists have an item of each rank.
+    """What the optimizer treats as one parameter. Lists have one item for each rank.
 
-    ``padding``: elements that state has at the end and masters may lack. ``gaps``: behind each parameter.
-    ``slack``: the padding at the end of the whole slot is less than this.
+    ``padding``: elements at the end that state has and masters may lack. ``gaps``: elements after each
+    parameter. ``slack``: the padding at the end of the whole slot is less than this.
     """
 
     group: int
@@ -91,11 +101,11 @@ class DeepSpeedSlot(NamedTuple):
     padding: list[int]
     gaps: Sequence[int]
     slack: int
-    is_cut: bool  # parameter by parameter (stage 3)
+    is_cut: bool  # each parameter is cut by itself (stage 3)
 
 
 def places(path: Path, slot: DeepSpeedSlot, pieces: list[Tensor]) -> Iterator[tuple[str, FlatSpan]]:
-    """Where the parameters of a slot are in tensors that are laid out like its masters."""
+    """The span of each parameter of a slot, in tensors ``pieces`` that are laid out like its masters."""
     ranks, dtype = len(pieces), pieces[0].dtype
     chains = [Chain([p]) for p in pieces] if slot.is_cut else [Chain(pieces)]
     offset = 0
@@ -116,8 +126,10 @@ def places(path: Path, slot: DeepSpeedSlot, pieces: list[Tensor]) -> Iterator[tu
 
 
 def like_master(key: str, state: Any, master: Tensor, padding: int) -> Tensor | None:
-    """State of a slot, if it is laid out like its master. Padding is behind all parameters, so that more
-    of it moves none of them."""
+    """State of a slot if it is laid out like its master, else None.
+
+    Padding is at the end: its size does not change where parameters are.
+    """
     if not isinstance(state, Tensor) or (state.dim() == 0 and key in _SCALARS):
         return None
     padded = state.dim() == master.dim() == 1 and state.numel() == master.numel() + padding
@@ -125,7 +137,7 @@ def like_master(key: str, state: Any, master: Tensor, padding: int) -> Tensor | 
 
 
 def shape_of(size: Iterable[Any]) -> tuple[int, ...]:
-    """A ``torch.Size``, or what older releases saved in its place."""
+    """A shape from a ``torch.Size``, or from what older releases saved instead."""
     return tuple(int(n) for n in size)
 
 
@@ -141,7 +153,7 @@ def sharded_slots(
     ]
     bases = [w["optimizer_state_dict" if is_cut else "base_optimizer_state"] for w in wrappers]
     count, ranks = len(param_shapes), len(wrappers)
-    if isinstance(bases[0], list):  # an elastic checkpoint: state by slot, options nowhere
+    if isinstance(bases[0], list):  # an elastic checkpoint: state by slot, without options
         options: list[dict[str, Any]] = [{} for _ in range(count)]
         states = bases
         groups = list(range(count))
@@ -182,7 +194,7 @@ def whole_slots(
     weights: Mapping[str, Tensor],
     groups: Sequence[Sequence[str]] | None,
 ) -> tuple[list[DeepSpeedSlot], list[dict[str, Any]]]:
-    """The slots of stage 0: a slot is a parameter, or a group where masters were kept flat."""
+    """The slots of stage 0: one per parameter, or one per group where masters are flat."""
     inner = wrapper if "param_groups" in wrapper else dict(wrapper["optimizer_state_dict"])
     options = inner["param_groups"]
     names = _names_of_groups(path, wrapper, options, weights, groups)
@@ -219,7 +231,10 @@ def _whole_slot(
 
 
 def _with_step(state: Mapping[str, Any], row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Old releases of DeepSpeed's FusedAdam count in the group; later ones leave a 0 there."""
+    """``state`` with a step count.
+
+    Old releases of DeepSpeed's FusedAdam keep the count in the group; later ones keep 0 there.
+    """
     step = row.get("step")
     return {"step": step, **state} if state and step is not None else state
 
@@ -231,7 +246,7 @@ def _names_of_groups(
     weights: Mapping[str, Tensor],
     groups: Sequence[Sequence[str]] | None,
 ) -> Sequence[Sequence[str]]:
-    """Which parameters are in which group: the files of stage 0 have them without their names."""
+    """The parameter names of each group. The files of stage 0 do not contain them."""
     names = [list(weights)] if groups is None else groups
     if "fp32_groups_flat" in wrapper:
         have = [flat.numel() for flat in wrapper["fp32_groups_flat"]]

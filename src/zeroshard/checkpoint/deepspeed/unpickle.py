@@ -1,8 +1,8 @@
-"""What is made of a foreign file that ``torch.save`` wrote: which of its objects, and what of the others?
+"""Restricted unpickler for files that ``torch.save`` wrote; unknown objects become placeholders.
 
-Numbers, texts, containers and tensors are made, by torch's restricted unpickler; of a few named classes a
-likeness without methods. In the place of any other object stands an :class:`Unread`. Nothing that a file
-names is imported or called. Tensors are mapped from the file: those that nobody reads cost nothing.
+torch's restricted unpickler makes numbers, texts, containers and tensors. A few named classes become a
+:class:`Likeness`, without methods. Any other object becomes an :class:`Unread`. Nothing that a file names
+is imported or called. Tensors are mapped from the file, so that those that are not used are not read.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from zeroshard.errors import CheckpointError
 
 
 class Unread:
-    """In the place of an object that only unpickling could make: whoever uses it gets a
-    :class:`CheckpointError` that names its file and class."""
+    """Stands for an object that only unpickling could make.
+
+    Using it raises a :class:`CheckpointError` that names the file and the object's class.
+    """
 
     _what = "an object"
 
@@ -30,18 +32,22 @@ class Unread:
         return super().__new__(cls)
 
     def __setstate__(self, _state: Any) -> None:
-        """What it held is dropped."""
+        """The object's content is dropped."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
-            raise AttributeError(name)  # as Python's own protocols expect: copying, printing
+            raise AttributeError(name)  # Python's protocols (copy, repr) expect this error
         self.refuse()
 
     def __repr__(self) -> str:
         return f"<not read: {self._what}>"
 
     def refuse(self, *_args: Any) -> NoReturn:
-        """Raise the error."""
+        """Raise the error.
+
+        Raises:
+            CheckpointError: always.
+        """
         raise CheckpointError(
             f"{self._what}, which is not made: unpickling could run any code. If the value is needed, "
             "load the checkpoint where its class is at hand, and save it as plain data (numbers, "
@@ -53,24 +59,24 @@ class Unread:
 
 
 class Likeness:
-    """The attributes of an object, without its class's methods."""
+    """The attributes of an object, without the methods of its class."""
 
     def __new__(cls, *_args: Any) -> Likeness:
         return super().__new__(cls)
 
 
 class _NumpyDtype:
-    """``numpy.dtype(name, ...)``; the state that follows (byte order) is little endian here."""
+    """``numpy.dtype(name, ...)``. Its state, the byte order, is always little endian in these files."""
 
     def __init__(self, name: str, *_flags: Any) -> None:
         self.name = name
 
     def __setstate__(self, _state: Any) -> None:
-        """The name says it all."""
+        """Nothing: the name is enough."""
 
 
 def _numpy_scalar(dtype: _NumpyDtype, data: Any) -> bool | int | float:
-    """A number of numpy's, as Python's; a best loss is often one."""
+    """A numpy scalar as a Python number. Programs often save one, such as the best loss."""
     kind = np.dtype(dtype.name)
     if kind.kind not in "biuf":
         raise ValueError(f"a scalar of {dtype.name!r}")
@@ -85,13 +91,16 @@ _KNOWN: tuple[tuple[Any, str], ...] = (
     (_numpy_scalar, "numpy._core.multiarray.scalar"),
 )
 
-_safe_list = threading.Lock()  # torch has one list for the process
+_safe_list = threading.Lock()  # torch has one list of safe globals for the process
 
 
 def load_plain(path: Path, likenesses: Mapping[str, Any]) -> Any:
-    """The content of a file; raises :class:`CheckpointError`, and nothing else, for any bytes.
+    """The content of a file.
 
-    ``likenesses``: by full name, what is called in the place of classes of other packages.
+    ``likenesses``: full name of a class -> what is called instead of it.
+
+    Raises:
+        CheckpointError: the file cannot be read without running code. No other exception, for any bytes.
     """
     known: list[Any] = [*_KNOWN, *((stand_in, name) for name, stand_in in likenesses.items())]
     unknown: list[str] = []
@@ -106,7 +115,7 @@ def load_plain(path: Path, likenesses: Mapping[str, Any]) -> Any:
             others = [(_unread_class(name, path), name) for name in unknown]
             with safe_globals([*known, *others]):
                 return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except Exception as error:  # what a pickle makes its reader raise is up to who wrote it
+    except Exception as error:  # a pickle can make its reader raise anything
         refers = f" It refers to {', '.join(unknown)}." if unknown else ""
         raise CheckpointError(
             f"{path} cannot be read without running code, or is damaged: {_short(error)}.{refers} If it "
@@ -119,14 +128,14 @@ def _unread_class(name: str, path: Path) -> type[Unread]:
 
 
 def _short(error: Exception) -> str:
-    """The one line of torch's long text that says what happened."""
+    """The line of torch's long text that says what went wrong."""
     before, _, after = str(error).partition("WeightsUnpickler error: ")
     lines = (after or before).strip().splitlines() or [type(error).__name__]
     return lines[0].rstrip(".")
 
 
 def unread_in(value: Any) -> Iterator[Unread]:
-    """The objects in nested data that were not made."""
+    """The placeholders in nested data."""
     if isinstance(value, Unread):
         yield value
     elif isinstance(value, type) and issubclass(value, Unread):  # the class itself was saved

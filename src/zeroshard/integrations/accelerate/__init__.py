@@ -1,4 +1,4 @@
-"""Accelerate's ``Accelerator``, training under ZeroShard."""
+"""Accelerate's ``Accelerator`` under ZeroShard."""
 
 from zeroshard.integrations.accelerate.accelerator import Accelerator
 from zeroshard.integrations.accelerate.prepared import PreparedEngine

@@ -1,21 +1,21 @@
-"""How does a script written for Accelerate train under ZeroShard, with ``config=`` and another import?
+"""An ``Accelerator`` that trains under ZeroShard: scripts change one import and pass ``config=``.
 
     from zeroshard.integrations.accelerate import Accelerator
 
     accelerator = Accelerator(config={"zero_optimization": {"stage": 3}})
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
 
-Processes, devices, loaders, schedules, gathering, logging and trackers are Accelerate's. Only what
-touches a model or its optimizer goes to an engine, through methods that Accelerate documents. What is
-different from plain data parallelism (``docs/integrations.md``):
+Processes, devices, loaders, schedules, gathering, logging and trackers are Accelerate's. Methods that
+concern a model or its optimizer use an engine; only methods that Accelerate documents are overridden.
+Differences from plain data parallelism (``docs/integrations.md``):
 
 * A model and its optimizer are prepared in one call, and each optimizer belongs to one model.
-* ``mixed_precision`` keeps the weights themselves in 16 bits, beside fp32 masters in shards.
+* ``mixed_precision`` keeps the weights in 16 bits, and their fp32 masters in shards.
 * A script that steps per micro-batch calls ``clip_grad_norm_`` under ``if accelerator.sync_gradients``.
-* ``get_state_dict`` gives the whole state to the main process, and None to the others.
-* ``optimizer.state_dict()`` is refused: ``save_state`` saves all parts, for any number of ranks.
+* ``get_state_dict`` returns the full state on the main process, and None on the others.
+* ``optimizer.state_dict()`` is refused: ``save_state`` saves all shards, for any number of ranks.
 
-Private names of Accelerate that are used: ``_optimizers`` (which of them ``save_state`` saves itself).
+One private attribute of Accelerate is used: ``_optimizers``, the optimizers that ``save_state`` saves.
 """
 
 from __future__ import annotations
@@ -63,23 +63,26 @@ __all__ = ["Accelerator", "EngineOptimizer", "PreparedEngine"]
 
 _KINDS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 _LEFT_TO_THE_ENGINE: dict[str, Any] = {}
-"""Stands for an engine among the state dicts that ``save_state`` collects, until the engine is saved."""
+"""Stands for the state dict of an engine in ``save_state``, which the engine saves itself."""
 
 
 class Accelerator(accelerate.Accelerator):
-    """``accelerate.Accelerator`` whose prepared models are engines. ``config``: as for
-    :class:`zeroshard.Engine`, None is stage 0; all other arguments are Accelerate's.
+    """``accelerate.Accelerator`` whose prepared models are engines.
 
-    Batch sizes, accumulation and precision may be left out of ``config`` or be ``"auto"``; they are taken
-    from Accelerate and the loader. Gradients are clipped where the script does so, or always if the
-    configuration names ``gradient_clipping``. An ``optimizer`` section serves models that come without
-    one, and is then ``model.optimizer``; a ``scheduler`` section is stepped by the engine.
+    ``config``: as for :class:`zeroshard.Engine`; None is stage 0. All other arguments are Accelerate's.
 
-    Raises :class:`UsageError` for another plug-in that shards, too, and where ``config`` and an argument
-    disagree; :class:`ConfigError` for mistakes in ``config``, in ``prepare``.
+    Batch sizes, accumulation and precision may be missing in ``config`` or be ``"auto"``: they are taken
+    from Accelerate and the loader. Gradients are clipped where the script asks for it, or at every step
+    if the configuration has ``gradient_clipping``. An ``optimizer`` section applies to models that are
+    prepared without an optimizer, which is then ``model.optimizer``. The engine steps the schedule of a
+    ``scheduler`` section.
+
+    Raises:
+        UsageError: another plug-in shards the model, or ``config`` and an argument disagree.
+        ConfigError: in ``prepare``: ``config`` has mistakes.
     """
 
-    native_amp: bool  # Accelerate's, as is the next
+    native_amp: bool  # an attribute of Accelerate's, as the next one
     _optimizers: list[Any]
 
     def __init__(self, *args: Any, config: Source = None, **arguments: Any) -> None:
@@ -90,7 +93,7 @@ class Accelerator(accelerate.Accelerator):
         )
         super().__init__(*args, **arguments)
         self._check_state()
-        self.scaler = None  # the loss scale is the engine's
+        self.scaler = None  # the engine scales the loss
         self._made: list[PreparedEngine] = []
         self._saves_state = False
         self.register_save_state_pre_hook(self._save_engines)
@@ -117,10 +120,13 @@ class Accelerator(accelerate.Accelerator):
     # ------------------------------------------------------------------ preparing
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As Accelerate's; models become engines. Collective.
+        """As in Accelerate, but models become engines. Collective.
 
-        A model without optimizer in the same call takes the configuration's, or is only run. Raises
-        :class:`UsageError` for an optimizer whose model is not in the call, or is not one model.
+        A model without an optimizer in the same call gets the configuration's, or is not trained.
+
+        Raises:
+            UsageError: an optimizer's parameters are not those of one model in this call, a model has two
+                optimizers, or there is a schedule besides the configuration's.
         """
         known = {id(obj): self.engine_of(obj) for obj in args if has_params(obj)}
         models = [obj for obj in args if id(obj) in known and known[id(obj)] is None]
@@ -142,23 +148,23 @@ class Accelerator(accelerate.Accelerator):
         device_placement: bool | None = None,
         evaluation_mode: bool = False,
     ) -> nn.Module:
-        """As Accelerate's: an engine, with the configuration's optimizer if it names one. Collective.
+        """As in Accelerate, but returns an engine, with the configuration's optimizer if it has one.
 
-        ``evaluation_mode``: the model itself, whole on the device. A model of an engine that is still
-        open gives that engine.
+        Collective. ``evaluation_mode``: the model itself, whole on the device. If ``model`` belongs to an
+        open engine, that engine is returned.
         """
         engine = self.engine_of(model)
         if engine is None and has_params(model) and not evaluation_mode:
             engine = self._make(model, None, None)
         if any(isinstance(param, ShardedParameter) for param in model.parameters()):
-            device_placement = False  # built under zero.Init: the shards are where they belong
+            device_placement = False  # built under zero.Init: the shards are on their device
         has_autocast = self.native_amp
-        self.native_amp = False  # it would stay in model.forward, also when an engine is made of it
+        self.native_amp = False  # else its wrapper stays in model.forward, also below an engine
         try:
             prepared: nn.Module = super().prepare_model(
                 model if engine is None else engine,
                 device_placement=device_placement,
-                evaluation_mode=True,  # an engine is left as it is, any other model is only placed
+                evaluation_mode=True,  # leaves an engine as it is, and only moves other models
             )
         finally:
             self.native_amp = has_autocast
@@ -167,7 +173,11 @@ class Accelerator(accelerate.Accelerator):
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> torch.optim.Optimizer:
-        """As Accelerate's, for one that is prepared. Raises :class:`UsageError` for a new one."""
+        """As in Accelerate, for an optimizer that was prepared with its model.
+
+        Raises:
+            UsageError: the optimizer was not prepared.
+        """
         if is_new_optimizer(optimizer):
             raise UsageError(
                 "prepare(optimizer) without its model: shards are cut for both at once. Write "
@@ -178,7 +188,7 @@ class Accelerator(accelerate.Accelerator):
 
     @property
     def wishes(self) -> Wishes:
-        """What the configuration is completed by, besides the loader's batch size."""
+        """Values that complete the configuration, apart from the loader's batch size."""
         return Wishes(self.gradient_accumulation_steps, None, self.mixed_precision)
 
     def _make(
@@ -204,8 +214,10 @@ class Accelerator(accelerate.Accelerator):
     # ------------------------------------------------------------------ the loop
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Backpropagate ``loss / gradient_accumulation_steps``, loss-scaled in fp16. ``kwargs``:
-        ``retain_graph``."""
+        """Backpropagate ``loss / gradient_accumulation_steps``; in fp16 the loss is scaled.
+
+        ``kwargs``: ``retain_graph``.
+        """
         engines = [engine for engine in self.engines if engine.optimizer is not None]
         if not engines:
             super().backward(loss, **kwargs)
@@ -219,20 +231,22 @@ class Accelerator(accelerate.Accelerator):
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Backwards inside complete no step, with any number of processes."""
+        """A context in which no backward completes a step, with any number of processes."""
         with model.no_sync() if isinstance(model, PreparedEngine) else super().no_sync(model):
             yield
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Nothing: an engine's norms are of unscaled gradients, and its step unscales them."""
+        """Nothing: an engine's norms are those of unscaled gradients, and its step unscales them."""
 
     def clip_grad_norm_(
         self, parameters: Any, max_norm: float, norm_type: float = 2
     ) -> Tensor | None:
-        """Let the step to come clip the gradient of one model. Returns its 2-norm before, 0-dim.
+        """Make the next step clip the gradient of one model. Returns its 2-norm before, 0-dim.
 
-        ``parameters``: all, or all trainable, ones of one prepared model. Collective. Raises
-        :class:`UsageError` while gradients accumulate, for another norm, and for some of the parameters.
+        ``parameters``: all, or all trainable, parameters of one prepared model. Collective.
+
+        Raises:
+            UsageError: gradients still accumulate, it is another norm, or parameters are missing.
         """
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         engine = self._owner(params)
@@ -259,16 +273,16 @@ class Accelerator(accelerate.Accelerator):
 
     @property
     def engines(self) -> list[PreparedEngine]:
-        """Those that are open, in the order in which they were prepared."""
+        """The open engines, in the order in which they were prepared."""
         self._made = [engine for engine in self._made if not engine.is_closed]
         return self._made
 
     def engine_of(self, model: nn.Module) -> PreparedEngine | None:
-        """The open engine that was made of ``model``, or None."""
+        """The open engine of ``model``, or None."""
         return next((engine for engine in self.engines if engine.module is model), None)
 
     def _owner(self, params: Sequence[Tensor]) -> PreparedEngine | None:
-        """The engine of these parameters; None if they are no engine's."""
+        """The engine of these parameters; None if no engine has one of them."""
         given = {id(param) for param in params if param.requires_grad}
         for engine in self.engines:
             own = {id(param) for param in engine.module.parameters() if param.requires_grad}
@@ -283,7 +297,11 @@ class Accelerator(accelerate.Accelerator):
         return None
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
-        """As Accelerate's for models that are no engines. Raises :class:`UsageError` for an engine's."""
+        """As in Accelerate, for models that are no engines.
+
+        Raises:
+            UsageError: the parameters are an engine's.
+        """
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if self._owner(params) is not None:
             raise UsageError(
@@ -292,7 +310,11 @@ class Accelerator(accelerate.Accelerator):
         super().clip_grad_value_(params, clip_value)
 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
-        """As Accelerate's for models that are no engines. Raises :class:`UsageError` for an engine."""
+        """As in Accelerate, for models that are no engines.
+
+        Raises:
+            UsageError: one of them is an engine.
+        """
         if any(isinstance(item, PreparedEngine) for item in joinables):
             raise UsageError(
                 "join_uneven_inputs() is for DistributedDataParallel. Keep even_batches=True, or write "
@@ -309,8 +331,10 @@ class Accelerator(accelerate.Accelerator):
         return unwrapped
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any] | None:
-        """The whole state in host memory on the main process, in the dtypes in which the model computes;
-        None on others, at every stage. Collective."""
+        """The full state in host memory, on the main process; None on the others. Collective.
+
+        Dtypes are those in which the model computes. This is so at every stage.
+        """
         if not isinstance(model, PreparedEngine):
             state: dict[str, Any] = super().get_state_dict(model, unwrap)
             return state
@@ -320,8 +344,11 @@ class Accelerator(accelerate.Accelerator):
         return gathered
 
     def save_state(self, *args: Any, **kwargs: Any) -> Any:
-        """As Accelerate's: engines write checkpoints, under the names that Accelerate gives DeepSpeed's
-        (``pytorch_model``, ``pytorch_model_1``, ...), that any number of ranks can load. Collective."""
+        """As in Accelerate, but engines write checkpoints, which any number of ranks can load.
+
+        Collective. The checkpoints have the names that Accelerate gives DeepSpeed's (``pytorch_model``,
+        ``pytorch_model_1``, ...).
+        """
         self._saves_state = True
         try:
             with self._engines_apart():
@@ -330,12 +357,12 @@ class Accelerator(accelerate.Accelerator):
             self._saves_state = False
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
-        """As Accelerate's; it reads what ``save_state`` wrote here or, with DeepSpeed, elsewhere."""
+        """As in Accelerate. Reads what ``save_state`` wrote, here or with DeepSpeed. Collective."""
         with self._engines_apart():
             super().load_state(*args, **kwargs)
 
     def _save_engines(self, models: list[Any], weights: list[Any], output_dir: str) -> None:
-        """First of the hooks of ``save_state``: the script's own see no state dict of an engine."""
+        """The first hook of ``save_state``: hooks of the script see no state dict of an engine."""
         self._saves_state = False
         weights[:] = [state for state in weights if state is not _LEFT_TO_THE_ENGINE]
         for at, engine in enumerate(models):
@@ -343,7 +370,7 @@ class Accelerator(accelerate.Accelerator):
                 engine.save_checkpoint(output_dir, _tag(at), save_latest=at == 0)
 
     def _load_engines(self, models: list[Any], input_dir: str) -> None:
-        """First of the hooks of ``load_state``: what is left in ``models`` is loaded by others."""
+        """The first hook of ``load_state``. Accelerate loads the models that it leaves in ``models``."""
         for at, engine in enumerate(models):
             if isinstance(engine, PreparedEngine):
                 engine.load_checkpoint(input_dir, _tag(at))
@@ -351,7 +378,7 @@ class Accelerator(accelerate.Accelerator):
 
     @contextlib.contextmanager
     def _engines_apart(self) -> Iterator[None]:
-        """Accelerate saves and loads the other optimizers only."""
+        """A context in which Accelerate saves and loads only optimizers without an engine."""
         every = self._optimizers
         self._optimizers = [one for one in every if not isinstance(one, EngineOptimizer)]
         try:
@@ -360,7 +387,7 @@ class Accelerator(accelerate.Accelerator):
             self._optimizers = every
 
     def free_memory(self, *objects: Any) -> Any:
-        """As Accelerate's. Engines are closed: at stage 3 the shards, so the weights, are gone."""
+        """As in Accelerate. Engines are closed: at stage 3 their shards, the only weights, are lost."""
         for engine in self.engines:
             if not self.keeps(engine):
                 engine.close()

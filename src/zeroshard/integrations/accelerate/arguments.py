@@ -1,4 +1,4 @@
-"""May these arguments be prepared together, and what do they say about each other?"""
+"""Checks the objects that are prepared together, and matches optimizers with models."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ from zeroshard.integrations.accelerate.prepared import PreparedEngine
 
 OTHERS = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin",
           "torch_tp_plugin", "parallelism_config")  # fmt: skip
-"""Arguments of Accelerate's that give the model to another library."""
+"""Arguments of ``accelerate.Accelerator`` that give the model to another library."""
 
 
 def refuse_others(arguments: dict[str, Any]) -> None:
-    """Raise :class:`UsageError` for a plug-in that shards the model, too."""
+    """Refuse a plug-in that shards the model, too.
+
+    Raises:
+        UsageError: one is among ``arguments``.
+    """
     given = [name for name in OTHERS if arguments.get(name) is not None]
     if given:
         raise UsageError(
@@ -29,7 +33,11 @@ def refuse_others(arguments: dict[str, Any]) -> None:
 
 
 def refuse_schedules(objects: Iterable[Any]) -> None:
-    """Raise :class:`UsageError` if a schedule is among ``objects``: the configuration names one."""
+    """Refuse a schedule in ``prepare`` when the configuration has one.
+
+    Raises:
+        UsageError: one is among ``objects``.
+    """
     if any(isinstance(obj, torch.optim.lr_scheduler.LRScheduler) for obj in objects):
         raise UsageError(
             'prepare() was given a schedule and the configuration names one ("scheduler"). Only one '
@@ -38,7 +46,7 @@ def refuse_schedules(objects: Iterable[Any]) -> None:
 
 
 def micro_batch_of(objects: Iterable[Any], num_processes: int, *, splits: bool) -> int | None:
-    """Samples per rank in a batch of the loader among ``objects``; None if none says so.
+    """Samples per rank in a batch of the first loader among ``objects``; None if no loader knows it.
 
     ``splits``: a loader's batch is split over the processes (Accelerate's ``split_batches``).
     """
@@ -54,13 +62,13 @@ def micro_batch_of(objects: Iterable[Any], num_processes: int, *, splits: bool) 
 
 
 def has_params(obj: Any) -> bool:
-    """Is it a module with something to shard that is no engine?"""
+    """Is it a module with parameters that is not an engine?"""
     is_plain = isinstance(obj, nn.Module) and not isinstance(obj, PreparedEngine)
     return is_plain and next(obj.parameters(), None) is not None
 
 
 def is_new_optimizer(obj: Any) -> bool:
-    """Is it an optimizer that nobody prepared?"""
+    """Is it an optimizer that was not prepared yet?"""
     return isinstance(obj, torch.optim.Optimizer) and not isinstance(obj, AcceleratedOptimizer)
 
 
@@ -69,7 +77,11 @@ def pairs(
     optimizers: Sequence[torch.optim.Optimizer],
     engines: Sequence[PreparedEngine],
 ) -> list[tuple[nn.Module, torch.optim.Optimizer | None]]:
-    """Each model with the optimizer of its parameters, or None. Raises :class:`UsageError`."""
+    """Each model with the optimizer of its parameters, or None.
+
+    Raises:
+        UsageError: an optimizer has no model in ``models``, or several; or a model has two optimizers.
+    """
     of_model = [{id(param) for param in model.parameters()} for model in models]
     found: dict[int, torch.optim.Optimizer] = {}
     for optimizer in optimizers:

@@ -1,8 +1,8 @@
-"""What do a configuration and the arguments of an ``Accelerator`` come to together?
+"""Completes a configuration by what an ``Accelerator`` knows.
 
-Pure functions on dicts. Accelerate's word counts for what it knows (accumulation, the loader's batch
-size, mixed precision, clipping by a call of the script); where the configuration says something else,
-that is an error, since one of the two would silently not act.
+Pure functions on dicts. Accelerate decides accumulation, the loader's batch size, mixed precision, and
+clipping by a call of the script. If the configuration has another value, that is an error, because one of
+the two would be ignored.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 from zeroshard.config.fields import is_auto
 from zeroshard.errors import UsageError
 
-MODES = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}  # section -> Accelerate's word
+MODES = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}  # section -> Accelerate's name
 _AUTOCAST = {"bfloat16": "bf16", "float16": "fp16"}
 _SCRIPT = "the Accelerator's"
 
 
 @dataclass(frozen=True)
 class Wishes:
-    """What is known outside of the configuration.
+    """What is known apart from the configuration.
 
-    ``accumulation``: micro-batches per step. ``micro_batch``: samples per rank and forward, None if no
-    loader says so. ``mixed_precision``: Accelerate's word. ``names``: how the error calls the first two.
+    ``accumulation``: micro-batches per step. ``micro_batch``: samples per rank and forward; None if no
+    loader knows it. ``mixed_precision``: Accelerate's name. ``names``: names of the first two in errors.
     """
 
     accumulation: int
@@ -34,7 +34,7 @@ class Wishes:
 
 
 def precision_of(config: Mapping[str, Any]) -> str | None:
-    """``"bf16"`` or ``"fp16"`` if the configuration switches one on (also as autocast), else None."""
+    """``"bf16"`` or ``"fp16"`` if the configuration enables it, also as autocast; else None."""
     for section, word in MODES.items():
         if _section(config, section).get("enabled") is True:
             return word
@@ -46,9 +46,10 @@ def precision_of(config: Mapping[str, Any]) -> str | None:
 
 
 def mixed_precision_for(config: Mapping[str, Any], asked: str | None) -> str | None:
-    """What ``Accelerator(mixed_precision=...)`` is given: ``asked``, or what the configuration says.
+    """The value for ``Accelerator(mixed_precision=...)``: the configuration's, else ``asked``.
 
-    Raises :class:`UsageError` if they differ.
+    Raises:
+        UsageError: both are given and differ.
     """
     named = precision_of(config)
     if named is not None and asked is not None and str(asked) != named:
@@ -60,10 +61,12 @@ def mixed_precision_for(config: Mapping[str, Any], asked: str | None) -> str | N
 
 
 def completed(config: Mapping[str, Any], wishes: Wishes) -> dict[str, Any]:
-    """``config`` with everything that Accelerate knows in the place of what is absent or ``"auto"``.
+    """``config`` with the values that Accelerate knows for keys that are absent or ``"auto"``.
 
-    Clipping is off unless the configuration names a norm: the script clips. Raises :class:`UsageError`
-    with all disagreements at once.
+    Clipping is off unless the configuration has a norm: the script clips.
+
+    Raises:
+        UsageError: values disagree. The text lists all of them.
     """
     full = dict(config)
     problems = []
@@ -84,7 +87,7 @@ def completed(config: Mapping[str, Any], wishes: Wishes) -> dict[str, Any]:
     problems += _set_precision(full, wishes.mixed_precision)
     batch = ("train_batch_size", "train_micro_batch_size_per_gpu")
     if all(full.get(key) is None or is_auto(full[key]) for key in batch):
-        full["train_micro_batch_size_per_gpu"] = 1  # it only counts samples
+        full["train_micro_batch_size_per_gpu"] = 1  # only used to count samples
     if problems:
         raise UsageError(
             "; ".join(problems) + '. Both must agree: leave the key out, or write "auto".'
@@ -93,12 +96,12 @@ def completed(config: Mapping[str, Any], wishes: Wishes) -> dict[str, Any]:
 
 
 def for_inference(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the sections that need something to train."""
+    """``config`` without the sections that need trainable parameters."""
     return {key: value for key, value in config.items() if key not in ("optimizer", "scheduler")}
 
 
 def _set_precision(full: dict[str, Any], word: str) -> list[str]:
-    """Switch on what Accelerate asks for, unless the configuration did; off what is left "auto"."""
+    """Enable the mode that Accelerate asks for, and disable those that are "auto". Returns problems."""
     for key, value in MODES.items():
         if value != word and is_auto(_section(full, key).get("enabled")):
             full[key] = {**_section(full, key), "enabled": False}

@@ -1,7 +1,7 @@
-"""What are a model and an optimizer that our :mod:`~zeroshard.integrations.accelerate` prepared?
+"""The model and the optimizer that :mod:`zeroshard.integrations.accelerate` prepares.
 
-An engine, and the optimizer as a script sees it. Both are what Accelerate makes of them elsewhere: the
-model takes and returns fp32 under mixed precision, the optimizer acts where gradients are complete.
+The model is an engine. It behaves as a model that Accelerate prepares: under mixed precision it takes and
+returns fp32. The optimizer acts only where gradients are complete.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from zeroshard.zero.sharded_parameter import list_on_request
 class PreparedEngine(ForwardingEngine):
     """An engine whose ``forward`` takes floating inputs in any dtype, and returns 16-bit outputs in fp32.
 
-    ``optimizer``: an :class:`EngineOptimizer`, or None for a model that is not trained.
+    ``optimizer``: an :class:`EngineOptimizer`, or None if the model is not trained.
     """
 
     _runs: ClassVar[itertools.count[int]] = itertools.count()
@@ -34,15 +34,15 @@ class PreparedEngine(ForwardingEngine):
         """As :class:`zeroshard.Engine`."""
         super().__init__(*args, **kwargs)
         self._is_accelerate_prepared = True
-        self.ran_at = -1  # of the engines of a process, the greatest ran last
+        self.ran_at = -1  # a count of forwards: the engine with the largest number ran last
         self.optimizer: EngineOptimizer | None = (  # type: ignore[assignment]
             None if self.basic_optimizer is None else EngineOptimizer(self)
         )
-        if self.runtime.stage.shards_params:  # ranks that save nothing list a state dict alone
+        if self.runtime.stage.shards_params:  # one rank may call state_dict() alone
             list_on_request(self.module.parameters())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model. Returns what the model returns, 16-bit floats of it in fp32."""
+        """Run the model. Returns its outputs, with 16-bit floats converted to fp32."""
         if torch.is_grad_enabled():
             self.ran_at = next(self._runs)
         if self.policy.param is not None:
@@ -52,9 +52,12 @@ class PreparedEngine(ForwardingEngine):
         return convert_to_fp32(outputs) if is_narrow else outputs
 
     def clip_next_step(self, max_norm: float) -> Tensor:
-        """Let the next ``step()`` clip at ``max_norm``. Returns the norm before, 0-dim, on the device.
+        """Make the next ``step()`` clip at ``max_norm``. Returns the norm before, 0-dim, on the device.
 
-        Collective; it costs one more small exchange than clipping by the configuration.
+        Collective. It costs one small exchange more than clipping by the configuration.
+
+        Raises:
+            UsageError: there was no backward in this step, or ``compute_grad_norm`` is false.
         """
         self.life.check()
         if not self.accumulation.divided:
@@ -74,30 +77,34 @@ class PreparedEngine(ForwardingEngine):
         return norm
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """As :meth:`zeroshard.Engine.step`; a norm to clip at counts for one step."""
+        """See :meth:`zeroshard.Engine.step`. A norm set by :meth:`clip_next_step` applies to one step."""
         super().step(lr_kwargs)
         self._update.max_norm = self.settings.gradient_clipping
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As :meth:`zeroshard.Engine.zero_grad`; a norm to clip at is forgotten too."""
+        """See :meth:`zeroshard.Engine.zero_grad`. Also drops a norm set by :meth:`clip_next_step`."""
         super().zero_grad(set_to_none)
         self._update.max_norm = self.settings.gradient_clipping
 
     @property
     def is_closed(self) -> bool:
-        """Has somebody called ``close()``?"""
+        """Was ``close()`` called?"""
         return self.life.state is EngineState.CLOSED
 
     def set_boundary(self, is_boundary: bool) -> None:
-        """Accelerate says which micro-batch is the last of its step. Said only where the engine's own
-        count differs: a boundary that others declare makes it keep room for sums."""
+        """Set whether this micro-batch is the last of its step, as Accelerate counts.
+
+        It is set only where the engine's own count differs: a declared boundary makes the engine keep
+        memory for sums.
+        """
         if self.is_gradient_accumulation_boundary() != is_boundary:
             self.set_gradient_accumulation_boundary(is_boundary)
 
 
 class EngineOptimizer(AcceleratedOptimizer):
-    """The script's optimizer: its groups are the torch optimizer's, ``step`` and ``zero_grad`` the
-    engine's. Both do nothing while gradients accumulate, as with Accelerate.
+    """The script's optimizer: torch's groups, with the engine's ``step`` and ``zero_grad``.
+
+    Both do nothing while gradients accumulate, as in Accelerate.
     """
 
     def __init__(self, engine: PreparedEngine) -> None:
@@ -106,7 +113,11 @@ class EngineOptimizer(AcceleratedOptimizer):
         self._engine = engine
 
     def step(self, closure: Any = None) -> None:
-        """Clip, update, and zero the gradients. Collective, where gradients are complete."""
+        """Clip, update, and drop the gradients, if they are complete. Collective.
+
+        Raises:
+            UsageError: a closure is given.
+        """
         if closure is not None:
             raise UsageError(
                 "optimizer.step(closure): the engine updates after backward and cannot run the model "
@@ -117,33 +128,47 @@ class EngineOptimizer(AcceleratedOptimizer):
             self._engine.step()
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Forget the gradients, where they are complete; ``step()`` did so already."""
+        """Drop the gradients, if they are complete. ``step()`` does so itself."""
         if self.gradient_state.sync_gradients:
             self._engine.zero_grad()
 
     @property
     def step_was_skipped(self) -> bool:
-        """Did the last ``step()`` change nothing, because a gradient was not finite? In fp16 it waits for
-        that step."""
+        """Was the last ``step()`` skipped, because a gradient was not finite?
+
+        In fp16, reading this waits for that step.
+        """
         report = self._engine.last_step
         return report is not None and report.skipped
 
     def add_param_group(self, param_group: Any) -> None:
-        """Raises :class:`UsageError`: shards were cut when the model was prepared."""
+        """Not available: shards are cut when the model is prepared.
+
+        Raises:
+            UsageError: always.
+        """
         raise UsageError(
             "optimizer.add_param_group() after prepare(): the state is cut into shards already. Add the "
             "group before accelerator.prepare()."
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Raises :class:`UsageError`: no rank has the whole state."""
+        """Not available: no rank has the full state.
+
+        Raises:
+            UsageError: always.
+        """
         raise UsageError(
             "optimizer.state_dict(): each rank holds a part of the state, and one rank's would be saved. "
             "Use accelerator.save_state(), or save_checkpoint() of the prepared model."
         )
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Raises :class:`UsageError`: see :meth:`state_dict`."""
+        """Not available: see :meth:`state_dict`.
+
+        Raises:
+            UsageError: always.
+        """
         raise UsageError(
             "optimizer.load_state_dict(): a whole state cannot be loaded into this rank's part. Use "
             "accelerator.load_state(), or load_checkpoint() of the prepared model; it reads states saved "

@@ -1,6 +1,6 @@
-"""``import deepspeed``, answered by ZeroShard.
+"""The package ``deepspeed``, implemented by ZeroShard.
 
-Every name is bound to one of :mod:`zeroshard.deepspeed`; this file knows none of them.
+Every name is bound to one of :mod:`zeroshard.deepspeed` on first use. This file contains none of them.
 """
 
 import sys
