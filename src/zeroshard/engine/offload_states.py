@@ -77,7 +77,9 @@ class StateOffloader:
         self._check_idle()
         if not kinds:
             return
-        self._life.offload(kinds)  # first: reload() also brings back what a failed offload has moved
+        self._life.offload(
+            kinds
+        )  # first: reload() also brings back what a failed offload has moved
         leaving = {kind: distinct(tensors) for kind, tensors in self._leave(kinds)}
         room = self._room([here for parts in leaving.values() for here in parts], pin_memory)
         for kind, parts in leaving.items():
