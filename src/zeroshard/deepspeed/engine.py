@@ -43,7 +43,7 @@ class DeepSpeedEngine(ForwardingEngine):
     def __init__(self, model: nn.Module, *, optimizer: Any = None, **options: Any) -> None:
         """As :class:`zeroshard.Engine`."""
         super().__init__(model, optimizer=_inner(optimizer), **options)
-        self.optimizer: EngineOptimizer | None = optimizer_of(self)  # type: ignore[assignment]
+        self.optimizer: EngineOptimizer | DeepSpeedZeRoOffload | None = optimizer_of(self)  # type: ignore[assignment]
         self.is_compiled = False
         self.losses: Tensor | None = None
         self._short_steps = conflicts.ShortSteps()
@@ -54,6 +54,10 @@ class DeepSpeedEngine(ForwardingEngine):
         if self.runtime.stage.shards_params:
             mark_parameters(model.parameters())
             self.parameter_offload = DeepSpeedZeRoOffload(self)
+            if (
+                self.optimizer is None
+            ):  # programs look there for the hooks of a model that only runs
+                self.optimizer = self.parameter_offload
             if (readers := self._watch.readers()) is not None:
                 lonely = LonelyReads(readers, self.global_rank)
                 for unit in self.runtime.units:

@@ -392,7 +392,8 @@ class Engine(nn.Module):
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
-        return self.optimizer.param_groups if self.optimizer is not None else []
+        inner = self.basic_optimizer
+        return inner.param_groups if inner is not None else []
 
     @property
     def basic_optimizer(self) -> torch.optim.Optimizer | None:
