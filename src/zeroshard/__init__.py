@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from zeroshard import moved
+from zeroshard.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from zeroshard import zero as zero
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from zeroshard.engine.initialize import add_config_arguments as add_config_arguments
     from zeroshard.engine.initialize import initialize as initialize
     from zeroshard.watchdog.join import init_distributed as init_distributed
-
-__version__ = "0.1.0"
 
 _HOME = {
     "Engine": "zeroshard.engine.engine",

@@ -7,14 +7,23 @@ remove the hooks from the model, so that each rank can call it independently. Th
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import nn
 
 from zeroshard.errors import UsageError
 
-if TYPE_CHECKING:
-    from zeroshard.deepspeed.engine import DeepSpeedEngine
+
+class HasHooks(Protocol):
+    """An engine whose hooks can be removed and attached again."""
+
+    module: nn.Module
+
+    def hook_handles(self) -> tuple[list[Any], list[Any]]:
+        """Handles of the hooks on modules, and of those on parameters."""
+
+    def attach_hooks(self) -> None:
+        """Attach all hooks again."""
 
 
 class DeepSpeedZeRoOffload:
@@ -27,7 +36,7 @@ class DeepSpeedZeRoOffload:
     error that says so, and ``step()`` finds no gradient.
     """
 
-    def __init__(self, engine: DeepSpeedEngine) -> None:
+    def __init__(self, engine: HasHooks) -> None:
         self._engine = engine
         self.module: nn.Module = engine.module
         self.module.ds_external_parameters = _no_parameters  # type: ignore[assignment]

@@ -15,7 +15,7 @@ from torch import Tensor
 from zeroshard.deepspeed import api_table
 
 if TYPE_CHECKING:
-    from zeroshard.deepspeed.engine import DeepSpeedEngine
+    from zeroshard.deepspeed.getters import ForwardingEngine
     from zeroshard.deepspeed.hook_handles import DeepSpeedZeRoOffload
 
 
@@ -33,7 +33,7 @@ class EngineOptimizer(ZeROOptimizer, torch.optim.Optimizer):
     ``optimizer`` is the inner one. ``step``, ``backward`` and ``zero_grad`` call the engine.
     """
 
-    def __init__(self, engine: DeepSpeedEngine, inner: torch.optim.Optimizer) -> None:
+    def __init__(self, engine: ForwardingEngine, inner: torch.optim.Optimizer) -> None:
         # torch's constructor would copy the groups, which must stay those of the inner optimizer.
         self._engine = engine
         self.optimizer = inner
@@ -93,7 +93,7 @@ class EngineOptimizer(ZeROOptimizer, torch.optim.Optimizer):
     @property
     def dynamic_loss_scale(self) -> bool:
         """Does the loss scale follow overflows?"""
-        return bool(self._engine.dynamic_loss_scale())
+        return self._engine.scales_loss and not self._engine.settings.fp16.loss_scale
 
     @property
     def clip_grad(self) -> float:
@@ -183,7 +183,8 @@ class DeepSpeedZeroOptimizer_Stage3(EngineOptimizer):
     @property
     def parameter_offload(self) -> DeepSpeedZeRoOffload:
         """The hooks on the model."""
-        return self._engine.parameter_offload
+        found: DeepSpeedZeRoOffload = self._engine.__dict__["parameter_offload"]
+        return found
 
 
 class BF16_Optimizer(EngineOptimizer):
@@ -198,7 +199,7 @@ class FP16_UnfusedOptimizer(EngineOptimizer):
     """Never made: there is one implementation of fp16."""
 
 
-def optimizer_of(engine: DeepSpeedEngine) -> EngineOptimizer | None:
+def optimizer_of(engine: ForwardingEngine) -> EngineOptimizer | None:
     """The engine's optimizer, as the class that programs expect; None if the engine has none."""
     inner = engine.basic_optimizer
     if inner is None:

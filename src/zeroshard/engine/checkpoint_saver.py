@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from zeroshard import __version__
 from zeroshard.checkpoint import directory as places
 from zeroshard.checkpoint import json_state, rng
 from zeroshard.checkpoint.local_state import LocalState
@@ -30,6 +29,7 @@ from zeroshard.core.tiers import Tier
 from zeroshard.engine.names import other_names, persistent_buffers
 from zeroshard.memory.host_limits import gib, host_limits
 from zeroshard.memory.pages import aligned_bytes
+from zeroshard.version import __version__
 
 if TYPE_CHECKING:
     from zeroshard.engine.engine import Engine

@@ -7,19 +7,45 @@ well, and sharded again in the same layout. Letters as in :mod:`zeroshard.zero.u
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
+from zeroshard.comm.collectives import Comm
 from zeroshard.core.layout import Slot, pack
 from zeroshard.memory.storage import fingerprint
 from zeroshard.zero import scatter, sharded_parameter
 from zeroshard.zero.grad_flags import pack_flags, unpack_any
 
-if TYPE_CHECKING:
-    from zeroshard.zero.init import Init
+
+class Construction(Protocol):
+    """What a bucket asks of the ``zero.Init`` block that built its parameters."""
+
+    comm: Comm
+    device: torch.device
+    dtype: torch.dtype | None
+
+    @property
+    def active(self) -> bool:
+        """Whether the program is inside the block."""
+
+    def reopen(self, bucket: ParamBucket, beside: Collection[Tensor]) -> None:
+        """Make a bucket whole that is used again."""
+
+    def open(self, bucket: ParamBucket, *, to_read: bool = False) -> None:
+        """Make a bucket whole."""
+
+    def close(self, bucket: ParamBucket, source: int) -> None:
+        """Spread a bucket again, with the values of rank ``source``."""
+
+    def was_hidden(self, bucket: ParamBucket) -> None:
+        """Its parameters show placeholders in the dtype of construction."""
+
+    def keep_read(self, bucket: ParamBucket) -> None:
+        """It keeps what was gathered for a reader."""
+
 
 _NOWHERE = Slot("", (), 0)
 
@@ -38,7 +64,9 @@ class BucketedParameter:
         "slot",
     )
 
-    def __init__(self, param: nn.Parameter, holder: nn.Module, leaf: str, context: Init) -> None:
+    def __init__(
+        self, param: nn.Parameter, holder: nn.Module, leaf: str, context: Construction
+    ) -> None:
         self.name = f"{type(holder).__name__}.{leaf}"
         self.order = sharded_parameter.count_owner()
         self.context = context
@@ -109,7 +137,10 @@ class ParamBucket:
     """
 
     def __init__(
-        self, context: Init, owners: Sequence[BucketedParameter], params: Sequence[nn.Parameter]
+        self,
+        context: Construction,
+        owners: Sequence[BucketedParameter],
+        params: Sequence[nn.Parameter],
     ) -> None:
         self.context = context
         self.built_as = dtype, _ = params[0].dtype, params[0].device
