@@ -24,7 +24,7 @@ from zeroshard.core.tiers import Tier
 from zeroshard.memory.pages import PAGE_NBYTES
 from zeroshard.offload.capacity_check import demand_of
 from zeroshard.offload.grad_store import DiskGradStore
-from zeroshard.offload.shard_store import SAVES_IN_FLIGHT, DiskShardStore
+from zeroshard.offload.shard_store import WRITES_IN_FLIGHT, DiskShardStore
 from zeroshard.offload.swap_file import SwapFile
 from zeroshard.testing import on_ranks
 from zeroshard.zero.reduce import MAX_IN_FLIGHT
@@ -450,7 +450,7 @@ def test_gradients_wait_on_disk_and_few_are_in_memory_at_a_time(stage, accumulat
             assert not complete or ledger.nbytes("gradients", Tier.DISK) == 0
         # A sum of stage 1 is a slice of what the rank summed by itself, which lives as long.
         itemsize = 4 if accumulation > 1 else 2
-        slots = SAVES_IN_FLIGHT + 1 + (MAX_IN_FLIGHT + 1 if reduces_each else 0)
+        slots = WRITES_IN_FLIGHT + 1 + (MAX_IN_FLIGHT + 1 if reduces_each else 0)
         assert 0 < most_nbytes <= slots * itemsize * max(u.layout.shard_numel for u in units)
         assert len(units) > 2 * slots
 

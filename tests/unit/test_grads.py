@@ -14,7 +14,7 @@ from zeroshard.core.ledger import Ledger
 from zeroshard.core.tiers import Tier
 from zeroshard.errors import DiskError
 from zeroshard.offload.grad_store import DiskGradStore
-from zeroshard.offload.shard_store import SAVES_IN_FLIGHT, WritesInFlight
+from zeroshard.offload.shard_store import WRITES_IN_FLIGHT, WritesInFlight
 from zeroshard.offload.swap_file import PAGE_NBYTES, SwapFile
 
 NUMEL = 3 * PAGE_NBYTES + 64
@@ -120,15 +120,15 @@ def test_a_new_gradient_waits_for_the_write_of_the_last(file, ledger, gate):
 
 
 def test_a_few_writes_are_on_their_way_and_the_next_waits(file, ledger, gate):
-    one, *others = grads(file, ledger, SAVES_IN_FLIGHT + 1)
+    one, *others = grads(file, ledger, WRITES_IN_FLIGHT + 1)
     for grad in (one, *others[:-1]):
         grad.write(values(1))
-    assert in_memory(ledger) == SAVES_IN_FLIGHT * NBYTES
+    assert in_memory(ledger) == WRITES_IN_FLIGHT * NBYTES
     opener = threading.Timer(0.2, gate.set)
     opener.start()
     others[-1].write(values(1))
     assert gate.is_set()
-    assert in_memory(ledger) == SAVES_IN_FLIGHT * NBYTES
+    assert in_memory(ledger) == WRITES_IN_FLIGHT * NBYTES
     opener.join()
 
 
@@ -159,7 +159,7 @@ def test_a_gradient_that_could_not_be_written_is_never_shown(file, ledger, monke
 
 
 def test_a_failed_write_is_heard_of_when_its_place_is_needed(file, ledger, monkeypatch):
-    one, *others = grads(file, ledger, SAVES_IN_FLIGHT + 1)
+    one, *others = grads(file, ledger, WRITES_IN_FLIGHT + 1)
     with monkeypatch.context() as patch:
         fail(patch, "pwritev")
         one.write(values(1))

@@ -164,7 +164,7 @@ def test_a_caller_can_say_how_many_threads_the_update_may_use(monkeypatch, libra
     kernel = fused_update.UpdateKernel(
         lambda *_: None, ("exp_avg", "exp_avg_sq"), counts=True, compiles=True
     )
-    one = fused_update.FusedUpdate(kernel, [(0, 0, master)], [state], master_R=master, low_R=low)
+    one = fused_update.FusedUpdate(kernel, [(0, 0, master)], [state], master_R=master, param_R=low)
     for threads in (1, 4, 10):
         one.run(low.clone(), 1.0, [{}], threads=threads)
     assert used == [1, 4, 9]

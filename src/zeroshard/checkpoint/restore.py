@@ -144,7 +144,7 @@ class Loader:
             else:
                 self._fill_shard(shard)
         if self._local.optimizer is not None:
-            self._local.optimizer.forget_passes()
+            self._local.optimizer.discard_fused_updates()
             self._local.optimizer.report()
 
     def _fill_plain(self, unit: Unit) -> None:

@@ -40,7 +40,7 @@ class Placement:
     host_numel: int = 0
 
     @property
-    def is_away(self) -> bool:
+    def is_offloaded(self) -> bool:
         """Whether anything is stored outside the device."""
         return self.tier is not Tier.DEVICE and self.ratio > 0
 

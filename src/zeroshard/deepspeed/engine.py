@@ -20,7 +20,7 @@ from zeroshard.deepspeed.getters import ForwardingEngine
 from zeroshard.deepspeed.hook_handles import DeepSpeedZeRoOffload
 from zeroshard.deepspeed.install import disagreement
 from zeroshard.deepspeed.logs import log_dist, log_dist_once, logger
-from zeroshard.deepspeed.lone_reads import LonelyReads
+from zeroshard.deepspeed.lone_reads import LoneReads
 from zeroshard.deepspeed.monitors import MonitorMaster
 from zeroshard.deepspeed.optimizer import EngineOptimizer, optimizer_of
 from zeroshard.deepspeed.parameters import mark_parameters
@@ -59,7 +59,7 @@ class DeepSpeedEngine(ForwardingEngine):
             ):  # programs look there for the hooks of a model that only runs
                 self.optimizer = self.parameter_offload
             if (readers := self._watch.readers()) is not None:
-                lonely = LonelyReads(readers, self.global_rank)
+                lonely = LoneReads(readers, self.global_rank)
                 for unit in self.runtime.units:
                     unit.is_lone_read = lonely
 

@@ -21,7 +21,7 @@ _OWN = tuple(path + os.sep for path in (*zeroshard.__path__, *torch.__path__))
 _PYTHON = sysconfig.get_paths()["stdlib"] + os.sep
 
 
-class LonelyReads:
+class LoneReads:
     """Called before each gathering read of one engine's parameters: does this rank read alone?"""
 
     def __init__(self, readers: LoneReadCheck, rank: int) -> None:

@@ -122,7 +122,7 @@ def build_runtime(
     )
     forecast = []
     check_device(offload_plan, device)
-    if offload_plan.is_away:
+    if offload_plan.is_offloaded:
         planned = state_nbytes(plan, stage, gather_comm.rank)
         forecast = check_capacity(planned, offload_plan, config, gather_comm, place, device)
     ledger, life = Ledger(), Life()
@@ -163,7 +163,7 @@ def _build_units(model: nn.Module, frame: _Frame) -> list[Unit]:
             comm=comm,
             ledger=frame.ledger,
             device=frame.device,
-            rest_of=stores.shard_store_of(spec.name),
+            store_of=stores.shard_store_of(spec.name),
             room=stores.allocator_of(spec.name),
         )
         for spec in frame.specs

@@ -374,7 +374,7 @@ class ResumableLoader(DataLoader[Any]):
             generator=torch.Generator(),
         )
         self.rank = rank
-        self._passes = 0  # index of the current pass, or of the next one
+        self._fused_updates = 0  # index of the current pass, or of the next one
         self._is_inside = False  # did a pass begin that has not ended?
         self._position: Position
         if is_stream:
@@ -387,11 +387,13 @@ class ResumableLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """One pass: the rest of the epoch after a resume, otherwise all of it."""
-        self._passes += self._is_inside
+        self._fused_updates += self._is_inside
         self._is_inside = True
         begun = self._position.begin()
         self.generator.manual_seed(
-            _seed(torch.initial_seed(), self.rank, self._passes, begun.samples, begun.batches)
+            _seed(
+                torch.initial_seed(), self.rank, self._fused_updates, begun.samples, begun.batches
+            )
         )
         batches = super().__iter__()
         if begun.batches:
@@ -400,7 +402,7 @@ class ResumableLoader(DataLoader[Any]):
             self._position.reach(begun, count)
             yield batch
         self._position.end(begun)
-        self._passes += 1
+        self._fused_updates += 1
         self._is_inside = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -408,7 +410,11 @@ class ResumableLoader(DataLoader[Any]):
 
         The same on all ranks, except for an ``IterableDataset`` or a sampler of the program.
         """
-        return {"kind": self._position.kind, "passes": self._passes, **self._position.state()}
+        return {
+            "kind": self._position.kind,
+            "passes": self._fused_updates,
+            **self._position.state(),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next pass begin where ``state`` was taken, also on another number of ranks.
@@ -428,7 +434,7 @@ class ResumableLoader(DataLoader[Any]):
             )
         passes = _count(state, "passes")
         self._position.load(state)
-        self._passes, self._is_inside = passes, False
+        self._fused_updates, self._is_inside = passes, False
 
 
 def _read_again(batches: Iterator[Any], count: int) -> None:

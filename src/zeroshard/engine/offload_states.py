@@ -61,7 +61,7 @@ class StateOffloader:
         self._life = runtime.life
         self._hooks = hooks
         self._device = device
-        self._luggage: dict[str, SwappedStorages] = {}
+        self._swapped: dict[str, SwappedStorages] = {}
         self._rooms: list[HostBuffer] = []
         self._spare: HostBuffer | None = None  # page-locked memory, kept for the next offload
         self._guards: list[Any] = []
@@ -87,7 +87,7 @@ class StateOffloader:
                 for buffer in self._runtime.reducer.buffers:
                     buffer.move(Tier.HOST, room.copy_in)
                 continue
-            swapped = self._luggage[kind] = SwappedStorages()
+            swapped = self._swapped[kind] = SwappedStorages()
             for here in parts:
                 swapped.swap_out(here, room)
         self._guard_optimizer()
@@ -100,7 +100,7 @@ class StateOffloader:
         """See :meth:`zeroshard.engine.engine.Engine.reload_states`."""
         if not self._life.offloaded:
             return
-        for swapped in self._luggage.values():
+        for swapped in self._swapped.values():
             swapped.swap_in()
         for buffer in self._runtime.reducer.buffers:
             buffer.move(Tier.DEVICE, self._to_device)
@@ -114,8 +114,8 @@ class StateOffloader:
 
     def close(self) -> None:
         """Bring parameters back, so that whole ones stay readable. Drop the other state."""
-        if LP_PARAMS in self._luggage:
-            self._luggage[LP_PARAMS].swap_in()
+        if LP_PARAMS in self._swapped:
+            self._swapped[LP_PARAMS].swap_in()
         for unit in self._runtime.units:
             unit.reload()
         self._arrived()
@@ -175,7 +175,7 @@ class StateOffloader:
         Locking memory takes longer than copying it.
         """
         self._life.reload()
-        self._luggage = {}
+        self._swapped = {}
         for guard in self._guards:
             guard.remove()
         self._guards = []

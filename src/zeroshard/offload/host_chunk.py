@@ -69,33 +69,33 @@ class HostGradTransfer:
 class HostChunk:
     """The host's side of one chunk. See [Note: host chunks].
 
-    ``low_C`` is the parameter on the device, or None if the parameter is in host memory. ``home_C`` is
-    the host's copy: the rounded master, as it was last copied to the device. ``shares``: other chunks use
+    ``param_C``: the parameter on the device, or None if it is in host memory. ``host_param_C``: the host's
+    copy, which is the rounded master as it was last copied to the device. ``shares``: other chunks use
     the same memory for it, so the parameter is copied to the host before each update.
     """
 
     def __init__(
         self,
         streams: CopyStreams,
-        low_C: Tensor | None,
+        param_C: Tensor | None,
         *,
         grad_bytes: Tensor,
-        home_C: Tensor,
+        host_param_C: Tensor,
         numbers: Tensor,
         shares: bool,
     ) -> None:
         self.streams = streams
-        self.host_param_C = home_C
-        self._device_param_C = low_C
+        self.host_param_C = host_param_C
+        self._device_param_C = param_C
         self._grad_bytes = grad_bytes
         self._numbers = numbers
         self._is_shared = shares
         self._fingerprint: Tensor | None = None
         self._grad_C: Tensor | None = None  # of this step, on the host
         self._grad_arrival: CopyHandle | None = None
-        if low_C is not None:
-            home_C.copy_(low_C)
-            self._fingerprint = fingerprint(low_C)
+        if param_C is not None:
+            host_param_C.copy_(param_C)
+            self._fingerprint = fingerprint(param_C)
 
     def send_gradient(self, grad_C: Tensor) -> None:
         """Start copying this step's gradient to the host, after the queued work of the current stream."""
@@ -218,21 +218,21 @@ class HostStaging:
         self._grad_itemsize = grad_itemsize
         self._shared: dict[str, Tensor] = {}
 
-    def make_chunk(self, low_C: Tensor, *, at_home: bool, shares: bool) -> HostChunk:
-        """The host chunk of ``low_C``. ``at_home``: the parameter is in host memory.
+    def make_chunk(self, param_C: Tensor, *, on_host: bool, shares: bool) -> HostChunk:
+        """The host chunk of ``param_C``. ``on_host``: the parameter is in host memory.
 
         ``shares``: see :class:`HostChunk`.
         """
-        numel, dtype = low_C.numel(), low_C.dtype
+        numel, dtype = param_C.numel(), param_C.dtype
         grad_bytes = self._buffer("grad", numel * self._grad_itemsize, shares)
-        home_C = low_C
-        if not at_home:
-            home_C = self._buffer("low", numel * dtype.itemsize, shares).view(dtype)
+        host_param_C = param_C
+        if not on_host:
+            host_param_C = self._buffer("low", numel * dtype.itemsize, shares).view(dtype)
         return HostChunk(
             self.streams,
-            None if at_home else low_C,
+            None if on_host else param_C,
             grad_bytes=grad_bytes,
-            home_C=home_C,
+            host_param_C=host_param_C,
             numbers=self.allocate(3, torch.float64),
             shares=shares,
         )

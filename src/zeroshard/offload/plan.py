@@ -37,7 +37,7 @@ class OffloadPlan:
     grads: frozenset[str] = frozenset()
 
     @property
-    def is_away(self) -> bool:
+    def is_offloaded(self) -> bool:
         """Whether anything is stored outside the device."""
         return bool(self.spans or self.params)
 
@@ -82,13 +82,13 @@ def plan_offload(
     """
     optimizer, params = optimizer_placement(config), param_placement(config)
     spans: dict[str, Sequence[Span]] = {}
-    if optimizer.is_away:
+    if optimizer.is_offloaded:
         chosen = {name: layouts[name] for name in trained}
         numels = [layout.shard_numel for layout in chosen.values()]
         cuts = [_starts(layout, rank) for layout in chosen.values()] if whole else None
         spans = dict(zip(chosen, place(numels, optimizer, cuts=cuts), strict=True))
     tiers = {}
-    if params.is_away:
+    if params.is_offloaded:
         numels = [layout.shard_numel for layout in layouts.values()]
         placed = place(numels, params, cuts=[() for _ in numels])
         tiers = {name: parts[0].tier for name, parts in zip(layouts, placed, strict=True) if parts}

@@ -21,7 +21,7 @@ from zeroshard.memory import storage
 if TYPE_CHECKING:
     from zeroshard.offload.swap_file import Extent, SwapFile, Transfer
 
-SAVES_IN_FLIGHT = 2
+WRITES_IN_FLIGHT = 2
 """Writes of shards, or of gradients, in flight at a time. More would hold memory and gain no speed."""
 
 
@@ -73,9 +73,9 @@ class WritesInFlight:
         self._leaving: deque[PendingWrite] = deque()
 
     def add(self, rest: PendingWrite) -> None:
-        """Add a write. While there are more than ``SAVES_IN_FLIGHT``, wait for the oldest."""
+        """Add a write. While there are more than ``WRITES_IN_FLIGHT``, wait for the oldest."""
         self._leaving.append(rest)
-        while len(self._leaving) > SAVES_IN_FLIGHT:
+        while len(self._leaving) > WRITES_IN_FLIGHT:
             self._leaving.popleft().finish()
 
 

@@ -78,8 +78,8 @@ class FusedUpdate:
     """The pieces of one chunk, prepared once: views of its master and of the optimizer's state.
 
     ``fragments``: ``(group, at, value)`` in the order of the chunk. ``states``: the optimizer state of
-    each, which must contain the kernel's names. ``low_R``: the parameter; ``master_R`` itself if that is
-    its own master.
+    each, which must contain the kernel's names. ``param_R``: the parameter; it is ``master_R`` itself if it
+    is its own master.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class FusedUpdate:
         states: Sequence[Mapping[str, Any]],
         *,
         master_R: Tensor,
-        low_R: Tensor,
+        param_R: Tensor,
     ) -> None:
         self._kernel = kernel
         self._master_R = master_R
-        self._low_R = low_R
+        self._low_R = param_R
         self._sources = [[state[name] for name in kernel.shaped] for state in states]
         self._steps = [state["step"] for state in states] if kernel.counts else []
         numel = master_R.numel()
@@ -104,8 +104,8 @@ class FusedUpdate:
         self._spans: native_adam.Spans | None = None
         self._base = self._addresses()
         self._tails: list[_Piece] = []
-        if kernel.compiles and _spans_fit(low_R, master_R, states):
-            self._spans = _spans(fragments, states, low_R if low_R is not master_R else None)
+        if kernel.compiles and _spans_fit(param_R, master_R, states):
+            self._spans = _spans(fragments, states, param_R if param_R is not master_R else None)
             self._tails = [
                 _piece(kernel, fragments, states, begin, _round_up(at + value.numel()))
                 for _, at, value in fragments
@@ -167,8 +167,8 @@ class FusedUpdate:
         factor: float,
         groups: Sequence[Mapping[str, Any]],
     ) -> None:
-        update, master_R, low_R = self._kernel.update, self._master_R, self._low_R
-        has_master, casts = master_R is not low_R, grad_R.dtype != master_R.dtype
+        update, master_R, param_R = self._kernel.update, self._master_R, self._low_R
+        has_master, casts = master_R is not param_R, grad_R.dtype != master_R.dtype
         longest = max((piece.end - piece.begin for piece in pieces), default=0)
         wide = master_R.new_empty(longest) if casts else grad_R
         for piece in pieces:
@@ -177,7 +177,7 @@ class FusedUpdate:
             if factor != 1.0:
                 grad.mul_(factor)
             if has_master:
-                low, master = low_R[begin:end], master_R[begin:end]
+                low, master = param_R[begin:end], master_R[begin:end]
                 sync_master_from_param(master, low)
             for members in piece.members:
                 grads = [
@@ -220,8 +220,8 @@ def _round_up(numel: int) -> int:
     return -(-numel // native_adam.SPAN_MULTIPLE) * native_adam.SPAN_MULTIPLE
 
 
-def _spans_fit(low_R: Tensor, master_R: Tensor, states: Sequence[Mapping[str, Any]]) -> bool:
-    if low_R is not master_R and low_R.dtype != torch.bfloat16:
+def _spans_fit(param_R: Tensor, master_R: Tensor, states: Sequence[Mapping[str, Any]]) -> bool:
+    if param_R is not master_R and param_R.dtype != torch.bfloat16:
         return False
     return all(
         native_adam.fits(master_R, state["exp_avg"], state["exp_avg_sq"], state["step"])
@@ -232,13 +232,13 @@ def _spans_fit(low_R: Tensor, master_R: Tensor, states: Sequence[Mapping[str, An
 def _spans(
     fragments: Sequence[tuple[int, int, Tensor]],
     states: Sequence[Mapping[str, Any]],
-    low_R: Tensor | None,
+    param_R: Tensor | None,
 ) -> native_adam.Spans:
     spans = []
     for (group, at, value), state in zip(fragments, states, strict=True):
         if numel := _round_down(value.numel()):
             flat = [t.view(-1)[:numel] for t in (value, state["exp_avg"], state["exp_avg_sq"])]
-            low = None if low_R is None else low_R[at : at + numel]
+            low = None if param_R is None else param_R[at : at + numel]
             spans.append(native_adam.Span(group, at, flat[0], flat[1], flat[2], state["step"], low))
     return native_adam.Spans(spans)
 

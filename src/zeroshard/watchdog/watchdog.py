@@ -150,7 +150,7 @@ class Watchdog:
         self._main = threading.get_ident()
         self._state = _State()
         self._set_ups = SetUps()
-        self._tracks: weakref.WeakSet[SessionWatch] = weakref.WeakSet()
+        self._sessions: weakref.WeakSet[SessionWatch] = weakref.WeakSet()
         self._always = [
             self._set_ups.followed(trust),
             CallsOfTorch(self._main).followed(trust),
@@ -216,14 +216,14 @@ class Watchdog:
         if self._frozen is None and session_watch.trust.stacks:
             self._frozen = FrozenStack(self._peers[self._rank].stack_file)
             weakref.finalize(self, self._frozen.close)
-        self._tracks.add(session_watch)
+        self._sessions.add(session_watch)
         self._rearm()
 
     def leave(self, session_watch: SessionWatch, reason: str) -> None:
         """Follow it no more. Ranks that still wait for it can read in the store why it was closed."""
-        if session_watch not in self._tracks:
+        if session_watch not in self._sessions:
             return
-        self._tracks.discard(session_watch)
+        self._sessions.discard(session_watch)
         words = reason or "closed its engine"
         labels = [part.label for part in session_watch.parts]
         self._left.update(dict.fromkeys(labels, words))
@@ -236,7 +236,7 @@ class Watchdog:
 
     def release(self) -> None:
         """Close the watchdog, unless it follows a session or is held for the process group."""
-        if not self._tracks and self not in _HELD:
+        if not self._sessions and self not in _HELD:
             self.close()
 
     def check(self, _missing: Sequence[int] = ()) -> None:
@@ -282,15 +282,15 @@ class Watchdog:
             return detail if fate == "gone" else reason
         return self._look(f"left/{label}/{rank}") or ""
 
-    def explain(self, session_watch: TrackedCalls, peers: Sequence[int]) -> Exception | None:
+    def explain(self, calls: TrackedCalls, peers: Sequence[int]) -> Exception | None:
         """The diagnosis of a broken connection to one of ``peers`` (global ranks); None: not known."""
         if len(peers) == 1:
-            session_watch.suspects.update(peers)
-        return self._ask(session_watch)
+            calls.suspects.update(peers)
+        return self._ask(calls)
 
-    def settle(self, session_watch: TrackedCalls) -> Exception | None:
+    def settle(self, calls: TrackedCalls) -> Exception | None:
         """The diagnosis of histories that differ, as an exchange of hashes found; None: not known."""
-        return self._ask(session_watch)
+        return self._ask(calls)
 
     def close(self, reason: str | None = None) -> None:
         """End the threads and remove this rank's files.
@@ -313,13 +313,13 @@ class Watchdog:
         if self._frozen is not None:
             self._frozen.close()
         self._presence.close()
-        for session_watch in list(self._tracks):
+        for session_watch in list(self._sessions):
             _clean_up(session_watch.peers, self._rank, self._here)
         _clean_up(self._peers, self._rank, self._here)
 
-    def _ask(self, session_watch: TrackedCalls) -> Exception | None:
+    def _ask(self, calls: TrackedCalls) -> Exception | None:
         state = self._state
-        session_watch.doubt = True
+        calls.doubt = True
         state.kick.set()
         if self._thread.is_alive() and state.ready.wait(_EXPLAIN_S) and state.diagnosis is not None:
             self._linger()
@@ -344,9 +344,9 @@ class Watchdog:
 
     def tick_s(self) -> float:
         """Seconds until the next look."""
-        tracks = list(self._tracks)
-        idle = not tracks and self._set_ups_wait() is None
-        own = min([self._trust.tick_s, *(session_watch.trust.tick_s for session_watch in tracks)])
+        sessions = list(self._sessions)
+        idle = not sessions and self._set_ups_wait() is None
+        own = min([self._trust.tick_s, *(session.trust.tick_s for session in sessions)])
         return min(own, _IDLE_TICK_S) if idle else own
 
     def _set_ups_wait(self) -> object:
@@ -362,16 +362,16 @@ class Watchdog:
             self._enforce(now_s)
             return
         due: TrackedCalls | None = None
-        for session_watch in self._followed():
-            session_watch.note()
-            wait = session_watch.wait()
+        for calls in self._followed():
+            calls.note()
+            wait = calls.wait()
             if wait is None:
-                session_watch.report_due_s = 0.0
-            if session_watch.clock.observe(now_s, wait) or session_watch.doubt:
-                due = session_watch if due is None or session_watch.doubt else due
+                calls.report_due_s = 0.0
+            if calls.clock.observe(now_s, wait) or calls.doubt:
+                due = calls if due is None or calls.doubt else due
         alone = False
         try:
-            for followed in list(self._tracks):
+            for followed in list(self._sessions):
                 followed.errand()
             asked = self._call(lambda s: s.add("asked", 0), timeout_s=5 * self._trust.tick_s)
             if asked > self._answered:
@@ -384,8 +384,8 @@ class Watchdog:
             self._judge_alone(due)
 
     def _followed(self) -> list[TrackedCalls]:
-        tracks = [part for session_watch in list(self._tracks) for part in session_watch.parts]
-        return [*tracks, *self._always]
+        parts = [part for session in list(self._sessions) for part in session.parts]
+        return [*parts, *self._always]
 
     def _call(self, operation: Callable[[Store], Any], timeout_s: float = 5.0) -> Any:
         """Use the store, unless its server is known to have gone: torch would log many lines then.
@@ -433,8 +433,8 @@ class Watchdog:
     def _answer(self, asked: int) -> None:
         """Post what this rank does, then wait for the diagnosis of the rank that asked."""
         label = self._look(f"label/{asked}") or ""
-        session_watch = next((t for t in self._followed() if t.label == label), None)
-        text = json.dumps(self._own_answer(label, session_watch))
+        calls = next((t for t in self._followed() if t.label == label), None)
+        text = json.dumps(self._own_answer(label, calls))
         self._call(lambda s: s.set(f"answer/{asked}/{self._rank}", text))
         self._answered = asked
         self._elected_at_s = None
@@ -443,16 +443,16 @@ class Watchdog:
             found = self._call(lambda s: read_verdict(s, asked, self._since))
             if found is not None:
                 diagnosis, reported = found
-                if reported and session_watch is not None:
-                    session_watch.report_due_s = session_watch.next_report_s()
+                if reported and calls is not None:
+                    calls.report_due_s = calls.next_report_s()
                 if diagnosis.fatal:
                     self._adopt(diagnosis)
-                elif session_watch is not None:
-                    session_watch.doubt = False
+                elif calls is not None:
+                    calls.doubt = False
                 return
             time.sleep(_POLL_S)
 
-    def _inquire(self, number: int, session_watch: TrackedCalls) -> bool:
+    def _inquire(self, number: int, calls: TrackedCalls) -> bool:
         """Ask all ranks, judge and publish, if this rank is elected for question ``number``.
 
         False: another rank was elected and has not acted for five ticks.
@@ -463,19 +463,19 @@ class Watchdog:
             return now_s - self._elected_at_s < 5 * self._trust.tick_s
         self._elected_at_s = None
         self._answered = number
-        self._call(lambda s: s.set(f"label/{number}", session_watch.label))
+        self._call(lambda s: s.set(f"label/{number}", calls.label))
         self._call(lambda s: s.add("asked", 1))
-        diagnosis, statuses = self._judged(session_watch, self._collect(number, session_watch))
-        reported = self._publish_locally(session_watch, diagnosis, statuses)
+        diagnosis, statuses = self._judged(calls, self._collect(number, calls))
+        reported = self._publish_locally(calls, diagnosis, statuses)
         text = json.dumps({"number": number, "verdict": asdict(diagnosis), "reported": reported})
         self._call(lambda s: write_verdict(s, number, text, diagnosis.fatal))
         if diagnosis.fatal:
             self._adopt(diagnosis)
         return True
 
-    def _collect(self, number: int, session_watch: TrackedCalls) -> list[RankStatus]:
+    def _collect(self, number: int, calls: TrackedCalls) -> list[RankStatus]:
         """The answers to question ``number``; for ranks that cannot answer, what this host knows."""
-        own = self._own_answer(session_watch.label, session_watch)
+        own = self._own_answer(calls.label, calls)
         found = {self._rank: status_from_answer(self._peers[self._rank], own)}
         until = time.monotonic() + 5 * self._trust.tick_s
         while True:
@@ -486,92 +486,82 @@ class Watchdog:
                 text = self._look(f"answer/{number}/{rank}")
                 if text is not None:
                     answer = json.loads(text)
-                    session_watch.suspects.update(answer["suspects"])
-                    found[rank] = status_from_answer(self._known(rank, session_watch), answer)
+                    calls.suspects.update(answer["suspects"])
+                    found[rank] = status_from_answer(self._known(rank, calls), answer)
                     continue
-                status = self._unanswered(rank, session_watch)
+                status = self._unanswered(rank, calls)
                 if over or status.fate not in ("runs", "silent"):
                     found[rank] = status
             if len(found) == len(self._ranks) or over:
                 return [found[rank] for rank in sorted(found)]
             time.sleep(_POLL_S)
 
-    def _unanswered(self, rank: int, session_watch: TrackedCalls) -> RankStatus:
+    def _unanswered(self, rank: int, calls: TrackedCalls) -> RankStatus:
         """What is known of a rank that has not answered."""
         base, state, reason = self._read_card(rank)
         if base is None:
             return RankStatus(rank, None, fate="absent", detail=_NOT_HERE, answered=False)
-        if (
-            state == "idle"
-            and rank not in session_watch.peers
-            and base.fate(self._here)[0] != "gone"
-        ):
+        if state == "idle" and rank not in calls.peers and base.fate(self._here)[0] != "gone":
             return RankStatus(rank, None, fate="absent", detail=_IDLE, answered=False)
-        status = status_from_host(self._known(rank, session_watch), self._here)
-        why = self._look(f"left/{session_watch.label}/{rank}") or (
-            reason if state == "left" else None
-        )
+        status = status_from_host(self._known(rank, calls), self._here)
+        why = self._look(f"left/{calls.label}/{rank}") or (reason if state == "left" else None)
         if why is not None and status.fate != "stopped":
             gone = status.fate == "gone" and state != "left"
             status = replace(status, fate="gone" if gone else "left", detail=f"left: {why}")
         return status
 
-    def _known(self, rank: int, session_watch: TrackedCalls) -> Peer:
-        """The rank's process, and the path of its recording of ``session_watch``."""
-        peer = session_watch.peers.get(rank) or self._peers.get(rank)
+    def _known(self, rank: int, calls: TrackedCalls) -> Peer:
+        """The rank's process, and the path of its recording of ``calls``."""
+        peer = calls.peers.get(rank) or self._peers.get(rank)
         return peer or Peer(rank, Process("", "", 0, ""), "")
 
     def _look(self, key: str) -> str | None:
         return cast("str | None", self._call(lambda s: look(s, key)))
 
-    def _judge_alone(self, session_watch: TrackedCalls) -> None:
+    def _judge_alone(self, calls: TrackedCalls) -> None:
         """Judge by what this host shows, without the store."""
-        seen = [
-            status_from_answer(
-                self._peers[self._rank], self._own_answer(session_watch.label, session_watch)
-            )
-        ]
+        seen = [status_from_answer(self._peers[self._rank], self._own_answer(calls.label, calls))]
         for rank in self._ranks:
-            if rank != self._rank and (rank in session_watch.peers or rank in self._peers):
-                peer = self._known(rank, session_watch)
+            if rank != self._rank and (rank in calls.peers or rank in self._peers):
+                peer = self._known(rank, calls)
                 seen.append(status_from_host(peer, self._here, asked=False))
-        diagnosis, statuses = self._judged(session_watch, sorted(seen, key=lambda w: w.rank))
-        self._publish_locally(session_watch, diagnosis, statuses)
+        diagnosis, statuses = self._judged(calls, sorted(seen, key=lambda w: w.rank))
+        self._publish_locally(calls, diagnosis, statuses)
         if diagnosis.fatal:
             self._adopt(diagnosis)
 
     def _judged(
-        self, session_watch: TrackedCalls, statuses: list[RankStatus]
+        self, calls: TrackedCalls, statuses: list[RankStatus]
     ) -> tuple[Diagnosis, list[RankStatus]]:
-        suspects = session_watch.suspects
+        suspects = calls.suspects
         statuses = [without_connection(w) if w.rank in suspects else w for w in statuses]
-        limits = session_watch.trust.limits(session_watch.step_s())
-        same = [w.blocked_s for w in statuses if w.wait and w.wait.label == session_watch.label]
-        blocked_s = max([session_watch.clock.blocked_s, *same])
+        limits = calls.trust.limits(calls.step_s())
+        same = [w.blocked_s for w in statuses if w.wait and w.wait.label == calls.label]
+        blocked_s = max([calls.clock.blocked_s, *same])
         diagnosis = diagnose(
             statuses,
             limits,
             blocked_s=blocked_s,
             details=str(self._dump_path(statuses)),
-            label=session_watch.label,
+            label=calls.label,
         )
-        session_watch.doubt = False
+        calls.doubt = False
         # A broken connection does not heal.
         return replace(diagnosis, fatal=diagnosis.fatal or bool(suspects)), statuses
 
     def _publish_locally(
-        self, session_watch: TrackedCalls, diagnosis: Diagnosis, statuses: list[RankStatus]
+        self, calls: TrackedCalls, diagnosis: Diagnosis, statuses: list[RankStatus]
     ) -> bool:
         """Print a diagnosis that is not fatal when a report is due; write the full evidence to a file.
 
         False: it was too early for a report.
         """
-        due = max(session_watch.report_due_s, session_watch.first_report_s())
-        if not diagnosis.fatal and session_watch.clock.blocked_s < due:
+        due = max(calls.report_due_s, calls.first_report_s())
+        if not diagnosis.fatal and calls.clock.blocked_s < due:
             return False
         self._dump(diagnosis, statuses)
         if not diagnosis.fatal:
-            session_watch.report_due_s = session_watch.next_report_s()
+            calls.report_due_s = calls.next_report_s()
             print(diagnosis.text, file=sys.stderr, flush=True)
         return True
 
@@ -588,16 +578,16 @@ class Watchdog:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(evidence, indent=1))
 
-    def _own_answer(self, label: str, session_watch: TrackedCalls | None) -> dict[str, Any]:
+    def _own_answer(self, label: str, calls: TrackedCalls | None) -> dict[str, Any]:
         followed = self._followed()
         waits = [wait for part in followed if (wait := part.wait()) is not None]
         keep = max(32, 4096 // len(self._ranks))
-        flight = session_watch.flight() if session_watch is not None else None
+        flight = calls.flight() if calls is not None else None
         return {
             "flight": flight and flight._replace(records=flight.records[-keep:]),
             "left": self._left.get(label),
             "blocked_s": max(part.clock.blocked_s for part in followed),
-            "suspects": sorted(session_watch.suspects) if session_watch is not None else [],
+            "suspects": sorted(calls.suspects) if calls is not None else [],
             "stack": stack_line(self._main) if self._trust.stacks else "",
             "stacks": stacks() if self._trust.stacks else "",
             "phase": phase(self._main),
@@ -632,7 +622,7 @@ class Watchdog:
             if not self._told:
                 print(diagnosis.text, file=sys.stderr, flush=True)
             sys.stdout.flush()
-            for session_watch in list(self._tracks):
+            for session_watch in list(self._sessions):
                 _clean_up(session_watch.peers, self._rank, self._here)
             _clean_up(self._peers, self._rank, self._here)
             os._exit(EXIT_VERDICT)

@@ -43,9 +43,9 @@ class UnitOptimState:
         for chunk in self.shard.visit(changed=changed):
             yield from ((chunk, f) for f in chunk.fragments if f.param is param)
 
-    def full(self, unit: Unit, param: nn.Parameter, tile_R: Tensor) -> Tensor:
+    def full(self, unit: Unit, param: nn.Parameter, shard_R: Tensor) -> Tensor:
         """A new tensor of the parameter's shape, gathered from a flat tensor ``[R]``."""
-        full_N = unit.gathered_copy(tile_R) if self.is_sharded else tile_R
+        full_N = unit.gathered_copy(shard_R) if self.is_sharded else shard_R
         return unit.view(full_N, param).clone()
 
     @property
@@ -152,7 +152,7 @@ class GatheredParameters:
             bucket.put_back()
         if self.modifier_rank is not None:
             for param, owner in self.spread:
-                if owner.is_away:
+                if owner.is_sharded:
                     continue
                 owner.send(param, self.modifier_rank)
                 if owner.bucket is not None:
@@ -239,8 +239,8 @@ def _adopt_edits(unit: Unit, source: int) -> None:
 
 def _adopt_own(unit: Unit) -> None:
     unit.write_back_edits()
-    if (training := _training(unit)) is not None:
-        training.shard.sync_edits()
+    if (optim_state := _optim_state(unit)) is not None:
+        optim_state.shard.sync_edits()
     if unit.fingerprint is not None:
         unit.fingerprint = _hashes(unit.full_N)
 
@@ -248,13 +248,13 @@ def _adopt_own(unit: Unit) -> None:
 # ---------------------------------------------------------------------- full values
 
 
-def _training(unit: Unit) -> UnitOptimState | None:
+def _optim_state(unit: Unit) -> UnitOptimState | None:
     """The unit's optimizer state, with its type: the unit stores it without knowing the class."""
     assert unit.optim_state is None or isinstance(unit.optim_state, UnitOptimState)
     return unit.optim_state
 
 
-def _training_of(param: nn.Parameter) -> tuple[Unit, UnitOptimState] | None:
+def _optim_state_of(param: nn.Parameter) -> tuple[Unit, UnitOptimState] | None:
     owner = sharded_parameter.owner_of(param)
     if not isinstance(owner, Unit):
         raise UsageError(
@@ -262,23 +262,23 @@ def _training_of(param: nn.Parameter) -> tuple[Unit, UnitOptimState] | None:
             "parameter of the model that was given to zeroshard.initialize()."
         )
     owner.check_not_offloaded()
-    training = _training(owner)
-    if training is None:
+    optim_state = _optim_state(owner)
+    if optim_state is None:
         return None
-    training.shard.check_not_offloaded()
-    if training.optimizer is not None:
-        training.optimizer.life.check()
-    return owner, training
+    optim_state.shard.check_not_offloaded()
+    if optim_state.optimizer is not None:
+        optim_state.optimizer.life.check()
+    return owner, optim_state
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
     """The master values of a trained parameter, ``[*shape]`` in the master dtype; None if frozen."""
-    found = _training_of(param)
+    found = _optim_state_of(param)
     if found is None:
         return None
-    unit, training = found
-    training.shard.sync_edits()
-    return training.full(unit, param, training.shard.flat(lambda chunk: chunk.master_C))
+    unit, optim_state = found
+    optim_state.shard.sync_edits()
+    return optim_state.full(unit, param, optim_state.shard.flat(lambda chunk: chunk.master_C))
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
@@ -287,49 +287,49 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     Averaged over the ranks and unscaled: the value of ``param.grad`` in plain PyTorch on the global
     batch. Zeros where no gradient arrived.
     """
-    found = _training_of(param)
+    found = _optim_state_of(param)
     if found is None:
         return None
-    unit, training = found
-    grad_S = training.summed(training.shard.buffer)
+    unit, optim_state = found
+    grad_S = optim_state.summed(optim_state.shard.buffer)
     if grad_S is None:
         return None
     full = unit.view(unit.gathered_copy(grad_S), param)
-    return full.to(_at_least_fp32(full.dtype)) * training.grad_factor()
+    return full.to(_at_least_fp32(full.dtype)) * optim_state.grad_factor()
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     """Optimizer state ``[*shape]`` under a key such as ``exp_avg``; None before the first step."""
-    found = _training_of(param)
+    found = _optim_state_of(param)
     if found is None:
         return None
-    unit, training = found
-    tile_R, present, scalar = _state_shard(training, param, optim_state_key)
+    unit, optim_state = found
+    shard_R, present, scalar = _state_shard(optim_state, param, optim_state_key)
     votes = unit.comm.all_gather_small(
-        torch.tensor([float(present), scalar], dtype=torch.float64, device=tile_R.device),
+        torch.tensor([float(present), scalar], dtype=torch.float64, device=shard_R.device),
         name=f"state of {unit.name}",
     )
     if not bool(votes[:, 0].any()):
         return None
     if bool((votes[:, 0] == 2).any()):
         return votes[votes[:, 0] == 2][0, 1].to(torch.float32)
-    return training.full(unit, param, tile_R)
+    return optim_state.full(unit, param, shard_R)
 
 
 def _state_shard(
-    training: UnitOptimState, param: nn.Parameter, key: str
+    optim_state: UnitOptimState, param: nn.Parameter, key: str
 ) -> tuple[Tensor, int, float]:
     """The state as a flat tensor ``[R]``; 0 (absent), 1 (tensor) or 2 (scalar); the scalar."""
-    shard, (present, scalar) = training.shard, (0, 0.0)
-    tile_R = torch.zeros(
+    shard, (present, scalar) = optim_state.shard, (0, 0.0)
+    shard_R = torch.zeros(
         shard.param_R.numel(), dtype=shard.unit.row.master, device=shard.chunks[0].master_C.device
     )
-    assert training.optimizer is not None
-    for chunk, fragment in training.visit(param):
-        value = training.optimizer.state_of(fragment).get(key)
+    assert optim_state.optimizer is not None
+    for chunk, fragment in optim_state.visit(param):
+        value = optim_state.optimizer.state_of(fragment).get(key)
         if value is None:
             continue
-        place = fragment.of(tile_R[chunk.begin : chunk.begin + chunk.numel])
+        place = fragment.of(shard_R[chunk.begin : chunk.begin + chunk.numel])
         if isinstance(value, Tensor) and value.shape == fragment.value.shape:
             place.copy_(value)
             present = 1
@@ -338,39 +338,39 @@ def _state_shard(
             present = 1
         else:
             present, scalar = 2, float(value)
-    return tile_R, present, scalar
+    return shard_R, present, scalar
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Set a parameter and its master to ``value`` (``[*shape]``, the same on every rank)."""
-    unit, training = _trained(param, "safe_set_full_fp32_param")
+    unit, optim_state = _trained(param, "safe_set_full_fp32_param")
     _check_shape(param.shape, value, "safe_set_full_fp32_param")
-    training.shard.sync_edits()  # earlier edits of other parameters must not be lost
-    _write(unit, training, param, value.reshape(-1))
+    optim_state.shard.sync_edits()  # earlier edits of other parameters must not be lost
+    _write(unit, optim_state, param, value.reshape(-1))
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     """Replace the averaged gradient before ``step``; ``value`` has the parameter's shape."""
-    unit, training = _trained(param, "safe_set_full_grad")
+    unit, optim_state = _trained(param, "safe_set_full_grad")
     _check_shape(param.shape, value, "safe_set_full_grad")
-    _set_grad(unit, training, unit.index(param), 0, value.reshape(-1), "safe_set_full_grad")
+    _set_grad(unit, optim_state, unit.index(param), 0, value.reshape(-1), "safe_set_full_grad")
 
 
 def _set_grad(
-    unit: Unit, training: UnitOptimState, index: int, at: int, values: Tensor, what: str
+    unit: Unit, optim_state: UnitOptimState, index: int, at: int, values: Tensor, what: str
 ) -> None:
     """Set ``param.flat[at : at + len(values)]`` of the gradient, where it is in this rank's shard.
 
     Raises:
         UsageError: there is no reduced gradient.
     """
-    buffer = training.shard.buffer
+    buffer = optim_state.shard.buffer
     if buffer.reduced_S is None:
         raise UsageError(
             f"{what}: there is no reduced gradient. Call it after the backward that completes a step "
             "and before step()."
         )
-    raw = values.to(_at_least_fp32(buffer.reduced_S.dtype)) / training.grad_factor()
+    raw = values.to(_at_least_fp32(buffer.reduced_S.dtype)) / optim_state.grad_factor()
     if buffer.reduced_S.dtype != raw.dtype:  # a 16-bit sum would round the values
         buffer.reduced_S = buffer.reduced_S.to(raw.dtype)
         buffer.reduced_N = None
@@ -386,15 +386,15 @@ def _set_grad(
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
     """Overwrite optimizer state after the first step; ``value`` has the parameter's shape."""
-    unit, training = _trained(param, "safe_set_full_optimizer_state")
+    unit, optim_state = _trained(param, "safe_set_full_optimizer_state")
     _check_shape(param.shape, value, "safe_set_full_optimizer_state")
-    missing = _lacks_state(training, param, optim_state_key)
+    missing = _lacks_state(optim_state, param, optim_state_key)
     vote = torch.tensor([float(missing)], dtype=torch.float64).to(unit.full_N.device)
     if bool(unit.comm.all_gather_small(vote, name=unit.name).any()):
         raise _no_state(
-            training, optim_state_key
+            optim_state, optim_state_key
         )  # raised on all ranks, also on those that own no part of the parameter
-    _write_state(training, param, optim_state_key, value.reshape(-1))
+    _write_state(optim_state, param, optim_state_key, value.reshape(-1))
 
 
 # ---------------------------------------------------------------------- this rank's part
@@ -413,19 +413,19 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
 
     Collective while gradients are not reduced yet, and at stage 0.
     """
-    found = _training_of(param)
+    found = _optim_state_of(param)
     if found is None:
         return None
-    unit, training = found
-    grad_R = training.summed(training.shard.buffer)
+    unit, optim_state = found
+    grad_R = optim_state.summed(optim_state.shard.buffer)
     if grad_R is None:
         return None
-    if not training.is_sharded:
+    if not optim_state.is_sharded:
         grad_R = unit.gathered_copy(grad_R)
-    for index, at, numel in training.shard.owned:
+    for index, at, numel in optim_state.shard.owned:
         if index == unit.index(param):
             values = grad_R[at : at + numel]
-            return values.to(_at_least_fp32(values.dtype)) * training.grad_factor()
+            return values.to(_at_least_fp32(values.dtype)) * optim_state.grad_factor()
     return None
 
 
@@ -434,7 +434,7 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 
     A view if the part is in one chunk in memory, else a copy.
     """
-    found = _training_of(param)
+    found = _optim_state_of(param)
     if found is None or found[1].optimizer is None:
         return None
     optimizer = found[1].optimizer
@@ -450,19 +450,19 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Set this rank's part of the master and of the parameter. Collective at stages 1 and 2."""
-    unit, training = _trained(param, "safe_set_local_fp32_param")
-    _check_piece(training, param, value, "safe_set_local_fp32_param")
-    training.shard.sync_edits()
-    _write(unit, training, param, value.reshape(-1), offset=_begin_of(training, param))
+    unit, optim_state = _trained(param, "safe_set_local_fp32_param")
+    _check_piece(optim_state, param, value, "safe_set_local_fp32_param")
+    optim_state.shard.sync_edits()
+    _write(unit, optim_state, param, value.reshape(-1), offset=_begin_of(optim_state, param))
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     """Set this rank's part of the averaged gradient before ``step``."""
-    unit, training = _trained(param, "safe_set_local_grad")
-    if _check_piece(training, param, value, "safe_set_local_grad"):
-        begin = _begin_of(training, param)
+    unit, optim_state = _trained(param, "safe_set_local_grad")
+    if _check_piece(optim_state, param, value, "safe_set_local_grad"):
+        begin = _begin_of(optim_state, param)
         _set_grad(
-            unit, training, unit.index(param), begin, value.reshape(-1), "safe_set_local_grad"
+            unit, optim_state, unit.index(param), begin, value.reshape(-1), "safe_set_local_grad"
         )
 
 
@@ -470,27 +470,27 @@ def safe_set_local_optimizer_state(
     param: nn.Parameter, value: Tensor, optim_state_key: str
 ) -> None:
     """Set this rank's part of optimizer state after the first step."""
-    _, training = _trained(param, "safe_set_local_optimizer_state")
-    if not _check_piece(training, param, value, "safe_set_local_optimizer_state"):
+    _, optim_state = _trained(param, "safe_set_local_optimizer_state")
+    if not _check_piece(optim_state, param, value, "safe_set_local_optimizer_state"):
         return
-    if _lacks_state(training, param, optim_state_key):
-        raise _no_state(training, optim_state_key)
-    offset = _begin_of(training, param)
-    _write_state(training, param, optim_state_key, value.reshape(-1), offset=offset)
+    if _lacks_state(optim_state, param, optim_state_key):
+        raise _no_state(optim_state, optim_state_key)
+    offset = _begin_of(optim_state, param)
+    _write_state(optim_state, param, optim_state_key, value.reshape(-1), offset=offset)
 
 
 def _local(
     param: nn.Parameter, piece: Callable[[OptimizerChunk, OwnedFragment], Tensor | None]
 ) -> Tensor | None:
     """This rank's part. If it is in several chunks, or on disk, a copy is made."""
-    found = _training_of(param)
+    found = _optim_state_of(param)
     if found is None:
         return None
-    _, training = found
-    if len(training.shard.chunks) == 1 and training.shard.pager is None:
-        return next((piece(chunk, f) for chunk, f in training.visit(param)), None)
+    _, optim_state = found
+    if len(optim_state.shard.chunks) == 1 and optim_state.shard.pager is None:
+        return next((piece(chunk, f) for chunk, f in optim_state.visit(param)), None)
     pieces = []
-    for chunk, fragment in training.visit(param):
+    for chunk, fragment in optim_state.visit(param):
         value = piece(chunk, fragment)
         if value is None or not value.dim():
             return value
@@ -499,7 +499,7 @@ def _local(
 
 
 def _trained(param: nn.Parameter, what: str) -> tuple[Unit, UnitOptimState]:
-    found = _training_of(param)
+    found = _optim_state_of(param)
     if found is None:
         raise UsageError(
             f"{what}: a parameter of shape {tuple(param.shape)} is frozen or has no optimizer, so it "
@@ -509,62 +509,62 @@ def _trained(param: nn.Parameter, what: str) -> tuple[Unit, UnitOptimState]:
 
 
 def _write(
-    unit: Unit, training: UnitOptimState, param: nn.Parameter, flat: Tensor, *, offset: int = 0
+    unit: Unit, optim_state: UnitOptimState, param: nn.Parameter, flat: Tensor, *, offset: int = 0
 ) -> None:
     """Set master and parameter from element ``offset`` on, and give other ranks the new values."""
-    with torch.no_grad(), training.shard.loaded():
-        for chunk, fragment in training.visit(param, changed=True):
+    with torch.no_grad(), optim_state.shard.loaded():
+        for chunk, fragment in optim_state.visit(param, changed=True):
             begin = fragment.begin - offset
             values = flat[begin : begin + fragment.numel]
             chunk.write(fragment, values)
-        if training.is_sharded:
+        if optim_state.is_sharded:
             unit.all_gather_updated()
 
 
 def _write_state(
-    training: UnitOptimState, param: nn.Parameter, key: str, flat: Tensor, *, offset: int = 0
+    optim_state: UnitOptimState, param: nn.Parameter, key: str, flat: Tensor, *, offset: int = 0
 ) -> None:
-    for _, fragment in training.visit(param, changed=True):
-        target = _state(training, fragment, key)
+    for _, fragment in optim_state.visit(param, changed=True):
+        target = _state(optim_state, fragment, key)
         assert target is not None
         begin = fragment.begin - offset
         target.view(-1).copy_(flat[begin : begin + fragment.numel])
 
 
-def _begin_of(training: UnitOptimState, param: nn.Parameter) -> int:
+def _begin_of(optim_state: UnitOptimState, param: nn.Parameter) -> int:
     """Where this rank's part starts in the parameter; 0 if it has none."""
-    return min((f.begin for f in training.shard.fragments if f.param is param), default=0)
+    return min((f.begin for f in optim_state.shard.fragments if f.param is param), default=0)
 
 
-def _check_piece(training: UnitOptimState, param: nn.Parameter, value: Tensor, what: str) -> int:
+def _check_piece(optim_state: UnitOptimState, param: nn.Parameter, value: Tensor, what: str) -> int:
     """The number of elements of this rank's part.
 
     Raises:
         UsageError: ``value`` is not a tensor of this size.
     """
-    numel = sum(f.numel for f in training.shard.fragments if f.param is param)
+    numel = sum(f.numel for f in optim_state.shard.fragments if f.param is param)
     if numel:
         flat = value.view(-1) if isinstance(value, Tensor) else value
         _check_shape((numel,), flat, what)
     return numel
 
 
-def _state(training: UnitOptimState, fragment: OwnedFragment, key: str) -> Tensor | None:
+def _state(optim_state: UnitOptimState, fragment: OwnedFragment, key: str) -> Tensor | None:
     """The fragment's state tensor, if there is one with its number of elements."""
-    assert training.optimizer is not None
-    value = training.optimizer.state_of(fragment).get(key)
+    assert optim_state.optimizer is not None
+    value = optim_state.optimizer.state_of(fragment).get(key)
     return value if isinstance(value, Tensor) and value.numel() == fragment.numel else None
 
 
-def _lacks_state(training: UnitOptimState, param: nn.Parameter, key: str) -> bool:
+def _lacks_state(optim_state: UnitOptimState, param: nn.Parameter, key: str) -> bool:
     """Whether this rank has a fragment of the parameter without state ``key``."""
-    found = [_state(training, fragment, key) for _, fragment in training.visit(param)]
+    found = [_state(optim_state, fragment, key) for _, fragment in optim_state.visit(param)]
     return any(state is None for state in found)
 
 
-def _no_state(training: UnitOptimState, key: str) -> UsageError:
-    assert training.optimizer is not None
-    known = sorted({name for s in training.optimizer.inner.state.values() for name in s})
+def _no_state(optim_state: UnitOptimState, key: str) -> UsageError:
+    assert optim_state.optimizer is not None
+    known = sorted({name for s in optim_state.optimizer.inner.state.values() for name in s})
     return UsageError(
         f"there is no optimizer state {key!r} to set; this optimizer has "
         f"{known or 'none before its first step'}."

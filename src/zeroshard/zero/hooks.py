@@ -115,7 +115,7 @@ class StepHooks:
         self.on_modules: list[RemovableHandle] = []
         self.on_params: list[RemovableHandle] = []
         self._on_state: list[RemovableHandle] = []
-        self._landings: list[
+        self._grad_hooks: list[
             tuple[WrappedModule, GradBuffer, int]
         ] = []  # by number of the gradient hook: module, buffer and slot of its parameter
         self._note_places()
@@ -126,7 +126,7 @@ class StepHooks:
     def attach(self) -> None:
         """Attach all hooks, and replace those that are attached."""
         self.remove()
-        self._landings.clear()
+        self._grad_hooks.clear()
         me, buffers = weakref.ref(self), self._buffers  # a model must not keep an engine alive
         for wrapped in self.prefetcher.wrapped_modules:
             before, after = self._module_hooks(wrapped)
@@ -144,8 +144,8 @@ class StepHooks:
             for unit in wrapped.units:
                 if (buffer := buffers.get(id(unit))) is not None:
                     for index, param in enumerate(unit.params):
-                        land = _grad_ready_hook(weakref.proxy(self), len(self._landings))
-                        self._landings.append((wrapped, buffer, index))
+                        land = _grad_ready_hook(weakref.proxy(self), len(self._grad_hooks))
+                        self._grad_hooks.append((wrapped, buffer, index))
                         self.on_params.append(param.register_post_accumulate_grad_hook(land))
 
     def _module_hooks(
@@ -396,7 +396,7 @@ class StepHooks:
             self._module_backward_done(calls.pop())
 
     def _grad_ready(self, landing: int, param: nn.Parameter) -> None:
-        wrapped, buffer, index = self._landings[landing]
+        wrapped, buffer, index = self._grad_hooks[landing]
         self._begin_backward()
         if not self.counted:
             self.counted = self.on_backward_begin(True)

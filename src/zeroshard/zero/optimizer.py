@@ -123,8 +123,8 @@ class ShardedOptimizer:
         self._updating = False
         self._kernel_of = kernel_of
         self._kernel: UpdateKernel | None = None
-        self._passes: dict[int, FusedUpdate] = {}  # by ``id(chunk)``
-        self._behind = behind
+        self._fused_updates: dict[int, FusedUpdate] = {}  # by ``id(chunk)``
+        self._worker = behind
         for shard in self.shards:
             shard.buffer.measure = shard.measure
             if behind is not None and not behind.delayed and shard.is_updated_asynchronously:
@@ -183,10 +183,10 @@ class ShardedOptimizer:
                         chunk.host_chunk.send_gradient(shard.gradient_of(chunk))
                     transfer = chunk.host_chunk.send_numbers(factor, found_inf)
                     sent = (
-                        self._behind.submit(
+                        self._worker.submit(
                             prepared, chunk.host_chunk, transfer, inner.param_groups
                         )
-                        if self._behind is not None and prepared is not None and stays
+                        if self._worker is not None and prepared is not None and stays
                         else self._update_on_host(
                             chunk, chunk.host_chunk, transfer, prepared, skipped
                         )
@@ -199,12 +199,12 @@ class ShardedOptimizer:
                     grad_C = shard.gradient_of(chunk)
                     self._update_chunk(chunk, grad_C, factor, skipped, found_inf)
                 self._settle(chunk)
-                stays = self._behind is not None and shard.unit.store.tier is not Tier.DISK
+                stays = self._worker is not None and shard.unit.store.tier is not Tier.DISK
                 if chunk is shard.chunks[-1] and not stays:
                     if (here := pending.pop(id(shard.unit), None)) is not None:
                         here.wait()
                     published(shard.unit, None)
-            for shard in self.shards if self._behind is not None else ():
+            for shard in self.shards if self._worker is not None else ():
                 if shard.unit.store.tier is not Tier.DISK:
                     published(shard.unit, pending.get(id(shard.unit)))
         except BaseException as error:
@@ -265,7 +265,7 @@ class ShardedOptimizer:
         kernel = None if hooked else self._kernel_of(inner)
         if kernel != self._kernel:
             self._kernel = kernel
-            self._passes.clear()
+            self._fused_updates.clear()
             if kernel is not None and kernel.compiles:
                 native_adam.prepare()
         return kernel is not None
@@ -277,18 +277,18 @@ class ShardedOptimizer:
         if chunk.master_C.device.type != "cpu" or isinstance(chunk.master_C, FakeTensor):
             return None
         states = [self.inner.state.get(fragment.value, {}) for fragment in chunk.fragments]
-        prepared = self._passes.get(id(chunk))
+        prepared = self._fused_updates.get(id(chunk))
         if prepared is not None and prepared.is_current(states):
             return prepared
         names = {*kernel.shaped, *(["step"] if kernel.counts else [])}
         if not all(names <= state.keys() for state in states):
             return None
-        self._passes[id(chunk)] = made = FusedUpdate(
+        self._fused_updates[id(chunk)] = made = FusedUpdate(
             kernel,
             [(fragment.group, fragment.at, fragment.value) for fragment in chunk.fragments],
             states,
             master_R=chunk.master_C,
-            low_R=chunk.param_on_update_device,
+            param_R=chunk.param_on_update_device,
         )
         return made
 
@@ -304,9 +304,9 @@ class ShardedOptimizer:
 
         For chunks whose memory is valid only now, or whose optimizer has no kernel.
         """
-        assert self._behind is not None
+        assert self._worker is not None
         if prepared is not None:
-            self._behind.update(prepared, host_chunk, transfer, self.inner.param_groups)
+            self._worker.update(prepared, host_chunk, transfer, self.inner.param_groups)
         else:
             transfer.wait()
             if transfer.is_edited:
@@ -446,9 +446,9 @@ class ShardedOptimizer:
         if chunk.page is not None:
             chunk.page.filled_nbytes = chunk.page.nbytes
 
-    def forget_passes(self) -> None:
+    def discard_fused_updates(self) -> None:
         """Drop the prepared fused updates, because state is in other tensors now."""
-        self._passes.clear()
+        self._fused_updates.clear()
 
     def offload(self, category: str) -> list[Tensor]:
         """Make masters or optimizer state (``category``) unusable until :meth:`reload`.
@@ -473,7 +473,7 @@ class ShardedOptimizer:
         """End :meth:`offload`. The bytes must be back in the same storages."""
         for shard in self.shards:
             shard.is_offloaded = frozenset()
-        self.forget_passes()
+        self.discard_fused_updates()
         self.report()
 
     def report(self) -> None:
@@ -495,9 +495,9 @@ class ShardedOptimizer:
                     self.ledger.hold(category, shard.unit.name, 0, tier)
         if self.pager is not None:
             self.ledger.hold("scratch", "slots of the disk", 0, Tier.HOST)
-        if self._behind is not None:
-            self._behind.close()
-        self.shards, self._groups, self._passes = [], [], {}
+        if self._worker is not None:
+            self._worker.close()
+        self.shards, self._groups, self._fused_updates = [], [], {}
 
 
 def _refuse_used(inner: torch.optim.Optimizer) -> None:

@@ -365,15 +365,15 @@ def make_optimizer_shard(
     unit, layout = buffer.unit, buffer.unit.layout
     low, high = layout.shard_range(unit.comm.rank)
     if whole:
-        low_R, begin, end, own = unit.full_N, 0, layout.full_numel, (low, high)
+        param_R, begin, end, own = unit.full_N, 0, layout.full_numel, (low, high)
     else:
-        low_R, begin, end, own = unit.shard_S, low, high, (0, high - low)
+        param_R, begin, end, own = unit.shard_S, low, high, (0, high - low)
     index_of = {slot.fqn: i for i, slot in enumerate(layout.slots)}
     owned = tuple(
         (index_of[piece.fqn], piece.at, piece.numel)
         for piece in layout.fragments_between(begin, end)
     )
-    shard = OptimizerShard(unit, buffer, low_R, own, owned, (), pager)
+    shard = OptimizerShard(unit, buffer, param_R, own, owned, (), pager)
     with shard.loaded():
         shard.chunks = tuple(
             _make_chunk(
@@ -396,28 +396,28 @@ def _make_chunk(
 ) -> OptimizerChunk:
     unit, layout = shard.unit, shard.unit.layout
     whole = span.begin == 0 and span.end == shard.param_R.numel()
-    low_C = shard.param_R if whole else shard.param_R[span.begin : span.end]
+    param_C = shard.param_R if whole else shard.param_R[span.begin : span.end]
     index_of = {slot.fqn: i for i, slot in enumerate(layout.slots)}
     pieces = list(layout.fragments_between(shard_begin + span.begin, shard_begin + span.end))
     groups = {group_of[id(unit.params[index_of[piece.fqn]])] for piece in pieces}
     has_master = unit.row.master != unit.row.param
     host_chunk = None
     if host is not None and span.tier is not Tier.DEVICE:
-        at_home = unit.store.tier is not Tier.DEVICE
-        host_chunk = host.make_chunk(low_C, at_home=at_home, shares=span.tier is Tier.DISK)
-    near_C = low_C if host_chunk is None else host_chunk.host_param_C
+        on_host = unit.store.tier is not Tier.DEVICE
+        host_chunk = host.make_chunk(param_C, on_host=on_host, shares=span.tier is Tier.DISK)
+    near_C = param_C if host_chunk is None else host_chunk.host_param_C
     page, master_C, state_C = None, near_C, {}
     if span.tier is Tier.DISK and pager is not None:
         kept = {name: dtype for group in groups for name, dtype in state_dtypes(group).items()}
         sections = {"": unit.row.master, **kept} if has_master else kept
-        page = pager.page(page_nbytes(low_C.numel(), sections.values()))
-        views = _sections(page.bytes, low_C.numel(), sections)
+        page = pager.page(page_nbytes(param_C.numel(), sections.values()))
+        views = _sections(page.bytes, param_C.numel(), sections)
         master_C = views.pop("", near_C)
         state_C = views
         if has_master:
             with pager.open(page, changed=True):
                 master_C.copy_(near_C)
-                page.filled_nbytes = page_nbytes(low_C.numel(), [unit.row.master])
+                page.filled_nbytes = page_nbytes(param_C.numel(), [unit.row.master])
     elif has_master:
         master_C = _copy_of(near_C, unit.row.master, host if host_chunk is not None else None)
     fragments = []
@@ -439,7 +439,7 @@ def _make_chunk(
             )
         )
     return OptimizerChunk(
-        span.begin, span.tier, low_C, master_C, tuple(fragments), page, state_C, host_chunk
+        span.begin, span.tier, param_C, master_C, tuple(fragments), page, state_C, host_chunk
     )
 
 

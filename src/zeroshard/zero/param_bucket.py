@@ -81,7 +81,7 @@ class BucketedParameter:
         return self
 
     @property
-    def is_away(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether the values are sharded."""
         return self.bucket is not None and self.bucket.shard_S is not None
 
@@ -109,7 +109,7 @@ class BucketedParameter:
 
     def ensure_writable(self, param: nn.Parameter, beside: Collection[Tensor]) -> bool:
         """Inside the context, make the parameter whole, so that it may be written."""
-        if self.context.active and self.is_away:
+        if self.context.active and self.is_sharded:
             assert self.bucket is not None
             self.context.reopen(self.bucket, beside)
         return self.context.active

@@ -74,7 +74,7 @@ class UnitState(Enum):
     SHARDED = "sharded"  # only shard_S is valid: the state between uses at stage 3
     GATHERING = "gathering"  # full_N has memory that must not be read: values are incomplete
     FULL = "full"  # full_N is valid, and the module's parameters are views of it
-    OFFLOADED = "away"  # offload_states() is in effect: the parameters must not be used
+    OFFLOADED = "offloaded"  # offload_states() is in effect: the parameters must not be used
 
 
 _TRANSITIONS = frozenset(
@@ -100,7 +100,7 @@ class Unit:
 
     ``resident`` units (stages 0 to 2) are always whole. Other units keep ``shard_S`` and fill ``full_N``
     only around their use. ``params`` are consumed one by one, in the order of the layout, so an iterator
-    may create each parameter when it is asked for it. Their values are taken from rank 0. ``rest_of``
+    may create each parameter when it is asked for it. Their values are taken from rank 0. ``store_of``
     makes the shard store from ``shard_S``, which then holds the first values. ``room(numel, dtype)``
     gives zeroed memory for ``shard_S``; without it, that is on ``device``.
     """
@@ -118,7 +118,7 @@ class Unit:
         comm: Comm,
         ledger: Ledger,
         device: torch.device,
-        rest_of: Callable[[Tensor], ShardStore] = MemoryShardStore,
+        store_of: Callable[[Tensor], ShardStore] = MemoryShardStore,
         room: AllocateShard | None = None,
     ) -> None:
         self.name = name
@@ -171,7 +171,7 @@ class Unit:
         self._kinds = [type(param) for param in self.params]
         scatterer.finish()
         self.shard_S = part[low:high] if resident else part
-        self.store = rest_of(self.shard_S)
+        self.store = store_of(self.shard_S)
         ledger.hold("parameters", name, storage.flat_nbytes(part), self.store.tier)
         if not resident:
             self._free_unsharded()
