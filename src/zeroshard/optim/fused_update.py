@@ -78,8 +78,8 @@ class FusedUpdate:
     """The pieces of one chunk, prepared once: views of its master and of the optimizer's state.
 
     ``fragments``: ``(group, at, value)`` in the order of the chunk. ``states``: the optimizer state of
-    each, which must contain the kernel's names. ``param_R``: the parameter; it is ``master_R`` itself if it
-    is its own master.
+    each, which must contain the kernel's names. ``param_R``: the parameter, which is ``master_R`` itself
+    if it is its own master.
     """
 
     def __init__(
