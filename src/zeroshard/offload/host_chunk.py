@@ -69,9 +69,9 @@ class HostGradTransfer:
 class HostChunk:
     """The host's side of one chunk. See [Note: host chunks].
 
-    ``param_C``: the parameter on the device, or None if it is in host memory. ``host_param_C``: the host's
-    copy, which is the rounded master as it was last copied to the device. ``shares``: other chunks use
-    the same memory for it, so the parameter is copied to the host before each update.
+    ``param_C``: the parameter on the device, or None if it is in host memory. ``host_param_C``: the
+    host's copy, which is the rounded master as it was last copied to the device. ``shares``: other chunks
+    use the same memory for it, so the parameter is copied to the host before each update.
     """
 
     def __init__(
