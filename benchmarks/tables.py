@@ -71,20 +71,22 @@ def _setting(result: dict[str, Any]) -> str:
     shortest = f"Forward and backward alone take {ms(floor):.0f} ms. " if floor else ""
     if bound:
         shortest += (
-            f"With the update of a rank's shard at memory bandwidth that makes {bound:.0f} ms, the "
-            "lower bound. "
+            "The lower bound adds the time to update a rank's shard at memory bandwidth: it is "
+            f"{bound:.0f} ms. "
         )
     return (
-        "CPU milliseconds per step and rank: the median of one interleaved run, with wall time in "
-        f"parentheses. The model is a {result.get('compute', 'bf16')} GPT of "
+        "The table has CPU milliseconds per step and rank, and wall time in parentheses. Values are "
+        "medians of one run in which the systems take turns. "
+        f"The model is a {result.get('compute', 'bf16')} GPT of "
         f"{a1['settings']['parameters'] / 1e6:.1f} million parameters, on 2 CPU ranks with one thread "
         f"each. Each rank has only {a1['settings']['task']['shape']['context']} tokens per step, so "
         f"that the collectives and the update are a large part of the step. {shortest}Measured on "
         f"{machine['cores']} cores ({machine['processor']}) with torch {machine['versions']['torch']}; "
         f"load average {machine['load_average'][0]:.1f} at the start. Compare numbers within the table "
-        "only. *stock* is gloo's own collectives, *p2p* tagged sends and receives over gloo, *shm* "
-        "shared memory, the default for ranks of one host. FSDP2 is listed at stage 2 without "
-        "resharding after forward, and at stage 3 with it."
+        "only. ZeroShard has three transports on CPU ranks: *stock* is gloo's own collectives, *p2p* "
+        "consists of sends and receives over gloo, *shm* is shared memory. *shm* is the default for "
+        "ranks of one host. FSDP2 without resharding after forward is listed at stage 2, FSDP2 with "
+        "it at stage 3."
     )
 
 
@@ -127,12 +129,12 @@ def _sentences(result: dict[str, Any]) -> list[str]:
         for tokens in dict.fromkeys(t for t, _, _ in found)
     )
     return [
-        f"With more tokens per step, CPU time of the best peer ÷ CPU time of ZeroShard: {text}."
+        f"With more tokens per step, CPU time of the best peer ÷ CPU time of ZeroShard is: {text}."
     ]
 
 
 def summary(result: dict[str, Any] | None) -> str:
-    """The comparison with the peers in five sentences, for the first screen of the README."""
+    """The comparison with the peers in a few sentences, for the first screen of the README."""
     if result is None:
         return "Not measured yet."
     rows, lines = rows_of(result, "a1"), []
@@ -156,10 +158,11 @@ def summary(result: dict[str, Any] | None) -> str:
     )
     return (
         f"CPU time per step of {tokens} tokens on 2 CPU ranks: {'; '.join(lines)}. "
-        f"With 2048 tokens computing dominates, and the fastest peer takes {wide} the CPU time of "
-        f"ZeroShard's slowest stage. The fastest peer takes {save} the time to save a checkpoint and "
-        f"{load} the time to load one. Peak memory of training is {memory} of FSDP2's; the target was "
-        f"{measured['A5: peak memory of training'].wanted}, and it was "
+        "With 2048 tokens forward and backward take most of the time: the CPU time of the fastest "
+        f"other library is {wide} that of ZeroShard's slowest stage. To save a checkpoint, the fastest "
+        f"other library takes {save} as long as ZeroShard; to load one, it takes {load} as long. Peak "
+        f"memory of training is {memory} that of FSDP2. The target was "
+        f"{measured['A5: peak memory of training'].wanted}; it was "
         f"{measured['A5: peak memory of training'].verdict}."
     )
 

@@ -279,6 +279,6 @@ def _collective_cell(row: Row) -> str:
 
 
 def target_view(result: dict[str, Any]) -> View:
-    """What was wanted, and what was measured."""
+    """Each target, and what was measured."""
     rows = [[t.name, t.wanted, t.measured, t.verdict, t.detail] for t in all_targets(result)]
-    return View("Targets", ["what", "wanted", "measured", "", "from"], rows, [])
+    return View("Targets", ["what", "target", "measured", "", "from"], rows, [])
