@@ -81,11 +81,11 @@ bench: $(READY)
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
 docs-compat: $(READY)
-	$(BIN)/python -m zeroshard.deepspeed.docs > docs/compat.md.new
+	$(BIN)/python tools/compat_page.py > docs/compat.md.new
 	mv docs/compat.md.new docs/compat.md
 
 docs-config: $(READY)
-	$(BIN)/python -m zeroshard.config.docs > docs/config.md.new
+	$(BIN)/python tools/config_page.py > docs/config.md.new
 	mv docs/config.md.new docs/config.md
 
 clean:

@@ -70,7 +70,6 @@ MODULES = {
     "integrations.deepspeed.consumers": "deepspeed.version_check",
     "integrations.deepspeed.device": "deepspeed.device",
     "integrations.deepspeed.distributed": "deepspeed.distributed",
-    "integrations.deepspeed.docs": "deepspeed.docs",
     "integrations.deepspeed.elastic": "deepspeed.elastic",
     "integrations.deepspeed.engine": "deepspeed.engine",
     "integrations.deepspeed.estimates": "deepspeed.estimates",

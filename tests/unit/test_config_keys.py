@@ -7,9 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
+from config_page import page
 
 from zeroshard.config import KEYS, load_config
-from zeroshard.config.docs import page
 from zeroshard.config.keys import ALIASES, advice
 from zeroshard.errors import ConfigError
 
@@ -110,7 +110,7 @@ def test_every_row_says_what_the_key_means_or_why_it_is_refused() -> None:
 
 def test_the_committed_page_is_fresh() -> None:
     committed = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
-    assert committed == page(), "run: python -m zeroshard.config.docs > docs/config.md"
+    assert committed == page(), "run: python tools/config_page.py > docs/config.md"
 
 
 def test_the_page_tells_of_every_key() -> None:

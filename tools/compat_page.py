@@ -1,6 +1,6 @@
 """Generates ``docs/compat.md``, the page about compatibility with DeepSpeed.
 
-``python -m zeroshard.deepspeed.docs > docs/compat.md`` writes it from the tables of names, of libraries
+``python tools/compat_page.py > docs/compat.md`` writes it from the tables of names, of libraries
 and of keys. A test compares the committed page with this output.
 """
 
@@ -10,7 +10,8 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from zeroshard.config.docs import OWN
+from config_page import OWN
+
 from zeroshard.config.keys import KEYS
 from zeroshard.deepspeed.api_table import MEMBERS, NAMES, SAME_MODULE, VERSION, Name
 from zeroshard.deepspeed.version_check import CONSUMERS

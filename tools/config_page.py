@@ -1,6 +1,6 @@
 """Generates ``docs/config.md``, the page about the configuration.
 
-``python -m zeroshard.config.docs > docs/config.md`` writes it from the fields that read a configuration.
+``python tools/config_page.py > docs/config.md`` writes it from the fields that read a configuration.
 A test compares the committed page with this output.
 """
 
