@@ -98,7 +98,7 @@ def has_transport(name: str) -> bool:
     """Does the installed ZeroShard know this transport?"""
     from zeroshard.comm import connect
 
-    return name in connect.TRANSPORTS
+    return name == "auto" or name in connect.TRANSPORTS
 
 
 # ---------------------------------------------------------------------- torch by itself
