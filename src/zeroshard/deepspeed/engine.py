@@ -230,7 +230,8 @@ def initialize(
             raise ConfigError(f"{error}\n  {told}") from None
         raise
     assert isinstance(engine, DeepSpeedEngine)
-    trained = conflicts.trained_dtypes(came_in, engine.runtime.units) if made is not None else {}
+    trains = engine.basic_optimizer is not None
+    trained = conflicts.trained_dtypes(came_in, engine.runtime.units) if trains else {}
     if notice := conflicts.precision_notice(trained, engine.policy):
         log_dist(notice, ranks=[0], level=logging.WARNING)
     return engine, made, loader, schedule
