@@ -3,7 +3,7 @@
 There are two walks. ``tidy`` goes through the user's dict: it sets "auto" values aside and finds unknown
 and refused keys. ``validate`` lets pydantic read the rest. A rejected value is recorded and replaced by
 its default, and reading goes on, so that one wrong value hides no other. Nothing here depends on the
-environment: the messages are the same on every rank.
+process or its variables: the messages are the same on every rank.
 """
 
 from __future__ import annotations
