@@ -101,22 +101,25 @@ UNCHECKED = frozenset(
 """Sections in which DeepSpeed ignores unknown keys. The empty name is the top level."""
 
 
+def key_of(path: str, field: FieldInfo) -> Key:
+    """The key at ``path`` that ``field`` of a section declares."""
+    extra: Any = field.json_schema_extra
+    return Key(
+        path,
+        extra["verdict"],
+        extra["why"],
+        field.description or "",
+        field,
+        section_type(field.annotation) is not None,
+    )
+
+
 def _rows(model: type[Section], prefix: str) -> list[Key]:
     rows: list[Key] = []
     for name, field in model.model_fields.items():
-        extra: Any = field.json_schema_extra
-        inner = section_type(field.annotation)
         path = prefix + name
-        rows.append(
-            Key(
-                path,
-                extra["verdict"],
-                extra["why"],
-                field.description or "",
-                field,
-                inner is not None,
-            )
-        )
+        rows.append(key_of(path, field))
+        inner = section_type(field.annotation)
         if inner is not None:
             rows.extend(_rows(inner, f"{path}."))
     return rows

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from zeroshard.config.fields import Section, is_auto, is_off, read_number, show
-from zeroshard.config.keys import ALIASES, KEYS, OFF, REFUSED, RENAMED, SURE, advice, nearest
+from zeroshard.config.keys import ALIASES, OFF, REFUSED, RENAMED, SURE, advice, key_of, nearest
 from zeroshard.config.params import (
     TORCH_OPTIMIZERS,
     TORCH_SCHEDULERS,
@@ -104,7 +104,7 @@ def _unknown(
 
 def _dropped(path: str, value: object, known: FieldInfo, found: Findings) -> bool:
     """Is this value left out of the configuration: a feature that is switched off, or a refused one?"""
-    row = KEYS[path]
+    row = key_of(path, known)
     if row.is_section and (value == {} or (is_off(value) and not isinstance(value, Mapping))):
         return True
     if row.verdict == "accept":
@@ -188,7 +188,8 @@ def _typed_params(
         tidied = tidy(params, types[kind], prefix, found, ignores=ignores)
         _refuse_auto(tidied, types[kind], prefix, found)
         read = validate(types[kind], tidied, prefix, found)
-        hints = {name for name in tidied if KEYS[prefix + name].verdict == "accept"}
+        fields = types[kind].model_fields
+        hints = {name for name in tidied if key_of(prefix + name, fields[name]).verdict == "accept"}
         found.hints |= {prefix + name for name in hints}
         given["params"] = read.model_dump(exclude_unset=True, exclude=hints) if read else {}
         return
