@@ -236,11 +236,11 @@ _PACKAGES = ("store", "native", "integrations.deepspeed")
 """Old packages with other old names below them. The first two have no content apart from those."""
 
 
-def _warn(old: str, new: str) -> None:
+def _warn(old: str, new: str, *, stacklevel: int = 3) -> None:
     warnings.warn(
         f"zeroshard.{old} is called zeroshard.{new} now. The old name goes with release 0.3.",
         FutureWarning,
-        stacklevel=3,
+        stacklevel=stacklevel,
     )
 
 
@@ -309,10 +309,10 @@ def attribute_of_engine(engine: Any, name: str, error: AttributeError) -> Any:
         raise error
     getters = importlib.import_module("zeroshard.deepspeed.getters")
     if name in getters.GETTERS:
-        _warn(f"Engine.{name}", f"deepspeed.engine.DeepSpeedEngine.{name}")
+        _warn(f"Engine.{name}", f"deepspeed.engine.DeepSpeedEngine.{name}", stacklevel=4)
         return functools.partial(getters.GETTERS[name], engine)
     found = getattr(engine.module, name)
-    _warn(f"Engine.{name}", f"Engine.module.{name}")
+    _warn(f"Engine.{name}", f"Engine.module.{name}", stacklevel=4)
     return found
 
 

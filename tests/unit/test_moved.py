@@ -7,8 +7,9 @@ import subprocess
 import sys
 
 import pytest
+from torch import nn
 
-from zeroshard import moved
+from zeroshard import Engine, moved
 
 
 @pytest.mark.parametrize("old", sorted(moved.MODULES))
@@ -52,3 +53,19 @@ def test_programs_of_the_release_before_run():
     )
     assert ran.returncode == 0, ran.stderr
     assert ran.stderr.count("FutureWarning") == 5, ran.stderr
+
+
+class _Talker(nn.Linear):
+    def generate(self) -> str:
+        return "words"
+
+
+def test_an_engine_warns_where_it_answers_for_its_model_or_as_deepspeeds():
+    with Engine(_Talker(2, 1), config={"train_batch_size": 1}) as engine:
+        with pytest.warns(FutureWarning, match=r"Engine\.module\.generate") as said:
+            assert engine.generate() == "words"
+        assert said[0].filename == __file__  # the program's line, not ours
+        with pytest.warns(FutureWarning, match="DeepSpeedEngine.zero_optimization_stage"):
+            assert engine.zero_optimization_stage() == 0
+        with pytest.raises(AttributeError, match="genarate"):
+            _ = engine.genarate
