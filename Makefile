@@ -2,6 +2,8 @@
 # and `make test` are enough. The environment is .venv; it is made anew when the pins change.
 
 PYTHON     ?= python3
+# For tests on a torch that does not bring Triton. Other versions, and none at all, are fine too.
+TRITON     ?= 3.9.0
 RANKS      ?= 2
 ARGS       ?=
 # Seconds. Types and tests together, which is what .ci/run does, end within 5100 s.
@@ -38,6 +40,8 @@ $(READY): constraints.txt pyproject.toml
 	step() { echo "set-up: $$1"; shift; "$$@" > "$$log" 2>&1 || { cat "$$log" >&2; exit 1; }; }; \
 	step "making .venv" $(PYTHON) -m venv .venv; \
 	step "installing torch, about 200 MB" $(PIP) "$$(grep '^torch==' constraints.txt)"; \
+	if [ "$$(uname -sm)" = "Linux x86_64" ] && ! $(BIN)/python -c "import triton" 2> /dev/null; then \
+		step "installing Triton, about 290 MB" $(PIP) "triton==$(TRITON)"; fi; \
 	step "installing the rest" $(PIP) -c constraints.txt -e '.[dev,hf,lightning]'; \
 	touch $@; echo "set-up: done in $$(( $$(date +%s) - begin )) s"
 

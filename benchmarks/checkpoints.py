@@ -1,8 +1,8 @@
-"""How fast is training state written to the disk and read back, and how long does training wait?
+"""A10: the time to save and load checkpoints, and the time that training waits for an asynchronous save.
 
-Every line holds the same bytes: fp32 weights and two moments, over two ranks. A save ends when its
-bytes are on the disk (fsync), a load when they are where training uses them. Before a load the files
-are dropped from the page cache: a run that resumes has not just written them.
+Every line has the same bytes of state: fp32 weights and two moments, over two ranks. A save ends when its
+bytes are on the disk (fsync). A load ends when they are in the tensors that training uses. Before a load
+the files are dropped from the page cache, because a run that resumes has not just written them.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from judging import Row, statistics
-from places import no_disk
+from comparability import Row, statistics
+from interleaving import Clock, Say, WorkerGroup, interleaved, running
 from systems import ADAMW, ClippedStep, shard_with_fsdp2
-from teams import Clock, Say, Team, in_turns, running
+from tiers import disk_problem
 from torch import Tensor, nn
 
 TITLE = "A10  checkpoints: fp32 weights and two moments, stage 3, 2 ranks"
-OWN = "ZeroShard"
-BEHIND = "ZeroShard, in the background"
+ZEROSHARD = "ZeroShard"
+ASYNCHRONOUS = "ZeroShard, in the background"
 NBYTES_PER_PARAMETER = 12
 ROUNDS = 11
 
 
 class Net(nn.Module):
-    """An embedding and a stack of equal matrices: large tensors, and small ones between them."""
+    """An embedding and a stack of equal linear layers: large tensors with small ones between them."""
 
     def __init__(self, width: int, depth: int, vocabulary: int) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Net(nn.Module):
         self.head = nn.Linear(width, 8)
 
     def groups(self) -> list[nn.Module]:
-        """What FSDP2 gathers together."""
+        """The modules that FSDP2 shards one by one."""
         return [self.embedding, *self.layers]
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -52,18 +52,19 @@ class Net(nn.Module):
 
 
 @dataclass(frozen=True)
-class Subject:
-    """``save`` and ``load`` move everything. ``copied``: what a snapshot would copy."""
+class CheckpointCalls:
+    """The calls of one library. ``wait`` ends when an asynchronous save has ended. ``snapshot``
+    returns the tensors that an asynchronous save copies."""
 
     save: Callable[[], None]
     load: Callable[[], None]
     close: Callable[[], None]
-    settle: Callable[[], None] = lambda: None  # wait for what goes on behind
-    copied: Callable[[], list[Tensor]] = list
+    wait: Callable[[], None] = lambda: None
+    snapshot: Callable[[], list[Tensor]] = list
 
 
-def own(model: Net, place: Path, *, behind: bool = False) -> Subject:
-    """This library at stage 3, bf16 with fp32 masters."""
+def zeroshard(model: Net, directory: Path, *, asynchronous: bool = False) -> CheckpointCalls:
+    """ZeroShard at stage 3, bf16 with fp32 masters."""
     from zeroshard import Engine
 
     engine = Engine(
@@ -73,13 +74,13 @@ def own(model: Net, place: Path, *, behind: bool = False) -> Subject:
             "bf16": {"enabled": True},
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
             "zero_optimization": {"stage": 3},
-            "checkpoint": {"asynchronous": behind},
+            "checkpoint": {"asynchronous": asynchronous},
         },
     )
     engine.backward(engine(_ids()).float().square().mean())
     engine.step()
 
-    def held() -> list[Tensor]:
+    def state_tensors() -> list[Tensor]:
         shards = engine.runtime.optimizer.shards if engine.runtime.optimizer else []
         chunks = [chunk for shard in shards for chunk in shard.chunks]
         state = engine.optimizer.state if engine.optimizer is not None else {}
@@ -91,17 +92,17 @@ def own(model: Net, place: Path, *, behind: bool = False) -> Subject:
         ]
         return [chunk.master_C for chunk in chunks] + moments
 
-    return Subject(
-        lambda: void(engine.save_checkpoint(place, "tag")),
-        lambda: void(engine.load_checkpoint(place)),
+    return CheckpointCalls(
+        lambda: void(engine.save_checkpoint(directory, "tag")),
+        lambda: void(engine.load_checkpoint(directory)),
         engine.close,
         engine.wait_for_checkpoint,
-        held,
+        state_tensors,
     )
 
 
-def dcp(model: Net, place: Path) -> Subject:
-    """FSDP2 with torch's distributed checkpoint, as its tutorial has it."""
+def dcp(model: Net, directory: Path) -> CheckpointCalls:
+    """FSDP2 with ``torch.distributed.checkpoint``, used as its tutorial does."""
     import torch.distributed.checkpoint as library
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
@@ -119,42 +120,48 @@ def dcp(model: Net, place: Path) -> Subject:
     def save() -> None:
         dist.barrier()
         if dist.get_rank() == 0:
-            shutil.rmtree(place, ignore_errors=True)
+            shutil.rmtree(directory, ignore_errors=True)
         dist.barrier()
-        library.save(states(), checkpoint_id=place)
+        library.save(states(), checkpoint_id=directory)
 
-    return Subject(save, lambda: library.load(states(), checkpoint_id=place), lambda: None)
+    return CheckpointCalls(
+        save, lambda: library.load(states(), checkpoint_id=directory), lambda: None
+    )
 
 
-def files(model: Net, place: Path) -> Subject:
-    """Nothing but safetensors: a file per rank with a half of each tensor; fsync; copied back."""
+def files(model: Net, directory: Path) -> CheckpointCalls:
+    """Safetensors alone: one file per rank with its share of each tensor, and fsync. A load copies the
+    values back."""
     from safetensors.torch import load_file, save_file
 
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    halves = {
+    shares = {
         f"{kind} {name}": torch.randn(-(-param.numel() // world_size))
         for name, param in model.named_parameters()
         for kind in ("value", "exp_avg", "exp_avg_sq")
     }
-    path = place / f"{rank}.safetensors"
-    place.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{rank}.safetensors"
+    directory.mkdir(parents=True, exist_ok=True)
 
     def save() -> None:
-        save_file(halves, path)
+        save_file(shares, path)
         fd = os.open(path, os.O_RDONLY)
         os.fsync(fd)
         os.close(fd)
 
     def load() -> None:
         for name, values in load_file(path).items():
-            halves[name].copy_(values)
+            shares[name].copy_(values)
 
-    return Subject(save, load, lambda: None)
+    return CheckpointCalls(save, load, lambda: None)
 
 
-LINES: dict[str, tuple[Callable[..., Subject], str]] = {
-    OWN: (own, "checksums, written past the page cache"),
-    BEHIND: (lambda model, place: own(model, place, behind=True), '"asynchronous": true'),
+LINES: dict[str, tuple[Callable[..., CheckpointCalls], str]] = {
+    ZEROSHARD: (zeroshard, "checksums, written without the page cache"),
+    ASYNCHRONOUS: (
+        lambda model, directory: zeroshard(model, directory, asynchronous=True),
+        '"asynchronous": true',
+    ),
     "FSDP2, torch.distributed.checkpoint": (dcp, "defaults: one file per rank, fsync"),
     "safetensors, a file per rank": (files, "save_file and fsync; load_file and copy_"),
 }
@@ -162,7 +169,7 @@ LINES: dict[str, tuple[Callable[..., Subject], str]] = {
 
 @dataclass(frozen=True)
 class CheckpointJob:
-    """Build the line of this name."""
+    """Measure the line of this name."""
 
     line: str
     size: tuple[int, int, int]
@@ -172,80 +179,85 @@ class CheckpointJob:
         """Nothing."""
 
     def open(self, rank: int) -> CheckpointSession:
-        """Train one step, so that there is state."""
+        """Train one step, so that there is optimizer state."""
         del rank
-        place = (
+        directory = (
             Path(self.directory)
             / f"zeroshard-bench-{self.line.split(',')[0].lower()}-{len(self.line)}"
         )
         torch.manual_seed(1)
-        return CheckpointSession(LINES[self.line][0](Net(*self.size), place), place)
+        return CheckpointSession(LINES[self.line][0](Net(*self.size), directory), directory)
 
 
 class CheckpointSession:
-    """``turn("save" | "load" | "copy" | "copy again")``: CPU and wall seconds of this rank."""
+    """``turn("save" | "load" | "copy" | "copy again")`` returns CPU and wall seconds of this rank."""
 
-    def __init__(self, subject: Subject, place: Path) -> None:
-        self._subject, self._place = subject, place
+    def __init__(self, calls: CheckpointCalls, directory: Path) -> None:
+        self._calls, self._directory = calls, directory
         self._buffers: list[Tensor] = []
 
     def turn(self, request: str) -> dict[str, float]:
-        """One save or load; or a copy of what a snapshot copies, fresh or into memory that is there."""
+        """One save, one load, or one copy of the snapshot: into new memory, or again into the same
+        memory."""
         if request == "load":
-            _forget(self._place)
+            _drop_from_page_cache(self._directory)
         if request == "copy":
             self._buffers = []
         dist.barrier()
         clock = Clock()
         if request == "copy":
-            self._buffers = [held.clone() for held in self._subject.copied()]
+            self._buffers = [held.clone() for held in self._calls.snapshot()]
         elif request == "copy again":
-            for buffer, held in zip(self._buffers, self._subject.copied(), strict=True):
+            for buffer, held in zip(self._buffers, self._calls.snapshot(), strict=True):
                 buffer.copy_(held)
         else:
-            getattr(self._subject, request)()
+            getattr(self._calls, request)()
         cpu, wall = clock.read()
-        self._subject.settle()
+        self._calls.wait()
         return {"cpu": cpu, "wall": wall}
 
     def close(self) -> None:
         """Remove the files."""
-        self._subject.close()
+        self._calls.close()
         dist.barrier()
-        shutil.rmtree(self._place, ignore_errors=True)
+        shutil.rmtree(self._directory, ignore_errors=True)
 
 
 def run(say: Say, *, smoke: bool, rounds: int | None = None, directory: str) -> dict[str, Any]:
-    """A row per line: time and bandwidth; of the line in the background, what training waits."""
+    """One row per line: times and bandwidth. For the asynchronous line, the time that training waits."""
     size = (64, 2, 512) if smoke else (2048, 16, 16384)
     with torch.device("meta"):
         parameters = sum(p.numel() for p in Net(*size).parameters())
-    why_not = no_disk(directory)
-    teams = [Team(name, CheckpointJob(name, size, directory)) for name in LINES]
+    problem = disk_problem(directory)
+    groups = [WorkerGroup(name, CheckpointJob(name, size, directory)) for name in LINES]
     found: dict[str, dict[str, list[list[dict[str, float]]]]] = {
         name: {"save": [], "load": [], "copy": [], "copy again": []} for name in LINES
     }
-    if not why_not:
-        with running(teams, say):
-            for number, team in in_turns(teams, 1 + (1 if smoke else rounds or ROUNDS)):
-                say(f"round {number}: {team.name}")
+    if not problem:
+        with running(groups, say):
+            for number, group in interleaved(groups, 1 + (1 if smoke else rounds or ROUNDS)):
+                say(f"round {number}: {group.name}")
                 for request in (
-                    ("save", "copy", "copy again") if team.name == BEHIND else ("save", "load")
+                    ("save", "copy", "copy again")
+                    if group.name == ASYNCHRONOUS
+                    else ("save", "load")
                 ):
-                    answers = team.turn(request)
-                    if number and answers:  # the first save makes files and memory
-                        found[team.name][request].append(answers)
+                    answers = group.turn(request)
+                    if number and answers:  # the first round creates files and buffers
+                        found[group.name][request].append(answers)
     nbytes = NBYTES_PER_PARAMETER * parameters
     rows: list[Row] = []
-    for team in teams:
+    for group in groups:
         row: Row = {
-            "name": team.name,
-            "version": _version(team.name),
-            "setting": LINES[team.name][1],
+            "name": group.name,
+            "version": _version(group.name),
+            "setting": LINES[group.name][1],
         }
-        excuse = {"absent": why_not} if why_not else {"error": team.error} if team.error else {}
-        kinds = found[team.name]
-        rows.append(row | (excuse or {k: _measured(v, nbytes) for k, v in kinds.items() if v}))
+        unavailable = (
+            {"absent": problem} if problem else {"error": group.error} if group.error else {}
+        )
+        kinds = found[group.name]
+        rows.append(row | (unavailable or {k: _measured(v, nbytes) for k, v in kinds.items() if v}))
     return {
         "title": TITLE,
         "settings": {
@@ -259,7 +271,7 @@ def run(say: Say, *, smoke: bool, rounds: int | None = None, directory: str) -> 
 
 
 def _measured(rounds: list[list[dict[str, float]]], nbytes: int) -> dict[str, Any]:
-    """The slowest rank's wall time, the mean CPU time, GB/s of all ranks together."""
+    """Wall time of the slowest rank, mean CPU time, GB/s of all ranks together."""
     wall = [1000 * max(rank["wall"] for rank in answers) for answers in rounds]
     cpu = [1000 * sum(rank["cpu"] for rank in answers) / len(answers) for answers in rounds]
     return {
@@ -269,9 +281,9 @@ def _measured(rounds: list[list[dict[str, float]]], nbytes: int) -> dict[str, An
     }
 
 
-def _forget(place: Path) -> None:
+def _drop_from_page_cache(directory: Path) -> None:
     """Drop the files of a directory from the page cache."""
-    for path in place.rglob("*"):
+    for path in directory.rglob("*"):
         if path.is_file():
             fd = os.open(path, os.O_RDONLY)
             os.fsync(fd)
@@ -280,7 +292,7 @@ def _forget(place: Path) -> None:
 
 
 def _version(name: str) -> str:
-    if name.startswith(OWN):
+    if name.startswith(ZEROSHARD):
         return version("zeroshard")
     return version("safetensors" if name.startswith("safetensors") else "torch")
 
@@ -290,4 +302,4 @@ def _ids() -> Tensor:
 
 
 def void(_result: object) -> None:
-    """Drops what a call returns."""
+    """Discard the result of a call."""

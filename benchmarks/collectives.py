@@ -1,4 +1,4 @@
-"""What do a reduce-scatter and an all-gather cost by themselves, over every transport?"""
+"""A3: the time of reduce-scatter and all-gather alone, over every transport."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from judging import Row, statistics
+from comparability import Row, statistics
+from interleaving import Clock, Say, WorkerGroup, interleaved, running
 from systems import TRANSPORTS, has_transport
-from teams import Clock, Say, Team, in_turns, running
 
 MIB = 2**20
 TITLE = "A3  collectives alone"
@@ -16,7 +16,7 @@ TITLE = "A3  collectives alone"
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of call. ``nbytes``: of the full buffer, on every rank."""
+    """One kind of call. ``nbytes``: size of the full buffer on every rank."""
 
     operation: str
     dtype: str
@@ -28,13 +28,14 @@ class Case:
 
     @property
     def calls(self) -> int:
-        """Per turn: about as long for every size."""
+        """Calls per turn. They take about the same time for every size."""
         return max(2, min(20, 32 * MIB // self.nbytes))
 
 
 @dataclass(frozen=True)
 class CollectivesJob:
-    """``kind``: torch (its stock collectives), memcpy, or a transport of ZeroShard."""
+    """``kind``: ``torch`` (the collectives of the process group), ``memcpy``, or a transport of
+    ZeroShard."""
 
     kind: str
 
@@ -49,14 +50,14 @@ class CollectivesJob:
         if self.kind == "torch":
             calls = TorchCalls()
         elif self.kind == "memcpy":
-            calls = Copies()
+            calls = MemcpyCalls()
         else:
-            calls = OwnCalls(self.kind)
+            calls = ZeroShardCalls(self.kind)
         return CollectivesSession(calls, rank, dist.get_world_size())
 
 
 class TorchCalls:
-    """The process group's own collectives."""
+    """The collectives of PyTorch's process group."""
 
     def __init__(self) -> None:
         import torch.distributed as dist
@@ -80,14 +81,14 @@ class TorchCalls:
         self._reduce(out_S, full_N)
 
     def close(self) -> None:
-        """The group is destroyed with the process."""
+        """Nothing: the worker process destroys the group."""
 
 
-class Copies(TorchCalls):
-    """As many bytes as the full buffer has, inside one process: the reference."""
+class MemcpyCalls(TorchCalls):
+    """The reference: copies of the full buffer inside each process."""
 
     def __init__(self) -> None:
-        """No group."""
+        """Needs no process group."""
 
     def all_gather(self, full_N: Any, shard_S: Any) -> None:
         """``shard_S`` is as long as ``full_N`` here."""
@@ -98,8 +99,8 @@ class Copies(TorchCalls):
         out_S.copy_(full_N)
 
 
-class OwnCalls:
-    """ZeroShard's communicator, with buffers from its own memory where it has such."""
+class ZeroShardCalls:
+    """ZeroShard's communicator. Buffers come from its ``allocate`` if it has one."""
 
     def __init__(self, transport: str) -> None:
         from zeroshard.comm import make_comm
@@ -107,7 +108,7 @@ class OwnCalls:
         self._comm: Any = make_comm(transport=transport)
 
     def empty(self, numel: int, dtype: Any) -> Any:
-        """As the runtime gets its gradient buffers."""
+        """A buffer, allocated as the runtime allocates gradient buffers."""
         import torch
 
         make = getattr(self._comm, "allocate", None)
@@ -129,7 +130,7 @@ class OwnCalls:
 
 @dataclass
 class CollectivesSession:
-    """``turn(case)`` calls it some times."""
+    """``turn(case)`` calls the collective ``case.calls`` times."""
 
     calls: Any
     rank: int
@@ -137,7 +138,7 @@ class CollectivesSession:
     _buffers: dict[Case, tuple[Any, Any]] = field(default_factory=dict)
 
     def turn(self, request: Case) -> dict[str, Any]:
-        """Seconds of CPU and of wall time per call, and whether the result was right."""
+        """CPU and wall seconds per call, and whether the result was right."""
         import torch.distributed as dist
 
         if request not in self._buffers:
@@ -156,12 +157,12 @@ class CollectivesSession:
         self.calls.close()
 
     def _prepare(self, case: Case) -> tuple[Any, Any]:
-        """``(full_N, shard_S)``; the source holds the rank's number plus one."""
+        """``(full_N, shard_S)``. Every element is the rank plus one."""
         import torch
 
         dtype = getattr(torch, case.dtype)
         numel = case.nbytes // dtype.itemsize
-        parts = 1 if isinstance(self.calls, Copies) else self.world_size
+        parts = 1 if isinstance(self.calls, MemcpyCalls) else self.world_size
         full_N = self.calls.empty(numel, dtype).fill_(self.rank + 1)
         return full_N, torch.full((numel // parts,), self.rank + 1, dtype=dtype)
 
@@ -175,7 +176,7 @@ class CollectivesSession:
     def _is_right(self, case: Case) -> bool:
         full_N, shard_S = self._buffers[case]
         numbers = range(1, self.world_size + 1)
-        if isinstance(self.calls, Copies):
+        if isinstance(self.calls, MemcpyCalls):
             return bool((full_N == self.rank + 1).all() and (shard_S == self.rank + 1).all())
         if case.operation == "reduce_scatter":
             return bool((shard_S == sum(numbers)).all())
@@ -192,20 +193,20 @@ def run(say: Say, *, smoke: bool, rounds: int | None = None, ranks: int = 2) -> 
         for dtype in ("bfloat16", "float32")
         for nbytes in sizes
     ]
-    # More ranks than cores take turns on them: half as many rounds take as long.
+    # With more ranks than cores a round takes about twice as long, so there are half as many rounds.
     rounds = 1 if smoke else rounds or (4 if ranks == 2 else 2)
     kinds = ["memcpy", "torch", *TRANSPORTS]
-    teams = [
-        Team(kind, CollectivesJob(kind), ranks)
+    groups = [
+        WorkerGroup(kind, CollectivesJob(kind), ranks)
         for kind in kinds
         if kind in ("memcpy", "torch") or has_transport(kind)
     ]
     rows: list[Row] = []
-    with running(teams, say):
+    with running(groups, say):
         for case in cases:
             say(case.name)
-            rows += _measure(case, teams, rounds)
-    failed = [{"name": team.name, "error": team.error} for team in teams if team.error]
+            rows += _measure(case, groups, rounds)
+    failed = [{"name": group.name, "error": group.error} for group in groups if group.error]
     absent = [
         {"name": kind, "absent": f"transport {kind!r} is not in this version"}
         for kind in kinds[2:]
@@ -214,21 +215,21 @@ def run(say: Say, *, smoke: bool, rounds: int | None = None, ranks: int = 2) -> 
     return {"title": TITLE, "settings": {"ranks": ranks}, "rows": [*rows, *failed, *absent]}
 
 
-def _measure(case: Case, teams: Sequence[Team], rounds: int) -> list[Row]:
+def _measure(case: Case, groups: Sequence[WorkerGroup], rounds: int) -> list[Row]:
     found: dict[str, list[list[dict[str, Any]]]] = {}
-    for _, team in in_turns(teams, rounds):
-        if answers := team.turn(case):
-            found.setdefault(team.name, []).append(answers)
+    for _, group in interleaved(groups, rounds):
+        if answers := group.turn(case):
+            found.setdefault(group.name, []).append(answers)
     rows = []
-    for team in teams:
-        if team.error or team.name not in found:
+    for group in groups:
+        if group.error or group.name not in found:
             continue
-        turns = found[team.name]
+        turns = found[group.name]
         cpu = statistics([1000 * sum(a["cpu"] for a in turn) / len(turn) for turn in turns])
         wall = statistics([1000 * max(a["wall"] for a in turn) for turn in turns])
         rows.append(
             {
-                "name": team.name,
+                "name": group.name,
                 "case": case.name,
                 "operation": case.operation,
                 "dtype": case.dtype,

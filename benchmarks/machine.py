@@ -1,4 +1,4 @@
-"""On which machine, with which versions and under which load was this measured?"""
+"""The machine, the versions and the load of a measurement."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def describe() -> dict[str, Any]:
-    """Facts that a reader needs in order to compare."""
+    """What a reader must know before comparing numbers."""
     return {
         "cores": os.cpu_count(),
         "processor": _field("/proc/cpuinfo", "model name") or platform.processor(),

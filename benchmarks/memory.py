@@ -1,8 +1,8 @@
-"""How much memory do all ranks of a stage-3 run need, while the model is built and while it trains?
+"""A5: peak memory of all ranks at stage 3, while the model is built and while it trains.
 
-Each library constructs the model in its own best way: FSDP2 on the meta device, DeepSpeed and
-ZeroShard inside their ``zero.Init``. What a process has before (libraries, connections, one tiny
-model that came and went) does not count.
+Each library builds the model in the way that suits it best: FSDP2 on the meta device, DeepSpeed and
+ZeroShard inside their ``zero.Init``. Memory that a process has before does not count: libraries,
+connections, and what is left of one tiny model.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from judging import Row
+from comparability import Row
+from interleaving import Say, WorkerGroup, running
 from models import GPT, GPTTask, Shape
+from protocols import COMPUTE
 from systems import (
     ADAMW,
     Trainer,
@@ -25,11 +27,11 @@ from systems import (
     zeroshard_config,
     zeroshard_line,
 )
-from teams import Say, Team, running
 
 TITLE = "A5  memory of a model with a large vocabulary: stage 3, 2 ranks"
 NBYTES_PER_PARAMETER = 16
-"""Parameter and gradient in bf16, master and two moments in fp32: sharded, of all ranks together."""
+"""bf16: parameter and gradient in bf16, master and two moments in fp32. fp32: parameter, gradient and two
+moments. Sharded: the sum over all ranks."""
 
 BIG = Shape(vocabulary=65536, width=512, layers=4, context=64)
 TINY = Shape(vocabulary=256, width=64, layers=2, heads=2, context=16)
@@ -39,7 +41,7 @@ SMOKE = Shape(vocabulary=1024, width=64, layers=2, heads=2, context=16)
 def _fsdp2(shape: Shape) -> Trainer:
     with torch.device("meta"):
         model = GPT(shape)
-    shard_with_fsdp2(model, reshard=True)
+    shard_with_fsdp2(model, reshard=True, compute=COMPUTE)
     model.to_empty(device="cpu")
     for module in model.modules():
         reset: Any = getattr(module, "reset_parameters", None)
@@ -50,7 +52,7 @@ def _fsdp2(shape: Shape) -> Trainer:
 
 def _deepspeed(shape: Shape) -> Trainer:
     library = import_deepspeed()
-    config = deepspeed_config(3)
+    config = deepspeed_config(3, compute=COMPUTE)
     with library.zero.Init(config_dict_or_path=config):
         model = GPT(shape)
     engine, *_ = library.initialize(
@@ -66,7 +68,7 @@ def _zeroshard(shape: Shape) -> Trainer:
     from zeroshard import Engine
     from zeroshard.zero import Init
 
-    config = zeroshard_config(3)
+    config = zeroshard_config(3, compute=COMPUTE)
     with Init(config_dict_or_path=config):
         model = GPT(shape)
     engine = Engine(model, config=config)
@@ -74,9 +76,9 @@ def _zeroshard(shape: Shape) -> Trainer:
 
 
 SYSTEMS = {
-    "FSDP2": (fsdp2_line(True), _fsdp2),
-    "DeepSpeed": (deepspeed_line(3), _deepspeed),
-    "ZeroShard": (zeroshard_line(3), _zeroshard),
+    "FSDP2": (fsdp2_line(True, compute=COMPUTE), _fsdp2),
+    "DeepSpeed": (deepspeed_line(3, compute=COMPUTE), _deepspeed),
+    "ZeroShard": (zeroshard_line(3, compute=COMPUTE), _zeroshard),
 }
 
 
@@ -88,13 +90,13 @@ class MemoryJob:
     shape: Shape
 
     def prepare(self) -> None:
-        """One tiny model: imports, connections and kernels are there afterwards."""
+        """Train one tiny model, so that imports, connections and kernels exist before the measurement."""
         session = MemorySession(SYSTEMS[self.system][1](TINY), GPTTask(TINY).data(0, 2))
         session.turn(2)
         session.close()
 
     def open(self, rank: int) -> MemorySession:
-        """Build the model that counts."""
+        """Build the model that is measured."""
         data = GPTTask(self.shape).data(rank, 2)
         return MemorySession(SYSTEMS[self.system][1](self.shape), data)
 
@@ -107,7 +109,7 @@ class MemorySession:
     data: list[Any] = field(default_factory=list)
 
     def turn(self, request: int) -> list[float]:
-        """The losses."""
+        """The losses of the steps."""
         losses = []
         for number in range(request):
             loss = self.trainer.forward(*self.data[number % len(self.data)])
@@ -124,10 +126,10 @@ class MemorySession:
 def run(say: Say, *, smoke: bool, rounds: int | None = None) -> dict[str, Any]:
     """One row per library: MiB of all ranks together above what the processes had before.
 
-    Libraries take no turns here: only one of them is in memory.
+    Libraries do not take turns here, so that only one of them is in memory.
     """
     del rounds
-    shape, steps = (SMOKE, 9) if smoke else (BIG, 6)  # nine: the last sees what the first saw
+    shape, steps = (SMOKE, 9) if smoke else (BIG, 6)  # with 9 steps the last batch is the first one
     with torch.device("meta"):
         parameters = sum(p.numel() for p in GPT(shape).parameters())
     rows: list[Row] = []
@@ -145,17 +147,17 @@ def run(say: Say, *, smoke: bool, rounds: int | None = None) -> dict[str, Any]:
 
 
 def _measure(name: str, shape: Shape, steps: int, say: Say) -> Row:
-    team = Team(name, MemoryJob(name, shape))
-    with running([team], say, interval_s=0.005):
+    group = WorkerGroup(name, MemoryJob(name, shape))
+    with running([group], say, interval_s=0.005):
         say(f"training {name}")
-        if not team.error:
-            with team.watched("training", 0.005):
-                answers = team.turn(steps)
-    if team.error:
-        return {"error": team.error}
+        if not group.error:
+            with group.sampling_memory("training", 0.005):
+                answers = group.turn(steps)
+    if group.error:
+        return {"error": group.error}
     losses = [sum(of_ranks) / len(of_ranks) for of_ranks in zip(*answers, strict=True)]
     return {
-        "peak_mib": {phase: round(n / 2**20, 1) for phase, n in team.peak_nbytes.items()},
+        "peak_mib": {phase: round(n / 2**20, 1) for phase, n in group.peak_nbytes.items()},
         "losses": losses,
         "learns": losses[-1] < losses[0],
     }

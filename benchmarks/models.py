@@ -1,7 +1,7 @@
-"""What do the benchmarks train? Two kinds of models, the same object for every system.
+"""The models and data of the benchmarks: a GPT and a stack of linear layers.
 
-A loss is ``model(x, y)``. ``groups`` are the modules that a library which is told by hand what to
-gather together should be told (FSDP2's ``fully_shard``).
+``model(x, y)`` returns the loss. ``groups()`` returns the modules to shard one by one, for libraries that
+are given them by hand (FSDP2's ``fully_shard``).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class Sizes(Protocol):
-    """What a GPT has to be told."""
+    """The sizes that define a GPT."""
 
     @property
     def vocabulary(self) -> int: ...
@@ -36,7 +36,7 @@ class Sizes(Protocol):
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a GPT. The defaults have 21 million parameters; embedding and head are two."""
+    """Sizes of a GPT. The defaults have 21 million parameters, with separate embedding and head."""
 
     vocabulary: int = 8192
     width: int = 512
@@ -46,10 +46,11 @@ class Shape:
 
 
 class Embedding(nn.Embedding):
-    """Small values from the start, wherever the parameter is when it gets them.
+    """An embedding that initializes itself with small values, also after the meta device.
 
-    Not smaller: a norm that follows turns a change of so small a vector into one of the same share,
-    and the loss then jumps by itself; which step it does that in is a matter of rounding.
+    The values must not be smaller. The norm that follows depends on the relative change of a vector, and
+    for very small vectors one update is a large relative change. The loss then jumps, in a step that
+    depends on rounding.
     """
 
     std = 0.1
@@ -59,7 +60,7 @@ class Embedding(nn.Embedding):
 
 
 class TiedEmbedding(Embedding):
-    """A table that is also the output layer: smaller, so that no logit is large."""
+    """An embedding that is also the output layer. Its values are smaller, so that no logit is large."""
 
     std = 0.02
 
@@ -89,9 +90,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Returns the mean cross entropy of the next token; no dropout: runs can be compared.
+    """Returns the mean cross entropy of the next token. It has no dropout, so that runs can be compared.
 
-    ``tied``: the embedding is also the head. ``recompute``: of the blocks only the inputs are kept.
+    ``tied``: the embedding is also the head. ``recompute``: activation checkpointing of each block.
     """
 
     def __init__(self, shape: Sizes, *, tied: bool = False, recompute: bool = False) -> None:
@@ -99,17 +100,17 @@ class GPT(nn.Module):
         table = TiedEmbedding if tied else Embedding
         self.recompute = recompute
         self.embed = table(shape.vocabulary, shape.width)
-        self.place = table(shape.context, shape.width)
+        self.position = table(shape.context, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width)
         self.head = None if tied else nn.Linear(shape.width, shape.vocabulary, bias=False)
 
     def groups(self) -> list[nn.Module]:
-        """The blocks, and the two modules that are as large as several of them, unless they are one."""
+        """The blocks. If not tied, embedding and head too: each is as large as several blocks."""
         return [*self.blocks] if self.head is None else [self.embed, *self.blocks, self.head]
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = self.embed(tokens) + self.place(torch.arange(tokens.shape[1], device=tokens.device))
+        x = self.embed(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
         recompute = self.recompute and torch.is_grad_enabled()
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
@@ -119,10 +120,10 @@ class GPT(nn.Module):
 
 
 class Layer(nn.Module):
-    """One linear map beside a residual path.
+    """A linear layer with a residual connection, scaled by ``strength``.
 
-    So weak that many of them still learn smoothly, and strong enough that bf16 does not round what it
-    adds away: losses of layers that change nothing would always be the same.
+    The scale is small enough that a stack of many layers learns smoothly. It is large enough that bf16
+    does not round the contribution of a layer to zero. Otherwise the losses would never change.
     """
 
     strength = 0.025
@@ -136,7 +137,8 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    """Layers and a squared error: wide ones are all update, many small ones are all overhead."""
+    """Layers and a squared error. With wide layers the update dominates, with many small ones the
+    overhead per layer."""
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
@@ -160,28 +162,28 @@ class GPTTask:
     batch: int = 1
 
     def model(self) -> GPT:
-        """fp32, with values exact in bf16: every precision starts at the same point."""
+        """fp32, with values that are exact in bf16: every precision starts with the same values."""
         return _exact(lambda: GPT(self.shape), 1 / (2 * self.shape.layers) ** 0.5)
 
     def data(self, rank: int, count: int) -> list[Batch]:
-        """``count`` pairs ``[batch, context]``, others on every rank.
+        """``count`` pairs ``[batch, context]``, different on every rank.
 
-        Training cycles through the pairs: the loss falls fast and smoothly, first to the frequencies
-        and then by learning the pairs by heart, so that wrong gradients show within a few steps.
+        Training cycles through the pairs. The loss falls fast and smoothly: the model learns the token
+        frequencies first, then it memorizes the pairs. Wrong gradients show within a few steps.
         """
         return text(self.shape, self.batch, count, seed=1000 + rank)
 
 
 @dataclass(frozen=True)
 class StackTask:
-    """``depth`` layers of ``width * width`` parameters and hardly any data."""
+    """``depth`` layers of ``width * width`` parameters, on very small batches."""
 
     width: int
     depth: int
     batch: int = 1
 
     def model(self) -> Stack:
-        """fp32, with values exact in bf16."""
+        """fp32, with values that are exact in bf16."""
         return _exact(lambda: Stack(self.width, self.depth), 1.0)
 
     def data(self, rank: int, count: int) -> list[Batch]:
@@ -194,22 +196,23 @@ class StackTask:
 def text(shape: Sizes, batch: int, count: int, *, seed: int) -> list[Batch]:
     """``count`` pairs ``[batch, context]`` of tokens and their successors.
 
-    Tokens are as frequent as words in a text (Zipf).
+    Token frequencies follow Zipf's law, like words in a text.
     """
     generator = torch.Generator().manual_seed(seed)
     size = (count, batch, shape.context + 1)
-    places = torch.rand(size, generator=generator, dtype=torch.float64)
-    rows = (shape.vocabulary**places).long() - 1
+    uniform = torch.rand(size, generator=generator, dtype=torch.float64)
+    rows = (shape.vocabulary**uniform).long() - 1
     return [(row[:, :-1], row[:, 1:]) for row in rows]
 
 
 def _exact(build: Callable[[], M], residual_scale: float) -> M:
-    """Weights of layers by their place, everything else as its constructor leaves it."""
-    torch.manual_seed(0)  # before the constructors: biases are theirs
+    """Draw the weight matrices anew, except those of embeddings. Residual outputs are scaled by
+    ``residual_scale``. Round all values to bf16."""
+    torch.manual_seed(0)  # before the constructors, which draw the biases
     model = build()
     with torch.no_grad():
         for name, param in model.named_parameters():
-            if param.dim() == 2 and not name.startswith(("embed.", "place.")):
+            if param.dim() == 2 and not name.startswith(("embed.", "position.")):
                 residual = name.endswith(("out.weight", "down.weight"))
                 param.normal_(std=0.02 * (residual_scale if residual else 1))
             param.copy_(param.bfloat16())

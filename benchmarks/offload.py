@@ -1,7 +1,7 @@
-"""What does it cost that state rests in host memory or on disk, and is the disk kept busy?
+"""A9: the cost of offload to host memory and to disk, and the disk bandwidth that offload reaches.
 
-Steps with and without offload side by side, the bytes that they move beside the formula, and a walk
-through pages on disk beside a bare loop of the same system calls.
+Compares steps with offload to steps without it, and the bytes that they move to the formula. Compares
+``Pager.walk`` through pages on disk to a plain loop of the same system calls.
 """
 
 from __future__ import annotations
@@ -13,24 +13,26 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from judging import Row, statistics
+from comparability import Row, statistics
+from interleaving import Clock, Say, WorkerGroup, alternating, running
 from models import GPTTask, Shape
-from places import PLACES, deepspeed_cpu_line, lines, no_disk
 from systems import ADAMW, CLIP
-from teams import Clock, Say, Team, running, to_and_fro
-from training import Effort, Line, TrainingSession, compare
+from tiers import OFFLOAD_SETTINGS, deepspeed_cpu_line, disk_problem, lines
+from training import Line, RunLength, TrainingSession, compare
 
 TITLE = "A9  steps with state in host memory or on disk: 2 ranks, 128 tokens each"
 DISK_TITLE = "A9  the disk: 64 pages of 24 MiB read, and written back, 1 process"
-OWN = "ZeroShard, Pager.walk"
+ZEROSHARD = "ZeroShard, Pager.walk"
 MIB = 2**20
 
 PAGE_NBYTES, PAGES = 24 * MIB, 64
 BLOCK_NBYTES, AHEAD = 8 * MIB, 3
-"""Of the bare loop: blocks are those of ``SwapFile``. Reads run three blocks in front of writes."""
+"""Of the plain loop. Its blocks are as large as those of ``SwapFile``. Reads are three blocks ahead of
+writes."""
 
 RAW = {f"raw O_DIRECT loop, {threads} threads": threads for threads in (2, 4, 8)}
-"""``SwapFile`` uses four. Which number is best depends on the disk: the best of a round counts."""
+"""Threads of each plain loop. ``SwapFile`` uses four. The best number depends on the disk, so the best
+loop of a round counts."""
 
 STEP_ROUNDS, DISK_ROUNDS = 5, 3
 
@@ -47,7 +49,7 @@ class OffloadJob:
     directory: str
 
     def prepare(self) -> None:
-        """Nothing: memory includes what the system opens."""
+        """Nothing: the measured memory includes what the system opens."""
 
     def open(self, rank: int) -> TrainingSession:
         """Build the system on this rank."""
@@ -58,18 +60,18 @@ class OffloadJob:
 
 
 def run(say: Say, *, smoke: bool, rounds: int | None = None, directory: str) -> dict[str, Any]:
-    """One row per place, with the bytes that a rank moves in a step: counted, and by the formula."""
+    """One row per setting, with the bytes that a rank moves in a step: counted, and by the formula."""
     shape = Shape(vocabulary=256, width=64, layers=2, heads=2, context=16) if smoke else Shape()
     task = GPTTask(shape)
-    effort = Effort(2, 2, 1) if smoke else Effort(3, rounds or STEP_ROUNDS, 3)
+    length = RunLength(2, 2, 1) if smoke else RunLength(3, rounds or STEP_ROUNDS, 3)
     make = partial(_job, task=task, directory=directory)
-    rows = compare("a9", lines(directory, peers=not smoke), task, effort, say, job=make)
+    rows = compare("a9", lines(directory, peers=not smoke), task, length, say, job=make)
     parameters = sum(p.numel() for p in task.model().parameters())
-    places = {place.name: place for place in PLACES}
+    settings = {setting.name: setting for setting in OFFLOAD_SETTINGS}
     for row in rows:
-        if (place := places.get(row["name"])) is not None and "moved_nbytes" in row:
-            row["reference"] = place.reference
-            row["theory_nbytes"] = place.theory(parameters // row["ranks"])
+        if (setting := settings.get(row["name"])) is not None and "moved_nbytes" in row:
+            row["reference"] = setting.reference
+            row["theory_nbytes"] = setting.theory(parameters // row["ranks"])
     return {
         "title": TITLE,
         "settings": {
@@ -80,9 +82,9 @@ def run(say: Say, *, smoke: bool, rounds: int | None = None, directory: str) -> 
             "adamw": ADAMW,
             "clip": CLIP,
             "directory": directory,
-            "warm_up_steps": effort.warm_up,
-            "rounds": effort.rounds,
-            "steps_per_turn": effort.burst,
+            "warm_up_steps": length.warm_up,
+            "rounds": length.rounds,
+            "steps_per_turn": length.burst,
         },
         "rows": rows,
     }
@@ -97,7 +99,7 @@ def _job(line: Line, *, task: GPTTask, directory: str) -> OffloadJob:
 
 @dataclass(frozen=True)
 class DiskJob:
-    """Pages on disk, and a file of the same size for the bare loop."""
+    """Pages on disk, and a file of the same size for the plain loop."""
 
     directory: str
     pages: int
@@ -107,13 +109,13 @@ class DiskJob:
         """Nothing."""
 
     def open(self, rank: int) -> DiskSession:
-        """Write both files once: what was never written is not read from the disk."""
+        """Write both files once: blocks that were never written are not read from the disk."""
         del rank
         return DiskSession(self)
 
 
 class DiskSession:
-    """``turn(name)`` reads and writes everything once: CPU and wall seconds."""
+    """``turn(name)`` reads and writes all pages once. It returns CPU and wall seconds."""
 
     def __init__(self, job: DiskJob) -> None:
         from zeroshard.offload.pager import Pager
@@ -127,9 +129,9 @@ class DiskSession:
             page.bytes.random_()
 
     def turn(self, request: str) -> dict[str, float]:
-        """One pass of the pager or of the bare loop."""
+        """One pass of the pager or of the plain loop."""
         clock = Clock()
-        if request == OWN:
+        if request == ZEROSHARD:
             for _ in self._pager.walk(self._pages):
                 pass
         else:
@@ -138,18 +140,23 @@ class DiskSession:
         return {"cpu": cpu, "wall": wall, "direct": float(self._file.direct and self._raw.direct)}
 
     def close(self) -> None:
-        """Give the disk back."""
+        """Free both files."""
         self._pager.close()
         self._file.close()
         self._raw.close()
 
 
 class RawLoop:
-    """Threads that read and write blocks of one file, each with memory of its own, and nothing else."""
+    """The plain loop: threads that read and write blocks of one file, each through its own buffer."""
 
     def __init__(self, directory: str, nbytes: int) -> None:
-        from zeroshard.memory.pages import aligned_bytes, memory_at
-        from zeroshard.offload.direct_io import allocate, open_unnamed, turn_direct
+        from zeroshard.memory.direct_io import (
+            aligned_bytes,
+            allocate,
+            memory_at,
+            open_unnamed,
+            turn_direct,
+        )
 
         self._fd, _ = open_unnamed(directory)
         self.direct = turn_direct(self._fd)
@@ -162,7 +169,7 @@ class RawLoop:
         self._run(((offset, True) for offset in self._offsets), threads=4)
 
     def turn(self, threads: int) -> None:
-        """Read every block and write it, some blocks later."""
+        """Read every block. Write it ``AHEAD`` blocks later."""
         self._run(self._orders(), threads)
 
     def _orders(self) -> Iterator[tuple[int, bool]]:
@@ -208,21 +215,25 @@ class RawLoop:
 
 
 def run_disk(say: Say, *, smoke: bool, rounds: int | None = None, directory: str) -> dict[str, Any]:
-    """All kinds in turns, in one process: their wall time, and in each round the share of the best."""
+    """The pager and the plain loops in turns, in one process.
+
+    A row per loop has its times. ``share_of_raw``: bandwidth of the pager ÷ that of the best plain loop
+    of the same round.
+    """
     pages, page_nbytes = (8, MIB) if smoke else (PAGES, PAGE_NBYTES)
-    found: dict[str, list[dict[str, float]]] = {kind: [] for kind in (OWN, *RAW)}
-    error, why_not = "", no_disk(directory)
-    if not why_not:
-        team = Team("the disk", DiskJob(directory, pages, page_nbytes), ranks=1)
-        with running([team], say):
-            for number, kind in to_and_fro(list(found), 1 if smoke else rounds or DISK_ROUNDS):
+    found: dict[str, list[dict[str, float]]] = {kind: [] for kind in (ZEROSHARD, *RAW)}
+    error, problem = "", disk_problem(directory)
+    if not problem:
+        group = WorkerGroup("the disk", DiskJob(directory, pages, page_nbytes), ranks=1)
+        with running([group], say):
+            for number, kind in alternating(list(found), 1 if smoke else rounds or DISK_ROUNDS):
                 say(f"round {number + 1}: {kind}")
-                found[kind].extend(team.turn(kind))
-        error = team.error
-    excuse = {"absent": why_not} if why_not else {"error": error}
-    failed = bool(why_not or error)
+                found[kind].extend(group.turn(kind))
+        error = group.error
+    unavailable = {"absent": problem} if problem else {"error": error}
+    failed = bool(problem or error)
     rows: list[Row] = [
-        {"name": kind, **(excuse if failed else _disk_row(records, 2 * pages * page_nbytes))}
+        {"name": kind, **(unavailable if failed else _disk_row(records, 2 * pages * page_nbytes))}
         for kind, records in found.items()
     ]
     result = {
@@ -233,7 +244,7 @@ def run_disk(say: Say, *, smoke: bool, rounds: int | None = None, directory: str
     if not failed:
         rounds_of_raw = zip(*(found[kind] for kind in RAW), strict=True)
         best = [min(record["wall"] for record in raw) for raw in rounds_of_raw]
-        pairs = zip(best, found[OWN], strict=True)
+        pairs = zip(best, found[ZEROSHARD], strict=True)
         result["share_of_raw"] = statistics([raw / own["wall"] for raw, own in pairs])
     return result
 

@@ -1,4 +1,4 @@
-"""How does a result look on a terminal?
+"""Prints the tables of a result on a terminal.
 
 python benchmarks/report.py [results/....json]
 """
@@ -9,8 +9,8 @@ import json
 import sys
 from typing import Any
 
+from table_columns import TextTable, text_tables
 from targets import stream_gb_per_s
-from views import View, views
 
 
 def show(result: dict[str, Any]) -> None:
@@ -27,11 +27,11 @@ def show(result: dict[str, Any]) -> None:
     )
     if because := result.get("compute_because"):
         console.print(f"The GPT of A1, A2, A6 and A8 is trained in {result['compute']}: {because}")
-    for view in views(result):
+    for view in text_tables(result):
         _show(view, console)
 
 
-def _show(view: View, console: Any) -> None:
+def _show(view: TextTable, console: Any) -> None:
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -50,6 +50,6 @@ def _show(view: View, console: Any) -> None:
 
 
 if __name__ == "__main__":
-    from tables import asked
+    from readme_block import requested_result
 
-    show(json.loads(asked(sys.argv[1:]).read_text()))
+    show(json.loads(requested_result(sys.argv[1:]).read_text()))

@@ -1,11 +1,11 @@
-"""What does ZeroShard cost beside DDP, FSDP2 and DeepSpeed, on CPU ranks of this machine?
+"""Compares ZeroShard with DDP, FSDP2 and DeepSpeed on CPU ranks of this machine.
 
-    python benchmarks/run.py                  # protocols A1 to A10, about 20 minutes
+    python benchmarks/run.py                  # protocols A1 to A10, about 15 minutes
     python benchmarks/run.py --only a1 a4     # some of them
     python benchmarks/run.py --smoke          # a tiny version of everything
 
-Peers come with the extra ``zeroshard[bench]``; see benchmarks/README.md. A line that cannot run here
-is reported with its reason.
+The extra ``zeroshard[bench]`` installs the peers; see benchmarks/README.md. A line that cannot run
+here is reported with the reason.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def protocols(disk: str) -> dict[str, Callable[..., dict[str, Any]]]:
-    """Every protocol by its key, in the order of the report. ``disk``: a directory on one."""
+    """Every protocol by its key, in the order of the report. ``disk``: a directory on a disk."""
     import checkpoints
     import collectives
     import memory
@@ -80,8 +80,9 @@ def _tell(say: Callable[[str], None], key: str, text: str) -> None:
     say(f"{key}: {text}")
 
 
-def place(given: argparse.Namespace) -> Path | None:
-    """Where the result belongs. Part of a run, or a tiny one, never looks like a whole one."""
+def output_path(given: argparse.Namespace) -> Path | None:
+    """The file of the result. Only a whole run gets the name of a whole run. A smoke run has no file
+    unless the user names one."""
     if given.out or given.smoke:
         out: Path | None = given.out
         return out
@@ -90,15 +91,17 @@ def place(given: argparse.Namespace) -> Path | None:
 
 
 def main() -> None:
-    """Parse, measure, show, write."""
+    """Parse the arguments, measure, write the result and print it."""
     families = sorted({key.partition("-")[0] for key in protocols("")})
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", default=[], choices=families, help="some protocols")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, no result kept")
-    parser.add_argument("--rounds", type=int, help="turns of every line; default: by protocol")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes; no file unless --out")
+    parser.add_argument(
+        "--rounds", type=int, help="turns of every line; the default depends on the protocol"
+    )
     parser.add_argument(
         "--disk", default=tempfile.gettempdir(), metavar="DIR",
-        help="for A9, a directory on a disk; default: the system's temporary one",
+        help="for A9 and A10, a directory on a disk; default: the system's temporary directory",
     )  # fmt: skip
     parser.add_argument("--out", type=Path, help="default: benchmarks/results/<date>-cpu.json")
     given = parser.parse_args()
@@ -109,7 +112,7 @@ def main() -> None:
         smoke=given.smoke,
         rounds=given.rounds,
     )
-    path = place(given)
+    path = output_path(given)
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=1) + "\n")
@@ -118,9 +121,9 @@ def main() -> None:
 
     report.show(result)
     if path is not None:
-        import pictures
+        import plots
 
-        pictures.draw(result, path.parent, path.stem)
+        plots.draw(result, path.parent, path.stem)
 
 
 if __name__ == "__main__":

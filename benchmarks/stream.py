@@ -1,7 +1,8 @@
-"""How many bytes per second can some threads of this machine move?
+"""Memory bandwidth of this machine, for a given number of threads.
 
-The best of several copies and triads over arrays far larger than the caches, bytes counted as STREAM
-does: what the program reads and writes, without the line that a store fetches first.
+It is the best of several copies and triads over arrays that are much larger than the caches. Bytes are
+counted as STREAM counts them: those that the program reads and writes. The cache line that a store
+fetches first is not counted.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from collections.abc import Callable
 def measure(nbytes: int = 256 * 2**20, repeats: int = 8, *, threads: int = 1) -> dict[str, float]:
     """GB/s of ``copy`` (a = b), ``triad`` (a = b + s c) and the better of both.
 
-    With one thread CPU time is the clock: whatever else runs does not count, as far as it leaves the
-    bus alone. With more it is wall time.
+    With one thread the clock is CPU time, so that other programs count only as far as they use the
+    memory bus. With more threads it is wall time.
     """
     import torch
 

@@ -1,9 +1,9 @@
-"""How is each system told to train the same model in the same way?
+"""Builds every system so that all train the same model in the same way.
 
-Every function here builds one system on one rank, in its best configuration for this setting, from
-the same fp32 model: AdamW with the same numbers and torch's fused kernel, gradients clipped at 1.0.
-``compute`` is "bf16" (with an fp32 master) or "fp32"; gradients are reduced in it where nobody asks for
-another ``reduce``.
+Each builder makes one system on one rank, in its best configuration for this setting, from the same fp32
+model. All use AdamW with the same hyperparameters and torch's fused kernel, and clip gradients at norm
+1.0. ``compute`` is "bf16" (with an fp32 master) or "fp32". Gradients are reduced in the dtype ``reduce``;
+if that is empty, in ``compute``.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 ADAMW: dict[str, Any] = {"lr": 5e-5, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-"""A low rate: at 3e-4 the loss of so small a batch jumps by itself after some 20 steps, at 1e-4 it can
-within 50. From there on rounding decides, and no two systems can be compared."""
+"""The learning rate is low. At 3e-4 the loss of such a small batch jumps after about 20 steps; at 1e-4 it
+can jump within 50. After a jump, losses depend on rounding, and systems cannot be compared."""
 CLIP = 1.0
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 TRANSPORTS = ("stock", "p2p", "shm")
-"""Every way in which ZeroShard can move bytes between CPU ranks; one that a version lacks is said so."""
+"""All transports of ZeroShard between CPU ranks. If a version lacks one, its line says so."""
 
 
 def _nothing(_last: bool) -> None:
@@ -37,9 +37,9 @@ def _no_norm() -> None:
 
 @dataclass(frozen=True)
 class Trainer:
-    """One training step in parts. ``before(last)`` comes before the forward of every micro-batch.
+    """One training step in parts. ``before(last)`` is called before the forward of every micro-batch.
 
-    ``norm``: of the whole gradient of the last step, before clipping; None where nobody computes it.
+    ``norm``: of the whole gradient of the last step, before clipping; None if it is not computed.
     """
 
     forward: Callable[[Tensor, Tensor], Tensor]
@@ -51,19 +51,20 @@ class Trainer:
     counts: bool = False
     """The system counts micro-batches itself: ``step`` is called after every one."""
     moved: Callable[[], Mapping[str, int]] = dict
-    """Bytes that moved over a bus and to disk since the start, by direction; nothing: not counted."""
+    """Bytes moved over the bus and to disk since the start, by direction. Empty if they are not
+    counted."""
 
 
 Build = Callable[[Any, int], Trainer]
-"""From a model and the number of micro-batches per step."""
+"""Builds a system from a model and the number of micro-batches per step."""
 
 
 @dataclass(frozen=True)
 class System:
     """One line of a table. ``library``: the package that must be installed.
 
-    ``compared``: does it train on all ranks' data, so that its losses must be the others'? ``excuse``:
-    why it cannot run here, where more is missing than a library.
+    ``compared``: whether it trains on the data of all ranks, so that its losses must equal those of the
+    others. ``unavailable``: why it cannot run here, for a reason other than a missing library.
     """
 
     name: str
@@ -74,7 +75,7 @@ class System:
     stage: int | None = None
     transport: str = ""
     compared: bool = True
-    excuse: str = ""
+    unavailable: str = ""
 
     @property
     def version(self) -> str | None:
@@ -91,21 +92,21 @@ class System:
             return f"{self.library} is not installed"
         if self.transport and not has_transport(self.transport):
             return f"transport {self.transport!r} is not in this version"
-        return self.excuse
+        return self.unavailable
 
 
 def has_transport(name: str) -> bool:
-    """Does the installed ZeroShard know this transport?"""
+    """Whether the installed ZeroShard has this transport."""
     from zeroshard.comm import connect
 
     return name == "auto" or name in connect.TRANSPORTS
 
 
-# ---------------------------------------------------------------------- torch by itself
+# ---------------------------------------------------------------------- PyTorch
 
 
 def floor(compute: str = "bf16") -> Build:
-    """Forward and backward of the model: no exchange, no update. Nobody can be below it."""
+    """Forward and backward of the model, without exchange and update: a lower bound for all systems."""
 
     def build(model: Any, micro_batches: int) -> Trainer:
         model.to(_DTYPES[compute])
@@ -115,7 +116,7 @@ def floor(compute: str = "bf16") -> Build:
 
 
 def _backward(micro_batches: int) -> Callable[[Tensor], None]:
-    """The gradient of a mean over micro-batches, one at a time."""
+    """Backward of one micro-batch. Together the micro-batches give the gradient of their mean loss."""
 
     def backward(loss: Tensor) -> None:
         torch.autograd.backward(loss / micro_batches)
@@ -124,7 +125,7 @@ def _backward(micro_batches: int) -> Callable[[Tensor], None]:
 
 
 class ClippedStep:
-    """Clip, update, drop the gradients. ``foreach``: the kernel of the norm, None for the fastest."""
+    """Clip, update, free the gradients. ``foreach``: the kernel of the norm; None for the fastest."""
 
     def __init__(
         self,
@@ -144,13 +145,13 @@ class ClippedStep:
         self._optimizer.zero_grad(set_to_none=True)
 
     def norm(self) -> float | None:
-        """Of the gradient that was clipped last, of all ranks together."""
+        """The norm of the gradient of the last step before clipping, over all ranks."""
         found = self._norm
         return None if found is None else float(getattr(found, "full_tensor", lambda: found)())
 
 
 class MasterStep(ClippedStep):
-    """The same on fp32 masters beside 16-bit parameters, with the casts written out."""
+    """The same on fp32 masters of 16-bit parameters, with explicit casts."""
 
     def __init__(
         self,
@@ -161,19 +162,19 @@ class MasterStep(ClippedStep):
         foreach: bool | None = None,
     ) -> None:
         super().__init__(masters, optimizer, foreach=foreach)
-        self._narrow = params
+        self._params_16bit = params
 
     def __call__(self) -> None:
-        for master, param in zip(self._params, self._narrow, strict=True):
+        for master, param in zip(self._params, self._params_16bit, strict=True):
             assert param.grad is not None
             master.grad, param.grad = param.grad.float(), None
         super().__call__()
         with torch.no_grad():
-            torch._foreach_copy_(self._narrow, self._params)
+            torch._foreach_copy_(self._params_16bit, self._params)
 
 
 def plain(compute: str = "bf16", **kernel: bool) -> Build:
-    """Clipping and one ``torch.optim.AdamW``; in bf16 an fp32 master of each parameter, and casts."""
+    """Clipping and one ``torch.optim.AdamW``. In bf16 each parameter has an fp32 master, with casts."""
 
     options: dict[str, Any] = {**ADAMW, **kernel}
 
@@ -191,7 +192,7 @@ def plain(compute: str = "bf16", **kernel: bool) -> Build:
 
 
 def ddp(compute: str = "bf16") -> Build:
-    """DDP keeps fp32 parameters and all-reduces fp32 gradients; bf16 is autocast."""
+    """DDP with fp32 parameters and fp32 all-reduce. bf16 compute is autocast."""
 
     def build(model: Any, micro_batches: int) -> Trainer:
         wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -202,7 +203,7 @@ def ddp(compute: str = "bf16") -> Build:
                 loss: Tensor = wrapped(x, y)
                 return loss
 
-        def before(last: bool) -> None:  # what no_sync() does, one flag at a time
+        def before(last: bool) -> None:  # sets the flag that no_sync() sets
             wrapped.require_backward_grad_sync = last
 
         return Trainer(forward, _backward(micro_batches), step, before=before, norm=step.norm)
@@ -214,19 +215,26 @@ def shard_with_fsdp2(
     model: Any, *, reshard: bool, compute: str = "bf16", reduce: str = "", **options: Any
 ) -> None:
     """FSDP2: fp32 shards, one group per large module."""
+    for module in [*model.groups(), model]:
+        shard_group_with_fsdp2(module, reshard=reshard, compute=compute, reduce=reduce, **options)
+
+
+def shard_group_with_fsdp2(
+    module: Any, *, reshard: bool, compute: str = "bf16", reduce: str = "", **options: Any
+) -> None:
+    """One group of FSDP2: the parameters of ``module`` that are in no other group."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy(
         param_dtype=_DTYPES[compute], reduce_dtype=_DTYPES[reduce or compute]
     )
-    for module in [*model.groups(), model]:
-        fully_shard(module, mp_policy=policy, reshard_after_forward=reshard, **options)
+    fully_shard(module, mp_policy=policy, reshard_after_forward=reshard, **options)
 
 
 def fsdp2(
     reshard: bool, *, syncs_always: bool = True, compute: str = "bf16", reduce: str = ""
 ) -> Build:
-    """``syncs_always=False``: gradients are reduced after the last micro-batch only."""
+    """``syncs_always=False``: gradients are reduced only after the last micro-batch."""
 
     def build(model: Any, micro_batches: int) -> Trainer:
         shard_with_fsdp2(model, reshard=reshard, compute=compute, reduce=reduce)
@@ -250,7 +258,7 @@ def fused_step(model: nn.Module, adamw: Mapping[str, Any] = ADAMW) -> ClippedSte
 
 
 def import_deepspeed() -> Any:
-    """The library without what it prints when it is imported."""
+    """Import DeepSpeed and suppress what it prints."""
     with contextlib.redirect_stdout(None):
         return importlib.import_module("deepspeed")
 
@@ -258,7 +266,7 @@ def import_deepspeed() -> Any:
 def deepspeed_config(
     stage: int, micro_batches: int = 1, compute: str = "bf16", reduce: str = ""
 ) -> dict[str, Any]:
-    """The best keys found for this size, see benchmarks/README.md."""
+    """The fastest configuration found for this size; see benchmarks/README.md."""
     return {
         **_common_config(micro_batches, compute, reduce),
         "zero_optimization": {
@@ -274,7 +282,7 @@ def deepspeed_config(
 
 
 def _common_config(micro_batches: int, compute: str, reduce: str) -> dict[str, Any]:
-    """What DeepSpeed and ZeroShard call by the same names. Both reduce as they compute unless told."""
+    """Keys that DeepSpeed and ZeroShard share. Both reduce in ``compute`` by default."""
     keys: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": micro_batches,
@@ -286,7 +294,7 @@ def _common_config(micro_batches: int, compute: str, reduce: str) -> dict[str, A
 
 
 def deepspeed(stage: int, compute: str = "bf16", reduce: str = "") -> Build:
-    """DeepSpeed around torch's fused AdamW."""
+    """DeepSpeed with torch's fused AdamW."""
 
     def build(model: Any, micro_batches: int) -> Trainer:
         library = import_deepspeed()
@@ -305,7 +313,7 @@ def deepspeed(stage: int, compute: str = "bf16", reduce: str = "") -> Build:
 
 
 def engine_trainer(engine: Any, close: Callable[[], Any]) -> Trainer:
-    """The parts of an engine of DeepSpeed or ZeroShard."""
+    """The trainer of an engine of DeepSpeed or ZeroShard."""
 
     def norm() -> float | None:
         found = engine.get_global_grad_norm()
@@ -315,14 +323,14 @@ def engine_trainer(engine: Any, close: Callable[[], Any]) -> Trainer:
 
 
 def adamw_config(adamw: Mapping[str, Any] = ADAMW) -> dict[str, Any]:
-    """The optimizer as a configuration names it."""
+    """The section ``optimizer`` of a configuration."""
     return {"type": "AdamW", "params": {**adamw, "betas": list(adamw["betas"])}}
 
 
 def zeroshard_config(
     stage: int, micro_batches: int = 1, compute: str = "bf16", reduce: str = "", **keys: Any
 ) -> dict[str, Any]:
-    """Defaults of the library, and the numbers that all systems share."""
+    """The defaults of ZeroShard with the hyperparameters that all systems share."""
     return {
         **_common_config(micro_batches, compute, reduce),
         "optimizer": adamw_config(),
@@ -348,13 +356,14 @@ def zeroshard(stage: int, compute: str = "bf16", reduce: str = "", **keys: Any) 
 
 
 def floor_line(compute: str = "bf16") -> System:
-    """The model alone."""
+    """Forward and backward of the model alone."""
     setting = f"{compute}, one rank by itself"
     return System("forward + backward", "floor", "torch", floor(compute), setting, compared=False)
 
 
 def plain_line(name: str, *, compared: bool, compute: str = "bf16", **kernel: bool) -> System:
-    """PyTorch in one process. With one rank it has the data of the others."""
+    """PyTorch in one process. It can be compared (``compared``) in protocols with one rank, where
+    all lines have the same data."""
     words = "bf16, fp32 master" if compute == "bf16" else "fp32"
     return System(
         name, "PyTorch", "torch", plain(compute, **kernel), f"{words}, one rank by itself",
@@ -363,7 +372,7 @@ def plain_line(name: str, *, compared: bool, compute: str = "bf16", **kernel: bo
 
 
 def ddp_line(compute: str = "bf16") -> System:
-    """No sharding."""
+    """DDP: without sharding."""
     words = ", bf16 autocast" if compute == "bf16" else ""
     return System(
         "DDP", "DDP", "torch", ddp(compute),
@@ -374,7 +383,7 @@ def ddp_line(compute: str = "bf16") -> System:
 def fsdp2_line(
     reshard: bool, *, syncs_always: bool = True, compute: str = "bf16", reduce: str = ""
 ) -> System:
-    """Stage 2 if parameters stay gathered from forward to backward, else stage 3."""
+    """FSDP2. It counts as stage 3 if parameters are resharded after forward, otherwise as stage 2."""
     name = f"FSDP2, {'resharded' if reshard else 'not resharded'}"
     setting = f"fp32 shards, {reduce or compute} reductions, reshard_after_forward={reshard}"
     if not syncs_always:
@@ -400,7 +409,8 @@ def zeroshard_line(
     reduce: str = "",
     **keys: Any,
 ) -> System:
-    """One stage of ZeroShard. ``auto``: the transport that users get; it is not named then."""
+    """One stage of ZeroShard. The name of the line contains the transport unless it is ``auto``, the
+    default."""
     name = f"ZeroShard stage {stage}" + (f", {transport}" if transport != "auto" else "") + suffix
     extra = "".join(f", {key}={value}" for key, value in keys.items())
     return System(

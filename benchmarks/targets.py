@@ -1,7 +1,7 @@
-"""What was ZeroShard meant to reach, and did it?
+"""The performance targets of ZeroShard, and whether a result meets them.
 
-Every function takes a whole result (see run.py) and returns a :class:`Target`; its value is None where
-the lines it needs were not measured.
+The function of a target takes a whole result (see run.py) and returns a :class:`Target`. Its value is
+None if the lines that it needs were not measured.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from judging import Row, usable
+from comparability import Row, usable
 from protocols import STEP_NBYTES_PER_ELEMENT
 
 FORMAT = 2
-"""Of results: a number for their shape, so that an older file is not misread."""
+"""The version of the format of results. Files with another version are not used for the README."""
 
 PEERS = ("DDP", "FSDP2", "DeepSpeed")
 STAGES = (1, 2, 3)
@@ -22,7 +22,7 @@ STAGES = (1, 2, 3)
 
 @dataclass(frozen=True)
 class Target:
-    """``at_least``: is a larger value better? ``detail`` says what was compared."""
+    """``at_least``: a larger value is better. ``detail``: the values that were compared."""
 
     name: str
     limit: float
@@ -33,17 +33,17 @@ class Target:
 
     @property
     def wanted(self) -> str:
-        """The limit in words."""
+        """The limit as text."""
         return f"{'at least' if self.at_least else 'at most'} {self._text(self.limit)}"
 
     @property
     def measured(self) -> str:
-        """The value in words."""
+        """The value as text."""
         return "-" if self.value is None else self._text(self.value)
 
     @property
     def verdict(self) -> str:
-        """met, missed, or not measured. The measured value counts, not its rounding."""
+        """``met``, ``missed`` or ``not measured``. The exact value counts, not the rounded one."""
         if self.value is None:
             return "not measured"
         met = self.value >= self.limit if self.at_least else self.value <= self.limit
@@ -54,7 +54,7 @@ class Target:
 
 
 def all_targets(result: dict[str, Any]) -> list[Target]:
-    """Every row of the table of targets."""
+    """All targets, in the order of the table."""
     return [
         _same_stage(
             result,
@@ -92,45 +92,46 @@ def all_targets(result: dict[str, Any]) -> list[Target]:
 
 
 def rows_of(result: dict[str, Any], key: str) -> list[Row]:
-    """The measured lines of a protocol that trained as the others did."""
+    """The lines of a protocol that were measured and train as the others do."""
     rows: Iterable[Row] = result["protocols"].get(key, {}).get("rows", ())
     return [row for row in rows if usable(row)]
 
 
 def named(rows: Iterable[Row], name: str) -> Row | None:
-    """The line of this name."""
+    """The line of this name; None if there is none."""
     return next((row for row in rows if row["name"] == name), None)
 
 
-def is_own(row: Row) -> bool:
-    """Is it a line of ZeroShard?"""
+def is_zeroshard(row: Row) -> bool:
+    """Whether it is a line of ZeroShard."""
     return bool(row["family"].startswith("ZeroShard"))
 
 
 def ms(row: Row, measure: str = "cpu") -> float:
-    """The median."""
+    """The median of a measure, in milliseconds."""
     return float(row[f"{measure}_ms"]["median"])
 
 
 def best(rows: Iterable[Row], measure: str = "cpu") -> Row | None:
-    """The line with the least time."""
+    """The line with the smallest median; None if there is no line."""
     return min(rows, key=lambda row: ms(row, measure), default=None)
 
 
 def peers_of_stage(rows: Sequence[Row], stage: int) -> list[Row]:
-    """FSDP2 and DeepSpeed where they shard the same."""
+    """The lines of FSDP2 and DeepSpeed of this stage."""
     return [r for r in rows if r["family"] in PEERS[1:] and r["stage"] == stage]
 
 
-def own_of_stage(rows: Sequence[Row], stage: int, transports: Sequence[str]) -> list[Row]:
-    """ZeroShard over some transports."""
+def zeroshard_of_stage(rows: Sequence[Row], stage: int, transports: Sequence[str]) -> list[Row]:
+    """The lines of ZeroShard of this stage over the given transports."""
     return [
-        r for r in rows if is_own(r) and r["stage"] == stage and r["transport"] in transports
+        r for r in rows if is_zeroshard(r) and r["stage"] == stage and r["transport"] in transports
     ]  # fmt: skip
 
 
 def bound_ms(result: dict[str, Any]) -> float | None:
-    """A1's floor, and the update of one rank's elements at the bandwidth of the memory."""
+    """A1's lower bound: forward and backward alone, and the update of one rank's elements at memory
+    bandwidth."""
     floor = named(rows_of(result, "a1"), "forward + backward")
     if floor is None:
         return None
@@ -139,12 +140,12 @@ def bound_ms(result: dict[str, Any]) -> float | None:
 
 
 def update_ms(numel: float, result: dict[str, Any], threads: int = 1) -> float:
-    """The update of so many elements at the measured bandwidth."""
+    """Milliseconds to update ``numel`` elements at the measured memory bandwidth."""
     return STEP_NBYTES_PER_ELEMENT * numel / stream_gb_per_s(result, threads) / 1e6
 
 
 def stream_gb_per_s(result: dict[str, Any], threads: int = 1) -> float:
-    """The bandwidth of the memory, as one thread sees it or several."""
+    """The memory bandwidth that this number of threads reaches."""
     suffix = "" if threads == 1 else f"_of_{threads}_threads"
     return float(result[f"stream_gb_per_s{suffix}"]["best"])
 
@@ -162,7 +163,7 @@ def _same_stage(
     rows, ratios = rows_of(result, "a1"), {}
     for stage in STAGES:
         peer = best(peers_of_stage(rows, stage), measure)
-        own = best(own_of_stage(rows, stage, transports), measure)
+        own = best(zeroshard_of_stage(rows, stage, transports), measure)
         if peer and own:
             ratios[stage] = (ms(peer, measure) / ms(own, measure), own["transport"])
     complete = len(ratios) == len(STAGES)
@@ -173,7 +174,7 @@ def _same_stage(
 
 def _whole_step(result: dict[str, Any]) -> Target:
     name = "A1: CPU time per step, ZeroShard ÷ lower bound"
-    own = best(row for row in rows_of(result, "a1") if is_own(row) and row["stage"])
+    own = best(row for row in rows_of(result, "a1") if is_zeroshard(row) and row["stage"])
     bound = bound_ms(result)
     if own is None or bound is None:
         return Target(name, 1.2, None, at_least=False)
@@ -185,7 +186,7 @@ def _never_slower(result: dict[str, Any]) -> Target:
     name = "A2: CPU time per step of 2048 tokens, fastest peer ÷ slowest ZeroShard stage"
     rows = rows_of(result, "a2-2048")
     peer = best(row for row in rows if row["family"] in PEERS)
-    own = max((row for row in rows if is_own(row)), key=ms, default=None)
+    own = max((row for row in rows if is_zeroshard(row)), key=ms, default=None)
     if peer is None or own is None:
         return Target(name, 1.0, None)
     wall = ms(peer, "wall") / ms(own, "wall")
@@ -227,17 +228,22 @@ def _scaling(result: dict[str, Any]) -> Target:
 
 
 def _memory(result: dict[str, Any]) -> Target:
-    name = "A5: peak memory of training, ZeroShard ÷ FSDP2"
-    rows = result["protocols"].get("a5", {}).get("rows", ())
-    found = {row["name"]: row["peak_mib"]["training"] for row in rows if row.get("learns")}
-    if not {"FSDP2", "ZeroShard"} <= found.keys():
-        return Target(name, 0.7, None, at_least=False)
-    detail = f"{found['ZeroShard']:.0f} of {found['FSDP2']:.0f} MiB"
-    return Target(name, 0.7, found["ZeroShard"] / found["FSDP2"], detail, at_least=False)
+    name = "A5: peak memory of training above the states, ZeroShard ÷ FSDP2"
+    protocol = result["protocols"].get("a5", {})
+    found = {
+        row["name"]: row["peak_mib"]["training"] - protocol["formula_mib"]
+        for row in protocol.get("rows", ())
+        if row.get("learns")
+    }
+    mine, theirs = found.get("ZeroShard"), found.get("FSDP2", 0.0)
+    if mine is None or theirs <= 0:
+        return Target(name, 0.6, None, at_least=False)
+    detail = f"{mine:.0f} of {theirs:.0f} MiB"
+    return Target(name, 0.6, mine / theirs, detail, at_least=False)
 
 
 def overhead_us(row: Row, result: dict[str, Any]) -> float | None:
-    """A7: CPU of forward and backward per layer above the plain model's."""
+    """A7: CPU microseconds of forward and backward per layer, minus those of the plain model."""
     plain = named(rows_of(result, "a7"), "forward + backward")
     layers = result["protocols"]["a7"]["settings"]["task"]["depth"]
     if plain is None:
@@ -260,7 +266,7 @@ def _overhead(result: dict[str, Any]) -> Target:
 
 
 def offload_ratio(row: Row, rows: Sequence[Row], measure: str) -> float | None:
-    """A9: a step of this line, of the line of its stage without offload."""
+    """A9: time of a step ÷ that of the line of the same stage without offload."""
     reference = named(rows, row.get("reference", ""))
     return ms(row, measure) / ms(reference, measure) if reference else None
 
@@ -294,13 +300,13 @@ def _disk(result: dict[str, Any]) -> Target:
 
 
 def _checkpoint_rows(result: dict[str, Any]) -> list[Row]:
-    """What was measured; these lines train nothing that could differ."""
+    """The measured lines of A10. They have no losses to compare."""
     rows: Iterable[Row] = result["protocols"].get("a10", {}).get("rows", ())
     return [row for row in rows if "save" in row]
 
 
 def _checkpoint(result: dict[str, Any], kind: str) -> Target:
-    """The better peer counts."""
+    """Compared with the faster peer."""
     name = f"A10: wall time to {kind} a checkpoint, best peer ÷ ZeroShard"
     rows = [row for row in _checkpoint_rows(result) if kind in row and "copy" not in row]
     own = [row for row in rows if row["name"] == "ZeroShard"]

@@ -1,4 +1,4 @@
-"""How is a training step measured?"""
+"""Measures training steps: CPU time by phase, wall time, loss, gradient norm, memory and bytes moved."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from judging import Row, judge, statistics
+from comparability import Row, mark_comparable, statistics
+from interleaving import Clock, Job, Say, WorkerGroup, interleaved, running
 from models import GPTTask, StackTask
 from systems import System, Trainer
-from teams import Clock, Job, Say, Team, in_turns, running
 
 PHASES = ("forward", "backward", "step")
 MEASURES = ("cpu", "wall", "compute", *PHASES, "step_wall")
-"""Of every step: CPU seconds in all, wall seconds, CPU of forward + backward, CPU of each phase, wall
-seconds of the last phase."""
+"""The measures of every step, in seconds: total CPU time, wall time, CPU time of forward + backward, CPU
+time of each phase, wall time of the last phase."""
 
 
 @dataclass(frozen=True)
-class Effort:
-    """How long every system is measured: ``rounds`` turns of ``burst`` steps."""
+class RunLength:
+    """How long every system is measured: ``warm_up`` steps, then ``rounds`` turns of ``burst`` steps."""
 
     warm_up: int
     rounds: int
@@ -29,7 +29,7 @@ class Effort:
 
 @dataclass(frozen=True)
 class Line:
-    """A system in a comparison; ``ranks`` may differ from that of the others. ``threads``: per rank."""
+    """A system in a comparison. Lines may differ in ``ranks``. ``threads`` is per rank."""
 
     system: System
     ranks: int = 2
@@ -38,13 +38,13 @@ class Line:
 
     @property
     def title(self) -> str:
-        """What the table calls it."""
+        """Its name in the table."""
         return self.name or self.system.name
 
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """Train a task with a system. The system is found by name: builders do not pickle."""
+    """Train a task with a system. The system is looked up by name, because builders cannot be pickled."""
 
     protocol: str
     line: str
@@ -52,7 +52,7 @@ class TrainingJob:
     micro_batches: int
 
     def prepare(self) -> None:
-        """Nothing: memory includes what the system opens."""
+        """Nothing: the measured memory includes what the system opens."""
 
     def open(self, rank: int) -> TrainingSession:
         """Build the system on this rank."""
@@ -82,7 +82,8 @@ class TrainingSession:
         self.trainer.close()
 
     def _step(self) -> dict[str, float]:
-        """CPU seconds of this process in each part of the step, wall seconds, loss, norm if known."""
+        """CPU seconds of this process in each part of the step, wall seconds, loss, and the norm if
+        known."""
         clock, cpu = Clock(), dict.fromkeys((*PHASES, "step_wall"), 0.0)
         losses, trainer = [], self.trainer
         before = trainer.moved()
@@ -115,42 +116,42 @@ def compare(
     protocol: str,
     lines: Sequence[Line],
     task: GPTTask | StackTask,
-    effort: Effort,
+    length: RunLength,
     say: Say,
     *,
     micro_batches: int = 1,
     job: Callable[[Line], Job] | None = None,
 ) -> list[Row]:
-    """One row per line: statistics of its steps, and whether its losses are the others'.
+    """One row per line: statistics of its steps, and whether it trains as the others do.
 
-    ``job``: for lines that :func:`protocols.find_line` does not know.
+    ``job`` makes the job of a line. The default looks lines up with :func:`protocols.find_line`.
     """
 
     def found(line: Line) -> Job:
         return TrainingJob(protocol, line.title, task, micro_batches) if job is None else job(line)
 
-    teams = {
-        line.title: Team(line.title, found(line), line.ranks, line.threads)
+    groups = {
+        line.title: WorkerGroup(line.title, found(line), line.ranks, line.threads)
         for line in lines
         if not line.system.absent
     }
-    steps: dict[str, list[dict[str, float]]] = {title: [] for title in teams}
-    with running(list(teams.values()), say):
-        for team in teams.values():
-            if not team.error:
-                say(f"warming up {team.name}")
-                with team.watched("training"):
-                    steps[team.name] += _mean_over_ranks(team.turn(effort.warm_up))
-        for number, team in in_turns(list(teams.values()), effort.rounds):
-            say(f"round {number + 1} of {effort.rounds}: {team.name}")
-            steps[team.name] += _mean_over_ranks(team.turn(effort.burst))
-    rows = [_row(line, teams.get(line.title), steps, effort.warm_up) for line in lines]
-    judge(rows)
+    steps: dict[str, list[dict[str, float]]] = {title: [] for title in groups}
+    with running(list(groups.values()), say):
+        for group in groups.values():
+            if not group.error:
+                say(f"warming up {group.name}")
+                with group.sampling_memory("training"):
+                    steps[group.name] += _mean_over_ranks(group.turn(length.warm_up))
+        for number, group in interleaved(list(groups.values()), length.rounds):
+            say(f"round {number + 1} of {length.rounds}: {group.name}")
+            steps[group.name] += _mean_over_ranks(group.turn(length.burst))
+    rows = [_row(line, groups.get(line.title), steps, length.warm_up) for line in lines]
+    mark_comparable(rows)
     return rows
 
 
 def _mean_over_ranks(answers: list[list[dict[str, float]]]) -> list[dict[str, float]]:
-    """CPU time, loss and norm: the mean; wall time: the slowest rank."""
+    """CPU time, loss and norm are the mean over ranks. Wall time is that of the slowest rank."""
     steps = []
     for records in zip(*answers, strict=True):
         step = {key: sum(r[key] for r in records) / len(records) for key in records[0]}
@@ -163,7 +164,7 @@ def _mean_over_ranks(answers: list[list[dict[str, float]]]) -> list[dict[str, fl
 
 
 def _row(
-    line: Line, team: Team | None, steps: dict[str, list[dict[str, float]]], warm_up: int
+    line: Line, group: WorkerGroup | None, steps: dict[str, list[dict[str, float]]], warm_up: int
 ) -> Row:
     system = line.system
     row: Row = {
@@ -175,10 +176,10 @@ def _row(
         "version": system.version,
         "setting": system.setting,
     }
-    if team is None:
+    if group is None:
         return {**row, "absent": system.absent}
-    if team.error:
-        return {**row, "error": team.error}
+    if group.error:
+        return {**row, "error": group.error}
     mine = steps[line.title]
     timed = mine[warm_up:]
     row |= {f"{key}_ms": statistics([1000 * s[key] for s in timed]) for key in MEASURES}
@@ -188,6 +189,6 @@ def _row(
     row["losses"] = [step["loss"] for step in mine]
     if all("norm" in step for step in mine):
         row["norms"] = [step["norm"] for step in mine]
-    row["peak_mib"] = {key: round(n / 2**20, 1) for key, n in team.peak_nbytes.items()}
+    row["peak_mib"] = {key: round(n / 2**20, 1) for key, n in group.peak_nbytes.items()}
     row["compared"] = system.compared
     return row

@@ -1,4 +1,4 @@
-"""Valid checkpoint directories for tests of reading, made of plain tensors by nobody's engine."""
+"""Makes valid checkpoint directories of plain tensors, without an engine, for tests of reading."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def write_checkpoint(
 
 
 def _cut(fqn: str, name: str, tensor: Tensor, contents: list[dict[str, Tensor]]) -> SavedTensor:
-    """Put the fragments into the files' contents."""
+    """Add the fragments to the contents of the files."""
     flat, begin, fragments = tensor.reshape(-1), 0, []
     for file, content in enumerate(contents):
         end = len(flat) * (file + 1) ** 2 // len(contents) ** 2

@@ -1,4 +1,4 @@
-"""A small model with everything that a checkpoint can get wrong, and ways to look at all of its state."""
+"""A small model with the difficult cases of a checkpoint, and functions that collect all of its state."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Small(nn.Module):
 
 
 def config(stage: int, precision: str = "bf16", world_size: int = 1, **keys: Any) -> dict[str, Any]:
-    """AdamW in two param groups is the caller's; the schedule shows whether it was restored."""
+    """The caller passes AdamW with two param groups. The schedule shows whether it was restored."""
     zero = {"stage": stage, **keys.pop("zero", {})}
     return {
         "train_batch_size": SAMPLES,
@@ -79,7 +79,7 @@ def open_engine(
     optimizer: torch.optim.Optimizer | None = None,
     **keys: Any,
 ) -> Engine:
-    """An engine over :class:`Small` on the ranks that are here."""
+    """An engine over :class:`Small` on the current ranks."""
     import torch.distributed as dist
 
     world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -97,14 +97,14 @@ def global_batch(step: int) -> Tensor:
 
 
 def loss_of(engine: Engine, ids: Tensor) -> Tensor:
-    """Mean over the rank's own part of a global batch."""
-    mine = ids.chunk(engine.world_size)[engine.global_rank]
+    """Mean over this rank's part of a global batch."""
+    mine = ids.chunk(engine.dp_size)[engine.dp_rank]
     logits = engine(mine).float()
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), mine[:, 1:].flatten())
 
 
 def train(engine: Engine, steps: int) -> list[float]:
-    """Go on for ``steps``; own losses."""
+    """Train ``steps`` more steps. Returns the losses of this rank."""
     losses = []
     for _ in range(steps):
         loss = loss_of(engine, global_batch(engine.global_steps))
@@ -131,7 +131,7 @@ def everything(engine: Engine) -> dict[str, Tensor]:
 
 
 def differences(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
-    """Names whose values are not the same bits, or that one of them lacks."""
+    """Names whose values differ in any bit, or that only one of them has."""
     return [
         name
         for name in sorted(actual.keys() | expected.keys())
@@ -142,7 +142,7 @@ def differences(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> list[
 
 
 def stores(path: Path) -> dict[str, dict[str, Any]]:
-    """Where state can rest, as ``zero_optimization`` says it."""
+    """All offload settings, as keys of ``zero_optimization``."""
     disk = {"device": "nvme", "nvme_path": str(path)}
     return {
         "device": {},

@@ -1,4 +1,4 @@
-"""What every test may rely on: a warm rank pool, and a process that the last test left clean."""
+"""Fixtures of all tests: started rank processes, and a check that each test leaves the process clean."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from zeroshard.testing.ranks import pool
 
 
 def pytest_collection_modifyitems(items):
-    """Let the fork server import torch while the first tests run, if any test will need it."""
+    """If any test needs it, let the fork server import torch while the first tests run."""
     if any(hasattr(getattr(item, "obj", None), "rank_body") for item in items):
         pool().warm()
 
 
 def pytest_sessionfinish():
-    """End the ranks before the interpreter begins to."""
+    """End the rank processes before the interpreter shuts down."""
     pool().kill()
 
 

@@ -1,4 +1,4 @@
-"""Tiny models of transformers for the tests that have it, with random weights; nothing is downloaded."""
+"""Tiny Transformers models with random weights. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def hugging_face(family: str) -> tuple[Any, nn.Module]:
 
 
 def logits(forward: Any, family: str) -> Tensor:
-    """What the model, or an engine of it, makes of some tokens."""
+    """The logits of the model, or of its engine, for some tokens."""
     inputs = {"decoder_input_ids": INPUT_IDS} if family == "t5" else {}
     with torch.no_grad():
         found: Tensor = forward(INPUT_IDS, **inputs).logits

@@ -1,4 +1,4 @@
-"""How does a test get an engine: its model, stage, precision and other keys of the configuration?"""
+"""Opens the engine of a test from a model, a stage, a precision and keys of the configuration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def adamw(params: Any) -> torch.optim.Optimizer:
 
 
 def config(stage: int = 0, precision: str = "fp32", **keys: Any) -> dict[str, Any]:
-    """The least that an engine needs; every block of a model is a unit. ``keys`` win."""
+    """The minimal configuration. Every block of a model is a unit. ``keys`` override it."""
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 0.0,

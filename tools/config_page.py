@@ -12,10 +12,11 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from zeroshard.config.fields import VERDICT_MEANING, Section, show
-from zeroshard.config.keys import KEYS, REFUSED, RENAMED, Key
-from zeroshard.config.params import SCHEDULERS, UNAVAILABLE_OPTIMIZERS, declared_arguments
-from zeroshard.config.schema import Config, section_type
+from zeroshard.config.fields import DEVICE, VERDICT_MEANING, Key, section_type, show
+from zeroshard.config.keys import KEYS, REFUSED, RENAMED
+from zeroshard.config.params import ARGUMENTS, UNAVAILABLE_OPTIMIZERS
+from zeroshard.config.schema import Config
+from zeroshard.core.tiers import TIERS
 
 INTRO = """\
 # Configuration
@@ -96,7 +97,7 @@ def _lines() -> Iterator[str]:
         "Upper and lower case are the same in `optimizer.type`. It may also name any other class of "
         "`torch.optim`, with that class's arguments.\n"
     )
-    yield from _params("optimizer", declared_arguments("optimizer"))
+    yield from _params("optimizer")
     yield "### Not available\n"
     yield from (f"* `{name}`: {why}" for name, why in UNAVAILABLE_OPTIMIZERS.items())
     yield "\n## Schedules\n"
@@ -104,7 +105,7 @@ def _lines() -> Iterator[str]:
         "`scheduler.type` may also name any class of `torch.optim.lr_scheduler`. The schedule advances "
         "after each applied update, and not after a skipped one.\n"
     )
-    yield from _params("scheduler", SCHEDULERS)
+    yield from _params("scheduler")
     yield "## Old spellings\n"
     yield from (f"* `{old}`: read as `{new}`, with a notice" for old, new in RENAMED.items())
     yield "* `zero_optimization: true`: read as stage 1, with a notice\n"
@@ -127,9 +128,10 @@ def _sections(sections: Iterable[Key]) -> Iterator[str]:
         yield from _sections([row for row in rows if row.is_section])
 
 
-def _params(section: str, types_: dict[str, type[Section]]) -> Iterator[str]:
-    for model in dict.fromkeys(types_.values()):
-        names = [name for name, theirs in types_.items() if theirs is model]
+def _params(section: str) -> Iterator[str]:
+    types = {name: row.arguments for name, row in ARGUMENTS[section].items()}
+    for model in dict.fromkeys(types.values()):
+        names = [name for name, theirs in types.items() if theirs is model]
         yield f"### `{section}.params` of {' and '.join(f'`{n}`' for n in names)}\n"
         rows = []
         for field_name, field in model.model_fields.items():
@@ -161,6 +163,8 @@ def _default(field: FieldInfo) -> str:
 
 def type_words(field: FieldInfo) -> str:
     """The type of a key in words, with its bounds."""
+    if DEVICE in field.metadata:
+        return ", ".join(f"`{show(name)}`" for name in TIERS)
     return _words(field.annotation) + _bounds(field.metadata)
 
 

@@ -1,8 +1,8 @@
-"""Does a training step make the host wait for the GPU, or the allocator ask the driver for memory?
+"""Detects where a training step makes the host wait for the GPU, or the allocator call the driver.
 
-Three looks, since none sees everything. PyTorch's own debug mode names each operation that waits, but
-knows nothing of events and streams that are waited for by hand. Behind a GPU that sleeps, any wait
-shows in the time that the host needs. The allocator counts its calls to the driver.
+There are three methods, because none detects everything. PyTorch's sync debug mode names each operation
+that waits, but does not know explicit waits for events and streams. While the GPU runs a sleep kernel,
+every wait shows in the time that the host needs. The allocator counts its calls to the driver.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from trainers import SYSTEMS, Job, Trainer, batches
 import zeroshard
 
 _WAITS = "synchronizing CUDA operation"  # part of the text of PyTorch's warning and error
-_SLEEP_CYCLES = 2_000_000_000  # about a second: longer than any host needs for a step
+_SLEEP_CYCLES = 2_000_000_000  # about a second: longer than the host needs for a step
 _DRIVER_CALLS = ("num_device_alloc", "num_device_free", "num_alloc_retries")
 Phase = tuple[str, Callable[[], Any]]
 
 
 def audit(job: Job, *, rows: int = 1) -> dict[str, Any]:
-    """Driver calls in steps 4 to 10, then waits of one step, by the three looks.
+    """Driver calls in steps 4 to 10, then the waits of one step.
 
-    The batch is on the GPU, and no loss is read: every wait is the system's own.
+    The batch is on the GPU and no loss is read, so that every wait comes from the system itself.
     """
     trainer = SYSTEMS[job.system](job)
     data = batches(job.shape, rows, job.device, count=1)[0]
@@ -39,11 +39,11 @@ def audit(job: Job, *, rows: int = 1) -> dict[str, Any]:
     for _ in range(7):
         _step(trainer, data)
     found: dict[str, Any] = {"driver_calls_after_step_3": _since(before, job.device)}
-    if job.device != "cuda":
+    if job.device != "cuda" or job.pretended:  # a pretended device does not sleep
         _step(trainer, data)
         trainer.close()
         return found
-    found["behind_sleep"] = _behind_sleep(trainer, data)
+    found["during_sleep"] = _during_sleep(trainer, data)
     found["waits"] = _named_waits(trainer, data)
     found["first_error"] = _first_error(trainer, data)
     return found
@@ -79,24 +79,25 @@ def _since(before: dict[str, int], device: str) -> dict[str, int]:
     return {name: count - before[name] for name, count in _driver_calls(device).items()}
 
 
-def _behind_sleep(trainer: Trainer, data: tuple[Tensor, Tensor]) -> dict[str, Any]:
-    """Host milliseconds per phase while the GPU sleeps, and whether it still slept at the end of each."""
+def _during_sleep(trainer: Trainer, data: tuple[Tensor, Tensor]) -> dict[str, Any]:
+    """Host milliseconds per phase while the GPU sleeps, and whether the phase waited for the sleep
+    to end."""
     torch.cuda.synchronize()
-    woken = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    sleep_ended = torch.cuda.Event()  # type: ignore[no-untyped-call]
     torch.cuda._sleep(_SLEEP_CYCLES)  # type: ignore[no-untyped-call]
-    woken.record()
+    sleep_ended.record()
     found: dict[str, Any] = {}
     for name, call in _phases(trainer, data):
         begin_s = time.perf_counter()
         call()
         found[f"{name}_ms"] = 1e3 * (time.perf_counter() - begin_s)
-        found[f"{name}_waited"] = bool(woken.query())  # type: ignore[no-untyped-call]
+        found[f"{name}_waited"] = bool(sleep_ended.query())  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
     return found
 
 
 def _named_waits(trainer: Trainer, data: tuple[Tensor, Tensor]) -> list[dict[str, Any]]:
-    """Every wait of one step that PyTorch knows of, with the frames that led there."""
+    """Every wait of one step that PyTorch detects, with the stack frames."""
     found: list[dict[str, Any]] = []
     phase = ""
 
@@ -119,7 +120,8 @@ def _named_waits(trainer: Trainer, data: tuple[Tensor, Tensor]) -> list[dict[str
 
 
 def _first_error(trainer: Trainer, data: tuple[Tensor, Tensor]) -> dict[str, Any] | None:
-    """Where the first wait raises, None if nothing does. Leaves the system unusable if it raises."""
+    """The phase and frames of the first wait, None if there is none. If there is one, the system is
+    unusable afterwards."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     phase = ""
@@ -138,13 +140,14 @@ def _first_error(trainer: Trainer, data: tuple[Tensor, Tensor]) -> dict[str, Any
 
 
 def frames_of(stack: traceback.StackSummary) -> list[str]:
-    """The library's own frames, outermost first; without any, the innermost frame that is not ours."""
+    """The frames inside ZeroShard, outermost first. If there is none: the innermost frame that is
+    not of this file."""
     named = [
         (f.filename, f"{f.lineno} in {f.name}: {f.line}")
         for f in stack
         if not f.filename.endswith(("audit.py", "warnings.py"))
     ]
-    package = Path(zeroshard.__file__).parent  # not any folder of that name: a checkout has it too
+    package = Path(zeroshard.__file__).parent  # the package, not another folder named zeroshard
     own = [
         f"{Path(file).relative_to(package.parent).as_posix()}:{text}"
         for file, text in named

@@ -1,17 +1,17 @@
-"""How large is each model of the GPU protocols, in parameters, operations and bytes? Pure arithmetic."""
+"""Computes the parameters, operations and bytes of each model of the GPU protocols."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 STATE_NBYTES = 20
-"""Per parameter, of the most demanding system: bf16 value and gradient, fp32 gradient, master and
+"""Bytes per parameter of the system that needs most: bf16 value and gradient, fp32 gradient, master and
 two moments."""
 _ACTIVATION_NBYTES = (
-    34  # per layer, token and unit of width, with fused attention, no recomputation
+    34  # bytes per layer, token and unit of width; fused attention, no recomputation
 )
-_LOGIT_NBYTES = 10  # per logit: bf16, its fp32 copy, the gradient of one of them
-_RESERVE = 0.92  # the share of free memory that a run may plan with
+_LOGIT_NBYTES = 10  # bytes per logit: bf16, its fp32 copy, the gradient of one of them
+_RESERVE = 0.92  # the share of free memory that a run may use
 
 
 @dataclass(frozen=True)
@@ -26,23 +26,24 @@ class Shape:
 
     @property
     def numel(self) -> int:
-        """Parameters, exactly."""
+        """The exact number of parameters."""
         block = 12 * self.width**2 + 13 * self.width
         return (self.vocabulary + self.context + 2) * self.width + self.layers * block
 
     @property
     def flops_per_token(self) -> int:
-        """Of forward and backward, without recomputation; causal attention counts half the pairs."""
+        """FLOPs of forward and backward without recomputation. Causal attention counts half of the
+        pairs."""
         matrices = self.numel - self.context * self.width
         return 6 * matrices + 6 * self.layers * self.width * self.context
 
     def train_nbytes(self, tokens: int) -> int:
-        """An estimate of what training with everything on the GPU takes, ``tokens`` per step."""
+        """An estimate of the memory of training with all state on the GPU and ``tokens`` per step."""
         activations = _ACTIVATION_NBYTES * self.layers * self.width * tokens
         return STATE_NBYTES * self.numel + activations + _LOGIT_NBYTES * self.vocabulary * tokens
 
     def fits(self, free_nbytes: int, tokens: int) -> bool:
-        """Is it worth trying on a GPU with so much free memory?"""
+        """Whether training is expected to fit into this much free GPU memory."""
         return self.train_nbytes(tokens) <= _RESERVE * free_nbytes
 
 
@@ -61,11 +62,11 @@ SHAPES = {
 PEAK_TFLOPS = {"H200 NVL": 835.0, "H100 NVL": 835.0, "H100 PCIe": 756.0} | dict.fromkeys(
     ("H200", "H100", "GH200"), 989.0
 ) | {"A100": 312.0}  # fmt: skip
-"""Dense bf16, as sold; the first name that is part of the GPU's name counts."""
+"""Dense bf16 throughput according to the vendor. The first name that is part of the GPU's name counts."""
 
 
 def peak_tflops(gpu: str) -> float | None:
-    """What the maker promises for dense bf16; None for a GPU that is not in the table.
+    """The vendor's dense bf16 TFLOP/s; None for a GPU that is not in the table.
 
     >>> peak_tflops("NVIDIA H100 80GB HBM3")
     989.0
@@ -74,12 +75,12 @@ def peak_tflops(gpu: str) -> float | None:
 
 
 def mfu(shape: Shape, tokens_per_s: float, peak: float) -> float:
-    """The share of ``peak`` TFLOP/s that went into the model's own arithmetic."""
+    """Model FLOPs utilization: the share of ``peak`` TFLOP/s that the model's arithmetic uses."""
     return shape.flops_per_token * tokens_per_s / (peak * 1e12)
 
 
 def budgets(weights: dict[str, float], minutes: float) -> dict[str, float]:
-    """Seconds for each protocol: ``minutes`` shared out in proportion to the weights.
+    """Seconds for each protocol: ``minutes``, divided in proportion to the weights.
 
     >>> budgets({"B1": 3, "B6": 1}, 4)
     {'B1': 180.0, 'B6': 60.0}

@@ -1,18 +1,19 @@
-"""How is each system told to train the same model on one GPU?
+"""Builds every system so that all train the same model on one GPU.
 
-Every function builds one system from the same bf16 values: bf16 compute, fp32 master, AdamW with the
-same numbers and torch's fused kernel, gradients clipped at norm 1.0.
+All start from the same bf16 values. They compute in bf16, keep fp32 masters, use AdamW with the same
+hyperparameters and torch's fused kernel, and clip gradients at norm 1.0.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parents[1]))  # what both kinds of benchmarks share lies there
+sys.path.append(str(Path(__file__).parents[1]))  # modules that CPU and GPU benchmarks share
 
 import systems
 import torch
@@ -25,12 +26,12 @@ ADAMW: dict[str, Any] = {**systems.ADAMW, "lr": 1e-4}
 
 
 def new_model(shape: Shape, *, recompute: bool = False) -> GPT:
-    """A model whose embedding is also its head, where and in which dtype torch makes tensors now."""
+    """A model with tied embedding and head, on the current default device and in the default dtype."""
     return GPT(shape, tied=True, recompute=recompute)
 
 
 def build(shape: Shape, device: str, *, dtype: torch.dtype, recompute: bool = False) -> GPT:
-    """A model whose values depend on shape, device and dtype alone. ``meta``: no values yet."""
+    """A model whose values depend only on shape, device and dtype. On ``meta`` it has no values."""
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -49,7 +50,7 @@ def batches(shape: Shape, rows: int, device: str, count: int = 4) -> list[tuple[
 
 @dataclass(frozen=True)
 class Trainer(systems.Trainer):
-    """One training step in three parts. ``values``: copies of all masters, rounding hides nothing."""
+    """One training step in three parts. ``values`` returns copies of all masters, unrounded."""
 
     values: Callable[[], dict[str, Tensor]] = dict
     engine: Any = None
@@ -57,7 +58,13 @@ class Trainer(systems.Trainer):
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, where and how; ``offload``: the device of optimizer state, "" for the GPU."""
+    """What is trained, where and how.
+
+    ``offload``: the device of optimizer state; "" is the GPU. ``ratio``: the share of it that goes there.
+    ``placing``: more keys of ``offload_optimizer``. ``offloads_params``: with ``offload``, parameters go
+    there too. ``pretended``: ``device`` is the
+    pretended one of :mod:`zeroshard.testing.streams`.
+    """
 
     system: str
     stage: int
@@ -65,19 +72,28 @@ class Job:
     device: str = "cuda"
     precision: str = "bf16"
     offload: str = ""
+    ratio: float = 1.0
+    placing: dict[str, Any] = field(default_factory=dict)
+    offloads_params: bool = False
+    pretended: bool = False
+    steps: int = 10  # of a check
     recompute: bool = False
-    bitwise: bool = False  # norms by the kernel that gives ZeroShard's bits, not by the fastest
+    bitwise: bool = False  # compute norms with the kernel that has the same bits as ZeroShard
     folder: str = "/tmp"
     extra: dict[str, Any] = field(default_factory=dict)
 
 
 def zeroshard_config(job: Job) -> dict[str, Any]:
-    """The configuration; offloading is asked for like in DeepSpeed."""
+    """The configuration. The keys of offload are those of DeepSpeed."""
     zero: dict[str, Any] = {"stage": job.stage}
     if job.offload:
-        zero["offload_optimizer"] = {"device": job.offload, "pin_memory": True}
+        place: dict[str, Any] = {"device": job.offload, "pin_memory": True}
         if job.offload == "nvme":
-            zero["offload_optimizer"]["nvme_path"] = job.folder
+            place["nvme_path"] = job.folder
+        share = {"ratio": job.ratio} if job.ratio < 1 else {}
+        zero["offload_optimizer"] = {**place, **share, **job.placing}
+        if job.offloads_params:
+            zero["offload_param"] = place
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": systems.adamw_config(ADAMW),
@@ -89,20 +105,8 @@ def zeroshard_config(job: Job) -> dict[str, Any]:
     return {**config, **job.extra}
 
 
-def refusal(job: Job) -> str:
-    """Why the library does not take this configuration, in its own words; "" if it does."""
-    from zeroshard import Engine
-    from zeroshard.errors import ConfigError, UnsupportedError
-
-    try:
-        Engine(nn.Linear(64, 64), config=zeroshard_config(job), device=job.device).close()
-    except (ConfigError, UnsupportedError) as error:
-        return str(error)
-    return ""
-
-
 def zeroshard(job: Job) -> Trainer:
-    """ZeroShard. Large models come into being unit by unit."""
+    """ZeroShard. With offload the model is built on the meta device and materialized unit by unit."""
     from zeroshard import Engine
 
     where = "meta" if job.offload else job.device
@@ -124,19 +128,21 @@ def zeroshard_trainer(engine: Any) -> Trainer:
 
 
 def plain(job: Job) -> Trainer:
-    """A loop as a careful person writes it: fp32 masters beside the parameters, one fused AdamW.
+    """A plain PyTorch loop: fp32 masters of the parameters, one fused AdamW.
 
     In fp32 the parameters are their own masters.
     """
     model = build(job.shape, job.device, dtype=_dtype(job), recompute=job.recompute)
     params: list[Tensor] = list(model.parameters())
-    wide = job.precision == "fp32"
-    masters: list[Tensor] = params if wide else [nn.Parameter(p.detach().float()) for p in params]
+    is_fp32 = job.precision == "fp32"
+    masters: list[Tensor] = (
+        params if is_fp32 else [nn.Parameter(p.detach().float()) for p in params]
+    )
     optimizer = torch.optim.AdamW(masters, fused=True, **ADAMW)
     foreach = False if job.bitwise else None
     step: ClippedStep = (
         ClippedStep(masters, optimizer, foreach=foreach)
-        if wide
+        if is_fp32
         else MasterStep(params, masters, optimizer, foreach=foreach)
     )
 
@@ -148,18 +154,46 @@ def plain(job: Job) -> Trainer:
 
 
 def fsdp2(job: Job) -> Trainer:
-    """FSDP2 on one GPU: fp32 shards, bf16 parameters, one group per block, not resharded."""
+    """FSDP2 on one GPU: fp32 shards, bf16 parameters, one group per block, not resharded.
+
+    With offload, groups are resharded. The model then comes from the meta device: each group gets its
+    values on the GPU and moves to host memory before the next one, as ZeroShard's units do.
+    """
     from torch.distributed.fsdp import CPUOffloadPolicy
 
-    _open_group(job.device)
-    model = build(job.shape, job.device, dtype=torch.bfloat16, recompute=job.recompute).float()
-    more: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()} if job.offload else {}
-    systems.shard_with_fsdp2(model, reshard=bool(job.offload), **more)
+    _open_group(job.device, with_host=bool(job.offload))
+    if not job.offload:
+        model = build(job.shape, job.device, dtype=torch.bfloat16, recompute=job.recompute).float()
+        systems.shard_with_fsdp2(model, reshard=False)
+    else:
+        model = build(job.shape, "meta", dtype=torch.bfloat16, recompute=job.recompute)
+        more: dict[str, Any] = {
+            "reshard": True,
+            "offload_policy": CPUOffloadPolicy(pin_memory=job.device == "cuda"),
+        }
+        torch.manual_seed(0)
+        shared = [module for module in model.children() if module is not model.blocks]
+        for module in shared:
+            _materialize(module, job.device)
+        for block in model.blocks:
+            _materialize(block, job.device)
+            systems.shard_group_with_fsdp2(block, **more)
+        systems.shard_group_with_fsdp2(model, **more)
     return Trainer(model, Tensor.backward, systems.fused_step(model, ADAMW), _close_group)
 
 
+def _materialize(module: nn.Module, device: str) -> None:
+    """Give a module of the meta device the values that its constructor would draw, then fp32 copies."""
+    module.to_empty(device=device)
+    for part in module.modules():
+        if hasattr(part, "reset_parameters"):
+            part.reset_parameters()
+    module.float()
+
+
 def deepspeed(job: Job) -> Trainer:
-    """DeepSpeed, torch's fused AdamW unless state is offloaded (then its own CPU Adam)."""
+    """DeepSpeed with torch's fused AdamW; with offload, its CPU Adam."""
+    os.environ |= ALONE  # DeepSpeed reads them, although the group is there
     library = systems.import_deepspeed()
     _open_group(job.device)
     model = build(job.shape, job.device, dtype=torch.bfloat16, recompute=job.recompute)
@@ -188,15 +222,23 @@ SYSTEMS: dict[str, Callable[[Job], Trainer]] = {
 
 
 def _dtype(job: Job) -> torch.dtype:
-    """Of the model before any system has it; fp16 runs start from the values that bf16 runs have."""
+    """The dtype in which the model is built. fp16 runs start from the same values as bf16 runs."""
     return torch.float32 if job.precision == "fp32" else torch.bfloat16
 
 
-def _open_group(device: str) -> None:
-    """A process group of one, without a port."""
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+"""The environment variables of a launcher that starts one rank."""
+
+
+def _open_group(device: str, *, with_host: bool = False) -> None:
+    """Open a process group of one rank, without a port.
+
+    ``with_host``: also for tensors in host memory, as the norm of offloaded gradients needs.
+    """
     import torch.distributed as dist
 
-    backend = "nccl" if device == "cuda" else "gloo"
+    on_gpu = "cpu:gloo,cuda:nccl" if with_host else "nccl"
+    backend = on_gpu if device == "cuda" else "gloo"
     store = dist.HashStore()  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=0, world_size=1)
 

@@ -1,13 +1,13 @@
-"""Fine-tune a chatbot (Blenderbot) with Accelerate and a DeepSpeed file that leaves all to "auto".
+"""Fine-tune a chatbot (Blenderbot) with Accelerate and an "auto" DeepSpeed file.
 
     export PYTHONPATH="$(zeroshard compat --path)"
     accelerate launch --config_file examples/chatbot/deepspeed.yaml examples/chatbot/train.py \\
         --data talks.tsv
     accelerate launch --mixed_precision fp16 ...
-    ... train.py --smoke              a tiny model on made talks, nothing is downloaded
+    ... train.py --smoke              a tiny model on generated text, nothing is downloaded
 
-``--data`` is tab-separated: what was said, and what was answered. Optimizer and schedule stand in
-ds_config.json, so the program brings placeholders for them, ``DummyOptim`` and ``DummyScheduler``.
+``--data`` is tab-separated: a message, and its answer. Optimizer and schedule are in ds_config.json, so
+the program has placeholders for them, ``DummyOptim`` and ``DummyScheduler``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fine-tune GPT-2 XL with Accelerate under ZeRO-3, optimizer and parameters resting in host memory.
+"""Fine-tune GPT-2 XL with Accelerate under ZeRO-3, with offload to host memory.
 
     export PYTHONPATH="$(zeroshard compat --path)"
     accelerate launch --config_file examples/gpt2_accelerate/zero3_offload.yaml \\

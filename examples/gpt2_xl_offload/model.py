@@ -1,7 +1,7 @@
-"""What is the model?  GPT-2: learned positions, LayerNorm before each part, GELU, tied embedding.
+"""The model: GPT-2, with learned positions, LayerNorm before each part, GELU and a tied embedding.
 
 Shapes: B sequences, T tokens each, V vocabulary entries, D model width, H heads, K = D / H.
-Nothing in this file knows that it will be sharded, or that it will rest on disk.
+This file does not depend on sharding or offload.
 """
 
 from __future__ import annotations

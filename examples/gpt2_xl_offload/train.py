@@ -1,11 +1,11 @@
-"""Train GPT-2 XL, 1.5 billion parameters, where they do not fit: its state rests on disk.
+"""Train GPT-2 XL, 1.56 billion parameters, with its state on disk.
 
     zeroshard launch --nproc 2 examples/gpt2_xl_offload/train.py --nvme-path /path/on/a/disk
     zeroshard launch --nproc 2 examples/gpt2_xl_offload/train.py --smoke
 
-Parameters, gradients, fp32 masters and Adam's moments take 16 bytes a parameter, 25 GB for XL. Here they
-lie in one file per rank, which the system frees with the process; memory holds the units at work and
-what is on its way. The text is Python's own standard library, byte by byte.
+Parameters, gradients, fp32 masters and Adam's moments take 16 bytes per parameter, 25 GB for XL. Here
+they are stored in one file per rank, which the system frees when the process ends. Memory contains the
+units in use and the data of current transfers. The text is Python's standard library, as bytes.
 """
 
 from __future__ import annotations

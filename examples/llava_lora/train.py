@@ -1,12 +1,12 @@
-"""Teach LLaVA-1.5 to answer with LoRA: Trainer, PEFT and ZeRO-2 or ZeRO-3; adapters saved alone.
+"""Fine-tune LLaVA-1.5 with LoRA: Trainer, PEFT and ZeRO-2 or ZeRO-3. Only adapters are saved.
 
     zeroshard launch --as-deepspeed --nproc 2 examples/llava_lora/train.py \\
         --deepspeed examples/llava_lora/ds_zero3.json --data talks.json --bf16
-    ... train.py --smoke ...          a tiny model on made images, nothing is downloaded
+    ... train.py --smoke ...          a tiny model on generated images, nothing is downloaded
 
 ``--data`` is LLaVA's own format: a JSON list of ``{"image": FILE, "conversations": [{"from": "human",
-"value": "<image>\\n..."}, {"from": "gpt", "value": "..."}]}``; images are searched beside it.
-The vision tower is frozen, the language model learns through LoRA, the projector learns as a whole.
+"value": "<image>\\n..."}, {"from": "gpt", "value": "..."}]}``; images are in the same directory.
+The vision tower is frozen, the language model is trained with LoRA, the projector completely.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Do two sentences mean the same?  Fine-tune a classifier with Accelerate, ZeRO-2, fp16 or bf16.
+"""Fine-tune a classifier of sentence pairs with Accelerate, ZeRO-2, fp16 or bf16.
 
     export PYTHONPATH="$(zeroshard compat --path)"
     accelerate launch --config_file examples/mrpc/zero2.yaml examples/mrpc/train.py --data FOLDER
     accelerate launch --mixed_precision bf16 ... --report_to wandb
-    ... train.py --smoke              a tiny model on made sentences, nothing is downloaded
+    ... train.py --smoke              a tiny model on generated sentences, nothing is downloaded
 
 FOLDER holds ``msr_paraphrase_train.txt`` and ``msr_paraphrase_test.txt``, the Microsoft Research
 Paraphrase Corpus (MRPC) as published: tab-separated, a title line, then label, two identifiers and

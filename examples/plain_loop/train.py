@@ -4,7 +4,7 @@
         --deepspeed_config examples/plain_loop/ds_config.json
     ... train.py --smoke --deepspeed_config ...      a tiny model, nothing is downloaded
 
-Nothing in this file knows ZeroShard: it is written for DeepSpeed. The text is Python's own argparse.
+This file does not mention ZeroShard: it is written for DeepSpeed. The text is the source of argparse.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What does the model read?  Text cut into tokens, with some documents held out.
+"""The data: text cut into tokens, with some documents held out.
 
-The tokens, the tokenizer and the number of bytes behind every token are kept in one file, so
-that a loss in nats per token can be told in bits per byte, whatever the vocabulary.
+One file has the tokens, the tokenizer and the number of bytes of every token. With these numbers
+a loss in nats per token can be converted to bits per byte, for any vocabulary.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ try:
 except ImportError as error:
     raise SystemExit(f"{error}; this program needs: pip install 'zeroshard[examples]'") from error
 
-END = "<|end|>"  # closes a document; stands for no byte
-HELD_OUT = 20  # one document in this many is never trained on
+END = "<|end|>"  # ends a document, and has no bytes
+HELD_OUT = 20  # one document of this many is held out
 NOT_CODE = {"site-packages", "dist-packages", "encodings", "pydoc_data", "test", "tests"}
 
 
 @dataclass(frozen=True)
 class Corpus:
     tokenizer: Tokenizer
-    token_nbytes: Tensor  # [V] int64: how many bytes of text each token stands for
+    token_nbytes: Tensor  # [V] int64: the number of bytes of each token
     train: Windows
     held_out: Windows
 
@@ -58,10 +58,10 @@ def load_corpus(
     cache: Path,
     tell: Callable[[str], None] = lambda _: None,
 ) -> Corpus:
-    """Read ``text`` (default: Python's standard library), or what ``cache`` kept of it.
+    """Read ``text`` (default: Python's standard library), or the file in ``cache`` that has its tokens.
 
-    Every rank may call this at once: the first to finish puts its file in place, and all read
-    that one. ``tell`` gets a line before each part that takes seconds.
+    Ranks may call this at the same time: all read the file of the rank that is the first to finish.
+    ``tell`` gets a line before each part that takes seconds.
     """
     documents = dict(split_file(text) if text else standard_library())
     key = hashlib.sha256(repr((vocab, HELD_OUT, sorted(documents.items()))).encode()).hexdigest()
@@ -125,7 +125,7 @@ def split_file(path: Path, characters: int = 16384) -> Iterator[tuple[str, str]]
 
 
 def write_once(file: Path, arrays: dict[str, np.ndarray]) -> None:
-    """Put the arrays at ``file``, complete or not at all; an earlier writer wins."""
+    """Write the arrays to ``file``, completely or not at all. A file that is there is kept."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
         draft = Path(scratch, file.name)

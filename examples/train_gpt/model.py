@@ -1,7 +1,7 @@
-"""What is the model?  A decoder-only transformer: RMSNorm, rotary positions, SwiGLU.
+"""The model: a decoder-only transformer with RMSNorm, rotary positions and SwiGLU.
 
 Shapes: B sequences, T tokens each, V vocabulary entries, D model width, H heads, K = D / H.
-Nothing in this file knows that it will be sharded.
+This file does not depend on sharding.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class GPTConfig:
     layers: int
     heads: int
     tied: bool = False  # one matrix for the embedding and the output
-    checkpoint: bool = False  # keep only each block's input and compute the rest again in backward
+    checkpoint: bool = False  # keep only the input of each block; recompute in backward
 
     @property
     def hidden(self) -> int:

@@ -1,4 +1,4 @@
-"""What does a run leave behind?  Progress, metrics.jsonl and curve.png, from rank 0 alone.
+"""Writes the progress, metrics.jsonl and curve.png of a run, on rank 0.
 
 A terminal shows a bar; a file or a pipe gets a line at least every :data:`QUIET_S` seconds.
 """
@@ -65,7 +65,7 @@ class Report:
             self.console.print(f"metrics.jsonl and curve.png are in {self.folder}")
 
     def tick(self, *, step: int, of: int, loss: Callable[[], float], tokens_per_s: float) -> None:
-        """A step ended. ``loss`` waits for the device: bits per byte of this rank since a report."""
+        """Note that a step has ended. ``loss()``: bits per byte of this rank since the last report."""
         now_s = time.perf_counter()
         if self.first is None:
             self.first = (step, now_s)
@@ -78,17 +78,17 @@ class Report:
             )
 
     def working(self, text: str) -> None:
-        """Something else than a step goes on."""
+        """Note that other work than a step is in progress."""
         if self.is_due():
             self.say(text)
 
     def is_due(self) -> bool:
-        """Is there no bar to be seen, and was nothing said for a while?"""
+        """Whether a line is due: there is no bar, and nothing was printed for a while."""
         waited_s = time.perf_counter() - self.spoke_s
         return not (self.quiet or self.console.is_terminal) and waited_s > QUIET_S
 
     def step(self, *, step: int, of: int, train: float, tokens_per_s: float, **more: float) -> None:
-        """``train`` is the mean over the steps and ranks since the last report."""
+        """Report a step. ``train``: the mean over the steps and ranks since the last report."""
         self.train.append((step, train))
         self.write(step=step, train_bpb=train, tokens_per_s=tokens_per_s, **more)
         self.bar.update(
@@ -105,7 +105,7 @@ class Report:
         self.say(f"step {step:5d}   train {train:.3f}   held out {held_out:.3f}   bits per byte")
 
     def say(self, text: str) -> None:
-        """A line that appears at once, in a pipe too."""
+        """Print a line at once, also into a pipe."""
         self.console.print(text, soft_wrap=True)
         self.console.file.flush()
         self.spoke_s = time.perf_counter()

@@ -1,11 +1,11 @@
-"""Train a GPT on Python's own standard library, sharded by ZeRO.
+"""Train a GPT on Python's standard library, with ZeRO.
 
     zeroshard launch --nproc 2 examples/train_gpt/train.py       two ranks
     python examples/train_gpt/train.py                           one rank
 
 The same program runs on CPUs and GPUs; the batch, the optimizer, its schedule, the precision and
 the ZeRO stage are in ds_config.json. Losses are in bits per byte of text, so that they can be
-compared whatever the vocabulary.
+compared between vocabularies.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def load_by_turns(args: argparse.Namespace, rank: int) -> Corpus:
-    """Rank 0 makes tokens of the text, with all cores; then the others read what it kept."""
+    """Load the corpus. Rank 0 makes the tokens, on all cores; then the other ranks read its files."""
     load = partial(load_corpus, args.text, vocab=args.vocab, context=args.context, cache=args.runs)
     if rank == 0:
         load(tell=partial(print, flush=True))
@@ -83,7 +83,7 @@ def train(
     report: Report,
     saving: Saving,
 ) -> None:
-    """Go on to ``steps`` optimizer steps; report 100 times, look at the held-out text 5 times."""
+    """Train to optimizer step ``steps``. Report about 100 times, and evaluate about 5 times."""
     report_every, evaluate_every = math.ceil(steps / 100), math.ceil(steps / 5)
     accumulation = engine.gradient_accumulation_steps()
     batches = repeat(loader)
@@ -95,9 +95,9 @@ def train(
             inputs, targets = split(next(batches), engine.device)
             loss = engine(inputs, targets)
             engine.backward(loss)
-            engine.step()  # updates when all of the batch has been seen
+            engine.step()  # updates after the last micro-batch of the step
             bits.add(loss, targets)
-            tokens += targets.numel() * engine.world_size
+            tokens += targets.numel() * engine.dp_size
 
         tokens_per_s = tokens / (time.perf_counter() - start)
         report.tick(step=step, of=steps, loss=bits.here, tokens_per_s=tokens_per_s)
@@ -114,19 +114,19 @@ def train(
                 report.held_out(step=step, held_out=evaluate(engine, corpus, report))
             tokens, start = 0, time.perf_counter()
         if saving.every and step % saving.every == 0:
-            engine.save_checkpoint(saving.directory)  # with the place in the data
+            engine.save_checkpoint(saving.directory)  # including the position in the data
 
 
 @dataclass(frozen=True)
 class Saving:
-    """A checkpoint each so many steps; 0: none."""
+    """When and where to save: a checkpoint after each ``every`` steps; 0: none."""
 
     directory: Path
     every: int
 
 
 def checkpoint(path: Path) -> tuple[Path, str | None]:
-    """Directory and tag: of one checkpoint, or of a directory of them and its latest."""
+    """The directory and the tag to load. The tag is None if ``path`` contains several checkpoints."""
     return (path.parent, path.name) if (path / "manifest.json").exists() else (path, None)
 
 
@@ -135,8 +135,8 @@ def evaluate(engine: zeroshard.Engine, corpus: Corpus, report: Report) -> float:
     """Bits per byte of the held-out text. Each rank reads an equal share of it."""
     windows, size = corpus.held_out, engine.train_micro_batch_size_per_gpu()
     # The ranks run the same number of forward passes: each gathers parameters from all of them.
-    share = range(engine.global_rank, len(windows), engine.world_size)
-    share = share[: len(windows) // engine.world_size]
+    share = range(engine.dp_rank, len(windows), engine.dp_size)
+    share = share[: len(windows) // engine.dp_size]
     bits = BitsPerByte(corpus, engine.device)
     engine.eval()
     for first in range(0, len(share), size):
@@ -164,24 +164,24 @@ def sample(engine: zeroshard.Engine, corpus: Corpus, length: int, seed: int) -> 
 
 
 class BitsPerByte:
-    """Adds up losses and the bytes of text they are spread over, without leaving the device."""
+    """Adds up losses, and the bytes of text that they are of, on the device."""
 
     def __init__(self, corpus: Corpus, device: torch.device) -> None:
         self.token_nbytes = corpus.token_nbytes.to(device)
         self.seen = torch.zeros(2, device=device)  # nats, bytes
 
     def add(self, loss: Tensor, targets: Tensor) -> None:
-        """``loss`` is the mean over ``targets`` in nats per token."""
+        """Add a micro-batch. ``loss``: the mean over ``targets`` in nats per token."""
         nbytes = self.token_nbytes[targets].sum()
         self.seen += torch.stack([loss.detach().float() * targets.numel(), nbytes])
 
     def here(self) -> float:
-        """The mean over what this rank added since the last :meth:`take`; reads from the device."""
+        """The mean over what this rank has added since the last :meth:`take`. Waits for the device."""
         nats, nbytes = self.seen.tolist()
         return float(nats / nbytes / math.log(2))
 
     def take(self) -> float:
-        """The mean over everything added on any rank since the last call."""
+        """The mean over what all ranks have added since the last call. Collective."""
         if dist.is_initialized():
             dist.all_reduce(self.seen)
         nats, nbytes = self.seen.tolist()
@@ -195,7 +195,7 @@ def split(batch_BT: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def repeat(loader: DataLoader[Tensor]) -> Iterator[Tensor]:
-    """Batches for ever, in another order each time through the text."""
+    """Batches without end. Each pass through the text has another order."""
     if not len(loader):
         raise SystemExit("the text is shorter than one batch")
     for epoch in itertools.count(loader.sampler.epoch):  # type: ignore[attr-defined]

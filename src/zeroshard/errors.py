@@ -87,6 +87,10 @@ class LaunchError(ZeroShardError):
     """The launcher could not start the ranks, or one of them died."""
 
 
+EXIT_DIAGNOSIS = 75
+"""Exit code of a rank that the watchdog ends, because its main thread cannot raise the diagnosis."""
+
+
 def in_short(error: BaseException) -> str:
     """Type and message of an error on one line of at most 600 characters, to send to other ranks."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:600]

@@ -1,4 +1,4 @@
-"""What is really allocated on this rank, found without asking the engine's ledger."""
+"""Measures the memory that is allocated on this rank, independently of the engine's ledger."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def stack_config(
 
 
 def micro_step(engine: Any) -> None:
-    """Forward and backward of one micro-batch; nothing of it stays alive."""
+    """Forward and backward of one micro-batch. No tensor of it stays alive."""
     x = torch.ones(BATCH, WIDTH, dtype=next(engine.module.parameters()).dtype)
     engine.backward(engine(x).float().square().mean())
 
@@ -80,7 +80,7 @@ def storage_sizes(tensors: Iterable[Any]) -> dict[int, int]:
 
 def everything_alive() -> dict[int, int]:
     """Every storage that any Python object of this process can reach."""
-    native_adam.wait()  # it is compared with torch in a thread, once, with tensors of its own
+    native_adam.wait()  # a thread compares it with torch once, with separate tensors
     gc.collect()
     with torch._C.DisableTorchFunctionSubclass():  # sharded parameters hide their storage
         return storage_sizes(o for o in gc.get_objects() if issubclass(type(o), Tensor))
@@ -89,7 +89,7 @@ def everything_alive() -> dict[int, int]:
 def offload_plan(engine: Any) -> dict[str, int]:
     """Bytes of parameters, masters and optimizer state, from model and optimizer themselves.
 
-    A parameter that is away shows one element, expanded to its shape; units have 64 and more.
+    An offloaded parameter shows one element, expanded to its shape. Units have at least 64 elements.
     """
     with torch._C.DisableTorchFunctionSubclass():
         params = storage_sizes(engine.module.parameters())
@@ -121,10 +121,10 @@ def assert_plan_is_real(
     *,
     micro: Callable[[Any], None] = micro_step,
 ) -> None:
-    """Train; plan, ledger and census agree to the byte in every resting category.
+    """Train, then check that plan, ledger and census agree to the byte in every category of state.
 
-    ``before``: what lived when the model did not. Beside resting bytes and the communicator's scratch
-    memory only trivial tensors (a learning rate, a loss scale, sampled positions) may be alive.
+    ``before``: storages that existed before the model. Besides state and the communicator's scratch
+    memory, only trivial tensors may be alive (a learning rate, a loss scale, sampled positions).
     """
     grads_peak = 0
     for _ in range(max(2, engine.accumulation.steps)):

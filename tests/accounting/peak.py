@@ -1,4 +1,4 @@
-"""How much memory did this process really need at most? (Linux)"""
+"""Measures the peak memory of this process (Linux only)."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def resident_nbytes(key: str = "VmRSS") -> int:
-    """Resident bytes of this process: now, or at most (``VmHWM``)."""
+    """Resident bytes of this process: now, or the peak (``VmHWM``)."""
     (line,) = (line for line in _STATUS.read_text().splitlines() if line.startswith(key))
     return int(line.split()[1]) * 1024
 
 
 def give_back() -> None:
-    """Freed memory goes back to the system, now and as soon as it is freed from now on."""
+    """Return freed memory to the system now, and from now on as soon as it is freed."""
     libc = ctypes.CDLL(None)
     libc.mallopt(_M_MMAP_THRESHOLD, 128 * 1024)  # otherwise it grows with the largest block freed
     libc.mallopt(_M_TRIM_THRESHOLD, 128 * 1024)
@@ -35,11 +35,11 @@ def give_back() -> None:
 
 
 class Peak:
-    """``nbytes``: what the block needed at most beyond what was there before."""
+    """``nbytes``: the peak memory of the block, above the memory before it."""
 
     def __enter__(self) -> Peak:
         give_back()
-        _RESET.write_text("5")  # the high-water mark becomes what is resident now
+        _RESET.write_text("5")  # resets the high-water mark to the resident bytes
         self._before = resident_nbytes()
         return self
 
@@ -48,9 +48,10 @@ class Peak:
 
 
 class SharedPeak:
-    """Like :class:`Peak`, with pages that ranks share counted once: each has its part of them.
+    """Like :class:`Peak`, but a page that ranks share counts once: each rank counts its share of the
+    page.
 
-    The kernel keeps no high-water mark of that: it is looked up every few milliseconds.
+    The kernel keeps no high-water mark of this, so it is sampled every few milliseconds.
     """
 
     def __enter__(self) -> SharedPeak:
@@ -72,13 +73,13 @@ class SharedPeak:
 
 
 def _proportional_nbytes() -> int:
-    """Without files: a library weighs more when some other process that had mapped it ends."""
+    """Mapped files are not counted: their share grows when another process that mapped them ends."""
     lines = _ROLLUP.read_text().splitlines()
     return 1024 * sum(int(x.split()[1]) for x in lines if x.startswith(("Pss_Anon", "Pss_Shmem")))
 
 
 class TensorPeak(TorchDispatchMode):
-    """``nbytes``: the exact sum, at its highest, of all storages that were made in the block."""
+    """``nbytes``: the exact peak of the sum of all storages that were allocated in the block."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,6 @@
-"""Are the buffers that exist inside a step bounded by units, never by a configured size, and listed?"""
+"""Buffers that exist only inside a step are bounded by the size of units, not by a configured size. The
+report lists them.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +121,7 @@ def test_the_report_of_all_ranks_has_each_ranks_own_bytes():
         engine.step()
         report = engine.memory_report(all_ranks=True)
         assert sorted(report.ranks) == [0, 1, 2]
-        # The exchange needs scratch memory of its own, which only the later report has seen.
+        # The exchange needs scratch memory, which only the later report contains.
         theirs, mine = (
             [row for row in rows if row.category != "scratch"]
             for rows in (report.ranks[engine.global_rank], engine.memory_report().rows)

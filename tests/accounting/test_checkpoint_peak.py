@@ -1,4 +1,4 @@
-"""Do saving and loading stay under their ceiling, however large a parameter is?"""
+"""Peak memory of saving and loading stays under its limit, also for very large parameters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROWS = 60_000  # x 512: 61 MB in bf16, 369 MB with masters and moments
 
 
 class Big(nn.Module):
-    """Nearly all of it is one embedding."""
+    """A model with one embedding that is nearly all of it."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Big(nn.Module):
 
 
 def trained(rows: int, stage: int, **checkpoint: object) -> Engine:
-    """An engine with all of its state, one step old."""
+    """An engine with all of its state, after one step."""
     with torch.device("meta"):
         model = Big(rows)
     engine = Engine(
@@ -51,7 +51,7 @@ def trained(rows: int, stage: int, **checkpoint: object) -> Engine:
 
 @pytest.fixture
 def fresh_ranks():
-    """Processes in which nothing was freed yet."""
+    """New processes, in which no memory was freed yet."""
     pool().kill()
 
 
@@ -69,7 +69,7 @@ def test_save_and_load_need_less_than_the_ceiling(tmp_path, stage):
             engine.load_checkpoint(tmp_path / "big")
     assert saving.nbytes < CEILING_MB * MIB
     assert loading.nbytes < CEILING_MB * MIB
-    assert saving.nbytes > MIB  # else the measurement is broken
+    assert saving.nbytes > MIB  # otherwise the measurement is wrong
 
 
 @pytest.mark.usefixtures("fresh_ranks")

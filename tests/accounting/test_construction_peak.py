@@ -1,4 +1,4 @@
-"""Does a rank ever hold more than its shards and one unit while a model is built?"""
+"""While a model is built, a rank holds at most its shards and one unit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from zeroshard import Engine
 from zeroshard.testing import on_ranks
 from zeroshard.testing.ranks import pool
-from zeroshard.zero import Init, scatter
+from zeroshard.zero import Init, materialize
 
 SLACK = 1.1
 
@@ -71,7 +71,7 @@ TINY = {"width": 64, "depth": 1, "vocabulary": 64}
 
 
 def built(how: str, size: dict[str, int], **keys: object) -> Engine:
-    """An engine; without optimizer, shards of parameters are all that rests in it."""
+    """An engine without optimizer: it stores only shards of parameters."""
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
@@ -90,8 +90,8 @@ def built(how: str, size: dict[str, int], **keys: object) -> Engine:
 
 @pytest.fixture
 def fresh_ranks():
-    """Processes in which nothing was freed yet: freed blocks of earlier tests would be used again, and
-    the C library does not give such pages back.
+    """New processes, in which no memory was freed yet. Freed blocks of earlier tests would be reused,
+    and the C library does not return such pages to the system.
     """
     pool().kill()
 
@@ -108,7 +108,7 @@ def test_resident_memory_stays_under_the_shards_and_one_unit(how, transport):
         numel = sum(p.numel() for p in engine.module.parameters())
         assert (numel, engine.runtime.units[2].layout.params_numel) == (BIG_NUMEL, BIG_UNIT)
     assert peak.nbytes <= allowed(BIG_NUMEL, BIG_UNIT, world=2)
-    assert peak.nbytes >= 2 * BIG_NUMEL / 2  # else the measurement is broken
+    assert peak.nbytes >= 2 * BIG_NUMEL / 2  # otherwise the measurement is wrong
 
 
 @on_ranks(1)
@@ -128,12 +128,12 @@ SMALL_NUMEL = 5 * SMALL_BLOCK + 2 * SMALL_EMBEDDING
 @on_ranks(3)
 def test_tensors_stay_under_the_shards_and_the_largest_unit_as_it_is_built(how):
     """Exact, and with a unit of one module. Modules are initialised in fp32: that unit needs 4 bytes."""
-    before, scatter.PIECE_NUMEL = scatter.PIECE_NUMEL, 8192
+    before, materialize.PIECE_NUMEL = materialize.PIECE_NUMEL, 8192
     try:
         with TensorPeak() as peak:
-            built(how, SMALL, transport="p2p").close()  # what shared memory needs is measured above
+            built(how, SMALL, transport="p2p").close()  # shared memory is measured above
     finally:
-        scatter.PIECE_NUMEL = before
+        materialize.PIECE_NUMEL = before
     assert peak.nbytes <= SLACK * (2 * SMALL_NUMEL / 3 + 4 * SMALL_EMBEDDING)
     assert peak.nbytes >= 2 * SMALL_NUMEL / 3 + SMALL_BLOCK
 

@@ -1,4 +1,4 @@
-"""Does an export need a few pieces of memory, however large the tensors are?"""
+"""An export needs memory for a few pieces, independently of the size of tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SLACK_NBYTES = (
 
 @pytest.fixture
 def fresh_ranks():
-    """Processes in which nothing was freed yet."""
+    """New processes, in which no memory was freed yet."""
     pool().kill()
 
 
@@ -41,11 +41,11 @@ def test_a_checkpoint_is_exported_in_pieces(dtype, tmp_path):
     with CheckpointReader(tmp_path / "big" / "global_step10") as saved, Peak() as peak:
         export_checkpoint(saved, tmp_path / "out", dtype=dtype)
     assert peak.nbytes < SLACK_NBYTES < 400_000_000
-    assert peak.nbytes > 1 << 20  # else the measurement is broken
+    assert peak.nbytes > 1 << 20  # otherwise the measurement is wrong
 
 
 class Big(nn.Module):
-    """Two large units: whole, they are twice what may be in memory."""
+    """Two large units. Together they have twice the size that may be in memory."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
@@ -82,4 +82,4 @@ def test_an_engine_is_exported_unit_by_unit(tmp_path):
         with Peak() as peak:
             export.save_pretrained(engine, tmp_path / "out")
         assert peak.nbytes < unit_nbytes + SLACK_NBYTES < 2 * unit_nbytes
-        assert peak.nbytes > 0.9 * unit_nbytes  # else the measurement is broken
+        assert peak.nbytes > 0.9 * unit_nbytes  # otherwise the measurement is wrong

@@ -1,4 +1,4 @@
-"""Does the engine itself, on tensors without memory, hold what the plan says, at any world size?"""
+"""With fake tensors (without memory) the engine holds what the plan says, at any world size."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Transformer(nn.Module):
 
 @pytest.fixture
 def fake_ranks() -> Iterator[None]:
-    """A process group that only says how many ranks there would be."""
+    """A fake process group that only reports a number of ranks."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=RANK, world_size=WORLD, store=FakeStore())
@@ -121,7 +121,7 @@ def test_a_billion_parameters_on_64_ranks_are_planned_to_the_byte_in_seconds(sta
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_kind_of_step_runs_without_values(stage, precision, accumulation, fake_ranks):
-    """Accumulation, loss scaling, clipping, a schedule, several steps, parameters that nobody uses."""
+    """Accumulation, loss scaling, clipping, a schedule, several steps, unused parameters."""
     with FakeTensorMode():
         model = nn.Sequential(nn.Embedding(512, 64), Layer(64), Layer(64), nn.Linear(64, 512))
         model.register_parameter("spare", nn.Parameter(torch.zeros(3, 5)))

@@ -1,9 +1,11 @@
-"""Does an engine give everything back, twenty times in a row?"""
+"""Twenty engines, one after the other, each release all of their resources."""
 
 from __future__ import annotations
 
 import gc
+import time
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,16 +21,18 @@ STAGES = (0, 1, 2, 3)
 MIB = 2**20
 
 
-def live_and_die(model: nn.Module, stage: int) -> Engine:
+def live_and_die(model: nn.Module, stage: int, save_dir: Path | None = None) -> Engine:
     engine = Engine(model, config=stack_config(stage))
     micro_step(engine)
     engine.step()
+    if save_dir is not None:
+        engine.save_checkpoint(save_dir)
     engine.close()
     return engine
 
 
 def hooks_of(model: nn.Module) -> int:
-    """Everything that somebody attached to the modules and parameters."""
+    """All hooks and attributes that were attached to the modules and parameters."""
     on_modules = sum(
         len(getattr(module, name))
         for module in model.modules()
@@ -46,11 +50,12 @@ def hooks_of(model: nn.Module) -> int:
 @pytest.mark.parametrize("stage", [0, 3])
 @on_ranks(2)
 def test_twenty_engines_in_a_row_leave_memory_flat(stage):
-    """Tensors to the byte. Resident memory by less than 1 MB: every process group leaves its addresses
-    in the store and a little in gloo's threads. A leaked tensor of an engine would add up to 30 MB.
+    """Tensor memory is equal to the byte. Resident memory grows by less than 1 MB, because every process
+    group leaves its addresses in the store and a little memory in gloo's threads. If each engine leaked
+    a tensor, that would add up to 30 MB.
     """
-    give_back()  # from here on the allocator keeps nothing
-    for _ in range(30):  # until the threads' arenas are there
+    give_back()  # from here on the allocator keeps no freed memory
+    for _ in range(30):  # until the arenas of all threads exist
         live_and_die(Stack(), stage)
     give_back()
     tensors, resident = sum(everything_alive().values()), resident_nbytes()
@@ -61,32 +66,45 @@ def test_twenty_engines_in_a_row_leave_memory_flat(stage):
     assert resident_nbytes() - resident < MIB
 
 
+def alive_nbytes(limit: int) -> int:
+    """Bytes of all tensors. gloo's thread frees those of a collective a moment after its wait, so up to
+    a second is given to come under ``limit``; what is kept stays above it.
+    """
+    end = time.monotonic() + 1
+    while (found := sum(everything_alive().values())) > limit and time.monotonic() < end:
+        time.sleep(0.02)
+    return found
+
+
 @pytest.mark.parametrize(
     ("stage", "transport"),
     [*((s, "shm") for s in STAGES), (1, "p2p"), (3, "p2p"), (0, "stock"), (3, "stock")],
 )
 @on_ranks(2)
-def test_two_hundred_steps_leave_memory_flat(stage, transport):
-    """Nothing new is kept: no tensor, no message buffer, no megabyte.
+def test_many_steps_leave_memory_flat(stage, transport):
+    """No additional tensor, message buffer or megabyte of memory is kept.
 
-    Shared memory may hold one more set of gradients, made when a neighbour was late to read.
+    With p2p, half of the steps with half of the slack have the same limit per step. The stock transport
+    needs all steps, until torch's log of its own collectives is full. Shared memory may contain one more
+    set of gradients, allocated when another rank was late to read, for any number of steps.
     """
+    steps = 100 if transport == "p2p" else 200
     late = sum(p.numel() * 2 for p in Stack().parameters()) if transport == "shm" else 0
     config = {**stack_config(stage), "transport": transport}
     with Engine(Stack(), config=config) as engine:
-        for step in range(200):
+        for step in range(steps):
             micro_step(engine)
             engine.step()
             if step == 1:
                 tensors, scratch = sum(everything_alive().values()), engine._watch.scratch_nbytes
-            if step == 100:  # torch's log of its own collectives is full, arenas are warm
+            if step == steps // 2:  # arenas are warm
                 give_back()
                 resident = resident_nbytes()
-        slack = late + 1024  # a few numbers on their way
-        assert sum(everything_alive().values()) <= tensors + slack
+        slack = late + 5 * steps  # a few numbers on their way
+        assert alive_nbytes(tensors + slack) <= tensors + slack
         assert engine._watch.scratch_nbytes <= scratch + slack
         give_back()
-        assert resident_nbytes() - resident < late + MIB  # late may be later than step 100
+        assert resident_nbytes() - resident < late + MIB * steps // 200  # late may be later
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -104,10 +122,10 @@ def test_a_closed_engine_leaves_no_hook_on_the_model(stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2)
-def test_closing_frees_state_at_once_although_engine_and_model_live_on(stage):
+def test_closing_frees_state_at_once_although_engine_and_model_live_on(stage, tmp_path):
     before = everything_alive()
     model = Stack()
-    engine = live_and_die(model, stage)
+    engine = live_and_die(model, stage, save_dir=tmp_path if stage else None)
     left = sum(nbytes for key, nbytes in everything_alive().items() if key not in before)
     whole = 2 * sum(p.numel() for p in model.parameters())
     assert left <= (0 if stage == 3 else whole) + 4096

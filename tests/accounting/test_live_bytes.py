@@ -1,4 +1,4 @@
-"""Do plan, ledger and real allocations agree, and are they what the ZeRO paper promises?"""
+"""Plan, ledger and real allocations agree with each other and with the formulas of the ZeRO paper."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from functools import partial
 import pytest
 import torch
 from census import Stack, assert_plan_is_real, everything_alive, planned, stack_config
+from support.edge_case_models import BATCH, CASES, Case
+from support.parity import cast_batch, make_batches
 from torch import nn
 
 from zeroshard import Engine
 from zeroshard.testing import on_ranks
-from zeroshard.testing.edge_case_models import BATCH, CASES, Case
-from zeroshard.testing.parity import cast_batch, make_batches
 
 STAGES = (0, 1, 2, 3)
 STEP_NBYTES = 4  # Adam counts the steps of every fragment
@@ -47,7 +47,7 @@ def stack_bytes_equal_the_formula(precisions: list[tuple[str, int]]) -> None:
                 formula = {
                     category: per_parameter * numel
                     for category, per_parameter in bytes_per_parameter(
-                        stage, engine.world_size, precision, accumulation
+                        stage, engine.dp_size, precision, accumulation
                     ).items()
                 }
                 formula["optimizer"] += STEP_NBYTES * fragments

@@ -1,4 +1,4 @@
-"""Do plan, ledger and real memory agree in every tier, and does the disk move the bytes of the theory?"""
+"""Plan, ledger and real memory agree in every tier. The disk transfers the bytes of the formula."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from zeroshard import Engine
 from zeroshard.core import tiers
 from zeroshard.core.ledger import RESTING, TEMPORARY
 from zeroshard.core.nbytes import state_nbytes
-from zeroshard.core.tiers import Tier
-from zeroshard.memory.pages import PAGE_NBYTES
+from zeroshard.core.tiers import TIERS, Tier
+from zeroshard.memory.direct_io import PAGE_NBYTES
 from zeroshard.offload.capacity_check import demand_of
 from zeroshard.offload.grad_store import DiskGradStore
 from zeroshard.offload.shard_store import WRITES_IN_FLIGHT, DiskShardStore
@@ -38,7 +38,7 @@ MIB = 2**20
 
 
 def stores(path: Path, stage: int) -> dict[str, dict[str, Any]]:
-    """Every place where something of this stage can rest, as DeepSpeed's keys say it."""
+    """All offload settings of this stage, as keys of DeepSpeed's configuration."""
     disk = {"device": "nvme", "nvme_path": str(path)}
     host = {"device": "cpu"}
     found: dict[str, dict[str, Any]] = {
@@ -61,7 +61,7 @@ def stores(path: Path, stage: int) -> dict[str, dict[str, Any]]:
 
 @contextmanager
 def small_chunks() -> Iterator[None]:
-    """Ranks live on: the next test finds the constant as it was."""
+    """Set small chunks, and restore the constant afterwards, because the rank processes are reused."""
     before, tiers.CHUNK_NUMEL = tiers.CHUNK_NUMEL, CHUNK_NUMEL
     try:
         yield
@@ -70,7 +70,7 @@ def small_chunks() -> Iterator[None]:
 
 
 def files_of(engine: Engine) -> list[SwapFile]:
-    return list(engine.runtime.stores._files.values())
+    return engine.runtime.stores.files
 
 
 def train(engine: Engine, steps: int) -> None:
@@ -83,9 +83,9 @@ Column = dict[str, int]
 
 
 def columns(engine: Engine) -> tuple[dict[str, Column], dict[str, Column]]:
-    """Planned and measured bytes: tier -> category -> bytes; what is not in the report is 0."""
-    planned = {tier.value: dict.fromkeys(RESTING, 0) for tier in Tier}
-    measured = {tier.value: dict.fromkeys(RESTING, 0) for tier in Tier}
+    """Planned and measured bytes: tier -> category -> bytes. What the report lacks is 0."""
+    planned = {tier.name: dict.fromkeys(RESTING, 0) for tier in TIERS.values()}
+    measured = {tier.name: dict.fromkeys(RESTING, 0) for tier in TIERS.values()}
     for row in engine.memory_report().rows:
         if row.planned is not None:
             planned[row.tier][row.category] = row.planned
@@ -97,14 +97,14 @@ def columns(engine: Engine) -> tuple[dict[str, Column], dict[str, Column]]:
 
 
 def fragments_in(engine: Engine, *where: Tier) -> int:
-    """Pieces of parameters whose state rests there: each has a step count."""
+    """Fragments of parameters whose state is stored in this tier. Each has a step count."""
     chunks = [chunk for shard in engine.runtime.optimizer.shards for chunk in shard.chunks]
     return sum(len(chunk.fragments) for chunk in chunks if chunk.tier in where)
 
 
 def gradients(engine: Engine, stage: int, precision: str) -> tuple[int, int]:
-    """Bytes that wait on the device and on disk for the update. On disk wait reduced gradients of units
-    whose state all rests there; stage 1 sums micro-batches whole on every rank before it reduces them."""
+    """Bytes of gradients on the device and on disk before the update. Reduced gradients are on disk if
+    all state of their unit is on disk. Stage 1 sums unsharded micro-batches before it reduces them."""
     low = 4 if precision == "fp32" else 2
     many = engine.accumulation.steps > 1
     summed = 4 if many else low
@@ -115,15 +115,15 @@ def gradients(engine: Engine, stage: int, precision: str) -> tuple[int, int]:
         if all(chunk.tier is Tier.DISK for chunk in shard.chunks)
     )
     if stage >= 2:
-        return summed * (PSI // engine.world_size - on_disk), summed * on_disk
-    local = PSI if many else PSI - engine.world_size * on_disk
+        return summed * (PSI // engine.dp_size - on_disk), summed * on_disk
+    local = PSI if many else PSI - engine.dp_size * on_disk
     return summed * local, low * on_disk
 
 
 def device_formula(engine: Engine, stage: int, precision: str, zero: dict[str, Any]) -> Column:
-    """Section 3.1 of the ZeRO paper, less what left the device: the part ``ratio`` of master and state,
+    """Section 3.1 of the ZeRO paper, minus the offloaded bytes: the part ``ratio`` of master and state,
     up to 64 elements, the parameters and the gradients that wait on disk."""
-    world = engine.world_size
+    world = engine.dp_size
     low, master = (4, 0) if precision == "fp32" else (2, 4)
     updated = PSI // world
     ratio = 0.0
@@ -139,12 +139,13 @@ def device_formula(engine: Engine, stage: int, precision: str, zero: dict[str, A
 
 
 def whole(engine: Engine, stage: int, precision: str) -> Column:
-    """All tiers together: an offload moves bytes and neither makes nor loses any."""
+    """The sum over all tiers. Offload does not change it."""
     formula = device_formula(engine, stage, precision, {})
     return {
         **formula,
         "gradients": sum(gradients(engine, stage, precision)),
-        "optimizer": 8 * PSI // engine.world_size + STEP_NBYTES * fragments_in(engine, *Tier),
+        "optimizer": 8 * PSI // engine.dp_size
+        + STEP_NBYTES * fragments_in(engine, *TIERS.values()),
     }
 
 
@@ -162,7 +163,9 @@ def check_columns(path: Path, precisions: list[tuple[str, int]], stages: tuple[i
                         assert planned["device"] == device_formula(
                             engine, stage, precision, zero
                         ), case
-                        together = {c: sum(planned[t.value][c] for t in Tier) for c in RESTING}
+                        together = {
+                            c: sum(planned[t.name][c] for t in TIERS.values()) for c in RESTING
+                        }
                         assert together == whole(engine, stage, precision), case
 
 
@@ -206,7 +209,8 @@ def test_with_all_on_disk_a_device_holds_nothing_and_the_host_step_counts(tmp_pa
 
 
 def check_new_memory(before: dict[int, int], engine: Engine, where: object) -> None:
-    """It is what was counted, now or as soon as the threads of the disk have done what they are at."""
+    """New memory equals the counted bytes, at the latest when the disk threads have finished their
+    work."""
     ledger = engine.runtime.ledger
     for _ in range(50):
         held = sum(
@@ -226,8 +230,9 @@ def check_new_memory(before: dict[int, int], engine: Engine, where: object) -> N
 def check_census(
     path: Path, stages: tuple[int, ...], precision: str, accumulation: int = 1
 ) -> None:
-    """Between backward and step, everything alive is in the ledger's device and host columns. Beside it
-    there are the communicator's memory, what the disk's threads align with, and trivial tensors."""
+    """Between backward and step, all live storages are in the ledger's device and host columns. The
+    exceptions are the communicator's memory, the alignment buffers of the disk threads, and trivial
+    tensors."""
     with small_chunks():
         for stage in stages:
             for store, zero in stores(path, stage).items():
@@ -260,7 +265,7 @@ def test_all_live_memory_is_in_the_ledger_on_three_ranks(tmp_path):
 
 @on_ranks(2)
 def test_a_file_reserves_what_the_plan_puts_on_disk(tmp_path):
-    """And less than a page beside it for every extent."""
+    """The file may be larger by less than a page for every extent."""
     with small_chunks():
         for stage in (1, 3):
             for store, zero in stores(tmp_path, stage).items():
@@ -286,27 +291,27 @@ class CheckpointedStack(Stack):
 
 
 def moved_nbytes(file: SwapFile, nbytes: int) -> int:
-    """What system calls move for an extent: whole pages, past the page cache."""
+    """Bytes that system calls transfer for an extent: whole pages, without the page cache."""
     return -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES if file.direct else nbytes
 
 
 def finish(engine: Engine) -> None:
-    """Shards on their way to the disk arrive."""
+    """Wait until all shards are written to the disk."""
     for unit in engine.runtime.units:
         if isinstance(unit.store, DiskShardStore):
             unit.store.finish()
 
 
 def arrive(engine: Engine) -> None:
-    """Gradients on their way to the disk arrive."""
+    """Wait until all gradients are written to the disk."""
     for buffer in engine.runtime.reducer.buffers:
         if isinstance(buffer.store, DiskGradStore):
             buffer.store.finish()
 
 
 def traffic_of_a_step(engine: Engine, file: SwapFile) -> tuple[int, int]:
-    """Bytes read and written. Shards arrive before and after, and gradients in between: those that left
-    last would be read out of memory otherwise, however long ago they left."""
+    """Bytes read and written. Waits for the writes of shards before and after the step, and for those of
+    gradients in between. Without the waits the last ones would be read from memory."""
     finish(engine)
     before = file.read_nbytes, file.written_nbytes
     for _ in range(engine.accumulation.steps):
@@ -331,8 +336,9 @@ REUSE = {
 def test_shards_are_read_for_each_pass_and_the_update_and_written_once(
     reuse, accumulation, model, tmp_path
 ):
-    """Forward and backward of every micro-batch gather a unit, the update reads this rank's shard once
-    more and writes it: 2 a + 1 reads, less one a micro-batch of what stays full in between."""
+    """Forward and backward of each of ``a`` micro-batches read the shard to gather a unit. The
+    update reads it once more and writes it. This gives 2 a + 1 reads, minus one per micro-batch for
+    units that stay gathered between forward and backward."""
     keys, kept = REUSE[reuse]
     keys = {**keys, "offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}
     with Engine(model(), config=stack_config(3, "bf16", accumulation, **keys)) as engine:
@@ -358,7 +364,7 @@ def test_state_is_read_once_and_written_once_in_a_step(stage, precision, tmp_pat
         Engine(Stack(), config=stack_config(stage, precision, 3, **zero)) as engine,
     ):
         (file,) = files_of(engine)
-        train(engine, 1)  # state comes into being
+        train(engine, 1)  # the first step creates the state
         read, written = traffic_of_a_step(engine, file)
         disk = columns(engine)[1]["disk"]
         reductions = 3 if stage > 1 else 1
@@ -371,7 +377,7 @@ def test_state_is_read_once_and_written_once_in_a_step(stage, precision, tmp_pat
 
 
 def moved_gradients(engine: Engine, file: SwapFile) -> int:
-    """Bytes that move when every reduced gradient goes to the disk once."""
+    """Bytes that are transferred if every reduced gradient is written to the disk once."""
     many = engine.accumulation.steps > 1 and engine.runtime.stage.shards_grads
     rows = [(unit.layout.shard_numel, unit.row) for unit in engine.runtime.units]
     return sum(
@@ -421,8 +427,9 @@ def test_the_forecast_counts_what_a_step_moves(accumulation, tmp_path):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @on_ranks(2)
 def test_gradients_wait_on_disk_and_few_are_in_memory_at_a_time(stage, accumulation, tmp_path):
-    """Two on their way out, and a third until it is known that the first has arrived; in the update the
-    one in use and the next. Those that reductions in flight are to be added to come back beside them."""
+    """In backward: two gradients that are being written, and a third until the first write is known
+    to have ended. In the update: the current and the next gradient. In addition, gradients to which
+    reductions in flight will be added are read back."""
     zero = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}}
     config = stack_config(stage, "bf16", accumulation, **zero)
     with Engine(Stack(depth=12), config=config) as engine, pytest.MonkeyPatch.context() as patch:
@@ -432,7 +439,7 @@ def test_gradients_wait_on_disk_and_few_are_in_memory_at_a_time(stage, accumulat
         def watched(rest: DiskGradStore) -> None:
             nonlocal most_nbytes
             account(rest)
-            scratch = ledger.live["scratch", Tier.HOST].items()
+            scratch = ledger.live["scratch", Tier.HOST.name].items()
             here = sum(nbytes for owner, nbytes in scratch if owner.endswith("(gradient)"))
             most_nbytes = max(most_nbytes, here)
 
@@ -448,7 +455,7 @@ def test_gradients_wait_on_disk_and_few_are_in_memory_at_a_time(stage, accumulat
                 assert ledger.nbytes("gradients", Tier.DISK) == waiting
             engine.step()
             assert not complete or ledger.nbytes("gradients", Tier.DISK) == 0
-        # A sum of stage 1 is a slice of what the rank summed by itself, which lives as long.
+        # A sum of stage 1 is a slice of this rank's local sum, which is kept as long as the slice.
         itemsize = 4 if accumulation > 1 else 2
         slots = WRITES_IN_FLIGHT + 1 + (MAX_IN_FLIGHT + 1 if reduces_each else 0)
         assert 0 < most_nbytes <= slots * itemsize * max(u.layout.shard_numel for u in units)
@@ -481,8 +488,8 @@ def test_a_gradient_is_on_its_way_before_it_is_waited_for(stage, tmp_path):
 
 
 @on_ranks(2)
-def test_two_hundred_steps_with_everything_on_disk_leave_memory_flat(tmp_path):
-    """No tensor, no block of the file, no thread and no megabyte is added."""
+def test_a_hundred_steps_with_everything_on_disk_leave_memory_flat(tmp_path):
+    """No tensor, block of the file, thread or half megabyte of memory is added."""
     config = {**stack_config(3, **stores(tmp_path, 3)["all on disk"]), "transport": "p2p"}
     with small_chunks(), Engine(Stack(), config=config) as engine:
         (file,) = files_of(engine)
@@ -491,15 +498,15 @@ def test_two_hundred_steps_with_everything_on_disk_leave_memory_flat(tmp_path):
             finish(engine)
             return sum(everything_alive().values()) - file.bounce_nbytes
 
-        for step in range(200):
+        for step in range(100):
             train(engine, 1)
             if step == 1:
                 tensors, reserved = held(), file.reserved_nbytes
-            if step == 100:
+            if step == 50:
                 give_back()
                 resident, threads = resident_nbytes(), threading.active_count()
-        assert held() <= tensors + 1024  # a few numbers on their way
+        assert held() <= tensors + 512  # a few numbers on their way
         assert file.reserved_nbytes == reserved
         assert threading.active_count() == threads
         give_back()
-        assert resident_nbytes() - resident < MIB
+        assert resident_nbytes() - resident < MIB // 2

@@ -1,6 +1,6 @@
-"""Do exactly 2Ψ, 2Ψ, 2Ψ and 3Ψ elements pass through collectives in a step?
+"""Collectives of a step transfer exactly 2Ψ, 2Ψ, 2Ψ and 3Ψ elements at stages 0 to 3.
 
-Ψ counts the padded elements of all units: what collectives really move.
+Ψ is the number of padded elements of all units: collectives transfer padding too.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from zeroshard.testing import on_ranks
 
 
 def moved(engine: Engine) -> Counter[str]:
-    """Elements per operation in one optimizer step, after one that learnt the order of units.
+    """Elements per operation in one optimizer step, after a step that recorded the order of units.
 
-    Buffers of full size; the exchange of the norm is a handful of numbers and not counted.
+    Full-size buffers are counted. The few numbers that are exchanged for the norm are not.
     """
     for step in range(2):
         engine._watch.recorder.reset_traffic()
@@ -40,7 +40,7 @@ def psi(engine: Engine) -> int:
 def check_volume(config: dict, stage: int) -> None:
     with Engine(Stack(), config=config) as engine:
         payload, whole = moved(engine), psi(engine)
-        volume = STAGES[stage].volume if engine.world_size > 1 else 2  # alone there is no shard
+        volume = STAGES[stage].volume if engine.dp_size > 1 else 2  # on one rank nothing is sharded
         assert payload.total() == volume * whole
         assert payload["reduce_scatter"] == whole
 
@@ -75,7 +75,7 @@ def test_what_backward_needs_first_is_kept_and_not_gathered_again():
 @pytest.mark.parametrize("live", [10**9, 0.6])
 @on_ranks(2)
 def test_units_that_are_reused_soon_are_kept_as_far_as_memory_allows(live):
-    """With room for everything stage 3 moves what stage 2 does; its memory is bounded by the limit."""
+    """Without a limit stage 3 has the traffic of stage 2. A limit bounds its memory."""
     with Engine(Stack(), config=stack_config(3)) as engine:
         limit = int(live * psi(engine)) if isinstance(live, float) else live
     zero = {"stage3_max_reuse_distance": 10**9, "stage3_max_live_parameters": limit}
@@ -97,7 +97,7 @@ def test_units_that_are_reused_soon_are_kept_as_far_as_memory_allows(live):
 @pytest.mark.parametrize(("distance", "kept"), [(0, 0), (1, 1), (2.0, 2), (4.0, 3), (3.9, 2)])
 @on_ranks(2)
 def test_the_distance_to_backward_decides_what_is_kept(distance, kept):
-    """Between a block's forward and its backward lie the later blocks, twice. Blocks are equal here."""
+    """Between a block's forward and its backward, the later blocks run twice. Blocks are equal here."""
     with Engine(Stack(), config=stack_config(3)) as engine:
         block = {u.name: u.layout.full_numel for u in engine.runtime.units}["blocks.3"]
     numel = int(distance * block) if isinstance(distance, float) else distance
@@ -137,7 +137,8 @@ def test_frozen_parameters_are_never_reduced(stage):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @on_ranks(3)
 def test_a_rank_sends_its_part_of_the_volume(stage):
-    """Of N elements in a collective over W ranks, each rank sends the (W - 1) / W it does not keep."""
+    """In a collective of N elements over W ranks, each rank sends the share (W - 1) / W, which it
+    does not keep."""
     with Engine(Stack(), config=stack_config(stage, stage3_max_reuse_distance=0)) as engine:
         moved(engine)
         sent = engine._watch.recorder.sent_numel
@@ -168,7 +169,7 @@ class Worded(nn.Module):
 )
 @on_ranks(2)
 def test_an_embedding_is_not_gathered_for_backward(how, gathers):
-    """Unless a hook of the program uses it, or its forward runs again."""
+    """It is gathered only if a hook of the program uses it or its forward runs again."""
     config = {**stack_config(3), "units": ["Block", "Embedding"]}
     with Engine(Worded(**how), config=config) as engine:
         moved(engine)

@@ -1,4 +1,4 @@
-"""How do tests run bodies that choose ZeroShard by name, on ranks where nobody finds ``deepspeed``?"""
+"""Runs test bodies that choose ZeroShard by name, on ranks that cannot import ``deepspeed``."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from zeroshard.testing.ranks import pool, run_ranks
 
 
 def knows_deepspeed() -> bool:
-    """Could this rank import it, or has it imported something that could?"""
+    """Whether this rank could import ``deepspeed``, or has imported a package that could."""
     is_there = "deepspeed" in sys.modules or find_spec("deepspeed") is not None
     return is_there or ("accelerate.utils" in sys.modules and finds_deepspeed())
 
 
 @pytest.fixture(scope="module")
 def no_deepspeed_on_ranks() -> Iterator[None]:
-    """Accelerate and Transformers look once, when they are imported: ranks that imported them for the
-    tests of the other path are replaced."""
+    """Replace ranks that imported Accelerate or Transformers for tests with ``deepspeed``. These packages
+    look for ``deepspeed`` only once, when they are imported."""
     if any(run_ranks(knows_deepspeed, 2, group=False)):
         pool().kill()
     yield
@@ -36,7 +36,7 @@ def by_name(body: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(body)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         try:
-            with deepspeed_is_ours():  # the switches of the environment; nothing imports it
+            with deepspeed_is_ours():  # environment variables only; deepspeed is not imported
                 return body(*args, **kwargs)
         finally:
             assert "deepspeed" not in sys.modules

@@ -1,4 +1,4 @@
-"""Which ``deepspeed`` do the ranks of the session find?"""
+"""Selects the ``deepspeed`` package that the ranks of the session import."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Which checkpoints does a real DeepSpeed write? Train, save, and note what is in the engine's memory.
+"""Trains with the real DeepSpeed and saves checkpoints, together with the state in the engine's memory.
 
 ``python deepspeed_runs.py OUT WORLD_SIZE CASE...`` forks the ranks (gloo, CPU) and makes for each case
 
     OUT/CASE/global_step3/*.pt    the checkpoint
-    OUT/CASE/reference.pt         what DeepSpeed's own getters and converter say: plain tensors
+    OUT/CASE/reference.pt         the results of DeepSpeed's own getters and converter, as plain tensors
 
-``DS_ACCELERATOR=cpu`` has to be in the environment: DeepSpeed reads it when it is imported.
+``DS_ACCELERATOR=cpu`` must be in the environment, because DeepSpeed reads it when it is imported.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LR = 0.01
 
 @dataclass(frozen=True)
 class Case:
-    """One run. ``keys``: what its configuration has besides."""
+    """One run. ``keys``: additional keys of its configuration."""
 
     stage: int
     precision: str = "fp32"
@@ -121,7 +121,7 @@ def tokens(step: int, rank: int) -> Tensor:
 
 
 def config(case: Case) -> dict[str, Any]:
-    """Of one run."""
+    """The configuration of one run."""
     found: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 8,
         "gradient_clipping": 1.0,
@@ -147,7 +147,7 @@ def config(case: Case) -> dict[str, Any]:
 
 
 def run(case: Case, folder: Path, rank: int) -> None:
-    """Train, save, note, and train on."""
+    """Train, save, record the state, and train further."""
     import deepspeed  # as every program that uses it
 
     torch.manual_seed(0)
@@ -212,8 +212,8 @@ def noted(engine: Any, case: Case) -> dict[str, Any]:
 
 
 def relink(optimizer: Any) -> None:
-    """Let the getters see what stages 1 and 2 have: by themselves they link state after the update of the
-    first group, when the others have none yet, and parameters in an order that round robin changed."""
+    """Link the state of stages 1 and 2 for the getters. DeepSpeed links it after the update of the first
+    group, when the other groups have no state yet, and in an order that round robin changed."""
     if getattr(optimizer, "round_robin_gradients", False):
         groups = optimizer.bit16_groups
         optimizer.bit16_groups = optimizer.round_robin_bit16_groups
@@ -244,7 +244,7 @@ def rank_main(rank: int, ranks: int, out: Path, names: list[str], meeting: str) 
 
 
 def main(arguments: list[str]) -> int:
-    """Fork the ranks once DeepSpeed is imported; 1 if one of them failed."""
+    """Import DeepSpeed, then fork the ranks. Returns 1 if one of them failed."""
     out, ranks, names = Path(arguments[0]), int(arguments[1]), arguments[2:] or list(CASES)
     with contextlib.redirect_stdout(sys.stderr):
         import deepspeed  # noqa: F401  # once, for all ranks

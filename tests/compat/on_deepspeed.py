@@ -1,19 +1,21 @@
-"""Run a program under DeepSpeed itself on CPU ranks, once for each list of arguments.
+"""Runs a program under the real DeepSpeed on CPU ranks, once for each list of arguments.
 
     torchrun --nproc-per-node 2 on_deepspeed.py PROGRAM '["--stage", "1"]' '["--stage", "2"]'
 
-DeepSpeed leaves Accelerate's backend unnamed where it joins the ranks: it is filled in.
+DeepSpeed does not set the name of Accelerate's backend when it joins the ranks. This script sets it.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import os
 import runpy
 import sys
 from typing import Any
 
 import deepspeed
+import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -35,3 +37,7 @@ if __name__ == "__main__":
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         gc.collect()
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # torch's gloo threads may abort a process whose interpreter ends

@@ -1,8 +1,8 @@
-"""How do tests run the programs of ``examples/``, and bodies that use Accelerate or Transformers?
+"""Runs the programs of ``examples/``, and test bodies that use Accelerate or Transformers.
 
 A program runs under its own launcher (:func:`launched`), or on the ranks of the test session, which have
-imported Transformers once (:func:`on_warm_ranks`). ``deepspeed`` is ours in both, and DeepSpeed itself
-in :func:`under_deepspeed_itself`.
+already imported Transformers (:func:`on_warm_ranks`). In both, ``deepspeed`` is ZeroShard's package. In
+:func:`under_deepspeed_itself` it is the real DeepSpeed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import os
 import re
 import runpy
 import socket
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +25,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import warm_python
 
 from zeroshard.deepspeed.install import DIRECTORY as COMPAT
 from zeroshard.testing.ranks import pool, run_ranks
@@ -49,11 +49,12 @@ ENVIRON = {
 
 
 def launched(*command: str, cwd: Path, limit_s: float = 150, **environ: str) -> str:
-    """What the program printed. ``deepspeed`` is found first on its PYTHONPATH."""
-    done = subprocess.run(
-        command, cwd=cwd, capture_output=True, text=True, timeout=limit_s, check=False,
-        env={**os.environ, **ENVIRON, "PYTHONPATH": str(COMPAT), **environ},
-    )  # fmt: skip
+    """The output of the program. The folder of ``deepspeed`` is first on its PYTHONPATH.
+
+    The launcher itself has imported torch already. The ranks that it starts are new interpreters.
+    """
+    variables = {**os.environ, **ENVIRON, "PYTHONPATH": str(COMPAT), **environ}
+    done = warm_python.run(command, cwd=cwd, env=variables, timeout=limit_s)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-9000:]
     return done.stdout
 
@@ -98,7 +99,7 @@ def under_deepspeed_itself(program: Path, *runs: Sequence[str], cwd: Path, **env
 
 
 def finds_deepspeed() -> bool:
-    """Has this rank imported nothing that looked for ``deepspeed`` in vain?"""
+    """Whether no package that this rank imported has looked for ``deepspeed`` without finding it."""
     accelerate = sys.modules.get("accelerate.utils")
     transformers = sys.modules.get("transformers.integrations.deepspeed")
     return (accelerate is None or hasattr(accelerate, "DummyOptim")) and (
@@ -109,7 +110,7 @@ def finds_deepspeed() -> bool:
 def with_deepspeed(body: Callable[..., Any]) -> Callable[..., Any]:
     """A body for ``on_ranks(n, group=False)``, under the fixture ``deepspeed_on_ranks``.
 
-    It imports ``deepspeed`` and gets ours, and leaves no global state of Accelerate or Transformers.
+    ``deepspeed`` is ZeroShard's package. The body leaves no global state of Accelerate or Transformers.
     """
 
     @functools.wraps(body)
@@ -149,7 +150,7 @@ def forget() -> None:
 
 
 def on_warm_ranks(ranks: int, program: Path, *argv: str, **environ: str) -> str:
-    """What rank 0 of the program printed."""
+    """The output of rank 0 of the program."""
     outputs = run_ranks(_run_program, ranks, str(program), argv, environ, group=False, timeout=120)
     return str(outputs[0])
 
@@ -160,7 +161,7 @@ def _run_program(program: str, argv: tuple[str, ...], environ: dict[str, str]) -
     old_argv, out = sys.argv, io.StringIO()
     sys.argv = [program, *argv]
     # The kit ends the group when all ranks are done. Ended while DistributedDataParallel still holds it,
-    # it may wait for ever for a thread of gloo that waits for the interpreter.
+    # it may wait forever for a thread of gloo that waits for the interpreter.
     keep_group = mock.patch("torch.distributed.destroy_process_group")
     try:
         with contextlib.redirect_stdout(out), keep_group:
@@ -174,8 +175,9 @@ def _run_program(program: str, argv: tuple[str, ...], environ: dict[str, str]) -
 
 @pytest.fixture(scope="module")
 def deepspeed_on_ranks() -> Iterator[None]:
-    """Ours. Accelerate and Transformers look once, when they are imported: ranks that imported them
-    for other tests are replaced."""
+    """ZeroShard's ``deepspeed`` on the ranks. Ranks that imported Accelerate or Transformers for
+    other tests are replaced, because these packages look for ``deepspeed`` only once, when they are
+    imported."""
     sys.path.insert(0, str(COMPAT))
     try:
         if not all(run_ranks(finds_deepspeed, 2, group=False)):

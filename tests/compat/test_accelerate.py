@@ -1,4 +1,4 @@
-"""Does Accelerate train with us as it does without: the loop, what it saves, and more than one model?"""
+"""Accelerate with ZeroShard and without: training loop, saved files, several models."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def sharded(stage: int, steps: int = 1, init: bool = False, **options: Any) -> A
 
 
 def tiny_loaded(accelerator: Any, folder: str) -> Any:
-    """The same from a file, as the accelerator's plugin wants it built."""
+    """The same model from a file, built as the accelerator's plugin requires."""
     from transformers import AutoModelForCausalLM
 
     if accelerator.is_main_process:
@@ -198,7 +198,8 @@ def test_tied_embeddings_stay_one_parameter_at_stage_3(folder):
 @rank_test
 @with_deepspeed
 def test_generate_at_stage_3_when_ranks_stop_at_different_lengths(prepared, folder):
-    """Rank 0 has a shorter prompt and may say more; every rank takes part until all have ended."""
+    """Rank 0 has a shorter prompt and may generate more tokens. Every rank takes part until all have
+    ended."""
     rank = plain().process_index
     prompt = rows()[rank : rank + 1, : 3 + 2 * rank]
     options = {
@@ -345,7 +346,8 @@ def test_an_overflow_is_seen_and_the_schedule_waits():
 
 @with_deepspeed
 def saves_alone(folder: str) -> str:
-    """Rank 0 alone saves the state, as under ``if accelerator.is_main_process``; rank 1 trains on."""
+    """Only rank 0 saves the state, as under ``if accelerator.is_main_process``. Rank 1 continues
+    training."""
     os.environ["ZEROSHARD_STALL_S"] = "0.4"
     accelerator = sharded(3)
     model, *_ = train(accelerator, tiny(), steps=1)

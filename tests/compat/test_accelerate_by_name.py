@@ -1,4 +1,4 @@
-"""Does a script of Accelerate train under ZeroShard by name as it does under plain data parallelism?"""
+"""An Accelerate script that selects ZeroShard by name trains as under plain data parallelism."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_script_that_counts_micro_batches_itself_accumulates_too(stage, defers
     model, losses = by_hand(sharded(stage))
     assert losses == pytest.approx(wanted, rel=1e-5)
     assert model.global_steps == 3
-    assert model.micro_steps == (9 if defers else 3)  # nobody tells it of the others
+    assert model.micro_steps == (9 if defers else 3)  # it is not told about the others
     model.close()
 
 
@@ -226,7 +226,7 @@ def test_hooks_of_the_script_see_the_models_and_no_state_dict_of_an_engine(folde
         )
     )
     accelerator.save_state(folder)
-    accelerator.wait_for_everyone()  # rank 0 alone writes what is no engine
+    accelerator.wait_for_everyone()  # rank 0 alone writes objects that are not engines
     assert seen == [(2, 1, not accelerator.is_main_process)]
     assert {"pytorch_model", "model.safetensors"} <= {path.name for path in Path(folder).iterdir()}
     assert not [path for path in Path(folder).iterdir() if path.name.startswith("optimizer")]
@@ -403,7 +403,7 @@ def test_an_overflow_is_seen_and_the_schedule_waits():
 @rank_test
 @by_name
 def test_mixed_precision_takes_and_gives_fp32(way):
-    """Images are floats: a script casts nothing, and its own loss is computed in fp32."""
+    """Images are floats. The script casts nothing and computes its loss in fp32."""
 
     def fitted(accelerator: Any) -> tuple[Any, list[float]]:
         torch.manual_seed(2)
@@ -425,7 +425,7 @@ def test_mixed_precision_takes_and_gives_fp32(way):
     _, wanted = fitted(plain(mixed_precision="bf16"))
     config = {} if way == "bf16" else {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
     accelerator = sharded(2, config, mixed_precision="bf16")
-    with accelerator.autocast():  # for what the script does beside the model
+    with accelerator.autocast():  # for computations of the script outside the model
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
     looked_at = accelerator.prepare_model(nn.Linear(2, 2), evaluation_mode=True)
     assert "forward" not in vars(looked_at)  # an engine that is made of it would autocast too
@@ -496,13 +496,13 @@ def misuse(call: str, accelerator: Any, model: Any, optimizer: Any, whole: Any) 
     [
         ("late optimizer", "SGD, but its model was prepared before"),
         ("lone optimizer", "model, optimizer = accelerator.prepare"),
-        ("one for two", "holds parameters of 2 models"),
+        ("one for two", "has parameters of 2 models"),
         ("two for one", "was given SGD and SGD for one model"),
         ("accumulation",
          'the configuration says "gradient_accumulation_steps": 8, but the Accelerator\'s '
          "gradient_accumulation_steps is 1. Both must agree"),
         ("batch", 'says "train_micro_batch_size_per_gpu": 7, but the loader\'s batch size is 2'),
-        ("some parameters", "its gradient is clipped as a whole"),
+        ("some parameters", "can only be clipped together"),
         ("another norm", "norm_type=1"),
         ("no gradient", "before any backward"),
         ("values", "Use clip_grad_norm_"),

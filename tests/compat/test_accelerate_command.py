@@ -1,4 +1,4 @@
-"""The deepspeed command lines that Accelerate really builds for several machines."""
+"""The ``deepspeed`` command lines that Accelerate builds for several machines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def hostfile(tmp_path):
 
 @pytest.fixture
 def request_of(monkeypatch, hostfile):
-    """What our launcher makes of ``accelerate launch WORDS train.py --x`` on two machines."""
+    """The launch request for ``accelerate launch WORDS train.py --x`` on two machines."""
     from accelerate.commands.launch import launch_command_parser
     from accelerate.utils.launch import prepare_deepspeed_cmd_env
 
@@ -82,7 +82,7 @@ def test_slurm_starts_the_nodes_of_its_job(request_of):
     request = request_of("--deepspeed_multinode_launcher", "slurm")
     found = decided(request, SLURM_JOB_ID="7", SLURM_JOB_NODELIST="n[1-2]")
     assert isinstance(found, RunSrun) and found.command[:2] == ("srun", "--nodes=2")
-    with pytest.raises(LaunchError, match="no SLURM job"):
+    with pytest.raises(LaunchError, match="not a SLURM job"):
         decided(request)
 
 

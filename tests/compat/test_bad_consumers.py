@@ -1,7 +1,7 @@
-"""In which words is a program answered that does not fit: its libraries, packages, values?
+"""Errors and warnings for programs with unsupported libraries, packages or values.
 
-Each case runs on two ranks, and both have to end: with one text, or the other rank with the reason of the
-first. Lines that are only said are said once, on rank 0.
+Each case runs on two ranks, and both must end: with the same text, or the second rank with the reason of
+the first. Text that does not raise is printed once, on rank 0.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def net() -> nn.Module:
 
 
 class Lines(logging.Handler):
-    """The messages of DeepSpeed's logger that are no greeting."""
+    """The messages of DeepSpeed's logger, except its greeting."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Lines(logging.Handler):
 
 @with_deepspeed
 def answer(body: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, list[str]]:
-    """How ``body`` ended on this rank, "fine" or ``Type: text``, and what was said meanwhile."""
+    """How ``body`` ended on this rank ("fine" or ``Type: text``), and the messages that were logged."""
     heard, level = Lines(), logger.level
     logger.addHandler(heard)
     try:
@@ -81,7 +81,7 @@ def answer(body: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, list[s
 
 @contextlib.contextmanager
 def absent(*names: str) -> Iterator[None]:
-    """Modules that cannot be imported. What else is imported meanwhile stays: a rank has one of each."""
+    """Make modules impossible to import. Other modules that are imported meanwhile stay imported."""
     before = {name: sys.modules[name] for name in names if name in sys.modules}
     sys.modules.update(dict.fromkeys(names))  # type: ignore[arg-type]
     try:
@@ -134,7 +134,7 @@ def test_a_library_that_is_too_old_on_one_host_ends_the_others_too():
     assert ends[1] == f"UsageError: {TOO_OLD}"
     assert ends[0].startswith("RankMismatch: RankMismatch: rank 1 (host ")
     assert ends[0].endswith(
-        f") failed before all ranks had met, so that none can go on: UsageError: {TOO_OLD}"
+        f") failed before all ranks had joined, so no rank can continue: UsageError: {TOO_OLD}"
     )
 
 
@@ -143,7 +143,7 @@ def test_a_library_that_is_newer_than_tested_is_one_line_and_no_error():
     assert ends == ["fine", "fine"]
     (line,) = lines[0]
     assert line.startswith("[Rank 0] transformers 999.1.0 is newer than ")
-    assert line.endswith(", the newest that ZeroShard was tested with")
+    assert line.endswith(", the newest version that ZeroShard was tested with")
     assert lines[1] == []
 
 
@@ -171,9 +171,9 @@ def with_accelerate(version: str) -> None:
 
 def test_accelerate_is_judged_when_an_accelerator_prepares():
     text = (
-        "UsageError: accelerate 1.7.0 is too old for ZeroShard, which needs 1.8.0 or newer: it steps "
-        "inside no_sync() while it accumulates, and clip_grad_norm_() returns no norm. Run: pip install "
-        "--upgrade 'accelerate>=1.8.0'"
+        "UsageError: accelerate 1.7.0 is too old for ZeroShard, which needs 1.8.0 or newer: it "
+        "calls step() inside no_sync() while it accumulates gradients, and its clip_grad_norm_() "
+        "returns no norm. Run: pip install --upgrade 'accelerate>=1.8.0'"
     )
     assert answers(with_accelerate, "1.7.0", group=False)[0] == [text, text]
 
@@ -205,7 +205,9 @@ def test_a_monitor_without_its_package_ends_all_ranks(section, module, package, 
     )
     assert ends[0] == text
     assert ends[1].startswith("RankMismatch: RankMismatch: rank 0 (host ")
-    assert ends[1].endswith(f") failed before all ranks had met, so that none can go on: {text}")
+    assert ends[1].endswith(
+        f") failed before all ranks had joined, so no rank can continue: {text}"
+    )
 
 
 def lightning_is_missing() -> None:
@@ -308,17 +310,18 @@ DECAY = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}
             {},
             "ConfigError: 1 problem in the configuration:\n"
             "  train_batch_size 256 is not train_micro_batch_size_per_gpu 2 x "
-            "gradient_accumulation_steps 1 x world size 2 = 4; leave one of the three out and it follows "
-            "from the others\n"
-            '  (where the file says "auto", Accelerate filled in train_micro_batch_size_per_gpu from the '
-            "DataLoader's batch_size, gradient_accumulation_steps from "
+            "gradient_accumulation_steps 1 x world size 2 = 4; leave one of the three out, and it "
+            "is computed from the others\n"
+            '  (where the file says "auto", Accelerate filled in train_micro_batch_size_per_gpu '
+            "from the DataLoader's batch_size, gradient_accumulation_steps from "
             "Accelerator(gradient_accumulation_steps=))",
         ),
         (
             from_file(fp16={"enabled": True}, bf16={"enabled": True}),
             {},
             "ConfigError: 1 problem in the configuration:\n"
-            "  fp16.enabled, bf16.enabled: both are true, but parameters have one dtype; keep one\n"
+            "  fp16.enabled, bf16.enabled: both are true, but parameters have one dtype; keep one "
+            "of them\n"
             '  (where the file says "auto", Accelerate filled in fp16.enabled from mixed_precision, '
             "bf16.enabled from mixed_precision)",
         ),
@@ -331,8 +334,8 @@ DECAY = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}
             ),
             {},
             "ConfigError: 1 problem in the configuration:\n"
-            '  zero_optimization.offload_param.nvme_path: device "nvme" needs it: write a directory on a '
-            'fast local disk, such as "/local_nvme"',
+            '  zero_optimization.offload_param.nvme_path: missing, and device "nvme" needs it; '
+            'write a directory on a fast local disk, such as "/local_nvme"',
         ),
     ],
     ids=["batch sizes", "two precisions", "disk without a path"],
@@ -425,11 +428,13 @@ def test_what_the_trainer_filled_in_is_told_with_our_error(tmp_path):
     )
     text = (
         "ConfigError: 2 problems in the configuration:\n"
-        "  gradient_clipping: 1 needs the norm, which zero_optimization.compute_grad_norm: false "
-        "switches off; write 0, or true there\n"
-        "  unit_min_numel: 1000000000 is above unit_max_numel 10; small units would be merged only to be "
-        "split\n"
-        '  (where the file says "auto", the Trainer filled in gradient_clipping from max_grad_norm)'
+        "  gradient_clipping: 1 needs the gradient norm, which "
+        "zero_optimization.compute_grad_norm: false switches off; write gradient_clipping: 0, or "
+        "compute_grad_norm: true\n"
+        "  unit_min_numel: 1000000000 is above unit_max_numel 10; merged units would be split "
+        "again\n"
+        '  (where the file says "auto", the Trainer filled in gradient_clipping from '
+        "max_grad_norm)"
     )
     ends, _ = answers(in_trainer, file, str(tmp_path), TRAINER, group=False)
     assert ends == [text, text]
@@ -455,7 +460,10 @@ def schedule_alone() -> None:
 
 
 def test_a_schedule_without_an_optimizer_in_a_program_s_own_configuration_is_an_error():
-    text = "UsageError: a learning-rate schedule needs an optimizer; none was given or named."
+    text = (
+        "UsageError: a learning-rate schedule needs an optimizer, and there is none. Pass one to "
+        "initialize(), or name one in the config."
+    )
     assert answers(schedule_alone)[0] == [text, text]
 
 
@@ -470,9 +478,10 @@ def with_strange_parameters() -> None:
 
 def test_parameters_of_another_model():
     text = (
-        "UsageError: the optimizer (or model_parameters) holds 4 parameters that are not in the model "
-        "(the first has shape (4, 3)). They would never be reduced or updated. Build it from the "
-        "parameters of the very model that is passed in, after any step that replaces parameters."
+        "UsageError: the optimizer (or model_parameters) holds 4 parameters that are not in the "
+        "model (the first has shape (4, 3)). They would never be reduced or updated. Build the "
+        "optimizer from the parameters of the model that you pass, after the last change that "
+        "replaces parameters."
     )
     assert answers(with_strange_parameters)[0] == [text, text]
 
@@ -485,8 +494,8 @@ def wraps_in_ddp() -> None:
 
 def test_a_model_in_ddp():
     text = (
-        "UsageError: model is wrapped in DistributedDataParallel, which spreads it over the ranks or "
-        "devices too. Pass the model itself: model.module."
+        "UsageError: model is wrapped in DistributedDataParallel, which also distributes it over "
+        "ranks or devices. Pass the model itself: model.module."
     )
     assert answers(wraps_in_ddp)[0] == [text, text]
 
@@ -521,9 +530,10 @@ def test_a_model_built_in_bfloat16_and_trained_in_no_mode_is_one_line():
     assert ends == ["fine", "fine"]
     assert lines == [
         [
-            "[Rank 0] 21 trained elements came in bfloat16, and the configuration enables neither bf16 "
-            "nor fp16: they are updated in bfloat16 itself, where small updates are rounded away. Write "
-            '"bf16": {"enabled": true} for float32 masters, or load the model in float32.'
+            "[Rank 0] 21 trained elements of the model are bfloat16, and the configuration "
+            "enables neither bf16 nor fp16. They are updated in bfloat16, so small updates are "
+            'lost to rounding. Write "bf16": {"enabled": true} for float32 masters, or load the '
+            "model in float32."
         ],
         [],
     ]
@@ -550,9 +560,9 @@ def test_steps_shorter_than_the_configured_accumulation_are_one_line():
     assert lines == [
         [
             "[Rank 0] 3 steps in a row had 1 backward(s), and each loss was divided by "
-            "gradient_accumulation_steps=4: gradients come out too small. Accumulate (with Accelerate: "
-            "inside accelerator.accumulate(model)), or set gradient_accumulation_steps to what the loop "
-            "does."
+            "gradient_accumulation_steps=4: gradients are too small. Accumulate gradients (with "
+            "Accelerate: inside accelerator.accumulate(model)), or set "
+            "gradient_accumulation_steps to the number of backwards in a step."
         ],
         [],
     ]
@@ -570,7 +580,10 @@ def left_auto() -> None:
 
 
 def test_an_auto_that_nobody_filled_in_is_a_line_at_start():
-    text = 'ZeroShardError: "auto" was filled in by nobody, so defaults act: optimizer.params.lr'
+    text = (
+        'ZeroShardError: "auto" was not replaced by a value, so defaults are used: '
+        "optimizer.params.lr"
+    )
     assert answers(left_auto)[0] == [text, text]
 
 
@@ -579,7 +592,7 @@ def test_an_auto_that_nobody_filled_in_is_a_line_at_start():
 PROGRAM = """
 import json
 import lightning
-import transformers.integrations.deepspeed  # which finds no deepspeed, and need not here
+import transformers.integrations.deepspeed  # which does not find deepspeed and does not need it here
 import torch
 from torch.utils.data import DataLoader
 
@@ -630,17 +643,25 @@ print("ANSWERS", json.dumps({
 """
 
 LIGHTNING = {
-    "stage": "UsageError: ZeroShardStrategy(stage=3) and zero_optimization.stage: 2 in config: with "
-    "config=, Lightning takes the stage from there alone. Drop the argument, or change the config.",
+    "stage": (
+        "UsageError: ZeroShardStrategy(stage=3) and zero_optimization.stage: 2 in config: with "
+        "config=, the stage is read only from config. Remove the argument, or change the config."
+    ),
     "same stage": "fine",
-    "offload": "UsageError: ZeroShardStrategy(offload_optimizer=True), and config has no "
-    "zero_optimization.offload_optimizer.device: with config=, Lightning takes offloading from there "
-    "alone. Write it into the config.",
-    "clip": "UsageError: Trainer(gradient_clip_val=1.0) and gradient_clipping: 0.25 in the "
-    "configuration: only the second would act. Write it in one place.",
+    "offload": (
+        "UsageError: ZeroShardStrategy(offload_optimizer=True), and config has no "
+        "zero_optimization.offload_optimizer.device: with config=, offloading is read only from "
+        "config. Write it into the config."
+    ),
+    "clip": (
+        "UsageError: Trainer(gradient_clip_val=1.0) and gradient_clipping: 0.25 in the "
+        "configuration: only the second would have an effect. Use only one of them."
+    ),
     "same clip": "fine",
-    "precision": 'UsageError: Trainer(precision="bf16-mixed") and fp16.enabled: true in the '
-    "configuration: parameters have one dtype. Let both say the same.",
+    "precision": (
+        'UsageError: Trainer(precision="bf16-mixed") and fp16.enabled: true in the configuration: '
+        "parameters have one dtype. Use the same precision in both."
+    ),
     "accumulation": "MisconfigurationException: Do not set `gradient_accumulation_steps` in the "
     "DeepSpeed config as this will be set with the `accumulate_grad_batches` argument passed via the "
     "Lightning Trainer.",

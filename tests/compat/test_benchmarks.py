@@ -1,4 +1,4 @@
-"""Do the benchmarks run from the first protocol to the last, and would they notice a wrong result?"""
+"""All protocols of the benchmarks run in the smoke version, and wrong results are detected."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-import judging  # noqa: E402
+import comparability  # noqa: E402
+import interleaving  # noqa: E402
 import models  # noqa: E402
 import offload  # noqa: E402
-import places  # noqa: E402
 import protocols  # noqa: E402
+import readme_block  # noqa: E402
 import systems  # noqa: E402
-import tables  # noqa: E402
+import table_columns  # noqa: E402
 import targets  # noqa: E402
-import teams  # noqa: E402
+import tiers  # noqa: E402
 import training  # noqa: E402
-import views  # noqa: E402
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tiny run of everything."""
+    """The folder of a smoke run of all protocols."""
     home = tmp_path_factory.mktemp("benchmarks")
     command = [sys.executable, str(BENCHMARKS / "run.py"), "--smoke", "--out", str(home / "x.json")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -111,24 +111,26 @@ def test_tables_and_pictures_are_made(run, result):
 
 @pytest.mark.slow
 def test_readme_block_is_made_from_a_result(result):
-    readme = f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n"
-    once = tables.rewritten(readme, result)
+    readme = f"before\n{readme_block.BEGIN}\nold\n{readme_block.END}\nafter\n"
+    once = readme_block.rewritten(readme, result)
     assert once.startswith("before\n")
     assert once.endswith("\nafter\n")
     assert "old" not in once
     assert all(f"| {stage} | " in once for stage in (0, 1, 2, 3))
-    assert tables.rewritten(once, result) == once
+    assert readme_block.rewritten(once, result) == once
 
 
 def test_readme_says_what_the_newest_result_says():
-    path = tables.newest()
+    path = readme_block.newest()
     measured = json.loads(path.read_text()) if path else None
-    readme = tables.README.read_text()
-    assert tables.SUMMARY.search(readme), "the markers of the summary are missing"
-    assert tables.rewritten(readme, measured) == readme, "run python benchmarks/tables.py"
+    readme = readme_block.README.read_text()
+    assert readme_block.SUMMARY.search(readme), "the markers of the summary are missing"
+    assert readme_block.rewritten(readme, measured) == readme, (
+        "run python benchmarks/readme_block.py"
+    )
 
 
-# ---------------------------------------------------------------------- judging
+# ---------------------------------------------------------------------- comparability
 
 
 def row(name: str, cpu: float, losses: list[float] | None = None, **keys: Any) -> dict[str, Any]:
@@ -140,33 +142,33 @@ def row(name: str, cpu: float, losses: list[float] | None = None, **keys: Any) -
 
 def test_a_line_whose_losses_leave_the_others_is_no_result():
     rows = [row("DDP", 3), row("FSDP2 x", 2), row("ZeroShard x", 1, [5.0, 4.1])]
-    judging.judge(rows)
-    assert [judging.usable(r) for r in rows] == [True, True, False]
-    assert "NO RESULT" in views._distance(rows[2])
+    comparability.mark_comparable(rows)
+    assert [comparability.usable(r) for r in rows] == [True, True, False]
+    assert "NO RESULT" in table_columns._distance(rows[2])
 
 
 def test_a_line_whose_gradient_has_another_norm_is_no_result():
     rows = [row("DDP", 3, norms=[2.0, 1.0]), row("FSDP2 x", 2), row("ZeroShard x", 1, norms=[2, 1])]
-    judging.judge(rows)
-    assert all(judging.usable(r) for r in rows)
+    comparability.mark_comparable(rows)
+    assert all(comparability.usable(r) for r in rows)
     rows.append(row("DeepSpeed x", 1, norms=[4.0, 2.0]))
-    judging.judge(rows)
-    assert [judging.usable(r) for r in rows] == [True, True, True, False]
-    assert "norm 1e+00 NO RESULT" in views._distance(rows[3])
+    comparability.mark_comparable(rows)
+    assert [comparability.usable(r) for r in rows] == [True, True, True, False]
+    assert "norm 1e+00 NO RESULT" in table_columns._distance(rows[3])
 
 
 def test_a_loss_that_is_no_number_is_no_result():
     rows = [row("DDP", 3), row("FSDP2 x", 2), row("ZeroShard x", 1, [float("nan"), 4.0])]
-    judging.judge(rows)
-    assert [judging.usable(r) for r in rows] == [True, True, False]
+    comparability.mark_comparable(rows)
+    assert [comparability.usable(r) for r in rows] == [True, True, False]
 
 
 def test_the_last_step_counts_as_much_as_the_first():
     curve = [5.0] * 49
     rows = [row("DDP", 3, [*curve, 5.0]), row("FSDP2 x", 2, [*curve, 5.0])]
     rows.append(row("ZeroShard x", 1, [*curve, 5.1]))
-    judging.judge(rows)
-    assert [judging.usable(r) for r in rows] == [True, True, False]
+    comparability.mark_comparable(rows)
+    assert [comparability.usable(r) for r in rows] == [True, True, False]
 
 
 SMALL = models.GPTTask(models.Shape(vocabulary=256, width=64, layers=2, heads=2, context=16))
@@ -179,7 +181,7 @@ def _summed(trainer: systems.Trainer) -> systems.Trainer:
 
 
 def train(rank_of_data: int | None, system: str, fault: str) -> list[dict[str, float]]:
-    """What one rank records of fifty steps."""
+    """The records of one rank: one for each of fifty steps."""
     rank = dist.get_rank() if rank_of_data is None else rank_of_data
     build = {
         "DDP": systems.ddp(),
@@ -209,9 +211,9 @@ def honest() -> list[dict[str, Any]]:
 
 
 def test_libraries_that_train_rightly_agree_in_every_step(honest):
-    judging.judge(honest)
+    comparability.mark_comparable(honest)
     assert [len(r["losses"]) for r in honest] == [STEPS] * 3
-    assert all(judging.usable(r) for r in honest)
+    assert all(comparability.usable(r) for r in honest)
 
 
 @pytest.mark.parametrize(
@@ -226,20 +228,20 @@ def test_libraries_that_train_rightly_agree_in_every_step(honest):
 )
 def test_a_library_that_trains_wrongly_is_no_result(honest, wrong):
     rows = [*honest, curves("Wrong", **wrong)]
-    judging.judge(rows)
-    assert [judging.usable(r) for r in rows] == [True, True, True, False]
+    comparability.mark_comparable(rows)
+    assert [comparability.usable(r) for r in rows] == [True, True, True, False]
 
 
 @pytest.mark.parametrize("key", ["a4", "a7"])
 def test_the_stacks_learn_more_than_two_libraries_may_differ(key):
-    """Else a library that never updates would pass for one that does."""
+    """Otherwise a library that never updates would count as comparable."""
     task = next(c.task for c in protocols.COMPARISONS if c.key == key)
     task = replace(task, width=min(task.width, 256))
     session = training.TrainingSession(
         systems.plain(fused=True)(task.model(), 1), task.data(0, 1), 1
     )
     losses = [step["loss"] for step in session.turn(20)]
-    assert losses[-1] < losses[0] * (1 - 2 * judging.NOISE)
+    assert losses[-1] < losses[0] * (1 - 2 * comparability.LOSS_TOLERANCE)
 
 
 def test_a_model_does_not_depend_on_what_was_drawn_before():
@@ -252,8 +254,8 @@ def test_a_model_does_not_depend_on_what_was_drawn_before():
 def test_lines_of_one_library_do_not_outvote_the_others():
     own = [row(f"ZeroShard {i}", 1, [5.0, 4.1]) for i in range(9)]
     rows = [row("DDP", 3), row("FSDP2 x", 2), *own]
-    judging.judge(rows)
-    assert [judging.usable(r) for r in rows] == [True, True] + [False] * 9
+    comparability.mark_comparable(rows)
+    assert [comparability.usable(r) for r in rows] == [True, True] + [False] * 9
 
 
 def a1(**cpu_of_own: float) -> dict[str, Any]:
@@ -290,18 +292,22 @@ def test_a_limit_from_above_is_met_from_below():
 
 
 def test_a_directory_in_memory_is_no_disk():
-    why_not = places.no_disk("/dev/shm")
-    assert "/dev/shm is a tmpfs, which is memory" in why_not
-    lines = places.lines("/dev/shm", peers=False)
-    assert {line.system.absent for line in lines if "nvme" in line.title} == {why_not}
+    problem = tiers.disk_problem("/dev/shm")
+    assert "/dev/shm is a tmpfs, which is memory" in problem
+    lines = tiers.lines("/dev/shm", peers=False)
+    assert {line.system.absent for line in lines if "nvme" in line.title} == {problem}
     assert {line.system.absent for line in lines if "nvme" not in line.title} == {""}
     result = offload.run_disk(print, smoke=True, directory="/dev/shm")
-    assert {row["absent"] for row in result["rows"]} == {why_not}
+    assert {row["absent"] for row in result["rows"]} == {problem}
     assert targets._disk({"protocols": {"a9-disk": result}}).verdict == "not measured"
 
 
 def offloaded(**cpu_of_own: float) -> dict[str, Any]:
-    names = {place.name: place.reference for place in places.PLACES if "nvme" not in place.name}
+    names = {
+        setting.name: setting.reference
+        for setting in tiers.OFFLOAD_SETTINGS
+        if "nvme" not in setting.name
+    }
     rows = [
         row(name, cpu_of_own.get(name.split()[-2], 100), stage=int(name.split()[2][0]))
         | {"reference": reference}
@@ -317,12 +323,12 @@ def test_the_slowest_step_with_state_in_host_memory_counts(cpu, verdict):
     assert found.verdict == verdict
 
 
-# ---------------------------------------------------------------------- teams
+# ---------------------------------------------------------------------- interleaving
 
 
 @dataclass(frozen=True)
 class Echo:
-    """Answers what it is asked; with ``fails`` rank 1 does not even begin."""
+    """Returns each request. With ``fails``, rank 1 raises when its session is opened."""
 
     fails: bool
 
@@ -342,10 +348,13 @@ class Echo:
 
 
 def test_a_team_that_fails_says_why_and_the_others_go_on(capfd):
-    good, bad = teams.Team("good", Echo(False)), teams.Team("bad", Echo(True))
-    with teams.running([bad, good], lambda text: None):
+    good, bad = (
+        interleaving.WorkerGroup("good", Echo(False)),
+        interleaving.WorkerGroup("bad", Echo(True)),
+    )
+    with interleaving.running([bad, good], lambda text: None):
         assert bad.error == "rank 1: ValueError: no such transport"
-        assert [(n, team.turn(n)) for n, team in teams.in_turns([bad, good], 2)] == [
+        assert [(n, group.turn(n)) for n, group in interleaving.interleaved([bad, good], 2)] == [
             (0, [0, 0]),
             (1, [1, 1]),
         ]
@@ -369,18 +378,18 @@ def test_a_page_that_two_processes_share_counts_once():
     descriptor = os.memfd_create("shared")
     try:
         os.ftruncate(descriptor, NBYTES)
-        before = teams.pss_nbytes([os.getpid()])
+        before = interleaving.pss_nbytes([os.getpid()])
         with mmap.mmap(descriptor, NBYTES) as held:
             held.write(b"x" * NBYTES)
-            alone = teams.pss_nbytes([os.getpid()]) - before
+            alone = interleaving.pss_nbytes([os.getpid()]) - before
             other = subprocess.Popen(
                 [sys.executable, "-c", HOLD, str(descriptor)],
                 pass_fds=[descriptor], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             )  # fmt: skip
             with other:
                 other.stdout.readline()
-                half = teams.pss_nbytes([os.getpid()]) - before
-                both = teams.pss_nbytes([os.getpid(), other.pid]) - before
+                half = interleaving.pss_nbytes([os.getpid()]) - before
+                both = interleaving.pss_nbytes([os.getpid(), other.pid]) - before
                 other.stdin.close()
     finally:
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""Does ``import deepspeed`` mean ZeroShard, whichever way a program is started?"""
+"""``import deepspeed`` imports ZeroShard, for every way to start a program."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def expect_two_ranks(done: subprocess.CompletedProcess[str], local_ranks: str) -
     for rank, local in enumerate(local_ranks.split()):
         assert f"rank {rank} of 2 {api_table.VERSION} {local}" in done.stdout
     assert (
-        done.stdout.count(f"DeepSpeed info: version={api_table.VERSION}, answered by ZeroShard")
+        done.stdout.count(f"DeepSpeed info: version={api_table.VERSION}, provided by ZeroShard")
         == 1
     )
 
@@ -118,7 +118,7 @@ print(deepspeed.__version__, importlib.metadata.version("deepspeed"), sys.path.c
     assert done.stdout.split() == [api_table.VERSION, api_table.VERSION, "1"], done.stderr
 
 
-# ---------------------------------------------------------------------- somebody else answers
+# ---------------------------------------------------------------------- another package of that name
 
 
 @pytest.fixture
@@ -182,8 +182,8 @@ def test_install_after_a_library_found_none_is_an_error(monkeypatch, imported, n
     with pytest.raises(UsageError) as caught:
         zeroshard.compat.install()
     assert str(caught.value) == (
-        f"{named} looked for deepspeed when imported, and found none. Call zeroshard.compat.install() "
-        f"before importing {named}."
+        f"{named} looked for deepspeed when imported, and did not find it. Call "
+        f"zeroshard.compat.install() before importing {named}."
     )
     assert sys.path == before
 
@@ -199,7 +199,7 @@ def test_libraries_that_found_it_are_no_obstacle(monkeypatch):
 def test_metadata_of_another_version_is_noticed(installed, monkeypatch):
     assert ways.disagreement() == "" or "finds deepspeed" in ways.disagreement()
     monkeypatch.syspath_prepend(str(installed))
-    assert "finds deepspeed 9.9, but the package is ZeroShard's" in ways.disagreement()
+    assert "finds deepspeed 9.9, but the imported package is ZeroShard's" in ways.disagreement()
 
 
 def test_rivals_are_those_before_ours(installed, monkeypatch):
@@ -226,23 +226,28 @@ def test_one_that_wins_anyway_is_named(monkeypatch, capsys):
     assert ways.winner() == ""
     monkeypatch.setattr(compat_cli, "winner", lambda: "/site/deepspeed/__init__.py")
     compat_cli.warn_of_winner()
-    assert "/site/deepspeed/__init__.py answers every 'import deepspeed'" in capsys.readouterr().err
+    assert "'import deepspeed' imports /site/deepspeed/__init__.py" in capsys.readouterr().err
 
 
 def test_a_folder_beside_the_program_is_named(program):
     (program.parent / "deepspeed").mkdir()
     words = (sys.executable, "-m", "zeroshard.cli.main")
     done = run(*words, "launch", "--as-deepspeed", "--nproc", "1", "program.py", cwd=program.parent)
-    assert "'deepspeed' beside the script answers every 'import deepspeed'" in done.stderr
+    assert (
+        "'deepspeed' is in the directory of the script, so 'import deepspeed' imports it"
+        in done.stderr
+    )
     done = run(*words, "compat", cwd=program.parent)
-    assert "'deepspeed' will be found first by programs in this directory" in done.stderr
+    assert (
+        "'deepspeed' is imported instead of ZeroShard by programs in this directory" in done.stderr
+    )
 
 
 def test_a_module_s_working_directory_counts_as_beside(program):
     (program.parent / "deepspeed.py").write_text("x = 1\n")
     words = ("-m", "zeroshard.cli.main", "launch", "--nproc", "1", "--module", "program")
     done = run(sys.executable, *words, cwd=program.parent)
-    assert "'deepspeed.py' beside the script" in done.stderr
+    assert "'deepspeed.py' is in the directory of the script" in done.stderr
 
 
 # ---------------------------------------------------------------------- consumers

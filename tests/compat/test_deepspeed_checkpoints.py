@@ -1,7 +1,7 @@
-"""Checkpoints of a real DeepSpeed are read bit for bit, and training goes on from them.
+"""Checkpoints of the real DeepSpeed are read bit for bit, and training continues from them.
 
-DeepSpeed runs in processes of its own. They find it where this interpreter does, or in the folder that
-``ZEROSHARD_TEST_DEEPSPEED`` names.
+DeepSpeed runs in separate processes. They use the DeepSpeed of this interpreter, or the one in the folder
+that ``ZEROSHARD_TEST_DEEPSPEED`` names.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """By number of ranks, a folder with all cases. Made when the first test asks."""
+    """For each number of ranks a folder with all cases, made on first use."""
     made: dict[int, Path] = {}
 
     def folder(ranks: int) -> Path:
@@ -127,7 +127,7 @@ def open_engine(name):
 
 
 def losses(engine, begin, end):
-    """Of the whole batch, step by step."""
+    """The losses of the whole batch, one for each step."""
     found = []
     for step in range(begin, end):
         loss = engine(tokens(step, engine.global_rank))
@@ -154,7 +154,7 @@ def goes_on(root):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_training_goes_on_as_deepspeed_would(runs, ranks):
-    """Gradients are summed in another order, and in low precision: losses agree to its rounding."""
+    """Gradients are summed in another order and in low precision. Losses agree up to its rounding."""
     found = run_ranks(goes_on, ranks, str(runs(ranks)), timeout=120)[0]
     for name, after in found.items():
         _, reference = of(runs, ranks, name)

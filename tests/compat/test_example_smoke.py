@@ -1,11 +1,11 @@
-"""Does the program that users copy run from its first line to its last, on two ranks?"""
+"""The program that users copy runs from start to end on two ranks."""
 
 from __future__ import annotations
 
 import json
+import os
 import random
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from statistics import mean
@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import warm_python
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "train_gpt" / "train.py"
@@ -21,7 +22,7 @@ STEPS = 40
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a finished run of the smallest model on sentences that are always the same."""
+    """The folder of a finished run of the smallest model on fixed sentences."""
     home = tmp_path_factory.mktemp("example")
     text = home / "text.txt"
     text.write_text(sentences())
@@ -30,14 +31,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(home: Path, name: str, *more: str) -> str:
-    """What the program prints."""
+    """The output of the program."""
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
         *(str(EXAMPLE), "--size", "tiny", "--context", "64", "--vocab", "512"),
         *("--steps", str(STEPS), "--text", str(home / "text.txt"), "--runs", str(home)),
         *("--name", name, *more),
     ]
-    done = subprocess.run(command, cwd=home, capture_output=True, text=True, timeout=150)
+    done = warm_python.run(command, cwd=home, env=os.environ, timeout=150)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
     return done.stdout
 

@@ -1,4 +1,4 @@
-"""Does LoRA train through PEFT while the frozen model is sharded, and are adapters saved alone?"""
+"""LoRA through PEFT trains while the frozen model is sharded. A save contains only the adapters."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def save_llama(folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory, deepspeed_on_ranks: None) -> str:
-    """A folder of a Llama with weights of its own."""
+    """A folder with a randomly initialized Llama."""
     folder = str(tmp_path_factory.mktemp("llama"))
     run_ranks(save_llama, 1, folder, group=False)
     return folder

@@ -1,6 +1,6 @@
-"""Do the recipes of ``examples/`` run as they are, with the losses of plain data parallelism?
+"""The recipes of ``examples/`` run unedited, with the losses of plain data parallelism.
 
-Every program runs once under the launcher that its first lines name, on two ranks. It is compared with
+Every program runs once on two ranks, under the launcher that its first lines name. It is compared with
 the same program without DeepSpeed: PyTorch's DistributedDataParallel, in fp32.
 """
 
@@ -375,7 +375,7 @@ def ddp_llava(tmp_path_factory: pytest.TempPathFactory, tiny_llava: tuple[str, s
 
 
 def assert_adapters_alone(folder: Path, like: Path) -> None:
-    """What was saved is what PEFT trains, with the values of the other run."""
+    """The saved tensors are those that PEFT trains, with the values of the other run."""
     from safetensors.torch import load_file
 
     found = load_file(folder / "adapter_model.safetensors")

@@ -1,7 +1,8 @@
-"""Does one program give the same numbers with DeepSpeed itself, where that is installed?
+"""The same program gives the same numbers with ZeroShard and with the real DeepSpeed, if that is
+installed.
 
-It is not part of the test environment: ``pip install deepspeed``, or name a folder that holds it in
-``ZEROSHARD_TEST_DEEPSPEED``.
+DeepSpeed is not part of the test environment. Install it with ``pip install deepspeed``, or set
+``ZEROSHARD_TEST_DEEPSPEED`` to a folder that contains it.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ if rank == 0:
 
 
 def peer() -> str:
-    """Where the real one is; empty without it."""
+    """The folder of the real DeepSpeed; empty if there is none."""
     if named := os.environ.get("ZEROSHARD_TEST_DEEPSPEED"):
         return named
     try:

@@ -1,4 +1,4 @@
-"""Do Transformers' models load, change and save as usual while every rank holds a part of them?"""
+"""Models of Transformers load, change and save as usual while every rank holds a part of them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def save_gpt2(folder: str) -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory, deepspeed_on_ranks: None) -> str:
-    """A folder of a GPT-2 with weights of its own."""
+    """A folder with a randomly initialized GPT-2."""
     folder = str(tmp_path_factory.mktemp("gpt2"))
     run_ranks(save_gpt2, 1, folder, group=False)
     return folder
@@ -109,7 +109,7 @@ def saved_base(tmp_path_factory: pytest.TempPathFactory, deepspeed_on_ranks: Non
 @rank_test
 @with_deepspeed
 def test_a_model_with_a_fresh_head_is_loaded_and_trains(saved_base):
-    """Transformers gathers what the file lacks in the order of a set: another one on each rank."""
+    """Transformers gathers what the file lacks in the order of a set, which differs between ranks."""
     import deepspeed
     from transformers import AutoModelForSequenceClassification
     from transformers.integrations import HfDeepSpeedConfig
@@ -350,7 +350,7 @@ def test_one_rank_may_list_a_state_dict_and_values_need_all(saved):
 
 @with_deepspeed
 def loads_without_rank_1(folder: str, gate: str) -> str:
-    """Rank 1 comes to ``from_pretrained`` when rank 0 has given up."""
+    """Rank 1 calls ``from_pretrained`` after rank 0 has given up."""
     import deepspeed
 
     deepspeed.init_distributed()

@@ -1,4 +1,4 @@
-"""Does Transformers' Trainer train under ZeroShard by name as it does under plain data parallelism?"""
+"""Transformers' Trainer that selects ZeroShard by name trains as under plain data parallelism."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def trained_and_saved(folder: str, stage: int) -> list[float]:
 
 @by_name
 def resumed(folder: str, stage: int, options: dict[str, Any]) -> list[float]:
-    """Another program: its weights are others, all that counts is in the checkpoint."""
+    """A program with other initial weights. All state comes from the checkpoint."""
     trainer = sharded_trainer(folder, stage, tiny(seed=8), max_steps=6, **options)
     trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-4")
     seen = logged(trainer, "loss") + logged(trainer, "learning_rate")
@@ -294,7 +294,7 @@ def test_a_model_built_in_shards_is_evaluated_trained_and_resumed(folder):
 
 
 class Fit(nn.Module):
-    """No model of Transformers, and its inputs are floats."""
+    """A model that is not from Transformers, with float inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -351,7 +351,7 @@ def refusal(options: dict[str, Any], config: dict[str, Any]) -> str:
         ({"bf16_full_eval": True}, {}, "TrainingArguments(bf16_full_eval=...)"),
         ({"save_on_each_node": True}, {}, "into one directory"),
         ({"load_best_model_at_end": True, "save_only_model": True, "save_strategy": "steps",
-          "eval_strategy": "steps"}, {}, "Drop one"),
+          "eval_strategy": "steps"}, {}, "Remove one"),
     ],
 )  # fmt: skip
 def test_arguments_and_configuration_that_disagree_are_refused(options, config, says):
@@ -365,7 +365,7 @@ def test_a_checkpoint_of_ddp_is_refused_with_what_to_do(folder):
     plain_trainer(folder, **options).train()
     trainer = sharded_trainer(folder, 2, max_steps=2)
     trainer.accelerator.wait_for_everyone()
-    with pytest.raises(UsageError, match="whole state cannot be loaded"):
+    with pytest.raises(UsageError, match="full state cannot be loaded"):
         trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-1")
     trainer.model_wrapped.close()
 

@@ -1,4 +1,4 @@
-"""A saved run for tests that break it, and what it should give back."""
+"""A saved run for tests that damage it, and the state that loading it should restore."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ STAGE = 3
 
 
 def keep_expected(engine: Engine, root: Path, tag: str) -> None:
-    """Beside ``root``: all state that loading ``tag`` shall give back. Collective."""
+    """Save next to ``root`` all state that loading ``tag`` must restore. Collective."""
     expected = everything(engine)
     if engine.global_rank == 0:
         torch.save(expected, root.parent / f"{root.name}.{tag}.pt")
 
 
 def saves(root: Path, *tags: str, stage: int = STAGE, **keys) -> None:
-    """One step before each save. Frozen weights go with each, so that it stands by itself."""
+    """Train one step before each save. Every checkpoint contains the frozen weights, so that it needs no
+    other."""
     with open_engine(stage, checkpoint={"frozen": "always"}, **keys) as engine:
         for tag in tags:
             train(engine, 1)
@@ -41,7 +42,7 @@ def equals_expected(engine: Engine, root: Path, tag: str) -> list[str]:
 
 
 def failure(act) -> tuple[str, str]:
-    """Class and text of the error that a call ended with; empty ones if it went well."""
+    """Class and text of the error that a call raised; empty if it raised none."""
     try:
         act()
     except ZeroShardError as error:
@@ -70,7 +71,7 @@ def contents(place: Path) -> dict[str, str]:
 
 
 def saved_run(root: Path, stage: int = STAGE, **keys: object) -> Engine:
-    """An engine two steps on, whose first step is saved."""
+    """An engine after two steps. The state after the first is saved."""
     engine = open_engine(stage, **keys)
     train(engine, 1)
     engine.save_checkpoint(root, "first")
@@ -80,7 +81,7 @@ def saved_run(root: Path, stage: int = STAGE, **keys: object) -> Engine:
 
 
 def check_refused(engine: Engine, place: Path, *needles: str, tag: str = "second") -> str:
-    """A save into ``place`` fails on all ranks in the same words, and touches nothing."""
+    """A save into ``place`` raises the same error on all ranks and changes no file."""
     before = everything(engine)
     there = contents(place) if os.path.isdir(place) else None
     everywhere(0)
@@ -96,7 +97,7 @@ def check_refused(engine: Engine, place: Path, *needles: str, tag: str = "second
 
 
 def check_goes_on(engine: Engine, root: Path) -> None:
-    """Training does, and so does saving; what was there before is there."""
+    """Training and saving still work, and earlier checkpoints are unchanged."""
     train(engine, 1)
     engine.save_checkpoint(root, "third")
     keep_expected(engine, root, "third")

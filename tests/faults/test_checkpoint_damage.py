@@ -1,4 +1,4 @@
-"""What does loading make of a checkpoint that somebody cut, flipped, swapped or lost a part of?"""
+"""Loading a checkpoint with truncated, changed, swapped or missing files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def saves_in_small_blocks(root: Path) -> None:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[int, Path]:
-    """By world size, a run that was saved twice."""
+    """For each world size, a run that was saved twice."""
     found = {ranks: tmp_path_factory.mktemp("runs") / "run" for ranks in (2, 3)}
     for ranks, root in found.items():
         run_ranks(saves_in_small_blocks, ranks, root)
@@ -60,7 +60,7 @@ def resize(change: Callable[[int], int]) -> Callable[[Path], None]:
 
 
 def flip(where: Callable[[int], int]) -> Callable[[Path], None]:
-    """One bit of the byte at ``where(nbytes)``."""
+    """Flip one bit of the byte at ``where(nbytes)``."""
 
     def act(path: Path) -> None:
         text = bytearray(path.read_bytes())
@@ -83,7 +83,7 @@ def is_at(where: Callable[[int], int]) -> Callable[[Path], str]:
 
 
 def instead(make: Callable[[Path], object]) -> Callable[[Path], None]:
-    """Something else under the file's name."""
+    """Replace the file by something else of the same name."""
 
     def act(path: Path) -> None:
         path.unlink()
@@ -115,22 +115,22 @@ def last(nbytes: int) -> int:
 
 
 DAMAGES: dict[str, tuple[str, Callable[[Path], None], Callable[[Path], str]]] = {
-    "cut by a byte": (SHARD, resize(lambda n: n - 1), words("it was cut off or replaced")),
-    "cut in half": (SHARD, resize(lambda n: n // 2), words("it was cut off or replaced")),
+    "cut by a byte": (SHARD, resize(lambda n: n - 1), words("it was truncated or replaced")),
+    "cut in half": (SHARD, resize(lambda n: n // 2), words("it was truncated or replaced")),
     "empty": (SHARD, resize(lambda n: 0), words("has 0 bytes instead of")),
-    "grown": (SHARD, resize(lambda n: n + 1), words("it was cut off or replaced")),
+    "grown": (SHARD, resize(lambda n: n + 1), words("it was truncated or replaced")),
     "a bit of the header": (SHARD, flip(header), is_at(header)),
     "a bit in the middle": (SHARD, flip(middle), is_at(middle)),
     "the last bit": (SHARD, flip(last), is_at(last)),
     "missing": (SHARD, instead(lambda path: None), words("No such file or directory (ENOENT)")),
-    "a pipe": (SHARD, instead(os.mkfifo), words("is no regular file")),
-    "a directory": (SHARD, instead(Path.mkdir), words("is no regular file")),
+    "a pipe": (SHARD, instead(os.mkfifo), words("is not a regular file")),
+    "a directory": (SHARD, instead(Path.mkdir), words("is not a regular file")),
     "a link": (SHARD, link_to_a_copy, words("Too many levels of symbolic links (ELOOP)")),
     "no manifest": ("manifest.json", instead(lambda path: None), words("was not completed")),
     "half a manifest": ("manifest.json", resize(lambda n: n // 2), words("as JSON")),
     "a bit of the manifest": ("manifest.json", flip(lambda n: n - 300), words("")),
     "a manifest of bytes": ("manifest.json", lambda p: p.write_bytes(b"\xff\xfe{"), words("")),
-    "a manifest that is a pipe": ("manifest.json", instead(os.mkfifo), words("no regular file")),
+    "a manifest that is a pipe": ("manifest.json", instead(os.mkfifo), words("not a regular file")),
     "a manifest that is a link": ("manifest.json", link_to_a_copy, words("")),
 }  # fmt: skip
 IN_VALUES = ("a bit in the middle",)
@@ -140,7 +140,7 @@ IN_VALUES = ("a bit in the middle",)
 
 
 class Warnings(logging.Handler):
-    """What ``zeroshard`` warned of."""
+    """The warnings of ``zeroshard``."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -151,7 +151,8 @@ class Warnings(logging.Handler):
 
 
 def loads_damaged(root: Path, name: str, reason: str, tears: bool) -> None:
-    """``latest`` falls back with a warning; by its tag the checkpoint is refused."""
+    """Loading ``latest`` falls back to an older checkpoint with a warning. Loading the damaged tag
+    raises."""
     warnings = Warnings()
     logging.getLogger("zeroshard").addHandler(warnings)
     try:
@@ -177,7 +178,7 @@ def loads_damaged(root: Path, name: str, reason: str, tears: bool) -> None:
             if tears:
                 kind, text = failure(lambda: train(engine, 1))
                 assert kind == "UsageError"
-                assert "loading a checkpoint did not come to its end" in text
+                assert "loading a checkpoint did not finish" in text
                 kind, _ = failure(lambda: engine.save_checkpoint(root, "torn"))
                 assert kind == "UsageError"
             else:
@@ -191,7 +192,7 @@ def loads_damaged(root: Path, name: str, reason: str, tears: bool) -> None:
 
 
 def damage(root: Path, kind: str, ranks: int) -> tuple[str, str]:
-    """Damage the newest checkpoint; the file and the reason that an error shall name."""
+    """Damage the newest checkpoint. Returns the file and the reason that the error must name."""
     name, act, reason = DAMAGES[kind]
     name = name.format(ranks)
     path = root / "second" / name
@@ -242,7 +243,7 @@ def tears_for_good(root: Path) -> None:
         assert kind == "CheckpointError"
         kind, text = failure(lambda: train(engine, 1))
         assert kind == "UsageError"
-        assert "loading a checkpoint did not come to its end" in text
+        assert "loading a checkpoint did not finish" in text
 
 
 def test_an_engine_that_no_checkpoint_filled_does_not_train(root):
@@ -268,8 +269,8 @@ def test_a_directory_without_checkpoints_is_told_from_one_with_some(tmp_path, pl
         (tmp_path / place).mkdir()
     texts = run_ranks(loads_nothing, 2, tmp_path / place)
     assert texts[0] == texts[1]
-    assert "is not there" in texts[0] or "has no file 'latest'" in texts[0]
-    assert "It holds no checkpoint" in texts[0]
+    assert "does not exist" in texts[0] or "has no file 'latest'" in texts[0]
+    assert "It contains no checkpoint" in texts[0]
 
 
 def falls_back(root: Path) -> None:
@@ -320,7 +321,7 @@ def refused_by_tag(root: Path, tag: str) -> str:
 
 
 def other_places(roots: list[Path]) -> str:
-    """Each rank has a directory of its own, as nodes without a shared disk do."""
+    """Each rank has a separate directory, like nodes without a shared disk."""
     with open_engine(STAGE) as engine:
         kind, text = failure(lambda: engine.load_checkpoint(roots[engine.global_rank], "second"))
         train(engine, 1)
@@ -346,7 +347,7 @@ def test_directories_of_different_runs_are_not_mixed(root, tmp_path):
     shutil.copytree(other / "first", other / "second")
     texts = run_ranks(other_places, 2, [root, other], timeout=30)
     assert texts[0] == texts[1]
-    assert re.search(r"is of another save on rank 1 than on rank 0", texts[0])
+    assert re.search(r"on rank 1 belongs to another save than on rank 0", texts[0])
 
 
 def test_a_manifest_that_leads_out_of_the_directory_is_refused(root):

@@ -1,4 +1,4 @@
-"""Does a save that a disk refuses end in words, the same everywhere, and change nothing?"""
+"""A save that fails on a disk error raises the same error on all ranks and changes nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DISK_NBYTES = 1 << 20
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB of its own; needs the right to mount."""
+    """A separate file system of 1 MiB. Needs the right to mount."""
     place = tmp_path / "disk"
     place.mkdir()
     options = f"size={DISK_NBYTES},huge=never"
@@ -50,7 +50,7 @@ def free(place: Path) -> int:
 
 @contextlib.contextmanager
 def failing(call: str, number: int, *, after: int = 1) -> Iterator[None]:
-    """From its ``after``-th call on, ``os.call`` fails."""
+    """``os.call`` fails from its ``after``-th call on."""
     real, left = getattr(os, call), [after]
 
     def broken(*args: object) -> object:
@@ -76,10 +76,10 @@ def fills_up(disk: Path) -> None:
             (disk / "filler").write_bytes(bytes(free(disk) - (64 << 10)))
         everywhere(0)
         text = check_refused(
-            engine, root, f"{root} has {free(disk):,} bytes free, and this", "Make room"
+            engine, root, f"{root} has {free(disk):,} bytes free, and this", "Free space"
         )
         assert "(while reserving space)" in text
-        save.free_nbytes = lambda _path: 1 << 40  # somebody else takes the room in between
+        save.free_nbytes = lambda _path: 1 << 40  # another process takes the space in between
         try:
             check_refused(engine, root, ".safetensors", "No space left on device (ENOSPC)")
         finally:
@@ -131,7 +131,7 @@ def test_a_disk_that_fails_on_one_rank_ends_the_save_on_all(tmp_path, what):
 
 
 def breaks_at_latest(root: Path) -> None:
-    """The checkpoint has its name already; only ``latest`` does not know it."""
+    """Fails after the checkpoint got its final name and before ``latest`` names it."""
     with saved_run(root) as engine, contextlib.ExitStack() as broken:
         keep_expected(engine, root, "second")
 

@@ -1,4 +1,4 @@
-"""Is the last checkpoint there, whole, whatever kills a save and whenever?"""
+"""The last checkpoint stays complete, whenever and however a save is killed."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def good(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def root(good: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
+    """A copy of ``good``."""
     shutil.copytree(good.parent, tmp_path, dirs_exist_ok=True)
     return tmp_path / good.name
 
 
 def resumed(root: Path, stage: int = STAGE, **keys) -> Engine:
-    """The run goes on, one step after its newest checkpoint."""
+    """The run after loading its newest checkpoint and training one step."""
     engine = open_engine(stage, **{**KEEP, **keys})
     engine.load_checkpoint(root)
     train(engine, 1)
@@ -50,12 +50,13 @@ def resumed(root: Path, stage: int = STAGE, **keys) -> Engine:
 
 
 def dies(root: Path, tag: str, point: str, who: tuple[int, ...]) -> tuple[str, str, float]:
-    """Ranks ``who`` are killed when the save comes to ``point``. What the others see, and how soon."""
+    """Kill the ranks ``who`` when the save reaches ``point``. Returns the errors of the others and their
+    times."""
     engine = resumed(root)
     keep_expected(engine, root, "second")
 
     def at(here: str) -> None:
-        # What one rank does for all comes after the last point of the others.
+        # Operations of one rank for all come after the last point of the other ranks.
         mine = point if engine.global_rank == 0 or point not in BY_ONE_RANK else "collected"
         if here == mine and engine.global_rank in who:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -69,7 +70,7 @@ def dies(root: Path, tag: str, point: str, who: tuple[int, ...]) -> tuple[str, s
 
 
 def goes_on(root: Path, tag: str, expected: str) -> str:
-    """Fresh ranks: what they load is ``expected``, and the next save is as any other."""
+    """New ranks load ``expected``, and their next save succeeds."""
     with open_engine(STAGE, **KEEP) as engine:
         path, _ = engine.load_checkpoint(root, tag or None)
         assert equals_expected(engine, root, expected) == []
@@ -92,7 +93,7 @@ def killed(root: Path, tag: str, point: str, who: tuple[int, ...]) -> None:
 
 
 def check_whole(root: Path, tags: set[str]) -> None:
-    """Nothing is taken for a checkpoint that is none, and all of those ``tags`` are whole."""
+    """The list of checkpoints is exactly ``tags``, and all of them are complete."""
     assert set(places.tags(root)) == tags
     for tag in tags:
         with CheckpointReader(root / tag) as saved:
@@ -100,7 +101,7 @@ def check_whole(root: Path, tags: set[str]) -> None:
 
 
 def check_tidy(root: Path) -> None:
-    """Nothing is left of saves that did not come to their end."""
+    """No files of unfinished saves are left."""
     known = {*places.tags(root), "latest", "zero_to_fp32.py"}
     assert [n for n in os.listdir(root) if n not in known and not n.startswith("frozen-")] == []
 
@@ -109,7 +110,8 @@ BY_ONE_RANK = ("manifest", "frozen", "aside", "committed", "latest", "pruned")
 NEW_IS_THERE = ("committed", "latest", "pruned")
 BOTH = (0, 1)
 DEATHS = [
-    ("planned", (1,)), ("made", (0,)), ("reserved", (1,)), ("half", (0,)), ("half", BOTH),
+    ("planned", (1,)), ("planned", (0,)), ("made", (0,)), ("made", (1,)), ("reserved", (1,)),
+    ("reserved", BOTH), ("agreed", (0,)), ("agreed", (1,)), ("half", (0,)), ("half", BOTH),
     ("written", (1,)), ("collected", BOTH), ("manifest", (0,)), ("frozen", BOTH), ("frozen", (0,)),
     ("committed", (0,)), ("committed", BOTH), ("latest", BOTH), ("pruned", (0,)),
 ]  # fmt: skip
@@ -214,7 +216,7 @@ def test_every_named_point_is_passed_in_order(root):
 
 
 def serves_and_dies(root: Path, point: str) -> tuple[str, str, float]:
-    """Rank 0 serves the store that the ranks met through, and dies."""
+    """Rank 0, whose process serves the store, dies."""
     dist.init_process_group("gloo", init_method="env://")
     return dies(root, "second", point, (0,))
 

@@ -1,4 +1,4 @@
-"""Does a save that one rank cannot take part in end on all of them, in the same words and in time?"""
+"""If one rank cannot take part in a save, all ranks raise the same error in time."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from checkpoint_model import open_engine, train
 from saved_runs import STAGE, check_goes_on, check_refused, contents, everywhere, failure, saved_run
 
+from zeroshard.checkpoint import save
 from zeroshard.testing import run_ranks
 
 RANKS = 2
@@ -21,7 +22,7 @@ RANKS = 2
 
 
 class Refusing:
-    """A scheduler that does not tell its state."""
+    """A scheduler whose ``state_dict`` fails."""
 
     def __init__(self, inner: object) -> None:
         self._inner = inner
@@ -71,6 +72,36 @@ def test_a_scheduler_that_takes_no_state_on_one_rank_ends_loading_on_all(tmp_pat
     run_ranks(takes_no_state, RANKS, tmp_path / "run")
 
 
+def cannot_lay_out(root: Path, asynchronous: bool) -> None:
+    """An error between two rounds: the next round tells the others."""
+    with saved_run(root, checkpoint={"asynchronous": asynchronous}) as engine:
+        engine.wait_for_checkpoint()
+        real, kept = save.lay_out, contents(root)
+        if engine.global_rank == 1:
+            save.lay_out = lambda _entries: real(["no entry"])
+        everywhere(0)
+
+        def save_and_wait() -> None:
+            engine.save_checkpoint(root, "second")
+            engine.wait_for_checkpoint()
+
+        kind, text = failure(save_and_wait)
+        save.lay_out = real
+        assert kind == "CheckpointError"
+        assert len(set(everywhere(text))) == 1
+        assert "(while reserving space). rank 1: AttributeError: 'str' object has no" in text
+        assert contents(root) == kept
+        train(engine, 1)
+        engine.save_checkpoint(root, "third")
+        engine.wait_for_checkpoint()
+        assert engine.load_checkpoint(root)[0] == str(root / "third")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_an_error_between_two_rounds_ends_the_save_on_all(tmp_path, asynchronous):
+    run_ranks(cannot_lay_out, RANKS, tmp_path / "run", asynchronous)
+
+
 def stores_what_cannot_be(root: Path) -> None:
     with saved_run(root) as engine:
         for who in (0, 1):
@@ -116,7 +147,7 @@ class Messages(logging.Handler):
 
 @contextlib.contextmanager
 def warnings() -> Iterator[list[str]]:
-    """What ``zeroshard`` warns of meanwhile."""
+    """The warnings of ``zeroshard`` inside the block."""
     messages, logger = Messages(), logging.getLogger("zeroshard")
     logger.addHandler(messages)
     try:
@@ -174,7 +205,7 @@ def stays_away(root: Path) -> tuple[str, str]:
 
 
 def test_a_rank_that_trains_while_another_saves_is_named(tmp_path):
-    """Each waits for the other, so nobody waits for the limit of 60 s."""
+    """The ranks wait for each other. This is detected before the limit of 60 s."""
     (kind, text), (other, _) = run_ranks(stays_away, RANKS, tmp_path / "run", timeout=40)
     assert kind == other == "RankDivergence"
     assert "rank 0: waiting in meeting 'planning it'" in text

@@ -1,4 +1,4 @@
-"""Does a failing disk end a run in words, with numbers, and leave nothing behind?"""
+"""A disk error ends the run with an error that contains numbers, and leaves no files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SMALL_NBYTES = 16 << 20
 
 
 def pages_of(pager: Pager, count: int) -> list:
-    """Pages that hold their own number."""
+    """Pages that are filled with their index."""
     pages = [pager.page(NBYTES) for _ in range(count)]
     for number, page in enumerate(pager.walk(pages)):
         page.bytes.fill_(number)
@@ -44,7 +44,7 @@ def numbers(pager: Pager, pages: list) -> list[int]:
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 16 MiB of its own; needs the right to mount."""
+    """A separate file system of 16 MiB. Needs the right to mount."""
     place = tmp_path / "small"
     place.mkdir()
     options = f"size={SMALL_NBYTES},huge=never"
@@ -67,10 +67,10 @@ def test_a_reservation_that_does_not_fit_is_refused_with_numbers(small_disk):
     with pytest.raises(DiskError) as caught:
         file.reserve(SMALL_NBYTES)
     assert str(caught.value) == (
-        f"{small_disk} has no room for the state that is to rest there: {SMALL_NBYTES} bytes were "
-        f"asked for beside the {4 << 20} that this rank holds in {file.path}, {before} are free (No "
-        "space left on device (ENOSPC)). Free space, name another nvme_path, or let less rest on disk "
-        "(offload_optimizer.max_in_cpu or device 'cpu')."
+        f"{small_disk} has no space for the state that is to be stored there: {SMALL_NBYTES} "
+        f"bytes are needed in addition to the {4 << 20} that this rank uses in {file.path}, "
+        f"{before} are free (No space left on device (ENOSPC)). Free space, give another "
+        "nvme_path, or store less on disk (offload_optimizer.max_in_cpu or device 'cpu')."
     )
     assert free(small_disk) == before
     file.close()
@@ -103,7 +103,7 @@ def test_a_refused_reservation_is_explained_although_the_directory_is_gone(tmp_p
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
-    with pytest.raises(DiskError, match=r"4096 bytes were asked for .* \d+ are free"):
+    with pytest.raises(DiskError, match=r"4096 bytes are needed .* \d+ are free"):
         file.reserve(1)
     file.close()
 
@@ -124,7 +124,7 @@ def test_a_disk_that_somebody_else_fills_does_not_stop_the_run(small_disk):
 
 
 def test_a_write_that_finds_no_room_after_all_ends_in_words(tmp_path, monkeypatch):
-    """A file system that copies on write, or a thin volume: reserving promised too much."""
+    """On a copy-on-write file system or a thin volume, a write can fail although space was reserved."""
     file = SwapFile(tmp_path)
     extent = file.reserve(NBYTES)
     fail(monkeypatch, "pwritev", errno.ENOSPC)
@@ -151,8 +151,8 @@ def fail(monkeypatch, call: str, number: int, *, at: int | None = None) -> None:
 
 def lost(doing: str, nbytes: int, offset: int, file: SwapFile, why: str, done: int = 0) -> str:
     return (
-        f"{doing} {nbytes} bytes at offset {offset} of the swap file {file.path} ended after {done} "
-        f"bytes: {why}. The state that rests there is lost to this run: continue from the last "
+        f"{doing} {nbytes} bytes at offset {offset} of the swap file {file.path} ended after "
+        f"{done} bytes: {why}. The state that is stored there is lost: continue from the last "
         "checkpoint, with nvme_path on a disk that works."
     )
 
@@ -239,7 +239,7 @@ def test_a_failed_transfer_says_so_to_everybody_who_waits(file, monkeypatch):
 
 
 def cut(monkeypatch, call: str, nbytes: int) -> list[int]:
-    """``os.call`` moves at most so many bytes at once."""
+    """``os.call`` transfers at most this number of bytes per call."""
     real = getattr(os, call)
     offsets = []
 
@@ -344,7 +344,8 @@ while True:
 
 
 def swap_until_killed(place: Path) -> tuple[int, int]:
-    """Kill a process that swaps; what it had written, and what was taken from the disk meanwhile."""
+    """Kill a process that swaps. Returns the bytes that it had written, and the disk space that it
+    used."""
     before = free(place)
     command = [sys.executable, "-c", SWAPPER, str(place)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as swapper:

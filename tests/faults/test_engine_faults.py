@@ -1,4 +1,4 @@
-"""Does a training run end in words, on every rank and at every stage, whatever one rank does?"""
+"""A fault of one rank ends training with an error on every rank, at every stage."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Runs its blocks in the order it is told."""
+    """Runs its blocks in a given order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def test_stage_3_ranks_that_run_other_units_are_named(order):
 
 
 def dropping_layers(patterns: list[str], step_of_drop: int) -> tuple[str, str, float]:
-    """Each rank drops a layer of its own, as LayerDrop does."""
+    """Each rank drops a different layer, as LayerDrop does."""
     dropped = [(0, 2, 3), (0, 1, 3)][dist.get_rank()]
 
     def body() -> None:
@@ -126,7 +126,7 @@ def test_below_stage_3_a_rank_may_skip_a_unit(stage):
 
 
 def alone(what: str, folder: str) -> tuple[str, str, float]:
-    """Rank 0 does what every rank has to do."""
+    """Only rank 0 does what every rank must do."""
 
     def body() -> None:
         with zeroshard.Engine(Net(), config=config(3)) as engine:
@@ -148,8 +148,8 @@ def alone(what: str, folder: str) -> tuple[str, str, float]:
     ("what", "words"),
     [
         ("reads", "Rank 0 read values of 'blocks.2' alone"),
-        ("saves", "Neither can go on: rank 1 did not make that call."),
-        ("loads", "Neither can go on: rank 1 did not make that call."),
+        ("saves", "Neither can continue: rank 1 did not make that call."),
+        ("loads", "Neither can continue: rank 1 did not make that call."),
     ],
 )
 def test_what_rank_0_does_alone_is_named_in_seconds(what, words, tmp_path):
@@ -157,7 +157,7 @@ def test_what_rank_0_does_alone_is_named_in_seconds(what, words, tmp_path):
         assert kind in (
             "RankDivergence",
             "RankLost",
-        )  # lost: it was told why by the one that found out
+        )  # lost: the rank that detected the cause reported it
         assert words in text
         assert "test_engine_faults.py" in text
         assert seconds < 20

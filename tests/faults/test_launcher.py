@@ -1,7 +1,8 @@
-"""The launcher with real processes: what it prints, how it ends, and what it leaves behind."""
+"""The launcher with real processes: its output, its exit code, and what remains afterwards."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -10,9 +11,12 @@ import stat
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+from warm_python import WarmPython, run
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -53,50 +57,49 @@ def env(tmp_path_factory) -> dict[str, str]:
 
 @pytest.fixture
 def launch(folder, env):
-    """Run ``zeroshard launch OPTIONS SCRIPT ARGS`` to its end; ``body`` becomes ``script.py``."""
+    """Run ``zeroshard launch OPTIONS SCRIPT ARGS`` to its end; ``body`` becomes ``script.py``.
 
-    def run(*words: str, body: str | None = None, **extra: str) -> Outcome:
+    ``cold``: in a new interpreter, as a user does. Otherwise in one that has imported torch.
+    """
+
+    def launched(*words: str, body: str | None = None, cold: bool = False, **extra: str) -> Outcome:
         if body is not None:
             (folder / "script.py").write_text(body)
             words = (*words, "script.py")
-        done = subprocess.run(
-            [*LAUNCH, *words],
-            cwd=folder,
-            env={**env, **extra},
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
-        return Outcome(done)
+        where: dict[str, Any] = {"cwd": folder, "env": {**env, **extra}, "timeout": 60}
+        start = partial(subprocess.run, capture_output=True, text=True) if cold else run
+        return Outcome(start([*LAUNCH, *words], **where))
 
-    return run
+    return launched
 
 
 @pytest.fixture
 def running(folder, env):
     """Start a launcher of ``WAIT`` on two ranks; gives it and the ranks' process ids."""
-    started: list[subprocess.Popen[str]] = []
+    with contextlib.ExitStack() as started:
 
-    def start(
-        *words: str, body: str = WAIT, ranks: int = 2, under: tuple[str, ...] = ()
-    ) -> tuple[subprocess.Popen[str], list[int]]:
-        (folder / "script.py").write_text(body)
-        process = subprocess.Popen(
-            [*under, *LAUNCH, *words, "script.py"],
-            cwd=folder,
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        started.append(process)
-        assert process.stdout is not None
-        return process, [int(process.stdout.readline().split()[1]) for _ in range(ranks)]
+        def start(
+            *words: str, body: str = WAIT, under: tuple[str, ...] = ()
+        ) -> tuple[subprocess.Popen[str] | WarmPython, list[int]]:
+            (folder / "script.py").write_text(body)
+            process: subprocess.Popen[str] | WarmPython
+            if under:
+                process = subprocess.Popen(
+                    [*under, *LAUNCH, *words, "script.py"],
+                    cwd=folder,
+                    env=env,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+                started.callback(process.communicate)
+                started.callback(process.kill)
+            else:
+                process = WarmPython([*LAUNCH, *words, "script.py"], cwd=folder, env=env)
+                started.callback(process.close)
+            return process, [int(process.stdout.readline().split()[1]) for _ in range(2)]
 
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
+        yield start
 
 
 def free_port() -> int:
@@ -106,7 +109,7 @@ def free_port() -> int:
 
 
 def gone(pid: int, within_s: float = 10.0) -> bool:
-    """Whether a process ends (or is a zombie of somebody else) in time."""
+    """Whether a process ends in time. A zombie of another parent counts as ended."""
     deadline_s = time.monotonic() + within_s
     while time.monotonic() < deadline_s:
         try:
@@ -129,7 +132,7 @@ def test_ranks_see_their_place_and_the_launchers_defaults(launch):
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE PYTHONFAULTHANDLER"
     )
     body = f"import os\nprint(*[os.environ[n] for n in '{names}'.split()])"
-    done = launch("--nproc", "2", body=body)
+    done = launch("--nproc", "2", body=body, cold=True)
     assert sorted(done.out.splitlines()) == [
         "0 0 2 2 127.0.0.1 2 0 1 1 1",
         "1 1 2 2 127.0.0.1 2 0 1 1 1",
@@ -137,7 +140,7 @@ def test_ranks_see_their_place_and_the_launchers_defaults(launch):
 
 
 def test_a_clean_run_prints_nothing_of_its_own(launch):
-    done = launch("--nproc", "2", body="import sys; print('hello', file=sys.stderr)")
+    done = launch("--nproc", "2", body="import sys; print('hello', file=sys.stderr)", cold=True)
     assert (done.code, done.err) == (0, "hello\nhello\n")
 
 
@@ -355,7 +358,7 @@ def test_a_killed_launcher_leaves_no_rank(running):
 
 @pytest.fixture
 def two_nodes(folder, env):
-    """A hostfile of two hosts, and an ``ssh`` on PATH that runs its line on this machine."""
+    """A hostfile with two hosts, and an ``ssh`` on PATH that runs its command on this machine."""
     (folder / "hosts").write_text("nodeA slots=1\nnodeB slots=1\n")
     bin_folder = folder / "bin"
     bin_folder.mkdir()
@@ -505,8 +508,8 @@ def test_a_slurm_task_becomes_its_rank(launch):
         ),
         (
             ["--no_python", "no-such-program"],
-            "program 'no-such-program' is not found or not executable; "
-            "--no_python runs it as it is.",
+            "program 'no-such-program' is not found or not executable; with --no_python, ranks "
+            "execute it directly.",
         ),
         (
             ["--include", "a", "--exclude", "b", "x.py"],
@@ -519,8 +522,8 @@ def test_a_slurm_task_becomes_its_rank(launch):
         ),
         (
             ["--hostfile", "hosts", "x.py"],
-            "--hostfile 'hosts' cannot be read: No such file or directory. "
-            "It holds lines 'host slots=N'.",
+            "--hostfile 'hosts' cannot be read: No such file or directory. It must contain lines "
+            "'host slots=N'.",
         ),
     ],
 )
@@ -546,7 +549,7 @@ def test_a_port_in_use_is_named(launch):
     assert (done.code, done.said) == (
         2,
         [
-            f"port {port} cannot be used on this host (Address already in use). "
-            "Give another one with --master_port, or end the program that holds it."
+            f"port {port} cannot be used on this host (Address already in use). Give another one "
+            "with --master_port, or end the program that uses it."
         ],
     )

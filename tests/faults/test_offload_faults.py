@@ -1,4 +1,4 @@
-"""Does a run whose state rests on disk end in words on every rank, and leave nothing on the disk?"""
+"""A fault of a run with state on disk raises an error on every rank and leaves no files."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ QUICK = {"first_report_s": 1.0, "frozen_s": 2.0, "grace_s": 5.0}
 DISK_NBYTES = 16 << 20
 STORES = {1: ("optimizer",), 2: ("optimizer",), 3: ("optimizer", "param")}
 LOST = (
-    "The state that rests there is lost to this run: continue from the last checkpoint, with "
-    "nvme_path on a disk that works."
+    "The state that is stored there is lost: continue from the last checkpoint, with nvme_path on "
+    "a disk that works."
 )
 
 
@@ -60,7 +60,7 @@ def _chunks_of_others_are_left_alone():
 
 
 def config(place: Path | str, stage: int = 3, **more) -> dict:
-    """Everything that can rest on disk at this stage does, in chunks much smaller than a unit."""
+    """All state that this stage can store on disk is on disk, in chunks much smaller than a unit."""
     tiers.CHUNK_NUMEL = 512
     disk = {"device": "nvme", "nvme_path": str(place)}
     return {
@@ -133,7 +133,7 @@ def swap_files(place: Path) -> int:
 def held_nbytes(engine: zeroshard.Engine) -> int:
     ledger = engine.runtime.ledger
     names = ("parameters", "gradients", "master", "optimizer", "scratch", "gathered")
-    return sum(ledger.nbytes(name, tier) for name in names for tier in tiers.Tier)
+    return sum(ledger.nbytes(name, tier) for name in names for tier in tiers.TIERS.values())
 
 
 def outcome(body: Callable[[], object]) -> tuple[str, str, float]:
@@ -165,7 +165,7 @@ def killed_while_swapping(place: Path, stage: int, number: int) -> tuple[str, st
 
 
 def kill_at_write(number: int) -> None:
-    """The process dies inside a write: what came before it is on disk, what comes later is not."""
+    """The process dies inside a write. Earlier writes are on disk, later ones are not."""
     real, left = os.pwritev, [number]
 
     def deadly(fd: int, buffers: list, offset: int) -> int:
@@ -194,7 +194,7 @@ def test_a_rank_killed_while_it_swaps_is_named_and_its_disk_comes_back(place, st
 
 
 def break_disk(call: str, fault: int | None, *, after: int = 3) -> None:
-    """From its ``after``-th call on ``os.call`` fails with an error number, or moves nothing."""
+    """From its ``after``-th call on ``os.call`` fails with an error number, or transfers nothing."""
     real, left = getattr(os, call), [after]
 
     def broken(fd: int, buffers: list, offset: int) -> int:
@@ -211,7 +211,8 @@ def break_disk(call: str, fault: int | None, *, after: int = 3) -> None:
 def failing(
     place: Path, stage: int, call: str, fault: int | None, *, closes: bool
 ) -> tuple[str, str, float, int]:
-    """Rank 1's disk fails in its second step. What ended each rank, and files left after close()."""
+    """Rank 1's disk fails in its second step. Returns the error of each rank, and files left after
+    close()."""
     real = {name: getattr(os, name) for name in ("pwritev", "preadv")}
     files = -1
 
@@ -278,7 +279,9 @@ def test_a_program_that_a_disk_ends_tells_the_others(place, stage, call):
     results = run_ranks(body, 2, place, stage, call, expect_death={1: 1}, timeout=40)
     kind, text, seconds = results[0]
     assert kind == "RankLost"
-    assert "The cause is in the output of rank 1; the others only lost their partner." in text
+    assert (
+        "The cause is in the output of rank 1; the others only lost their connection to it." in text
+    )
     assert seconds < 20
 
 
@@ -299,13 +302,13 @@ def failing_uncaught(place: Path, stage: int, call: str) -> tuple[str, str, floa
 
 
 def gradient_extents(engine: zeroshard.Engine) -> dict[int, int]:
-    """Offset to length of what gradients have in the swap file."""
+    """The extents of gradients in the swap file: offset -> length."""
     extents = [buffer.store._extent for buffer in engine.runtime.reducer.buffers]
     return {extent.offset: extent.nbytes for extent in extents}
 
 
 def break_gradients(patch: pytest.MonkeyPatch, extents: dict[int, int], call: str, fault: int):
-    """Only where gradients lie ``os.call`` fails."""
+    """``os.call`` fails only in extents of gradients."""
     real = getattr(os, call)
 
     def broken(fd: int, buffers: list, offset: int) -> int:
@@ -361,7 +364,7 @@ def test_a_gradient_that_does_not_reach_the_disk_or_come_back_ends_the_run_on_al
 
 
 def test_a_backward_whose_gradients_could_not_be_written_can_be_taken_again(place, monkeypatch):
-    """Nothing was updated: when the disk works again, the batch can be, too."""
+    """Nothing was updated, so that the batch can be repeated when the disk works again."""
     with build_at(place) as engine:
         expected = [step(engine) for _ in range(4)]
     with build_at(place) as engine:
@@ -397,8 +400,9 @@ def test_a_step_that_failed_in_the_middle_cannot_be_taken_again(
                 f"an update ended in the middle (DiskError: {doing} "
             )
             assert str(caught.value).endswith(
-                "parameters before it are one step ahead of those after it, and what was on its way is "
-                "lost. Close this engine, build a new one and continue from the last checkpoint."
+                "parameters before it are one step ahead of those after it, and pending transfers "
+                "are lost. Close this engine, build a new one and continue from the last "
+                "checkpoint."
             )
         weight = next(engine.module.parameters())
         for use in (
@@ -412,7 +416,7 @@ def test_a_step_that_failed_in_the_middle_cannot_be_taken_again(
 
 
 def fail_at(patch: pytest.MonkeyPatch, call: str, number: int, fault: int = errno.EIO) -> None:
-    """The ``number``-th call of ``os.call`` from now on fails, only that one."""
+    """Only the ``number``-th call of ``os.call`` from now on fails."""
     real, left = getattr(os, call), [number]
 
     def failing(*args: object) -> object:
@@ -473,10 +477,10 @@ def check_too_small(results: list, place: Path, wanted: int, free_nbytes: int) -
     for kind, text, seconds in results:
         assert kind == "DiskError"
         assert text == (
-            f"{place} cannot hold the training state: the ranks of this host need {wanted} bytes "
-            f"({wanted / 1e9:.2f} GB) and {free_nbytes} ({free_nbytes / 1e9:.2f} GB) are free, "
-            f"{wanted - free_nbytes} too few. Free space, name another nvme_path, let less rest on "
-            "disk (max_in_cpu, or device 'cpu'), or use more hosts."
+            f"{place} has too little space for the training state: the ranks of this host need "
+            f"{wanted} bytes ({wanted / 1e9:.2f} GB) and {free_nbytes} ({free_nbytes / 1e9:.2f} "
+            f"GB) are free, {wanted - free_nbytes} too few. Free space, name another nvme_path, "
+            "store less on disk (max_in_cpu, or device 'cpu'), or use more hosts."
         )
         assert seconds < 5
 
@@ -498,7 +502,7 @@ def test_all_ranks_hear_of_one_hosts_small_disk(place, frees):
 
 
 def built_on_a_disk_that_shrinks(place: Path, number: int) -> tuple[str, str, float, int]:
-    """Somebody else takes the space while rank 1 reserves it."""
+    """Another process takes the disk space while rank 1 reserves it."""
 
     def body() -> None:
         with zeroshard.Engine(Net(), config=config(place)) as engine:
@@ -516,12 +520,12 @@ def test_space_that_goes_while_it_is_reserved_ends_the_run_on_all_ranks(place, n
     results = run_ranks(built_on_a_disk_that_shrinks, 2, place, number, timeout=40)
     kind, text, seconds, files = results[1]
     assert kind == "DiskError"
-    assert f"{place} has no room for the state that is to rest there: " in text
+    assert f"{place} has no space for the state that is to be stored there: " in text
     assert "are free (No space left on device (ENOSPC))." in text
     assert (files, seconds < 20) == (0, True)
     kind, text, seconds, files = results[0]
     assert kind == "RankLost"
-    assert f"DiskError: {place} has no room" in text
+    assert f"DiskError: {place} has no space" in text
     assert (files, seconds < 20) == (0, True)
 
 
@@ -538,9 +542,9 @@ def test_a_directory_whose_parent_is_missing_is_refused(tmp_path):
     with pytest.raises(DiskError) as caught:
         build_at(path)
     assert str(caught.value) == (
-        f"no swap file can be made in {path}: No such file or directory (ENOENT). Its parent "
-        f"{path.parent} does not exist either. Name a directory on a local disk that this user may "
-        "write to as nvme_path."
+        f"no swap file can be created in {path}: No such file or directory (ENOENT). Its parent "
+        f"{path.parent} does not exist either. Give as nvme_path a directory on a local disk that "
+        "this user may write to."
     )
 
 
@@ -550,8 +554,8 @@ def test_a_file_in_the_directorys_place_is_refused(tmp_path):
     with pytest.raises(DiskError) as caught:
         build_at(path)
     assert str(caught.value) == (
-        f"no swap file can be made in {path}: Not a directory (ENOTDIR). Name a directory on a local "
-        "disk that this user may write to as nvme_path."
+        f"no swap file can be created in {path}: Not a directory (ENOTDIR). Give as nvme_path a "
+        "directory on a local disk that this user may write to."
     )
     assert path.read_text() == "mine"
 
@@ -568,8 +572,8 @@ def test_a_read_only_disk_is_refused(tmp_path):
             build_at(place)
         why = "Read-only file system (EROFS)" if mounted else "Permission denied (EACCES)"
         assert str(caught.value) == (
-            f"no swap file can be made in {place}: {why}. Name a directory on a local disk that this "
-            "user may write to as nvme_path."
+            f"no swap file can be created in {place}: {why}. Give as nvme_path a directory on a "
+            "local disk that this user may write to."
         )
     finally:
         if mounted:

@@ -1,7 +1,7 @@
-"""Is a rank that does not come named on all ranks, whatever the others do at that moment?
+"""A rank that does not take part in an operation is named on all ranks, whatever the others are doing.
 
-Rank 0 does something that all ranks have to do; rank 1 comes only when rank 0 has given up. Both have to
-learn who was missing, where each of them is, in which line, and what to do.
+Rank 0 does something that all ranks must do. Rank 1 joins only after rank 0 has given up. Both errors
+must say which rank was missing, where each rank is, in which line, and what to do.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ def config(stage: int = 3, **zero) -> dict:
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch):
-    """Ranks inherit it: looks and first reports come in tenths of a second."""
+    """Short intervals for checks and first reports, in tenths of a second. Ranks inherit them."""
     monkeypatch.setenv("ZEROSHARD_STALL_S", "0.4")
 
 
 @pytest.fixture
 def gate(tmp_path) -> str:
-    """A pipe: who reads waits until somebody has written."""
+    """A pipe. A read waits until another rank has written."""
     path = tmp_path / "gate"
     os.mkfifo(path)
     return str(path)
@@ -95,7 +95,8 @@ def failure(body: Callable[[], object]) -> Outcome:
 
 
 def outcome(body: Callable[[], object], gate: str, first: int = 0) -> Outcome:
-    """As :func:`failure`. Rank ``first`` opens the gate when it is over there; others go in then."""
+    """Like :func:`failure`. Rank ``first`` opens the gate when its call has ended. Then the others
+    call."""
     ahead = int(os.environ["RANK"]) == first
     try:
         if not ahead:
@@ -115,7 +116,7 @@ def check(results: list[Outcome], *words: str, kind: str = "RankLate", missing: 
         assert "Fix: " in text
         assert len(text.splitlines()) <= 5
         assert max(map(len, text.splitlines())) <= 200
-        assert seconds < LIMIT_S + 4  # of which a busy machine takes most
+        assert seconds < LIMIT_S + 4  # on a busy machine most of it is delay
     assert len({text for _, text, _ in results}) == 1
 
 
@@ -216,12 +217,12 @@ def test_a_meeting_on_one_rank_and_a_collective_on_the_other_end_in_words(call, 
         assert f"  rank 0: waiting in {CALLS[call][1][0]}" in text
         assert CALLS[call][1][1] in text
         assert "  rank 1: waiting in gather 'blocks." in text
-        assert "Neither can go on: rank 1 did not make that call." in text
+        assert "Neither can continue: rank 1 did not make that call." in text
         assert "Fix: " in text
 
 
 def closes(gate: str) -> Outcome:
-    """``close`` brings the parameters up to date that a delayed update has changed: all ranks do."""
+    """``close`` publishes the parameters of a delayed update. All ranks must take part."""
     offload = {"offload_optimizer": {"device": "cpu", "delayed_update": True}}
     engine = zeroshard.Engine(Net(), config=config(2, **offload))
     step(engine)
@@ -265,7 +266,7 @@ def test_a_rank_that_does_not_come_to_a_set_up_is_named_with_its_line(what, gate
 @pytest.mark.parametrize("what", SET_UPS)
 def test_a_rank_that_has_not_met_zeroshard_yet_is_named_as_such(what, gate):
     results = run_ranks(sets_up, 2, what, False, gate, timeout=40)
-    check(results, f"rank 0: waiting in {what} (", "rank 1: has not come to ZeroShard yet")
+    check(results, f"rank 0: waiting in {what} (", "rank 1: has not reached ZeroShard yet")
 
 
 def joins(late: int, gate: str) -> Outcome:
@@ -279,14 +280,14 @@ def joins(late: int, gate: str) -> Outcome:
 
 def test_a_rank_that_does_not_join_the_others_is_named(gate):
     results = run_ranks(joins, 2, 1, gate, group=False, timeout=40)
-    check(results, "waiting in init_distributed (test_stalls.py:", "rank 1: has not come to init_")
+    check(results, "waiting in init_distributed (test_stalls.py:", "rank 1: has not reached init_")
 
 
 def test_a_rank_that_does_not_serve_the_store_is_named(gate):
-    """Without rank 0 there is nothing through which the others could tell each other anything."""
+    """Without rank 0 the other ranks cannot exchange messages."""
     first, waited = run_ranks(joins, 2, 0, gate, group=False, timeout=40)
-    check([waited], "waiting in the store at 127.0.0.1:", "rank 0: has not come to", missing=0)
-    check([first], "rank 1: has not come to")  # it gave up
+    check([waited], "waiting in the store at 127.0.0.1:", "rank 0: has not reached", missing=0)
+    check([first], "rank 1: has not reached")  # it gave up
 
 
 def constructs_halfway(gate: str) -> Outcome:
@@ -359,9 +360,9 @@ def test_a_rank_that_ended_before_the_set_up_is_named():
 
 
 def waits_by_itself(stays: bool) -> Outcome:
-    """Rank 0 is in a barrier of the program's own; nothing of ours can wake it there."""
+    """Rank 0 is in a barrier of the program. ZeroShard cannot interrupt it there."""
     trust = WatchdogSettings(collective_timeout_s=LIMIT_S, stuck_s=LIMIT_S, grace_s=0.2)
-    watch = open_session(transport="auto", device_type="cpu", trust=trust, plan={"a": "1"})
+    watch = open_session(transport="auto", device=torch.device("cpu"), trust=trust, plan={"a": "1"})
     if dist.get_rank() == 0:
         dist.barrier()
     elif stays:
@@ -378,7 +379,7 @@ def test_a_barrier_on_one_rank_and_a_collective_on_the_other_end_in_words():
     for words in (text, results[0].output):
         assert "  rank 0: waiting in torch.distributed.barrier (test_stalls.py:" in words
         assert "  rank 1: waiting in exchange 'x'" in words
-        assert "Neither can go on" in words
+        assert "Neither can continue" in words
 
 
 def test_a_barrier_that_a_rank_does_not_come_to_is_named():

@@ -1,12 +1,9 @@
-"""What every parity test does: train a case at some stages, and compare with plain PyTorch."""
+"""The common part of parity tests: train a case at some stages and compare it with plain PyTorch."""
 
 from __future__ import annotations
 
-from zeroshard.testing import (
-    edge_case_models,
-    edge_case_networks,  # noqa: F401  (networks registers its cases)
-)
-from zeroshard.testing.parity import (
+from support import edge_case_models
+from support.parity import (
     DTYPES,
     Scale,
     Trajectory,
@@ -56,7 +53,7 @@ def trained(
     clip: float = 0.3,
     config: dict | None = None,
 ) -> Trajectory:
-    """The same with the engine, on this rank."""
+    """The same training with the engine, on this rank."""
     case = edge_case_models.CASES[name]
     return engine_run(
         case,
@@ -71,7 +68,8 @@ def trained(
 
 
 def check_all_stages(name: str, precision: str, accumulation: int, *, world: int) -> None:
-    """Stages that accumulate at the same place are bit-equal; all are close to plain PyTorch."""
+    """Stages that accumulate gradients in the same buffer are bit-equal. All are close to plain
+    PyTorch."""
     runs = {s: trained(name, precision, accumulation, stage=s, world=world) for s in STAGES}
     expected = oracle(name, precision, accumulation, world=world, rounds_sum=True)
     for stage in STAGES:

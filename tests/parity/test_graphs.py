@@ -1,8 +1,8 @@
 """Graphs that cross units in unusual ways: stage 3 equals stages 1 and 2 bit for bit, and plain PyTorch.
 
-Four groups: outputs of a unit that whoever follows changes in place; one tensor that feeds several
-units, each of which uses it more than once; outputs that are views of a parameter; parameters read in a
-mixture of ways.
+There are four groups: outputs of a unit that the next module changes in place; one tensor that feeds
+several units, each of which uses it more than once; outputs that are views of a parameter; parameters
+that are read in several ways.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import TOLERANCE, adamw, assert_bit_equal, assert_close_trajectory
+from support.edge_case_models import Case, mse
+from support.parity import engine_run, make_batches, reference_run
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from zeroshard.testing import on_ranks
-from zeroshard.testing.edge_case_models import Case, mse
-from zeroshard.testing.parity import engine_run, make_batches, reference_run
 
 SAMPLES, TOKENS, WIDTH = 2, 3, 7
 
@@ -41,7 +41,7 @@ KEEP_NOTHING = {"zero_optimization": {"stage3_max_reuse_distance": 0}}
 
 
 class Chain(nn.Module):
-    """Three linear units; ``follow`` is what happens to the output of each."""
+    """Three linear units. ``follow`` is applied to the output of each."""
 
     units = ("layers.*",)
 
@@ -101,7 +101,7 @@ class ChangedTwice(Chain):
 
 
 class FrozenBelow(ReluInPlace):
-    """No gradient ever lands in a frozen unit, but backward reads it."""
+    """A frozen unit gets no gradients, but backward reads its parameters."""
 
     def __init__(self):
         super().__init__()
@@ -125,7 +125,7 @@ class ReluCheckpointedReentrant(ReluCheckpointed):
 
 
 class ChangesItsInput(Chain):
-    """The first thing that a unit does is to write into what it got."""
+    """A unit that first changes its input in place."""
 
     class Unit(nn.Linear):
         def forward(self, x):
@@ -158,7 +158,7 @@ class Attention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """What the encoder gives feeds each layer of the decoder."""
+    """The output of the encoder is an input of each layer of the decoder."""
 
     units = ("Attention", "encoder")
 
@@ -264,7 +264,7 @@ VIEWS_OF_PARAMETERS = [GivesViews, GivesViewsCheckpointed]
 
 
 class Reads(nn.Module):
-    """The root computes with the parameters of a unit that is not full then."""
+    """The root computes with the parameters of a unit that is sharded at that time."""
 
     units = ("first", "lin")
 

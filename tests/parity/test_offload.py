@@ -1,4 +1,4 @@
-"""Does it change any bit where state rests: on the device, in host memory, on disk?"""
+"""Offload to host memory or disk changes no bit of training."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from unittest import mock
 import pytest
 import torch
 from compare import CASES, trained
+from support.parity import assert_bit_equal
 
 from zeroshard import Engine
 from zeroshard.core import tiers
+from zeroshard.device.copy_streams import CopyStreams
 from zeroshard.engine import build
 from zeroshard.errors import UsageError
 from zeroshard.offload import stores as offload_stores
-from zeroshard.offload.copy_streams import CopyStreams
 from zeroshard.offload.grad_store import DiskGradStore
 from zeroshard.optim import native_adam
 from zeroshard.testing import on_ranks
-from zeroshard.testing.parity import assert_bit_equal
 from zeroshard.zero import (
     GatheredParameters,
     safe_get_full_fp32_param,
@@ -38,7 +38,7 @@ CHUNK_NUMEL = 192
 
 
 def stores(path: Path, stage: int) -> dict[str, dict]:
-    """Every place where something of this stage can rest, as DeepSpeed's keys say it."""
+    """All offload settings of this stage, as keys of DeepSpeed's configuration."""
     disk = {"device": "nvme", "nvme_path": str(path)}
     found = {
         "optimizer in host memory": {"offload_optimizer": {"device": "cpu"}},
@@ -61,7 +61,7 @@ def stores(path: Path, stage: int) -> dict[str, dict]:
 
 
 PLACES = ("half of it", "a third in each", "some parameters on disk", "all on disk")
-"""The mixed stores, which hold all kinds of place between them; three models see every store below."""
+"""Settings that together store state in every tier. Other tests below train three models with all."""
 
 
 def chunks_of(numel: int) -> contextlib.AbstractContextManager[int]:
@@ -145,7 +145,7 @@ GRID = pytest.mark.parametrize(
 DIAGONAL = pytest.mark.parametrize(
     ("precision", "accumulation"), [("fp32", 1), ("bf16", 2), ("fp16", 1)]
 )
-"""For the numbers of ranks that are not two: two go through the whole grid."""
+"""For one and three ranks. Two ranks train with the whole grid."""
 
 
 @DIAGONAL
@@ -167,7 +167,7 @@ def test_gradients_on_disk_change_no_bit_on_three_ranks(precision, accumulation,
 
 
 class Stumbling(torch.nn.Module):
-    """Three layers, one that is never used, and a backward that fails where it is told to."""
+    """Three layers, an unused layer, and a backward that fails at a given point."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -189,8 +189,10 @@ class Stumbling(torch.nn.Module):
 def eventful_training(
     keys: dict, *, stage: int, precision: str, accumulation: int
 ) -> dict[str, torch.Tensor]:
-    """What a program sees of gradients that it reads, sets, drops, interrupts and moves; and where that
-    leads: masters and moments."""
+    """Train while the program reads, sets, drops and moves gradients, and interrupts a backward.
+
+    Returns the gradients that the program read, and masters and moments at the end.
+    """
     torch.manual_seed(0)
     config = {
         "train_micro_batch_size_per_gpu": 4,
@@ -221,7 +223,7 @@ def eventful_training(
 
         for step in range(8):
             for micro in range(accumulation):
-                if step == 3 and micro == 0:  # drop what was computed
+                if step == 3 and micro == 0:  # drop the computed gradient
                     backward(step)
                     read("dropped")
                     engine.zero_grad()
@@ -239,7 +241,7 @@ def eventful_training(
                     engine.reload_states()
                     read(f"moved {micro}")
                 if step == 2 and micro == accumulation - 1:
-                    for _ in range(2):  # what was set is read, and set again
+                    for _ in range(2):  # read the gradient that was set, and set it again
                         safe_set_full_grad(last, 2 * safe_get_full_grad(last))
                     safe_set_full_grad(first, torch.ones_like(first, dtype=torch.float32))
                     read("set")
@@ -288,7 +290,7 @@ def test_a_program_on_three_ranks_that_touches_them_sees_the_same(stage, tmp_pat
 
 
 def edit(weight: torch.nn.Parameter, stage: int, rank: int) -> None:
-    """The program writes into a parameter; parameter and master have it wherever they are."""
+    """The program writes into a parameter. Parameter and master get the value in every tier."""
     if stage < 3:
         weight.data[3].mul_(2)
         return
@@ -338,7 +340,7 @@ def bits_of_training(keys: dict, *, stage: int = 3, steps: int = 6) -> dict[str,
 @on_ranks(2)
 def test_the_compiled_update_gives_the_same_bits_in_every_store(tmp_path):
     native_adam.prepare()
-    native_adam.wait()  # else it would step in at some later step
+    native_adam.wait()  # otherwise it would be used from some later step on
     plain = bits_of_training({})
     for store, keys in stores(tmp_path, 3).items():
         with chunks_of(4096):
@@ -378,7 +380,7 @@ def test_values_on_disk_are_read_and_written_like_any_others(tmp_path):
 
 @contextlib.contextmanager
 def a_bus_between() -> Iterator[CopyStreams]:
-    """What a GPU machine has: device and host memory are two. Here they are two names of one."""
+    """Copies between device and host, as on a GPU machine. Here both are host memory."""
     streams = CopyStreams()
     with (
         mock.patch.object(build, "has_copy_streams", lambda _device: True),
@@ -424,8 +426,8 @@ def test_the_update_beside_the_next_forward_gives_the_same_bits(stage, tmp_path)
 
 
 def after_each_backward(keys: dict, *, reads: bool, losses: int) -> tuple[list, list[int]]:
-    """Gradients as the program reads them (if it does) and parameters at last; what the device held
-    between backward and step. ``losses``: backwards in one step."""
+    """The gradients (if ``reads``) and the final parameters, and the bytes on the device between
+    backward and step. ``losses``: backwards in one step."""
     model, config = two_layers(keys)
     seen, held = [], []
     with Engine(model, config=config) as engine:
@@ -495,7 +497,7 @@ def test_an_error_of_the_worker_is_raised_where_its_unit_is_used(tmp_path):
 
 
 def train_matrix(config: dict, *, steps: int) -> list[torch.Tensor]:
-    """A bf16 matrix of 64 x 64 after each step, trained by SGD: plain enough to follow by hand."""
+    """A bf16 matrix of 64 x 64 after each step, trained by SGD: simple enough to check by hand."""
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 64, bias=False)
     config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, **config}
@@ -533,3 +535,31 @@ def test_a_delayed_update_reaches_the_parameters_one_step_later(stage):
     assert torch.equal(delayed[0], exact[0])
     for late, on_time in zip(delayed[1:], exact, strict=True):
         assert torch.equal(late, on_time)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@on_ranks(2)
+def test_edits_during_a_delayed_update_start_from_its_values_and_stay(stage):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 64, bias=False)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "gradient_clipping": 0.0,
+        "zero_optimization": {
+            "stage": stage,
+            "offload_optimizer": {"device": "cpu", "delayed_update": True},
+        },
+    }
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=True)
+    with Engine(model, config=config, optimizer=optimizer) as engine:
+        for step in range(3):  # every gradient is 1
+            engine.backward(engine(torch.ones(1, 64).bfloat16()).float().sum())
+            engine.step()
+            with GatheredParameters(model.weight, modifier_rank=0), torch.no_grad():
+                assert not step or model.weight.unique().tolist() == [7.0]
+                model.weight.fill_(8)
+        engine.backward(engine(torch.ones(1, 64).bfloat16()).float().sum())
+        engine.step()
+        for _, values in engine.iter_full_params():  # waits for the update
+            assert values.unique().tolist() == [7.0]

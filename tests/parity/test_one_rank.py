@@ -1,11 +1,10 @@
-"""Is one rank plain PyTorch, bit for bit, at every stage and precision, on every model?"""
+"""One rank equals plain PyTorch bit for bit, at every stage and precision, for every model."""
 
 from __future__ import annotations
 
 import pytest
 from compare import CASES, COMBINATIONS, STAGES, oracle, trained
-
-from zeroshard.testing.parity import assert_bit_equal
+from support.parity import assert_bit_equal
 
 
 @pytest.mark.parametrize(("precision", "accumulation"), COMBINATIONS)

@@ -1,4 +1,4 @@
-"""Does training go on after a checkpoint as if nothing had been, on any ranks, stage and store?"""
+"""A run that resumes equals the run without interruption, for any number of ranks, stage and tier."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_ten_steps_are_five_and_five_bit_for_bit(tmp_path, stage, precision):
 
 
 def saves(root: str, stage: int, zero: dict) -> None:
-    """Three steps, a checkpoint, and beside it what it should give back."""
+    """Three steps, a checkpoint, and the state that it should restore."""
     with open_engine(stage, zero=zero) as engine:
         train(engine, 3)
         engine.save_checkpoint(root)
@@ -45,7 +45,7 @@ def saves(root: str, stage: int, zero: dict) -> None:
 
 
 def loads(roots: list[str], stage: int, zero: dict) -> list[float]:
-    """Every checkpoint in turn into one engine; the largest difference of a next loss."""
+    """Load every checkpoint in turn into one engine. Returns the largest difference of a next loss."""
     worst = []
     with open_engine(stage, zero=zero) as engine:
         for root in roots:
@@ -53,10 +53,10 @@ def loads(roots: list[str], stage: int, zero: dict) -> list[float]:
             engine.load_checkpoint(root)
             assert differences(everything(engine), expected) == [], root
             got = torch.tensor(train(engine, 1)[0], dtype=torch.float64)
-            if engine.world_size > 1:
+            if engine.dp_size > 1:
                 torch.distributed.all_reduce(got)
             whole = torch.load(Path(root) / "mean.pt")
-            worst.append(abs(got.item() / engine.world_size - whole))
+            worst.append(abs(got.item() / engine.dp_size - whole))
     return worst
 
 

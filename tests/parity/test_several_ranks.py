@@ -1,13 +1,13 @@
-"""Do two and three ranks equal plain PyTorch on the global batch, and all stages each other?"""
+"""Two and three ranks equal plain PyTorch on the global batch. All stages equal each other."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from compare import CASES, COMBINATIONS, STAGES, check_all_stages, oracle, trained
+from support.parity import assert_bit_equal
 
 from zeroshard.testing import on_ranks
-from zeroshard.testing.parity import assert_bit_equal
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,8 @@ def test_three_ranks_equal_one_process(name):
 @pytest.mark.smoke
 @on_ranks(2)
 def test_every_stage_on_two_ranks_gives_the_parameters_of_plain_pytorch_bit_for_bit():
-    """In fp32, unclipped: a mean over two ranks rounds nothing, a norm is summed in another order."""
+    """In fp32 without clipping: a mean over two ranks does not round, but a norm is summed in
+    another order."""
     for name in ("mlp", "transformer"):
         expected = oracle(name, "fp32", 1, world=2, rounds_sum=True, clip=0.0).params
         for stage in STAGES:

@@ -1,4 +1,4 @@
-"""Programs are run as ``tests/compat`` runs them."""
+"""The programs here run in the same way as those of ``tests/compat``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Fine-tune a saved model on one of the usual tasks with Transformers' Trainer, as public examples do.
+"""Fine-tunes a saved model on a common task with Transformers' Trainer, as public examples do.
 
     python finetune.py --task classify --model_name_or_path FOLDER --data FILE --output_dir out ...
 
-This program knows nothing of ZeroShard; ``--deepspeed FILE`` is all that changes.
+This program does not mention ZeroShard. Only the argument ``--deepspeed FILE`` selects it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, HfArgumentParser, Seq2SeqTrainingArgumen
 
 @dataclass
 class Arguments:
-    """What to train on what."""
+    """The model, the data and the task."""
 
     task: str
     model_name_or_path: str
@@ -62,7 +62,7 @@ def features(task: str, row: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
 
 
 def collator(task: str, tokenizer: Any, model: Any) -> Any:
-    """How rows become a batch."""
+    """The function that makes a batch of rows."""
     if task == "causal":
         return transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False)
     if task == "translate":

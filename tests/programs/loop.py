@@ -1,8 +1,8 @@
-"""A training loop of one's own with Accelerate, in the form of its documentation.
+"""A custom training loop with Accelerate, in the form of Accelerate's documentation.
 
     accelerate launch --config_file zero3.yaml loop.py --model FOLDER --data FILE --output_dir out
 
-This program knows nothing of ZeroShard; how the model is trained is the launcher's matter.
+This program does not mention ZeroShard. The launcher chooses how the model is trained.
 """
 
 from __future__ import annotations

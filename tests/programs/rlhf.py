@@ -1,8 +1,8 @@
-"""PPO with an actor, a critic and a frozen reference, each an engine, in the form of RLHF programs.
+"""PPO with an actor, a critic and a frozen reference. Each is an engine, as in RLHF programs.
 
     deepspeed rlhf.py --model FOLDER --stage 3 --output_dir out
 
-Without ``--stage`` it is plain DistributedDataParallel. This program knows nothing of ZeroShard.
+Without ``--stage`` it uses plain DistributedDataParallel. This program does not mention ZeroShard.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Run a program that draws tokens, unedited, with draws that depend on a sample's place alone.
+"""Runs a program that samples tokens, unedited. Each sample depends only on its position in the global
+batch.
 
     python same_draws.py PROGRAM ARGUMENTS...
 
-Three ranks with batches of four then draw what two ranks with batches of six draw.
+Three ranks with batches of four then sample the same tokens as two ranks with batches of six.
 """
 
 from __future__ import annotations

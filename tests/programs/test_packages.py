@@ -1,8 +1,8 @@
-"""Do programs that packages ship train under ZeRO-1, 2 and 3 as under plain DDP, and resume?
+"""Programs that packages ship train under ZeRO-1, 2 and 3 as under plain DDP, and resume.
 
-Each runs as its package ships it, on two CPU ranks, with tiny random models, and is configured in the
-form in which its project ships configurations. ``make test-programs`` installs the packages; what is not
-installed is skipped, and the end of the run says so.
+Each program runs as its package ships it, on two CPU ranks, with tiny random models. Its configuration
+has the form in which its project ships configurations. ``make test-programs`` installs the packages. A
+program whose package is not installed is skipped, and the end of the run says so.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def prepare_rank() -> None:
 
 
 def arguments(program: Program, root: Path, stage: int) -> tuple[list[str], dict[str, str]]:
-    """What the package's program is told, and in which variables."""
+    """The arguments and environment variables of the package's program."""
     folder = Path(str(find_spec(program.package).origin)).parent  # type: ignore[union-attr]
     model, data, environ = str(root / "model"), str(root / program.rows), {}
     if program.package == "trl":
@@ -165,7 +165,7 @@ def arguments(program: Program, root: Path, stage: int) -> tuple[list[str], dict
     else:
         options = ["--tuner_type", "full", *program.options.split(), "--model", model,
                    "--model_type", "llama", "--template", "default", "--dataset", f"{data}/train.jsonl",
-                   "--torch_dtype", "float32", "--fp16", "false",  # of itself it is fp16
+                   "--torch_dtype", "float32", "--fp16", "false",  # the default is fp16
                    "--split_dataset_ratio", "0", "--max_length", "48", "--dataset_num_proc", "1",
                    "--dataloader_num_workers", "0", "--save_only_model", "false",
                    "--add_version", "false",
@@ -180,7 +180,7 @@ def run(
     draws_alike: bool = False,
 ) -> Path:  # fmt: skip
     """The folder of a run of four steps that saves after two; stage 0 is plain data parallelism.
-    Runs that draw alike draw the same tokens on any number of ranks."""
+    With ``same_draws.py`` runs sample the same tokens on any number of ranks."""
     program = PROGRAMS[name]
     options, environ = arguments(program, root, stage)
     folder = Path(str(find_spec(program.package).origin)).parent  # type: ignore[union-attr]
@@ -203,7 +203,7 @@ def logged_of(folder: Path, what: str) -> list[float]:
 
 
 def assert_same_steps(found: Path, wanted: Path) -> None:
-    """Losses and norms of gradients. RLOO's loss is 0 but for rounding."""
+    """Compares losses and norms of gradients. RLOO's loss is 0 except for rounding."""
     losses = (logged_of(folder, "loss") for folder in (found, wanted))
     assert next(losses) == pytest.approx(next(losses), rel=1e-5, abs=2e-7)
     assert_losses(*(logged_of(folder, "grad_norm") for folder in (found, wanted)), relative=2e-5)

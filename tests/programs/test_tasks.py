@@ -1,7 +1,8 @@
-"""Do the usual tasks, written for Transformers, Accelerate or DeepSpeed, train as under plain DDP?
+"""Common tasks, written for Transformers, Accelerate or DeepSpeed, train as under plain DDP.
 
-The programs beside this file run unedited on two ranks: fp32, ZeRO-1, 2 and 3; each saves and resumes,
-also three ranks' checkpoint on two. In bf16 they are compared with DeepSpeed itself, where it is at hand.
+The programs in this folder run unedited on two ranks in fp32 with ZeRO-1, 2 and 3. Each saves and
+resumes; a checkpoint of three ranks also resumes on two. In bf16 they are compared with the real
+DeepSpeed, if it is installed.
 """
 
 from __future__ import annotations
@@ -87,14 +88,14 @@ def arguments(
 def finetune(
     root: Path, task: str, out: str, *options: str, ranks: int = 2, batch: int = 2, stage: int = 0
 ) -> Path:
-    """A run's folder."""
+    """The folder of a run."""
     words = arguments(root, task, out, *options, batch=batch, stage=stage)
     on_warm_ranks(ranks, HERE / "finetune.py", *words)
     return root / out
 
 
 def assert_same_run(found: Path, wanted: Path) -> None:
-    """Losses, norms of gradients, rates, and what the trained model says at the end."""
+    """Compares losses, norms of gradients, learning rates and the predictions of the trained model."""
     for what, relative in (("loss", 3e-6), ("grad_norm", 2e-5), ("learning_rate", 0)):
         runs = (logged(folder / "trainer_state.json", what) for folder in (found, wanted))
         assert_losses(*runs, relative=relative)
@@ -104,8 +105,8 @@ def assert_same_run(found: Path, wanted: Path) -> None:
 
 
 def assert_close(found: Any, wanted: Any) -> None:
-    """Up to a constant for each row: the loss does not see it where it is a softmax, and what moves it is
-    then rounding, which Adam makes as large as any other step."""
+    """Equal up to a constant for each row. A softmax loss does not depend on this constant, so its
+    gradient is only rounding, and Adam makes steps of normal size of it."""
     import torch
 
     if isinstance(wanted[0][0], list) and len({len(part[0]) for part in wanted}) > 1:
@@ -130,7 +131,7 @@ def test_a_task_trains_as_under_ddp_and_its_checkpoint_resumes_on_as_many_ranks_
     resumed = finetune(root, task, f"{task}-again", *again, stage=3)
     assert losses_of(resumed) == losses_of(run)
 
-    # Else the Trainer multiplies some models' losses by the number of ranks, under DDP as well.
+    # Otherwise the Trainer multiplies some models' losses by the number of ranks, under DDP as well.
     mean = ("--average_tokens_across_devices", "false")
     three = finetune(root, task, f"{task}-three", *mean, ranks=3, batch=2, stage=3)
     again = ("--resume_from_checkpoint", str(three / "checkpoint-2"), "--save_strategy", "no")
@@ -142,7 +143,7 @@ def losses_of(run: Path) -> list[float]:
     return logged(run / "trainer_state.json", "loss")
 
 
-# ---------------------------------------------------------------- beside DeepSpeed itself
+# ---------------------------------------------------------------- compared with the real DeepSpeed
 
 IN_BF16 = ("--bf16", "true", "--save_strategy", "no")
 
@@ -168,8 +169,8 @@ def deepspeed_itself(root: Path, tmp_path_factory: pytest.TempPathFactory) -> No
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("task", ["causal", "classify"])
 def test_a_task_in_bf16_trains_as_under_deepspeed_itself(task: str, stage: int, root: Path) -> None:
-    """At stage 3 DeepSpeed has a linear layer of its own, which rounds otherwise where there is a bias:
-    losses of this classifier are numbers of bf16, and at most one unit in the last place away."""
+    """At stage 3 DeepSpeed replaces linear layers by a class that rounds differently if there is a bias.
+    Losses of this classifier are bf16 numbers and differ by at most one unit in the last place."""
     ours = finetune(root, task, f"bf16-{task}-{stage}", *IN_BF16, stage=stage)
     other_order = stage == 3 and task == "classify"
     relative = (
@@ -184,7 +185,7 @@ def test_a_task_in_bf16_trains_as_under_deepspeed_itself(task: str, stage: int, 
 
 
 def loop(root: Path, out: str, *options: str, ranks: int = 2, stage: int = 0) -> dict[str, Any]:
-    """A run of the loop; the variables are those that ``accelerate launch`` sets for a file of its."""
+    """A run of the loop, with the variables that ``accelerate launch`` sets for a configuration file."""
     environ = PLAIN
     if stage:
         environ = {

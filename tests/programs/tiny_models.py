@@ -1,4 +1,4 @@
-"""Folders with tiny random models, a tokenizer of whole words, and made sentences."""
+"""Folders with tiny random models, a tokenizer of whole words, and generated sentences."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def write_rows(file: Path, rows: list[dict[str, Any]]) -> str:
 
 
 def task_rows(count: int = 36) -> list[dict[str, Any]]:
-    """Rows with what each of the usual tasks asks for. Texts and targets have one length: the mean over
-    ranks of their means is then that over all rows, on any number of ranks."""
+    """Rows with the fields of all common tasks. All texts have one length, and so have all targets.
+    The mean over ranks of their means then equals the mean over all rows, on any number of ranks."""
     chance = random.Random(1)
     return [
         {"text": sentence(chance, 6, 6), "context": sentence(chance), "target": sentence(chance, 7, 7),
@@ -89,5 +89,5 @@ def task_rows(count: int = 36) -> list[dict[str, Any]]:
 
 
 def reward(completions: list[str], **_columns: Any) -> list[float]:
-    """What sampled answers are worth."""
+    """The reward of sampled answers."""
     return [answer.count("cat") - 0.1 * len(set(answer.split())) for answer in completions]

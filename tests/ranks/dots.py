@@ -1,7 +1,7 @@
 """A model whose gradients are exact in every precision, and the same training in plain PyTorch.
 
-Each parameter's gradient is a small whole number per element: what rounding does to parameters can then
-be followed bit by bit.
+Each element of a gradient is a small integer, so that the rounding of parameters can be followed bit by
+bit.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Plain:
         return self.optim.state[self.masters.get_parameter(name)][key]
 
     def edit(self, name: str, change: Callable[[Tensor], Tensor]) -> None:
-        """As a program would edit the 16-bit parameter: masters of changed elements follow."""
+        """Edit the 16-bit parameter, as programs do. Masters of changed elements get the new values."""
         before = self.low(name)
         after = change(before.clone())
         self.master(name).copy_(torch.where(after == before, self.master(name), after.float()))

@@ -1,4 +1,4 @@
-"""What the tests of the engine's calls share: a small model, its data, and ways to train it."""
+"""Shared by the tests of the engine's calls: a small model, its data, and training loops."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 import kit
 import torch
+from support.edge_case_models import BATCH, CASES, mse
+from support.parity import cast_batch, make_batches
 from torch import Tensor, nn
 
 import zeroshard
-from zeroshard.testing.edge_case_models import BATCH, CASES, mse
-from zeroshard.testing.parity import cast_batch, make_batches
 
 CASE = CASES["mlp"]
 STAGES = (0, 1, 2, 3)
@@ -45,7 +45,7 @@ def data(steps: int, micros: int = 1, *, rank: int = 0, world: int = 1, seed: in
 
 def own_data(engine: zeroshard.Engine, steps: int, micros: int = 1, seed: int = 0) -> list[Any]:
     """This rank's batches in the dtype of the engine's parameters."""
-    mine = data(steps, micros, rank=engine.global_rank, world=engine.world_size, seed=seed)
+    mine = data(steps, micros, rank=engine.dp_rank, world=engine.dp_size, seed=seed)
     dtype = engine.policy.param or torch.float32
     return [[cast_batch(batch, dtype) for batch in micros_] for micros_ in mine]
 
@@ -84,7 +84,7 @@ def plain(
     model: nn.Module | None = None,
     clip: float = 0.0,
 ) -> dict[str, Tensor]:
-    """The same in plain PyTorch: one process, the global batch."""
+    """The same training in plain PyTorch: one process, the global batch."""
     model = CASE.build() if model is None else model
     optimizer = make_optimizer(model.parameters())
     for batches in make_batches(CASE, steps=steps, world=world, accumulation=micros):

@@ -1,4 +1,4 @@
-"""Gradients, masters, optimizer state and full parameters, read and set by the program's own code."""
+"""Programs read and set gradients, masters, optimizer state and full parameters."""
 
 from __future__ import annotations
 
@@ -552,7 +552,7 @@ def test_generation_with_uneven_lengths_in_a_synced_loop(stage):
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2)
 def test_gradients_through_one_engine_into_another(stage):
-    """A GAN: the generator learns through the discriminator, which then learns by itself."""
+    """A GAN: the generator is trained through the discriminator, which is then trained separately."""
     torch.manual_seed(2)
     models = {"g": nn.Sequential(nn.Linear(9, 9), nn.Tanh()), "d": nn.Linear(9, 1)}
     plain = {name: Plainly(model) for name, model in models.items()}

@@ -1,4 +1,4 @@
-"""Do all ranks train in the precision that "auto" comes to, however the model was built?"""
+"""All ranks train in the precision that "auto" resolves to, however the model was built."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from loops import CASE, assert_same, config_for, open_engine, own_data, train, w
 
 import zeroshard
 from zeroshard.config import Hardware
-from zeroshard.engine import compose
+from zeroshard.engine import draft
 from zeroshard.errors import RankMismatch
-from zeroshard.precision import slow_dtype
+from zeroshard.precision import hardware as native
 from zeroshard.testing import on_ranks
 
 FAST = Hardware(bf16=True, fp16=True, because="this CPU has AMX-BF16")
@@ -23,7 +23,7 @@ AUTO = {"bf16": {"enabled": "auto"}}
 
 
 def trained(hardware: Hardware, stage: int, *, built_sharded: bool = False, **keys):
-    with mock.patch.object(compose, "hardware_of", lambda device: hardware):
+    with mock.patch.object(draft, "hardware_of", lambda device: hardware):
         config = config_for(stage, **keys)
         with zeroshard.zero.Init(config=config, enabled=built_sharded):
             model = CASE.build()
@@ -49,14 +49,14 @@ def test_auto_trains_as_if_the_answer_had_been_written(stage):
 @on_ranks(2)
 def test_ranks_on_unlike_hardware_are_told_which_key_to_write():
     mine = FAST if dist.get_rank() else SLOW
-    with mock.patch.object(compose, "hardware_of", lambda device: mine):
+    with mock.patch.object(draft, "hardware_of", lambda device: mine):
         with pytest.raises(RankMismatch, match=r"bf16\.enabled"):
             open_engine(3, **AUTO)
 
 
 @on_ranks(2)
 def test_rank_0_alone_says_once_that_a_precision_is_slow():
-    slow_dtype._tell_once.cache_clear()
+    native._tell_once.cache_clear()
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())

@@ -1,4 +1,4 @@
-"""Is a wrong call answered with the same words on every rank, and at once?"""
+"""A wrong call raises the same error on every rank, without waiting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What do ``engine.half()``, ``engine.cuda()``, ``engine.to(...)`` change? Nothing that is trained."""
+"""``engine.half()``, ``engine.cuda()`` and ``engine.to(...)`` change nothing that is trained."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CASTS = {
 
 
 def memory(engine: Engine) -> list[tuple[int, torch.dtype, type]]:
-    """Which object each parameter is, and where it rests while it is whole."""
+    """The identity, dtype and class of each parameter."""
     return [(id(param), param.dtype, type(param)) for param in engine.module.parameters()]
 
 
@@ -60,7 +60,7 @@ def test_other_devices_are_refused_and_training_goes_on():
                     call()
             with pytest.raises(UsageError, match="this engine was built for cpu"):
                 engine._apply(lambda held: held.to("meta"))  # xpu(), mtia() and their like
-            with pytest.raises(UsageError, match="would forget what was trained"):
+            with pytest.raises(UsageError, match="would delete the trained values"):
                 engine.to_empty(device="cpu")
             with pytest.raises(UsageError, match=r"engine\.share_memory\(\)"):
                 engine.share_memory()

@@ -1,4 +1,4 @@
-"""Do saving and loading do what their arguments and the configuration say?"""
+"""Saving and loading follow their arguments and the configuration."""
 
 from __future__ import annotations
 
@@ -187,9 +187,7 @@ def test_frozen_always_and_reference(tmp_path):
         before = everything(engine)
     with open_engine(2, model=Small(base_seed=77)) as engine:
         before = everything(engine)
-        with pytest.raises(
-            CheckpointError, match=r"those of this model are others: 'base\.weight'"
-        ):
+        with pytest.raises(CheckpointError, match=r"this model has other ones: 'base\.weight'"):
             engine.load_checkpoint(tmp_path / "reference")
         assert differences(everything(engine), before) == []
         engine.load_checkpoint(tmp_path / "reference", load_module_strict=False)
@@ -223,7 +221,7 @@ def test_another_model_is_refused_before_anything_changes(tmp_path):
         before = everything(engine)
         with pytest.raises(
             CheckpointError,
-            match=r"'blocks\.1\.0\.weight' has shape \[54, 19\], saved was \[53, 19\]",
+            match=r"'blocks\.1\.0\.weight' has shape \[54, 19\], but was saved with \[53, 19\]",
         ):
             engine.load_checkpoint(tmp_path)
         assert differences(everything(engine), before) == []
@@ -381,6 +379,28 @@ def test_nodes_without_a_shared_directory_save_apart_and_send_what_is_missing(tm
     assert was_sent is (world_size == 3)  # the same ranks need nothing else
 
 
+# -- rounds ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@on_ranks(2)
+def test_a_save_takes_four_rounds(tmp_path, asynchronous):
+    """And a last gather, after which the rank that serves the store may end."""
+    with open_engine(3, checkpoint={"asynchronous": asynchronous}) as engine:
+        train(engine, 1)
+        group, gathered, broadcast = engine._watch.control_group, [], []
+        gather, tell = group.gather, group.broadcast
+        group.gather = lambda text, *, topic: (gathered.append(topic), gather(text, topic=topic))[1]
+        group.broadcast = lambda text, *, topic: (
+            broadcast.append(topic),
+            tell(text, topic=topic),
+        )[1]
+        engine.save_checkpoint(tmp_path)
+        engine.wait_for_checkpoint()
+    assert broadcast == ["planning it", "reserving space", "writing", "completing it"]
+    assert gathered == [*broadcast, "finishing the save"]
+
+
 # -- in the background -----------------------------------------------------------------------------
 
 
@@ -471,7 +491,7 @@ def test_calls_that_cannot_work(tmp_path):
         with pytest.raises(UsageError, match="reload_states"):
             engine.save_checkpoint(tmp_path)
         engine.reload_states()
-        with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        with pytest.raises(CheckpointError, match="contains no checkpoint"):
             engine.load_checkpoint(tmp_path / "frozen")
         train(engine, 1)
     with pytest.raises(UsageError, match="closed"):
@@ -484,12 +504,12 @@ def test_calls_that_cannot_work(tmp_path):
 def test_nothing_to_load_is_an_error_unless_the_program_says_otherwise(tmp_path):
     with open_engine(2) as engine:
         before = everything(engine)
-        with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        with pytest.raises(CheckpointError, match="contains no checkpoint"):
             engine.load_checkpoint(tmp_path)
         assert engine.load_checkpoint(tmp_path, missing_ok=True) == (None, {})
         assert differences(everything(engine), before) == []
         engine.save_checkpoint(tmp_path, "other", save_latest=False)
-        with pytest.raises(CheckpointError, match="It holds other: pass one as tag="):
+        with pytest.raises(CheckpointError, match="It contains other: pass one of them as tag="):
             engine.load_checkpoint(tmp_path)
         with pytest.raises(UnsupportedError, match="custom_load_fn"):
             engine.load_checkpoint(tmp_path, "other", custom_load_fn=print)

@@ -1,4 +1,4 @@
-"""Do all transports compute the same collectives, in place, for every dtype and number of ranks?"""
+"""All transports compute the same collectives, in place, for every dtype and number of ranks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,18 @@ import torch
 import torch.distributed as dist
 
 from zeroshard.comm import Recorder, SoloComm, make_comm
-from zeroshard.comm.agreement import FAILED, agree_plan, namespace, post_plan
+from zeroshard.comm.agreement import (
+    FAILED,
+    ControlGroup,
+    agree_plan,
+    namespace,
+    post_plan,
+    run_on_all_ranks,
+)
+from zeroshard.comm.collectives import sum_in_rank_order
 from zeroshard.comm.connect import default_store
 from zeroshard.comm.host import open_sockets
-from zeroshard.comm.p2p import sum_in_rank_order
-from zeroshard.errors import ConfigError, RankLate, RankMismatch, UsageError
+from zeroshard.errors import CheckpointError, ConfigError, RankLate, RankMismatch, UsageError
 from zeroshard.testing.ranks import on_ranks
 from zeroshard.watchdog.session import open_session
 from zeroshard.watchdog.settings import WatchdogSettings
@@ -64,7 +71,7 @@ def test_all_gather(transport, n):
 
 def _all_gather(transport):
     comm = open_comm(transport)
-    W, r = comm.world_size, comm.rank
+    W, r = comm.size, comm.rank
     for dtype in (*FLOATS, torch.int64, torch.bool, torch.float8_e4m3fn):
         for shard_numel in SHARD_NUMELS:
             buffers = buffers_of_all_ranks(W, W * shard_numel, dtype)
@@ -92,7 +99,7 @@ def test_reduce_scatter_sums_in_rank_order(transport, n):
 
 def _reduce_scatter(transport):
     comm = open_comm(transport)
-    W, r = comm.world_size, comm.rank
+    W, r = comm.size, comm.rank
     for dtype in (*FLOATS, torch.int32):
         for shard_numel in SHARD_NUMELS:
             buffers = buffers_of_all_ranks(W, W * shard_numel, dtype)
@@ -118,9 +125,9 @@ def _gather_small(transport):
     for dtype in (torch.float64, torch.float32, torch.int64, torch.bool):
         vector = torch.tensor([comm.rank, 1, 2 * comm.rank]).to(dtype)
         rows = comm.all_gather_small(vector, name="norm")
-        expected = torch.tensor([[i, 1, 2 * i] for i in range(comm.world_size)]).to(dtype)
+        expected = torch.tensor([[i, 1, 2 * i] for i in range(comm.size)]).to(dtype)
         assert same_bits(rows, expected)
-    assert comm.all_gather_small(torch.empty(0), name="nothing").shape == (comm.world_size, 0)
+    assert comm.all_gather_small(torch.empty(0), name="nothing").shape == (comm.size, 0)
     comm.close()
 
 
@@ -132,12 +139,12 @@ def test_broadcast_from_any_rank(transport, n):
 
 def _broadcast(transport):
     comm = open_comm(transport)
-    for src in range(comm.world_size):
+    for src in range(comm.size):
         tensor = torch.full((2, 3), float(comm.rank))
         comm.broadcast(tensor, src, name="buffer").wait()
         assert tensor.eq(src).all()
     with pytest.raises(UsageError, match="this group has ranks 0 to"):
-        comm.broadcast(tensor, comm.world_size, name="buffer")
+        comm.broadcast(tensor, comm.size, name="buffer")
     comm.close()
 
 
@@ -175,7 +182,7 @@ def test_traffic_is_what_the_collectives_must_send(transport, n):
 
 def _traffic(transport):
     comm = open_comm(transport)
-    W, S = comm.world_size, 5
+    W, S = comm.size, 5
     comm.all_gather(torch.zeros(W * S), torch.zeros(S), name="a").wait()
     comm.reduce_scatter(torch.zeros(S), torch.zeros(W * S), name="a").wait()
     comm.all_gather_small(torch.zeros(2), name="norm")
@@ -217,7 +224,7 @@ def test_a_group_of_some_ranks_has_its_own_ranks():
     group = dist.new_group([0, 2])
     if dist.get_rank() != 1:
         comm = make_comm(group=group, purpose="experts")
-        assert (comm.world_size, comm.rank) == (2, dist.get_rank() // 2)
+        assert (comm.size, comm.rank) == (2, dist.get_rank() // 2)
         rows = comm.all_gather_small(torch.tensor([dist.get_rank()]), name="x")
         assert rows.flatten().tolist() == [0, 2]
         comm.close()
@@ -249,16 +256,17 @@ def test_collectives_run_on_fake_tensors_at_any_world_size(world_size):
 
     rank = world_size - 1
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
-    watch = open_session(transport="auto", device_type="cpu", trust=QUICK, plan={"a": "1"})
+    watch = open_session(transport="auto", device=torch.device("cpu"), trust=QUICK, plan={"a": "1"})
     comm = watch.gathers
-    assert (comm.transport, comm.world_size, comm.rank) == ("fake", world_size, rank)
+    assert (comm.transport, comm.size, comm.rank) == ("fake", world_size, rank)
     with FakeTensorMode():
         full_N = torch.empty(8 * world_size, dtype=torch.bfloat16)
         comm.all_gather(full_N, full_N[:8], name="a").wait()
         comm.reduce_scatter(full_N[:8], full_N, name="a").wait()
         comm.broadcast(full_N, 0, name="b").wait()
         rows = comm.all_gather_small(torch.zeros(2, dtype=torch.float64), name="n")
-        watch.check(rows[:, 1])
+        if odd := watch.recorder.diverging(rows[:, 1]):
+            raise watch.divergence(odd)
         assert rows.shape == (world_size, 2)
     watch.close()
     dist.destroy_process_group()
@@ -294,7 +302,7 @@ def test_equal_plans_agree_again_and_again():
 
 @on_ranks(2)
 def test_a_rank_may_leave_a_meeting_before_the_others_come():
-    """And all come to the next, as ranks do that build an engine again after an error."""
+    """All ranks then join the next meeting, like ranks that build an engine again after an error."""
     store, rank = default_store(), dist.get_rank()
     for _ in range(2):
         post_plan(namespace(store, "left", rank), rank, {FAILED: "for a reason"})
@@ -307,10 +315,58 @@ def test_a_rank_may_leave_a_meeting_before_the_others_come():
             agree_plan(agree, rank, 2, {"a": "1"}, timeout_s=20)
 
 
+def together(rank: int) -> ControlGroup:
+    store = default_store()
+    return ControlGroup(namespace(store, "together", rank), rank=rank, size=3)
+
+
+@on_ranks(3)
+def test_each_rank_keeps_its_result_and_gets_the_decision():
+    rank = dist.get_rank()
+    own, decision = run_on_all_ranks(
+        together(rank),
+        "nothing was done",
+        "counting",
+        lambda: {"kept": {rank}},  # JSON has no sets: this stays here
+        say=lambda own: sum(own["kept"]),
+        decide=lambda said: {"sum": sum(said), "said": said},
+        tell=lambda decision: decision["sum"],
+    )
+    assert own == {"kept": {rank}}
+    assert decision == ({"sum": 3, "said": [0, 1, 2]} if rank == 0 else 3)
+
+
+@pytest.mark.parametrize("where", ["act", "say", "decide", "tell"])
+@on_ranks(3)
+def test_a_failure_of_one_rank_is_the_same_error_on_all(where):
+    rank = dist.get_rank()
+    group = together(rank)
+
+    def fails(at: str, result: object) -> object:
+        if where == at and rank in ((1, 2) if at in ("act", "say") else (0,)):
+            raise OSError(5, "Input/output error", "/file")
+        return result
+
+    with pytest.raises(CheckpointError) as caught:
+        run_on_all_ranks(
+            group,
+            "nothing was done",
+            "trying",
+            lambda: fails("act", 1),
+            say=lambda own: fails("say", own),
+            decide=lambda said: fails("decide", sum(said)),
+            tell=lambda decision: fails("tell", decision),
+        )
+    ranks = "ranks 1,2: " if where in ("act", "say") else ""
+    wanted = f"nothing was done (while trying). {ranks}/file: Input/output error (EIO)."
+    assert str(caught.value) == wanted
+    assert run_on_all_ranks(group, "", "going on", lambda: rank) == (rank, None)
+
+
 @on_ranks(2)
 def test_a_rank_that_does_not_come_is_named():
     if dist.get_rank() == 0:
-        with pytest.raises(RankLate, match=r"rank 1 did not come to 'plan' within 0 s"):
+        with pytest.raises(RankLate, match=r"rank 1 did not reach 'plan' within 0 s"):
             agree_plan(namespace(default_store(), "test", 0), 0, 2, {"a": "1"}, timeout_s=0.1)
 
 
@@ -320,7 +376,7 @@ def test_an_engine_with_another_plan_is_refused_before_any_collective():
     plan = plan_of(dist.get_rank(), odd=1)
     begun_s = time.monotonic()
     with pytest.raises(RankMismatch, match="reduce_bucket_size"):
-        open_session(transport="auto", device_type="cpu", trust=QUICK, plan=plan)
+        open_session(transport="auto", device=torch.device("cpu"), trust=QUICK, plan=plan)
     assert time.monotonic() - begun_s < 5
 
 
@@ -338,7 +394,9 @@ def test_closing_leaves_no_thread_no_socket_and_no_file(transport):
     before = possessions()
     logs = []
     for _ in range(20):
-        watch = open_session(transport=transport, device_type="cpu", trust=QUICK, plan={"a": "1"})
+        watch = open_session(
+            transport=transport, device=torch.device("cpu"), trust=QUICK, plan={"a": "1"}
+        )
         watch.gathers.all_gather_small(torch.zeros(1), name="x")
         logs.append(Path(watch.session_watch.peers[dist.get_rank()].recording))
         assert logs[-1].exists()
@@ -353,7 +411,9 @@ def test_closing_leaves_no_thread_no_socket_and_no_file(transport):
 @pytest.mark.parametrize("transport", ["shm", "p2p"])
 @on_ranks(2)
 def test_a_forgotten_watch_ends_its_threads(transport):
-    watch = open_session(transport=transport, device_type="cpu", trust=QUICK, plan={"a": "1"})
+    watch = open_session(
+        transport=transport, device=torch.device("cpu"), trust=QUICK, plan={"a": "1"}
+    )
     threads = [t for t in threading.enumerate() if t.name.startswith("zeroshard-")]
     assert len(threads) == 2
     dist.barrier()
@@ -368,7 +428,9 @@ def test_a_forgotten_watch_ends_its_threads(transport):
 @on_ranks(2)
 def test_two_watches_in_one_process_do_not_disturb_each_other(transport):
     watches = [
-        open_session(transport=transport, device_type="cpu", trust=QUICK, plan={"engine": str(i)})
+        open_session(
+            transport=transport, device=torch.device("cpu"), trust=QUICK, plan={"engine": str(i)}
+        )
         for i in range(2)
     ]
     for _ in range(3):
@@ -384,7 +446,9 @@ def test_two_watches_in_one_process_do_not_disturb_each_other(transport):
 @pytest.mark.parametrize("transport", ["shm", "p2p"])
 @on_ranks(2)
 def test_a_forked_child_leaves_the_log_to_its_parent(transport):
-    watch = open_session(transport=transport, device_type="cpu", trust=QUICK, plan={"a": "1"})
+    watch = open_session(
+        transport=transport, device=torch.device("cpu"), trust=QUICK, plan={"a": "1"}
+    )
     watch.gathers.all_gather_small(torch.zeros(1), name="x")
     before = watch.recorder.flight()
     child = os.fork()

@@ -1,4 +1,4 @@
-"""The loader that ``initialize`` gives goes on where another run, on other ranks, stopped."""
+"""The data loader that ``initialize`` returns continues where another run, on other ranks, stopped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from zeroshard.testing.ranks import run_ranks
 
 
 def read(state, count):
-    """What this rank reads: ``count`` batches, or the rest of the epoch; and where it is then."""
+    """Read ``count`` batches or the rest of the epoch on this rank. Returns them and the position
+    after them."""
     engine, _, loader, _ = zeroshard.initialize(
         model=CASE.build(),
         optimizer=adamw,

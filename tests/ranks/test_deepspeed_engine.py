@@ -1,4 +1,4 @@
-"""Do an engine, its optimizer and its parameters answer to what programs written for DeepSpeed ask?"""
+"""Attributes and methods of engine, optimizer and parameters that programs written for DeepSpeed use."""
 
 from __future__ import annotations
 
@@ -175,7 +175,8 @@ def test_an_optimizer_and_a_schedule_may_be_functions():
 @pytest.mark.parametrize("stage", [0, 1, 3])
 @on_ranks(2)
 def test_without_an_optimizer_there_is_none_and_the_engine_runs_the_model(stage):
-    """At stage 3 the hooks take its place, as DeepSpeed has it: programs take them off to generate."""
+    """At stage 3 an object with the hooks is in its place, as in DeepSpeed. Programs remove the hooks to
+    generate."""
     settings = config(stage)
     del settings["optimizer"]
     engine, optimizer, _, scheduler = deepspeed.initialize(model=model(), config=settings)
@@ -250,7 +251,7 @@ def test_who_answers_is_logged():
     finally:
         deepspeed.utils.logger.removeHandler(handler)
     assert (
-        f"DeepSpeed info: version={api_table.VERSION}, answered by ZeroShard" in stream.getvalue()
+        f"DeepSpeed info: version={api_table.VERSION}, provided by ZeroShard" in stream.getvalue()
     )
     engine.destroy()
 
@@ -473,7 +474,7 @@ def test_a_list_is_gathered_and_partitioned_in_any_order():
     handle.wait()
     assert seen(params) == ["AVAILABLE"] * 4
     params[0].partition(param_list=params[:1])
-    assert seen(params) == ["AVAILABLE"] * 4  # its unit holds another one that was asked for
+    assert seen(params) == ["AVAILABLE"] * 4  # its unit contains another requested parameter
     params[0].partition(param_list=params[1:3], has_been_updated=False)
     assert seen(params) == ["NOT_AVAILABLE"] * 2 + ["AVAILABLE"] * 2
     params[3].partition()
@@ -520,7 +521,7 @@ def test_parameters_without_an_engine_are_gathered_too():
     train_step(engine)
     weight.all_gather()
     engine.destroy()
-    weight.partition()  # nobody's any more
+    weight.partition()  # no engine owns it any more
 
 
 # ---------------------------------------------------------------------- parameters
@@ -690,7 +691,7 @@ def test_generation_without_hooks():
 
 
 def take_hooks_off(engine) -> None:
-    """As programs do that generate with all parameters whole."""
+    """Remove the hooks, like programs that generate with all parameters unsharded."""
     offload = engine.optimizer.parameter_offload
     assert not list(offload.module.ds_external_parameters())
     for param in offload.module.parameters():
@@ -974,7 +975,7 @@ def test_a_partitioned_tensor_comes_back_whole(numel):
     assert torch.equal(again.full(), x)
     other = parts.to_meta()
     other[4] += 1  # of another rank
-    with pytest.raises(UsageError, match="description is of rank"):
+    with pytest.raises(UsageError, match="description belongs to rank"):
         Parts.from_meta(other, parts.data(), comm.get_world_group())
 
 
@@ -1002,7 +1003,7 @@ def test_accelerate_learns_which_backend_was_started():
         deepspeed.init_distributed()  # started already: nothing to do, nothing to say
         assert fake.PartialState._shared_state["backend"] == "nccl"
         fake.PartialState._shared_state["backend"] = None
-        assert deepspeed.comm.is_initialized()  # Accelerate asks no more where a group exists
+        assert deepspeed.comm.is_initialized()  # Accelerate does not call it if a group exists
         assert fake.PartialState._shared_state["backend"] == "gloo"
     finally:
         del sys.modules["accelerate.state"]

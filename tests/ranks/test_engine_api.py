@@ -1,4 +1,4 @@
-"""Does every way to build, call and leave an engine do what its caller means?"""
+"""All ways to build, call and close an engine."""
 
 from __future__ import annotations
 
@@ -86,7 +86,11 @@ def test_an_object_acts_instead_of_what_the_configuration_names():
         assert engine.loaded.raw["optimizer"] == NAMED["optimizer"]
         train(engine, own_data(engine, 1))
         assert engine.get_lr() == [0.25]
-        told = [line for line in engine.loaded.notices if "the object that was passed acts" in line]
+        told = [
+            line
+            for line in engine.loaded.notices
+            if "the object that the program passed is used" in line
+        ]
     assert [line.partition(":")[0] for line in told] == ["optimizer", "scheduler"]
     assert '"AdamW"' in told[0] and '"WarmupDecayLR"' in told[1]
 
@@ -245,7 +249,7 @@ def plain_backward(engine, micros):
 
 
 def no_sync_and_one_step(engine, micros):
-    """PyTorch's idiom: nothing but the last backward is outside, and step() comes once."""
+    """PyTorch's idiom: only the last backward is outside of ``no_sync``, and step() is called once."""
     for batch in micros[:-1]:
         with engine.no_sync():
             engine.backward(loss_of(engine, batch))
@@ -418,7 +422,7 @@ def test_one_summed_loss_trains_two_engines(kind, micros):
 
 
 class Trips(nn.Module):
-    """Raises where and when it is told to."""
+    """Raises at a given point and time."""
 
     def __init__(self):
         super().__init__()
@@ -482,7 +486,7 @@ def test_an_exception_in_backward_begins_the_step_anew():
         model.trip = "backward"
         with pytest.raises(KeyError):
             engine.backward(loss_of(engine, b))
-        with pytest.raises(UsageError, match="that an exception ended"):
+        with pytest.raises(UsageError, match="that raised an exception"):
             engine.step()
         model.trip = ""
         counted(engine, [a, b])
@@ -615,6 +619,6 @@ def test_every_zero_key_has_a_getter():
 def test_strangers_may_hang_attributes_on_the_engine():
     with open_engine(lr_scheduler=partial(torch.optim.lr_scheduler.StepLR, step_size=1)) as engine:
         engine._is_accelerate_prepared = True
-        engine.lr_scheduler = None  # then nobody steps it here
+        engine.lr_scheduler = None  # then it is not stepped here
         train(engine, data(2))
         assert engine.get_lr() == [1e-2]

@@ -1,4 +1,4 @@
-"""Do the weights of a running engine arrive whole at every stage, and does every rank know if not?"""
+"""The weights of a running engine are exported completely at every stage. If not, every rank raises."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from hugging_face import hugging_face, logits
 from loops import STAGES, adamw, open_engine, own_data, train, weights
 from safetensors.torch import load_file
+from support.edge_case_models import CASES, Mlp
 from torch import Tensor, nn
 
 from zeroshard.checkpoint.export import export_checkpoint
@@ -19,7 +20,6 @@ from zeroshard.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_chec
 from zeroshard.engine import export
 from zeroshard.errors import CheckpointError, UsageError
 from zeroshard.testing import on_ranks
-from zeroshard.testing.edge_case_models import CASES, Mlp
 
 BF16 = {"bf16": {"enabled": True}}
 
@@ -75,7 +75,7 @@ def test_all_weights_are_in_one_file_in_the_models_dtypes(stage, keys, tmp_path)
     with engine:
         assert export.save_16bit_model(engine, tmp_path) is True
         assert_equal(load_file(tmp_path / "model.safetensors"), without(whole, "out.weight"))
-        train(engine, own_data(engine, 1))  # and training goes on
+        train(engine, own_data(engine, 1))  # and training continues
 
 
 @on_ranks(2)
@@ -191,7 +191,7 @@ def test_a_directory_that_cannot_be_written_is_the_same_error_everywhere(stage, 
         said: list[str] = [""] * dist.get_world_size()
         dist.all_gather_object(said, str(e.value))
         assert len(set(said)) == 1
-        train(engine, own_data(engine, 1))  # nobody is left in the middle of a unit
+        train(engine, own_data(engine, 1))  # no rank stopped in the middle of a unit
 
 
 @on_ranks(3)
@@ -340,7 +340,7 @@ def test_peft_loads_the_adapters_that_save_pretrained_wrote(tmp_path):
             assert torch.allclose(logits(again, "gpt2"), wanted, atol=1e-6)
 
 
-# ---------------------------------------------------------------------- beside a checkpoint
+# ---------------------------------------------------------------------- together with a checkpoint
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -1,4 +1,4 @@
-"""Does ``docs/format.md`` show what ranks write, and does its reader read it?"""
+"""``docs/format.md`` shows what ranks write, and its reader reads it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is a model built sharded, or on the meta device, the same model?"""
+"""A model that was built sharded, or on the meta device, is the same model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.nn.utils.parametrize import register_parametrization
 from zeroshard import Engine
 from zeroshard.errors import RankMismatch, ShardedAccess, UsageError
 from zeroshard.testing import on_ranks
-from zeroshard.zero import GatheredParameters, Init, scatter
+from zeroshard.zero import GatheredParameters, Init, materialize
 from zeroshard.zero.sharded_parameter import ShardedParameter
 
 VOCABULARY, WIDTH = 53, 24
@@ -38,7 +38,7 @@ def config(precision: str = "bf16", stage: int = 3, **keys: object) -> dict:
 
 
 class Block(nn.Module):
-    """Buffers, a bare parameter, a frozen one, and an initialiser of its own."""
+    """Buffers, a bare parameter, a frozen one, and a custom initialiser."""
 
     inv_freq: Tensor
 
@@ -429,7 +429,7 @@ WRAPS: dict[str, Callable[[nn.Linear], object]] = {
 
 
 class Wrapped(nn.Module):
-    """Layers are wrapped late: their weights may have been spread."""
+    """Layers are wrapped late, when their weights may already be sharded."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -443,7 +443,7 @@ class Wrapped(nn.Module):
 
 
 PIECES = [
-    pytest.param(scatter.PIECE_NUMEL, id="small ones wait"),
+    pytest.param(materialize.PIECE_NUMEL, id="small ones wait"),
     pytest.param(64, id="none waits"),
 ]
 """How much is exchanged at a time: all of a tiny model, or nearly each parameter by itself."""
@@ -451,11 +451,11 @@ PIECES = [
 
 @contextmanager
 def piece_numel(numel: int) -> Iterator[None]:
-    before, scatter.PIECE_NUMEL = scatter.PIECE_NUMEL, numel
+    before, materialize.PIECE_NUMEL = materialize.PIECE_NUMEL, numel
     try:
         yield
     finally:
-        scatter.PIECE_NUMEL = before
+        materialize.PIECE_NUMEL = before
 
 
 @pytest.mark.parametrize("piece", PIECES)

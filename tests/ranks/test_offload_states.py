@@ -1,4 +1,4 @@
-"""Can the device be lent out between two steps without changing what is trained?"""
+"""``offload_states()`` frees the device between two steps and does not change training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zeroshard import Engine
 from zeroshard.core.ledger import RESTING
-from zeroshard.core.tiers import Tier
+from zeroshard.core.tiers import TIERS, Tier
 from zeroshard.engine.offload_states import KINDS, asked_of_to, is_return
 from zeroshard.errors import UsageError
 from zeroshard.offload.swapped_storage import HostBuffer
@@ -36,7 +36,7 @@ GRADIENTS = {name: [name] for name in KINDS if "grad" in name} | ALL
 
 
 class Kind(Enum):
-    """As programs written for DeepSpeed say it."""
+    """Kinds of state by the names that programs written for DeepSpeed use."""
 
     STATES = "optim_states"
     MASTERS = "hp_params"
@@ -146,7 +146,7 @@ def in_host(engine: Engine) -> dict[str, int]:
 
 
 def storages(engine: Engine) -> dict[str, int]:
-    """Bytes behind the engine's own tensors, by kind; nothing of the ledger is asked."""
+    """Bytes of the engine's tensors, by kind, measured without the ledger."""
     runtime = engine.runtime
     tensors: dict[str, list[Tensor]] = {
         "lp_params": [t for unit in runtime.units for t in (unit.full_N, unit.shard_S)],
@@ -228,11 +228,12 @@ def test_what_rests_elsewhere_does_not_move(tmp_path):
     zero = {"offload_optimizer": disk, "offload_param": {"device": "cpu"}}
     with open_engine(3, **BF16, zero_optimization=zero) as engine:
         train(engine, own_data(engine, 1))
-        held = {tier: {n: engine.runtime.ledger.nbytes(n, tier) for n in RESTING} for tier in Tier}
-        (file,) = engine.runtime.stores._files.values()
+        keys = [(category, tier) for category in RESTING for tier in TIERS.values()]
+        held = [engine.runtime.ledger.nbytes(*key) for key in keys]
+        (file,) = engine.runtime.stores.files
         read, written = file.read_nbytes, file.written_nbytes
         engine.offload_states()
-        assert {t: {n: engine.runtime.ledger.nbytes(n, t) for n in RESTING} for t in Tier} == held
+        assert [engine.runtime.ledger.nbytes(*key) for key in keys] == held
         assert (file.read_nbytes, file.written_nbytes) == (read, written)
 
 
@@ -353,7 +354,9 @@ def test_a_model_whose_parameters_are_here_generates(kind):
             with GatheredParameters(engine.module.parameters()):
                 assert all(p.isfinite().all() for p in engine.module.parameters())
             assert weights(engine)
-            with pytest.raises(UsageError, match=rf"engine.step\(\) while {kind} rest in host"):
+            with pytest.raises(
+                UsageError, match=rf"engine.step\(\) while {kind} are stored in host"
+            ):
                 engine.step()
 
 
@@ -462,8 +465,11 @@ def test_state_may_leave_before_the_first_step_and_without_an_optimizer():
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"include": ["optim_state"]}, "'optim_state' is no kind of state. Known are optim_states"),
-        ({"include": [7]}, "7 is no kind of state"),
+        (
+            {"include": ["optim_state"]},
+            "'optim_state' is not a kind of state. Use optim_states",
+        ),
+        ({"include": [7]}, "7 is not a kind of state"),
         ({"device": "nvme"}, "device='nvme'.*host memory only"),
         ({"device": "cuda:0"}, "device='cuda:0'"),
     ],

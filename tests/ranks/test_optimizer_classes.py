@@ -1,4 +1,4 @@
-"""Does every optimizer that works element by element train sharded as it trains whole?"""
+"""Every elementwise optimizer trains sharded as it trains unsharded."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from loops import (
     train,
     weights,
 )
-from torch import nn, optim
-
-from zeroshard.optim.optimizers import Lamb, Lion
-from zeroshard.testing import on_ranks
-from zeroshard.testing.parity import (
+from support.parity import (
     assert_bit_equal,
     assert_close_trajectory,
     engine_run,
     make_batches,
     reference_run,
 )
+from torch import nn, optim
+
+from zeroshard.optim.optimizers import Lamb, Lion
+from zeroshard.testing import on_ranks
 
 CLASSES = {
     "Adam": partial(optim.Adam, lr=1e-2, weight_decay=0.1),

@@ -1,4 +1,4 @@
-"""Is every number kept, summed, sent and updated in the dtype that the configuration asks for?"""
+"""Every number is stored, summed, sent and updated in the dtype that the configuration requests."""
 
 from __future__ import annotations
 
@@ -21,12 +21,7 @@ from loops import (
     trained,
     weights,
 )
-from torch import nn
-
-from zeroshard.engine import optimizer_step
-from zeroshard.errors import LossScaleError, UsageError
-from zeroshard.testing import on_ranks
-from zeroshard.testing.parity import (
+from support.parity import (
     Scale,
     assert_bit_equal,
     assert_close_trajectory,
@@ -35,6 +30,11 @@ from zeroshard.testing.parity import (
     reference_run,
     sgd,
 )
+from torch import nn
+
+from zeroshard.engine import optimizer_step
+from zeroshard.errors import LossScaleError, UsageError
+from zeroshard.testing import on_ranks
 
 FP16, BF16 = {"enabled": True}, {"enabled": True}
 
@@ -134,7 +134,7 @@ def test_at_the_floor_the_first_bad_parameter_is_named(stage):
         assert str(caught.value) == (
             "Non-finite gradients for 2 steps up to step 3, and the loss scale 2 is at its "
             "minimum, so lowering it cannot help. First bad gradient: '1.bias'. If the model was "
-            'trained in bf16, train it in bf16; else look at the loss, or lower "fp16": '
+            'trained in bf16 before, train it in bf16. Otherwise check the loss, or lower "fp16": '
             '{"min_loss_scale"}.'
         )
         assert engine.skipped_steps == 2
@@ -157,7 +157,7 @@ def test_training_can_go_on_after_the_floor():
 
 
 def late(monkeypatch):
-    """As on a device: the host does not read the flag when the step is taken."""
+    """As on a GPU: the host does not read the overflow flag during the step."""
     monkeypatch.setattr(optimizer_step, "read_flag", lambda _flag: None)
 
 
@@ -299,7 +299,7 @@ def test_an_infinite_gradient_is_clipped_as_in_plain_pytorch():
 
 
 def sent_dtypes(engine):
-    """Dtypes in which gradients have travelled."""
+    """Dtypes in which gradients were sent."""
     return {entry.dtype for entry in engine._watch.recorder.traffic() if "reduce" in entry.op}
 
 

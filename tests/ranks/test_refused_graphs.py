@@ -1,4 +1,4 @@
-"""A graph whose parameters are not what they were in forward ends in an error, never in a number."""
+"""If parameters are not as they were in forward, backward raises an error and never gives a number."""
 
 from __future__ import annotations
 
@@ -90,14 +90,15 @@ def test_a_graph_from_before_the_update_is_refused_as_in_pytorch(stage):
         loss = engine(torch.ones(2, 6)).square().mean()
         engine.backward(loss, retain_graph=True)
         engine.step()
-        with pytest.raises(UsageError, match=r"an update came in between"):
+        with pytest.raises(UsageError, match=r"updated between forward and backward"):
             engine.backward(loss)
 
 
 @pytest.mark.parametrize("frozen", [False, True])
 @on_ranks(2)
 def test_backward_through_a_unit_that_nobody_gathered_is_refused(frozen):
-    """The net below the hooks: without them no number comes out, and no crash."""
+    """A second check, below the hooks: without hooks backward raises. It gives no number and does
+    not crash."""
     torch.manual_seed(0)
     model = Net(frozen)
     without_hooks = mock.patch.object(StepHooks, "_before_backward", lambda *_: None)

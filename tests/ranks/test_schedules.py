@@ -1,4 +1,4 @@
-"""Does every update run with the learning rate that its schedule gives it?"""
+"""Every update runs with the learning rate of its schedule."""
 
 from __future__ import annotations
 

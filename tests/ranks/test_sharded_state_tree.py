@@ -1,4 +1,4 @@
-"""State that holds sharded parameters: every rank stores their full values."""
+"""Client state that contains sharded parameters: every rank saves their full values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is memory that ranks share used again only when all have read it, and given back in the end?"""
+"""Shared memory of ranks is reused only after all ranks have read it, and freed at the end."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def test_auto_shares_memory_on_one_host():
 @pytest.mark.parametrize("n", [2, 3, 4])
 @on_ranks(4)
 def test_sources_may_be_overwritten_at_once_after_the_wait(n):
-    """Ranks read late and at random; nobody may see what was written after its own wait."""
+    """Ranks read late, at random times. No rank may read values that were written after its wait."""
     group = dist.new_group(list(range(n)))
     if dist.get_rank() >= n:
         return
     comm = open_shm(group=group)
-    W, r, S = comm.world_size, comm.rank, 5000
+    W, r, S = comm.size, comm.rank, 5000
     pauses = torch.Generator().manual_seed(r)
     shard_S, full_N = torch.empty(S), torch.empty(W * S)
     total = W * (W - 1) / 2
@@ -107,7 +107,7 @@ def test_a_reduction_of_a_lent_buffer_copies_nothing():
     comm.reduce_scatter(out_S, source_N, name="a").wait()
     assert len(comm._ring.arena.blocks) == blocks
     assert torch.equal(out_S, 2.0 * torch.arange(2 * 70_001)[comm.rank * 70_001 :][:70_001])
-    # A gather into the same memory waits until the other has read what it was to read.
+    # A gather into the same memory waits until the other rank has read its data.
     comm.all_gather(source_N, out_S, name="b").wait()
     assert torch.equal(source_N, 2.0 * torch.arange(2 * 70_001))
     comm.close()
@@ -116,7 +116,7 @@ def test_a_reduction_of_a_lent_buffer_copies_nothing():
 @on_ranks(3)
 def test_memory_is_flat_over_hundreds_of_steps():
     comm = open_shm()
-    W, sizes = comm.world_size, (8, 1000, 50_000)
+    W, sizes = comm.size, (8, 1000, 50_000)
 
     def step():
         for S in sizes:
@@ -236,7 +236,7 @@ def lost_with_no_guard(kind: str) -> tuple[str, float, bool]:
 
 
 @pytest.mark.parametrize("kind", ["kill", "close", "forget"])
-def test_without_a_sentinel_a_peer_that_is_gone_ends_the_wait(kind):
+def test_without_a_watchdog_a_peer_that_is_gone_ends_the_wait(kind):
     died = {1: signal.SIGKILL} if kind == "kill" else None
     text, took_s, waits = run_ranks(lost_with_no_guard, 2, kind, expect_death=died, timeout=30)[0]
     assert "rank 1" in text
@@ -282,7 +282,7 @@ def test_an_interrupt_gets_through_while_a_rank_waits():
 def test_a_wait_ends_at_its_time_limit():
     comm = open_shm(timeout_s=0.5)
     if comm.rank == 0:
-        with pytest.raises(RankLost, match="nothing came for 0 s"):
+        with pytest.raises(RankLost, match="nothing was received for 0 s"):
             comm.all_gather_small(torch.zeros(1), name="never")
     dist.barrier()
     comm.close()

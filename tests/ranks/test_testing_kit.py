@@ -1,4 +1,4 @@
-"""Does the test kit itself tell the truth about what happened on the ranks?"""
+"""The test kit reports correctly what happened on the ranks."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-
-from zeroshard.testing import CASES, RankEnd, RanksFailed, on_ranks, run_ranks
-from zeroshard.testing.parity import (
+from support import CASES
+from support.parity import (
     adamw,
     assert_close_trajectory,
     engine_run,
     make_batches,
     reference_run,
 )
+
+from zeroshard.testing import RankEnd, RanksFailed, on_ranks, run_ranks
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def test_a_hang_ends_in_time_with_the_place_where_it_hangs():
 
 
 def _end_rank_1(how):
-    dist.barrier()  # who ends while others still connect takes them along
+    dist.barrier()  # a rank that ends while others still connect makes them fail
     if dist.get_rank() == 1:
         print("last words", flush=True)
         if isinstance(how, signal.Signals):

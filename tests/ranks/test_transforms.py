@@ -1,4 +1,4 @@
-"""Sharded parameters under ``torch.func``: what plain PyTorch gives, or an error that says what to do."""
+"""Sharded parameters under ``torch.func``: as in plain PyTorch, or an error that says what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wrong calls and what they are answered, word for word. Used on one rank and on several."""
+"""Wrong calls and the exact texts of their errors. Used on one rank and on several."""
 
 from __future__ import annotations
 
@@ -78,16 +78,16 @@ def model_is_a_function():
 
 
 @wrong(
-    "model is wrapped in DataParallel, which spreads it over the ranks or devices too. Pass the model "
-    "itself: model.module."
+    "model is wrapped in DataParallel, which also distributes it over ranks or devices. Pass the "
+    "model itself: model.module."
 )
 def model_is_wrapped():
     engine(nn.DataParallel(linear()))
 
 
 IN_USE = (
-    "model belongs to an engine already, and two would write its parameters. Call close() (or "
-    "destroy()) of that engine before you build another, and pass engine.module."
+    "model already belongs to an engine, and two engines would write its parameters. Call close() "
+    "(or destroy()) of that engine before you build another, and pass engine.module."
 )
 
 
@@ -147,9 +147,9 @@ def optimizer_function_returns_nothing():
 
 
 @wrong(
-    "the optimizer (or model_parameters) holds 2 parameters that are not in the model (the first has "
-    "shape (2, 3)). They would never be reduced or updated. Build it from the parameters of the very "
-    "model that is passed in, after any step that replaces parameters."
+    "the optimizer (or model_parameters) holds 2 parameters that are not in the model (the first "
+    "has shape (2, 3)). They would never be reduced or updated. Build the optimizer from the "
+    "parameters of the model that you pass, after the last change that replaces parameters."
 )
 def optimizer_of_another_model():
     engine(optimizer=torch.optim.SGD(linear().parameters()))
@@ -173,10 +173,10 @@ def nothing_to_train():
 
 
 @wrong(
-    "Adafactor cannot run on sharded parameters: Adafactor gives other numbers for a matrix cut "
-    "in two, so it needs whole parameters. ZeRO gives an optimizer pieces of each parameter. Use "
-    "an element-wise optimizer (Adam, AdamW, SGD, Adagrad, Lion, RMSprop...), or Muon or Lamb, "
-    "whose parameters are never cut.",
+    "Adafactor cannot run on sharded parameters: Adafactor gives other results for a matrix that "
+    "is split in two, so it needs whole parameters. With ZeRO, an optimizer updates pieces of "
+    "each parameter. Use an element-wise optimizer (Adam, AdamW, SGD, Adagrad, Lion, RMSprop...), "
+    "or Muon or Lamb, whose parameters are never split.",
     UnsupportedError,
 )
 def adafactor():
@@ -219,16 +219,16 @@ def one_parameter():
 
 
 @wrong(
-    "model_parameters holds a str, which is no parameter. Pass model.parameters(), a list of them, "
-    "or a list of param-group dicts."
+    "model_parameters holds a str, which is not a parameter. Pass model.parameters(), a list of "
+    "them, or a list of param-group dicts."
 )
 def names_as_parameters():
     engine(model_parameters=["weight"])
 
 
 @wrong(
-    "model_parameters holds a group with the keys ['lr', 'param'], but without \"params\". Name "
-    "its parameters there."
+    "model_parameters holds a group with the keys ['lr', 'param'], but without \"params\". Add "
+    'its parameters as "params".'
 )
 def group_without_params():
     engine(model_parameters=[{"param": [], "lr": 1.0}])
@@ -240,7 +240,10 @@ def parameters_and_groups():
     engine(model, model_parameters=[model.weight, {"params": [model.bias]}])
 
 
-@wrong("a learning-rate schedule needs an optimizer; none was given or named.")
+@wrong(
+    "a learning-rate schedule needs an optimizer, and there is none. Pass one to initialize(), or "
+    "name one in the config."
+)
 def schedule_without_optimizer():
     engine(optimizer=None, scheduler={"type": "WarmupLR"})
 
@@ -254,8 +257,8 @@ def schedule_function_returns_nothing():
 
 
 @wrong(
-    "lr_scheduler follows another optimizer (SGD) than the engine's (AdamW), so it would change "
-    "nothing. Pass a function that makes it from the engine's optimizer."
+    "lr_scheduler belongs to another optimizer (SGD) than the engine's (AdamW), so it would have "
+    "no effect. Pass a function that makes it from the engine's optimizer."
 )
 def schedule_of_another_optimizer():
     other = torch.optim.SGD(linear().parameters())
@@ -319,7 +322,7 @@ def loss_without_graph():
 
 
 @wrong(
-    "loss.backward() in fp16 without loss scaling: small gradients would vanish. Use "
+    "loss.backward() in fp16 without loss scaling: small gradients would become 0. Use "
     "engine.backward(loss), or engine.scale(loss).backward()."
 )
 def unscaled_fp16():
@@ -329,8 +332,8 @@ def unscaled_fp16():
 
 @wrong(
     "engine.backward(loss) and loss.backward() were mixed in one step with "
-    "gradient_accumulation_steps=2: the first divides the loss before, the other is divided "
-    "afterwards. Use one of them for all losses of a step."
+    "gradient_accumulation_steps=2: engine.backward divides the loss, and gradients of "
+    "loss.backward() are divided in the step. Use one of them for all losses of a step."
 )
 def both_kinds_of_backward():
     with engine(gradient_accumulation_steps=2) as e:
@@ -340,8 +343,8 @@ def both_kinds_of_backward():
 
 
 @wrong(
-    "one loss goes through engines with gradient_accumulation_steps=1 and 2, so backward() of one "
-    "divides it wrongly for the other. Use the same number."
+    "one loss was computed with two engines, with gradient_accumulation_steps=1 and 2. backward() "
+    "of one engine divides the loss wrongly for the other. Use the same number."
 )
 def shared_loss_divided_differently():
     with engine() as a, engine(gradient_accumulation_steps=2) as b:
@@ -349,8 +352,8 @@ def shared_loss_divided_differently():
 
 
 @wrong(
-    "one loss goes through two engines, and one of them scales it (fp16): their loss scales would "
-    "differ. Train both in bf16 or fp32, or give each engine its own loss."
+    "one loss was computed with two engines, and one of them scales it (fp16): their loss scales "
+    "would differ. Train both in bf16 or fp32, or give each engine its own loss."
 )
 def shared_loss_in_fp16():
     with engine(fp16={"enabled": True, "auto_cast": True}) as a, engine() as b:
@@ -398,8 +401,8 @@ def step_without_optimizer():
 
 
 @wrong(
-    "engine.step() after a backward that an exception ended: its gradients are incomplete and were "
-    "dropped. Run the step's micro-batches again."
+    "engine.step() after a backward that raised an exception: its gradients are incomplete and "
+    "were deleted. Run the micro-batches of the step again."
 )
 def step_after_an_exception():
     def fall(_grad):
@@ -416,8 +419,8 @@ def step_after_an_exception():
 
 
 @wrong(
-    "optimizer.step() was called directly. Its gradients are sharded and belong to the engine: "
-    "call engine.step(), which also clips and advances the schedule."
+    "optimizer.step() was called directly. The gradients are sharded and belong to the engine: "
+    "call engine.step(), which also clips gradients and advances the schedule."
 )
 def optimizer_stepped_directly():
     with engine() as e:
@@ -479,7 +482,7 @@ def batch_size_in_the_middle():
 
 # ---------------------------------------------------------------------- after close
 
-CLOSED = "this engine was closed; build a new one to go on."
+CLOSED = "this engine was closed; build a new one to continue."
 
 
 def _closed(use: Callable[[Any], Any]) -> Callable[[], Any]:
@@ -522,32 +525,28 @@ def stranger_read():
 
 
 @wrong(
-    "engine.save_checkpoint() got None where the directory belongs. Pass its path; '.' is the working "
-    "directory."
+    "engine.save_checkpoint() got None as the directory. Pass a path; '.' is the working directory."
 )
 def save_nowhere():
     engine().save_checkpoint(None)
 
 
 @wrong(
-    "engine.save_checkpoint() got '' where the directory belongs. Pass its path; '.' is the working "
-    "directory."
+    "engine.save_checkpoint() got '' as the directory. Pass a path; '.' is the working directory."
 )
 def save_into_an_empty_name():
     engine().save_checkpoint("")
 
 
 @wrong(
-    "engine.load_checkpoint() got None where the directory belongs. Pass its path; '.' is the working "
-    "directory."
+    "engine.load_checkpoint() got None as the directory. Pass a path; '.' is the working directory."
 )
 def load_from_nowhere():
     engine().load_checkpoint(None)
 
 
 @wrong(
-    "engine.save_16bit_model() got '' where the directory belongs. Pass its path; '.' is the working "
-    "directory."
+    "engine.save_16bit_model() got '' as the directory. Pass a path; '.' is the working directory."
 )
 def weights_into_an_empty_name():
     engine().save_16bit_model("")

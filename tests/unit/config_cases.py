@@ -1,6 +1,6 @@
-"""Configurations that are wrong, each with the whole text of its error.
+"""Wrong configurations, each with the whole text of its error.
 
-The table is the specification of the messages: what, which value, why it matters or what to do.
+The table is the specification of the messages: what is wrong, which value, why it matters or what to do.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 
 class Case(NamedTuple):
-    """A wrong configuration for ``world_size`` ranks and the lines that answer it."""
+    """A wrong configuration for ``dp_size`` ranks and the lines that answer it."""
 
     name: str
     config: dict[str, Any]
-    world_size: int
+    dp_size: int
     lines: tuple[str, ...]
 
     @property
@@ -26,8 +26,8 @@ class Case(NamedTuple):
 ONE: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1}
 
 
-def case(name: str, config: dict[str, Any], world_size: int, *lines: str) -> Case:
-    return Case(name, config, world_size, lines)
+def case(name: str, config: dict[str, Any], dp_size: int, *lines: str) -> Case:
+    return Case(name, config, dp_size, lines)
 
 
 def zero(name: str, section: dict[str, Any], *lines: str) -> Case:
@@ -90,8 +90,8 @@ CASES: tuple[Case, ...] = (
         1,
         (
             "train_batch_size 256 is not train_micro_batch_size_per_gpu 4 x "
-            "gradient_accumulation_steps 8 x world size 1 = 32; leave one of the three out and it"
-            " follows from the others"
+            "gradient_accumulation_steps 8 x world size 1 = 32; leave one of the three out, and "
+            "it is computed from the others"
         ),
     ),
     case(
@@ -194,14 +194,17 @@ CASES: tuple[Case, ...] = (
         "auto_cast_in_bf16",
         {**ONE, "bf16": {"enabled": True, "auto_cast": True}},
         1,
-        ("bf16.auto_cast: no such key. Only fp16 has it; cast the inputs, or use torch_autocast."),
+        (
+            "bf16.auto_cast: no such key. Only the section fp16 has it; cast the inputs, or use "
+            "torch_autocast."
+        ),
     ),
     case(
         "monitor_config",
         {**ONE, "monitor_config": {"enabled": True}},
         1,
         (
-            "monitor_config: no such key. Its parts belong at the top level: tensorboard, wandb, "
+            "monitor_config: no such key. Write its parts at the top level: tensorboard, wandb, "
             "csv_monitor, comet."
         ),
     ),
@@ -210,8 +213,8 @@ CASES: tuple[Case, ...] = (
         {**ONE, "moe": {"enabled": True}},
         1,
         (
-            "moe: no such key. Experts are part of the model; list modules that only some ranks "
-            "run in conditional_modules."
+            "moe: no such key. Experts are modules of the model; list modules that only some "
+            "ranks run in conditional_modules."
         ),
     ),
     case(
@@ -219,8 +222,8 @@ CASES: tuple[Case, ...] = (
         {"batch_size": 8},
         1,
         (
-            "batch_size: no such key. Write train_batch_size (all ranks) or "
-            "train_micro_batch_size_per_gpu (one)."
+            "batch_size: no such key. Write train_batch_size (samples of all ranks) or "
+            "train_micro_batch_size_per_gpu (samples of one rank)."
         ),
         (
             "no batch size is given: write train_batch_size (samples per step over all ranks) or "
@@ -405,7 +408,8 @@ CASES: tuple[Case, ...] = (
         "two_precisions",
         {**ONE, "fp16": {"enabled": True}, "bf16": {"enabled": True}},
         1,
-        "fp16.enabled, bf16.enabled: both are true, but parameters have one dtype; keep one",
+        "fp16.enabled, bf16.enabled: both are true, but parameters have one dtype; keep one of "
+        "them",
     ),
     case(
         "param_dtype_against_mode",
@@ -431,33 +435,31 @@ CASES: tuple[Case, ...] = (
         },
         1,
         (
-            "gradient_clipping: 1 needs the norm, which zero_optimization.compute_grad_norm: "
-            "false switches off; write 0, or true there"
+            "gradient_clipping: 1 needs the gradient norm, which "
+            "zero_optimization.compute_grad_norm: false switches off; write gradient_clipping: 0, "
+            "or compute_grad_norm: true"
         ),
     ),
     case(
         "unit_limits_crossed",
         {**ONE, "unit_min_numel": 100, "unit_max_numel": 10},
         1,
-        (
-            "unit_min_numel: 100 is above unit_max_numel 10; small units would be merged only to "
-            "be split"
-        ),
+        ("unit_min_numel: 100 is above unit_max_numel 10; merged units would be split again"),
     ),
     case(
         "data_parallel_size_of_another_world",
         {**ONE, "data_parallel_size": 2},
         4,
         (
-            "data_parallel_size: 2 is not the world size 4; other parallel dimensions are not "
-            "there yet, leave it out"
+            "data_parallel_size: 2 is not the world size 4; other kinds of parallelism are not "
+            "implemented yet, so leave it out"
         ),
     ),
     case(
         "old_and_new_spelling",
         {**ONE, "bfloat16": {"enabled": True}, "bf16": {"enabled": False}},
         1,
-        "bfloat16: another spelling of bf16, which is given too; keep one",
+        "bfloat16: another name of bf16, which is given too; keep one of them",
     ),
     zero(
         "old_switch_is_a_word",
@@ -470,7 +472,7 @@ CASES: tuple[Case, ...] = (
         {"stage": 0, "offload_optimizer": {"device": "cpu"}},
         (
             'zero_optimization.offload_optimizer.device: "cpu" at stage 0, where nothing is '
-            "sharded: every rank of a host would keep the whole optimizer state there; take stage "
+            "sharded: every rank of a host would store the whole optimizer state there; use stage "
             "1, which gives the same result"
         ),
     ),
@@ -479,7 +481,7 @@ CASES: tuple[Case, ...] = (
         {"cpu_offload": True},
         (
             'zero_optimization.offload_optimizer.device: "cpu" at stage 0, where nothing is '
-            "sharded: every rank of a host would keep the whole optimizer state there; take stage "
+            "sharded: every rank of a host would store the whole optimizer state there; use stage "
             "1, which gives the same result"
         ),
     ),
@@ -501,12 +503,12 @@ CASES: tuple[Case, ...] = (
             "offload_param": {"device": "nvme", "nvme_path": "none"},
         },
         (
-            'zero_optimization.offload_optimizer.nvme_path: device "nvme" needs it: write a '
-            'directory on a fast local disk, such as "/local_nvme"'
+            'zero_optimization.offload_optimizer.nvme_path: missing, and device "nvme" needs it; '
+            'write a directory on a fast local disk, such as "/local_nvme"'
         ),
         (
-            'zero_optimization.offload_param.nvme_path: device "nvme" needs it: write a '
-            'directory on a fast local disk, such as "/local_nvme"'
+            'zero_optimization.offload_param.nvme_path: missing, and device "nvme" needs it; '
+            'write a directory on a fast local disk, such as "/local_nvme"'
         ),
     ),
     zero(
@@ -532,7 +534,7 @@ CASES: tuple[Case, ...] = (
         },
         (
             "zero_optimization.offload_optimizer.delayed_update: needs device cpu, not nvme: only "
-            "an update in host memory can run beside the next step"
+            "an update in host memory can run at the same time as the next step"
         ),
     ),
     zero(
@@ -540,7 +542,7 @@ CASES: tuple[Case, ...] = (
         {"stage": 2, "offload_optimizer": {"delayed_update": True}},
         (
             "zero_optimization.offload_optimizer.delayed_update: needs device cpu, not none: only "
-            "an update in host memory can run beside the next step"
+            "an update in host memory can run at the same time as the next step"
         ),
     ),
     zero(
@@ -551,8 +553,9 @@ CASES: tuple[Case, ...] = (
             "offload_param": {"device": "cpu"},
         },
         (
-            "zero_optimization.offload_optimizer.delayed_update: needs parameters on the device, not "
-            'offload_param.device "cpu": the next step would read what the update writes'
+            "zero_optimization.offload_optimizer.delayed_update: needs parameters on the device, "
+            'not offload_param.device "cpu": the next step would read the memory that the update '
+            "writes"
         ),
     ),
     # Known, but not there (yet)
@@ -560,61 +563,64 @@ CASES: tuple[Case, ...] = (
         "tensor_parallel",
         {**ONE, "tensor_parallel": {"autotp_size": 2}},
         1,
-        ("tensor_parallel.autotp_size: 2 is asked for; tensor parallelism is not there yet; use 1"),
+        (
+            "tensor_parallel.autotp_size: 2 is asked for; tensor parallelism is not implemented "
+            "yet; use 1"
+        ),
     ),
     case(
         "sequence_parallel",
         {**ONE, "sequence_parallel_size": 2},
         2,
-        "sequence_parallel_size: planned, not there yet; it is 2, leave it out",
+        "sequence_parallel_size: planned, not implemented yet; it is 2, leave it out",
     ),
     zero(
         "hpz",
         {"stage": 3, "zero_hpz_partition_size": 8},
         (
-            "zero_optimization.zero_hpz_partition_size: planned, not there yet; it is 8, leave it"
-            " out"
+            "zero_optimization.zero_hpz_partition_size: planned, not implemented yet; it is 8, "
+            "leave it out"
         ),
     ),
     zero(
         "quantized_gradients",
         {"stage": 3, "zero_quantized_gradients": True},
         (
-            "zero_optimization.zero_quantized_gradients: planned, not there yet; it is true, "
-            "leave it out"
+            "zero_optimization.zero_quantized_gradients: planned, not implemented yet; it is "
+            "true, leave it out"
         ),
     ),
     case(
         "nan_rollback",
         {**ONE, "trust": {"nan_policy": "rollback"}},
         1,
-        'trust.nan_policy: "rollback" is asked for; only "error" is there yet',
+        'trust.nan_policy: "rollback" is asked for; only "error" is implemented yet',
     ),
     case(
         "trackio",
         {**ONE, "trackio": {"enabled": True}},
         1,
-        'trackio: planned, not there yet; it is {"enabled": true}, leave it out',
+        'trackio: planned, not implemented yet; it is {"enabled": true}, leave it out',
     ),
     case(
         "amp",
         {**ONE, "amp": {"enabled": True, "opt_level": "O1"}},
         1,
-        'amp: not supported: DeepSpeed removed it; use "bf16" or "fp16", or "torch_autocast"',
+        'amp: not supported: DeepSpeed has removed it; use "bf16" or "fp16", or "torch_autocast"',
     ),
     case(
         "elasticity",
         {**ONE, "elasticity": {"enabled": True}},
         1,
-        "elasticity: not supported: DeepSpeed removed it; checkpoints load at any world size",
+        "elasticity: not supported: DeepSpeed has removed it; checkpoints load at any world size",
     ),
     case(
         "curriculum",
         {**ONE, "data_efficiency": {"enabled": True}},
         1,
         (
-            "data_efficiency: not supported: it changes data and model, which is not ZeRO; use "
-            "the data loader"
+            "data_efficiency: not supported: it changes the data and the model, which ZeRO does "
+            "not; use the data loader"
         ),
     ),
     case(
@@ -622,14 +628,15 @@ CASES: tuple[Case, ...] = (
         {**ONE, "compile": {"deepcompile": True}},
         1,
         (
-            "compile.deepcompile: not supported: ZeroShard overlaps without rewriting the graph; "
-            "torch.compile the model instead; it is true, leave it out"
+            "compile.deepcompile: not supported: ZeroShard overlaps communication without "
+            "rewriting the graph; use torch.compile on the model instead; it is true, leave it "
+            "out"
         ),
     ),
     zero(
         "mics",
         {"stage": 3, "mics_shard_size": 8},
-        "zero_optimization.mics_shard_size: not supported: DeepSpeed removed it; leave it out",
+        "zero_optimization.mics_shard_size: not supported: DeepSpeed has removed it; leave it out",
     ),
     zero(
         "zenflow",
@@ -643,14 +650,14 @@ CASES: tuple[Case, ...] = (
         "sparse_gradients",
         {**ONE, "sparse_gradients": True},
         1,
-        "sparse_gradients: not supported: DeepSpeed removed it; use dense embeddings",
+        "sparse_gradients: not supported: DeepSpeed has removed it; use dense embeddings",
     ),
     zero(
         "super_offload",
         {"stage": 3, "offload_optimizer": {"super_offload": True}},
         (
-            "zero_optimization.offload_optimizer.super_offload: not supported: it is tied to one "
-            "kind of machine; it is true, leave it out"
+            "zero_optimization.offload_optimizer.super_offload: not supported: it works on one "
+            "kind of machine only; it is true, leave it out"
         ),
     ),
     # Optimizers
@@ -671,8 +678,8 @@ CASES: tuple[Case, ...] = (
         "torch.optim.SGD",
         {},
         (
-            'optimizer.type: there is no optimizer "torch.optim.SGD"; write the name of a class '
-            "of torch.optim"
+            'optimizer.type: there is no optimizer "torch.optim.SGD"; write the name of '
+            "a class of torch.optim"
         ),
     ),
     case(
@@ -680,8 +687,8 @@ CASES: tuple[Case, ...] = (
         {**ONE, "optimizer": {"params": {"lr": 0.001}}},
         1,
         (
-            "optimizer.type: missing, and it has no default: Adam, AdamW, Adagrad, Lamb, Lion, Muon, "
-            "SGD or any class of torch.optim."
+            "optimizer.type: missing, and it has no default: Adam, AdamW, Adagrad, Lamb, Lion, "
+            "Muon, SGD, or any class of torch.optim."
         ),
     ),
     case(
@@ -706,7 +713,7 @@ CASES: tuple[Case, ...] = (
         "one_bit_adam",
         "OneBitAdam",
         {"lr": 0.001},
-        'optimizer.type: "OneBitAdam" is not supported: DeepSpeed removed it; use AdamW',
+        'optimizer.type: "OneBitAdam" is not supported: DeepSpeed has removed it; use AdamW',
     ),
     optimizer(
         "misspelt_argument",
@@ -748,7 +755,7 @@ CASES: tuple[Case, ...] = (
         "per_head_muon",
         "Muon",
         {"per_head_muon": True},
-        "optimizer.params.per_head_muon: planned, not there yet; it is true, leave it out",
+        "optimizer.params.per_head_muon: planned, not implemented yet; it is true, leave it out",
     ),
     # Schedules
     schedule(
@@ -768,8 +775,8 @@ CASES: tuple[Case, ...] = (
         "WarmupDecayLR",
         {},
         (
-            "scheduler.params.total_num_steps: missing, and it has no default: Optimizer steps of"
-            " the whole run."
+            "scheduler.params.total_num_steps: missing, and it has no default: Number of "
+            "optimizer steps in the whole run."
         ),
     ),
     schedule(
@@ -777,8 +784,8 @@ CASES: tuple[Case, ...] = (
         "WarmupDecayLR",
         {"total_num_steps": "auto"},
         (
-            'scheduler.params.total_num_steps: "auto" has no answer here, only you know it; give '
-            "a number"
+            'scheduler.params.total_num_steps: "auto" is not possible: the number cannot be '
+            "computed; write it"
         ),
     ),
     schedule(
@@ -820,12 +827,12 @@ CASES: tuple[Case, ...] = (
         'fp16.enabled: must be true or false, not the string "true"; write true',
         'optimizer.type: there is no optimizer "Adamm". Did you mean "Adam"?',
         (
-            'scheduler.params.cycle_max_lr: "auto" has no answer here, only you know it; give a '
-            "number"
+            'scheduler.params.cycle_max_lr: "auto" is not possible: the number cannot be '
+            "computed; write it"
         ),
         (
-            'scheduler.params.cycle_min_lr: "auto" has no answer here, only you know it; give a '
-            "number"
+            'scheduler.params.cycle_min_lr: "auto" is not possible: the number cannot be '
+            "computed; write it"
         ),
         "train_batch_size 8 is not divisible by gradient_accumulation_steps 3 x world size 1",
         'zero_optimization.stge: no such key. Did you mean "stage"?',

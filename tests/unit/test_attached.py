@@ -1,4 +1,4 @@
-"""Does a value stay with its own object, and go with it?"""
+"""A value that is attached to an object stays with this object and disappears with it."""
 
 from __future__ import annotations
 

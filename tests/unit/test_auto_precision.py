@@ -1,4 +1,4 @@
-"""What does "auto" come to in the precision sections, and who is told that a precision is slow?"""
+"""The dtype that "auto" resolves to in the precision sections, and the warnings about slow precisions."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from zeroshard.config import Hardware, LoadedConfig, load_config
+from zeroshard.device.cuda import multiplies_bf16
 from zeroshard.integrations.accelerate.config import Wishes, completed
 from zeroshard.precision import hardware as native
-from zeroshard.precision import slow_dtype
 from zeroshard.precision.hardware import of_cpu
 from zeroshard.precision.policy import Policy
 
@@ -21,9 +21,7 @@ AUTO = {"enabled": "auto"}
 
 def load(hardware: Hardware | None, **sections: Any) -> LoadedConfig:
     config = {"train_micro_batch_size_per_gpu": 1, **sections}
-    return load_config(
-        config, world_size=1, hardware=None if hardware is None else lambda: hardware
-    )
+    return load_config(config, dp_size=1, hardware=None if hardware is None else lambda: hardware)
 
 
 def modes(loaded: LoadedConfig) -> tuple[bool, bool]:
@@ -37,7 +35,9 @@ def test_auto_is_bf16_where_the_hardware_multiplies_it_and_fp32_elsewhere(sectio
         assert modes(loaded) == (expected, False)
         assert loaded.origins["bf16.enabled"] == f"auto: {hardware.because}"
         assert hardware.because in loaded.table()
-        assert loaded.notices == () or not any('"auto" was filled' in n for n in loaded.notices)
+        assert loaded.notices == () or not any(
+            '"auto" was not replaced' in n for n in loaded.notices
+        )
 
 
 def test_an_auto_in_fp16_that_a_launcher_left_asks_for_the_same_and_never_for_a_loss_scale() -> (
@@ -75,14 +75,14 @@ def test_hardware_is_not_asked_where_nothing_is_auto() -> None:
         raise AssertionError("asked")
 
     config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}}
-    assert load_config(config, world_size=1, hardware=never).config.bf16.enabled
+    assert load_config(config, dp_size=1, hardware=never).config.bf16.enabled
 
 
 @pytest.mark.parametrize("word", ["no", "bf16", "fp16"])
 def test_what_accelerate_was_told_wins_over_the_hardware(word: str) -> None:
     given = {"train_micro_batch_size_per_gpu": 1, "bf16": AUTO, "fp16": AUTO}
     full = completed(given, Wishes(1, 1, word))
-    loaded = load_config(full, world_size=1, hardware=lambda: FAST)
+    loaded = load_config(full, dp_size=1, hardware=lambda: FAST)
     assert modes(loaded) == (word == "bf16", word == "fp16")
 
 
@@ -93,11 +93,15 @@ def test_what_accelerate_was_told_wins_over_the_hardware(word: str) -> None:
         ({"avx2", "amx_bf16"}, {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_AMX"}, ""),
         ({"asimd", "bf16"}, {}, ""),
         ({"avx2", "avx512f"}, {}, "this CPU has no bf16 instructions"),
-        ({"avx2", "avx512_bf16"}, {"ONEDNN_MAX_CPU_ISA": "AVX2"}, "ONEDNN_MAX_CPU_ISA=AVX2 keeps"),
+        (
+            {"avx2", "avx512_bf16"},
+            {"ONEDNN_MAX_CPU_ISA": "AVX2"},
+            "ONEDNN_MAX_CPU_ISA=AVX2 disables",
+        ),
         (
             {"avx2", "avx512_bf16"},
             {"ATEN_CPU_CAPABILITY": "avx2"},
-            "ATEN_CPU_CAPABILITY=avx2 keeps",
+            "ATEN_CPU_CAPABILITY=avx2 disables",
         ),
         (frozenset(), {}, "this CPU has no bf16 instructions"),
     ],
@@ -112,10 +116,10 @@ def test_a_cpu_is_known_by_its_flags_and_the_limits_of_the_environment(
 
 
 def test_an_older_gpu_has_no_bf16() -> None:
-    assert native._of_gpu((9, 0), rocm=False).bf16
-    assert native._of_gpu((9, 0), rocm=True).bf16
-    assert "7.5" in native._of_gpu((7, 5), rocm=False).because
-    assert not native._of_gpu((7, 5), rocm=False).bf16
+    assert multiplies_bf16((9, 0), rocm=False)[0]
+    assert multiplies_bf16((9, 0), rocm=True)[0]
+    assert "7.5" in multiplies_bf16((7, 5), rocm=False)[1]
+    assert not multiplies_bf16((7, 5), rocm=False)[0]
 
 
 @pytest.mark.parametrize(
@@ -132,19 +136,19 @@ def test_who_asks_for_what_is_slow_gets_one_line_with_factor_and_remedy(
     remedy: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    slow_dtype._tell_once.cache_clear()
+    native._tell_once.cache_clear()
     lines: list[str] = []
-    monkeypatch.setattr(slow_dtype.logger, "warning", lambda text, *a: lines.append(text % a))
-    monkeypatch.setattr(slow_dtype, "slowdown", lambda dtype: 31.4)
+    monkeypatch.setattr(native.logger, "warning", lambda text, *a: lines.append(text % a))
+    monkeypatch.setattr(native, "slowdown", lambda dtype: 31.4)
     for _ in range(2):
-        slow_dtype.tell_if_slow(policy, FAST)
-        slow_dtype.tell_if_slow(policy, SLOW)
-        slow_dtype.tell_if_slow(Policy(), SLOW)
+        native.tell_if_slow(policy, FAST)
+        native.tell_if_slow(policy, SLOW)
+        native.tell_if_slow(Policy(), SLOW)
     [line] = lines
     assert "31 times" in line
     assert SLOW.because in line
     assert remedy in line
-    slow_dtype._tell_once.cache_clear()
+    native._tell_once.cache_clear()
 
 
 def test_the_factor_is_measured_in_little_time(monkeypatch: pytest.MonkeyPatch) -> None:

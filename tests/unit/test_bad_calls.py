@@ -1,4 +1,4 @@
-"""Is every wrong call answered with an exception of ours, and with the right words?"""
+"""Every wrong call raises an exception of ``zeroshard.errors`` with the right text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A directory of checkpoints: which are there, which one is meant, and what saving and pruning leave."""
+"""A directory of checkpoints: listing, choosing, saving and pruning."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_dirs import write_checkpoint
+from kit import adamw, config
+from torch import nn
 
+from zeroshard import Engine
 from zeroshard.checkpoint import directory as places
 from zeroshard.checkpoint.manifest import MANIFEST, Manifest, SavedFile, parse
 from zeroshard.errors import CheckpointError, UsageError
@@ -121,21 +124,25 @@ def test_a_latest_that_is_no_file_is_not_waited_for(tmp_path, make):
 
 
 def test_what_is_not_there_is_said_with_what_is(tmp_path):
-    with pytest.raises(CheckpointError, match=r"nowhere is not there\. It holds no checkpoint"):
+    with pytest.raises(
+        CheckpointError, match=r"nowhere does not exist\. It contains no checkpoint"
+    ):
         places.latest(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match=r"has no file 'latest'\. It holds no checkpoint"):
+    with pytest.raises(CheckpointError, match=r"has no file 'latest'\. It contains no checkpoint"):
         places.latest(tmp_path)
-    with pytest.raises(CheckpointError, match="There is no other one either"):
+    with pytest.raises(CheckpointError, match="There is no other checkpoint"):
         places.resolve(tmp_path, "b")
     for step in range(7):
         save(tmp_path, f"s{step}", step)
-    with pytest.raises(CheckpointError, match=r"b is not there\. There are s2, s3, s4, s5, s6"):
+    with pytest.raises(CheckpointError, match=r"b does not exist\. There are s2, s3, s4, s5, s6"):
         places.resolve(tmp_path, "b")
     (tmp_path / "latest").write_text("b")
-    with pytest.raises(CheckpointError, match=r"b is not there\. There are s2, s3, s4, s5, s6"):
+    with pytest.raises(CheckpointError, match=r"b does not exist\. There are s2, s3, s4, s5, s6"):
         places.resolve(tmp_path)
     (tmp_path / "latest").unlink()
-    with pytest.raises(CheckpointError, match="holds s2, s3, s4, s5, s6: pass one as tag="):
+    with pytest.raises(
+        CheckpointError, match=("contains s2, s3, s4, s5, s6: pass one of them as tag=")
+    ):
         places.resolve(tmp_path)
     with pytest.raises(UsageError):
         places.resolve(tmp_path, "../s1")
@@ -167,7 +174,7 @@ def test_what_was_put_aside_is_taken_back_only_where_nothing_is(tmp_path):
 # ---------------------------------------------------------------------- writing
 
 
-def test_begin_removes_what_others_left_and_nothing_else(tmp_path):
+def test_what_interrupted_saves_left_is_removed_and_nothing_else(tmp_path):
     save(tmp_path, "a", 1, frozen=FROZEN)
     kept = {"a", "latest", FROZEN, ".saving-00000001", ".a.saving-xyz", ".mine"}
     for name in kept - {"a", "latest", FROZEN}:
@@ -175,16 +182,19 @@ def test_begin_removes_what_others_left_and_nothing_else(tmp_path):
     own = ".a.saving-0000000a"
     (tmp_path / ".a.replaced").mkdir()  # its successor is there
     save(tmp_path, "b", 2, is_latest=False).rename(tmp_path / ".b.replaced")  # its is not
-    for name in (".a.saving-00000001", ".b.saving-ffffffff", f".{FROZEN}.saving-00000001", own):
+    for name in (".a.saving-00000001", ".b.saving-ffffffff", f".{FROZEN}.saving-00000001"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "rank.safetensors").write_text("half")
-    places.begin(tmp_path, own, nonce="0000000a")
-    assert set(listing(tmp_path)) == kept | {own, "b"}
+    places.remove_leftovers(tmp_path)
+    assert set(listing(tmp_path)) == kept | {"b"}
     assert places.tags(tmp_path) == ["a", "b"]
+    places.begin(tmp_path, own)
+    (tmp_path / own / "rank.safetensors").write_text("half")
+    places.begin(tmp_path, own)
     assert listing(tmp_path / own) == ["rank.safetensors"]  # another rank was here first
-    places.begin(tmp_path, f".{FROZEN}.saving-0000000a", nonce="0000000a")
+    places.begin(tmp_path, f".{FROZEN}.saving-0000000a")
     assert set(listing(tmp_path)) == kept | {own, "b", f".{FROZEN}.saving-0000000a"}
-    places.begin(tmp_path / "new" / "deep", own, nonce="0000000a")
+    places.begin(tmp_path / "new" / "deep", own)
     assert listing(tmp_path / "new" / "deep") == [own]
 
 
@@ -194,8 +204,8 @@ def test_a_place_that_cannot_be_made_is_an_error(tmp_path, blocked):
     if blocked == "place":
         root.mkdir()
     (root if blocked == "root" else root / ".a.saving-00000001").write_text("a file")
-    with pytest.raises(CheckpointError, match=r"cannot be made: .*\(E"):
-        places.begin(root, ".a.saving-00000001", nonce="00000001")
+    with pytest.raises(CheckpointError, match=r"cannot be created: .*\(E"):
+        places.begin(root, ".a.saving-00000001")
 
 
 def staged(root: Path, text: str) -> Path:
@@ -323,7 +333,8 @@ def test_a_removal_that_is_interrupted_leaves_no_half_of_a_checkpoint(tmp_path, 
     places.prune(tmp_path, 1)
     monkeypatch.undo()
     assert places.tags(tmp_path) == ["s1"]
-    places.begin(tmp_path, ".s2.saving-00000001", nonce="00000001")
+    places.remove_leftovers(tmp_path)
+    places.begin(tmp_path, ".s2.saving-00000001")
     assert listing(tmp_path) == [".s2.saving-00000001", "latest", "s1"]
 
 
@@ -341,3 +352,18 @@ def test_frozen_weights_are_found_again_only_whole(tmp_path):
     (tmp_path / FROZEN / "base.safetensors").write_bytes(b"")
     spoil(path)
     assert places.find_frozen(tmp_path, FROZEN) is None
+
+
+def test_leftovers_are_gone_before_ranks_make_files_and_measure_space(tmp_path, monkeypatch):
+    (tmp_path / ".old.saving-00000001").mkdir()
+    seen = []
+
+    def begin(root: Path, *_: object, **__: object) -> None:
+        seen.extend(root.iterdir())
+        raise CheckpointError("far enough")
+
+    monkeypatch.setattr(places, "begin", begin)
+    with Engine(nn.Linear(8, 4), config=config(2), optimizer=adamw) as engine:
+        with pytest.raises(CheckpointError, match="far enough"):
+            engine.save_checkpoint(tmp_path)
+    assert seen == []

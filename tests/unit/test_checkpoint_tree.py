@@ -1,4 +1,4 @@
-"""Small state as JSON and tensors: everything plain comes back, nothing else is kept or loaded."""
+"""Small state as JSON and tensors: plain values are restored, others are refused."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ class Tagged(torch.Tensor):
 
 
 REFUSED = {
-    "a function. Checkpoints hold plain data": lambda: 0,
+    "a function. Checkpoints contain plain data": lambda: 0,
     "a Colour. .*Store its name or its value": Colour.RED,
     r"a Weird. .*Store int\(...\) of it": Weird(3),
     r"a Point. .*Store tuple\(...\) of it": Point(1, 2),
@@ -202,7 +202,7 @@ REFUSED = {
     r"a SimpleNamespace. .*Store vars\(...\)": SimpleNamespace(a=1),
     "a ndarray. ": np.array([object()]),
     "a void. ": np.zeros(1, [("a", "i4")])[0],
-    "a Tagged. .*Store plain tensors": torch.zeros(2).as_subclass(Tagged),
+    "a Tagged. .*Store the plain tensors": torch.zeros(2).as_subclass(Tagged),
     "a sparse, nested or quantized tensor": torch.eye(2).to_sparse(),
     "a tensor on the meta device": torch.zeros(2, device="meta"),
     "a defaultdict whose factory is a function": defaultdict(lambda: 0),
@@ -220,9 +220,9 @@ def test_the_way_out_is_named():
     with pytest.raises(CheckpointError) as caught:
         encode({"args": Namespace(fn=print)}, where="client_state")
     assert str(caught.value) == (
-        "client_state['args'].fn is a builtin_function_or_method. Checkpoints hold plain data and "
-        "tensors; nothing is pickled, since loading a pickle can run any code. Store plain data, or set "
-        '"checkpoint": {"allow_pickle": true}.'
+        "client_state['args'].fn is a builtin_function_or_method. Checkpoints contain plain data "
+        "and tensors; nothing is pickled, because loading a pickle can run any code. Store plain "
+        'data, or set "checkpoint": {"allow_pickle": true}.'
     )
 
 
@@ -292,9 +292,9 @@ def nested(depth, wrap):
 def test_nesting_has_a_limit(wrap):
     deepest = nested(64, wrap)
     assert through_files(deepest) == deepest
-    with pytest.raises(CheckpointError, match="is nested deeper than 64"):
+    with pytest.raises(CheckpointError, match="is nested in more than 64"):
         encode(nested(65, wrap), where="state")
-    with pytest.raises(CheckpointError, match="is nested deeper than 64"):
+    with pytest.raises(CheckpointError, match="is nested in more than 64"):
         encode(nested(100_000, wrap), where="state")
 
 
@@ -408,7 +408,7 @@ def test_deep_json_is_no_recursion_error(mark):
             return [value]
         return {mark: {"$dict": [[[value], value]], "$tuple": [value]}.get(mark, value)}
 
-    with pytest.raises(CheckpointError, match="nested deeper"):
+    with pytest.raises(CheckpointError, match="nested in more than"):
         decode(nested(100_000, wrap), {}, where="s")
 
 

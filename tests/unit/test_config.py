@@ -1,4 +1,4 @@
-"""Does a right configuration come to the right values, with the story of each?"""
+"""A valid configuration is resolved to the right values, each with its origin."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ONE: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1}
 
 
 def load(config: dict[str, Any], **kwargs: Any) -> LoadedConfig:
-    return load_config(config, **{"world_size": 1, **kwargs})
+    return load_config(config, **{"dp_size": 1, **kwargs})
 
 
 def value(config: dict[str, Any], path: str, **kwargs: Any) -> Any:
@@ -36,7 +36,7 @@ def mentions(loaded: LoadedConfig, *words: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("given", "world_size", "solved"),
+    ("given", "dp_size", "solved"),
     [
         ({"train_batch_size": 16}, 2, (16, 8, 1)),
         ({"train_micro_batch_size_per_gpu": 4}, 2, (8, 4, 1)),
@@ -57,9 +57,9 @@ def mentions(loaded: LoadedConfig, *words: str) -> list[str]:
     ],
 )
 def test_batch_sizes_follow_from_what_is_given(
-    given: dict[str, Any], world_size: int, solved: tuple[int, int, int]
+    given: dict[str, Any], dp_size: int, solved: tuple[int, int, int]
 ) -> None:
-    config = load(given, world_size=world_size).config
+    config = load(given, dp_size=dp_size).config
     assert solved == (
         config.train_batch_size,
         config.train_micro_batch_size_per_gpu,
@@ -68,7 +68,7 @@ def test_batch_sizes_follow_from_what_is_given(
 
 
 def test_batch_sizes_may_be_missing_where_nothing_is_trained() -> None:
-    config = load({"train_batch_size": "auto"}, world_size=4, for_training=False).config
+    config = load({"train_batch_size": "auto"}, dp_size=4, for_training=False).config
     assert (config.train_batch_size, config.train_micro_batch_size_per_gpu) == (4, 1)
 
 
@@ -78,7 +78,7 @@ def test_an_unresolved_schedule_is_left_alone_where_nothing_is_trained() -> None
 
 
 def test_no_source_is_an_empty_configuration() -> None:
-    assert load_config(None, world_size=1, arguments={"train_batch_size": 2}).config == (
+    assert load_config(None, dp_size=1, arguments={"train_batch_size": 2}).config == (
         load({"train_batch_size": 2}).config
     )
 
@@ -336,7 +336,7 @@ def test_tuning_of_swap_buffers_is_accepted_with_a_notice() -> None:
     ]
     loaded = load({**ONE, "gradient_clipping": 1.0, "zero_optimization": zero})
     listed = ", ".join(f"zero_optimization.{name}" for name in names)
-    assert loaded.notices == (f"accepted, no effect here: {listed}",)
+    assert loaded.notices == (f"accepted, but without effect: {listed}",)
 
 
 @pytest.mark.parametrize(
@@ -354,7 +354,7 @@ def test_what_is_still_auto_is_not_judged_before_training(zero: dict[str, Any]) 
 
 def test_the_page_says_that_a_delayed_update_changes_the_algorithm() -> None:
     doc = KEYS["zero_optimization.offload_optimizer.delayed_update"].doc
-    assert "step t computes with the updates up to t-2. Changes the algorithm" in doc
+    assert "step t computes with the updates up to t-2. This changes the algorithm" in doc
 
 
 # Notices
@@ -366,8 +366,8 @@ def test_accepted_keys_share_one_line() -> None:
         "aio": {"thread_count": 2},
         "optimizer": {"type": "AdamW", "params": {"foreach": True}},
     }
-    assert mentions(load({**ONE, **section}), "no effect here") == [
-        "accepted, no effect here: aio.thread_count, optimizer.params.foreach, "
+    assert mentions(load({**ONE, **section}), "without effect") == [
+        "accepted, but without effect: aio.thread_count, optimizer.params.foreach, "
         "zero_optimization.allgather_bucket_size"
     ]
 
@@ -384,7 +384,9 @@ def test_details_of_a_feature_that_is_off_give_no_notice() -> None:
 
 def test_keys_of_calls_that_are_not_there_yet_are_kept_with_a_notice() -> None:
     section = {"pipeline": {"activation_checkpoint_interval": 1}}
-    assert mentions(load({**ONE, **section}), "not there yet", "activation_checkpoint_interval")
+    assert mentions(
+        load({**ONE, **section}), "not implemented yet", "activation_checkpoint_interval"
+    )
 
 
 def test_saving_whole_weights_needs_no_key() -> None:
@@ -507,8 +509,8 @@ def left_auto(**sections: Any) -> list[str]:
 def test_an_auto_that_no_library_replaced_is_named_where_a_default_may_surprise() -> None:
     adamw = {"type": "AdamW", "params": {"lr": "auto", "eps": "auto", "weight_decay": "auto"}}
     assert left_auto(optimizer=adamw, fp16={"enabled": "auto"}, gradient_clipping="auto") == [
-        '"auto" was filled in by nobody, so defaults act: fp16.enabled, gradient_clipping, '
-        "optimizer.params.lr, optimizer.params.weight_decay"
+        '"auto" was not replaced by a value, so defaults are used: fp16.enabled, '
+        "gradient_clipping, optimizer.params.lr, optimizer.params.weight_decay"
     ]
 
 
@@ -520,7 +522,7 @@ def test_auto_sizes_and_batches_surprise_nobody() -> None:
     assert left_auto(train_batch_size="auto", zero_optimization={"stage": "auto"}) == []
 
 
-# Where values come from
+# Origins of values
 
 
 def test_every_value_has_an_origin(tmp_path: Any) -> None:
@@ -530,7 +532,7 @@ def test_every_value_has_an_origin(tmp_path: Any) -> None:
         ' "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"},'
         ' "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}'
     )
-    origins = load_config(path, world_size=2, arguments={"bf16.enabled": True}).origins
+    origins = load_config(path, dp_size=2, arguments={"bf16.enabled": True}).origins
     file = f"file {path}"
     expected = {
         "train_batch_size": file,

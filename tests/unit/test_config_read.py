@@ -1,4 +1,4 @@
-"""Does a configuration come out the same from a dict, a file, text and base64?"""
+"""A configuration is the same if it is read from a dict, a file, text or base64."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from zeroshard.config import load_config
-from zeroshard.config.read import parse_json, read_source
+from zeroshard.config.parse import parse_json, read_source
 from zeroshard.errors import ConfigError
 
 pytestmark = pytest.mark.smoke
@@ -105,7 +105,7 @@ def test_every_duplicate_key_is_named_with_both_values() -> None:
 def test_json_that_is_no_object_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text("[1, 2]")
-    assert error_of(path) == f"{path} must hold one JSON object {{...}}, not [1, 2]"
+    assert error_of(path) == f"{path} must contain one JSON object {{...}}, not [1, 2]"
 
 
 def test_an_unreadable_file_is_an_error(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_the_callers_dict_is_neither_changed_nor_shared() -> None:
     inner = {"stage": "auto", "cpu_offload": False}
     config = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 2}
     config["zero_optimization"] = inner
-    loaded = load_config(config, world_size=1)
+    loaded = load_config(config, dp_size=1)
     assert config == {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": 2,
@@ -147,6 +147,6 @@ def test_the_callers_dict_is_neither_changed_nor_shared() -> None:
 @pytest.mark.parametrize("text", ["", "  "])
 def test_an_empty_string_is_no_configuration(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config(text, world_size=1)
+        load_config(text, dp_size=1)
     wanted = "the configuration is an empty string; give the path of a JSON file"
     assert str(caught.value) == wanted

@@ -1,11 +1,10 @@
-"""Is every use of CUDA behind what it depends on, on the right device? With fakes: no GPU is needed.
+"""Every CUDA operation comes after those that it depends on, on the right device. No GPU is needed.
 
-Streams do nothing here but note who waits for whom; copies happen at once.
+The CUDA streams are fakes. They only record which stream waits for which. Copies happen at once.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,18 +15,21 @@ import torch
 from torch import nn
 
 from zeroshard import Engine
-from zeroshard.comm.env import RankInfo, own_device
 from zeroshard.comm.host import this_process
-from zeroshard.comm.recorder import Recorder
+from zeroshard.comm.recorder import PRESENCE, Recorder
+from zeroshard.device.accelerator import AcceleratorOps
+from zeroshard.device.choice import ops_of, own_device
+from zeroshard.device.copy_streams import CudaCopyStreams
+from zeroshard.device.cuda import CudaOps
 from zeroshard.engine import build
 from zeroshard.errors import UsageError
 from zeroshard.offload import stores
 from zeroshard.offload.async_update import AsyncUpdateWorker
-from zeroshard.offload.copy_streams import CudaCopyStreams
-from zeroshard.watchdog.rank_status import PRESENCE, Peer
+from zeroshard.watchdog.rank_status import Peer
+from zeroshard.watchdog.session import SessionWatch
 from zeroshard.watchdog.settings import WatchdogSettings
 from zeroshard.watchdog.tracked_calls import calls_of
-from zeroshard.watchdog.watchdog import SessionWatch, Watchdog
+from zeroshard.watchdog.watchdog import Watchdog
 from zeroshard.zero import safe_get_full_grad
 
 
@@ -35,15 +37,23 @@ from zeroshard.zero import safe_get_full_grad
 class FakeStream:
     name: str
     cuda: FakeCuda
+    device: Any = None
 
     def wait_stream(self, other: FakeStream) -> None:
         self.cuda.note(f"{self.name} waits for {other.name}")
+
+    def synchronize(self) -> None: ...
+
+    def is_capturing(self) -> bool:
+        return False
 
     def wait_event(self, event: Any) -> None:
         self.cuda.note(f"{self.name} waits for an event")
 
 
 class FakeEvent:
+    def __init__(self, *args: Any, **options: Any) -> None: ...
+
     def record(self, stream: Any = None) -> None: ...
 
     def synchronize(self) -> None: ...
@@ -68,13 +78,12 @@ class FakeCuda:
         self.streams.append(FakeStream(("down", "up")[len(self.streams)], self))
         return self.streams[-1]
 
-    @contextlib.contextmanager
-    def stream(self, stream: FakeStream) -> Any:
-        self.note(f"copy {stream.name}")
-        yield
+    def set_stream(self, stream: FakeStream) -> None:
+        if stream.name != "compute":
+            self.note(f"copy {stream.name}")
 
     def of(self, thread: str) -> list[str]:
-        """What a thread did."""
+        """The calls of a thread."""
         return [what for name, what in self.notes if name.startswith(thread)]
 
 
@@ -87,17 +96,22 @@ def cuda(monkeypatch):
     CUDA.append(fake)
     compute = FakeStream("compute", fake)
     for name, value in {
-        "Stream": fake.stream_of,
         "Event": FakeEvent,
-        "stream": fake.stream,
-        "current_stream": lambda device=None: compute,
-        "set_device": lambda device: fake.note(f"set_device {device}"),
-        "current_device": lambda: 3,
         "is_available": lambda: fake.gpus > 0,
         "device_count": lambda: fake.gpus,
         "is_current_stream_capturing": lambda: False,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
+    for name, value in {
+        "current_accelerator": lambda check_available=False: torch.device("cuda"),
+        "current_stream": lambda device=None: compute,
+        "set_stream": fake.set_stream,
+        "set_device_index": lambda device: fake.note(f"set_device {device}"),
+    }.items():
+        monkeypatch.setattr(torch.accelerator, name, value)
+    monkeypatch.setattr(AcceleratorOps, "record_use", lambda ops, tensor: None)  # of the CPU here
+    monkeypatch.setattr(torch, "Stream", fake.stream_of)
+    monkeypatch.setattr(torch, "Event", FakeEvent)
     yield fake
     CUDA.pop()
 
@@ -107,20 +121,20 @@ def cuda(monkeypatch):
 
 @pytest.mark.parametrize("named", [None, "cuda", torch.device("cuda")])
 def test_a_device_without_an_index_is_the_ranks_own(cuda, named):
-    assert own_device(named, RankInfo(local_rank=5)) == torch.device("cuda", 5)
-    assert own_device(named, RankInfo(local_rank=9)) == torch.device("cuda", 1)
+    assert own_device(named, 5) == torch.device("cuda", 5)
+    assert own_device(named, 9) == torch.device("cuda", 1)
 
 
 def test_a_device_with_an_index_is_that_one(cuda):
     for named in ("cuda:2", torch.device("cuda", 2)):
-        assert own_device(named, RankInfo(local_rank=5)) == torch.device("cuda", 2)
-    assert own_device("cpu", RankInfo(local_rank=5)) == torch.device("cpu")
+        assert own_device(named, 5) == torch.device("cuda", 2)
+    assert own_device("cpu", 5) == torch.device("cpu")
 
 
 def test_no_device_is_the_gpu_that_the_environment_leaves(cuda, monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    assert own_device(None, RankInfo(local_rank=5)) == torch.device("cpu")
-    assert own_device("cuda", RankInfo(local_rank=5)) == torch.device("cuda", 5)
+    assert own_device(None, 5) == torch.device("cpu")
+    assert own_device("cuda", 5) == torch.device("cuda", 5)
 
 
 @pytest.mark.parametrize(("named", "gpus"), [("cuda", 0), ("cuda:0", 0), ("cuda:8", 8)])
@@ -142,29 +156,49 @@ def test_the_update_thread_selects_its_device_before_anything_else(cuda):
     assert cuda.of("zeroshard-update") == ["set_device cuda:3", "waits"]
 
 
-def test_the_sentinel_selects_the_device_that_it_asks_for_events(cuda, tmp_path):
+def test_the_watchdog_selects_the_device_that_it_asks_for_events(cuda, tmp_path):
     recorder = Recorder(recording=tmp_path / "0")
-    recorder.watch_device()
+    recorder.watch_device(ops_of(torch.device("cuda", 3)))
     recorder.note_pending(recorder.enter(recorder.entries("x")["y"], torch.ones(1), 1, 0))
     peer = Peer(0, this_process(), str(tmp_path / "0"))
     store = torch.distributed.HashStore()
-    trust = WatchdogSettings(tick_s=0.01)
-    watchdog = Watchdog(store, rank=0, ranks=[0], recording=tmp_path / PRESENCE, trust=trust)
+    settings = WatchdogSettings(tick_s=0.01)
+    watchdog = Watchdog(store, rank=0, ranks=[0], recording=tmp_path / PRESENCE, settings=settings)
     asked = threading.Event()
-    with mock.patch.object(FakeEvent, "query", lambda _: [cuda.note("query"), asked.set()]):
-        part = calls_of(recorder, "x", trust, peers={0: peer})
-        session_watch = SessionWatch(watchdog, "x", trust, {0: peer}, [part])
+    with (
+        mock.patch.object(FakeEvent, "query", lambda _: [cuda.note("query"), asked.set()]),
+        mock.patch.object(CudaOps, "tolerate_captures", lambda _: cuda.note("tolerates captures")),
+    ):
+        part = calls_of(recorder, "x", settings, peers={0: peer})
+        session_watch = SessionWatch(watchdog, "x", settings, {0: peer}, [part])
         assert asked.wait(10)
     session_watch.close()
     recorder.close()
-    assert cuda.of("zeroshard-sentinel")[:2] == ["set_device 3", "query"]
+    assert cuda.of("zeroshard-watchdog")[:3] == [
+        "set_device cuda:3",
+        "tolerates captures",  # a query would end the capture of a graph on the program's thread
+        "query",
+    ]
+
+
+def test_events_of_collectives_that_have_ended_are_used_again(cuda):
+    recorder = Recorder()
+    recorder.watch_device(ops_of(torch.device("cuda", 3)))
+    item = recorder.enter(recorder.entries("x")["y"], torch.ones(1), 1, 0)
+    with mock.patch.object(torch, "Event", mock.Mock(side_effect=FakeEvent)) as made:
+        for _ in range(3):
+            for _ in range(4):
+                recorder.note_pending(item)
+            assert len(recorder.pending) == 4
+            assert recorder.oldest_pending() is None
+    assert made.call_count == 4
 
 
 # ---------------------------------------------------------------------- races
 
 
 def test_a_copy_up_is_behind_the_current_stream_unless_it_is_known_to_be_free(cuda):
-    streams = CudaCopyStreams(torch.device("cpu"))
+    streams = CudaCopyStreams(torch.device("cuda", 0))
     streams.h2d(torch.ones(2), torch.zeros(2))
     streams.h2d(torch.ones(2), torch.zeros(2), at_once=True)
     assert cuda.of("Main") == ["up waits for compute", "copy up", "copy up"]
@@ -175,8 +209,11 @@ def test_a_copy_up_is_behind_the_current_stream_unless_it_is_known_to_be_free(cu
 def test_every_copy_to_the_device_that_the_main_thread_starts_is_behind_its_kernels(
     cuda, stage, delayed
 ):
-    """Parameters after an update, and gradients that are needed again: forward and backward may still
-    use the memory that they go to. The update's own thread has waited for the gradient instead."""
+    """Copies of updated parameters, and of gradients that are needed again.
+
+    Forward and backward may still use the memory that they are copied to. The thread of the update need
+    not wait for that, since it has waited for the gradient.
+    """
     config = {
         "train_batch_size": 2,
         "bf16": {"enabled": True},
@@ -191,7 +228,9 @@ def test_every_copy_to_the_device_that_the_main_thread_starts_is_behind_its_kern
     with (
         mock.patch.object(build, "has_copy_streams", lambda _device: True),
         mock.patch.object(
-            stores, "make_copy_streams", lambda device, *, copies: CudaCopyStreams(device)
+            stores,
+            "make_copy_streams",
+            lambda _device, *, copies: CudaCopyStreams(torch.device("cuda", 0)),
         ),
         Engine(model, config=config, device="cpu") as engine,
     ):

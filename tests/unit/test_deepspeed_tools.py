@@ -1,4 +1,4 @@
-"""Do the small tools that programs take from DeepSpeed do what their names say?"""
+"""Utilities that programs import from DeepSpeed do what their names say."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_an_elastic_batch_suits_most_world_sizes():
     ]
     assert worlds == by_hand
     assert compute(config, "0.19", world_size=64) == (batch, worlds, 17)
-    with pytest.raises(UsageError, match="world size 128 does not suit"):
+    with pytest.raises(UsageError, match="world size 128 does not fit"):
         compute(config, "0.19", world_size=128)
     with pytest.raises(ConfigError, match="needs"):
         compute({"elasticity": {"enabled": False}}, "0.19")
@@ -88,7 +88,7 @@ def test_a_hostfile_gives_slots_by_host(tmp_path, caplog):
         runner.parse_inclusion_exclusion(pool, "a:7", "")
     with caplog.at_level(logging.WARNING):
         assert runner.fetch_hostfile(str(tmp_path / "none")) is None
-    assert "this host alone is used" in caplog.text
+    assert "only this host is used" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_a_profiler_counts_what_runs_between_start_and_stop(capsys):
     assert profiler.get_total_flops() == forward
     assert 0 < profiler.get_total_duration() < 60
     profiler.reset_profile()
-    loss.backward()  # what the loss is to the input is asked of the second layer alone
+    loss.backward()  # the gradient of the input is computed for the second layer only
     profiler.stop_profile()
     net(torch.ones(5, 8))
     backward = 2 * 3 * (8 * 16 + 2 * 16 * 4)

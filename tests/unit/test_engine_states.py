@@ -1,4 +1,4 @@
-"""Which states can an engine be in, and what may be called in each?"""
+"""The states of an engine, and the calls that are allowed in each."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def in_state(state: EngineState) -> Life:
 @pytest.mark.parametrize(
     ("state", "said"),
     [
-        (EngineState.HALF_LOADED, "are of two runs"),
+        (EngineState.HALF_LOADED, "belong to different runs"),
         (EngineState.FAILED, "an update ended in the middle"),
         (EngineState.CLOSED, "this engine was closed"),
     ],
@@ -57,9 +57,11 @@ def test_a_call_is_refused_only_while_what_it_needs_is_offloaded():
     life = in_state(EngineState.OFFLOADED)
     life.check()
     life.check("engine.backward()", "lp_grads")
-    with pytest.raises(UsageError, match=r"engine.forward\(\) while lp_params rest in host memory"):
+    with pytest.raises(
+        UsageError, match=r"engine.forward\(\) while lp_params are stored in host memory"
+    ):
         life.check("engine.forward()", "lp_params")
-    with pytest.raises(UsageError, match="while optim_states, lp_params rest"):
+    with pytest.raises(UsageError, match="while optim_states, lp_params are stored"):
         life.check("engine.step()")
     life.reload()
     life.check("engine.step()")

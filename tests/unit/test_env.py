@@ -1,4 +1,4 @@
-"""Does a process learn its place from whatever started it, and join the others?"""
+"""A process reads its rank from the environment of its launcher and joins the other ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ import sys
 import pytest
 import torch.distributed as dist
 
-from zeroshard.comm.env import RankInfo, RunName, rank_info_of, run_name
+from zeroshard.comm.env import (
+    DataCoordinate,
+    RankInfo,
+    RunName,
+    data_coordinate,
+    rank_info_of,
+    run_name,
+)
 from zeroshard.config.sections import TrustConfig
 from zeroshard.errors import ConfigError, LaunchError
 from zeroshard.watchdog.join import init_distributed
@@ -27,7 +34,7 @@ RENDEZVOUS = {"MASTER_ADDR": "node0"}
 
 
 @pytest.mark.parametrize(
-    ("environ", "place"),
+    ("environ", "rank_info"),
     [
         ({}, RankInfo(0, 1, 0, 1, "none")),
         ({"RANK": "1", "WORLD_SIZE": "2"}, RankInfo(1, 2, 0, 1, "torchrun")),
@@ -36,14 +43,27 @@ RENDEZVOUS = {"MASTER_ADDR": "node0"}
             RankInfo(1, 2, 1, 2, "torchrun"),
         ),
         ({**MPI, **RENDEZVOUS}, RankInfo(3, 4, 1, 2, "mpi")),
-        (MPI, RankInfo(3, 4, 1, 2, "mpi")),  # several hosts need an address, but not to know this
+        (
+            MPI,
+            RankInfo(3, 4, 1, 2, "mpi"),
+        ),  # with several hosts an address is needed, but this variable is not
         ({**SLURM, **RENDEZVOUS}, RankInfo(5, 8, 1, 1, "slurm")),
         (SLURM, RankInfo(0, 1, 0, 1, "none")),  # an interactive shell
     ],
     ids=["nothing", "short", "torchrun", "mpi", "mpi-alone", "slurm", "slurm-shell"],
 )
-def test_the_place_follows_from_the_launchers_variables(environ, place):
-    assert rank_info_of(environ) == place
+def test_the_rank_follows_from_the_launchers_variables(environ, rank_info):
+    assert rank_info_of(environ) == rank_info
+
+
+def test_each_rank_has_its_own_share_of_the_data():
+    coordinates = [data_coordinate(RankInfo(rank, 4, rank % 2, 2)) for rank in range(4)]
+    assert coordinates == [DataCoordinate(dp_rank, 4) for dp_rank in range(4)]
+
+
+def test_rank_0_of_the_run_is_the_main_rank():
+    ranks = [RankInfo(rank, 4, rank % 2, 2) for rank in range(4)]
+    assert [rank_info.is_main_rank for rank_info in ranks] == [True, False, False, False]
 
 
 def test_mpi_is_not_looked_for_when_told_so():
@@ -137,13 +157,13 @@ def test_trust_settings_come_from_the_config_and_the_environment():
     environ = {"ZEROSHARD_STALL_S": "3", "ZEROSHARD_WATCHDOG": "0", "ZEROSHARD_DUMP_DIR": "/d"}
     settings = WatchdogSettings.from_config(config).with_environment(environ)
     assert (settings.frozen_s, settings.watchdog, settings.dump_dir) == (30, False, "/d")
-    assert settings.limits().first_report_s == 3
+    assert settings.report_s() == 3
     assert settings.tick_s == 0.5
 
 
 @pytest.mark.parametrize(("median_s", "first_s"), [(0.0, 20.0), (3.0, 30.0), (60.0, 45.0)])
 def test_the_first_report_follows_the_pace_of_the_run(median_s, first_s):
-    assert WatchdogSettings().limits(median_s).first_report_s == first_s
+    assert WatchdogSettings().report_s(median_s) == first_s
 
 
 @pytest.mark.parametrize("text", ["soon", "-1"])

@@ -1,4 +1,4 @@
-"""Do weights that leave a checkpoint arrive whole, in files that others load?"""
+"""Exported weights are complete, in files that other libraries load."""
 
 from __future__ import annotations
 
@@ -284,7 +284,7 @@ def test_two_exports_into_one_directory_come_one_after_the_other(checkpoint, out
         logging.getLogger("zeroshard").removeHandler(caplog.handler)
     assert done and not list(out.glob("*.part"))
     assert_equal(loaded(out), {**VALUES, **BUFFERS})
-    export_checkpoint(checkpoint, out)  # nobody holds it any more
+    export_checkpoint(checkpoint, out)  # the first export has released the folder
 
 
 def flip(path: Path, at: int) -> None:
@@ -305,7 +305,8 @@ def test_a_damaged_checkpoint_leaves_the_earlier_export_as_it_was(tmp_path, chec
 
 
 def test_files_of_two_exports_are_never_taken_for_one(checkpoint, out, monkeypatch):
-    """Killed between two renames: what is left is no model, instead of parts of two."""
+    """If an export is killed between two renames, the folder holds no valid model instead of parts
+    of two."""
     export_checkpoint(checkpoint, out, max_shard_size=40, dtype="bfloat16")
     replace, calls = os.replace, []
 
@@ -331,7 +332,7 @@ def test_a_header_that_reads_otherwise_is_noticed(checkpoint, out, monkeypatch, 
         file.path.write_bytes(file.path.read_bytes().replace(before, after, 1))
 
     monkeypatch.setattr(export._ShardFile, "sync", sync_and_replace)
-    with pytest.raises(CheckpointError, match=r"does not hold '(wte|scale)' as it was written"):
+    with pytest.raises(CheckpointError, match=r"does not contain '(wte|scale)' as it was written"):
         export_checkpoint(checkpoint, out)
     assert names_in(out) == set()
 

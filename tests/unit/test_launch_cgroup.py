@@ -1,4 +1,4 @@
-"""Kill counters, read from recorded folders of each cgroup version, and the launcher's own check."""
+"""Kill counters, read from recorded folders of each cgroup version, and the launcher's memory check."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ GIB = 1 << 30
 @pytest.mark.parametrize(
     ("folder", "counters"),
     [
-        ("cgroup_v2", OomCounters(2, 4)),  # of the own cgroup, not of the parent's other children
+        (
+            "cgroup_v2",
+            OomCounters(2, 4),
+        ),  # of this process's cgroup, not of the parent's other children
         ("cgroup_v2_container", OomCounters(5, 1)),
         ("cgroup_v1", OomCounters(3, None)),
         ("cgroup_hybrid", OomCounters(6, 0)),
@@ -73,7 +76,7 @@ def test_hardly_any_memory_is_a_warning():
 
 def test_the_shared_memory_of_a_default_container_is_a_warning():
     assert check(shm=64 << 20) == (
-        "/dev/shm holds only 64 MiB; data-loader workers and NCCL die of SIGBUS when it is full. "
+        "/dev/shm has only 64 MiB. When it is full, data-loader workers and NCCL end with SIGBUS. "
         "docker run --shm-size=8g (or --ipc=host) makes it larger.",
     )
 

@@ -1,15 +1,22 @@
-"""The commands of ``zeroshard`` and how options become a request."""
+"""The commands of ``zeroshard``, and how options become a launch request."""
 
 from __future__ import annotations
 
+import ast
 import json
+import re
+from dataclasses import fields
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+import zeroshard.launch
 from zeroshard.cli import launch as launch_options
+from zeroshard.cli import runner
 from zeroshard.cli.main import main
 from zeroshard.launch import LaunchRequest, ShutdownTimeouts
+from zeroshard.launch.options import WITHOUT_FIELD, declared, passed_on
 
 pytestmark = pytest.mark.smoke
 
@@ -71,9 +78,53 @@ def test_deepspeeds_options_keep_their_names(request_of):
         module=True,
         no_ssh=True,
         each_rank_log="logs",
-        verbose=True,
+        log_level="info",
         quiet=True,
     )
+
+
+OPTIONS = {name: (kind, option) for name, kind, _, option in declared()}
+OF_OTHER_PROGRAMS = set(
+    "--bind-to --cpu-bind --host --ipc --kill-on-bad-exit --local_rank --nodelist --nodes --ntasks "
+    "--ntasks-per-node --shm-size --time --use_cpu".split()
+)
+
+
+def test_every_option_is_known_to_all_that_read_options(request_of, monkeypatch):
+    """The command, the request, the ``deepspeed`` runner and the launchers of other nodes."""
+    default, seen = LaunchRequest("t.py"), []
+    monkeypatch.setattr(runner, "check_request", seen.append)
+    assert {f.name for f in fields(LaunchRequest)} - {"script", "args"} == set(OPTIONS) - set(
+        WITHOUT_FIELD
+    )
+    for name, (kind, option) in OPTIONS.items():
+        if name in WITHOUT_FIELD:
+            continue
+        assert option.help or option.hidden, name
+        words = [option.names[0].partition("/")[0], *([] if kind is bool else ["7"]), "t.py"]
+        request = request_of(*words)
+        changed = [
+            f.name for f in fields(request) if getattr(request, f.name) != getattr(default, f.name)
+        ]
+        assert changed == [name]
+        runner._check(words)
+        assert seen[-1] == request
+        again = request_of(*passed_on(request), "t.py")
+        assert again == (request if option.passed_on else default), name
+
+
+def test_the_launcher_names_only_options_that_are_declared():
+    """In the commands that it builds and in its messages."""
+    known = {part for _, option in OPTIONS.values() for n in option.names for part in n.split("/")}
+    unknown = {
+        (path.name, word)
+        for path in Path(zeroshard.launch.__file__).parent.glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        for word in re.findall(r"(?<![\w-])--[a-z][\w-]+", node.value)
+        if word not in known | OF_OTHER_PROGRAMS
+    }
+    assert unknown == set()
 
 
 def test_patience_is_given_in_seconds(request_of):

@@ -1,4 +1,4 @@
-"""Flags of the deepspeed command: which cores ranks get, and what starts other hosts."""
+"""Flags of the ``deepspeed`` command: the cores of ranks, and how other hosts are started."""
 
 from __future__ import annotations
 
@@ -22,16 +22,8 @@ from zeroshard.launch.cores import (
 )
 from zeroshard.launch.hosts import Host
 from zeroshard.launch.mpi import mpirun_command
-from zeroshard.launch.plan import (
-    LAUNCHERS,
-    LaunchRequest,
-    RunHere,
-    RunNodes,
-    RunSrun,
-    notices,
-    passed_on,
-    plan_launch,
-)
+from zeroshard.launch.options import LAUNCHERS, LaunchRequest, passed_on
+from zeroshard.launch.plan import RunHere, RunNodes, RunSrun, notices, plan_launch
 from zeroshard.launch.remote import NodeCommand, node_commands, ssh_words, this_launcher
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]"}
@@ -79,7 +71,7 @@ def test_shares_are_disjoint_and_of_one_size(num_local):
 
 
 def test_fewer_cores_than_ranks_is_refused():
-    assert "3 ranks cannot have a core each, since this process may use 2" in refusal(
+    assert "this process may use 2 cores, which is not enough for 3 ranks" in refusal(
         share_cores, machine(1, 2, threads=2), 3
     )
 
@@ -189,8 +181,9 @@ def test_force_multi_gives_a_single_host_a_launcher_of_its_own(hostfile):
         ({"launcher": "pdhs"}, {}, "--launcher 'pdhs' is unknown. Use one of ssh, pdsh, slurm"),
         ({"launcher": "ssh", "no_ssh": True}, {}, "--launcher and --no_ssh cannot be given together"),
         ({"force_multi": True, "no_ssh": True}, {}, "--force_multi and --no_ssh cannot be given"),
-        ({"force_multi": True}, {}, "no host is named: give --hostfile."),
-        ({"launcher": "impi", "ssh_port": 22}, {}, "--ssh_port has no meaning with --launcher impi"),
+        ({"force_multi": True}, {}, "no hosts are given. Give --hostfile."),
+        ({"launcher": "impi", "ssh_port": 22}, {},
+            "--ssh_port cannot be used with --launcher impi"),
         ({"launcher_args": "-f 9"}, {}, "'-f 9' with no --launcher: hosts are reached over ssh"),
         ({"launcher": "pdsh", "launcher_args": "-f 9"}, {}, "with --launcher pdsh: hosts are"),
         ({"launcher": "ssh", "launcher_args": "'a"}, {}, "cannot be split into words: No closing"),
@@ -215,7 +208,7 @@ def test_flags_that_cannot_be_followed_say_why(options, env, message):
 
 def test_a_hostfile_of_another_job_is_refused(hostfile):
     said = refusal(decision, JOB, hostfile=hostfile, launcher="slurm")
-    assert "--hostfile names 'a', which is no node of the SLURM job (n1, n2, n3)" in said
+    assert "--hostfile names 'a', which is not a node of the SLURM job (n1, n2, n3)" in said
 
 
 def test_a_pid_file_needs_a_launcher_that_stays(hostfile):

@@ -33,7 +33,7 @@ def test_every_bad_line_of_a_hostfile_is_named_at_once():
 
 def test_empty_hostfile_is_refused():
     assert refusal(parse_hostfile, "# nothing\n", "f") == (
-        "f: no host in it; expected lines of the form 'host slots=N'."
+        "f contains no host; expected lines of the form 'host slots=N'."
     )
 
 

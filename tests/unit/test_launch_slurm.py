@@ -1,11 +1,12 @@
-"""What a SLURM environment means for the launcher."""
+"""How the launcher reads a SLURM environment."""
 
 from __future__ import annotations
 
 import pytest
 
 from zeroshard.errors import LaunchError
-from zeroshard.launch.plan import ExecAsRank, LaunchRequest, RunHere, RunSrun, plan_launch
+from zeroshard.launch.options import LaunchRequest
+from zeroshard.launch.plan import ExecAsRank, RunHere, RunSrun, plan_launch
 from zeroshard.launch.slurm import expand_nodelist, read_slurm
 
 BATCH = {
@@ -81,12 +82,12 @@ def test_one_task_per_rank_becomes_that_rank():
 
 
 def test_uneven_tasks_per_node_are_refused():
-    with pytest.raises(LaunchError, match=r"^SLURM started 5 tasks on 2 nodes, so the nodes hold"):
+    with pytest.raises(LaunchError, match=r"^SLURM started 5 tasks on 2 nodes, so nodes have"):
         decision({**STEP, "SLURM_NTASKS": "5"})
 
 
 def test_nproc_contradicts_one_task_per_rank():
-    with pytest.raises(LaunchError, match="each becomes one rank, so --nproc 2 has no meaning"):
+    with pytest.raises(LaunchError, match="each becomes one rank, so --nproc 2 cannot be used"):
         decision(STEP, nproc=2)
 
 

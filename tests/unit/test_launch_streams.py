@@ -1,4 +1,4 @@
-"""How the ranks' outputs reach the console."""
+"""How the outputs of ranks are printed on the console."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a manifest says: a valid one is read, and every other ends in one error that says why."""
+"""A valid manifest is read. Every other manifest raises one error with the reason."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def signed(body: Any, **head: Any) -> str:
 
 
 def changed(body: dict[str, Any], place: str, value: Any) -> dict[str, Any]:
-    """A copy with one value put where ``place`` leads; its steps are split at slashes."""
+    """A copy with one value replaced at the path ``place``, whose steps are separated by slashes."""
     found = copy.deepcopy(body)
     *steps, last = place.split("/")
     parent: Any = found
@@ -86,7 +86,7 @@ for _ in range(500):
 WRONG = [
     # paths
     *(
-        ("files/0/name", name, "leads out of the directory")
+        ("files/0/name", name, "is not a name of a file in the directory")
         for name in (
             "../x.safetensors", "/etc/x.safetensors", "..\\x.safetensors", "a\0.safetensors",
             "a/b.safetensors", ".hidden.safetensors", "", ".", "..", "manifest.json",
@@ -117,14 +117,14 @@ WRONG = [
     ("files", {}, "valid array"),
     ("files/0", None, "be an object"),
     # fragments
-    (FRAGMENTS, [], "hold 0 of 3,000"),
-    (FRAGMENTS, [[0, 0, 750]], "hold 750 of 3,000"),
+    (FRAGMENTS, [], "contain 0 of 3,000"),
+    (FRAGMENTS, [[0, 0, 750]], "contain 750 of 3,000"),
     (FRAGMENTS, [[0, 0, 750], [1, 740, 2260]], "overlap at element 740"),
     (FRAGMENTS, [[0, 0, 750], [1, 760, 2240]], "gap at element 750"),
     (FRAGMENTS, [[0, 0, 750], [0, 0, 750], [1, 750, 2250]], "overlap at element 0"),
     (FRAGMENTS, [[0, 0, 0], [0, 0, 750], [1, 750, 2250]], "overlap at element 0"),
     (FRAGMENTS, [[0, 1, 750], [1, 751, 2249]], "gap at element 0"),
-    (FRAGMENTS, [[0, 0, 750], [1, 750, 2251]], "hold 3,001 of 3,000"),
+    (FRAGMENTS, [[0, 0, 750], [1, 750, 2251]], "contain 3,001 of 3,000"),
     (FRAGMENTS, [[2, 0, 750], [1, 750, 2250]], "file 2 of 2"),
     (FRAGMENTS, [[-1, 0, 750], [1, 750, 2250]], "greater than or equal to 0"),
     (FRAGMENTS, [[0, -1, 751], [1, 750, 2250]], "greater than or equal to 0"),
@@ -137,7 +137,7 @@ WRONG = [
     (FRAGMENTS, [[0, 0, 750, 0]], "at most 3 items"),
     (FRAGMENTS, [None], "be an array"),
     (FRAGMENTS, "0", "valid array"),
-    (f"{WEIGHT}/shape", [60, 51], "hold 3,000 of 3,060"),
+    (f"{WEIGHT}/shape", [60, 51], "contain 3,000 of 3,060"),
     (f"{WEIGHT}/shape", [2**53, 2**53], "too large"),
     (f"{WEIGHT}/shape", [0, 2**53, 2], "too large"),
     (f"{WEIGHT}/shape", [1] * 65, "at most 64"),
@@ -157,16 +157,16 @@ WRONG = [
     (f"{WEIGHT}/tensors/buffer", {"dtype": "F32", "fragments": []}, "no tensor may have this name"),
     (f"{WEIGHT}/tensors", [], "be an object"),
     (f"{WEIGHT}/scalars/step", ["F32"], "Field required"),
-    (f"{WEIGHT}/scalars/step", ["F32", 1e39], "is no F32"),
-    (f"{WEIGHT}/scalars/step", ["F32", True], "is no F32"),
-    (f"{WEIGHT}/scalars/step", ["F32", 10**400], "is no F32"),
-    (f"{WEIGHT}/scalars/step", ["F16", 65505], "is no F16"),
-    (f"{WEIGHT}/scalars/step", ["I8", 128], "is no I8"),
-    (f"{WEIGHT}/scalars/step", ["I64", 1.0], "is no I64"),
-    (f"{WEIGHT}/scalars/step", ["U8", -1], "is no U8"),
-    (f"{WEIGHT}/scalars/step", ["BOOL", 1], "is no BOOL"),
-    (f"{WEIGHT}/scalars/step", ["C64", 1], "is no C64"),
-    (f"{WEIGHT}/scalars/step", ["number", 2**63], "is no number"),
+    (f"{WEIGHT}/scalars/step", ["F32", 1e39], "is not a valid F32"),
+    (f"{WEIGHT}/scalars/step", ["F32", True], "is not a valid F32"),
+    (f"{WEIGHT}/scalars/step", ["F32", 10**400], "is not a valid F32"),
+    (f"{WEIGHT}/scalars/step", ["F16", 65505], "is not a valid F16"),
+    (f"{WEIGHT}/scalars/step", ["I8", 128], "is not a valid I8"),
+    (f"{WEIGHT}/scalars/step", ["I64", 1.0], "is not a valid I64"),
+    (f"{WEIGHT}/scalars/step", ["U8", -1], "is not a valid U8"),
+    (f"{WEIGHT}/scalars/step", ["BOOL", 1], "is not a valid BOOL"),
+    (f"{WEIGHT}/scalars/step", ["C64", 1], "is not a valid C64"),
+    (f"{WEIGHT}/scalars/step", ["number", 2**63], "is not a valid number"),
     (f"{WEIGHT}/scalars/step", ["F32", "1"], "valid"),
     (f"{WEIGHT}/scalars/step", ["F32", None], "valid"),
     (f"{WEIGHT}/scalars/step", ["F33", 1.0], "Input should be"),
@@ -207,8 +207,8 @@ WRONG = [
     ("tag", None, "valid string"),
     ("saved_at", "x" * 1001, "at most 1000"),
     ("writer", {"zeroshard": 1}, "valid string"),
-    ("step", float("nan"), "NaN is no number"),
-    ("step", float("-inf"), "-Infinity is no number"),
+    ("step", float("nan"), "NaN is not a number"),
+    ("step", float("-inf"), "-Infinity is not a number"),
     ("shared", {"deep": DEEP}, "recursion"),
     ("tag", "\ud800", "Invalid JSON: unexpected end of hex escape"),
 ]  # fmt: skip
@@ -224,7 +224,7 @@ def test_each_violation_is_refused_by_name_and_reason(body, place, value, why):
 
 
 def test_a_fragment_in_two_places_counts_twice(body):
-    """Else a small manifest could claim any amount of memory from one small file."""
+    """Otherwise a small manifest could claim any amount of memory from one small file."""
     nbytes = body["files"][1]["nbytes"]
     many = {"shape": [nbytes], "trained": True,
             "tensors": {"value": {"dtype": "U8", "fragments": [[1, 0, nbytes]]}}}  # fmt: skip
@@ -259,14 +259,14 @@ def test_what_is_no_manifest_is_refused(text):
 
 @pytest.mark.parametrize("version", [0, 2, 1.0, True, "1", None, [1], "x" * 10_000])
 def test_other_versions_are_refused_with_what_to_do(body, version):
-    with pytest.raises(CheckpointError, match="install that one") as error:
+    with pytest.raises(CheckpointError, match="install that release") as error:
         parse(signed(body, version=version), where="m")
     assert len(str(error.value)) < 500
 
 
 @pytest.mark.parametrize("head", [{"sha256": "0" * 64}, {"sha256": None}, {"sha256": 1}])
 def test_a_manifest_that_its_checksum_does_not_fit_is_refused(body, head):
-    with pytest.raises(CheckpointError, match="its own checksum"):
+    with pytest.raises(CheckpointError, match="its checksum"):
         parse(signed(body, **head), where="m")
 
 
@@ -349,7 +349,7 @@ def test_what_is_no_regular_file_is_neither_read_nor_waited_for(saved, tmp_path)
 def test_a_manifest_over_the_limit_is_not_read(tmp_path):
     with (tmp_path / MANIFEST).open("wb") as file:
         file.truncate(2**40)
-    with pytest.raises(CheckpointError, match="no regular file of at most"):
+    with pytest.raises(CheckpointError, match="not a regular file of at most"):
         read_manifest(tmp_path)
 
 
@@ -422,7 +422,8 @@ def places_of(node: Any) -> list[tuple[Any, Any]]:
 
 
 def mutated(body: dict[str, Any], draw: random.Random) -> dict[str, Any]:
-    """One to three changes: another value, nothing, something from elsewhere in it, one more, one off."""
+    """One to three random changes: replace, drop, copy from elsewhere, duplicate, shift a number,
+    rename."""
     found = json.loads(json.dumps(body))
     for _ in range(draw.randint(1, 3)):
         places = places_of(found)
@@ -462,7 +463,7 @@ class Watched:
 
 
 def read_all(path: Path, text: str) -> bool:
-    """Read whatever the manifest claims. True: all of it was there."""
+    """Read everything that the manifest names. Returns True if all of it exists."""
     (path / MANIFEST).write_text(text)
     is_whole = True
     with CheckpointReader(path) as source:
@@ -510,7 +511,7 @@ def test_any_mutation_is_refused_or_read_within_the_directory(saved, body, tmp_p
             assert [p for p in watched.opened if not p.startswith(inside)] == []
 
     check()
-    assert min(SEEN.values()) > 100, SEEN  # else the mutations are too wild, or too tame
+    assert min(SEEN.values()) > 100, SEEN  # otherwise too many or too few mutations are valid
 
 
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)

@@ -1,4 +1,4 @@
-"""Sinks for the numbers of a run."""
+"""The monitors that receive the metrics of a run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ COMET = SimpleNamespace(
 
 
 class Recorder:
-    """Stands for any package: remembers calls as (name, args, kwargs)."""
+    """A fake of any package. Records calls as (name, args, kwargs)."""
 
     def __init__(self, **attributes: object) -> None:
         self.calls: list[tuple] = []
@@ -204,7 +204,7 @@ def test_a_sink_that_fails_is_dropped_with_one_line_and_the_others_go_on(caplog)
     assert broken.attempts == 1
     assert kept.events == [("a", 0.0, 1), ("a", 0.0, 2), "closed"]
     assert [record.getMessage() for record in caplog.records] == [
-        "Broken could not write and is switched off; training goes on (OSError: no space left)"
+        "Broken could not write and is switched off; training continues (OSError: no space left)"
     ]
 
 

@@ -1,15 +1,49 @@
-"""Do names of the release before still work, and say the new ones?"""
+"""Old names of the previous release still work and warn with the new name."""
 
 from __future__ import annotations
 
 import importlib
 import subprocess
 import sys
+import warnings
+from pathlib import Path
 
 import pytest
 from torch import nn
 
 from zeroshard import Engine, moved
+
+OLD_NAMES = Path(__file__).parent / "fixtures" / "old_names.txt"
+"""One line for each module of the previous release and of the first rename after it: its public names."""
+
+GONE = (  # what stays out, and why: modules, or names of a module
+    (
+        "our own test models, now in tests/support",
+        "comm.faulty testing.edge_case_models testing.edge_case_networks testing.faulty_comm "
+        "testing.models testing.networks testing.parity testing:CASES testing:Case",
+    ),
+    ("wrote pages of docs/, now in docs/", "config.docs integrations.deepspeed.docs"),
+    (
+        "has no equivalent: deleted with the code that used it",
+        "comm.agree:agree_value comm.agreement:agree_value config.offload:notices "
+        "core.verdict:MEETINGS watchdog.diagnosis:MEETINGS",
+    ),
+    (
+        "is a method or another function now",
+        "comm.sentinel:error_of watchdog.watchdog:error_of "
+        "comm.side:read_verdict comm.side:write_verdict "
+        "watchdog.store_client:read_verdict watchdog.store_client:write_verdict "
+        "engine.build:build_runtime engine.optimizers:WHOLE "
+        "memory.storage:flat_nbytes store.storage:flat_nbytes",  # Tensor.nbytes
+    ),
+    (
+        "takes other arguments or has other fields now",
+        "config.params:PARAMS config.params:TYPED config.params:declared_arguments "
+        "core.verdict:Limits watchdog.diagnosis:Limits engine.arguments:check_loss "
+        "engine.arguments:refused_graph engine.compose:Events engine.compose:compose "
+        "engine.optimizer_step:Measures engine.setup:assemble engine.update:Measures",
+    ),
+)
 
 
 @pytest.mark.parametrize("old", sorted(moved.MODULES))
@@ -25,11 +59,56 @@ def test_an_old_module_gives_the_new_one_with_one_warning(old, monkeypatch):
 
 @pytest.mark.parametrize("module", sorted(moved.CLASSES))
 def test_old_classes_are_the_new_ones(module):
-    home = "checkpoint.deepspeed.reader" if module == "checkpoint.deepspeed" else module
-    for old, new in moved.CLASSES[module].items():
+    asked = importlib.import_module(f"zeroshard.{module}")
+    for old in moved.CLASSES[module]:
+        home, new = moved.current_name(module, old)
         wanted = getattr(importlib.import_module(f"zeroshard.{home}"), new)
-        with pytest.warns(FutureWarning, match=new):
+        with pytest.warns(FutureWarning, match=rf"zeroshard\.{home}\.{new} now"):
             assert moved.old_names(module)(old) is wanted
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            assert old in vars(asked) or getattr(asked, old) is wanted
+
+
+def test_a_name_that_went_to_another_module_is_found_with_one_warning(monkeypatch):
+    from zeroshard.engine import arguments, draft
+
+    with pytest.warns(FutureWarning, match=r"zeroshard\.engine\.draft\.check_model now") as said:
+        assert arguments.check_model is draft.check_model
+    assert [w.filename for w in said] == [__file__]
+    monkeypatch.delitem(sys.modules, "zeroshard.engine.setup", raising=False)
+    with pytest.warns(FutureWarning, match=r"zeroshard\.engine\.build now") as said:
+        setup = importlib.import_module("zeroshard.engine.setup")
+        assert setup.make_optimizer is draft.make_optimizer
+    assert len(said) == 1
+    with pytest.raises(AttributeError, match=r"engine\.arguments' has no attribute 'check_modell'"):
+        _ = arguments.check_modell
+
+
+def _lost(line: str) -> list[str]:
+    """The module of a line, or those of its names that are not found."""
+    module, _, names = line.partition(":")
+    short = module.removeprefix("zeroshard.")
+    try:
+        found = importlib.import_module(module)
+    except ImportError as error:
+        ours = (error.name or "").startswith(
+            "zeroshard"
+        )  # else an optional package is not installed
+        return [short] if ours else []
+    return [f"{short}:{name}" for name in names.split() if not hasattr(found, name)]
+
+
+def test_every_public_name_is_found_or_is_listed_as_gone(monkeypatch):
+    monkeypatch.setenv(
+        "PYTORCH_NVML_BASED_CUDA_CHECK", "1"
+    )  # Lightning sets it when it is imported
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        lost = {name for line in OLD_NAMES.read_text().splitlines() for name in _lost(line)}
+    gone = {name for _, names in GONE for name in names.split()}
+    assert lost - gone == set(), "are lost: add them to zeroshard/moved.py"
+    assert gone - lost == set(), "are found: take them out of GONE"
 
 
 def test_an_unknown_name_is_an_attribute_error_as_ever(monkeypatch):

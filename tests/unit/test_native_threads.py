@@ -1,4 +1,4 @@
-"""Do the threads of the compiled update change no bit, and survive forks, exits and a lack of threads?"""
+"""The threads of the compiled update change no bit. They survive forks, exits and a lack of threads."""
 
 from __future__ import annotations
 
@@ -41,8 +41,18 @@ def library():
     return native_adam.CompiledAdam(native_build.load(SOURCE))
 
 
+def test_the_check_does_not_depend_on_torchs_default_dtype(library):
+    """A program may change it while the check runs in its thread, as ``from_pretrained`` does."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert native_adam.agrees_with_torch(library)
+    finally:
+        torch.set_default_dtype(before)
+
+
 def changed_library(folder, right, wrong):
-    """Another library, with a pool of its own."""
+    """Another library, with a separate thread pool."""
     text = SOURCE.read_text()
     assert right in text
     (folder / "adam.cpp").write_text(text.replace(right, wrong))
@@ -94,7 +104,8 @@ def until(condition, *, within_s=20.0):
 
 
 def with_helpers(call):
-    """What ``call()`` gives once helpers worked in it for 1 ms: it may be over before one woke."""
+    """Repeat ``call()`` until helper threads worked in it for 1 ms. A call may end before a helper
+    wakes."""
 
     def worked_ns():
         lines = [Path(f"/proc/self/task/{i}/schedstat").read_text() for i in helpers()]

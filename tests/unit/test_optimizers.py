@@ -1,4 +1,4 @@
-"""Optimizers by name, classes of our own, and the probe that decides how parameters may be cut."""
+"""Optimizers by name, user-defined classes, and the probe that decides how parameters may be cut."""
 
 from __future__ import annotations
 
@@ -301,7 +301,7 @@ def test_muon_gives_the_numbers_of_torchs_muon_and_adamw():
 
 
 def test_muon_without_names_asks_for_them():
-    with pytest.raises(UsageError, match="without names"):
+    with pytest.raises(UsageError, match="Muon needs names"):
         build("Muon", leaf(4, 4))
 
 
@@ -313,7 +313,7 @@ def test_muon_takes_groups_that_say_what_they_are():
 
 def test_muon_refuses_a_piece_of_a_matrix():
     optimizer = Muon([{"params": [leaf(16)], "use_muon": True}])
-    with pytest.raises(UsageError, match="whole ones"):
+    with pytest.raises(UsageError, match="orthogonalizes whole matrices"):
         train(optimizer, optimizer.param_groups[0]["params"][0])
 
 
@@ -389,7 +389,7 @@ class NormScaledSGD(Optimizer):
 def test_a_class_that_sums_over_its_parameters_needs_them_whole():
     found = probe(NormScaledSGD([leaf(3)]))
     assert not found.elementwise
-    assert "NormScaledSGD gives other numbers" in found.reason
+    assert "NormScaledSGD gives other results" in found.reason
 
 
 @pytest.mark.parametrize(

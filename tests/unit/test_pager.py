@@ -1,4 +1,4 @@
-"""Does every page pass through its slot whole, in order, and never over another page's bytes?"""
+"""Every page passes through its slot completely and in order, and never overwrites another page."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def pager(file):
 
 
 def filled(pager: Pager, count: int, nbytes: int = NBYTES) -> list:
-    """Pages that hold their own number."""
+    """Pages that are filled with their index."""
     pages = [pager.page(nbytes) for _ in range(count)]
     for number, page in enumerate(pager.walk(pages)):
         page.bytes.fill_(number)
@@ -51,7 +51,7 @@ def contents(pager: Pager, pages: list) -> list[int]:
 
 
 class Calls:
-    """System calls in order, with writes that stand still until they are let go."""
+    """Records system calls in order. Writes wait until they are released."""
 
     def __init__(self, monkeypatch) -> None:
         self.seen: list[tuple[str, int]] = []
@@ -172,7 +172,7 @@ def test_writes_run_behind_the_page_in_use(file, monkeypatch):
     calls = Calls(monkeypatch)
     calls.go.clear()
     walk = pager.walk(pages)
-    assert [int(next(walk).bytes[0]) for _ in range(3)] == [0, 1, 2]  # two writes stand still
+    assert [int(next(walk).bytes[0]) for _ in range(3)] == [0, 1, 2]  # two writes wait
     assert calls.nbytes("write") == 0
     calls.go.set()
     assert [int(page.bytes[0]) for page in walk] == [3, 4, 5]
@@ -309,7 +309,7 @@ def test_a_consumer_that_leaves_early_leaves_the_rest_as_it_was(pager, how):
 
 
 def let_go_when_joined(calls: Calls, monkeypatch) -> None:
-    """Writes stand still until somebody waits for a transfer to end."""
+    """Writes wait until a thread waits for a transfer to end."""
     calls.go.clear()
     join = Transfer.join
     monkeypatch.setattr(Transfer, "join", lambda self: (calls.go.set(), join(self)))
@@ -332,7 +332,7 @@ def test_an_interrupted_open_leaves_no_read_behind(pager, monkeypatch):
     calls = Calls(monkeypatch)
     calls.go.clear()
     with contextlib.closing(pager.walk(pages[:1], drain=False)) as walk:
-        for _ in walk:  # its write stands still, and the read of the slot's next page behind it
+        for _ in walk:  # its write waits, and so does the read of the slot's next page
             pass
     let_go_when_joined(calls, monkeypatch)
     monkeypatch.setattr(Transfer, "wait", interrupt)

@@ -1,4 +1,4 @@
-"""Do the code blocks of the README run as they stand?"""
+"""The code blocks of the README run unedited."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where does the plan put state, and what does it refuse?"""
+"""The offload plan: where state is stored, and which plans are refused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from zeroshard.core.layout import pack
-from zeroshard.core.tiers import CHUNK_NUMEL, Placement, Span, Tier, place
+from zeroshard.core.tiers import CHUNK_NUMEL, TIERS, Placement, Span, Tier, place
 from zeroshard.errors import UnsupportedError
 from zeroshard.offload.plan import OffloadPlan, check_device
 from zeroshard.precision.policy import DtypeRow
@@ -16,7 +16,7 @@ DISK, HOST, DEVICE = Tier.DISK, Tier.HOST, Tier.DEVICE
 
 
 def numel_by_tier(spans: list[list[Span]]) -> dict[Tier, int]:
-    found = dict.fromkeys(Tier, 0)
+    found = dict.fromkeys(TIERS.values(), 0)
     for span in (span for unit in spans for span in unit):
         found[span.tier] += span.end - span.begin
     return found
@@ -62,7 +62,7 @@ def test_whole_matrices_are_cut_only_where_one_ends():
 
 def offload_plan(spans: tuple[Span, ...], tier: Tier) -> OffloadPlan:
     row = DtypeRow(*[torch.float32] * len(DtypeRow.__dataclass_fields__))
-    numel = pack([("w", (64,))], world_size=1).full_numel
+    numel = pack([("w", (64,))], num_shards=1).full_numel
     assert numel == 64
     return OffloadPlan({"unit": spans} if spans else {}, {"unit": tier}, {"unit": row})
 

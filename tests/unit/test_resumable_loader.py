@@ -1,4 +1,4 @@
-"""Data goes on where it stopped: in torch's order, on any number of ranks, nothing lost or repeated."""
+"""A resumed loader keeps torch's order on any number of ranks. No sample is lost or repeated."""
 
 from __future__ import annotations
 
@@ -20,12 +20,18 @@ from zeroshard.engine.data_loader import ResumableLoader, ResumableSampler
 from zeroshard.errors import CheckpointError
 
 
-def loaders(world_size, batch_size, *, dataset=range(50), state=None, epoch=None, **options):
+def loaders(dp_size, batch_size, *, dataset=range(50), state=None, epoch=None, **options):
     """The loaders of all ranks, in one process."""
     made = []
-    for rank in range(world_size):
+    for rank in range(dp_size):
         loader = ResumableLoader(
-            dataset, batch_size, rank=rank, world_size=world_size, collate_fn=list, **options
+            dataset,
+            batch_size,
+            dp_rank=rank,
+            dp_size=dp_size,
+            is_main_rank=rank == 0,
+            collate_fn=list,
+            **options,
         )
         if state is not None:
             loader.load_state_dict(through_json(state))
@@ -42,7 +48,7 @@ def through_json(state):
 
 
 def take(ranks, count=None):
-    """``count`` batches of every rank, or the rest of the pass; and the state that all agree on."""
+    """``count`` batches of every rank, or the rest of the epoch, and the common state."""
     iterators = [iter(loader) for loader in ranks]
     taken = [list(itertools.islice(iterator, count)) for iterator in iterators]
     states = [loader.state_dict() for loader in ranks]
@@ -59,12 +65,12 @@ def samples(taken):
 
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("shuffle", [False, True])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
-def test_a_fresh_epoch_is_that_of_torchs_sampler(world_size, shuffle, drop_last):
-    for n, rank, epoch in itertools.product((1, 2, 3, 12, 29), range(world_size), (0, 3)):
+@pytest.mark.parametrize("dp_size", [1, 2, 3, 4, 7])
+def test_a_fresh_epoch_is_that_of_torchs_sampler(dp_size, shuffle, drop_last):
+    for n, rank, epoch in itertools.product((1, 2, 3, 12, 29), range(dp_size), (0, 3)):
         options = {"shuffle": shuffle, "seed": 5, "drop_last": drop_last}
-        theirs = DistributedSampler(range(n), world_size, rank, **options)
-        ours = ResumableSampler(range(n), world_size, rank, **options)
+        theirs = DistributedSampler(range(n), dp_size, rank, **options)
+        ours = ResumableSampler(range(n), dp_size, rank, **options)
         theirs.set_epoch(epoch)
         ours.set_epoch(epoch)
         assert list(ours) == list(theirs)
@@ -130,8 +136,8 @@ def test_a_resume_after_the_end_of_a_pass_begins_the_next():
 )
 def test_nothing_is_lost_or_repeated_on_whatever_ranks(n, legs, last):
     state, seen = None, []
-    for world_size, batch_size, count in [*legs, last]:
-        ranks = loaders(world_size, batch_size, dataset=range(n), state=state, epoch=3)
+    for dp_size, batch_size, count in [*legs, last]:
+        ranks = loaders(dp_size, batch_size, dataset=range(n), state=state, epoch=3)
         taken, state = take(ranks, count)
         assert len({len(samples([batches])) for batches in taken}) == 1, "every rank has as many"
         seen += samples(taken)
@@ -258,7 +264,8 @@ def test_workers_draw_other_numbers_on_other_ranks_and_passes_and_the_same_ones_
 def test_a_dataset_of_another_length_is_an_error():
     _, state = take(loaders(1, 5, epoch=3), 2)
     with pytest.raises(
-        CheckpointError, match=r"has 49 samples, and had 50 when .* which 10 of them epoch 3"
+        CheckpointError,
+        match=r"has 49 samples, and had 50 when .* which 10 of them were used in epoch 3",
     ):
         loaders(1, 5, dataset=range(49), state=state)
 
@@ -421,12 +428,15 @@ def test_a_sampler_without_state_is_noted_once(caplog):
     for _ in range(2):
         _, state = take(ranks, 1)
     assert (
-        caplog.text.count("is not saved: after a resume the sampler begins anew, since list") == 1
+        caplog.text.count(
+            "is not saved: after a resume the sampler starts from the beginning, since list"
+        )
+        == 1
     )
     assert "leave data_sampler out" in caplog.text
     caplog.clear()
     (resumed, _) = loaders(2, 4, sampler=list(range(9)), state=state)
-    assert caplog.text.count("is not in the checkpoint: the sampler begins anew") == 1
+    assert caplog.text.count("is not in the checkpoint: the sampler starts from the beginning") == 1
     assert list(resumed)[0] == [0, 1, 2, 3]
 
 
@@ -439,18 +449,19 @@ def test_an_own_sampler_is_told_of_another_world_size(caplog):
 # ---------------------------------------------------------------------- through the engine
 
 
-def fake_engine(rank=0, world_size=1):
+def fake_engine(rank=0, dp_size=1):
     return SimpleNamespace(
-        global_rank=rank,
-        world_size=world_size,
+        dp_rank=rank,
+        dp_size=dp_size,
+        is_main_rank=rank == 0,
         settings=SimpleNamespace(dataloader_drop_last=False),
         train_micro_batch_size_per_gpu=lambda: 3,
     )
 
 
 def test_loaders_of_the_engine_can_be_resumed():
-    def loader(rank, world_size):
-        return loader_for(fake_engine(rank, world_size), list(range(20)), collate_fn=list)
+    def loader(rank, dp_size):
+        return loader_for(fake_engine(rank, dp_size), list(range(20)), collate_fn=list)
 
     ranks = [loader(rank, 2) for rank in range(2)]
     first, state = take(ranks, 2)

@@ -1,4 +1,4 @@
-"""Random numbers after a resume: those that would have come, and distinct ones on new ranks."""
+"""Random numbers after a resume: the same as without interruption, and different ones on new ranks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from zeroshard.checkpoint import rng
 from zeroshard.checkpoint.json_state import decode, encode
 from zeroshard.checkpoint.rng import rng_state, rng_state_for, set_rng_state
+from zeroshard.device import accelerator
 from zeroshard.errors import CheckpointError
 
 CPU = torch.device("cpu")
@@ -53,7 +53,7 @@ def draw():
 
 
 def saved_by(seeds):
-    """States of ranks that were seeded so, each in the middle of its stream."""
+    """States of ranks with these seeds, each in the middle of its stream."""
     states = []
     for seed in seeds:
         seed_all(seed)
@@ -183,7 +183,7 @@ def test_one_shared_generator_stays_shared_beside_others_that_are_not():
 
 
 class FakeDevice:
-    """What torch's module of a device offers, with a state of 16 bytes."""
+    """The interface of torch's module of a device, with a state of 16 bytes."""
 
     def __init__(self):
         self.state = torch.zeros(16, dtype=torch.uint8)
@@ -198,15 +198,13 @@ class FakeDevice:
     def manual_seed(self, seed):
         self.seeds.append(seed)
 
-    def device(self, device):
-        return nullcontext()
-
 
 @pytest.fixture
 def cuda(monkeypatch):
     fake = FakeDevice()
-    pretended = {**vars(torch), "get_device_module": lambda device: fake}
-    monkeypatch.setattr(rng, "torch", SimpleNamespace(**pretended))
+    nowhere = SimpleNamespace(device_index=lambda index: nullcontext())
+    pretended = {**vars(torch), "get_device_module": lambda device: fake, "accelerator": nowhere}
+    monkeypatch.setattr(accelerator, "torch", SimpleNamespace(**pretended))
     return fake
 
 

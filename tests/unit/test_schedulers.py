@@ -1,4 +1,4 @@
-"""Learning rate schedules: values worked out by hand from the formulas, and what holds for all."""
+"""Learning rate schedules: values computed by hand from the formulas, and rules that hold for all."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from zeroshard.optim.schedulers import (
 
 
 def groups(*lrs: float, **options: object) -> SimpleNamespace:
-    """All that a schedule needs of an optimizer."""
+    """The attributes of an optimizer that a schedule needs."""
     return SimpleNamespace(param_groups=[{"lr": lr, **options} for lr in lrs or (0.1,)])
 
 

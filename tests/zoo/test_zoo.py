@@ -1,7 +1,7 @@
-"""Do public architectures train as in plain PyTorch, bit for bit, at each stage and precision?
+"""Public architectures train as in plain PyTorch, bit for bit, at each stage and precision.
 
-Every model runs at stage 3 in fp32 on two ranks and on one; the other axes take turns. Everything
-with everything, and each exception tried: ``ZEROSHARD_ZOO=full make test ARGS=tests/zoo``.
+Every model runs at stage 3 in fp32 on two ranks and on one. The other settings are distributed over the
+models. ``ZEROSHARD_ZOO=full make test ARGS=tests/zoo`` runs all combinations and every exception.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def possible(name: str, wanted: tuple[Setting, ...]) -> list[Setting]:
 
 
 def plan() -> dict[str, list[Setting]]:
-    """How each model is trained on two ranks: beside the base what its family had least."""
+    """The settings of each model on two ranks: the base, and the setting that its family had least
+    often."""
     if FULL:
         return {name: possible(name, EVERYTHING) for name in MODELS}
     had = Counter()
@@ -66,7 +67,7 @@ def plan() -> dict[str, list[Setting]]:
 
 
 def check(name: str, chosen: list[Setting]) -> None:
-    """Train with each setting, and once with plain PyTorch for those that are alike to it."""
+    """Train with each setting, and with plain PyTorch once for all settings that are equal for it."""
     model, expected = MODELS[name], {}
     for setting in chosen:
         if setting.plain not in expected:

@@ -1,7 +1,7 @@
-"""What do the zoo's models eat? Each function gives keyword arguments for one forward.
+"""The batches of the zoo's models. Each function returns the keyword arguments of one forward.
 
-``config``: the model's own, None outside Transformers; ``g``: the generator. Letters as in
-:mod:`zeroshard.testing.edge_case_models`, ``C`` channels and ``S`` pixels a side.
+``config``: the model's configuration, None outside Transformers; ``g``: the generator. Letters as in
+:mod:`support.edge_case_models`, ``C`` channels and ``S`` pixels a side.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def answer(config: Any, g: Generator) -> Batch:
 
 
 def image_in_text(pieces: int, make_image: Callable[[Generator], Batch] | None = None) -> MakeBatch:
-    """Text in which ``pieces`` tokens stand for the image."""
+    """Text in which ``pieces`` tokens represent the image."""
 
     def make(_config: Any, g: Generator) -> Batch:
         x = ids(g)

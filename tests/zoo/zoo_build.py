@@ -1,4 +1,4 @@
-"""How does a configuration class become a model of some thousand parameters? Nothing is downloaded."""
+"""Makes a model of a few thousand parameters from a configuration class. Nothing is downloaded."""
 
 from __future__ import annotations
 

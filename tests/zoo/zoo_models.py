@@ -1,6 +1,6 @@
-"""Which public architectures must train as in plain PyTorch?
+"""The public architectures that must train as in plain PyTorch.
 
-One row each: family, class, batches, and what its configuration needs beside
+One row each: family, class, batches, and the fields that its configuration needs in addition to
 :data:`zoo_build.TINY`.
 """
 

@@ -1,7 +1,7 @@
-"""Do an engine and plain PyTorch give the same bits: losses, gradients of each step, parameters?
+"""Compares an engine with plain PyTorch bit for bit: losses, gradients of each step, parameters.
 
-Plain PyTorch is a replica on each rank, whose gradients are added in rank order and divided by the
-number of ranks. Both start from the same values and draw the same random numbers (dropout, masks).
+Plain PyTorch is a replica on each rank. Its gradients are added in rank order and divided by the number
+of ranks. Both start from the same values and draw the same random numbers (dropout, masks).
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any
 import numpy
 import torch
 import torch.distributed as dist
+from support.parity import cast_batch, cast_parameters
 from torch import Tensor, nn
 from zoo_models import Model
 
 import zeroshard
-from zeroshard.testing.parity import cast_batch, cast_parameters
 from zeroshard.zero.hooks import tensors_in
 
 STEPS = 2
-"""The second step gathers ahead, in the order that the first one recorded."""
+"""In the second step units are prefetched, in the order that the first step recorded."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,13 @@ class Setting:
 
     @property
     def plain(self) -> Setting:
-        """What plain PyTorch sees of it."""
+        """The part of the setting that affects plain PyTorch."""
         return replace(self, stage=0, init=False)
 
 
 @dataclass
 class Trace:
-    """What a run did; gradients are means over ranks, fp32, zeros where there was none."""
+    """The numbers of a run. Gradients are means over ranks in fp32, zeros where there was none."""
 
     losses: list[float] = field(default_factory=list)
     grads: list[dict[str, Tensor]] = field(default_factory=list)
@@ -84,7 +84,7 @@ def engine_run(model: Model, setting: Setting) -> Trace:
     """Train with an engine on this rank's batches. Collective."""
     config = {
         "train_micro_batch_size_per_gpu": 2,
-        "unit_min_numel": 1,  # these models are so small that they would be one unit
+        "unit_min_numel": 1,  # without it these small models would be one unit
         "gradient_clipping": 0.0,
         "bf16": {"enabled": setting.bf16},
         "zero_optimization": {"stage": setting.stage},
@@ -108,7 +108,7 @@ def engine_run(model: Model, setting: Setting) -> Trace:
 
 
 def assert_same_bits(actual: Trace, expected: Trace) -> None:
-    """The message says where they part first, and by how much."""
+    """The message says where they first differ, and by how much."""
     pairs = [
         (f"gradient of step {i}", a, b)
         for i, (a, b) in enumerate(zip(actual.grads, expected.grads))
@@ -185,7 +185,7 @@ def _optimizer(params: Any) -> torch.optim.Optimizer:
 def _mean_grads(
     trained: dict[str, nn.Parameter], masters: dict[str, nn.Parameter]
 ) -> dict[str, Tensor]:
-    """The mean over ranks, also as ``.grad`` of the masters; what no rank touched has none there."""
+    """The mean over ranks, also set as ``.grad`` of masters, except where no rank had a gradient."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     found = {}
     own = [p.grad for p in trained.values()]

@@ -8,6 +8,7 @@ read part of a block, all of it is read and checked.
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import stat
 import threading
@@ -21,10 +22,10 @@ from typing import Any
 
 from torch import Tensor
 
-from zeroshard.core.files import reason
-from zeroshard.errors import CheckpointError
-from zeroshard.memory.pages import aligned_bytes, round_to_page
-from zeroshard.offload.direct_io import NO_FALLOCATE, turn_direct
+from zeroshard.core.files import free_nbytes, reason
+from zeroshard.errors import CheckpointError, DiskError
+from zeroshard.memory.direct_io import NO_FALLOCATE, aligned_bytes, round_to_page, turn_direct
+from zeroshard.memory.host_access import host_access
 
 BLOCK_NBYTES = 4 << 20
 WRITE_THREADS = 2
@@ -42,6 +43,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
     assert tensor.is_contiguous()
     if not tensor.nbytes:
         return memoryview(bytearray())
+    host_access(reads=[tensor])
     found = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
     found.owner = tensor  # type: ignore[attr-defined]
     return memoryview(found).cast("B")
@@ -86,6 +88,9 @@ class BlockWriter:
         except OSError as error:
             self.close()
             raise self._error(error) from error
+        except DiskError as error:  # the free space cannot be read
+            self.close()
+            raise CheckpointError(f"{self.path} cannot be written: {error}") from error
         # Plain threads: an executor takes no work while the interpreter shuts down, and saves do.
         for _ in range(min(WRITE_THREADS, len(self._crcs))):
             thread = threading.Thread(target=self._work, name="zeroshard-save")
@@ -169,7 +174,12 @@ class BlockWriter:
 
 
 def _reserve(fd: int, nbytes: int) -> None:
-    """Reserve blocks if the file system can. Otherwise do nothing: writing zeros would take too long."""
+    """Reserve blocks if the file system can. Otherwise do nothing: writing zeros would take too long.
+
+    If there is less free space, no block is taken: other programs may still have room.
+    """
+    if nbytes > free_nbytes(fd):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     libc = ctypes.CDLL(None, use_errno=True)
     size = ctypes.c_int64(nbytes)
     if nbytes and libc.fallocate(fd, 0, ctypes.c_int64(0), size) != 0:
@@ -214,10 +224,11 @@ class BlockFile:
         found = os.fstat(self._fd)
         if not stat.S_ISREG(found.st_mode) or found.st_size != nbytes:
             self.close()
-            what = "is no regular file"
+            what = "is not a regular file"
             if stat.S_ISREG(found.st_mode):
                 what = (
-                    f"has {found.st_size:,} bytes instead of {nbytes:,}: it was cut off or replaced"
+                    f"has {found.st_size:,} bytes instead of {nbytes:,}: it was truncated or "
+                    "replaced"
                 )
             raise CheckpointError(f"{path} {what}.")
 
@@ -285,12 +296,14 @@ class BlockFile:
                     f"{self.path} cannot be read at byte {begin + done:,}: {reason(error)}."
                 ) from error
             if not got:
-                raise CheckpointError(f"{self.path} ends at byte {begin + done:,}: it was cut off.")
+                raise CheckpointError(
+                    f"{self.path} ends at byte {begin + done:,}: it was truncated."
+                )
             done += got
         if zlib.crc32(memory) != self._crcs[block]:
             raise CheckpointError(
-                f"{self.path} is damaged between bytes {begin:,} and {begin + len(memory):,}: their "
-                "checksum is not the one that was saved."
+                f"{self.path} is damaged between bytes {begin:,} and {begin + len(memory):,}: "
+                "their checksum differs from the saved one."
             )
 
     def close(self) -> None:

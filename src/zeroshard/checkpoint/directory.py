@@ -50,8 +50,7 @@ def check_directory(directory: object, call: str) -> None:
     """
     if not isinstance(directory, (str, PathLike)) or not str(directory).strip():
         raise UsageError(
-            f"{call} got {directory!r} where the directory belongs. Pass its path; '.' is the working "
-            "directory."
+            f"{call} got {directory!r} as the directory. Pass a path; '.' is the working directory."
         )
 
 
@@ -70,7 +69,7 @@ def latest(directory: str | Path) -> str:
     try:
         text = read_small(path, 4096).decode().strip()
     except FileNotFoundError as error:
-        what = "is not there" if not Path(directory).is_dir() else "has no file 'latest'"
+        what = "does not exist" if not Path(directory).is_dir() else "has no file 'latest'"
         raise CheckpointError(f"{directory} {what}. {_hint(directory)}") from error
     except CheckpointError as error:
         raise CheckpointError(f"{error} {directory}: {_hint(directory)}") from error
@@ -78,15 +77,15 @@ def latest(directory: str | Path) -> str:
         why = reason(error) if isinstance(error, OSError) else error
         raise CheckpointError(f"{path} cannot be read: {why}. {_hint(directory)}") from error
     if not _TAG.fullmatch(text):
-        raise CheckpointError(f"{path} names {text[:80]!r}, which is no tag. {_hint(directory)}")
+        raise CheckpointError(f"{path} names {text[:80]!r}, which is not a tag. {_hint(directory)}")
     return text
 
 
 def _hint(directory: str | Path) -> str:
     there = tags(directory)
     if there:
-        return f"It holds {', '.join(there[-5:])}: pass one as tag=."
-    return "It holds no checkpoint: check the path, and that a save was completed."
+        return f"It contains {', '.join(there[-5:])}: pass one of them as tag=."
+    return "It contains no checkpoint: check the path, and whether a save was completed."
 
 
 def tags(directory: str | Path) -> list[str]:
@@ -117,8 +116,8 @@ def resolve(directory: str | Path, tag: object = None) -> Path:
     restore_replaced(Path(directory), name)
     if not path.is_dir():
         others = tags(directory)
-        hint = f"There are {', '.join(others[-5:])}." if others else "There is no other one either."
-        raise CheckpointError(f"{path} is not there. {hint}")
+        hint = f"There are {', '.join(others[-5:])}." if others else "There is no other checkpoint."
+        raise CheckpointError(f"{path} does not exist. {hint}")
     return path
 
 
@@ -140,25 +139,33 @@ def fallbacks(directory: str | Path, tag: str) -> list[str]:
 # ---------------------------------------------------------------------- writing
 
 
-def begin(directory: Path, name: str, *, nonce: str) -> None:
-    """Make the directory of a new save, and remove what interrupted saves left.
-
-    At most one save at a time may write to ``directory``.
+def begin(directory: Path, name: str) -> None:
+    """Make the directory of a new save, unless another rank has made it.
 
     Raises:
         CheckpointError: the directory cannot be made.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for left in list(directory.iterdir()):
-            if _SAVING.fullmatch(left.name) and not left.name.endswith(nonce):
-                shutil.rmtree(left, ignore_errors=True)
-            elif _REPLACED.fullmatch(left.name):
-                restore_replaced(directory, left.name[1 : -len(".replaced")])
-                shutil.rmtree(left, ignore_errors=True)  # not renamed back: its successor exists
         (directory / name).mkdir(exist_ok=True)
     except OSError as error:
-        raise CheckpointError(f"{directory / name} cannot be made: {reason(error)}.") from error
+        raise CheckpointError(f"{directory / name} cannot be created: {reason(error)}.") from error
+
+
+def remove_leftovers(directory: Path) -> None:
+    """Remove what interrupted saves left in a directory.
+
+    At most one save at a time may write to ``directory``, and it begins after this.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    for left in list(directory.iterdir()):
+        if _SAVING.fullmatch(left.name):
+            shutil.rmtree(left, ignore_errors=True)
+        elif _REPLACED.fullmatch(left.name):
+            restore_replaced(directory, left.name[1 : -len(".replaced")])
+            shutil.rmtree(left, ignore_errors=True)  # not renamed back: its successor exists
 
 
 def commit(place: Path, final: Path, between: Callable[[], None] = lambda: None) -> None:
@@ -299,6 +306,6 @@ def find_frozen(directory: Path, name: str) -> Manifest | None:
 
 
 def is_frozen_in_use(directory: Path, name: str) -> bool:
-    """Does a checkpoint of the directory need these frozen weights? One that cannot be read may."""
+    """Whether a checkpoint of the directory needs, or may need, these frozen weights."""
     used = _frozen_in_use(directory, gone=())
     return used is None or name in used

@@ -39,7 +39,7 @@ from zeroshard.checkpoint.reader import Source
 from zeroshard.checkpoint.safetensors_file import DTYPES, dtype_name
 from zeroshard.core.files import free_nbytes, reason
 from zeroshard.errors import CheckpointError
-from zeroshard.offload.direct_io import allocate
+from zeroshard.memory.direct_io import allocate
 
 _log = logging.getLogger("zeroshard")
 
@@ -221,9 +221,10 @@ def converted(piece: Tensor, dtype: torch.dtype, *, name: str) -> Tensor:
         lost = piece[out.isinf() & piece.isfinite()]
         if lost.numel():
             raise CheckpointError(
-                f"{name!r} has the value {float(lost[0]):g}, which {str(dtype).removeprefix('torch.')} "
-                f"cannot hold (at most {torch.finfo(dtype).max:g}). Export as float32"
-                f"{' or bfloat16' if dtype == torch.float16 else ''}."
+                f"{name!r} has the value {float(lost[0]):g}, which "
+                f"{str(dtype).removeprefix('torch.')} cannot represent (at most "
+                f"{torch.finfo(dtype).max:g}). Export as "
+                f"float32{' or bfloat16' if dtype == torch.float16 else ''}."
             )
     return out
 
@@ -240,7 +241,9 @@ class Hold:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            _log.info("another export into %s is running: this one waits for its end", directory)
+            _log.info(
+                "another export into %s is running: this one waits until it has ended", directory
+            )
             fcntl.flock(self._fd, fcntl.LOCK_EX)
         except OSError:
             self.close()
@@ -260,7 +263,8 @@ def prepare(directory: Path, filename: str, nbytes: int) -> Hold:
     """
     if (directory / MANIFEST).exists():
         raise CheckpointError(
-            f"{directory} is a checkpoint: an export there could replace its files. Name another."
+            f"{directory} is a checkpoint: an export there could replace its files. Give another "
+            "directory."
         )
     stem, suffix = os.path.splitext(filename)
     hold = None
@@ -318,8 +322,8 @@ def put_in_place(directory: Path, filename: str, shards: Sequence[Shard]) -> lis
         sync_directory(directory)
     except OSError as error:
         raise CheckpointError(
-            f"the files of the export cannot be put in place in {directory}: {reason(error)}. What it "
-            "holds now may not be whole: export again."
+            f"the files of the export cannot be moved into {directory}: {reason(error)}. The "
+            "export there may be incomplete: export again."
         ) from error
     return wanted
 
@@ -348,7 +352,7 @@ def verify(
         meant = {w.name: (list(w.shape), dtype_name(w.dtype, where=w.name)) for w in shard.weights}
         if shapes != meant:
             odd = sorted(name for name in shapes | meant if shapes.get(name) != meant.get(name))
-            raise CheckpointError(f"{path} does not hold {odd[0]!r} as it was written.")
+            raise CheckpointError(f"{path} does not contain {odd[0]!r} as it was written.")
         for parts in _readable_parts(shard.weights):
             with safe_open(path, framework="pt") as file:
                 for weight, rows in parts:
@@ -363,8 +367,9 @@ def verify(
     wrong = [name for name in crcs if found[name] != crcs[name]]
     if wrong:
         raise CheckpointError(
-            f"{path}: the disk gave back other bytes than were written, for {wrong[0]!r}"
-            f"{f' and {len(wrong) - 1} more' if len(wrong) > 1 else ''}. Do not trust this disk."
+            f"{path}: the disk returned other bytes than were written, for "
+            f"{wrong[0]!r}{f' and {len(wrong) - 1} more' if len(wrong) > 1 else ''}. Do not trust "
+            "this disk."
         )
 
 
@@ -403,8 +408,8 @@ def chosen_parameters(source: Source, *, exclude_frozen_parameters: bool = False
     if missing:
         raise CheckpointError(
             f"{source.path} was saved without the values of {len(missing)} frozen parameters "
-            f"({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}). Export the others with "
-            "exclude_frozen_parameters, or save with them."
+            f"({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}). Export the others "
+            "with exclude_frozen_parameters, or save a checkpoint that contains them."
         )
     return chosen
 

@@ -43,10 +43,12 @@ def parse_size(size: int | str | None) -> int | None:
         return None
     found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(size))
     if isinstance(size, bool) or not found or found[2].upper() not in _UNITS:
-        raise UsageError(f'max_shard_size={size!r} is no size: give bytes, or a text like "5GB".')
+        raise UsageError(
+            f'max_shard_size={size!r} is not a size: give a number of bytes, or a text like "5GB".'
+        )
     nbytes = int(float(found[1]) * _UNITS[found[2].upper()])
     if nbytes < 1:
-        raise UsageError(f"max_shard_size={size!r}: no file can be that small.")
+        raise UsageError(f"max_shard_size={size!r}: files cannot be so small.")
     return nbytes
 
 
@@ -60,8 +62,8 @@ def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
         return dtype  # type: ignore[return-value]
     if dtype not in _EXPORT_DTYPES:
         raise UsageError(
-            f"dtype={dtype!r}: weights are exported as float32, float16 or bfloat16, or as they "
-            "are (None)."
+            f"dtype={dtype!r}: weights are exported as float32, float16 or bfloat16, or in their "
+            "own dtype (None)."
         )
     return _EXPORT_DTYPES[str(dtype)]
 

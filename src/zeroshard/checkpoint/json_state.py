@@ -120,11 +120,11 @@ class _Walk:
         """The value one step down. An error ends the walk, and leaves the step in ``steps``."""
         self.values_seen += 1
         if len(self.steps) >= MAX_DEPTH:
-            raise self.error(f"is nested deeper than {MAX_DEPTH} containers. Store it flatter")
+            raise self.error(f"is nested in more than {MAX_DEPTH} containers. Use fewer levels")
         if self.values_seen > MAX_VALUES:
             raise self.error(
-                f"comes after {MAX_VALUES} other values: too many, or the same ones again and again. Put "
-                "numbers into a tensor or an array"
+                f"comes after {MAX_VALUES} other values: too many, or many references to the same "
+                "values. Put numbers into a tensor or an array"
             )
         self.steps.append((step, key))
         result = self.value(value)
@@ -181,8 +181,8 @@ class _Encoder(_Walk):
             return write(self, value)
         if id(value) in self._open:
             raise self.error(
-                f"is the {kind.__name__} that it is inside of. A cycle cannot be stored; store a name or "
-                "an index in its place"
+                f"is a {kind.__name__} that contains itself. A cycle cannot be stored; store a "
+                "name or an index instead"
             )
         self._open.add(id(value))
         encoded = write(self, value)
@@ -273,18 +273,21 @@ class _Encoder(_Walk):
 
     def _tensor(self, value: Tensor) -> JsonTree:
         if not self._by_identity:
-            raise self.error("is a tensor in a key or a set, where it would not be found again")
+            raise self.error(
+                "is a tensor in a key or a set, which cannot be looked up after loading"
+            )
         if value.layout is not torch.strided or value.is_quantized or value.is_nested:
             raise self.error(
-                "is a sparse, nested or quantized tensor. Store it dense, or store the tensors that "
-                "it is made of"
+                "is a sparse, nested or quantized tensor. Store a dense tensor, or the tensors "
+                "that it consists of"
             )
         if value.is_meta:
             raise self.error("is a tensor on the meta device, which has no values. Store its shape")
         name = str(value.dtype).removeprefix("torch.")
         if value.dtype not in _STORED and name not in _STORED_AS_BYTES:
             raise self.error(
-                f"is a tensor of dtype {name}, which files cannot hold. Store a cast of it"
+                f"is a tensor of dtype {name}, which files cannot contain. Store it in another "
+                "dtype"
             )
         values = value.detach().cpu().clone(memory_format=torch.contiguous_format)
         if value.dtype in _STORED:
@@ -311,8 +314,8 @@ class _Encoder(_Walk):
         if self.allow_pickle:
             return self._pickled(value)
         raise self.error(
-            f"is {_a(value)}. Checkpoints hold plain data and tensors; nothing is pickled, since "
-            f"loading a pickle can run any code. {_instead(value)}, or set {_ALLOW}"
+            f"is {_a(value)}. Checkpoints contain plain data and tensors; nothing is pickled, "
+            f"because loading a pickle can run any code. {_instead(value)}, or set {_ALLOW}"
         )
 
     def _pickled(self, value: Any) -> JsonTree:
@@ -356,7 +359,7 @@ def _to_text(data: bytes) -> str:
 
 
 def _is_text(value: str) -> bool:
-    """Has the text a UTF-8 encoding? Half of a surrogate pair has none; file names may contain one."""
+    """Whether the text has a UTF-8 encoding. Half of a surrogate pair (in some file names) has none."""
     return value.isascii() or not any("\ud800" <= c <= "\udfff" for c in value)
 
 
@@ -369,7 +372,7 @@ def _instead(value: Any) -> str:
     if isinstance(value, Enum):
         return "Store its name or its value"
     if isinstance(value, Tensor):
-        return "Store plain tensors: what it is made of, or its values"
+        return "Store the plain tensors that it consists of, or its values"
     for kind in (bool, int, float, str, bytes, list, tuple, dict, set):
         if isinstance(value, kind):
             return f"Store {kind.__name__}(...) of it"
@@ -402,17 +405,15 @@ class _Decoder(_Walk):
         read = _READ.get(tags[0]) if len(value) == 1 and type(tags[0]) is str else None
         if read is None:
             raise self.error(
-                f"has the mark {_shown(tags[0])}, which this version does not know: the checkpoint is "
-                "damaged, or a newer version wrote it"
+                f"has the unknown mark {_shown(tags[0])}: the checkpoint is damaged, or a newer "
+                "version wrote it"
             )
         try:
             return read(self, value[tags[0]])
         except (TypeError, ValueError, LookupError, ArithmeticError, RuntimeError) as error:
             if isinstance(error, CheckpointError):
                 raise
-            raise self.error(
-                f"is damaged: {_shown(tags[0])} does not hold what it should"
-            ) from error
+            raise self.error(f"is damaged: {_shown(tags[0])} has wrong contents") from error
 
     def _int(self, value: Any) -> int:
         return int(_text(value), 16)
@@ -443,7 +444,7 @@ class _Decoder(_Walk):
         for i, (raw_key, raw_item) in enumerate(map(_list, _list(value))):
             key = self.below("key", i, raw_key)
             if key in result:
-                raise self.error(f"is damaged: it holds the key {_shown(key)} twice")
+                raise self.error(f"is damaged: it contains the key {_shown(key)} twice")
             result[key] = self.below("item", key, raw_item)
         return result
 
@@ -510,7 +511,7 @@ class _Decoder(_Walk):
     def _pickle(self, value: Any) -> Any:
         if not self.allow_pickle:
             raise self.error(
-                "is a pickle, and loading one can run any code. If you trust whoever wrote it, set "
+                "is a pickle, and loading one can run any code. If you trust its author, set "
                 f"{_ALLOW}"
             )
         try:

@@ -1,4 +1,4 @@
-"""Lists which pieces of which named tensors this rank holds.
+"""Lists which named tensors a model has, and which pieces of them this rank holds.
 
 Saving, loading and digests use the same list in the same order: units in the order of the model, then
 chunks. A chunk's values come before its state. Chunks on disk have memory only while they are visited.
@@ -7,10 +7,10 @@ chunks. A chunk's values come before its state. Chunks on disk have memory only 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zeroshard.checkpoint.manifest import VALUE
 from zeroshard.zero.optimizer import ShardedOptimizer
@@ -47,11 +47,15 @@ class LocalState:
 
     units: Sequence[Unit]
     optimizer: ShardedOptimizer | None
+    _shards: dict[Unit, OptimizerShard] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        shards = self.optimizer.shards if self.optimizer is not None else []
+        object.__setattr__(self, "_shards", {shard.unit: shard for shard in shards})
 
     def shard_of(self, unit: Unit) -> OptimizerShard | None:
         """The unit's optimizer shard. None: the unit is frozen, or there is no optimizer."""
-        shards = self.optimizer.shards if self.optimizer is not None else []
-        return next((shard for shard in shards if shard.unit is unit), None)
+        return self._shards.get(unit)
 
     def pieces(self, unit: Unit) -> list[ShardItem]:
         """What this rank saves of a unit. Each element is saved by exactly one rank.
@@ -125,7 +129,7 @@ def fqn_of(unit: Unit, fragment: OwnedFragment) -> str:
 
 
 def is_shaped(name: str, value: object, fragment: OwnedFragment) -> bool:
-    """Is this state of the parameter's shape, so that it is cut like the parameter? ``step`` never is."""
+    """Whether this state has the parameter's shape and is cut like the parameter. ``step`` never is."""
     return isinstance(value, Tensor) and value.shape == fragment.value.shape and name != "step"
 
 
@@ -176,3 +180,23 @@ def total_digests(parts: Iterable[Mapping[str, int]]) -> dict[str, str]:
 
 
 _ODD = 0x9E3779B97F4A7C15 - 2**64  # as a signed 64-bit word
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The entries of ``module.state_dict()`` that are no parameters. Does not read parameters."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, owner in module.named_modules(remove_duplicate=False)
+        for name, buffer in owner._buffers.items()
+        if buffer is not None and name not in owner._non_persistent_buffers_set
+    }
+
+
+def other_names(module: nn.Module) -> dict[str, list[str]]:
+    """First name of a tied parameter -> its other names."""
+    first = {id(param): name for name, param in module.named_parameters()}
+    found: dict[str, list[str]] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        if first[id(param)] != name:
+            found.setdefault(first[id(param)], []).append(name)
+    return found

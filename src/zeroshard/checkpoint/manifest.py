@@ -204,14 +204,14 @@ def parse(text: str | bytes, *, where: str | Path) -> Manifest:
     version, body = head.get("version"), head.get("body")
     if type(version) is not int or version != VERSION:
         raise CheckpointError(
-            f"{where} has version {_shown(version)}; this release reads {VERSION}. A newer release "
-            "wrote it: install that one, or export the checkpoint there."
+            f"{where} has version {_shown(version)}; this release reads {VERSION}. A newer "
+            "release wrote it: install that release, or export the checkpoint with it."
         )
     if not isinstance(body, dict):
         raise CheckpointError(f"{where} has no body.")
     try:
         if head.get("sha256") != _sha256(body):
-            raise CheckpointError(f"{where} is damaged: its own checksum does not match.")
+            raise CheckpointError(f"{where} is damaged: its checksum does not match.")
         found = Manifest.model_validate_json(json.dumps(body), strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
@@ -245,25 +245,40 @@ def _shortened(text: object) -> str:
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a number")
 
 
 def _problems(manifest: Manifest) -> Iterator[str]:
     """Errors that the schema cannot find: references, coverage of tensors, paths, sizes."""
-    names = [file.name for file in manifest.files]
-    if len(set(names)) != len(names):
+    yield from _file_problems(manifest)
+    if not all(_FILE.fullmatch(file.name) for file in manifest.files):
+        return
+    held = [0] * len(manifest.files)  # bytes of fragments, by file
+    yield from _parameter_problems(manifest, held)
+    for file, nbytes in zip(manifest.files, held, strict=True):
+        if nbytes > file.nbytes:
+            yield f"{file.name}: fragments of {nbytes:,} bytes do not fit into its {file.nbytes:,}"
+    yield from _rank_problems(manifest)
+
+
+def _file_problems(manifest: Manifest) -> Iterator[str]:
+    """Wrong names, up to the first that is none in the directory, and wrong numbers of checksums."""
+    if len({file.name for file in manifest.files}) != len(manifest.files):
         yield "two files have the same name"
     for file in manifest.files:
         if not _FILE.fullmatch(file.name):
-            yield f"the file name {_shown(file.name)} leads out of the directory, or is none"
+            yield f"the file name {_shown(file.name)} is not a name of a file in the directory"
             return
         if len(file.crc32) != -(-file.nbytes // manifest.block_nbytes):
             yield (
                 f"{file.name}: {len(file.crc32)} checksums for {file.nbytes:,} bytes in blocks of "
                 f"{manifest.block_nbytes:,}"
             )
+
+
+def _parameter_problems(manifest: Manifest, held: list[int]) -> Iterator[str]:
+    """Problems of parameters. Adds the bytes of their fragments to ``held``, by file."""
     taken: set[str] = set()
-    held = [0] * len(names)  # bytes of fragments, by file
     for fqn, parameter in manifest.parameters.items():
         for name in (fqn, *parameter.aliases):
             if name in taken:
@@ -280,12 +295,14 @@ def _problems(manifest: Manifest) -> Iterator[str]:
                 held[file_at] += numel * ITEMSIZE[tensor.dtype]
         for name, (kind, number) in parameter.scalars.items():
             if not _fits(kind, number):
-                yield f"{_shown(name)} of {_shown(fqn)}: {_shown(number)} is no {kind}"
-    for file, nbytes in zip(manifest.files, held, strict=True):
-        if nbytes > file.nbytes:
-            yield f"{file.name}: fragments of {nbytes:,} bytes do not fit into its {file.nbytes:,}"
+                yield f"{_shown(name)} of {_shown(fqn)}: {_shown(number)} is not a valid {kind}"
+
+
+def _rank_problems(manifest: Manifest) -> Iterator[str]:
+    """Problems of what is saved per rank: buffers, and the state of each rank."""
+    num_files = len(manifest.files)
     for name, buffer in manifest.buffers.items():
-        if _extent(buffer.shape) > MAX_NUMEL or max(buffer.files) >= len(names):
+        if _extent(buffer.shape) > MAX_NUMEL or max(buffer.files) >= num_files:
             yield f"buffer {_shown(name)} is too large, or in no file"
         if len(buffer.files) not in (1, manifest.world_size):
             yield f"buffer {_shown(name)} has {len(buffer.files)} copies for {manifest.world_size} ranks"
@@ -293,7 +310,10 @@ def _problems(manifest: Manifest) -> Iterator[str]:
         yield f"{len(manifest.ranks)} ranks have state in {len(manifest.rank_files)} files"
     if len(manifest.ranks) not in (0, manifest.world_size):
         yield f"{len(manifest.ranks)} of {manifest.world_size} ranks have state"
-    if any(file >= len(names) for file in (manifest.shared_file, *manifest.rank_files)) and names:
+    if (
+        any(file >= num_files for file in (manifest.shared_file, *manifest.rank_files))
+        and num_files
+    ):
         yield "state is in a file that does not exist"
 
 
@@ -311,7 +331,7 @@ def _cover_problems(
             return
         at += length
     if at != numel:
-        yield f"{where}: fragments hold {at:,} of {numel:,} elements"
+        yield f"{where}: fragments contain {at:,} of {numel:,} elements"
 
 
 def _extent(shape: Sequence[int]) -> int:
@@ -320,7 +340,7 @@ def _extent(shape: Sequence[int]) -> int:
 
 
 def _fits(kind: str, number: float | int | bool) -> bool:
-    """Can a 0-dim tensor of this dtype, or a Python number, be made from ``number``?"""
+    """Whether a 0-dim tensor of this dtype, or a Python number, can be made from ``number``."""
     if isinstance(number, bool) or kind == "BOOL":
         return isinstance(number, bool) and kind in ("BOOL", "number")
     if kind in _LARGEST:

@@ -197,7 +197,7 @@ class CheckpointReader:
         tensors = self._tree_tensors(file, kind)
         found = json_state.decode(node, tensors, where=kind, allow_pickle=allow_pickle)
         if not isinstance(found, dict):
-            raise CheckpointError(f"{self.path / MANIFEST}: {kind} state is no table.")
+            raise CheckpointError(f"{self.path / MANIFEST}: {kind} state is not a dict.")
         return found
 
     def _tree_tensors(self, file: int, kind: str) -> dict[str, Tensor]:
@@ -229,8 +229,8 @@ class CheckpointReader:
         entry = entries.get(key)
         if entry is None or (entry.dtype, entry.shape) != (dtype, shape):
             raise CheckpointError(
-                f"{block_file.path} does not hold {key!r} as {dtype} {list(shape)}, which the manifest "
-                "says it does: they are of different saves."
+                f"{block_file.path} does not contain {key!r} as {dtype} {list(shape)}, as the "
+                "manifest says: they belong to different saves."
             )
         return block_file, entry
 
@@ -256,7 +256,7 @@ class CheckpointReader:
         path = self.path / saved.name
         if path.parent.is_symlink() and path.parent != self.path:
             raise CheckpointError(
-                f"{path.parent} is a symbolic link, which checkpoints do not have."
+                f"{path.parent} is a symbolic link. Checkpoints do not contain links."
             )
         return BlockFile(
             path,
@@ -316,8 +316,8 @@ def read_manifest(path: Path) -> Manifest:
     text = manifest_bytes(path)
     if not text:
         raise CheckpointError(
-            f"{path / MANIFEST} is not there, or empty: the save was not completed, or this is no "
-            "checkpoint."
+            f"{path / MANIFEST} does not exist, or is empty: the save was not completed, or this "
+            "is not a checkpoint."
         )
     return parse(text, where=path / MANIFEST)
 
@@ -347,7 +347,7 @@ def read_small(path: Path, max_nbytes: int) -> bytes:
     try:
         found = os.fstat(fd)
         if not stat.S_ISREG(found.st_mode) or found.st_size > max_nbytes:
-            raise CheckpointError(f"{path} is no regular file of at most {max_nbytes:,} bytes.")
+            raise CheckpointError(f"{path} is not a regular file of at most {max_nbytes:,} bytes.")
         with open(fd, "rb", closefd=False) as file:
             return file.read(max_nbytes)
     finally:

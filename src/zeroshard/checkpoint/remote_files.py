@@ -10,19 +10,17 @@ from __future__ import annotations
 import hashlib
 import logging
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from zeroshard.checkpoint.all_ranks import run_on_all_ranks
 from zeroshard.checkpoint.blocks import BlockFile, BlockWriter, bytes_of
 from zeroshard.checkpoint.directory import write_durably
 from zeroshard.checkpoint.manifest import MANIFEST, Manifest, SavedFile
 from zeroshard.checkpoint.reader import CheckpointReader, manifest_bytes
+from zeroshard.comm.agreement import ControlGroup, run_on_all_ranks
 from zeroshard.comm.collectives import Comm
-from zeroshard.comm.control_group import ControlGroup
 from zeroshard.errors import CheckpointError
 
 logger = logging.getLogger("zeroshard")
@@ -45,95 +43,115 @@ def fetch_missing(
     Raises:
         CheckpointError: on every rank: no rank has a file, or ranks have manifests of different saves.
     """
-    manifest = path / MANIFEST
-
-    def own_manifest() -> dict[str, Any]:
-        text = manifest_bytes(path)
-        return {"sha256": hashlib.sha256(text).hexdigest() if text else ""}
-
-    def judge_manifests(said: list[dict[str, Any]]) -> dict[str, Any]:
-        shas = [part["sha256"] for part in said]
-        if not shas[0]:
-            return {"is_ours": False}
-        others = [rank for rank, sha in enumerate(shas) if sha and sha != shas[0]]
-        if others:
-            raise CheckpointError(
-                f"{manifest} is of another save on rank {others[0]} than on rank 0: their directories "
-                "are not shared, and hold different runs."
-            )
-        return {"is_ours": True, "text": "" if all(shas) else manifest_bytes(path).decode()}
-
-    said = run_on_all_ranks(
-        control_group, failed, "reading the manifest", own_manifest, judge_manifests
-    )
-    if not said["is_ours"]:
+    text, is_ours = _agree_on_manifest(path, control_group, failed)
+    if not is_ours:
         return
-    manifests: list[Manifest] = []
-
-    def own_files() -> dict[str, Any]:
-        if said["text"] and not manifest.exists():
-            path.mkdir(parents=True, exist_ok=True)
-            write_durably(manifest, said["text"])
-        with CheckpointReader(path) as saved:
-            manifests.append(saved.manifest)
-            return {"missing": saved.problems(needs(saved.manifest))}
-
-    def missing_somewhere(parts: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"missing": {at: text for part in parts for at, text in part["missing"].items()}}
-
-    def own_of_missing() -> dict[str, Any]:
-        with CheckpointReader(path) as saved:
-            asked = {int(at) for at in said["missing"]}
-            return {"has": sorted(asked - saved.problems(asked).keys())}
-
-    def holders(parts: list[dict[str, Any]]) -> dict[str, Any]:
-        found: dict[int, int] = {}
-        for at, text in said["missing"].items():
-            having = [rank for rank, part in enumerate(parts) if int(at) in part["has"]]
-            if not having:
-                raise CheckpointError(text)
-            found[int(at)] = having[0]
-        return {"holders": found}
-
-    said |= run_on_all_ranks(
-        control_group, failed, "looking for its files", own_files, missing_somewhere
-    )
-    if not said["missing"]:
+    manifest, missing = _find_missing(path, text, control_group, failed, needs)
+    if not missing:
         return
-    wanted = run_on_all_ranks(
-        control_group, failed, "looking for its files", own_of_missing, holders
-    )["holders"]
-    files = manifests[0].files
+    holders = _find_holders(path, missing, control_group, failed)
     if control_group.rank == 0:
-        nbytes = sum(files[int(at)].nbytes for at in wanted)
+        nbytes = sum(manifest.files[at].nbytes for at in holders)
         logger.info(
-            "%s: %d files (%s bytes) are not on every disk; they are sent",
+            "%s: %d files (%s bytes) are not on every disk, so ranks send them to each other",
             path,
-            len(wanted),
+            len(holders),
             f"{nbytes:,}",
         )
-    for at, holder in wanted.items():
-        file = files[int(at)]
-        problems: list[str] = []
-        _send(path, file, manifests[0].block_nbytes, holder, comm, device, problems)
+    for at, holder in holders.items():
+        file = manifest.files[at]
+        problem = _send(path, file, manifest.block_nbytes, holder, comm, device)
 
-        def report(problems: list[str] = problems) -> None:
-            if problems:
-                raise CheckpointError(problems[0])
+        def report(problem: str = problem) -> None:
+            if problem:
+                raise CheckpointError(problem)
 
         run_on_all_ranks(control_group, failed, f"sending {file.name}", report)
 
 
-def _send(
+def _agree_on_manifest(path: Path, control_group: ControlGroup, failed: str) -> tuple[str, bool]:
+    """The manifest's text ("" if every rank has the file), and whether the directory is in our format."""
+
+    def judge(shas: list[str]) -> tuple[str, bool]:
+        others = [rank for rank, sha in enumerate(shas) if sha and sha != shas[0]]
+        if shas[0] and others:
+            raise CheckpointError(
+                f"{path / MANIFEST} on rank {others[0]} belongs to another save than on rank 0: the "
+                "directories are not shared, and contain different runs."
+            )
+        text = "" if all(shas) or not shas[0] else manifest_bytes(path).decode()
+        return text, bool(shas[0])
+
+    _, (text, is_ours) = run_on_all_ranks(
+        control_group,
+        failed,
+        "reading the manifest",
+        lambda: manifest_bytes(path),
+        say=lambda text: hashlib.sha256(text).hexdigest() if text else "",
+        decide=judge,
+    )
+    return text, is_ours
+
+
+def _find_missing(
     path: Path,
-    file: SavedFile,
-    block_nbytes: int,
-    holder: int,
-    comm: Comm,
-    device: torch.device,
-    problems: list[str],
-) -> None:
-    """Send one file. Every rank takes part until the end; errors are added to ``problems``."""
+    text: str,
+    control_group: ControlGroup,
+    failed: str,
+    needs: Callable[[Manifest], set[int]],
+) -> tuple[Manifest, dict[int, str]]:
+    """The manifest, and the files that some rank needs and does not see: their index -> the reason.
+
+    Writes the manifest where it is missing.
+    """
+
+    def look() -> tuple[Manifest, dict[int, str]]:
+        if text and not (path / MANIFEST).exists():
+            path.mkdir(parents=True, exist_ok=True)
+            write_durably(path / MANIFEST, text)
+        with CheckpointReader(path) as saved:
+            return saved.manifest, saved.problems(needs(saved.manifest))
+
+    (manifest, _), missing = run_on_all_ranks(
+        control_group,
+        failed,
+        "looking for its files",
+        look,
+        say=lambda own: own[1],
+        decide=lambda parts: {at: why for part in parts for at, why in part.items()},
+    )
+    return manifest, {int(at): why for at, why in missing.items()}
+
+
+def _find_holders(
+    path: Path, missing: Mapping[int, str], control_group: ControlGroup, failed: str
+) -> dict[int, int]:
+    """For each missing file the lowest rank that has it."""
+
+    def look() -> list[int]:
+        with CheckpointReader(path) as saved:
+            return sorted(missing.keys() - saved.problems(missing).keys())
+
+    def choose(parts: list[list[int]]) -> dict[int, int]:
+        found: dict[int, int] = {}
+        for at, why in missing.items():
+            having = [rank for rank, part in enumerate(parts) if at in part]
+            if not having:
+                raise CheckpointError(why)
+            found[at] = having[0]
+        return found
+
+    _, holders = run_on_all_ranks(
+        control_group, failed, "looking for its files", look, say=lambda own: own, decide=choose
+    )
+    return {int(at): int(rank) for at, rank in holders.items()}
+
+
+def _send(
+    path: Path, file: SavedFile, block_nbytes: int, holder: int, comm: Comm, device: torch.device
+) -> str:
+    """Send one file. Every rank takes part until the end. Returns the first problem, or ""."""
+    problems: list[str] = []
     target = path / file.name
     source: BlockFile | None = None
     writer: BlockWriter | None = None
@@ -161,7 +179,9 @@ def _send(
         try:
             if writer is not None and not problems:
                 if zlib.crc32(bytes_of(part)) != file.crc32[block]:
-                    raise CheckpointError(f"{target} arrived damaged from rank {holder}.")
+                    raise CheckpointError(
+                        f"{target} was damaged when it arrived from rank {holder}."
+                    )
                 writer.write(bytes_of(part))
         except (CheckpointError, OSError) as error:
             problems.append(str(error))
@@ -177,3 +197,4 @@ def _send(
             fresh.unlink(missing_ok=True)
         if source is not None:
             source.close()
+    return problems[0] if problems else ""

@@ -58,7 +58,8 @@ def match(source: Source, shapes: Mapping[str, tuple[int, ...]], *, strict: bool
         and (VALUE in source.parameters[saved].tensors or source.parameters[saved].digest)
     }
     wrong = [
-        f"{fqn!r} has shape {list(shapes[fqn])}, saved was {list(source.parameters[saved].shape)}"
+        f"{fqn!r} has shape {list(shapes[fqn])}, but was saved with "
+        f"{list(source.parameters[saved].shape)}"
         for fqn, saved in names.items()
         if tuple(source.parameters[saved].shape) != tuple(shapes[fqn])
     ]
@@ -69,10 +70,14 @@ def match(source: Source, shapes: Mapping[str, tuple[int, ...]], *, strict: bool
     if strict and surplus:
         wrong.append(f"the model does not have {_some(surplus)}")
     if wrong:
-        hint = " load_module_strict=False loads what fits by name." if left or surplus else ""
+        hint = (
+            " load_module_strict=False loads the parameters whose names match."
+            if left or surplus
+            else ""
+        )
         raise CheckpointError(
-            f"{source.path} is of another model: {'; '.join(wrong[:5])}"
-            f"{f'; and {len(wrong) - 5} more' if len(wrong) > 5 else ''}.{hint}"
+            f"{source.path} was saved from another model: "
+            f"{'; '.join(wrong[:5])}{f'; and {len(wrong) - 5} more' if len(wrong) > 5 else ''}.{hint}"
         )
     return Match(names, left, surplus)
 
@@ -281,7 +286,7 @@ def refuse_other_frozen(
             other.append(fqn)
     if other:
         raise CheckpointError(
-            f"{path} was saved without its frozen parameters, and those of this model are others: "
-            f"{_some(other)}. Build the model from the same base weights; load_module_strict=False "
-            "goes on with these."
+            f"{path} was saved without its frozen parameters, and this model has other ones: "
+            f"{_some(other)}. Build the model from the same base weights. With "
+            "load_module_strict=False the frozen parameters of this model are used."
         )

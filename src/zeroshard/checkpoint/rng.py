@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from zeroshard.checkpoint.json_state import encode
+from zeroshard.device.choice import ops_of
 from zeroshard.errors import CheckpointError
 
 State = dict[str, Any]
@@ -38,8 +39,8 @@ def rng_state(device: torch.device) -> State:
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
         state["numpy"] = numpy.random.get_state(legacy=False)
-    if device.type != "cpu":
-        own = torch.get_device_module(device).get_rng_state(device)
+    own = ops_of(device).rng_state()
+    if own is not None:
         state["device"] = {"type": device.type, "state": own}
     return state
 
@@ -70,20 +71,19 @@ def set_rng_state(state: State, device: torch.device) -> None:
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"the saved state of the {at} random generator does not fit: {error}. It was saved by "
-            "another version, is damaged, or the program uses another kind of generator now. Resume with "
-            "the program and the versions that saved it."
+            "another version, is damaged, or the program now uses another kind of generator. "
+            "Resume with the program and the versions that saved it."
         ) from error
 
 
 def _set_device(state: State, device: torch.device) -> None:
-    module = torch.get_device_module(device)
+    ops = ops_of(device)
     saved = state.get("device", {})
     if saved.get("type") == device.type and "state" in saved:
-        module.set_rng_state(saved["state"].cpu(), device)
+        ops.set_rng_state(saved["state"].cpu())
         return
     seed = saved["seed"] if "seed" in saved else _seed(state["torch"], device.type)
-    with module.device(device):
-        module.manual_seed(seed)
+    ops.manual_seed(seed)
 
 
 def rng_state_for(rank: int, saved: Sequence[State]) -> State:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import cast
 
@@ -39,7 +39,9 @@ def dtype_name(dtype: torch.dtype, *, where: str) -> Dtype:
         CheckpointError: files cannot hold this dtype.
     """
     if dtype not in _NAMES:
-        raise CheckpointError(f"{where} is of {dtype}, which the safetensors format cannot hold.")
+        raise CheckpointError(
+            f"{where} has dtype {dtype}, which the safetensors format does not support."
+        )
     return _NAMES[dtype]
 
 
@@ -51,10 +53,10 @@ class Entry:
     dtype: Dtype
     shape: tuple[int, ...]
     offset: int = 0  # from the start of the file
+    nbytes: int = field(init=False)
 
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * ITEMSIZE[self.dtype]
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nbytes", prod(self.shape) * ITEMSIZE[self.dtype])
 
 
 def lay_out(entries: Iterable[Entry]) -> tuple[bytes, list[Entry]]:
@@ -109,9 +111,7 @@ def read_entries(file: BlockFile) -> dict[str, Entry]:
         at = 8 + length
         for entry in sorted(found.values(), key=lambda e: (e.offset, e.nbytes)):
             if entry.offset != at:
-                raise ValueError(
-                    f"tensors leave a hole or overlap at byte {min(at, entry.offset):,}"
-                )
+                raise ValueError(f"tensors have a gap or overlap at byte {min(at, entry.offset):,}")
             at += entry.nbytes
         if at != file.nbytes:
             raise ValueError(f"its tensors end at byte {at:,}")
@@ -124,7 +124,7 @@ def read_entries(file: BlockFile) -> dict[str, Entry]:
         OverflowError,
     ) as error:
         raise CheckpointError(
-            f"{file.path} is no safetensors file of {file.nbytes:,} bytes: {str(error)[:200]}."
+            f"{file.path} is not a safetensors file of {file.nbytes:,} bytes: {str(error)[:200]}."
         ) from error
     return found
 
@@ -136,7 +136,7 @@ def _entry(key: str, row: Mapping[str, object], begin: int) -> Entry:
         raise ValueError(f"{name} is not described")
     low, high = offsets
     if len(shape) > 64 or not all(type(n) is int and 0 <= n <= 2**53 for n in (*shape, low, high)):
-        raise ValueError(f"{name} has a shape or a place that is none")
+        raise ValueError(f"{name} has an invalid shape or offset")
     if prod(max(1, n) for n in shape) > 2**53:  # torch multiplies the others even if one is 0
         raise ValueError(f"{name} is too large")
     if dtype not in ITEMSIZE or prod(shape) * ITEMSIZE[dtype] != high - low:

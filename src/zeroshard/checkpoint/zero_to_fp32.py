@@ -197,22 +197,24 @@ def load_state_dict_from_zero_checkpoint(
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line of ``zero_to_fp32.py``. Returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="zero_to_fp32.py", description="Write the whole fp32 weights of a checkpoint."
+        prog="zero_to_fp32.py", description="Write the full fp32 weights of a checkpoint."
     )
-    parser.add_argument("checkpoint_dir", help="the directory that holds the tags")
-    parser.add_argument("output_dir", help="where the weights go")
-    parser.add_argument("--max_shard_size", default=MAX_SHARD_SIZE, help="of one file, like 5GB")
+    parser.add_argument("checkpoint_dir", help="directory that contains the checkpoints")
+    parser.add_argument("output_dir", help="directory for the weights")
+    parser.add_argument(
+        "--max_shard_size", default=MAX_SHARD_SIZE, help=("maximum size of one file, such as 5GB")
+    )
     parser.add_argument(
         "--safe_serialization",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="safetensors; otherwise pytorch_model.bin",
+        help="write safetensors; otherwise pytorch_model.bin",
     )
-    parser.add_argument("-t", "--tag", help="which checkpoint; default: the latest")
+    parser.add_argument("-t", "--tag", help="tag (name) of the checkpoint; default: the latest one")
     parser.add_argument(
-        "--exclude_frozen_parameters", action="store_true", help="write only what was trained"
+        "--exclude_frozen_parameters", action="store_true", help="write only trained parameters"
     )
-    parser.add_argument("-d", "--debug", action="store_true", help="say what goes on")
+    parser.add_argument("-d", "--debug", action="store_true", help="print log messages")
     args = parser.parse_args(arguments)
     if args.debug:
         logging.basicConfig(level=logging.DEBUG)

@@ -26,26 +26,35 @@ ckpt = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Look at checkpoints, check, compare, export and remove them.",
+    help="List, show, verify, export, compare and remove checkpoints.",
 )
 
-Place = Annotated[Path, typer.Argument(help="Where the tags are, or one of them.")]
-Tag = Annotated[str | None, typer.Option("--tag", "-t", help="Which one; default: the latest.")]
-AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
+Place = Annotated[
+    Path,
+    typer.Argument(
+        help="Directory of one checkpoint, or the directory that contains the checkpoints."
+    ),
+]
+Tag = Annotated[
+    str | None,
+    typer.Option("--tag", "-t", help="Tag (name) of the checkpoint. Default: the latest one."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @ckpt.command("ls")
 def ls_command(
-    directory: Annotated[Path, typer.Argument(help="Where the tags are.")], as_json: AsJson = False
+    directory: Annotated[Path, typer.Argument(help="Directory that contains the checkpoints.")],
+    as_json: AsJson = False,
 ) -> None:
-    """List the checkpoints of a directory, and what is wrong with those that cannot be loaded."""
+    """List the checkpoints in a directory. For those that cannot be loaded, the reason is printed."""
     with _errors_told():
         found = rows(directory)
     if as_json:
         print(json.dumps([asdict(row) for row in found], indent=2))
         return
     if not found:
-        print(f"{directory} holds no checkpoint.")
+        print(f"There is no checkpoint in {directory}.")
         return
     _print_table(
         ["tag", "step", "saved at", "ranks", "stage", "size", "parameters", "state"],
@@ -64,7 +73,7 @@ def ls_command(
 
 @ckpt.command("show")
 def show_command(directory: Place, tag: Tag = None, as_json: AsJson = False) -> None:
-    """Show what is in a checkpoint: counters, parameters with their state, buffers, files."""
+    """Show the contents of a checkpoint: counters, parameters with their state, buffers, files."""
     with _errors_told(), contextlib.closing(_open(directory, tag)) as source:
         facts = facts_of(source)
     if as_json:
@@ -82,7 +91,7 @@ def show_command(directory: Place, tag: Tag = None, as_json: AsJson = False) -> 
 
 @ckpt.command("verify")
 def verify_command(directory: Place, tag: Tag = None) -> None:
-    """Read every byte of a checkpoint. Ends with 1 if any is not what was saved."""
+    """Read every byte of a checkpoint and compare checksums. The exit code is 1 if data is damaged."""
     from zeroshard.checkpoint.manifest import MANIFEST
 
     with _errors_told():
@@ -93,30 +102,37 @@ def verify_command(directory: Place, tag: Tag = None) -> None:
     if problems:
         raise typer.Exit(1)
     ours = (path / MANIFEST).exists()
-    sure = "every byte is what was saved" if ours else "all can be read; it has no checksums"
+    sure = (
+        "every byte is what was saved"
+        if ours
+        else "all values can be read; this format has no checksums"
+    )
     print(f"{path}: {sure}.")
 
 
 @ckpt.command("export")
 def export_command(
     directory: Place,
-    out: Annotated[Path, typer.Option("--out", "-o", help="The directory to write to.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Directory to write to.")],
     tag: Tag = None,
     dtype: Annotated[
         str | None,
-        typer.Option("--dtype", help="float32, float16 or bfloat16; default: as saved."),
+        typer.Option(
+            "--dtype",
+            help="float32, float16 or bfloat16. Default: the dtype of each weight in the checkpoint.",
+        ),
     ] = None,
     max_shard_size: Annotated[
-        str, typer.Option("--max-shard-size", "--max_shard_size", help="Of one file.")
+        str, typer.Option("--max-shard-size", "--max_shard_size", help="Maximum size of one file.")
     ] = "5GB",
     exclude_frozen: Annotated[
         bool,
         typer.Option(
-            "--exclude-frozen", "--exclude_frozen_parameters", help="Only what was trained."
+            "--exclude-frozen", "--exclude_frozen_parameters", help="Write only trained parameters."
         ),
     ] = False,
 ) -> None:
-    """Write the weights as safetensors that Hugging Face libraries load, and read them back."""
+    """Write the weights as safetensors files for Hugging Face libraries, and verify the files."""
     from zeroshard.checkpoint.export import export_checkpoint
 
     with _errors_told(), contextlib.closing(_open(directory, tag)) as source, _bar() as progress:
@@ -134,12 +150,20 @@ def export_command(
 
 @ckpt.command("diff")
 def diff_command(
-    first: Annotated[Path, typer.Argument(help="A tag's directory, or one that holds tags.")],
-    second: Annotated[Path, typer.Argument(help="The other one.")],
+    first: Annotated[
+        Path,
+        typer.Argument(
+            help="Directory of one checkpoint, or the directory that contains the checkpoints."
+        ),
+    ],
+    second: Annotated[Path, typer.Argument(help="The same for the second checkpoint.")],
     tag: Tag = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare two checkpoints by name, whatever their ranks and files. Ends with 1 if they differ."""
+    """Compare two checkpoints, name by name. The exit code is 1 if they differ.
+
+    They may be saved by different numbers of ranks.
+    """
     from zeroshard.checkpoint.compare import differences
 
     with (
@@ -166,12 +190,16 @@ def diff_command(
 
 @ckpt.command("prune")
 def prune_command(
-    directory: Annotated[Path, typer.Argument(help="Where the tags are.")],
-    keep: Annotated[int, typer.Option("--keep", min=1, help="How many of the newest stay.")],
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    directory: Annotated[Path, typer.Argument(help="Directory that contains the checkpoints.")],
+    keep: Annotated[
+        int, typer.Option("--keep", min=1, help="Number of newest checkpoints to keep.")
+    ],
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only print what would be removed.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")] = False,
 ) -> None:
-    """Remove all but the newest complete checkpoints; the one that 'latest' names stays in any case."""
+    """Remove all but the newest complete checkpoints. The one in the file 'latest' is always kept."""
     from zeroshard.checkpoint.directory import prune
 
     with _errors_told():
@@ -183,7 +211,7 @@ def prune_command(
             print("Nothing to remove.")
         elif not dry_run:
             if not yes:
-                typer.confirm(f"Remove {len(going)} from {directory}?", abort=True)
+                typer.confirm(f"Remove {len(going)} checkpoints from {directory}?", abort=True)
             prune(directory, keep)
 
 
@@ -227,7 +255,7 @@ def _row(path: Path, latest: str) -> Row | None:
     is_latest = path.name == latest
     if path.name.startswith("."):
         unfinished = ".saving-" in path.name
-        return Row(path.name, "a save that did not end", nbytes) if unfinished else None
+        return Row(path.name, "incomplete: the save did not finish", nbytes) if unfinished else None
     if not (path / MANIFEST).exists():
         if is_deepspeed(path):
             return Row(path.name, "written by DeepSpeed", nbytes, latest=is_latest)
@@ -337,7 +365,10 @@ def _path(directory: Path, tag: str | None) -> Path:
     _check_directory(directory)
     if (directory / MANIFEST).exists() or is_deepspeed(directory):
         if tag is not None and tag != directory.resolve().name:
-            raise UsageError(f"{directory} is one checkpoint; --tag {tag} needs their directory.")
+            raise UsageError(
+                f"{directory} is itself a checkpoint, and its tag is not {tag}. With --tag, give "
+                "the directory that contains the checkpoints."
+            )
         return directory.resolve()
     return resolve(directory, tag).resolve()
 
@@ -351,7 +382,7 @@ def _open(directory: Path, tag: str | None) -> Source:
 
 def _check_directory(directory: Path) -> None:
     if not directory.is_dir():
-        raise CheckpointError(f"{directory} is no directory.")
+        raise CheckpointError(f"{directory} is not a directory.")
 
 
 def _nbytes_below(path: Path) -> int:

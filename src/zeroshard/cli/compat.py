@@ -13,18 +13,18 @@ from zeroshard.deepspeed.install import DIRECTORY, rivals, winner
 
 def compat_command(
     path: Annotated[
-        bool, typer.Option("--path", help="Print the directory alone, for PYTHONPATH.")
+        bool, typer.Option("--path", help="Print only the directory to put on PYTHONPATH.")
     ] = False,
 ) -> None:
-    """Print what makes `import deepspeed` mean ZeroShard: eval "$(zeroshard compat)".
+    """Print shell commands that make `import deepspeed` import ZeroShard: eval "$(zeroshard compat)".
 
-    Afterwards `accelerate launch`, `torchrun` and `deepspeed` of this shell use it.
+    Afterwards `accelerate launch`, `torchrun` and `deepspeed` in this shell use ZeroShard.
     """
     warn_of_winner()
     for rival in rivals([""]):
         print(
-            f"zeroshard: {str(rival)!r} will be found first by programs in this directory, because the "
-            "directory of a program comes before PYTHONPATH; rename it.",
+            f"zeroshard: {str(rival)!r} is imported instead of ZeroShard by programs in this "
+            "directory, because the directory of a program comes before PYTHONPATH. Rename it.",
             file=sys.stderr,
         )
     if path:
@@ -38,7 +38,8 @@ def warn_of_winner() -> None:
     """Print a warning if another ``deepspeed`` is found before ZeroShard's, whatever PYTHONPATH is."""
     if found := winner():
         print(
-            f"zeroshard: {found} answers every 'import deepspeed', although ZeroShard is first on "
-            "PYTHONPATH; remove what puts it there, probably a .pth file in site-packages.",
+            f"zeroshard: 'import deepspeed' imports {found}, although ZeroShard is first on "
+            "PYTHONPATH. Remove what puts it before PYTHONPATH, probably a .pth file in "
+            "site-packages.",
             file=sys.stderr,
         )

@@ -35,10 +35,15 @@ def config_command(
     source: Annotated[str, typer.Argument(help="A DeepSpeed configuration file (JSON).")],
     world_size: Annotated[
         int,
-        typer.Option("--world-size", "--world_size", min=1, help="Ranks to solve batch sizes for."),
+        typer.Option(
+            "--world-size",
+            "--world_size",
+            min=1,
+            help="Number of ranks. Batch sizes are computed for it.",
+        ),
     ] = 1,
 ) -> None:
-    """Print every value that a configuration resolves to, and where it comes from."""
+    """Print every resolved value of a configuration, and where each value comes from."""
     from zeroshard.config import Hardware, load_config
 
     def hardware() -> Hardware:  # imports torch; called only if needed
@@ -48,7 +53,7 @@ def config_command(
         return hardware_of(local_device(RankInfo()))
 
     try:
-        loaded = load_config(Path(source), world_size=world_size, hardware=hardware)
+        loaded = load_config(Path(source), dp_size=world_size, hardware=hardware)
     except ConfigError as error:
         print(error, file=sys.stderr)
         raise typer.Exit(2) from None

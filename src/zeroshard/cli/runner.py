@@ -5,14 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any
 
 import typer
 
-from zeroshard.cli.launch import standalone
+from zeroshard.cli.launch import request_from, standalone
 from zeroshard.errors import LaunchError
-from zeroshard.launch import LaunchRequest
 from zeroshard.launch.plan import check_request
 from zeroshard.launch.resource_pool import launcher_environment
 
@@ -53,7 +51,5 @@ def _check(words: list[str]) -> bool:
         return False
     except _UsageError as error:
         raise LaunchError(f"deepspeed: {error.format_message()}") from None
-    own = {field.name for field in fields(LaunchRequest)} - {"as_deepspeed", "args"}
-    given = {name: value for name, value in context.params.items() if name in own}
-    check_request(LaunchRequest(**given))
+    check_request(request_from(context.params))
     return True

@@ -2,34 +2,40 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import cast
+from typing import NamedTuple, cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from zeroshard.comm.agreement import Store as AgreeStore
 from zeroshard.comm.agreement import namespace
 from zeroshard.comm.collectives import Comm, ErrorExplainer, ProcessGroupComm, SoloComm
+from zeroshard.comm.flight_recorder import rank_ranges
 from zeroshard.comm.gloo import GlooComm
-from zeroshard.comm.host import open_sockets
+from zeroshard.comm.host import host_number, open_sockets
 from zeroshard.comm.p2p import P2PComm, open_links
 from zeroshard.comm.recorder import Recorder
 from zeroshard.comm.shm import PeerMemory, ShmComm, open_peer_memory
-from zeroshard.errors import ConfigError
+from zeroshard.device.choice import ops_of
+from zeroshard.errors import ConfigError, LaunchError, UsageError
+
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, eq=False)
 class Opening:
-    """What a transport gets to open a communicator: the same on every rank, but for the last four."""
+    """What a transport gets to open a communicator. The last three are this rank's own objects."""
 
     group: dist.ProcessGroup
     backend: str
     ranks: list[int]
     purpose: str
-    device_type: str
+    device: torch.device
     timeout_s: float
     recorder: Recorder | None
     guard: ErrorExplainer | None
@@ -38,9 +44,10 @@ class Opening:
 
 @dataclass(frozen=True)
 class Transport:
-    """One way to move bytes between ranks. ``backend``: the one whose process group it needs, or any.
+    """One way to move bytes between ranks. ``backend``: of the process group that it needs; None: any.
 
-    ``open``: returns the communicator, or why these ranks cannot use it: on all of them the same.
+    ``open`` returns the communicator, or why these ranks cannot use it. The answer is the same on all of
+    them.
     """
 
     open: Callable[[Opening], Comm | str]
@@ -53,7 +60,7 @@ def make_comm(
     recorder: Recorder | None = None,
     group: dist.ProcessGroup | None = None,
     purpose: str = "data",
-    device_type: str = "cpu",
+    device: torch.device = _CPU,
     guard: ErrorExplainer | None = None,
     timeout_s: float = 1860.0,
     check: Callable[[Sequence[int]], None] = lambda _missing: None,
@@ -75,15 +82,13 @@ def make_comm(
         return SoloComm(recorder)
     group = group if group is not None else dist.group.WORLD
     assert group is not None  # initialised
-    backend = _backend_for(group, device_type)
+    backend = _backend_for(group, device.type)
     if backend == "fake":
-        return ProcessGroupComm(group, recorder=recorder, guard=guard)
+        return ProcessGroupComm(group, recorder=recorder, guard=guard, device=device)
     if dist.get_world_size(group) == 1 and transport != "stock":
         return SoloComm(recorder)
     ranks = dist.get_process_group_ranks(group)
-    opening = Opening(
-        group, backend, ranks, purpose, device_type, timeout_s, recorder, guard, check
-    )
+    opening = Opening(group, backend, ranks, purpose, device, timeout_s, recorder, guard, check)
     for name, row in (
         TRANSPORTS.items() if transport == "auto" else [(transport, TRANSPORTS[transport])]
     ):
@@ -95,7 +100,7 @@ def make_comm(
             return comm
         if transport != "auto":
             raise ConfigError(f'transport "{name}" is not possible here: {comm}. Use "auto".')
-    raise AssertionError("the last row serves all ranks")
+    raise AssertionError("the last row works for all ranks")
 
 
 def _open_shm(opening: Opening) -> Comm | str:
@@ -112,7 +117,15 @@ def _open_shm(opening: Opening) -> Comm | str:
     )
 
 
-def _open_p2p(opening: Opening) -> Comm:
+def _host_only(opening: Opening) -> str:
+    """Why a transport through host memory cannot serve the device; "" if it can."""
+    kind = opening.device.type
+    return "" if kind == "cpu" else f"it moves tensors of the CPU, not of {kind}"
+
+
+def _open_p2p(opening: Opening) -> Comm | str:
+    if refusal := _host_only(opening):
+        return refusal
     before = open_sockets()
     links = open_links(
         default_store(),
@@ -136,14 +149,91 @@ def _open_stock(opening: Opening) -> Comm:
     if len(opening.ranks) < dist.get_world_size():
         # Only these ranks are here, and a group that only they build could meet the store keys of
         # an earlier one of the same ranks.
-        return stock(opening.group, recorder=recorder, guard=guard)
+        return stock(opening.group, recorder=recorder, guard=guard, device=opening.device)
     timeout = timedelta(seconds=opening.timeout_s)
     before = open_sockets()
+    connected = _connected_device(backend, opening.device)
+    ops = ops_of(connected or _CPU)
+    free_nbytes = ops.free_nbytes()
     own = dist.new_group(
-        timeout=timeout, backend=backend, group_desc=f"zeroshard {opening.purpose}"
+        timeout=timeout,
+        backend=backend,
+        group_desc=f"zeroshard {opening.purpose}",
+        device_id=connected,
     )
-    sockets = _new_sockets(before) if backend == "gloo" else None
-    return stock(own, recorder=recorder, guard=guard, owns_group=True, sockets=sockets)
+    return stock(
+        own,
+        recorder=recorder,
+        guard=guard,
+        owns_group=True,
+        sockets=_new_sockets(before) if backend == "gloo" else None,
+        device=opening.device,
+        buffer_nbytes=max(0, free_nbytes - ops.free_nbytes()),
+    )
+
+
+def _connected_device(backend: str, device: torch.device) -> torch.device | None:
+    """The device for which a new group connects at once, and not in its first collective.
+
+    Then an error of the backend is raised where the engine is built, and its memory can be measured.
+    None: gloo connects in any case.
+
+    Raises:
+        UsageError: the program bound its process group to another device.
+    """
+    if backend == "gloo" or device.type == "cpu":
+        return None
+    bound = getattr(dist.group.WORLD, "bound_device_id", None)
+    if bound not in (None, device):
+        raise UsageError(
+            f"The engine trains on {device}, but init_process_group was given device_id={bound}. Give "
+            "both the same device, or leave device_id out."
+        )
+    return device
+
+
+class DeviceUse(NamedTuple):
+    """The device of one rank, as it tells the others. ``identity``: "" if ranks may share the device."""
+
+    kind: str  # "cuda"
+    name: str  # "cuda:0"
+    identity: str
+    host: str
+
+
+def device_use(group: dist.ProcessGroup, device: torch.device) -> DeviceUse:
+    """What this rank tells the others about its device. Only gloo lets ranks share a device.
+
+    NCCL knows a host by ``NCCL_HOSTID`` if that is set.
+    """
+    shared = _backend_for(group, device.type) in ("gloo", "fake") or device.type == "cpu"
+    identity = "" if shared else ops_of(device).identity()
+    host = os.environ.get("NCCL_HOSTID") or str(host_number())
+    return DeviceUse(device.type, str(device), identity, host)
+
+
+def check_devices(uses: Mapping[int, DeviceUse]) -> None:
+    """Check that no two ranks train on one device, if their backend needs one for each. By global rank.
+
+    Raises:
+        LaunchError: names the ranks and the device. The text is the same on all ranks.
+    """
+    users: dict[tuple[str, str], list[int]] = {}
+    for rank, use in uses.items():
+        if use.identity:
+            users.setdefault((use.host, use.identity), []).append(rank)
+    found = [
+        f"{rank_ranges(ranks)} ({' and '.join(sorted({uses[r].name for r in ranks}))}, {identity})"
+        for (_, identity), ranks in users.items()
+        if len(ranks) > 1
+    ]
+    if found:
+        raise LaunchError(
+            f"Ranks train on the same device: {'; '.join(found)}. The collectives of devices need a "
+            "device for each rank. Start at most one rank for each device of a host, and let each rank "
+            "use its own: leave device out, or give it the index LOCAL_RANK. To let ranks share a "
+            'device, use gloo: init_distributed(dist_backend="gloo").'
+        )
 
 
 TRANSPORTS: dict[str, Transport] = {
@@ -156,8 +246,8 @@ TRANSPORTS: dict[str, Transport] = {
 
 def _meet(opening: Opening) -> PeerMemory | str:
     """Share memory among the ranks, or why not; the same on all of them."""
-    if opening.device_type != "cpu":
-        return f"it moves tensors of the CPU, not of {opening.device_type}"
+    if refusal := _host_only(opening):
+        return refusal
     ranks = opening.ranks
     label = f"zs/shm/{opening.purpose}/{','.join(map(str, ranks))}"
     me = ranks.index(dist.get_rank())

@@ -14,7 +14,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from zeroshard.errors import LaunchError, UsageError
+from zeroshard.device.choice import accelerator_type, device_of_rank
+from zeroshard.errors import LaunchError
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 
@@ -33,13 +34,32 @@ _LAUNCHERS = {
 
 @dataclass(frozen=True)
 class RankInfo:
-    """The numbers of this process among all. ``launcher``: where they come from."""
+    """The numbers of this process among all processes of the run. ``launcher``: where they come from.
+
+    They say nothing about data: see :class:`DataCoordinate`.
+    """
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
     launcher: str = "none"
+
+    @property
+    def is_main_rank(self) -> bool:
+        """Whether this rank prints and writes for all."""
+        return self.rank == 0
+
+
+@dataclass(frozen=True)
+class DataCoordinate:
+    """Which share of every batch this rank gets: number ``dp_rank`` of ``dp_size``.
+
+    ``dp_size`` divides batches and averages gradients.
+    """
+
+    dp_rank: int
+    dp_size: int
 
 
 @dataclass(frozen=True)
@@ -99,6 +119,11 @@ def current_rank_info(environ: Mapping[str, str] | None = None) -> RankInfo:
     return rank_info
 
 
+def data_coordinate(rank_info: RankInfo) -> DataCoordinate:
+    """The data coordinate of a process. All parallelism is data parallelism, so each rank has its own."""
+    return DataCoordinate(rank_info.rank, rank_info.world_size)
+
+
 def run_name(environ: Mapping[str, str] | None = None) -> RunName:
     """Run and attempt, as ZeroShard's launcher or torchrun names them."""
     env = os.environ if environ is None else environ
@@ -118,9 +143,10 @@ def check_master(rank_info: RankInfo) -> None:
     several_hosts = rank_info.world_size > rank_info.local_world_size
     if rank_info.launcher == "mpi" and several_hosts and "MASTER_ADDR" not in os.environ:
         raise LaunchError(
-            f"mpirun started {rank_info.world_size} ranks, {rank_info.local_world_size} of them on this "
-            "host, and MASTER_ADDR is not set, so the ranks cannot find each other. Pass on the address "
-            "of rank 0's host (mpirun -x MASTER_ADDR=...), or use zeroshard launch --launcher openmpi."
+            f"mpirun started {rank_info.world_size} ranks, {rank_info.local_world_size} of them "
+            "on this host, and MASTER_ADDR is not set, so the ranks cannot find each other. Pass "
+            "the address of rank 0's host (mpirun -x MASTER_ADDR=...), or use zeroshard launch "
+            "--launcher openmpi."
         )
 
 
@@ -135,8 +161,9 @@ def adopt_mpi(port: int, environ: MutableMapping[str, str] | None = None) -> Ran
     rank_info = rank_info_of({name: env[name] for name in names if name in env})
     if rank_info.launcher != "mpi":
         raise LaunchError(
-            f"mpi_discovery: {names[0]} is not set, so Open MPI did not start this process. Start the "
-            "program with mpirun, or leave the call out: other launchers say who is which rank."
+            f"mpi_discovery: {names[0]} is not set, so Open MPI did not start this process. Start "
+            "the program with mpirun, or leave the call out: other launchers set the rank "
+            "themselves."
         )
     check_master(rank_info)
     numbers = (
@@ -151,6 +178,12 @@ def adopt_mpi(port: int, environ: MutableMapping[str, str] | None = None) -> Ran
     return rank_info
 
 
+def launcher_serves_store(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether the agent of the launcher serves the store that the ranks meet through."""
+    env = os.environ if environ is None else environ
+    return env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def default_timeout(environ: Mapping[str, str] | None = None) -> timedelta:
     """The timeout of collectives: ``DEEPSPEED_TIMEOUT`` minutes, or ten minutes."""
     env = os.environ if environ is None else environ
@@ -158,46 +191,18 @@ def default_timeout(environ: Mapping[str, str] | None = None) -> timedelta:
     return timedelta(minutes=_integer(env, "DEEPSPEED_TIMEOUT", 0)) if text else DEFAULT_TIMEOUT
 
 
-def uses_cuda(environ: Mapping[str, str] | None = None) -> bool:
-    """Whether there is a CUDA device and ``DS_ACCELERATOR`` does not ask for the CPU."""
-    env = os.environ if environ is None else environ
-    return env.get("DS_ACCELERATOR", "").lower() != "cpu" and torch.cuda.is_available()
-
-
 def default_backend() -> str:
-    """``nccl`` with a CUDA device and a build of torch that has NCCL, else ``gloo``."""
-    return "nccl" if uses_cuda() and dist.is_nccl_available() else "gloo"
+    """The backend of torch for the accelerator of this host, such as ``nccl``; on the CPU ``gloo``.
+
+    An accelerator without a backend in this build of torch uses ``gloo``.
+    """
+    backend = dist.Backend.default_device_backend_map.get(accelerator_type() or "cpu", "gloo")
+    return backend if dist.is_backend_available(backend) else "gloo"
 
 
 def local_device(rank_info: RankInfo | None = None) -> torch.device:
-    """The device that this process trains on: the CUDA device of its local rank, or the CPU."""
-    return _own_gpu(rank_info or current_rank_info()) if uses_cuda() else torch.device("cpu")
-
-
-def own_device(named: torch.device | str | None, rank_info: RankInfo) -> torch.device:
-    """The device that a program names for this rank.
-
-    None, and a CUDA device without an index, mean the device of :func:`local_device`.
-
-    Raises:
-        UsageError: ``named`` is a CUDA device that does not exist.
-    """
-    if named is None:
-        return local_device(rank_info)
-    device = torch.device(named)
-    if device.type != "cuda":
-        return device
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if (device.index or 0) >= count:
-        raise UsageError(
-            f"device={str(named)!r}: torch finds {count} CUDA devices here. Leave device out, or look at "
-            "CUDA_VISIBLE_DEVICES, the driver, and whether this build of torch has CUDA."
-        )
-    return device if device.index is not None else _own_gpu(rank_info)
-
-
-def _own_gpu(rank_info: RankInfo) -> torch.device:
-    return torch.device("cuda", rank_info.local_rank % torch.cuda.device_count())
+    """The device that this process trains on: the accelerator of its local rank, or the CPU."""
+    return device_of_rank((rank_info or current_rank_info()).local_rank)
 
 
 def _integer(env: Mapping[str, str], key: str, default: int) -> int:

@@ -8,7 +8,7 @@ Vocabulary. A *recording* is one buffer with a ring of records and a table of na
 collective as one rank called it. The *history* is a running hash over (operation, name, bytes, dtype) of
 every collective so far; equal histories mean equal calls in equal order.
 
-    0     header   magic, version, pid, rank, world size, ring, rows used, step, waiting
+    0     header   magic, version, pid, rank, group size, ring, rows used, step, waiting
     128   section  what the rank does outside collectives
     256   ring     (history, row, monotonic seconds, sequence number) per record, 32 bytes each
     ...   table    (bytes moved, operation, dtype, name) per row
@@ -44,7 +44,7 @@ SIZE_MIX = 0x9E37_79B9_7F4A_7C15
 _MAGIC = int.from_bytes(b"ZSFLIGHT", "little")
 _VERSION = 1
 _HEADER = struct.Struct("<9Q")
-_ROWS_USED, _STEP, _WAITING = 6, 7, 8
+_ROWS_USED, STEP, _WAITING = 6, 7, 8
 _SECTION = struct.Struct("<64s")
 _SECTION_AT = 128
 #: A record in the ring. The sequence number is last: a reader that sees it sees the rest too.
@@ -83,7 +83,7 @@ class FlightRecording(NamedTuple):
 
     pid: int
     rank: int
-    world_size: int
+    group_size: int
     seq: int
     step: int
     waiting: int
@@ -117,11 +117,11 @@ class FlightRecorder:
     ``Recorder.enter`` writes the records itself: a call of a method would cost a tenth of a microsecond.
     """
 
-    def __init__(self, buffer: Any, *, ring: int, pid: int, rank: int, world_size: int) -> None:
+    def __init__(self, buffer: Any, *, ring: int, pid: int, rank: int, group_size: int) -> None:
         self.buffer = buffer
         self.ring = ring
-        self._words = memoryview(buffer).cast("B")[: _HEADER.size].cast("Q")
-        _HEADER.pack_into(buffer, 0, _MAGIC, _VERSION, pid, rank, world_size, ring, 0, 0, 0)
+        self.words = memoryview(buffer).cast("B")[: _HEADER.size].cast("Q")
+        _HEADER.pack_into(buffer, 0, _MAGIC, _VERSION, pid, rank, group_size, ring, 0, 0, 0)
 
     @staticmethod
     def nbytes_for(ring: int) -> int:
@@ -130,21 +130,18 @@ class FlightRecorder:
 
     def row(self, op: str, name: str, nbytes: int, dtype: str) -> int:
         """A new table row for a call that was not seen before; the last row when the table is full."""
-        used = self._words[_ROWS_USED]
+        used = self.words[_ROWS_USED]
         if used == _TABLE_ROWS - 1:
             op, name, nbytes, dtype = "?", "(more names than the log has rows)", 0, "?"
         if used < _TABLE_ROWS:
             at = RING_AT + self.ring * SLOT.size + used * _ROW.size
             _ROW.pack_into(self.buffer, at, nbytes, op.encode(), dtype.encode(), _fit(name))
-            self._words[_ROWS_USED] = used + 1
+            self.words[_ROWS_USED] = used + 1
         return min(used, _TABLE_ROWS - 1)
 
-    def mark(self, *, step: int | None = None, waiting: int | None = None) -> None:
-        """Write the step, or the number of the collective that the host waits in (0: none)."""
-        if step is not None:
-            self._words[_STEP] = step
-        if waiting is not None:
-            self._words[_WAITING] = waiting
+    def mark_waiting(self, seq: int) -> None:
+        """Write the number of the collective that the host waits in (0: none)."""
+        self.words[_WAITING] = seq
 
     def section(self, text: str) -> None:
         """Write what the rank does outside collectives, cut to 64 bytes."""
@@ -152,7 +149,7 @@ class FlightRecorder:
 
     def release(self) -> None:
         """Release the buffer, so that its owner can close it."""
-        self._words.release()
+        self.words.release()
 
 
 def read_recording(raw: bytes, later: bytes | None = None) -> FlightRecording | None:

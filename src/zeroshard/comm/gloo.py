@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroshard.comm.collectives import DONE, Handle, ProcessGroupComm
-from zeroshard.comm.p2p import Scratch, sum_in_rank_order
+from zeroshard.comm.collectives import DONE, Handle, ProcessGroupComm, sum_in_rank_order
+from zeroshard.comm.p2p import Scratch
 
 
 class GlooComm(ProcessGroupComm):
@@ -31,21 +31,22 @@ class GlooComm(ProcessGroupComm):
 
     @property
     def scratch_nbytes(self) -> int:
-        """Bytes kept for incoming chunks."""
+        """Bytes kept for incoming chunks, on the device of the reduced tensors."""
         return self._scratch.nbytes
 
     def all_gather(self, full_N: Tensor, shard_S: Tensor, *, name: str) -> Handle:
         """Every rank broadcasts its slice of ``full_N``; the others receive it in place."""
-        item = self._record_gather(full_N, shard_S, name)
+        item = self.recorder.all_gather(name, full_N, shard_S)
         if not full_N.numel():
             return DONE
-        slices = full_N.view(self.world_size, -1).unbind()
+        bound = self.bound(item)
+        slices = full_N.view(self.size, -1).unbind()
         own = slices[self.rank]
         if own.data_ptr() != shard_S.data_ptr():
             own.copy_(shard_S)
         return _All(
             [
-                self._start(item, dist.broadcast, piece.view(torch.uint8), source)
+                self._start(item, bound.broadcast, piece.view(torch.uint8), source)
                 for piece, source in zip(slices, self.ranks, strict=True)
             ]
         )
@@ -53,15 +54,15 @@ class GlooComm(ProcessGroupComm):
     def reduce_scatter(self, out_S: Tensor, full_N: Tensor, *, name: str) -> Handle:
         """Every rank receives all ranks' chunks of its slice; ``wait`` adds them."""
         numel = full_N.numel()
-        item = self._record_reduction(out_S, full_N, name)
+        item = self.recorder.reduce_scatter(name, out_S, full_N)
         if not numel:
             return DONE
-        space = self._scratch.take(full_N.dtype, numel)
+        space = self._scratch.take(full_N.dtype, numel, full_N.device)
         chunks = space[:numel]
         arrival = self._start(
-            item, dist.all_to_all_single, chunks.view(torch.uint8), full_N.view(torch.uint8)
+            item, self.bound(item).all_to_all, chunks.view(torch.uint8), full_N.view(torch.uint8)
         )
-        parts = chunks.view(self.world_size, -1).unbind()
+        parts = chunks.view(self.size, -1).unbind()
         return _Sum(arrival, parts, out_S, space, self._scratch)
 
     def close(self) -> None:

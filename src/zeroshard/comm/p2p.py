@@ -28,13 +28,12 @@ from zeroshard.comm.collectives import (
     RecordedComm,
     closed,
     first_line,
+    sum_in_rank_order,
 )
 from zeroshard.comm.host import shut_down
 from zeroshard.comm.recorder import TAG_BITS, Item, Recorder
 
-#: Elements summed at a time: blocks of all ranks together stay in the second-level cache.
-_BLOCK_NUMEL = 1 << 16
-_SHORT = frozenset({torch.float16, torch.bfloat16})
+_CPU = torch.device("cpu")
 
 
 class Links(Protocol):
@@ -86,7 +85,7 @@ class P2PComm(RecordedComm):
     ) -> None:
         super().__init__(links.rank(), ranks, recorder, guard)
         # Start with the neighbour, so that not every rank talks to rank 0 first.
-        self._peers = [(self.rank + i) % self.world_size for i in range(1, self.world_size)]
+        self._peers = [(self.rank + i) % self.size for i in range(1, self.size)]
         self._links: Links | None = links
         self._sockets = dict(sockets or {})
         self._scratch = Scratch()
@@ -98,10 +97,10 @@ class P2PComm(RecordedComm):
 
     def all_gather(self, full_N: Tensor, shard_S: Tensor, *, name: str) -> Handle:
         """Every other rank's slice is received into its place in ``full_N``."""
-        item = self._record_gather(full_N, shard_S, name)
+        item = self.recorder.all_gather(name, full_N, shard_S)
         if not full_N.numel():
             return DONE
-        slices = full_N.view(self.world_size, -1).unbind()
+        slices = full_N.view(self.size, -1).unbind()
         exchange = _Exchange(self, item)
         for peer in self._peers:
             exchange.receive(slices[peer], peer)
@@ -114,13 +113,13 @@ class P2PComm(RecordedComm):
 
     def reduce_scatter(self, out_S: Tensor, full_N: Tensor, *, name: str) -> Handle:
         """Each pair of ranks exchanges chunks; ``wait`` adds them."""
-        item = self._record_reduction(out_S, full_N, name)
+        item = self.recorder.reduce_scatter(name, out_S, full_N)
         if not full_N.numel():
             return DONE
         shard_numel = out_S.numel()
-        slices = full_N.view(self.world_size, shard_numel).unbind()
-        space = self._scratch.take(full_N.dtype, (self.world_size - 1) * shard_numel)
-        parts = [*space[: (self.world_size - 1) * shard_numel].view(-1, shard_numel).unbind()]
+        slices = full_N.view(self.size, shard_numel).unbind()
+        space = self._scratch.take(full_N.dtype, (self.size - 1) * shard_numel)
+        parts = [*space[: (self.size - 1) * shard_numel].view(-1, shard_numel).unbind()]
         parts.insert(self.rank, slices[self.rank])
         exchange = _Reduction(self, item, parts, out_S, space)
         for peer in self._peers:
@@ -133,8 +132,8 @@ class P2PComm(RecordedComm):
         """Sends one message to every rank. On a mismatch the tags differ, so the ranks wait."""
         vector = vector_K.detach().contiguous()
         numel = vector.numel()
-        item = self._record_small(vector, name)
-        rows = vector.new_empty((self.world_size, numel))
+        item = self.recorder.gather_small(name, vector, self.size - 1)
+        rows = vector.new_empty((self.size, numel))
         rows[self.rank] = vector
         if numel:
             slices = rows.unbind()
@@ -259,28 +258,6 @@ class _Reduction(_Exchange):
         del self._space, self._out_S
 
 
-def sum_in_rank_order(parts: Sequence[Tensor], out_S: Tensor) -> None:
-    """``out_S = parts[0] + parts[1] + ...``, rounded once; ``out_S`` may be one of the parts.
-
-    Two 16-bit numbers need no fp32 buffer: ``add`` gives their fp32 sum, rounded once.
-    """
-    if len(parts) == 2:
-        torch.add(parts[0], parts[1], out=out_S)
-        return
-    # Mixed-dtype arithmetic is 15 times slower on CPU than a widening copy and an add.
-    short = parts[0].dtype in _SHORT
-    numel = out_S.numel()
-    block = min(numel, _BLOCK_NUMEL)
-    wide = parts[0].new_empty((2, block), dtype=torch.float32 if short else parts[0].dtype)
-    for begin in range(0, numel, block):
-        end = min(begin + block, numel)
-        total, term = wide[:, : end - begin]
-        total.copy_(parts[0][begin:end])
-        for part in parts[1:]:
-            total.add_(term.copy_(part[begin:end]) if short else part[begin:end])
-        out_S[begin:end].copy_(total)
-
-
 class Scratch:
     """Flat buffers that are reused; at most as many as were ever in flight at once."""
 
@@ -288,18 +265,19 @@ class Scratch:
         self._free: list[Tensor] = []
         self.nbytes = 0
 
-    def take(self, dtype: torch.dtype, numel: int) -> Tensor:
-        """A buffer of at least ``numel`` elements: the smallest free one, or a new one."""
-        fits = [t for t in self._free if t.dtype == dtype and t.numel() >= numel]
+    def take(self, dtype: torch.dtype, numel: int, device: torch.device = _CPU) -> Tensor:
+        """A buffer of at least ``numel`` elements on ``device``: the smallest free one, or a new one."""
+        same = [t for t in self._free if t.dtype == dtype and t.device == device]
+        fits = [t for t in same if t.numel() >= numel]
         if fits:
             best = min(fits, key=Tensor.numel)
             self._free = [t for t in self._free if t is not best]
             return best
-        stale = next((t for t in self._free if t.dtype == dtype), None)
+        stale = next(iter(same), None)
         if stale is not None:  # too small for this run's units: free it
             self._free = [t for t in self._free if t is not stale]
             self.nbytes -= stale.nbytes
-        fresh = torch.empty(numel, dtype=dtype)
+        fresh = torch.empty(numel, dtype=dtype, device=device)
         self.nbytes += fresh.nbytes
         return fresh
 

@@ -30,6 +30,7 @@ Invariants, and what breaks without them:
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import mmap
 import os
 import tempfile
@@ -49,6 +50,7 @@ from zeroshard.comm.flight_recorder import (
     MULTIPLIER,
     RING_AT,
     SLOT,
+    STEP,
     FlightRecorder,
     FlightRecording,
     Record,
@@ -57,6 +59,8 @@ from zeroshard.comm.flight_recorder import (
     word_of,
     word_with,
 )
+from zeroshard.device.choice import ops_of
+from zeroshard.device.ops import DeviceOps, Event
 
 _pack = SLOT.pack_into
 _monotonic = time.monotonic
@@ -150,7 +154,7 @@ class Recorder:
         ring: int = 256,
         recording: Path | None = None,
         rank: int = 0,
-        world_size: int = 1,
+        group_size: int = 1,
     ) -> None:
         self.group = group
         self.rank = rank
@@ -163,11 +167,19 @@ class Recorder:
         self.waiter = 0
         #: Collectives in flight on a device, each with an event; None unless :meth:`watch_device`
         #: was called.
-        self.pending: deque[tuple[Item, Any]] | None = None
-        self._device = 0  # the GPU of those events
+        self.pending: deque[tuple[Item, Event]] | None = None
+        self._ops = ops_of(torch.device("cpu"))  # of the device of those events
+        self._spare_events: list[Event] = []
+        self.compares = True  # False: the transport moves no bytes, so hashes cannot be compared
+        self._hashes: tuple[torch.Tensor, Any] | None = (
+            None  # on their way to the host, and the event
+        )
         self._step_times_s: deque[float] = deque(maxlen=32)
         self._history = word_of("group", group)
         self._by_op: dict[str, Entries] = {}
+        self._gathers = self.entries("all_gather")
+        self._reductions = self.entries("reduce_scatter")
+        self._small = self.entries("gather_small")
         size = 1 << max(ring - 1, 1).bit_length()
         self._mask = size - 1
         self._slots = tuple(range(RING_AT, RING_AT + size * SLOT.size, SLOT.size))
@@ -179,7 +191,7 @@ class Recorder:
         if recording is not None:
             _IN_FILES.add(self)
         self._log = FlightRecorder(
-            self._map, ring=size, pid=os.getpid(), rank=rank, world_size=world_size
+            self._map, ring=size, pid=os.getpid(), rank=rank, group_size=group_size
         )
 
     def entries(self, op: str) -> Entries:
@@ -195,6 +207,27 @@ class Recorder:
         entry.calls += 1
         _pack(self._map, self._slots[seq & self._mask], history, entry.row, _monotonic(), seq)
         return seq, entry, history
+
+    def all_gather(self, name: str, full_N: torch.Tensor, shard_S: torch.Tensor) -> Item:
+        """Record an all-gather: this rank gets all of ``full_N`` but its shard."""
+        numel = full_N.numel()
+        return self.enter(self._gathers[name], full_N, numel, numel - shard_S.numel())
+
+    def reduce_scatter(self, name: str, out_S: torch.Tensor, full_N: torch.Tensor) -> Item:
+        """Record a reduce-scatter: this rank sends all of ``full_N`` but its own slice."""
+        numel = full_N.numel()
+        return self.enter(self._reductions[name], full_N, numel, numel - out_S.numel())
+
+    def gather_small(self, name: str, vector_K: torch.Tensor, receivers: int) -> Item:
+        """Record an all-gather of a small vector, which goes to ``receivers`` ranks."""
+        numel = vector_K.numel()
+        return self.enter(self._small[name], vector_K, numel, numel * receivers)
+
+    def broadcast(self, name: str, tensor: torch.Tensor, source: int, receivers: int) -> Item:
+        """Record a broadcast from rank ``source``, which sends to ``receivers`` ranks; 0 elsewhere."""
+        numel = tensor.numel()
+        entry = self.entries(f"broadcast from {source}")[name]
+        return self.enter(entry, tensor, numel, numel * receivers)
 
     def _resize(self, entry: Entry, tensor: torch.Tensor, numel: int, sent: int) -> None:
         entry.bank()
@@ -221,11 +254,37 @@ class Recorder:
         """
         return float(self._history >> 32)
 
+    def diverging(self, hashes_W: torch.Tensor) -> list[int]:
+        """The positions in the group whose hash is not the most frequent one; empty if all are equal.
+
+        ``hashes_W``: :attr:`hash32` of every rank at the same point. On an accelerator the hashes of an
+        earlier call are compared, so that the host does not wait for the device. Fakes are equal.
+        """
+        if not self.compares:
+            return []
+        ops = ops_of(hashes_W.device)
+        if not ops.is_async:
+            return _odd(hashes_W.tolist())
+        if ops.is_capturing():
+            return []
+        odd: list[int] = []
+        if self._hashes is not None:
+            copy, copied = self._hashes
+            if not copied.query():
+                return []
+            odd = _odd(copy.tolist())
+        copy = torch.empty(hashes_W.shape, dtype=hashes_W.dtype, pin_memory=True)
+        copy.copy_(hashes_W, non_blocking=True)
+        copied = ops.event()
+        copied.record()
+        self._hashes = (copy, copied)
+        return odd
+
     def mark_step(self, step: int) -> None:
         """Note that step ``step`` begins; messages and dumps name it."""
         self.step = step
         self._step_times_s.append(_monotonic())
-        self._log.mark(step=step)
+        self._log.words[STEP] = step
 
     def median_step_s(self) -> float:
         """Median time in seconds between the last 32 steps; 0 before there are two."""
@@ -237,20 +296,32 @@ class Recorder:
         self.section = section
         self._log.section(section)
 
-    def watch_device(self) -> None:
-        """Follow the progress of the current device by events, since its waits do not block the host."""
+    @contextlib.contextmanager
+    def in_section(self, name: str) -> Iterator[None]:
+        """A context in which this rank is in section ``name`` (``save``, ``eval``...), which has its own
+        limit."""
+        outer = self.section
+        self.mark_section(name)
+        try:
+            yield
+        finally:
+            self.mark_section(outer)
+
+    def watch_device(self, ops: DeviceOps) -> None:
+        """Follow the progress of a device by events, since its waits do not block the host."""
         self.pending = deque()
-        self._device = torch.cuda.current_device()
+        self._ops = ops
 
     def enter_thread(self) -> None:
-        """Select the followed device in the calling thread, as :meth:`oldest_pending` needs it there."""
-        if self.pending is not None:
-            torch.cuda.set_device(self._device)
+        """Prepare the calling thread for :meth:`oldest_pending`, which queries events of the device."""
+        self._ops.select()
+        self._ops.tolerate_captures()
 
     def note_pending(self, item: Item) -> None:
         """Record an event: ``item`` is done when the current stream reaches this point."""
-        if self.pending is not None and not torch.cuda.is_current_stream_capturing():
-            event = torch.cuda.Event()
+        if self.pending is not None and not self._ops.is_capturing():
+            spare = self._spare_events
+            event = spare.pop() if spare else self._ops.event()
             event.record()
             self.pending.append((item, event))
 
@@ -258,13 +329,13 @@ class Recorder:
         """What the host is blocked in, else the oldest collective that the device has not finished."""
         pending = self.pending
         while pending and pending[0][1].query():
-            pending.popleft()
+            self._spare_events.append(pending.popleft()[1])
         return self.waiting or (pending[0][0] if pending else None)
 
     def note_wait(self) -> None:
         """Write what the host waits in to the recording. Called by the watchdog, not on the hot path."""
         item = self.waiting
-        self._log.mark(waiting=item[0] if item is not None else 0)
+        self._log.mark_waiting(item[0] if item is not None else 0)
 
     def flight(self) -> FlightRecording:
         """The recording, as another process would read it. Safe to call from another thread."""
@@ -323,7 +394,7 @@ class Recorder:
         shared, log, raw = self._map, self._log, self._map[:]
         private = mmap.mmap(-1, len(raw))
         self._log = FlightRecorder(
-            private, ring=self._mask + 1, pid=os.getpid(), rank=0, world_size=1
+            private, ring=self._mask + 1, pid=os.getpid(), rank=0, group_size=1
         )
         private[:] = raw
         self._map = private
@@ -335,6 +406,42 @@ class Recorder:
         if self._remove is not None:
             self._remove()
             self.detach()
+
+
+PRESENCE = "process"
+"""Name of the file that exists as long as a process has a watchdog. Its recordings are in the same
+directory."""
+
+
+def stack_file_of(recording: Path) -> Path:
+    """The file for the stacks of the process that writes ``recording``."""
+    return recording.with_name(f"{PRESENCE}.stack")
+
+
+class FrozenStack:
+    """Writes this process's stacks into a file beside its recordings if its interpreter stands still.
+
+    The writing thread does not need the interpreter. A process has only one such timer; the last object
+    that was armed has it.
+    """
+
+    def __init__(self, recording: Path) -> None:
+        self._path = stack_file_of(recording)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._path.open("w")
+        self._owner = os.getpid()
+
+    def arm(self, after_s: float) -> None:
+        """Write the stacks in ``after_s`` seconds, unless armed again before."""
+        faulthandler.dump_traceback_later(after_s, file=self._file)
+
+    def close(self) -> None:
+        """Stop the timer and remove the file. Does nothing in a forked child: both are the parent's."""
+        if os.getpid() != self._owner:
+            return
+        faulthandler.cancel_dump_traceback_later()
+        self._file.close()
+        remove_recording(self._path)
 
 
 def recording_dir(run: str) -> Path:
@@ -398,3 +505,10 @@ def _detach_all() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_detach_all)
+
+
+def _odd(values: list[float]) -> list[int]:
+    if min(values) == max(values):
+        return []
+    common = max(values, key=values.count)
+    return [at for at, value in enumerate(values) if value != common]

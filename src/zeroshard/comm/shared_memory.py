@@ -41,7 +41,7 @@ import secrets
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -216,6 +216,13 @@ class Block:
         if self.bytes.nbytes != nbytes:
             self.bytes = self._tensor(nbytes)
 
+    def is_read_by(self, readers: Sequence[ControlBlock]) -> bool:
+        """Whether all ``readers`` have read all that was published from the block."""
+        reads = self.reads
+        while reads and all(reader.is_done(reads[-1]) for reader in readers):
+            reads.pop()
+        return not reads
+
     def lend(self, numel: int, dtype: torch.dtype) -> Tensor:
         """``[numel]`` at the start of the block, which is lent as long as a tensor uses this storage."""
         self.use(numel * dtype.itemsize)
@@ -241,6 +248,7 @@ class Arena:
         os.posix_fallocate(self.fd, 0, CONTROL_NBYTES)
         self.control = ControlBlock(self.fd)
         self.control.token = secrets.randbits(63)
+        self.readers: Sequence[ControlBlock] = ()  # of the other ranks
         self.blocks: dict[int, Block] = {}
         self._swept_s = 0.0
         self.close = weakref.finalize(self, _leave, self.control, self.fd, os.getpid())
@@ -254,33 +262,35 @@ class Arena:
         """The block that ``tensor`` lies in, if any."""
         return self.blocks.get(tensor.untyped_storage().data_ptr())
 
-    def take(self, nbytes: int, is_free: Callable[[Block], bool], *, slack: int = 2) -> Block:
+    def _is_free(self, block: Block) -> bool:
+        return not block.is_lent and block.is_read_by(self.readers)
+
+    def take(self, nbytes: int, *, slack: int = 2) -> Block:
         """The smallest free block of ``nbytes`` to ``slack * nbytes``; or a new one of ``nbytes``.
 
-        ``nbytes`` is rounded up to whole pages. ``is_free`` says whether a block may be reused.
+        A block is free if it is not lent and the other ranks have read it. ``nbytes`` is rounded up to
+        whole pages.
         """
         now_s = time.monotonic()
         nbytes = -(-nbytes // _PAGE_NBYTES) * _PAGE_NBYTES
         best = None
         for block in self.blocks.values():
             fits = nbytes <= block.nbytes <= slack * nbytes
-            if fits and (best is None or block.nbytes < best.nbytes) and is_free(block):
+            if fits and (best is None or block.nbytes < best.nbytes) and self._is_free(block):
                 best = block
                 if block.nbytes == nbytes:
                     break
         if best is None:
-            self._sweep(now_s, is_free, below_nbytes=nbytes)
+            self._sweep(now_s, below_nbytes=nbytes)
             best = Block(self.fd, self._end, nbytes)
             self._end += nbytes
             self.blocks[best.bytes.data_ptr()] = best
         elif now_s > self._swept_s + _IDLE_S:
-            self._sweep(now_s, is_free)
+            self._sweep(now_s)
         best.used_s = now_s
         return best
 
-    def _sweep(
-        self, now_s: float, is_free: Callable[[Block], bool], *, below_nbytes: int = 0
-    ) -> None:
+    def _sweep(self, now_s: float, *, below_nbytes: int = 0) -> None:
         """Discard free blocks that were not taken for 60 s, and free blocks below ``below_nbytes``.
 
         Set-up needs other sizes than steps. A new block replaces the free ones that are smaller. If a
@@ -290,7 +300,7 @@ class Arena:
         self._swept_s = now_s
         for address, block in list(self.blocks.items()):
             idle = now_s > block.used_s + _IDLE_S or block.nbytes < below_nbytes
-            if idle and is_free(block):
+            if idle and self._is_free(block):
                 del self.blocks[address]
                 block.discard()
 
@@ -309,7 +319,7 @@ class PeerMapping:
             raise OSError(f"descriptor {fd} of process {pid} is not its shared memory")
         self.control = ControlBlock(self._fd)
         if self.control.token != token:
-            raise OSError(f"descriptor {fd} of process {pid} is other memory")
+            raise OSError(f"descriptor {fd} of process {pid} is not the expected memory")
         self._maps: dict[int, mmap.mmap] = {}
 
     def tensor(

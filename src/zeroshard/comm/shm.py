@@ -23,7 +23,7 @@ Who owns which memory:
 Invariants, and what breaks without them:
 
 * A block is reused only when no tensor lies in it and all ranks have marked what was published from it
-  (``Ring._is_free``); before this rank's own communicator writes into a lent block, it waits for those
+  (``Arena.take``); before this rank's own communicator writes into a lent block, it waits for those
   marks (``Ring.await_readers``). Otherwise a slow rank reads data of a later collective.
 * A source that was published under another tag counts as not published. Ranks that call different
   collectives therefore wait, and the watchdog names them; without tags they would sum unrelated tensors.
@@ -49,9 +49,15 @@ import torch
 from torch import Tensor
 
 from zeroshard.comm.agreement import Store, exchange
-from zeroshard.comm.collectives import DONE, ErrorExplainer, Handle, RecordedComm, closed
+from zeroshard.comm.collectives import (
+    DONE,
+    ErrorExplainer,
+    Handle,
+    RecordedComm,
+    closed,
+    sum_in_rank_order,
+)
 from zeroshard.comm.host import Process, fate_of, this_process
-from zeroshard.comm.p2p import sum_in_rank_order
 from zeroshard.comm.recorder import Item, Recorder
 from zeroshard.comm.shared_memory import INLINE_NBYTES, RING, Arena, Block, PeerMapping, unavailable
 
@@ -81,7 +87,7 @@ class PeerMemory(NamedTuple):
 def open_peer_memory(
     store: Store,
     rank: int,
-    world_size: int,
+    size: int,
     *,
     timeout_s: float,
     check: Callable[[Sequence[int]], None] = lambda _missing: None,
@@ -90,14 +96,14 @@ def open_peer_memory(
 
     ``store`` is a key space that only this call uses; ``check`` may end its waits by raising.
     """
-    wait = functools.partial(exchange, store, rank, world_size, timeout_s=timeout_s, check=check)
+    wait = functools.partial(exchange, store, rank, size, timeout_s=timeout_s, check=check)
     here, why = this_process(), unavailable()
     arena = None
     if not why:
         try:
             arena = Arena()
         except OSError as error:
-            why = f"rank {rank} cannot make shared memory: {error}"
+            why = f"rank {rank} cannot create shared memory: {error}"
     mine = {"why": why, "process": asdict(here), "fd": -1, "token": 0}
     if arena is not None:
         mine |= {"fd": arena.fd, "token": arena.control.token}
@@ -179,10 +185,10 @@ class ShmComm(RecordedComm):
 
     def all_gather(self, full_N: Tensor, shard_S: Tensor, *, name: str) -> Handle:
         """Publish a copy of ``shard_S``. ``wait`` copies every other rank's slice into ``full_N``."""
-        item = self._record_gather(full_N, shard_S, name)
+        item = self.recorder.all_gather(name, full_N, shard_S)
         if not full_N.numel():
             return DONE
-        slices = full_N.detach().view(self.world_size, -1).unbind()
+        slices = full_N.detach().view(self.size, -1).unbind()
         return self._gather(item, slices, shard_S.detach())
 
     def _gather(self, item: Item, slices: Sequence[Tensor], shard_S: Tensor) -> Handle:
@@ -197,7 +203,7 @@ class ShmComm(RecordedComm):
 
     def reduce_scatter(self, out_S: Tensor, full_N: Tensor, *, name: str) -> Handle:
         """Publish ``full_N``, or a copy of the others' slices. ``wait`` sums from the others' memory."""
-        item = self._record_reduction(out_S, full_N, name)
+        item = self.recorder.reduce_scatter(name, out_S, full_N)
         if not full_N.numel():
             return DONE
         ring = self._open(item)
@@ -213,8 +219,8 @@ class ShmComm(RecordedComm):
         """A vector of up to 208 bytes travels inside the slot; a larger one is gathered."""
         vector = vector_K.detach().contiguous()
         numel = vector.numel()
-        item = self._record_small(vector, name)
-        rows = vector.new_empty((self.world_size, numel))
+        item = self.recorder.gather_small(name, vector, self.size - 1)
+        rows = vector.new_empty((self.size, numel))
         nbytes = vector.nbytes
         if not numel:
             return rows
@@ -300,10 +306,11 @@ class Ring:
         self.arena = meeting.arena
         self.control = meeting.arena.control
         self.rank = rank
-        self.world_size = len(ranks)
+        self.size = len(ranks)
         # Start with the neighbour, so that not every rank reads from rank 0 first.
         order = [(rank + i) % len(ranks) for i in range(1, len(ranks))]
         self.mappings = [(peer, meeting.mappings[peer]) for peer in order]
+        self.arena.readers = [mapping.control for _, mapping in self.mappings]
         self._processes = meeting.processes
         self._ranks = ranks
         self._recorder = recorder
@@ -311,11 +318,11 @@ class Ring:
         self._timeout_s = timeout_s
         self._seq = 0
         self._aborted = False
-        self._pending: dict[int, _Pending] = {}
+        self.pending: dict[int, _Pending] = {}
 
     def mapping(self, peer: int) -> PeerMapping:
         """The memory of ``peer``, a rank inside the group."""
-        return self.mappings[(peer - self.rank - 1) % self.world_size][1]
+        return self.mappings[(peer - self.rank - 1) % self.size][1]
 
     # -- sources -----------------------------------------------------------------------------------
 
@@ -331,7 +338,7 @@ class Ring:
         self._seq = seq = self._seq + 1
         old = seq - RING
         if old > 0:
-            pending = self._pending.get(old)
+            pending = self.pending.get(old)
             if pending is not None:
                 pending.wait()
             self.await_read(item, old)
@@ -339,17 +346,7 @@ class Ring:
 
     def block(self, nbytes: int, *, slack: int = 2) -> Block:
         """A free block of at least ``nbytes``."""
-        return self.arena.take(nbytes, self._is_free, slack=slack)
-
-    def _is_free(self, block: Block) -> bool:
-        return not block.is_lent and self.is_read(block)
-
-    def is_read(self, block: Block) -> bool:
-        """Whether all ranks have read all that was published from ``block``."""
-        reads = block.reads
-        while reads and all(mapping.control.is_done(reads[-1]) for _, mapping in self.mappings):
-            reads.pop()
-        return not reads
+        return self.arena.take(nbytes, slack=slack)
 
     def post_copy(self, seq: int, item: Item, parts: Sequence[Tensor]) -> None:
         """Publish a copy of ``parts``, one after another, so that the caller may write its tensors."""
@@ -405,11 +402,10 @@ class Ring:
 
         Called before this communicator itself writes into ``tensor``.
         """
-        block = self.arena.block_of(tensor)
-        if block is None or self.is_read(block):
-            return
-        for seq in sorted(block.reads):
-            self.await_read(item, seq)
+        block = self.arena.blocks.get(tensor.untyped_storage().data_ptr())
+        if block is not None and not block.is_read_by(self.arena.readers):
+            for seq in sorted(block.reads):
+                self.await_read(item, seq)
 
     def catch_up(self, item: Item, seq: int) -> None:
         """Wait up to a second for the other ranks to read ``seq``, so that few copies are in flight.
@@ -452,7 +448,7 @@ class Ring:
                 if self._aborted:
                     over = over or "the wait was ended"
                 elif now_s > begun_s + self._timeout_s:
-                    over = over or f"nothing came for {self._timeout_s:.0f} s"
+                    over = over or f"nothing was received for {self._timeout_s:.0f} s"
                 if over:
                     self._fail(item, peer, over)
                 control.sleep(event, slice_s) if posted else time.sleep(slice_s)
@@ -469,14 +465,8 @@ class Ring:
     # -- the end -----------------------------------------------------------------------------------
 
     def hold(self, pending: _Pending, *seqs: int) -> None:
-        """Remember the handle of the collectives ``seqs`` until :meth:`finish`."""
-        self._pending.update(dict.fromkeys(seqs, pending))
-
-    def finish(self, *seqs: int) -> None:
-        """Mark that this rank has read all that it needs of ``seqs``."""
-        for seq in seqs:
-            self._pending.pop(seq, None)
-            self.control.mark_done(seq)
+        """Remember the handle of the collectives ``seqs`` until it has been waited for."""
+        self.pending.update(dict.fromkeys(seqs, pending))
 
     def abort(self) -> None:
         """Make every wait fail from now on."""
@@ -486,7 +476,7 @@ class Ring:
 
     def close(self) -> None:
         """Publish nothing more. Collectives in flight can still be waited for."""
-        self._pending.clear()
+        self.pending.clear()
         self.control.close()
 
 
@@ -505,7 +495,9 @@ class _Pending:
         ring, self._ring = self._ring, None
         if ring is not None:
             self.complete(ring)
-            ring.finish(*self._seqs)
+            for seq in self._seqs:
+                ring.control.mark_done(seq)
+                ring.pending.pop(seq, None)
 
     def complete(self, ring: Ring) -> None:
         """Read what this rank needs of the other ranks' memory."""
@@ -542,7 +534,7 @@ class _Reduction(_Pending):
         full_N, out_S = self._full_N, self._out_S
         del self._full_N, self._out_S
         numel, rank, (seq,) = out_S.numel(), ring.rank, self._seqs
-        parts = [*full_N.view(ring.world_size, numel).unbind()]
+        parts = [*full_N.view(ring.size, numel).unbind()]
         for peer, mapping in ring.mappings:
             ring.await_post(self._item, seq, peer, mapping)
             place, nbytes = mapping.control.place(seq)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from zeroshard.config.keys import KEYS, Key, not_yet
+from zeroshard.config.contradictions import not_yet
+from zeroshard.config.fields import Key
+from zeroshard.config.keys import KEYS
 from zeroshard.config.resolve import Hardware, LoadedConfig, load_config
 from zeroshard.config.schema import Config
 

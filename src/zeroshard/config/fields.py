@@ -11,21 +11,25 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
+
+from zeroshard.core.tiers import TIERS
 
 Verdict = Literal["honour", "accept", "not yet", "later", "refuse"]
 
 VERDICT_MEANING: dict[Verdict, str] = {
     "honour": "works as described",
-    "accept": "read and checked, changes nothing; one notice lists such keys when they are set",
-    "not yet": "read and checked; belongs to a part of ZeroShard that this release does not have, "
-    "so asking for it is an error where it would act",
+    "accept": "read and checked, but has no effect; one notice lists such keys when they are set",
+    "not yet": "read and checked; belongs to a feature that is not implemented yet, so using it is an "
+    "error when it would have an effect",
     "later": "planned; an error unless it is switched off",
-    "refuse": "will not come; an error, with the reason, unless it is switched off",
+    "refuse": "not supported and not planned; an error with the reason, unless it is switched off",
 }
 
 
@@ -54,12 +58,12 @@ refuse = _word("refuse")
 
 
 def is_auto(value: object) -> bool:
-    """Is this the word "auto", which leaves the value to the reader of the configuration?"""
+    """Whether this is the word "auto", which leaves the value to the reader of the configuration."""
     return isinstance(value, str) and value.strip().lower() == "auto"
 
 
 def is_off(value: object, default: object = None) -> bool:
-    """Is this one of the values by which configurations switch a feature off?
+    """Whether this is one of the values by which configurations switch a feature off.
 
     >>> is_off({"enabled": False, "theta": 0.5}), is_off({"a": {"enabled": False}, "b": {}})
     (True, True)
@@ -192,6 +196,32 @@ def _dtype(value: object) -> str:
     return DTYPES[word]
 
 
+def _autocast_dtype(value: object) -> object:
+    word = DTYPES.get(str(value).strip().lower())
+    if value is not None and word not in ("float16", "bfloat16"):
+        raise problem(f'must be "bfloat16" or "float16", not {show(value)}')
+    return None if value is None else word
+
+
+def _stage(value: object) -> object:
+    number = read_number(value)
+    return number if number not in (0, 1, 2, 3) else int(number)
+
+
+def _device(value: object) -> object:
+    word = "none" if value is None else str(value).strip().lower()
+    if word not in TIERS:
+        *others, last = [show(name) for name in TIERS]
+        raise problem(f"must be {', '.join(others)} or {last}, not {show(word)}")
+    return word
+
+
+def _directory(value: object) -> object:
+    """None for null, "none" and "": launchers pass these when they have no path."""
+    is_none = isinstance(value, str) and value.strip().lower() in ("", "none", "null")
+    return None if is_none else value
+
+
 def _lower(value: object) -> object:
     return value.strip().lower() if isinstance(value, str) else value
 
@@ -211,4 +241,40 @@ Betas = Annotated[tuple[float, ...], PlainValidator(_pair)]
 PerGroup = Annotated[float | tuple[float, ...], PlainValidator(_per_group)]
 Dtype = Annotated[Literal["float32", "float16", "bfloat16", "float64"], BeforeValidator(_dtype)]
 Lower = BeforeValidator(_lower)
+AUTOCAST_DTYPE = BeforeValidator(_autocast_dtype)
+STAGE = BeforeValidator(_stage)
+DEVICE = BeforeValidator(_device)
+DIRECTORY = BeforeValidator(_directory)
 Free = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key: dotted path, verdict, the reason for it, meaning, and the field if the key has one."""
+
+    path: str
+    verdict: Verdict
+    reason: str
+    doc: str
+    field: FieldInfo | None = None
+    is_section: bool = False
+
+
+def key_of(path: str, field: FieldInfo) -> Key:
+    """The key at ``path`` that ``field`` of a section declares."""
+    extra: Any = field.json_schema_extra
+    return Key(
+        path,
+        extra["verdict"],
+        extra["why"],
+        field.description or "",
+        field,
+        section_type(field.annotation) is not None,
+    )
+
+
+def section_type(annotation: Any) -> type[Section] | None:
+    """The section class in a field's annotation (``X`` or ``X | None``), or None."""
+    options = (annotation, *getattr(annotation, "__args__", ()))
+    found = [o for o in options if isinstance(o, type) and issubclass(o, Section)]
+    return found[0] if found else None

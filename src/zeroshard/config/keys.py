@@ -7,49 +7,33 @@ Suggestions for misspelt keys, notices and ``docs/config.md`` are derived from i
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from pydantic.fields import FieldInfo
+from zeroshard.config.fields import Key, Section, key_of, section_type
+from zeroshard.config.params import ARGUMENTS
+from zeroshard.config.schema import Config
 
-from zeroshard.config.fields import Section, Verdict
-from zeroshard.config.params import TYPED, declared_arguments
-from zeroshard.config.schema import Config, section_type
-
-
-@dataclass(frozen=True)
-class Key:
-    """One row: dotted path, verdict, the reason for it, meaning, and the field if the key has one."""
-
-    path: str
-    verdict: Verdict
-    reason: str
-    doc: str
-    field: FieldInfo | None = None
-    is_section: bool = False
-
-
-REMOVED = "DeepSpeed removed it; "
+REMOVED = "DeepSpeed has removed it; "
 
 REFUSED: dict[str, str] = {
     "amp": REMOVED + 'use "bf16" or "fp16", or "torch_autocast"',
-    "nebula": REMOVED + "save checkpoints with the engine",
+    "nebula": REMOVED + "save checkpoints with engine.save_checkpoint()",
     "compression_training": REMOVED + "compress the model outside of training",
     "quantize_training": REMOVED + "quantize the model outside of training",
     "sparse_gradients": REMOVED + "use dense embeddings",
-    "eigenvalue": REMOVED + "it only served quantize_training",
+    "eigenvalue": REMOVED + "it was used only by quantize_training",
     "sparse_attention": REMOVED + "use an attention kernel inside the model",
     "elasticity": REMOVED + "checkpoints load at any world size",
-    "graph_harvesting": REMOVED + "torch.compile the model",
-    "curriculum_learning": REMOVED + "order the data in the data loader",
-    "progressive_layer_drop": REMOVED + "drop layers inside the model",
-    "data_efficiency": "it changes data and model, which is not ZeRO; use the data loader",
+    "graph_harvesting": REMOVED + "use torch.compile on the model",
+    "curriculum_learning": REMOVED + "choose the order of the data in the data loader",
+    "progressive_layer_drop": REMOVED + "drop layers in the code of the model",
+    "data_efficiency": "it changes the data and the model, which ZeRO does not; use the data loader",
     "autotuning": "nothing needs tuning: sizes are derived from the model",
     "hybrid_engine": "generation inside training is not part of ZeRO",
-    "weight_quantization": "it serves inference",
-    "datastates_ckpt": "it binds checkpoints to one outside engine",
-    "msamp": 'it patches DeepSpeed itself; use "bf16"',
+    "weight_quantization": "it is for inference",
+    "datastates_ckpt": "its checkpoints depend on one external engine",
+    "msamp": 'it changes code of DeepSpeed; use "bf16"',
     "zero_optimization.legacy_stage1": "there is one implementation of stage 1",
     "zero_optimization.zenflow": "it updates with stale gradients, which changes the result",
     "zero_optimization.mics_shard_size": REMOVED + "leave it out",
@@ -80,12 +64,13 @@ RENAMED: dict[str, str] = {
 """Old or short spelling -> the key that it is read as."""
 
 STRAY: dict[str, str] = {
-    "bf16.auto_cast": "Only fp16 has it; cast the inputs, or use torch_autocast.",
+    "bf16.auto_cast": "Only the section fp16 has it; cast the inputs, or use torch_autocast.",
     "zero_optimization.grad_hooks": "Gradient hooks are always used; leave it out.",
-    "monitor_config": "Its parts belong at the top level: tensorboard, wandb, csv_monitor, comet.",
-    "moe": "Experts are part of the model; list modules that only some ranks run in "
+    "monitor_config": "Write its parts at the top level: tensorboard, wandb, csv_monitor, comet.",
+    "moe": "Experts are modules of the model; list modules that only some ranks run in "
     "conditional_modules.",
-    "batch_size": "Write train_batch_size (all ranks) or train_micro_batch_size_per_gpu (one).",
+    "batch_size": "Write train_batch_size (samples of all ranks) or "
+    "train_micro_batch_size_per_gpu (samples of one rank).",
     "gas": "Write gradient_accumulation_steps.",
     "optimizer.params.max_grad_norm": "The engine clips: write gradient_clipping at the top level.",
 }
@@ -101,19 +86,6 @@ UNCHECKED = frozenset(
 """Sections in which DeepSpeed ignores unknown keys. The empty name is the top level."""
 
 
-def key_of(path: str, field: FieldInfo) -> Key:
-    """The key at ``path`` that ``field`` of a section declares."""
-    extra: Any = field.json_schema_extra
-    return Key(
-        path,
-        extra["verdict"],
-        extra["why"],
-        field.description or "",
-        field,
-        section_type(field.annotation) is not None,
-    )
-
-
 def _rows(model: type[Section], prefix: str) -> list[Key]:
     rows: list[Key] = []
     for name, field in model.model_fields.items():
@@ -127,9 +99,9 @@ def _rows(model: type[Section], prefix: str) -> list[Key]:
 
 def _all_keys() -> dict[str, Key]:
     rows = _rows(Config, "")
-    for section in TYPED:
-        for model in declared_arguments(section).values():
-            rows.extend(_rows(model, f"{section}.params."))
+    for section, types in ARGUMENTS.items():
+        for declared in types.values():
+            rows.extend(_rows(declared.arguments, f"{section}.params."))
     table: dict[str, Key] = {}
     for row in rows:
         table.setdefault(row.path, row)
@@ -189,7 +161,7 @@ def nearest(name: str, known: list[str], cutoff: float = 0.7) -> str | None:
 
 
 def is_misspelt(name: str, value: object, given: Collection[str]) -> bool:
-    """Is this unknown key of the top level a misspelt known key, rather than a key of another library?
+    """Whether this unknown key of the top level is a misspelt known key, not a key of another library.
 
     A name that does not begin with a letter is not: such keys were commented out. Neither is one whose
     known key is in ``given``, too, nor a plain value where the known key is a section.
@@ -205,27 +177,6 @@ def is_misspelt(name: str, value: object, given: Collection[str]) -> bool:
     if close is None or close in given:
         return False
     return isinstance(value, (Mapping, bool)) or not KEYS[close].is_section
-
-
-def not_yet(config: Config) -> list[str]:
-    """One line for each setting that asks for a feature which this release does not have.
-
-    Features that act only in a call (saving, checkpointing activations) are not listed: the call raises.
-    ``load_config`` turns these lines into errors.
-    """
-    lines: list[str] = []
-    tensor = config.tensor_parallel
-    for path, size in (
-        ("tensor_parallel.autotp_size", tensor.autotp_size),
-        ("tensor_parallel.tp.tp_size", tensor.tp.tp_size),
-    ):
-        if size > 1:
-            lines.append(f"{path}: {size} is asked for; tensor parallelism is not there yet; use 1")
-    if config.trust.nan_policy != "error":
-        lines.append(
-            f'trust.nan_policy: "{config.trust.nan_policy}" is asked for; only "error" is there yet'
-        )
-    return lines
 
 
 def get(config: Section, path: str) -> Any:

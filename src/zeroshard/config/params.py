@@ -6,6 +6,7 @@ There is one section per type that DeepSpeed knows by name. Other classes of ``t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
@@ -35,16 +36,18 @@ def required(doc: str) -> Any:
 
 class AdamParams(Section):
     lr: Amount = honour(1e-3, "Learning rate.")
-    betas: Betas = honour((0.9, 0.999), "Decay of the two moments.")
+    betas: Betas = honour((0.9, 0.999), "Decay rates of the two moments.")
     eps: Amount = honour(1e-8, "Added to the denominator.")
-    weight_decay: Amount = honour(0.0, "Weight decay; 0.01 with torch_adam and AdamW.")
-    bias_correction: Flag = honour(True, "Correct the moments for their start at zero.")
-    amsgrad: Flag = honour(False, "Use the largest second moment seen.")
-    adam_w_mode: Flag = honour(True, "Decoupled decay; false with type Adam: L2 penalty.")
-    torch_adam: Flag = honour(False, "torch.optim.Adam or AdamW with torch's own defaults.")
-    fp32_optimizer_states: Flag = honour(True, "Moments in fp32.")
-    foreach: Flag | None = accept(None, "Choice between two kernels.")
-    fused: Flag | None = honour(None, "false: keep off torch's fused kernel.")
+    weight_decay: Amount = honour(
+        0.0, "Weight decay. The default is 0.01 with torch_adam and AdamW."
+    )
+    bias_correction: Flag = honour(True, "Correct the bias of moments that start at zero.")
+    amsgrad: Flag = honour(False, "Use the maximum of all second moments so far.")
+    adam_w_mode: Flag = honour(True, "Decoupled weight decay. false (type Adam only): L2 penalty.")
+    torch_adam: Flag = honour(False, "Use torch.optim.Adam or AdamW with the defaults of torch.")
+    fp32_optimizer_states: Flag = honour(True, "The moments are fp32.")
+    foreach: Flag | None = accept(None, "Chooses between two kernels.")
+    fused: Flag | None = honour(None, "false: torch's fused kernel is not used.")
     set_grad_none: Flag | None = accept(None, "How gradients are cleared.")
 
 
@@ -56,32 +59,36 @@ class AdagradParams(Section):
 
 class LionParams(Section):
     lr: Amount = honour(1e-3, "Learning rate.")
-    betas: Betas = honour((0.9, 0.999), "Weights of the momentum in the update and its decay.")
+    betas: Betas = honour(
+        (0.9, 0.999), "Weight of the momentum in the update, and decay rate of the momentum."
+    )
     weight_decay: Amount = honour(0.0, "Decoupled weight decay.")
 
 
 class MuonParams(Section):
-    lr: Amount = honour(1e-3, "Learning rate of all parameters without one of their own.")
-    momentum: Fraction = honour(0.95, "Momentum of the matrices.")
+    lr: Amount = honour(1e-3, "Learning rate if muon_lr or adam_lr is not given.")
+    momentum: Fraction = honour(0.95, "Momentum for matrices.")
     weight_decay: Amount = honour(0.0, "Decoupled weight decay.")
-    ns_method: Text | None = accept(None, "Order of products in one and the same iteration.")
-    muon_lr: Amount | None = honour(None, "Learning rate of the matrices; null: lr.")
-    adam_lr: Amount | None = honour(None, "Learning rate of the other parameters; null: lr.")
-    betas: Betas = honour((0.9, 0.999), "Moments of the other parameters.")
-    eps: Amount = honour(1e-8, "Added to the denominator for the other parameters.")
-    per_head_muon: Flag = later(False, "Treat each attention head as a matrix of its own.")
+    ns_method: Text | None = accept(
+        None, "Order of the matrix products in the iteration. It does not change the result."
+    )
+    muon_lr: Amount | None = honour(None, "Learning rate of matrices. null: lr.")
+    adam_lr: Amount | None = honour(None, "Learning rate of other parameters. null: lr.")
+    betas: Betas = honour((0.9, 0.999), "Decay rates of the moments of other parameters.")
+    eps: Amount = honour(1e-8, "Added to the denominator, for other parameters.")
+    per_head_muon: Flag = later(False, "Treat each attention head as a separate matrix.")
 
 
 class LambParams(Section):
     lr: Amount = honour(1e-3, "Learning rate.")
-    betas: Betas = honour((0.9, 0.999), "Decay of the two moments.")
+    betas: Betas = honour((0.9, 0.999), "Decay rates of the two moments.")
     eps: Amount = honour(1e-8, "Added to the denominator.")
-    eps_inside_sqrt: Flag = honour(False, "Add eps below the root.")
-    weight_decay: Amount = honour(0.0, "Decay inside the update whose norm is taken.")
-    bias_correction: Flag = honour(True, "Correct the moments for their start at zero.")
-    max_coeff: Amount = honour(10.0, "Largest trust ratio of a parameter.")
-    min_coeff: Amount = honour(0.01, "Smallest trust ratio of a parameter.")
-    amsgrad: Literal[False] = honour(False, "Lamb has no such form.")
+    eps_inside_sqrt: Flag = honour(False, "Add eps before the square root is taken.")
+    weight_decay: Amount = honour(0.0, "Weight decay. The trust ratio includes it.")
+    bias_correction: Flag = honour(True, "Correct the bias of moments that start at zero.")
+    max_coeff: Amount = honour(10.0, "Maximum trust ratio of a parameter.")
+    min_coeff: Amount = honour(0.01, "Minimum trust ratio of a parameter.")
+    amsgrad: Literal[False] = honour(False, "Only false: Lamb has no such variant.")
 
 
 class SGDParams(Section):
@@ -90,9 +97,9 @@ class SGDParams(Section):
     dampening: Float = honour(0.0, "Dampening of the momentum.")
     weight_decay: Amount = honour(0.0, "L2 penalty.")
     nesterov: Flag = honour(False, "Nesterov momentum.")
-    maximize: Flag = honour(False, "Go uphill.")
-    foreach: Flag | None = accept(None, "Choice between two kernels.")
-    fused: Flag | None = honour(None, "false: keep off torch's fused kernel.")
+    maximize: Flag = honour(False, "Maximize the loss instead of minimizing it.")
+    foreach: Flag | None = accept(None, "Chooses between two kernels.")
+    fused: Flag | None = honour(None, "false: torch's fused kernel is not used.")
 
 
 class OptimizerRow(NamedTuple):
@@ -127,67 +134,95 @@ TORCH_OPTIMIZERS = (
 )
 
 UNAVAILABLE_OPTIMIZERS: dict[str, str] = {
-    "MuAdam": "planned, not there yet; build it with the package mup and pass the object",
-    "MuAdamW": "planned, not there yet; build it with the package mup and pass the object",
-    "MuSGD": "planned, not there yet; build it with the package mup and pass the object",
-    "OneBitAdam": "not supported: DeepSpeed removed it; use AdamW",
-    "OneBitLamb": "not supported: DeepSpeed removed it; use AdamW",
-    "ZeroOneAdam": "not supported: DeepSpeed removed it; use AdamW",
+    "MuAdam": "planned, not implemented yet; build it with the package mup and pass the object",
+    "MuAdamW": "planned, not implemented yet; build it with the package mup and pass the object",
+    "MuSGD": "planned, not implemented yet; build it with the package mup and pass the object",
+    "OneBitAdam": "not supported: DeepSpeed has removed it; use AdamW",
+    "OneBitLamb": "not supported: DeepSpeed has removed it; use AdamW",
+    "ZeroOneAdam": "not supported: DeepSpeed has removed it; use AdamW",
 }
 
 
 class ScheduleParams(Section):
-    last_batch_iteration: Int = honour(-1, "Index of the last update made; -1 at the start.")
+    last_batch_iteration: Int = honour(-1, "Index of the last update. -1: no update was made yet.")
 
 
 class WarmupLRParams(ScheduleParams):
-    warmup_min_lr: PerGroup = honour(0.0, "First learning rate; a list gives one per group.")
-    warmup_max_lr: PerGroup | None = honour(None, "Last one; null: the optimizer's.")
-    warmup_num_steps: Natural = honour(1000, "Length of the warm-up, at least 2.")
-    warmup_type: Text = honour("log", "log or linear.")
+    warmup_min_lr: PerGroup = honour(
+        0.0, "First learning rate. A list gives one number for each param group."
+    )
+    warmup_max_lr: PerGroup | None = honour(
+        None, "Learning rate after the warm-up. null: the learning rate of the optimizer."
+    )
+    warmup_num_steps: Natural = honour(1000, "Number of steps of the warm-up, at least 2.")
+    warmup_type: Text = honour("log", "Shape of the warm-up: log or linear.")
 
 
 class WarmupDecayLRParams(WarmupLRParams):
-    total_num_steps: Count = required("Optimizer steps of the whole run.")
+    total_num_steps: Count = required("Number of optimizer steps in the whole run.")
     warmup_max_lr: PerGroup | None = honour(1e-3, "Learning rate after the warm-up.")
 
 
 class WarmupCosineLRParams(ScheduleParams):
-    total_num_steps: Count = required("Optimizer steps of the whole run.")
-    warmup_min_ratio: Amount = honour(0.0, "First learning rate, as a share of the optimizer's.")
-    warmup_num_steps: Natural = honour(1000, "Length of the warm-up, at least 2.")
-    cos_min_ratio: Amount = honour(1e-4, "Last learning rate, as a share of the optimizer's.")
-    warmup_type: Text = honour("log", "log or linear.")
+    total_num_steps: Count = required("Number of optimizer steps in the whole run.")
+    warmup_min_ratio: Amount = honour(
+        0.0, "First learning rate, as a fraction of the optimizer's learning rate."
+    )
+    warmup_num_steps: Natural = honour(1000, "Number of steps of the warm-up, at least 2.")
+    cos_min_ratio: Amount = honour(
+        1e-4, "Last learning rate, as a fraction of the optimizer's learning rate."
+    )
+    warmup_type: Text = honour("log", "Shape of the warm-up: log or linear.")
 
 
 class LRRangeTestParams(ScheduleParams):
     lr_range_test_min_lr: PerGroup = honour(1e-3, "First learning rate.")
-    lr_range_test_step_size: Count = honour(2000, "Steps in which it grows by step_rate.")
-    lr_range_test_step_rate: Float = honour(1.0, "Growth, as a share of the first.")
-    lr_range_test_staircase: Flag = honour(False, "Grow in steps instead of a line.")
+    lr_range_test_step_size: Count = honour(
+        2000, "Number of steps after which the learning rate has grown by step_rate."
+    )
+    lr_range_test_step_rate: Float = honour(
+        1.0, "Growth, as a fraction of the first learning rate."
+    )
+    lr_range_test_staircase: Flag = honour(False, "Grow in steps instead of linearly.")
 
 
 class OneCycleParams(ScheduleParams):
-    cycle_min_lr: PerGroup = required("Learning rate at both ends of the cycle.")
-    cycle_max_lr: PerGroup = required("Learning rate at its top.")
-    decay_lr_rate: Amount = honour(0.0, "Decay after the cycle.")
-    cycle_first_step_size: Count = honour(2000, "Steps up.")
-    cycle_second_step_size: Natural | None = honour(None, "Steps down; null: as many.")
-    cycle_first_stair_count: Natural = honour(0, "Stairs on the way up; 0 is a line.")
-    cycle_second_stair_count: Natural | None = honour(None, "Stairs on the way down.")
-    decay_step_size: Natural = honour(0, "Steps of one decay; 0: none.")
-    cycle_momentum: Flag = honour(True, "Move the momentum against the learning rate.")
-    cycle_min_mom: Fraction = honour(0.8, "Momentum at the top of the cycle.")
-    cycle_max_mom: Fraction = honour(0.9, "Momentum at its ends.")
-    decay_mom_rate: Amount = honour(0.0, "Growth of the momentum after the cycle.")
+    cycle_min_lr: PerGroup = required("Learning rate at the beginning and the end of the cycle.")
+    cycle_max_lr: PerGroup = required("Learning rate at the maximum of the cycle.")
+    decay_lr_rate: Amount = honour(0.0, "Decay rate of the learning rate after the cycle.")
+    cycle_first_step_size: Count = honour(
+        2000, "Number of steps in which the learning rate increases."
+    )
+    cycle_second_step_size: Natural | None = honour(
+        None, "Number of steps in which it decreases. null: the same number."
+    )
+    cycle_first_stair_count: Natural = honour(
+        0, "Number of stairs of the increase. 0: it is linear."
+    )
+    cycle_second_stair_count: Natural | None = honour(None, "Number of stairs of the decrease.")
+    decay_step_size: Natural = honour(
+        0, "Number of steps between two decays after the cycle. 0: no decay."
+    )
+    cycle_momentum: Flag = honour(
+        True, "The momentum decreases while the learning rate increases, and the reverse."
+    )
+    cycle_min_mom: Fraction = honour(0.8, "Momentum at the maximum of the learning rate.")
+    cycle_max_mom: Fraction = honour(0.9, "Momentum at the beginning and the end of the cycle.")
+    decay_mom_rate: Amount = honour(0.0, "Growth rate of the momentum after the cycle.")
 
 
-SCHEDULERS: dict[str, type[Section]] = {
-    "WarmupLR": WarmupLRParams,
-    "WarmupDecayLR": WarmupDecayLRParams,
-    "WarmupCosineLR": WarmupCosineLRParams,
-    "LRRangeTest": LRRangeTestParams,
-    "OneCycle": OneCycleParams,
+class ScheduleRow(NamedTuple):
+    """One schedule that a configuration can name. ``arguments``: what ``scheduler.params`` may hold."""
+
+    arguments: type[Section]
+
+
+SCHEDULERS: dict[str, ScheduleRow] = {
+    "WarmupLR": ScheduleRow(WarmupLRParams),
+    "WarmupDecayLR": ScheduleRow(WarmupDecayLRParams),
+    "WarmupCosineLR": ScheduleRow(WarmupCosineLRParams),
+    "LRRangeTest": ScheduleRow(LRRangeTestParams),
+    "OneCycle": ScheduleRow(OneCycleParams),
 }
 
 TORCH_SCHEDULERS = (
@@ -197,12 +232,8 @@ TORCH_SCHEDULERS = (
 )
 
 
-def declared_arguments(section: str) -> dict[str, type[Section]]:
-    """Type -> the arguments that it takes, for ``section`` "optimizer" or "scheduler"."""
-    if section == "scheduler":
-        return SCHEDULERS
-    return {name: row.arguments for name, row in OPTIMIZERS.items()}
-
-
-TYPED = ("optimizer", "scheduler")
-"""Sections with a ``type`` that decides what ``params`` may hold."""
+ARGUMENTS: Mapping[str, Mapping[str, OptimizerRow | ScheduleRow]] = {
+    "optimizer": OPTIMIZERS,
+    "scheduler": SCHEDULERS,
+}
+"""Section -> its types, with the arguments that each takes."""

@@ -1,32 +1,162 @@
-"""Turns a dict into a typed configuration and collects every problem in one pass.
+"""Reads a configuration from its source into a typed section, and collects every problem in one pass.
 
-There are two walks. ``tidy`` goes through the user's dict: it sets "auto" values aside and finds unknown
-and refused keys. ``validate`` lets pydantic read the rest. A rejected value is recorded and replaced by
-its default, and reading goes on, so that one wrong value hides no other. Nothing here depends on the
-process or its variables: the messages are the same on every rank.
+A source is a dict, a path to a JSON file, JSON text, or urlsafe base64 of JSON. Comments (``//``, ``#``,
+``/* */``) and trailing commas are allowed, as in DeepSpeed's files. A key given twice is an error.
+
+There are two walks over the dict. ``tidy`` goes through what the user wrote: it sets "auto" values aside
+and finds unknown and refused keys. ``validate`` lets pydantic read the rest. A rejected value is recorded
+and replaced by its default, and reading goes on, so that one wrong value hides no other. Nothing here
+depends on the process or its variables: the messages are the same on every rank.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
+import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
+from os import PathLike
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from zeroshard.config.fields import Section, is_auto, is_off, read_number, show
-from zeroshard.config.keys import ALIASES, OFF, REFUSED, RENAMED, SURE, advice, key_of, nearest
+from zeroshard.config.fields import (
+    Section,
+    is_auto,
+    is_off,
+    key_of,
+    read_number,
+    section_type,
+    show,
+)
+from zeroshard.config.keys import ALIASES, OFF, REFUSED, RENAMED, SURE, advice, nearest
 from zeroshard.config.params import (
+    ARGUMENTS,
     TORCH_OPTIMIZERS,
     TORCH_SCHEDULERS,
-    TYPED,
     UNAVAILABLE_OPTIMIZERS,
-    declared_arguments,
 )
-from zeroshard.config.schema import section_type
+from zeroshard.errors import ConfigError
 
 S = TypeVar("S", bound=Section)
+
+Source = Mapping[str, Any] | str | PathLike[str] | None
+
+_STRING = r'"(?:\\.|[^"\\])*"'
+_COMMENT = re.compile(rf"{_STRING}|//[^\n]*|#[^\n]*|/\*.*?\*/", re.DOTALL)
+_TRAILING_COMMA = re.compile(rf"{_STRING}|,(?=\s*[}}\]])")
+
+
+def read_source(source: Source) -> tuple[dict[str, Any], str]:
+    """The configuration as a new dict, and where it came from: "config" or "file PATH".
+
+    Containers are copied, so that the caller's dict is never changed.
+
+    Raises:
+        ConfigError: a missing file, text that is not JSON, a duplicate key, or not a JSON object.
+    """
+    if source is None:
+        return {}, "config"
+    if isinstance(source, Mapping):
+        return copy_tree(source), "config"
+    if isinstance(source, PathLike):
+        return _read_file(Path(source))
+    if not isinstance(source, str):
+        raise ConfigError(
+            f"the configuration must be a dict, a path to a JSON file, or base64 of JSON, "
+            f"not {_article(type(source).__name__)}"
+        )
+    if not source.strip():
+        raise ConfigError("the configuration is an empty string; give the path of a JSON file")
+    if source.lstrip().startswith("{"):
+        return parse_json(source, "the JSON text"), "config"
+    decoded = _decode(source)  # before the file: a text this long may not be a valid file name
+    if decoded is not None:
+        return parse_json(decoded, "the base64 JSON"), "config"
+    return _read_file(Path(source))
+
+
+def copy_tree(value: Any) -> Any:
+    """A copy of all dicts, lists and tuples in ``value``. Other values are shared with it."""
+    if isinstance(value, Mapping):
+        return {key: copy_tree(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [copy_tree(inner) for inner in value]
+    return value
+
+
+def parse_json(text: str, name: str) -> dict[str, Any]:
+    """Parse JSON with comments and trailing commas. ``name``: the text's name in errors.
+
+    >>> parse_json('{"a": 1, // one\\n "b": ["#",],}', "it")
+    {'a': 1, 'b': ['#']}
+    """
+    text = _COMMENT.sub(lambda m: m[0] if m[0][0] == '"' else re.sub(r"[^\n]", " ", m[0]), text)
+    text = _TRAILING_COMMA.sub(lambda m: m[0] if m[0][0] == '"' else " ", text)
+    twice: list[str] = []
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        seen: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in seen:
+                twice.append(
+                    f'"{key}" is given twice in the same object: {show(seen[key])}, then '
+                    f"{show(value)}; keep one"
+                )
+            seen[key] = value
+        return seen
+
+    try:
+        parsed = json.loads(text, object_pairs_hook=unique)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{name} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}"
+        ) from None
+    if twice:
+        raise ConfigError("\n".join(f"{name}: {line}" for line in sorted(set(twice))))
+    if not isinstance(parsed, dict):
+        raise ConfigError(f"{name} must contain one JSON object {{...}}, not {show(parsed)}")
+    return parsed
+
+
+def _read_file(path: Path) -> tuple[dict[str, Any], str]:
+    try:
+        if not path.is_file():
+            raise ConfigError(_missing_file(path))
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file {show(str(path))} cannot be read: {error}") from None
+    return parse_json(text, str(path)), f"file {path}"
+
+
+def _missing_file(path: Path) -> str:
+    if path.is_dir():
+        return f"{path} is a directory; give the path of a JSON file in it"
+    folder = path.parent
+    if not folder.is_dir():
+        return f"config file not found: {path} (there is no directory {folder})"
+    close = get_close_matches(path.name, sorted(p.name for p in folder.iterdir()), n=1, cutoff=0.7)
+    hint = f". Did you mean {folder / close[0]}?" if close else ""
+    return f"config file not found: {path}, searched in {folder.resolve()}{hint}"
+
+
+def _decode(source: str) -> str | None:
+    """The text that ``source`` encodes in urlsafe base64, or None if it is not base64."""
+    try:
+        padded = source + "=" * (-len(source) % 4)
+        text = base64.b64decode(padded, altchars=b"-_", validate=True).decode("utf-8")
+    except (binascii.Error, ValueError):
+        return None
+    return text if text.lstrip().startswith("{") else None
+
+
+def _article(name: str) -> str:
+    return f"an {name}" if name[0].lower() in "aeiou" else f"a {name}"
 
 
 @dataclass
@@ -56,8 +186,8 @@ def tidy(
 ) -> dict[str, Any]:
     """The part of ``raw`` that ``model`` can read. Everything else is recorded in ``found``.
 
-    ``ignores(section, name)``: is this unknown key recorded without an error? ``section`` is dotted; the
-    top level is empty.
+    ``ignores(section, name)``: whether this unknown key is recorded without an error. ``section`` is
+    dotted; the top level is empty.
     """
     out: dict[str, Any] = {}
     for name, value in raw.items():
@@ -77,7 +207,7 @@ def tidy(
                 found.given.add(path)
             elif isinstance(value, Mapping):
                 out[name] = tidy(value, inner, f"{path}.", found, ignores=ignores)
-                if path in TYPED:
+                if path in ARGUMENTS:
                     _typed_params(path, out[name], found, ignores=ignores)
             else:
                 found.reject(
@@ -103,7 +233,7 @@ def _unknown(
 
 
 def _dropped(path: str, value: object, known: FieldInfo, found: Findings) -> bool:
-    """Is this value left out of the configuration: a feature that is switched off, or a refused one?"""
+    """Whether this value is left out of the configuration: the feature is switched off, or refused."""
     row = key_of(path, known)
     if row.is_section and (value == {} or (is_off(value) and not isinstance(value, Mapping))):
         return True
@@ -111,7 +241,7 @@ def _dropped(path: str, value: object, known: FieldInfo, found: Findings) -> boo
         return value is None or (value is False and known.annotation is not bool)
     if row.verdict in ("later", "refuse"):
         if not is_off(value, known.get_default(call_default_factory=True)):
-            promise = "planned, not there yet" if row.verdict == "later" else "not supported"
+            promise = "planned, not implemented yet" if row.verdict == "later" else "not supported"
             reason = f": {row.reason}" if row.reason else ""
             found.reject(path, f"{promise}{reason}; it is {show(value)}, leave it out")
         return True
@@ -152,12 +282,12 @@ def rename(raw: dict[str, Any], found: Findings) -> dict[str, Any]:
         if new_name in parent:
             if parent[new_name] != value:
                 found.errors.append(
-                    f"{old}: another spelling of {new}, which is given too; keep one"
+                    f"{old}: another name of {new}, which is given too; keep one of them"
                 )
             continue
         parent[new_name] = value
         if name not in ALIASES:
-            found.notices.append(f"{old}: old spelling, read as {new}")
+            found.notices.append(f"{old}: old name, read as {new}")
     return raw
 
 
@@ -175,7 +305,7 @@ def _typed_params(
     given["params"] = params
     if not isinstance(kind, str):
         return
-    types = declared_arguments(section)
+    types = ARGUMENTS[section]
     if section == "optimizer":
         by_lower = {name.lower(): name for name in (*types, *UNAVAILABLE_OPTIMIZERS)}
         kind = given["type"] = by_lower.get(kind.lower(), kind)
@@ -185,10 +315,11 @@ def _typed_params(
     found.given.discard(f"{section}.params")
     prefix = f"{section}.params."
     if kind in types:
-        tidied = tidy(params, types[kind], prefix, found, ignores=ignores)
-        _refuse_auto(tidied, types[kind], prefix, found)
-        read = validate(types[kind], tidied, prefix, found)
-        fields = types[kind].model_fields
+        arguments = types[kind].arguments
+        tidied = tidy(params, arguments, prefix, found, ignores=ignores)
+        _refuse_auto(tidied, arguments, prefix, found)
+        read = validate(arguments, tidied, prefix, found)
+        fields = arguments.model_fields
         hints = {name for name in tidied if key_of(prefix + name, fields[name]).verdict == "accept"}
         found.hints |= {prefix + name for name in hints}
         given["params"] = read.model_dump(exclude_unset=True, exclude=hints) if read else {}
@@ -204,7 +335,7 @@ def _refuse_auto(
     for name, known in model.model_fields.items():
         if known.is_required() and prefix + name in found.autos:
             found.reject(
-                prefix + name, '"auto" has no answer here, only you know it; give a number'
+                prefix + name, '"auto" is not possible: the number cannot be computed; write it'
             )
             params[name] = 1
 

@@ -13,13 +13,21 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from zeroshard.config import offload
+from zeroshard.config.contradictions import contradictions
 from zeroshard.config.fields import Section, is_auto, show
-from zeroshard.config.keys import KEYS, UNCHECKED, get, is_misspelt, not_yet
-from zeroshard.config.params import TYPED
-from zeroshard.config.parse import Findings, rename, tidy, validate
-from zeroshard.config.read import Source, copy_tree, read_source
+from zeroshard.config.keys import KEYS, UNCHECKED, get, is_misspelt
+from zeroshard.config.params import ARGUMENTS
+from zeroshard.config.parse import (
+    Findings,
+    Source,
+    copy_tree,
+    read_source,
+    rename,
+    tidy,
+    validate,
+)
 from zeroshard.config.schema import Config
+from zeroshard.core.stages import STAGES
 from zeroshard.errors import ConfigError
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -94,7 +102,7 @@ class LoadedConfig:
             grid.add_row(path, shown, origin)
         out = io.StringIO()
         Console(file=out, width=100, color_system=None, highlight=False).print(grid)
-        more = f"({hidden} other keys have their default)\n" if hidden else ""
+        more = f"({hidden} other keys have their default values)\n" if hidden else ""
         lines = [line.rstrip() for line in (out.getvalue() + more).splitlines()]
         return "\n".join(lines)
 
@@ -102,7 +110,7 @@ class LoadedConfig:
 def load_config(
     source: Source,
     *,
-    world_size: int,
+    dp_size: int,
     args_config: Source = None,
     arguments: Mapping[str, Any] | None = None,
     hidden_size: int | None = None,
@@ -112,7 +120,7 @@ def load_config(
     replaced: Collection[str] = (),
     hardware: Callable[[], Hardware] | None = None,
 ) -> LoadedConfig:
-    """Read, check and resolve a configuration for ``world_size`` data-parallel ranks.
+    """Read, check and resolve a configuration for ``dp_size`` data-parallel ranks.
 
     ``source``: dict, path, JSON text or urlsafe base64 of JSON. ``args_config``: the same, from
     ``args.deepspeed_config``; only one of the two may be given. ``arguments``: dotted key -> value, from
@@ -132,19 +140,20 @@ def load_config(
     """
     if source is not None and args_config is not None:
         raise ConfigError(
-            "the configuration is given twice: as config= and as args.deepspeed_config; drop one"
+            "the configuration is given twice: as config= and as args.deepspeed_config; remove "
+            "one of them"
         )
-    if world_size < 1:
-        raise ConfigError(f"world_size must be at least 1, not {world_size}")
+    if dp_size < 1:
+        raise ConfigError(f"dp_size must be at least 1, not {dp_size}")
     raw, where = read_source(source if source is not None else args_config)
     found = Findings()
     work = rename(copy_tree(raw), found)
     from_arguments = _apply_arguments(work, arguments or {}, found)
-    skipped = TYPED if not for_training else replaced
+    skipped = ARGUMENTS if not for_training else replaced
     for section in replaced:
         if work.get(section) is not None:
             found.notices.append(
-                f"{section}: the object that was passed acts, not {_type(work[section])}"
+                f"{section}: the object that the program passed is used, not {_type(work[section])}"
             )
     ignores = _ignoring(work, as_deepspeed=as_deepspeed)
     work = {key: value for key, value in work.items() if key not in skipped}
@@ -152,11 +161,9 @@ def load_config(
     _resolve_auto_sizes(given, found, hidden_size)
     config = validate(Config, given, "", found) or Config()
     config, reasons = _resolve_auto_precision(config, found, hardware)
-    found.errors.extend(not_yet(config))
-    found.errors.extend(_contradictions(config, found, world_size))
     unknown = found.rejected if for_training else found.rejected | found.autos
-    found.errors.extend(offload.contradictions(config.zero_optimization, unknown))
-    config, derived = _solve(config, found, world_size, world_hint, require_batch=for_training)
+    found.errors.extend(contradictions(config, given=found.given, unknown=unknown, dp_size=dp_size))
+    config, derived = _solve(config, found, dp_size, world_hint, require_batch=for_training)
     if found.errors:
         raise ConfigError(_report(found.errors, where))
     _notice(config, found, resolved=reasons)
@@ -174,7 +181,7 @@ def _type(section: Any) -> str:
 
 
 def _ignoring(work: Mapping[str, Any], *, as_deepspeed: bool) -> Callable[[str, str], bool]:
-    """A function of section and name: is this unknown key a notice rather than an error?"""
+    """A function of section and name: whether this unknown key gives a notice, not an error."""
     word = str(work.get("unknown_keys", "as DeepSpeed" if as_deepspeed else "error")).lower()
     if word != "as deepspeed":
         return lambda _section, _name: word == "warn"
@@ -277,39 +284,8 @@ def _decided(config: Config, found: Findings) -> str:
     return ""
 
 
-def _contradictions(config: Config, found: Findings, world_size: int) -> Iterator[str]:
-    """Combinations of valid values that contradict each other, one line each."""
-    fp16, bf16, types = config.fp16, config.bf16, config.data_types
-    if fp16.enabled and bf16.enabled:
-        yield "fp16.enabled, bf16.enabled: both are true, but parameters have one dtype; keep one"
-    mode = "float16" if fp16.enabled else "bfloat16" if bf16.enabled else "float32"
-    if types.param_dtype not in (None, mode):
-        yield (
-            f'data_types.param_dtype: "{types.param_dtype}" contradicts the enabled mode, which '
-            f"makes parameters {mode}; change one of them"
-        )
-    if bf16.bf16_optimizer_states and not bf16.bf16_master_weights_and_grads:
-        yield "bf16.bf16_optimizer_states: needs bf16.bf16_master_weights_and_grads: true as well"
-    clipping = "gradient_clipping" in found.given and config.gradient_clipping > 0
-    if not config.zero_optimization.compute_grad_norm and clipping:
-        yield (
-            f"gradient_clipping: {config.gradient_clipping:g} needs the norm, which "
-            "zero_optimization.compute_grad_norm: false switches off; write 0, or true there"
-        )
-    if config.unit_min_numel > config.unit_max_numel:
-        yield (
-            f"unit_min_numel: {config.unit_min_numel} is above unit_max_numel "
-            f"{config.unit_max_numel}; small units would be merged only to be split"
-        )
-    if config.data_parallel_size not in (None, world_size):
-        yield (
-            f"data_parallel_size: {config.data_parallel_size} is not the world size {world_size}; "
-            "other parallel dimensions are not there yet, leave it out"
-        )
-
-
 def _solve(
-    config: Config, found: Findings, world_size: int, hint: str | None, *, require_batch: bool
+    config: Config, found: Findings, dp_size: int, hint: str | None, *, require_batch: bool
 ) -> tuple[Config, set[str]]:
     """``config`` with all three batch sizes, and the names of the keys that were derived."""
     zero = config.zero_optimization
@@ -320,7 +296,7 @@ def _solve(
         update["gradient_clipping"] = 0.0
     if not found.rejected.intersection(BATCH):
         sizes = (getattr(config, name) for name in BATCH)
-        solved = solve_batch(*sizes, world_size=world_size, require=require_batch)
+        solved = solve_batch(*sizes, dp_size=dp_size, require=require_batch)
         if isinstance(solved, str):
             found.errors.append(f"{solved} ({hint})" if hint else solved)
         else:
@@ -331,15 +307,15 @@ def _solve(
 
 
 def solve_batch(
-    train: int | None, micro: int | None, gas: int | None, *, world_size: int, require: bool = True
+    train: int | None, micro: int | None, gas: int | None, *, dp_size: int, require: bool = True
 ) -> tuple[int, int, int] | str:
     """Solve train = micro x gas x world size for the sizes that are not given.
 
     Returns the three sizes, or a text that says why there is no solution.
 
-    >>> solve_batch(8, None, None, world_size=2)
+    >>> solve_batch(8, None, None, dp_size=2)
     (8, 4, 1)
-    >>> solve_batch(8, None, 3, world_size=1)
+    >>> solve_batch(8, None, 3, dp_size=1)
     'train_batch_size 8 is not divisible by gradient_accumulation_steps 3 x world size 1'
     """
     if train is None and micro is None:
@@ -352,33 +328,33 @@ def solve_batch(
     if train is None:
         assert micro is not None  # excluded above
         gas = gas or 1
-        return micro * gas * world_size, micro, gas
+        return micro * gas * dp_size, micro, gas
     if micro is not None and gas is not None:
-        product = micro * gas * world_size
+        product = micro * gas * dp_size
         if product == train:
             return train, micro, gas
         return (
             f"train_batch_size {train} is not train_micro_batch_size_per_gpu {micro} x "
-            f"gradient_accumulation_steps {gas} x world size {world_size} = {product}; "
-            "leave one of the three out and it follows from the others"
+            f"gradient_accumulation_steps {gas} x world size {dp_size} = {product}; leave one of "
+            "the three out, and it is computed from the others"
         )
     if micro is not None:
-        if train % (micro * world_size):
+        if train % (micro * dp_size):
             return (
                 f"train_batch_size {train} is not divisible by train_micro_batch_size_per_gpu "
-                f"{micro} x world size {world_size}"
+                f"{micro} x world size {dp_size}"
             )
-        return train, micro, train // (micro * world_size)
+        return train, micro, train // (micro * dp_size)
     if gas is None:
-        if train % world_size:
-            return f"train_batch_size {train} is not divisible by world size {world_size}"
-        return train, train // world_size, 1
-    if train % (gas * world_size):
+        if train % dp_size:
+            return f"train_batch_size {train} is not divisible by world size {dp_size}"
+        return train, train // dp_size, 1
+    if train % (gas * dp_size):
         return (
             f"train_batch_size {train} is not divisible by gradient_accumulation_steps {gas} x "
-            f"world size {world_size}"
+            f"world size {dp_size}"
         )
-    return train, train // (gas * world_size), gas
+    return train, train // (gas * dp_size), gas
 
 
 def _notice(config: Config, found: Findings, *, resolved: Mapping[str, str]) -> None:
@@ -393,7 +369,9 @@ def _notice(config: Config, found: Findings, *, resolved: Mapping[str, str]) -> 
     has_mode = config.fp16.enabled or config.bf16.enabled
     left = [path for path in FILLED_IN if path in found.autos and path not in resolved]
     if left := [path for path in left if not (has_mode and path.endswith(".enabled"))]:
-        found.notices.append(f'"auto" was filled in by nobody, so defaults act: {", ".join(left)}')
+        found.notices.append(
+            f'"auto" was not replaced by a value, so defaults are used: {", ".join(left)}'
+        )
     optimizer, scheduler = config.optimizer, config.scheduler
     adam = optimizer if optimizer is not None and optimizer.type == "Adam" else None
     if adam is not None and adam.params.get("adam_w_mode", True):
@@ -409,7 +387,13 @@ def _notice(config: Config, found: Findings, *, resolved: Mapping[str, str]) -> 
                 f"scheduler.params.warmup_max_lr is not given: its default 0.001 replaces "
                 f"the optimizer's lr {lr:g}"
             )
-    found.notices.extend(offload.notices(config.zero_optimization))
+    param = config.zero_optimization.offload_param
+    stage = config.zero_optimization.stage
+    if param is not None and param.device != "none" and not STAGES[stage].shards_params:
+        found.notices.append(
+            f"zero_optimization.offload_param: no effect at stage {stage}, as in DeepSpeed: parameters "
+            "are sharded at stage 3 only"
+        )
     idle: dict[str, list[str]] = {"accept": sorted(found.hints), "not yet": []}
     for path in sorted(found.given):
         row = KEYS.get(path)
@@ -423,15 +407,16 @@ def _notice(config: Config, found: Findings, *, resolved: Mapping[str, str]) -> 
         idle[row.verdict].append(path)
     if idle["accept"]:
         names = ", ".join(sorted(idle["accept"]))
-        found.notices.append(f"accepted, no effect here: {names}")
+        found.notices.append(f"accepted, but without effect: {names}")
     if idle["not yet"]:
         found.notices.append(
-            f"kept for parts that are not there yet, no effect now: {', '.join(idle['not yet'])}"
+            "keys of features that are not implemented yet, without effect now: "
+            f"{', '.join(idle['not yet'])}"
         )
 
 
 def _is_idle(config: Config, section: str) -> bool:
-    """Is this section a feature that is switched off? Its other keys need no notice."""
+    """Whether this section is a feature that is switched off. Its other keys need no notice."""
     if section.startswith("tensor_parallel"):  # anything but size 1 is an error
         return True
     inside = get(config, section)

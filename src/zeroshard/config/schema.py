@@ -11,6 +11,10 @@ from typing import Annotated, Any, Literal
 
 from zeroshard.config import sections as side
 from zeroshard.config.fields import (
+    AUTOCAST_DTYPE,
+    DEVICE,
+    DIRECTORY,
+    STAGE,
     Amount,
     Count,
     Dtype,
@@ -41,33 +45,46 @@ _SAFE_MODULES = tuple(f"torch.nn.modules.{m}" for m in ("linear.Linear", *side.C
 
 
 class FP16Config(Section):
-    enabled: Flag = honour(False, "fp16 parameters and gradients, fp32 master; not with bf16.")
+    enabled: Flag = honour(
+        False,
+        "Train with fp16 parameters and gradients and fp32 masters. Cannot be combined with bf16.",
+    )
     auto_cast: Flag = honour(False, "Cast floating-point inputs of the model to fp16.")
-    loss_scale: Amount = honour(0.0, "Fixed loss scale; 0 means dynamic.")
-    initial_scale_power: Natural = honour(16, "First dynamic scale is 2 to this power.")
-    loss_scale_window: Count = honour(1000, "Good steps in a row before the scale doubles.")
-    hysteresis: Count = honour(2, "Number of overflows at which the scale halves.")
-    consecutive_hysteresis: Flag = honour(False, "Start that count again after every good step.")
-    min_loss_scale: Count = honour(1, "Floor of the dynamic scale; an overflow there is an error.")
+    loss_scale: Amount = honour(0.0, "Fixed loss scale. 0: the loss scale is dynamic.")
+    initial_scale_power: Natural = honour(16, "The dynamic loss scale starts at 2 to this power.")
+    loss_scale_window: Count = honour(
+        1000, "Number of consecutive steps without overflow after which the loss scale doubles."
+    )
+    hysteresis: Count = honour(2, "Number of overflows after which the loss scale halves.")
+    consecutive_hysteresis: Flag = honour(
+        False, "Set the count of overflows back after every step without overflow."
+    )
+    min_loss_scale: Count = honour(
+        1, "Minimum of the dynamic loss scale. An overflow at the minimum is an error."
+    )
     fp16_master_weights_and_grads: Flag = later(False, "Master weights and gradients in fp16.")
 
 
 class BF16Config(Section):
     enabled: Flag = honour(
-        False, 'bf16 parameters, fp32 master; not with fp16. "auto": if the hardware multiplies it.'
+        False,
+        'Train with bf16 parameters and fp32 masters. Cannot be combined with fp16. "auto": '
+        "true if the hardware has bf16 instructions.",
     )
     check_grad_overflow: Flag = honour(True, "Skip the update when a gradient is not finite.")
-    immediate_grad_update: Flag = accept(False, "When the fp32 accumulator is filled.")
-    bf16_master_weights_and_grads: Flag = honour(False, "Keep master and gradients in bf16 too.")
+    immediate_grad_update: Flag = accept(False, "When gradients are added to the fp32 accumulator.")
+    bf16_master_weights_and_grads: Flag = honour(
+        False, "Masters and accumulated gradients are bf16 too."
+    )
     bf16_optimizer_states: Flag = honour(
-        False, "Moments in bf16; needs bf16_master_weights_and_grads."
+        False, "Moments are bf16. Needs bf16_master_weights_and_grads."
     )
 
 
 class AutocastConfig(Section):
-    enabled: Flag = honour(False, "Run forward under torch.autocast; parameters keep their dtype.")
-    dtype: Annotated[Literal["float16", "bfloat16"] | None, side.AUTOCAST_DTYPE] = honour(
-        None, "bf16 or fp16; null means torch's default for the device."
+    enabled: Flag = honour(False, "Run forward under torch.autocast. Parameters keep their dtype.")
+    dtype: Annotated[Literal["float16", "bfloat16"] | None, AUTOCAST_DTYPE] = honour(
+        None, "bf16 or fp16. null: torch's default for the device."
     )
     lower_precision_safe_modules: Texts = honour(
         _SAFE_MODULES, "Module classes whose gradients may be reduced in the autocast dtype."
@@ -76,146 +93,207 @@ class AutocastConfig(Section):
 
 class DataTypesConfig(Section):
     grad_accum_dtype: Dtype | None = honour(
-        None, "Dtype in which micro-batches are summed; null means fp32 (fp64 for fp64 models)."
+        None,
+        "Dtype in which the gradients of micro-batches are added up. null: fp32 (fp64 for "
+        "fp64 models).",
     )
-    param_dtype: Dtype | None = honour(None, "A cross-check: must equal the enabled mode.")
-    buffer_dtype: Dtype | None = honour(None, "Cast module buffers; null leaves them untouched.")
+    param_dtype: Dtype | None = honour(
+        None, "For a check only: must be the parameter dtype of the enabled mode."
+    )
+    buffer_dtype: Dtype | None = honour(
+        None, "Cast module buffers to this dtype. null: buffers are not cast."
+    )
     keep_in_fp32_modules: TextsOrAuto = honour(
-        "auto", "Buffers that stay fp32, as globs; auto asks the model."
+        "auto", "Globs on names of buffers that stay fp32. auto: the model's own list."
     )
 
 
 class OptimizerConfig(Section):
     type: Text = honour(
-        ..., "Adam, AdamW, Adagrad, Lamb, Lion, Muon, SGD or any class of torch.optim."
+        ..., "Adam, AdamW, Adagrad, Lamb, Lion, Muon, SGD, or any class of torch.optim."
     )
-    params: Free = honour(dict, "Arguments of the optimizer; the tables below list them by type.")
-    legacy_fusion: Flag = accept(False, "Choice between two kernels.")
+    params: Free = honour(dict, "Arguments of the optimizer. The tables below list them by type.")
+    legacy_fusion: Flag = accept(False, "Chooses between two kernels in DeepSpeed.")
 
 
 class SchedulerConfig(Section):
-    type: Text = honour(..., "One of the five below, or any class of torch.optim.lr_scheduler.")
-    params: Free = honour(dict, "Arguments of the schedule; the tables below list them by type.")
+    type: Text = honour(
+        ..., "One of the five schedules below, or any class of torch.optim.lr_scheduler."
+    )
+    params: Free = honour(dict, "Arguments of the schedule. The tables below list them by type.")
 
 
 class OffloadConfig(Section):
-    device: Annotated[Literal["none", "cpu", "nvme"], side.DEVICE] = honour(
-        "none", "Where it rests between its uses: on the device, in host memory or on disk."
+    device: Annotated[str, DEVICE] = honour(
+        "none",
+        "Where the state is stored while it is not in use: on the device (none), in host "
+        "memory (cpu) or on disk (nvme).",
     )
-    nvme_path: Annotated[Text | None, side.DIRECTORY] = honour(
-        None, "Directory on the disk, required for nvme; null and none: not given."
+    nvme_path: Annotated[Text | None, DIRECTORY] = honour(
+        None, "Directory on a disk. Required for nvme. null and none: not given."
     )
-    pin_memory: Flag = honour(True, "Page-locked host memory on a GPU machine.")
-    buffer_count: Natural | None = accept(None, "Swap buffers; derived here.")
+    pin_memory: Flag = honour(True, "Use page-locked host memory if the ranks have GPUs.")
+    buffer_count: Natural | None = accept(None, "Number of swap buffers. ZeroShard computes it.")
 
 
 class OffloadParamConfig(OffloadConfig):
-    buffer_size: Int = accept(100_000_000, "Elements of a swap buffer; derived here.")
+    buffer_size: Int = accept(
+        100_000_000, "Elements of a swap buffer. ZeroShard computes the number."
+    )
     max_in_cpu: Natural = honour(
-        0, "With nvme: elements per rank that stay in host memory; DeepSpeed's default is 1e9."
+        0,
+        "With nvme: number of elements per rank that are stored in host memory instead of on "
+        "disk. DeepSpeed's default is 1e9.",
     )
 
 
 class OffloadOptimizerConfig(OffloadConfig):
     ratio: Fraction = honour(
-        1.0, "Share of the optimizer state that leaves the device, at any stage; 0: none of it."
+        1.0,
+        "Fraction of the optimizer state that is offloaded, at any stage. 0: nothing is offloaded.",
     )
     max_in_cpu: Natural = honour(
         0,
-        "With nvme: elements per rank whose state stays in host memory. ZeroShard's own key.",
+        "With nvme: number of elements per rank whose state is stored in host memory instead of "
+        "on disk. Key of ZeroShard.",
     )
     delayed_update: Flag = honour(
         False,
-        "The update runs beside the next step and reaches the parameters when that one ends: step t "
-        "computes with the updates up to t-2. Changes the algorithm; needs device cpu. Own key.",
+        "The update runs at the same time as the next step. Parameters change when that step "
+        "ends, so step t computes with the updates up to t-2. This changes the algorithm. Needs "
+        "device cpu. Key of ZeroShard.",
     )
     super_offload: Flag = refuse(
-        False, "Offload for superchips.", why="it is tied to one kind of machine"
+        False, "Offload for superchips.", why="it works on one kind of machine only"
     )
-    cpuadam_cores_perc: Fraction = accept(0.8, "Only with super_offload.")
-    pipeline_read: Flag = accept(False, "Overlap reads with the update; always done.", done=True)
-    pipeline_write: Flag = accept(False, "Overlap writes with the update; always done.", done=True)
-    fast_init: Flag = accept(False, "Quicker start with nvme; always done.", done=True)
+    cpuadam_cores_perc: Fraction = accept(0.8, "Used only with super_offload.")
+    pipeline_read: Flag = accept(
+        False, "Overlap reads with the update. ZeroShard always does.", done=True
+    )
+    pipeline_write: Flag = accept(
+        False, "Overlap writes with the update. ZeroShard always does.", done=True
+    )
+    fast_init: Flag = accept(False, "Faster start with nvme. ZeroShard always does it.", done=True)
 
 
 class LeafModuleConfig(Section):
     classes: Texts = honour(_EXPERTS, "Classes whose modules are gathered as one unit.")
-    names: Texts = honour((), "Full module names gathered as one unit.")
-    name_suffixes: Texts = honour((), "Endings of module names gathered as one unit.")
+    names: Texts = honour((), "Full names of modules that are gathered as one unit.")
+    name_suffixes: Texts = honour(
+        (), "Modules whose names end in one of these are gathered as one unit."
+    )
 
 
 class ZeroConfig(Section):
-    stage: Annotated[Literal[0, 1, 2, 3], side.STAGE] = honour(
-        0, "What is sharded: 1 optimizer state, 2 also gradients, 3 also parameters."
+    stage: Annotated[Literal[0, 1, 2, 3], STAGE] = honour(
+        0,
+        "What is sharded. 0: nothing. 1: masters and optimizer state. 2: also gradients. 3: "
+        "also parameters.",
     )
     reduce_bucket_size: Count = honour(
-        500_000_000, "Upper limit in elements of gradients that are reduced together."
+        500_000_000, "Maximum number of gradient elements that are reduced together."
     )
     overlap_comm: Flag | None = honour(
-        None, "Reduce while backward goes on, gather while the next forward does; null is true."
+        None,
+        "Reduce gradients during backward, and gather updated parameters during the next "
+        "forward. null: true.",
     )
     compute_grad_norm: Flag = honour(
-        True, "false: the norm is None and gradient_clipping must be 0."
+        True, "Compute the gradient norm. false: the norm is None, and gradient_clipping must be 0."
     )
     ignore_unused_parameters: Flag = honour(
-        True, "false: a trainable parameter without gradient is an error that names it."
+        True, "false: a trainable parameter without a gradient is an error that names it."
     )
-    load_from_fp32_weights: Flag = not_yet(True, "On load, take the master from the fp32 copy.")
+    load_from_fp32_weights: Flag = not_yet(True, "On load, the master is taken from the fp32 copy.")
     stage3_prefetch_bucket_size: Natural = honour(
-        50_000_000, "Upper limit in elements of parameters that are fetched ahead."
+        50_000_000, "Maximum number of parameter elements that are prefetched."
     )
     stage3_max_live_parameters: Natural = honour(
-        1_000_000_000, "No parameters are fetched ahead or kept beyond this many gathered elements."
+        1_000_000_000,
+        "If this many parameter elements are gathered, no more are prefetched or kept.",
     )
     stage3_max_reuse_distance: Natural | None = honour(
         None,
-        "Parameters stay full after forward if backward needs them again within this many elements; "
-        "null: only those that it needs first.",
+        "Parameters stay gathered after forward if backward needs them again within this many "
+        "elements. null: only the parameters that backward needs first.",
     )
     stage3_gather_16bit_weights_on_model_save: Flag = accept(
-        False, "Allow save_16bit_model at stage 3, which works here in any case.", done=True
+        False, "Allow save_16bit_model at stage 3. It is always allowed.", done=True
     )
-    override_module_apply: Flag = honour(
-        True, "Under zero.Init, Module.apply(fn) sees whole parameters."
+    override_module_apply: Flag = accept(
+        True, "Under zero.Init, parameters are always gathered for Module.apply(fn)."
     )
-    leaf_module: LeafModuleConfig = honour(LeafModuleConfig, "Modules gathered as one unit.")
+    leaf_module: LeafModuleConfig = honour(
+        LeafModuleConfig, "Modules that are gathered as one unit."
+    )
     offload_optimizer: OffloadOptimizerConfig | None = honour(
-        None, "Optimizer state outside the device (stages 1-3)."
+        None, "Where optimizer state is stored (stages 1 to 3)."
     )
     offload_param: OffloadParamConfig | None = honour(
-        None, "Parameters outside the device (stage 3; no effect below)."
+        None, "Where parameters are stored (stage 3; no effect at lower stages)."
     )
     allgather_bucket_size: Natural = accept(
-        500_000_000, "Parameters gathered together after a step; we gather unit by unit."
+        500_000_000,
+        "Number of parameter elements that are gathered together after a step. ZeroShard "
+        "gathers one unit at a time.",
     )
-    contiguous_gradients: Flag = accept(True, "Copy gradients into one buffer; always so here.")
-    reduce_scatter: Flag = accept(True, "Reduce-scatter or all-reduce; we choose.")
-    use_multi_rank_bucket_allreduce: Flag = accept(True, "Shape of the reduction; we choose.")
-    allgather_partitions: Flag = accept(True, "All-gather or broadcasts; we choose.")
-    memory_efficient_linear: Flag = accept(True, "A replacement of nn.Linear; not needed here.")
-    round_robin_gradients: Flag = accept(False, "Which rank owns what; follows from the layout.")
-    parameter_alignment: Flag = accept(
-        False, "Layout hint; parameters are always aligned.", done=True
+    contiguous_gradients: Flag = accept(
+        True, "Copy gradients into one buffer. ZeroShard always does."
     )
-    elastic_checkpoint: Flag = accept(False, "Legacy; checkpoints fit any world size.", done=True)
-    pipeline_loading_checkpoint: Flag = accept(False, "Order of loading.")
-    log_trace_cache_warnings: Flag = accept(False, "Log noise.")
-    save_muon_momentum_buffer_in_memory: Flag = accept(False, "Muon together with nvme.")
-    sub_group_size: Natural = accept(1_000_000_000, "Tile of the offloaded update; derived here.")
+    reduce_scatter: Flag = accept(
+        True, "Use reduce-scatter instead of all-reduce. ZeroShard chooses the collective."
+    )
+    use_multi_rank_bucket_allreduce: Flag = accept(
+        True, "How gradients are reduced. ZeroShard chooses the collective."
+    )
+    allgather_partitions: Flag = accept(
+        True, "Use all-gather instead of broadcasts. ZeroShard chooses the collective."
+    )
+    memory_efficient_linear: Flag = accept(
+        True, "Replaces nn.Linear in DeepSpeed. ZeroShard does not need it."
+    )
+    round_robin_gradients: Flag = accept(
+        False, "Which rank owns which gradients. In ZeroShard this follows from the layout."
+    )
+    parameter_alignment: Flag = accept(False, "Align parameters. ZeroShard always does.", done=True)
+    elastic_checkpoint: Flag = accept(
+        False,
+        "Old format for other world sizes. Checkpoints of ZeroShard load at any world size.",
+        done=True,
+    )
+    pipeline_loading_checkpoint: Flag = accept(False, "Order in which ranks load a checkpoint.")
+    log_trace_cache_warnings: Flag = accept(False, "Log warnings about the trace of modules.")
+    save_muon_momentum_buffer_in_memory: Flag = accept(
+        False, "Where Muon's momentum is stored with nvme."
+    )
+    sub_group_size: Natural = accept(
+        1_000_000_000,
+        "Number of elements that an offloaded update processes at a time. ZeroShard computes it.",
+    )
     stage3_param_persistence_threshold: Natural = accept(
-        100_000, "Keep smaller parameters whole; here small ones share a unit."
+        100_000,
+        "Parameters with fewer elements are not sharded in DeepSpeed. In ZeroShard small "
+        "parameters share a unit.",
     )
     stage3_model_persistence_threshold: Natural = accept(
-        9_223_372_036_854_775_807, "Cap on the elements kept whole."
+        9_223_372_036_854_775_807, "Maximum number of elements that are not sharded."
     )
-    stage3_module_granularity_threshold: Natural = accept(0, "Treat fine-grained modules as one.")
-    stage3_use_all_reduce_for_fetch_params: Flag = accept(False, "How to gather; we choose.")
-    stage3_allgather_sequential: Flag = accept(False, "How to gather; we choose.")
-    enable_sanity_checks: Flag = accept(False, "Extra checks; always on here.", done=True)
-    cpu_offload_use_pin_memory: Flag | None = accept(None, "No effect in DeepSpeed either.")
-    zero_hpz_partition_size: Count = later(1, "A second shard inside each node (ZeRO++).")
+    stage3_module_granularity_threshold: Natural = accept(0, "Gather small modules as one.")
+    stage3_use_all_reduce_for_fetch_params: Flag = accept(
+        False, "How parameters are gathered. ZeroShard chooses the collective."
+    )
+    stage3_allgather_sequential: Flag = accept(
+        False, "How parameters are gathered. ZeroShard chooses the collective."
+    )
+    enable_sanity_checks: Flag = accept(
+        False, "Extra checks. In ZeroShard they are always on.", done=True
+    )
+    cpu_offload_use_pin_memory: Flag | None = accept(None, "Has no effect in DeepSpeed either.")
+    zero_hpz_partition_size: Count = later(1, "A second set of shards inside each node (ZeRO++).")
     zero_quantized_weights: Flag = later(False, "Quantized all-gather (ZeRO++).")
-    zero_quantized_nontrainable_weights: Flag = later(False, "For frozen weights (ZeRO++).")
+    zero_quantized_nontrainable_weights: Flag = later(
+        False, "Quantized all-gather of frozen weights (ZeRO++)."
+    )
     zero_quantized_gradients: Flag = later(False, "Quantized gradient reduction (ZeRO++).")
 
 
@@ -225,118 +303,166 @@ class Config(Section):
     unknown_keys: Annotated[Literal["error", "warn"], Lower] = honour(
         "error",
         "What to do with a key that this page does not list. Programs that call `deepspeed` get a "
-        "notice instead where DeepSpeed looks for no key: at the top level, unless the name is almost "
-        "that of a key which is not given (`zero_optimisation`), and in the sections that it does not "
-        "check.",
+        "notice instead of an error for keys that DeepSpeed does not check. These are keys in the "
+        "sections that DeepSpeed does not check, and keys at the top level. (A top-level name is "
+        "still an error if it is similar to a key that is not given, such as "
+        "`zero_optimisation`.)",
     )
     units: TextsOrAuto = honour(
-        "auto", "Which modules are gathered as one: globs on their names or class names."
+        "auto",
+        "Modules to wrap: globs on their names or class names. auto: ZeroShard chooses them.",
     )
-    unit_max_numel: Count = honour(64 * 2**20, "Units above this many elements are split.")
-    unit_min_numel: Natural = honour(256 * 2**10, "Units below this many elements are merged.")
+    unit_max_numel: Count = honour(64 * 2**20, "Units with more elements are split.")
+    unit_min_numel: Natural = honour(256 * 2**10, "Units with fewer elements are merged.")
     conditional_modules: Texts = honour(
-        (), "Globs on names of modules that only some ranks run in a step (experts, image towers)."
+        (),
+        "Globs on names of modules that only some ranks run in a step, such as experts and "
+        "image encoders.",
     )
     keep_fp32: Texts = honour(
         (), "Globs on names of parameters that stay fp32 in a 16-bit mode, such as *.router.*"
     )
     uneven: Annotated[Literal["error", "join"], Lower] = honour(
-        "error", "When some ranks run out of batches: stop with an error, or let the others finish."
+        "error",
+        "What happens if some ranks have no batch left. error: the run stops. join: the other "
+        "ranks finish.",
     )
     transport: Annotated[Literal["auto", "shm", "p2p", "stock"], Lower] = honour(
         "auto",
-        "How bytes travel on gloo: memory shared by ranks of one host, tagged sends and receives, "
-        "or the process group's collectives.",
+        "Implementation of the collectives on gloo. shm: shared memory of the ranks of one host. "
+        "p2p: tagged sends and receives. stock: the collectives of the process group.",
     )
     compile_update: Flag = honour(
-        True, "Compile the CPU update of Adam and AdamW if a C++ compiler is there; same bits."
+        True,
+        "Compile the update: in host memory for Adam and AdamW, if there is a C++ compiler; in "
+        "device memory for Adam, AdamW, SGD and Lion, with Triton. The results have the bits of "
+        "torch's kernels; see ADR 0015 for devices.",
     )
     trust: side.TrustConfig = honour(
-        side.TrustConfig, "How divergence and hangs of ranks are found and reported."
+        side.TrustConfig, "How ranks that diverge or hang are detected and reported."
     )
 
     train_batch_size: Count | None = honour(
-        None, "Samples per optimizer step over all data-parallel ranks."
+        None, "Samples per optimizer step, over all data-parallel ranks."
     )
-    train_micro_batch_size_per_gpu: Count | None = honour(None, "Samples per rank in one forward.")
+    train_micro_batch_size_per_gpu: Count | None = honour(
+        None, "Samples of one rank in one forward."
+    )
     gradient_accumulation_steps: Count | None = honour(
-        None, "Micro-batches per optimizer step; 1 when it cannot be derived."
+        None,
+        "Micro-batches per optimizer step. 1 if it does not follow from the other batch sizes.",
     )
     managed_gradient_accumulation: Flag = honour(
-        True, "false: every step() updates, and backward() only accumulates."
+        True,
+        "The engine counts micro-batches. false: every step() updates, and backward() only "
+        "accumulates.",
     )
-    gradient_clipping: Amount = honour(1.0, "Largest global 2-norm of the gradient; 0 is off.")
+    gradient_clipping: Amount = honour(
+        1.0, "Maximum global 2-norm of the gradient. 0: no clipping."
+    )
     steps_per_print: Amount | None = honour(
-        None, "Print a line every so many steps; null, 0 or inf: never."
+        None, "Number of steps between two printed lines. null, 0 or inf: nothing is printed."
     )
     communication_data_type: Dtype | None = honour(
-        None, "Dtype of gradient reduction; null means that of the enabled mode."
+        None, "Dtype in which gradients are reduced. null: the dtype of the enabled mode."
     )
     seq_parallel_communication_data_type: Dtype = accept(
-        "float32", "The same under sequence parallelism, which is not there yet."
+        "float32", "The same for sequence parallelism, which is not implemented yet."
     )
-    prescale_gradients: Flag = honour(False, "Divide by the world size before reducing, not after.")
+    prescale_gradients: Flag = honour(
+        False,
+        "Divide gradients by the data-parallel size before the reduction instead of after it.",
+    )
     gradient_predivide_factor: Positive = honour(
-        1.0, "Divide by this before reducing, by the rest after; not with prescale_gradients."
+        1.0,
+        "Gradients are divided by this number before the reduction, and by the data-parallel size "
+        "/ this number after it. Cannot be combined with prescale_gradients.",
     )
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], Lower] = honour(
-        "mean", "sum: no division by the world size."
+        "mean", "mean: gradients are divided by the data-parallel size. sum: they are not."
     )
     zero_allow_untested_optimizer: Flag = accept(
-        False, "Every optimizer class is probed here instead of listed.", done=True
+        False,
+        "Allow optimizers that DeepSpeed does not list. ZeroShard tests every optimizer class.",
+        done=True,
     )
     zero_force_ds_cpu_optimizer: Flag = accept(
-        True, "Any optimizer class works with offload.", done=False
+        True,
+        "Require DeepSpeed's CPU optimizer for offload. In ZeroShard any optimizer class can "
+        "be offloaded.",
+        done=False,
     )
-    dataloader_drop_last: Flag = honour(False, "Drop the last incomplete batch of deepspeed_io.")
-    dump_state: Flag = honour(False, "Print engine and configuration at start.")
+    dataloader_drop_last: Flag = honour(
+        False, "deepspeed_io drops the last batch if it is incomplete."
+    )
+    dump_state: Flag = honour(False, "Print the engine and the configuration at the start.")
     log_level: Annotated[Literal["debug", "info", "warning", "error", "critical"] | None, Lower] = (
-        honour(None, "Level of the logger; null leaves it as it is.")
+        honour(None, "Level of the logger. null: it is not changed.")
     )
     disable_python_gc: Flag = honour(
-        False, "Switch the cyclic garbage collector off; the engine collects at step boundaries."
+        False,
+        "Switch Python's cyclic garbage collector off. The engine collects garbage between steps.",
     )
-    disable_allgather: Flag = accept(False, "Unused in DeepSpeed too.")
-    vocabulary_size: Count | None = accept(None, "Only a hint about alignment.")
+    disable_allgather: Flag = accept(False, "Has no effect in DeepSpeed either.")
+    vocabulary_size: Count | None = accept(
+        None, "Used by DeepSpeed for a warning about alignment only."
+    )
 
-    optimizer: OptimizerConfig | None = honour(None, "The optimizer, unless one is passed in.")
-    scheduler: SchedulerConfig | None = honour(None, "The schedule, unless one is passed in.")
-    zero_optimization: ZeroConfig = honour(ZeroConfig, "What is sharded, and how it travels.")
-    fp16: FP16Config = honour(FP16Config, "Half precision with loss scaling.")
-    bf16: BF16Config = honour(BF16Config, "bfloat16; the section may also be called bfloat16.")
-    torch_autocast: AutocastConfig = honour(AutocastConfig, "Mixed precision by torch.autocast.")
-    data_types: DataTypesConfig = honour(DataTypesConfig, "Dtypes that differ from the mode's.")
+    optimizer: OptimizerConfig | None = honour(
+        None, "The optimizer, unless the program passes one."
+    )
+    scheduler: SchedulerConfig | None = honour(
+        None, "The learning-rate schedule, unless the program passes one."
+    )
+    zero_optimization: ZeroConfig = honour(
+        ZeroConfig, "What is sharded, where state is stored, and how ranks exchange it."
+    )
+    fp16: FP16Config = honour(FP16Config, "fp16 training with loss scaling.")
+    bf16: BF16Config = honour(BF16Config, "bf16 training. The section may also be called bfloat16.")
+    torch_autocast: AutocastConfig = honour(AutocastConfig, "Mixed precision with torch.autocast.")
+    data_types: DataTypesConfig = honour(
+        DataTypesConfig, "Dtypes that differ from those of the enabled mode."
+    )
     activation_checkpointing: side.ActivationConfig = not_yet(
-        side.ActivationConfig, "Options of the checkpointing calls; nothing by themselves."
+        side.ActivationConfig,
+        "Options for calls of activation checkpointing. They have no effect without such calls.",
     )
     checkpoint: side.CheckpointConfig = honour(side.CheckpointConfig, "Saving and loading.")
-    aio: side.AioConfig = accept(side.AioConfig, "Tuning of disk access; derived here.")
-    wall_clock_breakdown: Flag = honour(False, "Time of each phase, without a sync per phase.")
-    memory_breakdown: Flag = honour(False, "Memory at each phase.")
-    timers: side.TimersConfig = accept(side.TimersConfig, "Timers; ours never sync.")
-    comms_logger: side.CommsLoggerConfig = honour(side.CommsLoggerConfig, "Log of collectives.")
-    flops_profiler: side.FlopsConfig = honour(
-        side.FlopsConfig, "Operations of one forward: matrix products, convolutions, attention."
+    aio: side.AioConfig = accept(
+        side.AioConfig, "Settings of disk access. ZeroShard computes them."
     )
-    tensorboard: side.FileMonitorConfig = honour(side.FileMonitorConfig, "Events to TensorBoard.")
-    csv_monitor: side.FileMonitorConfig = honour(side.FileMonitorConfig, "Events to CSV files.")
-    wandb: side.WandbConfig = honour(side.WandbConfig, "Events to Weights & Biases.")
-    comet: side.CometConfig = honour(side.CometConfig, "Events to Comet.")
-    trackio: side.TrackioConfig = later(side.TrackioConfig, "Events to Trackio.")
+    wall_clock_breakdown: Flag = honour(
+        False, "Log the time of each phase. The device is not synchronized for it."
+    )
+    memory_breakdown: Flag = honour(False, "Log the memory in use at each phase.")
+    timers: side.TimersConfig = accept(
+        side.TimersConfig, "Timers. ZeroShard's timers never synchronize the device."
+    )
+    comms_logger: side.CommsLoggerConfig = honour(side.CommsLoggerConfig, "Log of the collectives.")
+    flops_profiler: side.FlopsConfig = honour(
+        side.FlopsConfig,
+        "Count the operations of one forward: matrix products, convolutions, attention.",
+    )
+    tensorboard: side.FileMonitorConfig = honour(
+        side.FileMonitorConfig, "Write metrics for TensorBoard."
+    )
+    csv_monitor: side.FileMonitorConfig = honour(
+        side.FileMonitorConfig, "Write metrics to CSV files."
+    )
+    wandb: side.WandbConfig = honour(side.WandbConfig, "Send metrics to Weights & Biases.")
+    comet: side.CometConfig = honour(side.CometConfig, "Send metrics to Comet.")
+    trackio: side.TrackioConfig = later(side.TrackioConfig, "Send metrics to Trackio.")
     pipeline: side.PipelineConfig = not_yet(side.PipelineConfig, "Pipeline parallelism.")
     tensor_parallel: side.TensorParallelConfig = not_yet(
         side.TensorParallelConfig, "Tensor parallelism."
     )
-    sequence_parallel_size: Count = later(1, "Ranks that share one sequence.")
-    data_parallel_size: Count | None = honour(None, "A cross-check: must be the world size.")
-    use_data_before_expert_parallelism: Flag = later(False, "Order of the expert groups.")
-    expert_parallel: Free = later(dict, "Expert parallelism found in the model by itself.")
+    sequence_parallel_size: Count = later(1, "Number of ranks that share one sequence.")
+    data_parallel_size: Count | None = honour(None, "For a check only: must be the world size.")
+    use_data_before_expert_parallelism: Flag = later(
+        False, "Order in which expert groups are made."
+    )
+    expert_parallel: Free = later(
+        dict, "Expert parallelism that is derived from the model automatically."
+    )
     compile: side.CompileConfig = accept(side.CompileConfig, "Options of DeepCompile.")
     inference: Any = accept(None, "Read by Transformers only.")
-
-
-def section_type(annotation: Any) -> type[Section] | None:
-    """The section class in a field's annotation (``X`` or ``X | None``), or None."""
-    options = (annotation, *getattr(annotation, "__args__", ()))
-    found = [o for o in options if isinstance(o, type) and issubclass(o, Section)]
-    return found[0] if found else None

@@ -10,7 +10,7 @@ number of elements of one rank's shard.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
@@ -39,14 +39,12 @@ class Slot:
     fqn: str
     shape: tuple[int, ...]
     start: int
+    numel: int = field(init=False)
+    stop: int = field(init=False)
 
-    @property
-    def numel(self) -> int:
-        return prod(self.shape)
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.numel
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "numel", prod(self.shape))
+        object.__setattr__(self, "stop", self.start + self.numel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +61,7 @@ class Fragment:
 class UnitLayout:
     """Slots of one unit, in order, and its padded size, which is the same on every rank.
 
-    >>> layout = pack([("w", (10, 10)), ("b", (10,))], world_size=2)
+    >>> layout = pack([("w", (10, 10)), ("b", (10,))], num_shards=2)
     >>> layout.full_numel, layout.shard_numel
     (256, 128)
     >>> list(layout.fragments(0))
@@ -74,12 +72,12 @@ class UnitLayout:
 
     slots: tuple[Slot, ...]
     full_numel: int  # N
-    world_size: int  # W
+    num_shards: int  # W, the ranks that share the unit
 
-    @property
+    @cached_property
     def shard_numel(self) -> int:
         """S, the same on every rank."""
-        return self.full_numel // self.world_size
+        return self.full_numel // self.num_shards
 
     @cached_property
     def params_numel(self) -> int:
@@ -103,14 +101,14 @@ class UnitLayout:
 
 
 def pack(
-    params: Iterable[tuple[str, Sequence[int]]], *, world_size: int, whole: bool = False
+    params: Iterable[tuple[str, Sequence[int]]], *, num_shards: int, whole: bool = False
 ) -> UnitLayout:
-    """Place parameters one after another, and pad so that the unit divides by ``world_size``.
+    """Place parameters one after another, and pad so that ``num_shards`` equal shards result.
 
     ``whole``: never cut a parameter, because the optimizer needs whole matrices (Muon). Parameters are
     then assigned to shards, the largest first, and S is the size of the fullest shard.
 
-    >>> [slot.start for slot in pack([("a", (100,)), ("b", (8, 8))], world_size=2, whole=True).slots]
+    >>> [slot.start for slot in pack([("a", (100,)), ("b", (8, 8))], num_shards=2, whole=True).slots]
     [0, 128]
     """
     items = [(fqn, tuple(shape)) for fqn, shape in params]
@@ -119,10 +117,10 @@ def pack(
         for fqn, shape in items:
             slots.append(Slot(fqn, shape, end))
             end = round_up(end + prod(shape), ALIGNMENT)
-        return UnitLayout(tuple(slots), round_up(end, ALIGNMENT * world_size), world_size)
+        return UnitLayout(tuple(slots), round_up(end, ALIGNMENT * num_shards), num_shards)
 
-    shards: list[list[tuple[str, tuple[int, ...]]]] = [[] for _ in range(world_size)]
-    load = [0] * world_size
+    shards: list[list[tuple[str, tuple[int, ...]]]] = [[] for _ in range(num_shards)]
+    load = [0] * num_shards
     for fqn, shape in sorted(items, key=lambda item: -prod(item[1])):
         rank = load.index(min(load))
         shards[rank].append((fqn, shape))
@@ -134,4 +132,4 @@ def pack(
         for fqn, shape in members:
             slots.append(Slot(fqn, shape, end))
             end += round_up(prod(shape), ALIGNMENT)
-    return UnitLayout(tuple(slots), shard_numel * world_size, world_size)
+    return UnitLayout(tuple(slots), shard_numel * num_shards, num_shards)

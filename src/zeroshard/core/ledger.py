@@ -25,15 +25,19 @@ Key = tuple[str, Tier]
 
 @dataclass
 class Ledger:
-    """Live and peak bytes per category, tier and owner on this rank."""
+    """Live and peak bytes per category, tier and owner on this rank.
 
-    live: dict[Key, dict[str, int]] = field(default_factory=lambda: defaultdict(dict))
-    _peak: dict[Key, int] = field(default_factory=lambda: defaultdict(int))
-    _total: dict[Key, int] = field(default_factory=lambda: defaultdict(int))
+    Keys have the name of a tier, not the tier: Python keeps the hash of a text, and a step makes about
+    ten calls for each unit.
+    """
+
+    live: dict[tuple[str, str], dict[str, int]] = field(default_factory=lambda: defaultdict(dict))
+    _peak: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
+    _total: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
 
     def hold(self, category: str, owner: str, nbytes: int, tier: Tier = Tier.DEVICE) -> None:
         """Record that ``owner`` now holds ``nbytes`` in ``category`` (0: nothing)."""
-        key = category, tier
+        key = category, tier.name
         owners = self.live[key]
         change = nbytes - owners.get(owner, 0)
         if not change:
@@ -56,8 +60,8 @@ class Ledger:
 
     def nbytes(self, category: str, tier: Tier = Tier.DEVICE) -> int:
         """Live bytes of a category."""
-        return self._total[category, tier]
+        return self._total[category, tier.name]
 
     def peak(self, category: str, tier: Tier = Tier.DEVICE) -> int:
         """The most bytes that the category has held."""
-        return self._peak[category, tier]
+        return self._peak[category, tier.name]

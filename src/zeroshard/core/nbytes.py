@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from zeroshard.core.layout import UnitLayout
 from zeroshard.core.ledger import RESTING, Key
 from zeroshard.core.stages import Stage
-from zeroshard.core.tiers import Span, Tier
+from zeroshard.core.tiers import TIERS, Span, Tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,14 @@ class UnitBytes:
     ``state``: optimizer state by name, of every parameter that the optimizer updates. ``spans``: tiers of
     this rank's master and state; empty: all on the device. ``param_tier``: the tier of the parameters.
     ``grad_nbytes``: gradients that wait on the device for the update or for further micro-batches.
-    ``disk_grad_nbytes``: reduced gradients that wait on disk.
+    ``stored_grad_nbytes``: reduced gradients that wait in ``grad_tier``.
     """
 
     layout: UnitLayout
     param_nbytes: int
     grad_nbytes: int = 0
-    disk_grad_nbytes: int = 0
+    stored_grad_nbytes: int = 0
+    grad_tier: Tier = Tier.DEVICE
     master_nbytes: int = 0  # 0: the parameter is its own master
     state: Mapping[str, StateBytes] = field(default_factory=dict)
     spans: Sequence[Span] = ()
@@ -48,16 +49,16 @@ def state_nbytes(units: Iterable[UnitBytes], stage: Stage, rank: int) -> dict[Ke
 
     Optimizer state has no padding, since it follows the fragments of the updated parameters. For a
     parameter that never gets a gradient, the planned state is never allocated. Step counts stay in host
-    memory when the state is on disk.
+    memory unless the state is on the device.
 
     >>> from zeroshard.core.layout import pack
     >>> from zeroshard.core.stages import STAGES
-    >>> layout = pack([("w", (128, 64))], world_size=2)
+    >>> layout = pack([("w", (128, 64))], num_shards=2)
     >>> adam = UnitBytes(layout, 2, 2, master_nbytes=4, state={"w": StateBytes(8)})
     >>> [sum(state_nbytes([adam], STAGES[n], rank=0).values()) / 8192 for n in range(4)]
     [16.0, 10.0, 9.0, 8.0]
     """
-    total = {(category, tier): 0 for category in RESTING for tier in Tier}
+    total = {(category, tier): 0 for category in RESTING for tier in TIERS.values()}
     for unit in units:
         layout = unit.layout
         full, shard = layout.full_numel, layout.shard_numel
@@ -67,10 +68,10 @@ def state_nbytes(units: Iterable[UnitBytes], stage: Stage, rank: int) -> dict[Ke
         total["gradients", Tier.DEVICE] += unit.grad_nbytes * (
             shard if stage.shards_grads else full
         )
-        total["gradients", Tier.DISK] += unit.disk_grad_nbytes * shard
+        total["gradients", unit.grad_tier] += unit.stored_grad_nbytes * shard
         for span in unit.spans or (Span(0, high - low, Tier.DEVICE),):
             total["master", span.tier] += unit.master_nbytes * (span.end - span.begin)
-            counts = Tier.HOST if span.tier is Tier.DISK else span.tier
+            counts = Tier.DEVICE if span.tier is Tier.DEVICE else Tier.HOST
             for fragment in layout.fragments_between(low + span.begin, low + span.end):
                 if (state := unit.state.get(fragment.fqn)) is not None:
                     total["optimizer", span.tier] += state.element_nbytes * fragment.numel

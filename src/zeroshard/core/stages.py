@@ -1,6 +1,6 @@
 """The state that each ZeRO stage shards.
 
-The stages are four rows of data. No other code compares stage numbers.
+The stages are four rows of data. The code of a step reads these rows and does not compare stage numbers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Assigns each part of a rank's state a tier: device memory, host memory or disk (ADR 0008).
+"""The tiers, and which part of a rank's state is stored in which: device, host or disk (ADR 0008).
 
 This choice is independent of the stage (ZeRO-Offload, arXiv 2101.06840; ZeRO-Infinity, arXiv 2104.07857).
 Pure arithmetic. The plan and the running step use the same functions.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from typing import ClassVar
 
 from zeroshard.core.layout import ALIGNMENT, round_up
 
@@ -20,29 +20,51 @@ small compared with a unit.
 """
 
 
-class Tier(Enum):
-    """A kind of memory. On CPU ranks ``DEVICE`` and ``HOST`` are two names of the same memory."""
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """A kind of memory: one row of :data:`TIERS`.
 
-    DEVICE = "device"
-    HOST = "host"
-    DISK = "disk"
+    ``name``: its column in the memory report. ``made_by``: ``module:name`` of its subclass of
+    :class:`~zeroshard.offload.tier_stores.TierStores`, as text, since this package imports no torch.
+    ``only_in_use``: state has memory only while it is in use. It is then read and written in chunks, and
+    gradients wait in the tier, too. ``needs_path``: the configuration must name a directory, whose free
+    space is checked. State in other tiers counts as host memory when that is checked.
+    """
+
+    DEVICE: ClassVar[Tier]
+    HOST: ClassVar[Tier]
+    DISK: ClassVar[Tier]
+
+    name: str
+    made_by: str
+    only_in_use: bool = False
+    needs_path: bool = False
+
+    def __repr__(self) -> str:
+        return f"<tier {self.name}>"
+
+
+Tier.DEVICE = Tier("device", "zeroshard.offload.tier_stores:TierStores")
+Tier.HOST = Tier("host", "zeroshard.offload.tier_stores:HostStores")
+Tier.DISK = Tier(
+    "disk", "zeroshard.offload.disk_stores:DiskStores", only_in_use=True, needs_path=True
+)
+
+TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
+"""Every tier, by the value of ``device`` in ``offload_optimizer`` and ``offload_param``. On CPU ranks the
+first two are the same memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Stores the share ``ratio`` of one kind of state in ``tier``, and the rest on the device.
 
-    ``host_numel``: elements per rank that stay in host memory when ``tier`` is the disk.
+    ``host_numel``: elements per rank that stay in host memory when ``tier`` is neither it nor the device.
     """
 
     tier: Tier = Tier.DEVICE
     ratio: float = 1.0
     host_numel: int = 0
-
-    @property
-    def is_offloaded(self) -> bool:
-        """Whether anything is stored outside the device."""
-        return self.tier is not Tier.DEVICE and self.ratio > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,22 +82,22 @@ def place(
     """The spans of units with ``numels`` elements each, in forward order.
 
     The device gets the state of the first units of forward. Backward finishes them last, so their update
-    overlaps with no computation. The next units get host memory, the last ones the disk. Spans end at
-    multiples of 64 elements, so no bit of an update depends on its tier. On disk they have at most
-    ``CHUNK_NUMEL`` elements.
+    overlaps with no computation. The next units get host memory, the last ones the tier of the placement.
+    Spans end at multiples of 64 elements, so no bit of an update depends on its tier. On disk they have
+    at most ``CHUNK_NUMEL`` elements.
 
     ``cuts``: for each unit, the only positions at which it may be cut (for optimizers of whole matrices).
 
     >>> place([128, 256], Placement(Tier.HOST, ratio=0.5))
-    [[Span(begin=0, end=128, tier=<Tier.DEVICE: 'device'>)], [Span(begin=0, end=64, \
-tier=<Tier.DEVICE: 'device'>), Span(begin=64, end=256, tier=<Tier.HOST: 'host'>)]]
+    [[Span(begin=0, end=128, tier=<tier device>)], [Span(begin=0, end=64, tier=<tier device>), \
+Span(begin=64, end=256, tier=<tier host>)]]
     """
     total = sum(numels)
     device_numel = total
     if placement.tier is not Tier.DEVICE:
         device_numel = round_up(total - int(placement.ratio * total), ALIGNMENT)
     host_numel = total
-    if placement.tier is Tier.DISK:
+    if placement.tier not in (Tier.DEVICE, Tier.HOST):
         host_numel = device_numel + round_up(placement.host_numel, ALIGNMENT)
     allowed = list(cuts) if cuts is not None else [None] * len(numels)
     placed, at = [], 0
@@ -83,7 +105,7 @@ tier=<Tier.DEVICE: 'device'>), Span(begin=64, end=256, tier=<Tier.HOST: 'host'>)
         bounds = [
             (device_numel - at, Tier.DEVICE),
             (host_numel - at, Tier.HOST),
-            (numel, Tier.DISK),
+            (numel, placement.tier),
         ]
         placed.append(_spans(numel, bounds, positions))
         at += numel
@@ -99,7 +121,7 @@ def _spans(
         stop = min(max(bound, begin), numel)
         if positions is not None and stop < numel:
             stop = max((p for p in positions if begin <= p <= stop), default=begin)
-        step = CHUNK_NUMEL if tier is Tier.DISK else max(1, numel)
+        step = CHUNK_NUMEL if tier.only_in_use else max(1, numel)
         while begin < stop:
             end = min(begin + step, stop)
             if positions is not None:  # the last cut in reach; one matrix may be longer

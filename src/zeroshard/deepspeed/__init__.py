@@ -12,9 +12,8 @@ from typing import Any
 
 
 def _modules() -> Any:
-    return importlib.import_module(
-        f"{__name__}.import_hook"
-    )  # "from . import" would call __getattr__ below
+    # "from . import" would call __getattr__ below.
+    return importlib.import_module(f"{__name__}.import_hook")
 
 
 def __getattr__(name: str) -> Any:

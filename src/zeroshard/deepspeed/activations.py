@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint as _checkpoint
 
-from zeroshard.comm.env import uses_cuda
 from zeroshard.deepspeed.config_model import model_config
+from zeroshard.device.choice import accelerator_type
 from zeroshard.errors import UsageError
 
 _OPTIONS = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
@@ -48,7 +48,7 @@ def configure(
 
 
 def is_configured() -> bool:
-    """Was :func:`configure` called?"""
+    """Whether :func:`configure` was called."""
     return bool(_settings)
 
 
@@ -69,7 +69,7 @@ def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs:
 def _run(function: Callable[..., Any], reentrant: bool, args: Any, kwargs: dict[str, Any]) -> Any:
     if kwargs and reentrant:
         reentrant = False  # torch's reentrant kind takes no keyword arguments
-    if not (_settings.get("cpu") and uses_cuda()):
+    if not (_settings.get("cpu") and accelerator_type()):
         return _checkpoint(function, *args, use_reentrant=reentrant, **kwargs)
 
     options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}

@@ -267,63 +267,67 @@ _WORKING: tuple[tuple[str, str, str], ...] = (  # module, home, names; "theirs=o
 )  # fmt: skip
 
 _NO_EFFECT: Mapping[str, str] = {
-    "comm.configure": "the recorder is always on; the configuration's comms_logger makes it print",
+    "comm.configure": "collectives are always recorded; comms_logger in the configuration prints them",
     "comm.reset_log": "see comm.configure",
-    "comm.log_summary": "the engine prints what collectives cost (comms_logger)",
+    "comm.log_summary": "the engine prints a summary of the collectives (comms_logger)",
     "comm.comm.configure": "see comm.configure",
     "comm.comm.log_summary": "see comm.log_summary",
-    "runtime.activation_checkpointing.checkpointing.reset": "nothing is kept from step to step",
-    "runtime.activation_checkpointing.checkpointing.set_num_layers": "no buffer is sized by it",
+    "runtime.activation_checkpointing.checkpointing.reset": "no state is kept between steps",
+    "runtime.activation_checkpointing.checkpointing.set_num_layers": "no buffer depends on it",
     "runtime.activation_checkpointing.checkpointing.partition_activations_in_checkpoint": (
-        "activations are split over tensor-parallel ranks, and there is one"
+        "activations are split over tensor-parallel ranks, and there is only one such rank"
     ),
     "runtime.activation_checkpointing.checkpointing.get_cuda_rng_tracker": (
-        "one stream of random numbers serves every name"
+        "all names use the same random generator"
     ),
     "runtime.activation_checkpointing.checkpointing._CUDA_RNG_STATE_TRACKER": (
-        "one stream of random numbers serves every name"
+        "all names use the same random generator"
     ),
-    "runtime.zero.TiledLinear": "an ordinary Linear: units bound what is gathered",
-    "runtime.zero.tiling.TiledLinear": "an ordinary Linear: units bound what is gathered",
-    "runtime.zero.register_external_parameter": "checks its arguments; reads gather by themselves",
+    "runtime.zero.TiledLinear": "a plain nn.Linear: the size of units limits what is gathered",
+    "runtime.zero.tiling.TiledLinear": "a plain nn.Linear: the size of units limits what is gathered",
+    "runtime.zero.register_external_parameter": "checks its arguments; reading a parameter gathers it",
     "runtime.zero.partition_parameters.register_external_parameter": (
-        "checks its arguments; reads gather by themselves"
+        "checks its arguments; reading a parameter gathers it"
     ),
     "runtime.zero.partition_parameters.unregister_external_parameter": "checks its arguments",
-    "runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer": "a type to compare with",
-    "runtime.fp16.loss_scaler.LossScaler": "a type to compare with",
-    "runtime.fp16.loss_scaler.DynamicLossScaler": "a type to compare with",
-    "runtime.fp16.loss_scaler.LossScalerBase": "a type to compare with",
-    "checkpoint.ds_to_universal.main": "checkpoints load anywhere as they are: it copies",
+    "runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer": "only a type, for isinstance",
+    "runtime.fp16.loss_scaler.LossScaler": "only a type, for isinstance",
+    "runtime.fp16.loss_scaler.DynamicLossScaler": "only a type, for isinstance",
+    "runtime.fp16.loss_scaler.LossScalerBase": "only a type, for isinstance",
+    "checkpoint.ds_to_universal.main": "copies the checkpoint: it needs no conversion",
 }
 """Names that can be used and have no effect."""
 
 _DIFFERENCES: Mapping[str, str] = {
     "runtime.checkpoint_engine.TorchCheckpointEngine": (
-        "reads plain data and tensors alone: loading runs no code of a file"
+        "reads only plain data and tensors: loading does not run code from the file"
     ),
     "profiling.flops_profiler.get_model_profile": (
-        "counts matrix products, convolutions and attention, not what is elementwise"
+        "counts matrix products, convolutions and attention, but no elementwise operations"
     ),
     "profiling.flops_profiler.FlopsProfiler": (
-        "counts as get_model_profile does, all that runs between start and stop, a backward included"
+        "counts like get_model_profile, all operations between start and stop, including backward"
     ),
-    "runtime.utils.partition_balanced": "the heaviest part is as light as can be",
-    "runtime.zero.Init": "without a configuration and dtype, parameters keep their own dtype",
+    "runtime.utils.partition_balanced": "the weight of the heaviest part is minimal",
+    "runtime.zero.Init": "without a configuration and without dtype, parameters keep their dtype",
     "runtime.zero.partition_parameters.zero_wrapper_for_fp_tensor_constructor": (
-        "tensor constructors are never changed; the name is there to be replaced"
+        "tensor constructors are never changed; the name exists so that programs can replace it"
     ),
     "utils.set_z3_leaf_modules": "call it before initialize()",
 }
 """Where a working name differs from DeepSpeed's in more than its error messages."""
 
-_PIPE = "pipeline parallelism is not there yet; shard with ZeRO stage 3 instead"
-_SEQUENCE = "sequence parallelism is not there yet; leave it out, or use gradient checkpointing"
-_TENSOR = "tensor parallelism is not there yet; shard with ZeRO stage 3 instead"
-_EXPERTS = "expert parallelism is not there yet; ordinary modules with experts train under ZeRO"
+_PIPE = "pipeline parallelism is not implemented yet; use ZeRO stage 3"
+_SEQUENCE = (
+    "sequence parallelism is not implemented yet; leave it out, or use gradient checkpointing"
+)
+_TENSOR = "tensor parallelism is not implemented yet; use ZeRO stage 3"
+_EXPERTS = (
+    "expert parallelism is not implemented yet; ZeRO trains models with experts in ordinary modules"
+)
 _COMPRESS = "compress the model outside of training"
 _INFERENCE = (
-    "ZeroShard trains; it has no inference engine. Call the model, or "
+    "ZeroShard has no inference engine. Call the model, or use "
     "zero.unwrap_model_for_generation(engine)"
 )
 
@@ -331,7 +335,8 @@ _STUBS: tuple[tuple[Verdict, str, str, str], ...] = (  # importable; using them 
     ("refused", "", "init_inference default_inference_config DeepSpeedHybridEngine "
                     "InferenceEngine DeepSpeedInferenceConfig", _INFERENCE),
     ("refused", "", "DeepSpeedTransformerLayer DeepSpeedTransformerConfig",
-     "it is one fixed BERT layer in CUDA; use torch.nn.functional.scaled_dot_product_attention"),
+     "it is a CUDA implementation of one BERT layer; use "
+     "torch.nn.functional.scaled_dot_product_attention"),
     ("later", "", "tp_model_init set_autotp_mode", _TENSOR),
     ("later", "", "PipelineEngine PipelineModule", _PIPE),
     ("later", "pipe", "PipelineModule LayerSpec TiedLayerSpec", _PIPE),
@@ -348,10 +353,10 @@ _STUBS: tuple[tuple[Verdict, str, str, str], ...] = (  # importable; using them 
      "has_moe_layers", _EXPERTS),
     ("refused", "compression.compress", "init_compression redundancy_clean", _COMPRESS),
     ("later", "linear", "OptimizedLinear LoRAConfig QuantizationConfig",
-     "quantized LoRA layers are not there yet; use PEFT"),
+     "quantized LoRA layers are not implemented yet; use PEFT"),
     ("refused", "checkpoint", "DeepSpeedCheckpoint",
-     "it walks DeepSpeed's own files; zeroshard.Engine.load_checkpoint reads them, and "
-     "`zeroshard ckpt` shows what is inside"),
+     "it reads the files of DeepSpeed; zeroshard.Engine.load_checkpoint loads them, and "
+     "`zeroshard ckpt` shows their contents"),
 )  # fmt: skip
 
 _ABSENT: tuple[tuple[Verdict, str, str], ...] = (  # no such name; the error gives the reason
@@ -362,17 +367,19 @@ _ABSENT: tuple[tuple[Verdict, str, str], ...] = (  # no such name; the error giv
     ("refused", "autotuning", "nothing needs tuning: sizes are derived from the model"),
     ("refused", "compression.init_compression", _COMPRESS),
     ("refused", "compression.scheduler", _COMPRESS),
-    ("refused", "elasticity.elastic_agent", "a run keeps its ranks; checkpoints load at any world size"),
-    ("refused", "nebula", "DeepSpeed removed it; save checkpoints with the engine"),
-    ("refused", "datastates", "it binds checkpoints to one outside engine; use "
+    ("refused", "elasticity.elastic_agent", "the number of ranks does not change during a run; "
+     "checkpoints load at any world size"),
+    ("refused", "nebula", "DeepSpeed has removed it; save checkpoints with engine.save_checkpoint()"),
+    ("refused", "datastates", "its checkpoints depend on one external engine; use "
      '"checkpoint": {"asynchronous": true}'),
-    ("refused", "runtime.data_pipeline", "it changes data and model; use the data loader"),
+    ("refused", "runtime.data_pipeline", "it changes the data and the model; use the data loader"),
     ("refused", "runtime.zenflow", "it updates with stale gradients, which changes the result"),
-    ("refused", "runtime.superoffload", "it needs a superchip; offload_optimizer does the same"),
+    ("refused", "runtime.superoffload", "it needs a superchip; use offload_optimizer instead"),
     ("refused", "runtime.domino", _TENSOR),
-    ("refused", "runtime.eigenvalue", "DeepSpeed removed its only user"),
-    ("refused", "runtime.progressive_layer_drop", "drop layers inside the model"),
-    ("refused", "runtime.swap_tensor", "state on disk is managed by the engine; see offload_*"),
+    ("refused", "runtime.eigenvalue", "the only feature that used it was removed from DeepSpeed"),
+    ("refused", "runtime.progressive_layer_drop", "drop layers in the code of the model"),
+    ("refused", "runtime.swap_tensor",
+     "the engine manages state on disk; see offload_optimizer and offload_param"),
     ("refused", "ops.sparse_attention", "use an attention kernel inside the model"),
     ("refused", "ops.transformer", "use torch.nn.functional.scaled_dot_product_attention"),
     ("refused", "ops.fp_quantizer", "quantize the model outside of training"),
@@ -420,10 +427,10 @@ _MEMBERS: tuple[tuple[Verdict, str, str, str], ...] = (  # verdict, of which obj
      "initial_dynamic_scale dynamic_loss_scale_args is_sanity_checks_enabled",
      ""),
     ("accepted", "engine", "allreduce_gradients clip_fp32_gradients losses tput_timer",
-     "gradients are reduced during backward and clipped by the update; the engine starts no timer"),
+     "gradients are reduced during backward and clipped in step(); the engine starts no timer"),
     ("refused", "engine", "set_data_post_process_func set_custom_curriculum_learning_schedule "
      "curriculum_learning_enabled data_efficiency_enabled random_ltd_enabled random_ltd_config "
-     "data_efficiency_config", "it changes data and model; use collate_fn and the data loader"),
+     "data_efficiency_config", "it changes the data and the model; use collate_fn and the data loader"),
     ("refused", "engine", "sparse_allreduce sparse_all_gather allreduce_bucket "
      "buffered_allreduce_fallback allreduce_no_retain allreduce_and_copy",
      "gradients are reduced during backward, and are never sparse"),
@@ -540,6 +547,5 @@ def reason(path: str) -> str:
     hint = f"; there is deepspeed.{homes[near[0]]}" if near else ""
     where = f"deepspeed.{parent}" if parent else "deepspeed"
     return (
-        f"ZeroShard answers to {where}, but has nothing called {name!r} there{hint}. "
-        "docs/compat.md lists every name."
+        f"ZeroShard provides {where}, but no {name!r} in it{hint}. docs/compat.md lists every name."
     )

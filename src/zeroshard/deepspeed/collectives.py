@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from zeroshard.comm.env import current_rank_info
+from zeroshard.comm.env import current_rank_info, local_device
 
 P2POp, ProcessGroup, ReduceOp = dist.P2POp, dist.ProcessGroup, dist.ReduceOp
 
@@ -81,7 +81,7 @@ def get_all_ranks_from_group(group: Any = None) -> list[int]:
 
 def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> Any:
     """A ``DeviceMesh`` over all ranks."""
-    kind = "cuda" if backend_name() == "nccl" else "cpu"
+    kind = "cpu" if backend_name() == "gloo" else local_device().type
     return init_device_mesh(kind, tuple(mesh_shape), mesh_dim_names=tuple(mesh_dim_names))
 
 

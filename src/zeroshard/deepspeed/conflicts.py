@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from zeroshard.engine.accumulate import Accumulation
+from zeroshard.engine.optimizer_step import Accumulation
 from zeroshard.precision.policy import Policy
 from zeroshard.zero.unit import Unit
 
@@ -49,15 +49,16 @@ def precision_notice(dtypes: Mapping[torch.dtype, int], policy: Policy) -> str:
         word = str(dtype).removeprefix("torch.")
         mode = "fp16" if dtype == torch.float16 else "bf16"
         return (
-            f"{narrow[dtype]:,} trained elements came in {word}, and the configuration enables neither "
-            f"bf16 nor fp16: they are updated in {word} itself, where small updates are rounded away. "
-            f'Write "{mode}": {{"enabled": true}} for float32 masters, or load the model in float32.'
+            f"{narrow[dtype]:,} trained elements of the model are {word}, and the configuration "
+            f"enables neither bf16 nor fp16. They are updated in {word}, so small updates are "
+            f'lost to rounding. Write "{mode}": {{"enabled": true}} for float32 masters, or load '
+            "the model in float32."
         )
     if policy.mode == "fp16" and narrow.get(torch.bfloat16):
         return (
-            f"{narrow[torch.bfloat16]:,} trained elements came in bfloat16, and the configuration "
-            "enables fp16, in which weights and activations above 65504 are infinite. Models made for "
-            'bfloat16 want "bf16": {"enabled": true}.'
+            f"{narrow[torch.bfloat16]:,} trained elements of the model are bfloat16, and the "
+            "configuration enables fp16. In fp16, weights and activations above 65504 are "
+            'infinite. Train models made for bfloat16 with "bf16": {"enabled": true}.'
         )
     return ""
 
@@ -156,7 +157,7 @@ class ShortSteps:
         self._in_a_row = PATIENCE + 1  # the warning is given once
         return (
             f"{PATIENCE} steps in a row had {seen} backward(s), and each loss was divided by "
-            f"gradient_accumulation_steps={accumulation.steps}: gradients come out too small. Accumulate "
-            "(with Accelerate: inside accelerator.accumulate(model)), or set gradient_accumulation_steps "
-            "to what the loop does."
+            f"gradient_accumulation_steps={accumulation.steps}: gradients are too small. "
+            "Accumulate gradients (with Accelerate: inside accelerator.accumulate(model)), or set "
+            "gradient_accumulation_steps to the number of backwards in a step."
         )

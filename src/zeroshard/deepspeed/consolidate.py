@@ -124,13 +124,13 @@ def parse_optim_states(
     states = [load_file(Path(file))["optimizer_state_dict"] for file in files]
     first = states[0] if states else {}
     if "zero_stage" not in first:
-        raise CheckpointError(f"{ds_checkpoint_dir} holds no optimizer states of ZeRO.")
+        raise CheckpointError(f"{ds_checkpoint_dir} contains no optimizer states of ZeRO.")
     stage, ranks = int(first["zero_stage"]), first["partition_count"]
     ranks = max(ranks) if isinstance(ranks, list) else int(ranks)
     if ranks != len(states):
         raise CheckpointError(
-            f"{ds_checkpoint_dir} was saved by {ranks} ranks, and there are {len(states)} files of "
-            "optimizer states. Bring all of one run."
+            f"{ds_checkpoint_dir} was saved by {ranks} ranks, and there are {len(states)} files "
+            "of optimizer states. Put the files of all ranks of one save there."
         )
     key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
     return stage, ranks, [s[key] for s in states], first.get("param_alignment_paddings")
@@ -164,6 +164,6 @@ def copy_as_universal(args: Any) -> None:
     """
     source, target = Path(args.input_folder), Path(args.output_folder)
     if not source.is_dir():
-        raise CheckpointError(f"{source} is no directory; give a checkpoint as --input_folder.")
+        raise CheckpointError(f"{source} is not a directory; give a checkpoint as --input_folder.")
     shutil.copytree(source, target, dirs_exist_ok=True)
-    logger.info("%s is copied to %s: it loads anywhere without conversion", source, target)
+    logger.info("%s is copied to %s: it loads at any world size without conversion", source, target)

@@ -1,6 +1,7 @@
 """``deepspeed.accelerator.get_accelerator()``: the device that this process trains on.
 
-Method names are DeepSpeed's. On a GPU ``torch.cuda`` answers; on the CPU the methods return equivalents.
+Method names are DeepSpeed's. On an accelerator torch's module for it answers; on the CPU the methods
+return equivalents.
 """
 
 from __future__ import annotations
@@ -13,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroshard.comm.env import current_rank_info, default_backend, local_device, uses_cuda
+from zeroshard.comm.env import current_rank_info, default_backend, local_device
+from zeroshard.device.choice import accelerator_type
 from zeroshard.memory.host_limits import host_limits
 
 
 class DeepSpeedAccelerator:
-    """Methods that are the same for CPU and CUDA."""
+    """Methods that are the same for the CPU and accelerators."""
 
     _name = "cpu"
     _communication_backend_name = "gloo"
@@ -28,7 +30,7 @@ class DeepSpeedAccelerator:
         return contextlib.nullcontext()
 
     def communication_backend_name(self) -> str:
-        """``nccl`` or ``gloo``."""
+        """torch's backend for this device, such as ``nccl`` or ``gloo``."""
         return default_backend()
 
     def current_device_name(self) -> str:
@@ -36,7 +38,7 @@ class DeepSpeedAccelerator:
         return str(local_device())
 
     def on_accelerator(self, tensor: Tensor) -> bool:
-        """Is the tensor on this kind of device?"""
+        """Whether the tensor is on this kind of device."""
         return tensor.device.type == self._name
 
     def is_available(self) -> bool:
@@ -55,14 +57,14 @@ class DeepSpeedAccelerator:
         return [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
     def is_synchronized_device(self) -> bool:
-        """Does a call return only after its work is done?"""
+        """Whether a call returns only after its work is done."""
         return self._name == "cpu"
 
     use_host_timers = resolves_data_dependency = is_synchronized_device
     handles_memory_backpressure = is_synchronized_device
 
     def is_triton_supported(self) -> bool:
-        """Does this kind of device run Triton kernels?"""
+        """Whether this kind of device runs Triton kernels."""
         return self._name == "cuda"
 
     is_graph_capture_supported = is_triton_supported
@@ -81,10 +83,10 @@ class DeepSpeedAccelerator:
 
     def pin_memory(self, tensor: Tensor, *_: Any, **__: Any) -> Tensor:
         """``tensor`` in page-locked memory if there is a GPU, else unchanged."""
-        return tensor.pin_memory() if self._name == "cuda" else tensor
+        return tensor if self._name == "cpu" else tensor.pin_memory()
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """Is the tensor page-locked? Always true on the CPU, where no copy needs it."""
+        """Whether the tensor is page-locked. Always true on the CPU, where no copy needs it."""
         return self._name == "cpu" or tensor.is_pinned()
 
     def op_builder_dir(self) -> str:
@@ -193,27 +195,45 @@ class _CPU(DeepSpeedAccelerator):
         """See :meth:`range_push`."""
 
 
-class _CUDA(DeepSpeedAccelerator):
-    """GPUs. All other attributes are those of ``torch.cuda``."""
+class _Accelerator(DeepSpeedAccelerator):
+    """Any accelerator. All other attributes are those of torch's module for it, such as ``torch.xpu``."""
 
-    _name = "cuda"
-    _communication_backend_name = "nccl"
+    def __init__(self, kind: str) -> None:
+        self._name = kind
+        self._module = torch.get_device_module(kind)
+        self._communication_backend_name = default_backend()
 
     def device(self, device_index: int | None = None) -> Any:
-        return torch.cuda.device(device_index)
+        return self._module.device(device_index)
 
     def device_name(self, device_index: int | None = None) -> str:
-        return "cuda" if device_index is None else f"cuda:{device_index}"
+        return self._name if device_index is None else f"{self._name}:{device_index}"
 
     def default_generator(self, device_index: int) -> torch.Generator:
-        return torch.cuda.default_generators[device_index]
+        generator: torch.Generator = self._module.default_generators[device_index]
+        return generator
 
     def total_memory(self, device_index: int | None = None) -> int:
-        return torch.cuda.get_device_properties(device_index or 0).total_memory
+        return int(self._module.get_device_properties(device_index or 0).total_memory)
 
     def available_memory(self, device_index: int | None = None) -> int:
-        free, _ = torch.cuda.mem_get_info(device_index)
-        return free
+        free, _ = self._module.mem_get_info(device_index)
+        return int(free)
+
+    def range_push(self, msg: str) -> Any:
+        """Nothing: see :class:`_CUDA`."""
+
+    def range_pop(self) -> Any:
+        """See :meth:`range_push`."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_module":
+            raise AttributeError(name)
+        return getattr(self._module, name)
+
+
+class _CUDA(_Accelerator):
+    """GPUs, for which ranges are those of NVIDIA's profiler."""
 
     def range_push(self, msg: str) -> Any:
         return torch.cuda.nvtx.range_push(msg)
@@ -221,16 +241,14 @@ class _CUDA(DeepSpeedAccelerator):
     def range_pop(self) -> Any:
         return torch.cuda.nvtx.range_pop()
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(torch.cuda, name)
-
 
 @functools.cache
 def get_accelerator() -> Any:
     """The accelerator of this process."""
-    return _CUDA() if uses_cuda() else _CPU()
+    kind = accelerator_type()
+    if kind is None:
+        return _CPU()
+    return _CUDA(kind) if kind == "cuda" else _Accelerator(kind)
 
 
 def is_current_accelerator_supported() -> bool:

@@ -52,13 +52,13 @@ def mpi_discovery(distributed_port: int = 29500, verbose: bool = True) -> None:
     Raises:
         LaunchError: Open MPI did not start this process.
     """
-    place = env.adopt_mpi(distributed_port)
+    rank_info = env.adopt_mpi(distributed_port)
     if verbose:
-        logger.info("rank %d of %d, by Open MPI", place.rank, place.world_size)
+        logger.info("rank %d of %d, by Open MPI", rank_info.rank, rank_info.world_size)
 
 
 def is_initialized() -> bool:
-    """Is there a process group? Accelerate asks this first, and does no more if there is one."""
+    """Whether there is a process group. Accelerate asks this first, and does no more if there is one."""
     found = bool(comm.is_initialized())
     if found:
         _tell_accelerate()

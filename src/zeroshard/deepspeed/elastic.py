@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping
 from math import lcm
 from typing import Any
 
-from zeroshard.config.read import read_source
+from zeroshard.config.parse import read_source
 from zeroshard.errors import ConfigError, UsageError
 
 
 def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
-    """Is elasticity enabled in the configuration?"""
+    """Whether elasticity is enabled in the configuration."""
     return bool(ds_config.get("elasticity", {}).get("enabled", False))
 
 
@@ -48,7 +48,7 @@ def compute_elastic_config(
         )
     if int(section.get("model_parallel_size", 1)) > 1:
         raise ConfigError(
-            "elasticity.model_parallel_size: tensor parallelism is not there yet; use 1"
+            "elasticity.model_parallel_size: tensor parallelism is not implemented yet; use 1"
         )
     low, high = int(section.get("min_gpus", 1)), int(section.get("max_gpus", 10000))
     larger = bool(section.get("prefer_larger_batch", True))
@@ -62,7 +62,8 @@ def compute_elastic_config(
         return batch, suitable
     if world_size not in suitable:
         raise UsageError(
-            f"world size {world_size} does not suit the batch size {batch}; these do: {suitable}"
+            f"world size {world_size} does not fit the batch size {batch}; possible world sizes: "
+            f"{suitable}"
         )
     return batch, suitable, max(m for m in micros if batch // world_size % m == 0)
 

@@ -1,6 +1,7 @@
-"""What does ``deepspeed.initialize`` build?
+"""The engine that ``deepspeed.initialize`` builds.
 
-:class:`zeroshard.Engine` with the methods and attributes that only programs written for DeepSpeed use.
+It is :class:`zeroshard.Engine` with the methods and attributes that only programs written for DeepSpeed
+use.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ class DeepSpeedEngine(ForwardingEngine):
         self._short_steps = conflicts.ShortSteps()
         self.timers = SynchronizedWallClockTimer()
         self.tput_timer = ThroughputTimer(None, self.train_batch_size())
-        self.monitor = MonitorMaster(self.settings, self._observer.monitors or Monitors())
+        monitors = self._observer.monitors if self._observer is not None else None
+        self.monitor = MonitorMaster(self.settings, monitors or Monitors())
         self.param_names = {param: name for name, param in model.named_parameters()}
         if self.runtime.stage.shards_params:
             mark_parameters(model.parameters())
             self.parameter_offload = DeepSpeedZeRoOffload(self)
-            if (
-                self.optimizer is None
-            ):  # programs look there for the hooks of a model that only runs
+            # Programs look there for the hooks of a model that only runs.
+            if self.optimizer is None:
                 self.optimizer = self.parameter_offload
             if (readers := self._watch.readers()) is not None:
                 lonely = LoneReads(readers, self.global_rank)
@@ -68,7 +69,7 @@ class DeepSpeedEngine(ForwardingEngine):
     @property
     def dp_world_size(self) -> int:
         """Ranks that train on different data."""
-        return self.world_size
+        return self.dp_size
 
     @property
     def data_parallel_group(self) -> Any:
@@ -77,7 +78,7 @@ class DeepSpeedEngine(ForwardingEngine):
 
     @property
     def inside_no_sync_ctxt(self) -> bool:
-        """Is the program inside ``no_sync()``?"""
+        """Whether the program is inside ``no_sync()``."""
         return self.accumulation.deferred > 0
 
     def get_wall_clock_timers(self) -> dict[str, float]:
@@ -97,7 +98,7 @@ class DeepSpeedEngine(ForwardingEngine):
         return list(self._hooks.on_modules), list(self._hooks.on_params)
 
     def attach_hooks(self) -> None:
-        """Put all hooks back that a program took off."""
+        """Attach all hooks again, after a program removed some."""
         self.life.check()
         self._hooks.attach()
 
@@ -110,8 +111,10 @@ class DeepSpeedEngine(ForwardingEngine):
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """The module's state dict, full values at every stage: what is sharded is gathered when it is
-        read, and then every rank reads it."""
+        """The module's state dict, with full values at every stage.
+
+        Sharded values are gathered when they are read. Then every rank has to read them.
+        """
         into: dict[str, Any] = OrderedDict() if destination is None else destination
         state = self.module.state_dict(destination=into, prefix=prefix, keep_vars=keep_vars)
         if exclude_frozen_parameters:
@@ -127,8 +130,10 @@ class DeepSpeedEngine(ForwardingEngine):
         custom_load_fn: Callable[..., Any] | None = None,
         fetch_z3_params: bool = False,
     ) -> None:
-        """Load ``checkpoint["module"]`` into the module, rank 0's values. Every rank calls it, and holds
-        the whole model meanwhile."""
+        """Load ``checkpoint["module"]`` of rank 0 into the module. Every rank calls it.
+
+        Meanwhile every rank holds the whole model.
+        """
         with GatheredParameters(list(self.module.parameters()), modifier_rank=0):
             if custom_load_fn is not None:
                 custom_load_fn(src=checkpoint["module"], dst=self.module)
@@ -157,8 +162,12 @@ class DeepSpeedEngine(ForwardingEngine):
         schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """``torch.compile`` of the module, in place. Raises :class:`UnsupportedError` for DeepCompile's
-        ``schedule`` and for compiled autograd, which do not go with hooks that free memory."""
+        """``torch.compile`` of the module, in place.
+
+        Raises:
+            UnsupportedError: DeepCompile's ``schedule``, or compiled autograd. Neither works with hooks
+                that free memory.
+        """
         if schedule is not None or compiled_autograd_enabled:
             raise UnsupportedError(
                 "engine.compile(): schedule and compiled_autograd_enabled belong to DeepCompile. Leave "
@@ -169,7 +178,7 @@ class DeepSpeedEngine(ForwardingEngine):
 
     @contextlib.contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Inside, backwards only accumulate; the gradients are reduced once, at the next boundary."""
+        """As :meth:`no_sync`: stages 0 and 1 reduce once, later; stages 2 and 3 reduce every backward."""
         with self.no_sync():
             yield
 
@@ -180,10 +189,14 @@ class DeepSpeedEngine(ForwardingEngine):
         """Nothing: clipping is part of the update."""
 
     def set_data_post_process_func(self, post_process_func: Callable[..., Any]) -> None:
-        """Raises :class:`UnsupportedError`: put it into ``collate_fn``."""
+        """Not available: change batches in ``collate_fn``.
+
+        Raises:
+            UnsupportedError: always.
+        """
         raise UnsupportedError(
-            "set_data_post_process_func serves DeepSpeed's curriculum loader, which does not exist here. "
-            "Change batches in collate_fn."
+            "set_data_post_process_func is for DeepSpeed's curriculum loader, which ZeroShard "
+            "does not have. Change batches in collate_fn."
         )
 
 
@@ -208,11 +221,12 @@ def initialize(
 ) -> tuple[DeepSpeedEngine, EngineOptimizer | None, Any, Any]:
     """:func:`zeroshard.initialize`, with an engine and an optimizer under DeepSpeed's names.
 
-    Raises :class:`UsageError` too where a library that calls is too old.
+    Raises:
+        UsageError: also if a library that calls it is too old.
     """
     check_consumers()
     who = f"ZeroShard {zeroshard.__version__} in {next(iter(zeroshard.__path__))}"
-    log_dist_once(f"DeepSpeed info: version={api_table.VERSION}, answered by {who}", ranks=[0])
+    log_dist_once(f"DeepSpeed info: version={api_table.VERSION}, provided by {who}", ranks=[0])
     if problem := disagreement():
         logger.warning("%s", problem)
     named = model.named_parameters() if isinstance(model, nn.Module) else ()

@@ -42,9 +42,8 @@ def estimate_zero3_model_states_mem_needs(
         device = layer + 18 * total_params / ranks
         host = float(layer if zero_init else 4 * total_params) * num_gpus_per_node
     else:
-        moved = (
-            18 if cpu_offload_params else 16
-        )  # bytes per parameter whose state is in host memory
+        # Bytes per parameter whose state is in host memory.
+        moved = 18 if cpu_offload_params else 16
         device = layer + (0 if cpu_offload_params else 2 * total_params / ranks)
         built = 0 if zero_init else 4 * num_gpus_per_node  # every rank first builds the whole model
         host = total_params * max(built, moved / num_nodes)

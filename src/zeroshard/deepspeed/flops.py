@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from zeroshard.engine.flops import most, now_s, parameters, report, show, table, words
 from zeroshard.errors import UnsupportedError, UsageError
+
+if TYPE_CHECKING:
+    from torch.utils.flop_counter import FlopCounterMode
 
 
 def get_model_profile(
@@ -49,6 +51,8 @@ def get_model_profile(
         raise UsageError("get_model_profile needs an input: pass input_shape, args or kwargs.")
     if mode not in ("forward", "generate"):
         raise UsageError(f'get_model_profile(mode={mode!r}): give "forward" or "generate".')
+    from torch.utils.flop_counter import FlopCounterMode  # imports Triton, if that is installed
+
     call: Any = model if mode == "forward" else model.generate
     modes = {module: module.training for module in model.modules()}
     model.eval()
@@ -98,6 +102,8 @@ class FlopsProfiler:
             UnsupportedError: ``ignore_list`` is given.
         """
         _refuse_to_ignore("FlopsProfiler.start_profile(ignore_list=...)", ignore_list)
+        from torch.utils.flop_counter import FlopCounterMode  # imports Triton, if that is installed
+
         self.end_profile()
         self._counter = FlopCounterMode(display=False)
         self._counter.__enter__()
@@ -167,8 +173,8 @@ class FlopsProfiler:
     def _counted(self) -> FlopCounterMode:
         if self._counter is None:
             raise UsageError(
-                "FlopsProfiler has counted nothing yet: call start_profile() before the forward, and "
-                "end_profile(), which forgets the numbers, after you have read them."
+                "FlopsProfiler has counted nothing yet: call start_profile() before the forward. "
+                "Call end_profile() after you have read the numbers, because it deletes them."
             )
         return self._counter
 
@@ -176,6 +182,6 @@ class FlopsProfiler:
 def _refuse_to_ignore(call: str, ignored: Any) -> None:
     if ignored:
         raise UnsupportedError(
-            f"{call}: the counter sees operations, not modules. Profile the part of the model that "
-            "you mean."
+            f"{call}: the counter counts operations, not modules. Profile only the part of the "
+            "model that you want to count."
         )

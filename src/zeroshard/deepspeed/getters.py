@@ -127,7 +127,7 @@ GETTERS: dict[str, Getter] = {
     ),
     "get_mom": _moments,
     "get_type": lambda engine: [type(engine.basic_optimizer).__name__ for _ in engine._groups],
-    "get_data_parallel_rank": lambda engine: engine.global_rank,
+    "get_data_parallel_rank": lambda engine: engine.dp_rank,
     "get_model_parallel_rank": lambda _engine: 0,
     "get_sequence_parallel_group": lambda _engine: None,
     "deepspeed_io": loader_for,

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.comm.env import uses_cuda
+from zeroshard.comm.env import local_device
 from zeroshard.config import load_config
 from zeroshard.config.schema import OffloadOptimizerConfig, OffloadParamConfig, ZeroConfig
 from zeroshard.deepspeed.logs import logger
+from zeroshard.device.choice import current_ops
 from zeroshard.memory.host_limits import gib, host_limits
 from zeroshard.zero.access import safe_get_full_grad, safe_set_full_grad
 from zeroshard.zero.sharded_parameter import in_order
@@ -49,12 +50,12 @@ class DeepSpeedConfig:
     """A configuration that was read. Its values are attributes; the user's dict is ``_param_dict``."""
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
-        from zeroshard.comm.env import current_rank_info, local_device
+        from zeroshard.comm.env import current_rank_info, data_coordinate
         from zeroshard.precision.hardware import hardware_of
 
         self._loaded = load_config(
             config,
-            world_size=current_rank_info().world_size,
+            dp_size=data_coordinate(current_rank_info()).dp_size,
             as_deepspeed=True,
             hardware=lambda: hardware_of(local_device()),
         )
@@ -107,9 +108,7 @@ def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(func)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if not uses_cuda():
-            return func(*args, **kwargs)
-        with torch.cuda.nvtx.range(func.__qualname__):
+        with current_ops().profiler_range(func.__qualname__):
             return func(*args, **kwargs)
 
     return wrapped
@@ -166,8 +165,9 @@ def see_memory_usage(message: str, force: bool = False) -> None:
     """Log the memory in use on this rank's device and host, if ``force``."""
     if not force:
         return
-    if uses_cuda():
-        used, most = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+    in_use = current_ops().memory_in_use()
+    if in_use is not None:
+        used, most = in_use
         message = f"{message}: device {gib(used)}, at most {gib(most)}"
     logger.log(logging.INFO, "%s; %s", message, host_limits().in_words())
 

@@ -68,9 +68,8 @@ def attribute(owner: ModuleType, path: str, name: str) -> Any:
     elif row is None and full in api_table.MODULES:
         value = module(full)
     else:
-        raise AttributeError(
-            api_table.reason(full), name=name, obj=owner
-        )  # the table has no row, or its row says that the name does not exist
+        # The table has no row, or its row says that the name does not exist.
+        raise AttributeError(api_table.reason(full), name=name, obj=owner)
     setattr(owner, name, value)
     return value
 
@@ -117,7 +116,7 @@ class _NamesFinder(MetaPathFinder):
 
 
 def is_ours(found: ModuleType | None) -> bool:
-    """Is this module the ``deepspeed`` package of the compatibility directory?"""
+    """Whether this module is the ``deepspeed`` package of the compatibility directory."""
     return getattr(found, "__zeroshard__", False) is True
 
 

@@ -31,7 +31,7 @@ def install() -> None:
     """
     if blind := found_none():
         raise UsageError(
-            f"{' and '.join(blind)} looked for deepspeed when imported, and found none. Call "
+            f"{' and '.join(blind)} looked for deepspeed when imported, and did not find it. Call "
             f"zeroshard.compat.install() before importing {' and '.join(blind)}."
         )
     come_first()
@@ -46,9 +46,10 @@ def come_first() -> None:
     found = sys.modules.get(PACKAGE)
     if found is not None and not is_ours(found):
         raise UsageError(
-            f"another deepspeed was imported already, from {origin_of(found)}: half of the program would "
-            "use it. Call zeroshard.compat.install() before the first import of deepspeed, or start the "
-            "program with `zeroshard launch --as-deepspeed`."
+            f"another deepspeed was imported already, from {origin_of(found)}: parts of the "
+            "program would use it instead of ZeroShard. Call zeroshard.compat.install() before "
+            "the first import of deepspeed, or start the program with `zeroshard launch "
+            "--as-deepspeed`."
         )
     entry = str(DIRECTORY)
     if entry in sys.path:
@@ -117,7 +118,7 @@ def disagreement() -> str:
     if version == VERSION:
         return ""
     return (
-        f"importlib.metadata finds deepspeed {version}, but the package is ZeroShard's ({VERSION}): "
-        "libraries will ask for features of the other one. Put the directory that `zeroshard compat "
-        "--path` prints first on PYTHONPATH."
+        f"importlib.metadata finds deepspeed {version}, but the imported package is ZeroShard's "
+        f"({VERSION}): libraries will expect the features of the other version. Put the directory "
+        "that `zeroshard compat --path` prints first on PYTHONPATH."
     )

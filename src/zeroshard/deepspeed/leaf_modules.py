@@ -16,7 +16,7 @@ from zeroshard.errors import UsageError
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Is the module itself marked?"""
+    """Whether the module itself is marked."""
     return bool(getattr(model, GATHERED_AS_ONE, False))
 
 

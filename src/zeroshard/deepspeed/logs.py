@@ -70,5 +70,7 @@ def set_log_level_from_string(
     """
     level = logging.getLevelName(log_level_str.upper())
     if not isinstance(level, int):
-        raise ValueError(f"{log_level_str!r} is no log level: give debug, info, warning or error")
+        raise ValueError(
+            f"{log_level_str!r} is not a log level. Use debug, info, warning or error."
+        )
     (custom_logger or logger).setLevel(level)

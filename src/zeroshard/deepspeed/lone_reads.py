@@ -30,7 +30,7 @@ class LoneReads:
         self._said: set[str] = set()  # lines of the program that were reported
 
     def __call__(self, unit: str) -> bool:
-        """Is the read of ``unit`` alone? Waits for the other ranks, unless one is known not to come.
+        """Whether this rank reads ``unit`` alone. Waits for the other ranks, unless one will not come.
 
         A lone read is logged once for each line of the program.
         """
@@ -39,11 +39,12 @@ class LoneReads:
         if why and line not in self._said:
             self._said.add(line)
             logger.error(
-                "rank %d alone reads sharded parameters in %s (the first: unit %r; %s). No rank has all "
-                "of their values: this one gets NaN instead, and so does every file that it writes of "
-                "them. Training goes on. For the weights call engine.save_pretrained(folder) or "
-                "engine.save_16bit_model(folder) on every rank; or read them on every rank, or inside "
-                "deepspeed.zero.GatheredParameters(params), which every rank enters.",
+                "rank %d alone reads sharded parameters in %s (the first: unit %r; %s). One rank "
+                "does not have all of their values, so it reads NaN, and files that it writes "
+                "from them contain NaN. Training continues. To get the weights, call "
+                "engine.save_pretrained(folder) or engine.save_16bit_model(folder) on every rank; "
+                "or read them on every rank, or inside deepspeed.zero.GatheredParameters(params) "
+                "on every rank.",
                 self._rank, line, unit, why,
             )  # fmt: skip
         return bool(why)
@@ -58,5 +59,5 @@ def _line_of_program() -> str:
 
 
 def _is_library(file: str) -> bool:
-    """Is the file one of ZeroShard, torch or Python's standard library?"""
+    """Whether the file belongs to ZeroShard, torch or Python's standard library."""
     return file.startswith(_OWN) or (file.startswith(_PYTHON) and "-packages" not in file)

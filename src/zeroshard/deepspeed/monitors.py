@@ -31,7 +31,7 @@ class DeepSpeedMonitorConfig(Section):
 
     @property
     def enabled(self) -> bool:
-        """Is one of the monitors enabled?"""
+        """Whether one of the monitors is enabled."""
         return any(getattr(self, name).enabled for name in type(self).model_fields)
 
 
@@ -60,8 +60,8 @@ class Monitor:
         self._monitors = self._build()
 
     def _build(self) -> Monitors:
-        speaks = self.enabled and current_rank_info().rank == 0
-        return Monitors([self.sink(self.monitor_config)] if speaks else [])
+        writes = self.enabled and current_rank_info().is_main_rank
+        return Monitors([self.sink(self.monitor_config)] if writes else [])
 
     def write_events(self, event_list: Sequence[Event], flush: bool = True) -> None:
         """Write events ``(name, value, sample)``. Does nothing on ranks other than 0."""
@@ -99,7 +99,7 @@ class MonitorMaster(Monitor):
         """``monitors``: those of an engine, to be used instead of new ones."""
         self.monitor_config = monitor_config
         if monitors is None:
-            speaks = monitor_config.enabled and current_rank_info().rank == 0
-            monitors = build_monitors(monitor_config) if speaks else Monitors()
+            writes = monitor_config.enabled and current_rank_info().is_main_rank
+            monitors = build_monitors(monitor_config) if writes else Monitors()
         self._monitors = monitors
         self.enabled = bool(monitors)

@@ -59,7 +59,7 @@ class EngineOptimizer(ZeROOptimizer, torch.optim.Optimizer):
 
     @property
     def overflow(self) -> bool:
-        """Was the last step skipped, because a gradient was not finite?"""
+        """Whether the last step was skipped, because a gradient was not finite."""
         report = self._engine.last_step
         return report is not None and report.skipped
 
@@ -92,7 +92,7 @@ class EngineOptimizer(ZeROOptimizer, torch.optim.Optimizer):
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """Does the loss scale follow overflows?"""
+        """Whether the loss scale changes after overflows."""
         return self._engine.scales_loss and not self._engine.settings.fp16.loss_scale
 
     @property

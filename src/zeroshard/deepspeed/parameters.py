@@ -30,11 +30,11 @@ from zeroshard.zero.unit import Unit, UnitState
 _ids = itertools.count()
 _by_id: WeakValueDictionary[int, nn.Parameter] = WeakValueDictionary()
 _OPENED = "_ds_opened"
-"""Attribute between a parameter's ``all_gather`` and ``partition``: did that call make its unit whole?"""
+"""Attribute between ``all_gather`` and ``partition``: whether ``all_gather`` made the unit whole."""
 
 
 def is_zero_param(parameter: Any) -> bool:
-    """Is this a parameter that ZeRO shards?"""
+    """Whether ZeRO shards this parameter."""
     return isinstance(parameter, Tensor) and hasattr(parameter, "ds_id")
 
 
@@ -83,7 +83,7 @@ def _all_gather(
         if _OPENED in param.__dict__ or sharded_parameter.owner_of(param) is None:
             continue
         owner = sharded_parameter.owner_of(param)
-        opens = not isinstance(owner, Unit) or owner.state is UnitState.SHARDED
+        opens = not isinstance(owner, Unit) or owner.is_sharded
         GatheredParameters([param]).__enter__()
         param.__dict__[_OPENED] = opens or any(
             sibling.__dict__.get(_OPENED) for sibling in _siblings(param)
@@ -108,8 +108,8 @@ def _partition(
     """
     if not free_data:
         raise UsageError(
-            "param.partition(free_data=False): a parameter that is not whole has no memory of its "
-            "own. Leave the argument out, and copy the values before."
+            "param.partition(free_data=False): a parameter that is not gathered has no memory for "
+            "all its values. Leave the argument out, and copy the values before."
         )
     for param in _named_or(ds_id, param_list):
         opened = param.__dict__.pop(_OPENED, None)
@@ -158,8 +158,9 @@ def _find(ds_id: int) -> nn.Parameter:
     param = _by_id.get(ds_id)
     if param is None:
         raise UsageError(
-            f"the parameter with ds_id {ds_id} is gone; this is a copy of it, which is whole and belongs "
-            "to no engine. Call the method of a parameter of the engine's model."
+            f"the parameter with ds_id {ds_id} does not exist any more. This is a copy of it, "
+            "which has all values and belongs to no engine. Call the method of a parameter of the "
+            "engine's model."
         )
     return param
 
@@ -180,7 +181,8 @@ def _answer_while_away() -> None:
 
 def _status(param: nn.Parameter) -> ZeroParamStatus:
     owner = sharded_parameter.owner_of(param)
-    if isinstance(owner, Unit) and owner.state is UnitState.GATHERING:
+    in_flight = (UnitState.GATHERING, UnitState.UPDATING)
+    if isinstance(owner, Unit) and owner.state in in_flight and not owner.is_sharded:
         return ZeroParamStatus.INFLIGHT
     return ZeroParamStatus.NOT_AVAILABLE
 

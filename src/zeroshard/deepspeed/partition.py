@@ -98,9 +98,9 @@ class PartitionedTensor:
         made = cls(torch.empty(0), group)
         if rest[ndim : ndim + 2] != [made.num_parts, made.rank]:
             raise UsageError(
-                f"PartitionedTensor.from_meta: the description is of rank {rest[ndim + 1]} of "
-                f"{rest[ndim]}, and this is rank {made.rank} of {made.num_parts}. Pass the one that "
-                "to_meta() gave on this rank of an equal group."
+                f"PartitionedTensor.from_meta: the description belongs to rank {rest[ndim + 1]} "
+                f"of {rest[ndim]}, and this is rank {made.rank} of {made.num_parts}. Pass the one "
+                "that to_meta() returned on this rank, in a group of the same size."
             )
         made.orig_size, made.partition = rest[:ndim], rest[ndim + 2 :]
         made.orig_device = local_part.device if device is None else device

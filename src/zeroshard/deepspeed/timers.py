@@ -11,10 +11,8 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-import torch
-
-from zeroshard.comm.env import uses_cuda
 from zeroshard.deepspeed.logs import log_dist
+from zeroshard.device.choice import current_ops
 
 FORWARD_MICRO_TIMER, FORWARD_GLOBAL_TIMER = "fwd_microstep", "fwd"
 BACKWARD_MICRO_TIMER, BACKWARD_GLOBAL_TIMER = "bwd_microstep", "bwd"
@@ -43,7 +41,7 @@ class _Timer:
             RuntimeError: the timer is running.
         """
         if self.started_:
-            raise RuntimeError(f"timer {self.name_!r} is started already")
+            raise RuntimeError(f"timer {self.name_!r} is already started")
         self._began_s = _now()
         self.started_ = True
 
@@ -83,8 +81,7 @@ class _Timer:
 
 
 def _now() -> float:
-    if uses_cuda():
-        torch.cuda.synchronize()
+    current_ops().synchronize()
     return time.perf_counter()
 
 

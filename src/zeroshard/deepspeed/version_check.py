@@ -38,7 +38,8 @@ CONSUMERS = (
         "accelerate.state:AcceleratorState._shared_state",  # Transformers imports the module, too
         oldest="1.8.0",
         tested="1.15.0",
-        why="it steps inside no_sync() while it accumulates, and clip_grad_norm_() returns no norm",
+        why="it calls step() inside no_sync() while it accumulates gradients, and its "
+        "clip_grad_norm_() returns no norm",
     ),
     Consumer(
         "transformers",
@@ -52,14 +53,14 @@ CONSUMERS = (
         "peft.peft_model",
         oldest="0.7.1",
         tested="0.21.2",
-        why="it saves adapters as pickles",
+        why="it saves adapters as pickle files",
     ),
     Consumer(
         "lightning",
         "lightning.pytorch.strategies.deepspeed",
         oldest="2.2.5",
         tested="2.6.6",
-        why="at stage 3 it stops in model_sharded_context()",
+        why="at stage 3 it fails in model_sharded_context()",
     ),
 )
 
@@ -92,7 +93,7 @@ def versions(consumers: Iterable[Consumer]) -> dict[str, str]:
 
 
 def is_marked(mark: str) -> bool:
-    """Is the mark of a :class:`Consumer` present?
+    """Whether the mark of a :class:`Consumer` is present.
 
     >>> is_marked("sys"), is_marked("sys:path"), is_marked("never.imported"), is_marked("sys:nothing")
     (True, True, False, False)
@@ -125,8 +126,8 @@ def newer(found: Mapping[str, str]) -> list[str]:
     []
     """
     return [
-        f"{row.name} {found[row.name]} is newer than {row.tested}, the newest that ZeroShard was tested "
-        "with"
+        f"{row.name} {found[row.name]} is newer than {row.tested}, the newest version that "
+        "ZeroShard was tested with"
         for row in CONSUMERS
         if row.name in found and numbers(found[row.name])[:2] > numbers(row.tested)[:2]
     ]

@@ -43,8 +43,8 @@ class OpBuilder:
             UnsupportedError: always.
         """
         raise UnsupportedError(
-            f"{type(self).__name__}.load(): ZeroShard's kernels are not called by hand. Use the "
-            "optimizers of deepspeed.ops, or the engine."
+            f"{type(self).__name__}.load(): programs cannot call the kernels of ZeroShard. Use "
+            "the optimizers of deepspeed.ops, or the engine."
         )
 
     jit_load = load
@@ -84,7 +84,7 @@ installed_ops: dict[str, bool] = dict(compatible_ops)
 def required_torch_version(
     min_version: float | str | None = None, max_version: float | str | None = None
 ) -> bool:
-    """Is torch's version within the limits (such as ``2.1``)? Only major and minor numbers count.
+    """Whether torch's version is within the limits (such as ``2.1``). Only major and minor numbers count.
 
     Raises:
         ValueError: there is no limit.

@@ -1,76 +1,249 @@
-"""Moves a model's parameters into units, and builds the runtime that trains them.
+"""Builds the parts of an engine, in the same order on every rank.
 
-Everything is decided and composed here, in one order on every rank; the step itself contains no feature.
+First the ranks join. Then each rank makes its draft, and the ranks open their connections. Then memory is
+allocated. Everything is decided here, so that the step does not test whether a feature is on.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zeroshard.comm.collectives import Comm
-from zeroshard.comm.env import RankInfo
-from zeroshard.config import Config
+from zeroshard.checkpoint.local_state import LocalState
+from zeroshard.comm.env import DataCoordinate, RankInfo, current_rank_info
+from zeroshard.config import Config, LoadedConfig
 from zeroshard.core.ledger import Ledger
 from zeroshard.core.nbytes import UnitBytes, state_nbytes
 from zeroshard.core.stages import STAGES, Stage
 from zeroshard.core.tiers import Tier
-from zeroshard.engine.unit_plan import UnitSpec, plan_bytes
+from zeroshard.device.choice import choose_device
+from zeroshard.engine.checkpoint_loader import CheckpointLoader
+from zeroshard.engine.checkpoint_saver import CheckpointSaver
+from zeroshard.engine.draft import Draft, EngineArguments, check_model, make_draft
+from zeroshard.engine.observe import Observer
+from zeroshard.engine.offload_states import StateOffloader
+from zeroshard.engine.optimizer_step import Accumulation, OptimizerStep
+from zeroshard.engine.runtime import ZeroRuntime
+from zeroshard.engine.unit_plan import UnitSpec, layout_digest, plan_bytes
+from zeroshard.errors import in_short
 from zeroshard.offload.async_update import AsyncUpdateWorker
 from zeroshard.offload.capacity_check import check_capacity
 from zeroshard.offload.plan import OffloadPlan, check_device, plan_offload, shaped_state
 from zeroshard.offload.stores import Stores, has_copy_streams, update_threads
-from zeroshard.optim.factory import Probe, rebind
-from zeroshard.optim.kernels import kernel_of
+from zeroshard.optim.factory import rebind
+from zeroshard.precision.hardware import hardware_of, tell_if_slow
+from zeroshard.precision.loss_scaler import LossScaler, scaler_from
+from zeroshard.precision.policy import Policy
+from zeroshard.watchdog.join import join_ranks
+from zeroshard.watchdog.session import CommSession, decline, open_session
+from zeroshard.zero.access import UnitOptimState
 from zeroshard.zero.gradients import GradBuffer
+from zeroshard.zero.hooks import StepHooks
 from zeroshard.zero.life import Life
 from zeroshard.zero.materialize import materialize
 from zeroshard.zero.optimizer import ShardedOptimizer
 from zeroshard.zero.prefetch import Prefetcher, WrappedModule
-from zeroshard.zero.reduce import GradReducer
+from zeroshard.zero.reduce import MAX_IN_FLIGHT, GradReducer
 from zeroshard.zero.unit import Unit
 
 
-@dataclass(eq=False)
-class ZeroRuntime:
-    """The parts that take a training step."""
+@dataclass(frozen=True, eq=False)
+class EngineParts:
+    """Everything that an engine is made of."""
 
-    stage: Stage
-    units: list[Unit]
-    wrapped_modules: list[WrappedModule]
-    prefetcher: Prefetcher
-    reducer: GradReducer
-    optimizer: ShardedOptimizer | None
-    ledger: Ledger
-    plan: list[UnitBytes]
-    stores: Stores
-    forecast: list[str]  # what the disks of this host will cost, in words
-    life: Life
+    loaded: LoadedConfig
+    rank_info: RankInfo
+    coordinate: DataCoordinate
+    device: torch.device
+    policy: Policy
+    watch: CommSession
+    runtime: ZeroRuntime
+    scaler: LossScaler
+    scales_loss: bool  # gradients are computed in fp16
+    scheduler: Any
+    accumulation: Accumulation
+    update: OptimizerStep
+    hooks: StepHooks
+    offloader: StateOffloader
+    observer: Observer | None  # None: nothing is to be reported
+    make_savers: Callable[[], tuple[CheckpointSaver, CheckpointLoader]]
+
+
+def build_engine(given: EngineArguments, make_hooks: Callable[..., StepHooks]) -> EngineParts:
+    """Build all parts. Collective. Ranks compare their plans before they allocate memory.
+
+    ``make_hooks`` makes :class:`StepHooks` that call functions of the engine. After an error the model
+    has no hooks, and resident parameters are plain again.
+    """
+    check_model(given.model)
+    join_ranks()
+    try:
+        draft = make_draft(given, current_rank_info())
+    except Exception as error:
+        decline(f"{type(error).__name__}: {_first_fact(error)}")  # else the other ranks would wait
+        raise
+    settings = draft.loaded.config
+    choose_device(draft.device)  # events are recorded, and kernels queued, on the current device
+    watch = open_session(
+        transport=settings.transport,
+        device=draft.device,
+        trust=settings.trust,
+        plan={"units": layout_digest(draft.specs), **draft.loaded.agreed()},
+        separate_reductions=gathers_while_reducing(settings),
+    )
+    try:
+        return _assemble(draft, watch, make_hooks)
+    except BaseException as error:
+        watch.close(in_short(error))
+        raise
+
+
+def gathers_while_reducing(settings: Config) -> bool:
+    """Whether the backward of one layer gathers the next one while it reduces the one before."""
+    zero = settings.zero_optimization
+    return bool(zero.overlap_comm) and STAGES[zero.stage].shards_params
+
+
+def _assemble(
+    draft: Draft, watch: CommSession, make_hooks: Callable[..., StepHooks]
+) -> EngineParts:
+    """Build the parts that need memory. All ranks have the same plan by now."""
+    model, settings = draft.model, draft.loaded.config
+    device, policy = draft.device, draft.policy
+    if draft.rank_info.is_main_rank and device.type == "cpu" and watch.gathers.transport != "fake":
+        tell_if_slow(policy, hardware_of(device))
+    accumulation = Accumulation(
+        settings.gradient_accumulation_steps or 1, managed=settings.managed_gradient_accumulation
+    )
+    with contextlib.ExitStack() as undo:
+        runtime = _build_runtime(draft, watch, accumulation)
+        undo.callback(runtime.close, wait=False)
+        buffers = place_buffers(model, policy.buffer, device, keep=kept_buffers(model, settings))
+        for at, buffer in enumerate(buffers):
+            watch.gathers.broadcast(buffer, 0, name=f"buffer {at}").wait()
+        scaler = scaler_from(settings, device)
+        update = OptimizerStep(
+            runtime,
+            settings,
+            watch=watch,
+            scaler=scaler,
+            accumulation=accumulation,
+            dp_size=draft.coordinate.dp_size,
+            device=device,
+            checks_overflow=checks_overflow(settings, policy),
+        )
+        for shard in runtime.optimizer.shards if runtime.optimizer else ():
+            assert runtime.optimizer is not None
+            shard.unit.optim_state = UnitOptimState(
+                runtime.optimizer,
+                shard,
+                runtime.reducer.summed,
+                update.unscaled_factor,
+                update.all_gather_late,
+            )
+        hooks = make_hooks(
+            runtime.prefetcher, runtime.reducer, kind_of_backward=accumulation.kind_of_backward
+        )
+        undo.callback(hooks.remove)
+        parts = EngineParts(
+            draft.loaded, draft.rank_info, draft.coordinate, device, policy, watch, runtime, scaler,
+            scales_loss(settings, policy), draft.scheduler, accumulation, update, hooks,
+            StateOffloader(runtime, hooks, device), _observer(draft, runtime, watch),
+            partial(_make_savers, draft, runtime, watch),
+        )  # fmt: skip
+        undo.pop_all()
+    return parts
+
+
+def _make_savers(
+    draft: Draft, runtime: ZeroRuntime, watch: CommSession
+) -> tuple[CheckpointSaver, CheckpointLoader]:
+    settings, local = draft.loaded.config, LocalState(runtime.units, runtime.optimizer)
+    saver = CheckpointSaver(
+        settings.checkpoint,
+        stage=int(settings.zero_optimization.stage),
+        local=local,
+        control_group=watch.control_group,
+        rank_info=draft.rank_info,
+        device=draft.device,
+        ledger=runtime.ledger,
+        uses_disk=runtime.stores.uses_disk,
+    )
+    loader = CheckpointLoader(
+        settings.checkpoint,
+        local=local,
+        comm=watch.gathers,
+        control_group=watch.control_group,
+        rank_info=draft.rank_info,
+        device=draft.device,
+        life=runtime.life,
+    )
+    return saver, loader
+
+
+def _observer(draft: Draft, runtime: ZeroRuntime, watch: CommSession) -> Observer | None:
+    """The reporter of finished steps; None if the configuration asks for no report."""
+    settings = draft.loaded.config
+    if not (
+        draft.monitors
+        or settings.steps_per_print
+        or settings.wall_clock_breakdown
+        or settings.memory_breakdown
+        or settings.comms_logger.enabled
+    ):
+        return None
+    return Observer(
+        settings,
+        recorder=watch.recorder,
+        ledger=runtime.ledger,
+        monitors=draft.monitors,
+        is_main_rank=draft.rank_info.is_main_rank,
+        disk=partial(getattr, runtime.stores, "timeline"),
+    )
+
+
+def scales_loss(settings: Config, policy: Policy) -> bool:
+    """Whether gradients are computed in fp16, so that the loss is scaled."""
+    return settings.fp16.enabled or policy.autocast == torch.float16
+
+
+def checks_overflow(settings: Config, policy: Policy) -> bool:
+    """Whether a step is skipped if a gradient is not finite."""
+    bf16 = settings.bf16
+    return scales_loss(settings, policy) or (bf16.enabled and bf16.check_grad_overflow)
+
+
+def _first_fact(error: Exception) -> str:
+    """The first line of an error that is not a heading."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    return next((line for line in lines if line and not line.endswith(":")), "")
 
 
 @dataclass(frozen=True, eq=False)
 class _Frame:
     """What all parts of one runtime share while they are built."""
 
-    config: Config
-    specs: Sequence[UnitSpec]
-    found: Mapping[torch.dtype, Probe]
-    gather_comm: Comm
-    reduce_comm: Comm
-    place: RankInfo
-    device: torch.device
-    expects_accumulation: Callable[[], bool]
+    draft: Draft
+    watch: CommSession
+    accumulation: Accumulation
     offload_plan: OffloadPlan
     plan: list[UnitBytes]
     stores: Stores
     ledger: Ledger
     life: Life
+
+    @property
+    def config(self) -> Config:
+        """The resolved configuration."""
+        return self.draft.loaded.config
 
     @property
     def stage(self) -> Stage:
@@ -79,103 +252,94 @@ class _Frame:
 
 
 def _in_order(specs: Sequence[UnitSpec]) -> list[UnitSpec]:
-    """The root runs around all other modules: it comes first, so that it is reduced last."""
+    """The specs with the root's first. The root runs around all other modules and is reduced last."""
     return sorted(specs, key=lambda spec: spec.wrapped != "")
 
 
-def build_runtime(
-    model: nn.Module,
-    specs: Sequence[UnitSpec],
-    config: Config,
-    *,
-    optimizer: torch.optim.Optimizer | None,
-    found: Mapping[torch.dtype, Probe],
-    gather_comm: Comm,
-    reduce_comm: Comm,
-    place: RankInfo,
-    device: torch.device,
-    expects_accumulation: Callable[[], bool],
-) -> ZeroRuntime:
+def _build_runtime(draft: Draft, watch: CommSession, accumulation: Accumulation) -> ZeroRuntime:
     """Move the model's parameters into units and compose what acts on them. Collective.
 
-    Rank 0's values win. At stage 3 a unit is sharded before the next one is touched, so that no rank
-    holds more than its shards and one unit, if the model came sharded or on the meta device.
+    The values are those of rank 0. At stage 3 a unit is sharded before the next one is built. So no rank
+    holds more than its shards and one unit, if the model was sharded before or is on the meta device.
     """
+    model, config, comm = draft.model, draft.loaded.config, watch.gathers
+    specs, optimizer = draft.specs, draft.optimizer
     stage = STAGES[config.zero_optimization.stage]
     in_order = _in_order(specs)
     offload_plan = plan_offload(
         {spec.name: spec.layout for spec in in_order},
         {spec.name: spec.row for spec in in_order if spec.trainable and optimizer is not None},
         config,
-        rank=gather_comm.rank,
-        whole=not all(probe.elementwise for probe in found.values()),
-        has_bus=has_copy_streams(device),
+        rank=comm.rank,
+        whole=not all(probe.elementwise for probe in draft.probes.values()),
+        has_copy_streams=has_copy_streams(draft.device),
     )
     plan = plan_bytes(
         specs,
         dict(model.named_parameters()),
         optimizer,
-        found,
-        many=expects_accumulation(),
+        draft.probes,
+        many=accumulation.expects_more(),
         shards_grads=stage.shards_grads,
         offload_plan=offload_plan,
     )
     forecast = []
-    check_device(offload_plan, device)
+    check_device(offload_plan, draft.device)
     if offload_plan.is_offloaded:
-        planned = state_nbytes(plan, stage, gather_comm.rank)
-        forecast = check_capacity(planned, offload_plan, config, gather_comm, place, device)
+        planned = state_nbytes(plan, stage, comm.rank)
+        forecast = check_capacity(
+            planned, offload_plan, config, comm, draft.rank_info, draft.device
+        )
     ledger, life = Ledger(), Life()
-    stores = Stores(config, ledger, offload_plan, device)
-    frame = _Frame(
-        config, specs, found, gather_comm, reduce_comm, place, device, expects_accumulation,
-        offload_plan, plan, stores, ledger, life,
-    )  # fmt: skip
-    try:
-        units = _build_units(model, frame)
+    stores = Stores(config, ledger, offload_plan, draft.device)
+    frame = _Frame(draft, watch, accumulation, offload_plan, plan, stores, ledger, life)
+    with contextlib.ExitStack() as undo:
+        # An error keeps alive what was built, so without this disk space would be freed late.
+        undo.callback(stores.close, wait=False)
+        units = _build_units(model, frame, undo)
         prefetcher = _build_prefetcher(model, units, frame)
         reducer = _build_reducer(units, frame)
         sharded = None if optimizer is None else _build_optimizer(optimizer, reducer, frame)
-        return ZeroRuntime(
-            stage, units, prefetcher.wrapped_modules, prefetcher, reducer, sharded, ledger, plan,
-            stores, forecast, life,
-        )  # fmt: skip
-    except BaseException:
-        stores.close()  # an error holds on to what was built: the disk would come back late
-        raise
+        undo.pop_all()
+    return ZeroRuntime(
+        stage, units, prefetcher.wrapped_modules, prefetcher, reducer, sharded, ledger, plan,
+        stores, forecast, life,
+    )  # fmt: skip
 
 
-def _build_units(model: nn.Module, frame: _Frame) -> list[Unit]:
+def _build_units(model: nn.Module, frame: _Frame, undo: contextlib.ExitStack) -> list[Unit]:
     positions = {id(param): at for at, param in enumerate(model.parameters())}
     params, modules = dict(model.named_parameters()), dict(model.named_modules())
-    comm, stores = frame.gather_comm, frame.stores
-    return [
-        Unit(
+    comm, stores, device = frame.watch.gathers, frame.stores, frame.draft.device
+    units = []
+    for spec in frame.draft.specs:
+        unit = Unit(
             spec.name,
             spec.layout,
-            _members(modules, spec, frame.device),
+            _members(modules, spec, device),
             positions=[positions[id(params[slot.fqn])] for slot in spec.layout.slots],
             row=spec.row,
             trainable=spec.trainable,
-            # One rank's shard is the unit: to gather it would only make a copy.
+            # On one rank the shard is the whole unit, and gathering would only make a copy.
             resident=not frame.stage.shards_params
-            or (comm.world_size == 1 and frame.offload_plan.tier_of(spec.name) is Tier.DEVICE),
+            or (comm.size == 1 and frame.offload_plan.tier_of(spec.name) is Tier.DEVICE),
             comm=comm,
             ledger=frame.ledger,
-            device=frame.device,
-            store_of=stores.shard_store_of(spec.name),
-            room=stores.allocator_of(spec.name),
+            device=device,
+            store_of=partial(stores.stores_of_unit(spec.name).shard_store, spec.name),
+            room=stores.stores_of_unit(spec.name).allocate,
         )
-        for spec in frame.specs
-    ]
+        units.append(unit)
+        undo.callback(unit.close, wait=False)
+    return units
 
 
 def _build_prefetcher(model: nn.Module, units: Sequence[Unit], frame: _Frame) -> Prefetcher:
     zero, modules = frame.config.zero_optimization, dict(model.named_modules())
     units_of: dict[str, list[Unit]] = defaultdict(list)
-    for spec, unit in zip(frame.specs, units, strict=True):
+    for spec, unit in zip(frame.draft.specs, units, strict=True):
         units_of[spec.wrapped].append(unit)
-    inner = [fqn for fqn in dict.fromkeys(spec.wrapped for spec in frame.specs) if fqn]
+    inner = [fqn for fqn in dict.fromkeys(spec.wrapped for spec in frame.draft.specs) if fqn]
     return Prefetcher(
         [WrappedModule(fqn or "root", modules[fqn], tuple(units_of[fqn])) for fqn in [*inner, ""]],
         prefetch_numel=zero.stage3_prefetch_bucket_size if zero.overlap_comm else 0,
@@ -187,40 +351,39 @@ def _build_prefetcher(model: nn.Module, units: Sequence[Unit], frame: _Frame) ->
 def _build_reducer(units: Sequence[Unit], frame: _Frame) -> GradReducer:
     zero, stage = frame.config.zero_optimization, frame.stage
     unit_of = {unit.name: unit for unit in units}
-    nbytes_of = {spec.name: row for spec, row in zip(frame.specs, frame.plan, strict=True)}
+    nbytes_of = {spec.name: row for spec, row in zip(frame.draft.specs, frame.plan, strict=True)}
     buffers = [
         GradBuffer(
             unit_of[spec.name],
-            comm=frame.reduce_comm,
+            comm=frame.watch.reductions,
             ledger=frame.ledger,
             transient=stage.shards_grads or not nbytes_of[spec.name].grad_nbytes,
             rest=frame.stores.grad_store_of(
-                spec.name, nbytes_of[spec.name].disk_grad_nbytes * spec.layout.shard_numel
+                spec.name, nbytes_of[spec.name].stored_grad_nbytes * spec.layout.shard_numel
             ),
         )
-        for spec in _in_order(frame.specs)
+        for spec in _in_order(frame.draft.specs)
         if spec.trainable
     ]
     return GradReducer(
         buffers,
         eager=stage.shards_grads,
         whole=not stage.shards_optimizer,
-        expects_accumulation=frame.expects_accumulation,
         bucket_numel=zero.reduce_bucket_size,
-        overlap=bool(zero.overlap_comm),
-        predivide=predivide(frame.config, frame.gather_comm.world_size),
+        in_flight_limit=MAX_IN_FLIGHT if zero.overlap_comm else 0,
+        predivide=predivide(frame.config, frame.draft.coordinate.dp_size),
     )
 
 
 def _build_optimizer(
     optimizer: torch.optim.Optimizer, reducer: GradReducer, frame: _Frame
 ) -> ShardedOptimizer:
-    stores, found = frame.stores, frame.found
+    stores, found = frame.stores, frame.draft.probes
     host = stores.host_staging()
     worker = None
     if host is not None:
-        threads = update_threads(frame.device, frame.place)
-        worker = AsyncUpdateWorker(frame.device, threads=threads, delayed=stores.is_delayed)
+        threads = update_threads(frame.draft.device, frame.draft.rank_info)
+        worker = AsyncUpdateWorker(frame.draft.device, threads=threads, delayed=stores.is_delayed)
     return ShardedOptimizer(
         optimizer,
         reducer.buffers,
@@ -228,33 +391,46 @@ def _build_optimizer(
         shards_optimizer=frame.stage.shards_optimizer,
         ledger=frame.ledger,
         life=frame.life,
-        seat=rebind,
-        kernel_of=partial(kernel_of, compiles=frame.config.compile_update),
+        rebind=rebind,
+        compiles=frame.config.compile_update,
         pager=stores.pager(found),
+        chunk_memory=stores.chunk_memory,
         state_dtypes=lambda buffer: partial(shaped_state, found[buffer.unit.row.master]),
         host=host,
-        behind=worker,
+        worker=worker,
     )
 
 
-def predivide(config: Config, world_size: int) -> float:
+def predivide(config: Config, dp_size: int) -> float:
     """What local gradients are divided by before they are reduced."""
     if not config.prescale_gradients:
         return 1.0
     factor = config.gradient_predivide_factor
-    return factor if factor != 1.0 else float(world_size)
+    return factor if factor != 1.0 else float(dp_size)
 
 
 def _members(
     modules: Mapping[str, nn.Module], spec: UnitSpec, device: torch.device
 ) -> Iterator[nn.Parameter]:
-    """The unit's parameters; those on the meta device get their values when their turn comes."""
+    """The unit's parameters. Those on the meta device get their values right before they are yielded."""
     for slot in spec.layout.slots:
         name, _, leaf = slot.fqn.rpartition(".")
         materialize(modules[name], device)
         param = modules[name]._parameters[leaf]
         assert param is not None
         yield param
+
+
+def kept_buffers(model: nn.Module, config: Config) -> list[str]:
+    """Globs on buffers that ``data_types.buffer_dtype`` does not change. "auto": those of the model.
+
+    Transformers models name parts of modules in ``_keep_in_fp32_modules`` and ``..._strict``.
+    """
+    patterns = config.data_types.keep_in_fp32_modules
+    if patterns != "auto":
+        return list(patterns)
+    parts = [getattr(model, f"_keep_in_fp32_modules{end}", None) or () for end in ("", "_strict")]
+    return [f"*{part}*" for some in parts for part in some]
 
 
 def place_buffers(

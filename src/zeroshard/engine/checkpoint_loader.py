@@ -9,272 +9,321 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from zeroshard.checkpoint import directory as places
 from zeroshard.checkpoint import restore, rng
-from zeroshard.checkpoint.all_ranks import run_on_all_ranks
-from zeroshard.checkpoint.local_state import LocalState
+from zeroshard.checkpoint.local_state import LocalState, persistent_buffers
 from zeroshard.checkpoint.open_checkpoint import open_checkpoint
 from zeroshard.checkpoint.reader import Source
 from zeroshard.checkpoint.remote_files import fetch_missing
-from zeroshard.engine.checkpoint_saver import IMPLEMENTATION
-from zeroshard.engine.names import persistent_buffers
+from zeroshard.comm.agreement import ControlGroup, run_on_all_ranks
+from zeroshard.comm.collectives import Comm
+from zeroshard.comm.env import RankInfo
+from zeroshard.config.sections import CheckpointConfig
+from zeroshard.engine.training_state import IMPLEMENTATION, Counters, TrainingState
 from zeroshard.errors import CheckpointError, UsageError
-
-if TYPE_CHECKING:
-    from zeroshard.engine.engine import Engine
+from zeroshard.zero.life import Life
 
 logger = logging.getLogger("zeroshard")
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Loaded:
+    """What a load gives back. ``counters``: None if only weights were loaded."""
+
+    path: Path
+    client_state: dict[str, Any]
+    counters: Counters | None
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Opened:
+    """An open checkpoint, and this rank's own state in it: generators and data position."""
+
+    source: Source
+    own: Mapping[str, Any]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Checked:
+    """A checkpoint that fits. ``names``: the model's name of a parameter -> the checkpoint's."""
+
+    names: Mapping[str, str]
+    shared: Mapping[str, Any]
+
+
 class CheckpointLoader:
-    """Loads checkpoints into one engine."""
+    """Loads checkpoints into one engine. ``life``: of that engine; it is half loaded meanwhile."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._section = engine.settings.checkpoint
-
-    @property
-    def _local(self) -> LocalState:
-        return LocalState(self._engine.runtime.units, self._engine.runtime.optimizer)
+    def __init__(
+        self,
+        section: CheckpointConfig,
+        *,
+        local: LocalState,
+        comm: Comm,
+        control_group: ControlGroup,
+        rank_info: RankInfo,
+        device: torch.device,
+        life: Life,
+    ) -> None:
+        self._section = section
+        self._local = local
+        self._comm = comm
+        self._control_group = control_group
+        self._rank_info = rank_info
+        self._device = device
+        self._life = life
 
     def load(
         self,
         directory: str | PathLike[str],
         tag: object,
+        state: TrainingState,
         *,
         strict: bool,
         optimizer_states: bool,
         scheduler_states: bool,
         module_only: bool,
         missing_ok: bool,
-    ) -> tuple[str | None, dict[str, Any]]:
-        """See :meth:`zeroshard.engine.engine.Engine.load_checkpoint`."""
-        self._check_idle()
+    ) -> Loaded | None:
+        """See :meth:`zeroshard.engine.engine.Engine.load_checkpoint`. None: there is none.
+
+        The objects of ``state`` are changed in place. The caller takes over the counters.
+        """
+        self._check_pins()
         root = Path(directory)
-        failed = f"no checkpoint of {root} was loaded"
         tried: list[str] = []
+        with_state = optimizer_states and not module_only
         candidates = self._candidates(root, tag, missing_ok=missing_ok)
         if not candidates:
-            return None, {}
+            return None
         for name in candidates:
             try:
-                source, own = self._open(root, name)
+                opened = self._open(root, name)
             except CheckpointError as error:
                 tried.append(str(error))
                 continue
-            with contextlib.closing(source):
-                shared = self._check(
-                    source, strict=strict, optimizer_states=optimizer_states and not module_only
-                )
-                loaded = self._fill(source, tried, with_state=optimizer_states and not module_only)
-                if not loaded:
+            with contextlib.closing(opened.source) as source:
+                checked = self._check(source, state, strict=strict, optimizer_states=with_state)
+                damage = self._fill(source, checked.names, state.module, with_state=with_state)
+                if damage:
+                    tried.append(damage)
                     continue
+                counters = None
                 if not module_only:
-                    restore = functools.partial(
-                        self._restore, shared, own, optimizer_states, scheduler_states
+                    counters, _ = run_on_all_ranks(
+                        self._control_group,
+                        f"{source.path} was not loaded",
+                        "restoring the state of the engine",
+                        functools.partial(
+                            self._restore,
+                            state,
+                            checked.shared,
+                            opened.own,
+                            with_optimizer=optimizer_states,
+                            with_scheduler=scheduler_states,
+                        ),
                     )
-                    self._agree(f"{source.path} was not loaded", "restoring the rest", restore)
-                self._engine.life.end_load()
+                self._life.end_load()
                 self._report(tried, source)
-                return str(source.path), shared.get("client_state", {})
+                return Loaded(source.path, checked.shared.get("client_state", {}), counters)
         # With separate directories ranks may have other reasons. Rank 0's is raised, as elsewhere.
-        why = f"{failed}: {' '.join(tried)}"
-        raise CheckpointError(self._engine._watch.control_group.broadcast(why, topic="telling why"))
+        why = f"no checkpoint of {root} was loaded: {' '.join(tried)}"
+        raise CheckpointError(self._control_group.broadcast(why, topic="telling why"))
 
-    def _check_idle(self) -> None:
-        engine = self._engine
-        engine._drop_gradients()
-        for unit in engine.runtime.units:
+    def _check_pins(self) -> None:
+        for unit in self._local.units:
             if unit.pin_count:
                 raise UsageError(
                     f"engine.load_checkpoint() while unit {unit.name!r} is gathered by "
                     "GatheredParameters: leave the context first."
                 )
-        engine._resolve_last_step()
-        engine._update.all_gather_late()
 
     def _candidates(self, root: Path, tag: object, *, missing_ok: bool) -> list[str]:
         """The checkpoints to try, in order; rank 0 decides. Empty: there is none, and ``missing_ok``."""
 
-        def look() -> dict[str, Any]:
-            if self._engine.global_rank:
-                return {}
+        def look() -> list[str]:
+            if self._rank_info.rank:
+                return []
             if tag is None and missing_ok and not (root / places.LATEST).exists():
-                return {"names": []}
+                return []
             if tag is not None:
-                return {"names": [places.resolve(root, tag).name]}
+                return [places.resolve(root, tag).name]
             newest = places.latest(root)
             places.restore_replaced(root, newest)
-            return {"names": [newest, *places.fallbacks(root, newest)]}
+            return [newest, *places.fallbacks(root, newest)]
 
-        found = self._agree(
-            f"no checkpoint of {root} was loaded", "looking for it", look, lambda said: said[0]
+        _, names = run_on_all_ranks(
+            self._control_group,
+            f"no checkpoint of {root} was loaded",
+            "looking for the checkpoint",
+            look,
+            say=lambda names: names,
+            decide=lambda said: said[0],
         )
-        names: list[str] = found["names"]
-        return names
+        found: list[str] = names
+        return found
 
-    def _open(self, root: Path, name: str) -> tuple[Source, dict[str, Any]]:
+    def _open(self, root: Path, name: str) -> _Opened:
         """Open a checkpoint, and read this rank's own state.
 
         Everything small is read here, before the engine changes. Raises :class:`CheckpointError` on all
         ranks if the checkpoint is not complete.
         """
-        opened: list[Source] = []
         failed = f"{root / name} cannot be loaded"
+        rank, world_size = self._rank_info.rank, self._rank_info.world_size
         fetch_missing(
             root / name,
-            self._engine._comm,
-            self._engine._watch.control_group,
+            self._comm,
+            self._control_group,
             failed,
-            needs=lambda manifest: restore.needed_files(
-                manifest, self._local, self._engine.global_rank, self._engine.world_size
-            ),
-            device=self._engine.device,
+            needs=lambda manifest: restore.needed_files(manifest, self._local, rank, world_size),
+            device=self._device,
         )
-        own: dict[str, Any] = {}
+        with contextlib.ExitStack() as on_error:  # another rank's error closes the files too
 
-        def look() -> None:
-            opened.append(open_checkpoint(root, name))
-            opened[0].probe(self._engine.global_rank)
-            own.update(self._own_state(opened[0]))
+            def look() -> _Opened:
+                source = open_checkpoint(root, name)
+                on_error.callback(source.close)
+                source.probe(rank)
+                return _Opened(source, self._own_state(source))
 
-        try:
-            self._agree(failed, "opening it", look)
-        except BaseException:
-            for source in opened:
-                source.close()
-            raise
-        return opened[0], own
+            opened, _ = run_on_all_ranks(self._control_group, failed, "opening it", look)
+            on_error.pop_all()
+        return opened
 
     def _own_state(self, source: Source) -> dict[str, Any]:
         """This rank's generators and data position; empty if none were saved."""
-        rank, ranks = self._engine.global_rank, source.ranks()
+        rank, ranks = self._rank_info.rank, source.ranks()
         if not ranks:
             return {}
         own = ranks[rank % len(ranks)]
-        if len(ranks) != self._engine.world_size:
+        if len(ranks) != self._rank_info.world_size:
             own["rng"] = rng.rng_state_for(rank, [one["rng"] for one in ranks])
         return own
 
-    def _check(self, source: Source, *, strict: bool, optimizer_states: bool) -> dict[str, Any]:
-        """Compare the checkpoint with the model and the optimizer. Returns the shared state."""
-        engine, local = self._engine, self._local
+    def _check(
+        self, source: Source, state: TrainingState, *, strict: bool, optimizer_states: bool
+    ) -> _Checked:
+        """Compare the checkpoint with the model and the optimizer."""
+        local = self._local
         shapes = {s.fqn: s.shape for unit in local.units for s in unit.layout.slots}
         dtypes = {s.fqn: unit.row.param for unit in local.units for s in unit.layout.slots}
-        found: dict[str, Any] = {}
 
-        def compare() -> dict[str, Any]:
-            self._names = restore.match(source, shapes, strict=strict).names
-            found["shared"] = source.shared(allow_pickle=self._section.allow_pickle)
+        def compare() -> _Checked:
+            names = restore.match(source, shapes, strict=strict).names
+            shared = source.shared(allow_pickle=self._section.allow_pickle)
             if optimizer_states:
-                _check_groups(
-                    source,
-                    found["shared"],
-                    local,
-                    self._names,
-                    engine._groups,
-                    engine.basic_optimizer,
-                )
+                _check_groups(source, shared, local, names, state)
             if strict:
-                _check_buffers(source.buffers(engine.global_rank), engine.module, source.path)
-            return {"digests": restore.digests_to_compare(local, source.parameters, self._names)}
+                _check_buffers(source.buffers(self._rank_info.rank), state.module, source.path)
+            return _Checked(names, shared)
 
-        def judge(said: list[dict[str, Any]]) -> dict[str, Any]:
-            parts = [part["digests"] for part in said]
+        def say(own: _Checked) -> dict[str, Any]:
+            digests = restore.digests_to_compare(local, source.parameters, own.names)
+            return {"digests": digests, "names": {fqn: own.names[fqn] for fqn in digests}}
+
+        def judge(said: list[dict[str, Any]]) -> None:
+            digests = [part["digests"] for part in said]
+            names = {fqn: name for part in said for fqn, name in part["names"].items()}
             if strict:
                 restore.refuse_other_frozen(
-                    parts, source.parameters, self._names, dtypes, path=source.path
+                    digests, source.parameters, names, dtypes, path=source.path
                 )
-            return {}
 
-        self._agree(f"{source.path} was not loaded", "comparing it with the model", compare, judge)
-        shared: dict[str, Any] = found["shared"]
-        return shared
+        checked, _ = run_on_all_ranks(
+            self._control_group,
+            f"{source.path} was not loaded",
+            "comparing it with the model",
+            compare,
+            say=say,
+            decide=judge,
+        )
+        return checked
 
-    def _fill(self, source: Source, tried: list[str], *, with_state: bool) -> bool:
-        """Read all values. Returns False, and adds the reason to ``tried``, if some rank could not read.
+    def _fill(
+        self,
+        source: Source,
+        names: Mapping[str, str],
+        module: torch.nn.Module,
+        *,
+        with_state: bool,
+    ) -> str:
+        """Read all values. Returns "", or why some rank could not read.
 
         An error of another kind is raised at once. Other ranks may be in collectives; they learn of it
         when this engine is closed.
         """
-        engine = self._engine
         loader = restore.Loader(
             self._local,
             source,
-            self._names,
+            names,
             with_state=with_state,
             max_buffer_nbytes=self._section.max_buffer_mb << 20,
         )
-        engine.life.begin_load()
+        self._life.begin_load()
         loader.fill()
 
         def finish() -> None:
             if loader.failure is not None:
                 raise loader.failure
-            buffers = source.buffers(engine.global_rank)
-            for name, buffer in persistent_buffers(engine.module).items():
+            buffers = source.buffers(self._rank_info.rank)
+            for name, buffer in persistent_buffers(module).items():
                 if name in buffers:
                     buffer.copy_(buffers[name])
 
         try:
-            self._agree(f"{source.path} is damaged", "reading it", finish)
+            run_on_all_ranks(self._control_group, f"{source.path} is damaged", "reading it", finish)
         except CheckpointError as error:
-            tried.append(str(error))
-            return False
-        return True
+            return str(error)
+        return ""
 
     def _restore(
         self,
+        state: TrainingState,
         shared: Mapping[str, Any],
         own: Mapping[str, Any],
-        optimizer_states: bool,
-        scheduler_states: bool,
-    ) -> None:
-        """Restore everything that does not belong to a parameter."""
-        engine = self._engine
-        counters = shared.get("counters", {})
-        engine.global_steps = int(counters.get("global_steps", 0))
-        per_step = engine.gradient_accumulation_steps()
-        engine.micro_steps = int(counters.get("micro_steps", engine.global_steps * per_step))
-        engine.global_samples = int(counters.get("global_samples", 0))
-        engine._skipped.count = int(counters.get("skipped_steps", 0))
-        engine._skipped.in_a_row = 0
-        if optimizer_states:
-            for group, saved in zip(engine._groups, shared.get("groups", []), strict=True):
-                _restore_group(group, saved)
-            if engine.scaler.state_dict().keys() <= shared.get("scaler", {}).keys():
-                engine.scaler.load_state_dict(shared["scaler"])
-        if scheduler_states and engine.lr_scheduler is not None and "scheduler" in shared:
-            engine.lr_scheduler.load_state_dict(shared["scheduler"])
-        if "data" in own and hasattr(engine.training_dataloader, "load_state_dict"):
-            engine.training_dataloader.load_state_dict(own["data"])
+        *,
+        with_optimizer: bool,
+        with_scheduler: bool,
+    ) -> Counters:
+        """Restore everything that does not belong to a parameter. Returns the saved counters."""
+        saved = shared.get("counters", {})
+        steps = int(saved.get("global_steps", 0))
+        counters = Counters(
+            global_steps=steps,
+            micro_steps=int(saved.get("micro_steps", steps * state.accumulation_steps)),
+            global_samples=int(saved.get("global_samples", 0)),
+            skipped_steps=int(saved.get("skipped_steps", 0)),
+        )
+        if with_optimizer:
+            for group, options in zip(state.groups, shared.get("groups", []), strict=True):
+                _restore_group(group, options)
+            if state.scaler.state_dict().keys() <= shared.get("scaler", {}).keys():
+                state.scaler.load_state_dict(shared["scaler"])
+        if with_scheduler and state.scheduler is not None and "scheduler" in shared:
+            state.scheduler.load_state_dict(shared["scheduler"])
+        if "data" in own and hasattr(state.data_loader, "load_state_dict"):
+            state.data_loader.load_state_dict(own["data"])
         if "rng" in own:
-            rng.set_rng_state(own["rng"], engine.device)
+            rng.set_rng_state(own["rng"], self._device)
+        return counters
 
     def _report(self, tried: Sequence[str], source: Source) -> None:
-        if self._engine.global_rank:
+        if not self._rank_info.is_main_rank:
             return
         if tried:
             logger.warning("%s Using %s instead.", " ".join(tried), source.path.name)
         for what in source.left_behind:
-            logger.warning("%s: not taken over: %s", source.path, what)
-
-    def _agree(
-        self,
-        failed: str,
-        topic: str,
-        act: Callable[[], dict[str, Any] | None],
-        decide: Callable[[list[dict[str, Any]]], dict[str, Any]] = lambda _said: {},
-    ) -> dict[str, Any]:
-        return run_on_all_ranks(self._engine._watch.control_group, failed, topic, act, decide)
+            logger.warning("%s: not loaded: %s", source.path, what)
 
 
 def _check_buffers(saved: Mapping[str, Tensor], module: torch.nn.Module, path: Path) -> None:
@@ -286,7 +335,7 @@ def _check_buffers(saved: Mapping[str, Tensor], module: torch.nn.Module, path: P
         raise CheckpointError(
             f"{path}: {len(wrong)} buffers differ from the model's; {name!r} has shape "
             f"{there.get(name, 'none')} there and {own.get(name, 'none')} here. "
-            "load_module_strict=False loads what fits by name."
+            "load_module_strict=False loads the buffers whose names match."
         )
 
 
@@ -295,22 +344,22 @@ def _check_groups(
     shared: Mapping[str, Any],
     local: LocalState,
     names: Mapping[str, str],
-    groups: Sequence[Mapping[str, Any]],
-    optimizer: torch.optim.Optimizer | None,
+    state: TrainingState,
 ) -> None:
     """Raise :class:`CheckpointError` if optimizer state does not fit, before anything is changed."""
-    hint = " load_optimizer_states=False loads the weights alone."
+    hint = " load_optimizer_states=False loads only the weights."
     saved = shared.get("groups", [])
-    kind, own = shared.get("optimizer"), type(optimizer).__name__
-    if optimizer is None:
+    kind, own = shared.get("optimizer"), type(state.optimizer).__name__
+    if state.optimizer is None:
         raise CheckpointError(f"{source.path} has optimizer state, and this engine has none.{hint}")
     if kind is not None and kind != own:
         raise CheckpointError(
             f"{source.path} was saved with {kind}, and this engine has {own}.{hint}"
         )
-    if len(saved) != len(groups):
+    if len(saved) != len(state.groups):
         raise CheckpointError(
-            f"{source.path} has {len(saved)} param groups, and this optimizer has {len(groups)}.{hint}"
+            f"{source.path} has {len(saved)} param groups, and this optimizer has "
+            f"{len(state.groups)}.{hint}"
         )
     for unit in local.units:
         for fqn, group in local.groups(unit).items():

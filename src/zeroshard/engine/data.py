@@ -66,8 +66,9 @@ def _text(index: int, without: list[int], has_batch: list[bool], *, join: bool) 
     others = ", ".join(map(str, with_it))
     if join:
         return (
-            f"rank{'s' if len(without) > 1 else ''} {ranks} never had a batch, so there is none to "
-            'repeat while the others finish ("uneven": "join"). Give every rank at least one.'
+            f'rank{"s" if len(without) > 1 else ""} {ranks} never had a batch. With "uneven": '
+            '"join" a rank repeats an earlier batch while the others finish. Give every rank at '
+            "least one."
         )
     return (
         f"rank{'s' if len(without) > 1 else ''} {ranks} {'have' if len(without) > 1 else 'has'} no "
@@ -97,8 +98,9 @@ def loader_for(
     return ResumableLoader(
         dataset,
         batch_size or engine.train_micro_batch_size_per_gpu(),
-        rank=engine.global_rank,
-        world_size=engine.world_size,
+        dp_rank=engine.dp_rank,
+        dp_size=engine.dp_size,
+        is_main_rank=engine.is_main_rank,
         shuffle=route == "train",
         sampler=data_sampler,
         drop_last=engine.settings.dataloader_drop_last,

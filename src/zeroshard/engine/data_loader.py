@@ -83,9 +83,9 @@ class ResumableSampler(DistributedSampler[Any]):
 
 
 def dealt(
-    order: torch.Tensor, begin: int, rank: int, world_size: int, *, drop_last: bool
+    order: torch.Tensor, begin: int, dp_rank: int, dp_size: int, *, drop_last: bool
 ) -> torch.Tensor:
-    """The part of ``order[begin:]`` that ``rank`` gets; equally long on all ranks. Pure.
+    """The part of ``order[begin:]`` that ``dp_rank`` gets; equally long on all ranks. Pure.
 
     The end is padded with the start of ``order``, or cut with ``drop_last``. ``order``: int64 ``[n]``.
 
@@ -93,8 +93,8 @@ def dealt(
     [[3, 6], [4, 0], [5, 1]]
     """
     left = len(order) - begin
-    count = left // world_size if drop_last else -(-left // world_size)
-    places = begin + rank + world_size * torch.arange(count)
+    count = left // dp_size if drop_last else -(-left // dp_size)
+    places = begin + dp_rank + dp_size * torch.arange(count)
     return order[places % len(order)] if count else order[:0]
 
 
@@ -179,16 +179,16 @@ class EpochPosition:
         epoch, samples = _count(state, "epoch"), _count(state, "samples", before)
         if before != now:
             raise CheckpointError(
-                f"the dataset has {now} samples, and had {before} when the checkpoint was written: "
-                f"which {samples} of them epoch {epoch} has seen cannot be told. Resume with the same "
-                "dataset, or without the position in it."
+                f"the dataset has {now} samples, and had {before} when the checkpoint was "
+                f"written. So it is unknown which {samples} of them were used in epoch {epoch}. "
+                "Resume with the same dataset, or without the position in it."
             )
         if (state.get("shuffle"), state.get("seed")) != (sampler.shuffle, sampler.seed):
             raise CheckpointError(
-                f"samples came in another order when the checkpoint was written (shuffle "
+                "samples had another order when the checkpoint was written (shuffle "
                 f"{state.get('shuffle')}, seed {state.get('seed')}; now {sampler.shuffle}, "
-                f"{sampler.seed}), so some would be lost and others seen twice. Resume with the same "
-                "sampler, or without the position in it."
+                f"{sampler.seed}), so some samples would be skipped and others used twice. Resume "
+                "with the same sampler, or without the position in it."
             )
         sampler.set_epoch(epoch)
         sampler.consumed = sampler.begin = samples
@@ -204,9 +204,9 @@ class StreamPosition:
 
     kind = "stream"
 
-    def __init__(self, batch_size: int, world_size: int, num_workers: int) -> None:
+    def __init__(self, batch_size: int, dp_size: int, num_workers: int) -> None:
         self._cut = {
-            "world_size": world_size,
+            "world_size": dp_size,
             "batch_size": batch_size,
             "num_workers": num_workers,
         }
@@ -235,9 +235,10 @@ class StreamPosition:
         ]
         if differ and batches:
             raise CheckpointError(
-                f"training_data is an IterableDataset, which alone knows what a rank reads, and the "
-                f"checkpoint was written inside a pass over it with other numbers: {', '.join(differ)}. "
-                "Resume with the same ones, or use a dataset with a length and __getitem__."
+                "training_data is an IterableDataset, which chooses by itself what a rank reads. "
+                "The checkpoint was written in the middle of an epoch with other numbers: "
+                f"{', '.join(differ)}. Resume with the same ones, or use a dataset with a length "
+                "and __getitem__."
             )
         self._batches = self._begin = batches
 
@@ -251,11 +252,11 @@ class SamplerPosition:
 
     kind = "sampler"
 
-    def __init__(self, sampler: Any, batch_size: int, rank: int, world_size: int) -> None:
+    def __init__(self, sampler: Any, batch_size: int, dp_size: int, is_main_rank: bool) -> None:
         self._sampler = sampler
         self._batch_size = batch_size
-        self._rank = rank
-        self._world_size = world_size
+        self._dp_size = dp_size
+        self._is_main_rank = is_main_rank
         self._can = hasattr(sampler, "state_dict") and hasattr(sampler, "load_state_dict")
         self._begun = Begun()
         self._current: Any = None  # None: ask the sampler
@@ -288,36 +289,36 @@ class SamplerPosition:
     def state(self) -> dict[str, Any]:
         state = self._current
         if not self._can:
-            self._warn("is not saved: after a resume the sampler begins anew")
+            self._warn("is not saved: after a resume the sampler starts from the beginning")
         elif state is None:
             state = copy.deepcopy(self._sampler.state_dict())
-        return {"sampler": state, "world_size": self._world_size}
+        return {"sampler": state, "world_size": self._dp_size}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        world_size = _count(state, "world_size")
+        dp_size = _count(state, "world_size")
         if "sampler" not in state:
             raise CheckpointError("the saved position of the data is damaged: it has no sampler.")
         if not self._can or state["sampler"] is None:
-            self._warn("is not in the checkpoint: the sampler begins anew")
+            self._warn("is not in the checkpoint: the sampler starts from the beginning")
             return
-        if world_size != self._world_size and self._rank == 0:
+        if dp_size != self._dp_size and self._is_main_rank:
             _log.warning(
-                "the state of %s was saved on %d ranks and is loaded on %d: whether it deals the samples "
-                "anew is up to its load_state_dict.",
+                "the state of %s was saved on %d ranks and is loaded on %d: its load_state_dict "
+                "decides whether samples are distributed again.",
                 type(self._sampler).__name__,
-                world_size,
-                self._world_size,
+                dp_size,
+                self._dp_size,
             )
         self._sampler.load_state_dict(copy.deepcopy(state["sampler"]))
         self._current = None
 
     def _warn(self, what: str) -> None:
-        """Log a warning once, on rank 0."""
-        if not self._has_warned and self._rank == 0:
+        """Log a warning once, on the main rank."""
+        if not self._has_warned and self._is_main_rank:
             _log.warning(
-                "the position in the data %s, since %s has no state_dict and load_state_dict. Give it "
-                "both, or leave data_sampler out: the engine's own sampler shuffles like torch's "
-                "DistributedSampler and goes on where it was.",
+                "the position in the data %s, since %s has no state_dict and load_state_dict. "
+                "Give it both, or leave data_sampler out: the engine's own sampler shuffles like "
+                "torch's DistributedSampler and continues at the saved position.",
                 what,
                 type(self._sampler).__name__,
             )
@@ -351,8 +352,9 @@ class ResumableLoader(DataLoader[Any]):
         dataset: Dataset[Any],
         batch_size: int,
         *,
-        rank: int = 0,
-        world_size: int = 1,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        is_main_rank: bool = True,
         shuffle: bool = True,
         sampler: Any = None,
         drop_last: bool = False,
@@ -362,7 +364,7 @@ class ResumableLoader(DataLoader[Any]):
     ) -> None:
         is_stream = isinstance(dataset, IterableDataset)
         if sampler is None and not is_stream:
-            sampler = ResumableSampler(dataset, world_size, rank, shuffle)
+            sampler = ResumableSampler(dataset, dp_size, dp_rank, shuffle)
         super().__init__(
             dataset,
             batch_size=batch_size,
@@ -373,16 +375,16 @@ class ResumableLoader(DataLoader[Any]):
             num_workers=num_workers,
             generator=torch.Generator(),
         )
-        self.rank = rank
+        self.dp_rank = dp_rank
         self._fused_updates = 0  # index of the current pass, or of the next one
-        self._is_inside = False  # did a pass begin that has not ended?
+        self._is_inside = False  # whether a pass has begun and not ended
         self._position: Position
         if is_stream:
-            self._position = StreamPosition(batch_size, world_size, num_workers)
+            self._position = StreamPosition(batch_size, dp_size, num_workers)
         elif isinstance(sampler, ResumableSampler):
             self._position = EpochPosition(sampler, batch_size)
         else:
-            self._position = drawn = SamplerPosition(sampler, batch_size, rank, world_size)
+            self._position = drawn = SamplerPosition(sampler, batch_size, dp_size, is_main_rank)
             cast("BatchSampler", self.batch_sampler).sampler = drawn
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -392,7 +394,11 @@ class ResumableLoader(DataLoader[Any]):
         begun = self._position.begin()
         self.generator.manual_seed(
             _seed(
-                torch.initial_seed(), self.rank, self._fused_updates, begun.samples, begun.batches
+                torch.initial_seed(),
+                self.dp_rank,
+                self._fused_updates,
+                begun.samples,
+                begun.batches,
             )
         )
         batches = super().__iter__()
@@ -427,10 +433,10 @@ class ResumableLoader(DataLoader[Any]):
         kind = state.get("kind") if isinstance(state, Mapping) else None
         if kind != self._position.kind:
             raise CheckpointError(
-                f"the checkpoint's position in the data is of the kind {kind!r:.40}, and this loader's "
-                f"of the kind {self._position.kind!r} (epoch: a dataset with a length; stream: an "
-                "IterableDataset; sampler: an own data_sampler). Resume with data of the same kind, or "
-                "without the position."
+                f"the checkpoint's position in the data is of the kind {kind!r:.40}, and this "
+                f"loader's of the kind {self._position.kind!r} (epoch: a dataset with a length; "
+                "stream: an IterableDataset; sampler: a data_sampler that the program passed). "
+                "Resume with data of the same kind, or without the position."
             )
         passes = _count(state, "passes")
         self._position.load(state)
@@ -439,7 +445,7 @@ class ResumableLoader(DataLoader[Any]):
 
 def _read_again(batches: Iterator[Any], count: int) -> None:
     """Read the batches that were yielded before. The CPU generators keep the states that they had."""
-    _log.info("reading %d batches again to get to where the stream was.", count)
+    _log.info("reading %d batches again to reach the saved position of the stream.", count)
     cpu = torch.device("cpu")
     random_state = rng_state(cpu)
     for _ in itertools.islice(batches, count):

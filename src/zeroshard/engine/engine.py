@@ -1,10 +1,11 @@
-"""What is a training step? Forward, backward and step of one engine, and nothing else."""
+"""The engine: forward, backward and step of one model, and the calls that a program makes beside them."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -17,11 +18,12 @@ from zeroshard.comm.collectives import Comm
 from zeroshard.config import LoadedConfig
 from zeroshard.core.nbytes import state_nbytes
 from zeroshard.engine import export
-from zeroshard.engine.arguments import check_loss, refused_graph
+from zeroshard.engine.arguments import backward_error
+from zeroshard.engine.build import build_engine
 from zeroshard.engine.checkpoint_loader import CheckpointLoader
 from zeroshard.engine.checkpoint_saver import CheckpointSaver
-from zeroshard.engine.compose import Events, compose
 from zeroshard.engine.data import agreed_batches
+from zeroshard.engine.draft import EngineArguments
 from zeroshard.engine.flops import counted
 from zeroshard.engine.manual_gc import ManualGC
 from zeroshard.engine.offload_states import asked_of_to, check_keeps, is_return
@@ -34,19 +36,21 @@ from zeroshard.engine.report import (
     rows_from_vector,
     vector_of,
 )
+from zeroshard.engine.training_state import Counters, TrainingState
 from zeroshard.errors import LossScaleError, UnsupportedError, UsageError, in_short
 from zeroshard.precision.casting import cast_floats
+from zeroshard.zero.hooks import StepHooks
 from zeroshard.zero.life import EngineState
 
 logger = logging.getLogger("zeroshard")
 T = TypeVar("T")
 
 MISCOUNTED = (
-    "engine.step() after %d backwards counts as one micro-batch of %d. If step() is called only where "
-    "a step ends, say so: set_gradient_accumulation_boundary(), no_sync(), or "
-    '"managed_gradient_accumulation": false'
+    "engine.step() after %d backwards counts as one micro-batch of %d. If the program calls "
+    "step() only at the end of an optimizer step, use set_gradient_accumulation_boundary(), "
+    'no_sync(), or "managed_gradient_accumulation": false'
 )
-"""A warning and no error: several losses in one micro-batch are legal."""
+"""A warning, not an error, because several losses in one micro-batch are allowed."""
 
 
 class Engine(nn.Module):
@@ -54,12 +58,15 @@ class Engine(nn.Module):
 
     ``model``: an ordinary module, one built under :class:`zeroshard.zero.Init`, or one on the meta
     device. ``config``: DeepSpeed's JSON as dict, path or string. ``optimizer``: a ``torch.optim``
-    object, or a callable of the parameters; None takes the one in the config, or none at all (then the
-    engine only runs the model). ``lr_scheduler``: an object, or a callable of the optimizer. An object
-    acts instead of what the config names, and a notice says so.
+    object, or a callable that makes one from the parameters. None: the optimizer that the configuration
+    names. If it names none, the engine only runs the model. ``lr_scheduler``: an object, or a callable
+    that makes one from the optimizer. An object replaces the schedule in the configuration, and a notice
+    says so.
 
     Collective: every rank builds its engines in the same order, from the same configuration.
-    Raises :class:`ConfigError` with all mistakes of the configuration at once.
+
+    Raises:
+        ConfigError: the configuration has mistakes; the text lists all of them.
 
     >>> engine = Engine(nn.Linear(4, 1), config={
     ...     "train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}})
@@ -71,8 +78,9 @@ class Engine(nn.Module):
     >>> engine.close()
     """
 
-    _as_deepspeed: ClassVar[bool] = False  # how unknown keys are taken: see load_config
-    _in_backward: ClassVar[list[Engine]] = []  # whose backward() runs: one loss, several engines
+    _as_deepspeed: ClassVar[bool] = False  # whether unknown keys may be notices: see load_config
+    # Engines whose backward() runs. Several, if one loss was computed with several engines.
+    _in_backward: ClassVar[list[Engine]] = []
 
     def __init__(
         self,
@@ -85,16 +93,16 @@ class Engine(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        events = Events(self._on_forward_begin, self._on_backward_begin, self._on_abandon)
-        parts = compose(
-            model,
-            events,
-            config=config,
-            optimizer=optimizer,
-            model_parameters=model_parameters,
-            lr_scheduler=lr_scheduler,
-            device=device,
-            as_deepspeed=self._as_deepspeed,
+        parts = build_engine(
+            EngineArguments(
+                model, config, optimizer, model_parameters, lr_scheduler, device, self._as_deepspeed
+            ),
+            partial(
+                StepHooks,
+                on_forward_begin=self._on_forward_begin,
+                on_backward_begin=self._on_backward_begin,
+                on_abandon=self._on_abandon,
+            ),
         )
         self.module = model
         self.loaded: LoadedConfig = parts.loaded
@@ -107,32 +115,35 @@ class Engine(nn.Module):
         self.scales_loss = parts.scales_loss
         self.lr_scheduler = parts.scheduler
         self.optimizer = parts.runtime.optimizer.inner if parts.runtime.optimizer else None
-        self.world_size = parts.place.world_size
-        self.global_rank = parts.place.rank
-        self.local_rank = parts.place.local_rank
-        self.local_world_size = parts.place.local_world_size
+        self.world_size = parts.rank_info.world_size
+        self.global_rank = parts.rank_info.rank
+        self.local_rank = parts.rank_info.local_rank
+        self.local_world_size = parts.rank_info.local_world_size
+        self.is_main_rank = parts.rank_info.is_main_rank
+        self.dp_rank = parts.coordinate.dp_rank
+        self.dp_size = parts.coordinate.dp_size
         self.accumulation = parts.accumulation
         self.global_steps = 0
         self.micro_steps = 0
         self.global_samples = 0
         self.last_step: StepReport | None = None
-        self.training_dataloader: Any = None  # what initialize() made of training_data
+        self.training_dataloader: Any = None  # set by initialize(), from training_data
         self._comm: Comm = parts.watch.gathers
         self._watch = parts.watch
         self._update = parts.update
         self._hooks = parts.hooks
         self._offloader = parts.offloader
         self._observer = parts.observer
-        self._skipped = SkippedSteps(lambda: self.lr_scheduler, self._groups)
-        self._saver, self._loader = CheckpointSaver(self), CheckpointLoader(self)
+        self._skipped = SkippedSteps(self._groups)
+        self._make_savers = parts.make_savers
         self._micro_batch_size = self.settings.train_micro_batch_size_per_gpu
         self._norms: Sequence[tuple[int, Tensor]] = ()  # of the last step, by parameter
         self._scaled_by_caller = False
         self._weight = 1.0
-        if self._observer.watches_phases:
+        if self._observer is not None and self._observer.watches_phases:
             for phase in ("forward", "backward", "step"):
                 setattr(self, phase, self._observer.phase(phase, getattr(self, phase)))
-        if (section := self.settings.flops_profiler).enabled and self.global_rank == 0:
+        if (section := self.settings.flops_profiler).enabled and self.is_main_rank:
             self.forward = counted(self.forward, model, lambda: self.global_steps, section)  # type: ignore[method-assign]
         self._gc = ManualGC() if self.settings.disable_python_gc else None
 
@@ -140,7 +151,8 @@ class Engine(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model. Returns what the model returns."""
-        self.life.check("engine.forward()", "lp_params")
+        if not self.life.is_open:
+            self.life.check("engine.forward()", "lp_params")
         if self.settings.fp16.enabled and self.settings.fp16.auto_cast:
             args, kwargs = cast_floats((args, kwargs), torch.float16)
         if self.policy.autocast is None:
@@ -151,24 +163,25 @@ class Engine(nn.Module):
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> Tensor:
-        """Backpropagate a scalar loss, divided by ``gradient_accumulation_steps`` and loss-scaled.
+        """Divide a scalar loss by ``gradient_accumulation_steps``, scale it, and run its backward.
 
-        ``scale_wrt_gas=False``: the caller divided already. Returns the divided loss, not loss-scaled.
+        ``scale_wrt_gas=False``: the caller has divided it already. Returns the divided loss, which is
+        not loss-scaled.
         """
-        self.life.check("engine.backward()", "lp_params", "lp_grads")
-        check_loss(loss)
+        if not self.life.is_open:
+            self.life.check("engine.backward()", "lp_params", "lp_grads")
         self._hooks.recover()
-        if scale_wrt_gas and self.accumulation.steps > 1:
-            loss = loss / self.accumulation.steps
-        scaled = loss * self.scaler.scale if self.scales_loss else loss
-        if self._weight != 1.0:
-            scaled = scaled * self._weight
         self._in_backward.append(self)
         try:
+            if scale_wrt_gas and self.accumulation.steps > 1:
+                loss = loss / self.accumulation.steps
+            scaled = loss * self.scaler.scale if self.scales_loss else loss
+            if self._weight != 1.0:
+                scaled = scaled * self._weight
             scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            if (refused := refused_graph(error)) is not None:
-                raise refused from error
+        except (RuntimeError, AttributeError, TypeError) as error:
+            if (clearer := backward_error(loss, error)) is not None:
+                raise clearer from error
             raise
         finally:
             self._in_backward.remove(self)
@@ -181,20 +194,25 @@ class Engine(nn.Module):
         return loss * self.scaler.scale
 
     def _on_forward_begin(self) -> None:
+        self._update.end_updates()
         if self.accumulation.uncounted and torch.is_grad_enabled():
-            self._end_micro_batch()  # no_sync: a new forward ends the micro-batch before it
+            self._end_micro_batch()  # inside no_sync() a new forward ends the micro-batch before it
 
     def _on_abandon(self) -> None:
-        """Gradients were dropped: the next micro-batch is the first of its step."""
+        """Note that gradients were dropped: the next micro-batch is the first of its step."""
         lost = self.accumulation.micro_steps
-        if lost and self.global_rank == 0:
+        if lost and self.is_main_rank:
             logger.warning("the gradients of %d complete micro-batches of this step are lost", lost)
-        self.accumulation.restart()
         self._forget_step()
 
     def _on_backward_begin(self, landed: bool) -> bool:
-        """Does the backward that begins count? If nobody announced it, not before a gradient landed."""
-        self.life.check("loss.backward()", "lp_params", "lp_grads")
+        """Whether the backward that runs is one of a micro-batch. See :class:`StepHooks`.
+
+        ``landed``: a gradient is ready. Before that, only a backward that :meth:`backward` started is
+        known to be one.
+        """
+        if not self.life.is_open:
+            self.life.check("loss.backward()", "lp_params", "lp_grads")
         running = self._in_backward
         if not running and not landed:
             return False
@@ -203,50 +221,54 @@ class Engine(nn.Module):
         elif not running:
             if self.scales_loss and not self._scaled_by_caller:
                 raise UsageError(
-                    "loss.backward() in fp16 without loss scaling: small gradients would vanish. Use "
-                    "engine.backward(loss), or engine.scale(loss).backward()."
+                    "loss.backward() in fp16 without loss scaling: small gradients would become "
+                    "0. Use engine.backward(loss), or engine.scale(loss).backward()."
                 )
             if self._weight != 1.0:
                 raise UsageError(
-                    'loss.backward() on a rank that has joined with weight 0 ("uneven": "join"): its '
-                    "repeated batch would count. Use engine.backward(loss)."
+                    'loss.backward() on a rank that has joined with weight 0 ("uneven": "join"): '
+                    "its repeated batch would change the gradients. Use engine.backward(loss)."
                 )
         self.accumulation.note_backward(divided=bool(running))
         return True
 
     def _check_shared_loss(self, other: Engine) -> None:
-        """The loss that another engine divides and scales reaches this one too."""
+        """Refuse a loss of two engines if they divide it differently, or if one of them scales it."""
         mine, theirs = self.accumulation.steps, other.accumulation.steps
         if mine != theirs:
             raise UsageError(
-                f"one loss goes through engines with gradient_accumulation_steps={theirs} and "
-                f"{mine}, so backward() of one divides it wrongly for the other. Use the same number."
+                "one loss was computed with two engines, with "
+                f"gradient_accumulation_steps={theirs} and {mine}. backward() of one engine "
+                "divides the loss wrongly for the other. Use the same number."
             )
         if self.scales_loss or other.scales_loss:
             raise UsageError(
-                "one loss goes through two engines, and one of them scales it (fp16): their loss "
-                "scales would differ. Train both in bf16 or fp32, or give each engine its own loss."
+                "one loss was computed with two engines, and one of them scales it (fp16): their "
+                "loss scales would differ. Train both in bf16 or fp32, or give each engine its "
+                "own loss."
             )
 
     # ------------------------------------------------------------------ the step
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """At an accumulation boundary: clip, update, zero the gradients, advance the schedule.
+        """End a micro-batch. At an accumulation boundary: clip, update, advance the schedule.
 
-        Elsewhere it only counts the micro-batch. Nothing is updated, and the schedule stays, if the
-        gradient is not finite (fp16, and bf16 with ``check_grad_overflow``). Waits for the device only
-        where an optimizer cannot skip there, or a parameter got no gradient.
+        The gradients are dropped after the update. If a gradient is not finite (in fp16, and in bf16
+        with ``check_grad_overflow``), nothing is updated and the schedule does not advance. This method
+        waits for the device only if the optimizer cannot skip a step on the device, or if a parameter
+        got no gradient.
         """
-        self.life.check("engine.step()")
+        if not self.life.is_open:
+            self.life.check("engine.step()")
         if self.accumulation.deferred:
             raise UsageError("engine.step() inside no_sync(): leave the context before stepping.")
         if self._hooks.recover():
             raise UsageError(
-                "engine.step() after a backward that an exception ended: its gradients are "
-                "incomplete and were dropped. Run the step's micro-batches again."
+                "engine.step() after a backward that raised an exception: its gradients are "
+                "incomplete and were deleted. Run the micro-batches of the step again."
             )
         if not self.accumulation.at_boundary():
-            if self.accumulation.seems_miscounted() and self.global_rank == 0:
+            if self.accumulation.seems_miscounted() and self.is_main_rank:
                 logger.warning(MISCOUNTED, self.accumulation.backwards, self.accumulation.steps)
             self._end_micro_batch()
             return
@@ -261,55 +283,63 @@ class Engine(nn.Module):
                 "engine.backward(loss) first."
             )
         self._resolve_last_step()
-        report, skipped, measures = self._update.run(self.global_steps + 1)
+        outcome = self._update.run(self.global_steps + 1)
+        report, skipped = outcome.report, outcome.skipped
         self.last_step = report
         self.global_steps += 1
-        self._skipped.advance(skipped, report, lr_kwargs or {})
+        self._skipped.advance(skipped, report, self.lr_scheduler, lr_kwargs or {})
         self.runtime.reducer.reset()
         self._hooks.forget_calls()
+        self._norms = outcome.norms
+        self._count_micro_batch()
         self._forget_step()
-        self._norms = measures.own_norms
-        self._end_micro_batch()
-        self.accumulation.restart()
         self._end_step(skipped)
 
     def _forget_step(self) -> None:
+        """The next micro-batch is the first of its step."""
         self._scaled_by_caller = False
         self._update.forget_step()
+        self.accumulation.restart()
 
     def _end_step(self, skipped: bool | None) -> None:
-        """Tell everybody who wants to know."""
+        """Count a skipped step, report the step, and collect garbage if the configuration asks for it."""
         report = self.last_step
         assert report is not None
         if skipped:
             self._on_skip(report)
         elif skipped is not None:
             self._skipped.in_a_row = 0
-        self._observer.after_step(report, samples=self.global_samples, skipped=self.skipped_steps)
+        if self._observer is not None:
+            self._observer.after_step(
+                report, samples=self.global_samples, skipped=self.skipped_steps
+            )
         if self._gc is not None:
             self._gc.collect()
 
     def _end_micro_batch(self) -> None:
         self.accumulation.advance()
+        self._count_micro_batch()
+
+    def _count_micro_batch(self) -> None:
         self.micro_steps += 1
-        self.global_samples += self.train_micro_batch_size_per_gpu() * self.world_size
+        self.global_samples += self.train_micro_batch_size_per_gpu() * self.dp_size
 
     # ------------------------------------------------------------------ skipped steps
 
     def _resolve_last_step(self) -> None:
-        """Learn the outcome of the last step if the host does not know it yet."""
-        if (report := self._skipped.resolve_last_step()) is not None:
+        """Get the outcome of the last step from the device, if the host does not have it."""
+        if (report := self._skipped.resolve_last_step(self.lr_scheduler)) is not None:
             self._on_skip(report)
 
     @property
     def skipped_steps(self) -> int:
-        """Steps that changed nothing, as far as the host knows."""
+        """Steps that changed nothing, without the last one while the host does not have its outcome."""
         return self._skipped.count
 
     def _on_skip(self, report: StepReport) -> None:
         self._skipped.count += 1
         self._skipped.in_a_row += 1
-        if self._skipped.in_a_row == 1 and self.global_rank == 0:
+        if self._skipped.in_a_row == 1 and self.is_main_rank:
             logger.warning(
                 "step %d skipped: the gradient is not finite (loss scale %g)",
                 report.step, report.loss_scale,
@@ -319,10 +349,11 @@ class Engine(nn.Module):
 
     def _non_finite_text(self, report: StepReport) -> str:
         return (
-            f"Non-finite gradients for {self._skipped.in_a_row} steps up to step {report.step}, and the "
-            f"loss scale {report.loss_scale:g} is at its minimum, so lowering it cannot help. First "
-            f"bad gradient: {self._first_bad_gradient()}. If the model was trained in bf16, train it "
-            'in bf16; else look at the loss, or lower "fp16": {"min_loss_scale"}.'
+            f"Non-finite gradients for {self._skipped.in_a_row} steps up to step {report.step}, "
+            f"and the loss scale {report.loss_scale:g} is at its minimum, so lowering it cannot "
+            f"help. First bad gradient: {self._first_bad_gradient()}. If the model was trained in "
+            'bf16 before, train it in bf16. Otherwise check the loss, or lower "fp16": '
+            '{"min_loss_scale"}.'
         )
 
     def _first_bad_gradient(self) -> str:
@@ -337,11 +368,11 @@ class Engine(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside do not complete a step. Legal at every stage: 0 and 1 defer the reduction,
-        2 and 3 reduce into the owner's shard, which is the same result at more traffic.
+        """A context in which no backward completes a step. Allowed at every stage.
 
-        A forward after a backward inside counts as the next micro-batch, so that ``step()`` may be
-        called once per optimizer step.
+        Stages 0 and 1 reduce the gradients later. Stages 2 and 3 reduce them in every backward, which
+        gives the same result with more traffic. Inside, a forward after a backward begins the next
+        micro-batch. So ``step()`` may be called once per optimizer step.
         """
         self.life.check()
         self.accumulation.deferred += 1
@@ -351,15 +382,18 @@ class Engine(nn.Module):
             self.accumulation.deferred -= 1
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """From now on the caller says which backward completes a step (Accelerate does)."""
+        """Set whether the next backwards complete a step. The engine's own count has no effect any more.
+
+        Accelerate calls this.
+        """
         self.accumulation.declared = bool(is_boundary)
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Will the next ``step()`` update?"""
+        """Whether the next ``step()`` updates the parameters."""
         return self.accumulation.at_boundary()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients accumulated so far: the next micro-batch begins a step."""
+        """Drop the gradients accumulated so far. The next micro-batch begins a step."""
         self.life.check()
         self._drop_gradients()
 
@@ -372,7 +406,7 @@ class Engine(nn.Module):
             param.grad = None
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
-        """Iterate while ranks agree that there are batches (config key ``uneven``)."""
+        """Yield batches until the ranks agree that there are no more (config key ``uneven``)."""
         self.life.check()
         return agreed_batches(
             loader,
@@ -397,12 +431,12 @@ class Engine(nn.Module):
 
     @property
     def basic_optimizer(self) -> torch.optim.Optimizer | None:
-        """The torch optimizer, whatever a program that wraps it calls ``optimizer``."""
+        """The ``torch.optim`` optimizer, also if a program replaced ``optimizer`` by a wrapper of it."""
         return self.runtime.optimizer.inner if self.runtime.optimizer is not None else None
 
     @property
     def transport(self) -> str:
-        """Which collectives are used, for instance ``p2p`` or ``nccl``."""
+        """The name of the transport, for instance ``p2p`` or ``nccl``."""
         return self._comm.transport
 
     @property
@@ -411,16 +445,16 @@ class Engine(nn.Module):
         return self.policy.table()
 
     def get_global_grad_norm(self) -> float | None:
-        """Norm before clipping of the last step; None before the first."""
+        """The norm of the last step's gradient before clipping; None before the first step."""
         return self.last_step.grad_norm if self.last_step is not None else None
 
     def was_step_applied(self) -> bool:
-        """Did the last ``step()`` update the parameters?"""
+        """Whether the last ``step()`` updated the parameters."""
         return self.last_step is not None and not self.last_step.skipped
 
     @property
     def config(self) -> dict[str, Any]:
-        """The configuration as it was passed; a file's contents where a path was."""
+        """The configuration as it was passed; if that was a path, the contents of the file."""
         return self.loaded.raw
 
     def get_lr(self) -> list[float]:
@@ -430,7 +464,7 @@ class Engine(nn.Module):
 
     def train_batch_size(self) -> int:
         """Samples per optimizer step over all ranks."""
-        return self.train_micro_batch_size_per_gpu() * self.accumulation.steps * self.world_size
+        return self.train_micro_batch_size_per_gpu() * self.accumulation.steps * self.dp_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Samples per rank and forward."""
@@ -438,7 +472,7 @@ class Engine(nn.Module):
         return self._micro_batch_size
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Tell the engine of another micro-batch; the accumulation stays."""
+        """Set the samples per rank and forward. The number of accumulation steps does not change."""
         self._check_between_steps("set_train_micro_batch_size", micro_batch_size)
         self._micro_batch_size = micro_batch_size
 
@@ -447,14 +481,14 @@ class Engine(nn.Module):
         return self.accumulation.steps
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the batch size by changing the accumulation; the micro-batch stays."""
+        """Set the samples per step by the accumulation steps. The micro-batch does not change."""
         self._check_between_steps("set_train_batch_size", train_batch_size)
-        per_step = self.train_micro_batch_size_per_gpu() * self.world_size
+        per_step = self.train_micro_batch_size_per_gpu() * self.dp_size
         if train_batch_size < per_step or train_batch_size % per_step:
             raise UsageError(
                 f"set_train_batch_size({train_batch_size}): not a multiple of micro-batch "
-                f"{self.train_micro_batch_size_per_gpu()} x world size {self.world_size}. Only the "
-                f"accumulation changes, so give a multiple of {per_step}."
+                f"{self.train_micro_batch_size_per_gpu()} x world size {self.dp_size}. Only the "
+                f"number of accumulation steps can change, so give a multiple of {per_step}."
             )
         self.accumulation.steps = train_batch_size // per_step
 
@@ -466,7 +500,7 @@ class Engine(nn.Module):
             raise UsageError(f"{call} in the middle of a step: call it after step().")
 
     def iter_full_params(self) -> Iterator[tuple[str, Tensor]]:
-        """Stream ``(name, full values)`` of every parameter, one unit in memory at a time. Collective."""
+        """Yield ``(name, full values)`` of every parameter, one unit in memory at a time. Collective."""
         self.life.check()
         self._update.all_gather_late()
         for unit in self.runtime.units:
@@ -480,7 +514,7 @@ class Engine(nn.Module):
                 del full_N
 
     def memory_report(self, *, all_ranks: bool = False) -> MemoryReport:
-        """Planned and measured bytes per category and tier; of all ranks if asked (then collective)."""
+        """Planned and measured bytes per category and tier. Collective if ``all_ranks``."""
         planned = state_nbytes(self.runtime.plan, self.runtime.stage, self._comm.rank)
         measured = measured_nbytes(self.runtime.ledger, self._watch.scratch_nbytes)
         if not all_ranks:
@@ -492,6 +526,20 @@ class Engine(nn.Module):
 
     # ------------------------------------------------------------------ checkpoints
 
+    @cached_property
+    def _savers(self) -> tuple[CheckpointSaver, CheckpointLoader]:
+        """Made at the first save or load, because making them opens a connection to the store."""
+        return self._make_savers()
+
+    @property
+    def _saver(self) -> CheckpointSaver:
+        return self._savers[0]
+
+    def _wait_for_save(self) -> None:
+        """Wait for a save that runs in the background. Makes no saver if there never was a save."""
+        if "_savers" in vars(self):
+            self._saver.wait()
+
     def save_checkpoint(
         self,
         save_dir: str | PathLike[str],
@@ -500,33 +548,37 @@ class Engine(nn.Module):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Write everything that training needs to go on: ``save_dir/tag`` appears as a whole, then
-        ``latest`` names it. Every rank calls it.
+        """Save a checkpoint: the directory ``save_dir/tag``. Every rank calls it.
 
-        ``tag``: default ``global_step<N>``. ``client_state``: plain data and tensors of the caller, from
-        rank 0. ``exclude_frozen_parameters``: their digest is kept, and the model must bring the same
-        ones. With ``"checkpoint": {"asynchronous": true}`` it returns when the values are copied;
-        :meth:`wait_for_checkpoint` waits for the rest, and so does the next save.
+        The directory gets its name when it is complete. After that ``latest`` names it
+        (``docs/checkpoints.md``, ``docs/format.md``). ``tag``: default ``global_step<N>``.
+        ``client_state``: plain data and tensors of the caller; those of rank 0 are saved.
+        ``exclude_frozen_parameters``: only their digests are saved, and a load needs a model with the
+        same values. With ``"checkpoint": {"asynchronous": true}`` this returns when the values are
+        copied. :meth:`wait_for_checkpoint` waits for the rest. So does the next save. Returns True.
 
-        Returns True. Raises :class:`CheckpointError` on every rank if it could not be written; what was
-        saved before is untouched. (``docs/checkpoints.md``, ``docs/format.md``.)
+        Raises:
+            CheckpointError: on every rank: it cannot be written. Earlier checkpoints are unchanged.
         """
-        self.life.check("engine.save_checkpoint()")
+        if not self.life.is_open:
+            self.life.check("engine.save_checkpoint()")
         check_directory(save_dir, "engine.save_checkpoint()")
-        with self._watch.section("save"):
+        with self._watch.recorder.in_section("save"):
+            self._wait_for_save()
             self._saver.save(
                 save_dir,
                 tag,
                 client_state or {},
+                self._training_state(),
                 save_latest=save_latest,
                 exclude_frozen=exclude_frozen_parameters,
             )
         return True
 
     def wait_for_checkpoint(self) -> None:
-        """Return when the last save is on disk. Raises what ended it."""
-        with self._watch.section("save"):
-            self._saver.wait()
+        """Wait until the last save is complete. Raises its error, if it failed."""
+        with self._watch.recorder.in_section("save"):
+            self._wait_for_save()
 
     def load_checkpoint(
         self,
@@ -540,36 +592,73 @@ class Engine(nn.Module):
         *,
         missing_ok: bool = False,
     ) -> tuple[str | None, dict[str, Any]]:
-        """Go on where a checkpoint was saved, by whatever world size, stage, store or unit plan, by this
-        library or by DeepSpeed. Every rank calls it.
+        """Load a checkpoint of ZeroShard or of DeepSpeed. Every rank calls it.
 
-        ``tag=None`` takes ``latest``; if that one is damaged, the newest older one that is not, with a
-        warning. ``load_module_strict=False`` loads the parameters and buffers that fit by name.
-        ``load_module_only``: weights alone; counters, schedule and generators stay. ``custom_load_fn`` is
-        DeepSpeed's, and refused: edit parameters after loading. ``missing_ok``: a directory without
-        ``latest`` gives ``(None, {})``, and training starts from what the model has.
+        World size, stage, tiers and units may differ from those of the save. ``tag=None``: the checkpoint
+        that ``latest`` names; if that is damaged, the newest older one that is not, with a warning.
+        ``load_module_strict=False``: load the parameters and buffers whose names fit.
+        ``load_module_only``: load only weights; counters, schedule and generators do not change.
+        ``custom_load_fn``: DeepSpeed's argument, which is refused. ``missing_ok``: for a directory
+        without ``latest`` return ``(None, {})`` and change nothing.
 
-        Returns the directory and the ``client_state``. Raises :class:`CheckpointError` on every rank:
-        for one of another model or optimizer before anything is changed.
+        Returns the directory and the ``client_state``.
+
+        Raises:
+            CheckpointError: on every rank. If the checkpoint is of another model or optimizer, nothing
+                has been changed.
         """
         self.life.check("engine.load_checkpoint()", may_load=True)
         check_directory(load_dir, "engine.load_checkpoint()")
         if custom_load_fn is not None:
             raise UnsupportedError(
-                "load_checkpoint(custom_load_fn=...): values go straight into shards, and no rank sees a "
-                "whole state dict. Load without it, then edit under zero.GatheredParameters."
+                "load_checkpoint(custom_load_fn=...): values are loaded directly into shards, and "
+                "no rank has a full state dict. Load without custom_load_fn, then edit parameters "
+                "under zero.GatheredParameters."
             )
-        with self._watch.section("load"):
-            self._saver.wait()
-            return self._loader.load(
+        with self._watch.recorder.in_section("load"):
+            self._wait_for_save()
+            self._drop_gradients()
+            loaded = self._savers[1].load(
                 load_dir,
                 tag,
+                self._training_state(),
                 strict=load_module_strict,
                 optimizer_states=load_optimizer_states,
                 scheduler_states=load_lr_scheduler_states,
                 module_only=load_module_only,
                 missing_ok=missing_ok,
             )
+        if loaded is None:
+            return None, {}
+        if loaded.counters is not None:
+            self._set_counters(loaded.counters)
+        return str(loaded.path), loaded.client_state
+
+    def _training_state(self) -> TrainingState:
+        """What a checkpoint contains besides units. Gets the outcome of the last step first."""
+        self._resolve_last_step()
+        self._update.all_gather_late()
+        if self.runtime.optimizer is not None:
+            self.runtime.optimizer.wait_for_worker()  # it counts steps in the state that is read here
+        accumulation = self.accumulation
+        return TrainingState(
+            Counters(self.global_steps, self.micro_steps, self.global_samples, self._skipped.count),
+            self.module,
+            self.basic_optimizer,
+            self._groups,
+            self.scaler,
+            self.lr_scheduler,
+            self.training_dataloader,
+            accumulation_steps=accumulation.steps,
+            lost_backwards=accumulation.backwards if accumulation.divided else None,
+        )
+
+    def _set_counters(self, counters: Counters) -> None:
+        self.global_steps = counters.global_steps
+        self.micro_steps = counters.micro_steps
+        self.global_samples = counters.global_samples
+        self._skipped.count = counters.skipped_steps
+        self._skipped.in_a_row = 0
 
     save_16bit_model = export.save_16bit_model
     save_fp16_model = export.save_16bit_model
@@ -577,7 +666,7 @@ class Engine(nn.Module):
     _consolidated_16bit_state_dict = export.consolidated_16bit_state_dict
     _zero3_consolidated_16bit_state_dict = export.consolidated_16bit_state_dict
 
-    # ------------------------------------------------------------------ away from the device
+    # ------------------------------------------------------------------ offload
 
     def offload_states(
         self,
@@ -586,35 +675,42 @@ class Engine(nn.Module):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Move training state from the device to host memory, at any stage: the device is for something
-        else until :meth:`reload_states`. What rests in host memory or on disk anyway stays.
+        """Move training state from the device to host memory until :meth:`reload_states` is called.
 
-        ``include``: some of ``optim_states``, ``hp_params`` (masters), ``lp_params`` (parameters; in fp32
-        they are their own masters) and ``lp_grads``; None is all. Until they are back, calls that need
-        them raise :class:`UsageError`; views of parameters or optimizer state that the program took
-        before must not be read. ``non_blocking``: copies go on behind, and freed memory stays in torch's
-        cache. Page-locked memory is kept for the next time; :meth:`empty_partition_cache` gives it back.
-        Every rank calls it.
+        Every rank calls it. It works at every stage. State that the configuration stores in host memory
+        or on disk is not moved. ``include``: some of ``optim_states``, ``hp_params`` (masters),
+        ``lp_params`` (parameters; in fp32 they are their own masters) and ``lp_grads``; None: all. While
+        state is offloaded, calls that need it raise :class:`UsageError`. Views of parameters or
+        optimizer state that the program made before must not be read. ``non_blocking``: the copies may
+        still run when this returns, and freed memory stays in torch's cache. Pinned memory is kept for
+        the next call; :meth:`empty_partition_cache` frees it.
         """
         self.life.check()
         self._offloader.offload(include, device, pin_memory=pin_memory, non_blocking=non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Bring back, bit by bit, all that :meth:`offload_states` moved. Every rank calls it."""
+        """Move back to the device all that :meth:`offload_states` moved. Every rank calls it."""
         self.life.check()
         self._offloader.reload(non_blocking=non_blocking)
 
     def empty_partition_cache(self) -> None:
-        """Free gathered parameters of sharded units until their next use, and memory kept for
-        :meth:`offload_states`. Every rank calls it, between steps."""
+        """Free gathered parameters until their next use, and memory kept for :meth:`offload_states`.
+
+        Every rank calls it, between steps.
+        """
         self.life.check()
         self.runtime.prefetcher.reshard_all()
         self._offloader.forget_spare()
 
     def to(self, *args: Any, **kwargs: Any) -> Engine:
-        """To ``"cpu"``: :meth:`offload_states`. To the engine's own device, which on CPU ranks is
-        ``"cpu"``: :meth:`reload_states`. To the parameters' dtype, as :meth:`half` and the like: casts
-        buffers. Raises :class:`UsageError` for other devices and dtypes."""
+        """Offload, reload, or cast buffers, depending on the arguments.
+
+        To ``"cpu"``: :meth:`offload_states`. To the engine's own device, which on CPU ranks is
+        ``"cpu"``: :meth:`reload_states`. To the parameters' dtype, as in :meth:`half`: cast buffers.
+
+        Raises:
+            UsageError: another device or dtype.
+        """
         device, dtype = asked_of_to(args, kwargs)
         home = device is None or is_return(device, self.device)
         if dtype is not None:
@@ -637,8 +733,11 @@ class Engine(nn.Module):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Engine:
-        """What ``half()``, ``bfloat16()``, ``float()``, ``type()`` and the like come down to: buffers
-        follow, and parameters are that already. Raises :class:`UsageError` if they are not."""
+        """Change buffers by ``fn``. ``half()``, ``bfloat16()``, ``float()`` and ``type()`` call this.
+
+        Raises:
+            UsageError: ``fn`` would change a parameter.
+        """
         self.life.check()
         check_keeps(fn, self.module.parameters(), self.device)
         for module in self.module.modules() if recurse else ():
@@ -648,50 +747,49 @@ class Engine(nn.Module):
         return self
 
     def to_empty(self, **_: Any) -> Engine:
-        """Refused: an engine's parameters have their values."""
+        """Refused, because the values of the parameters would be lost."""
         raise UsageError(
-            "engine.to_empty() would forget what was trained. Build the model on the meta device, and "
-            "give it to the engine as it is."
+            "engine.to_empty() would delete the trained values. To start without values, build "
+            "the model on the meta device and pass it to the engine."
         )
 
     def share_memory(self) -> Engine:
-        """Refused: parameters are views of the engine's own memory."""
+        """Refused, because the engine frees and allocates the memory of parameters."""
         raise UsageError(
-            "engine.share_memory(): parameters are views of memory that the engine frees and fills. "
-            "Share a copy of the model, for instance from engine.save_16bit_model()."
+            "engine.share_memory(): parameters are views of memory that the engine frees and "
+            "allocates. Share a copy of the model, for instance from engine.save_16bit_model()."
         )
 
-    # ------------------------------------------------------------------ life
+    # ------------------------------------------------------------------ mode and end
 
     def train(self, mode: bool = True) -> Engine:
-        """Training mode of the module."""
+        """Set the module and the engine to training mode, or to evaluation mode."""
         self.module.train(mode)
         self.training = mode
         return self
 
     def close(self, reason: str = "") -> None:
-        """Detach hooks and give all memory back. Whole parameters stay readable, shards are gone.
+        """Detach hooks and free all memory. Resident parameters stay readable; shards are lost.
 
-        ``reason``: the error that ends the engine; other ranks learn it if they still wait for this one.
+        ``reason``: the error that ends the engine. Other ranks that wait for this one show it.
         """
         if self.life.state is EngineState.CLOSED:
             return
         self.life.close()
-        with contextlib.ExitStack() as rest:  # last in, first closed; an error keeps nothing open
+        # The last entry runs first. All of them run, also after an error.
+        with contextlib.ExitStack() as rest:
             rest.callback(self._watch.close)
             if self._gc is not None:
                 rest.callback(self._gc.close)
-            rest.callback(self._observer.close)
-            rest.callback(self.runtime.stores.close)
-            if self.runtime.optimizer is not None:
-                rest.callback(self.runtime.optimizer.close)
-            rest.callback(self.runtime.reducer.close, wait=not reason)
-            for unit in reversed(self.runtime.units):
-                rest.callback(unit.close, wait=not reason)
-            if reason:  # other ranks may be gone: end the connections, then wait for nothing
+            if self._observer is not None:
+                rest.callback(self._observer.close)
+            rest.callback(self.runtime.close, wait=not reason)
+            if reason:  # other ranks may have ended: close the connections, wait for nothing
                 rest.callback(self._watch.close, reason)
-            # Before anybody is told that this rank is gone: the others would give the save up.
-            rest.callback(self._saver.close, quiet=bool(reason))
+            # Before other ranks are told that this rank has left: they would give up the save.
+            if "_savers" in vars(self):
+                rest.callback(vars(self).pop, "_savers")  # they refer to masters
+                rest.callback(self._saver.close, quiet=bool(reason))
             rest.callback(self._hooks.remove)
             if not reason:
                 rest.callback(self._update.all_gather_late)
@@ -705,7 +803,7 @@ class Engine(nn.Module):
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         self.close("" if error is None else in_short(error))
 
-    if not TYPE_CHECKING:  # for one release: see zeroshard/moved.py
+    if not TYPE_CHECKING:  # old names, for one release: see zeroshard/moved.py
 
         def __getattr__(self, name: str) -> Any:
             try:

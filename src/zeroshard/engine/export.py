@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.checkpoint.all_ranks import run_on_all_ranks
 from zeroshard.checkpoint.directory import check_directory
 from zeroshard.checkpoint.export import Exporter, pieces_of, write_bins
 from zeroshard.checkpoint.export_plan import (
@@ -28,7 +27,8 @@ from zeroshard.checkpoint.export_plan import (
     parse_size,
     plan_shards,
 )
-from zeroshard.engine.names import persistent_buffers
+from zeroshard.checkpoint.local_state import persistent_buffers
+from zeroshard.comm.agreement import run_on_all_ranks
 from zeroshard.errors import UsageError
 
 LP_PARAMS = "lp_params"
@@ -60,7 +60,7 @@ def save_16bit_model(
             f"{call}(save_filename={save_filename!r}): give a name without a directory."
         )
     weights = _weights_of(engine, exclude_frozen_parameters=exclude_frozen_parameters)
-    with engine._watch.section("export"):
+    with engine._watch.recorder.in_section("export"):
         if str(save_filename).endswith(".safetensors"):
             _write(engine, call, weights, save_dir, filename=save_filename, max_shard_size=None)
             return True
@@ -97,7 +97,7 @@ def save_pretrained(
         exclude_frozen_parameters=exclude_frozen_parameters,
         adapters=tuple(adapters) if adapters else None,
     )
-    with engine._watch.section("export"):
+    with engine._watch.recorder.in_section("export"):
         if adapters:
             state = _state_dict(engine, call, weights)
             agreed = _Agreed(engine, call)
@@ -119,9 +119,9 @@ def consolidated_16bit_state_dict(
     are one tensor.
     """
     weights = _weights_of(engine, exclude_frozen_parameters=exclude_frozen_parameters)
-    with engine._watch.section("export"):
+    with engine._watch.recorder.in_section("export"):
         state = _state_dict(engine, "consolidated_16bit_state_dict", weights)
-    return state if engine.global_rank == 0 else None
+    return state if engine.is_main_rank else None
 
 
 # ---------------------------------------------------------------------- which weights
@@ -170,7 +170,7 @@ def _weights_of(
 def _is_wanted(
     fqn: str, param: nn.Parameter, exclude_frozen: bool, adapters: Sequence[str] | None
 ) -> bool:
-    """Is the parameter exported? With adapters: if it is trained, or belongs to an adapter."""
+    """Whether the parameter is exported. With adapters: if it is trained, or belongs to an adapter."""
     if adapters is not None:
         return param.requires_grad or any(part in adapters for part in fqn.split("."))
     return param.requires_grad or not exclude_frozen
@@ -218,7 +218,7 @@ class _Agreed:
 
     def run(self, work: Callable[..., Any], *args: Any) -> Any:
         """Call ``work(*args)`` on rank 0, unless earlier work failed."""
-        if self._engine.global_rank != 0 or self._failure is not None:
+        if not self._engine.is_main_rank or self._failure is not None:
             return None
         try:
             return work(*args)
@@ -291,7 +291,7 @@ def _state_dict(engine: Any, call: str, weights: _Weights) -> dict[str, Tensor]:
             agreed.run(keep, fqn, tensor)
             del tensor  # see _write
     agreed.settle()
-    if engine.global_rank != 0:
+    if not engine.is_main_rank:
         return {}
     canonical = {name: fqn for fqn, names in weights.names.items() for name in names}
     canonical |= {name: name for name in weights.buffers}

@@ -7,13 +7,15 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from zeroshard.config.sections import FlopsConfig
+from zeroshard.device.choice import ops_of
+
+if TYPE_CHECKING:
+    from torch.utils.flop_counter import FlopCounterMode
 
 logger = logging.getLogger("zeroshard")
 
@@ -34,6 +36,8 @@ def counted(
         if not waits or step() != section.profile_step:
             return forward(*args, **kwargs)
         waits = False
+        from torch.utils.flop_counter import FlopCounterMode  # imports Triton, if that is installed
+
         begin_s = now_s(model)
         with FlopCounterMode(display=False) as counter:
             output = forward(*args, **kwargs)
@@ -62,8 +66,8 @@ def parameters(model: nn.Module) -> int:
 
 def now_s(model: nn.Module) -> float:
     """The host's clock in seconds, read after the device has finished its work."""
-    if any(param.is_cuda for param in model.parameters()):
-        torch.cuda.synchronize()
+    for device in {param.device for param in model.parameters()}:
+        ops_of(device).synchronize()
     return time.perf_counter()
 
 

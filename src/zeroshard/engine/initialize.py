@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from zeroshard.comm.env import local_device, rank_info_of
+from zeroshard.comm.env import local_device
 from zeroshard.engine.arguments import check_dataset
 from zeroshard.engine.data import loader_for
 from zeroshard.engine.engine import Engine
 from zeroshard.errors import UsageError
-from zeroshard.watchdog.join import init_distributed
+from zeroshard.watchdog.join import join_ranks
 
 logger = logging.getLogger("zeroshard")
 
@@ -59,8 +59,7 @@ def initialize(
     if training_data is not None:
         check_dataset(training_data)
     source = _one_config(args, config, config_params)
-    if rank_info_of().world_size > 1:
-        init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    join_ranks(distributed_port=distributed_port, dist_init_required=dist_init_required)
     engine = engine_type(
         model,
         config=source,
@@ -101,8 +100,9 @@ def _one_config(args: Any, config: Any, config_params: Any) -> Any:
 
 def _asked_device(args: Any) -> torch.device | None:
     index = getattr(args, "device_rank", None)
-    home = local_device()
-    return None if index is None or home.type == "cpu" else torch.device(home.type, int(index))
+    if index is None or (home := local_device()).type == "cpu":
+        return None
+    return torch.device(home.type, int(index))
 
 
 _told: set[str] = set()  # lines that this process has logged: engines have most lines in common
@@ -122,7 +122,7 @@ def announce(engine: Engine) -> None:
         handler.setFormatter(logging.Formatter("[zeroshard] %(message)s"))
         logger.addHandler(handler)
         logger.propagate = False
-    if engine.global_rank != 0:
+    if not engine.is_main_rank:
         return
     runtime = engine.runtime
     numel = sum(unit.layout.params_numel for unit in runtime.units)

@@ -142,7 +142,7 @@ class Monitors:
     def _drop(self, sink: Sink, what: str, error: Exception) -> None:
         self._sinks.remove(sink)
         _log.warning(
-            "%s could not %s and is switched off; training goes on (%s: %s)",
+            "%s could not %s and is switched off; training continues (%s: %s)",
             type(sink).__name__,
             what,
             type(error).__name__,

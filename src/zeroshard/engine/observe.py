@@ -33,8 +33,8 @@ class Observer:
     ``memory_breakdown``: bytes held at the end of each; ``comms_logger``: collectives since the last line
     (``verbose``: per unit, ``prof_ops``: only these); and the monitor sections.
 
-    ``disk()`` returns an object whose text describes what rank 0's disk did in the last update; None if
-    no optimizer state is on disk. It is logged after the step's line.
+    ``disk()`` returns an object whose text describes what this rank's disk did in the last update; None
+    if no optimizer state is on disk. The main rank logs it after the step's line.
     """
 
     def __init__(
@@ -44,14 +44,14 @@ class Observer:
         recorder: Recorder,
         ledger: Ledger,
         monitors: Monitors | None,
-        speaks: bool,
+        is_main_rank: bool,
         disk: Callable[[], object | None] = lambda: None,
     ) -> None:
         self._settings = settings
         self._disk, self._last_disk = disk, disk()
         self._recorder, self._ledger = recorder, ledger
         self.monitors = monitors
-        self._speaks = speaks
+        self._is_main_rank = is_main_rank
         self._seconds: dict[str, float] = {}  # by phase, since the last line
         self._last_s: dict[str, float] = {}  # by phase, in the current step, for the monitors
         self._held: dict[str, dict[str, int]] = {}
@@ -101,13 +101,13 @@ class Observer:
             )
         self._last_s = {}
         before, self._last_disk = self._last_disk, self._disk()
-        if self._speaks and self._line_every and report.step % self._line_every == 0:
+        if self._is_main_rank and self._line_every and report.step % self._line_every == 0:
             logger.info("%s", step_line(report, skipped))
             if self._last_disk is not before:  # a skipped step does not use the disk
                 logger.info("%s", self._last_disk)
         if self._breakdown_every and report.step % self._breakdown_every == 0:
             lines = self.lines()
-            for line in lines if self._speaks else ():
+            for line in lines if self._is_main_rank else ():
                 logger.info("%s", line)
 
     def lines(self) -> list[str]:

@@ -12,11 +12,11 @@ The bytes of parameters, masters and optimizer state belong to one
 
 * Tensors stay the same objects; their storages are resized (ADR 0002). Without that, the views that
   modules and the inner optimizer hold would point to freed memory after a reload.
-* While a kind is offloaded, its use is refused (:meth:`StateOffloader.check_not_offloaded` and the
+* While a kind is offloaded, its use is refused (:meth:`zeroshard.zero.life.Life.check` and the
   owners' own checks). Without that, a read of a released storage would fail with an unrelated error, and
   a write would be lost.
-* ``kinds`` is extended before the first byte moves, so that :meth:`StateOffloader.reload` can undo an
-  offload that failed in the middle.
+* ``Life.offloaded`` is extended before the first byte moves, so that :meth:`StateOffloader.reload` can
+  undo an offload that failed in the middle.
 * Every rank must move the same kinds at the same point of the program: the next collective needs the
   parameters of all ranks.
 """
@@ -25,17 +25,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zeroshard.core.tiers import Tier
-from zeroshard.engine.build import ZeroRuntime
+from zeroshard.device.choice import ops_of
+from zeroshard.device.ops import DeviceOps
+from zeroshard.engine.runtime import ZeroRuntime
 from zeroshard.errors import UsageError
 from zeroshard.offload.swapped_storage import HostBuffer, SwappedStorages, distinct
 from zeroshard.zero.hooks import StepHooks, in_backward
-from zeroshard.zero.life import KINDS
+from zeroshard.zero.life import KINDS, Life
 
 logger = logging.getLogger("zeroshard")
 
@@ -47,24 +50,31 @@ that wait for ``step()``. The last names a buffer that does not exist here."""
 
 _MOVING = frozenset(KINDS)
 _CATEGORIES = {OPTIM_STATES: "optimizer", HP_PARAMS: "master"}
-_OWNER = "room for states that are away"
+_OWNER = "host memory for offloaded states"
 
 
+@dataclass(eq=False)
 class StateOffloader:
     """Moves one engine's state between device and host memory.
 
     It communicates nothing, but every rank must call it: the next collective needs all parameters.
     """
 
-    def __init__(self, runtime: ZeroRuntime, hooks: StepHooks, device: torch.device) -> None:
-        self._runtime = runtime
-        self._life = runtime.life
-        self._hooks = hooks
-        self._device = device
-        self._swapped: dict[str, SwappedStorages] = {}
-        self._rooms: list[HostBuffer] = []
-        self._spare: HostBuffer | None = None  # page-locked memory, kept for the next offload
-        self._guards: list[Any] = []
+    _runtime: ZeroRuntime
+    _hooks: StepHooks
+    _device: torch.device
+    _swapped: dict[str, SwappedStorages] = field(default_factory=dict)
+    _rooms: list[HostBuffer] = field(default_factory=list)
+    _spare: HostBuffer | None = None  # page-locked memory, kept for the next offload
+    _guards: list[Any] = field(default_factory=list)
+
+    @property
+    def _life(self) -> Life:
+        return self._runtime.life
+
+    @property
+    def _ops(self) -> DeviceOps:
+        return ops_of(self._device)
 
     # ------------------------------------------------------------------ there and back
 
@@ -77,9 +87,8 @@ class StateOffloader:
         self._check_idle()
         if not kinds:
             return
-        self._life.offload(
-            kinds
-        )  # first: reload() also brings back what a failed offload has moved
+        # Before anything moves: reload() then also brings back what a failed offload has moved.
+        self._life.offload(kinds)
         leaving = {kind: distinct(tensors) for kind, tensors in self._leave(kinds)}
         room = self._room([here for parts in leaving.values() for here in parts], pin_memory)
         for kind, parts in leaving.items():
@@ -92,9 +101,9 @@ class StateOffloader:
                 swapped.swap_out(here, room)
         self._guard_optimizer()
         del leaving, parts
-        if self._device.type == "cuda" and not non_blocking:
-            torch.cuda.synchronize(self._device)
-            torch.cuda.empty_cache()
+        if not non_blocking:
+            self._ops.synchronize()
+            self._ops.empty_cache()
 
     def reload(self, *, non_blocking: bool = False) -> None:
         """See :meth:`zeroshard.engine.engine.Engine.reload_states`."""
@@ -109,8 +118,8 @@ class StateOffloader:
         if self._runtime.optimizer is not None:
             self._runtime.optimizer.reload()
         self._arrived()
-        if self._device.type == "cuda" and not non_blocking:
-            torch.cuda.synchronize(self._device)
+        if not non_blocking:
+            self._ops.synchronize()
 
     def close(self) -> None:
         """Bring parameters back, so that whole ones stay readable. Drop the other state."""
@@ -125,7 +134,7 @@ class StateOffloader:
         """Free the page-locked memory that is kept for the next offload."""
         spare, self._spare = self._spare, None
         if spare is not None:
-            torch.cuda.synchronize(self._device)
+            self._ops.synchronize()
             spare.close()
             self._runtime.ledger.hold("scratch", _OWNER, 0, Tier.HOST)
 
@@ -133,7 +142,9 @@ class StateOffloader:
 
     def _check_idle(self) -> None:
         if in_backward() or self._hooks.forward_depth:
-            raise UsageError("engine.offload_states() inside forward or backward: call it between.")
+            raise UsageError(
+                "engine.offload_states() inside forward or backward: call it outside of them."
+            )
         self._hooks.recover()
         for unit in self._runtime.units:
             if unit.pin_count:
@@ -161,7 +172,7 @@ class StateOffloader:
             room = spare
         else:
             self.forget_spare()
-            room = HostBuffer(leaving, pin=pin and self._device.type == "cuda")
+            room = HostBuffer(leaving, pin=pin and self._ops.is_async)
         self._rooms.append(room)
         return room
 
@@ -170,7 +181,7 @@ class StateOffloader:
         return here.copy_(there, non_blocking=True)
 
     def _arrived(self) -> None:
-        """Nothing is offloaded any more. Keep the largest page-locked buffer for the next offload.
+        """Note that all state is back. Keep the largest pinned buffer for the next offload.
 
         Locking memory takes longer than copying it.
         """
@@ -185,7 +196,7 @@ class StateOffloader:
             self.forget_spare()
             *others, self._spare = pinned
             if others:
-                torch.cuda.synchronize(self._device)
+                self._ops.synchronize()
             for room in others:
                 room.close()
             self._runtime.ledger.hold("scratch", _OWNER, self._spare.nbytes, Tier.HOST)
@@ -218,7 +229,7 @@ def kinds_of(include: Any) -> frozenset[str]:
     unknown = [name for name in names if name not in NAMES]
     if unknown:
         raise UsageError(
-            f"offload_states(include=...): {unknown[0]!r} is no kind of state. Known are "
+            f"offload_states(include=...): {unknown[0]!r} is not a kind of state. Use "
             f"{', '.join(NAMES)}."
         )
     return frozenset(names)
@@ -228,14 +239,15 @@ def _target(device: Any) -> str:
     name = str(getattr(device, "value", device))
     if name not in ("cpu", "none"):
         raise UsageError(
-            f"offload_states(device={name!r}): states move to host memory only, so device is 'cpu'. "
-            'What is to rest on disk for good: "offload_optimizer": {"device": "nvme"}.'
+            f"offload_states(device={name!r}): states can be moved to host memory only, with "
+            "device='cpu'. To store optimizer state on disk for the whole run, use "
+            '"offload_optimizer": {"device": "nvme"}.'
         )
     return name
 
 
 def is_return(device: torch.device, home: torch.device) -> bool:
-    """Does ``engine.to(device)`` return to the engine's device ``home``? False: it moves to host memory.
+    """Whether ``engine.to(device)`` returns to the engine's device ``home``. False: it offloads.
 
     On CPU ranks both are the same place, and the answer is True.
 
@@ -252,8 +264,8 @@ def is_return(device: torch.device, home: torch.device) -> bool:
     if device.type == "cpu":
         return False
     raise UsageError(
-        f"engine.to({str(device)!r}): this engine was built for {home}. It can move to 'cpu' and back; "
-        "for another device build another engine."
+        f"engine.to({str(device)!r}): this engine was built for {home}. It can move to 'cpu' and "
+        "back; for another device, build another engine."
     )
 
 
@@ -268,8 +280,9 @@ def asked_of_to(
     device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
     if memory_format is not None:
         raise UsageError(
-            f"engine.to({memory_format}): parameters lie in flat buffers, whose memory format is fixed "
-            "when the engine is built. Change the model before, or the inputs."
+            f"engine.to({memory_format}): parameters lie in flat buffers, whose memory format is "
+            "fixed when the engine is built. Change the model before you build the engine, or "
+            "change the inputs."
         )
     return device, dtype
 
@@ -286,13 +299,14 @@ def check_keeps(
         changed = change(torch.empty(0, dtype=dtype, device=device))
         if changed.dtype != dtype:
             raise UsageError(
-                f"an engine whose parameters are {dtype} cannot be cast to {changed.dtype}: masters, "
-                "optimizer state and the shards of other ranks would stay what they are. Dtypes are "
-                'fixed when the engine is built: say "bf16": {"enabled": true} or "fp16" in the '
-                "configuration, or cast the model before."
+                f"an engine whose parameters are {dtype} cannot be cast to {changed.dtype}: "
+                "masters, optimizer state and the shards of other ranks would keep their dtypes. "
+                'Dtypes are fixed when the engine is built: write "bf16": {"enabled": true} or '
+                '"fp16" in the configuration, or cast the model before you build the engine.'
             )
         if changed.device != device:
             raise UsageError(
-                f"this engine was built for {device} and cannot move to {changed.device}. It can move to "
-                "'cpu' and back (engine.to(\"cpu\")); for another device build another engine."
+                f"this engine was built for {device} and cannot move to {changed.device}. It can "
+                "move to 'cpu' and back (engine.to(\"cpu\")); for another device, build another "
+                "engine."
             )

@@ -1,8 +1,15 @@
-"""The optimizer step: reduces, measures, updates and all-gathers an accumulated batch."""
+"""The optimizer step: which micro-batches belong to it, and what happens at its end.
+
+A micro-batch is at the accumulation boundary if the caller has declared this. Without declarations the
+engine counts. With ``managed_gradient_accumulation`` off, every ``step()`` is at the boundary. At the
+boundary the accumulated gradient is reduced and measured, and the parameters are updated and
+all-gathered.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,31 +18,109 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from zeroshard.config import Config
-from zeroshard.engine.accumulate import Accumulation
-from zeroshard.engine.build import ZeroRuntime
-from zeroshard.engine.report import HostFlag, StepReport
+from zeroshard.device.choice import ops_of
+from zeroshard.engine.report import StepReport
+from zeroshard.engine.runtime import ZeroRuntime
 from zeroshard.errors import UsageError
 from zeroshard.offload.async_update import PendingUpdates
 from zeroshard.optim.schedulers import schedule_restore, schedule_snapshot
-from zeroshard.precision.loss_scaler import LossScaler
+from zeroshard.precision.loss_scaler import DynamicScale, LossScaler
 from zeroshard.watchdog.session import CommSession
-from zeroshard.zero.clip import clip_factor, local_sum_of_squares
-from zeroshard.zero.grad_flags import pack_flags, unpack_any
+from zeroshard.zero.clip import GlobalNorm, clip_factor, global_norm
+from zeroshard.zero.gradients import Norms
+from zeroshard.zero.reduce import BackwardKind
 from zeroshard.zero.unit import Unit
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Measures:
-    """What all ranks know of a gradient together. Tensors are 0-dim, on the device."""
+class Accumulation:
+    """Counts micro-batches of optimizer steps.
 
-    norm: Tensor | None  # 2-norm of the mean, unscaled, before clipping; None: not asked for
-    found_inf: Tensor  # bool: the norm is not finite
-    untouched: dict[int, frozenset[int]]  # by id(unit), slots without gradient on any rank
-    own_norms: Sequence[tuple[int, Tensor]]  # of this rank's fragments, by parameter
+    ``steps``: micro-batches per optimizer step. ``managed``: DeepSpeed's key
+    ``managed_gradient_accumulation``.
+    """
+
+    def __init__(self, steps: int, *, managed: bool) -> None:
+        self.steps = steps
+        self.managed = managed
+        self.micro_steps = 0  # finished micro-batches of the current step
+        self.declared: bool | None = None  # set_gradient_accumulation_boundary
+        self.deferred = 0  # depth of no_sync
+        self.uncounted = False  # a backward inside no_sync that no step() has counted yet
+        self.divided: set[bool] = set()  # this step's backwards: was the loss divided before?
+        self.backwards = 0  # in the current micro-batch
+        self._has_warned = False
+
+    def at_boundary(self) -> bool:
+        """Whether the current micro-batch is the last of its optimizer step."""
+        if self.declared is not None:
+            return self.declared
+        return not self.managed or self.micro_steps + 1 >= self.steps
+
+    def kind_of_backward(self) -> BackwardKind:
+        """The next backward's kind. It completes the step only if none can follow in the same step."""
+        completes = self.managed and not self.deferred and self.at_boundary()
+        return BackwardKind(completes, self.expects_more())
+
+    def expects_more(self) -> bool:
+        """Whether gradients of several backwards are summed before a step."""
+        return self.steps > 1 or not self.managed or self.declared is not None
+
+    def note_backward(self, *, divided: bool) -> None:
+        """Note that a backward begins. ``divided``: the engine divided its loss.
+
+        Raises:
+            UsageError: divided and undivided losses are mixed in one step, which would weigh them
+                differently.
+        """
+        self.uncounted = self.uncounted or self.deferred > 0
+        self.backwards += 1
+        self.divided.add(divided)
+        if self.steps > 1 and len(self.divided) > 1:
+            raise UsageError(
+                f"engine.backward(loss) and loss.backward() were mixed in one step with "
+                f"gradient_accumulation_steps={self.steps}: engine.backward divides the loss, and "
+                "gradients of loss.backward() are divided in the step. Use one of them for all losses of "
+                "a step."
+            )
+
+    @property
+    def remaining_divisor(self) -> int:
+        """The number by which the summed gradient is still to be divided."""
+        return 1 if True in self.divided else self.steps
+
+    def advance(self) -> None:
+        """Note that the current micro-batch has ended."""
+        self.micro_steps += 1
+        self.uncounted, self.backwards = False, 0
+
+    def seems_miscounted(self) -> bool:
+        """Whether one micro-batch had as many backwards as a step has micro-batches. True at most once.
+
+        Then the caller probably calls ``step()`` only at boundaries without declaring them. It would
+        train with one update for ``steps**2`` backwards.
+        """
+        found = self.declared is None and self.backwards >= self.steps and not self._has_warned
+        self._has_warned = self._has_warned or found
+        return found
+
+    def restart(self) -> None:
+        """Count the next micro-batch as the first of an optimizer step."""
+        self.micro_steps = self.backwards = 0
+        self.uncounted = False
+        self.divided.clear()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class StepOutcome:
+    """The result of one optimizer step."""
+
+    report: StepReport
+    skipped: bool | None  # None: only the device has the flag, and the optimizer skips there
+    norms: Sequence[tuple[int, Tensor]]  # 0-dim, of this rank's fragments, by parameter
 
 
 class OptimizerStep:
-    """Finishes accumulated batches of one engine.
+    """The optimizer step of one engine.
 
     ``checks_overflow``: a step whose gradient is not finite is skipped.
     """
@@ -48,6 +133,7 @@ class OptimizerStep:
         watch: CommSession,
         scaler: LossScaler,
         accumulation: Accumulation,
+        dp_size: int,
         device: torch.device,
         checks_overflow: bool,
     ) -> None:
@@ -58,61 +144,115 @@ class OptimizerStep:
         self._watch = watch
         self._comm = watch.gathers
         self._scaler = scaler
+        self._adapts_scale = isinstance(scaler, DynamicScale)  # only fp16, which checks overflow
         self._accumulation = accumulation
+        self._dp_size = dp_size
         self._device = device
+        self._ops = ops_of(device)
         self._wide = widest(runtime.units)
-        self._active = self._rounds = 0  # of "join": batches of all ranks, and of one, this step
+        self._active = self._rounds = 0  # counted by join() in this step
         self._late: list[tuple[Unit, PendingUpdates]] = []
+        self._updating: list[Unit] = []  # resident units, in the order of their all-gathers
         offload = settings.zero_optimization.offload_optimizer
+        self._asks_norm: bool = settings.zero_optimization.compute_grad_norm
         self._is_delayed = offload is not None and offload.delayed_update
 
-    def run(self, step: int) -> tuple[StepReport, bool | None, Measures]:
-        """Do one optimizer step. Returns its report, whether it was skipped, and the measures.
+    def run(self, step: int) -> StepOutcome:
+        """Do one optimizer step.
 
-        1. All-gather the parameters whose update was delayed, and take over edits of the program.
+        1. All-gather the parameters whose update was delayed. Take over edits of the program.
         2. Finish the reduction of gradients.
         3. Measure norm and overflow, with one small all-gather.
         4. Unless the step is skipped: update, and all-gather each updated unit that is resident.
-        5. Update the loss scale, and tell the session that a step has ended.
-
-        Skipped is None if only the device knows it yet: the optimizer then skips on the device.
+        5. Update the loss scale, and record that a step has ended.
         """
         runtime, optimizer = self._runtime, self._runtime.optimizer
         assert optimizer is not None
         self.all_gather_late()
         optimizer.sync_edits()
         runtime.reducer.finish()
-        measures = self._measure()
-        norm, found_inf = measures.norm, measures.found_inf
+        measured, norms = self._measure()
+        norm, found_inf = self._mean_norm(measured), measured.found_inf
         scale = self._scaler.scale.clone()
         clip = None if norm is None else clip_factor(norm, self.max_norm)
         factor = self.mean_factor() / scale.to(self._wide)
         if clip is not None:
             factor = clip.to(self._wide) * factor
+        skipped = read_flag(found_inf) if self.checks_overflow else False
         report = StepReport(
             step,
             tuple(float(group["lr"]) for group in optimizer.inner.param_groups),
-            norm, clip, scale, HostFlag(found_inf) if self.checks_overflow else None,
+            norm, clip, scale, self._ops.host_flag(found_inf) if skipped is None else skipped,
         )  # fmt: skip
-        skipped = read_flag(found_inf) if self.checks_overflow else False
         if skipped is None and not optimizer.skips_on_device:
             skipped = bool(found_inf)  # the optimizer cannot skip on the device: wait for the flag
         if not skipped:
             on_device = found_inf.float() if skipped is None else None
-            optimizer.update(
-                factor,
-                found_inf=on_device,
-                untouched=measures.untouched,
-                published=self._all_gather_updated,
-            )
-        self._scaler.update(found_inf if self.checks_overflow else torch.zeros_like(found_inf))
-        self._watch.step(step)
-        return report, skipped, measures
+            self._update(factor, on_device, measured.untouched)
+        if self._adapts_scale:
+            self._scaler.update(found_inf)
+        self._comm.recorder.mark_step(step)
+        return StepOutcome(report, skipped, norms)
+
+    def norm_before_step(self) -> Tensor | None:
+        """The norm that the next :meth:`run` will find, 0-dim on the device. Collective.
+
+        None if the configuration does not ask for norms.
+        """
+        self.all_gather_late()
+        self._runtime.reducer.finish()
+        measured, _ = self._measure()
+        return self._mean_norm(measured)
+
+    def _measure(self) -> tuple[GlobalNorm, Norms]:
+        """The reduced gradient over all ranks, and the norms of this rank's fragments."""
+        runtime, optimizer = self._runtime, self._runtime.optimizer
+        assert optimizer is not None
+        norms = optimizer.norms() if self._asks_norm or self.checks_overflow else []
+        measured = global_norm(
+            [norm for _, norm in norms],
+            runtime.reducer.buffers,
+            self._comm,
+            device=self._device,
+            dtype=self._wide,
+            divergence=self._watch.divergence,
+        )
+        if measured.untouched and not self._settings.zero_optimization.ignore_unused_parameters:
+            self._refuse_unused(measured.untouched)
+        return measured, norms
+
+    def _mean_norm(self, measured: GlobalNorm) -> Tensor | None:
+        """2-norm of the mean over ranks, without loss scale, before clipping."""
+        if not self._asks_norm:
+            return None
+        return measured.total * self.mean_factor() / self._scaler.scale.to(self._wide)
+
+    def _update(
+        self, factor: Tensor, found_inf: Tensor | None, untouched: dict[int, frozenset[int]]
+    ) -> None:
+        """Update every unit and make the new values available. An error fails the engine for good."""
+        optimizer = self._runtime.optimizer
+        assert optimizer is not None
+        updated = optimizer.update(factor, found_inf=found_inf, untouched=untouched)
+        try:
+            with contextlib.closing(updated):
+                for unit, pending in updated:
+                    self._all_gather_updated(unit, pending)
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    def _fail(self, error: BaseException) -> None:
+        self._runtime.life.fail(
+            f"an update ended in the middle ({type(error).__name__}: {error}): parameters "
+            "before it are one step ahead of those after it, and pending transfers are lost. "
+            "Close this engine, build a new one and continue from the last checkpoint."
+        )
 
     # ------------------------------------------------------------------ factors
 
     def join(self, active: int) -> None:
-        """Count a micro-batch that ``active`` ranks had (key ``uneven``)."""
+        """Count a micro-batch for which ``active`` ranks had a batch (key ``uneven``)."""
         self._active, self._rounds = self._active + active, self._rounds + 1
 
     def forget_step(self) -> None:
@@ -120,8 +260,8 @@ class OptimizerStep:
         self._active = self._rounds = 0
 
     def mean_factor(self) -> float:
-        """The factor from the sum over ranks and backwards to the mean. It is exact where it is 1."""
-        ranks: float = self._comm.world_size
+        """The factor that turns the sum over ranks and backwards into the mean."""
+        ranks: float = self._dp_size
         if self._settings.gradient_allreduce_op == "sum":
             ranks = 1
         elif self._active:  # the mean number of ranks with a batch, over the step's micro-batches
@@ -131,44 +271,6 @@ class OptimizerStep:
     def unscaled_factor(self) -> float:
         """:meth:`mean_factor` for gradients that are still loss-scaled. Waits for the device."""
         return self.mean_factor() / float(self._scaler.scale)
-
-    # ------------------------------------------------------------------ measuring
-
-    def _measure(self) -> Measures:
-        """Global norm, overflow flag and parameters without gradient, from one small all-gather.
-
-        Each rank sends ``[sum of squares, history hash, gradient flags...]`` in fp64.
-        """
-        runtime, optimizer = self._runtime, self._runtime.optimizer
-        assert optimizer is not None
-        asked = self._settings.zero_optimization.compute_grad_norm
-        norms = optimizer.norms() if asked or self.checks_overflow else []
-        squares = local_sum_of_squares([norm for _, norm in norms], self._device)
-        flags = [flag for buffer in runtime.reducer.buffers for flag in buffer.has_grad]
-        words = torch.tensor(
-            [float(self._watch.history()), *pack_flags(flags)],
-            dtype=torch.float64,
-            pin_memory=self._device.type == "cuda",  # a copy from pageable memory blocks the host
-        ).to(self._device, non_blocking=True)
-        rows = self._comm.all_gather_small(torch.cat([squares.view(1), words]), name="norm")
-        self._watch.check(rows[:, 1])
-        total = rows[:, 0].sum().sqrt().to(self._wide)
-        norm = total * self.mean_factor() / self._scaler.scale.to(self._wide) if asked else None
-        untouched = self._without_grad(rows, flags)
-        if untouched and not self._settings.zero_optimization.ignore_unused_parameters:
-            self._refuse_unused(untouched)
-        return Measures(norm, total.isfinite().logical_not(), untouched, norms)
-
-    def _without_grad(self, rows: Tensor, flags: list[bool]) -> dict[int, frozenset[int]]:
-        if all(flags):  # only a rank without some gradients needs the flags of the others
-            return {}
-        seen = iter(flags if is_fake(rows) else unpack_any(rows[:, 2:], len(flags)))
-        untouched = {}
-        for buffer in self._runtime.reducer.buffers:
-            missing = frozenset(i for i in range(len(buffer.has_grad)) if not next(seen))
-            if missing:
-                untouched[id(buffer.unit)] = missing
-        return untouched
 
     def _refuse_unused(self, untouched: dict[int, frozenset[int]]) -> None:
         names = [
@@ -182,61 +284,87 @@ class OptimizerStep:
             '"ignore_unused_parameters": true.'
         )
 
-    # ------------------------------------------------------------------ publishing
+    # ------------------------------------------------------------------ new values
 
     def _all_gather_updated(self, unit: Unit, pending: PendingUpdates | None) -> None:
         """Make the update of a unit available to the next forward, which waits for it on first use.
 
-        The unit is all-gathered if it is resident. ``pending``: its asynchronous update. If several ranks
-        have to all-gather, this method waits for that update. All ranks must start these collectives in
-        the order of the units (ADR 0004), and forward may use the units in another order.
+        The unit is all-gathered if it is resident. ``pending``: its asynchronous update. All ranks must
+        start the all-gathers of resident units in the order of the units (ADR 0004), and forward may use
+        the units in another order. So the first use of one of them ends all updates.
         """
+        ordered = unit.resident and self._comm.size > 1
         if pending is not None and self._is_delayed:
             self._late.append((unit, pending))
-        elif pending is not None and not (unit.resident and self._comm.world_size > 1):
+        elif ordered and (pending is not None or self._updating):
+            unit.all_gather_updated(
+                _nothing if pending is None else pending.wait, in_order=self.end_updates
+            )
+            self._updating.append(unit)
+        elif pending is not None:
             unit.all_gather_updated(pending.wait)
         elif self._runtime.stage.shards_optimizer:
-            if pending is not None:
-                pending.wait()
             unit.all_gather_updated()
             if self._settings.zero_optimization.overlap_comm is False:
                 unit.wait_for_unshard()
         else:
             unit.increment_versions()
 
+    def end_updates(self) -> None:
+        """Wait for the updates that still run, and all-gather their units, in the order of the units.
+
+        Raises what an update raised. The engine has failed then.
+        """
+        updating, self._updating = self._updating, []
+        try:
+            for unit in updating:
+                unit.end_update()
+        except BaseException as error:
+            self._fail(error)
+            raise
+
     def all_gather_late(self) -> None:
-        """Send out the parameters whose update was delayed (ZeroShard's key ``delayed_update``)."""
+        """All-gather the parameters whose update runs or was delayed (ZeroShard's ``delayed_update``)."""
+        self.end_updates()
         late, self._late = self._late, []
         for unit, pending in late:
             pending.wait()
             unit.all_gather_updated()
 
 
-class SkippedSteps:
-    """Counts skipped steps, and keeps the schedule in step with applied updates.
+def _nothing() -> None:
+    """The update has ended."""
 
-    ``scheduler()`` returns the current schedule; programs may remove it to step it themselves.
+
+class SkippedSteps:
+    """Counts skipped steps, and advances the schedule for applied updates only.
+
+    The schedule is passed to each call, because a program may remove it to step it itself.
     """
 
-    def __init__(self, scheduler: Callable[[], Any], groups: list[dict[str, Any]]) -> None:
+    def __init__(self, groups: list[dict[str, Any]]) -> None:
         self.count = 0
         self.in_a_row = 0
-        self._scheduler = scheduler
         self._groups = groups
-        self._unread: tuple[StepReport, Any] | None = None  # a step whose outcome the host lacks
+        self._unread: tuple[StepReport, Any] | None = None  # a step without known outcome
 
-    def advance(self, skipped: bool | None, report: StepReport, lr_kwargs: dict[str, Any]) -> None:
+    def advance(
+        self,
+        skipped: bool | None,
+        report: StepReport,
+        scheduler: Any,
+        lr_kwargs: dict[str, Any],
+    ) -> None:
         """Advance the schedule for an applied update.
 
         ``skipped=None``: the outcome is not known; the schedule is set back if the step was skipped.
         """
-        scheduler = self._scheduler()
         if skipped is None:
             self._unread = (report, schedule_snapshot(scheduler, self._groups))
         if not skipped and scheduler is not None:
             scheduler.step(**lr_kwargs)
 
-    def resolve_last_step(self) -> StepReport | None:
+    def resolve_last_step(self, scheduler: Any) -> StepReport | None:
         """Get the outcome of the last step if the host does not have it. Returns the report of a skip.
 
         Waits for that step only; the forward and backward after it stay queued.
@@ -248,12 +376,12 @@ class SkippedSteps:
         if not report.skipped:
             self.in_a_row = 0
             return None
-        schedule_restore(self._scheduler(), self._groups, snapshot)
+        schedule_restore(scheduler, self._groups, snapshot)
         return report
 
 
 def is_fake(tensor: Tensor | None) -> bool:
-    """A tensor without values: planning, not training."""
+    """Whether the tensor is a fake one, without values: for planning, not training."""
     return isinstance(tensor, FakeTensor)
 
 

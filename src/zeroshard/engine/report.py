@@ -6,28 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
 from torch import Tensor
 
 from zeroshard.core.ledger import RESTING, TEMPORARY, Key, Ledger
-from zeroshard.core.tiers import Tier
-
-
-class HostFlag:
-    """A 0-dim flag that is copied to the host asynchronously. Reading it waits only for that copy."""
-
-    def __init__(self, flag: Tensor) -> None:
-        self._flag, self._arrival = flag, None
-        if flag.is_cuda:
-            self._flag = torch.empty((), dtype=flag.dtype, pin_memory=True)
-            self._flag.copy_(flag, non_blocking=True)
-            self._arrival = torch.cuda.Event()
-            self._arrival.record()
-
-    def __bool__(self) -> bool:
-        if self._arrival is not None:
-            self._arrival.synchronize()
-        return bool(self._flag)
+from zeroshard.core.tiers import TIERS, Tier
+from zeroshard.device.ops import HostFlag
 
 
 @dataclass(frozen=True)
@@ -39,7 +22,7 @@ class StepReport:
     _norm: Tensor | None  # 0-dim, before clipping; None if not computed
     _clip: Tensor | None  # 0-dim factor, at most 1
     _scale: Tensor  # 0-dim loss scale that this step's gradients carried
-    _found_inf: HostFlag | None  # None: gradients are not checked
+    _skipped: HostFlag | Tensor | bool  # a flag while the host does not know it
 
     @property
     def lr(self) -> float:
@@ -66,7 +49,7 @@ class StepReport:
     @cached_property
     def skipped(self) -> bool:
         """True if the gradient was not finite and nothing was updated."""
-        return self._found_inf is not None and bool(self._found_inf)
+        return bool(self._skipped)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +59,7 @@ class MemoryRow:
     category: str
     planned: int | None
     measured: int
-    tier: str = Tier.DEVICE.value
+    tier: str = Tier.DEVICE.name
 
 
 @dataclass(frozen=True)
@@ -93,7 +76,7 @@ class MemoryReport:
     def __str__(self) -> str:
         """A table in MiB: one line per rank and category, two columns for each tier in use."""
         used = {row.tier for rows in self.ranks.values() for row in rows}
-        tiers = [tier.value for tier in Tier if tier.value in used]
+        tiers = [tier.name for tier in TIERS.values() if tier.name in used]
         heads = "".join(f"{f'{tier} planned':>18}{'measured':>12}" for tier in tiers)
         lines = [f"{'rank':>4}  {'category':<12}{heads}  (MiB)"]
         for rank, rows in sorted(self.ranks.items()):
@@ -116,35 +99,40 @@ def _cells(row: MemoryRow | None) -> str:
 def memory_rows(planned: Mapping[Key, int], measured: Mapping[Key, int]) -> tuple[MemoryRow, ...]:
     """Categories with a plan, then peaks of temporaries; tiers other than the device only if in use."""
     rows = []
-    for tier in Tier:
+    for tier in TIERS.values():
         for name in (*RESTING, *TEMPORARY):
             plan = planned[name, tier] if name in RESTING else None
             if tier is Tier.DEVICE or plan or measured[name, tier]:
-                rows.append(MemoryRow(name, plan, measured[name, tier], tier.value))
+                rows.append(MemoryRow(name, plan, measured[name, tier], tier.name))
     return tuple(rows)
 
 
-_PLANNED: list[Key] = [(name, tier) for tier in Tier for name in RESTING]
-_MEASURED: list[Key] = [(name, tier) for tier in Tier for name in (*RESTING, *TEMPORARY)]
+def _keys(categories: Sequence[str]) -> list[Key]:
+    return [(name, tier) for tier in TIERS.values() for name in categories]
 
 
 def rows_from_vector(vector: Sequence[float]) -> tuple[MemoryRow, ...]:
     """The inverse of :func:`vector_of`."""
-    planned = dict(zip(_PLANNED, map(int, vector), strict=False))
-    measured = dict(zip(_MEASURED, map(int, vector[len(_PLANNED) :]), strict=True))
+    keys = _keys(RESTING)
+    planned = dict(zip(keys, map(int, vector), strict=False))
+    rest = map(int, vector[len(keys) :])
+    measured = dict(zip(_keys((*RESTING, *TEMPORARY)), rest, strict=True))
     return memory_rows(planned, measured)
 
 
 def vector_of(planned: Mapping[Key, int], measured: Mapping[Key, int]) -> list[float]:
     """Planned and measured bytes as numbers that ranks can exchange."""
-    return [float(planned[key]) for key in _PLANNED] + [float(measured[key]) for key in _MEASURED]
+    return [
+        *(float(planned[key]) for key in _keys(RESTING)),
+        *(float(measured[key]) for key in _keys((*RESTING, *TEMPORARY))),
+    ]
 
 
 def measured_nbytes(ledger: Ledger, scratch_nbytes: int) -> dict[Key, int]:
     """Bytes held now, and peaks of temporaries. ``scratch_nbytes``: those of the communicator."""
-    measured = {(name, tier): ledger.nbytes(name, tier) for name in RESTING for tier in Tier}
-    measured |= {(name, tier): ledger.peak(name, tier) for name in TEMPORARY for tier in Tier}
-    for tier in Tier:  # gradients exist only from backward to step
+    measured = {key: ledger.nbytes(*key) for key in _keys(RESTING)}
+    measured |= {key: ledger.peak(*key) for key in _keys(TEMPORARY)}
+    for tier in TIERS.values():  # gradients exist only from backward to step
         measured["gradients", tier] = ledger.peak("gradients", tier)
     measured["scratch", Tier.DEVICE] += scratch_nbytes
     return measured

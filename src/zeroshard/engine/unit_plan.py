@@ -1,11 +1,18 @@
-"""Cuts a model into units and counts the bytes that they need: pure functions, before memory moves."""
+"""Cuts a model into units and counts the bytes that they need: pure functions, before memory moves.
+
+First the modules to wrap are chosen. A wrapped module gathers its parameters before its forward and frees
+them after it. By default, repeated blocks (transformer layers) and large single modules (embeddings) are
+wrapped. The remaining parameters belong to the root. Then the parameters of each wrapped module become
+units, one for each combination of dtype and trainability.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
@@ -13,15 +20,33 @@ from torch import nn
 from zeroshard.config import Config
 from zeroshard.core.layout import UnitLayout, pack
 from zeroshard.core.nbytes import StateBytes, UnitBytes
-from zeroshard.errors import UnsupportedError, UsageError
+from zeroshard.core.tiers import Tier
+from zeroshard.errors import ConfigError, UnsupportedError, UsageError
 from zeroshard.offload.plan import OffloadPlan, grad_itemsizes
 from zeroshard.optim.factory import Probe, probe
 from zeroshard.precision.policy import DtypeRow, Policy
 from zeroshard.zero.materialize import check_meta
-from zeroshard.zero.wrap import WrapPlan, plan_wrapping
 
 GATHERED_AS_ONE = "_gathered_as_one"
 """Attribute of a module that is never cut into units, like ``leaf_module`` in the configuration."""
+
+
+ROOT = "root"
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_EXPERTS = ("*experts", "*experts.*")  # never wrapped: a rank may route no token to an expert
+
+
+@dataclass(frozen=True, slots=True)
+class WrapPlan:
+    """A module to wrap: its full name (``""`` for the root) and the names of its parameters."""
+
+    fqn: str
+    params: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The name in errors, records and reports."""
+        return self.fqn or ROOT
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,10 +66,10 @@ def plan_units(
     policy: Policy,
     optimizer: torch.optim.Optimizer | None,
     *,
-    world_size: int,
+    num_shards: int,
     whole: bool,
 ) -> list[UnitSpec]:
-    """Cut the model into units: by site, and inside a site by dtype and trainability.
+    """Cut the model into units: by wrapped module, and inside a module by dtype and trainability.
 
     ``whole``: the optimizer needs whole matrices, so no trained parameter is cut.
 
@@ -73,7 +98,7 @@ def plan_units(
             fqn: policy.row_for(fqn, params[fqn].dtype, model.get_submodule(fqn.rpartition(".")[0]))
             for fqn in wrapped.params
         }
-        specs += _unit_specs(wrapped, params, updated, rows, world_size=world_size, whole=whole)
+        specs += _unit_specs(wrapped, params, updated, rows, num_shards=num_shards, whole=whole)
     return specs
 
 
@@ -84,16 +109,24 @@ def _updated_params(
         return None
     known = {id(param) for param in params.values()}
     updated = [param for group in optimizer.param_groups for param in group["params"]]
+    if not updated:
+        raise UsageError(
+            "the optimizer has no parameters, so nothing would be trained. An engine that was closed, or "
+            "whose construction failed, takes them out of its optimizer. Make a new optimizer from the "
+            "model's parameters."
+        )
     strangers = [param for param in updated if id(param) not in known]
     if strangers:
         raise UsageError(
-            f"the optimizer (or model_parameters) holds {len(strangers)} parameters that are not in the "
-            f"model (the first has shape {tuple(strangers[0].shape)}). They would never be reduced or "
-            "updated. Build it from the parameters of the very model that is passed in, after any step "
-            "that replaces parameters."
+            f"the optimizer (or model_parameters) holds {len(strangers)} parameters that are not "
+            f"in the model (the first has shape {tuple(strangers[0].shape)}). They would never be "
+            "reduced or updated. Build the optimizer from the parameters of the model that you "
+            "pass, after the last change that replaces parameters."
         )
     if len(updated) != len({id(param) for param in updated}):
-        raise UsageError("a parameter appears in two param groups of the optimizer; keep one.")
+        raise UsageError(
+            "a parameter is in two param groups of the optimizer; keep it in one of them."
+        )
     return {id(param) for param in updated}
 
 
@@ -103,7 +136,7 @@ def _unit_specs(
     updated: set[int] | None,
     rows: Mapping[str, DtypeRow],
     *,
-    world_size: int,
+    num_shards: int,
     whole: bool,
 ) -> list[UnitSpec]:
     kinds: dict[tuple[bool, DtypeRow], list[str]] = defaultdict(list)
@@ -124,11 +157,152 @@ def _unit_specs(
         name = ":".join([wrapped.name, *tags]) if len(kinds) > 1 else wrapped.name
         layout = pack(
             [(fqn, params[fqn].shape) for fqn in fqns],
-            world_size=world_size,
+            num_shards=num_shards,
             whole=whole and trainable,
         )
         specs.append(UnitSpec(name, wrapped.fqn, layout, row, trainable))
     return specs
+
+
+# ---------------------------------------------------------------- the wrapped modules
+
+
+def plan_wrapping(
+    model: nn.Module,
+    *,
+    units: Sequence[str] | str = "auto",
+    max_numel: int = 64 * 2**20,
+    min_numel: int = 256 * 2**10,
+    conditional: Sequence[str] = (),
+    leaves: Sequence[str] = (),
+) -> list[WrapPlan]:
+    """The modules to wrap, in order of registration, the root last.
+
+    ``units``: ``"auto"``, or patterns of names or class names of modules to wrap. ``max_numel`` and
+    ``min_numel``: larger blocks are split into their children, and smaller ones are gathered with the
+    enclosing wrapped module. ``conditional``: modules that only some ranks run. Their parameters belong
+    to the enclosing wrapped module, which every rank runs. ``leaves``: modules that are never split.
+
+    A parameter shared by several modules belongs to their lowest common ancestor that is wrapped.
+
+    Raises:
+        ConfigError: a pattern matches no module.
+    """
+    tree = _Tree(model)
+    skipped = tree.matching(conditional, "conditional_modules")
+    skipped |= tree.matching(_EXPERTS, "experts", required=False)
+    leaf = tree.matching(leaves, "leaf_module", required=False)
+    if "" in leaf or "" in leaves:
+        chosen = set()  # the whole model is gathered together
+    elif units == "auto":
+        chosen = set(_auto_wrapping(tree, max_numel, min_numel, skipped, leaf))
+    else:
+        patterns = [units] if isinstance(units, str) else list(units)
+        chosen = tree.matching(patterns, "units")
+    inside = {fqn for fqn in tree.modules if any(_is_below(fqn, s) for s in skipped)}
+    chosen -= inside | {""}
+
+    owned: dict[str, list[str]] = defaultdict(list)
+    for name, holders in tree.holders.items():
+        common = _common_ancestor(holders)
+        owned[_nearest(common, chosen)].append(name)
+    order = [fqn for fqn in tree.modules if fqn in chosen and owned[fqn]]
+    return [WrapPlan(fqn, tuple(owned[fqn])) for fqn in [*order, ""]]
+
+
+class _Tree:
+    """Names, sizes and parameter holders of a module tree. Shared modules and parameters appear once."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = dict(model.named_modules())  # each module object once
+        self.holders: dict[str, list[str]] = {}  # a parameter's first name -> modules that hold it
+        first_name: dict[int, str] = {}
+        for fqn, module in self.modules.items():
+            for leaf, param in module.named_parameters(recurse=False, remove_duplicate=False):
+                name = first_name.setdefault(id(param), f"{fqn}.{leaf}" if fqn else leaf)
+                self.holders.setdefault(name, []).append(fqn)
+        self.numel = {
+            fqn: sum(p.numel() for p in module.parameters()) for fqn, module in self.modules.items()
+        }
+
+    def children(self, fqn: str) -> Iterator[str]:
+        prefix = f"{fqn}." if fqn else ""
+        for name, _ in self.modules[fqn].named_children():
+            if prefix + name in self.modules:  # a second registration of a module is not a child
+                yield prefix + name
+
+    def matching(self, patterns: Sequence[str], key: str, *, required: bool = True) -> set[str]:
+        found: set[str] = set()
+        for pattern in patterns:
+            hits = {
+                fqn
+                for fqn, module in self.modules.items()
+                if fqnmatch(fqn, pattern) or fnmatchcase(type(module).__name__, pattern)
+            }
+            if not hits and required:
+                classes = sorted({type(m).__name__ for m in self.modules.values()})
+                raise ConfigError(
+                    f"{key}: {pattern!r} matches no module name and no class name of the model. "
+                    f"Classes in the model: {', '.join(classes[:20])}."
+                )
+            found |= hits
+        return found
+
+
+def fqnmatch(fqn: str, pattern: str) -> bool:
+    """Shell-style match of a whole dotted name, as ``layers.*`` or ``*.mlp``. The root never matches."""
+    return bool(fqn) and fnmatchcase(fqn, pattern)
+
+
+def _auto_wrapping(
+    tree: _Tree, max_numel: int, min_numel: int, skipped: set[str], leaf: set[str]
+) -> Iterator[str]:
+    """Walk down the tree. Wrap repeated blocks that fit, and look into larger modules."""
+
+    def visit(fqn: str) -> Iterator[str]:
+        children = [c for c in tree.children(fqn) if tree.numel[c] and c not in skipped]
+        repeated = Counter(type(tree.modules[c]).__name__ for c in children)
+        is_list = isinstance(tree.modules[fqn], _CONTAINERS)
+        for child in children:
+            numel = tree.numel[child]
+            is_block = is_list and repeated[type(tree.modules[child]).__name__] > 1
+            is_single = not any(tree.numel[c] for c in tree.children(child))
+            if numel < min_numel:
+                continue
+            if child in leaf or is_single or (is_block and numel <= max_numel):
+                yield child
+            elif is_block:
+                yield child  # for parameters that its children do not hold
+                yield from visit(child)
+            else:
+                yield from visit(child)
+
+    yield from visit("")
+
+
+def _is_below(fqn: str, ancestor: str) -> bool:
+    return fqn == ancestor or fqn.startswith(f"{ancestor}.") or ancestor == ""
+
+
+def _common_ancestor(fqns: Sequence[str]) -> str:
+    """The deepest module that contains all given modules."""
+    split = [fqn.split(".") if fqn else [] for fqn in fqns]
+    common: list[str] = []
+    for parts in zip(*split, strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    return ".".join(common)
+
+
+def _nearest(fqn: str, chosen: set[str]) -> str:
+    """The closest enclosing wrapped module of a module, else the root."""
+    while fqn and fqn not in chosen:
+        fqn = fqn.rpartition(".")[0]
+    return fqn
+
+
+# ---------------------------------------------------------------- what units need
 
 
 def layout_digest(specs: Iterable[UnitSpec]) -> str:
@@ -152,9 +326,10 @@ def probed(optimizer: torch.optim.Optimizer, policy: Policy) -> dict[torch.dtype
             tried.elementwise or getattr(optimizer, "takes_whole_parameters", False)
         ):
             raise UnsupportedError(
-                f"{type(optimizer).__name__} cannot run on sharded parameters: {tried.reason}. ZeRO "
-                "gives an optimizer pieces of each parameter. Use an element-wise optimizer (Adam, "
-                "AdamW, SGD, Adagrad, Lion, RMSprop...), or Muon or Lamb, whose parameters are never cut."
+                f"{type(optimizer).__name__} cannot run on sharded parameters: {tried.reason}. "
+                "With ZeRO, an optimizer updates pieces of each parameter. Use an element-wise "
+                "optimizer (Adam, AdamW, SGD, Adagrad, Lion, RMSprop...), or Muon or Lamb, whose "
+                "parameters are never split."
             )
     return found
 
@@ -169,7 +344,7 @@ def plan_bytes(
     shards_grads: bool,
     offload_plan: OffloadPlan,
 ) -> list[UnitBytes]:
-    """The bytes per element that each unit needs at rest. ``many``: gradients are accumulated;
+    """The bytes per element that each unit needs between steps. ``many``: gradients are accumulated;
     ``shards_grads``: each backward's are reduced at once."""
     groups = optimizer.param_groups if optimizer is not None else []
     group_of = {id(param): at for at, group in enumerate(groups) for param in group["params"]}
@@ -186,15 +361,21 @@ def plan_bytes(
             shaped = sum(dtype.itemsize for dtype in kept if dtype is not None)
             scalars = sum(torch.float32.itemsize for dtype in kept if dtype is None)
             state[slot.fqn] = StateBytes(shaped, scalars)
-        in_memory, on_disk = grad_itemsizes(
-            row, many=many, on_disk=spec.name in offload_plan.grads, shards_grads=shards_grads
+        grad_tier = offload_plan.grads.get(spec.name)
+        in_memory, stored = grad_itemsizes(
+            row,
+            many=many,
+            is_stored=grad_tier is not None,
+            is_sent=spec.name in offload_plan.sent,
+            shards_grads=shards_grads,
         )
         planned.append(
             UnitBytes(
                 layout,
                 param_nbytes=row.param.itemsize,
                 grad_nbytes=in_memory,
-                disk_grad_nbytes=on_disk,
+                stored_grad_nbytes=stored,
+                grad_tier=grad_tier or Tier.DEVICE,
                 master_nbytes=row.master.itemsize if state and row.has_master else 0,
                 state=state,
                 spans=offload_plan.spans_of(spec.name),

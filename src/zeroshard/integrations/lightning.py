@@ -51,7 +51,7 @@ class ZeroShardStrategy(DeepSpeedStrategy):
 
     def setup_distributed(self) -> None:
         """The set-up of the base class. Without a GPU its check of device numbers is left out."""
-        if self.root_device.type == "cuda":
+        if self.root_device.type != "cpu":
             super().setup_distributed()
             return
         reset_seed()
@@ -82,9 +82,9 @@ def _against_arguments(config: Mapping[str, Any], given: Mapping[str, Any]) -> I
     stage = zero.get("stage", 0)
     if given.get("stage", stage) != stage:
         yield (
-            f"ZeroShardStrategy(stage={given['stage']}) and zero_optimization.stage: {stage} in config: "
-            "with config=, Lightning takes the stage from there alone. Drop the argument, or change the "
-            "config."
+            f"ZeroShardStrategy(stage={given['stage']}) and zero_optimization.stage: {stage} in "
+            "config: with config=, the stage is read only from config. Remove the argument, or "
+            "change the config."
         )
     for argument, key in (
         ("offload_optimizer", "offload_optimizer"),
@@ -93,8 +93,9 @@ def _against_arguments(config: Mapping[str, Any], given: Mapping[str, Any]) -> I
         section = zero.get(key) or {}
         if given.get(argument) and section.get("device", "none") == "none":
             yield (
-                f"ZeroShardStrategy({argument}=True), and config has no zero_optimization.{key}.device: "
-                "with config=, Lightning takes offloading from there alone. Write it into the config."
+                f"ZeroShardStrategy({argument}=True), and config has no "
+                f"zero_optimization.{key}.device: with config=, offloading is read only from "
+                "config. Write it into the config."
             )
 
 
@@ -109,13 +110,13 @@ def _against_trainer(
     in_config = config.get("gradient_clipping")
     if clip is not None and isinstance(in_config, (int, float)) and in_config != clip:
         yield (
-            f"Trainer(gradient_clip_val={clip}) and gradient_clipping: {in_config} in the configuration: "
-            "only the second would act. Write it in one place."
+            f"Trainer(gradient_clip_val={clip}) and gradient_clipping: {in_config} in the "
+            "configuration: only the second would have an effect. Use only one of them."
         )
     enabled = [mode for mode in ("fp16", "bf16") if (config.get(mode) or {}).get("enabled") is True]
     wanted = {"16": "fp16", "bf16": "bf16"}.get(precision.partition("-")[0])
     if wanted is not None and (others := [mode for mode in enabled if mode != wanted]):
         yield (
-            f'Trainer(precision="{precision}") and {others[0]}.enabled: true in the configuration: '
-            "parameters have one dtype. Let both say the same."
+            f'Trainer(precision="{precision}") and {others[0]}.enabled: true in the '
+            "configuration: parameters have one dtype. Use the same precision in both."
         )

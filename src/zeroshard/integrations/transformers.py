@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.checkpoint.directory import LATEST
-from zeroshard.config.read import Source, read_source
+from zeroshard.config.parse import Source, read_source
 from zeroshard.errors import UsageError
 from zeroshard.integrations.accelerate import Accelerator, PreparedEngine
 from zeroshard.integrations.accelerate.config import Wishes
@@ -40,11 +40,11 @@ __all__ = ["REPLACED", "Seq2SeqTrainer", "Trainer", "ZeroShardMixin"]
 
 REPLACED = {
     "_build_accelerator_args": "the arguments of its Accelerator, with which ours is built",
-    "_move_model_to_device": "an engine places the shards; the whole model may not fit",
+    "_move_model_to_device": "an engine allocates the shards; the whole model may not fit",
     "_wrap_model": "evaluation runs the engine, which knows the dtypes, not the bare model",
     "_save": "all ranks gather the weights that one writes",
     "_save_optimizer_and_scheduler": "all ranks write the engine's checkpoint",
-    "_load_from_checkpoint": "weights come with the engine's checkpoint, when there is an engine",
+    "_load_from_checkpoint": "weights are part of the engine's checkpoint, when there is an engine",
     "_load_optimizer_and_scheduler": "all ranks read the engine's checkpoint",
     "_load_best_model": "the engine reads the weights of its checkpoint",
 }
@@ -201,7 +201,7 @@ class _TrainersAccelerator(Accelerator):
         )  # fmt: skip
 
     def keeps(self, engine: PreparedEngine) -> bool:
-        """Does the engine stay open? Only if the Trainer still has its model (see ``model_init``)."""
+        """Whether the engine stays open: only if the Trainer still has its model (see ``model_init``)."""
         return engine.module is self._trainer.model
 
 
@@ -214,31 +214,31 @@ def _refuse(args: Any, config: dict[str, Any]) -> None:
         if config.get(section) is not None:
             raise UsageError(
                 f'zeroshard_config has "{section}", but the Trainer makes its own, from '
-                f"TrainingArguments ({instead}). Drop that section."
+                f"TrainingArguments ({instead}). Remove that section."
             )
     refused = {
-        "deepspeed": "it gives the model to DeepSpeed; zeroshard_config takes the same file",
+        "deepspeed": "it trains with DeepSpeed; zeroshard_config accepts the same file",
         "fsdp": "it would shard the model a second time",
         "parallelism_config": "the engine shards over all ranks",
         "fp16_full_eval": "an engine evaluates in the dtype in which it trains",
         "bf16_full_eval": "an engine evaluates in the dtype in which it trains",
-        "torch_compile": "hooks gather the parameters; compile parts of the model before",
+        "torch_compile": "hooks gather the parameters; compile parts of the model before training",
         "save_on_each_node": "the ranks of a checkpoint write into one directory",
     }
     for name, why in refused.items():
         if getattr(args, name, None):
             raise UsageError(
-                f"TrainingArguments({name}=...) with zeroshard_config: {why}. Drop it."
+                f"TrainingArguments({name}=...) with zeroshard_config: {why}. Remove it."
             )
     if args.n_gpu > 1:
         raise UsageError(
-            f"one process sees {args.n_gpu} GPUs, and the Trainer would copy the model to all. Start one "
-            "process for each: torchrun --nproc-per-node, or zeroshard."
+            f"one process sees {args.n_gpu} GPUs, and the Trainer would copy the model to all of "
+            "them. Start one process for each GPU: torchrun --nproc-per-node, or zeroshard."
         )
     if args.save_only_model and args.load_best_model_at_end:
         raise UsageError(
-            "save_only_model=True with load_best_model_at_end=True: the best model is read from the "
-            "engine's checkpoint, which would not be written. Drop one."
+            "save_only_model=True with load_best_model_at_end=True: the best model is read from "
+            "the engine's checkpoint, which would not be written. Remove one of them."
         )
     clip = config.get("gradient_clipping", "auto")
     if args.max_grad_norm > 0 and clip not in ("auto", None, 0, args.max_grad_norm):

@@ -7,7 +7,7 @@ torch.
 from __future__ import annotations
 
 from zeroshard.launch.launcher import launch
-from zeroshard.launch.plan import LAUNCHERS, LaunchRequest
+from zeroshard.launch.options import LAUNCHERS, LaunchRequest
 from zeroshard.launch.supervisor import ShutdownTimeouts
 
 __all__ = ["LAUNCHERS", "LaunchRequest", "ShutdownTimeouts", "launch"]

@@ -322,6 +322,6 @@ def _start_error(run: NodeRun, error: Exception) -> LaunchError:
     if "EADDRINUSE" in text or "address already in use" in text.lower():
         return LaunchError(
             f"port {run.master_port} on {run.master_addr} is in use, so the ranks cannot meet "
-            "there. Give another one with --master_port, or end the program that holds it."
+            "there. Give another one with --master_port, or end the program that uses it."
         )
     return LaunchError(f"the ranks of node {run.node_rank} could not be started: {text}")

@@ -67,8 +67,8 @@ def share_cores(cpus: Iterable[Cpu], num_local: int) -> Shares:
     each = len(together) // num_local
     if not each:
         raise LaunchError(
-            f"--bind_cores_to_rank: {num_local} ranks cannot have a core each, since this process may "
-            f"use {len(together)}. Start fewer ranks, or leave the option out."
+            f"--bind_cores_to_rank: this process may use {len(together)} cores, which is not "
+            f"enough for {num_local} ranks. Start fewer ranks, or leave the option out."
         )
     per_pool, rest = divmod(num_local, len(pools))
     if rest or any(len(pool) // per_pool < each for pool in pools):
@@ -121,8 +121,8 @@ def parse_core_list(text: str, option: str = "--bind_core_list") -> tuple[int, .
         low, high = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if low > high:
             raise LaunchError(
-                f"{option} {text!r}: {part!r} is no number and no range of numbers like '0-3'; parts are "
-                "separated by ','."
+                f"{option} {text!r}: {part!r} is not a number or a range of numbers like '0-3'; "
+                "parts are separated by ','."
             )
         numbers += range(low, high + 1)
     twice = sorted({number for number in numbers if numbers.count(number) > 1})

@@ -13,12 +13,11 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from zeroshard.errors import EXIT_DIAGNOSIS
 from zeroshard.launch.cgroup import OomCounters
 from zeroshard.launch.traces import Trace, last_trace, trace_of_error_file
 
-# Exit codes of ranks that end themselves.
-EXIT_VERDICT = 75  # this rank ended on a diagnosis of the watchdog
-EXIT_SURVIVOR = 76  # this rank lost its peers
+EXIT_SURVIVOR = 76  # exit code of a rank that ends itself because it lost its peers
 
 _LOST_PEER = re.compile(
     r"Connection (?:closed by peer|reset by peer|refused)|Broken pipe|Socket closed|RankLost"
@@ -27,7 +26,7 @@ _LOST_PEER = re.compile(
 )
 _GLOO_SIZES = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
 _WANTS_GPU = re.compile(r"support bf16/gpu|(?:fp16|bf16) mixed precision requires")
-_USE_CPU = "there is no GPU here, and the program counts on one: give it `--use_cpu true`"
+_USE_CPU = "there is no GPU here, and the program needs one: start it with `--use_cpu true`"
 _GIB = 1 << 30
 
 
@@ -84,9 +83,9 @@ def explain_exit(death: RankExit, kernel: KernelCounters) -> ExitCause:
     headline = f": {trace.headline}" if trace else ""
     if death.exitcode == EXIT_SURVIVOR:
         return ExitCause(death, f"lost its peers (exit code 76){headline}", True, trace)
-    if death.exitcode == EXIT_VERDICT:
+    if death.exitcode == EXIT_DIAGNOSIS:
         return ExitCause(
-            death, f"stopped on ZeroShard's verdict (exit code 75){headline}", False, trace
+            death, f"was stopped by ZeroShard's watchdog (exit code 75){headline}", False, trace
         )
     if trace is None:
         what = f"exited with code {death.exitcode} and left no traceback"

@@ -60,7 +60,7 @@ def parse_hostfile(text: str, source: str) -> tuple[Host, ...]:
             hosts[name] = Host(name, tuple(range(count)))
             first_line[name] = number
     if not hosts and not problems:
-        problems.append(f"{source}: no host in it; expected lines of the form 'host slots=N'.")
+        problems.append(f"{source} contains no host; expected lines of the form 'host slots=N'.")
     if problems:
         raise LaunchError("\n".join(problems))
     return tuple(hosts.values())

@@ -24,14 +24,13 @@ from zeroshard.launch.env import (
 )
 from zeroshard.launch.memory_check import check_memory, parse_nbytes
 from zeroshard.launch.mpi import mpi_flags, mpirun_command
+from zeroshard.launch.options import LaunchRequest, passed_on
 from zeroshard.launch.plan import (
     ExecAsRank,
-    LaunchRequest,
     RunHere,
     RunNodes,
     RunSrun,
     notices,
-    passed_on,
     plan_launch,
 )
 from zeroshard.launch.remote import (
@@ -123,8 +122,8 @@ def _pid_file() -> Iterator[None]:
             file.write(str(os.getpid()))
     except OSError as error:
         raise LaunchError(
-            f"--save_pid: {str(path)!r} cannot be written: {error.strerror}. Free some room there, or "
-            "leave the option out."
+            f"--save_pid: {str(path)!r} cannot be written: {error.strerror}. Free some space "
+            "there, or leave the option out."
         ) from error
     try:
         yield
@@ -228,8 +227,8 @@ def _check_script(request: LaunchRequest) -> None:
     if request.no_python:
         if shutil.which(request.script) is None:
             raise LaunchError(
-                f"program {request.script!r} is not found or not executable; --no_python runs "
-                "it as it is."
+                f"program {request.script!r} is not found or not executable; with --no_python, "
+                "ranks execute it directly."
             )
     elif not request.module and not Path(request.script).is_file():
         hint = ""
@@ -244,7 +243,8 @@ def _shadow_warning(request: LaunchRequest) -> tuple[str, ...]:
     # Python puts the script's directory, or the working one for a module, before PYTHONPATH.
     home = Path() if request.module else Path(request.script).parent
     return tuple(
-        f"{str(found)!r} beside the script answers every 'import deepspeed'; rename it."
+        f"{str(found)!r} is in the directory of the script, so 'import deepspeed' imports it "
+        "instead of ZeroShard. Rename it."
         for found in (home / "deepspeed", home / "deepspeed.py")
         if found.exists()
     )
@@ -263,7 +263,7 @@ def _check_port(port: int) -> None:
         except OSError as error:
             raise LaunchError(
                 f"port {port} cannot be used on this host ({error.strerror}). Give another one "
-                "with --master_port, or end the program that holds it."
+                "with --master_port, or end the program that uses it."
             ) from error
 
 
@@ -276,9 +276,9 @@ def _shares(request: LaunchRequest, num_local: int) -> Shares | None:
 
 
 def _visible_gpus() -> int:
-    import torch
+    from zeroshard.device.choice import visible_devices
 
-    return max(1, torch.cuda.device_count())
+    return max(1, visible_devices())
 
 
 def _cores() -> int:

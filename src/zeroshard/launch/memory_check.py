@@ -1,7 +1,7 @@
 """Checks before the start whether there is enough memory for the ranks.
 
-Pure: makes an error or warnings from numbers that were read elsewhere. No warning means that no problem
-was found.
+Pure functions: they make an error or warnings from numbers that were read elsewhere. No warning means
+that no problem was found.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def check_memory(
         )
     if shm_nbytes is not None and shm_nbytes <= _SMALL_SHM_NBYTES:
         warnings.append(
-            f"/dev/shm holds only {shm_nbytes >> 20} MiB; data-loader workers and NCCL die of "
-            "SIGBUS when it is full. docker run --shm-size=8g (or --ipc=host) makes it larger."
+            f"/dev/shm has only {shm_nbytes >> 20} MiB. When it is full, data-loader workers and "
+            "NCCL end with SIGBUS. docker run --shm-size=8g (or --ipc=host) makes it larger."
         )
     return tuple(warnings)
 

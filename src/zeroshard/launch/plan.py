@@ -10,56 +10,18 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from zeroshard.errors import LaunchError
 from zeroshard.launch.hosts import Host, check_filters, parse_hostfile, select
 from zeroshard.launch.mpi import MPI_LAUNCHERS
+from zeroshard.launch.options import LAUNCHERS, LaunchRequest, passed_on
 from zeroshard.launch.remote import this_launcher
 from zeroshard.launch.slurm import SlurmJob, rank_env, read_slurm, srun_command
-from zeroshard.launch.supervisor import ShutdownTimeouts
 
 DEFAULT_PORT = 29500
-LAUNCHERS = ("ssh", "pdsh", "slurm", *MPI_LAUNCHERS)
-"""The values of ``--launcher``: what starts the launchers of other hosts. ``pdsh`` means ssh."""
-
 _MANY_SLOTS = 1 << 10
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchRequest:
-    """The options of ``zeroshard launch``, with DeepSpeed's names where DeepSpeed has them."""
-
-    script: str
-    args: tuple[str, ...] = ()
-    nproc: int | None = None  # also --num_gpus, --num_accelerators
-    hostfile: str | None = None
-    include: str = ""
-    exclude: str = ""
-    num_nodes: int | None = None
-    node_rank: int | None = None
-    master_addr: str | None = None
-    master_port: int | None = None
-    module: bool = False
-    no_python: bool = False
-    pass_local_rank: bool = False
-    as_deepspeed: str = ""  # directory that is put first on the ranks' PYTHONPATH
-    no_ssh: bool = False
-    ssh_port: int | None = None
-    launcher: str | None = None  # one of LAUNCHERS; None: srun in a SLURM job, else ssh
-    launcher_args: str = ""  # options for ssh, srun or mpirun
-    force_multi: bool = False
-    venv_script: str | None = None
-    bind_cores: bool = False
-    bind_core_list: str | None = None
-    save_pid: bool = False
-    each_rank_log: str | None = None
-    expect_memory_per_rank: str | None = None
-    timeouts: ShutdownTimeouts = field(default_factory=ShutdownTimeouts)
-    quiet: bool = False
-    verbose: bool = False
-    leash: bool = False  # another launcher controls this one through its standard input
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +84,7 @@ def _plan(
         if request.nproc is not None:
             raise LaunchError(
                 f"SLURM started {job.num_tasks} tasks on {len(job.hosts)} nodes, and each becomes "
-                f"one rank, so --nproc {request.nproc} has no meaning; leave it out, or use "
+                f"one rank, so --nproc {request.nproc} cannot be used. Leave it out, or use "
                 "--ntasks-per-node=1."
             )
         return ExecAsRank(
@@ -150,7 +112,7 @@ def notices(request: LaunchRequest, decision: LaunchPlan) -> tuple[str, ...]:
     if isinstance(decision, RunNodes) and request.launcher == "pdsh":
         said.append("--launcher pdsh: hosts are reached over ssh, and pdsh is not used.")
     if isinstance(decision, RunHere) and request.launcher_args:
-        said.append("--launcher_args has no effect: this run is on this host alone.")
+        said.append("--launcher_args has no effect: this run uses only this host.")
     return tuple(said)
 
 
@@ -160,16 +122,16 @@ def _slurm_job(request: LaunchRequest, env: Mapping[str, str]) -> SlurmJob | Non
     if request.launcher == "slurm":
         if job is None:
             raise LaunchError(
-                "--launcher slurm: SLURM_JOB_ID is not set, so this is no SLURM job. Start the command "
-                "inside one (salloc, sbatch), or reach the hosts with --launcher ssh."
+                "--launcher slurm: SLURM_JOB_ID is not set, so this is not a SLURM job. Start the "
+                "command inside one (salloc, sbatch), or reach the hosts with --launcher ssh."
             )
         return job
     if request.hostfile:
         return None
     if job is not None and request.launcher and (len(job.hosts) > 1 or job.in_step):
         raise LaunchError(
-            f"--launcher {request.launcher} in a SLURM job of {len(job.hosts)} nodes needs --hostfile, "
-            "to know the hosts. Without the option srun starts the nodes of the job."
+            f"--launcher {request.launcher} in a SLURM job of {len(job.hosts)} nodes needs "
+            "--hostfile with the hosts. Without --launcher, srun starts the nodes of the job."
         )
     return job
 
@@ -187,7 +149,7 @@ def _listed_hosts(request: LaunchRequest, hostfile: str) -> tuple[Host, ...]:
 def _plan_without_hosts(request: LaunchRequest) -> RunHere:
     if request.force_multi:
         raise LaunchError(
-            "--force_multi starts a launcher on each host, and no host is named: give --hostfile."
+            "--force_multi starts a launcher on each host, and no hosts are given. Give --hostfile."
         )
     num_nodes = request.num_nodes or 1
     if num_nodes > 1:
@@ -211,7 +173,7 @@ def _plan_without_hosts(request: LaunchRequest) -> RunHere:
         nproc, devices = len(listed.slots), ",".join(map(str, listed.slots))
     elif request.exclude:
         raise LaunchError(
-            "--exclude needs --hostfile; without one, say what to use with --include."
+            "--exclude needs --hostfile. Without a hostfile, choose devices with --include."
         )
     return RunHere(nproc, 1, 0, request.master_addr, request.master_port, devices)
 
@@ -267,7 +229,7 @@ def _in_order_of(job: SlurmJob, hosts: tuple[Host, ...]) -> tuple[Host, ...]:
     strange = [host.name for host in hosts if host.name not in job.hosts]
     if strange:
         raise LaunchError(
-            f"--hostfile names {strange[0]!r}, which is no node of the SLURM job "
+            f"--hostfile names {strange[0]!r}, which is not a node of the SLURM job "
             f"({', '.join(job.hosts)}). Filter with --include, or leave --hostfile out."
         )
     return tuple(sorted(hosts, key=lambda host: job.hosts.index(host.name)))
@@ -278,32 +240,6 @@ def _here(
 ) -> RunHere:
     port = request.master_port or (DEFAULT_PORT if num_nodes > 1 else None)
     return RunHere(len(host.slots), num_nodes, rank, address, port, host.devices)
-
-
-def passed_on(request: LaunchRequest) -> list[str]:
-    """The options that the launcher of every node needs as well."""
-    words: list[str] = []
-    switches = {
-        "--module": request.module,
-        "--no_python": request.no_python,
-        "--pass_local_rank": request.pass_local_rank,
-        "--as-deepspeed": bool(request.as_deepspeed),
-        "--bind_cores_to_rank": request.bind_cores,
-        "--quiet": request.quiet,
-    }
-    words += [name for name, on in switches.items() if on]
-    if request.verbose:
-        words += ["--log_level", "info"]
-    if request.bind_core_list is not None:
-        words += ["--bind_core_list", request.bind_core_list]
-    if request.each_rank_log:
-        words += ["--enable_each_rank_log", request.each_rank_log]
-    if request.expect_memory_per_rank:
-        words += ["--expect-memory-per-rank", request.expect_memory_per_rank]
-    if request.timeouts != ShutdownTimeouts():
-        words += ["--grace-s", str(request.timeouts.grace_s)]
-        words += ["--stop-s", str(request.timeouts.stop_s)]
-    return words
 
 
 def check_request(request: LaunchRequest) -> None:
@@ -343,13 +279,14 @@ def _check_launcher(request: LaunchRequest) -> None:
             )
     if request.ssh_port is not None and launcher not in (None, "ssh", "pdsh"):
         raise LaunchError(
-            f"--ssh_port has no meaning with --launcher {launcher}, which does not ask ssh; leave it out."
+            f"--ssh_port cannot be used with --launcher {launcher}, which does not use ssh. Leave "
+            "it out."
         )
     if request.launcher_args and launcher in (None, "pdsh"):
         given = "--launcher pdsh" if launcher else "no --launcher"
         raise LaunchError(
-            f"--launcher_args {request.launcher_args!r} with {given}: hosts are reached over ssh, which "
-            "has other options than pdsh. Give ssh's, with --launcher ssh."
+            f"--launcher_args {request.launcher_args!r} with {given}: hosts are reached over ssh, "
+            "which has other options than pdsh. Give options of ssh, with --launcher ssh."
         )
     try:
         shlex.split(request.launcher_args)
@@ -381,8 +318,8 @@ def _check_effect(request: LaunchRequest, decision: LaunchPlan) -> None:
     )
     if request.save_pid and becomes:
         raise LaunchError(
-            "--save_pid: this command becomes srun, mpirun or a rank, and could not remove its file. "
-            "It keeps its process id: use that one, or scancel."
+            "--save_pid: this command becomes srun, mpirun or a rank, and could not remove its "
+            "file. The process id does not change: use that id, or scancel."
         )
 
 
@@ -402,6 +339,6 @@ def _read(hostfile: str) -> str:
         return Path(hostfile).read_text()
     except OSError as error:
         raise LaunchError(
-            f"--hostfile {hostfile!r} cannot be read: {error.strerror}. "
-            "It holds lines 'host slots=N'."
+            f"--hostfile {hostfile!r} cannot be read: {error.strerror}. It must contain lines "
+            "'host slots=N'."
         ) from error

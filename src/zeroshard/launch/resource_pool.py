@@ -33,7 +33,7 @@ def fetch_hostfile(hostfile_path: str) -> OrderedDict[str, int] | None:
     """
     path = Path(hostfile_path)
     if not path.is_file():
-        _log.warning("there is no hostfile %s: this host alone is used", path)
+        _log.warning("there is no hostfile %s: only this host is used", path)
         return None
     hosts = parse_hostfile(path.read_text(), str(path))
     return OrderedDict((host.name, len(host.slots)) for host in hosts)

@@ -87,7 +87,7 @@ def rank_env(job: SlurmJob, *, master_addr: str | None, master_port: int | None)
     per_node = job.num_tasks // len(job.hosts)
     if per_node * len(job.hosts) != job.num_tasks:
         raise LaunchError(
-            f"SLURM started {job.num_tasks} tasks on {len(job.hosts)} nodes, so the nodes hold "
+            f"SLURM started {job.num_tasks} tasks on {len(job.hosts)} nodes, so nodes have "
             "different numbers of ranks; use srun --ntasks-per-node=N with the same N everywhere."
         )
     return {

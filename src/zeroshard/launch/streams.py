@@ -171,9 +171,8 @@ class Streams:
     def _run(self) -> None:
         while not self._done.is_set():
             self._pump(_TICK_S)
-        while self._pump(
-            0.0
-        ):  # read what the ranks wrote before they ended; do not wait for processes that still write
+        # Read what the ranks wrote before they ended; do not wait for processes that still write.
+        while self._pump(0.0):
             pass
 
     def _pump(self, timeout_s: float) -> bool:

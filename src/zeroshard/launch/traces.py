@@ -78,9 +78,8 @@ def _start_of_last(lines: list[str]) -> int | None:
             linked = True
         elif _FATAL.match(line):
             aborted = start is not None and _FATAL.match(lines[start]) is not None
-            start = (
-                start if aborted else number
-            )  # the report of the C++ runtime and then that of the fault handler are one trace
+            # The report of the C++ runtime and then that of the fault handler are one trace.
+            start = start if aborted else number
         elif _TRACEBACK.match(line):
             if not linked:
                 start = number

@@ -1,1 +1,1 @@
-"""Allocation, release and pinning of memory, and its limits."""
+"""Allocation and release of memory, and its limits."""

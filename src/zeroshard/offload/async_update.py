@@ -1,8 +1,8 @@
 """Runs the update in host memory asynchronously, on one worker thread.
 
 The worker takes one chunk after another, in the order of forward. For each it waits for the gradient,
-updates, and starts the copy of the parameter to the device. The main thread waits only where a unit is
-used whose parameters have not arrived yet.
+updates, and starts the copy of the parameter to the device. The main thread waits only when it uses a
+unit whose parameters have not arrived yet.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from typing import Any
 
 import torch
 
-from zeroshard.offload.copy_streams import CopyHandle, choose_device
+from zeroshard.device.choice import choose_device
+from zeroshard.device.copy_streams import CopyHandle
 from zeroshard.offload.host_chunk import HostChunk, HostGradTransfer
 from zeroshard.optim.fused_update import FusedUpdate
 
 Groups = Sequence[Mapping[str, Any]]
 """An optimizer's param groups, for their options."""
 
-ParamTransfer = Callable[[], CopyHandle | None]
-"""Gives the copy of a parameter to the device, once that has started; None if there is no copy."""
+Wait = Callable[[], None]
+"""Waits until an updated parameter is on the device. Raises what its update raised."""
 
 
 class AsyncUpdateWorker:
@@ -51,9 +52,10 @@ class AsyncUpdateWorker:
         """Wait for the gradient, then update the chunk on the calling thread."""
         transfer.wait()
         if transfer.is_edited:
-            host_chunk.sync_edits_from_device()
-        if not transfer.is_skipped:
-            prepared.run(transfer.grad_C, transfer.factor, groups, threads=self._threads)
+            host_chunk.copy_param_from_device()
+        numbers = transfer.numbers
+        if not numbers.is_skipped:
+            prepared.run(transfer.grad_C, numbers.factor, groups, threads=self._threads)
 
     def submit(
         self,
@@ -61,11 +63,8 @@ class AsyncUpdateWorker:
         host_chunk: HostChunk,
         transfer: HostGradTransfer,
         groups: Groups,
-    ) -> ParamTransfer:
-        """Run :meth:`update` on the worker, with the options that ``groups`` have now.
-
-        The returned function waits for the update and raises what it raised.
-        """
+    ) -> Wait:
+        """Run :meth:`update` on the worker, with the options that ``groups`` have now."""
         options = [{**group, "params": ()} for group in groups]
 
         def update() -> CopyHandle | None:
@@ -74,33 +73,36 @@ class AsyncUpdateWorker:
 
         future: Future[CopyHandle | None] = self._worker.submit(update)
 
-        def sent() -> CopyHandle | None:
+        def wait() -> None:
             arrival = future.result()
-            return host_chunk.send_param() if self.delayed else arrival
+            host_chunk.wait_for_param(host_chunk.send_param() if self.delayed else arrival)
 
-        return sent
+        return wait
+
+    def wait(self) -> None:
+        """Block this thread until all updates have ended. Their errors are raised where they are used."""
+        self._worker.submit(_nothing).result()
 
     def close(self) -> None:
         """Wait for the update that runs, and drop those that have not begun."""
         self._worker.shutdown(wait=True, cancel_futures=True)
 
 
+def _nothing() -> None:
+    """The last task of a queue."""
+
+
 class PendingUpdates:
     """The chunks of one unit whose updated parameters may not have arrived yet."""
 
-    def __init__(self) -> None:
-        self._chunks: list[tuple[HostChunk, ParamTransfer]] = []
-
-    def add(self, host_chunk: HostChunk, sent: ParamTransfer) -> None:
-        """Add one chunk."""
-        self._chunks.append((host_chunk, sent))
+    def __init__(self, waits: Sequence[Wait]) -> None:
+        self._waits = list(waits)
 
     def wait(self) -> None:
         """Wait for the updates, so that the current stream may use this rank's part of the unit.
 
         Raises what the worker raised.
         """
-        while self._chunks:
-            host_chunk, sent = self._chunks[0]
-            host_chunk.wait_for_param(sent())
-            del self._chunks[0]  # after the wait: a failed one raises again in the next call
+        while self._waits:
+            self._waits[0]()
+            del self._waits[0]  # after the wait: a failed one raises again in the next call

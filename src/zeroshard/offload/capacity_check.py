@@ -18,7 +18,7 @@ from zeroshard.comm.host import host_number
 from zeroshard.config import Config
 from zeroshard.core.ledger import Key
 from zeroshard.core.stages import STAGES
-from zeroshard.core.tiers import Tier
+from zeroshard.core.tiers import TIERS, Tier
 from zeroshard.errors import DiskError
 from zeroshard.memory.host_limits import host_limits
 from zeroshard.offload import disk_check
@@ -40,7 +40,7 @@ class Demand:
     """Bytes that a rank will need in addition to the model that it was given."""
 
     host_nbytes: int  # in host memory; on CPU ranks everything that is not on disk
-    optimizer_nbytes: int  # on disk
+    optimizer_nbytes: int  # on disk: in the tiers that need a path
     param_nbytes: int  # on disk
     gradient_nbytes: int  # on disk
     micro_batches: int = 1  # forwards and backwards per step
@@ -81,20 +81,24 @@ def demand_of(
 
     ``on_cpu``: the device's memory is host memory.
 
-    >>> tiers = {(c, t): 0 for c in ("parameters", "gradients", "master", "optimizer") for t in Tier}
-    >>> demand_of({**tiers, ("master", Tier.DISK): 4, ("optimizer", Tier.DISK): 8}, on_cpu=True)
+    >>> kinds = ("parameters", "gradients", "master", "optimizer")
+    >>> nothing = {(kind, tier): 0 for kind in kinds for tier in TIERS.values()}
+    >>> demand_of({**nothing, ("master", Tier.DISK): 4, ("optimizer", Tier.DISK): 8}, on_cpu=True)
     Demand(host_nbytes=0, optimizer_nbytes=12, param_nbytes=0, gradient_nbytes=0, \
 micro_batches=1, reductions=1)
     """
-    tiers = (Tier.HOST, Tier.DEVICE) if on_cpu else (Tier.HOST,)
+    on_disk = [tier for tier in TIERS.values() if tier.needs_path]
+    tiers = [tier for tier in TIERS.values() if tier not in on_disk]
+    if not on_cpu:
+        tiers.remove(Tier.DEVICE)
     new = ["gradients", "master", "optimizer"]
     if not on_cpu:
         new.append("parameters")  # on CPU ranks they exist already, as the model's
     return Demand(
         sum(planned[category, tier] for category in new for tier in tiers),
-        planned["master", Tier.DISK] + planned["optimizer", Tier.DISK],
-        planned["parameters", Tier.DISK],
-        planned["gradients", Tier.DISK],
+        sum(planned["master", tier] + planned["optimizer", tier] for tier in on_disk),
+        sum(planned["parameters", tier] for tier in on_disk),
+        sum(planned["gradients", tier] for tier in on_disk),
         micro_batches,
         reductions,
     )
@@ -105,7 +109,7 @@ def check_capacity(
     offload_plan: OffloadPlan,
     config: Config,
     comm: Comm,
-    place: RankInfo,
+    rank_info: RankInfo,
     device: torch.device,
 ) -> list[str]:
     """Refuse a plan that a host cannot hold, and forecast the time that its disks will take. Collective.
@@ -156,11 +160,10 @@ def check_capacity(
         for (path, kinds), free in zip(paths.items(), disks, strict=True):
             wanted = sum(getattr(demand, kind) for demand in demands for kind in kinds)
             disk_check.check(path, wanted, free=free)
-            if number == me and place.local_rank == 0 and wanted >= PROBED_FROM_NBYTES:
+            if number == me and rank_info.local_rank == 0 and wanted >= PROBED_FROM_NBYTES:
                 forecasts += _forecast(path, kinds, demands)
-    comm.all_gather_small(
-        row_K[:1], name="room measured"
-    )  # no rank writes or reserves space before the measurement has ended
+    # No rank writes or reserves space before the measurement has ended.
+    comm.all_gather_small(row_K[:1], name="room measured")
     return forecasts
 
 
@@ -172,8 +175,9 @@ def _paths(config: Config) -> dict[str, list[str]]:
         (zero.offload_optimizer, ("optimizer_nbytes", "gradient_nbytes")),
         (zero.offload_param, ("param_nbytes",)),
     ):
-        if section is not None and section.device == "nvme" and section.nvme_path is not None:
-            paths[section.nvme_path] += kinds
+        path = section.nvme_path if section is not None else None
+        if section is not None and path is not None and TIERS[section.device].needs_path:
+            paths[path] += kinds
     return paths
 
 
@@ -197,8 +201,8 @@ def _forecast(path: str, kinds: Sequence[str], here: Sequence[Demand]) -> Iterat
     )
     seconds = disk_check.forecast(reads, writes, speed)
     yield (
-        f"{nbytes / 1e9:.2f} GB of this host's state rest in {path}: {speed}; about {seconds:.1f} s of "
-        "transfers per step"
+        f"{nbytes / 1e9:.2f} GB of this host's state are stored in {path}: {speed}; about "
+        f"{seconds:.1f} s of transfers per step"
     )
     if doubt := disk_check.warning(path):
         yield doubt

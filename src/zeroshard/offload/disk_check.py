@@ -11,7 +11,7 @@ from pathlib import Path
 
 from zeroshard.core.files import free_nbytes
 from zeroshard.errors import DiskError
-from zeroshard.memory.pages import PAGE_NBYTES, aligned_bytes
+from zeroshard.memory.direct_io import PAGE_NBYTES, aligned_bytes
 from zeroshard.offload.swap_file import BLOCK_NBYTES, Extent, SwapFile
 
 __all__ = [
@@ -62,10 +62,11 @@ def check(directory: str | Path, wanted_nbytes: int, *, free: int | None = None)
     free = free_below(directory) if free is None else free
     if wanted_nbytes > free:
         raise DiskError(
-            f"{directory} cannot hold the training state: the ranks of this host need {wanted_nbytes} "
-            f"bytes ({wanted_nbytes / 1e9:.2f} GB) and {free} ({free / 1e9:.2f} GB) are free, "
-            f"{wanted_nbytes - free} too few. Free space, name another nvme_path, let less rest on disk "
-            "(max_in_cpu, or device 'cpu'), or use more hosts."
+            f"{directory} has too little space for the training state: the ranks of this host "
+            f"need {wanted_nbytes} bytes ({wanted_nbytes / 1e9:.2f} GB) and {free} "
+            f"({free / 1e9:.2f} GB) are free, {wanted_nbytes - free} too few. Free space, name "
+            "another nvme_path, store less on disk (max_in_cpu, or device 'cpu'), or use more "
+            "hosts."
         )
 
 
@@ -132,13 +133,14 @@ def warning(directory: str | Path) -> str | None:
     kind = filesystem_of(_existing(directory), Path("/proc/self/mounts").read_text())
     if kind in _IN_MEMORY:
         return (
-            f"{directory} is a {kind}: what is kept there is kept in this host's memory, and offloading "
-            "to it saves none. Name a directory on a disk as nvme_path."
+            f"{directory} is a {kind}: its files are stored in this host's memory, so offloading "
+            "to it saves no memory. Give as nvme_path a directory on a disk."
         )
     if kind in _NETWORK or (kind.startswith("fuse.") and kind != "fuse.overlayfs"):
         return (
-            f"{directory} is a network file system ({kind}): every step moves the whole optimizer state "
-            "over it, and other users share its speed. Name a directory on a local disk as nvme_path."
+            f"{directory} is a network file system ({kind}): every step moves the whole optimizer "
+            "state over the network, and other users share its speed. Give as nvme_path a "
+            "directory on a local disk."
         )
     return None
 

@@ -143,11 +143,12 @@ class DiskGradStore:
 
 
 class DiscardedGradStore:
-    """Stands in for :class:`DiskGradStore` under fake tensors, which have no bytes to write."""
+    """Stands in for the gradient store of ``tier`` under fake tensors, which have no bytes to write."""
 
     every_backward = True
 
-    def __init__(self, *, ledger: Ledger, name: str) -> None:
+    def __init__(self, tier: Tier, *, ledger: Ledger, name: str) -> None:
+        self._tier = tier
         self._ledger = ledger
         self._name = name
         self._values_S: Tensor | None = None
@@ -155,7 +156,7 @@ class DiscardedGradStore:
     def write(self, values_S: Tensor) -> None:
         """See :class:`DiskGradStore`."""
         self._values_S = values_S
-        self._ledger.hold("gradients", self._name, values_S.nbytes, Tier.DISK)
+        self._ledger.hold("gradients", self._name, values_S.nbytes, self._tier)
 
     def prefetch(self) -> None:
         """See :class:`DiskGradStore`."""
@@ -170,4 +171,4 @@ class DiscardedGradStore:
     def free(self) -> None:
         """See :class:`DiskGradStore`."""
         self._values_S = None
-        self._ledger.hold("gradients", self._name, 0, Tier.DISK)
+        self._ledger.hold("gradients", self._name, 0, self._tier)

@@ -3,26 +3,25 @@
 [Note: host chunks]
 
 *What is copied.* Each step, the gradient is copied to the host and the updated parameter back to the
-device, 2 bytes per element each way. The numbers of the step (gradient factor, overflow, edited) are
-copied after the gradient. So the host never reads a value from the device that it would have to wait for
-(ADR 0008).
+device, 2 bytes per element each way. The numbers of the step (:mod:`zeroshard.offload.step_numbers`) are
+copied after the gradients, once for all chunks. So the host never reads a value from the device that it
+would have to wait for (ADR 0008). On the device, a gradient is freed when its copy has ended.
 
-*Who owns which memory.* The unit owns the parameter on the device (``_device_param_C``). The chunk owns
-the host's copy ``host_param_C``, a buffer for the gradient, and three float64 for the numbers; their
-memory comes from :class:`HostStaging`. Chunks whose state is on disk share one buffer for gradients and
-one for parameters, because they are updated one at a time; their parameter is copied to the host before
-each update. If the parameter itself is in host memory, ``host_param_C`` is that memory and nothing is
-copied.
+*Who owns which memory.* The unit owns the parameter on the device (``device_param_C``). The chunk owns
+the host's copy ``host_param_C`` and a buffer for the gradient, from :class:`HostStaging`. Chunks whose
+state is on disk are updated one at a time. They use two :class:`HostBuffers` in turn, so that the next
+chunk is copied while one is updated; their parameter is copied to the host before each update. If the
+parameter itself is in host memory, ``host_param_C`` is that memory and it is not copied.
 
 *Edits.* Between updates, ``host_param_C`` equals the parameter on the device, unless the program wrote
 into the latter. A fingerprint of the device's parameter is taken when it has arrived, and compared in
-``send_numbers`` and ``sync_edits_from_device``. Only where it differs is the parameter copied to the
+each step and in ``sync_edits_from_device``. Only where it differs is the parameter copied to the
 host. Without the fingerprint, the update would start from ``host_param_C`` and overwrite what the program
 wrote; with a second copy on the device to compare with, offload would save less.
 
 *Order.* Streams order the copies. ``send_param(at_once=True)`` skips the wait for the current stream, and
 is correct only after the gradient of the same update has arrived: the device then no longer uses the
-parameter.
+parameter. A copy into shared buffers waits on the device for the last copy out of them.
 """
 
 from __future__ import annotations
@@ -33,8 +32,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zeroshard.device.copy_streams import CopyHandle, CopyStreams
 from zeroshard.memory.storage import fingerprint
-from zeroshard.offload.copy_streams import CopyHandle, CopyStreams
+from zeroshard.offload.step_numbers import StepNumbers
+
+SHARED_BUFFERS = 2
+"""While one chunk on disk is updated, the next one is copied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,36 +45,46 @@ class HostGradTransfer:
     """A gradient being copied to the host, with the numbers of its step. Valid after :meth:`wait`."""
 
     grad_C: Tensor  # on the host
-    _numbers: Tensor  # on the host: factor, overflow, edited
+    numbers: StepNumbers
+    _at: int | None  # of the chunk in the numbers; None: its parameter is not compared
     _handles: Sequence[CopyHandle]
 
     def wait(self) -> None:
-        """Block this thread until gradient and numbers are on the host."""
+        """Block this thread until gradient and numbers are on the host.
+
+        Raises:
+            UsageError: an edit of a parameter was lost.
+        """
+        self.numbers.wait()
         for arrival in self._handles:
             arrival.synchronize()
 
     @property
-    def factor(self) -> float:
-        """The factor by which the update multiplies the gradient."""
-        return float(self._numbers[0])
-
-    @property
-    def is_skipped(self) -> bool:
-        """Whether the gradient of the step was not finite on some rank."""
-        return bool(self._numbers[1])
-
-    @property
     def is_edited(self) -> bool:
         """Whether the program wrote into the parameter on the device since it was copied there."""
-        return bool(self._numbers[2])
+        return self._at is not None and self.numbers.is_edited(self._at)
+
+
+class HostBuffers:
+    """Host memory for gradient and parameter of a chunk, as bytes.
+
+    ``shared``: other chunks use it too, one at a time. ``leaving``: the last copy of a parameter out of
+    it.
+    """
+
+    def __init__(self, grad_bytes: Tensor, param_bytes: Tensor, *, shared: bool) -> None:
+        self.grad_bytes = grad_bytes
+        self.param_bytes = param_bytes
+        self.shared = shared
+        self.leaving: CopyHandle | None = None
 
 
 class HostChunk:
     """The host's side of one chunk. See [Note: host chunks].
 
     ``param_C``: the parameter on the device, or None if it is in host memory. ``host_param_C``: the
-    host's copy, which is the rounded master as it was last copied to the device. ``shares``: other chunks
-    use the same memory for it, so the parameter is copied to the host before each update.
+    host's copy, which is the rounded master as it was last copied to the device. If the ``buffers`` are
+    shared, the parameter is copied to the host before each update.
     """
 
     def __init__(
@@ -79,27 +92,37 @@ class HostChunk:
         streams: CopyStreams,
         param_C: Tensor | None,
         *,
-        grad_bytes: Tensor,
+        buffers: HostBuffers,
         host_param_C: Tensor,
-        numbers: Tensor,
-        shares: bool,
+        numbers: StepNumbers,
     ) -> None:
         self.streams = streams
         self.host_param_C = host_param_C
-        self._device_param_C = param_C
-        self._grad_bytes = grad_bytes
+        self.device_param_C = param_C
+        self.arrived_print: Tensor | None = None  # of the parameter, when both copies were equal
+        self._buffers = buffers
         self._numbers = numbers
-        self._is_shared = shares
-        self._fingerprint: Tensor | None = None
+        self._at: int | None = None
         self._grad_C: Tensor | None = None  # of this step, on the host
         self._grad_arrival: CopyHandle | None = None
         if param_C is not None:
             host_param_C.copy_(param_C)
-            self._fingerprint = fingerprint(param_C)
+            if not buffers.shared:
+                self.arrived_print = fingerprint(param_C)
+                self._at = numbers.watch(self)
+
+    def prints(self) -> tuple[Tensor, Tensor]:
+        """See :class:`~zeroshard.offload.step_numbers.WatchedChunk`."""
+        assert self.device_param_C is not None
+        assert self.arrived_print is not None
+        return fingerprint(self.device_param_C), self.arrived_print
 
     def send_gradient(self, grad_C: Tensor) -> None:
-        """Start copying this step's gradient to the host, after the queued work of the current stream."""
-        self._grad_C = self._grad_bytes[: grad_C.nbytes].view(grad_C.dtype)
+        """Start copying this step's gradient to the host, after the queued work of the current stream.
+
+        ``grad_C`` may be dropped at once.
+        """
+        self._grad_C = self._buffers.grad_bytes[: grad_C.nbytes].view(grad_C.dtype)
         self._grad_arrival = self.streams.d2h(grad_C, self._grad_C)
 
     def fetch_gradient(self, grad_C: Tensor) -> None:
@@ -109,35 +132,48 @@ class HostChunk:
         self._grad_arrival.synchronize()
         self.streams.h2d(self._grad_C, grad_C).synchronize()
 
-    def send_numbers(self, factor: Tensor, found_inf: Tensor | None) -> HostGradTransfer:
-        """Start copying the numbers of the step. The returned transfer includes the gradient."""
+    def transfer(self, step: object, factor: Tensor, found_inf: Tensor | None) -> HostGradTransfer:
+        """The gradient on its way, with the numbers of the ``step``, whose first call sends them."""
         assert self._grad_arrival is not None
         assert self._grad_C is not None
-        device = factor.device if self._device_param_C is None else self._device_param_C.device
-        edited = torch.zeros((), dtype=torch.bool, device=device)
-        if self._device_param_C is not None:
-            assert self._fingerprint is not None, "sealed when it arrived"
-            edited = fingerprint(self._device_param_C) != self._fingerprint
-        skipped = torch.zeros_like(edited) if found_inf is None else found_inf != 0
-        words = torch.stack([x.double().to(device) for x in (factor, skipped, edited)])
-        arrivals = [self._grad_arrival, self.streams.d2h(words, self._numbers)]
-        if self._is_shared and self._device_param_C is not None:
-            arrivals.append(self.streams.d2h(self._device_param_C, self.host_param_C))
+        self._numbers.send(step, factor, found_inf)
+        arrivals = [self._grad_arrival]
+        if self._buffers.shared and self.device_param_C is not None:
+            arrivals.append(self._copy_from_device(self.device_param_C))
         self._grad_arrival = None
-        return HostGradTransfer(self._grad_C, self._numbers, arrivals)
+        return HostGradTransfer(self._grad_C, self._numbers, self._at, arrivals)
+
+    def copy_param_from_device(self) -> None:
+        """Copy the device's parameter to the host. Waits for the copy."""
+        if self.device_param_C is not None:
+            self._copy_from_device(self.device_param_C).synchronize()
+
+    def _copy_from_device(self, param_C: Tensor) -> CopyHandle:
+        leaving, self._buffers.leaving = self._buffers.leaving, None
+        if leaving is not None:
+            leaving.wait_stream()  # the copy begins when the last parameter has left the memory
+        return self.streams.d2h(param_C, self.host_param_C)
+
+    def wait_until_unused(self) -> None:
+        """Block this thread until no copy uses ``host_param_C``, so that the host may write it."""
+        leaving, self._buffers.leaving = self._buffers.leaving, None
+        if leaving is not None:
+            leaving.synchronize()
 
     def sync_edits_from_device(self) -> None:
         """Copy the device's parameter to the host if the program wrote into it. Waits for the device."""
-        if self._device_param_C is None:
+        if self.device_param_C is None:
             return
-        if self._is_shared or bool(fingerprint(self._device_param_C) != self._fingerprint):
-            self.streams.d2h(self._device_param_C, self.host_param_C).synchronize()
+        if self._buffers.shared:
+            self.copy_param_from_device()
+        elif bool(fingerprint(self.device_param_C) != self.arrived_print):
+            self.copy_param_from_device()
             self.update_fingerprint()
 
     def update_fingerprint(self) -> None:
         """Note that host and device hold the same values now."""
-        if self._device_param_C is not None:
-            self._fingerprint = fingerprint(self._device_param_C)
+        if self.device_param_C is not None and not self._buffers.shared:
+            self.arrived_print = fingerprint(self.device_param_C)
 
     def send_param(self, *, at_once: bool = False) -> CopyHandle | None:
         """Start copying the updated parameter to the device; None if it is in host memory.
@@ -146,14 +182,15 @@ class HostChunk:
         update's :class:`HostGradTransfer` was waited for, because the device no longer uses the parameter
         then.
         """
-        if self._device_param_C is None:
+        if self.device_param_C is None:
             return None
-        return self.streams.h2d(self.host_param_C, self._device_param_C, at_once=at_once)
+        arrival = self.streams.h2d(self.host_param_C, self.device_param_C, at_once=at_once)
+        self._buffers.leaving = arrival
+        return arrival
 
     def wait_for_param(self, arrival: CopyHandle | None) -> None:
         """Make the current stream wait for the parameter, and take its fingerprint."""
         if arrival is not None:
-            assert self._device_param_C is not None
             arrival.wait_stream()
             self.update_fingerprint()
 
@@ -206,41 +243,58 @@ class HostGradStore:
 class HostStaging:
     """Makes host chunks. ``take(numel, dtype)`` gives them host memory.
 
-    ``grad_itemsize``: bytes of the widest gradient element. Chunks on disk are updated one at a time.
-    They share one buffer for gradients and one for parameters.
+    ``grad_itemsize``: bytes of the widest gradient element. ``shared_nbytes``: of gradient and parameter
+    of the largest chunk on disk.
     """
 
     def __init__(
-        self, streams: CopyStreams, take: Callable[[int, torch.dtype], Tensor], grad_itemsize: int
+        self,
+        streams: CopyStreams,
+        take: Callable[[int, torch.dtype], Tensor],
+        numbers: StepNumbers,
+        *,
+        grad_itemsize: int,
+        shared_nbytes: tuple[int, int],
     ) -> None:
         self.streams = streams
         self.allocate = take
+        self._numbers = numbers
         self._grad_itemsize = grad_itemsize
-        self._shared: dict[str, Tensor] = {}
+        self._shared_nbytes = shared_nbytes
+        self._shared: list[HostBuffers] = []
+        self._turn = 0
 
     def make_chunk(self, param_C: Tensor, *, on_host: bool, shares: bool) -> HostChunk:
         """The host chunk of ``param_C``. ``on_host``: the parameter is in host memory.
 
-        ``shares``: see :class:`HostChunk`.
+        ``shares``: it uses the shared buffers that the last such chunk does not use.
         """
         numel, dtype = param_C.numel(), param_C.dtype
-        grad_bytes = self._buffer("grad", numel * self._grad_itemsize, shares)
+        buffers = self._next_shared() if shares else None
+        if buffers is None:
+            param_nbytes = 0 if on_host else param_C.nbytes
+            buffers = self._buffers(numel * self._grad_itemsize, param_nbytes, shared=False)
         host_param_C = param_C
         if not on_host:
-            host_param_C = self._buffer("low", numel * dtype.itemsize, shares).view(dtype)
+            host_param_C = buffers.param_bytes[: param_C.nbytes].view(dtype)
         return HostChunk(
             self.streams,
             None if on_host else param_C,
-            grad_bytes=grad_bytes,
+            buffers=buffers,
             host_param_C=host_param_C,
-            numbers=self.allocate(3, torch.float64),
-            shares=shares,
+            numbers=self._numbers,
         )
 
-    def _buffer(self, name: str, nbytes: int, shares: bool) -> Tensor:
-        if not shares:
-            return self.allocate(nbytes, torch.uint8)
-        known = self._shared.get(name)
-        if known is None or known.nbytes < nbytes:
-            self._shared[name] = known = self.allocate(nbytes, torch.uint8)
-        return known[:nbytes]
+    def _next_shared(self) -> HostBuffers:
+        if not self._shared:
+            self._shared = [
+                self._buffers(*self._shared_nbytes, shared=True) for _ in range(SHARED_BUFFERS)
+            ]
+        self._turn += 1
+        return self._shared[self._turn % SHARED_BUFFERS]
+
+    def _buffers(self, grad_nbytes: int, param_nbytes: int, *, shared: bool) -> HostBuffers:
+        grad_bytes, param_bytes = (
+            self.allocate(nbytes, torch.uint8) for nbytes in (grad_nbytes, param_nbytes)
+        )
+        return HostBuffers(grad_bytes, param_bytes, shared=shared)

@@ -42,9 +42,9 @@ def _table(planned: Sequence[int], limits: HostLimits) -> Iterator[str]:
     free_nbytes = limits.free_nbytes
     assert free_nbytes is not None  # check_host() compared with it
     if limits.is_cgroup_tighter and limits.cgroup is not None:
-        binding = f"the cgroup limit in {limits.cgroup.folder} binds"
+        binding = f"the limit is that of the cgroup {limits.cgroup.folder}"
     else:
-        binding = "the host's memory binds"
+        binding = "the limit is the host's memory"
     yield f"{'local rank':>12}  {'planned GiB':>12}"
     yield from (f"{rank:>12}  {_gib(nbytes):>12}" for rank, nbytes in enumerate(planned))
     yield f"{'sum':>12}  {_gib(sum(planned)):>12}"
@@ -54,13 +54,15 @@ def _table(planned: Sequence[int], limits: HostLimits) -> Iterator[str]:
 def _remedies(total_nbytes: int, free_nbytes: int) -> Iterator[str]:
     section = "zero_optimization.offload_optimizer"
     times = f"at least {-(-total_nbytes // free_nbytes)} times as many" if free_nbytes else "more"
-    yield "What helps, each by itself:"
-    yield f"  - {times} hosts of this kind: each then holds a smaller part"
-    yield f'  - {section}.device "nvme": the state rests on disk (max_in_cpu: a part of it)'
+    yield "Each of these helps:"
+    yield f"  - {times} hosts of this kind: each host then stores a smaller part"
+    yield (
+        f'  - {section}.device "nvme": the state is stored on disk (with max_in_cpu, a part of it)'
+    )
     yield f"  - a smaller {section}.ratio: on a GPU, more of the state stays on the device"
     yield (
-        "  - bf16.bf16_master_weights_and_grads with bf16.bf16_optimizer_states: master and "
-        "moments in 16 bit, at most half the bytes"
+        "  - bf16.bf16_master_weights_and_grads with bf16.bf16_optimizer_states: masters and "
+        "moments have a 16-bit dtype, at most half the bytes"
     )
 
 

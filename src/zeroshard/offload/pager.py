@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from zeroshard.memory.pages import aligned_bytes, round_to_page
+from zeroshard.memory.direct_io import aligned_bytes, round_to_page
 from zeroshard.offload.swap_file import Extent, SwapFile, Transfer
 
 

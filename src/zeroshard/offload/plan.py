@@ -14,13 +14,13 @@ import torch
 from zeroshard.config import Config
 from zeroshard.core.layout import UnitLayout
 from zeroshard.core.stages import STAGES
-from zeroshard.core.tiers import Placement, Span, Tier, place
+from zeroshard.core.tiers import TIERS, Placement, Span, Tier, place
 from zeroshard.errors import UnsupportedError
+from zeroshard.offload.host_chunk import SHARED_BUFFERS
 from zeroshard.offload.pager import page_nbytes
+from zeroshard.offload.step_numbers import numbers_numel
 from zeroshard.optim.factory import Probe
 from zeroshard.precision.policy import DtypeRow
-
-_TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.DISK}
 
 
 @dataclass(frozen=True)
@@ -28,18 +28,25 @@ class OffloadPlan:
     """Where state of this rank is stored, by name of the unit.
 
     ``spans``: chunks of what the rank updates, with tiers. ``params``: the tier of the unit's shard.
-    ``grads``: units whose reduced gradient is stored on disk until its update.
+    ``grads``: units whose reduced gradient is stored in a tier until its update. ``sent``: units whose
+    gradient is copied to the host when it is complete, and freed on the device.
     """
 
     spans: Mapping[str, Sequence[Span]] = field(default_factory=dict)
     params: Mapping[str, Tier] = field(default_factory=dict)
     rows: Mapping[str, DtypeRow] = field(default_factory=dict)  # of the trained units
-    grads: frozenset[str] = frozenset()
+    grads: Mapping[str, Tier] = field(default_factory=dict)
+    sent: frozenset[str] = frozenset()
 
     @property
     def is_offloaded(self) -> bool:
         """Whether anything is stored outside the device."""
         return bool(self.spans or self.params)
+
+    @property
+    def is_updated_off_device(self) -> bool:
+        """Whether any chunk is stored, and updated, outside the device."""
+        return any(span.tier is not Tier.DEVICE for spans in self.spans.values() for span in spans)
 
     def spans_of(self, unit: str) -> Sequence[Span]:
         """The unit's spans; empty: all on the device."""
@@ -50,20 +57,27 @@ class OffloadPlan:
         return self.params.get(unit, Tier.DEVICE)
 
 
-def optimizer_placement(config: Config) -> Placement:
-    """The placement in the DeepSpeed key ``zero_optimization.offload_optimizer``."""
+def optimizer_placement(config: Config) -> Placement | None:
+    """The placement in the DeepSpeed key ``zero_optimization.offload_optimizer``; None: on the device."""
     section = config.zero_optimization.offload_optimizer
     if section is None or not STAGES[config.zero_optimization.stage].shards_optimizer:
-        return Placement()
-    return Placement(_TIERS[section.device], section.ratio, section.max_in_cpu)
+        return None
+    tier = TIERS[section.device]
+    if tier is Tier.DEVICE or not section.ratio:
+        return None
+    return Placement(tier, section.ratio, section.max_in_cpu)
 
 
-def param_placement(config: Config) -> Placement:
-    """The placement in the DeepSpeed key ``zero_optimization.offload_param``, which needs stage 3."""
+def param_placement(config: Config) -> Placement | None:
+    """The placement in the DeepSpeed key ``zero_optimization.offload_param``, which needs stage 3.
+
+    None: on the device.
+    """
     section = config.zero_optimization.offload_param
     if section is None or not STAGES[config.zero_optimization.stage].shards_params:
-        return Placement()
-    return Placement(_TIERS[section.device], host_numel=section.max_in_cpu)
+        return None
+    tier = TIERS[section.device]
+    return None if tier is Tier.DEVICE else Placement(tier, host_numel=section.max_in_cpu)
 
 
 def plan_offload(
@@ -73,44 +87,63 @@ def plan_offload(
     *,
     rank: int,
     whole: bool,
-    has_bus: bool,
+    has_copy_streams: bool,
 ) -> OffloadPlan:
     """Plan what is stored where on ``rank``.
 
     ``layouts``: all units in forward order. ``trained``: those that are updated. ``whole``: never cut a
-    matrix, because the optimizer needs it whole. ``has_bus``: host memory is not the device's memory.
+    matrix, because the optimizer needs it whole. ``has_copy_streams``: host memory is not that of
+    the device.
     """
     optimizer, params = optimizer_placement(config), param_placement(config)
     spans: dict[str, Sequence[Span]] = {}
-    if optimizer.is_offloaded:
+    if optimizer is not None:
         chosen = {name: layouts[name] for name in trained}
         numels = [layout.shard_numel for layout in chosen.values()]
         cuts = [_starts(layout, rank) for layout in chosen.values()] if whole else None
         spans = dict(zip(chosen, place(numels, optimizer, cuts=cuts), strict=True))
     tiers = {}
-    if params.is_offloaded:
+    if params is not None:
         numels = [layout.shard_numel for layout in layouts.values()]
         placed = place(numels, params, cuts=[() for _ in numels])
         tiers = {name: parts[0].tier for name, parts in zip(layouts, placed, strict=True) if parts}
-    on_disk = {name for name, parts in spans.items() if _all_on_disk(parts)}
     # On a GPU host gradients wait in host memory, since their updates need them there.
-    return OffloadPlan(spans, tiers, trained, frozenset() if has_bus else frozenset(on_disk))
+    stored = {} if has_copy_streams else spans
+    grads = {
+        name: parts[0].tier
+        for name, parts in stored.items()
+        if parts and all(part.tier.only_in_use for part in parts)
+    }
+    sent = frozenset[str]()
+    if has_copy_streams and not _is_delayed(config):
+        sent = frozenset(
+            name
+            for name, parts in spans.items()
+            if parts
+            and all(part.tier is Tier.HOST for part in parts)
+            and not tiers.get(name, Tier.DEVICE).only_in_use
+        )
+    return OffloadPlan(spans, tiers, trained, grads, sent)
 
 
-def _all_on_disk(spans: Sequence[Span]) -> bool:
-    return bool(spans) and all(span.tier is Tier.DISK for span in spans)
+def _is_delayed(config: Config) -> bool:
+    section = config.zero_optimization.offload_optimizer
+    return section is not None and bool(section.delayed_update)
 
 
 def grad_itemsizes(
-    row: DtypeRow, *, many: bool, on_disk: bool, shards_grads: bool
+    row: DtypeRow, *, many: bool, is_stored: bool, is_sent: bool, shards_grads: bool
 ) -> tuple[int, int]:
-    """Bytes per element of the gradient in memory and of the one on disk, between reduction and update.
+    """Bytes per element of the gradient in its buffer and in a gradient store, until the update.
 
     0: there is none. ``many``: several micro-batches are summed before an update. At stage 1 each rank
-    sums the whole gradient itself, and that sum stays in memory until it is reduced.
+    sums the whole gradient itself, and that sum stays in memory until it is reduced. ``is_sent``: see
+    :class:`OffloadPlan`; such a gradient is counted with the copy buffers.
     """
     summed = (row.grad_accum if many else row.reduce).itemsize
-    if not on_disk:
+    if is_sent:
+        return summed if many else 0, 0
+    if not is_stored:
         return summed, 0
     if shards_grads:
         return 0, summed
@@ -130,9 +163,10 @@ def check_device(offload_plan: OffloadPlan, device: torch.device) -> None:
         on_device = not spans or any(span.tier is Tier.DEVICE for span in spans)
         if offload_plan.tier_of(name) is not Tier.DEVICE and on_device:
             raise UnsupportedError(
-                f"unit {name!r}: offload_param moves its parameters off the GPU, and its optimizer state "
-                "would stay there: every step would carry the parameters over the bus twice more. Set "
-                'offload_optimizer.device to "cpu" or "nvme" with ratio 1, or drop offload_param.'
+                f"unit {name!r}: offload_param stores its parameters in host memory or on disk, "
+                "but its optimizer state would stay on the GPU. Then every step would copy the "
+                'parameters to the GPU and back once more. Set offload_optimizer.device to "cpu" '
+                'or "nvme" with ratio 1, or remove offload_param.'
             )
 
 
@@ -154,33 +188,54 @@ def grad_itemsize(offload_plan: OffloadPlan) -> int:
     return max([4, *(d.itemsize for row in rows for d in (row.reduce, row.grad_accum))])
 
 
-def page_sizes(offload_plan: OffloadPlan, found: Mapping[torch.dtype, Probe]) -> Iterator[int]:
-    """Upper bounds on the bytes of each chunk on disk."""
+def page_sizes(
+    offload_plan: OffloadPlan, found: Mapping[torch.dtype, Probe]
+) -> Iterator[tuple[Tier, int]]:
+    """The tier of each chunk that has memory only in use, and an upper bound on its bytes."""
     for name, spans in offload_plan.spans.items():
         row = offload_plan.rows[name]
         kept = [dtype for dtype in found[row.master].state.values() if dtype is not None]
         dtypes = [*kept, row.master] if row.has_master else kept
         for span in spans:
-            if span.tier is Tier.DISK:
-                yield page_nbytes(span.end - span.begin, dtypes)
+            if span.tier.only_in_use:
+                yield span.tier, page_nbytes(span.end - span.begin, dtypes)
+
+
+def shared_nbytes(offload_plan: OffloadPlan) -> tuple[int, int]:
+    """Bytes of gradient and device parameter of the largest chunk with memory only in use; 0 without one.
+
+    Such chunks share buffers (:class:`zeroshard.offload.host_chunk.HostBuffers`).
+    """
+    itemsize, grad_nbytes, param_nbytes = grad_itemsize(offload_plan), 0, 0
+    for name, spans in offload_plan.spans.items():
+        for span in spans:
+            if span.tier.only_in_use:
+                numel = span.end - span.begin
+                grad_nbytes = max(grad_nbytes, numel * itemsize)
+                if offload_plan.tier_of(name) is Tier.DEVICE:
+                    param_nbytes = max(param_nbytes, numel * offload_plan.rows[name].param.itemsize)
+    return grad_nbytes, param_nbytes
 
 
 def host_sizes(offload_plan: OffloadPlan) -> Iterator[tuple[str, int, torch.dtype]]:
     """Pinned memory that a GPU needs: ledger category ("master" or "scratch"), elements and dtype."""
-    itemsize, widest = grad_itemsize(offload_plan), {"grad": 0, "low": 0}
+    itemsize, compared = grad_itemsize(offload_plan), 0
     for name, spans in offload_plan.spans.items():
-        row = offload_plan.rows[name]
+        row, on_device = offload_plan.rows[name], offload_plan.tier_of(name) is Tier.DEVICE
         for span in spans:
             numel = span.end - span.begin
             if span.tier is Tier.DEVICE:
                 continue
-            yield "scratch", 3, torch.float64
-            host_chunk = {"grad": numel * itemsize, "low": numel * row.param.itemsize}
-            for what, nbytes in host_chunk.items():
-                # Chunks on disk share one buffer; one longer than those before allocates a new one.
-                if span.tier is Tier.HOST or nbytes > widest[what]:
-                    yield "scratch", nbytes, torch.uint8
-                if span.tier is Tier.DISK:
-                    widest[what] = max(widest[what], nbytes)
+            if not span.tier.only_in_use:
+                yield "scratch", numel * itemsize, torch.uint8
+                if on_device:
+                    yield "scratch", numel * row.param.itemsize, torch.uint8
+                    compared += 1
             if span.tier is Tier.HOST and row.has_master:
                 yield "master", numel, row.master
+    if offload_plan.is_updated_off_device:
+        for nbytes in shared_nbytes(offload_plan):
+            for _ in range(SHARED_BUFFERS if nbytes else 0):
+                yield "scratch", nbytes, torch.uint8
+        away = sum(tier is not Tier.DEVICE for tier in offload_plan.params.values())
+        yield "scratch", numbers_numel(away, compared), torch.float64

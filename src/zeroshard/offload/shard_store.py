@@ -8,55 +8,218 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from zeroshard.core.ledger import Ledger
 from zeroshard.core.tiers import Tier
+from zeroshard.device.copy_streams import CopyHandle, CopyStreams
 from zeroshard.errors import DiskError
 from zeroshard.memory import storage
+from zeroshard.memory.storage import fingerprint
 
 if TYPE_CHECKING:
+    from zeroshard.comm.collectives import Comm, Handle
     from zeroshard.offload.swap_file import Extent, SwapFile, Transfer
 
 WRITES_IN_FLIGHT = 2
 """Writes of shards, or of gradients, in flight at a time. More would hold memory and gain no speed."""
 
 
-class MemoryShardStore:
-    """A shard that is always in memory, on the device or in host memory."""
+class ShardStore(Protocol):
+    """Where a unit's shard is stored. ``shard_S`` is the shard, ``tier`` the tier of its store.
 
-    def __init__(self, shard_S: Tensor, tier: Tier = Tier.DEVICE) -> None:
-        self.shard_S = shard_S
-        self.tier = tier
+    ``part_S`` is this rank's part of the full unit, on the device.
+    """
+
+    shard_S: Tensor
+    tier: Tier
+
+    # For updates and checkpoints, which use the shard where it is stored.
 
     def prefetch(self) -> None:
         """Start reading the shard into memory."""
 
     def acquire(self) -> Tensor:
         """The shard, readable until :meth:`release`. Calls may nest."""
-        return self.shard_S
 
     def release(self) -> None:
         """End one :meth:`acquire`."""
 
-    def cancel_prefetch(self) -> None:
-        """Free a shard that was prefetched and not used."""
-
     def write(self) -> None:
         """Store the values that the shard in memory was updated to."""
 
-    def write_back_if_changed(self, part_S: Tensor) -> None:
-        """Take over ``part_S``, this rank's part of the full unit, if the program wrote into it."""
-        self.shard_S.copy_(part_S)
+    # For the all-gather of the unit.
 
-    def on_unshard(self, part_S: Tensor) -> None:
-        """Note that the unit is full. ``part_S`` is this rank's part of it."""
+    def prefetch_gather(self) -> None:
+        """Start reading the shard for an all-gather."""
+
+    def cancel_prefetch(self) -> None:
+        """Free a shard that was prefetched and not used."""
+
+    def open_gather(self) -> None:
+        """Make the shard readable for :meth:`all_gather`. If this raises, nothing has changed."""
+
+    def all_gather(self, comm: Comm, full_N: Tensor, part_S: Tensor, *, name: str) -> Handle:
+        """Start the all-gather of the shard into ``full_N``."""
+
+    def close_gather(self, part_S: Tensor) -> None:
+        """Note that the all-gather has ended. The current stream may use the full unit."""
+
+    def write_back(self, part_S: Tensor, *, edited: bool) -> None:
+        """Take over ``part_S`` if the program wrote into it since the all-gather.
+
+        ``edited``: it is known that it did. Else the store finds out, if it can.
+        """
 
     def close(self) -> None:
         """Free the shard."""
+
+
+class MemoryShardStore:
+    """A shard that is always in memory, which is that of the device."""
+
+    def __init__(self, shard_S: Tensor, tier: Tier = Tier.DEVICE) -> None:
+        self.shard_S = shard_S
+        self.tier = tier
+
+    def prefetch(self) -> None:
+        """See :class:`ShardStore`."""
+
+    def acquire(self) -> Tensor:
+        """See :class:`ShardStore`."""
+        return self.shard_S
+
+    def release(self) -> None:
+        """See :class:`ShardStore`."""
+
+    def write(self) -> None:
+        """See :class:`ShardStore`."""
+
+    def prefetch_gather(self) -> None:
+        """See :class:`ShardStore`."""
+
+    def cancel_prefetch(self) -> None:
+        """See :class:`ShardStore`."""
+
+    def open_gather(self) -> None:
+        """See :class:`ShardStore`."""
+
+    def all_gather(self, comm: Comm, full_N: Tensor, part_S: Tensor, *, name: str) -> Handle:
+        """See :class:`ShardStore`."""
+        return comm.all_gather(full_N, self.shard_S, name=name)
+
+    def close_gather(self, part_S: Tensor) -> None:
+        """See :class:`ShardStore`."""
+
+    def write_back(self, part_S: Tensor, *, edited: bool) -> None:
+        """See :class:`ShardStore`. Copies S elements in any case, which costs less than to compare."""
+        self.shard_S.copy_(part_S)
+
+    def close(self) -> None:
+        """See :class:`ShardStore`."""
+
+
+class EditWatch:
+    """Finds out whether this rank's part of a unit was edited between an all-gather and its end.
+
+    The answer stays on the device, since the host would have to wait for it.
+    """
+
+    def __init__(self) -> None:
+        self._print: Tensor | None = None
+        self._edited: Tensor | None = None  # 0-dim bool: in any pass since the last :meth:`take`
+
+    def begin(self, part_S: Tensor) -> None:
+        """Note the values of the part. Edits before this are known to the store."""
+        self._print = fingerprint(part_S)
+
+    def end(self, part_S: Tensor) -> None:
+        """Compare the values."""
+        edited: Any = fingerprint(part_S) != self._print
+        self._edited = edited if self._edited is None else self._edited | edited
+
+    def take(self) -> Tensor | None:
+        """The answer for all passes since the last call; None: there was none."""
+        edited, self._edited = self._edited, None
+        return edited
+
+
+class HostShardStore(MemoryShardStore):
+    """A shard in host memory, for a unit that is gathered on a device with other memory.
+
+    The shard is copied to this rank's part of the full unit, on a stream of its own. Nothing is copied
+    back unless the program wrote into the part.
+    """
+
+    def __init__(self, shard_S: Tensor, streams: CopyStreams, *, tier: Tier, name: str) -> None:
+        super().__init__(shard_S, tier)
+        self.name = name
+        self._streams = streams
+        self._watch = EditWatch()
+        self._written: CopyHandle | None = None  # an edit on its way to the host
+        self._gathered: CopyHandle | None = None  # the last copy to the device
+
+    def take_edited(self) -> Tensor | None:
+        """See :class:`~zeroshard.offload.step_numbers.WatchedShard`."""
+        return self._watch.take()
+
+    def acquire(self) -> Tensor:
+        """See :class:`ShardStore`. Waits for copies of the shard: the host may write it."""
+        for copy in (self._written, self._gathered):
+            if copy is not None:
+                copy.synchronize()
+        self._written = self._gathered = None
+        return self.shard_S
+
+    def all_gather(self, comm: Comm, full_N: Tensor, part_S: Tensor, *, name: str) -> Handle:
+        """See :class:`ShardStore`. The current stream waits for the copy in the handle's ``wait``."""
+        written, self._written = self._written, None
+        if written is not None:
+            written.wait_stream()
+        copy = self._gathered = self._streams.h2d(self.shard_S, part_S)
+        return gather_on_device(copy, comm, full_N, part_S, name=name)
+
+    def close_gather(self, part_S: Tensor) -> None:
+        """See :class:`ShardStore`."""
+        self._watch.begin(part_S)
+
+    def write_back(self, part_S: Tensor, *, edited: bool) -> None:
+        """See :class:`ShardStore`. Does not wait for the device."""
+        if edited:
+            self._written = self._streams.d2h(part_S, self.shard_S)
+            self._watch.begin(part_S)
+        else:
+            self._watch.end(part_S)
+
+
+def gather_on_device(
+    copy: CopyHandle, comm: Comm, full_N: Tensor, part_S: Tensor, *, name: str
+) -> Handle:
+    """Start the all-gather of ``part_S`` in ``full_N`` behind the ``copy`` of the shard to ``part_S``.
+
+    The current stream does not wait for the copy before the handle's ``wait``.
+    """
+    if comm.size == 1:
+        comm.recorder.all_gather(name, full_N, part_S)
+        return CopyGather(copy)
+    with copy.behind():
+        return comm.all_gather(full_N, part_S, name=name)
+
+
+class CopyGather:
+    """The all-gather of one rank, which is a copy to the device."""
+
+    __slots__ = ("_copy",)
+
+    def __init__(self, copy: CopyHandle) -> None:
+        self._copy = copy
+
+    def wait(self) -> None:
+        """See :class:`~zeroshard.comm.collectives.Handle`."""
+        self._copy.wait_stream()
 
 
 class PendingWrite(Protocol):
@@ -85,17 +248,16 @@ class DiskShardStore:
     The constructor does not write. Call :meth:`write` while ``shard_S`` has its first values.
     """
 
-    tier = Tier.DISK
-
     def __init__(
         self, shard_S: Tensor, file: SwapFile, writes: WritesInFlight, *, ledger: Ledger, name: str
     ) -> None:
         self.shard_S = shard_S
+        self.tier = Tier.DISK
         self._file = file
         self._writes = writes
         self._ledger = ledger
-        self._name = name
-        self._extent: Extent = file.reserve(storage.flat_nbytes(shard_S))
+        self.name = name
+        self._extent: Extent = file.reserve(shard_S.nbytes)
         self._readers = 0
         self._read: Transfer | None = None
         self._write: Transfer | None = None
@@ -104,13 +266,13 @@ class DiskShardStore:
         self._report()
 
     def prefetch(self) -> None:
-        """See :class:`MemoryShardStore`. If the shard's write has not ended, its memory is only kept."""
+        """See :class:`ShardStore`. If the shard's write has not ended, its memory is only kept."""
         if not self._here:
             self._allocate()
             self._read = self._file.read(self._extent, self.shard_S)
 
     def acquire(self) -> Tensor:
-        """See :class:`MemoryShardStore`.
+        """See :class:`ShardStore`.
 
         Raises:
             DiskError: the file cannot be read.
@@ -127,22 +289,22 @@ class DiskShardStore:
         return self.shard_S
 
     def release(self) -> None:
-        """See :class:`MemoryShardStore`."""
-        assert self._readers, f"nobody reads {self._name}"
+        """See :class:`ShardStore`."""
+        assert self._readers, f"no read of {self.name} was started"
         self._readers -= 1
         self._release_if_idle()
 
     def cancel_prefetch(self) -> None:
-        """See :class:`MemoryShardStore`."""
+        """See :class:`ShardStore`."""
         if self._read is not None:
             self._read.join()  # an error is ignored: the next acquire() reads again
             self._read = None
         self._release_if_idle()
 
     def write(self) -> None:
-        """See :class:`MemoryShardStore`. Only starts the write. If it fails, the next use raises."""
-        assert self._here, f"{self._name} is not in hand"
-        assert self._read is None, f"{self._name} is still being read"
+        """See :class:`ShardStore`. Only starts the write. If it fails, the next use raises."""
+        assert self._here, f"{self.name} is not in memory"
+        assert self._read is None, f"{self.name} is still being read"
         if self._write is not None:
             self._write.wait()
         self._write = self._file.write(self._extent, self.shard_S)
@@ -155,10 +317,29 @@ class DiskShardStore:
             self._write = None
         self._release_if_idle()
 
-    def write_back_if_changed(self, part_S: Tensor) -> None:
-        """See :class:`MemoryShardStore`. Fingerprints the part, and writes it only if it was edited."""
-        if self._print == int(storage.fingerprint(part_S)):
-            return
+    prefetch_gather = prefetch
+
+    def open_gather(self) -> None:
+        """See :class:`ShardStore`."""
+        self.acquire()
+
+    def all_gather(self, comm: Comm, full_N: Tensor, part_S: Tensor, *, name: str) -> Handle:
+        """See :class:`ShardStore`."""
+        return comm.all_gather(full_N, self.shard_S, name=name)
+
+    def close_gather(self, part_S: Tensor) -> None:
+        """See :class:`ShardStore`."""
+        self.release()
+        self._print = int(fingerprint(part_S))
+
+    def write_back(self, part_S: Tensor, *, edited: bool) -> None:
+        """See :class:`ShardStore`. Fingerprints the part, and writes it only if it was edited."""
+        if self._print != int(fingerprint(part_S)):
+            self.replace(part_S)
+            self._print = int(fingerprint(part_S))
+
+    def replace(self, part_S: Tensor) -> None:
+        """Store other values, of a tensor on any device."""
         self.cancel_prefetch()
         if self._write is not None:
             self.finish()
@@ -166,21 +347,16 @@ class DiskShardStore:
             self._allocate()
         self.shard_S.copy_(part_S)
         self.write()
-        self._print = int(storage.fingerprint(part_S))
-
-    def on_unshard(self, part_S: Tensor) -> None:
-        """See :class:`MemoryShardStore`."""
-        self._print = int(storage.fingerprint(part_S))
 
     def close(self) -> None:
-        """See :class:`MemoryShardStore`."""
+        """See :class:`ShardStore`."""
         for transfer in (self._read, self._write):
             if transfer is not None:
                 transfer.join()
         self._read = self._write = None
         self._readers = 0
         self._release_if_idle()
-        self._ledger.hold("parameters", self._name, 0, Tier.DISK)
+        self._ledger.hold("parameters", self.name, 0, Tier.DISK)
 
     def _allocate(self) -> None:
         storage.allocate(self.shard_S)
@@ -194,11 +370,9 @@ class DiskShardStore:
             self._report()
 
     def _report(self) -> None:
-        nbytes = storage.flat_nbytes(self.shard_S) if self._here else 0
-        self._ledger.hold("scratch", f"{self._name} (shard)", nbytes, Tier.HOST)
+        nbytes = self.shard_S.nbytes if self._here else 0
+        self._ledger.hold("scratch", f"{self.name} (shard)", nbytes, Tier.HOST)
 
-
-ShardStore = MemoryShardStore | DiskShardStore
 
 AllocateShard = Callable[[int, torch.dtype], Tensor]
 """Gives zeroed memory for a shard: a flat tensor ``[numel]`` of a dtype."""

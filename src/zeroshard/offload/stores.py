@@ -1,166 +1,159 @@
-"""Makes the stores, pagers and buffers for state outside the device.
+"""Opens the tiers that an engine uses, and makes buffers for updates in host memory.
 
 They follow the plan of :mod:`zeroshard.offload.plan`.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping
-from functools import partial
 
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from zeroshard.comm.env import RankInfo
 from zeroshard.config import Config
 from zeroshard.core.ledger import Ledger
 from zeroshard.core.tiers import Tier
+from zeroshard.device.choice import choose_device, ops_of
+from zeroshard.device.copy_streams import CopyStreams, CudaCopyStreams
+from zeroshard.device.pinned import HostArena, slot_nbytes
 from zeroshard.memory.malloc import return_large_blocks
-from zeroshard.memory.pinned import HostArena, slot_nbytes
-from zeroshard.offload.copy_streams import CopyStreams, CudaCopyStreams
-from zeroshard.offload.grad_store import DiscardedGradStore, DiskGradStore, GradStore
+from zeroshard.offload.grad_store import GradStore
 from zeroshard.offload.host_chunk import HostStaging
 from zeroshard.offload.pager import Pager, Timeline
-from zeroshard.offload.plan import OffloadPlan, grad_itemsize, host_sizes, page_sizes
-from zeroshard.offload.shard_store import (
-    AllocateShard,
-    DiskShardStore,
-    MemoryShardStore,
-    ShardStore,
-    WritesInFlight,
+from zeroshard.offload.plan import (
+    OffloadPlan,
+    grad_itemsize,
+    host_sizes,
+    page_sizes,
+    shared_nbytes,
 )
+from zeroshard.offload.step_numbers import StepNumbers, WatchedShard
 from zeroshard.offload.swap_file import SwapFile
+from zeroshard.offload.tier_stores import ChunkMemory, FakeStores, TierOpening, TierStores
 from zeroshard.optim.factory import Probe
 from zeroshard.optim.fused_update import threads_for
+
+PATIENCE_S = 10.0
+"""How long copies are waited for after an error. They take less than a second unless a rank is lost."""
 
 
 def has_copy_streams(device: torch.device) -> bool:
     """Whether host memory differs from the device's memory."""
-    return device.type != "cpu"
+    return ops_of(device).is_async
 
 
 def make_copy_streams(device: torch.device, *, copies: bool) -> CopyStreams | None:
     """Copies between ``device`` and host memory. None if they are one memory, unless ``copies``."""
-    if device.type == "cuda":
+    if ops_of(device).is_async:
         return CudaCopyStreams(device)
     return CopyStreams() if copies else None
 
 
 class Stores:
-    """The swap files of one engine on this rank, one for each directory, and the stores that use them.
-
-    Under fake tensors no file is opened, and stores keep fake tensors.
-    """
+    """What stores the state of one engine on this rank. Tiers are opened at their first use."""
 
     def __init__(
         self, config: Config, ledger: Ledger, offload_plan: OffloadPlan, device: torch.device
     ) -> None:
         zero = config.zero_optimization
         self._ledger = ledger
-        self._writes, self._grad_saves = WritesInFlight(), WritesInFlight()
-        self._files: dict[str, SwapFile] = {}
+        self._optimizer, self._param = zero.offload_optimizer, zero.offload_param
+        self._opened: dict[Tier, TierStores] = {}
         self._pager: Pager | None = None
-        self._optimizer_path = zero.offload_optimizer.nvme_path if zero.offload_optimizer else None
-        self._param_path = zero.offload_param.nvme_path if zero.offload_param else None
-        self._resting = offload_plan
+        self._offload_plan = offload_plan
         self._is_fake = isinstance(torch.empty(0), FakeTensor)
         self._device = device
-        sections = {"optimizer": zero.offload_optimizer, "param": zero.offload_param}
-        self._pins = {name: s is not None and s.pin_memory for name, s in sections.items()}
-        self.is_delayed = (
-            zero.offload_optimizer is not None and zero.offload_optimizer.delayed_update
-        )
+        self.is_delayed = self._optimizer is not None and self._optimizer.delayed_update
         self._arenas: list[HostArena] = []
         self.streams: CopyStreams | None = None
+        if offload_plan.is_offloaded and not self._is_fake:
+            self.streams = make_copy_streams(device, copies=self.is_delayed)
+        self._watched: list[WatchedShard] = []  # shards that are not on the device
         if device.type == "cpu" and (
-            offload_plan.grads or Tier.DISK in offload_plan.params.values()
+            offload_plan.grads or any(tier.only_in_use for tier in offload_plan.params.values())
         ):
             return_large_blocks()  # shards and gradients are allocated and freed between activations
 
-    def _file(self, path: str | None) -> SwapFile:
-        assert path is not None, "the configuration is resolved"
-        if path not in self._files:
-            self._files[path] = SwapFile(path)
-        return self._files[path]
-
-    def shard_store_of(self, unit: str) -> Callable[[Tensor], ShardStore]:
-        """A function that makes the unit's shard store from its shard."""
-        tier = self._resting.tier_of(unit)
-        if tier is not Tier.DISK or self._is_fake:
-            return partial(MemoryShardStore, tier=tier)
-
-        def on_disk(shard_S: Tensor) -> ShardStore:
-            rest = DiskShardStore(
-                shard_S, self._file(self._param_path), self._writes, ledger=self._ledger, name=unit
+    def stores_of(self, tier: Tier) -> TierStores:
+        """The stores of one tier."""
+        if tier not in self._opened:
+            kind: Callable[[TierOpening], TierStores] = FakeStores
+            if not self._is_fake or tier is Tier.DEVICE:
+                module, _, name = tier.made_by.partition(":")
+                kind = getattr(importlib.import_module(module), name)
+            self._opened[tier] = kind(
+                TierOpening(
+                    tier,
+                    self._device,
+                    self._ledger,
+                    self._optimizer,
+                    self._param,
+                    self.streams,
+                    self._watched,
+                )
             )
-            rest.write()
-            rest.finish()  # so that construction holds one shard at a time
-            return rest
+        return self._opened[tier]
 
-        return on_disk
-
-    def allocator_of(self, unit: str) -> AllocateShard | None:
-        """A function that gives the unit's shard its memory; None: on the device.
-
-        A shard in host memory is pinned on a GPU host, since it is copied to the GPU for each use. One on
-        disk has memory only during use, and so cannot stay pinned.
-        """
-        tier = self._resting.tier_of(unit)
-        if tier is Tier.DEVICE:
-            return None
-        if tier is Tier.DISK or self._device.type == "cpu" or self._is_fake:
-            return lambda numel, dtype: torch.zeros(numel, dtype=dtype)
-
-        def pinned(numel: int, dtype: torch.dtype) -> Tensor:
-            arena = HostArena(slot_nbytes(numel, dtype), self._pins["param"])
-            self._arenas.append(arena)
-            return arena.take(numel, dtype)
-
-        return pinned
+    def stores_of_unit(self, unit: str) -> TierStores:
+        """The stores of the tier of a unit's parameters."""
+        return self.stores_of(self._offload_plan.tier_of(unit))
 
     def grad_store_of(self, unit: str, nbytes: int) -> GradStore | None:
         """The store for the unit's reduced gradient of ``nbytes``; None: it stays in its buffer."""
-        if unit not in self._resting.grads:
-            return None
-        if self._is_fake:
-            return DiscardedGradStore(ledger=self._ledger, name=unit)
-        file = self._file(self._optimizer_path)
-        return DiskGradStore(file, nbytes, self._grad_saves, ledger=self._ledger, name=unit)
+        tier = self._offload_plan.grads.get(unit)
+        return None if tier is None else self.stores_of(tier).grad_store(unit, nbytes)
 
     def pager(self, found: Mapping[torch.dtype, Probe]) -> Pager | None:
-        """The ring for pages on disk; None if there are none."""
-        largest = max(page_sizes(self._resting, found), default=0)
-        if not largest or self._is_fake:
-            return None
-        self._pager = Pager(self._file(self._optimizer_path), largest)
+        """The ring for pages of optimizer state; None if there are none."""
+        sizes = list(page_sizes(self._offload_plan, found))
+        largest_nbytes = max((nbytes for _, nbytes in sizes), default=0)
+        if largest_nbytes:
+            self._pager = self.stores_of(sizes[0][0]).open_pager(largest_nbytes)
         return self._pager
+
+    def chunk_memory(
+        self, tier: Tier, numel: int, dtypes: Mapping[str, torch.dtype]
+    ) -> ChunkMemory | None:
+        """See :meth:`TierStores.chunk_memory`."""
+        return self.stores_of(tier).chunk_memory(numel, dtypes)
 
     def host_staging(self) -> HostStaging | None:
         """The copies and buffers for chunks updated in host memory; None if they need none.
 
         On CPU ranks only the delayed update needs them: forward may not read what an update is writing.
         """
-        wanted = list(host_sizes(self._resting))
-        if not wanted or self._is_fake:
-            return None
-        self.streams = make_copy_streams(self._device, copies=self.is_delayed)
-        if self.streams is None:
+        streams = self.streams
+        if streams is None or not self._offload_plan.is_updated_off_device:
             return None
         nbytes = dict.fromkeys(("master", "scratch"), 0)
-        for category, numel, dtype in wanted:
+        for category, numel, dtype in host_sizes(self._offload_plan):
             nbytes[category] += slot_nbytes(numel, dtype)
-        self._ledger.hold("scratch", "buffers of the bus", nbytes["scratch"], Tier.HOST)
-        arena = HostArena(sum(nbytes.values()), self._pins["optimizer"])
+        self._ledger.hold("scratch", "copy buffers of host chunks", nbytes["scratch"], Tier.HOST)
+        pins = self._optimizer is not None and self._optimizer.pin_memory
+        arena = HostArena(sum(nbytes.values()), pins)
         self._arenas.append(arena)
-        return HostStaging(self.streams, arena.take, grad_itemsize(self._resting))
+        return HostStaging(
+            streams,
+            arena.take,
+            StepNumbers(streams, arena.take, self._watched),
+            grad_itemsize=grad_itemsize(self._offload_plan),
+            shared_nbytes=shared_nbytes(self._offload_plan),
+        )
 
     @property
     def uses_disk(self) -> bool:
         """Whether anything is stored on disk."""
-        return bool(self._files)
+        return bool(self.files)
+
+    @property
+    def files(self) -> list[SwapFile]:
+        """The swap files of this rank."""
+        return [file for opened in self._opened.values() for file in opened.files]
 
     @property
     def timeline(self) -> Timeline | None:
@@ -172,24 +165,45 @@ class Stores:
         """Bytes since the engine was built: from and to disk, to the host and back to the device."""
         streams = self.streams or CopyStreams()
         return {
-            "read_nbytes": sum(file.read_nbytes for file in self._files.values()),
-            "written_nbytes": sum(file.written_nbytes for file in self._files.values()),
+            "read_nbytes": sum(file.read_nbytes for file in self.files),
+            "written_nbytes": sum(file.written_nbytes for file in self.files),
             "down_nbytes": streams.down_nbytes,
             "up_nbytes": streams.up_nbytes,
         }
 
-    def close(self) -> None:
-        """Free memory and disk space."""
-        for arena in self._arenas:
-            arena.close()
-        self._ledger.hold("scratch", "buffers of the bus", 0, Tier.HOST)
-        if self._pager is not None:
-            self._pager.close()
-        for file in self._files.values():
-            file.close()
+    def finish_copies(self, *, wait: bool = True) -> bool:
+        """Wait until no copy between host and device is in flight. Returns whether that is so.
+
+        ``wait=False``: wait at most ``PATIENCE_S``. Copies may wait for a collective that never ends.
+        """
+        streams = self.streams
+        if streams is None:
+            return True
+        if wait:
+            streams.synchronize()
+            return True
+
+        def finish() -> None:
+            choose_device(self._device)
+            streams.synchronize()
+
+        waiting = threading.Thread(target=finish, name="zeroshard-copies", daemon=True)
+        waiting.start()
+        waiting.join(PATIENCE_S)
+        return not waiting.is_alive()
+
+    def close(self, *, wait: bool = True) -> None:
+        """Free memory and disk space. ``wait``: see :meth:`finish_copies`."""
+        is_idle = self.finish_copies(wait=wait)
+        tiers = self._opened.values()
+        for arena in [*self._arenas, *(arena for opened in tiers for arena in opened.arenas)]:
+            arena.close() if is_idle else arena.keep_locked()
+        self._ledger.hold("scratch", "copy buffers of host chunks", 0, Tier.HOST)
+        for opened in self._opened.values():
+            opened.close()
 
 
-def update_threads(device: torch.device, place: RankInfo) -> int:
+def update_threads(device: torch.device, rank_info: RankInfo) -> int:
     """Threads for the update in host memory.
 
     On a GPU host, this rank's share of the cores. On CPU ranks torch's number of threads, since the same
@@ -200,4 +214,4 @@ def update_threads(device: torch.device, place: RankInfo) -> int:
         return omp
     has_mask = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if has_mask else os.cpu_count() or 1
-    return threads_for(sys.maxsize, cores, place.local_world_size, omp)
+    return threads_for(sys.maxsize, cores, rank_info.local_world_size, omp)

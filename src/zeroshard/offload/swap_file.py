@@ -28,8 +28,16 @@ from torch import Tensor
 
 from zeroshard.core.files import free_nbytes, reason
 from zeroshard.errors import DiskError
-from zeroshard.memory.pages import PAGE_NBYTES, aligned_bytes, memory_at, round_to_page
-from zeroshard.offload.direct_io import allocate, open_unnamed, turn_direct
+from zeroshard.memory.direct_io import (
+    PAGE_NBYTES,
+    aligned_bytes,
+    allocate,
+    memory_at,
+    open_unnamed,
+    round_to_page,
+    turn_direct,
+)
+from zeroshard.memory.host_access import host_access
 
 __all__ = ["BLOCK_NBYTES", "PAGE_NBYTES", "Extent", "SwapFile", "Transfer", "aligned_bytes"]
 
@@ -109,6 +117,8 @@ class Transfer:
         """Move one block, on a thread of the file. The thread with the last block ends the transfer."""
         if self._untouched:
             self._untouched, self.began_s = False, time.perf_counter()
+            memory = () if self._memory is None else (self._memory,)
+            host_access(*((memory, ()) if self.writes else ((), memory)))
         failure = None
         if self._failure is None:
             try:
@@ -200,9 +210,9 @@ class SwapFile:
             free = free_nbytes(self._fd)
             self._finish()
             raise DiskError(
-                f"{self.directory} takes a file but not its first {PAGE_NBYTES} bytes: "
-                f"{reason(error)}; {free} bytes are free there. "
-                "State cannot rest on it: name another nvme_path."
+                f"{self.directory} accepts a new file, but not its first {PAGE_NBYTES} bytes: "
+                f"{reason(error)}; {free} bytes are free there. State cannot be stored on it: "
+                "give another nvme_path."
             ) from error
 
     def reserve(self, nbytes: int) -> Extent:
@@ -219,10 +229,10 @@ class SwapFile:
             except OSError as error:
                 os.ftruncate(self._fd, self.reserved_nbytes)  # frees a part that was reserved
                 raise DiskError(
-                    f"{self.directory} has no room for the state that is to rest there: "
-                    f"{extent.nbytes} bytes were asked for beside the {self.reserved_nbytes} that this "
-                    f"rank holds in {self.path}, {free_nbytes(self._fd)} are free "
-                    f"({reason(error)}). Free space, name another nvme_path, or let less rest on "
+                    f"{self.directory} has no space for the state that is to be stored there: "
+                    f"{extent.nbytes} bytes are needed in addition to the {self.reserved_nbytes} "
+                    f"that this rank uses in {self.path}, {free_nbytes(self._fd)} are free "
+                    f"({reason(error)}). Free space, give another nvme_path, or store less on "
                     "disk (offload_optimizer.max_in_cpu or device 'cpu')."
                 ) from error
         self.reserved_nbytes += extent.nbytes
@@ -297,12 +307,14 @@ class SwapFile:
 
     def _check_usable(self) -> None:
         if not self._finish.alive:
-            raise DiskError(f"the swap file {self.path} is closed; nothing rests in it any more.")
+            raise DiskError(
+                f"the swap file {self.path} is closed; no state is stored in it any more."
+            )
         if os.getpid() != self._pid:
             raise DiskError(
                 f"the swap file {self.path} belongs to process {self._pid}, and process "
-                f"{os.getpid()}, forked from it, used it: both would write over each other. Use the "
-                "engine in the process that built it."
+                f"{os.getpid()}, which was forked from it, used it: both would overwrite each "
+                "other's data. Use the engine in the process that built it."
             )
 
     def _forget(self, transfer: Transfer) -> None:
@@ -351,9 +363,9 @@ class SwapFile:
 
     def _failed(self, offset: int, wanted: int, done: int, why: str, *, writes: bool) -> DiskError:
         return DiskError(
-            f"{'writing' if writes else 'reading'} {wanted} bytes at offset {offset} of the swap file "
-            f"{self.path} ended after {done} bytes: {why}. The state that rests there is lost to "
-            "this run: continue from the last checkpoint, with nvme_path on a disk that works."
+            f"{'writing' if writes else 'reading'} {wanted} bytes at offset {offset} of the swap "
+            f"file {self.path} ended after {done} bytes: {why}. The state that is stored there is "
+            "lost: continue from the last checkpoint, with nvme_path on a disk that works."
         )
 
 

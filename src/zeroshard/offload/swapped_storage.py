@@ -12,8 +12,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from zeroshard.device.choice import ops_of
+from zeroshard.device.pinned import HostArena, slot_nbytes
 from zeroshard.memory import storage
-from zeroshard.memory.pinned import HostArena, slot_nbytes
 
 
 def distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -44,8 +45,7 @@ class HostBuffer:
 
     def copy_in(self, here: Tensor) -> Tensor:
         """A copy of the bytes in this buffer, with a storage of its own."""
-        if here.is_cuda:
-            here.record_stream(torch.cuda.current_stream(here.device))
+        ops_of(here.device).record_use(here)
         there = self._arena.take(here.numel(), torch.uint8)
         return there.copy_(here, non_blocking=self.is_pinned)
 

@@ -70,7 +70,9 @@ void update(const Span& span, const Grad* __restrict grad, int64_t begin, int64_
   const double correction2 = 1 - std::pow(options.beta2, step);
   const float decay = static_cast<float>(1 - options.lr * options.weight_decay);
   const float l2 = static_cast<float>(options.weight_decay);
-  const float weight1 = static_cast<float>(1 - options.beta1);
+  // The first moment moves from its old value towards the gradient, computed from the nearer of the two.
+  const bool near = static_cast<float>(1 - options.beta1) < 0.5f;
+  const float weight1 = static_cast<float>(1 - options.beta1) - (near ? 0.0f : 1.0f);
   const float beta2 = static_cast<float>(options.beta2);
   const float weight2 = static_cast<float>(1 - options.beta2);
   const float step_size = static_cast<float>(-(options.lr / correction1));
@@ -95,7 +97,7 @@ void update(const Span& span, const Grad* __restrict grad, int64_t begin, int64_
     } else {
       g = decays ? __builtin_fmaf(param, l2, g) : g;
     }
-    const float first = __builtin_fmaf(weight1, g - exp_avg[i], exp_avg[i]);
+    const float first = __builtin_fmaf(weight1, g - exp_avg[i], (near ? exp_avg[i] : g));
     const float second = __builtin_fmaf(weight2 * g, g, exp_avg_sq[i] * beta2);
     const float denominator = std::sqrt(second) / root2 + eps;
     param = param + step_size * first / denominator;

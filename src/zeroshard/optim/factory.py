@@ -26,8 +26,9 @@ from torch.optim import Optimizer
 
 from zeroshard.config.keys import nearest
 from zeroshard.config.params import OPTIMIZERS
+from zeroshard.device.choice import ops_of
 from zeroshard.errors import ConfigError, UnsupportedError
-from zeroshard.optim.optimizers import FlexibleAdam, Group, Lamb, Lion, Muon, named
+from zeroshard.optim.optimizers import FlexibleAdam, Group, Lamb, Lion, Muon
 
 __all__ = [
     "FlexibleAdam",
@@ -73,7 +74,7 @@ def build_optimizer(
     options = dict(params)
     if options.pop("max_grad_norm", 0):
         raise ConfigError(
-            "optimizer.params.max_grad_norm has no effect there; clipping is the engine's: "
+            "optimizer.params.max_grad_norm has no effect, because the engine clips gradients: "
             'write "gradient_clipping" at the top level'
         )
     fused = fused and options.get("fused") is not False
@@ -129,7 +130,7 @@ def _adagrad(groups: Sequence[Group], **options: Any) -> Optimizer:
     """The constructor would make state as large as the parameters: it gets their shapes alone, then the
     parameters take their places."""
     optimizer = torch.optim.Adagrad(_shapes(groups), **options)
-    members = [[tensor for _, tensor in named(group["params"])] for group in groups]
+    members = [_tensors(group) for group in groups]
     rebind(optimizer, members, fresh_state=False)
     return optimizer
 
@@ -137,7 +138,7 @@ def _adagrad(groups: Sequence[Group], **options: Any) -> Optimizer:
 def _shapes(groups: Iterable[Group]) -> list[Group]:
     """The groups without memory, because Adagrad's constructor makes state as large as its parameters."""
     return [
-        {**group, "params": [torch.empty_like(p, device="meta") for _, p in named(group["params"])]}
+        {**group, "params": [torch.empty_like(p, device="meta") for p in _tensors(group)]}
         for group in groups
     ]
 
@@ -170,7 +171,7 @@ def choose_lamb(
 ) -> tuple[Callable[..., Optimizer], dict[str, Any]]:
     """Lamb. Raises :class:`UnsupportedError` for ``amsgrad``."""
     if options.pop("amsgrad", False):
-        raise UnsupportedError("Lamb has no form with amsgrad; leave it out")
+        raise UnsupportedError("Lamb has no variant with amsgrad; leave it out")
     return Lamb, options
 
 
@@ -179,7 +180,7 @@ def choose_muon(
 ) -> tuple[Callable[..., Optimizer], dict[str, Any]]:
     """Muon. Raises :class:`UnsupportedError` for ``per_head_muon``."""
     if options.pop("per_head_muon", False):
-        raise UnsupportedError("per_head_muon is planned, not there yet; leave it out")
+        raise UnsupportedError("per_head_muon is planned, not implemented yet; leave it out")
     options.pop("ns_method", None)  # the same matrix by another order of products
     return Muon, options
 
@@ -196,7 +197,7 @@ def _torch_class(type_: str, name: str) -> type[Optimizer]:
         *others, last = sorted(OPTIMIZERS)
         raise ConfigError(
             f'optimizer.type "{type_}" does not exist; {hint}It is {", ".join(others)} or {last} '
-            "in any case, or a class of torch.optim as spelt there"
+            "in any case, or the exact name of a class of torch.optim"
         )
     return classes[name]
 
@@ -205,8 +206,15 @@ def _can_fuse(groups: Iterable[Group]) -> bool:
     return all(
         tensor.is_floating_point() and tensor.device.type in _FUSED_DEVICES
         for group in groups
-        for _, tensor in named(group["params"])
+        for tensor in _tensors(group)
     )
+
+
+def _tensors(group: Group) -> list[Tensor]:
+    """The parameters of a group, with or without names."""
+    params = group["params"]
+    members = [params] if isinstance(params, Tensor) else list(params)
+    return [member[1] if isinstance(member, tuple) else member for member in members]
 
 
 @dataclass(frozen=True)
@@ -271,7 +279,10 @@ def _difference(optimizer: Optimizer, group: Group, matrix: Tensor, whole: Tenso
         return f"{name} fails on a piece of a matrix: {type(error).__name__}: {error}"
     if torch.equal(torch.cat(cut), whole.flatten()):
         return ""
-    return f"{name} gives other numbers for a matrix cut in two, so it needs whole parameters"
+    return (
+        f"{name} gives other results for a matrix that is split in two, so it needs whole "
+        "parameters"
+    )
 
 
 def _try(
@@ -280,8 +291,7 @@ def _try(
     """``start`` after three steps. Gradients depend on the position, which begins at ``at``."""
     random.seed(0)
     torch.default_generator.manual_seed(0)
-    if start.is_cuda:
-        torch.cuda.manual_seed(0)
+    ops_of(start.device).manual_seed(0)
     param = start.clone().requires_grad_()
     twin = _twin(optimizer, [{**group, "params": [param]}], lr=0.01)
     place = torch.arange(at, at + start.numel(), dtype=start.dtype, device=start.device)
@@ -316,12 +326,15 @@ def _twin(optimizer: Optimizer, groups: Iterable[Group], *, lr: float | None = N
 
 @contextmanager
 def _random_untouched(device: torch.device) -> Iterator[None]:
-    state = random.getstate()
+    state, ops = random.getstate(), ops_of(device)
+    own = ops.rng_state()
     try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with torch.random.fork_rng(devices=[]):
             yield
     finally:
         random.setstate(state)
+        if own is not None:
+            ops.set_rng_state(own)
 
 
 def rebind(

@@ -7,25 +7,35 @@ in separate passes.
 
 The bits are those of the optimizer's own ``step``: the same kernel runs on slices of the same tensors.
 Slices start at multiples of 64 elements of their parameter, where SIMD lanes start too. If a compiled
-kernel with the same bits is available (:mod:`~zeroshard.optim.native_adam`), it updates the whole shard.
+kernel with the same bits is available (:mod:`~zeroshard.optim.native_adam`), it updates the whole shard
+in one call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from zeroshard.optim import native_adam
+from zeroshard.memory import host_access
 
 PIECE_NUMEL = 2**18
 """Elements of a piece. AdamW needs 5 MB for them, which the last-level cache holds."""
 
 THREAD_NUMEL = 2**17
 """Elements that justify one more thread: 0.1 ms of work."""
+
+THREAD_PIECE_NUMEL = 2**16
+"""Elements that a thread takes at a time: about 50 microseconds, so no thread waits long for another."""
+
+SPAN_MULTIPLE = 64
+"""Spans have a multiple of this many elements. Torch computes the elements after it in scalar code."""
 
 
 def threads_for(numel: int, cores: int, local_ranks: int = 1, omp: int = 1) -> int:
@@ -41,20 +51,145 @@ def threads_for(numel: int, cores: int, local_ranks: int = 1, omp: int = 1) -> i
     return max(1, min(wanted, numel // THREAD_NUMEL))
 
 
+GRAD_DTYPES = {torch.bfloat16: "adam_bf16", torch.float32: "adam_fp32"}
+"""Dtypes of gradients that the compiled Adam takes, and its function for each."""
+
+
+class _Options(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_double) for name in ("lr", "beta1", "beta2", "weight_decay", "eps")),
+        *((name, ctypes.c_int64) for name in ("decoupled", "maximize")),
+    ]
+
+
+class _Span(ctypes.Structure):
+    _fields_ = [
+        *((n, ctypes.c_void_p) for n in ("master", "exp_avg", "exp_avg_sq", "low", "step")),
+        *((n, ctypes.c_int64) for n in ("grad_at", "numel", "group")),
+    ]
+
+
+class Span(NamedTuple):
+    """A fragment without the last elements beyond a multiple of 64. All tensors are contiguous."""
+
+    group: int
+    grad_at: int  # where its gradient starts in the chunk's gradient
+    master: Tensor  # fp32, as the moments and the 0-dim step are
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    step: Tensor
+    low: Tensor | None  # bf16: the parameter; None if that is the master itself
+
+
+class Spans:
+    """Addresses for :meth:`CompiledAdam.update`. Keeps the tensors alive."""
+
+    def __init__(self, spans: Iterable[Span]) -> None:
+        self.kept = list(spans)
+        self.numel = sum(span.master.numel() for span in self.kept)
+        self.tensors = [t for span in self.kept for t in span[2:] if isinstance(t, Tensor)]
+        self.array = (_Span * len(self.kept))()
+        self.locate()
+
+    def locate(self) -> None:
+        """Read the addresses of the tensors. Needed again after a storage was resized."""
+        for entry, span in zip(self.array, self.kept, strict=True):
+            assert span.master.numel() % SPAN_MULTIPLE == 0
+            entry.master, entry.exp_avg = span.master.data_ptr(), span.exp_avg.data_ptr()
+            entry.exp_avg_sq, entry.step = span.exp_avg_sq.data_ptr(), span.step.data_ptr()
+            entry.low = None if span.low is None else span.low.data_ptr()
+            entry.grad_at, entry.numel, entry.group = span.grad_at, span.master.numel(), span.group
+
+
+def fits(*tensors: Tensor) -> bool:
+    """Whether these tensors may be the fp32 tensors of a span."""
+    return all(
+        t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous() for t in tensors
+    )
+
+
+class CompiledAdam:
+    """Adam as a compiled library. :mod:`~zeroshard.optim.native_adam` builds and checks it."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._calls = {dtype: getattr(library, name) for dtype, name in GRAD_DTYPES.items()}
+        for call in self._calls.values():
+            call.restype = None
+            call.argtypes = [
+                *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p),
+                *(ctypes.c_float, ctypes.c_int64, ctypes.c_int64),
+            ]
+
+    def update(
+        self,
+        spans: Spans,
+        grad_R: Tensor,
+        factor: float,
+        groups: Sequence[Mapping[str, Any]],
+        *,
+        threads: int = 1,
+        piece_numel: int = THREAD_PIECE_NUMEL,
+    ) -> None:
+        """One step of all spans with ``grad_R * factor``. Step counts must be increased already.
+
+        The caller and up to ``threads - 1`` threads of the library share pieces of ``piece_numel``
+        elements. The bits do not depend on the number of threads. The library's threads start with the
+        first call that needs them, end some seconds after the last one, and do not delay a fork or an
+        exit. May be called from several threads at once.
+        """
+        options = (_Options * len(groups))()
+        for entry, group in zip(options, groups, strict=True):
+            entry.lr, (entry.beta1, entry.beta2) = float(group["lr"]), map(float, group["betas"])
+            entry.weight_decay, entry.eps = group["weight_decay"], group["eps"]
+            entry.decoupled = group["decoupled_weight_decay"]
+            entry.maximize = group["maximize"]
+        call = self._calls[grad_R.dtype]
+        if host_access.listeners:
+            host_access.host_access(reads=[grad_R], writes=spans.tensors)
+        call(
+            *(spans.array, len(spans.array), options, grad_R.data_ptr(), factor),
+            *(max(1, threads), max(1, piece_numel)),
+        )
+
+
+@dataclass(frozen=True)
+class DeviceForm:
+    """How the Triton kernels do an optimizer's arithmetic (:mod:`~zeroshard.optim.triton_update`).
+
+    ``kind``: the kernel's name for it. ``options(group)``: the numbers of a param group that the kernel
+    reads. ``starts_at_zero``: in the first step the state is zeros, so no optimizer has to make it.
+    """
+
+    kind: str
+    options: Callable[[Mapping[str, Any]], tuple[float, ...]]
+    starts_at_zero: bool
+
+
 @dataclass(frozen=True)
 class UpdateKernel:
     """An optimizer's arithmetic as a function, without the optimizer object.
 
     ``update(group, params, grads, state)`` changes lists of tensors in place; all lists have equal
     length. ``state`` maps names to such lists: the names in ``shaped``, and ``"step"`` (0-dim, already
-    increased) if ``counts``. ``compiles``: this is Adam, and :mod:`zeroshard.optim.native_adam` may be
-    used instead.
+    increased) if ``counts``. ``compiled()``: this is Adam, and the function returns the compiled Adam if
+    that is ready. It never waits; the first call starts compiling. ``device_form``: the same in device
+    memory; None: the optimizer's own step runs there.
     """
 
     update: Callable[[Mapping[str, Any], list[Tensor], list[Tensor], dict[str, list[Tensor]]], None]
     shaped: tuple[str, ...]
     counts: bool
-    compiles: bool = False
+    compiled: Callable[[], CompiledAdam | None] | None = None
+    device_form: DeviceForm | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all state of one parameter, in the order in which the optimizer makes it."""
+        return ("step", *self.shaped) if self.counts else self.shaped
+
+    def is_in(self, state: Mapping[str, Any]) -> bool:
+        """Whether the optimizer has made the state that the kernel needs."""
+        return all(name in state for name in self.shaped) and ("step" in state or not self.counts)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -79,7 +214,7 @@ class FusedUpdate:
 
     ``fragments``: ``(group, at, value)`` in the order of the chunk. ``states``: the optimizer state of
     each, which must contain the kernel's names. ``param_R``: the parameter, which is ``master_R`` itself
-    if it is its own master.
+    if it is its own master. ``lend(nbytes)``: reports memory that is allocated inside the block.
     """
 
     def __init__(
@@ -90,21 +225,29 @@ class FusedUpdate:
         *,
         master_R: Tensor,
         param_R: Tensor,
+        lend: Callable[[int], AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
         self._kernel = kernel
         self._master_R = master_R
         self._low_R = param_R
-        self._sources = [[state[name] for name in kernel.shaped] for state in states]
+        self._lend = lend
+        names = (*kernel.shaped, "step") if kernel.counts else kernel.shaped
+        self._known = [
+            (value, name, state[name])
+            for (_, _, value), state in zip(fragments, states, strict=True)
+            for name in names
+        ]
         self._steps = [state["step"] for state in states] if kernel.counts else []
         numel = master_R.numel()
         self._pieces = [
             _piece(kernel, fragments, states, begin, min(begin + PIECE_NUMEL, numel))
             for begin in range(0, numel, PIECE_NUMEL)
         ]
-        self._spans: native_adam.Spans | None = None
+        self._library: CompiledAdam | None = None
+        self._spans: Spans | None = None
         self._base = self._addresses()
         self._tails: list[_Piece] = []
-        if kernel.compiles and _spans_fit(param_R, master_R, states):
+        if kernel.compiled is not None and _spans_fit(param_R, master_R, states):
             self._spans = _spans(fragments, states, param_R if param_R is not master_R else None)
             self._tails = [
                 _piece(kernel, fragments, states, begin, _round_up(at + value.numel()))
@@ -112,19 +255,16 @@ class FusedUpdate:
                 if (begin := at + _round_down(value.numel())) < at + value.numel()
             ]
 
-    def is_current(self, states: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether the views are of these tensors. (Loading optimizer state replaces them.)"""
-        shaped = self._kernel.shaped
-        return all(
-            state.get(name) is known
-            for state, source in zip(states, self._sources, strict=True)
-            for name, known in zip(shaped, source, strict=True)
-        ) and (
-            not self._kernel.counts
-            or all(
-                state.get("step") is known for state, known in zip(states, self._steps, strict=True)
-            )
-        )
+    def is_current(self, state: Mapping[Tensor, Mapping[str, Any]]) -> bool:
+        """Whether the views are of the tensors in ``state``, the optimizer's state of each fragment.
+
+        (Loading optimizer state replaces them.)
+        """
+        for value, name, known in self._known:
+            here = state.get(value)
+            if here is None or here.get(name) is not known:
+                return False
+        return True
 
     def run(
         self,
@@ -142,19 +282,20 @@ class FusedUpdate:
         """
         if self._steps:
             torch._foreach_add_(self._steps, 1)
-        compiled = native_adam.compiled() if self._spans is not None else None
-        if compiled is None or not compiled.takes(grad_R.dtype):
+        spans, library = self._spans, self._library
+        if spans is not None and library is None:
+            assert self._kernel.compiled is not None
+            library = self._library = self._kernel.compiled()
+        if spans is None or library is None or grad_R.dtype not in GRAD_DTYPES:
             self._run_pieces(self._pieces, grad_R, factor, groups)
             return
-        assert self._spans is not None
         if self._base != (base := self._addresses()):
-            self._spans.locate()
+            spans.locate()
             self._base = base
         most = torch.get_num_threads() if threads is None else threads
-        compiled.update(
-            self._spans, grad_R, factor, groups, threads=threads_for(self._spans.numel, most)
-        )
-        self._run_pieces(self._tails, grad_R, factor, groups)
+        library.update(spans, grad_R, factor, groups, threads=threads_for(spans.numel, most))
+        if self._tails:
+            self._run_pieces(self._tails, grad_R, factor, groups)
 
     def _addresses(self) -> tuple[int, int]:
         """Addresses of master and parameter. A shard on disk has other memory for each update."""
@@ -167,26 +308,36 @@ class FusedUpdate:
         factor: float,
         groups: Sequence[Mapping[str, Any]],
     ) -> None:
-        update, master_R, param_R = self._kernel.update, self._master_R, self._low_R
-        has_master, casts = master_R is not param_R, grad_R.dtype != master_R.dtype
+        """Update piece by piece, each in the master's dtype. A cast needs memory for one piece."""
+        if grad_R.dtype == self._master_R.dtype:
+            for piece in pieces:
+                self._run_piece(piece, grad_R[piece.begin : piece.end], factor, groups)
+            return
         longest = max((piece.end - piece.begin for piece in pieces), default=0)
-        wide = master_R.new_empty(longest) if casts else grad_R
-        for piece in pieces:
-            begin, end = piece.begin, piece.end
-            grad = wide[: end - begin].copy_(grad_R[begin:end]) if casts else grad_R[begin:end]
-            if factor != 1.0:
-                grad.mul_(factor)
-            if has_master:
-                low, master = param_R[begin:end], master_R[begin:end]
-                sync_master_from_param(master, low)
-            for members in piece.members:
-                grads = [
-                    grad[a:b].view_as(param)
-                    for (a, b), param in zip(members.grads_at, members.params, strict=True)
-                ]
-                update(groups[members.group], members.params, grads, members.state)
-            if has_master:
-                low.copy_(master)
+        with self._lend(longest * self._master_R.element_size()):
+            wide = self._master_R.new_empty(longest)
+            for piece in pieces:
+                grad = wide[: piece.end - piece.begin].copy_(grad_R[piece.begin : piece.end])
+                self._run_piece(piece, grad, factor, groups)
+
+    def _run_piece(
+        self, piece: _Piece, grad: Tensor, factor: float, groups: Sequence[Mapping[str, Any]]
+    ) -> None:
+        begin, end = piece.begin, piece.end
+        if factor != 1.0:
+            grad.mul_(factor)
+        has_master = self._master_R is not self._low_R
+        if has_master:
+            low, master = self._low_R[begin:end], self._master_R[begin:end]
+            sync_master_from_param(master, low)
+        for members in piece.members:
+            grads = [
+                grad[a:b].view_as(param)
+                for (a, b), param in zip(members.grads_at, members.params, strict=True)
+            ]
+            self._kernel.update(groups[members.group], members.params, grads, members.state)
+        if has_master:
+            low.copy_(master)
 
 
 def _piece(
@@ -213,19 +364,18 @@ def _piece(
 
 
 def _round_down(numel: int) -> int:
-    return numel // native_adam.SPAN_MULTIPLE * native_adam.SPAN_MULTIPLE
+    return numel // SPAN_MULTIPLE * SPAN_MULTIPLE
 
 
 def _round_up(numel: int) -> int:
-    return -(-numel // native_adam.SPAN_MULTIPLE) * native_adam.SPAN_MULTIPLE
+    return -(-numel // SPAN_MULTIPLE) * SPAN_MULTIPLE
 
 
 def _spans_fit(param_R: Tensor, master_R: Tensor, states: Sequence[Mapping[str, Any]]) -> bool:
     if param_R is not master_R and param_R.dtype != torch.bfloat16:
         return False
     return all(
-        native_adam.fits(master_R, state["exp_avg"], state["exp_avg_sq"], state["step"])
-        for state in states
+        fits(master_R, state["exp_avg"], state["exp_avg_sq"], state["step"]) for state in states
     )
 
 
@@ -233,14 +383,14 @@ def _spans(
     fragments: Sequence[tuple[int, int, Tensor]],
     states: Sequence[Mapping[str, Any]],
     param_R: Tensor | None,
-) -> native_adam.Spans:
+) -> Spans:
     spans = []
     for (group, at, value), state in zip(fragments, states, strict=True):
         if numel := _round_down(value.numel()):
             flat = [t.view(-1)[:numel] for t in (value, state["exp_avg"], state["exp_avg_sq"])]
             low = None if param_R is None else param_R[at : at + numel]
-            spans.append(native_adam.Span(group, at, flat[0], flat[1], flat[2], state["step"], low))
-    return native_adam.Spans(spans)
+            spans.append(Span(group, at, flat[0], flat[1], flat[2], state["step"], low))
+    return Spans(spans)
 
 
 def sync_master_from_param(master: Tensor, low: Tensor) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zeroshard.optim.fused_update import UpdateKernel
+from zeroshard.optim import native_adam
+from zeroshard.optim.fused_update import DeviceForm, UpdateKernel
 from zeroshard.optim.optimizers import Lion, lion_
 
 _State = dict[str, list[Tensor]]
@@ -21,10 +23,16 @@ def kernel_of(optimizer: torch.optim.Optimizer, *, compiles: bool = True) -> Upd
 
     ``compiles``: a compiled kernel may be used instead (ZeroShard's key ``compile_update``). Subclasses,
     unusual options and torch's unfused loops keep their own ``step``. Results do not depend on which one
-    runs.
+    runs. The answer holds until an option in :func:`deciding_options` changes.
     """
-    known = KERNELS.get(type(optimizer))
-    return known(optimizer.param_groups, compiles) if known is not None else None
+    row = KERNELS.get(type(optimizer))
+    return row.make(optimizer.param_groups, compiles) if row is not None else None
+
+
+def deciding_options(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """The options of param groups on which :func:`kernel_of` depends for this optimizer's class."""
+    row = KERNELS.get(type(optimizer))
+    return row.options if row is not None else ()
 
 
 def _is_fused(groups: _Groups) -> bool:
@@ -34,19 +42,32 @@ def _is_fused(groups: _Groups) -> bool:
 def _adam_kernel(groups: _Groups, compiles: bool) -> UpdateKernel | None:
     if not _is_fused(groups) or any(group["amsgrad"] for group in groups):
         return None
-    return UpdateKernel(_adam, ("exp_avg", "exp_avg_sq"), counts=True, compiles=compiles)
+    return UpdateKernel(
+        _adam,
+        ("exp_avg", "exp_avg_sq"),
+        counts=True,
+        compiled=native_adam.compiled if compiles else None,
+        device_form=_ADAM_ON_DEVICE if compiles else None,
+    )
 
 
-def _sgd_kernel(groups: _Groups, _compiles: bool) -> UpdateKernel | None:
+def _sgd_kernel(groups: _Groups, compiles: bool) -> UpdateKernel | None:
     with_momentum = {group["momentum"] != 0 for group in groups}
     if not _is_fused(groups) or len(with_momentum) != 1:
         return None
-    state = ("momentum_buffer",) if with_momentum.pop() else ()
-    return UpdateKernel(_sgd, state, counts=False)
+    has_momentum = with_momentum.pop()
+    return UpdateKernel(
+        _sgd,
+        ("momentum_buffer",) if has_momentum else (),
+        counts=False,
+        device_form=_SGD_ON_DEVICE[has_momentum] if compiles else None,
+    )
 
 
-def _lion_kernel(_groups: _Groups, _compiles: bool) -> UpdateKernel | None:
-    return UpdateKernel(_lion, ("exp_avg",), counts=False)
+def _lion_kernel(_groups: _Groups, compiles: bool) -> UpdateKernel | None:
+    return UpdateKernel(
+        _lion, ("exp_avg",), counts=False, device_form=_LION_ON_DEVICE if compiles else None
+    )
 
 
 def _adam(group: _Group, params: list[Tensor], grads: list[Tensor], state: _State) -> None:
@@ -81,10 +102,51 @@ def _lion(group: _Group, params: list[Tensor], grads: list[Tensor], state: _Stat
     )
 
 
-KERNELS: dict[type[torch.optim.Optimizer], Callable[[_Groups, bool], UpdateKernel | None]] = {
-    torch.optim.Adam: _adam_kernel,
-    torch.optim.AdamW: _adam_kernel,
-    torch.optim.SGD: _sgd_kernel,
-    Lion: _lion_kernel,
+def _sign(group: _Group) -> float:
+    return -1.0 if group["maximize"] else 1.0
+
+
+def _adam_options(group: _Group) -> tuple[float, ...]:
+    betas = group["betas"]
+    decoupled = group["decoupled_weight_decay"]
+    return (*(_sign(group), group["lr"], *betas, group["eps"], group["weight_decay"], decoupled),)
+
+
+def _sgd_options(group: _Group) -> tuple[float, ...]:
+    return (
+        *(_sign(group), group["lr"], group["momentum"], group["dampening"]),
+        *(group["weight_decay"], group["nesterov"]),
+    )
+
+
+def _lion_options(group: _Group) -> tuple[float, ...]:
+    return 1.0, group["lr"], *group["betas"], group["weight_decay"]
+
+
+_ADAM_ON_DEVICE = DeviceForm("adam", _adam_options, starts_at_zero=True)
+_LION_ON_DEVICE = DeviceForm("lion", _lion_options, starts_at_zero=True)
+_SGD_ON_DEVICE = {
+    False: DeviceForm("sgd", _sgd_options, starts_at_zero=True),
+    # The first momentum is the gradient, which dampening does not reduce.
+    True: DeviceForm("sgd momentum", _sgd_options, starts_at_zero=False),
 }
-"""Class -> its kernel for param groups with these options; None if their arithmetic is another."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRow:
+    """``make(groups, compiles)``: the kernel for param groups with these options; None if their
+    arithmetic is another. ``options``: the names of the options on which that depends."""
+
+    make: Callable[[_Groups, bool], UpdateKernel | None]
+    options: tuple[str, ...] = ()
+
+
+_ADAM = KernelRow(_adam_kernel, ("fused", "differentiable", "amsgrad"))
+
+KERNELS: dict[type[torch.optim.Optimizer], KernelRow] = {
+    torch.optim.Adam: _ADAM,
+    torch.optim.AdamW: _ADAM,
+    torch.optim.SGD: KernelRow(_sgd_kernel, ("fused", "differentiable", "momentum")),
+    Lion: KernelRow(_lion_kernel),
+}
+"""The kernels of the optimizer classes that have one."""

@@ -7,125 +7,20 @@ offered only if no bit differs (ADR 0007).
 from __future__ import annotations
 
 import atexit
-import ctypes
 import logging
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from zeroshard.optim.fused_update import GRAD_DTYPES, CompiledAdam, Span, Spans
 from zeroshard.optim.native_build import CannotBuild, load
 
 logger = logging.getLogger("zeroshard")
-SPAN_MULTIPLE = 64
-"""Spans have a multiple of this many elements. Torch computes the elements after it in scalar code."""
-
-PIECE_NUMEL = 2**16
-"""Elements that a thread takes at a time: about 50 microseconds, so no thread waits long for another."""
-
-_GRADS = {torch.bfloat16: "adam_bf16", torch.float32: "adam_fp32"}
-
-
-class _Options(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_double) for name in ("lr", "beta1", "beta2", "weight_decay", "eps")),
-        *((name, ctypes.c_int64) for name in ("decoupled", "maximize")),
-    ]
-
-
-class _Span(ctypes.Structure):
-    _fields_ = [
-        *((n, ctypes.c_void_p) for n in ("master", "exp_avg", "exp_avg_sq", "low", "step")),
-        *((n, ctypes.c_int64) for n in ("grad_at", "numel", "group")),
-    ]
-
-
-class Span(NamedTuple):
-    """A fragment without the last elements beyond a multiple of 64. All tensors are contiguous."""
-
-    group: int
-    grad_at: int  # where its gradient starts in the chunk's gradient
-    master: Tensor  # fp32, as the moments and the 0-dim step are
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    step: Tensor
-    low: Tensor | None  # bf16: the parameter; None if that is the master itself
-
-
-class Spans:
-    """Addresses for :meth:`CompiledAdam.update`. Keeps the tensors alive."""
-
-    def __init__(self, spans: Iterable[Span]) -> None:
-        self.kept = list(spans)
-        self.numel = sum(span.master.numel() for span in self.kept)
-        self.array = (_Span * len(self.kept))()
-        self.locate()
-
-    def locate(self) -> None:
-        """Read the addresses of the tensors. Needed again after a storage was resized."""
-        for entry, span in zip(self.array, self.kept, strict=True):
-            assert span.master.numel() % SPAN_MULTIPLE == 0
-            entry.master, entry.exp_avg = span.master.data_ptr(), span.exp_avg.data_ptr()
-            entry.exp_avg_sq, entry.step = span.exp_avg_sq.data_ptr(), span.step.data_ptr()
-            entry.low = None if span.low is None else span.low.data_ptr()
-            entry.grad_at, entry.numel, entry.group = span.grad_at, span.master.numel(), span.group
-
-
-def fits(*tensors: Tensor) -> bool:
-    """Whether these tensors may be the fp32 tensors of a span."""
-    return all(
-        t.dtype == torch.float32 and t.device.type == "cpu" and t.is_contiguous() for t in tensors
-    )
-
-
-class CompiledAdam:
-    """The compiled library."""
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._calls = {dtype: getattr(library, name) for dtype, name in _GRADS.items()}
-        for call in self._calls.values():
-            call.restype = None
-            call.argtypes = [
-                *(ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p),
-                *(ctypes.c_float, ctypes.c_int64, ctypes.c_int64),
-            ]
-
-    def takes(self, dtype: torch.dtype) -> bool:
-        """Whether gradients may have this dtype."""
-        return dtype in self._calls
-
-    def update(
-        self,
-        spans: Spans,
-        grad_R: Tensor,
-        factor: float,
-        groups: Sequence[Mapping[str, Any]],
-        *,
-        threads: int = 1,
-        piece_numel: int = PIECE_NUMEL,
-    ) -> None:
-        """One step of all spans with ``grad_R * factor``. Step counts must be increased already.
-
-        The caller and up to ``threads - 1`` threads of the library share pieces of ``piece_numel``
-        elements. The bits do not depend on the number of threads. The library's threads start with the
-        first call that needs them, end some seconds after the last one, and do not delay a fork or an
-        exit. May be called from several threads at once.
-        """
-        options = (_Options * len(groups))()
-        for entry, group in zip(options, groups, strict=True):
-            entry.lr, (entry.beta1, entry.beta2) = float(group["lr"]), map(float, group["betas"])
-            entry.weight_decay, entry.eps = group["weight_decay"], group["eps"]
-            entry.decoupled = group["decoupled_weight_decay"]
-            entry.maximize = group["maximize"]
-        call = self._calls[grad_R.dtype]
-        call(
-            *(spans.array, len(spans.array), options, grad_R.data_ptr(), factor),
-            *(max(1, threads), max(1, piece_numel)),
-        )
 
 
 class _Preparation:
@@ -176,7 +71,7 @@ def prepare() -> None:
 
 
 def compiled() -> CompiledAdam | None:
-    """The compiled Adam if it is ready, else None. Never waits."""
+    """The compiled Adam if it is ready, else None. Never waits. The first call starts compiling."""
     return _preparation().result
 
 
@@ -189,12 +84,12 @@ def wait() -> CompiledAdam | None:
 def agrees_with_torch(candidate: CompiledAdam, *, numel: int = 4096) -> bool:
     """Whether it changes master, moments and parameter to the same bits as torch, in every mode."""
     generator = torch.Generator().manual_seed(0)
-    for grad_dtype in _GRADS:
+    for grad_dtype in GRAD_DTYPES:
         for decoupled in (True, False):
             for low_dtype in (torch.bfloat16, None):
-                for weight_decay in (0.0, 0.1):
+                for weight_decay, beta1 in ((0.0, 0.9), (0.1, 0.9), (0.1, 0.3)):
                     group = {
-                        "lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "maximize": False,
+                        "lr": 1e-3, "betas": (beta1, 0.95), "eps": 1e-8, "maximize": False,
                         "weight_decay": weight_decay, "decoupled_weight_decay": decoupled,
                     }  # fmt: skip
                     if not _agrees(candidate, group, grad_dtype, low_dtype, numel, generator):
@@ -212,19 +107,22 @@ def _agrees(
 ) -> bool:
     """Compare three steps with values of all magnitudes, including zeros and values that are too large.
 
-    Step ``i`` runs on ``i`` threads. They share two spans, in pieces that end inside both.
+    Step ``i`` runs on ``i`` threads. They share two spans, in pieces that end inside both. Every dtype is
+    given: this runs in a thread, and the program may change torch's default dtype at the same time. The
+    library would then write over the ends of tensors.
     """
-    scale = 10.0 ** torch.randint(-30, 4, (numel,), generator=generator)
-    master = torch.randn(numel, generator=generator) * scale.clamp(min=1e-10)
+    fp32 = torch.float32
+    scale = torch.tensor(10.0, dtype=fp32) ** torch.randint(-30, 4, (numel,), generator=generator)
+    master = torch.randn(numel, generator=generator, dtype=fp32) * scale.clamp(min=1e-10)
     low = None if low_dtype is None else master.to(low_dtype)
-    state = [torch.zeros(numel), torch.zeros(numel)]
-    expected, truth = master.clone(), [torch.zeros(numel), torch.zeros(numel)]
-    step = torch.zeros(())
+    state, truth = ([torch.zeros(numel, dtype=fp32) for _ in range(2)] for _ in range(2))
+    expected = master.clone()
+    step = torch.zeros((), dtype=fp32)
     fused = torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_
     beta1, beta2 = group["betas"]
     for at in range(3):
         step += 1
-        grad = (torch.randn(numel, generator=generator) * scale).to(grad_dtype)
+        grad = (torch.randn(numel, generator=generator, dtype=fp32) * scale).to(grad_dtype)
         grad[at::7] = 0
         grad[at + 8 :: 501] = float("inf")
         cuts = slice(0, numel // 192 * 64), slice(numel // 192 * 64, numel)

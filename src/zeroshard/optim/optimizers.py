@@ -80,7 +80,7 @@ def lion_(
 
 
 class _EachByItself(Optimizer):
-    """Updates one parameter after another with :meth:`_update`."""
+    """Updates one parameter after another with :meth:`_update`, which has the moments of Adam."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -93,6 +93,19 @@ class _EachByItself(Optimizer):
 
     def _update(self, p: Tensor, grad: Tensor, group: Group) -> None:
         raise NotImplementedError
+
+    def _count_step(self, p: Tensor, kept: torch.dtype) -> tuple[dict[str, Any], torch.dtype]:
+        """Adam's state of ``p`` with one more step counted, and the dtype of the arithmetic.
+
+        The first step makes the state, with moments in the dtype ``kept``.
+        """
+        state = self.state[p]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+            state["exp_avg"] = torch.zeros_like(p, dtype=kept)
+            state["exp_avg_sq"] = torch.zeros_like(p, dtype=kept)
+        state["step"] += 1
+        return state, torch.float64 if p.dtype == torch.float64 else torch.float32
 
 
 class FlexibleAdam(_EachByItself):
@@ -127,14 +140,8 @@ class FlexibleAdam(_EachByItself):
         super().__init__(params, defaults)
 
     def _update(self, p: Tensor, grad: Tensor, group: Group) -> None:
-        state = self.state[p]
-        if not state:
-            kept = getattr(torch, group["state_dtype"]) if group["state_dtype"] else p.dtype
-            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
-            state["exp_avg"] = torch.zeros_like(p, dtype=kept)
-            state["exp_avg_sq"] = torch.zeros_like(p, dtype=kept)
-        state["step"] += 1
-        work = torch.float64 if p.dtype == torch.float64 else torch.float32
+        kept = getattr(torch, group["state_dtype"]) if group["state_dtype"] else p.dtype
+        state, work = self._count_step(p, kept)
         lr, eps, decay = group["lr"], group["eps"], group["weight_decay"]
         beta1, beta2 = group["betas"]
         scale1 = scale2 = torch.ones((), dtype=work, device=p.device)
@@ -195,12 +202,7 @@ class Lamb(_EachByItself):
         super().__init__(params, defaults)
 
     def _update(self, p: Tensor, grad: Tensor, group: Group) -> None:
-        state = self.state[p]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
-        state["step"] += 1
-        work = torch.float64 if p.dtype == torch.float64 else torch.float32
+        state, work = self._count_step(p, p.dtype)
         beta1, beta2 = group["betas"]
         w, g = p.to(work), grad.to(work)
         m = state["exp_avg"].to(work).lerp_(g, 1 - beta1)
@@ -269,8 +271,8 @@ class Muon(Optimizer):
             part.param_groups = [g for g in self.param_groups if g["use_muon"] is use_muon]
             if use_muon and any(p.ndim != 2 for g in part.param_groups for p in g["params"]):
                 raise UsageError(
-                    "Muon got a piece of a matrix; it orthogonalizes whole ones, so its parameters "
-                    "need the layout that never cuts a parameter"
+                    "Muon got a piece of a matrix, but it orthogonalizes whole matrices. Its "
+                    "parameters need the layout that never splits a parameter"
                 )
             part.step()
         return loss
@@ -309,7 +311,7 @@ def _is_matrix(name: str | None, tensor: Tensor) -> bool:
         return False
     if name is None:
         raise UsageError(
-            "Muon cannot tell a weight from an embedding without names; give its parameters as "
+            "Muon needs names to distinguish weights from embeddings; give its parameters as "
             '(name, parameter) pairs, or groups with "use_muon": true or false'
         )
     return not any(word in name.lower() for word in _NOT_MATRICES)

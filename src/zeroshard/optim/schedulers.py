@@ -264,8 +264,8 @@ class OneCycle(Schedule):
         )
         if self.second_step_size < 0:
             raise ConfigError(
-                f"scheduler.params.cycle_second_step_size is {self.second_step_size}; "
-                "give 0 or more steps, or leave it out for as many as in the first half"
+                f"scheduler.params.cycle_second_step_size is {self.second_step_size}; give 0 or "
+                "more steps, or leave it out for the same number as in the first half"
             )
         first, second = cycle_first_stair_count, cycle_second_stair_count
         self.first_stair_count = first
@@ -368,8 +368,8 @@ def build_scheduler(type_: str, params: Mapping[str, Any], optimizer: Any) -> Sc
         )
     if type_ == "ReduceLROnPlateau":
         raise UnsupportedError(
-            "scheduler.type ReduceLROnPlateau follows a metric that the engine does not know; "
-            "build it yourself over engine.optimizer and call its step(metric)"
+            "scheduler.type ReduceLROnPlateau needs a metric that the engine does not know; build "
+            "it from engine.optimizer in the program, and call its step(metric)"
         )
     try:
         scheduler: Scheduler = cls(optimizer, **params)

@@ -1,10 +1,12 @@
-"""Finds the 16-bit formats that a device multiplies in hardware, and measures the cost of others.
+"""Finds the 16-bit formats that a device multiplies in hardware; measures and reports the cost of others.
 
 A CPU without bf16 instructions computes in bf16 all the same, in a loop 10 to 100 times slower than fp32.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import platform
 import time
@@ -14,6 +16,10 @@ from pathlib import Path
 import torch
 
 from zeroshard.config.resolve import Hardware
+from zeroshard.device.choice import ops_of
+from zeroshard.precision.policy import Policy
+
+logger = logging.getLogger("zeroshard")
 
 _LIMITS = {"ONEDNN_MAX_CPU_ISA": "ALL", "DNNL_MAX_CPU_ISA": "ALL", "ATEN_CPU_CAPABILITY": ""}
 """Variables that keep torch, or its library of matrix products, from using instructions of the CPU."""
@@ -23,23 +29,12 @@ _MEASURE_S = 0.02  # the measurement ends with the first product that takes long
 
 
 def hardware_of(device: torch.device) -> Hardware:
-    """What ``device`` multiplies: a CUDA device is queried, a CPU looked up. Measures nothing."""
-    if device.type == "cuda":
-        return _of_gpu(torch.cuda.get_device_capability(device), rocm=torch.version.hip is not None)
-    if device.type == "cpu":
+    """What ``device`` multiplies: an accelerator is asked, a CPU is looked up. Measures nothing."""
+    found = ops_of(device).multiplies_bf16()
+    if found is None:
         return of_cpu(_cpu_flags(), os.environ, mkldnn=torch.backends.mkldnn.is_available())
-    return Hardware(bf16=True, fp16=True, because=f"a device of type {device.type}")
-
-
-def _of_gpu(capability: tuple[int, int], *, rocm: bool) -> Hardware:
-    major, minor = capability
-    if rocm or major >= 8:
-        return Hardware(bf16=True, fp16=True, because="this GPU multiplies bf16")
-    return Hardware(
-        bf16=False,
-        fp16=True,
-        because=f"this GPU (compute capability {major}.{minor}) has no bf16 instructions",
-    )
+    bf16, because = found
+    return Hardware(bf16=bf16, fp16=True, because=because)
 
 
 def of_cpu(flags: Collection[str], environ: Mapping[str, str], *, mkldnn: bool) -> Hardware:
@@ -55,7 +50,7 @@ def of_cpu(flags: Collection[str], environ: Mapping[str, str], *, mkldnn: bool) 
     elif not bf16:
         because = "this CPU has no bf16 instructions"
     elif limit:
-        because = f"{limit} keeps torch from this CPU's {bf16}"
+        because = f"{limit} disables this CPU's {bf16}"
     else:
         return Hardware(bf16=True, fp16=fp16, because=f"this CPU has {bf16}")
     return Hardware(bf16=False, fp16=fp16 and mkldnn and not limit, because=because)
@@ -108,3 +103,31 @@ def _product_s(x: torch.Tensor) -> float:
     torch.mm(x, x.t())
     torch.mm(x, x)
     return time.perf_counter() - begin_s
+
+
+REMEDY = {
+    "bf16": 'Write "bf16": {"enabled": "auto"}: fp32 here, bf16 where the hardware multiplies it.',
+    "fp16": 'Write "fp16": {"enabled": false} here.',
+    "autocast": 'Write "torch_autocast": {"enabled": false} here.',
+}
+
+
+def tell_if_slow(policy: Policy, hardware: Hardware) -> None:
+    """Log the measured slowdown and the remedy if ``policy`` uses a dtype that is slow here.
+
+    Logs once per process. ``hardware``: of the CPU that the run computes on. Takes at most a third of a
+    second, and nothing if the dtype is not slow.
+    """
+    dtype = policy.autocast if policy.mode == "plain" else policy.param
+    fits = {torch.bfloat16: hardware.bf16, torch.float16: hardware.fp16}
+    if dtype is not None and not fits.get(dtype, True):
+        _tell_once("autocast" if policy.mode == "plain" else policy.mode, dtype, hardware.because)
+
+
+@functools.cache
+def _tell_once(mode: str, dtype: torch.dtype, because: str) -> None:
+    word = str(dtype).removeprefix("torch.")
+    logger.warning(
+        "%s on this CPU: a matrix product takes %.0f times as long as in fp32 (%s). %s",
+        word, slowdown(dtype), because, REMEDY[mode],
+    )  # fmt: skip

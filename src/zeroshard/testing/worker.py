@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+from zeroshard.device.cuda import is_initialized
 from zeroshard.testing import leak_check
 
 STACKS_SIGNAL = int(getattr(signal, "SIGRTMIN", signal.SIGUSR1))
@@ -73,7 +74,7 @@ class TestReport:
 
 def serve(connection: Connection) -> None:
     """Serve jobs until the other end closes. Runs in a child of the fork server."""
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if is_initialized():
         raise RuntimeError("The fork server initialised CUDA: its children cannot use it.")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the test process
     faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)

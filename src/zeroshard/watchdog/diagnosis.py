@@ -1,7 +1,7 @@
 """Diagnoses stalled collectives: mismatched calls, dead, frozen and late ranks, stuck transports.
 
-Pure: makes a diagnosis of the statuses of all ranks, a text of at most five lines. Nothing here waits,
-reads a clock or touches a process.
+Pure functions: they make a diagnosis from the statuses of all ranks. Its text has at most five lines.
+Nothing here waits, reads a clock or touches a process.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
+from zeroshard import errors
 from zeroshard.comm.flight_recorder import FlightRecording, Record, rank_ranges
+from zeroshard.watchdog.settings import WatchdogSettings
 
 COLUMNS = 200
 READ = ", read"
@@ -22,8 +24,6 @@ TORCH = "torch.distributed"
 """Label of the sequence of calls that a program itself makes. Their numbers are not known."""
 SET_UPS = "set-ups"
 """Label of the sequence of set-ups of engines and models."""
-MEETINGS = ", meetings"
-"""Suffix of the label of a sequence of calls of a control group."""
 _WORDS = {
     "all_gather": "gather",
     "reduce_scatter": "reduce",
@@ -38,7 +38,7 @@ class Wait(NamedTuple):
     """The call that a rank is blocked in: number ``seq`` of the sequence ``label``; ``what`` in words.
 
     ``source``: the only rank that the call needs; None: it needs all. ``behind``: another thread than the
-    program's waits in it.
+    program's waits in it. ``collective``: it is a collective of an engine or of a model.
     """
 
     label: str
@@ -46,6 +46,7 @@ class Wait(NamedTuple):
     what: str
     source: int | None = None
     behind: bool = False
+    collective: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,27 +77,6 @@ class RankStatus:
 
 
 @dataclass(frozen=True)
-class Limits:
-    """When a stall is reported and when it ends the run, in seconds inside one collective."""
-
-    first_report_s: float = 20.0
-    frozen_s: float = 60.0
-    stuck_s: float = 120.0
-    timeout_s: float = 1800.0
-    sections: Mapping[str, float] = field(default_factory=dict)
-    timeout_key: str = "trust.collective_timeout_s"
-
-    def late_s(self, section: str) -> float:
-        """How long a rank may stay in ``section`` while the others wait."""
-        return self.sections.get(section, self.timeout_s)
-
-    def key(self, section: str) -> str:
-        """The key of :meth:`late_s` in the configuration."""
-        own = section in self.sections
-        return f"trust.sections.{section}" if own else self.timeout_key
-
-
-@dataclass(frozen=True)
 class Diagnosis:
     """``kind``: the name of an error class. ``ranks``: those it names. ``fatal``: it ends the run."""
 
@@ -105,29 +85,10 @@ class Diagnosis:
     ranks: tuple[int, ...]
     text: str
 
-
-class StallClock:
-    """Measures how long the host has been in one call, and decides when to ask the other ranks."""
-
-    def __init__(self, first_s: float) -> None:
-        self.blocked_s = 0.0
-        self._mark: Hashable = None
-        self._since_s = 0.0
-        self._first_s = first_s
-        self._due_s = first_s
-
-    def observe(self, now_s: float, mark: Hashable) -> bool:
-        """True when a round of questions is due. ``mark`` identifies the wait; None: not waiting.
-
-        Rounds are ``first_s`` apart at first; later an eighth of the time waited so far, up to 15 s.
-        """
-        if mark is None or mark != self._mark:
-            self._mark, self._since_s, self._due_s = mark, now_s, self._first_s
-        self.blocked_s = now_s - self._since_s if mark is not None else 0.0
-        if mark is None or self.blocked_s < self._due_s:
-            return False
-        self._due_s = self.blocked_s + min(15.0, max(self._first_s, self.blocked_s / 8))
-        return True
+    def error(self) -> Exception:
+        """The exception that a rank raises because of it."""
+        kind: type[Exception] = getattr(errors, self.kind, errors.DistributedError)
+        return kind(self.text)
 
 
 class Difference(NamedTuple):
@@ -181,7 +142,7 @@ def first_difference(statuses: Iterable[RankStatus]) -> Difference | None:
 
 def diagnose(
     statuses: Sequence[RankStatus],
-    limits: Limits,
+    limits: WatchdogSettings,
     *,
     blocked_s: float,
     details: str = "",
@@ -189,7 +150,8 @@ def diagnose(
 ) -> Diagnosis:
     """The diagnosis of a stall in the sequence ``label``, from the statuses of all ranks.
 
-    ``blocked_s``: how long the asking rank has waited. ``details``: path of the file with the evidence.
+    ``limits``: when a stall is reported and when it ends the run. ``blocked_s``: how long the asking rank
+    has waited. ``details``: path of the file with the evidence.
     """
     case = _Case(statuses, limits, blocked_s, details, label)
     difference = first_difference(statuses)
@@ -270,23 +232,24 @@ def _is_torch(status: RankStatus) -> bool:
     return status.wait is not None and status.wait.label == TORCH
 
 
-def _is_meeting(wait: Wait | None) -> bool:
-    """Whether the rank waits in something else than a collective of an engine."""
-    return wait is not None and (wait.label in (TORCH, SET_UPS) or wait.label.endswith(MEETINGS))
-
-
 def _blocked(status: RankStatus, label: str) -> Wait | None:
     """What a rank is blocked in: as it answered, or as its recording shows."""
     flight = status.flight
     if status.wait is not None or flight is None or not flight.waiting:
         return status.wait
-    return Wait(label, flight.waiting, _place(status))
+    return Wait(label, flight.waiting, _place(status), collective=True)
+
+
+def _in_collective(status: RankStatus, label: str) -> bool:
+    """Whether the rank waits in a collective of an engine, or in nothing."""
+    wait = _blocked(status, label)
+    return wait is None or wait.collective
 
 
 @dataclass(frozen=True)
 class _Case:
     statuses: Sequence[RankStatus]
-    limits: Limits
+    limits: WatchdogSettings
     blocked_s: float
     details: str
     label: str
@@ -323,7 +286,7 @@ class _Case:
                 return (
                     f"{_cap(rank_ranges(ranks))} read values of {record.name.removesuffix(READ)!r} alone"
                     f"{_at(by_rank[ranks[0]])}.",
-                    "Fix: read them on every rank; all have to give their parts.",
+                    "Fix: read them on every rank; every rank must send its part.",
                 )
         if (first.op, first.name) == (second.op, second.name):
             return (
@@ -341,7 +304,7 @@ class _Case:
                 )
                 if swapped:
                     return (
-                        f"{_cap(rank_ranges(who))} came to {skipped.name!r} later.",
+                        f"{_cap(rank_ranges(who))} reached {skipped.name!r} later.",
                         "Fix: run the modules in the same order on every rank.",
                     )
                 return (
@@ -357,7 +320,7 @@ class _Case:
         """A ring: each of these ranks waits for a call that another makes only after its own wait."""
         # First the ranks that wait outside collectives: they more likely took the wrong branch.
         places = self._places(ring)
-        places.sort(key=lambda group: not _is_meeting(_blocked(group[1][0], self.label)))
+        places.sort(key=lambda group: _in_collective(group[1][0], self.label))
         alone = [w.rank for w in places[0][1]]
         others = [w.rank for _, group in places[1:] for w in group]
         # What the program's own call waits for is only presumed, so it gets more time.
@@ -367,8 +330,8 @@ class _Case:
         ended = "" if fatal else f" Not ended; limit {self.limits.stuck_s:.0f} s."
         lines = [
             *(self._line(place, group) for place, group in places[:2]),
-            f"  Neither can go on: {rank_ranges(others)} did not make that call.",
-            "  Fix: make that call on every rank, not on one alone; all ranks have to give their part."
+            f"  Neither can continue: {rank_ranges(others)} did not make that call.",
+            "  Fix: make that call on every rank, not on one alone; every rank must send its part."
             + ended,
         ]
         return self._diagnosis("RankDivergence", fatal, alone, lines)
@@ -382,8 +345,8 @@ class _Case:
         else:
             lines += self._waits(w for w in self.statuses if w not in lost)[:1]
         lines.append(
-            f"  The cause is in the output of {rank_ranges([first.rank])}; "
-            "the others only lost their partner."
+            f"  The cause is in the output of {rank_ranges([first.rank])}; the others only lost "
+            "their connection to it."
         )
         return self._diagnosis("RankLost", True, [w.rank for w in lost], lines)
 
@@ -414,7 +377,8 @@ class _Case:
             lines[-1] = cut(lines[-1], 160) + f"; also {rank_ranges(w.rank for w in late[2:])}"
         who = rank_ranges(w.rank for w in late)
         lines.append(
-            f"  No other call so far: {who} {'is' if len(late) == 1 else 'are'} slow, or will not come. "
+            f"  No other call so far: {who} {'is' if len(late) == 1 else 'are'} slow, or will not "
+            "make this call. "
             + (
                 "Fix: make this call on every rank, or allow more than "
                 f"{limit:g} s ({self.limits.key(section)})."

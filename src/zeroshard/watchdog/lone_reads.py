@@ -16,15 +16,17 @@ import json
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
 from zeroshard.comm.agreement import Store
 from zeroshard.errors import RankLate, RankLost
-from zeroshard.watchdog.diagnosis import TORCH
-from zeroshard.watchdog.store_client import StoreLost, look
+from zeroshard.watchdog.diagnosis import SET_UPS, TORCH, call_text
+from zeroshard.watchdog.messages import StoreLost, look
+from zeroshard.watchdog.rank_status import call_of_torch
+from zeroshard.watchdog.tracked_calls import TrackedCalls, calls_of_torch
 
 _PATIENCE_S = 0.05  # ranks that read together nearly always post within this time
 _LOOK_S = 0.05  # how often to look for answers
@@ -54,6 +56,30 @@ class Position:
         """The position from its JSON values."""
         wait = answer["wait"]
         return cls(**{**answer, "wait": None if wait is None else tuple(wait)})
+
+
+def position_of(rank: int, parts: Iterable[TrackedCalls], main: int, *, words: bool) -> Position:
+    """How many calls of each sequence ``rank``, this process, has made. ``main``: its program's thread.
+
+    ``words``: with its last calls, and what its program is blocked in.
+    """
+    reached, last, wait = {}, {}, None
+    for part in parts:
+        if part.label == TORCH:
+            continue
+        reached[part.label] = part.reached()
+        if not words:
+            continue
+        if part.collective or part.label == SET_UPS:
+            flight = part.flight()
+            calls = [call_text(record) for record in (flight.records if flight else ())[-1:]]
+            last[part.label] = calls[0] if calls else part.label
+        blocked = part.wait()
+        if blocked is not None and not blocked.behind:
+            wait = blocked.label, blocked.seq, blocked.what, blocked.source
+    reached[TORCH] = calls_of_torch()
+    own = call_of_torch(main) if words else None
+    return Position(rank, reached, last, own[1] if own is not None else "", wait)
 
 
 def elsewhere(mine: Position, theirs: Position, before: Position | None) -> str:
@@ -104,12 +130,12 @@ def smaller_party(me: int, reads: Mapping[int, str]) -> str:
 class LoneReadCheck:
     """Checks, for the reads of one engine, whether all ranks read together.
 
-    ``rank`` is this one's number of ``world_size``. ``call(operation)`` returns ``operation(store)``;
-    ``label`` names this engine in the store. ``position(words)`` is this rank's position without
-    ``reads``, and without ``last`` unless ``words``. ``history()`` identifies the collectives that this
-    rank has made; only ranks with the same history count as being at the same read. ``gone(rank)``: why
-    a rank will never come, or "". A wait is reported after ``report_s`` seconds and given up after
-    ``limit_s`` seconds.
+    ``rank`` is this one's number among the ``size`` ranks of the group. ``call(operation)`` returns
+    ``operation(store)``; ``label`` names this engine in the store. ``position(words)`` is this rank's
+    position without ``reads``, and without ``last`` unless ``words``. ``history()`` identifies the
+    collectives that this rank has made; only ranks with the same history count as being at the same read.
+    ``gone(rank)``: why a rank will never come, or "". A wait is reported after ``report_s`` seconds and
+    given up after ``limit_s`` seconds.
     """
 
     def __init__(
@@ -118,7 +144,7 @@ class LoneReadCheck:
         *,
         label: str,
         rank: int,
-        world_size: int,
+        size: int,
         position: Callable[[bool], Position],
         history: Callable[[], str],
         gone: Callable[[int], str],
@@ -128,7 +154,7 @@ class LoneReadCheck:
         self._call = call
         self._space = f"reads/{label}"
         self._rank = rank
-        self._world_size = world_size
+        self._size = size
         self._position = position
         self._history = history
         self._gone = gone
@@ -164,8 +190,9 @@ class LoneReadCheck:
                 self._sweep(but=key)
         except StoreLost as error:
             raise RankLost(
-                f"RankLost: rank {self._rank} was about to read {name!r}, and the store that the ranks "
-                f"met through does not answer ({error}). Look at the output of the other ranks."
+                f"RankLost: rank {self._rank} was about to read {name!r}, and the store that "
+                f"connects the ranks does not answer ({error}). Look at the output of the other "
+                "ranks."
             ) from error
         if why or self._rank == 0:
             self._spent.add(key)
@@ -174,7 +201,7 @@ class LoneReadCheck:
         return why
 
     def _come(self, key: str, name: str) -> tuple[str, bool]:
-        if self._add(key, 1) == self._world_size:
+        if self._add(key, 1) == self._size:
             return "", False
         self._reads = key
         try:
@@ -198,11 +225,11 @@ class LoneReadCheck:
         """Why this rank reads alone, or "" if all have come; and whether its next reads are alone too."""
         begun_s = looked_s = time.monotonic()
         search, pause_s, reported = _Search(self), 0.0002, False
-        while self._add(key, 0) < self._world_size:
+        while self._add(key, 0) < self._size:
             waited_s = time.monotonic() - begun_s
             why, stays = "", True
             if waited_s > self._limit_s:
-                why = f"no other came to it within {self._limit_s:.0f} s"
+                why = f"no other rank reached it within {self._limit_s:.0f} s"
             elif waited_s > _PATIENCE_S and time.monotonic() - looked_s > _LOOK_S:
                 looked_s = time.monotonic()
                 why, stays = search.look(key)
@@ -211,8 +238,9 @@ class LoneReadCheck:
             if waited_s > self._report_s and not reported:
                 reported = True
                 print(
-                    f"zeroshard: rank {self._rank} has waited {waited_s:.0f} s to read {name!r}: every "
-                    "rank has to read it, and not all have come.", file=sys.stderr, flush=True,
+                    f"zeroshard: rank {self._rank} has waited {waited_s:.0f} s to read {name!r}: "
+                    "every rank has to read it, and not all ranks have reached the read.",
+                    file=sys.stderr, flush=True,
                 )  # fmt: skip
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.002 if waited_s < 1.0 else 0.02)
@@ -232,7 +260,7 @@ class LoneReadCheck:
                     f"RankLate: rank {self._rank} cannot leave its wait to read {key!r}."
                 )
             time.sleep(0.001)
-        too_late = self._add(key, -1) == self._world_size - 1
+        too_late = self._add(key, -1) == self._size - 1
         if too_late:
             self._add(key, 1)
         self._add(leaving, -1)
@@ -262,7 +290,7 @@ class _Search:
     def look(self, key: str) -> tuple[str, bool]:
         """Why one of them will not come, or ""; and whether that holds for the next read as well."""
         readers = self._readers
-        others = [rank for rank in range(readers._world_size) if rank != readers._rank]
+        others = [rank for rank in range(readers._size) if rank != readers._rank]
         if gone := self._collect(others):
             return gone, True
         mine = readers._position(False)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import os
 import sys
 import sysconfig
@@ -19,12 +18,14 @@ import torch
 
 from zeroshard.comm.flight_recorder import FlightRecording, Record
 from zeroshard.comm.host import Process, fate_of
-from zeroshard.comm.recorder import read_recording_file, remove_recording
+from zeroshard.comm.recorder import (
+    PRESENCE,
+    read_recording_file,
+    remove_recording,
+    stack_file_of,
+)
 from zeroshard.watchdog.diagnosis import TORCH, RankStatus, Wait
 
-PRESENCE = "process"
-"""Name of the file that exists as long as a process has a watchdog. Its recordings are in the same
-directory."""
 _FRAMES = 8
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -34,7 +35,7 @@ _OWN = (
     *(
         _PACKAGE + part + os.sep
         for part in (
-            "comm", "watchdog", "memory", "offload", "optim", "precision", "zero", "checkpoint",
+            "comm", "watchdog", "device", "memory", "offload", "optim", "precision", "zero", "checkpoint",
             "engine", "deepspeed", "integrations",
         )
     ),
@@ -46,6 +47,8 @@ _COLLECTIVES = (
     _PACKAGE + "watchdog" + os.sep,
     _PACKAGE + os.path.join("deepspeed", "collectives.py"),
 )
+#: Where the program's thread waits while torch computes gradients of tensors on a device.
+_BACKWARD = (os.path.join(_TORCH, "autograd", "graph.py"), "_engine_run_backward")
 _LIBRARIES = (
     _PACKAGE,
     "<frozen ",
@@ -57,7 +60,7 @@ _PHASES = {
     (_PACKAGE + os.path.join("zero", "access.py"), ""): "access",
     (_PACKAGE + os.path.join("zero", "sharded_parameter.py"), ""): "access",
     (_PACKAGE + os.path.join("zero", "hooks.py"), ""): "forward",
-    (_PACKAGE + os.path.join("engine", "compose.py"), ""): "initialize",
+    (_PACKAGE + os.path.join("engine", "build.py"), ""): "initialize",
     (_PACKAGE + os.path.join("engine", "optimizer_step.py"), ""): "step",
     (_PACKAGE + os.path.join("engine", "export.py"), ""): "export",
     **{
@@ -113,13 +116,28 @@ class Peer:
     @property
     def stack_file(self) -> Path:
         """The file that its process writes its stacks to when its interpreter stands still."""
-        return Path(self.recording).with_name(f"{PRESENCE}.stack")
+        return stack_file_of(Path(self.recording))
 
     def remove_files(self) -> None:
         """Remove its recording; with the file named :data:`PRESENCE`, remove the stack file too."""
         if Path(self.recording).name == PRESENCE:
             remove_recording(self.stack_file)
         remove_recording(Path(self.recording))
+
+
+def remove_files(peers: Mapping[int, Peer], rank: int, here: Process) -> None:
+    """Remove the files of ``rank``, which is this process.
+
+    The last rank that leaves this host removes those of its dead ranks too. Until
+    then a rank that judges alone can read what the dead ranks did last. Each rank removes its own
+    files first and then looks at those of the others. So if two leave at the same time, at least one of
+    them sees that it is the last.
+    """
+    peers[rank].remove_files()
+    others = [p for r, p in peers.items() if r != rank and p.is_on(here)]
+    if all(peer.has_left(here) for peer in others):
+        for peer in others:
+            peer.remove_files()
 
 
 def status_from_answer(peer: Peer, answer: Mapping[str, Any]) -> RankStatus:
@@ -219,8 +237,26 @@ def call_of_torch(thread: int) -> tuple[FrameType, str] | None:
 
 
 def _frames(thread: int) -> Iterator[FrameType]:
-    """The frames of a thread, innermost first."""
-    frame = sys._current_frames().get(thread)
+    """The frames of a thread, innermost first.
+
+    During a backward on a device, torch runs hooks on a thread of its own while the program's thread
+    waits for it. The frames of such hooks come first.
+    """
+    first: list[FrameType] = []
+    current = sys._current_frames()
+    frame = current.get(thread)
+    if frame is not None and (frame.f_code.co_filename, frame.f_code.co_name) == _BACKWARD:
+        named = {t.ident for t in threading.enumerate() if type(t) is not threading._DummyThread}
+        first = [current[ident] for ident in sorted(current.keys() - named)]
+    # One of these frames is this one. A reference to it would keep the locals of all threads alive until
+    # the garbage collector runs.
+    del current
+    for hook in first:
+        yield from _outwards(hook)
+    yield from _outwards(frame)
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
@@ -232,34 +268,9 @@ def stacks() -> str:
     parts = []
     for ident, frame in sys._current_frames().items():
         lines = traceback.format_stack(frame)[-_FRAMES:]
-        parts.append(f"{names.get(ident, ident)}:\n{''.join(lines)}")
+        name = names.get(ident, f"thread {ident} of torch")
+        parts.append(f"{name}:\n{''.join(lines)}")
     return "\n".join(parts)
-
-
-class FrozenStack:
-    """Writes this process's stacks to ``path`` if its interpreter stands still.
-
-    The writing thread does not need the interpreter. A process has only one such timer; the last object
-    that was armed has it.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("w")
-        self._owner = os.getpid()
-
-    def arm(self, after_s: float) -> None:
-        """Write the stacks in ``after_s`` seconds, unless armed again before."""
-        faulthandler.dump_traceback_later(after_s, file=self._file)
-
-    def close(self) -> None:
-        """Stop the timer and remove the file. Does nothing in a forked child: both are the parent's."""
-        if os.getpid() != self._owner:
-            return
-        faulthandler.cancel_dump_traceback_later()
-        self._file.close()
-        remove_recording(self._path)
 
 
 def _dumped_stack(path: Path) -> str:

@@ -4,41 +4,138 @@ from __future__ import annotations
 
 import contextlib
 import json
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from zeroshard.comm.agreement import FAILED, Store, agree_plan, numbered_namespace, post_plan
-from zeroshard.comm.collectives import Comm, first_line
-from zeroshard.comm.connect import default_store, make_comm
-from zeroshard.comm.control_group import ControlGroup
+from zeroshard.comm.agreement import (
+    FAILED,
+    ControlGroup,
+    Store,
+    agree_plan,
+    numbered_namespace,
+    post_plan,
+)
+from zeroshard.comm.collectives import Comm, first_line, lost_text, queues_on_device
+from zeroshard.comm.connect import DeviceUse, check_devices, default_store, device_use, make_comm
 from zeroshard.comm.env import run_name
+from zeroshard.comm.flight_recorder import rank_ranges
 from zeroshard.comm.host import Process, this_process
-from zeroshard.comm.recorder import Recorder, sweep_recordings
+from zeroshard.comm.recorder import Item, Recorder, sweep_recordings
 from zeroshard.config.sections import TrustConfig
-from zeroshard.errors import RankDivergence
-from zeroshard.watchdog.diagnosis import MEETINGS
+from zeroshard.device.choice import ops_of
+from zeroshard.errors import DistributedError, RankDivergence, RankLost
+from zeroshard.watchdog.join import own_client, watchdog_of
 from zeroshard.watchdog.lone_reads import LoneReadCheck
+from zeroshard.watchdog.messages import StoreLost, look, watchdog_namespace
 from zeroshard.watchdog.rank_status import Peer
 from zeroshard.watchdog.settings import WatchdogSettings
-from zeroshard.watchdog.startup import own_client, watchdog_namespace, watchdog_of
-from zeroshard.watchdog.store_client import look
-from zeroshard.watchdog.tracked_calls import calls_of
-from zeroshard.watchdog.watchdog import SessionWatch, Watchdog, divergence_text
+from zeroshard.watchdog.tracked_calls import TrackedCalls, calls_of
+from zeroshard.watchdog.watchdog import Watchdog
+
+
+class SessionWatch:
+    """The sequences of one :class:`~.session.CommSession`, and the error explainer of its transports.
+
+    ``peers``: every rank's process and the path of its recording, by global rank. ``parts``: the
+    sequences, first the collectives.
+    """
+
+    def __init__(
+        self,
+        watchdog: Watchdog,
+        label: str,
+        settings: WatchdogSettings,
+        peers: Mapping[int, Peer],
+        parts: Sequence[TrackedCalls],
+    ) -> None:
+        self.label = label
+        self.settings = settings
+        self.peers = dict(peers)
+        self.parts = list(parts)
+        self.errand: Callable[[], None] = lambda: None  # run at each look, in the watchdog's thread
+        self._watchdog = watchdog
+        watchdog.follow(self)
+
+    def start(self, *wakers: Callable[[], object]) -> None:
+        """Note ``wakers``, which wake the main thread after a fatal diagnosis.
+
+        Called when the recordings of all ranks exist.
+        """
+        # A process whose files cannot be seen is in another container: treat it as on another host.
+        self.peers.update(
+            {r: p.far() for r, p in self.peers.items() if not Path(p.recording).exists()}
+        )
+        for part in self.parts:
+            part.peers = self.peers
+        self.parts[0].wakers = wakers
+
+    def explain(self, item: Item, peers: Sequence[int], detail: str) -> Exception:
+        """The exception for a connection to one of ``peers`` (global ranks) that broke in ``item``."""
+        error = self._watchdog.explain(self.parts[0], peers)
+        return error or RankLost(lost_text(item, peers, detail))
+
+    def settle(self, odd: Sequence[int]) -> Exception:
+        """The exception for histories of the ranks ``odd`` that differ from those of the others."""
+        return self._watchdog.settle(self.parts[0]) or RankDivergence(divergence_text(odd))
+
+    def readers(self, recorder: Recorder) -> LoneReadCheck:
+        """A check whether all ranks read sharded values together. Every rank has to use it.
+
+        ``recorder`` has the collectives of the session.
+        """
+        weak, label, ranks = weakref.ref(self._watchdog), self.label, tuple(self.peers)
+
+        def watchdog() -> Watchdog:
+            if (strong := weak()) is None:
+                raise StoreLost("the watchdog has ended")
+            return strong
+
+        def call(operation: Callable[[Any], Any]) -> Any:
+            return watchdog().messages.call(operation)
+
+        readers = LoneReadCheck(
+            call,
+            label=label,
+            rank=ranks.index(recorder.rank),
+            size=len(ranks),
+            position=lambda words: watchdog().position(words),
+            history=lambda: f"{recorder.seq}-{recorder.hash64:x}",
+            gone=lambda at: watchdog().why_gone(label, ranks[at]),
+            report_s=self.settings.report_s(),
+            limit_s=self.settings.collective_timeout_s,
+        )
+        self.errand = readers.answer
+        return readers
+
+    def close(self, reason: str = "") -> None:
+        """End the watch over this session. ``reason``: the exception that ended this rank's part."""
+        self._watchdog.leave(self, reason)
+        self._watchdog.release()
+
+
+def divergence_text(odd: Sequence[int]) -> str:
+    """The message when hashes differ and no rank can be asked."""
+    return (
+        f"RankDivergence: {rank_ranges(odd)} called other collectives than the other ranks since "
+        "the last check.\n  Run the same modules in the same order on every rank."
+    )
 
 
 @dataclass(eq=False)
 class CommSession:
     """Communicators of one engine or of one model under construction, and the watch over them.
 
-    ``gathers`` and ``reductions`` are one object on gloo and two on NCCL, where the collectives of one
-    communicator run one after the other. They share one recorder: there is one order of calls.
+    ``gathers`` and ``reductions`` are two objects on NCCL if both run at the same time, since the
+    collectives of one NCCL communicator run one after the other. Else they are one object. They share one
+    recorder: there is one order of calls.
     ``control_group`` exchanges small texts while a rank may wait for a disk. ``session_watch`` is None
     without a watchdog.
     """
@@ -46,8 +143,24 @@ class CommSession:
     gathers: Comm
     reductions: Comm
     session_watch: SessionWatch | None = None
-    control_group: ControlGroup = field(default_factory=ControlGroup)
-    _pending: tuple[Tensor, torch.cuda.Event] | None = None
+    make_control_group: Callable[[], ControlGroup] = ControlGroup
+
+    @cached_property
+    def control_group(self) -> ControlGroup:
+        """Made at its first use, because it opens a connection to the store.
+
+        Raises:
+            RankLost: the process that serves the store has ended.
+        """
+        try:
+            return self.make_control_group()
+        except DistributedError:
+            raise
+        except RuntimeError as error:
+            raise RankLost(
+                "RankLost: the store that connects the ranks does not answer: "
+                f"{first_line(error)}. The process that serves it, often that of rank 0, has ended."
+            ) from error
 
     @property
     def recorder(self) -> Recorder:
@@ -60,62 +173,13 @@ class CommSession:
         comms = {id(comm): comm for comm in (self.gathers, self.reductions)}
         return sum(getattr(comm, "scratch_nbytes", 0) for comm in comms.values())
 
-    def history(self) -> int:
-        """The upper 32 bits of the history hash of this rank; float64 holds them exactly."""
-        return int(self.recorder.hash32)
-
-    def check(self, hashes_W: Tensor) -> None:
-        """Compare ``hashes_W``, the :meth:`history` of every rank at the same point, float64 or integers.
-
-        On CUDA the hashes of an earlier call are compared, so that the host does not wait for the device.
-
-        Raises:
-            RankDivergence: some ranks called other collectives than the others.
-        """
-        if self.gathers.transport == "fake":
-            return
-        if not hashes_W.is_cuda:
-            self._compare(hashes_W)
-            return
-        if torch.cuda.is_current_stream_capturing():
-            return
-        if self._pending is not None:
-            copy, copied = self._pending
-            if not copied.query():
-                return
-            self._compare(copy)
-        copy = torch.empty(hashes_W.shape, dtype=hashes_W.dtype, pin_memory=True)
-        copy.copy_(hashes_W, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record()
-        self._pending = (copy, copied)
-
-    def _compare(self, hashes_W: Tensor) -> None:
-        values = hashes_W.tolist()
-        if min(values) == max(values):
-            return
-        common = max(values, key=values.count)
-        ranks = getattr(self.gathers, "ranks", range(len(values)))
-        odd = [rank for rank, value in zip(ranks, values, strict=True) if value != common]
+    def divergence(self, odd: Sequence[int]) -> Exception:
+        """The error for the ranks at positions ``odd`` of the group, whose history differs."""
+        ranks = getattr(self.gathers, "ranks", None)
+        odd = list(odd) if ranks is None else [ranks[at] for at in odd]
         if self.session_watch is None:
-            raise RankDivergence(divergence_text(odd))
-        raise self.session_watch.settle(odd)
-
-    def step(self, number: int) -> None:
-        """Note that step ``number`` begins. Messages name it, and the time between steps decides when a
-        stall is first reported."""
-        self.recorder.mark_step(number)
-
-    @contextlib.contextmanager
-    def section(self, name: str) -> Any:
-        """A context in which this rank is in section ``name`` (``save``, ``eval``...), which has its own
-        limit."""
-        outer = self.recorder.section
-        self.recorder.mark_section(name)
-        try:
-            yield
-        finally:
-            self.recorder.mark_section(outer)
+            return RankDivergence(divergence_text(odd))
+        return self.session_watch.settle(odd)
 
     def readers(self) -> LoneReadCheck | None:
         """A check whether all ranks read together; None without a watchdog. Every rank has to use it."""
@@ -133,25 +197,28 @@ class CommSession:
 def open_session(
     *,
     transport: str,
-    device_type: str,
+    device: torch.device,
     trust: TrustConfig | WatchdogSettings,
     plan: Mapping[str, str],
     group: dist.ProcessGroup | None = None,
     call: str = "initialize",
+    separate_reductions: bool = False,
 ) -> CommSession:
     """Open communicators after all ranks have agreed on ``plan``. Collective.
 
-    ``call``: the function that the program called. Only ``initialize`` gets a second communicator for
-    reductions (on NCCL), and a control group.
+    ``call``: the function that the program called. Only ``initialize`` gets a control group.
+    ``separate_reductions``: gathers and reductions run at the same time, so on NCCL ``initialize`` opens
+    a second communicator for reductions.
 
     Raises:
         RankMismatch: another rank has another plan or another ``call``.
         RankLate: a rank did not call this in time.
+        LaunchError: two ranks train on one device, and the backend needs one for each.
     """
     settings = trust if isinstance(trust, WatchdogSettings) else WatchdogSettings.from_config(trust)
     settings = settings.with_environment()
     if not _several(group):
-        comm = make_comm(transport=transport, device_type=device_type, group=group)
+        comm = make_comm(transport=transport, device=device, group=group)
         return CommSession(comm, comm)
     group = group if group is not None else dist.group.WORLD
     assert group is not None  # _several
@@ -159,11 +226,14 @@ def open_session(
     watchdog = watchdog_of(ranks, settings, _run_space()) if settings.watchdog else None
     if watchdog is not None:
         watchdog.check()
-    number, place = _store_namespace(ranks, dist.get_rank(group))
+    number, namespace = _store_namespace(ranks, dist.get_rank(group))
     crew = _Setup(ranks, dist.get_rank(group), number, call, settings, watchdog)
     with watchdog.set_up(number + 1, call, settings) if watchdog else contextlib.nullcontext():
         try:
-            return _open(crew, _agree(crew, place, plan), group, transport, device_type)
+            peers = _agree(crew, namespace, plan, device_use(group, device))
+            return _open(
+                crew, peers, group, transport, device, separate_reductions=separate_reductions
+            )
         except BaseException:
             if watchdog is not None:
                 watchdog.release()
@@ -192,19 +262,23 @@ class _Setup:
         return self.watchdog.check if self.watchdog is not None else lambda _missing=(): None
 
 
-def _agree(crew: _Setup, place: Store, plan: Mapping[str, str]) -> dict[int, Peer]:
+def _agree(
+    crew: _Setup, namespace: Store, plan: Mapping[str, str], own_device: DeviceUse
+) -> dict[int, Peer]:
     """The process and recording of every rank, by global rank, after all have agreed on ``plan``."""
     limit_s = crew.settings.limit_s("setup")
     recording = str(crew.watchdog.folder / str(crew.number)) if crew.watchdog is not None else ""
-    place.set(f"card/{crew.me}", json.dumps([asdict(this_process()), recording]))
+    namespace.set(f"card/{crew.me}", json.dumps([asdict(this_process()), recording, own_device]))
     agree_plan(
-        place, crew.me, len(crew.ranks), {"call": crew.call, **plan},
+        namespace, crew.me, len(crew.ranks), {"call": crew.call, "device type": own_device.kind, **plan},
         timeout_s=limit_s, check=crew.check,
     )  # fmt: skip
-    cards = [json.loads(place.get(f"card/{at}")) for at in range(len(crew.ranks))]
+    cards = [json.loads(namespace.get(f"card/{at}")) for at in range(len(crew.ranks))]
+    by_rank = dict(zip(crew.ranks, cards, strict=True))
+    check_devices({rank: DeviceUse(*use) for rank, (_, _, use) in by_rank.items()})
     return {
         rank: Peer(rank, Process(**process), recording)
-        for rank, (process, recording) in zip(crew.ranks, cards, strict=True)
+        for rank, (process, recording, _) in by_rank.items()
     }
 
 
@@ -213,38 +287,40 @@ def _open(
     peers: Mapping[int, Peer],
     group: dist.ProcessGroup,
     transport: str,
-    device_type: str,
+    device: torch.device,
+    *,
+    separate_reductions: bool,
 ) -> CommSession:
     sweep_recordings()
-    settings, rank, world_size = crew.settings, crew.ranks[crew.me], len(crew.ranks)
+    settings, rank, size = crew.settings, crew.ranks[crew.me], len(crew.ranks)
     recording = Path(peers[rank].recording) if peers[rank].recording else None
-    recorder = Recorder(recording=recording, ring=settings.ring, rank=rank, world_size=world_size)
-    meetings = Recorder("meetings", ring=64, rank=rank, world_size=world_size)
+    recorder = Recorder(recording=recording, ring=settings.ring, rank=rank, group_size=size)
+    meetings = Recorder("meetings", ring=64, rank=rank, group_size=size)
     session_watch = None
     if crew.watchdog is not None:
         parts = [
             calls_of(recorder, crew.label, settings, peers=peers),
-            calls_of(meetings, crew.label + MEETINGS, settings, peers=peers, home=recorder),
+            calls_of(
+                meetings, f"{crew.label}, control group", settings, peers=peers, home=recorder
+            ),
         ]
         session_watch = SessionWatch(crew.watchdog, crew.label, settings, peers, parts)
-    engine = crew.call == "initialize"
     comms: list[Comm] = []
     try:
-        for purpose in ("gathers", "reductions") if engine else ("init",):
+        for purpose in _purposes(crew.call, separate_reductions):
             comm = make_comm(
                 transport=transport,
                 recorder=recorder,
                 group=group,
                 purpose=purpose,
-                device_type=device_type,
+                device=device,
                 guard=session_watch,
                 timeout_s=settings.collective_timeout_s + 60,
                 check=crew.check,
             )
             comms.append(comm)
-            if comm.transport != "nccl":
+            if not queues_on_device(comm):
                 break
-        control_group = _control_group(crew, peers, meetings) if engine else ControlGroup()
     except BaseException as error:
         for comm in comms:
             comm.close()
@@ -252,12 +328,22 @@ def _open(
         if session_watch is not None:
             session_watch.close(f"{type(error).__name__}: {first_line(error)}")
         raise
-    watch = CommSession(comms[0], comms[-1], session_watch, control_group)
+    make_group: Callable[[], ControlGroup] = ControlGroup
+    if crew.call == "initialize":
+        make_group = partial(_control_group, crew, peers, meetings)
+    watch = CommSession(comms[0], comms[-1], session_watch, make_group)
     if session_watch is not None:
-        if comms[0].transport == "nccl":
-            recorder.watch_device()
+        if queues_on_device(comms[0]):
+            recorder.watch_device(ops_of(device))
         session_watch.start(*(comm.abort for comm in comms if hasattr(comm, "abort")))
     return watch
+
+
+def _purposes(call: str, separate_reductions: bool) -> tuple[str, ...]:
+    """What a session opens communicators for. Each one costs device memory and connections."""
+    if call != "initialize":
+        return ("init",)
+    return ("gathers", "reductions") if separate_reductions else ("gathers",)
 
 
 def _control_group(crew: _Setup, peers: Mapping[int, Peer], meetings: Recorder) -> ControlGroup:
@@ -271,9 +357,9 @@ def _control_group(crew: _Setup, peers: Mapping[int, Peer], meetings: Recorder) 
         return detail if fate == "gone" else look(left, str(crew.ranks[at])) or ""
 
     return ControlGroup(
-        cast("Store", PrefixStore(f"{space}/forum/{crew.label}", client)),
+        cast("Store", PrefixStore(f"{space}/control_group/{crew.label}", client)),
         rank=crew.me,
-        world_size=len(crew.ranks),
+        size=len(crew.ranks),
         first=crew.ranks[0],
         gone=gone,
         recorder=meetings,

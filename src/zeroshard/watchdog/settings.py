@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from zeroshard.config.sections import TrustConfig
 from zeroshard.errors import ConfigError
-from zeroshard.watchdog.diagnosis import Limits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +25,11 @@ class WatchdogSettings:
         frozen_s: a rank whose process does not run ends the run within this time.
         stuck_s: when all ranks wait in the same collective this long, the run ends.
         grace_s: time that the main thread has to raise a fatal diagnosis, before exit code 75.
-        check_every: steps between hash checks where no norm is gathered.
         ring: number of collectives that a recording keeps per group.
         dump_dir: directory for the full evidence of a report; None: a temporary directory.
         stacks: collect Python stacks.
         tick_s: time between two looks of the watchdog.
+        timeout_key: where the user sets ``collective_timeout_s``, for messages.
     """
 
     watchdog: bool = True
@@ -41,28 +40,18 @@ class WatchdogSettings:
     frozen_s: float = 60.0
     stuck_s: float = 120.0
     grace_s: float = 20.0
-    check_every: int = 16
     ring: int = 256
     dump_dir: str | None = None
     stacks: bool = True
     tick_s: float = 1.0
+    timeout_key: str = "trust.collective_timeout_s"
 
     @classmethod
     def from_config(cls, config: TrustConfig) -> WatchdogSettings:
         """The settings of a resolved config."""
-        return cls(
-            watchdog=config.watchdog,
-            first_report_s=config.first_report_s,
-            report_limit_s=config.report_limit_s,
-            collective_timeout_s=config.collective_timeout_s,
-            sections=config.sections.model_dump(),
-            frozen_s=config.frozen_s,
-            grace_s=config.grace_s,
-            check_every=config.check_every,
-            ring=config.ring,
-            dump_dir=config.dump_dir,
-            stacks=config.stacks,
-        )
+        names = {field.name for field in fields(cls)} & type(config).model_fields.keys()
+        values = {name: getattr(config, name) for name in names}
+        return cls(**{**values, "sections": config.sections.model_dump()})
 
     def with_environment(self, environ: Mapping[str, str] | None = None) -> WatchdogSettings:
         """These settings, with ``ZEROSHARD_WATCHDOG``, ``ZEROSHARD_STALL_S`` and ``ZEROSHARD_DUMP_DIR``.
@@ -86,23 +75,23 @@ class WatchdogSettings:
             settings = replace(settings, dump_dir=dump_dir)
         return settings
 
+    def late_s(self, section: str) -> float:
+        """Seconds that a rank may stay in ``section`` while the others wait."""
+        return self.sections.get(section, self.collective_timeout_s)
+
+    def key(self, section: str) -> str:
+        """The key of :meth:`late_s` in the configuration."""
+        return f"trust.sections.{section}" if section in self.sections else self.timeout_key
+
     def limit_s(self, section: str) -> float:
         """Seconds until a wait in ``section`` times out: a minute later if a watchdog is to end it."""
-        limit_s = self.sections.get(section, self.collective_timeout_s)
-        return limit_s + 60 if self.watchdog else limit_s
+        return self.late_s(section) + (60 if self.watchdog else 0)
 
-    def limits(self, median_step_s: float = 0.0) -> Limits:
-        """The times that a diagnosis depends on."""
-        first = self.first_report_s
-        if first is None:
-            first = min(max(20.0, 10 * median_step_s), self.report_limit_s)
-        return Limits(
-            first_report_s=first,
-            frozen_s=self.frozen_s,
-            stuck_s=self.stuck_s,
-            timeout_s=self.collective_timeout_s,
-            sections=self.sections,
-        )
+    def report_s(self, median_step_s: float = 0.0) -> float:
+        """Seconds inside one collective until the first report."""
+        if self.first_report_s is not None:
+            return self.first_report_s
+        return min(max(20.0, 10 * median_step_s), self.report_limit_s)
 
 
 def _seconds(key: str, text: str) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +17,33 @@ import torch.distributed as dist
 
 from zeroshard.comm.flight_recorder import FlightRecording, Record
 from zeroshard.comm.recorder import Item, Recorder
-from zeroshard.watchdog.diagnosis import SET_UPS, TORCH, StallClock, Wait, call_text
+from zeroshard.watchdog.diagnosis import SET_UPS, TORCH, Wait, call_text
 from zeroshard.watchdog.rank_status import Peer, call_of_torch
 from zeroshard.watchdog.settings import WatchdogSettings
+
+
+class StallClock:
+    """Measures how long the host has been in one call, and decides when to ask the other ranks."""
+
+    def __init__(self, first_s: float) -> None:
+        self.blocked_s = 0.0
+        self._mark: Hashable = None
+        self._since_s = 0.0
+        self._first_s = first_s
+        self._due_s = first_s
+
+    def observe(self, now_s: float, mark: Hashable) -> bool:
+        """True when a round of questions is due. ``mark`` identifies the wait; None: not waiting.
+
+        Rounds are ``first_s`` apart at first; later an eighth of the time waited so far, up to 15 s.
+        """
+        if mark is None or mark != self._mark:
+            self._mark, self._since_s, self._due_s = mark, now_s, self._first_s
+        self.blocked_s = now_s - self._since_s if mark is not None else 0.0
+        if mark is None or self.blocked_s < self._due_s:
+            return False
+        self._due_s = self.blocked_s + min(15.0, max(self._first_s, self.blocked_s / 8))
+        return True
 
 
 @dataclass(eq=False)
@@ -35,7 +59,7 @@ class TrackedCalls:
     """
 
     label: str
-    trust: WatchdogSettings
+    settings: WatchdogSettings
     wait: Callable[[], Wait | None]
     reached: Callable[[], int]
     flight: Callable[[], FlightRecording | None] = lambda: None
@@ -43,18 +67,19 @@ class TrackedCalls:
     peers: Mapping[int, Peer] = field(default_factory=dict)
     wakers: tuple[Callable[[], object], ...] = ()
     step_s: Callable[[], float] = lambda: 0.0
+    collective: bool = False
     doubt: bool = False
     report_due_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.suspects: set[int] = set()
-        self.clock = StallClock(min(5.0, self.trust.limits().first_report_s / 2))
+        self.clock = StallClock(min(5.0, self.settings.report_s() / 2))
 
     def first_report_s(self) -> float:
         """Seconds inside one call until a stall is reported."""
         if self.label == TORCH:  # programs wait there on purpose, e.g. for one that prepares data
-            return self.trust.report_limit_s
-        return self.trust.limits(self.step_s()).first_report_s
+            return self.settings.report_limit_s
+        return self.settings.report_s(self.step_s())
 
     def next_report_s(self) -> float:
         """Seconds inside one call until the stall is reported again."""
@@ -65,21 +90,25 @@ class TrackedCalls:
 def calls_of(
     recorder: Recorder,
     label: str,
-    trust: WatchdogSettings,
+    settings: WatchdogSettings,
     *,
     peers: Mapping[int, Peer],
     home: Recorder | None = None,
 ) -> TrackedCalls:
-    """The sequence that ``recorder`` records. ``home``: the recorder that knows step and section."""
+    """The sequence that ``recorder`` records.
+
+    ``home``: the recorder of the collectives, which knows step and section; None: ``recorder`` itself.
+    """
     main = threading.get_ident()
     rank = recorder.rank
+    collective = home is None
 
     def wait() -> Wait | None:
         item = recorder.oldest_pending()
         if item is None:
             return None
         behind = recorder.waiter not in (0, main)
-        return Wait(label, item[0], _words(item), _source(item, rank), behind)
+        return Wait(label, item[0], _words(item), _source(item, rank), behind, collective)
 
     def note() -> None:
         recorder.enter_thread()
@@ -93,13 +122,14 @@ def calls_of(
 
     return TrackedCalls(
         label,
-        trust,
+        settings,
         wait,
         lambda: recorder.seq,
         flight,
         note,
         peers,
         step_s=recorder.median_step_s,
+        collective=collective,
     )
 
 
@@ -141,9 +171,9 @@ class SetUps:
         finally:
             self._wait = None
 
-    def followed(self, trust: WatchdogSettings) -> TrackedCalls:
+    def followed(self, settings: WatchdogSettings) -> TrackedCalls:
         """The set-ups as a sequence that the watchdog can follow."""
-        return TrackedCalls(SET_UPS, trust, lambda: self._wait, lambda: self.reached)
+        return TrackedCalls(SET_UPS, settings, lambda: self._wait, lambda: self.reached)
 
 
 class CallsOfTorch:
@@ -166,6 +196,6 @@ class CallsOfTorch:
             self._seen += 1
         return Wait(TORCH, self._seen, name)
 
-    def followed(self, trust: WatchdogSettings) -> TrackedCalls:
+    def followed(self, settings: WatchdogSettings) -> TrackedCalls:
         """The calls as a sequence that the watchdog can follow."""
-        return TrackedCalls(TORCH, trust, self.wait, lambda: 0)
+        return TrackedCalls(TORCH, settings, self.wait, lambda: 0)

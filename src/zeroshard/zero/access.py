@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from zeroshard.errors import DistributedError, ShardedAccess, UsageError
 from zeroshard.zero import sharded_parameter
-from zeroshard.zero.grad_flags import pack_flags, unpack_any
+from zeroshard.zero.clip import pack_flags, unpack_any
 from zeroshard.zero.gradients import GradBuffer
 from zeroshard.zero.optimizer import ShardedOptimizer
 from zeroshard.zero.optimizer_shard import OptimizerChunk, OptimizerShard, OwnedFragment
-from zeroshard.zero.param_bucket import BucketedParameter, ParamBucket
-from zeroshard.zero.unit import Unit, UnitState
+from zeroshard.zero.param_bucket import BucketedParameter, ParamBucket, fingerprint_of
+from zeroshard.zero.unit import Unit
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,10 +31,11 @@ class UnitOptimState:
 
     optimizer: ShardedOptimizer | None
     shard: OptimizerShard
-    summed: Callable[
-        [GradBuffer], Tensor | None
-    ]  # returns the gradient [S] of the backwards since the last step
+    # Returns the gradient [S] of the backwards since the last step.
+    summed: Callable[[GradBuffer], Tensor | None]
     grad_factor: Callable[[], float]  # turns the reduced sum into the unscaled mean
+    # Ends updates that run during the next step, and all-gathers what they updated. Collective.
+    all_gather_late: Callable[[], None]
 
     def visit(
         self, param: nn.Parameter, *, changed: bool = False
@@ -60,8 +61,8 @@ class GatheredParameters:
     between ranks, but every rank has to name the same parameters. Plain tensors, buffers and parameters
     that are full already are allowed. ``modifier_rank``: edits of this rank reach all ranks and the
     masters at the end of the block, also if an exception ends it. Without ``modifier_rank``, values are
-    for reading. (Then parameters that are always whole, at stages 0 to 2, keep an edit that is the same
-    on all ranks; inside ``zero.Init`` everything may be written.) Blocks may nest. Collective.
+    for reading. (Then resident parameters keep an edit that is the same on all ranks; inside
+    ``zero.Init`` everything may be written.) Blocks may nest. Collective.
     (DeepSpeed: ``deepspeed.zero.GatheredParameters``.)
 
     Raises:
@@ -79,24 +80,27 @@ class GatheredParameters:
         self.enabled = enabled
         self.modifier_rank = modifier_rank
         self.units: list[Unit] = []
-        self.spread: list[tuple[nn.Parameter, BucketedParameter]] = []
+        self.bucketed: list[tuple[nn.Parameter, BucketedParameter]] = []
         self._opened: list[Unit] = []  # units that this block unsharded, and will reshard
         for param in sharded_parameter.in_order(_items(params)) if enabled else []:
             owner = sharded_parameter.owner_of(param)
             if isinstance(owner, Unit) and owner not in self.units[-1:]:
                 self.units.append(owner)
             elif isinstance(owner, BucketedParameter):
-                self.spread.append((param, owner))
+                self.bucketed.append((param, owner))
         for unit in self.units:
-            _check_rank(modifier_rank, unit.comm.world_size)
+            _check_rank(modifier_rank, unit.comm.size)
 
     def __enter__(self) -> None:
-        for _, owner in self.spread:
+        if self.modifier_rank is not None:  # edits start from the values of the last step
+            for optim_state in filter(None, map(_optim_state, self.units)):
+                optim_state.all_gather_late()
+        for _, owner in self.bucketed:
             owner.pin_count += 1
         for bucket in self._buckets():
             if bucket.shard_S is not None:
                 bucket.context.open(bucket, to_read=self.modifier_rank is None)
-        self._opened = [unit for unit in self.units if unit.state is UnitState.SHARDED]
+        self._opened = [unit for unit in self.units if unit.is_sharded]
         for unit in self.units:
             unit.unshard()
         for unit in self.units:
@@ -105,7 +109,7 @@ class GatheredParameters:
         for unit in self.units:
             unit.pin_count += 1
             if self.modifier_rank is None and unit.fingerprint is None:
-                unit.fingerprint = _hashes(unit.full_N)
+                unit.fingerprint = _fingerprints(unit)
 
     def __exit__(
         self,
@@ -133,11 +137,11 @@ class GatheredParameters:
                         unit.discard_unsharded()  # edits to keep are in the shards already
 
     def _buckets(self) -> list[ParamBucket]:
-        return list(dict.fromkeys(owner.bucket for _, owner in self.spread if owner.bucket))
+        return list(dict.fromkeys(owner.bucket for _, owner in self.bucketed if owner.bucket))
 
     def _close_buckets(self, error: BaseException | None) -> list[str]:
         """Shard the buckets that no other block uses. Returns names of edited read-only parameters."""
-        for _, owner in self.spread:
+        for _, owner in self.bucketed:
             owner.pin_count = max(0, owner.pin_count - 1)
         refused: list[str] = []
         if isinstance(error, DistributedError):  # a collective would wait for a lost rank
@@ -151,7 +155,7 @@ class GatheredParameters:
             refused += bucket.edited()
             bucket.put_back()
         if self.modifier_rank is not None:
-            for param, owner in self.spread:
+            for param, owner in self.bucketed:
                 if owner.is_sharded:
                     continue
                 owner.send(param, self.modifier_rank)
@@ -176,8 +180,8 @@ class GatheredParameters:
         if refused:
             raise ShardedAccess(
                 f"{', '.join(map(repr, refused[:3]))}{'...' if len(refused) > 3 else ''} changed "
-                "inside GatheredParameters without modifier_rank; the edit would be lost, or differ "
-                "between ranks. Pass modifier_rank=0 to send rank 0's edit to everybody."
+                "inside GatheredParameters without modifier_rank; the edit would be lost, or "
+                "differ between ranks. Pass modifier_rank=0 to send rank 0's edit to all ranks."
             )
 
 
@@ -192,10 +196,10 @@ def _items(params: Any) -> list[Any]:
     return [item for item in params if isinstance(item, Tensor)]
 
 
-def _check_rank(modifier_rank: int | None, world_size: int) -> None:
-    if modifier_rank is not None and modifier_rank not in range(world_size):
+def _check_rank(modifier_rank: int | None, size: int) -> None:
+    if modifier_rank is not None and modifier_rank not in range(size):
         raise UsageError(
-            f"modifier_rank={modifier_rank!r} is no rank of the {world_size} that share the "
+            f"modifier_rank={modifier_rank!r} is not one of the {size} ranks that share the "
             "parameter. Pass one of them, or None to read only."
         )
 
@@ -207,11 +211,10 @@ def _edits(unit: Unit) -> tuple[list[str], bool]:
     """
     if unit.fingerprint is None:  # a step inside the block changed all values
         return [], True
-    after = _hashes(unit.full_N)
-    changed = after != unit.fingerprint
+    after = _fingerprints(unit)
     slots = unit.layout.slots
-    flags = [bool(changed[s.start // 64 : -(-s.stop // 64)].any()) for s in slots]
-    digest = int((after * _weights(len(after), after.device)).sum()) % 2**48
+    flags: list[bool] = (after != unit.fingerprint).tolist()
+    digest = int(fingerprint_of(after)) % 2**48
     vote = torch.tensor([float(digest), *pack_flags(flags)], dtype=torch.float64)
     votes = unit.comm.all_gather_small(vote.to(after.device), name=f"edits of {unit.name}")
     any_rank = unpack_any(votes[:, 1:], len(flags))
@@ -219,16 +222,12 @@ def _edits(unit: Unit) -> tuple[list[str], bool]:
     return edited, bool((votes[:, 0] == votes[0, 0]).all())
 
 
-def _hashes(full_N: Tensor) -> Tensor:
-    """One hash for every 64 elements, ``[N / 64]``. A hash that differs means a write."""
-    words = full_N.detach().view(torch.int64).view(-1, 8 * full_N.element_size())
-    return (words * _weights(words.shape[1], words.device)).sum(1)
-
-
-def _weights(count: int, device: torch.device) -> Tensor:
-    """Fixed odd weights, so that values that change places change the hash."""
-    generator = torch.Generator().manual_seed(64)
-    return (torch.randint(2**62, (count,), generator=generator) | 1).to(device)
+def _fingerprints(unit: Unit) -> Tensor:
+    """One fingerprint for each parameter, int64 ``[parameters]``. One that differs means a write."""
+    flat_N = unit.full_N.detach()
+    return torch.stack(
+        [fingerprint_of(flat_N[slot.start : slot.stop]) for slot in unit.layout.slots]
+    )
 
 
 def _adopt_edits(unit: Unit, source: int) -> None:
@@ -242,7 +241,7 @@ def _adopt_own(unit: Unit) -> None:
     if (optim_state := _optim_state(unit)) is not None:
         optim_state.shard.sync_edits()
     if unit.fingerprint is not None:
-        unit.fingerprint = _hashes(unit.full_N)
+        unit.fingerprint = _fingerprints(unit)
 
 
 # ---------------------------------------------------------------------- full values
@@ -268,6 +267,7 @@ def _optim_state_of(param: nn.Parameter) -> tuple[Unit, UnitOptimState] | None:
     optim_state.shard.check_not_offloaded()
     if optim_state.optimizer is not None:
         optim_state.optimizer.life.check()
+        optim_state.optimizer.wait_for_worker()
     return owner, optim_state
 
 
@@ -345,6 +345,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """Set a parameter and its master to ``value`` (``[*shape]``, the same on every rank)."""
     unit, optim_state = _trained(param, "safe_set_full_fp32_param")
     _check_shape(param.shape, value, "safe_set_full_fp32_param")
+    optim_state.all_gather_late()
     optim_state.shard.sync_edits()  # earlier edits of other parameters must not be lost
     _write(unit, optim_state, param, value.reshape(-1))
 
@@ -391,9 +392,8 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
     missing = _lacks_state(optim_state, param, optim_state_key)
     vote = torch.tensor([float(missing)], dtype=torch.float64).to(unit.full_N.device)
     if bool(unit.comm.all_gather_small(vote, name=unit.name).any()):
-        raise _no_state(
-            optim_state, optim_state_key
-        )  # raised on all ranks, also on those that own no part of the parameter
+        # Raised on all ranks, also on those that own no part of the parameter.
+        raise _no_state(optim_state, optim_state_key)
     _write_state(optim_state, param, optim_state_key, value.reshape(-1))
 
 

@@ -2,42 +2,86 @@
 
 Each element counts once: a rank measures the shards that it owns, fragment by fragment, as
 ``torch.nn.utils.clip_grad_norm_`` measures parameters. One small all-gather exchanges the ranks' sums,
-which are added in rank order. All values stay in 0-dim tensors.
+which are added in rank order. All values stay in 0-dim tensors. The same all-gather tells the ranks which
+parameters got a gradient, and whether all ranks called the same collectives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
-CHUNK_NUMEL = 2**18
-"""16-bit gradients are measured in upcast pieces of this many elements, which stay in the CPU's cache."""
+from zeroshard.device.choice import ops_of
+
+if TYPE_CHECKING:
+    from zeroshard.comm.collectives import Comm
+    from zeroshard.zero.gradients import GradBuffer
+
+BITS = 48
+"""Flags per number in a message. An fp64 represents integers below 2**53 exactly."""
 
 
-def norm_of(flat: Tensor) -> Tensor:
-    """2-norm of a flat tensor as a 0-dim tensor, in fp32 (fp64 for fp64).
+@dataclass(frozen=True, eq=False, slots=True)
+class GlobalNorm:
+    """What all ranks know of the reduced gradient together. Tensors are 0-dim, on the device."""
 
-    16-bit values are upcast first, since a 16-bit reduction is slow and inexact on CPU.
+    total: Tensor  # 2-norm of the sum over ranks, still loss-scaled
+    found_inf: Tensor  # bool: the norm is not finite
+    untouched: dict[int, frozenset[int]]  # by id(unit), slots without gradient on any rank
+
+
+def global_norm(
+    norms: Sequence[Tensor],
+    buffers: Sequence[GradBuffer],
+    comm: Comm,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    divergence: Callable[[list[int]], Exception],
+) -> GlobalNorm:
+    """The norm over all ranks, overflow, and parameters without gradient. Collective.
+
+    ``norms``: 0-dim, of this rank's fragments. ``dtype``: of the result. ``divergence`` makes the error
+    for ranks with another history. Each rank sends ``[sum of squares, history hash, gradient flags...]``
+    in fp64.
+
+    Raises:
+        RankDivergence: ranks called different collectives since the last exchange.
     """
-    if flat.device.type != "cpu" and flat.dtype != torch.float64:
-        measured: Tensor = torch.linalg.vector_norm(flat, dtype=torch.float32)  # one kernel
-        return measured
-    if flat.dtype in (torch.float32, torch.float64):
-        wide = flat
-    elif flat.numel() <= CHUNK_NUMEL:
-        wide = flat.float()
-    else:
-        room = flat.new_empty(CHUNK_NUMEL, dtype=torch.float32)  # reused: it stays in cache
-        wide = torch.stack(
-            [
-                torch.linalg.vector_norm(room[: chunk.numel()].copy_(chunk))
-                for chunk in flat.split(CHUNK_NUMEL)
-            ]
-        )
-    norm: Tensor = torch.linalg.vector_norm(wide)
-    return norm
+    flags = list(chain.from_iterable(buffer.has_grad for buffer in buffers))
+    words = torch.tensor(
+        [comm.recorder.hash32, *pack_flags(flags)],
+        dtype=torch.float64,
+        pin_memory=ops_of(device).is_async,  # a copy from pageable memory blocks the host
+    ).to(device, non_blocking=True)
+    squares = local_sum_of_squares(norms, device)
+    rows = comm.all_gather_small(torch.cat([squares.view(1), words]), name="norm")
+    if odd := comm.recorder.diverging(rows[:, 1]):
+        raise divergence(odd)
+    total = rows[:, 0].sum().sqrt().to(dtype)
+    untouched: dict[int, frozenset[int]] = {}
+    if not all(flags):  # only a rank without some gradients needs the flags of the others
+        fake = isinstance(rows, FakeTensor)
+        untouched = _without_grad(buffers, flags if fake else unpack_any(rows[:, 2:], len(flags)))
+    return GlobalNorm(total, total.isfinite().logical_not(), untouched)
+
+
+def _without_grad(
+    buffers: Sequence[GradBuffer], has_grad: Sequence[bool]
+) -> dict[int, frozenset[int]]:
+    seen = iter(has_grad)
+    untouched = {}
+    for buffer in buffers:
+        missing = frozenset(i for i in range(len(buffer.has_grad)) if not next(seen))
+        if missing:
+            untouched[id(buffer.unit)] = missing
+    return untouched
 
 
 def local_sum_of_squares(norms: Sequence[Tensor], device: torch.device) -> Tensor:
@@ -57,3 +101,33 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     if max_norm <= 0:
         return torch.ones_like(norm)
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
+def pack_flags(flags: Sequence[bool]) -> list[float]:
+    """Flags as whole numbers, first flag in the lowest bit.
+
+    >>> pack_flags([True, False, True])
+    [5.0]
+    """
+    words = []
+    for at in range(0, len(flags), BITS):
+        part = flags[at : at + BITS]
+        # Nearly always all are set, and then no flag is visited in Python.
+        word = (
+            (1 << len(part)) - 1
+            if all(part)
+            else sum(1 << i for i, flag in enumerate(part) if flag)
+        )
+        words.append(float(word))
+    return words
+
+
+def unpack_any(words_WK: Tensor, count: int) -> list[bool]:
+    """The flags that are set on any of W ranks. Waits for the device."""
+    united = []
+    for column in words_WK.t().tolist():
+        word = 0
+        for value in column:
+            word |= int(value)
+        united.append(word)
+    return [bool(united[i // BITS] >> (i % BITS) & 1) for i in range(count)]

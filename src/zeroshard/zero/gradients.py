@@ -4,10 +4,12 @@
 
 *Letters* as in [Note: units] of ``zero/unit.py``.
 
-*Life of a gradient.* Autograd accumulates into ``param.grad``. A hook takes it from there into the
-parameter's slot of ``grads_N``, the local sum. ``detach_local`` hands ``grads_N`` to a reduce-scatter.
-Its result is added to ``reduced_S``, which the update reads. At stage 0 an all-gather makes ``reduced_N``
-of the shards. ``reset`` frees all of them after the update.
+*Life of a gradient.* Autograd accumulates into ``param.grad``. A hook takes it from there. It waits until
+the unit has all its gradients, or until ``GROUP_NUMEL`` elements wait. Then all that wait are copied into
+their slots of ``grads_N``, the local sum, by one kernel. ``detach_local`` hands ``grads_N`` to a
+reduce-scatter. Its result is added to ``reduced_S``, which the update reads. At stage 0 an all-gather
+makes ``reduced_N`` of the shards. ``reset`` frees all of them after the update. Between two backwards no
+gradient waits.
 
 *Arrivals add.* A second gradient of a parameter is added to its slot. One that arrives after the unit's
 reduction opens a new ``grads_N``, which is reduced as well and added. There is no state "already reduced"
@@ -31,10 +33,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from zeroshard.core.ledger import Ledger
 from zeroshard.core.tiers import Tier
+from zeroshard.errors import UnsupportedError
 from zeroshard.memory import storage
 from zeroshard.offload.swapped_storage import distinct
 from zeroshard.zero.unit import Unit, offloaded_error
@@ -44,10 +47,23 @@ if TYPE_CHECKING:
     from zeroshard.offload.grad_store import GradStore
 
 
+GROUP_NUMEL = 2**18
+"""At most this many elements of gradients wait to be copied together.
+
+A copy of a larger gradient takes longer than the host needs to start it. The ledger does not count what
+waits: it counts a gradient when it is in its slot.
+"""
+
+
 def accumulate(into: Tensor, values: Tensor) -> None:
     """``into += values``, with a cast first: mixed-dtype kernels are many times slower on CPU."""
     into.add_(values if values.dtype == into.dtype else values.to(into.dtype))
 
+
+_CATEGORIES = ("gradients", "buckets", "scratch")
+_TRANSIENT = (1, 1, 2, 0, 0)
+_KEPT = (0, 0, 0, 0, 0)
+"""The category of each tensor of a buffer, in the order of :meth:`GradBuffer.report`."""
 
 Norms = list[tuple[int, Tensor]]
 """Pairs of a parameter's position in the model and the 2-norm of this rank's part of its gradient."""
@@ -77,10 +93,15 @@ class GradBuffer:
         self.grads_N: Tensor | None = None
         self.reducing_N: Tensor | None = None  # the input of the reduction in flight
         self.reduce_result_S: Tensor | None = None  # its output
-        self.views: list[Tensor] = []
-        self.filled = [False] * len(unit.params)  # by slot: does grads_N hold a gradient?
+        self.views: list[Tensor] = []  # of grads_N, by slot
+        self.filled = [False] * len(
+            unit.params
+        )  # by slot: is there a gradient, in grads_N or waiting?
+        self._waiting: dict[int, Tensor] = {}  # by slot: gradients that are not in grads_N yet
+        self._waiting_numel = 0
         self.has_grad = [False] * len(unit.params)  # by slot: any gradient since the last step?
         self.num_ready = 0  # gradients that arrived in the running backward
+        self._local_dtype = unit.row.reduce
         self.complete = False  # the running backward gives no more gradients
         self._reduced_S: Tensor | None = None
         self.reduced_N: Tensor | None = None
@@ -89,6 +110,12 @@ class GradBuffer:
         self.measure: Callable[[Tensor], Norms] | None = None  # set by the optimizer
         self.norms: Norms | None = None  # of a complete gradient, measured when it was stored
         self.tier = Tier.DEVICE  # HOST: offload_states() moved all gradients to the host
+        self._reported = [0, 0, 0]  # bytes in each of _CATEGORIES
+        self._num_params = len(unit.params)
+        self._numels = [slot.numel for slot in unit.layout.slots]
+        self._places = [
+            (slot.shape, _contiguous(slot.shape), slot.start) for slot in unit.layout.slots
+        ]
 
     @property
     def reduced_S(self) -> Tensor | None:  # noqa: N802  (the suffix is the extent)
@@ -145,7 +172,7 @@ class GradBuffer:
             self.reduced_S = None
             self.store.free()
 
-    def allocate(self, dtype: torch.dtype) -> Tensor:
+    def _allocate(self, dtype: torch.dtype) -> None:
         """Allocate ``grads_N``. Its contents are undefined until slots are filled."""
         unit = self.unit
         self.grads_N = self.comm.allocate(
@@ -153,10 +180,9 @@ class GradBuffer:
         )
         self._set_views()
         self.report()
-        return self.grads_N
 
     def _is_whole(self, grad: Tensor, dtype: torch.dtype) -> bool:
-        """Whether the gradient alone can be ``grads_N``. It can where one matrix is the unit."""
+        """Whether the gradient's memory can be ``grads_N``: the unit has one parameter and no padding."""
         return (
             len(self.unit.params) == 1
             and grad.numel() == self.unit.layout.full_numel
@@ -171,29 +197,67 @@ class GradBuffer:
         """Make the gradient's own memory ``grads_N``. Nothing else may refer to it."""
         self.grads_N = grad.detach().view(-1)
         self._set_views()
-        self.filled[0] = self.has_grad[0] = True
         self.report()
 
     def _set_views(self) -> None:
-        assert self.grads_N is not None
+        grads_N = self.grads_N
+        assert grads_N is not None
+        at = grads_N.storage_offset()
         self.views = [
-            self.grads_N[slot.start : slot.stop].view(slot.shape) for slot in self.unit.layout.slots
+            grads_N.as_strided(shape, strides, at + start)  # half the cost of a slice and a view
+            for shape, strides, start in self._places
         ]
 
-    def accumulate_grad(self, index: int, grad: Tensor, dtype: torch.dtype) -> None:
-        """Copy one gradient into its slot, or add it to the gradient that is there."""
-        if self.grads_N is None:
-            if self._is_whole(grad, dtype):
-                self.adopt(grad)
-                return
-            self.allocate(dtype)
-        if not self.filled[index]:
-            self.views[index].copy_(grad)
-            self.filled[index] = True
-        else:
+    def begin_backward(self, dtype: torch.dtype) -> None:
+        """To be called once per backward, before its first gradient. ``dtype``: of a new local sum."""
+        self._local_dtype = dtype
+        self.num_ready, self.complete = 0, False
+
+    def take_grad(self, index: int, param: nn.Parameter) -> bool:
+        """Take the gradient that autograd accumulated into ``param.grad``.
+
+        Returns whether the unit now has all gradients of this backward.
+
+        Raises:
+            UnsupportedError: it is sparse.
+        """
+        grad, param.grad = param.grad, None
+        assert grad is not None
+        if grad.is_sparse:
+            raise UnsupportedError(
+                f"parameter {self.unit.layout.slots[index].fqn!r} has a sparse gradient; ZeRO "
+                "reduces dense flat gradients. Use sparse=False in the embedding."
+            )
+        if self.filled[index]:
+            self.copy_waiting()
             self._promote()
             accumulate(self.views[index], grad)
-        self.has_grad[index] = True
+        else:
+            self.filled[index] = self.has_grad[index] = True
+            self._waiting[index] = grad
+            self._waiting_numel += self._numels[index]
+        self.num_ready += 1
+        is_last = self.num_ready == self._num_params
+        if is_last or self._waiting_numel > GROUP_NUMEL:
+            self.copy_waiting()
+        return is_last
+
+    def copy_waiting(self) -> None:
+        """Copy the gradients that wait into their slots."""
+        if not self._waiting:
+            return
+        slots, grads = [*self._waiting], [*self._waiting.values()]
+        self._waiting.clear()
+        self._waiting_numel = 0
+        if self.grads_N is None:
+            if self._is_whole(grads[0], self._local_dtype):
+                self.adopt(grads[0])
+                return
+            self._allocate(self._local_dtype)
+        views = [self.views[index] for index in slots]
+        if torch.is_grad_enabled():  # with create_graph=True gradients have a graph
+            grads = [grad.detach() for grad in grads]
+        torch._foreach_copy_(views, grads)
 
     def _promote(self) -> None:
         """Convert ``grads_N`` to the accumulation dtype, if a sum was not expected when it was made."""
@@ -205,15 +269,43 @@ class GradBuffer:
 
     def detach_local(self) -> Tensor:
         """Take the local gradient ``[N]``, zeros in slots without one; the buffer is empty afterwards."""
+        self.copy_waiting()
         if self.grads_N is None:
-            self.allocate(self.unit.row.reduce)
+            self._allocate(self.unit.row.reduce)
         assert self.grads_N is not None
-        for view, filled in zip(self.views, self.filled, strict=True):
-            if not filled:
-                view.zero_()
+        if not all(self.filled):
+            missing = [
+                view for view, filled in zip(self.views, self.filled, strict=True) if not filled
+            ]
+            torch._foreach_zero_(missing)
         taken, self.grads_N, self.views = self.grads_N, None, []
         self.filled = [False] * len(self.filled)
         return taken
+
+    def begin_reduction(self, grads_N: Tensor, result_S: Tensor) -> None:
+        """Note that a reduction of ``grads_N`` into ``result_S`` is in flight, which owns both."""
+        self.reducing_N, self.reduce_result_S = grads_N, result_S
+        self.report()
+
+    def end_reduction(
+        self, grads_N: Tensor, result_S: Tensor, *, widen: bool, whole: bool, complete: bool
+    ) -> None:
+        """Take over the result of a reduction.
+
+        ``widen``: a sum of several results begins, so convert to the accumulation dtype. ``whole``:
+        every rank will need the whole gradient (stage 0), and ``grads_N`` has room for it.
+        ``complete``: see :meth:`store_reduced`.
+        """
+        first = not self.is_reduced
+        if not first:
+            self.add_reduced(result_S)
+        else:
+            self.reduced_S = result_S.to(self.unit.row.grad_accum) if widen else result_S
+        if whole:
+            self.reduced_N = grads_N if first else None
+        self.reducing_N = self.reduce_result_S = None
+        self.store_reduced(complete=complete)
+        self.report()
 
     def add_reduced(self, values_S: Tensor) -> None:
         """Add one more reduced gradient of this step."""
@@ -227,6 +319,7 @@ class GradBuffer:
     def reset(self) -> None:
         """Drop and free the gradients of this step."""
         self.grads_N, self.views = None, []
+        self._waiting, self._waiting_numel = {}, 0
         self.reducing_N = self.reduce_result_S = None
         self.reduced_S = self.reduced_N = None
         self.discard_reduced()
@@ -269,23 +362,36 @@ class GradBuffer:
             self._set_views()
         self.ledger.hold("gradients", self.unit.name, 0, self.tier)
         self.tier = tier
-        self.ledger.hold("gradients", self.unit.name, sum(here.nbytes for here in held), tier)
+        held_nbytes = sum(here.nbytes for here in held)
+        self.ledger.hold("gradients", self.unit.name, held_nbytes, tier)
+        self._reported[0] = held_nbytes
 
     def report(self) -> None:
         """Report to the ledger the bytes held here."""
-        local = [self.grads_N, self.reducing_N]
-        resting = [self._reduced_S, self.reduced_N] + ([] if self.transient else local)
-        self.ledger.hold("gradients", self.unit.name, _storage_nbytes(resting), self.tier)
-        if self.transient:
-            leaving_nbytes = _storage_nbytes(local)
-            arriving_nbytes = _storage_nbytes([*local, self.reduce_result_S]) - leaving_nbytes
-            self.ledger.hold("buckets", self.unit.name, leaving_nbytes)
-            self.ledger.hold("scratch", self.unit.name, arriving_nbytes)
+        held, seen = [0, 0, 0], set()
+        for kind, flat in zip(
+            _TRANSIENT if self.transient else _KEPT,
+            (
+                self.grads_N,
+                self.reducing_N,
+                self.reduce_result_S,
+                self._reduced_S,
+                self.reduced_N,
+            ),
+            strict=True,
+        ):
+            if flat is not None:
+                memory = flat.untyped_storage()
+                if memory._cdata not in seen:  # slices of one storage count once
+                    seen.add(memory._cdata)
+                    held[kind] += memory.nbytes()
+        before, self._reported = self._reported, held
+        for kind, nbytes in enumerate(held):
+            if nbytes != before[kind]:
+                tier = self.tier if kind == 0 else Tier.DEVICE
+                self.ledger.hold(_CATEGORIES[kind], self.unit.name, nbytes, tier)
 
 
-def _storage_nbytes(tensors: Sequence[Tensor | None]) -> int:
-    """Bytes of the tensors' storages. Slices of one storage count once."""
-    storages = [t.untyped_storage() for t in tensors if t is not None]
-    if len(storages) < 2:
-        return storages[0].nbytes() if storages else 0
-    return sum({s._cdata: s.nbytes() for s in storages}.values())
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    return torch.empty(shape, device="meta").stride()

@@ -1,7 +1,8 @@
 """The module and autograd hooks of ZeroShard: when units are gathered, freed and reduced.
 
-Hooks are on wrapped modules only. They call :class:`~zeroshard.zero.prefetch.Prefetcher` and
-:class:`~zeroshard.zero.reduce.GradReducer`. No hook relies on another one having run: activation
+Module hooks are on wrapped modules only. Other hooks are on trained parameters, and on the graph nodes
+that made the outputs of wrapped modules. These hooks call :class:`~zeroshard.zero.prefetch.Prefetcher`
+and :class:`~zeroshard.zero.reduce.GradReducer`. No hook relies on another one having run: activation
 checkpointing leaves a recomputed forward by an exception, users call submodules directly, and any step
 may be abandoned. A missed hook costs memory until the end of backward and never gives a wrong value.
 
@@ -36,7 +37,9 @@ import dataclasses
 import weakref
 from bisect import insort
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -47,20 +50,17 @@ from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 from zeroshard.errors import ShardedAccess, UsageError
-from zeroshard.memory import storage
 from zeroshard.zero import functorch, sharded_parameter
 from zeroshard.zero.gradients import GradBuffer
 from zeroshard.zero.prefetch import Prefetcher, WrappedModule
-from zeroshard.zero.reduce import GradReducer
-from zeroshard.zero.unit import Unit
+from zeroshard.zero.reduce import BackwardKind, GradReducer
 
 IN_FORWARD = -1
 """The number of the running graph task, if there is none."""
 
 
-def graph_task() -> int:
-    """The number of the backward that runs on this thread. A backward inside a backward has its own."""
-    return int(torch._C._current_graph_task_id())
+graph_task: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the backward that runs on this thread. A backward inside a backward has its own."""
 
 
 def in_backward() -> bool:
@@ -82,11 +82,12 @@ class _Call:
 class StepHooks:
     """The hooks of one engine's wrapped modules. ``remove`` detaches all of them.
 
-    ``at_boundary()`` is called once per backward and returns whether its gradients complete a step.
+    ``kind_of_backward()`` is called once per backward.
     ``on_forward_begin()`` is called at each outermost forward. ``on_backward_begin(landed)`` returns
-    whether the backward counts as one of a micro-batch. It is called with False when backward begins, and
-    with True at each gradient until it has returned True (``torch.autograd.grad`` accumulates no
-    gradient). ``on_abandon()`` is called when the gradients of the running step were dropped.
+    whether the backward counts as one of a micro-batch. It is called with False when backward begins. If
+    it returns False, it is called with True when a gradient is ready: ``torch.autograd.grad`` accumulates
+    no gradient, so its backward does not count. ``on_abandon()`` is called when the gradients of the
+    running step were dropped.
     """
 
     def __init__(
@@ -94,14 +95,14 @@ class StepHooks:
         prefetcher: Prefetcher,
         reducer: GradReducer,
         *,
-        at_boundary: Callable[[], bool],
+        kind_of_backward: Callable[[], BackwardKind],
         on_backward_begin: Callable[[bool], bool],
         on_forward_begin: Callable[[], None],
         on_abandon: Callable[[], None],
     ) -> None:
         self.prefetcher = prefetcher
         self.reducer = reducer
-        self.at_boundary = at_boundary
+        self._kind_of_backward = kind_of_backward
         self.on_backward_begin = on_backward_begin
         self.on_forward_begin = on_forward_begin
         self.on_abandon = on_abandon
@@ -112,13 +113,13 @@ class StepHooks:
         self._task = IN_FORWARD  # the outermost backward that runs
         self._open_calls: dict[int, list[_Call]] = defaultdict(list)  # by ``recorded_in``, in order
         self._buffers = {id(buffer.unit): buffer for buffer in reducer.buffers}
+        self._proxy = weakref.proxy(self)  # for graph nodes: a loss must not keep an engine alive
         self.on_modules: list[RemovableHandle] = []
         self.on_params: list[RemovableHandle] = []
         self._on_state: list[RemovableHandle] = []
-        self._grad_hooks: list[
-            tuple[WrappedModule, GradBuffer, int]
-        ] = []  # by number of the gradient hook: module, buffer and slot of its parameter
-        self._note_places()
+        # By number of the gradient hook: module, buffer and slot of its parameter.
+        self._grad_hooks: list[tuple[WrappedModule, GradBuffer, int]] = []
+        self._record_tree()
         self.attach()
 
     # ------------------------------------------------------------------ attaching
@@ -144,9 +145,9 @@ class StepHooks:
             for unit in wrapped.units:
                 if (buffer := buffers.get(id(unit))) is not None:
                     for index, param in enumerate(unit.params):
-                        land = _grad_ready_hook(weakref.proxy(self), len(self._grad_hooks))
+                        ready = partial(_grad_ready, me, len(self._grad_hooks))
                         self._grad_hooks.append((wrapped, buffer, index))
-                        self.on_params.append(param.register_post_accumulate_grad_hook(land))
+                        self.on_params.append(param.register_post_accumulate_grad_hook(ready))
 
     def _module_hooks(
         self, wrapped: WrappedModule
@@ -181,7 +182,7 @@ class StepHooks:
             return
         self.recover()
         if self.forward_depth == 0:
-            self._check_places()
+            self._check_tree()
             self.on_forward_begin()
             self.prefetcher.begin_forward()
         self.forward_depth += 1
@@ -196,20 +197,21 @@ class StepHooks:
             given = functorch.unwrapped(param)
             if given is not param and isinstance(given, sharded_parameter.ShardedParameter):
                 raise ShardedAccess(
-                    f"parameter {name!r} was handed to torch.func while it is sharded, so the transform "
-                    "would compute without its values. Hand over full ones, {name: p.detach() for name, "
-                    "p in model.named_parameters()}, or run the transform inside GatheredParameters."
+                    f"parameter {name!r} was passed to torch.func while it is sharded, so the "
+                    "transform would compute without its values. Pass full values, {name: "
+                    "p.detach() for name, p in model.named_parameters()}, or run the transform "
+                    "inside GatheredParameters."
                 )
         with functorch.suspended():
             self.prefetcher.unshard(wrapped, forward=False)
 
-    def _note_places(self) -> None:
+    def _record_tree(self) -> None:
         """Record which parameters and modules the module tree contains."""
         modules = list(self.prefetcher.root.module.modules())
         self._params = _Entries([module._parameters for module in modules])
         self._modules = _Entries([module._modules for module in modules])
 
-    def _check_places(self) -> None:
+    def _check_tree(self) -> None:
         """Refuse parameters that came into the model after the engine was built.
 
         They would never be reduced or updated. While gradients are disabled anything may be in the model,
@@ -219,6 +221,8 @@ class StepHooks:
             UsageError: such a parameter is there.
         """
         if not torch.is_grad_enabled():
+            return
+        if self._params.are_same() and self._modules.are_same():
             return
         stayed = self._params.are_there()
         if (
@@ -236,13 +240,13 @@ class StepHooks:
         ]
         if strangers:
             raise UsageError(
-                f"parameter {strangers[0]!r} (and {len(strangers) - 1} more) came into the model after "
-                "the engine was built, for instance by load_state_dict(assign=True), pruning, resizing, "
-                "a new adapter or head, or module.to('meta'). It would never be trained. Change the "
-                "model first, then build the engine; load values with load_state_dict() inside "
-                "GatheredParameters."
+                f"parameter {strangers[0]!r} (and {len(strangers) - 1} more) was added to the "
+                "model after the engine was built, for instance by load_state_dict(assign=True), "
+                "pruning, resizing, a new adapter or head, or module.to('meta'). It would never "
+                "be trained. Change the model first, then build the engine; load values with "
+                "load_state_dict() inside GatheredParameters."
             )
-        self._note_places()
+        self._record_tree()
 
     def _after_root(
         self, wrapped: WrappedModule, _module: nn.Module, _args: Any, output: Any
@@ -284,19 +288,20 @@ class StepHooks:
         if functorch.innermost() is not None:
             self._before_transformed(wrapped)
             return
-        backward = in_backward()
+        task = graph_task()
+        backward = task != IN_FORWARD
         if backward:
             self._begin_backward()
             self._leave_recomputed()
             node = torch._C._current_autograd_node()
-            if node is not None and graph_task() == self._task:
+            if node is not None and task == self._task:
                 # Before the all-gather: a rank that has all gradients reduced them before it, too.
                 self._leave_after(node._sequence_nr(), IN_FORWARD)
         self.prefetcher.unshard(wrapped, forward=not backward)
         if not torch.is_grad_enabled() or (backward and wrapped.open_calls):
             wrapped.running.append(None)  # no graph; or recomputed, and the first run is recorded
             return
-        call = _Call(wrapped, graph_task(), torch._C._autograd._get_sequence_nr())
+        call = _Call(wrapped, task, torch._C._autograd._get_sequence_nr())
         self._open_calls[call.recorded_in].append(call)
         wrapped.open_calls += 1
         wrapped.running.append(call)
@@ -336,7 +341,7 @@ class StepHooks:
                 node = None if part is None else part.grad_fn
                 if node is not None and (number := node._sequence_nr()) >= begin:
                     nodes[node] = number  # a lower number: the node made an input that is passed on
-        me = weakref.proxy(self)
+        me = self._proxy
         for node, number in nodes.items():
 
             def enter(_grads: Any, number: int = number) -> None:
@@ -363,14 +368,15 @@ class StepHooks:
         self._task = graph_task()
         self.creates_graph = torch.is_grad_enabled()  # a second backward will read the parameters
         self.counted = self.on_backward_begin(False)
-        self.reducer.begin_backward(boundary=self.at_boundary())
+        self.reducer.begin_backward(self._kind_of_backward())
         for wrapped in self.prefetcher.wrapped_modules:
-            wrapped.missing_grads = sum(len(u.params) for u in wrapped.units if u.trainable)
+            wrapped.missing_units = wrapped.trainable_units
         Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
 
     def _before_backward(self, wrapped: WrappedModule, call: _Call | None, number: int) -> None:
         """Enter ``call``: backward is about to run node ``number``, which made one of its outputs."""
-        self._begin_backward()
+        if not self.running_backward:
+            self._begin_backward()
         self._leave_recomputed()
         if call is not None:
             self._leave_after(number, call.recorded_in)
@@ -395,16 +401,6 @@ class StepHooks:
         while calls and any(call.entered for call in calls):
             self._module_backward_done(calls.pop())
 
-    def _grad_ready(self, landing: int, param: nn.Parameter) -> None:
-        wrapped, buffer, index = self._grad_hooks[landing]
-        self._begin_backward()
-        if not self.counted:
-            self.counted = self.on_backward_begin(True)
-        self.reducer.accumulate_grad(buffer, index, param)
-        wrapped.missing_grads -= 1
-        if wrapped.missing_grads <= 0:
-            self._release(wrapped)
-
     def _module_backward_done(self, call: _Call) -> None:
         """Note that backward has left ``call``. See [Note: order of collectives].
 
@@ -415,15 +411,15 @@ class StepHooks:
         call.open = call.entered = False
         if not self.running_backward or wrapped.open_calls:
             return
-        wrapped.missing_grads = 0
+        wrapped.missing_units = 0
         for unit in wrapped.units:
             if (buffer := self._buffers.get(id(unit))) is not None:
                 self.reducer.finish_buffer(buffer)
         self._release(wrapped)
 
     def _release(self, wrapped: WrappedModule) -> None:
-        """Reshard the module if this backward cannot need it any more: all its gradients arrived."""
-        through = wrapped.missing_grads <= 0 and not wrapped.open_calls
+        """Reshard the module if all its gradients have arrived and backward has left all its calls."""
+        through = wrapped.missing_units <= 0 and not wrapped.open_calls
         if through and wrapped is not self.prefetcher.root and not self.creates_graph:
             wrapped.reshard()
 
@@ -455,6 +451,16 @@ class _Entries:
         self._tables = tables
         self._found = [(t, leaf, x) for t in tables for leaf, x in t.items() if x is not None]
         self._count = sum(map(len, tables))
+        self._ids = self._ids_now()
+
+    def _ids_now(self) -> list[int]:
+        return list(map(id, chain.from_iterable(map(dict.values, self._tables))))
+
+    def are_same(self) -> bool:
+        """Whether no entry was added, removed or replaced. Fast, since it runs in every forward."""
+        return (
+            self._ids_now() == self._ids
+        )  # the entries are alive in ``_found``, so ids are unique
 
     def are_there(self) -> bool:
         """Whether every recorded entry is where it was."""
@@ -481,6 +487,12 @@ class _Hook:
         return _Hook, (_nothing,)
 
 
+_ENGINE_DELETED = (
+    "the model runs, but its engine was deleted without close(), and with it the values of the "
+    "parameters. Keep the engine as long as the model is used, or close() it first."
+)
+
+
 def _nothing(*_: Any) -> None:
     """What a hook does in a copy of its module: nothing."""
 
@@ -489,10 +501,7 @@ def _bound(me: weakref.ref[StepHooks], method: Callable[..., Any], wrapped: Wrap
     def hook(*args: Any) -> Any:
         hooks = me()
         if hooks is None:
-            raise UsageError(
-                "the model runs, but its engine is gone: it was dropped without close(), and had the "
-                "values. Keep the engine as long as the model is used, or close() it first."
-            )
+            raise UsageError(_ENGINE_DELETED)
         return method(hooks, wrapped, *args)
 
     return _Hook(hook)
@@ -506,24 +515,33 @@ def _release_values(
         state[name] = sharded_parameter.without_guard(value)
 
 
-def _grad_ready_hook(me: Any, landing: int) -> Callable[[Tensor], None]:
-    """A gradient hook that refers to its buffer by number only.
+def _grad_ready(me: weakref.ref[StepHooks], number: int, param: nn.Parameter) -> None:
+    """The gradient hook of every parameter; ``number`` tells which one it is.
 
-    The garbage collector does not see what a parameter's hooks refer to, so a direct reference would
-    leak.
+    It refers to its buffer by number only. The garbage collector does not see what a parameter's hooks
+    refer to, so a direct reference would leak.
     """
+    hooks = me()
+    if hooks is None:
+        raise UsageError(_ENGINE_DELETED)
+    wrapped, buffer, index = hooks._grad_hooks[number]
+    if not hooks.running_backward:
+        hooks._begin_backward()
+    if not hooks.counted:
+        hooks.counted = hooks.on_backward_begin(True)
+    if buffer.take_grad(index, param):
+        hooks.reducer.finish_buffer(buffer)
+        wrapped.missing_units -= 1
+        hooks._release(wrapped)
 
-    def landed(param: Tensor) -> None:
-        me._grad_ready(landing, param)
 
-    return landed
-
-
-def tensors_in(tree: Any) -> Iterator[Tensor]:
+def tensors_in(tree: Any) -> Iterable[Tensor]:
     """The tensors in a module's output, also in nested lists, mappings and dataclasses."""
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (list, tuple, set)):
+    return (tree,) if isinstance(tree, Tensor) else _tensors_inside(tree)
+
+
+def _tensors_inside(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, (list, tuple, set)):
         for item in tree:
             yield from tensors_in(item)
     elif isinstance(tree, Mapping):
@@ -539,13 +557,13 @@ def _copy_own_views(wrapped: WrappedModule, output: Any) -> Any:
 
     Such a view is valid only while the module is full, and the output is used after that.
     """
-    sharded = [unit for unit in wrapped.units if not unit.resident]
-    if not any(_is_view_of(sharded, tensor) for tensor in tensors_in(output)):
+    storage_ids = wrapped.storage_ids
+    if not any(_is_view_in(storage_ids, tensor) for tensor in tensors_in(output)):
         return output
 
     def copied(value: Any) -> Any:
         if isinstance(value, Tensor):
-            return value.clone() if _is_view_of(sharded, value) else value
+            return value.clone() if _is_view_in(storage_ids, value) else value
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             changed = {f.name: apart(getattr(value, f.name)) for f in dataclasses.fields(value)}
             return dataclasses.replace(value, **changed)
@@ -557,10 +575,10 @@ def _copy_own_views(wrapped: WrappedModule, output: Any) -> Any:
     return apart(output)
 
 
-def _is_view_of(units: Sequence[Unit], tensor: Tensor) -> bool:
-    if isinstance(tensor, nn.Parameter) or not torch._C._has_storage(tensor):
+def _is_view_in(storage_ids: Collection[int], tensor: Tensor) -> bool:
+    if type(tensor) is not Tensor and isinstance(tensor, nn.Parameter):
         return False  # a parameter itself raises or gathers when it is read while sharded
-    return any(storage.is_shared(tensor, unit.full_N) for unit in units)
+    return torch._C._has_storage(tensor) and tensor.untyped_storage()._cdata in storage_ids
 
 
 def _may_have_graph(output: Any) -> bool:

@@ -23,22 +23,22 @@ from torch.nn.modules.module import (
 )
 
 from zeroshard.comm.collectives import Comm
-from zeroshard.comm.env import current_rank_info, local_device, rank_info_of
+from zeroshard.comm.env import current_rank_info, data_coordinate, local_device
 from zeroshard.config import Config, load_config
 from zeroshard.errors import RankMismatch
 from zeroshard.memory.storage import is_aliased
 from zeroshard.precision.policy import policy_from
-from zeroshard.watchdog.join import init_distributed
+from zeroshard.watchdog.join import join_ranks
 from zeroshard.watchdog.session import open_session
 from zeroshard.watchdog.settings import WatchdogSettings
-from zeroshard.zero import scatter, sharded_parameter
+from zeroshard.zero import materialize, sharded_parameter
 from zeroshard.zero.attached import Attached
 from zeroshard.zero.param_bucket import BucketedParameter, ParamBucket
 
 
 def _room_numel() -> int:
     """Elements of small parameters that may be whole at a time. A bucket of them holds half at most."""
-    return scatter.PIECE_NUMEL // 4
+    return materialize.PIECE_NUMEL // 4
 
 
 class _Built(NamedTuple):
@@ -58,9 +58,10 @@ class Init:
     Blocks may nest. An exception inside leaves parameters as they are.
 
     Besides its shards, a rank holds the module under construction and one piece of
-    :data:`zeroshard.zero.scatter.PIECE_NUMEL` elements. With ``keep_fp32`` patterns everything stays fp32
-    until the engine is built, because names are not known earlier. A value that is scaled in place after
-    its module was completed (``weight.mul_(0.3)``) may be rounded to the training dtype before and after.
+    :data:`zeroshard.zero.materialize.PIECE_NUMEL` elements. With ``keep_fp32`` patterns everything stays
+    fp32 until the engine is built, because names are not known earlier. A value that is scaled in place
+    after its module was completed (``weight.mul_(0.3)``) may be rounded to the training dtype before and
+    after.
 
     Raises:
         RankMismatch: ranks build different models.
@@ -89,20 +90,21 @@ class Init:
         self._large: dict[
             BucketedParameter | ParamBucket, None
         ] = {}  # those of them to be sharded at the next occasion
-        self._held: set[BucketedParameter | ParamBucket] = set()  # aliased at the last attempt
+        self._aliased: set[BucketedParameter | ParamBucket] = set()  # aliased at the last attempt
         self._small_numel, self._small_limit = 0, _room_numel()
-        self._blanks: list[weakref.ref[ParamBucket]] = []  # show the dtype of construction
+        self._with_built_dtype: list[
+            weakref.ref[ParamBucket]
+        ] = []  # show the dtype of construction
         self._read: weakref.ref[ParamBucket] | None = None  # the bucket that keeps a gathered copy
         self._hooks = contextlib.ExitStack()
         if not self.enabled:
             return
-        if rank_info_of().world_size > 1:
-            init_distributed()
+        join_ranks()
         self.device = local_device()
         watch = open_session(
             transport=parsed.transport if parsed else "auto",
             group=data_parallel_group,
-            device_type=self.device.type,
+            device=self.device,
             trust=parsed.trust if parsed else WatchdogSettings(),
             plan={},
             call="zero.Init",
@@ -112,7 +114,7 @@ class Init:
         self.dtype = dtype if dtype is not None else _param_dtype(parsed)
         if module is not None:
             self._see(module)
-            self._spread(list(self._whole))
+            self._shard(list(self._whole))
             self._finish()
 
     @property
@@ -142,17 +144,17 @@ class Init:
         self._hooks.close()
         try:
             if kind is None:
-                self._spread(list(self._whole))
+                self._shard(list(self._whole))
         finally:
             self._finish()
 
     def _finish(self) -> None:
         """Drop the records of the construction. Parameters show the training dtype from now on."""
-        for reference in self._blanks:
+        for reference in self._with_built_dtype:
             if (bucket := reference()) is not None:
                 bucket.show_training_dtype()
         self._seen = Attached()
-        for store in (self._blanks, self._whole, self._large, self._held):
+        for store in (self._with_built_dtype, self._whole, self._large, self._aliased):
             store.clear()
         self._small_numel, self._small_limit = 0, _room_numel()
 
@@ -215,7 +217,7 @@ class Init:
 
     def was_hidden(self, bucket: ParamBucket) -> None:
         """Record a bucket whose parameters show the dtype of construction until the block ends."""
-        self._blanks.append(weakref.ref(bucket))
+        self._with_built_dtype.append(weakref.ref(bucket))
 
     def keep_read(self, bucket: ParamBucket) -> None:
         """Let this bucket keep its gathered copy for readers, and free that of the last bucket."""
@@ -229,7 +231,7 @@ class Init:
         self._whole[item] = built
         if item.numel > _room_numel() // 2:
             self._large[item] = None
-            self._held.clear()  # try again to shard these
+            self._aliased.clear()  # try again to shard these
         else:
             self._small_numel += item.numel
 
@@ -237,7 +239,7 @@ class Init:
         if item not in self._whole:
             return
         del self._whole[item]
-        self._held.discard(item)
+        self._aliased.discard(item)
         if item in self._large:
             del self._large[item]
         else:
@@ -255,17 +257,17 @@ class Init:
         if few and not self._large:
             return
         if not few:
-            self._held.clear()  # try again to shard these
+            self._aliased.clear()  # try again to shard these
         used = {id(tensor) for tensor in beside}
         items = self._large if few else self._whole
-        self._spread([item for item in items if not self._is_in_hand(item, but, used)])
+        self._shard([item for item in items if not self._is_in_use(item, but, used)])
         if not few:
             self._small_limit = self._small_numel + _room_numel()
 
-    def _is_in_hand(
+    def _is_in_use(
         self, item: BucketedParameter | ParamBucket, but: nn.Module | None, used: set[int]
     ) -> bool:
-        if item in self._held:
+        if item in self._aliased:
             return True
         if isinstance(item, ParamBucket):
             return any(owner.pin_count or id(param) in used for _, param, owner in item.members())
@@ -274,15 +276,15 @@ class Init:
             holder is but for holder, _ in places
         )
 
-    def _spread(self, items: Sequence[BucketedParameter | ParamBucket]) -> None:
+    def _shard(self, items: Sequence[BucketedParameter | ParamBucket]) -> None:
         """Shard items. Collective.
 
         Inside the block, items to whose memory the program has another reference stay whole.
         """
         items = [item for item in items if isinstance(item, ParamBucket) or self._is_built(item)]
-        held = self._compare(items) if items else set()
-        self._held |= held
-        ready = [item for item in items if item not in held]
+        aliased = self._compare(items) if items else set()
+        self._aliased |= aliased
+        ready = [item for item in items if item not in aliased]
         new = [(i, self._built(i).param) for i in ready if isinstance(i, BucketedParameter)]
         again = [item for item in ready if isinstance(item, ParamBucket)]
         for item in ready:
@@ -334,8 +336,8 @@ class Init:
         """
         numels = [item.numel for item in items]
         what = zlib.crc32(repr(([item.name for item in items], numels)).encode())
-        held = [self.active and self._is_aliased(item) for item in items]
-        mine = [what, len(items), sum(numels), any(held)]
+        aliased = [self.active and self._is_aliased(item) for item in items]
+        mine = [what, len(items), sum(numels), any(aliased)]
         name = "parameters under construction"
         votes = self._exchange(mine, name)
         if any(row[:3] != votes[0][:3] for row in votes):
@@ -344,14 +346,15 @@ class Init:
                 for rank, (_, count, numel, _) in enumerate(votes)
             )
             raise RankMismatch(
-                f"zero.Init: ranks build different models. Of what was built last there are: {counts}; "
-                f"here from {items[0].name!r} to {items[-1].name!r}. Rank 0's values would go to other "
-                "parameters. Build the same modules in the same order on every rank."
+                "zero.Init: ranks build different models. Numbers of what was built last: "
+                f"{counts}; here from {items[0].name!r} to {items[-1].name!r}. Rank 0's values "
+                "would be sent to other parameters. Build the same modules in the same order on "
+                "every rank."
             )
         if any(row[3] for row in votes):
-            flags = self._exchange(held, name)
-            held = [any(column) for column in zip(*flags, strict=True)]
-        return {item for item, flag in zip(items, held, strict=True) if flag}
+            flags = self._exchange(aliased, name)
+            aliased = [any(column) for column in zip(*flags, strict=True)]
+        return {item for item, flag in zip(items, aliased, strict=True) if flag}
 
     def _exchange(self, numbers: Sequence[int], name: str) -> list[list[float]]:
         vector = torch.tensor(numbers, dtype=torch.float64, device=self.device)
@@ -369,8 +372,8 @@ def _config_of(source: Any) -> Config | None:
         return None
     if isinstance(source, Config):
         return source
-    world_size = current_rank_info().world_size
-    return load_config(source, world_size=world_size, for_training=False).config
+    dp_size = data_coordinate(current_rank_info()).dp_size
+    return load_config(source, dp_size=dp_size, for_training=False).config
 
 
 def _param_dtype(config: Config | None) -> torch.dtype | None:

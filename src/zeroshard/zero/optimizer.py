@@ -7,46 +7,47 @@ the masters, or a view in the parameter's shape where this rank owns all of the 
 optimizer computes the same on fragments as on parameters (ADR 0001). What a rank updates, where that is
 stored and who owns it: see [Note: what a rank updates] in ``zero/optimizer_shard.py``.
 
-*How a chunk is updated.* Chunks are updated one after the other, in the order of forward. There are two
-computations with the same bits (ADR 0007). If the optimizer's class has a known kernel, a chunk in CPU
-memory takes one fused pass (:mod:`~zeroshard.optim.fused_update`). Else the optimizer's ``step`` runs on
-the chunk's fragments, and gradients in the master's dtype exist for one chunk at a time. A chunk with a
-:class:`~zeroshard.offload.host_chunk.HostChunk` first gets its gradient copied to the host; its update
-runs on the worker thread if it can, else on this thread (ADR 0008).
+*How a chunk is updated.* Chunks are updated one after the other, in the order of forward. Each has an
+updater (:mod:`zeroshard.zero.updaters`), which is chosen when the engine is built. It is chosen again in
+two cases. The first: an option of the optimizer that decides whether the fused update may run has
+changed, or a hook was added or removed. The second: optimizer state was loaded or moved, so that prepared
+fused updates refer to old memory. ``update`` yields each unit when its update is complete or has been
+started, and the caller makes the new values available to the other ranks.
 
-*Edits.* Each of these ways compares parameter and rounded master first, and starts from the parameter
-where they differ. Without this, the update would overwrite what the program wrote (ADR 0009).
+*Edits.* Each updater compares parameter and rounded master first, and starts from the parameter where
+they differ. Without this, the update would overwrite what the program wrote (ADR 0009).
 
 *Invariants.* Gradients are in the buffers. ``.grad`` of a fragment is set only while the optimizer's
 ``step`` runs on its chunk, and ``params`` of the groups are the chunk's fragments only then. A direct
-``optimizer.step()`` would therefore do nothing without an error, and ``_refuse_direct_step`` raises. An
-update that fails midway leaves parameters of two different steps. The engine is failed from then on
+``optimizer.step()`` would therefore do nothing without an error, and is refused. An update that fails
+midway leaves parameters of two different steps. The caller then fails the engine
 (:mod:`zeroshard.zero.life`), so no step or checkpoint uses them.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from zeroshard.core.ledger import Ledger
-from zeroshard.core.tiers import Span, Tier
+from zeroshard.core.tiers import TIERS, Span, Tier
 from zeroshard.errors import UsageError
-from zeroshard.memory import storage
 from zeroshard.offload.async_update import AsyncUpdateWorker, PendingUpdates
-from zeroshard.offload.copy_streams import CopyHandle
-from zeroshard.offload.host_chunk import HostChunk, HostGradTransfer, HostStaging
-from zeroshard.optim import native_adam
-from zeroshard.optim.fused_update import PIECE_NUMEL, FusedUpdate, UpdateKernel
+from zeroshard.offload.host_chunk import HostStaging
+from zeroshard.optim.fused_update import UpdateKernel
+from zeroshard.optim.kernels import deciding_options, kernel_of
 from zeroshard.zero import sharded_parameter
+from zeroshard.zero.device_update import DeviceUpdate, Part, may_update
 from zeroshard.zero.gradients import GradBuffer, Norms
 from zeroshard.zero.life import Life
 from zeroshard.zero.optimizer_shard import (
+    GiveMemory,
     OptimizerChunk,
     OptimizerShard,
     OwnedFragment,
@@ -54,20 +55,44 @@ from zeroshard.zero.optimizer_shard import (
     make_optimizer_shard,
 )
 from zeroshard.zero.unit import Unit
+from zeroshard.zero.updaters import (
+    OptimizerObject,
+    StepInputs,
+    Updater,
+    choose_updater,
+    overlap_copies,
+)
 
 if TYPE_CHECKING:
-    from zeroshard.offload.pager import Pager
+    from zeroshard.offload.pager import Page, Pager
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Turn:
+    """What is done with one optimizer shard in an update.
+
+    ``loaded()``: a context in which the unit's shard is readable. ``prefetches``: start reading what the
+    next turn needs. ``is_late``: the unit is yielded after the last turn, because its update may run
+    asynchronously. ``frees``: free a gradient that has a store.
+    """
+
+    shard: OptimizerShard
+    updaters: tuple[Updater, ...]
+    loaded: Callable[[], AbstractContextManager[None]]
+    prefetches: tuple[Callable[[], None], ...]
+    is_late: bool
+    frees: tuple[Callable[[], None], ...]
 
 
 class ShardedOptimizer:
     """A ``torch.optim`` optimizer that updates this rank's fragments. See [Note: the sharded update].
 
     The optimizer object remains the user's. Its groups keep their options and learning rates; its
-    ``state`` is keyed by fragment. Only ``params`` of the groups are replaced, by ``seat(inner, params of
-    each group)``. ``kernel_of`` gives the fused update of an optimizer, None if there is none. ``spans``:
-    for each buffer, positions and tiers of its chunks. ``pager`` and ``state_dtypes`` are needed for
-    chunks on disk, ``host`` and ``behind`` (the worker) for chunks that are updated in another memory
-    than the device's.
+    ``state`` is keyed by fragment. Only ``params`` of the groups are replaced: ``rebind(inner, params of
+    each group)`` does this. ``compiles``: a fused update may be compiled. ``spans``: for each buffer,
+    positions and tiers of its chunks. ``chunk_memory`` and ``state_dtypes`` are needed for tiers that
+    give a chunk its memory, ``pager`` for chunks on pages, ``host`` and ``worker`` for
+    chunks that are updated in another memory than the device's.
     """
 
     def __init__(
@@ -79,12 +104,13 @@ class ShardedOptimizer:
         shards_optimizer: bool,
         ledger: Ledger,
         life: Life,
-        seat: Callable[[torch.optim.Optimizer, Sequence[Sequence[Tensor]]], None],
-        kernel_of: Callable[[torch.optim.Optimizer], UpdateKernel | None],
+        rebind: Callable[[torch.optim.Optimizer, Sequence[Sequence[Tensor]]], None],
+        compiles: bool = True,
         pager: Pager | None = None,
+        chunk_memory: GiveMemory = lambda *_: None,
         state_dtypes: Callable[[GradBuffer], StateDtypes] | None = None,
         host: HostStaging | None = None,
-        behind: AsyncUpdateWorker | None = None,
+        worker: AsyncUpdateWorker | None = None,
     ) -> None:
         _refuse_used(inner)
         self.inner = inner
@@ -104,11 +130,11 @@ class ShardedOptimizer:
                 places,
                 whole=not shards_optimizer,
                 pager=pager,
+                chunk_memory=chunk_memory,
                 state_dtypes=state_dtypes(buffer) if state_dtypes else lambda _group: {},
                 host=host,
             )
             self.shards.append(shard)
-            shard.report(ledger, inner.state)
         trained = {id(param) for shard in self.shards for param in shard.unit.params}
         self._frozen = [
             param
@@ -116,24 +142,32 @@ class ShardedOptimizer:
             for param in group["params"]
             if id(param) not in trained
         ]
-        self._groups: list[list[Tensor]] = [[] for _ in inner.param_groups]
+        groups: list[list[Tensor]] = [[] for _ in inner.param_groups]
         for fragment in self._fragments():
-            self._groups[fragment.group].append(fragment.value)
-        seat(inner, self._groups)
-        self._updating = False
-        self._kernel_of = kernel_of
-        self._kernel: UpdateKernel | None = None
-        self._fused_updates: dict[int, FusedUpdate] = {}  # by ``id(chunk)``
-        self._worker = behind
+            groups[fragment.group].append(fragment.value)
+        rebind(inner, groups)
+        self._num_groups = len(groups)
+        self._object = OptimizerObject(inner, groups)
+        self._guards = []
+        self._worker = worker
         for shard in self.shards:
             shard.buffer.measure = shard.measure
-            if behind is not None and not behind.delayed and shard.is_updated_asynchronously:
+            if worker is not None and not worker.delayed and shard.is_updated_asynchronously:
                 shard.buffer.store = shard.grad_on_host()
-        self._guards = [inner.register_step_pre_hook(self._refuse_direct_step)]
         if pager is not None:
             self._guards.append(inner.register_state_dict_pre_hook(_refuse_state_dict))
-            ledger.hold("scratch", "slots of the disk", pager.slots_nbytes, Tier.HOST)
-        self.skips_on_device = bool(getattr(inner, "_step_supports_amp_scaling", False))
+            ledger.hold("scratch", "buffers of the pager", pager.slots_nbytes, Tier.HOST)
+        # Chunks in host memory are skipped on the host, by their updaters.
+        self.skips_on_device = bool(getattr(inner, "_step_supports_amp_scaling", False)) or all(
+            chunk.host_chunk is not None for shard in self.shards for chunk in shard.chunks
+        )
+        self._compiles = compiles
+        self._deciding_options = deciding_options(inner)
+        self._decided_on: list[object] = []  # the options for which the updaters were chosen
+        self._kernel: UpdateKernel | None = None
+        self._turns: list[_Turn] = []
+        self._device_updates: dict[int, DeviceUpdate] = {}
+        self._choose_updaters()
         self.report()
 
     def _fragments(self) -> Iterator[OwnedFragment]:
@@ -156,245 +190,124 @@ class ShardedOptimizer:
         *,
         found_inf: Tensor | None = None,
         untouched: Mapping[int, frozenset[int]] | None = None,
-        published: Callable[[Unit, PendingUpdates | None], object] = lambda _unit, _pending: None,
-    ) -> None:
-        """One optimizer step with gradients multiplied by ``factor`` (0-dim).
+    ) -> Generator[tuple[Unit, PendingUpdates | None], None, None]:
+        """One optimizer step with gradients multiplied by ``factor`` (0-dim). Yields what to publish.
 
         ``found_inf``: 0-dim float, 1 if nothing may change; passed to optimizers that skip on the device.
         ``untouched``: by ``id(unit)``, the slots to which no rank gave a gradient. They are left out of
         the step, as PyTorch leaves out parameters with ``grad is None``.
 
-        ``published(unit, pending)`` is called once for each unit. If the unit's update is complete,
-        ``pending`` is None and the call follows its last chunk. If there is a worker, units whose
-        parameters are not on disk are published after the last chunk of the model was started, and
+        Yields ``(unit, pending)`` once for each unit. If the unit's update is complete, ``pending`` is
+        None, and the unit's shard is readable until the next unit is asked for. If there is a worker,
+        units whose shard is always in memory come after the last chunk of the model was started, and
         ``pending`` waits for the unit's update (None: it is complete).
         """
-        inner = self.inner
-        has_kernel = self._choose_kernel()
-        pending: dict[int, PendingUpdates] = {}
-        self._updating = True
-        try:
-            for shard, chunk in self._in_turn():
-                skipped = (untouched or {}).get(id(shard.unit), frozenset())
-                prepared = self._fused_update(chunk) if has_kernel and not skipped else None
-                if chunk.host_chunk is not None:
-                    stays = chunk.page is None and shard.unit.store.tier is not Tier.DISK
-                    if not shard.buffer.is_stored:
-                        chunk.host_chunk.send_gradient(shard.gradient_of(chunk))
-                    transfer = chunk.host_chunk.send_numbers(factor, found_inf)
-                    sent = (
-                        self._worker.submit(
-                            prepared, chunk.host_chunk, transfer, inner.param_groups
-                        )
-                        if self._worker is not None and prepared is not None and stays
-                        else self._update_on_host(
-                            chunk, chunk.host_chunk, transfer, prepared, skipped
-                        )
-                    )
-                    pending.setdefault(id(shard.unit), PendingUpdates()).add(chunk.host_chunk, sent)
-                elif prepared is not None and found_inf is None:
-                    self._run(prepared, chunk, shard.gradient_of(chunk), factor)
-                else:
-                    chunk.sync_from_param()
-                    grad_C = shard.gradient_of(chunk)
-                    self._update_chunk(chunk, grad_C, factor, skipped, found_inf)
-                self._settle(chunk)
-                stays = self._worker is not None and shard.unit.store.tier is not Tier.DISK
-                if chunk is shard.chunks[-1] and not stays:
-                    if (here := pending.pop(id(shard.unit), None)) is not None:
-                        here.wait()
-                    published(shard.unit, None)
-            for shard in self.shards if self._worker is not None else ():
-                if shard.unit.store.tier is not Tier.DISK:
-                    published(shard.unit, pending.get(id(shard.unit)))
-        except BaseException as error:
-            self.life.fail(
-                f"an update ended in the middle ({type(error).__name__}: {error}): parameters before it "
-                "are one step ahead of those after it, and what was on its way is lost. Close this "
-                "engine, build a new one and continue from the last checkpoint."
-            )
-            raise
-        finally:
-            self._updating = False
-            for group, params in zip(inner.param_groups, self._groups, strict=True):
-                group["params"] = params
-        self.report()
-
-    def _in_turn(self) -> Iterator[tuple[OptimizerShard, OptimizerChunk]]:
-        """Yield every chunk with its memory, which is valid until the next one.
-
-        The shard and the gradient of the next unit are prefetched.
-        """
-        paged = [chunk.page for shard in self.shards for chunk in shard.chunks if chunk.page]
-        pages = self.pager.walk(paged) if self.pager is not None else (page for page in paged)
-        with contextlib.closing(pages):
-            for shard, following in zip(self.shards, [*self.shards[1:], None], strict=True):
-                with shard.loaded():
-                    if following is not None:
-                        following.unit.store.prefetch()
-                        following.buffer.prefetch()
-                    for chunk in shard.chunks:
-                        if chunk.page is not None:
-                            page = next(pages)
-                            assert page is chunk.page
-                        yield shard, chunk
-                shard.buffer.discard_reduced()
+        if self._options() != self._decided_on:
+            self._choose_updaters()
+        late: list[tuple[Unit, PendingUpdates | None]] = []
+        with contextlib.closing(self._walk_pages()) as pages:
+            inputs = StepInputs(factor, found_inf, untouched or {}, pages)
+            for turn in self._turns:
+                shard = turn.shard
+                with turn.loaded():
+                    for prefetch in turn.prefetches:
+                        prefetch()
+                    waits = [updater.step(inputs) for updater in turn.updaters]
+                    if shard.has_new_state:
+                        shard.report(self.ledger, self.inner.state)
+                    started = [wait for wait in waits if wait is not None]
+                    pending = PendingUpdates(started) if started else None
+                    if turn.is_late:
+                        late.append((shard.unit, pending))
+                    else:
+                        if pending is not None:
+                            pending.wait()
+                        yield shard.unit, None
+                for free in turn.frees:
+                    free()
             for _ in pages:
-                raise AssertionError("the walk goes on after its last page")
+                raise AssertionError("a page follows the last page")
+        yield from late
 
-    def _settle(self, chunk: OptimizerChunk) -> None:
-        """Move state that the optimizer allocated itself to the chunk's page."""
-        if chunk.page is None:
-            return
-        for fragment in chunk.fragments:
-            state = self.inner.state.get(fragment.value, {})
-            for name, flat_C in chunk.state_C.items():
-                value = state.get(name)
-                if (
-                    isinstance(value, Tensor)
-                    and value.shape == fragment.value.shape
-                    and not storage.is_shared(value, flat_C)
-                ):
-                    state[name] = fragment.of(flat_C).copy_(value)
-        chunk.page.filled_nbytes = chunk.page.nbytes
+    def _walk_pages(self) -> Generator[Page, None, None]:
+        """Open the pages of all chunks, in the order of the update."""
+        if self.pager is not None:
+            pages = [chunk.page for shard in self.shards for chunk in shard.chunks if chunk.page]
+            yield from self.pager.walk(pages)
 
-    def _choose_kernel(self) -> bool:
-        """Choose the kernel for this step. Options and hooks may have changed since the last one."""
+    def _options(self) -> list[object]:
+        """What decides whether the fused update may run: options of the groups, and numbers of hooks."""
         inner = self.inner
-        hooked = len(inner._optimizer_step_pre_hooks) > 1 or bool(inner._optimizer_step_post_hooks)
-        kernel = None if hooked else self._kernel_of(inner)
-        if kernel != self._kernel:
-            self._kernel = kernel
-            self._fused_updates.clear()
-            if kernel is not None and kernel.compiles:
-                native_adam.prepare()
-        return kernel is not None
+        return [
+            len(inner._optimizer_step_pre_hooks),
+            len(inner._optimizer_step_post_hooks),
+            *(group.get(name) for name in self._deciding_options for group in inner.param_groups),
+        ]
 
-    def _fused_update(self, chunk: OptimizerChunk) -> FusedUpdate | None:
-        """The chunk's fused update; None on other devices and until the optimizer has made its state."""
-        kernel = self._kernel
-        assert kernel is not None
-        if chunk.master_C.device.type != "cpu" or isinstance(chunk.master_C, FakeTensor):
-            return None
-        states = [self.inner.state.get(fragment.value, {}) for fragment in chunk.fragments]
-        prepared = self._fused_updates.get(id(chunk))
-        if prepared is not None and prepared.is_current(states):
-            return prepared
-        names = {*kernel.shaped, *(["step"] if kernel.counts else [])}
-        if not all(names <= state.keys() for state in states):
-            return None
-        self._fused_updates[id(chunk)] = made = FusedUpdate(
-            kernel,
-            [(fragment.group, fragment.at, fragment.value) for fragment in chunk.fragments],
-            states,
-            master_R=chunk.master_C,
-            param_R=chunk.param_on_update_device,
-        )
-        return made
-
-    def _update_on_host(
-        self,
-        chunk: OptimizerChunk,
-        host_chunk: HostChunk,
-        transfer: HostGradTransfer,
-        prepared: FusedUpdate | None,
-        skipped: frozenset[int],
-    ) -> Callable[[], CopyHandle | None]:
-        """Update a chunk in host memory at once, on this thread.
-
-        For chunks whose memory is valid only now, or whose optimizer has no kernel.
-        """
-        assert self._worker is not None
-        if prepared is not None:
-            self._worker.update(prepared, host_chunk, transfer, self.inner.param_groups)
-        else:
-            transfer.wait()
-            if transfer.is_edited:
-                host_chunk.sync_edits_from_device()
-            chunk.sync_from_param()
-            if not transfer.is_skipped:
-                factor = torch.tensor(transfer.factor, dtype=torch.float64)
-                self._update_chunk(chunk, transfer.grad_C, factor, skipped)
-        if chunk.page is None:
-            return host_chunk.send_param
-        arrival = host_chunk.send_param()
-        if arrival is not None:
-            arrival.synchronize()  # the next chunk uses the same memory
-        return lambda: arrival
-
-    def _run(
-        self, prepared: FusedUpdate, chunk: OptimizerChunk, grad_C: Tensor, factor: Tensor
-    ) -> None:
-        master_C = chunk.master_C
-        casts = grad_C.dtype != master_C.dtype
-        piece_nbytes = min(PIECE_NUMEL, chunk.numel) * master_C.element_size()
-        with self.ledger.lend("update", piece_nbytes if casts else 0):
-            prepared.run(grad_C, float(factor), self.inner.param_groups)
-
-    def _update_chunk(
-        self,
-        chunk: OptimizerChunk,
-        grad_C: Tensor,
-        factor: Tensor,
-        skipped: frozenset[int],
-        found_inf: Tensor | None = None,
-    ) -> None:
-        master_C = chunk.master_C
-        if grad_C.dtype == master_C.dtype:
-            self._step_chunk(chunk, grad_C, factor, skipped, found_inf)
+    def _choose_updaters(self, *, anew: bool = False) -> None:
+        """Choose the updater of each chunk. Without ``anew``, only if the kernel has changed."""
+        inner = self.inner
+        self._decided_on = self._options()
+        pre_hooks, post_hooks = self._decided_on[:2]
+        hooked = pre_hooks != 1 or post_hooks != 0  # one refuses direct calls of step()
+        kernel = None if hooked else kernel_of(inner, compiles=self._compiles)
+        if self._turns and kernel == self._kernel and not anew:
             return
-        with self.ledger.lend("update", master_C.nbytes):
-            self._step_chunk(chunk, grad_C.to(master_C.dtype), factor, skipped, found_inf)
-
-    def _step_chunk(
-        self,
-        chunk: OptimizerChunk,
-        grad_C: Tensor,
-        factor: Tensor,
-        skipped: frozenset[int],
-        found_inf: Tensor | None,
-    ) -> None:
-        grad_C.mul_(factor.to(grad_C.dtype))
-        members: list[list[Tensor]] = [[] for _ in self._groups]
-        for fragment in chunk.fragments:
-            if fragment.index not in skipped:
-                fragment.value.grad = fragment.of(grad_C)
-                members[fragment.group].append(fragment.value)
-        if not any(members):
-            return
-        for group, params in zip(self.inner.param_groups, members, strict=True):
-            group["params"] = params
-        with self._skipping(found_inf):
-            self.inner.step()
-        for fragment in chunk.fragments:
-            fragment.value.grad = None
-        chunk.round_master_into_param()
-
-    @contextlib.contextmanager
-    def _skipping(self, found_inf: Tensor | None) -> Iterator[None]:
-        """Makes the optimizer's ``step`` change nothing if ``found_inf`` is 1, inside the block."""
-        if found_inf is None:
-            yield
-            return
-        self.inner.found_inf, self.inner.grad_scale = found_inf, None  # type: ignore[attr-defined]
-        try:
-            yield
-        finally:
-            del self.inner.found_inf, self.inner.grad_scale  # type: ignore[attr-defined]
-
-    def _refuse_direct_step(self, *_: object) -> None:
-        """Refuse ``step()`` calls of the program. Without ``.grad`` they would do nothing."""
-        if not self._updating:
-            raise UsageError(
-                "optimizer.step() was called directly. Its gradients are sharded and belong to the "
-                "engine: call engine.step(), which also clips and advances the schedule."
+        self._kernel = kernel
+        self._turns = []
+        on_device = self._choose_device_updates(kernel)
+        for shard, following in zip(self.shards, [*self.shards[1:], None], strict=True):
+            updaters: list[Updater] = []
+            if id(shard) in on_device:
+                updaters.append(on_device[id(shard)])
+            updaters += [
+                choose_updater(
+                    shard, chunk, kernel, self._object, ledger=self.ledger, worker=self._worker
+                )
+                for chunk in shard.chunks
+                if not may_update(chunk, kernel)
+            ]
+            only_in_use = shard.unit.store.tier.only_in_use
+            self._turns.append(
+                _Turn(
+                    shard,
+                    tuple(updaters),
+                    loaded=shard.loaded if only_in_use else contextlib.nullcontext,
+                    prefetches=() if following is None else following.prefetches(),
+                    is_late=self._worker is not None and not only_in_use,
+                    frees=() if shard.buffer.store is None else (shard.buffer.discard_reduced,),
+                )
             )
+        overlap_copies(updater for turn in self._turns for updater in turn.updaters)
+
+    def _choose_device_updates(self, kernel: UpdateKernel | None) -> dict[int, DeviceUpdate]:
+        """By ``id(shard)``, the updates in device memory that run in the shard's turn.
+
+        One of them updates all units that are not all-gathered afterwards, in the first one's turn.
+        """
+        for update in self._device_updates.values():
+            update.close()
+        at_once: list[Part] = []
+        chosen: list[tuple[str, list[Part]]] = [("all units", at_once)]
+        for shard in self.shards:
+            unit = shard.unit
+            parts = [(shard, chunk) for chunk in shard.chunks if may_update(chunk, kernel)]
+            is_sent = unit.resident and unit.comm.size > 1 and not shard.is_whole
+            if is_sent or unit.store.tier.only_in_use:
+                chosen.append((unit.name, parts))
+            else:
+                at_once += parts
+        self._device_updates = {
+            id(parts[0][0]): DeviceUpdate(parts, kernel, self._object, self.ledger, name=name)
+            for name, parts in chosen
+            if kernel is not None and parts
+        }
+        return self._device_updates
 
     def sync_edits(self) -> None:
-        """Make what the program wrote into parameters the start of the next step.
+        """Take over what the program wrote into parameters, so that the next step starts from it.
 
-        Writes edits back into the shards. :meth:`update` copies them into the masters, when it reads
-        these.
+        This writes edits back into the shards. :meth:`update` then copies them into the masters.
 
         Raises:
             UsageError: a gradient was assigned to ``.grad``, a param group was added, or a parameter that
@@ -403,17 +316,23 @@ class ShardedOptimizer:
         self._refuse_unknown()
         for shard in self.shards:
             shard.refuse_grad()
+        for shard in self.shards:
             shard.unit.wait_for_unshard()
             shard.unit.write_back_edits()
 
+    def wait_for_worker(self) -> None:
+        """Block this thread until no update runs in host memory. Parameters are not all-gathered."""
+        if self._worker is not None:
+            self._worker.wait()
+
     def _refuse_unknown(self) -> None:
         """Refuse param groups and trained parameters for which no optimizer state was planned."""
-        if added := len(self.inner.param_groups) - len(self._groups):
+        if added := len(self.inner.param_groups) - self._num_groups:
             raise UsageError(
                 f"the optimizer has {len(self.inner.param_groups)} param groups, and had "
-                f"{len(self._groups)} when the engine was built ({added:+d}); what is sharded how was "
-                "planned then. Build the engine with all groups, freeze what is not trained yet "
-                "(param.requires_grad_(False)) after that, and unfreeze it later."
+                f"{self._num_groups} when the engine was built ({added:+d}). How state is "
+                "sharded was planned then. Build the engine with all groups, freeze what is not trained "
+                "yet (param.requires_grad_(False)) after that, and unfreeze it later."
             )
         with torch._C.DisableTorchFunctionSubclass():
             woken = [param for param in self._frozen if param.grad is not None]
@@ -447,8 +366,8 @@ class ShardedOptimizer:
             chunk.page.filled_nbytes = chunk.page.nbytes
 
     def discard_fused_updates(self) -> None:
-        """Drop the prepared fused updates, because state is in other tensors now."""
-        self._fused_updates.clear()
+        """Drop the prepared fused updates, because state is in other memory now."""
+        self._choose_updaters(anew=True)
 
     def offload(self, category: str) -> list[Tensor]:
         """Make masters or optimizer state (``category``) unusable until :meth:`reload`.
@@ -485,23 +404,23 @@ class ShardedOptimizer:
         """Free masters and state."""
         for handle in self._guards:
             handle.remove()
-        self.inner.state.clear()
-        for group in self.inner.param_groups:
-            group["params"] = []
+        self._object.close()
+        for update in self._device_updates.values():
+            update.close()
         for shard in self.shards:
             shard.buffer.measure = shard.buffer.store = None
             for category in ("master", "optimizer"):
-                for tier in Tier:
+                for tier in TIERS.values():
                     self.ledger.hold(category, shard.unit.name, 0, tier)
         if self.pager is not None:
-            self.ledger.hold("scratch", "slots of the disk", 0, Tier.HOST)
+            self.ledger.hold("scratch", "buffers of the pager", 0, Tier.HOST)
         if self._worker is not None:
             self._worker.close()
-        self.shards, self._groups, self._fused_updates = [], [], {}
+        self.shards, self._turns, self._device_updates = [], [], {}
 
 
 def _refuse_used(inner: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer with state of earlier steps: it is not known how to cut its tensors."""
+    """Refuse an optimizer that has made steps: it is not known how its state would be cut."""
     used = [
         s for s in inner.state.values() if "momentum_buffer" in s or float(s.get("step", 0)) > 0
     ]
@@ -515,6 +434,6 @@ def _refuse_used(inner: torch.optim.Optimizer) -> None:
 def _refuse_state_dict(*_: object) -> None:
     """Refuse ``state_dict()``: tensors of chunks on disk share memory with those of other chunks."""
     raise UsageError(
-        "optimizer.state_dict() with state on disk would read memory that other state has used since. "
-        "Read single values with zeroshard.zero.safe_get_full_optimizer_state(param, key)."
+        "optimizer.state_dict() with state on disk would read memory that contains other state "
+        "now. Read single values with zeroshard.zero.safe_get_full_optimizer_state(param, key)."
     )

@@ -15,8 +15,10 @@ nothing else, and so need not know that parameters are sharded (ADR 0001).
 ``shard_S``. A chunk owns ``master_C`` if that is not the parameter itself. Where the parameter is used in
 other memory than it is updated in (a GPU, or a delayed update on CPU ranks), the chunk has a
 :class:`~zeroshard.offload.host_chunk.HostChunk`, which owns the copy of the parameter that the update
-reads and writes. Of a chunk on disk, ``master_C`` and ``state_C`` are views of a pager slot. Other chunks
-use the same slot, so the views are valid only while the chunk's page is open: inside
+reads and writes. A tier may give a chunk memory for master and state
+(:meth:`~zeroshard.offload.tier_stores.TierStores.chunk_memory`). ``master_C`` and ``state_C`` are then
+views of it, and state that the optimizer allocates is moved there. On disk this memory is a pager slot.
+Other chunks use the same slot, so the views are valid only while the chunk's page is open: inside
 :meth:`OptimizerShard.visit` and inside the walk of an update. Outside, they show another chunk's values.
 
 *Masters.* A master starts as the rounded parameter (ADR 0005). It is stored whole, not as a remainder
@@ -33,20 +35,20 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from zeroshard.core.ledger import Ledger
-from zeroshard.core.tiers import Span, Tier
+from zeroshard.core.tiers import TIERS, Span, Tier
 from zeroshard.errors import UsageError
 from zeroshard.memory import storage
 from zeroshard.offload.host_chunk import HostChunk, HostGradStore, HostStaging
 from zeroshard.offload.pager import page_nbytes
+from zeroshard.offload.tier_stores import ChunkMemory
 from zeroshard.optim.fused_update import PIECE_NUMEL, sync_master_from_param
-from zeroshard.zero.clip import norm_of
 from zeroshard.zero.gradients import GradBuffer, Norms
 from zeroshard.zero.unit import Unit, offloaded_error
 
@@ -77,12 +79,13 @@ class OptimizerChunk:
 
     ``param_C`` is the unit's memory. ``master_C`` is what the optimizer updates: the parameter itself, or
     an fp32 copy for 16-bit parameters. ``host_chunk`` is set where parameter and update are in different
-    memory, and copies between the two. On disk, ``page`` holds the master (if there is one) and
-    ``state_C``: flat tensors of the optimizer state that has the parameter's shape, by name. Both are
-    valid only while the page is open.
+    memory, and copies between the two. ``state_C``: flat tensors of the tier for the optimizer state that
+    has the parameter's shape, by name; empty if the tier gives none. With a ``page``, these and the
+    master (if there is one) are valid only while the page is open.
     """
 
     begin: int
+    numel: int  # C
     tier: Tier
     param_C: Tensor
     master_C: Tensor
@@ -95,10 +98,6 @@ class OptimizerChunk:
     def param_on_update_device(self) -> Tensor:
         """The parameter ``[C]`` on the device where the update runs."""
         return self.param_C if self.host_chunk is None else self.host_chunk.host_param_C
-
-    @property
-    def numel(self) -> int:
-        return self.param_C.numel()
 
     @property
     def has_master(self) -> bool:
@@ -129,6 +128,19 @@ class OptimizerChunk:
             ):
                 sync_master_from_param(master, low)
 
+    def adopt_state(self, state: Mapping[Tensor, dict[str, Any]]) -> None:
+        """Move state that the optimizer allocated itself to :attr:`state_C`."""
+        for name, flat_C in self.state_C.items():
+            for fragment in self.fragments:
+                here = state.get(fragment.value, {})
+                value = here.get(name)
+                if (
+                    isinstance(value, Tensor)
+                    and value.shape == fragment.value.shape
+                    and not storage.is_shared(value, flat_C)
+                ):
+                    here[name] = fragment.of(flat_C).copy_(value)
+
     def sync_edits(self) -> None:
         """Copy into the master what the program wrote into the parameter, on either device."""
         if self.host_chunk is not None:
@@ -137,6 +149,8 @@ class OptimizerChunk:
 
     def write_param(self) -> None:
         """Round the master into the parameter, on host and device, after a write outside a step."""
+        if self.host_chunk is not None:
+            self.host_chunk.wait_until_unused()
         self.round_master_into_param()
         if self.host_chunk is not None:
             self.param_C.copy_(self.param_on_update_device)
@@ -144,6 +158,8 @@ class OptimizerChunk:
 
     def write(self, fragment: OwnedFragment, values: Tensor) -> None:
         """Set the fragment to 1-D ``values``, in master and parameter."""
+        if self.host_chunk is not None:
+            self.host_chunk.wait_until_unused()
         for flat_C in {
             id(t): t for t in (self.master_C, self.param_on_update_device, self.param_C)
         }.values():
@@ -157,24 +173,21 @@ class OptimizerShard:
     """What this rank updates of one unit: ``R`` elements in chunks. See [Note: what a rank updates].
 
     ``own`` is ``(begin, end)`` of this rank's shard inside ``param_R``: the part whose norm this rank
-    measures. ``owned`` is ``(slot, at, numel)`` of each parameter's part of ``param_R``.
+    measures. ``owned`` is ``(slot, at, numel)`` of each parameter's part of ``param_R``. ``is_whole``:
+    this rank updates the whole unit (stage 0).
     """
 
     unit: Unit
     buffer: GradBuffer
     param_R: Tensor
+    is_whole: bool
     own: tuple[int, int]
     owned: tuple[tuple[int, int, int], ...]
     chunks: tuple[OptimizerChunk, ...]
     pager: Pager | None = None
-    is_offloaded: frozenset[str] = (
-        frozenset()
-    )  # of "master" and "optimizer": what offload_states() moved to the host
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether this rank updates the whole unit (stage 0)."""
-        return self.param_R is self.unit.full_N
+    # Of "master" and "optimizer": what offload_states() moved to the host.
+    is_offloaded: frozenset[str] = frozenset()
+    has_new_state: bool = False  # the optimizer's own step ran, which may have allocated state
 
     @property
     def fragments(self) -> tuple[OwnedFragment, ...]:
@@ -184,7 +197,7 @@ class OptimizerShard:
     def is_updated_asynchronously(self) -> bool:
         """Whether the update of all chunks runs asynchronously: all are in host memory, none on disk."""
         on_host = all(chunk.host_chunk is not None and chunk.page is None for chunk in self.chunks)
-        return on_host and self.unit.store.tier is not Tier.DISK
+        return on_host and not self.unit.store.tier.only_in_use
 
     def grad_on_host(self) -> HostGradStore:
         """The store for the reduced gradient if :attr:`is_updated_asynchronously`."""
@@ -197,14 +210,10 @@ class OptimizerShard:
         return HostGradStore(parts, numel=self.param_R.numel(), before=self.unit.wait_for_unshard)
 
     def gradient_of(self, chunk: OptimizerChunk) -> Tensor:
-        """The chunk's part ``[C]`` of :meth:`gradient`."""
-        return self.gradient()[chunk.begin : chunk.begin + chunk.numel]
-
-    def gradient(self) -> Tensor:
-        """The reduced gradient ``[R]`` of this step: a sum over ranks, still loss-scaled."""
-        grad = self.buffer.reduced_N if self.is_whole else self.buffer.reduced_S
-        assert grad is not None, "GradReducer.finish() comes before the update"
-        return grad
+        """The chunk's part ``[C]`` of the reduced gradient: a sum over ranks, still loss-scaled."""
+        grad_R = self.buffer.reduced_N if self.is_whole else self.buffer.reduced_S
+        assert grad_R is not None, "GradReducer.finish() comes before the update"
+        return grad_R[chunk.begin : chunk.begin + chunk.numel]
 
     def norms(self) -> Norms:
         """:meth:`measure` of this step's gradient. One in a store was measured when it was stored."""
@@ -223,7 +232,7 @@ class OptimizerShard:
         """
         found: Norms = []
         low, high = self.own
-        alone, touched = self.buffer.comm.world_size == 1, self.buffer.has_grad
+        alone, touched = self.buffer.comm.size == 1, self.buffer.has_grad
         for index, at, numel in self.owned:
             begin, end = max(low, at), min(high, at + numel)
             if begin < end and (touched[index] or not alone):
@@ -241,6 +250,15 @@ class OptimizerShard:
             yield
         finally:
             self.unit.store.release()
+
+    def prefetches(self) -> tuple[Callable[[], None], ...]:
+        """Functions that start reading what an update of this shard needs; none if it is in memory."""
+        wanted: list[Callable[[], None]] = []
+        if self.unit.store.tier.only_in_use:
+            wanted.append(self.unit.store.prefetch)
+        if self.buffer.store is not None:
+            wanted.append(self.buffer.prefetch)
+        return tuple(wanted)
 
     def visit(self, *, changed: bool = False) -> Iterator[OptimizerChunk]:
         """Yield each chunk with its memory, which is valid until the next one.
@@ -278,8 +296,8 @@ class OptimizerShard:
             strays = [i for i, param in enumerate(self.unit.params) if param.grad is not None]
         if strays:
             raise UsageError(
-                f"{self.unit.layout.slots[strays[0]].fqn!r}.grad was assigned after backward; the "
-                "gradient that step() uses is sharded and kept elsewhere. Use "
+                f"{self.unit.layout.slots[strays[0]].fqn!r}.grad was assigned after backward; but "
+                "step() uses a sharded gradient that is stored elsewhere. Use "
                 "zeroshard.zero.safe_set_full_grad(param, value)."
             )
 
@@ -322,7 +340,8 @@ class OptimizerShard:
 
     def report(self, ledger: Ledger, state: Mapping[Tensor, Mapping[str, object]]) -> None:
         """Report bytes of masters and optimizer state to the ledger."""
-        held = dict.fromkeys([(c, t) for c in ("master", "optimizer") for t in Tier], 0)
+        self.has_new_state = False
+        held = dict.fromkeys([(c, t) for c in ("master", "optimizer") for t in TIERS.values()], 0)
         for chunk in self.chunks:
             held["master", self._now("master", chunk.tier)] += chunk.master_nbytes
             for fragment in chunk.fragments:
@@ -337,14 +356,18 @@ class OptimizerShard:
         return Tier.HOST if tier is Tier.DEVICE and category in self.is_offloaded else tier
 
     def _tier_of(self, chunk: OptimizerChunk, value: Tensor) -> Tier:
-        """The tier of a tensor of state. Step counts have no space on pages: they are in host memory."""
-        if chunk.page is None or storage.is_shared(value, chunk.page.bytes):
+        """The tier of a tensor of state. Step counts are not in ``state_C``, but in host memory."""
+        if chunk.page is None and not chunk.state_C:
             return chunk.tier
-        return Tier.HOST
+        is_there = any(storage.is_shared(value, flat_C) for flat_C in chunk.state_C.values())
+        return chunk.tier if is_there else Tier.HOST
 
 
 StateDtypes = Callable[[int], Mapping[str, torch.dtype]]
 """Maps the index of a param group to the optimizer state of the parameter's shape: dtype by name."""
+
+GiveMemory = Callable[[Tier, int, Mapping[str, torch.dtype]], ChunkMemory | None]
+"""``(tier, numel, dtypes)``: memory for the flat tensors of a chunk. None: the tier gives none."""
 
 
 def make_optimizer_shard(
@@ -354,6 +377,7 @@ def make_optimizer_shard(
     *,
     whole: bool,
     pager: Pager | None,
+    chunk_memory: GiveMemory,
     state_dtypes: StateDtypes,
     host: HostStaging | None,
 ) -> OptimizerShard:
@@ -373,11 +397,17 @@ def make_optimizer_shard(
         (index_of[piece.fqn], piece.at, piece.numel)
         for piece in layout.fragments_between(begin, end)
     )
-    shard = OptimizerShard(unit, buffer, param_R, own, owned, (), pager)
+    shard = OptimizerShard(unit, buffer, param_R, whole, own, owned, (), pager)
     with shard.loaded():
         shard.chunks = tuple(
             _make_chunk(
-                shard, begin, span, group_of, pager=pager, state_dtypes=state_dtypes, host=host
+                shard,
+                begin,
+                span,
+                group_of,
+                chunk_memory=chunk_memory,
+                state_dtypes=state_dtypes,
+                host=host,
             )
             for span in spans or (Span(0, end - begin, Tier.DEVICE),)
         )
@@ -390,7 +420,7 @@ def _make_chunk(
     span: Span,
     group_of: Mapping[int, int],
     *,
-    pager: Pager | None,
+    chunk_memory: GiveMemory,
     state_dtypes: StateDtypes,
     host: HostStaging | None,
 ) -> OptimizerChunk:
@@ -404,20 +434,18 @@ def _make_chunk(
     host_chunk = None
     if host is not None and span.tier is not Tier.DEVICE:
         on_host = unit.store.tier is not Tier.DEVICE
-        host_chunk = host.make_chunk(param_C, on_host=on_host, shares=span.tier is Tier.DISK)
+        host_chunk = host.make_chunk(param_C, on_host=on_host, shares=span.tier.only_in_use)
     near_C = param_C if host_chunk is None else host_chunk.host_param_C
+    dtypes = {name: dtype for group in groups for name, dtype in state_dtypes(group).items()}
+    if has_master:
+        dtypes = {"": unit.row.master, **dtypes}
+    memory = chunk_memory(span.tier, param_C.numel(), dtypes)
     page, master_C, state_C = None, near_C, {}
-    if span.tier is Tier.DISK and pager is not None:
-        kept = {name: dtype for group in groups for name, dtype in state_dtypes(group).items()}
-        sections = {"": unit.row.master, **kept} if has_master else kept
-        page = pager.page(page_nbytes(param_C.numel(), sections.values()))
-        views = _sections(page.bytes, param_C.numel(), sections)
-        master_C = views.pop("", near_C)
-        state_C = views
+    if memory is not None:
+        page, state_C = memory.page, dict(memory.views)
+        master_C = state_C.pop("", near_C)
         if has_master:
-            with pager.open(page, changed=True):
-                master_C.copy_(near_C)
-                page.filled_nbytes = page_nbytes(param_C.numel(), [unit.row.master])
+            _fill_master(shard, page, master_C, near_C)
     elif has_master:
         master_C = _copy_of(near_C, unit.row.master, host if host_chunk is not None else None)
     fragments = []
@@ -439,8 +467,22 @@ def _make_chunk(
             )
         )
     return OptimizerChunk(
-        span.begin, span.tier, param_C, master_C, tuple(fragments), page, state_C, host_chunk
-    )
+        span.begin, param_C.numel(), span.tier, param_C, master_C, tuple(fragments),
+        page, state_C, host_chunk,
+    )  # fmt: skip
+
+
+def _fill_master(
+    shard: OptimizerShard, page: Page | None, master_C: Tensor, near_C: Tensor
+) -> None:
+    """Write the first values of a master into the tier's memory."""
+    if page is None:
+        master_C.copy_(near_C)
+        return
+    assert shard.pager is not None
+    with shard.pager.open(page, changed=True):
+        master_C.copy_(near_C)
+        page.filled_nbytes = page_nbytes(master_C.numel(), [master_C.dtype])
 
 
 def _copy_of(near_C: Tensor, dtype: torch.dtype, host: HostStaging | None) -> Tensor:
@@ -449,9 +491,25 @@ def _copy_of(near_C: Tensor, dtype: torch.dtype, host: HostStaging | None) -> Te
     return host.allocate(near_C.numel(), dtype).copy_(near_C)
 
 
-def _sections(memory: Tensor, numel: int, sections: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
-    views, at = {}, 0
-    for name, dtype in sections.items():
-        views[name] = memory[at : at + numel * dtype.itemsize].view(dtype)
-        at += page_nbytes(numel, [dtype])
-    return views
+def norm_of(flat: Tensor) -> Tensor:
+    """2-norm of a flat tensor as a 0-dim tensor, in fp32 (fp64 for fp64).
+
+    16-bit values are upcast first, since a 16-bit reduction is slow and inexact on CPU.
+    """
+    if flat.device.type != "cpu" and flat.dtype != torch.float64:
+        measured: Tensor = torch.linalg.vector_norm(flat, dtype=torch.float32)  # one kernel
+        return measured
+    if flat.dtype in (torch.float32, torch.float64):
+        wide = flat
+    elif flat.numel() <= PIECE_NUMEL:
+        wide = flat.float()
+    else:
+        room = flat.new_empty(PIECE_NUMEL, dtype=torch.float32)  # reused: it stays in cache
+        wide = torch.stack(
+            [
+                torch.linalg.vector_norm(room[: chunk.numel()].copy_(chunk))
+                for chunk in flat.split(PIECE_NUMEL)
+            ]
+        )
+    norm: Tensor = torch.linalg.vector_norm(wide)
+    return norm

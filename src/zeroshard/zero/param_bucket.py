@@ -16,8 +16,8 @@ from torch.utils.weak import TensorWeakRef
 from zeroshard.comm.collectives import Comm
 from zeroshard.core.layout import Slot, pack
 from zeroshard.memory.storage import fingerprint
-from zeroshard.zero import scatter, sharded_parameter
-from zeroshard.zero.grad_flags import pack_flags, unpack_any
+from zeroshard.zero import materialize, sharded_parameter
+from zeroshard.zero.clip import pack_flags, unpack_any
 
 
 class Construction(Protocol):
@@ -147,7 +147,7 @@ class ParamBucket:
         self.dtype = context.dtype if context.dtype and dtype.is_floating_point else dtype
         self.layout = pack(
             [(owner.name, param.shape) for owner, param in zip(owners, params, strict=True)],
-            world_size=context.comm.world_size,
+            num_shards=context.comm.size,
         )
         self.name = f"{owners[0].name} and {len(owners) - 1} more" if owners[1:] else owners[0].name
         self.numel = sum(param.numel() for param in params)
@@ -179,7 +179,7 @@ class ParamBucket:
                 kept.append((slot, param))
             else:
                 changed.append((owner, param))  # the program changed its shape, dtype or device
-        shard_S = scatter.scatter(
+        shard_S = materialize.scatter(
             self.layout,
             [(slot, param.data) for slot, param in kept],
             dtype=self.dtype,
@@ -245,7 +245,7 @@ class ParamBucket:
 
     def _prints(self) -> dict[Slot, int]:
         """A fingerprint of each whole parameter. One that differs means a write."""
-        return {slot: int(_fingerprint(param.detach())) for slot, param, _ in self.members()}
+        return {slot: int(fingerprint_of(param.detach())) for slot, param, _ in self.members()}
 
     def put_back(self) -> None:
         """Shard the parameters again, with the values that they had before :meth:`open`."""
@@ -279,7 +279,8 @@ class ParamBucket:
         return full_N
 
 
-def _fingerprint(values: Tensor) -> Tensor:
+def fingerprint_of(values: Tensor) -> Tensor:
+    """The fingerprint of values of any shape and dtype, 0-dim int64."""
     flat = values.reshape(-1).view(torch.uint8)
     if len(flat) % 8 or flat.storage_offset() % 8 or not len(flat):
         flat = nn.functional.pad(flat, (0, -len(flat) % 8 or 8))

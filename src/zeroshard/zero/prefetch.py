@@ -23,43 +23,56 @@ class WrappedModule:
     name: str
     module: nn.Module
     units: tuple[Unit, ...]
-    numel: int = field(init=False)  # elements to gather: those of units that are not resident
+    sharded: tuple[Unit, ...] = field(init=False)  # the units that are not resident
+    storage_ids: frozenset[int] = field(init=False)  # of their full parameters
+    numel: int = field(init=False)  # elements to gather: those of ``sharded``
     running: list[Any] = field(default_factory=list)  # calls inside forward; None: not recorded
     open_calls: int = 0  # forward calls that backward has not left yet
-    missing_grads: int = 0  # gradients of this backward that have not arrived yet
+    trainable_units: int = field(init=False)
+    missing_units: int = 0  # trainable units that wait for gradients of the running backward
 
     def __post_init__(self) -> None:
-        self.numel = sum(unit.layout.full_numel for unit in self.units if not unit.resident)
+        self.sharded = tuple(unit for unit in self.units if not unit.resident)
+        self.storage_ids = frozenset(unit.storage_id for unit in self.sharded)
+        self.numel = sum(unit.layout.full_numel for unit in self.sharded)
+        self.trainable_units = sum(unit.trainable for unit in self.units)
 
     def unshard(self) -> None:
-        for unit in self.units:
-            unit.unshard()
+        for unit in self.sharded:
+            if not unit.is_allocated:
+                unit.unshard()
 
     def prefetch_shards(self) -> None:
         """Start reading shards on disk, before their all-gather: a local read, and the longest part."""
         for unit in self.units:
-            unit.store.prefetch()
+            unit.store.prefetch_gather()
+
+    def cancel_prefetch(self) -> None:
+        """Free shards that were prefetched and not used."""
+        for unit in self.units:
+            unit.store.cancel_prefetch()
 
     def wait_for_unshard(self) -> None:
+        """Finish what :meth:`unshard` started."""
         for unit in self.units:
-            unit.unshard()
-        for unit in self.units:
-            unit.wait_for_unshard()
+            if unit.state is not UnitState.FULL:
+                unit.wait_for_unshard()
 
     def reshard(self) -> None:
-        for unit in self.units:
-            unit.reshard()
+        for unit in self.sharded:
+            if unit.is_allocated:
+                unit.reshard()
 
     @property
     def is_read_in_backward(self) -> bool:
-        """Whether backward reads the parameters. An embedding's only writes their gradient."""
+        """Whether backward reads the parameters. Backward of an embedding writes only a gradient."""
         module = self.module
-        # One forward hook is ours; backward of what other hooks compute may read the table.
+        # One forward hook is ours. Backward of what another hook computes may read the parameters.
         return type(module) is not nn.Embedding or len(module._forward_hooks) > 1
 
     @property
     def is_sharded(self) -> bool:
-        return any(unit.state is UnitState.SHARDED for unit in self.units)
+        return any(not unit.is_allocated for unit in self.sharded)
 
 
 class Prefetcher:
@@ -68,8 +81,8 @@ class Prefetcher:
     ``prefetch_numel``: elements gathered ahead of their use (``stage3_prefetch_bucket_size``).
     ``live_numel``: nothing is gathered ahead, or kept after forward, beyond this many full elements
     (``stage3_max_live_parameters``). ``reuse_numel``: a module stays full after its forward if at most
-    this many elements are used between it and its backward (``stage3_max_reuse_distance``). None keeps
-    only the last module of forward, which would otherwise be gathered twice in a row; 0 keeps none.
+    this many elements are used between it and its backward (``stage3_max_reuse_distance``). None: only
+    the last module of forward stays full, because it would otherwise be gathered twice in a row. 0: none.
     """
 
     def __init__(
@@ -87,10 +100,17 @@ class Prefetcher:
         self.prefetch_numel = prefetch_numel
         self.live_numel = live_numel
         self._is_limited = sum(wrapped.numel for wrapped in self.wrapped_modules) > live_numel
+        self._reads_disk = any(
+            unit.store.tier.only_in_use
+            for wrapped in self.wrapped_modules
+            for unit in wrapped.sharded
+        )
         self.order: list[WrappedModule] = []  # order of use in the last complete forward
         self._position: dict[int, int] = {}
         self._recording: list[WrappedModule] = []
         self._seen: set[int] = set()
+        # By id, modules whose shards were prefetched since the last reshard_all.
+        self._reads_ahead: dict[int, WrappedModule] = {}
 
     def begin_forward(self) -> None:
         """Begin the root's forward: reshard what an abandoned step left full, and unshard the root."""
@@ -147,26 +167,32 @@ class Prefetcher:
         for wrapped in self.wrapped_modules:
             if wrapped is not but:
                 wrapped.reshard()
-                for unit in wrapped.units:
-                    unit.store.cancel_prefetch()
+        for wrapped in self._reads_ahead.values():
+            wrapped.cancel_prefetch()
+        self._reads_ahead.clear()
 
     def _prefetch(self, wrapped: WrappedModule, forward: bool) -> None:
         at = self._position.get(id(wrapped))
         if at is None:
             return
-        ahead = self.order[at + 1 :] if forward else reversed(self.order[:at])
+        order = self.order
+        ahead = range(at + 1, len(order)) if forward else range(at - 1, -1, -1)
         budget, started = self.prefetch_numel, False
         if self._is_limited:
             budget = min(budget, self.live_numel - self.live())
-        for later in ahead:
+        for position in ahead:
+            later = order[position]
             budget -= later.numel
             if budget < 0:
                 return
             if later.is_sharded and (forward or later.is_read_in_backward):
                 if started:
                     later.prefetch_shards()
+                    self._reads_ahead[id(later)] = later
                     return
-                later.unshard()  # one all-gather ahead: hides its time, and bounds the memory
+                later.unshard()  # only one ahead: that hides its time and limits the memory
+                if not self._reads_disk:
+                    return
                 started = True
 
     def live(self) -> int:
@@ -174,6 +200,6 @@ class Prefetcher:
         return sum(
             unit.layout.full_numel
             for wrapped in self.wrapped_modules
-            for unit in wrapped.units
-            if not unit.resident and unit.state is not UnitState.SHARDED
+            for unit in wrapped.sharded
+            if unit.is_allocated
         )

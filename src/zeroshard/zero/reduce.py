@@ -1,4 +1,4 @@
-"""Reduces gradients from autograd into the shards that the optimizer reads.
+"""Reduces the gradients of all ranks into the shards that the optimizer reads.
 
 Every trainable unit has a :class:`~zeroshard.zero.gradients.GradBuffer`. Buffers are reduced in one fixed
 order that does not depend on what a rank ran; gradients that did not arrive count as zeros (ADR 0004).
@@ -10,110 +10,91 @@ Letters as in :mod:`zeroshard.zero.unit`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import KW_ONLY, dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from zeroshard.errors import UnsupportedError
 from zeroshard.zero.gradients import GradBuffer
-from zeroshard.zero.unit import Unit
 
 if TYPE_CHECKING:
     from zeroshard.comm.collectives import Handle
 
 MAX_IN_FLIGHT = 2
-"""Reductions in flight during backward. More would cost memory and gain no overlap."""
+"""The largest number of reductions in flight, if they overlap with backward. More would cost memory."""
 
 
-@dataclass(frozen=True, slots=True)
-class _InFlight:
+class _InFlight(NamedTuple):
     buffer: GradBuffer
     handles: list[Handle]
-    target_S: Tensor
-    source: Tensor  # keeps the memory until the reduction has ended
+    grads_N: Tensor  # the input: its memory must live until the reduction has ended
+    result_S: Tensor
 
 
+class BackwardKind(NamedTuple):
+    """What one backward is in its optimizer step."""
+
+    completes: bool  # it is the last one, so its gradients are reduced
+    accumulates: bool  # the step sums the gradients of several backwards
+
+
+@dataclass(eq=False)
 class GradReducer:
-    """Reduces buffers during backward, in reverse order, with at most :data:`MAX_IN_FLIGHT` in flight.
+    """Reduces buffers during backward, the last one of forward first.
 
     ``eager``: reduce after every backward (stages 2 and 3). Otherwise the local sum is reduced once, at
     the accumulation boundary. ``bucket_numel``: at most this many elements per reduce-scatter
     (``reduce_bucket_size``), rounded up to a multiple of 64 per rank. ``predivide``: local gradients are
     divided by this before the reduction (``prescale_gradients``, ``gradient_predivide_factor``).
-    ``whole``: every rank needs the whole reduced gradient (stage 0). ``overlap``: reductions run while
-    backward goes on; otherwise each is waited for. ``expects_accumulation()``: whether a step sums
-    several micro-batches.
+    ``whole``: every rank needs the whole reduced gradient (stage 0). ``in_flight_limit``: the largest
+    number of reductions in flight; with 0 backward waits for each of them.
     """
 
-    def __init__(
-        self,
-        buffers: Sequence[GradBuffer],
-        *,
-        eager: bool,
-        whole: bool,
-        expects_accumulation: Callable[[], bool],
-        bucket_numel: int,
-        overlap: bool,
-        predivide: float = 1.0,
-    ) -> None:
-        self.buffers = list(buffers)
-        self.order = list(reversed(self.buffers))  # backward reaches the last unit first
-        self.eager = eager
-        self.whole = whole
-        self.expects_accumulation = expects_accumulation
-        self.bucket_numel = bucket_numel
-        self.in_flight_limit = MAX_IN_FLIGHT if overlap else 0
-        self.predivide = predivide
-        self.reducing = False
-        self.waiting = False  # gradients of an ended backward are not reduced yet
-        self._completes = False  # the running backward is the last one of its step
-        self._next = 0
-        self._in_flight: deque[_InFlight] = deque()
+    buffers: list[GradBuffer]
+    _: KW_ONLY
+    eager: bool
+    whole: bool
+    bucket_numel: int
+    in_flight_limit: int
+    predivide: float = 1.0
+    reducing: bool = False
+    waiting: bool = False  # gradients of a finished backward are not reduced yet
+    _completes: bool = False  # the running backward is the last one of its step
+    _accumulates: bool = False  # the running step sums several micro-batches
+    _next: int = 0
+    _in_flight: deque[_InFlight] = field(default_factory=deque)
+
+    @cached_property
+    def order(self) -> list[GradBuffer]:
+        """The buffers in the order of their reductions: backward reaches the last unit first."""
+        return self.buffers[::-1]
 
     # ------------------------------------------------------------------ one backward
 
-    def begin_backward(self, *, boundary: bool) -> None:
+    def begin_backward(self, kind: BackwardKind) -> None:
         """To be called once per backward, before its first gradient."""
-        self.reducing = self.eager or boundary
-        self._completes = boundary
+        self.reducing = self.eager or kind.completes
+        self._completes, self._accumulates = kind
         self._next = 0
+        sums_locally = self._accumulates and not self.eager
         for buffer in self.buffers:
-            buffer.num_ready, buffer.complete = 0, False
-
-    def accumulate_grad(self, buffer: GradBuffer, index: int, param: nn.Parameter) -> None:
-        """Take the gradient that autograd accumulated into ``param.grad``.
-
-        Raises:
-            UnsupportedError: it is sparse.
-        """
-        grad = param.grad
-        assert grad is not None
-        param.grad = None
-        if grad.is_sparse:
-            raise UnsupportedError(
-                f"parameter {buffer.unit.layout.slots[index].fqn!r} has a sparse gradient; ZeRO "
-                "reduces dense flat gradients. Use sparse=False in the embedding."
-            )
-        buffer.accumulate_grad(index, grad, self._grad_dtype(buffer.unit))
-        buffer.num_ready += 1
-        if buffer.num_ready == len(buffer.unit.params):
-            self.finish_buffer(buffer)
+            row = buffer.unit.row
+            buffer.begin_backward(row.grad_accum if sums_locally else row.reduce)
 
     def finish_buffer(self, buffer: GradBuffer) -> None:
         """Note that backward gives no more gradients of the unit, and reduce buffers whose turn it is."""
+        if buffer.complete:
+            return
         buffer.complete = True
         while self.reducing and self._next < len(self.order) and self.order[self._next].complete:
             self._launch_next()
 
-    def _grad_dtype(self, unit: Unit) -> torch.dtype:
-        many = not self.eager and self.expects_accumulation()
-        return unit.row.grad_accum if many else unit.row.reduce
-
     def end_backward(self) -> None:
         """Reduce the remaining buffers in the fixed order, the same on every rank."""
+        for buffer in self.buffers:
+            buffer.copy_waiting()
         self.waiting = not self.reducing
         if self.waiting:
             return
@@ -140,26 +121,25 @@ class GradReducer:
         if grads_N.dtype != unit.row.reduce:
             with buffer.ledger.lend("cast", layout.full_numel * unit.row.reduce.itemsize):
                 grads_N = grads_N.to(unit.row.reduce)
-        begin, end = layout.shard_range(buffer.comm.rank)
-        # A slice of grads_N where that is kept (stages 0 and 1), else a tensor of its own.
-        apart = buffer.transient and buffer.comm.world_size > 1
-        target_S = torch.empty_like(grads_N[begin:end]) if apart else grads_N[begin:end]
-        handles = self._reduce_scatter(buffer, target_S, grads_N)
-        self._in_flight.append(_InFlight(buffer, handles, target_S, grads_N))
-        buffer.reducing_N, buffer.reduce_result_S = grads_N, target_S
-        buffer.report()
+        if buffer.transient and buffer.comm.size > 1:
+            result_S = grads_N.new_empty(layout.shard_numel)
+        else:  # grads_N is kept
+            result_S = grads_N[slice(*layout.shard_range(buffer.comm.rank))]
+        handles = self._reduce_scatter(buffer, result_S, grads_N)
+        self._in_flight.append(_InFlight(buffer, handles, grads_N, result_S))
+        buffer.begin_reduction(grads_N, result_S)
         self._drain(self.in_flight_limit)
 
     def _reduce_scatter(
         self, buffer: GradBuffer, target_S: Tensor, grads_N: Tensor
     ) -> list[Handle]:
         comm, name = buffer.comm, buffer.unit.name
-        world_size, shard_numel = comm.world_size, target_S.numel()
-        columns = max(64, -(-self.bucket_numel // world_size // 64) * 64)
+        size, shard_numel = comm.size, target_S.numel()
+        columns = max(64, -(-self.bucket_numel // size // 64) * 64)
         if columns >= shard_numel:
             return [comm.reduce_scatter(target_S, grads_N, name=name)]
         handles: list[Handle] = []
-        grads_WS = grads_N.view(world_size, shard_numel)
+        grads_WS = grads_N.view(size, shard_numel)
         for at in range(0, shard_numel, columns):
             bucket = grads_WS[:, at : at + columns].contiguous().view(-1)
             with buffer.ledger.lend("bucket", bucket.nbytes):
@@ -172,30 +152,24 @@ class GradReducer:
             done = self._in_flight.popleft()
             for handle in done.handles:
                 handle.wait()
-            buffer = done.buffer
-            first = not buffer.is_reduced
-            if first and self.eager and self.expects_accumulation():
-                buffer.reduced_S = done.target_S.to(buffer.unit.row.grad_accum)
-            else:
-                buffer.add_reduced(done.target_S)
-            if self.whole:
-                buffer.reduced_N = done.source if first else None
-            buffer.reducing_N = buffer.reduce_result_S = None
-            buffer.store_reduced(complete=self._completes)
-            buffer.report()
+            done.buffer.end_reduction(
+                done.grads_N,
+                done.result_S,
+                widen=self.eager and self._accumulates,
+                whole=self.whole,
+                complete=self._completes,
+            )
 
     # ------------------------------------------------------------------ the step
 
     def finish(self) -> None:
         """Reduce everything that arrived. At stage 0, give every rank the whole gradient."""
-        if any(buffer.grads_N is not None for buffer in self.buffers) or any(
-            not buffer.is_reduced for buffer in self.buffers
-        ):
+        left = [buf for buf in self.order if buf.grads_N is not None or not buf.is_reduced]
+        if left:
             self.reducing, self.waiting, self._next = True, False, len(self.order)
             self._completes = True
-            for buffer in self.order:
-                if buffer.grads_N is not None or not buffer.is_reduced:
-                    self._launch(buffer)
+            for buffer in left:
+                self._launch(buffer)
             self._drain(0)
         if self.whole:
             self._spread()

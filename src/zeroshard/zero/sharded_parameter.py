@@ -129,12 +129,15 @@ def nan_placeholder(like: Tensor, device: torch.device | None = None) -> Tensor:
     return torch.full((), nothing, dtype=dtype, device=device or like.device).expand(like.shape)
 
 
+_FAKE: type[Tensor] = FakeTensor  # the class of fake parameters; mypy knows no class of both
+
+
 def mark_sharded(
     params: Sequence[nn.Parameter], placeholders: Sequence[Tensor] | None = None
 ) -> None:
     """Put placeholders into the parameters. From now on their owner serves reads."""
     for param, nothing in zip(params, placeholders or map(nan_placeholder, params), strict=True):
-        if not isinstance(param, FakeTensor):  # no values to guard, and it must keep its class
+        if type(param) is not _FAKE:  # no values to guard, and it must keep its class
             param.data = nothing
             param.__class__ = ShardedParameter
 
@@ -147,7 +150,7 @@ def mark_unsharded(
     ``kinds``: the classes that the parameters were built with, nearly always ``nn.Parameter``.
     """
     for param, view, kind in zip(params, views, kinds, strict=True):
-        if not isinstance(param, FakeTensor):
+        if type(param) is not _FAKE:
             param.__class__ = kind
         param.data = view
 
@@ -284,8 +287,8 @@ class ShardedParameter(nn.Parameter):
                     return StateEntry.of(args[0], lambda whole: func(whole, *rest))
             if func in _ADDRESSES and isinstance(args[0], kind):
                 raise ShardedAccess(
-                    f"{_described(args[0])} was asked for its address ({func.__name__}), but has no "
-                    f"memory of its own. {_WAYS_OUT}"
+                    f"{_described(args[0])} has no memory for its values, so it has no address "
+                    f"({func.__name__}). {_WAYS_OUT}"
                 )
             for targets, how in _written(func, args, kwargs):
                 for param in _tensors_in(targets, kind):
@@ -334,8 +337,9 @@ class ShardedParameter(nn.Parameter):
         if type(self) is nn.Parameter:
             return nn.Parameter(self, requires_grad=False)  # shares the memory
         raise ShardedAccess(
-            f"{_described(self)} was given to nn.Parameter(), which makes a parameter in the same "
-            "memory, and it has none here. Use nn.Parameter(param.detach().clone()) to get its values."
+            f"{_described(self)} was passed to nn.Parameter(), which makes a parameter in the "
+            "same memory, but it has no memory for its values. Use "
+            "nn.Parameter(param.detach().clone()) to get its values."
         )
 
     def as_subclass(self, cls: type[Tensor]) -> Tensor:  # type: ignore[override]
@@ -483,8 +487,8 @@ class _ReadAlone(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         raise ShardedAccess(
-            f"the loss of this rank depends on NaN that stand for {ctx.what}, which it read alone in a "
-            "forward (see its log). Read the parameter on every rank."
+            f"the loss of this rank depends on NaN that replace the values of {ctx.what}. Only "
+            "this rank read it in a forward (see its log). Read the parameter on every rank."
         )
 
 
@@ -507,7 +511,7 @@ def _read(param: nn.Parameter) -> Tensor | None:
     if owner is None:
         raise ShardedAccess(
             f"a parameter of shape {tuple(param.shape)} was read after its engine was closed. Its "
-            "shards are gone. Read what you need before engine.close(), for instance with "
+            "shards were freed. Read what you need before engine.close(), for instance with "
             "engine.iter_full_params()."
         )
     return owner.read(param)
@@ -599,8 +603,8 @@ def _address(tensor: Tensor) -> int | None:
 
 def _lost_write(target: Tensor, how: str) -> ShardedAccess:
     return ShardedAccess(
-        f"{_described(target)} was {how}; the change could not be kept, since the values are spread "
-        f"over the ranks. {_WAYS_OUT}"
+        f"{_described(target)} was {how}; the change would be lost, because the values are "
+        f"sharded over the ranks. {_WAYS_OUT}"
     )
 
 

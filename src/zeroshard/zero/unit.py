@@ -13,8 +13,9 @@ instruction does at once. Otherwise stages would not agree bit for bit.
 *Who owns which memory.* The unit owns one storage, that of ``full_N``, as long as it lives. Full
 parameters are views of it. It is freed and filled by resizing, and never replaced by another storage (ADR
 0002). Without this, a tensor that autograd saved in forward would keep an old storage, and backward would
-compute with old values and no error. In a *resident* unit (stages 0 to 2) ``shard_S`` is a slice of
-``full_N``, and ``full_N`` is never freed. In other units ``shard_S`` has a storage of its own, and the
+compute with old values and no error. In a *resident* unit ``shard_S`` is a slice of ``full_N``, and
+``full_N`` is never freed. Units are resident at stages 0 to 2, and at stage 3 on one rank unless
+parameters are offloaded. In other units ``shard_S`` has a storage of its own, and the
 unit's shard store decides when it is in memory (:mod:`zeroshard.offload.shard_store`).
 
 *States.* :class:`UnitState` names them. Each change goes through ``Unit._transition``, which refuses an
@@ -28,10 +29,11 @@ is freed (on CPU a segmentation fault) or that an all-gather is still writing.
 unit that was not unsharded is an error. Without this, it would read freed memory where no hook ran. An
 update raises the versions for good: a graph from before ``step()`` is refused at every stage.
 
-*Edits.* A program may write into full parameters. ``reshard`` copies this rank's part of them into the
-shard before it frees them; ``discard_unsharded`` does not, and is for the time after an update, when the
-shard is newer than ``full_N``. A program that assigns ``param.data`` takes a parameter out of the unit's
-storage; ``rebind_storage`` copies the values in and restores the view.
+*Edits.* A program may write into full parameters. ``reshard`` hands this rank's part of them to the
+shard store before it frees them, and says whether PyTorch has counted a write; ``discard_unsharded`` does
+not, and is for the time after an update, when the shard is newer than ``full_N``. A program that assigns
+``param.data`` takes a parameter out of the unit's storage; ``rebind_storage`` copies the values in and
+restores the view.
 """
 
 from __future__ import annotations
@@ -48,13 +50,13 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from zeroshard.core.layout import Slot, UnitLayout
 from zeroshard.core.tiers import Tier
 from zeroshard.errors import UnitStateError, UsageError
-from zeroshard.memory import storage
 from zeroshard.offload.shard_store import AllocateShard, MemoryShardStore, ShardStore
 from zeroshard.watchdog.diagnosis import READ
 from zeroshard.zero import sharded_parameter
-from zeroshard.zero.scatter import ParamScatterer
+from zeroshard.zero.materialize import ParamScatterer
 
 _set_versions = torch._C._autograd._unsafe_set_version_counter
+_is_alias_of: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
 
 if TYPE_CHECKING:
     from zeroshard.comm.collectives import Comm, Handle
@@ -67,14 +69,18 @@ class UnitState(Enum):
 
     SHARDED --unshard()--> GATHERING --wait_for_unshard()--> FULL --reshard()--> SHARDED
     FULL --all_gather_updated()--> GATHERING, if the unit is resident or pinned
+    FULL or SHARDED --all_gather_updated(updating)--> UPDATING --(next use)--> GATHERING or SHARDED
     SHARDED --offload()--> OFFLOADED --reload()--> SHARDED
     FULL --offload()--> OFFLOADED --reload()--> FULL, if the unit is resident
     """
 
     SHARDED = "sharded"  # only shard_S is valid: the state between uses at stage 3
     GATHERING = "gathering"  # full_N has memory that must not be read: values are incomplete
+    UPDATING = "updating"  # an asynchronous update is writing shard_S: nothing is valid
     FULL = "full"  # full_N is valid, and the module's parameters are views of it
     OFFLOADED = "offloaded"  # offload_states() is in effect: the parameters must not be used
+
+    __hash__ = object.__hash__  # that of Enum is Python code, which would run at each transition
 
 
 _TRANSITIONS = frozenset(
@@ -83,6 +89,10 @@ _TRANSITIONS = frozenset(
         (UnitState.GATHERING, UnitState.FULL),
         (UnitState.FULL, UnitState.SHARDED),
         (UnitState.FULL, UnitState.GATHERING),
+        (UnitState.FULL, UnitState.UPDATING),
+        (UnitState.SHARDED, UnitState.UPDATING),
+        (UnitState.UPDATING, UnitState.GATHERING),
+        (UnitState.UPDATING, UnitState.SHARDED),
         (UnitState.SHARDED, UnitState.OFFLOADED),
         (UnitState.OFFLOADED, UnitState.SHARDED),
         (UnitState.FULL, UnitState.OFFLOADED),
@@ -91,18 +101,14 @@ _TRANSITIONS = frozenset(
 )
 
 
-_WITHOUT_FULL = (UnitState.SHARDED, UnitState.OFFLOADED)
-"""States in which ``full_N`` of a unit that is not resident has no memory."""
-
-
 class Unit:
     """Parameters of one dtype that are gathered together, in one flat storage. See [Note: units].
 
-    ``resident`` units (stages 0 to 2) are always whole. Other units keep ``shard_S`` and fill ``full_N``
-    only around their use. ``params`` are consumed one by one, in the order of the layout, so an iterator
-    may create each parameter when it is asked for it. Their values are taken from rank 0. ``store_of``
-    makes the shard store from ``shard_S``, which then holds the first values. ``room(numel, dtype)``
-    gives zeroed memory for ``shard_S``; without it, that is on ``device``.
+    ``resident`` units are always whole. Other units keep ``shard_S`` and fill ``full_N`` only around
+    their use. ``params`` are consumed one by one, in the order of the layout, so an iterator may create
+    each parameter when it is asked for it. The values of rank 0 are used. ``store_of`` makes the shard
+    store from ``shard_S``, which holds the first values at that time. ``room(numel, dtype)`` gives zeroed
+    memory for ``shard_S``; None: memory of ``device``.
     """
 
     def __init__(
@@ -136,8 +142,9 @@ class Unit:
         self.pin_count = 0  # open GatheredParameters blocks; above 0 the unit is not resharded
         self.fingerprint: Tensor | None = None  # of the values when GatheredParameters was entered
         self._handle: Handle | None = None
-        self._source_S: Tensor | None = None  # the input of the all-gather in flight
-        self._pending_update: Callable[[], None] | None = None  # waits for the asynchronous update
+        self._full_versions: tuple[int, ...] = ()  # of the parameters, when they became full
+        self._wait_for_update: Callable[[], None] | None = None  # set while UPDATING
+        self._end_in_order: Callable[[], None] | None = None  # called instead of end_update()
         self._update_failed = False  # the asynchronous update failed, and its error was raised
         self._versions: _unsafe_preserve_version_counter | None = None
         self._weak_self = weakref.ref(self)
@@ -148,11 +155,14 @@ class Unit:
         self._views = [
             self.full_N[slot.start : slot.stop].view(slot.shape) for slot in layout.slots
         ]
-        self._own_part_S = self.full_N[
-            low:high
-        ]  # valid, as all views are, while the storage has memory
+        # Like all views, valid only while the storage has memory.
+        self._own_part_S = self.full_N[low:high]
+        self.full_nbytes = self.full_N.nbytes
+        # Equal for every view of full_N.
+        self.storage_id: int = self.full_N.untyped_storage()._cdata
+        self.is_allocated = True  # full_N has memory
         if not resident:
-            storage.release(self.full_N)  # memory was needed only to make the views
+            self._set_allocated(False)  # memory was needed only to make the views
         part = self.full_N
         if not resident:
             part = (
@@ -172,7 +182,7 @@ class Unit:
         scatterer.finish()
         self.shard_S = part[low:high] if resident else part
         self.store = store_of(self.shard_S)
-        ledger.hold("parameters", name, storage.flat_nbytes(part), self.store.tier)
+        ledger.hold("parameters", name, part.nbytes, self.store.tier)
         if not resident:
             self._free_unsharded()
 
@@ -190,8 +200,11 @@ class Unit:
         return param
 
     @property
-    def full_nbytes(self) -> int:
-        return storage.flat_nbytes(self.full_N)
+    def is_sharded(self) -> bool:
+        """Whether the next use must all-gather the unit: no full parameters, and none on their way."""
+        return self.state is UnitState.SHARDED or (
+            self.state is UnitState.UPDATING and not self.is_allocated
+        )
 
     def __repr__(self) -> str:
         return f"Unit({self.name!r}, {self.state.value}, N={self.layout.full_numel})"
@@ -205,19 +218,20 @@ class Unit:
             UsageError: the parameters are offloaded.
             DiskError: the shard cannot be read; the unit stays sharded.
         """
-        if self.state is not UnitState.SHARDED:
+        if not self.is_sharded:
             self.check_not_offloaded()
             return
-        self._wait_for_update()
-        shard_S = self.store.acquire()  # if this raises, the unit stays SHARDED
+        if self.state is UnitState.UPDATING:
+            self._end_update()
+        self.store.open_gather()  # if this raises, the unit stays SHARDED
         self._transition(UnitState.GATHERING)
-        storage.allocate(self.full_N)
-        self._report_unsharded()
-        self._all_gather(shard_S)
+        self._set_allocated(True)
+        self._start_gather()
 
-    def _all_gather(self, shard_S: Tensor) -> None:
-        self._source_S = shard_S.to(self.full_N.device, non_blocking=True)
-        self._handle = self.comm.all_gather(self.full_N, self._source_S, name=self.name)
+    def _start_gather(self) -> None:
+        self._handle = self.store.all_gather(
+            self.comm, self.full_N, self._own_part_S, name=self.name
+        )
 
     def wait_for_unshard(self) -> None:
         """Finish the all-gather in flight, so that the parameters can be read. Does nothing without one.
@@ -225,30 +239,31 @@ class Unit:
         Raises:
             UsageError: the parameters are offloaded.
         """
-        self._wait_for_update()
+        if self.state is UnitState.UPDATING:
+            self._end_update()
         if self.state is not UnitState.GATHERING:
             self.check_not_offloaded()
             return
         assert self._handle is not None
         handle, self._handle = self._handle, None
         handle.wait()
-        self._source_S = None
-        self.store.release()
         self._transition(UnitState.FULL)
-        self.store.on_unshard(self._own_part_S)
+        self.store.close_gather(self._own_part_S)
         self._mark_unsharded()
 
     def reshard(self) -> None:
         """Write back edits and free the full parameters, unless the unit is resident or pinned."""
-        if self.resident or self.pin_count or self.state in _WITHOUT_FULL:
+        if self.resident or self.pin_count or not self.is_allocated:
             return
         self.wait_for_unshard()  # until an all-gather has ended, it writes into the storage
-        self.write_back_edits()
+        versions = tuple([param._version for param in self.params])
+        edited = self.rebind_storage() or versions != self._full_versions
+        self.store.write_back(self._own_part_S, edited=edited)
         self._free_unsharded()
 
     def discard_unsharded(self) -> None:
         """Free the full parameters without writing back edits: the shard has the valid values."""
-        if self.resident or self.state in _WITHOUT_FULL:
+        if self.resident or not self.is_allocated:
             return
         self.wait_for_unshard()
         self._free_unsharded()
@@ -256,75 +271,102 @@ class Unit:
     def _free_unsharded(self) -> None:
         self._transition(UnitState.SHARDED)
         self._mark_sharded()
-        storage.release(self.full_N)
-        self._report_unsharded()
+        self._set_allocated(False)
+
+    def _set_allocated(self, allocated: bool) -> None:
+        """Give ``full_N`` memory, with undefined contents, or free it. See ``memory/storage.py``."""
+        nbytes = self.full_nbytes if allocated else 0
+        self.full_N.untyped_storage().resize_(nbytes)
+        self.is_allocated = allocated
+        self.ledger.hold("gathered", self.name, nbytes)
 
     def _mark_sharded(self) -> None:
         """Put placeholders into the parameters and raise their versions.
 
-        Backward reads the memory of saved tensors directly, and the class of a parameter is not
-        consulted. The version that differs makes autograd raise instead of reading.
+        Backward reads the memory of saved tensors directly, without consulting the class of a parameter.
+        Because the version differs, autograd raises an error instead.
         """
         sharded_parameter.mark_sharded(self.params, self._placeholders)
         torch.autograd.graph.increment_version(self.params)
 
     def _mark_unsharded(self) -> None:
         sharded_parameter.mark_unsharded(self.params, self._views, self._kinds)
-        _set_versions(self.params, tuple(param._version - 1 for param in self.params))
+        self._full_versions = tuple([param._version - 1 for param in self.params])
+        _set_versions(self.params, self._full_versions)
 
     def increment_versions(self) -> None:
-        """Make autograd refuse graphs from before the update, as after any optimizer's step."""
+        """Make autograd refuse graphs from before the update, as it does after any optimizer's step."""
         torch.autograd.graph.increment_version(self.params)
 
-    def all_gather_updated(self, updating: Callable[[], None] | None = None) -> None:
+    def all_gather_updated(
+        self,
+        updating: Callable[[], None] | None = None,
+        *,
+        in_order: Callable[[], None] | None = None,
+    ) -> None:
         """Give the other ranks this rank's updated shard, if they hold the unit whole.
 
         A resident or pinned unit starts an all-gather. Any other unit frees its full parameters; its next
-        ``unshard`` gathers the new values. ``updating``: the update still runs asynchronously, and this
-        function waits for it. It is then called at the unit's next use, before the all-gather.
+        ``unshard`` gathers the new values. ``updating``: a function that waits for the unit's
+        asynchronous update, which still runs. It is called at the unit's next use, before the all-gather.
+        ``in_order``: is called at the next use before that. It calls :meth:`end_update` of this unit and
+        of others, in the order that their all-gathers have on every rank.
         """
         self.wait_for_unshard()  # if the unit was not used since the last update
         self.increment_versions()
         if updating is None:
             self.store.write()
         if self.resident or self.pin_count:
-            self._transition(UnitState.GATHERING)
             self.fingerprint = None
+            self._transition(UnitState.GATHERING if updating is None else UnitState.UPDATING)
             self._mark_sharded()
             if updating is None:
-                self._all_gather(self.store.acquire())
+                self.store.open_gather()
+                self._start_gather()
         else:
             self.discard_unsharded()
-        self._pending_update = updating
+            if updating is not None:
+                self._transition(UnitState.UPDATING)
+        self._wait_for_update, self._end_in_order = updating, in_order
 
-    def _wait_for_update(self) -> None:
-        """Wait for the asynchronous update, if there is one; then start the all-gather that waits for it.
+    def _end_update(self) -> None:
+        if self._end_in_order is not None:
+            self._end_in_order()
+        self.end_update()  # does nothing unless another unit's update has failed
 
-        Raises what the update raised, also at each later use.
+    def end_update(self) -> None:
+        """Wait for the asynchronous update. If full parameters are kept, start their all-gather.
+
+        Does nothing if no update runs.
+
+        Raises what the update raised, also at each later use: the unit stays ``UPDATING``, because its
+        values are from two different steps.
         """
-        if self._pending_update is None:
+        if self.state is not UnitState.UPDATING:
             return
+        assert self._wait_for_update is not None
         try:
-            self._pending_update()
+            self._wait_for_update()
+            self.store.write()
         except BaseException:
             self._update_failed = True
-            raise  # at every later use too: the values are from two different steps
-        self._pending_update = None
-        self.store.write()
-        if self.state is UnitState.GATHERING:
-            self._all_gather(self.store.acquire())
+            raise
+        self._wait_for_update = self._end_in_order = None
+        if not self.is_allocated:
+            self._transition(UnitState.SHARDED)
+            return
+        self._transition(UnitState.GATHERING)
+        self.store.open_gather()
+        self._start_gather()
 
     def _transition(self, to: UnitState) -> None:
         if (self.state, to) not in _TRANSITIONS:
             raise UnitStateError(
-                f"unit {self.name!r} cannot go from {self.state.value} to {to.value}. A forward or "
-                "backward hook ran out of order; please report the model's structure."
+                f"unit {self.name!r} cannot go from {self.state.value} to {to.value}. A forward "
+                "or backward hook ran in the wrong order. Please report this with the structure "
+                "of the model."
             )
         self.state = to
-
-    def _report_unsharded(self) -> None:
-        held = 0 if self.resident or self.state in _WITHOUT_FULL else self.full_nbytes
-        self.ledger.hold("gathered", self.name, held)
 
     # ------------------------------------------------------------------ leaving the device
 
@@ -375,7 +417,7 @@ class Unit:
             self._report_shard(Tier.DEVICE)
 
     def _report_shard(self, tier: Tier) -> None:
-        nbytes = storage.flat_nbytes(self.full_N if self.resident else self.shard_S)
+        nbytes = (self.full_N if self.resident else self.shard_S).nbytes
         for other in (Tier.DEVICE, Tier.HOST):
             self.ledger.hold("parameters", self.name, nbytes if other is tier else 0, other)
 
@@ -394,28 +436,30 @@ class Unit:
         """Take over what the program wrote into full parameters, in place or by ``param.data = ...``.
 
         For a unit that is not resident, this copies S elements whether or not anything was written; a
-        shard on disk is fingerprinted instead, and copied only where it differs.
+        shard on disk is fingerprinted instead where that is possible without waiting, and copied only
+        where it differs.
         """
         self.rebind_storage()
         if self.state is UnitState.FULL and not self.resident:
-            self.store.write_back_if_changed(self._own_part_S)
+            self.store.write_back(self._own_part_S, edited=True)
 
-    def rebind_storage(self) -> None:
+    def rebind_storage(self) -> bool:
         """Make parameters to which the program gave other memory views of ``full_N`` again.
 
-        Their values are kept.
+        Their values are kept. Returns whether there were any.
 
         Raises:
             UsageError: the other memory has another shape or dtype.
         """
-        if self.state is not UnitState.FULL:
-            return
+        if self.state is not UnitState.FULL or all(map(_is_alias_of, self.params, self._views)):
+            return False
         for param, view, slot in zip(self.params, self._views, self.layout.slots, strict=True):
-            if not storage.is_shared(param, view):
+            if not _is_alias_of(param, view):
                 _check_assigned(param, slot, view)
                 with torch.no_grad():
                     view.copy_(param)
                 param.data = view
+        return True
 
     def gathered_copy(self, shard_S: Tensor | None = None) -> Tensor:
         """A new tensor ``[N]``, gathered from the parameters' shards or from ``shard_S``.
@@ -453,19 +497,23 @@ class Unit:
     def close(self, *, wait: bool = True) -> None:
         """Free the memory. Resident parameters stay readable, sharded ones raise when they are read.
 
-        ``wait=False``: drop an all-gather in flight, because it will never finish. One that has failed is
-        always dropped.
+        ``wait=False``: drop an all-gather in flight, because it will never finish. After an asynchronous
+        update that failed nothing is waited for.
         """
         try:
-            if wait and not self._update_failed and (self._pending_update or self._handle):
+            in_flight = self.state is UnitState.UPDATING or self._handle is not None
+            if wait and in_flight and not self._update_failed:
                 self.wait_for_unshard()
         finally:
             self._return_params()
 
     def _return_params(self) -> None:
-        self._pending_update = None
+        self._wait_for_update = self._end_in_order = None
+        if self.state is UnitState.UPDATING:
+            to = UnitState.GATHERING if self.is_allocated else UnitState.SHARDED
+            self._transition(to)
         if self.state is UnitState.GATHERING:
-            self._handle = self._source_S = None
+            self._handle = None
             self._transition(UnitState.FULL)
             self._mark_unsharded()
         self.pin_count = 0
@@ -475,7 +523,6 @@ class Unit:
         self.optim_state = None
         self.store.close()
         self.ledger.hold("parameters", self.name, 0, self.store.tier)
-        self.ledger.hold("gathered", self.name, 0)
         if not self.resident:
             self.shard_S = torch.empty(0, dtype=self.shard_S.dtype)
             self.store = MemoryShardStore(self.shard_S)

@@ -1,5 +1,1 @@
 """Reads checkpoints that DeepSpeed wrote, without DeepSpeed."""
-
-from zeroshard.moved import old_names
-
-__getattr__ = old_names("checkpoint.deepspeed")

@@ -76,7 +76,7 @@ class _Files(NamedTuple):
 
 
 def is_deepspeed(path: str | Path) -> bool:
-    """Is this the directory of one tag that DeepSpeed wrote?"""
+    """Whether this is the directory of one tag that DeepSpeed wrote."""
     try:
         return any(_MODEL.fullmatch(name) for name in os.listdir(path))
     except OSError:
@@ -99,8 +99,9 @@ def _files(path: Path) -> _Files:
     sliced = [m for m in model if m["rank"] is not None]
     if not model:
         raise CheckpointError(
-            f"{path} has no file *mp_rank_00_model_states.pt: it is no checkpoint of DeepSpeed, or of a "
-            "save that did not end. Give the directory of one tag, such as global_step1000."
+            f"{path} has no file *mp_rank_00_model_states.pt: it is not a checkpoint of "
+            "DeepSpeed, or the save did not finish. Give the directory of one tag, such as "
+            "global_step1000."
         )
     if whole and sliced:
         _refuse_mixture(path, whole[0].string, sliced[0].string)
@@ -127,30 +128,31 @@ def _check_ranks(path: Path, files: Sequence[Path], kind: str, ranks: int) -> No
     if len(files) > ranks:
         raise CheckpointError(
             f"{path} has {kind} files of {len(files)} ranks, but the run had {ranks}: "
-            f"{files[ranks].name} and those of higher ranks are of another save. Remove them."
+            f"{files[ranks].name} and those of higher ranks belong to another save. Remove them."
         )
 
 
 def _refuse_gaps(path: Path, ranks: Sequence[int], kind: str) -> NoReturn:
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     raise CheckpointError(
-        f"{path} lacks the file zero_pp_rank_R_mp_rank_00_{kind}_states.pt for R = {shown}. Every rank "
-        "saved a part of each parameter, so that all are needed. Ranks on other machines may have saved "
-        "to disks of their own: copy all files into one directory."
+        f"{path} lacks the file zero_pp_rank_R_mp_rank_00_{kind}_states.pt for R = {shown}. Every "
+        "rank saved a part of each parameter, so the files of all ranks are needed. Ranks on "
+        "other machines may have saved to their local disks: copy all files into one directory."
     )
 
 
 def _refuse_mixture(path: Path, one: str, other: str) -> NoReturn:
     raise CheckpointError(
-        f"{path} has both {one} and {other}: they are of different saves under one tag. Remove the older "
-        "files."
+        f"{path} has both {one} and {other}: they belong to different saves under one tag. Remove "
+        "the older files."
     )
 
 
 def _refuse_parallel(path: Path, seen: str) -> NoReturn:
     raise CheckpointError(
-        f"{path} was saved with tensor, pipeline or expert parallelism ({seen}): that is not supported, "
-        "only ZeRO data parallelism is. Where it can be loaded, save plain weights from it."
+        f"{path} was saved with tensor, pipeline or expert parallelism ({seen}), which is not "
+        "supported: only ZeRO data parallelism is. Load it with DeepSpeed, and save plain weights "
+        "from there."
     )
 
 
@@ -231,9 +233,9 @@ class DeepSpeedReader:
             raise
         except Exception as error:  # the values under known keys can be of any type
             raise CheckpointError(
-                f"{self.path} is not laid out as DeepSpeed 0.19 does it "
-                f"({type(error).__name__}: {_first_line(error)}). Load it with the release that wrote it "
-                "and save it with 0.19."
+                f"{self.path} does not have the layout of DeepSpeed 0.19 ({type(error).__name__}: "
+                f"{_first_line(error)}). Load it with the release that wrote it and save it with "
+                "0.19."
             ) from error
 
     @property
@@ -285,8 +287,9 @@ class DeepSpeedReader:
             wrapper = model["optimizer"]
             if wrapper is None and files.model[0].name.startswith("zero_"):
                 raise CheckpointError(
-                    f"{self.path} was saved at stage 3 by an engine without an optimizer, which leaves "
-                    "the weights out. Load them from where that engine had them."
+                    f"{self.path} was saved at stage 3 by an engine without an optimizer, which "
+                    "does not save weights. Load the weights from the source that this engine "
+                    "used."
                 )
             if wrapper is None:
                 return [], [], {}
@@ -299,9 +302,9 @@ class DeepSpeedReader:
             count = wrapper["partition_count"]
             if set(count if isinstance(count, list) else [count]) != {ranks}:
                 raise CheckpointError(
-                    f"{file} says that state is cut into {count} parts, but {files.model[0].name} is of "
-                    f"{ranks} ranks. They are of different saves, or state is repeated over groups of "
-                    "ranks, which is not supported."
+                    f"{file} says that state is split into {count} parts, but "
+                    f"{files.model[0].name} was saved by {ranks} ranks. They belong to different "
+                    "saves, or groups of ranks have copies of the state, which is not supported."
                 )
         # Only stage 1 has the optimizer for bf16 with fp32 gradients, which does not save a stage.
         is_cut = int(wrappers[0].get("zero_stage", 1)) == 3
@@ -316,7 +319,7 @@ class DeepSpeedReader:
         found = {}
         for name, item in model["module"].items():
             if not isinstance(item, Tensor):
-                self._leave(f"{name!r} of the module, which is no tensor")
+                self._leave(f"{name!r} of the module, which is not a tensor")
             elif name not in buffers and name not in aliases:
                 found[name] = item
         return found
@@ -372,7 +375,9 @@ class DeepSpeedReader:
                     kind = dtype_name(found[0].dtype, where=what)
                 scalars[key] = (kind, self._agreed(what, numbers))
             elif numbers[0] is not None:
-                self._leave(f"{key!r} of the optimizer, unlike its parameters in shape")
+                self._leave(
+                    f"{key!r} of the optimizer, whose shape differs from that of its parameter"
+                )
         for key, pieces in tensors.items():
             for fqn, place in places(self.path, slot, pieces):
                 self._places[fqn, key] = place
@@ -392,9 +397,10 @@ class DeepSpeedReader:
             part = -(-prod(shape) // len(pieces))
             if any(piece.numel() != part or piece.dtype != pieces[0].dtype for piece in pieces):
                 raise CheckpointError(
-                    f"{self.path}: the frozen parameter {fqn!r} of shape {list(shape)} is saved in "
-                    f"pieces of {[piece.numel() for piece in pieces][:8]} elements, not of {part}. Files "
-                    "may be of different saves; or it was on NVMe, which leaves it out of these files."
+                    f"{self.path}: the frozen parameter {fqn!r} of shape {list(shape)} is saved "
+                    f"in pieces of {[piece.numel() for piece in pieces][:8]} elements, not of "
+                    f"{part}. Files may belong to different saves. Or the parameter was on NVMe, "
+                    "and is not in these files."
                 )
             chains = [Chain([piece]) for piece in pieces]
             others[fqn] = (shape, FlatSpan(chains, 0, part, pieces[0].dtype))
@@ -405,8 +411,8 @@ class DeepSpeedReader:
         for rank, number in enumerate(numbers):
             if number != numbers[0]:
                 raise CheckpointError(
-                    f"{self.path}: {what} is {numbers[0]} in the file of rank 0 and {number} in that of "
-                    f"rank {rank}: they are of different saves."
+                    f"{self.path}: {what} is {numbers[0]} in the file of rank 0 and {number} in "
+                    f"that of rank {rank}: they belong to different saves."
                 )
         return numbers[0]
 
@@ -425,7 +431,7 @@ def load_file(path: Path) -> dict[str, Any]:
     """
     found = load_plain(path, _LIKENESSES)
     if not isinstance(found, dict):
-        raise CheckpointError(f"{path} holds no table, as the files of DeepSpeed do.")
+        raise CheckpointError(f"{path} does not contain a dict, unlike the files of DeepSpeed.")
     own = {key: item for key, item in found.items() if key in _OWN | {"optimizer_state_dict"}}
     for key in own.keys() - {"module", "ds_config"}:
         for unread in unread_in(own[key]):
@@ -439,8 +445,8 @@ def _check_own(path: Path, models: Sequence[Mapping[str, Any]]) -> None:
     for rank, model in enumerate(models):
         if model["global_steps"] != first["global_steps"]:
             raise CheckpointError(
-                f"{path}: the model file of rank 0 is of step {first['global_steps']}, that of rank "
-                f"{rank} of step {model['global_steps']}: they are of different saves."
+                f"{path}: the model file of rank 0 is of step {first['global_steps']}, that of "
+                f"rank {rank} of step {model['global_steps']}: they belong to different saves."
             )
     sizes = {"mp_world_size": first.get("mp_world_size", 1)}
     sizes |= first.get("checkpoint_parallel_dimensions") or {}

@@ -110,7 +110,7 @@ def places(path: Path, slot: DeepSpeedSlot, pieces: list[Tensor]) -> Iterator[tu
     chains = [Chain([p]) for p in pieces] if slot.is_cut else [Chain(pieces)]
     offset = 0
     if any(gap < 0 for gap in slot.gaps):
-        raise ValueError("a gap of less than no elements")
+        raise ValueError("overlapping elements")
     for (fqn, shape), gap in zip(slot.shapes.items(), slot.gaps, strict=True):
         part = -(-prod(shape) // ranks) if slot.is_cut else prod(shape)
         yield fqn, FlatSpan(chains, offset, part, dtype)
@@ -120,8 +120,9 @@ def places(path: Path, slot: DeepSpeedSlot, pieces: list[Tensor]) -> Iterator[tu
             where = f"rank {rank} has" if slot.is_cut else "the ranks have"
             raise CheckpointError(
                 f"{path}: {where} {chain.numel:,} elements for {len(slot.shapes)} parameters from "
-                f"{next(iter(slot.shapes), '')!r} on, which take {offset:,}. Files may be of different "
-                "saves; or the state was on NVMe when it was saved, which leaves it out of these files."
+                f"{next(iter(slot.shapes), '')!r} on, which take {offset:,}. Files may belong to "
+                "different saves. Or the state was on NVMe when it was saved, and is not in these "
+                "files."
             )
 
 
@@ -212,8 +213,8 @@ def whole_slots(
             if master.shape != weights[fqn].shape:
                 raise CheckpointError(
                     f"{path}: parameter {at} of the optimizer's group {group} has shape "
-                    f"{list(master.shape)}, but {fqn!r} has {list(weights[fqn].shape)}. The groups are "
-                    "not those of the saved run."
+                    f"{list(master.shape)}, but {fqn!r} has {list(weights[fqn].shape)}. These are "
+                    "not the groups of the saved run."
                 )
             slots.append(_whole_slot(group, {fqn: shape_of(master.shape)}, master, inner, key))
     return slots, options
@@ -259,8 +260,9 @@ def _names_of_groups(
     if have != want or any(fqn not in weights for row in names for fqn in row):
         told = "" if groups is None else " that were given"
         raise CheckpointError(
-            f"{path} was saved at stage 0. Its optimizer has groups of {have} {what}, without their "
-            f"names; the groups{told} have {want}. Give the names of the trained parameters by group, in "
-            "the order that the optimizer had: a model with the same optimizer knows them."
+            f"{path} was saved at stage 0. Its optimizer has groups of {have} {what}, without "
+            f"their names; the groups{told} have {want}. Give the names of the trained parameters "
+            "by group, in the order of the optimizer. They can be taken from a model with the "
+            "same optimizer."
         )
     return names

@@ -49,9 +49,9 @@ class Unread:
             CheckpointError: always.
         """
         raise CheckpointError(
-            f"{self._what}, which is not made: unpickling could run any code. If the value is needed, "
-            "load the checkpoint where its class is at hand, and save it as plain data (numbers, "
-            "texts, lists, dicts, tensors)."
+            f"{self._what}, which is not created, because unpickling can run any code. If you "
+            "need the value, load the checkpoint in a program that has its class, and save it as "
+            "plain data (numbers, texts, lists, dicts, tensors)."
         )
 
     __call__ = __getitem__ = __setitem__ = __contains__ = __iter__ = __len__ = refuse
@@ -118,13 +118,13 @@ def load_plain(path: Path, likenesses: Mapping[str, Any]) -> Any:
     except Exception as error:  # a pickle can make its reader raise anything
         refers = f" It refers to {', '.join(unknown)}." if unknown else ""
         raise CheckpointError(
-            f"{path} cannot be read without running code, or is damaged: {_short(error)}.{refers} If it "
-            "was cut off or copied badly, take it from another copy."
+            f"{path} cannot be read without running code, or is damaged: {_short(error)}.{refers} "
+            "If it was truncated or damaged by copying, use another copy."
         ) from error
 
 
 def _unread_class(name: str, path: Path) -> type[Unread]:
-    return type("Unread", (Unread,), {"_what": f"{path} holds an object of {name}"})
+    return type("Unread", (Unread,), {"_what": f"{path} contains an object of type {name}"})
 
 
 def _short(error: Exception) -> str:

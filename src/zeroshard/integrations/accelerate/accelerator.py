@@ -39,7 +39,7 @@ from accelerate.utils import MODEL_NAME, DistributedType
 from torch import Tensor, nn
 
 from zeroshard.comm.env import rank_info_of
-from zeroshard.config.read import Source, read_source
+from zeroshard.config.parse import Source, read_source
 from zeroshard.engine.initialize import initialize
 from zeroshard.errors import UsageError
 from zeroshard.integrations.accelerate.arguments import (
@@ -180,8 +180,8 @@ class Accelerator(accelerate.Accelerator):
         """
         if is_new_optimizer(optimizer):
             raise UsageError(
-                "prepare(optimizer) without its model: shards are cut for both at once. Write "
-                "model, optimizer = accelerator.prepare(model, optimizer)."
+                "prepare(optimizer) without its model: model and optimizer are sharded together. "
+                "Write model, optimizer = accelerator.prepare(model, optimizer)."
             )
         prepared: torch.optim.Optimizer = super().prepare_optimizer(optimizer, device_placement)
         return prepared
@@ -255,19 +255,19 @@ class Accelerator(accelerate.Accelerator):
             return norm
         if norm_type != 2:
             raise UsageError(
-                f"clip_grad_norm_(norm_type={norm_type}): gradients are in shards, whose 2-norm is "
-                "known. Use norm_type=2."
+                f"clip_grad_norm_(norm_type={norm_type}): gradients are sharded, and only their "
+                "2-norm is computed. Use norm_type=2."
             )
         if not self.sync_gradients:
             raise UsageError(
-                "clip_grad_norm_() while gradients accumulate: there is no whole gradient to clip yet. "
+                "clip_grad_norm_() while gradients accumulate: the gradient is not complete yet. "
                 "Call it under `if accelerator.sync_gradients:`."
             )
         if engine.settings.gradient_clipping not in (0, max_norm):
             raise UsageError(
                 f"clip_grad_norm_(max_norm={max_norm:g}), but the configuration says "
-                f'"gradient_clipping": {engine.settings.gradient_clipping:g}. Leave that key out: the '
-                "script clips."
+                f'"gradient_clipping": {engine.settings.gradient_clipping:g}. Leave that key out, '
+                "because the program clips."
             )
         return engine.clip_next_step(max_norm)
 
@@ -290,9 +290,10 @@ class Accelerator(accelerate.Accelerator):
                 return engine
             if own & given:
                 raise UsageError(
-                    f"clip_grad_norm_() of {len(given)} parameters, {len(own & given)} of which are "
-                    f"among the {len(own)} of one prepared model: its gradient is clipped as a whole. "
-                    "Call it once for each model, with model.parameters()."
+                    f"clip_grad_norm_() of {len(given)} parameters, {len(own & given)} of which "
+                    f"are among the {len(own)} of one prepared model: the gradients of a model "
+                    "can only be clipped together. Call it once for each model, with "
+                    "model.parameters()."
                 )
         return None
 
@@ -305,7 +306,8 @@ class Accelerator(accelerate.Accelerator):
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         if self._owner(params) is not None:
             raise UsageError(
-                "clip_grad_value_(): gradients are in shards and are not written. Use clip_grad_norm_()."
+                "clip_grad_value_(): gradients are sharded, and the program cannot change them. "
+                "Use clip_grad_norm_()."
             )
         super().clip_grad_value_(params, clip_value)
 
@@ -394,7 +396,7 @@ class Accelerator(accelerate.Accelerator):
         return super().free_memory(*objects)
 
     def keeps(self, _engine: PreparedEngine) -> bool:
-        """Does the engine stay open in ``free_memory()``?"""
+        """Whether the engine stays open in ``free_memory()``."""
         return False
 
 

@@ -40,8 +40,8 @@ def refuse_schedules(objects: Iterable[Any]) -> None:
     """
     if any(isinstance(obj, torch.optim.lr_scheduler.LRScheduler) for obj in objects):
         raise UsageError(
-            'prepare() was given a schedule and the configuration names one ("scheduler"). Only one '
-            "can act: drop either."
+            'prepare() was given a schedule and the configuration names one ("scheduler"). Only '
+            "one can be used: remove the other."
         )
 
 
@@ -62,13 +62,13 @@ def micro_batch_of(objects: Iterable[Any], num_processes: int, *, splits: bool) 
 
 
 def has_params(obj: Any) -> bool:
-    """Is it a module with parameters that is not an engine?"""
+    """Whether it is a module with parameters, and not an engine."""
     is_plain = isinstance(obj, nn.Module) and not isinstance(obj, PreparedEngine)
     return is_plain and next(obj.parameters(), None) is not None
 
 
 def is_new_optimizer(obj: Any) -> bool:
-    """Is it an optimizer that was not prepared yet?"""
+    """Whether it is an optimizer that was not prepared yet."""
     return isinstance(obj, torch.optim.Optimizer) and not isinstance(obj, AcceleratedOptimizer)
 
 
@@ -90,8 +90,8 @@ def pairs(
         name = type(optimizer).__name__
         if len(owners) > 1:
             raise UsageError(
-                f"{name} holds parameters of {len(owners)} models, but each engine updates its own. Make "
-                "one optimizer for each, or put the models into one module."
+                f"{name} has parameters of {len(owners)} models, but each engine updates its own. "
+                "Make one optimizer for each, or put the models into one module."
             )
         if not owners:
             is_late = any(
@@ -103,13 +103,14 @@ def pairs(
                 else "its model is not among the arguments"
             )
             raise UsageError(
-                f"prepare() was given {name}, but {why}: shards are cut for both at once. Write "
-                "model, optimizer = accelerator.prepare(model, optimizer)."
+                f"prepare() was given {name}, but {why}: model and optimizer are sharded "
+                "together. Write model, optimizer = accelerator.prepare(model, optimizer)."
             )
         if owners[0] in found:
             raise UsageError(
-                f"prepare() was given {type(found[owners[0]]).__name__} and {name} for one model. An "
-                "engine has one optimizer: put the parameters into groups of it."
+                f"prepare() was given {type(found[owners[0]]).__name__} and {name} for one model. "
+                "An engine has one optimizer: put the parameters into param groups of one "
+                "optimizer."
             )
         found[owners[0]] = optimizer
     return [(model, found.get(at)) for at, model in enumerate(models)]

@@ -65,13 +65,11 @@ class PreparedEngine(ForwardingEngine):
                 "clip_grad_norm_() before any backward of this step: there is no gradient. Call "
                 "accelerator.backward(loss) first."
             )
-        self._update.all_gather_late()
-        self.runtime.reducer.finish()
-        norm = self._update._measure().norm
+        norm = self._update.norm_before_step()
         if norm is None:
             raise UsageError(
-                'clip_grad_norm_() with "compute_grad_norm": false in the configuration: there is no '
-                "norm to clip. Leave that key out."
+                'clip_grad_norm_() with "compute_grad_norm": false in the configuration: the norm '
+                "for clipping is not computed. Leave that key out."
             )
         self._update.max_norm = 0.0 if math.isinf(max_norm) else float(max_norm)
         return norm
@@ -88,7 +86,7 @@ class PreparedEngine(ForwardingEngine):
 
     @property
     def is_closed(self) -> bool:
-        """Was ``close()`` called?"""
+        """Whether ``close()`` was called."""
         return self.life.state is EngineState.CLOSED
 
     def set_boundary(self, is_boundary: bool) -> None:
@@ -134,7 +132,7 @@ class EngineOptimizer(AcceleratedOptimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Was the last ``step()`` skipped, because a gradient was not finite?
+        """Whether the last ``step()`` was skipped, because a gradient was not finite.
 
         In fp16, reading this waits for that step.
         """
@@ -148,7 +146,7 @@ class EngineOptimizer(AcceleratedOptimizer):
             UsageError: always.
         """
         raise UsageError(
-            "optimizer.add_param_group() after prepare(): the state is cut into shards already. Add the "
+            "optimizer.add_param_group() after prepare(): the state is already sharded. Add the "
             "group before accelerator.prepare()."
         )
 
@@ -159,8 +157,9 @@ class EngineOptimizer(AcceleratedOptimizer):
             UsageError: always.
         """
         raise UsageError(
-            "optimizer.state_dict(): each rank holds a part of the state, and one rank's would be saved. "
-            "Use accelerator.save_state(), or save_checkpoint() of the prepared model."
+            "optimizer.state_dict(): each rank has only a part of the state, and only the part of "
+            "one rank would be saved. Use accelerator.save_state(), or save_checkpoint() of the "
+            "prepared model."
         )
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -170,7 +169,7 @@ class EngineOptimizer(AcceleratedOptimizer):
             UsageError: always.
         """
         raise UsageError(
-            "optimizer.load_state_dict(): a whole state cannot be loaded into this rank's part. Use "
-            "accelerator.load_state(), or load_checkpoint() of the prepared model; it reads states saved "
-            "by ZeroShard and by DeepSpeed."
+            "optimizer.load_state_dict(): this rank has only a part of the state, so a full state "
+            "cannot be loaded. Use accelerator.load_state(), or load_checkpoint() of the prepared "
+            "model; it reads states saved by ZeroShard and by DeepSpeed."
         )

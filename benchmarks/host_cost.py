@@ -1,0 +1,199 @@
+"""Measures what sharding costs the host: CPU time per unit and step beyond that of the plain loop.
+
+    python benchmarks/host_cost.py [--rounds N] [--smoke]
+
+One process pretends to be rank 0 of eight: torch's fake process group has all calls of a real one and
+moves no bytes. The model has 24 blocks of ten very small parameters, so kernels take almost no time, and
+what remains is what a library does on the host for each unit. On a GPU this time is visible when batches
+are small, because kernels cannot be launched faster than the host prepares them.
+
+The systems take turns in one process, on one thread. *Own* time is the median CPU time of a step minus
+that of the plain loop, divided by the number of blocks. The number of blocks is not needed to compare
+two systems; it makes numbers of different models comparable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import isfinite
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from interleaving import alternating
+from systems import Trainer, fsdp2, plain, zeroshard
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+RANKS = 8
+PHASES = ("forward", "backward", "step")
+TARGET = 1 / 5
+"""The greatest accepted own time of ZeroShard ÷ that of FSDP2."""
+
+
+class Block(nn.Module):
+    """Five linear layers with biases: ten parameters."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Tower(nn.Module):
+    """Blocks one after the other, and a squared error."""
+
+    def __init__(self, depth: int, width: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+
+    def groups(self) -> list[nn.Module]:
+        """Every block by itself."""
+        return [*self.blocks]
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return (x.float() - y.float()).square().mean()
+
+
+@dataclass
+class Turns:
+    """The measured steps of one system. ``seconds``: CPU time of each step, by phase."""
+
+    trainer: Trainer
+    x: Tensor
+    y: Tensor
+    seconds: dict[str, list[float]] = field(default_factory=lambda: {p: [] for p in PHASES})
+
+    def take(self, steps: int, *, timed: bool = True) -> None:
+        """Train ``steps`` steps."""
+        clock = time.process_time
+        for _ in range(steps):
+            begin = clock()
+            loss = self.trainer.forward(self.x, self.y)
+            after_forward = clock()
+            self.trainer.backward(loss)
+            after_backward = clock()
+            self.trainer.step()
+            end = clock()
+            del loss
+            if timed:
+                parts = (
+                    after_forward - begin,
+                    after_backward - after_forward,
+                    end - after_backward,
+                )
+                for phase, seconds in zip(PHASES, parts, strict=True):
+                    self.seconds[phase].append(seconds)
+
+    def us_per_block(self, depth: int) -> dict[str, float]:
+        """Median microseconds per block, by phase and in all (the median of whole steps)."""
+        found = {phase: median(values) for phase, values in self.seconds.items()}
+        found["all"] = median(map(sum, zip(*self.seconds.values(), strict=True)))
+        return {phase: seconds * 1e6 / depth for phase, seconds in found.items()}
+
+
+def systems() -> dict[str, Callable[[nn.Module], Trainer]]:
+    """A function for each line that builds it from a model. All train in bf16 with fp32 masters."""
+    wrapped = {"units": ["Block"], "unit_min_numel": 0}
+    lines = {
+        "plain loop": plain(fused=True),
+        "FSDP2, not resharded": fsdp2(False),
+        "FSDP2, resharded": fsdp2(True),
+        "ZeroShard stage 2": zeroshard(2, **wrapped),
+        "ZeroShard stage 3": zeroshard(3, **wrapped),
+    }
+    return {name: lambda model, build=build: build(model, 1) for name, build in lines.items()}
+
+
+def measure(
+    names: Sequence[str], *, depth: int, width: int, warm_up: int, rounds: int, burst: int
+) -> dict[str, dict[str, float]]:
+    """Median microseconds per block and step of each line, by phase. Needs a process group."""
+    turns = {}
+    builders = systems()
+    for name in names:
+        torch.manual_seed(0)
+        x, y = torch.randn(2, 4, width).bfloat16()
+        turns[name] = Turns(builders[name](Tower(depth, width)), x, y)
+        turns[name].take(warm_up, timed=False)
+    for _, name in alternating(list(turns), rounds):
+        turns[name].take(1, timed=False)  # the caches are those of another system
+        turns[name].take(burst)
+    for name, line in turns.items():
+        norm = line.trainer.norm()
+        if norm is None or not isfinite(norm):  # a step may then have been skipped
+            raise RuntimeError(f"{name}: the gradient's norm is {norm}; run the program again")
+        line.trainer.close()
+    return {name: line.us_per_block(depth) for name, line in turns.items()}
+
+
+def own(found: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    """Microseconds beyond those of the plain loop, by line and phase."""
+    base = found["plain loop"]
+    return {
+        name: {phase: value - base[phase] for phase, value in line.items()}
+        for name, line in found.items()
+        if name != "plain loop"
+    }
+
+
+PEER_OF = {"ZeroShard stage 2": "FSDP2, not resharded", "ZeroShard stage 3": "FSDP2, resharded"}
+
+
+def ratios(found: dict[str, dict[str, float]]) -> dict[str, float]:
+    """Own time of each ZeroShard line ÷ that of the FSDP2 line that holds the same state."""
+    extra = own(found)
+    return {
+        name: extra[name]["all"] / extra[peer]["all"]
+        for name, peer in PEER_OF.items()
+        if {name, peer} <= extra.keys()
+    }
+
+
+def main() -> None:
+    """Measure, print a table, and write the numbers to a file if asked."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--smoke", action="store_true", help="tiny, to test the program")
+    parser.add_argument("--only", nargs="*", help="lines to measure, besides the plain loop")
+    parser.add_argument("--json", help="write the numbers to this file")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)  # a fake all-gather leaves what was in memory
+    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
+    depth, width = (3, 8) if options.smoke else (24, 16)
+    warm_up, rounds, burst = (2, 2, 2) if options.smoke else (5, options.rounds, 5)
+    names = list(systems())
+    if options.only is not None:
+        names = [name for name in names if name == "plain loop" or name in options.only]
+    found = measure(names, depth=depth, width=width, warm_up=warm_up, rounds=rounds, burst=burst)
+    extra = own(found)
+    print(f"microseconds of CPU time per block and step, {depth} blocks, {RANKS} fake ranks")
+    print(f"{'':24}" + "".join(f"{phase:>10}" for phase in (*PHASES, "all")) + f"{'own':>10}")
+    for name, line in found.items():
+        values = "".join(f"{line[phase]:10.0f}" for phase in (*PHASES, "all"))
+        print(f"{name:24}{values}" + (f"{extra[name]['all']:10.0f}" if name in extra else ""))
+    for name, ratio in ratios(found).items():
+        print(f"own time, {name} ÷ {PEER_OF[name]}: {ratio:.3f} (target {TARGET:.2f})")
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump({"us_per_block": found, "own_us": extra, "ratios": ratios(found)}, file)
+    dist.destroy_process_group()
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

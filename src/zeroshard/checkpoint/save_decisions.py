@@ -1,0 +1,336 @@
+"""What rank 0 decides in a save: pure functions of what the ranks have reported.
+
+:func:`decide` says what is written, :func:`leaders` by whom a directory is completed, :func:`merge` what
+the manifest contains. :mod:`zeroshard.checkpoint.save` says when each is called.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Any, Literal
+
+from torch import Tensor
+
+from zeroshard.checkpoint.local_state import total_digests
+from zeroshard.checkpoint.manifest import (
+    VALUE,
+    Digest,
+    Dtype,
+    Fragment,
+    Manifest,
+    SavedBuffer,
+    SavedFile,
+    SavedParameter,
+    SavedTensor,
+)
+from zeroshard.checkpoint.safetensors_file import dtype_name
+from zeroshard.comm.agreement import raise_joined
+from zeroshard.errors import CheckpointError
+from zeroshard.zero.unit import Unit
+
+SHARED_FILE = "shared.safetensors"
+"""Rank 0 writes it, with what every rank reads. Shards are in other files."""
+
+FrozenPlan = Literal["here", "none", "write", "reuse"]
+"""Frozen weights are written into the checkpoint, not stored, written into a directory of their own that
+later saves can refer to, or found in such a directory."""
+
+_PLANS: dict[str, FrozenPlan] = {"always": "here", "reference": "none", "once": "write"}
+_Found = dict[str, dict[str, tuple[Dtype, list[Fragment]]]]
+"""Fragments by parameter and tensor name."""
+
+
+# ---------------------------------------------------------------------- round 1: what is written
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The part of the configuration's ``checkpoint`` section that saving needs.
+
+    ``frozen``: "always", "once" or "reference".
+    """
+
+    frozen: str = "once"
+    keep_last: int | None = None
+    max_buffer_nbytes: int = 512 << 20
+    tag_validation: str = "warn"
+
+
+@dataclass(frozen=True, slots=True)
+class RankFacts:
+    """What one rank reports when a save begins.
+
+    ``digests``: this rank's part of the digest of each frozen parameter. ``buffers``: CRC-32 by name.
+    ``frozen_here``: the directories ``frozen-*`` that this rank sees. ``frozen_state``: on rank 0, what
+    each of them is worth: "complete" (it can be referred to), "needed" (it is damaged or has another
+    block size, and a checkpoint refers to it), or "unused". ``nonce``: 8 random hexadecimal digits.
+    """
+
+    root: str
+    tag: str
+    nonce: str
+    digests: Mapping[str, int]
+    buffers: Mapping[str, int]
+    frozen_here: Sequence[str] = ()
+    frozen_state: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SaveDecision:
+    """What a save writes; the same on all ranks.
+
+    ``own_buffers``: the buffers of which every rank writes its copy, because they differ.
+    ``frozen_name``: the directory of the frozen weights with these values. Only on rank 0: ``digests`` of
+    all frozen parameters, and ``warnings`` to log.
+    """
+
+    tag: str
+    nonce: str
+    frozen: FrozenPlan
+    frozen_name: str
+    own_buffers: Sequence[str]
+    digests: Mapping[str, Digest] = field(default_factory=dict)
+    warnings: Sequence[str] = ()
+
+
+def decide(
+    facts: Sequence[RankFacts], options: Options, frozen_dtypes: Mapping[str, Dtype]
+) -> SaveDecision:
+    """What is written. Pure. ``frozen_dtypes``: the dtype of each frozen parameter.
+
+    Raises:
+        CheckpointError: ranks have different tags, and ``options`` do not allow it.
+    """
+    first = facts[0]
+    totals = total_digests(rank.digests for rank in facts)
+    digests = {
+        fqn: Digest(dtype=dtype, sum=totals.get(fqn, "0" * 16))
+        for fqn, dtype in frozen_dtypes.items()
+    }
+    summary = json.dumps({fqn: d.model_dump() for fqn, d in sorted(digests.items())})
+    name = f"frozen-{hashlib.sha256(summary.encode()).hexdigest()[:16]}"
+    return SaveDecision(
+        tag=first.tag,
+        nonce=first.nonce,
+        frozen=_frozen_plan(facts, name, options) if digests else "none",
+        frozen_name=name,
+        digests=digests,
+        own_buffers=[
+            buffer
+            for buffer, crc in first.buffers.items()
+            if any(rank.buffers.get(buffer) != crc for rank in facts)
+        ],
+        warnings=[*_root_warnings(facts), *_tag_warnings(facts, options.tag_validation)],
+    )
+
+
+def _frozen_plan(facts: Sequence[RankFacts], name: str, options: Options) -> FrozenPlan:
+    plan = _PLANS[options.frozen]
+    if plan != "write" or not any(name in rank.frozen_here for rank in facts):
+        return plan
+    if not all(name in rank.frozen_here for rank in facts):
+        return "here"  # some nodes lack it, and replacing it would break checkpoints of the others
+    state = facts[0].frozen_state.get(name)
+    return "reuse" if state == "complete" else "here" if state == "needed" else "write"
+
+
+def _root_warnings(facts: Sequence[RankFacts]) -> list[str]:
+    roots = sorted({rank.root for rank in facts})
+    if len(roots) == 1:
+        return []
+    listed = ", ".join(roots[:3]) + (", ..." if len(roots) > 3 else "")
+    return [
+        f"ranks save to different directories ({listed}): each directory gets the files of its "
+        "own ranks. This is right for disks that nodes do not share. Otherwise give every rank the "
+        "same path."
+    ]
+
+
+def _tag_warnings(facts: Sequence[RankFacts], validation: str) -> list[str]:
+    tags = sorted({rank.tag for rank in facts})
+    if len(tags) > 1 and validation == "fail":
+        listed = ", ".join(f"{rank.tag!r} on rank {at}" for at, rank in enumerate(facts))
+        raise CheckpointError(f"ranks save under different tags: {listed}.")
+    if len(tags) > 1 and validation == "warn":
+        return [f"ranks save under different tags ({', '.join(tags)}): rank 0's is used"]
+    return []
+
+
+# ---------------------------------------------------------------------- round 2: where it has room
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """What one rank reports after it has made its files.
+
+    ``free_nbytes``: of the directory, before this rank reserved its ``nbytes``. ``sees``: the ranks whose
+    files it sees. ``failed``: why it could not reserve, or "".
+    """
+
+    root: str
+    nbytes: int
+    free_nbytes: int
+    sees: Sequence[int]
+    failed: str = ""
+
+
+def leaders(sees: Sequence[Collection[int]]) -> list[int]:
+    """For each rank, the lowest rank that shares its directory. ``sees``: the ranks that each rank sees.
+
+    Each rank looks after it has made its own file. So of two ranks that share a directory, at least the
+    one that was later sees the other. Pure.
+    """
+    found = list(range(len(sees)))
+    for rank, others in enumerate(sees):
+        for other in others:
+            low, high = sorted((found[rank], found[other]))
+            found = [low if leader == high else leader for leader in found]
+    return found
+
+
+def check_room(reservations: Sequence[Reservation]) -> list[int]:
+    """The :func:`leaders`, if every directory has room for the files of its ranks. Pure.
+
+    Raises:
+        CheckpointError: a directory has less free space than its ranks need, or a rank could not reserve.
+    """
+    found = leaders([part.sees for part in reservations])
+    full: dict[int, str] = {}
+    for leader in sorted(set(found)):
+        parts = [part for part, lead in zip(reservations, found, strict=True) if lead == leader]
+        need = sum(part.nbytes for part in parts)
+        free = max(part.free_nbytes for part in parts)  # before any of them had reserved
+        if need > free:
+            full[leader] = (
+                f"{reservations[leader].root} has {free:,} bytes free, and this checkpoint needs "
+                f'{need:,}. Free space, keep fewer checkpoints ("checkpoint": {{"keep_last": N}}), or '
+                "save to another disk."
+            )
+    failed = {rank: part.failed for rank, part in enumerate(reservations) if part.failed}
+    raise_joined(full or failed)
+    return found
+
+
+# ---------------------------------------------------------------------- round 3: the manifest
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointMetadata:
+    """What goes into the manifest besides tensors of units. Trees are encoded, their tensors separate.
+
+    ``shared`` and ``shared_tensors``: state of all ranks; rank 0's is saved. ``own`` and ``own_tensors``:
+    of this rank. ``buffers``: this rank's, by name. ``aliases``: parameter -> its other names.
+    """
+
+    step: int
+    stage: int
+    writer: Mapping[str, str]
+    aliases: Mapping[str, Sequence[str]]
+    shared: Any
+    shared_tensors: Mapping[str, Tensor]
+    own: Any
+    own_tensors: Mapping[str, Tensor]
+    buffers: Mapping[str, Tensor]
+    save_latest: bool = True
+    script: str = ""  # text of a script that is written next to ``latest``
+
+
+def merge(
+    reports: Sequence[Mapping[str, Any]],
+    *,
+    units: Sequence[Unit],
+    trained: Collection[Unit],
+    metadata: CheckpointMetadata,
+    decision: SaveDecision,
+    reused: Manifest | None,
+    block_nbytes: int,
+) -> Manifest:
+    """The manifest of a save.
+
+    ``reports``: for each rank, ``files`` (name, size, checksums, rows of fragments), ``scalars``,
+    ``groups`` and ``tree``. ``trained``: units whose saved values are masters. ``reused``: an earlier
+    manifest that has the frozen weights, if this one refers to them.
+    """
+    files: list[SavedFile] = []
+    found: _Found = {}
+    main: list[int] = []
+    for part in reports:
+        main.append(len(files))
+        for file in part["files"]:
+            for fqn, tensor, dtype, begin, numel in file["rows"]:
+                fragments = found.setdefault(fqn, {}).setdefault(tensor, (dtype, []))[1]
+                fragments.append(Fragment(len(files), begin, numel))
+            files.append(SavedFile(name=file["name"], nbytes=file["nbytes"], crc32=file["crc32"]))
+    if reused is not None:
+        _refer(reused, decision.frozen_name, files, found)
+    scalars = merged(part["scalars"] for part in reports)
+    groups = merged(part["groups"] for part in reports)
+    parameters = {}
+    for unit in units:
+        for slot in unit.layout.slots:
+            if 0 in slot.shape and (unit.trainable or decision.frozen != "none"):
+                dtype = unit.row.master if unit in trained else unit.row.param
+                found.setdefault(slot.fqn, {})[VALUE] = (dtype_name(dtype, where=slot.fqn), [])
+            parameters[slot.fqn] = SavedParameter(
+                shape=slot.shape,
+                trained=unit.trainable,
+                group=groups.get(slot.fqn),
+                aliases=tuple(metadata.aliases.get(slot.fqn, ())),
+                tensors={
+                    tensor: SavedTensor(dtype=dtype, fragments=tuple(fragments))
+                    for tensor, (dtype, fragments) in found.get(slot.fqn, {}).items()
+                },
+                scalars=scalars.get(slot.fqn, {}),
+                digest=decision.digests.get(slot.fqn),
+            )
+    shared_file = next(at for at, file in enumerate(files) if file.name == SHARED_FILE)
+    return Manifest(
+        tag=decision.tag,
+        step=metadata.step,
+        saved_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        writer=dict(metadata.writer),
+        world_size=len(reports),
+        stage=metadata.stage,
+        block_nbytes=block_nbytes,
+        files=tuple(files),
+        parameters=parameters,
+        buffers={
+            name: SavedBuffer(
+                dtype=dtype_name(buffer.dtype, where=f"buffer {name!r}"),
+                shape=tuple(buffer.shape),
+                files=tuple(main) if name in decision.own_buffers else (shared_file,),
+            )
+            for name, buffer in metadata.buffers.items()
+        },
+        shared=metadata.shared,
+        shared_file=shared_file,
+        ranks=tuple(part["tree"] for part in reports),
+        rank_files=tuple(main),
+    )
+
+
+def _refer(before: Manifest, frozen_name: str, files: list[SavedFile], found: _Found) -> None:
+    """Refer to frozen weights that an earlier save into the directory wrote."""
+    index_of: dict[int, int] = {}
+    for at, file in enumerate(before.files):
+        if file.name.startswith(f"../{frozen_name}/"):
+            index_of[at] = len(files)
+            files.append(file)
+    for fqn, parameter in before.parameters.items():
+        value = parameter.tensors.get(VALUE)
+        if value is None or parameter.trained:
+            continue
+        if all(fragment.file in index_of for fragment in value.fragments):
+            fragments = [Fragment(index_of[f.file], f.begin, f.numel) for f in value.fragments]
+            found[fqn] = {VALUE: (value.dtype, fragments)}
+
+
+def merged(
+    tables: Iterable[Mapping[str, Any]], convert: Callable[[Any], Any] = lambda value: value
+) -> dict[str, Any]:
+    """The union of tables, with converted rows. A name has the same row in every table that has it."""
+    return {fqn: convert(row) for table in tables for fqn, row in table.items()}

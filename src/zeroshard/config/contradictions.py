@@ -1,0 +1,121 @@
+"""Finds valid values that contradict each other, and values that ask for what does not exist yet."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from zeroshard.config.schema import Config, OffloadConfig, ZeroConfig
+from zeroshard.core.stages import STAGES
+from zeroshard.core.tiers import TIERS
+
+_ZERO = "zero_optimization"
+
+
+def contradictions(
+    config: Config, *, given: Collection[str], unknown: Collection[str], dp_size: int
+) -> Iterator[str]:
+    """One line for each contradiction, in a fixed order.
+
+    ``given``: dotted keys that the user wrote. ``unknown``: dotted keys without a known value to compare,
+    because it was rejected or is still "auto".
+    """
+    yield from not_yet(config)
+    yield from _of_precision(config)
+    yield from _of_sizes(config, given, dp_size)
+    yield from _of_offload(config.zero_optimization, unknown)
+
+
+def not_yet(config: Config) -> list[str]:
+    """One line for each setting that asks for a feature which this release does not have.
+
+    Features that act only in a call (saving, checkpointing activations) are not listed: the call raises.
+    ``load_config`` turns these lines into errors.
+    """
+    lines: list[str] = []
+    tensor = config.tensor_parallel
+    for path, size in (
+        ("tensor_parallel.autotp_size", tensor.autotp_size),
+        ("tensor_parallel.tp.tp_size", tensor.tp.tp_size),
+    ):
+        if size > 1:
+            lines.append(
+                f"{path}: {size} is asked for; tensor parallelism is not implemented yet; use 1"
+            )
+    if config.trust.nan_policy != "error":
+        lines.append(
+            f'trust.nan_policy: "{config.trust.nan_policy}" is asked for; only "error" is '
+            "implemented yet"
+        )
+    return lines
+
+
+def _of_precision(config: Config) -> Iterator[str]:
+    fp16, bf16, types = config.fp16, config.bf16, config.data_types
+    if fp16.enabled and bf16.enabled:
+        yield "fp16.enabled, bf16.enabled: both are true, but parameters have one dtype; keep one of them"
+    mode = "float16" if fp16.enabled else "bfloat16" if bf16.enabled else "float32"
+    if types.param_dtype not in (None, mode):
+        yield (
+            f'data_types.param_dtype: "{types.param_dtype}" contradicts the enabled mode, which '
+            f"makes parameters {mode}; change one of them"
+        )
+    if bf16.bf16_optimizer_states and not bf16.bf16_master_weights_and_grads:
+        yield "bf16.bf16_optimizer_states: needs bf16.bf16_master_weights_and_grads: true as well"
+
+
+def _of_sizes(config: Config, given: Collection[str], dp_size: int) -> Iterator[str]:
+    clipping = "gradient_clipping" in given and config.gradient_clipping > 0
+    if not config.zero_optimization.compute_grad_norm and clipping:
+        yield (
+            f"gradient_clipping: {config.gradient_clipping:g} needs the gradient norm, which "
+            "zero_optimization.compute_grad_norm: false switches off; write gradient_clipping: 0, "
+            "or compute_grad_norm: true"
+        )
+    if config.unit_min_numel > config.unit_max_numel:
+        yield (
+            f"unit_min_numel: {config.unit_min_numel} is above unit_max_numel "
+            f"{config.unit_max_numel}; merged units would be split again"
+        )
+    if config.data_parallel_size not in (None, dp_size):
+        yield (
+            f"data_parallel_size: {config.data_parallel_size} is not the world size {dp_size}; "
+            "other kinds of parallelism are not implemented yet, so leave it out"
+        )
+
+
+def _of_offload(zero: ZeroConfig, unknown: Collection[str]) -> Iterator[str]:
+    optimizer, param = zero.offload_optimizer, zero.offload_param
+    if f"{_ZERO}.stage" in unknown:
+        return
+    if optimizer is not None and f"{_ZERO}.offload_optimizer.device" not in unknown:
+        if optimizer.device != "none" and not STAGES[zero.stage].shards_optimizer:
+            yield (
+                f'{_ZERO}.offload_optimizer.device: "{optimizer.device}" at stage {zero.stage}, '
+                "where nothing is sharded: every rank of a host would store the whole optimizer "
+                "state there; use stage 1, which gives the same result"
+            )
+        else:
+            yield from _without_path("offload_optimizer", optimizer, unknown)
+        if optimizer.delayed_update and optimizer.device != "cpu":
+            yield (
+                f"{_ZERO}.offload_optimizer.delayed_update: needs device cpu, not "
+                f"{optimizer.device}: only an update in host memory can run at the same time as "
+                "the next step"
+            )
+        elif optimizer.delayed_update and param is not None and param.device != "none":
+            yield (
+                f"{_ZERO}.offload_optimizer.delayed_update: needs parameters on the device, not "
+                f'offload_param.device "{param.device}": the next step would read the memory that '
+                "the update writes"
+            )
+    if param is not None and STAGES[zero.stage].shards_params:
+        yield from _without_path("offload_param", param, unknown)
+
+
+def _without_path(name: str, section: OffloadConfig, unknown: Collection[str]) -> Iterator[str]:
+    path = f"{_ZERO}.{name}.nvme_path"
+    if TIERS[section.device].needs_path and section.nvme_path is None and path not in unknown:
+        yield (
+            f'{path}: missing, and device "{section.device}" needs it; write a directory on a fast local '
+            'disk, such as "/local_nvme"'
+        )

@@ -1,0 +1,1 @@
+"""What differs between the CPU, CUDA and the other accelerators that torch knows."""

@@ -1,0 +1,101 @@
+"""The operations of an accelerator, as far as torch has one name for all of them (``torch.accelerator``).
+
+[Note: current stream] ``with torch.Stream(...)`` keeps the previous stream in the stream object, so two
+threads may not enter one stream. Here :func:`on_stream` keeps it on the Python stack.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from zeroshard.device.ops import DeviceOps, Event, HostFlag
+
+
+class AcceleratorOps(DeviceOps):
+    """The operations of an accelerator that ``torch.accelerator`` knows. ``device`` has an index."""
+
+    is_async = True
+
+    def select(self) -> None:
+        """See :class:`DeviceOps`."""
+        torch.accelerator.set_device_index(self.device)
+
+    def current_stream(self) -> torch.Stream:
+        """The stream that this thread queues work on."""
+        return torch.accelerator.current_stream(self.device)
+
+    def new_stream(self) -> torch.Stream:
+        """A stream whose work runs beside that of other streams."""
+        return torch.Stream(self.device)
+
+    def event(self) -> Event:
+        """See :class:`DeviceOps`."""
+        return torch.Event(self.device)
+
+    def host_event(self) -> Event:
+        """See :class:`DeviceOps`. Whether the thread sleeps is up to the backend."""
+        return torch.Event(self.device, blocking=True)
+
+    def record_use(self, tensor: Tensor) -> None:
+        """See :class:`DeviceOps`."""
+        tensor.record_stream(self.current_stream())
+
+    def synchronize(self) -> None:
+        """See :class:`DeviceOps`."""
+        torch.accelerator.synchronize(self.device)
+
+    def host_flag(self, flag: Tensor) -> HostFlag | Tensor:
+        """See :class:`DeviceOps`. The copy is queued behind the work that computes ``flag``."""
+        return HostFlag(flag, self.host_event())
+
+    def empty_cache(self) -> None:
+        """See :class:`DeviceOps`."""
+        torch.accelerator.empty_cache()
+
+    def free_nbytes(self) -> int:
+        """See :class:`DeviceOps`."""
+        free, _ = torch.accelerator.get_memory_info(self.device)
+        return int(free)
+
+    def memory_in_use(self) -> tuple[int, int] | None:
+        """See :class:`DeviceOps`."""
+        memory = torch.accelerator
+        return memory.memory_allocated(self.device), memory.max_memory_allocated(self.device)
+
+    def manual_seed(self, seed: int) -> None:
+        """See :class:`DeviceOps`."""
+        module = torch.get_device_module(self.device)
+        with torch.accelerator.device_index(self.device.index):
+            module.manual_seed(seed)
+
+    def rng_state(self) -> Tensor | None:
+        """See :class:`DeviceOps`."""
+        state: Tensor = torch.get_device_module(self.device).get_rng_state(self.device)
+        return state
+
+    def set_rng_state(self, state: Tensor) -> None:
+        """See :class:`DeviceOps`."""
+        torch.get_device_module(self.device).set_rng_state(state, self.device)
+
+    def identity(self) -> str:
+        """See :class:`DeviceOps`."""
+        return str(self.device)
+
+    def multiplies_bf16(self) -> tuple[bool, str] | None:
+        """See :class:`DeviceOps`."""
+        return True, f"a device of type {self.device.type}"
+
+
+@contextlib.contextmanager
+def on_stream(stream: torch.Stream) -> Iterator[None]:
+    """Queue the work of this thread on ``stream`` inside the context. Its device is current already."""
+    outer = torch.accelerator.current_stream(stream.device)
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.accelerator.set_stream(outer)

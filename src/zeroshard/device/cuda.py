@@ -1,0 +1,93 @@
+"""What only CUDA has: events that the host sleeps on, registered host memory, capability, capture."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from contextlib import AbstractContextManager, suppress
+from typing import Any
+
+import torch
+
+from zeroshard.device.accelerator import AcceleratorOps
+from zeroshard.device.ops import Event
+
+
+class CudaOps(AcceleratorOps):
+    """The operations of a CUDA device, or of a ROCm device, which torch calls CUDA too."""
+
+    def host_event(self) -> Event:
+        """See :class:`DeviceOps`. The host sleeps: other events poll and occupy a core."""
+        return torch.cuda.Event(blocking=True)
+
+    def tolerate_captures(self) -> None:
+        """See :class:`DeviceOps`. Otherwise a query on any thread would end a capture on another one."""
+        exchange = _capture_mode_exchange()
+        if exchange is not None:
+            exchange(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
+
+    def is_capturing(self) -> bool:
+        """See :class:`DeviceOps`."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def identity(self) -> str:
+        """See :class:`DeviceOps`. Parts of one GPU (MIG) have different names."""
+        return str(torch.cuda.get_device_properties(self.device).uuid)
+
+    def profiler_range(self, name: str) -> AbstractContextManager[object]:
+        """See :class:`DeviceOps`. The profiler is NVIDIA's."""
+        return torch.cuda.nvtx.range(name)
+
+    def multiplies_bf16(self) -> tuple[bool, str] | None:
+        """See :class:`DeviceOps`."""
+        capability = torch.cuda.get_device_capability(self.device)
+        return multiplies_bf16(capability, rocm=torch.version.hip is not None)
+
+
+_THREAD_LOCAL = 1  # the capture mode in which captures of other threads do not matter
+_EXCHANGES = (
+    ("libcuda.so.1", "cuThreadExchangeStreamCaptureMode"),
+    ("libamdhip64.so", "hipThreadExchangeStreamCaptureMode"),
+)
+
+
+@functools.cache
+def _capture_mode_exchange() -> Any | None:
+    """The driver's function that sets a thread's capture mode, for which torch has none."""
+    for library, function in _EXCHANGES:
+        with suppress(OSError, AttributeError):
+            return getattr(ctypes.CDLL(library), function)
+    return None
+
+
+def multiplies_bf16(capability: tuple[int, int], *, rocm: bool) -> tuple[bool, str]:
+    """Whether a GPU of this compute capability multiplies bf16 in hardware, and the reason in words."""
+    major, minor = capability
+    if rocm or major >= 8:
+        return True, "this GPU multiplies bf16"
+    return False, f"this GPU (compute capability {major}.{minor}) has no bf16 instructions"
+
+
+def host_registrar() -> Any | None:
+    """The CUDA runtime, which page-locks memory that others allocated. None: there is no CUDA device."""
+    return torch.cuda.cudart() if torch.cuda.is_available() else None
+
+
+def is_initialized() -> bool:
+    """Whether this process uses CUDA already. Its forked children cannot."""
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def why_unusable() -> str:
+    """Why torch cannot use CUDA here, in torch's words; "" if it can."""
+    try:
+        torch.cuda.init()
+    except (AssertionError, RuntimeError) as error:
+        return str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
+    return ""
+
+
+def forget_error() -> None:
+    """Clear the error code of a failed CUDA call, or the next kernel would report it."""
+    with suppress(RuntimeError):
+        torch.ones(1, device="cuda")

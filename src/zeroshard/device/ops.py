@@ -1,0 +1,148 @@
+"""What a rank asks of its device: streams, events, waits, pinned memory, generators and facts.
+
+:class:`DeviceOps` serves the CPU, where work is done when a call returns, so most methods do nothing.
+:class:`~zeroshard.device.accelerator.AcceleratorOps` serves every accelerator that ``torch.accelerator``
+knows, and :class:`~zeroshard.device.cuda.CudaOps` adds what only CUDA has. An object that needs the
+device gets the ops of its device when it is built (:func:`zeroshard.device.choice.ops_of`). From then on
+it does not ask which kind of device that is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Event(Protocol):
+    """A point in a stream: what was queued before :meth:`record`."""
+
+    def record(self, stream: Any = None) -> None:
+        """Move the event to the end of ``stream``; None: of the current stream."""
+
+    def query(self) -> bool:
+        """Whether the device has reached the event. Does not wait."""
+
+    def synchronize(self) -> None:
+        """Block this thread until the device has reached the event."""
+
+
+class Reached:
+    """The event of a CPU: its work is done when a call returns."""
+
+    __slots__ = ()
+
+    def record(self, stream: Any = None) -> None:
+        """Nothing to record."""
+
+    def query(self) -> bool:
+        """True."""
+        return True
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+_REACHED = Reached()
+
+
+class HostFlag:
+    """A 0-dim flag of an accelerator on its way to the host. Reading it waits only for that copy."""
+
+    def __init__(self, flag: Tensor, event: Event) -> None:
+        self._flag = torch.empty((), dtype=flag.dtype, pin_memory=True)
+        self._flag.copy_(flag, non_blocking=True)
+        self._arrival = event
+        self._arrival.record()
+
+    def __bool__(self) -> bool:
+        self._arrival.synchronize()
+        return bool(self._flag)
+
+
+class DeviceOps:
+    """The operations of one device. The methods of this class serve the CPU."""
+
+    is_async = False
+    """Whether a call may return before its work is done."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    # ------------------------------------------------------------------ order
+
+    def select(self) -> None:
+        """Make the device current on this thread. To be called before a thread first uses it.
+
+        The current device of a new thread is the first one of the host. A rank that uses another one
+        would create a context of hundreds of MB there, even by creating an event.
+        """
+
+    def event(self) -> Event:
+        """A new event, for waits of streams and for queries."""
+        return _REACHED
+
+    def host_event(self) -> Event:
+        """A new event for waits of the host. The waiting thread sleeps instead of polling."""
+        return _REACHED
+
+    def tolerate_captures(self) -> None:
+        """Let this thread query events without ending a capture of a graph on another thread."""
+
+    def record_use(self, tensor: Tensor) -> None:
+        """Keep the memory of ``tensor`` from other uses until the current stream has used it."""
+
+    def synchronize(self) -> None:
+        """Block this thread until all work of the device is done."""
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream is captured into a graph. Events may not be queried then."""
+        return False
+
+    # ------------------------------------------------------------------ memory
+
+    def host_flag(self, flag: Tensor) -> HostFlag | Tensor:
+        """A 0-dim ``flag``, to be read later. Reading it waits for the flag and for nothing else."""
+        return flag
+
+    def empty_cache(self) -> None:
+        """Return the unused memory of torch's allocator to the device."""
+
+    def free_nbytes(self) -> int:
+        """Free bytes of the device's memory, as its driver counts them. 0 on the CPU."""
+        return 0
+
+    def memory_in_use(self) -> tuple[int, int] | None:
+        """Bytes that tensors occupy now, and at most so far. None: the device has no counter."""
+        return None
+
+    # ------------------------------------------------------------------ generator
+
+    def manual_seed(self, seed: int) -> None:
+        """Seed the device's own generator."""
+
+    def rng_state(self) -> Tensor | None:
+        """The state of the device's own generator, uint8 ``[n]``. None: it is that of the CPU."""
+        return None
+
+    def set_rng_state(self, state: Tensor) -> None:
+        """Set the state of the device's own generator."""
+
+    # ------------------------------------------------------------------ facts
+
+    def identity(self) -> str:
+        """A name for the device that no other device of this host has; "" for the CPU."""
+        return ""
+
+    def profiler_range(self, name: str) -> contextlib.AbstractContextManager[object]:
+        """A context that profilers of the device show as a range called ``name``."""
+        return contextlib.nullcontext()
+
+    def multiplies_bf16(self) -> tuple[bool, str] | None:
+        """Whether the device multiplies bf16 in hardware, and the reason in words.
+
+        None: it is the CPU, which :mod:`zeroshard.precision.hardware` knows.
+        """
+        return None

@@ -1,0 +1,277 @@
+"""What one rank decides alone, before it meets the others: configuration, dtypes, optimizer, units.
+
+Also checks the objects that a caller passes to an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.comm.env import DataCoordinate, RankInfo, data_coordinate
+from zeroshard.config import Config, LoadedConfig, load_config
+from zeroshard.device.choice import own_device
+from zeroshard.engine.monitors import Monitors, build_monitors
+from zeroshard.engine.unit_plan import UnitSpec, plan_units, probed
+from zeroshard.errors import UsageError
+from zeroshard.optim.factory import Probe, build_optimizer
+from zeroshard.optim.schedulers import build_scheduler
+from zeroshard.precision.hardware import hardware_of
+from zeroshard.precision.policy import Policy, policy_from
+from zeroshard.zero.sharded_parameter import owner_of
+from zeroshard.zero.unit import Unit
+
+
+@dataclass(frozen=True, eq=False)
+class EngineArguments:
+    """What a program passes to an engine, as it came. ``as_deepspeed``: see :func:`load_config`."""
+
+    model: nn.Module
+    config: Any
+    optimizer: Any
+    model_parameters: Iterable[Any] | None
+    lr_scheduler: Any
+    device: torch.device | str | None
+    as_deepspeed: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Draft:
+    """What a rank decides alone, before it meets the others."""
+
+    model: nn.Module
+    rank_info: RankInfo
+    coordinate: DataCoordinate
+    loaded: LoadedConfig
+    device: torch.device
+    policy: Policy
+    optimizer: torch.optim.Optimizer | None
+    probes: Mapping[torch.dtype, Probe]
+    specs: list[UnitSpec]
+    scheduler: Any
+    monitors: Monitors | None
+
+
+def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
+    """Check what the caller passed, read the configuration, and plan the units. Moves no memory.
+
+    Raises:
+        ConfigError: the configuration has mistakes; it lists all of them.
+        UsageError: the objects do not fit together.
+    """
+    model = given.model
+    objects = {"optimizer": given.optimizer, "scheduler": given.lr_scheduler}
+    coordinate = data_coordinate(rank_info)
+    device = own_device(given.device, rank_info.local_rank)
+    loaded = load_config(
+        given.config,
+        dp_size=coordinate.dp_size,
+        hidden_size=hidden_size(model),
+        as_deepspeed=given.as_deepspeed,
+        replaced=[section for section, passed in objects.items() if passed is not None],
+        hardware=partial(hardware_of, device),
+    )
+    settings = loaded.config
+    policy = policy_from(settings)
+    inner = make_optimizer(model, given.optimizer, given.model_parameters, settings, policy)
+    probes = probed(inner, policy) if inner is not None else {}
+    specs = plan_units(
+        model, settings, policy, inner, num_shards=coordinate.dp_size,
+        whole=not all(probe.elementwise for probe in probes.values()),
+    )  # fmt: skip
+    return Draft(
+        model,
+        rank_info,
+        coordinate,
+        loaded,
+        device,
+        policy,
+        inner,
+        probes,
+        specs,
+        make_scheduler(given.lr_scheduler, inner, settings),
+        build_monitors(settings) if rank_info.is_main_rank and _has_monitors(settings) else None,
+    )
+
+
+def _has_monitors(config: Config) -> bool:
+    sections = (config.tensorboard, config.csv_monitor, config.wandb, config.comet)
+    return any(section.enabled for section in sections)
+
+
+def hidden_size(model: nn.Module) -> int | None:
+    """The model's width, if its config says so: DeepSpeed's ``"auto"`` sizes depend on it."""
+    config = getattr(model, "config", None)
+    for holder in (config, getattr(config, "text_config", None)):
+        size = getattr(holder, "hidden_size", None)
+        sizes = getattr(holder, "hidden_sizes", None)
+        if isinstance(size, int):
+            return size
+        if sizes:
+            return int(max(sizes))
+    return None
+
+
+WRAPPERS = frozenset(("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"))
+"""Classes of torch that distribute a model, as the engine does."""
+
+
+def check_model(model: Any) -> None:
+    """Check the model of a new engine.
+
+    Raises:
+        UsageError: it is not a module, a wrapper of torch distributes it, or it belongs to an engine.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"model is a {type(model).__name__}, not a torch.nn.Module. Pass the model itself."
+        )
+    for kind in type(model).__mro__:
+        if kind.__name__ in WRAPPERS and kind.__module__.startswith("torch."):
+            raise UsageError(
+                f"model is wrapped in {kind.__name__}, which also distributes it over ranks or "
+                "devices. Pass the model itself: model.module."
+            )
+    params = list(model.parameters())
+    trained = [param for param in params if param.requires_grad] or params
+    if trained and all(isinstance(owner_of(param), Unit) for param in trained):
+        raise UsageError(
+            "model already belongs to an engine, and two engines would write its parameters. Call "
+            "close() (or destroy()) of that engine before you build another, and pass "
+            "engine.module."
+        )
+
+
+def make_optimizer(
+    model: nn.Module,
+    optimizer: Any,
+    model_parameters: Iterable[Any] | None,
+    config: Config,
+    policy: Policy,
+) -> torch.optim.Optimizer | None:
+    """The optimizer over the model's own parameters: the object given, or the one in the config.
+
+    ``model_parameters``: parameters or param-group dicts, default all that require a gradient.
+    Raises :class:`UsageError` for an object that is no optimizer.
+    """
+    given = parameter_list(model_parameters)
+    params = given or [p for p in model.parameters() if p.requires_grad]
+    if optimizer is not None:
+        made = optimizer(params) if callable(optimizer) else optimizer
+        if not isinstance(made, torch.optim.Optimizer):
+            raise UsageError(
+                f"optimizer is a {type(made).__name__}, not a torch.optim.Optimizer. Pass an optimizer "
+                "object, or a function that makes one from parameters."
+            )
+        return made
+    if config.optimizer is None:
+        return None
+    if not params:
+        raise UsageError(
+            f'the config names the optimizer "{config.optimizer.type}", but no parameter of the model '
+            "requires a gradient."
+        )
+    groups = params if isinstance(params[0], dict) else [{"params": _named(model, params)}]
+    masters = {policy.row_for("", p.dtype).master for p in model.parameters()}
+    moments = {policy.row_for("", p.dtype).moments for p in model.parameters()}
+    return build_optimizer(
+        config.optimizer.type,
+        config.optimizer.params,
+        groups,
+        fused=masters <= {torch.float32, torch.float64},
+        state_dtype=None if moments == masters else moments.pop(),
+    )
+
+
+def _named(model: nn.Module, params: Sequence[Any]) -> list[Any]:
+    """Pairs of name and parameter, which an optimizer that treats layers differently needs (Muon)."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    if all(isinstance(p, nn.Parameter) and id(p) in names for p in params):
+        return [(names[id(p)], p) for p in params]
+    return list(params)
+
+
+_INSTEAD = "Pass model.parameters(), a list of them, or a list of param-group dicts."
+
+
+def parameter_list(model_parameters: Any) -> list[Any]:
+    """``model_parameters`` as a list, with lists in its groups. A generator is read here, once.
+
+    Raises:
+        UsageError: it is not a collection of parameters or of param-group dicts.
+    """
+    if model_parameters is None:
+        return []
+    single = isinstance(model_parameters, (str, Tensor, nn.Module, Mapping))
+    if single or not isinstance(model_parameters, Iterable):
+        kind = type(model_parameters).__name__
+        raise UsageError(f"model_parameters is a {kind}, not an iterable of parameters. {_INSTEAD}")
+    members = list(model_parameters)
+    for member in members:
+        if isinstance(member, dict):
+            if "params" not in member:
+                raise UsageError(
+                    f"model_parameters holds a group with the keys {sorted(member)}, but without "
+                    '"params". Add its parameters as "params".'
+                )
+            continue
+        named = isinstance(member, tuple) and len(member) == 2
+        if not isinstance(member[1] if named else member, Tensor):
+            raise UsageError(
+                f"model_parameters holds a {type(member).__name__}, which is not a parameter. "
+                f"{_INSTEAD}"
+            )
+    if len({isinstance(member, dict) for member in members}) > 1:
+        raise UsageError(
+            "model_parameters mixes parameters and param-group dicts. Put the parameters into a "
+            "group."
+        )
+    return [_listed(member) if isinstance(member, dict) else member for member in members]
+
+
+def _listed(group: dict[str, Any]) -> dict[str, Any]:
+    params = group["params"]
+    return {**group, "params": [params] if isinstance(params, Tensor) else list(params)}
+
+
+def make_scheduler(given: Any, optimizer: torch.optim.Optimizer | None, config: Config) -> Any:
+    """The schedule object: the one given, made by a callable, or named in the config."""
+    if given is None and config.scheduler is None:
+        return None
+    if optimizer is None:
+        raise UsageError(
+            "a learning-rate schedule needs an optimizer, and there is none. Pass one to "
+            "initialize(), or name one in the config."
+        )
+    if given is None:
+        assert config.scheduler is not None
+        return build_scheduler(config.scheduler.type, config.scheduler.params, optimizer)
+    return schedule_over(given, optimizer)
+
+
+def schedule_over(given: Any, optimizer: torch.optim.Optimizer) -> Any:
+    """The schedule: ``given``, or what the function or class ``given`` makes from the optimizer.
+
+    Raises:
+        UsageError: it is not a schedule, or belongs to another optimizer.
+    """
+    makes = isinstance(given, type) or (callable(given) and not hasattr(given, "step"))
+    made = given(optimizer) if makes else given
+    if not hasattr(made, "step"):
+        raise UsageError(
+            f"lr_scheduler is a {type(made).__name__} without a step() method. Pass a schedule, or "
+            "a function that makes one from the optimizer."
+        )
+    follows = getattr(made, "optimizer", optimizer)
+    if isinstance(follows, torch.optim.Optimizer) and follows is not optimizer:
+        raise UsageError(
+            f"lr_scheduler belongs to another optimizer ({type(follows).__name__}) than the "
+            f"engine's ({type(optimizer).__name__}), so it would have no effect. Pass a function "
+            "that makes it from the engine's optimizer."
+        )
+    return made

@@ -1,0 +1,122 @@
+"""The numbers that the host reads from the device in each step, as one vector.
+
+float64 ``[2 + U + C]``: the factor of the gradients; whether the step is skipped; for each of U shards
+that are not stored on the device, whether an edit was lost; for each of C chunks, whether the program
+edited its parameter. One copy per step, behind the gradients, so no thread waits for the device where it
+could compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from zeroshard.device.copy_streams import CopyHandle, CopyStreams
+from zeroshard.errors import UsageError
+
+
+class WatchedShard(Protocol):
+    """A unit's shard outside the device, and whether its full parameters were edited in a hidden way."""
+
+    name: str
+
+    def take_edited(self) -> Tensor | None:
+        """0-dim bool on the device: was there such an edit since the last call? None: it was not used."""
+
+
+class WatchedChunk(Protocol):
+    """A chunk whose parameter is on the device, and in host memory for its update."""
+
+    def prints(self) -> tuple[Tensor, Tensor]:
+        """Fingerprints of the parameter on the device: now, and when it was equal to the host's copy."""
+
+
+class StepNumbers:
+    """The vector of one engine. See the module.
+
+    ``take(numel, dtype)`` gives host memory. ``shards`` may grow until the first step.
+    """
+
+    def __init__(
+        self,
+        streams: CopyStreams,
+        take: Callable[[int, torch.dtype], Tensor],
+        shards: Sequence[WatchedShard],
+    ) -> None:
+        self._streams = streams
+        self._take = take
+        self._shards = shards
+        self._chunks: list[WatchedChunk] = []
+        self._host: Tensor | None = None
+        self._step: object = None
+        self._arrival: CopyHandle | None = None
+
+    def watch(self, chunk: WatchedChunk) -> int:
+        """Compare the chunk's parameter in each step. Returns its number for :meth:`is_edited`."""
+        self._chunks.append(chunk)
+        return len(self._chunks) - 1
+
+    def send(self, step: object, factor: Tensor, found_inf: Tensor | None) -> None:
+        """Start copying the numbers. Only the first call for a ``step`` does, which is any new object.
+
+        ``factor``: 0-dim. ``found_inf``: 0-dim, 1 if the step is skipped; None if it is not.
+        """
+        if step is self._step:
+            return
+        self._step = step
+        no = torch.zeros((), dtype=torch.bool, device=factor.device)
+        flags = [no if found_inf is None else found_inf != 0]
+        flags += [no if lost is None else lost for lost in (s.take_edited() for s in self._shards)]
+        parts = [factor.double().view(1), torch.stack(flags).double()]
+        if self._chunks:
+            now, then = zip(*(chunk.prints() for chunk in self._chunks), strict=True)
+            parts.append((torch.stack(now) != torch.stack(then)).double())
+        numbers = torch.cat(parts)
+        if self._host is None:
+            self._host = self._take(numbers.numel(), torch.float64)
+        self._arrival = self._streams.d2h(numbers, self._host)
+
+    def wait(self) -> None:
+        """Block this thread until the numbers are on the host.
+
+        Raises:
+            UsageError: an edit was lost.
+        """
+        assert self._arrival is not None
+        self._arrival.synchronize()
+        assert self._host is not None
+        lost = self._host[2 : 2 + len(self._shards)].nonzero().view(-1).tolist()
+        if lost:
+            names = ", ".join(repr(self._shards[at].name) for at in lost[:3])
+            raise UsageError(
+                f"parameters of {names}{'...' if len(lost) > 3 else ''} were written inside forward "
+                "or backward in a way that PyTorch does not count, such as param.data.mul_(...). They "
+                "are stored in host memory or on disk (offload_param), so the values are lost. "
+                "Write them in place under torch.no_grad(), or inside "
+                "zeroshard.zero.GatheredParameters(params, modifier_rank=0)."
+            )
+
+    @property
+    def factor(self) -> float:
+        """The factor by which updates multiply gradients. Valid after :meth:`wait`, as all below."""
+        assert self._host is not None
+        return float(self._host[0])
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether the gradient of the step was not finite on some rank."""
+        assert self._host is not None
+        return bool(self._host[1])
+
+    def is_edited(self, chunk: int) -> bool:
+        """Whether the program wrote into the chunk's parameter since it was copied to the device."""
+        assert self._host is not None
+        return bool(self._host[2 + len(self._shards) + chunk])
+
+
+def numbers_numel(shards: int, chunks: int) -> int:
+    """Elements of the vector."""
+    return 2 + shards + chunks

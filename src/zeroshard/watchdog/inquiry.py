@@ -1,0 +1,208 @@
+"""Asks all ranks what they do, makes a diagnosis of the answers, and reports it.
+
+Runs in the watchdog's thread of the rank that is elected to ask. Without the store, each rank judges by
+what its own host shows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from zeroshard.comm.host import Process
+from zeroshard.watchdog.diagnosis import TORCH, Diagnosis, RankStatus, diagnose
+from zeroshard.watchdog.messages import Messages
+from zeroshard.watchdog.rank_status import (
+    Peer,
+    phase,
+    stack_line,
+    stacks,
+    status_from_answer,
+    status_from_host,
+    without_connection,
+)
+from zeroshard.watchdog.settings import WatchdogSettings
+from zeroshard.watchdog.tracked_calls import TrackedCalls
+
+POLL_S = 0.02
+_NOT_HERE = "has not reached ZeroShard yet: no initialize, no zero.Init. Look at its output"
+_IDLE = "does not use ZeroShard now; its engine and its models are closed. Look at its output"
+
+
+@dataclass(eq=False)
+class Inquiry:
+    """The questions that the watchdog of ``rank`` asks the ``ranks``.
+
+    ``here``: this rank's process. ``stop``: set when the watchdog is to end, so that no answer is waited
+    for. ``own`` in the methods: what this rank answers itself.
+    """
+
+    rank: int
+    ranks: Sequence[int]
+    here: Process
+    messages: Messages
+    stop: threading.Event
+
+    def ask(
+        self,
+        number: int,
+        calls: TrackedCalls,
+        settings: WatchdogSettings,
+        own: Mapping[str, Any],
+    ) -> Diagnosis:
+        """Ask question ``number``, about a stall in ``calls``; judge, report and publish.
+
+        Waits up to five ticks for answers.
+
+        Raises:
+            StoreLost: the store does not answer.
+        """
+        self.messages.ask(number, calls.label)
+        statuses = self._collect(number, calls, settings, own)
+        diagnosis, reported = self._judge(calls, statuses, settings)
+        self.messages.publish(number, diagnosis, reported=reported)
+        return diagnosis
+
+    def judge_alone(
+        self, calls: TrackedCalls, settings: WatchdogSettings, own: Mapping[str, Any]
+    ) -> Diagnosis:
+        """Judge by what this host shows, without the store."""
+        seen = [status_from_answer(self.messages.peers[self.rank], own)]
+        for rank in self.ranks:
+            if rank != self.rank and (rank in calls.peers or rank in self.messages.peers):
+                seen.append(status_from_host(self._known(rank, calls), self.here, asked=False))
+        return self._judge(calls, sorted(seen, key=lambda status: status.rank), settings)[0]
+
+    # -- statuses ----------------------------------------------------------------------------------
+
+    def _collect(
+        self,
+        number: int,
+        calls: TrackedCalls,
+        settings: WatchdogSettings,
+        own: Mapping[str, Any],
+    ) -> list[RankStatus]:
+        """The answers to question ``number``; for ranks that cannot answer, what this host knows."""
+        found = {self.rank: status_from_answer(self.messages.peers[self.rank], own)}
+        until = time.monotonic() + 5 * settings.tick_s
+        while True:
+            over = time.monotonic() > until or self.stop.is_set()
+            for rank in self.ranks:
+                if rank in found:
+                    continue
+                answer = self.messages.answer_of(number, rank)
+                if answer is not None:
+                    calls.suspects.update(answer["suspects"])
+                    found[rank] = status_from_answer(self._known(rank, calls), answer)
+                    continue
+                status = self._unanswered(rank, calls)
+                if over or status.fate not in ("runs", "silent"):
+                    found[rank] = status
+            if len(found) == len(self.ranks) or over:
+                return [found[rank] for rank in sorted(found)]
+            time.sleep(POLL_S)
+
+    def _unanswered(self, rank: int, calls: TrackedCalls) -> RankStatus:
+        """What is known of a rank that has not answered."""
+        base, state, reason = self.messages.read_card(rank)
+        if base is None:
+            return RankStatus(rank, None, fate="absent", detail=_NOT_HERE, answered=False)
+        if state == "idle" and rank not in calls.peers and base.fate(self.here)[0] != "gone":
+            return RankStatus(rank, None, fate="absent", detail=_IDLE, answered=False)
+        status = status_from_host(self._known(rank, calls), self.here)
+        why = self.messages.why_left(calls.label, rank) or (reason if state == "left" else None)
+        if why is not None and status.fate != "stopped":
+            gone = status.fate == "gone" and state != "left"
+            status = replace(status, fate="gone" if gone else "left", detail=f"left: {why}")
+        return status
+
+    def _known(self, rank: int, calls: TrackedCalls) -> Peer:
+        """The rank's process, and the path of its recording of ``calls``."""
+        peer = calls.peers.get(rank) or self.messages.peers.get(rank)
+        return peer or Peer(rank, Process("", "", 0, ""), "")
+
+    # -- the diagnosis -----------------------------------------------------------------------------
+
+    def _judge(
+        self, calls: TrackedCalls, statuses: list[RankStatus], settings: WatchdogSettings
+    ) -> tuple[Diagnosis, bool]:
+        """The diagnosis, and whether it was printed or written to a file."""
+        suspects = calls.suspects
+        statuses = [without_connection(w) if w.rank in suspects else w for w in statuses]
+        same = [w.blocked_s for w in statuses if w.wait and w.wait.label == calls.label]
+        path = self._dump_path(statuses, settings)
+        diagnosis = diagnose(
+            statuses,
+            calls.settings,
+            blocked_s=max([calls.clock.blocked_s, *same]),
+            details=str(path),
+            label=calls.label,
+        )
+        calls.doubt = False
+        # A broken connection does not heal.
+        diagnosis = replace(diagnosis, fatal=diagnosis.fatal or bool(suspects))
+        return diagnosis, self._report(calls, diagnosis, statuses, path)
+
+    def _report(
+        self, calls: TrackedCalls, diagnosis: Diagnosis, statuses: list[RankStatus], path: Path
+    ) -> bool:
+        """Print a diagnosis that is not fatal when a report is due; write the full evidence to a file.
+
+        False: it was too early for a report.
+        """
+        due = max(calls.report_due_s, calls.first_report_s())
+        if not diagnosis.fatal and calls.clock.blocked_s < due:
+            return False
+        evidence = {
+            "diagnosis": asdict(diagnosis), "statuses": [asdict(status) for status in statuses]
+        }  # fmt: skip
+        with contextlib.suppress(OSError):  # a full disk must not hide the diagnosis
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(evidence, indent=1))
+        if not diagnosis.fatal:
+            calls.report_due_s = calls.next_report_s()
+            print(diagnosis.text, file=sys.stderr, flush=True)
+        return True
+
+    def _dump_path(self, statuses: Sequence[RankStatus], settings: WatchdogSettings) -> Path:
+        root = settings.dump_dir or str(Path(tempfile.gettempdir()) / "zeroshard")
+        step = max((w.flight.step for w in statuses if w.flight), default=0)
+        return Path(root) / f"hang-{step}-{self.here.pid}.json"
+
+
+def own_answer(
+    parts: Sequence[TrackedCalls],
+    calls: TrackedCalls | None,
+    *,
+    left: str | None,
+    main: int,
+    keep: int,
+    with_stacks: bool,
+) -> dict[str, Any]:
+    """What this rank answers to a question about ``calls``, as JSON values.
+
+    ``calls`` is None if the rank does not take part in that sequence; ``left``: why it left it.
+    ``parts``: all sequences that it follows. ``main``: the program's thread. ``keep``: how many records
+    to send.
+    """
+    waits = [wait for part in parts if (wait := part.wait()) is not None]
+    flight = calls.flight() if calls is not None else None
+    return {
+        "flight": flight and flight._replace(records=flight.records[-keep:]),
+        "left": left,
+        "blocked_s": max(part.clock.blocked_s for part in parts),
+        "suspects": sorted(calls.suspects) if calls is not None else [],
+        "stack": stack_line(main) if with_stacks else "",
+        "stacks": stacks() if with_stacks else "",
+        "phase": phase(main),
+        "wait": next((w for w in waits if not w.behind), None),
+        "reached": {part.label: part.reached() for part in parts if part.label != TORCH},
+    }

@@ -1,0 +1,275 @@
+"""What watchdogs write for each other into the store, with a deadline for each operation.
+
+A store client that two threads share deadlocks, and a store whose server is frozen never answers. So one
+separate thread makes all operations (:class:`StoreClient`), and the caller waits for its answer no longer
+than a deadline.
+
+Keys, below the name of the set of ranks (:func:`watchdog_namespace`):
+
+    card/RANK            which process watches there, its recording, and its state: on, idle or left
+    left/LABEL/RANK      why a rank closed the engine or model LABEL
+    times/RANK           how many watchdogs the rank has started
+    asked                the number of the newest question
+    elect/N              the rank that adds 1 first asks question N
+    label/N              the sequence of calls that question N is about
+    answer/N/RANK        what a rank does, as JSON
+    diagnosis/N          the answer to question N, as JSON
+    final, finals        the first fatal diagnosis, and how many there were
+    read                 how many ranks have read a fatal diagnosis
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, TypeVar, cast
+
+from zeroshard.comm.agreement import Store
+from zeroshard.comm.host import Process
+from zeroshard.watchdog.diagnosis import Diagnosis
+from zeroshard.watchdog.rank_status import Peer
+
+T = TypeVar("T")
+
+
+def watchdog_namespace(ranks: Sequence[int], space: str) -> str:
+    """The prefix in the store of the messages between the watchdogs of these ranks."""
+    return f"{space}/watchdog/{','.join(map(str, ranks))}"
+
+
+class Messages:
+    """The messages of one rank's watchdog. Each method may raise :class:`StoreLost`.
+
+    ``store``: a client that nothing else uses, with a key space that these ranks share. ``own``: this
+    rank's process and recording. ``store_rank``: the rank whose process serves the store, if that is
+    another rank. ``hung_up()``: whether the server of the store has closed its connection. ``peers``:
+    what is known of the ranks' processes. ``idle``: ranks that run nothing of ZeroShard. ``on_call()`` is
+    called before each operation, as a sign that this process runs.
+    """
+
+    def __init__(
+        self, store: Store, own: Peer, *, store_rank: int | None, hung_up: Callable[[], bool]
+    ) -> None:
+        self._own = own
+        self._store_rank = store_rank if store_rank != own.rank else None
+        self._hung_up = hung_up
+        self.peers: dict[int, Peer] = {own.rank: own}
+        self.idle: set[int] = set()
+        self.on_call: Callable[[], None] = _nothing
+        self._client = StoreClient(store, name=f"zeroshard-store-client-{own.rank}")
+        # A watchdog that is collected without being closed must not leave a thread.
+        weakref.finalize(self, self._client.end)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the store's server may still answer. Without one, torch would log many lines."""
+        server = self.peers.get(self._store_rank) if self._store_rank is not None else None
+        gone = server is not None and server.fate(self._own.process)[0] == "gone"
+        return not gone and not self._hung_up()
+
+    def call(self, operation: Callable[[Store], Any], timeout_s: float = 5.0) -> Any:
+        """``operation(store)``, unless the store's server is known to have gone.
+
+        Raises:
+            StoreLost: the store did not answer within ``timeout_s``, or its server has gone.
+        """
+        self.on_call()
+        if not self.is_open:
+            raise StoreLost("the process that served the store has left")
+        return self._client.call(operation, timeout_s)
+
+    def add(self, key: str, amount: int, timeout_s: float = 5.0) -> int:
+        """The counter ``key`` after ``amount`` has been added."""
+        return cast("int", self.call(lambda store: store.add(key, amount), timeout_s))
+
+    def set(self, key: str, text: str, timeout_s: float = 5.0) -> None:
+        """Write ``text``."""
+        self.call(lambda store: store.set(key, text), timeout_s)
+
+    def look(self, key: str) -> str | None:
+        """What is written under ``key``; None, without waiting, if nothing is."""
+        return cast("str | None", self.call(lambda store: look(store, key)))
+
+    # -- cards -------------------------------------------------------------------------------------
+
+    def post_card(self, state: str, reason: str = "") -> None:
+        """Tell the others this rank's process and its state: ``on``, ``idle`` or ``left``."""
+        own = self._own
+        card = {"state": state, "reason": reason, "process": asdict(own.process)}
+        self.set(f"card/{own.rank}", json.dumps({**card, "recording": own.recording}), 2.0)
+
+    def read_card(self, rank: int) -> tuple[Peer | None, str, str]:
+        """Another rank's process, its state (``on``, ``idle`` or ``left``) and why; None: no card yet."""
+        text = self.look(f"card/{rank}")
+        if text is None:
+            return None, "", ""
+        card = json.loads(text)
+        peer = Peer(rank, Process(**card["process"]), card["recording"])
+        # A process whose files cannot be seen is in another container: treat it as on another host.
+        if card["state"] == "on" and not Path(peer.recording).exists():
+            card = json.loads(self.look(f"card/{rank}") or text)
+            if card["state"] == "on" and peer.fate(self._own.process)[0] != "gone":
+                peer = peer.far()
+        self.peers[rank] = peer
+        (self.idle.add if card["state"] == "idle" else self.idle.discard)(rank)
+        return peer, card["state"], card["reason"]
+
+    def post_left(self, label: str, why: str) -> None:
+        """Tell ranks that still wait in the sequence ``label`` why this rank left it."""
+        self.set(f"left/{label}/{self._own.rank}", why, 2.0)
+
+    def why_left(self, label: str, rank: int) -> str | None:
+        """Why ``rank`` left the sequence ``label``; None: it has not."""
+        return self.look(f"left/{label}/{rank}")
+
+    # -- questions ---------------------------------------------------------------------------------
+
+    def asked(self, timeout_s: float = 5.0) -> int:
+        """The number of the newest question."""
+        return self.add("asked", 0, timeout_s)
+
+    def is_elected(self, number: int) -> bool:
+        """Whether this rank is the one that asks question ``number``. True once, on one rank."""
+        return self.add(f"elect/{number}", 1) == 1
+
+    def ask(self, number: int, label: str) -> None:
+        """Ask all ranks what they do, because of a stall in the sequence ``label``."""
+        self.set(f"label/{number}", label)
+        self.add("asked", 1)
+
+    def label_of(self, number: int) -> str:
+        """The sequence that question ``number`` is about."""
+        return self.look(f"label/{number}") or ""
+
+    def answer(self, number: int, words: dict[str, Any]) -> None:
+        """This rank's answer to question ``number``."""
+        self.set(f"answer/{number}/{self._own.rank}", json.dumps(words))
+
+    def answer_of(self, number: int, rank: int) -> dict[str, Any] | None:
+        """The answer of ``rank``; None: not yet."""
+        text = self.look(f"answer/{number}/{rank}")
+        return None if text is None else cast("dict[str, Any]", json.loads(text))
+
+    def publish(self, number: int, diagnosis: Diagnosis, *, reported: bool) -> None:
+        """The diagnosis of question ``number``. The first fatal diagnosis is never replaced.
+
+        ``reported``: this rank has printed it.
+        """
+        text = json.dumps({"number": number, "diagnosis": asdict(diagnosis), "reported": reported})
+
+        def write(store: Store) -> None:
+            if diagnosis.fatal and store.add("finals", 1) == 1:
+                store.set("final", text)
+            store.set(f"diagnosis/{number}", text)
+
+        self.call(write)
+
+    def diagnosis_of(self, number: int, since: int = 0) -> tuple[Diagnosis, bool] | None:
+        """The first fatal diagnosis of a question after ``since``, else that of question ``number``.
+
+        None: there is none yet. The second value: whether the rank that made it has printed it.
+        """
+
+        def read(store: Store) -> str | None:
+            final = look(store, "final")
+            if final is not None and json.loads(final)["number"] > since:
+                return final
+            return look(store, f"diagnosis/{number}")
+
+        text = self.call(read)
+        if text is None:
+            return None
+        found = json.loads(text)
+        words = found["diagnosis"]
+        return Diagnosis(**{**words, "ranks": tuple(words["ranks"])}), bool(found["reported"])
+
+    def count_read(self, timeout_s: float = 5.0, *, more: int = 0) -> int:
+        """How many ranks have read a fatal diagnosis, after ``more`` have been added."""
+        return self.add("read", more, timeout_s)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._client.close()
+
+
+def _nothing() -> None:
+    pass
+
+
+class StoreLost(Exception):
+    """The store did not answer in time, or its server is gone."""
+
+
+class StoreClient:
+    """Store operations with a deadline. ``store`` must be a client that nothing else uses."""
+
+    def __init__(self, store: Store, *, name: str) -> None:
+        self._jobs: SimpleQueue[tuple[Callable[[Store], Any], _Answer] | None] = SimpleQueue()
+        self._busy: _Answer | None = None
+        self._turn = threading.Lock()
+        self._thread = threading.Thread(
+            target=_serve, args=(store, self._jobs), name=name, daemon=True
+        )
+        self._thread.start()
+
+    def call(self, operation: Callable[[Store], T], timeout_s: float = 5.0) -> T:
+        """The result of ``operation(store)``.
+
+        Raises:
+            StoreLost: no answer within ``timeout_s``, none to an earlier call yet, or an error of the
+            store.
+        """
+        if threading.current_thread() is self._thread:  # garbage is collected in any thread
+            raise StoreLost("the thread that would answer asks")
+        if not self._turn.acquire(timeout=timeout_s):
+            raise StoreLost("another call still waits")
+        try:
+            if self._busy is not None and not self._busy.done.is_set():
+                raise StoreLost("an earlier call still waits")
+            answer = self._busy = _Answer()
+            self._jobs.put((operation, answer))
+            if not answer.done.wait(timeout_s):
+                raise StoreLost(f"no answer in {timeout_s:.0f} s")
+        finally:
+            self._turn.release()
+        if answer.error is not None:
+            raise StoreLost(str(answer.error)) from answer.error
+        return cast("T", answer.value)
+
+    def end(self) -> None:
+        """Ask the thread to end, without waiting."""
+        self._jobs.put(None)
+
+    def close(self) -> None:
+        """End the thread. After 2 s a thread that is stuck in the store is left, as a daemon."""
+        self.end()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(2.0)
+
+
+class _Answer:
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.value: Any = None
+        self.error: Exception | None = None
+
+
+def _serve(store: Store, jobs: SimpleQueue[tuple[Callable[[Store], Any], _Answer] | None]) -> None:
+    while (job := jobs.get()) is not None:
+        operation, answer = job
+        try:
+            answer.value = operation(store)
+        except Exception as error:  # StoreClient.call raises it in the caller's thread
+            answer.error = error
+        answer.done.set()
+        del operation, answer, job
+
+
+def look(store: Store, key: str) -> str | None:
+    """The value under ``key``; None, without waiting, if there is none."""
+    return store.get(key).decode() if store.check([key]) else None

@@ -1,0 +1,376 @@
+"""Updates one chunk: in place, in host memory, or on a page of the pager.
+
+The sharded optimizer chooses an :class:`Updater` for each chunk (:func:`choose_updater`) when the engine
+is built, and calls its ``step`` in each step.
+
+There are two ways to compute an update, with the same bits (ADR 0007). :class:`OwnStep` calls ``step`` of
+the optimizer object. :class:`FusedStep` makes one pass over memory. Both work where the chunk is stored.
+:class:`HostUpdater` and :class:`AsyncHostUpdater` copy the gradient from the device, run one of the two,
+and copy the parameter back. :class:`PagedUpdater` opens the chunk's page and runs any other updater.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from zeroshard.core.ledger import Ledger
+from zeroshard.errors import UsageError
+from zeroshard.offload.async_update import AsyncUpdateWorker, Wait
+from zeroshard.offload.host_chunk import HostChunk, HostGradTransfer
+from zeroshard.optim.fused_update import FusedUpdate, UpdateKernel
+from zeroshard.zero.optimizer_shard import OptimizerChunk, OptimizerShard
+
+if TYPE_CHECKING:
+    from zeroshard.offload.pager import Page
+
+_NO_SLOTS: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class StepInputs:
+    """What the updaters of one optimizer step share.
+
+    ``factor``: 0-dim, multiplies every gradient. ``found_inf``: 0-dim, 1 if nothing may change; None if
+    the step is known to be applied. ``untouched``: by ``id(unit)``, the slots to which no rank gave a
+    gradient. ``pages``: opens the next chunk's page.
+    """
+
+    factor: Tensor
+    found_inf: Tensor | None
+    untouched: Mapping[int, frozenset[int]]
+    pages: Iterator[Page]
+
+
+class Updater(Protocol):
+    """How one chunk is updated."""
+
+    def step(self, inputs: StepInputs) -> Wait | None:
+        """Update the chunk, or start its update. The unit's shard must be readable.
+
+        Returns a function that waits until the updated parameter is on the device; None: it is there.
+        """
+
+
+class OptimizerObject:
+    """Calls ``step`` of the optimizer object on some fragments, and refuses calls of the program.
+
+    ``groups``: all fragments, by param group. The optimizer's groups list them between steps.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer, groups: Sequence[Sequence[Tensor]]) -> None:
+        self.inner = inner
+        self._groups = [list(params) for params in groups]
+        self._runs = False
+        self._guard = inner.register_step_pre_hook(self._refuse_direct_step)
+
+    def step(self, members: Sequence[Sequence[Tensor]], found_inf: Tensor | None) -> None:
+        """Run ``step`` on ``members`` of each group. It changes nothing if ``found_inf`` is 1."""
+        inner = self.inner
+        if found_inf is not None:
+            inner.found_inf, inner.grad_scale = found_inf, None  # type: ignore[attr-defined]
+        for group, params in zip(inner.param_groups, members, strict=True):
+            group["params"] = params
+        self._runs = True
+        try:
+            inner.step()
+        finally:
+            self._runs = False
+            for group, params in zip(inner.param_groups, self._groups, strict=True):
+                group["params"] = params
+            if found_inf is not None:
+                del inner.found_inf, inner.grad_scale  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """Let the program call ``step`` again. The groups have no parameters then."""
+        self._guard.remove()
+        self._groups.clear()
+        self.inner.state.clear()
+        for group in self.inner.param_groups:
+            group["params"] = []
+
+    def _refuse_direct_step(self, *_: object) -> None:
+        """Refuse ``step()`` calls of the program. Without ``.grad`` they would do nothing."""
+        if not self._runs:
+            raise UsageError(
+                "optimizer.step() was called directly. The gradients are sharded and belong to "
+                "the engine: call engine.step(), which also clips gradients and advances the "
+                "schedule."
+            )
+
+
+class OwnStep:
+    """In place, with the optimizer's own ``step`` on the chunk's fragments."""
+
+    def __init__(
+        self,
+        shard: OptimizerShard,
+        chunk: OptimizerChunk,
+        optimizer: OptimizerObject,
+        ledger: Ledger,
+    ) -> None:
+        self._shard = shard
+        self._chunk = chunk
+        self._optimizer = optimizer
+        self._ledger = ledger
+
+    def step(self, inputs: StepInputs) -> None:
+        """See :class:`Updater`."""
+        shard = self._shard
+        skipped = inputs.untouched.get(id(shard.unit), _NO_SLOTS)
+        self._chunk.sync_from_param()
+        grad_C = shard.gradient_of(self._chunk)
+        self.run(grad_C, inputs.factor, skipped, inputs.found_inf)
+
+    def run(
+        self,
+        grad_C: Tensor,
+        factor: Tensor,
+        skipped: frozenset[int],
+        found_inf: Tensor | None = None,
+    ) -> None:
+        """Update with ``grad_C * factor``. May overwrite ``grad_C``. ``skipped``: slots left out."""
+        chunk, master_C = self._chunk, self._chunk.master_C
+        if grad_C.dtype == master_C.dtype:
+            self._run(grad_C, factor, skipped, found_inf)
+        else:
+            with self._ledger.lend("update", master_C.nbytes):
+                self._run(grad_C.to(master_C.dtype), factor, skipped, found_inf)
+        chunk.adopt_state(self._optimizer.inner.state)
+        self._shard.has_new_state = True
+
+    def _run(
+        self, grad_C: Tensor, factor: Tensor, skipped: frozenset[int], found_inf: Tensor | None
+    ) -> None:
+        chunk = self._chunk
+        grad_C.mul_(factor.to(grad_C.dtype))
+        members: list[list[Tensor]] = [[] for _ in self._optimizer.inner.param_groups]
+        for fragment in chunk.fragments:
+            if fragment.index not in skipped:
+                fragment.value.grad = fragment.of(grad_C)
+                members[fragment.group].append(fragment.value)
+        if not any(members):
+            return
+        self._optimizer.step(members, found_inf)
+        for fragment in chunk.fragments:
+            fragment.value.grad = None
+        chunk.round_master_into_param()
+
+
+class FusedStep:
+    """In place, in one pass over memory. The optimizer's own step runs where that is not possible.
+
+    The pass is not possible in the first step, in which the optimizer makes its state, in a step that
+    leaves out slots, and while it is not known whether the step is skipped. The pass is prepared once. It
+    is prepared again if the state is in other tensors.
+    """
+
+    def __init__(
+        self,
+        shard: OptimizerShard,
+        chunk: OptimizerChunk,
+        kernel: UpdateKernel,
+        own: OwnStep,
+        optimizer: OptimizerObject,
+        ledger: Ledger,
+    ) -> None:
+        self._shard = shard
+        self._chunk = chunk
+        self._kernel = kernel
+        self._own = own
+        self._inner = optimizer.inner
+        self._ledger = ledger
+        self._names = (*kernel.shaped, "step") if kernel.counts else kernel.shaped
+        self._fused: FusedUpdate | None = None
+        self._known: list[tuple[Tensor, str, Tensor]] = []  # fragment, name and tensor of its state
+
+    def step(self, inputs: StepInputs) -> None:
+        """See :class:`Updater`."""
+        shard = self._shard
+        skipped = inputs.untouched.get(id(shard.unit), _NO_SLOTS)
+        fused = self.prepared() if not skipped and inputs.found_inf is None else None
+        if fused is None:
+            self._own.step(inputs)
+        else:
+            grad_C = shard.gradient_of(self._chunk)
+            fused.run(grad_C, float(inputs.factor), self._inner.param_groups)
+
+    def prepared(self) -> FusedUpdate | None:
+        """The prepared pass; None if the optimizer has not made its state."""
+        state = self._inner.state
+        if self._fused is not None:
+            for value, name, tensor in self._known:
+                here = state.get(value)
+                if here is None or here.get(name) is not tensor:
+                    break  # loading optimizer state replaces its tensors
+            else:
+                return self._fused
+        return self._prepare()
+
+    def _prepare(self) -> FusedUpdate | None:
+        kernel, chunk, state = self._kernel, self._chunk, self._inner.state
+        if kernel.compiled is not None:
+            kernel.compiled()  # starts compiling
+        chunk.adopt_state(state)
+        states = [state.get(fragment.value, {}) for fragment in chunk.fragments]
+        if not all(kernel.is_in(found) for found in states):
+            return None
+        self._known = [
+            (fragment.value, name, found[name])
+            for fragment, found in zip(chunk.fragments, states, strict=True)
+            for name in self._names
+        ]
+        # On the host the pass may run on the worker thread, which reports nothing to the ledger.
+        on_host = chunk.host_chunk is not None
+        self._fused = FusedUpdate(
+            kernel,
+            [(fragment.group, fragment.at, fragment.value) for fragment in chunk.fragments],
+            states,
+            master_R=chunk.master_C,
+            param_R=chunk.param_on_update_device,
+            **({} if on_host else {"lend": partial(self._ledger.lend, "update")}),
+        )
+        return self._fused
+
+
+class HostUpdater:
+    """In host memory, on this thread.
+
+    For chunks whose memory is valid only during the call, and for optimizers without a kernel.
+    """
+
+    def __init__(
+        self,
+        shard: OptimizerShard,
+        chunk: OptimizerChunk,
+        host_chunk: HostChunk,
+        own: OwnStep,
+        fused: FusedStep | None,
+        optimizer: OptimizerObject,
+        worker: AsyncUpdateWorker,
+    ) -> None:
+        self.following: HostUpdater | None = None  # its copies begin before this chunk is updated
+        self._shard = shard
+        self._chunk = chunk
+        self._host_chunk = host_chunk
+        self._own = own
+        self._fused = fused
+        self._inner = optimizer.inner
+        self._worker = worker
+        self._begun: tuple[StepInputs, HostGradTransfer] | None = None
+
+    def step(self, inputs: StepInputs) -> Wait | None:
+        """See :class:`Updater`."""
+        transfer, skipped = self._send(inputs)
+        return self._update(transfer, skipped, self._prepared(skipped))
+
+    def begin(self, inputs: StepInputs) -> HostGradTransfer:
+        """Start copying the gradient, unless that was started in backward, and the step's numbers."""
+        if self._begun is not None and self._begun[0] is inputs:
+            return self._begun[1]
+        shard, host_chunk = self._shard, self._host_chunk
+        if not shard.buffer.is_stored:
+            host_chunk.send_gradient(shard.gradient_of(self._chunk))
+        transfer = host_chunk.transfer(inputs, inputs.factor, inputs.found_inf)
+        self._begun = inputs, transfer
+        return transfer
+
+    def _send(self, inputs: StepInputs) -> tuple[HostGradTransfer, frozenset[int]]:
+        """Start the copies of this chunk and of the following one."""
+        transfer = self.begin(inputs)
+        if self.following is not None:
+            self.following.begin(inputs)
+        self._begun = None
+        return transfer, inputs.untouched.get(id(self._shard.unit), _NO_SLOTS)
+
+    def _prepared(self, skipped: frozenset[int]) -> FusedUpdate | None:
+        return None if skipped or self._fused is None else self._fused.prepared()
+
+    def _update(
+        self, transfer: HostGradTransfer, skipped: frozenset[int], fused: FusedUpdate | None
+    ) -> Wait:
+        host_chunk = self._host_chunk
+        if fused is not None:
+            self._worker.update(fused, host_chunk, transfer, self._inner.param_groups)
+        else:
+            transfer.wait()
+            if transfer.is_edited:
+                host_chunk.copy_param_from_device()
+            self._chunk.sync_from_param()
+            if not transfer.numbers.is_skipped:
+                factor = torch.tensor(transfer.numbers.factor, dtype=torch.float64)
+                self._own.run(transfer.grad_C, factor, skipped)
+        if self._chunk.page is None:
+            return lambda: host_chunk.wait_for_param(host_chunk.send_param())
+        # Started now: the chunk after the following one uses the same memory.
+        arrival = host_chunk.send_param()
+        return lambda: host_chunk.wait_for_param(arrival)
+
+
+class AsyncHostUpdater(HostUpdater):
+    """In host memory, on the worker thread if the fused pass is prepared, else on this thread."""
+
+    def step(self, inputs: StepInputs) -> Wait | None:
+        """See :class:`Updater`."""
+        transfer, skipped = self._send(inputs)
+        fused = self._prepared(skipped)
+        if fused is None:
+            return self._update(transfer, skipped, fused)
+        return self._worker.submit(fused, self._host_chunk, transfer, self._inner.param_groups)
+
+
+class PagedUpdater:
+    """Any updater, on a chunk whose master and state are on disk."""
+
+    def __init__(self, page: Page, updater: Updater) -> None:
+        self._page = page
+        self.updater = updater
+
+    def step(self, inputs: StepInputs) -> Wait | None:
+        """See :class:`Updater`."""
+        page = next(inputs.pages)
+        assert page is self._page, "pages are opened in the order of the chunks"
+        wait = self.updater.step(inputs)
+        page.filled_nbytes = page.nbytes
+        return wait
+
+
+def choose_updater(
+    shard: OptimizerShard,
+    chunk: OptimizerChunk,
+    kernel: UpdateKernel | None,
+    optimizer: OptimizerObject,
+    *,
+    ledger: Ledger,
+    worker: AsyncUpdateWorker | None,
+) -> Updater:
+    """The updater of one chunk. ``kernel``: None if the optimizer's own step has to run.
+
+    A fused pass runs on the CPU only. ``worker`` is needed for chunks with a host chunk.
+    """
+    own = OwnStep(shard, chunk, optimizer, ledger)
+    on_cpu = chunk.master_C.device.type == "cpu" and not isinstance(chunk.master_C, FakeTensor)
+    fused = None
+    if kernel is not None and on_cpu:
+        fused = FusedStep(shard, chunk, kernel, own, optimizer, ledger)
+    updater: Updater = fused or own
+    if chunk.host_chunk is not None:
+        assert worker is not None
+        stays = chunk.page is None and not shard.unit.store.tier.only_in_use
+        kind: Callable[..., HostUpdater] = AsyncHostUpdater if stays else HostUpdater
+        updater = kind(shard, chunk, chunk.host_chunk, own, fused, optimizer, worker)
+    return updater if chunk.page is None else PagedUpdater(chunk.page, updater)
+
+
+def overlap_copies(updaters: Iterable[Updater]) -> None:
+    """Let each update in host memory begin the copies of the next one. ``updaters``: in their order."""
+    plain = (u.updater if isinstance(u, PagedUpdater) else u for u in updaters)
+    for updater, following in pairwise(u for u in plain if isinstance(u, HostUpdater)):
+        updater.following = following

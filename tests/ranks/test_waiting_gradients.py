@@ -1,0 +1,102 @@
+"""Gradients that wait to be copied together: second arrivals, missing ones, and groups of every size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from zeroshard import Engine
+from zeroshard.testing import on_ranks
+from zeroshard.zero import gradients
+
+WIDTH = 12
+
+
+class Twice(nn.Module):
+    """``a`` gets two gradients in one backward, because reentrant checkpoints run backwards of their own.
+
+    ``b`` gets its gradient last, ``unused`` and ``spare`` none: the unit is never complete.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        values = torch.Generator().manual_seed(3)
+        self.a, self.b, self.unused, self.spare = (
+            nn.Parameter(torch.randn(WIDTH, WIDTH, generator=values) / 4) for _ in range(4)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x @ self.b
+        for _ in range(2):
+            x = checkpoint(lambda h: torch.tanh(h @ self.a), x, use_reentrant=True)
+        return x
+
+
+class Model(nn.Module):
+    """Two units and a root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begin = nn.Linear(WIDTH, WIDTH, bias=False)
+        nn.init.eye_(self.begin.weight)
+        self.blocks = nn.ModuleList(Twice() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.begin(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(step))
+
+
+def trained_plainly(accumulation: int) -> dict[str, Tensor]:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(3):
+        for micro in range(accumulation):
+            (model(batch(10 * step + micro)).square().mean() / accumulation).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("group_numel", [0, WIDTH * WIDTH + 1, 2**18])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(2)
+def test_waiting_gradients_train_as_the_plain_loop(stage, group_numel, accumulation):
+    """Both ranks have the same data, so the mean over ranks has the bits of one rank's gradient."""
+    before, gradients.GROUP_NUMEL = gradients.GROUP_NUMEL, group_numel
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": accumulation,
+        "units": ["Twice"],
+        "unit_min_numel": 0,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage},
+    }
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    try:
+        with Engine(model, config=config, optimizer=optimizer) as engine:
+            for step in range(3):
+                for micro in range(accumulation):
+                    engine.backward(engine(batch(10 * step + micro)).square().mean())
+                    assert not any(b._waiting for b in engine.runtime.reducer.buffers)
+                    engine.step()
+            trained = {name: full.clone() for name, full in engine.iter_full_params()}
+    finally:
+        gradients.GROUP_NUMEL = before
+    expected = trained_plainly(accumulation)
+    assert trained.keys() == expected.keys()
+    # Stages 2 and 3 reduce the sum of each backward, so they add four gradients in another order.
+    reordered = stage >= 2 and accumulation > 1
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            trained[name], value, rtol=1e-5 if reordered else 0, atol=1e-7 if reordered else 0
+        )

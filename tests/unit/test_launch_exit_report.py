@@ -1,0 +1,242 @@
+"""Exit reports of ranks: which exit was the cause, and what it means."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+
+from zeroshard.launch.cgroup import OomCounters
+from zeroshard.launch.exit_report import KernelCounters, RankExit, build_report, explain_exit
+from zeroshard.launch.traces import last_trace, starts_trace, trace_of_error_file
+
+GIB = 1 << 30
+NOTHING = KernelCounters(OomCounters(0, 0))
+BOOM = """\
+step 1
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "train.py", line 3, in <module>
+[rank1]:     main()
+[rank1]: ValueError: boom
+[rank1]: second line
+"""
+LOST = """\
+[rank0]: Traceback (most recent call last):
+[rank0]:   File "train.py", line 9, in <module>
+[rank0]: RuntimeError: [pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer.
+"""
+GLOO = (
+    "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n"
+    "  what():  [enforce fail at pair.cc:456] op.preamble.length <= op.nbytes. 4000 vs 2000. \n"
+    "Fatal Python error: Aborted\n\n"
+    'Thread 0x00007f (most recent call first):\n  File "train.py", line 5 in <module>\n\n'
+    "Extension modules: numpy (total: 1)\n"
+)
+
+
+def words(exitcode, stderr="", *, kernel=NOTHING, **fields) -> str:
+    return explain_exit(RankExit(0, exitcode, 0.0, stderr=stderr, **fields), kernel).what
+
+
+@pytest.mark.parametrize(
+    ("kernel", "text"),
+    [
+        (
+            KernelCounters(OomCounters(1, 1), 240 * GIB),
+            "was killed by the kernel OOM killer "
+            "(in this cgroup: oom_kill +1, limit 240.0 GiB, RSS 251.0 GiB when last seen)",
+        ),
+        (
+            KernelCounters(OomCounters(0, 2), 240 * GIB),
+            "was killed by the kernel OOM killer (host out of memory, no cgroup limit hit: "
+            "oom_kill +2, RSS 251.0 GiB when last seen)",
+        ),
+        (
+            NOTHING,
+            "got SIGKILL from outside (scheduler or user); no OOM kill was counted, "
+            "RSS 251.0 GiB when last seen",
+        ),
+        (
+            KernelCounters(OomCounters(None, None)),
+            "got SIGKILL; this system does not count OOM kills, so the sender is unknown, "
+            "RSS 251.0 GiB when last seen",
+        ),
+    ],
+)
+def test_a_kill_is_blamed_on_what_was_counted(kernel, text):
+    assert words(-9, kernel=kernel, peak_rss_nbytes=251 * GIB) == text
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "stderr", "text"),
+    [
+        (
+            -6,
+            GLOO,
+            "aborted in gloo: it received 4000 bytes where 2000 were expected. "
+            "The ranks called different collectives",
+        ),
+        (-6, "", "aborted (SIGABRT): a C++ check failed; its text is below"),
+        (
+            -7,
+            "",
+            "got SIGBUS: most likely /dev/shm (64 MiB) is full; "
+            "docker run --shm-size=8g makes it larger",
+        ),
+        (-11, "", "died of a segmentation fault (SIGSEGV)"),
+        (-15, "", "was ended by SIGTERM, sent from outside"),
+        (-64, "", "was ended by SIGRTMAX, sent from outside"),
+        (1, BOOM, "raised ValueError: boom (exit code 1)"),
+        (1, LOST, "lost its peers: Connection reset by peer (exit code 1)"),
+        (1, "usage: x\n", "exited with code 1 and left no traceback"),
+        (3, BOOM, "exited with code 3; its last traceback was ValueError: boom"),
+        (75, "", "was stopped by ZeroShard's watchdog (exit code 75)"),
+        (76, BOOM, "lost its peers (exit code 76): ValueError: boom"),
+    ],
+)
+def test_exit_codes_are_decoded(exitcode, stderr, text):
+    assert words(exitcode, stderr, kernel=KernelCounters(OomCounters(0, 0), None, 64 << 20)) == text
+
+
+def test_a_program_that_counts_on_a_gpu_is_told_which_flag_it_needs():
+    text = "ValueError: Your setup doesn't support bf16/gpu. You need to assign use_cpu ..."
+    assert words(1, BOOM.replace("ValueError: boom", text)).endswith(
+        "start it with `--use_cpu true`"
+    )
+
+
+def test_a_rank_that_the_launcher_stopped_is_not_decoded():
+    assert words(-15, stopped=True) == "was stopped by the launcher"
+
+
+def test_the_cause_comes_first_although_the_consequence_was_earlier():
+    report = build_report(
+        [RankExit(0, 1, 1.0, stderr=LOST), RankExit(1, 1, 1.2, stderr=BOOM)], NOTHING
+    )
+    assert report.lines == (
+        "rank 1 raised ValueError: boom (exit code 1).",
+        "rank 0 followed: lost its peers: Connection reset by peer (exit code 1).",
+    )
+
+
+def test_the_trace_of_the_cause_is_shown_without_rank_prefixes():
+    report = build_report(
+        [RankExit(0, 1, 1.0, stderr=LOST), RankExit(1, 1, 1.2, stderr=BOOM)], NOTHING
+    )
+    assert report.trace.splitlines()[0] == "Traceback (most recent call last):"
+    assert report.trace.splitlines()[-2:] == ["ValueError: boom", "second line"]
+
+
+def test_consequences_in_the_same_words_share_a_line():
+    deaths = [RankExit(r, 1, 2.0, stderr=LOST) for r in (0, 1, 2, 5)]
+    report = build_report([*deaths, RankExit(3, -9, 1.0)], NOTHING)
+    assert report.lines[1:] == (
+        "ranks 0-2, 5 followed: lost its peers: Connection reset by peer (exit code 1).",
+    )
+
+
+def test_causes_in_other_words_each_have_a_line():
+    report = build_report([RankExit(0, -11, 1.0), RankExit(1, 1, 1.1, stderr=BOOM)], NOTHING)
+    assert report.lines == (
+        "rank 0 died of a segmentation fault (SIGSEGV).",
+        "rank 1 raised ValueError: boom (exit code 1).",
+    )
+
+
+@pytest.mark.parametrize(("exitcode", "expected"), [(3, 3), (-9, 137), (-6, 134)])
+def test_the_launcher_ends_with_the_code_of_the_cause(exitcode, expected):
+    deaths = [RankExit(0, 76, 1.0), RankExit(1, exitcode, 1.5)]
+    assert build_report(deaths, NOTHING).exitcode == expected
+
+
+def test_a_clean_run_has_nothing_to_report():
+    report = build_report([RankExit(0, 0, 1.0), RankExit(1, 0, 1.0)], NOTHING)
+    assert (report.lines, report.exitcode) == ((), 0)
+
+
+def test_a_rank_that_left_early_with_code_0_is_named():
+    report = build_report([RankExit(1, 0, 1.0), RankExit(0, 76, 2.0)], NOTHING)
+    assert report.lines == (
+        "rank 0 lost its peers (exit code 76).",
+        "rank 1 had already ended with exit code 0: the others still waited for it.",
+    )
+
+
+def test_an_interrupted_run_is_one_line():
+    deaths = [RankExit(0, -2, 1.0, stopped=True), RankExit(1, 1, 1.0, stopped=True)]
+    report = build_report(deaths, NOTHING, interrupted=signal.SIGINT)
+    assert (report.lines, report.exitcode) == (("stopped by SIGINT; ranks 0-1 ended.",), 130)
+
+
+def test_a_chain_of_causes_is_one_trace_with_the_last_exception_as_headline():
+    stderr = (
+        "Traceback (most recent call last):\n  a\nKeyError: 'x'\n\n"
+        "During handling of the above exception, another exception occurred:\n\n"
+        "Traceback (most recent call last):\n  b\nZeroDivisionError: division by zero\n"
+    )
+    trace = last_trace(stderr)
+    assert trace is not None
+    assert trace.headline == "ZeroDivisionError: division by zero"
+    assert trace.text.startswith("Traceback (most recent call last):\n  a\n")
+
+
+def test_a_logged_traceback_is_not_the_fatal_one():
+    logged = "Traceback (most recent call last):\n  a\nOSError: retried\ngoing on\n"
+    trace = last_trace(logged + BOOM)
+    assert trace is not None
+    assert "OSError" not in trace.text
+
+
+def test_what_is_printed_after_the_exception_is_left_out():
+    trace = last_trace(BOOM + "[rank1]:[W1120 ProcessGroup.cpp] destroy_process_group\n")
+    assert trace is not None
+    assert trace.text.endswith("second line")
+
+
+def test_a_late_ignored_exception_is_not_the_cause():
+    late = "Exception ignored in: <f>\nTraceback (most recent call last):\n  z\nOSError: late\n"
+    trace = last_trace(BOOM + late)
+    assert trace is not None
+    assert trace.headline == "ValueError: boom"
+
+
+def test_an_abort_and_its_python_stack_are_one_trace():
+    trace = last_trace(GLOO)
+    assert trace is not None
+    assert "op.preamble" in trace.text
+    assert trace.text.endswith('File "train.py", line 5 in <module>')
+
+
+def test_a_long_trace_keeps_both_ends():
+    frames = "".join(f"  frame {i}\n" for i in range(500))
+    trace = last_trace(f"Traceback (most recent call last):\n{frames}RecursionError: deep\n")
+    assert trace is not None
+    lines = trace.text.splitlines()
+    assert (len(lines), lines[1], lines[-1]) == (60, "  frame 0", "RecursionError: deep")
+
+
+def test_the_error_file_of_torch_elastic_is_read():
+    content = json.dumps({"message": {"message": "x", "extraInfo": {"py_callstack": BOOM}}})
+    trace = trace_of_error_file(content)
+    assert trace is not None
+    assert trace.headline == "ValueError: boom"
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"message": 3}', '{"message": {}}'])
+def test_a_broken_error_file_is_no_trace(content):
+    assert trace_of_error_file(content) is None
+
+
+@pytest.mark.parametrize(
+    ("line", "opens"),
+    [
+        ("Traceback (most recent call last):\n", True),
+        ("[rank12]: Traceback (most recent call last):\n", True),
+        ("Fatal Python error: Segmentation fault\n", True),
+        ("loss 2.5\n", False),
+        ("see Traceback (most recent call last): above\n", False),
+    ],
+)
+def test_lines_that_open_a_trace(line, opens):
+    assert starts_trace(line) is opens

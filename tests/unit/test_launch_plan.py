@@ -1,0 +1,195 @@
+"""Which process starts which rank, the commands for other hosts, and the environment of ranks."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from zeroshard.errors import LaunchError
+from zeroshard.launch.env import exported, rank_defaults
+from zeroshard.launch.hosts import Host
+from zeroshard.launch.options import LaunchRequest
+from zeroshard.launch.plan import RunHere, RunNodes, plan_launch
+from zeroshard.launch.remote import names_of_this_host, node_commands, ssh_words
+
+
+@pytest.fixture
+def hostfile(tmp_path) -> str:
+    path = tmp_path / "hosts"
+    path.write_text("a slots=4\nb slots=2\n")
+    return str(path)
+
+
+def decision(**options):
+    return plan_launch(LaunchRequest("t.py", **options), {}, this_host=("a",), has_srun=False)
+
+
+def refusal(**options) -> str:
+    with pytest.raises(LaunchError) as caught:
+        decision(**options)
+    return str(caught.value)
+
+
+def test_nothing_said_means_this_node_with_a_free_port():
+    assert decision() == RunHere(None, 1, 0, None, None, None)
+
+
+def test_include_without_hostfile_chooses_devices():
+    assert decision(include="localhost:1,3") == RunHere(2, 1, 0, None, None, "1,3")
+
+
+def test_a_hostfile_of_several_hosts_starts_a_launcher_on_each(hostfile):
+    hosts = (Host("a", (0, 1, 2, 3)), Host("b", (0, 1)))
+    assert decision(hostfile=hostfile) == RunNodes(hosts, 29500)
+
+
+def test_a_hostfile_reduced_to_this_host_runs_here(hostfile):
+    assert decision(hostfile=hostfile, include="a:2,3") == RunHere(2, 1, 0, None, None, "2,3")
+
+
+def test_a_hostfile_reduced_to_another_host_still_needs_ssh(hostfile):
+    assert decision(hostfile=hostfile, include="b") == RunNodes((Host("b", (0, 1)),), 29500)
+
+
+def test_no_ssh_runs_the_named_node_of_a_hostfile(hostfile):
+    chosen = decision(hostfile=hostfile, no_ssh=True, node_rank=1)
+    assert chosen == RunHere(2, 2, 1, "a", 29500, None)
+
+
+def test_no_ssh_without_hostfile_runs_the_named_node():
+    chosen = decision(no_ssh=True, num_nodes=3, node_rank=2, master_addr="h", nproc=8)
+    assert chosen == RunHere(8, 3, 2, "h", 29500, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"module": True, "no_python": True},
+            "--module and --no_python cannot be given together; keep one of them.",
+        ),
+        (
+            {"include": "a", "exclude": "b"},
+            "--include and --exclude cannot be given together; keep one of them.",
+        ),
+        (
+            {"include": "localhost:0", "nproc": 2},
+            "--include already says which slots are used; "
+            "it cannot be given with --nproc/--num_gpus.",
+        ),
+        ({"nproc": 0}, "--nproc/--num_gpus is 0; it must be at least 1."),
+        (
+            {"exclude": "localhost:0"},
+            "--exclude needs --hostfile. Without a hostfile, choose devices with --include.",
+        ),
+        (
+            {"include": "other:0"},
+            "--include names host 'other', which is not among the hosts (localhost).",
+        ),
+        (
+            {"num_nodes": 2},
+            "--num_nodes 2 needs --hostfile, or --no_ssh --node_rank R on each node.",
+        ),
+        (
+            {"node_rank": 1},
+            "--node_rank 1 is for one launcher per node; give --no_ssh with it.",
+        ),
+        (
+            {"no_ssh": True, "num_nodes": 2},
+            "--no_ssh with several nodes needs --node_rank, this node's number.",
+        ),
+        (
+            {"no_ssh": True, "num_nodes": 2, "node_rank": 2, "master_addr": "a"},
+            "--node_rank 2 is outside of 0..1.",
+        ),
+        (
+            {"no_ssh": True, "num_nodes": 2, "node_rank": 0},
+            "--no_ssh with several nodes needs --master_addr, the address of node 0.",
+        ),
+        ({"master_port": 70000}, "--master_port is 70000; it must lie between 1 and 65535."),
+        (
+            {"hostfile": "/nowhere/hosts"},
+            "--hostfile '/nowhere/hosts' cannot be read: No such file or directory. It must "
+            "contain lines 'host slots=N'.",
+        ),
+    ],
+)
+def test_options_that_cannot_work_say_why(options, message):
+    assert refusal(**options) == message
+
+
+def commands(**changes):
+    options = {
+        "launcher": ["py", "-m", "zeroshard.launch"],
+        "master_addr": None,
+        "master_port": 29500,
+        "options": ["--module"],
+        "program": ["pkg.train", "--name", "two words; $HOME"],
+        "env": {"NCCL_DEBUG": "INFO"},
+        "this_host": ("b",),
+        **changes,
+    }
+    return node_commands((Host("a", (1, 3)), Host("b", (0, 1))), **options)
+
+
+def test_each_node_gets_its_rank_and_number_of_slots():
+    assert commands()[1].argv == (
+        *("py", "-m", "zeroshard.launch", "--no_ssh", "--leash"),
+        *("--num_nodes", "2", "--node_rank", "1", "--nproc", "2"),
+        *("--master_addr", "a", "--master_port", "29500", "--module"),
+        *("--", "pkg.train", "--name", "two words; $HOME"),
+    )
+
+
+def test_the_host_we_are_on_is_not_reached_by_ssh():
+    argv = commands()[1].process_argv(cwd="/w", ssh=ssh_words(None))
+    assert argv[0] == "py"
+
+
+def test_another_host_is_reached_by_one_quoted_shell_line():
+    argv = commands()[0].process_argv(cwd="/my work", ssh=ssh_words(2222))
+    assert argv[:-1] == ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-p", "2222", "a"]
+    assert argv[-1] == (
+        "cd '/my work' && exec env NCCL_DEBUG=INFO CUDA_VISIBLE_DEVICES=1,3 "
+        "py -m zeroshard.launch --no_ssh --leash --num_nodes 2 --node_rank 0 --nproc 2 "
+        "--master_addr a --master_port 29500 --module -- pkg.train --name 'two words; $HOME'"
+    )
+
+
+def test_a_host_is_ours_under_its_short_and_its_full_name():
+    assert names_of_this_host("n1.cluster", "n1.cluster.org") == (
+        "n1.cluster",
+        "n1.cluster.org",
+        "n1",
+    )
+
+
+def test_cores_are_divided_among_the_local_ranks():
+    env = rank_defaults({}, cores=16, num_local=5)
+    assert env["OMP_NUM_THREADS"] == "3"
+
+
+def test_more_ranks_than_cores_still_get_a_thread():
+    assert rank_defaults({}, cores=2, num_local=8)["OMP_NUM_THREADS"] == "1"
+
+
+def test_a_restarted_rank_never_reads_the_store_of_a_dead_attempt():
+    env = rank_defaults({}, cores=1, num_local=1)
+    assert (env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"], env["PYTHONFAULTHANDLER"]) == ("1", "1")
+
+
+def test_what_the_user_exported_wins():
+    mine = {"OMP_NUM_THREADS": "7", "PYTHONFAULTHANDLER": "0"}
+    assert not mine.keys() & rank_defaults(mine, cores=4, num_local=2).keys()
+
+
+def test_only_variables_that_concern_training_travel_to_other_hosts():
+    env = {"NCCL_DEBUG": "INFO", "HOME": "/h", "PYTHONPATH": "/p", "AWS_SECRET": "x", "RANK": "0"}
+    assert exported(env) == {"NCCL_DEBUG": "INFO", "PYTHONPATH": "/p"}
+
+
+def test_the_command_line_does_not_import_torch():
+    code = "import sys, zeroshard.cli.main; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 0

@@ -1,0 +1,128 @@
+"""When the launcher ends a group of processes, and in which order it stops them."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+
+import pytest
+
+from zeroshard.launch.supervisor import Phase, ShutdownTimeouts, WorkerSupervisor
+
+
+@dataclass
+class FakeProcess:
+    """A process whose exit code the test sets."""
+
+    pid: int
+    code: int | None = None
+
+    def poll(self) -> int | None:
+        return self.code
+
+
+class FakeProcesses:
+    """Two or more fake ranks, a clock that the test moves, and the signals sent so far."""
+
+    def __init__(self, count: int = 2) -> None:
+        self.now_s = 0.0
+        self.sent: list[tuple[int, signal.Signals]] = []
+        self.ranks = {rank: FakeProcess(100 + rank) for rank in range(count)}
+        self.supervisor = WorkerSupervisor(
+            self.ranks,
+            timeouts=ShutdownTimeouts(grace_s=5, stop_s=30),
+            send=lambda rank, _, number: self.sent.append((rank, number)),
+            clock=lambda: self.now_s,
+        )
+
+    def tick(self, at_s: float) -> bool:
+        self.now_s = at_s
+        return self.supervisor.tick()
+
+
+@pytest.fixture
+def fake() -> FakeProcesses:
+    return FakeProcesses()
+
+
+def test_a_herd_runs_until_the_last_member_ended(fake):
+    fake.ranks[0].code = 0
+    assert not fake.tick(1)
+    fake.ranks[1].code = 0
+    assert fake.tick(2)
+
+
+def test_a_clean_end_of_one_member_stops_nobody(fake):
+    fake.ranks[0].code = 0
+    fake.tick(1)
+    fake.tick(1000)
+    assert fake.sent == []
+
+
+def test_deaths_carry_the_time_at_which_they_were_seen(fake):
+    fake.ranks[1].code = 3
+    fake.tick(7)
+    assert [(d.rank, d.exitcode, d.at_s) for d in fake.supervisor.deaths] == [(1, 3, 7)]
+
+
+def test_survivors_of_a_failure_are_left_alone_for_the_grace_time(fake):
+    fake.ranks[1].code = 1
+    fake.tick(0)
+    fake.tick(4.9)
+    assert (fake.supervisor.phase, fake.sent) == (Phase.GRACE, [])
+
+
+def test_survivors_are_stopped_after_the_grace_time(fake):
+    fake.ranks[1].code = 1
+    fake.tick(0)
+    fake.tick(5)
+    assert fake.sent == [(0, signal.SIGTERM)]
+
+
+def test_who_does_not_stop_is_killed(fake):
+    fake.ranks[1].code = 1
+    for at_s in (0, 5, 34.9, 35):
+        fake.tick(at_s)
+    assert fake.sent == [(0, signal.SIGTERM), (0, signal.SIGKILL)]
+
+
+def test_a_death_after_the_order_to_stop_is_marked(fake):
+    fake.ranks[1].code = 1
+    fake.tick(0)
+    fake.tick(5)
+    fake.ranks[0].code = -15
+    fake.tick(6)
+    assert [(d.rank, d.stopped) for d in fake.supervisor.deaths] == [(1, False), (0, True)]
+
+
+def test_an_interrupt_is_forwarded_and_waited_for(fake):
+    fake.supervisor.interrupt(signal.SIGINT)
+    fake.tick(29)
+    assert fake.sent == [(0, signal.SIGINT), (1, signal.SIGINT)]
+
+
+def test_a_second_interrupt_kills(fake):
+    fake.supervisor.interrupt(signal.SIGINT)
+    fake.supervisor.interrupt(signal.SIGINT)
+    assert fake.sent[2:] == [(0, signal.SIGKILL), (1, signal.SIGKILL)]
+
+
+def test_an_interrupt_that_is_not_obeyed_ends_in_a_kill(fake):
+    fake.supervisor.interrupt(signal.SIGTERM)
+    fake.tick(30)
+    assert fake.sent[2:] == [(0, signal.SIGKILL), (1, signal.SIGKILL)]
+
+
+def test_nobody_who_ended_is_signalled_again():
+    fake = FakeProcesses(3)
+    fake.ranks[0].code = 0
+    fake.tick(1)
+    fake.supervisor.interrupt(signal.SIGINT)
+    assert [rank for rank, _ in fake.sent] == [1, 2]
+
+
+def test_an_interrupt_during_the_grace_time_leaves_the_failure_as_the_cause(fake):
+    fake.ranks[1].code = 1
+    fake.tick(0)
+    fake.supervisor.interrupt(signal.SIGINT)
+    assert (fake.supervisor.interrupted, fake.sent) == (None, [(0, signal.SIGINT)])
