@@ -9,10 +9,11 @@ number of elements of one rank's shard.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
+from types import MappingProxyType
 
 ALIGNMENT = 64
 """Every parameter starts, and every shard ends, at a multiple of this many elements.
@@ -33,12 +34,32 @@ def round_up(numel: int, multiple: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Block:
+    """The part of a global tensor that the ranks of one shard group hold: ``global[start:][:extent]``.
+
+    ``shape``: of the global tensor. ``start``: of this part, one number per axis; its extent is the shape
+    of the slot. ``split``: the dimensions of the mesh that cut the tensor. Ranks that differ in another
+    dimension hold the same part. ``largest``: elements of the largest part. Every rank leaves this room,
+    so parameters have the same positions everywhere, also where a size does not divide.
+    """
+
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    split: frozenset[str]
+    largest: int
+
+
+@dataclass(frozen=True, slots=True)
 class Slot:
-    """The position of one parameter in its unit: ``full_N[start:stop].view(shape)``."""
+    """The position of one parameter in its unit: ``full_N[start:stop].view(shape)``.
+
+    ``block``: the part of the global tensor that this parameter is; None: all of it.
+    """
 
     fqn: str
     shape: tuple[int, ...]
     start: int
+    block: Block | None = None
     numel: int = field(init=False)
     stop: int = field(init=False)
 
@@ -101,35 +122,44 @@ class UnitLayout:
 
 
 def pack(
-    params: Iterable[tuple[str, Sequence[int]]], *, num_shards: int, whole: bool = False
+    params: Iterable[tuple[str, Sequence[int]]],
+    *,
+    num_shards: int,
+    whole: bool = False,
+    blocks: Mapping[str, Block] = MappingProxyType({}),
 ) -> UnitLayout:
     """Place parameters one after another, and pad so that ``num_shards`` equal shards result.
 
     ``whole``: never cut a parameter, because the optimizer needs whole matrices (Muon). Parameters are
-    then assigned to shards, the largest first, and S is the size of the fullest shard.
+    then assigned to shards, the largest first, and S is the size of the fullest shard. ``blocks``: of
+    parameters that are parts of global tensors, by name.
 
     >>> [slot.start for slot in pack([("a", (100,)), ("b", (8, 8))], num_shards=2, whole=True).slots]
     [0, 128]
     """
     items = [(fqn, tuple(shape)) for fqn, shape in params]
+    room = {
+        fqn: round_up(blocks[fqn].largest if fqn in blocks else prod(shape), ALIGNMENT)
+        for fqn, shape in items
+    }
     if not whole:
         slots, end = [], 0
         for fqn, shape in items:
-            slots.append(Slot(fqn, shape, end))
-            end = round_up(end + prod(shape), ALIGNMENT)
+            slots.append(Slot(fqn, shape, end, blocks.get(fqn)))
+            end += room[fqn]
         return UnitLayout(tuple(slots), round_up(end, ALIGNMENT * num_shards), num_shards)
 
     shards: list[list[tuple[str, tuple[int, ...]]]] = [[] for _ in range(num_shards)]
     load = [0] * num_shards
-    for fqn, shape in sorted(items, key=lambda item: -prod(item[1])):
+    for fqn, shape in sorted(items, key=lambda item: -room[item[0]]):
         rank = load.index(min(load))
         shards[rank].append((fqn, shape))
-        load[rank] += round_up(prod(shape), ALIGNMENT)
+        load[rank] += room[fqn]
     shard_numel = max(load)
     slots = []
     for rank, members in enumerate(shards):
         end = rank * shard_numel
         for fqn, shape in members:
-            slots.append(Slot(fqn, shape, end))
-            end += round_up(prod(shape), ALIGNMENT)
+            slots.append(Slot(fqn, shape, end, blocks.get(fqn)))
+            end += room[fqn]
     return UnitLayout(tuple(slots), shard_numel * num_shards, num_shards)

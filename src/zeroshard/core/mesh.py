@@ -1,0 +1,102 @@
+"""The mesh: the ranks of a run as a grid, and the groups of ranks along its dimensions.
+
+Pure arithmetic, without tensors or process groups. The dimensions, outermost first, are :data:`DIMS`.
+Ranks are numbered in that order, so the ranks of one tensor group are neighbours, as in DeepSpeed's
+topology (axes pipe, data, model).
+
+A unit is sharded over the ranks that hold the same bytes, its *holders*. Tensor and pipeline parallelism
+decide which bytes a rank holds. ZeRO does not need to know why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from math import prod
+
+DIMS = ("pipeline", "data_replicate", "data_shard", "sequence", "tensor")
+"""The dimensions of a mesh, outermost first. They are also the keys of the section ``parallel``."""
+
+BATCH = frozenset({"data_replicate", "data_shard"})
+"""Ranks that differ in these dimensions train on different samples."""
+
+HOLDERS = BATCH | {"sequence"}
+"""Ranks that differ only in these dimensions hold the same parameters, and their gradients are added."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The size of each dimension. The product is the number of ranks.
+
+    >>> mesh = Mesh(pipeline=2, data_shard=2, tensor=2)
+    >>> mesh.world_size, mesh.dp_size, mesh.text
+    (8, 2, 'pipeline 2 x data_shard 2 x tensor 2')
+    >>> mesh.coordinate(5)["tensor"], mesh.group(5, HOLDERS), mesh.groups({"tensor"})
+    (1, (5, 7), [(0, 1), (2, 3), (4, 5), (6, 7)])
+    """
+
+    pipeline: int = 1
+    data_replicate: int = 1
+    data_shard: int = 1
+    sequence: int = 1
+    tensor: int = 1
+
+    @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """The sizes in the order of :data:`DIMS`."""
+        return tuple(getattr(self, dim) for dim in DIMS)
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return prod(self.sizes)
+
+    @property
+    def dp_size(self) -> int:
+        """The number of ranks that train on different samples. It divides batches."""
+        return self.data_replicate * self.data_shard
+
+    @property
+    def is_data_only(self) -> bool:
+        """Whether every rank holds the whole model and trains on samples of its own."""
+        return self.dp_size == self.world_size
+
+    @property
+    def text(self) -> str:
+        """The dimensions above 1, for messages."""
+        big = [f"{dim} {size}" for dim, size in zip(DIMS, self.sizes, strict=True) if size > 1]
+        return " x ".join(big) or "data_shard 1"
+
+    def coordinate(self, rank: int) -> Mapping[str, int]:
+        """The position of ``rank`` in each dimension."""
+        found = {}
+        for dim, size in zip(reversed(DIMS), reversed(self.sizes), strict=True):
+            rank, found[dim] = divmod(rank, size)
+        return found
+
+    def dp_rank(self, rank: int) -> int:
+        """The share of every batch that ``rank`` gets: a number below :attr:`dp_size`."""
+        at = self.coordinate(rank)
+        return at["data_replicate"] * self.data_shard + at["data_shard"]
+
+    def group(self, rank: int, dims: Collection[str]) -> tuple[int, ...]:
+        """The ranks that differ from ``rank`` only in ``dims``, in order; ``rank`` is one of them."""
+        at = self.coordinate(rank)
+        ranges = [
+            range(size) if dim in dims else range(at[dim], at[dim] + 1)
+            for dim, size in zip(DIMS, self.sizes, strict=True)
+        ]
+        return tuple(self._rank(place) for place in product(*ranges))
+
+    def groups(self, dims: Collection[str]) -> list[tuple[int, ...]]:
+        """All groups along ``dims``, in the order of their first ranks. Each rank is in one."""
+        found = {self.group(rank, dims): None for rank in range(self.world_size)}
+        return list(found)
+
+    def _rank(self, place: tuple[int, ...]) -> int:
+        rank = 0
+        for size, at in zip(self.sizes, place, strict=True):
+            rank = rank * size + at
+        return rank
