@@ -138,10 +138,8 @@ def pack(
     [0, 128]
     """
     items = [(fqn, tuple(shape)) for fqn, shape in params]
-    room = {
-        fqn: round_up(blocks[fqn].largest if fqn in blocks else prod(shape), ALIGNMENT)
-        for fqn, shape in items
-    }
+    numel = {fqn: blocks[fqn].largest if fqn in blocks else prod(shape) for fqn, shape in items}
+    room = {fqn: round_up(numel[fqn], ALIGNMENT) for fqn in numel}
     if not whole:
         slots, end = [], 0
         for fqn, shape in items:
@@ -151,7 +149,7 @@ def pack(
 
     shards: list[list[tuple[str, tuple[int, ...]]]] = [[] for _ in range(num_shards)]
     load = [0] * num_shards
-    for fqn, shape in sorted(items, key=lambda item: -room[item[0]]):
+    for fqn, shape in sorted(items, key=lambda item: -numel[item[0]]):
         rank = load.index(min(load))
         shards[rank].append((fqn, shape))
         load[rank] += room[fqn]
