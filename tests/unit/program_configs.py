@@ -323,7 +323,7 @@ WILD: dict[str, tuple[dict[str, Any], str]] = {
     "deepspeed superoffload": (
         {**PLAIN, **zero(stage=3, offload_optimizer={**CPU, "super_offload": True})},
         "one kind of machine"),
-    "deepspeed mics": ({**PLAIN, **zero(stage=3, mics_shard_size=8)}, "leave it out"),
+    "deepspeed mics": ({**PLAIN, **zero(stage=3, mics_shard_size=8)}, "parallel.data_replicate"),
     "deepspeed mics off": ({**PLAIN, **zero(stage=3, mics_shard_size=-1)}, ""),
     "deepspeed partial offload": (
         {**PLAIN, **zero(stage=3, offload_optimizer={**CPU, "ratio": 0.3})}, ""),

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from zeroshard.comm.env import DataCoordinate, RankInfo, data_coordinate
 from zeroshard.config import Config, LoadedConfig, load_config
+from zeroshard.core.mesh_sources import MeshSource
 from zeroshard.device.choice import own_device
 from zeroshard.engine.monitors import Monitors, build_monitors
 from zeroshard.engine.unit_plan import UnitSpec, plan_units, probed
@@ -29,7 +30,10 @@ from zeroshard.zero.unit import Unit
 
 @dataclass(frozen=True, eq=False)
 class EngineArguments:
-    """What a program passes to an engine, as it came. ``as_deepspeed``: see :func:`load_config`."""
+    """What a program passes to an engine, as it came.
+
+    ``as_deepspeed`` and ``mesh_sources``: see :func:`load_config`.
+    """
 
     model: nn.Module
     config: Any
@@ -38,6 +42,7 @@ class EngineArguments:
     lr_scheduler: Any
     device: torch.device | str | None
     as_deepspeed: bool
+    mesh_sources: tuple[MeshSource, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +75,8 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
     device = own_device(given.device, rank_info.local_rank)
     loaded = load_config(
         given.config,
-        dp_size=coordinate.dp_size,
+        world_size=rank_info.world_size,
+        mesh_sources=given.mesh_sources,
         hidden_size=hidden_size(model),
         as_deepspeed=given.as_deepspeed,
         replaced=[section for section, passed in objects.items() if passed is not None],
