@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from zeroshard import deepspeed, initialize
 from zeroshard.comm.mesh_objects import mesh_sources
@@ -51,11 +51,6 @@ def test_device_meshes_and_parameters_are_read() -> None:
         resolve_mesh(mesh_sources(mesh=other), 4, not_yet={})
     with pytest.raises(UsageError, match=r"other order|in the order pipeline"):
         resolve_mesh(mesh_sources(mesh=other["tp"]), 4, not_yet={})
-    model.weight = nn.Parameter(
-        distribute_tensor(model.weight.full_tensor().detach(), mesh, [Shard(0), Replicate()])
-    )
-    with pytest.raises(UsageError, match="weight is sharded over the data-parallel ranks already"):
-        mesh_sources(model=model)
 
 
 @on_ranks(4)

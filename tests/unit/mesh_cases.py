@@ -59,28 +59,14 @@ def accelerate(**sizes: Any) -> Any:
     return SimpleNamespace(**{**dict.fromkeys(names, 1), **sizes})
 
 
-def dtensors(*meshes: Any, shard: int | None = None) -> nn.Module:
+def dtensors(*meshes: Any) -> nn.Module:
     """A model whose parameters look like DTensors on these device meshes."""
     model = nn.Module()
     for at, one in enumerate(meshes):
-        param = nn.Parameter(torch.zeros(2))
-        param.device_mesh = one  # type: ignore[attr-defined]
-        param.placements = [  # type: ignore[attr-defined]
-            _Placed(axis == shard) for axis in range(one.mesh.ndim)
-        ]
+        param: Any = nn.Parameter(torch.zeros(2))
+        param.device_mesh, param.placements = one, ()
         model.register_parameter(f"w{at}", param)
     return model
-
-
-class _Placed:
-    def __init__(self, shards: bool) -> None:
-        self._shards = shards
-
-    def is_shard(self) -> bool:
-        return self._shards
-
-    def __repr__(self) -> str:
-        return "Shard(dim=0)" if self._shards else "Replicate()"
 
 
 @dataclass(frozen=True)
@@ -176,15 +162,6 @@ CASES: tuple[Case, ...] = (
         lambda: mesh_sources(model=dtensors(device_mesh(("x",), [0, 1]))),
         "the device mesh of the parameter w0 has the dimension 'x', whose purpose is unknown. ZeroShard "
         f"knows the names {', '.join(AXES)}. Use one of them.",
-    ),
-    read(
-        "parameters_sharded_by_another_library",
-        lambda: mesh_sources(
-            model=dtensors(device_mesh(("dp_shard", "tp"), [[0, 1], [2, 3]]), shard=0)
-        ),
-        "the parameter w0 is sharded over the data-parallel ranks already: Shard(dim=0) along the "
-        "dimension 'dp_shard' of its device mesh. The engine shards over these ranks itself. Pass the "
-        "model as it was before (without fully_shard).",
     ),
     read(
         "mesh_param_is_a_number",

@@ -201,17 +201,12 @@ def mesh_from_model(model: nn.Module) -> MeshSource | None:
     A mesh of one dimension without a name is one of tensor parallelism.
 
     Raises:
-        UsageError: a device mesh has unknown names, or several dimensions without names; or a parameter
-            is sharded over data-parallel ranks already.
+        UsageError: a device mesh has unknown names, or several dimensions without names.
     """
     found: dict[int, MeshSource] = {}
     for name, param in model.named_parameters():
         device_mesh = getattr(param, "device_mesh", None)
-        placements = getattr(param, "placements", None)
-        if device_mesh is None or placements is None:
-            continue
-        _check_not_sharded(name, device_mesh.mesh_dim_names or (), placements)
-        if id(device_mesh) in found:
+        if device_mesh is None or id(device_mesh) in found or not hasattr(param, "placements"):
             continue
         of = f"the device mesh of the parameter {name}"
         ranks = device_mesh.mesh
@@ -228,16 +223,6 @@ def mesh_from_model(model: nn.Module) -> MeshSource | None:
         tuple(claim for source in sources for claim in source.claims),
         tuple(placement for source in sources for placement in source.placements),
     )
-
-
-def _check_not_sharded(name: str, axes: Sequence[str], placements: Sequence[Any]) -> None:
-    for axis, placement in zip(axes, placements, strict=False):
-        if "data_shard" in AXES.get(axis, ()) and placement.is_shard():
-            raise UsageError(
-                f"the parameter {name} is sharded over the data-parallel ranks already: {placement} "
-                f"along the dimension {axis!r} of its device mesh. The engine shards over these ranks "
-                "itself. Pass the model as it was before (without fully_shard)."
-            )
 
 
 def mesh_from_mpu(

@@ -250,9 +250,9 @@ class PipelineConfig(Section):
     seed_layers: Flag = accept(False, "Has no effect: an argument of PipelineModule decides.")
 
 
-def _size_of(dim: str, doc: str, default: int = 1) -> Any:
-    """The size of a dimension of the mesh. If that is not implemented yet, only 1 is possible."""
-    return (not_yet if dim in NOT_YET else honour)(default, doc)
+def _size_of(what: str, doc: str, default: int = 1) -> Any:
+    """A size in the mesh. ``what``: dimension or key. If it is in ``NOT_YET``, only 1 is possible."""
+    return (not_yet if what in NOT_YET else honour)(default, doc)
 
 
 class ParallelConfig(Section):
@@ -271,7 +271,9 @@ class ParallelConfig(Section):
 
 
 class TensorParallelDetails(Section):
-    tp_size: Natural = _size_of("tensor", "Another name of parallel.tensor. 0 and 1: not given.")
+    tp_size: Natural = _size_of(
+        "tensor_parallel.tp.tp_size", "Another name of parallel.tensor. 0 and 1: not given."
+    )
     tp_grain_size: Count = not_yet(1, "Layers are split at multiples of this number.")
     mpu: Any = not_yet(None, "Object that gives the process groups.")
     tp_group: Any = not_yet(None, "The process group.")
@@ -279,7 +281,9 @@ class TensorParallelDetails(Section):
 
 class TensorParallelConfig(Section):
     autotp_size: Natural = _size_of(
-        "tensor", "Another name of parallel.tensor. 0 and 1: not given.", default=0
+        "tensor_parallel.autotp_size",
+        "Another name of parallel.tensor. 0 and 1: not given.",
+        default=0,
     )
     dtype: Dtype = not_yet("float16", "Dtype of the split layers.")
     tp: TensorParallelDetails = not_yet(TensorParallelDetails, "Details of the process groups.")
