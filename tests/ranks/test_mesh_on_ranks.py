@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from zeroshard import deepspeed, initialize
 from zeroshard.comm.mesh_objects import mesh_sources
@@ -116,6 +117,33 @@ def test_a_grid_makes_its_groups_and_is_an_mpu() -> None:
     assert grid.p2p_groups == [[0, 2], [1, 3], [2, 0], [3, 1]]
     mesh = Mesh(pipeline=2, tensor=2)
     assert resolve_mesh(mesh_sources(mpu=grid), 4, not_yet={}).mesh == mesh
+
+
+@on_ranks(4)
+def test_the_mesh_of_a_split_model_is_found() -> None:
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4, bias=False)
+    tensor = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
+    model = parallelize_module(model, tensor, ColwiseParallel())
+    config = {**CONFIG, "parallel": {"tensor": 2}, "zero_optimization": {"stage": 1}}
+    engine, *_ = deepspeed.initialize(model=model, config=config)
+    assert engine.mesh == TWO_BY_TWO
+    assert (engine.mp_world_size, engine.dp_world_size, engine.train_batch_size()) == (2, 2, 2)
+    assert engine.get_data_parallel_rank() == rank // 2
+    assert engine.get_model_parallel_rank() == engine.mpu.get_model_parallel_rank() == rank % 2
+    assert summed(engine.data_parallel_group) == (2 if rank % 2 == 0 else 4)
+    engine.backward(engine(torch.full((1, 4), 1.0 + rank // 2)).sum())
+    engine.step()
+    assert engine.global_steps == 1
+    engine.destroy()
+    with pytest.raises(
+        ConfigError, match=r"parallel.tensor is 4, but the device mesh of the param"
+    ):
+        initialize(
+            model=parallelize_module(nn.Linear(4, 4), tensor, ColwiseParallel()),
+            config={**CONFIG, "parallel": {"tensor": 4}},
+        )
 
 
 @on_ranks(2)

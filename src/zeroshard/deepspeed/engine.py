@@ -41,9 +41,8 @@ class DeepSpeedEngine(ForwardingEngine):
     def __init__(self, model: nn.Module, *, optimizer: Any = None, **options: Any) -> None:
         """As :class:`zeroshard.Engine`."""
         super().__init__(model, optimizer=_inner(optimizer), **options)
-        assert self.loaded.mesh is not None  # the configuration was read for training
-        self.groups = groups.use(self.loaded.mesh.mesh)
-        self.mpu: Any = None if self.groups.mesh.is_data_only else self.groups
+        self._mesh_groups = groups.use(self.mesh)
+        self.mpu: Any = None if self.mesh.is_data_only else self._mesh_groups
         self.optimizer: EngineOptimizer | DeepSpeedZeRoOffload | None = optimizer_of(self)  # type: ignore[assignment]
         self.is_compiled = False
         self.losses: Tensor | None = None
@@ -74,12 +73,12 @@ class DeepSpeedEngine(ForwardingEngine):
     @property
     def mp_world_size(self) -> int:
         """Number of ranks that share each layer."""
-        return self.groups.get_model_parallel_world_size()
+        return self._mesh_groups.get_model_parallel_world_size()
 
     @property
     def data_parallel_group(self) -> Any:
         """The process group of the ranks that train on different data and hold the same parameters."""
-        return self.groups.get_data_parallel_group()
+        return self._mesh_groups.get_data_parallel_group()
 
     @property
     def inside_no_sync_ctxt(self) -> bool:
