@@ -257,7 +257,7 @@ def test_what_is_no_manifest_is_refused(text):
         parse(text, where="somewhere")
 
 
-@pytest.mark.parametrize("version", [0, 2, 1.0, True, "1", None, [1], "x" * 10_000])
+@pytest.mark.parametrize("version", [0, 3, 1.0, True, "1", None, [1], "x" * 10_000])
 def test_other_versions_are_refused_with_what_to_do(body, version):
     with pytest.raises(CheckpointError, match="install that release") as error:
         parse(signed(body, version=version), where="m")
