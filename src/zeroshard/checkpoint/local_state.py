@@ -134,8 +134,8 @@ class LocalState:
     def descriptions(self, aliases: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
         """What the manifest says about the parameters that this rank describes, as JSON values, by name.
 
-        Of the ranks that save parts of a unit only the first describes its parameters. ``dtype``: of the
-        values.
+        The first rank of a shard group describes them, whether or not it saves them: so a parameter that
+        no rank saves is noticed. ``dtype``: of the values.
         """
         return {
             slot.fqn: {
@@ -150,7 +150,6 @@ class LocalState:
             for unit in self.units
             if unit.comm.rank == 0
             for slot in unit.layout.slots
-            if self.counts(slot)
         }
 
     def scalars(self, unit: Unit) -> dict[str, dict[str, object]]:

@@ -268,7 +268,7 @@ def merge(
     that has the frozen weights, if this one refers to them.
 
     Raises:
-        CheckpointError: ranks describe a parameter or a buffer differently.
+        CheckpointError: ranks describe a parameter or a buffer differently, or no rank saved a parameter.
     """
     files: list[SavedFile] = []
     found: _Found = {}
@@ -290,6 +290,8 @@ def merge(
         is_stored = facts["trained"] or decision.frozen != "none"
         if 0 in facts["shape"] and is_stored:
             found.setdefault(fqn, {})[VALUE] = (facts["dtype"], {})
+        if is_stored and VALUE not in found.get(fqn, {}):
+            raise CheckpointError(f"no rank has saved parameter {fqn!r}.")
         parameters[fqn] = SavedParameter(
             shape=tuple(facts["shape"]),
             trained=facts["trained"],

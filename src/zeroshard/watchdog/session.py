@@ -239,8 +239,8 @@ class CommSession:
             self.session_watch.close(reason)
         for comm in self.comms:
             comm.close()
-        for group in self.groups:
-            dist.destroy_process_group(group)
+        while self.groups:  # an engine that ends with an error closes this twice
+            dist.destroy_process_group(self.groups.pop())
 
 
 def open_session(
