@@ -208,7 +208,11 @@ def _exchange(
 def _make_savers(
     draft: Draft, runtime: ZeroRuntime, watch: CommSession
 ) -> tuple[CheckpointSaver, CheckpointLoader]:
-    settings, local = draft.loaded.config, LocalState(runtime.units, runtime.optimizer)
+    settings, mesh = draft.loaded.config, draft.mesh
+    counts_copies = mesh.coordinate(draft.rank_info.rank)["tensor"] == 0
+    local = LocalState(
+        runtime.units, runtime.optimizer, lambda slot: counts_copies or is_split(slot)
+    )
     saver = CheckpointSaver(
         settings.checkpoint,
         stage=int(settings.zero_optimization.stage),
@@ -218,15 +222,17 @@ def _make_savers(
         device=draft.device,
         ledger=runtime.ledger,
         uses_disk=runtime.stores.uses_disk,
+        mesh=mesh,
     )
     loader = CheckpointLoader(
         settings.checkpoint,
         local=local,
-        comm=watch.gathers,
+        comm=watch.world,
         control_group=watch.control_group,
         rank_info=draft.rank_info,
         device=draft.device,
         life=runtime.life,
+        mesh=mesh,
     )
     return saver, loader
 

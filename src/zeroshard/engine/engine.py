@@ -578,7 +578,6 @@ class Engine(nn.Module):
         if not self.life.is_open:
             self.life.check("engine.save_checkpoint()")
         check_directory(save_dir, "engine.save_checkpoint()")
-        self._check_data_only("save_checkpoint()")
         with self._watch.recorder.in_section("save"):
             self._wait_for_save()
             self._saver.save(
@@ -590,15 +589,6 @@ class Engine(nn.Module):
                 exclude_frozen=exclude_frozen_parameters,
             )
         return True
-
-    def _check_data_only(self, call: str) -> None:
-        """Refuse ``call`` on a mesh whose ranks hold different parts of the model."""
-        if not self.mesh.is_data_only:
-            raise UnsupportedError(
-                f"engine.{call} on the mesh {self.mesh.text}: checkpoints of tensor- or "
-                "pipeline-parallel models are not supported yet. Use engine.save_pretrained() or "
-                "engine.iter_full_params() for the weights."
-            )
 
     def wait_for_checkpoint(self) -> None:
         """Wait until the last save is complete. Raises its error, if it failed."""
@@ -634,7 +624,6 @@ class Engine(nn.Module):
         """
         self.life.check("engine.load_checkpoint()", may_load=True)
         check_directory(load_dir, "engine.load_checkpoint()")
-        self._check_data_only("load_checkpoint()")
         if custom_load_fn is not None:
             raise UnsupportedError(
                 "load_checkpoint(custom_load_fn=...): values are loaded directly into shards, and "
