@@ -121,6 +121,15 @@ def test_the_tensor_dimension_of_a_larger_mesh_and_a_group_are_taken():
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     check_step(tensor_parallel(tiny_gpt(), grid, BLOCKS), tiny_gpt())
     check_step(tensor_parallel(tiny_gpt(), grid["tp"].get_group(), BLOCKS), tiny_gpt())
+    if dist.get_rank() < 2:
+        tensor_parallel(tiny_gpt(), grid, BLOCKS)
+    else:  # messages name ranks of the run
+        with pytest.raises(RankMismatch, match="other values on rank 3 than on rank 2"):
+            tensor_parallel(tiny_gpt(seed=dist.get_rank()), grid, BLOCKS)
+        with pytest.raises(RankMismatch, match="rank 3 has another plan than rank 2"):
+            tensor_parallel(
+                tiny_gpt(), grid, BLOCKS if dist.get_rank() == 2 else BLOCKS | VOCABULARY
+            )
     with pytest.raises(UsageError, match=r"2 dimensions \('a', 'b'\), and none is named 'tensor'"):
         tensor_parallel(
             tiny_gpt(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")), BLOCKS

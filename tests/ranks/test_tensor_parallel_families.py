@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from zeroshard import deepspeed, initialize
+from zeroshard.core.mesh import Mesh
 from zeroshard.errors import UnsupportedError, UsageError
-from zeroshard.parallel.tensor_plan import apply_plan
+from zeroshard.parallel.tensor_plan import apply_plan, is_cut
 from zeroshard.testing import on_ranks
 
 SIZES = {
@@ -76,6 +78,67 @@ def test_a_family_by_its_own_plan(family, keys, cut_embedding):
         scale = max(param.grad.abs().max(), 1e-3)
         error = (whole(own[name].grad) - param.grad).abs().max() / scale
         assert error <= EXACT, f"{name}: {error}"
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(4)
+def test_a_family_trains_on_tensor_and_data_ranks_as_in_one_process(stage):
+    sizes = SIZES | {"tie_word_embeddings": True}
+    plain, cut = build("qwen3", **sizes), build("qwen3", **sizes)
+    settings = {"lr": 1e-2, "eps": 1e-3}
+    optimizer = torch.optim.AdamW(plain.parameters(), **settings)
+    norms = []
+    for step in range(3):
+        for rank in range(2):
+            ids = batch(step, rank)
+            (plain(input_ids=ids, labels=ids).loss / 2).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert deepspeed.tp_model_init(cut, tp_size=2, dtype=torch.float64) is cut
+    engine, *_ = initialize(
+        model=cut,
+        optimizer=torch.optim.AdamW(cut.parameters(), **settings),
+        mesh=Mesh(data_shard=2, tensor=2),
+        config={
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_clipping": 0.05,
+            "unit_min_numel": 1,
+            "zero_optimization": {"stage": stage},
+        },
+    )
+    with engine:
+        for step in range(3):
+            ids = batch(step, engine.mesh.dp_rank(dist.get_rank()))
+            engine.backward(engine(input_ids=ids, labels=ids).loss)
+            engine.step()
+            assert engine.last_step.grad_norm == pytest.approx(norms[step], rel=1e-14)
+        own = {name: full.detach().clone() for name, full in engine.iter_full_params()}
+    for name, param in plain.named_parameters():
+        error = (own[name] - param).abs().max() / param.abs().max()
+        assert error <= EXACT, f"{name}: {error}"
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return torch.randint(3, 50, (2, 9), generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+@on_ranks(2)
+def test_tp_model_init_says_what_does_not_fit():
+    model = build("llama", **SIZES)
+    with pytest.raises(UsageError, match=r"tp_size = 3, but 2 rank\(s\) were started"):
+        deepspeed.tp_model_init(model, 3, torch.float64)
+    with pytest.raises(UnsupportedError, match=r"has the keys \['partition_config'\]"):
+        deepspeed.tp_model_init(model, 2, torch.float64, {"partition_config": {}})
+    with pytest.raises(UsageError, match="tp_size = 4, but tp_group has 2 ranks"):
+        deepspeed.tp_model_init(model, 4, torch.float64, tp_group=dist.group.WORLD)
+    assert deepspeed.tp_model_init(model, 1, torch.float32) is model
+    assert not is_cut(model)
+    assert next(model.parameters()).dtype == torch.float32
+    deepspeed.tp_model_init(model, 2, torch.float64, tp_group=dist.group.WORLD)
+    assert is_cut(model)
+    with pytest.raises(UsageError, match=r"is a DTensor with placements .* been cut already"):
+        deepspeed.tp_model_init(model, 2, None)
 
 
 @on_ranks(4)

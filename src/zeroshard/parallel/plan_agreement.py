@@ -7,7 +7,8 @@ that differs becomes an error on all of them, not a hang or a wrong number.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -15,8 +16,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zeroshard.comm.agreement import FAILED, Store, agree_plan, exchange, namespace, post_plan
+from zeroshard.comm.agreement import (
+    FAILED,
+    Store,
+    exchange,
+    mismatch_text,
+    namespace,
+    post_plan,
+)
 from zeroshard.comm.connect import default_store
+from zeroshard.comm.env import run_name
 from zeroshard.comm.flight_recorder import rank_ranges
 from zeroshard.errors import RankMismatch, in_short
 from zeroshard.zero.param_bucket import fingerprint_of
@@ -25,8 +34,15 @@ TIMEOUT_S = 600.0
 """How long a tensor rank waits for the others, in seconds."""
 
 
-def agree(mesh: DeviceMesh, model: nn.Module, styles: Mapping[str, str]) -> None:
+def agree(
+    mesh: DeviceMesh,
+    model: nn.Module,
+    styles: Mapping[str, str],
+    check: Callable[[Sequence[int]], None],
+) -> None:
     """Return if all tensor ranks have the same model, values and ``styles``. Reads all values once.
+
+    ``check``: called a few times a second while this rank waits; it may end the wait by raising.
 
     Raises:
         RankMismatch: they differ; it names the first difference and the ranks.
@@ -35,10 +51,15 @@ def agree(mesh: DeviceMesh, model: nn.Module, styles: Mapping[str, str]) -> None
         return
     store, me = _place(mesh), mesh.get_local_rank()
     fields = _shapes(model) | {f"style of {name}": style for name, style in styles.items()}
-    agree_plan(store, me, mesh.size(), fields, timeout_s=TIMEOUT_S)
+    digest = post_plan(store, me, fields)
+    digests = exchange(store, me, mesh.size(), digest, key="plan", timeout_s=TIMEOUT_S, check=check)
+    if len(set(digests)) > 1:
+        raise RankMismatch(_plans_text(store, digests, _ranks(mesh)))
     mine = _values(model)
     text = ",".join(mine.values())
-    everyone = exchange(store, me, mesh.size(), text, key="values", timeout_s=TIMEOUT_S)
+    everyone = exchange(
+        store, me, mesh.size(), text, key="values", timeout_s=TIMEOUT_S, check=check
+    )
     if len(set(everyone)) > 1:
         raise RankMismatch(_values_text(list(mine), everyone, _ranks(mesh)))
 
@@ -80,7 +101,8 @@ def _ranks(mesh: DeviceMesh) -> list[int]:
 
 
 def _place(mesh: DeviceMesh) -> Store:
-    label = f"zs/tensor/{','.join(map(str, _ranks(mesh)))}"
+    name = run_name()
+    label = f"zs/{name.run}/{name.attempt}/tensor/{','.join(map(str, _ranks(mesh)))}"
     return namespace(cast("Store", default_store()), label, mesh.get_local_rank())
 
 
@@ -118,6 +140,15 @@ def _hex(prints: Iterable[Tensor]) -> list[str]:
         return []
     host = torch.stack([value.to(values[0].device) for value in values]).tolist()
     return [f"{number & (2**64 - 1):x}" for number in host]
+
+
+def _plans_text(store: Store, digests: Sequence[str], ranks: Sequence[int]) -> str:
+    groups: dict[str, list[int]] = {}
+    for at, digest in enumerate(digests):
+        groups.setdefault(digest, []).append(at)
+    ordered = sorted(groups.values(), key=lambda places: (-len(places), places))
+    plans = [json.loads(store.get(f"fields/{places[0]}")) for places in ordered]
+    return mismatch_text([[ranks[at] for at in places] for places in ordered], plans)
 
 
 def _values_text(names: list[str], everyone: list[str], ranks: list[int]) -> str:

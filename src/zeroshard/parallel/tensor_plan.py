@@ -19,7 +19,7 @@ from __future__ import annotations
 import difflib
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -45,7 +45,6 @@ from zeroshard.parallel.tensor_styles import (
     as_dtensor,
     kind_of,
     local_part,
-    part,
 )
 from zeroshard.zero.materialize import check_meta
 from zeroshard.zero.sharded_parameter import owner_of
@@ -135,8 +134,13 @@ def apply_plan(
     plan: Mapping[str, str] | str = "auto",
     *,
     seed: int | None = None,
+    check: Callable[[Sequence[int]], None] = lambda _missing: None,
 ) -> TensorPlan:
-    """Like :func:`tensor_parallel`, but returns what was decided, and logs nothing."""
+    """Like :func:`tensor_parallel`, but returns what was decided, and logs nothing.
+
+    ``check(missing)`` gets the positions of tensor ranks that this one waits for, a few times a second.
+    It may end the wait by raising.
+    """
     mesh = tensor_mesh(mesh)
     try:
         made = decide(model, mesh.size(), plan)
@@ -144,7 +148,7 @@ def apply_plan(
     except UsageError as error:
         announce_failure(mesh, error)
         raise
-    agree(mesh, model, made.styles)
+    agree(mesh, model, made.styles, check)
     if any(param.is_meta for param in model.parameters()):
         seed = agreed_seed(mesh, seed)
     _cut(model, mesh, made, seed or 0)
@@ -447,14 +451,6 @@ def _new_param(
     return made[param]
 
 
-def local_shape(cut: CutWeight, size: int, index: int) -> tuple[int, ...]:
-    """The shape of the part of a cut parameter on tensor rank ``index`` of ``size``."""
-    begin, end = part(cut.shape[cut.axis], size, index)
-    return tuple(end - begin if at == cut.axis else n for at, n in enumerate(cut.shape))
-
-
-def cut_parameters(model: nn.Module) -> Iterator[tuple[str, DTensor]]:
-    """The parameters of a model that are parts of global tensors, with their names."""
-    for name, param in model.named_parameters():
-        if isinstance(param, DTensor):
-            yield name, param
+def is_cut(model: nn.Module) -> bool:
+    """Whether the model has parameters that are parts of global tensors: it needs no plan any more."""
+    return any(isinstance(param, DTensor) for param in model.parameters())

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
-    Partial,
     Placement,
     Replicate,
     Shard,
@@ -277,8 +276,3 @@ class CutLayer(ParallelStyle):
 
     def _fail(self, what: str) -> NoReturn:
         raise UsageError(f'{self.name!r} (tensor parallel, style "{self.row.name}") {what}')
-
-
-def is_partial(tensor: Tensor) -> bool:
-    """Whether a gradient is a sum of which each tensor rank has one addend."""
-    return isinstance(tensor, DTensor) and any(isinstance(p, Partial) for p in tensor.placements)
