@@ -216,7 +216,10 @@ class OptimizerStep:
             device=self._device,
             dtype=self._wide,
             divergence=self._watch.divergence,
+            facts=None if optimizer.numbers is None else optimizer.numbers.lost_edits(self._device),
         )
+        if optimizer.numbers is not None:
+            optimizer.numbers.lost_on_any_rank = measured.facts
         if measured.untouched and not self._settings.zero_optimization.ignore_unused_parameters:
             self._refuse_unused(measured.untouched)
         return measured, norms

@@ -1,9 +1,12 @@
 """The numbers that the host reads from the device in each step, as one vector.
 
 float64 ``[2 + U + C]``: the factor of the gradients; whether the step is skipped; for each of U shards
-that are not stored on the device, whether an edit was lost; for each of C chunks, whether the program
-edited its parameter. One copy per step, behind the gradients, so no thread waits for the device where it
-could compute.
+that are not stored on the device, whether an edit was lost on any rank; for each of C chunks, whether the
+program edited its parameter. One copy per step, behind the gradients, so no thread waits for the device
+where it could compute.
+
+Lost edits travel between the ranks with the norm of the gradient (:mod:`zeroshard.zero.clip`), so that all
+ranks raise the same error.
 """
 
 from __future__ import annotations
@@ -50,6 +53,8 @@ class StepNumbers:
         self._take = take
         self._shards = shards
         self._chunks: list[WatchedChunk] = []
+        self.lost_on_any_rank: Tensor | None = None  # [U], what the ranks told each other in this step
+        self._lost: list[Tensor | None] = []  # on this rank since the last step, by shard
         self._host: Tensor | None = None
         self._step: object = None
         self._arrival: CopyHandle | None = None
@@ -58,6 +63,25 @@ class StepNumbers:
         """Compare the chunk's parameter in each step. Returns its number for :meth:`is_edited`."""
         self._chunks.append(chunk)
         return len(self._chunks) - 1
+
+    def lost_edits(self, device: torch.device) -> Tensor | None:
+        """``[U]`` on ``device``: 1 for each shard of which this rank has lost an edit since the last step.
+
+        None: every shard is stored on the device.
+        """
+        if not self._shards:
+            return None
+        now = [shard.take_edited() for shard in self._shards]
+        before = self._lost or [None] * len(now)
+        self._lost = [
+            new if old is None else old if new is None else old | new
+            for old, new in zip(before, now, strict=True)
+        ]
+        found = next((lost for lost in self._lost if lost is not None), None)
+        if found is None:
+            return torch.zeros(len(now), dtype=torch.float64, device=device)
+        no = torch.zeros_like(found)
+        return torch.stack([no if lost is None else lost for lost in self._lost]).double()
 
     def send(self, step: object, factor: Tensor, found_inf: Tensor | None) -> None:
         """Start copying the numbers. Only the first call for a ``step`` does, which is any new object.
@@ -68,9 +92,12 @@ class StepNumbers:
             return
         self._step = step
         no = torch.zeros((), dtype=torch.bool, device=factor.device)
-        flags = [no if found_inf is None else found_inf != 0]
-        flags += [no if lost is None else lost for lost in (s.take_edited() for s in self._shards)]
-        parts = [factor.double().view(1), torch.stack(flags).double()]
+        skipped = no if found_inf is None else found_inf != 0
+        parts = [torch.stack([factor.double(), skipped.double()])]
+        if self._shards:
+            assert self.lost_on_any_rank is not None, "the norm is exchanged first"
+            parts.append(self.lost_on_any_rank)
+        self.lost_on_any_rank, self._lost = None, []
         if self._chunks:
             now, then = zip(*(chunk.prints() for chunk in self._chunks), strict=True)
             parts.append((torch.stack(now) != torch.stack(then)).double())

@@ -34,6 +34,7 @@ class GlobalNorm:
     total: Tensor  # 2-norm of the sum over ranks, still loss-scaled
     found_inf: Tensor  # bool: the norm is not finite
     untouched: dict[int, frozenset[int]]  # by id(unit), slots without gradient on any rank
+    facts: Tensor | None = None  # [F]: the largest value of each fact on any rank
 
 
 def global_norm(
@@ -44,12 +45,14 @@ def global_norm(
     device: torch.device,
     dtype: torch.dtype,
     divergence: Callable[[list[int]], Exception],
+    facts: Tensor | None = None,
 ) -> GlobalNorm:
     """The norm over all ranks, overflow, and parameters without gradient. Collective.
 
     ``norms``: 0-dim, of this rank's fragments. ``dtype``: of the result. ``divergence`` makes the error
-    for ranks with another history. Each rank sends ``[sum of squares, history hash, gradient flags...]``
-    in fp64.
+    for ranks with another history. ``facts``: fp64 ``[F]``, more that all ranks shall know, as
+    long on every rank. Each rank sends ``[sum of squares, history hash, gradient flags..., facts...]`` in
+    fp64.
 
     Raises:
         RankDivergence: ranks called different collectives since the last exchange.
@@ -61,7 +64,8 @@ def global_norm(
         pin_memory=ops_of(device).is_async,  # a copy from pageable memory blocks the host
     ).to(device, non_blocking=True)
     squares = local_sum_of_squares(norms, device)
-    rows = comm.all_gather_small(torch.cat([squares.view(1), words]), name="norm")
+    sent = [squares.view(1), words] if facts is None else [squares.view(1), words, facts]
+    rows = comm.all_gather_small(torch.cat(sent), name="norm")
     if odd := comm.recorder.diverging(rows[:, 1]):
         raise divergence(odd)
     total = rows[:, 0].sum().sqrt().to(dtype)
@@ -69,7 +73,8 @@ def global_norm(
     if not all(flags):  # only a rank without some gradients needs the flags of the others
         fake = isinstance(rows, FakeTensor)
         untouched = _without_grad(buffers, flags if fake else unpack_any(rows[:, 2:], len(flags)))
-    return GlobalNorm(total, total.isfinite().logical_not(), untouched)
+    known = None if facts is None else rows[:, rows.shape[1] - len(facts) :].amax(0)
+    return GlobalNorm(total, total.isfinite().logical_not(), untouched, known)
 
 
 def _without_grad(
