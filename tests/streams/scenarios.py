@@ -377,22 +377,18 @@ def buffers(run: Run) -> None:
     run.finish(trained)
 
 
-class Decaying(nn.Module):
+class Decaying(nn.Linear):
     """A layer that writes into its weight in forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x_BD):
         with torch.no_grad():
-            self.inner.weight.mul_(0.75)
-        return self.inner(x_BD)
+            self.weight.mul_(0.75)
+        return super().forward(x_BD)
 
 
 def edits_in_forward(run: Run) -> None:
     """Parameters are changed while they are gathered."""
-    trained = run.open(nn.Sequential(*list(model())[:2], Decaying(), nn.Linear(WIDTH, 4)))
+    trained = run.open(nn.Sequential(*list(model())[:2], Decaying(WIDTH, WIDTH), nn.Linear(WIDTH, 4)))
     for _ in range(3):
         run.step(trained)
     run.finish(trained)
