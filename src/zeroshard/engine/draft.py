@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.comm.dtensors import block_of
+from zeroshard.comm.dtensors import block_of, note_kinds
 from zeroshard.comm.env import DataCoordinate, RankInfo
 from zeroshard.config import Config, LoadedConfig, load_config
 from zeroshard.core.layout import Block
@@ -114,6 +114,7 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
 
 def find_blocks(model: nn.Module, mesh: Mesh, rank: int) -> dict[str, Block]:
     """The places of the model's DTensors in their global tensors, by name."""
+    note_kinds(model.parameters())
     found = {name: block_of(name, p, mesh, rank) for name, p in model.named_parameters()}
     return {name: block for name, block in found.items() if block is not None}
 
