@@ -115,7 +115,8 @@ def global_norm(
 ) -> GlobalNorm:
     """The norm over all ranks, overflow, and parameters without gradient. Collective.
 
-    ``norms``: of this rank's fragments. ``dtype``: of the result. ``lost_edit``: see :class:`NormExchange`.
+    ``norms``: of this rank's fragments. ``dtype``: of the result. ``lost_edit``: see
+    :class:`NormExchange`.
 
     Raises:
         RankDivergence: ranks called different collectives since the last exchange.
