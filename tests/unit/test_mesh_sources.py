@@ -65,20 +65,13 @@ def test_a_dimension_that_is_not_implemented_is_refused_by_name(dim: str) -> Non
     assert resolve_mesh([one], 2, not_yet={dim: "it is missing"}).mesh == Mesh(data_shard=2)
 
 
-@pytest.mark.parametrize("dim", sorted(dim for dim in NOT_YET if "." not in dim))
+@pytest.mark.parametrize("dim", sorted(NOT_YET))
 def test_the_configuration_refuses_what_the_table_lists(dim: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config({**ONE, "parallel": {dim: 2}}, world_size=4)
     assert str(caught.value) == (
         f"1 problem in the configuration:\n  parallel.{dim}: 2 is asked for; {NOT_YET[dim]}"
     )
-
-
-def test_a_single_key_may_be_refused() -> None:
-    source = keys(tensor_parallel={"autotp_size": 2})
-    assert source is not None
-    with pytest.raises(ConfigError, match="autotp_size: 2 is asked for; not by this key"):
-        resolve_mesh([source], 2, not_yet={"tensor_parallel.autotp_size": "not by this key"})
 
 
 # Sources

@@ -24,14 +24,9 @@ NOT_YET: dict[str, str] = {
     "data_replicate": "copies of the sharded state are not implemented yet; use 1: the state is sharded "
     "over all data-parallel ranks",
     "sequence": "sequence parallelism is not implemented yet; use 1, and activation checkpointing",
-    **dict.fromkeys(
-        ("tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"),
-        "a model is not split automatically yet; split it with parallelize_module() of torch, and write "
-        "parallel.tensor",
-    ),
     "expert": "expert parallelism is not implemented yet; use 1: ZeRO shards experts in ordinary modules",
 }
-"""Dimension, or name of a claim -> why it has to be 1, and what to do instead. Others work."""
+"""Dimension -> why it has to be 1, and what to do instead. A dimension without a row works."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +116,8 @@ def resolve_mesh(
     """The mesh of ``world_size`` ranks on which all ``sources`` agree.
 
     A dimension that nobody mentions has size 1, and ``data_shard`` gets the ranks that are left. Without
-    sources, all ranks are data-parallel. ``not_yet``: what must be 1, with the reason; default
-    :data:`NOT_YET`.
+    sources, all ranks are data-parallel. ``not_yet``: dimensions that must be 1, with the reason;
+    default :data:`NOT_YET`.
 
     Raises:
         ConfigError: sources disagree, the sizes do not multiply to ``world_size``, or a dimension is not
@@ -164,9 +159,8 @@ def _in_order(dims: Collection[str]) -> list[str]:
 def _unavailable(claims: Sequence[Claim], not_yet: Mapping[str, str]) -> Iterator[str]:
     for claim in claims:
         (dim, *others) = claim.dims
-        why = not_yet.get(claim.name) or not_yet.get(dim)
-        if claim.size > 1 and not others and why:
-            yield f"{claim.name}: {claim.size} is asked for; {why}"
+        if claim.size > 1 and not others and dim in not_yet:
+            yield f"{claim.name}: {claim.size} is asked for; {not_yet[dim]}"
 
 
 def _disagreements(claims: Sequence[Claim]) -> Iterator[str]:
