@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import groupby, product
 from math import inf, log, prod
 from numbers import Integral
 
@@ -217,12 +217,16 @@ def _wrong_products(given: Mapping[str, int], claims: Sequence[Claim]) -> Iterat
 
 
 def _factors(sizes: Mapping[str, int], origins: Mapping[str, str]) -> str:
-    """Sizes above 1 with who gave them: ``pipeline 2 (parallel.pipeline) x tensor 2 (mesh=)``."""
-    parts = [
-        f"{dim} {sizes[dim]} ({origins[dim]})" if dim in origins else f"{dim} {sizes[dim]}"
+    """Sizes above 1, and that of ``data_shard``, with who gave them: ``tensor 2 (parallel.tensor)``."""
+    shown = [
+        dim
         for dim in _in_order(sizes)
-        if sizes[dim] > 1 or dim in origins
+        if sizes[dim] > 1 or (dim == "data_shard" and dim in origins)
     ]
+    parts = []
+    for origin, dims in groupby(shown, lambda dim: origins.get(dim, "")):
+        factors = " x ".join(f"{dim} {sizes[dim]}" for dim in dims)
+        parts.append(f"{factors} ({origin})" if origin else factors)
     return " x ".join(parts) or "data_shard 1"
 
 
