@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from zeroshard import moved
 from zeroshard.checkpoint.directory import check_directory
 from zeroshard.comm.dtensors import whole_of
+from zeroshard.comm.mesh_objects import mesh_sources
 from zeroshard.config import LoadedConfig
-from zeroshard.core.mesh import Mesh
 from zeroshard.core.nbytes import state_nbytes
 from zeroshard.engine import export
 from zeroshard.engine.arguments import backward_error
@@ -62,12 +62,15 @@ class Engine(nn.Module):
     object, or a callable that makes one from the parameters. None: the optimizer that the configuration
     names. If it names none, the engine only runs the model. ``lr_scheduler``: an object, or a callable
     that makes one from the optimizer. An object replaces the schedule in the configuration, and a notice
-    says so.
+    says so. ``mesh``: the number of ranks along each dimension, for example a ``DeviceMesh``
+    (:func:`zeroshard.comm.mesh_objects.mesh_sources`). The configuration must agree with it.
 
     Collective: every rank builds its engines in the same order, from the same configuration.
 
     Raises:
-        ConfigError: the configuration has mistakes; the text lists all of them.
+        ConfigError: the configuration has mistakes, or sources of the mesh disagree; the text lists all
+            of them.
+        UsageError: the arguments do not fit together.
 
     >>> engine = Engine(nn.Linear(4, 1), config={
     ...     "train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}})
@@ -92,7 +95,7 @@ class Engine(nn.Module):
         model_parameters: Iterable[Any] | None = None,
         lr_scheduler: Any = None,
         device: torch.device | str | None = None,
-        mesh: Mesh | None = None,
+        mesh: Any = None,
     ) -> None:
         super().__init__()
         parts = build_engine(
@@ -104,7 +107,7 @@ class Engine(nn.Module):
                 lr_scheduler,
                 device,
                 self._as_deepspeed,
-                mesh,
+                mesh_sources(mesh=mesh, model=model),
             ),
             partial(
                 StepHooks,
