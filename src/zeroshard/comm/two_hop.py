@@ -80,6 +80,7 @@ class TwoHopComm:
         self.size = inner.size
         self.rank = inner.rank
         self.replicas = outer.size
+        self.hops = (inner, outer)
         self.transport = " + ".join(dict.fromkeys((inner.transport, outer.transport)))
         self.queues_on_device = queues_on_device(inner) and queues_on_device(outer)
         self._scratch = Scratch()
@@ -105,9 +106,8 @@ class TwoHopComm:
 
     @property
     def scratch_nbytes(self) -> int:
-        """Bytes that both hops keep for messages in flight."""
-        hops = sum(getattr(hop, "scratch_nbytes", 0) for hop in (self.inner, self.outer))
-        return int(hops) + self._scratch.nbytes
+        """Bytes of padded copies. Each hop counts its own scratch memory."""
+        return self._scratch.nbytes
 
     def all_gather(self, full_N: Tensor, shard_S: Tensor, *, name: str) -> Handle:
         """The inner all-gather: this replica has all shards."""

@@ -17,7 +17,7 @@ from zeroshard.comm.dtensors import block_of, note_kinds
 from zeroshard.comm.env import DataCoordinate, RankInfo
 from zeroshard.config import Config, LoadedConfig, load_config
 from zeroshard.core.layout import Block
-from zeroshard.core.mesh import HOLDERS, Mesh
+from zeroshard.core.mesh import SHARDS, Mesh
 from zeroshard.device.choice import own_device
 from zeroshard.engine.monitors import Monitors, build_monitors
 from zeroshard.engine.unit_plan import UnitSpec, plan_units, probed
@@ -76,6 +76,11 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
         raise UsageError(
             f"the mesh is {mesh.text} = {mesh.world_size} ranks, but {rank_info.world_size} were started."
         )
+    if mesh.data_replicate > 1 and mesh.data_shard * mesh.sequence == 1:
+        raise UsageError(
+            f"the mesh is {mesh.text}: shard groups of one rank shard nothing. Use data_shard "
+            f"{mesh.data_replicate} without data_replicate; at stage 0 every rank keeps the whole model."
+        )
     coordinate = DataCoordinate(mesh.dp_rank(rank_info.rank), mesh.dp_size)
     device = own_device(given.device, rank_info.local_rank)
     loaded = load_config(
@@ -92,7 +97,7 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
     probes = probed(inner, policy) if inner is not None else {}
     specs = plan_units(
         model, settings, policy, inner,
-        num_shards=len(mesh.group(rank_info.rank, HOLDERS)),
+        num_shards=len(mesh.group(rank_info.rank, SHARDS)),
         whole=not all(probe.elementwise for probe in probes.values()),
         blocks=find_blocks(model, mesh, rank_info.rank),
     )  # fmt: skip

@@ -590,11 +590,11 @@ class Engine(nn.Module):
 
     def _check_data_only(self, call: str) -> None:
         """Refuse ``call`` on a mesh whose ranks hold different parts of the model."""
-        if not self.mesh.is_data_only:
+        if not self.mesh.is_flat:
             raise UnsupportedError(
                 f"engine.{call} on the mesh {self.mesh.text}: checkpoints of tensor- or "
-                "pipeline-parallel models are not supported yet. Use engine.save_pretrained() or "
-                "engine.iter_full_params() for the weights."
+                "pipeline-parallel models, and of replicas, are not supported yet. Use "
+                "engine.save_pretrained() or engine.iter_full_params() for the weights."
             )
 
     def wait_for_checkpoint(self) -> None:

@@ -1,8 +1,9 @@
 """The exchange of a step on a mesh: each element counts once, and copies in a tensor group are compared.
 
 Without a mesh each element has one owner. On a mesh a parameter that the tensor dimension does not cut
-has one owner in each tensor coordinate; the owner with coordinate 0 counts it. Weights are 0 or 1, so the
-norm does not depend on whether the copies are equal.
+has one owner in each tensor coordinate; the owner with coordinate 0 counts it. Every element has an owner
+in each replica; the owner in replica 0 counts it. Weights are 0 or 1, so the norm does not depend on
+whether the copies are equal.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from zeroshard.core.mesh import HOLDERS, Mesh
+from zeroshard.core.mesh import HOLDERS, SHARDS, Mesh
 from zeroshard.device.choice import ops_of
 from zeroshard.device.ops import Event
 from zeroshard.errors import UsageError
@@ -24,16 +25,19 @@ if TYPE_CHECKING:
     from zeroshard.comm.collectives import Comm
     from zeroshard.zero.gradients import Norms
 
-_FIRST_WORD = 4  # after the sum of squares, the two hashes and the sum over copies
+_FIRST_HASH = 3  # after the sum of squares, the hash of the world's history and the sum over copies
 
 
 class MeshExchange:
     """The exchange on a mesh, over all ranks.
 
-    Each rank sends ``[sum of squares that it counts, hash of the world's history, hash of its holders'
-    history, sum of squares of what it holds as every rank of its tensor group does, flags...]``, fp64.
-    The ranks of a tensor group compute the gradients of such parameters from the same numbers, so these
+    Each rank sends ``[sum of squares that it counts, hash of the world's history, sum of squares of what
+    it holds as every rank of its tensor group does, hash of each hop's history, flags...]``, fp64. The
+    ranks of a tensor group compute the gradients of such parameters from the same numbers, so these
     sums must agree. They do not if the ranks train on different samples or run modules in another order.
+
+    ``holders`` reduces gradients. It has one hop; two if there are replicas: the shard group, and the
+    ranks with the same shard. The ranks of a hop compare its history.
 
     ``copied``: by position in the model, the names of parameters that the tensor dimension does not cut.
     ``num_words``: packed flags of this rank. ``dtype``: in which gradients are reduced; sums of copies
@@ -54,12 +58,19 @@ class MeshExchange:
         device: torch.device,
         divergence: Divergence,
     ) -> None:
-        self._world, self._holders, self._mesh = world, holders, mesh
+        self._world, self._mesh = world, mesh
         self._copied = copied
         self._divergence = divergence
         self._tolerance = torch.finfo(dtype).eps ** 0.5
         self._members = torch.tensor(mesh.group(rank, HOLDERS), device=device)
-        self._counts_copies = mesh.coordinate(rank)["tensor"] == 0
+        at = mesh.coordinate(rank)
+        self._counts, self._counts_copies = at["data_replicate"] == 0, at["tensor"] == 0
+        hops: Sequence[Comm] = getattr(holders, "hops", (holders,))
+        groups = [mesh.group(rank, dims) for dims in (SHARDS, {"data_replicate"})[: len(hops)]]
+        self._hops = [
+            (hop, torch.tensor(group, device=device))
+            for hop, group in zip(hops, groups, strict=True)
+        ]
         # on an accelerator: the sums of the step before on the host, and the event of their copy
         self._before: tuple[Tensor, Event] | None = None
         sizes = world.all_gather_small(
@@ -78,31 +89,25 @@ class MeshExchange:
         Raises:
             UsageError: the copies of a parameter in a tensor group got different gradients.
         """
-        world, holders = self._world, self._holders
+        world = self._world
         copies = [norm for at, norm in norms if at in self._copied]
         counted = [n for at, n in norms if self._counts_copies or at not in self._copied]
         padding = [0.0] * (self._num_words - len(words))
-        hashes = on_device(
-            [world.recorder.hash32, holders.recorder.hash32, *words, *padding], device
-        )
+        hashes = [hop.recorder.hash32 for hop, _ in self._hops]
+        sent = on_device([world.recorder.hash32, *hashes, *words, *padding], device)
         of_copies = local_sum_of_squares(copies, device)
-        row = torch.cat(
-            [
-                local_sum_of_squares(counted, device).view(1),
-                hashes[:2],
-                of_copies.view(1),
-                hashes[2:],
-            ]
-        )
+        squares = local_sum_of_squares(counted if self._counts else [], device)
+        row = torch.cat([squares.view(1), sent[:1], of_copies.view(1), sent[1:]])
         rows = world.all_gather_small(row, name="norm")
         if odd := world.recorder.diverging(rows[:, 1]):
             raise self._divergence(world, odd)
-        own = rows[self._members]
-        if odd := holders.recorder.diverging(own[:, 2]):
-            raise self._divergence(holders, odd)
+        for at, (hop, members) in enumerate(self._hops, _FIRST_HASH):
+            if odd := hop.recorder.diverging(rows[members][:, at]):
+                raise self._divergence(hop, odd)
         if not isinstance(rows, FakeTensor):
-            self._check_copies(rows[:, 3], norms)
-        return rows[:, 0].sum(), own[:, _FIRST_WORD:]
+            self._check_copies(rows[:, 2], norms)
+        first_word = _FIRST_HASH + len(hashes)
+        return rows[:, 0].sum(), rows[self._members][:, first_word:]
 
     def _check_copies(self, sums_W: Tensor, norms: Norms) -> None:
         """Compare inside each tensor group. On an accelerator, the sums of the step before."""
