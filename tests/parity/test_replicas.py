@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import json
+import math
 
 import pytest
 import torch
@@ -22,9 +24,9 @@ from support.parity import (
 import zeroshard
 from zeroshard.comm.host import open_sockets
 from zeroshard.core.mesh import Mesh
-from zeroshard.errors import UnsupportedError, UsageError
+from zeroshard.errors import ConfigError
 from zeroshard.testing import on_ranks
-from zeroshard.zero import GatheredParameters, safe_get_full_grad
+from zeroshard.zero import GatheredParameters, safe_get_full_grad, safe_get_full_optimizer_state
 
 MESH = Mesh(data_replicate=2, data_shard=2)
 
@@ -187,22 +189,69 @@ def test_a_gradient_that_one_rank_has_counts_everywhere(stage):
 
 
 @on_ranks(4)
-def test_replicas_without_shards_are_refused():
-    with pytest.raises(
-        UsageError, match="data_replicate 4: shard groups of one rank shard nothing"
-    ):
-        opened(2, Mesh(data_replicate=4))
+def test_the_configuration_gives_the_number_of_replicas():
+    with opened(2, mesh=None, parallel={"data_replicate": 2}) as engine:
+        assert engine.mesh == MESH
+        step(engine)
+        assert is_equal_on_replicas(states_of(engine))
 
 
 @on_ranks(4)
-def test_a_checkpoint_of_replicas_is_refused():
-    with opened(2) as engine:
-        step(engine)
-        for call in (engine.save_checkpoint, engine.load_checkpoint):
-            with pytest.raises(
-                UnsupportedError, match=r"data_replicate 2 x data_shard 2.*replicas"
-            ):
-                call("/nowhere")
+def test_replicas_without_shards_are_refused():
+    keys = {"parallel": {"data_replicate": 4}}
+    for mesh, more in ((Mesh(data_replicate=4), {}), (None, keys)):
+        with pytest.raises(
+            ConfigError, match="data_replicate 4 x data_shard 1: shard groups of one"
+        ):
+            opened(2, mesh, **more)
+
+
+def values_of(engine):
+    """Everything that training continues from, by name."""
+    found = {name: p.detach().clone() for name, p in engine.iter_full_params()}
+    for name, param in engine.module.named_parameters():
+        for key in ("exp_avg", "exp_avg_sq"):
+            found[f"{key} of {name}"] = safe_get_full_optimizer_state(param, key)
+    return found
+
+
+def saved_numels(folder):
+    """How many elements of each kind the files of a checkpoint have."""
+    numels: dict[str, int] = {}
+    for file in folder.glob("*/rank-*.safetensors"):
+        raw = file.read_bytes()
+        head = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+        for key, entry in head.items():
+            kind = key.split(":")[0]
+            numels[kind] = numels.get(kind, 0) + math.prod(entry.get("shape", ()))
+    return numels
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@on_ranks(4)
+def test_a_checkpoint_has_every_element_once_and_is_loaded_by_any_number_of_replicas(
+    stage, tmp_path
+):
+    with opened(stage) as engine:
+        for at in range(2):
+            step(engine, at)
+        saved = values_of(engine)
+        engine.save_checkpoint(tmp_path)
+        step(engine, 2)
+        after = values_of(engine)
+        numels = saved_numels(tmp_path)
+        numel = sum(p.numel() for _, p in engine.iter_full_params())
+        assert [numels[kind] for kind in ("value", "exp_avg", "exp_avg_sq")] == [numel] * 3
+    for mesh in (MESH, None):
+        with opened(stage, mesh) as engine:
+            engine.load_checkpoint(tmp_path)
+            found = values_of(engine)
+            assert found.keys() == saved.keys()
+            assert all(torch.equal(found[name], saved[name]) for name in saved)
+            step(engine, 2)
+            if mesh is not None:
+                assert all(torch.equal(v, after[name]) for name, v in values_of(engine).items())
+                assert is_equal_on_replicas(states_of(engine))
 
 
 @on_ranks(4)
