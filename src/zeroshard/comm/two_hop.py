@@ -81,17 +81,13 @@ class TwoHopComm:
         self.rank = inner.rank
         self.replicas = outer.size
         self.hops = (inner, outer)
+        self.recorder: Recorder = inner.recorder
         self.transport = " + ".join(dict.fromkeys((inner.transport, outer.transport)))
         self.queues_on_device = queues_on_device(inner) and queues_on_device(outer)
         self._scratch = Scratch()
         self._unsent: deque[_Reduction] = deque()  # their outer hop has not started; oldest first
         self._queue: _DeviceQueue | None = None
         self._broken: BaseException | None = None  # ended the outer hop of a reduction
-
-    @property
-    def recorder(self) -> Recorder:
-        """The record of the inner hop."""
-        return self.inner.recorder
 
     @property
     def ranks(self) -> tuple[int, ...]:
