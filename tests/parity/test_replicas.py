@@ -20,11 +20,14 @@ from support.parity import (
     make_batches,
     reference_run,
 )
+from support.tensor_models import PLANS, loss_of, tiny_gpt, tokens
+from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
 from zeroshard.comm.host import open_sockets
 from zeroshard.core.mesh import Mesh
 from zeroshard.errors import ConfigError
+from zeroshard.parallel.tensor_plan import tensor_parallel
 from zeroshard.testing import on_ranks
 from zeroshard.zero import GatheredParameters, safe_get_full_grad, safe_get_full_optimizer_state
 
@@ -268,3 +271,33 @@ def test_a_closed_engine_leaves_no_socket():
         life()
     gc.collect()
     assert len(open_sockets()) <= before
+
+
+# -- with tensor parallelism -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+@on_ranks(8)
+def test_replicas_of_a_tensor_parallel_model_train_as_one_process(stage):
+    plain, model = tiny_gpt(tied=True), tiny_gpt(tied=True)
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=1e-3)
+    grid = init_device_mesh("cpu", (4, 2), mesh_dim_names=("data", "tensor"))
+    tensor_parallel(model, grid, PLANS["vocabulary"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    keys = config(stage, gradient_clipping=0.05)
+    mesh = Mesh(data_replicate=2, data_shard=2, tensor=2)
+    with zeroshard.Engine(model, config=keys, optimizer=optimizer, mesh=mesh) as engine:
+        for at in range(3):
+            batches = [tokens(10 * at + rank) for rank in range(4)]
+            for ids, labels in batches:
+                (loss_of(plain(ids), labels) / 4).backward()
+            norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+            reference.step()
+            reference.zero_grad()
+            ids, labels = batches[engine.dp_rank]
+            engine.backward(loss_of(engine(ids), labels))
+            engine.step()
+            assert engine.last_step.grad_norm == pytest.approx(norm.item(), rel=1e-14)
+        own = {name: full.detach().clone() for name, full in engine.iter_full_params()}
+    for name, param in plain.named_parameters():
+        assert (own[name] - param).abs().max() <= 1e-12 * param.abs().max(), name
