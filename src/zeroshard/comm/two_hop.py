@@ -25,12 +25,12 @@ If every replica gathered R shards and added them itself, a rank would send (R -
 replicas, R / 2 times as much with more. A 16-bit sum is rounded after each hop.
 
 *Order.* The outer collectives of a rank start in the order in which it called the reductions, whatever
-order it waits in, and all parts of one reduction start before those of the next (ADR 0004, ADR 0018). The outer hop
-can start when the inner one has ended. So a wait for any handle first starts the outer hops of all
-reductions that were called before it, oldest first. A rank that is blocked in a collective has therefore
-done its part of every earlier one, and no ring of ranks can wait for each other. Collectives that are
-queued on a device block no rank. There the parts are queued one behind the other, on a stream of their
-own, when the reduction is called.
+order it waits in, and all parts of one reduction start before those of the next (ADR 0004, ADR 0018). The
+outer hop can start when the inner one has ended. So a wait for any handle first starts the outer hops of
+all reductions that were called before it, oldest first. A rank that is blocked in a collective has
+therefore done its part of every earlier one, and no ring of ranks can wait for each other. Collectives
+that are queued on a device block no rank. There the parts are queued one behind the other, on a stream of
+their own, when the reduction is called.
 
 Letters: W ranks share a unit, R replicas; N padded elements of the unit, S = N // W; K elements of a
 small vector or of a broadcast tensor.
