@@ -31,8 +31,9 @@ from zeroshard.comm.env import run_name
 from zeroshard.comm.flight_recorder import rank_ranges
 from zeroshard.comm.host import Process, this_process
 from zeroshard.comm.recorder import Item, Recorder, sweep_recordings
+from zeroshard.comm.two_hop import TwoHopComm
 from zeroshard.config.sections import TrustConfig
-from zeroshard.core.mesh import HOLDERS, Mesh
+from zeroshard.core.mesh import SHARDS, Mesh
 from zeroshard.device.choice import ops_of
 from zeroshard.errors import DistributedError, RankDivergence, RankLost
 from zeroshard.watchdog.join import own_client, watchdog_of
@@ -169,7 +170,8 @@ class CommSession:
 
     ``gathers`` and ``reductions`` are two objects on NCCL if both run at the same time, since the
     collectives of one NCCL communicator run one after the other. Else they are one object. They share one
-    recorder: there is one order of calls. Their ranks are those that hold the same parameters. ``world``
+    recorder: there is one order of calls. Their ranks are a shard group; if it has replicas, they have
+    two hops, and the second hop has a recorder of its own. ``world``
     connects all ranks; without a mesh it is ``gathers``. Else it has a recorder of its own, because the
     groups of a mesh may call different collectives.
     ``control_group`` exchanges small texts while a rank may wait for a disk. ``session_watch`` is None
@@ -185,11 +187,15 @@ class CommSession:
     groups: list[dist.ProcessGroup] = field(default_factory=list)  # destroyed with the session
 
     def place(self, kind: str, comms: Sequence[Comm]) -> None:
-        """Use ``comms`` for the groups of ``kind``: "holders" or "tensor"."""
+        """Use ``comms`` for the groups of ``kind``: "holders", then "replicas"; "tensor"."""
         if kind == "tensor":
             self.tensor = comms[0]
-        else:
+        elif kind == "holders":
             self.gathers, self.reductions = comms[0], comms[-1]
+        else:
+            inner = (self.gathers, self.reductions)
+            made = {comm: TwoHopComm(comm, comms[0]) for comm in inner}
+            self.gathers, self.reductions = (made[comm] for comm in inner)
 
     @cached_property
     def control_group(self) -> ControlGroup:
@@ -220,9 +226,10 @@ class CommSession:
 
     @property
     def comms(self) -> list[Comm]:
-        """Each communicator once."""
+        """Each communicator once, also the hops of one that has two."""
         comms = (self.tensor, self.reductions, self.gathers, self.world)
-        return list({id(comm): comm for comm in comms if comm is not None}.values())
+        hops = [part for comm in comms for part in (comm, *getattr(comm, "hops", ()))]
+        return list({id(comm): comm for comm in hops if comm is not None}.values())
 
     @property
     def scratch_nbytes(self) -> int:
@@ -273,7 +280,7 @@ class CommSession:
             self.session_watch.close(reason)
         for comm in self.comms:
             comm.close()
-        while self.groups:
+        while self.groups:  # closed once more after an error
             with contextlib.suppress(ValueError):  # the program destroyed all groups before us
                 dist.destroy_process_group(self.groups.pop())
 
@@ -383,8 +390,10 @@ def _unwatched(
 
 def _groups_of(mesh: Mesh) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
     """The kinds of groups that a mesh needs besides all ranks, each with its lists of ranks."""
-    if not mesh.is_data_only:
-        yield "holders", mesh.groups(HOLDERS)
+    if not mesh.is_flat:
+        yield "holders", mesh.groups(SHARDS)
+    if mesh.data_replicate > 1:
+        yield "replicas", mesh.groups({"data_replicate"})
     if mesh.tensor > 1:
         yield "tensor", mesh.groups({"tensor"})
 
@@ -496,7 +505,7 @@ def _open(
         session_watch = SessionWatch(crew.watchdog, crew.label, settings, peers, parts)
     opener = _Opener(crew, peers, transport, device, recorder, session_watch)
     try:
-        opened = opener.open(recorder, group, purposes if mesh.is_data_only else ("world",))
+        opened = opener.open(recorder, group, purposes if mesh.is_flat else ("world",))
         session = CommSession(opened[0], opened[-1], opened[0], session_watch=session_watch)
         for kind, groups in _groups_of(mesh):
             session.place(
