@@ -413,7 +413,8 @@ class StepHooks:
         See [Note: entering and leaving in backward].
         """
         counted = self._open_calls[IN_FORWARD]
-        reachable, aside = [], []
+        reachable: list[_Call] = []
+        aside: list[_Call] = []
         for call in sorted([*counted, *self._aside], key=lambda call: call.begin):
             is_earlier = call.forward < latest and not self.is_pipeline
             (reachable if is_earlier or call.forward == latest else aside).append(call)
