@@ -60,7 +60,7 @@ def step(watch: CommSession, comm, call: Callable = gather) -> None:
         torch.tensor([watch.recorder.hash32], dtype=torch.float64), name="norm"
     )
     if odd := watch.recorder.diverging(hashes[:, 0]):
-        raise watch.divergence(odd)
+        raise watch.divergence(watch.gathers, odd)
 
 
 def fails_with(fault: Fault, trust: WatchdogSettings = QUICK, transport: str = "auto") -> Outcome:

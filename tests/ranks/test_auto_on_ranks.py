@@ -12,7 +12,7 @@ from loops import CASE, assert_same, config_for, open_engine, own_data, train, w
 
 import zeroshard
 from zeroshard.config import Hardware
-from zeroshard.engine import draft
+from zeroshard.engine import build, draft
 from zeroshard.errors import RankMismatch
 from zeroshard.precision import hardware as native
 from zeroshard.testing import on_ranks
@@ -23,7 +23,8 @@ AUTO = {"bf16": {"enabled": "auto"}}
 
 
 def trained(hardware: Hardware, stage: int, *, built_sharded: bool = False, **keys):
-    with mock.patch.object(draft, "hardware_of", lambda device: hardware):
+    answer = {"hardware_of": lambda device: hardware}
+    with mock.patch.multiple(draft, **answer), mock.patch.multiple(build, **answer):
         config = config_for(stage, **keys)
         with zeroshard.zero.Init(config=config, enabled=built_sharded):
             model = CASE.build()

@@ -266,7 +266,7 @@ def test_collectives_run_on_fake_tensors_at_any_world_size(world_size):
         comm.broadcast(full_N, 0, name="b").wait()
         rows = comm.all_gather_small(torch.zeros(2, dtype=torch.float64), name="n")
         if odd := watch.recorder.diverging(rows[:, 1]):
-            raise watch.divergence(odd)
+            raise watch.divergence(watch.gathers, odd)
         assert rows.shape == (world_size, 2)
     watch.close()
     dist.destroy_process_group()

@@ -246,7 +246,8 @@ MODELS: Mapping[str, Model] = dict([
     _detection("OwlViTForObjectDetection", b.image_and_text()),
     _detection("GroundingDinoForObjectDetection", b.grounded, d_model=32,
                text_config={"model_type": "bert", "vocab_size": 104},
-               backbone_config=_SWIN | {"out_features": ["stage2", "stage3", "stage4"]}),
+               # with stage4 the last convolution sees one pixel: torch's bf16 gradient of it varies
+               backbone_config=_SWIN | {"out_features": ["stage1", "stage2", "stage3"]}),
     # sound
     _audio("Wav2Vec2ForCTC", b.spoken(), **_WAVE),
     _audio("HubertForCTC", b.spoken(), **_WAVE),

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 from types import MappingProxyType
+from typing import NamedTuple
 
 ALIGNMENT = 64
 """Every parameter starts, and every shard ends, at a multiple of this many elements.
@@ -66,6 +67,11 @@ class Slot:
     def __post_init__(self) -> None:
         object.__setattr__(self, "numel", prod(self.shape))
         object.__setattr__(self, "stop", self.start + self.numel)
+
+
+def is_split(slot: Slot, dim: str = "tensor") -> bool:
+    """Whether ``dim`` of the mesh cuts the parameter. If not, every rank along it holds the same part."""
+    return slot.block is not None and dim in slot.block.split
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +127,20 @@ class UnitLayout:
                 yield Fragment(slot.fqn, begin - slot.start, begin - low, end - begin)
 
 
+class _Item(NamedTuple):
+    fqn: str
+    shape: tuple[int, ...]
+    block: Block | None
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape) if self.block is None else self.block.largest
+
+    @property
+    def room(self) -> int:
+        return round_up(self.numel, ALIGNMENT)
+
+
 def pack(
     params: Iterable[tuple[str, Sequence[int]]],
     *,
@@ -137,27 +157,25 @@ def pack(
     >>> [slot.start for slot in pack([("a", (100,)), ("b", (8, 8))], num_shards=2, whole=True).slots]
     [0, 128]
     """
-    items = [(fqn, tuple(shape)) for fqn, shape in params]
-    numel = {fqn: blocks[fqn].largest if fqn in blocks else prod(shape) for fqn, shape in items}
-    room = {fqn: round_up(numel[fqn], ALIGNMENT) for fqn in numel}
+    items = [_Item(fqn, tuple(shape), blocks.get(fqn)) for fqn, shape in params]
     if not whole:
         slots, end = [], 0
-        for fqn, shape in items:
-            slots.append(Slot(fqn, shape, end, blocks.get(fqn)))
-            end += room[fqn]
+        for item in items:
+            slots.append(Slot(item.fqn, item.shape, end, item.block))
+            end += item.room
         return UnitLayout(tuple(slots), round_up(end, ALIGNMENT * num_shards), num_shards)
 
-    shards: list[list[tuple[str, tuple[int, ...]]]] = [[] for _ in range(num_shards)]
+    shards: list[list[_Item]] = [[] for _ in range(num_shards)]
     load = [0] * num_shards
-    for fqn, shape in sorted(items, key=lambda item: -numel[item[0]]):
+    for item in sorted(items, key=lambda item: -item.numel):
         rank = load.index(min(load))
-        shards[rank].append((fqn, shape))
-        load[rank] += room[fqn]
+        shards[rank].append(item)
+        load[rank] += item.room
     shard_numel = max(load)
     slots = []
     for rank, members in enumerate(shards):
         end = rank * shard_numel
-        for fqn, shape in members:
-            slots.append(Slot(fqn, shape, end, blocks.get(fqn)))
-            end += room[fqn]
+        for item in members:
+            slots.append(Slot(item.fqn, item.shape, end, item.block))
+            end += item.room
     return UnitLayout(tuple(slots), shard_numel * num_shards, num_shards)

@@ -18,9 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.checkpoint.local_state import LocalState
+from zeroshard.comm.collectives import Comm
+from zeroshard.comm.dtensors import local_of
 from zeroshard.comm.env import DataCoordinate, RankInfo, current_rank_info
 from zeroshard.config import Config, LoadedConfig
+from zeroshard.core.layout import is_split
 from zeroshard.core.ledger import Ledger
+from zeroshard.core.mesh import Mesh
 from zeroshard.core.nbytes import UnitBytes, state_nbytes
 from zeroshard.core.stages import STAGES, Stage
 from zeroshard.core.tiers import Tier
@@ -45,10 +49,12 @@ from zeroshard.precision.policy import Policy
 from zeroshard.watchdog.join import join_ranks
 from zeroshard.watchdog.session import CommSession, decline, open_session
 from zeroshard.zero.access import UnitOptimState
+from zeroshard.zero.clip import DataExchange, NormExchange, num_words
 from zeroshard.zero.gradients import GradBuffer
 from zeroshard.zero.hooks import StepHooks
 from zeroshard.zero.life import Life
 from zeroshard.zero.materialize import materialize
+from zeroshard.zero.mesh_norm import MeshExchange
 from zeroshard.zero.optimizer import ShardedOptimizer
 from zeroshard.zero.prefetch import Prefetcher, WrappedModule
 from zeroshard.zero.reduce import MAX_IN_FLIGHT, GradReducer
@@ -61,6 +67,7 @@ class EngineParts:
 
     loaded: LoadedConfig
     rank_info: RankInfo
+    mesh: Mesh
     coordinate: DataCoordinate
     device: torch.device
     policy: Policy
@@ -98,6 +105,7 @@ def build_engine(given: EngineArguments, make_hooks: Callable[..., StepHooks]) -
         trust=settings.trust,
         plan={"units": layout_digest(draft.specs), **draft.loaded.agreed()},
         separate_reductions=gathers_while_reducing(settings),
+        mesh=draft.mesh,
     )
     try:
         return _assemble(draft, watch, make_hooks)
@@ -128,12 +136,15 @@ def _assemble(
         undo.callback(runtime.close, wait=False)
         buffers = place_buffers(model, policy.buffer, device, keep=kept_buffers(model, settings))
         for at, buffer in enumerate(buffers):
-            watch.gathers.broadcast(buffer, 0, name=f"buffer {at}").wait()
+            for comm in (watch.tensor, watch.gathers):
+                if comm is not None:
+                    comm.broadcast(buffer, 0, name=f"buffer {at}").wait()
         scaler = scaler_from(settings, device)
         update = OptimizerStep(
             runtime,
             settings,
             watch=watch,
+            exchange=_exchange(draft, watch, runtime),
             scaler=scaler,
             accumulation=accumulation,
             dp_size=draft.coordinate.dp_size,
@@ -154,13 +165,37 @@ def _assemble(
         )
         undo.callback(hooks.remove)
         parts = EngineParts(
-            draft.loaded, draft.rank_info, draft.coordinate, device, policy, watch, runtime, scaler,
-            scales_loss(settings, policy), draft.scheduler, accumulation, update, hooks,
+            draft.loaded, draft.rank_info, draft.mesh, draft.coordinate, device, policy, watch, runtime,
+            scaler, scales_loss(settings, policy), draft.scheduler, accumulation, update, hooks,
             StateOffloader(runtime, hooks, device), _observer(draft, runtime, watch),
             partial(_make_savers, draft, runtime, watch),
         )  # fmt: skip
         undo.pop_all()
     return parts
+
+
+def _exchange(draft: Draft, watch: CommSession, runtime: ZeroRuntime) -> NormExchange:
+    """How norm, overflow and flags are exchanged. Collective on a mesh."""
+    if draft.mesh.is_data_only:
+        return DataExchange(watch.world, watch.divergence)
+    trained = [unit for unit in runtime.units if unit.trainable]
+    copied = {
+        position: slot.fqn
+        for unit in trained
+        for position, slot in zip(unit.positions, unit.layout.slots, strict=True)
+        if not is_split(slot)
+    }
+    return MeshExchange(
+        watch.world,
+        watch.gathers,
+        draft.mesh,
+        rank=draft.rank_info.rank,
+        copied=copied,
+        num_words=num_words(sum(len(unit.params) for unit in trained)),
+        dtype=min((unit.row.reduce for unit in trained), key=lambda d: d.itemsize),
+        device=draft.device,
+        divergence=watch.divergence,
+    )
 
 
 def _make_savers(
@@ -202,7 +237,7 @@ def _observer(draft: Draft, runtime: ZeroRuntime, watch: CommSession) -> Observe
         return None
     return Observer(
         settings,
-        recorder=watch.recorder,
+        recorders=watch.recorders,
         ledger=runtime.ledger,
         monitors=draft.monitors,
         is_main_rank=draft.rank_info.is_main_rank,
@@ -288,7 +323,7 @@ def _build_runtime(draft: Draft, watch: CommSession, accumulation: Accumulation)
     if offload_plan.is_offloaded:
         planned = state_nbytes(plan, stage, comm.rank)
         forecast = check_capacity(
-            planned, offload_plan, config, comm, draft.rank_info, draft.device
+            planned, offload_plan, config, watch.world, draft.rank_info, draft.device
         )
     ledger, life = Ledger(), Life()
     stores = Stores(config, ledger, offload_plan, draft.device)
@@ -316,7 +351,7 @@ def _build_units(model: nn.Module, frame: _Frame, undo: contextlib.ExitStack) ->
         unit = Unit(
             spec.name,
             spec.layout,
-            _members(modules, spec, device),
+            _members(modules, spec, device, frame.watch.tensor),
             positions=[positions[id(params[slot.fqn])] for slot in spec.layout.slots],
             row=spec.row,
             trainable=spec.trainable,
@@ -328,6 +363,7 @@ def _build_units(model: nn.Module, frame: _Frame, undo: contextlib.ExitStack) ->
             device=device,
             store_of=partial(stores.stores_of_unit(spec.name).shard_store, spec.name),
             room=stores.stores_of_unit(spec.name).allocate,
+            has_copies=not frame.draft.mesh.is_data_only,
         )
         units.append(unit)
         undo.callback(unit.close, wait=False)
@@ -410,14 +446,22 @@ def predivide(config: Config, dp_size: int) -> float:
 
 
 def _members(
-    modules: Mapping[str, nn.Module], spec: UnitSpec, device: torch.device
+    modules: Mapping[str, nn.Module], spec: UnitSpec, device: torch.device, tensor: Comm | None
 ) -> Iterator[nn.Parameter]:
-    """The unit's parameters. Those on the meta device get their values right before they are yielded."""
+    """The unit's parameters. Those on the meta device get their values right before they are yielded.
+
+    ``tensor``: connects the tensor group. What the group holds whole gets the values of its first rank.
+    """
     for slot in spec.layout.slots:
         name, _, leaf = slot.fqn.rpartition(".")
         materialize(modules[name], device)
         param = modules[name]._parameters[leaf]
         assert param is not None
+        if tensor is not None and not is_split(slot):
+            values = local_of(param).detach().to(device).contiguous()
+            tensor.broadcast(values, 0, name=slot.fqn).wait()
+            with torch.no_grad():
+                local_of(param).copy_(values)
         yield param
 
 

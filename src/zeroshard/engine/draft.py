@@ -13,8 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.comm.env import DataCoordinate, RankInfo, data_coordinate
+from zeroshard.comm.dtensors import block_of
+from zeroshard.comm.env import DataCoordinate, RankInfo
 from zeroshard.config import Config, LoadedConfig, load_config
+from zeroshard.core.layout import Block
+from zeroshard.core.mesh import HOLDERS, Mesh
 from zeroshard.device.choice import own_device
 from zeroshard.engine.monitors import Monitors, build_monitors
 from zeroshard.engine.unit_plan import UnitSpec, plan_units, probed
@@ -38,6 +41,7 @@ class EngineArguments:
     lr_scheduler: Any
     device: torch.device | str | None
     as_deepspeed: bool
+    mesh: Mesh | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,6 +50,7 @@ class Draft:
 
     model: nn.Module
     rank_info: RankInfo
+    mesh: Mesh
     coordinate: DataCoordinate
     loaded: LoadedConfig
     device: torch.device
@@ -66,7 +71,12 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
     """
     model = given.model
     objects = {"optimizer": given.optimizer, "scheduler": given.lr_scheduler}
-    coordinate = data_coordinate(rank_info)
+    mesh = given.mesh or Mesh(data_shard=rank_info.world_size)
+    if mesh.world_size != rank_info.world_size:
+        raise UsageError(
+            f"the mesh is {mesh.text} = {mesh.world_size} ranks, but {rank_info.world_size} were started."
+        )
+    coordinate = DataCoordinate(mesh.dp_rank(rank_info.rank), mesh.dp_size)
     device = own_device(given.device, rank_info.local_rank)
     loaded = load_config(
         given.config,
@@ -81,12 +91,15 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
     inner = make_optimizer(model, given.optimizer, given.model_parameters, settings, policy)
     probes = probed(inner, policy) if inner is not None else {}
     specs = plan_units(
-        model, settings, policy, inner, num_shards=coordinate.dp_size,
+        model, settings, policy, inner,
+        num_shards=len(mesh.group(rank_info.rank, HOLDERS)),
         whole=not all(probe.elementwise for probe in probes.values()),
+        blocks=find_blocks(model, mesh, rank_info.rank),
     )  # fmt: skip
     return Draft(
         model,
         rank_info,
+        mesh,
         coordinate,
         loaded,
         device,
@@ -97,6 +110,12 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
         make_scheduler(given.lr_scheduler, inner, settings),
         build_monitors(settings) if rank_info.is_main_rank and _has_monitors(settings) else None,
     )
+
+
+def find_blocks(model: nn.Module, mesh: Mesh, rank: int) -> dict[str, Block]:
+    """The places of the model's DTensors in their global tensors, by name."""
+    found = {name: block_of(name, p, mesh, rank) for name, p in model.named_parameters()}
+    return {name: block for name, block in found.items() if block is not None}
 
 
 def _has_monitors(config: Config) -> bool:

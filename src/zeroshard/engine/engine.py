@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from zeroshard import moved
 from zeroshard.checkpoint.directory import check_directory
-from zeroshard.comm.collectives import Comm
+from zeroshard.comm.dtensors import whole_of
 from zeroshard.config import LoadedConfig
+from zeroshard.core.mesh import Mesh
 from zeroshard.core.nbytes import state_nbytes
 from zeroshard.engine import export
 from zeroshard.engine.arguments import backward_error
@@ -91,11 +92,19 @@ class Engine(nn.Module):
         model_parameters: Iterable[Any] | None = None,
         lr_scheduler: Any = None,
         device: torch.device | str | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
         super().__init__()
         parts = build_engine(
             EngineArguments(
-                model, config, optimizer, model_parameters, lr_scheduler, device, self._as_deepspeed
+                model,
+                config,
+                optimizer,
+                model_parameters,
+                lr_scheduler,
+                device,
+                self._as_deepspeed,
+                mesh,
             ),
             partial(
                 StepHooks,
@@ -120,6 +129,7 @@ class Engine(nn.Module):
         self.local_rank = parts.rank_info.local_rank
         self.local_world_size = parts.rank_info.local_world_size
         self.is_main_rank = parts.rank_info.is_main_rank
+        self.mesh = parts.mesh
         self.dp_rank = parts.coordinate.dp_rank
         self.dp_size = parts.coordinate.dp_size
         self.accumulation = parts.accumulation
@@ -128,7 +138,6 @@ class Engine(nn.Module):
         self.global_samples = 0
         self.last_step: StepReport | None = None
         self.training_dataloader: Any = None  # set by initialize(), from training_data
-        self._comm: Comm = parts.watch.gathers
         self._watch = parts.watch
         self._update = parts.update
         self._hooks = parts.hooks
@@ -360,7 +369,9 @@ class Engine(nn.Module):
         """The first parameter, in model order, whose gradient is not finite on any rank."""
         bad = [float(place) for place, norm in self._norms if not norm.isfinite()]
         vote = torch.tensor([min(bad, default=float(2**31))], dtype=torch.float64)
-        index = int(self._comm.all_gather_small(vote.to(self.device), name="first bad").min())
+        index = int(
+            self._watch.world.all_gather_small(vote.to(self.device), name="first bad").min()
+        )
         names = dict(enumerate(name for name, _ in self.module.named_parameters()))
         return repr(names.get(index, "unknown"))
 
@@ -410,7 +421,7 @@ class Engine(nn.Module):
         self.life.check()
         return agreed_batches(
             loader,
-            exchange=lambda vote: self._comm.all_gather_small(
+            exchange=lambda vote: self._watch.gathers.all_gather_small(
                 vote.to(self.device), name="batches"
             ).cpu(),
             join=self.settings.uneven == "join",
@@ -437,7 +448,7 @@ class Engine(nn.Module):
     @property
     def transport(self) -> str:
         """The name of the transport, for instance ``p2p`` or ``nccl``."""
-        return self._comm.transport
+        return self._watch.gathers.transport
 
     @property
     def dtypes(self) -> str:
@@ -509,19 +520,20 @@ class Engine(nn.Module):
             nbytes = 0 if unit.resident else unit.full_nbytes
             with self.runtime.ledger.lend("iter_full_params", nbytes):
                 full_N = unit.full_N if unit.resident else unit.gathered_copy()
-                for slot in unit.layout.slots:
-                    yield slot.fqn, full_N[slot.start : slot.stop].view(slot.shape).detach()
-                del full_N
+                for slot, param in zip(unit.layout.slots, unit.params, strict=True):
+                    local = full_N[slot.start : slot.stop].view(slot.shape).detach()
+                    yield slot.fqn, whole_of(param, local)
+                del full_N, local
 
     def memory_report(self, *, all_ranks: bool = False) -> MemoryReport:
         """Planned and measured bytes per category and tier. Collective if ``all_ranks``."""
-        planned = state_nbytes(self.runtime.plan, self.runtime.stage, self._comm.rank)
+        planned = state_nbytes(self.runtime.plan, self.runtime.stage, self._watch.gathers.rank)
         measured = measured_nbytes(self.runtime.ledger, self._watch.scratch_nbytes)
         if not all_ranks:
             return MemoryReport({self.global_rank: memory_rows(planned, measured)})
         self.life.check()
         vector = torch.tensor(vector_of(planned, measured), dtype=torch.float64, device=self.device)
-        rows = self._comm.all_gather_small(vector, name="memory report").tolist()
+        rows = self._watch.world.all_gather_small(vector, name="memory report").tolist()
         return MemoryReport({rank: rows_from_vector(row) for rank, row in enumerate(rows)})
 
     # ------------------------------------------------------------------ checkpoints
@@ -563,6 +575,7 @@ class Engine(nn.Module):
         if not self.life.is_open:
             self.life.check("engine.save_checkpoint()")
         check_directory(save_dir, "engine.save_checkpoint()")
+        self._check_data_only("save_checkpoint()")
         with self._watch.recorder.in_section("save"):
             self._wait_for_save()
             self._saver.save(
@@ -574,6 +587,15 @@ class Engine(nn.Module):
                 exclude_frozen=exclude_frozen_parameters,
             )
         return True
+
+    def _check_data_only(self, call: str) -> None:
+        """Refuse ``call`` on a mesh whose ranks hold different parts of the model."""
+        if not self.mesh.is_data_only:
+            raise UnsupportedError(
+                f"engine.{call} on the mesh {self.mesh.text}: checkpoints of tensor- or "
+                "pipeline-parallel models are not supported yet. Use engine.save_pretrained() or "
+                "engine.iter_full_params() for the weights."
+            )
 
     def wait_for_checkpoint(self) -> None:
         """Wait until the last save is complete. Raises its error, if it failed."""
@@ -609,6 +631,7 @@ class Engine(nn.Module):
         """
         self.life.check("engine.load_checkpoint()", may_load=True)
         check_directory(load_dir, "engine.load_checkpoint()")
+        self._check_data_only("load_checkpoint()")
         if custom_load_fn is not None:
             raise UnsupportedError(
                 "load_checkpoint(custom_load_fn=...): values are loaded directly into shards, and "

@@ -29,6 +29,7 @@ from zeroshard.checkpoint.export_plan import (
 )
 from zeroshard.checkpoint.local_state import persistent_buffers
 from zeroshard.comm.agreement import run_on_all_ranks
+from zeroshard.comm.dtensors import whole_of
 from zeroshard.errors import UsageError
 
 LP_PARAMS = "lp_params"
@@ -202,8 +203,9 @@ def _stream(engine: Any, weights: _Weights) -> Generator[tuple[str, Tensor], Non
         with engine.runtime.ledger.lend("saving weights", nbytes):
             full_N = unit.full_N if unit.resident else unit.gathered_copy()
             for slot in slots:
-                yield slot.fqn, full_N[slot.start : slot.stop].view(slot.shape).detach()
-            del full_N
+                local = full_N[slot.start : slot.stop].view(slot.shape).detach()
+                yield slot.fqn, whole_of(weights.params[slot.fqn], local)
+            del full_N, local
     yield from weights.buffers.items()
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from zeroshard.comm.env import local_device
+from zeroshard.core.mesh import Mesh
 from zeroshard.engine.arguments import check_dataset
 from zeroshard.engine.data import loader_for
 from zeroshard.engine.engine import Engine
@@ -37,13 +38,15 @@ def initialize(
     mesh_param: Any = None,
     config_params: Any = None,
     *,
+    mesh: Mesh | None = None,
     engine_type: type[Engine] = Engine,
 ) -> tuple[Engine, Any, DataLoader[Any] | None, Any]:
     """Build an engine. Returns ``(engine, optimizer, training_dataloader, lr_scheduler)``.
 
     The arguments are those of ``deepspeed.initialize``. The configuration is a dict, path or string, in
     exactly one of ``config``, ``config_params`` and ``args.deepspeed_config``. ``args.device_rank``:
-    index of the GPU to train on. ``engine_type``: the class to build.
+    index of the GPU to train on. ``mesh``: the grid of ranks; default: all ranks train on different data.
+    ``engine_type``: the class to build.
 
     Raises:
         ConfigError: the configuration has mistakes; the same text on every rank.
@@ -67,6 +70,7 @@ def initialize(
         model_parameters=model_parameters,
         lr_scheduler=lr_scheduler,
         device=_asked_device(args),
+        mesh=mesh,
     )
     announce(engine)
     if hasattr(args, "local_rank"):

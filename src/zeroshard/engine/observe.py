@@ -10,7 +10,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from zeroshard.comm.recorder import Recorder
@@ -41,7 +41,7 @@ class Observer:
         self,
         settings: Config,
         *,
-        recorder: Recorder,
+        recorders: Sequence[Recorder],
         ledger: Ledger,
         monitors: Monitors | None,
         is_main_rank: bool,
@@ -49,13 +49,13 @@ class Observer:
     ) -> None:
         self._settings = settings
         self._disk, self._last_disk = disk, disk()
-        self._recorder, self._ledger = recorder, ledger
+        self._recorders, self._ledger = recorders, ledger
         self.monitors = monitors
         self._is_main_rank = is_main_rank
         self._seconds: dict[str, float] = {}  # by phase, since the last line
         self._last_s: dict[str, float] = {}  # by phase, in the current step, for the monitors
         self._held: dict[str, dict[str, int]] = {}
-        self._sent: dict[tuple[str, str], tuple[int, int]] = {}
+        self._sent: dict[tuple[str, str, str], tuple[int, int]] = {}
         self._steps = 0
         breaks_down = settings.wall_clock_breakdown or settings.memory_breakdown
         self.watches_phases = breaks_down
@@ -130,10 +130,11 @@ class Observer:
     def _traffic_lines(self) -> list[str]:
         section = self._settings.comms_logger
         totals: dict[str, tuple[int, int]] = {}
-        for entry in self._recorder.traffic():
+        entries = [(each.group, entry) for each in self._recorders for entry in each.traffic()]
+        for group, entry in entries:
             op = entry.op.partition(" ")[0]  # "broadcast from 0"
-            calls, sent = self._sent.get((entry.op, entry.name), (0, 0))
-            self._sent[entry.op, entry.name] = (entry.calls, entry.sent_numel)
+            calls, sent = self._sent.get((group, entry.op, entry.name), (0, 0))
+            self._sent[group, entry.op, entry.name] = (entry.calls, entry.sent_numel)
             if not section.prof_all and op not in section.prof_ops:
                 continue
             for label in (op, f"{op} {entry.name}") if section.verbose else (op,):

@@ -26,7 +26,7 @@ from zeroshard.offload.async_update import PendingUpdates
 from zeroshard.optim.schedulers import schedule_restore, schedule_snapshot
 from zeroshard.precision.loss_scaler import DynamicScale, LossScaler
 from zeroshard.watchdog.session import CommSession
-from zeroshard.zero.clip import GlobalNorm, clip_factor, global_norm
+from zeroshard.zero.clip import GlobalNorm, NormExchange, clip_factor, global_norm
 from zeroshard.zero.gradients import Norms
 from zeroshard.zero.reduce import BackwardKind
 from zeroshard.zero.unit import Unit
@@ -131,6 +131,7 @@ class OptimizerStep:
         settings: Config,
         *,
         watch: CommSession,
+        exchange: NormExchange,
         scaler: LossScaler,
         accumulation: Accumulation,
         dp_size: int,
@@ -141,8 +142,8 @@ class OptimizerStep:
         self.max_norm: float = settings.gradient_clipping  # of the next step; 0: no clipping
         self._runtime = runtime
         self._settings = settings
-        self._watch = watch
-        self._comm = watch.gathers
+        self._recorder = watch.recorder
+        self._exchange = exchange
         self._scaler = scaler
         self._adapts_scale = isinstance(scaler, DynamicScale)  # only fp16, which checks overflow
         self._accumulation = accumulation
@@ -191,7 +192,7 @@ class OptimizerStep:
             self._update(factor, on_device, measured.untouched)
         if self._adapts_scale:
             self._scaler.update(found_inf)
-        self._comm.recorder.mark_step(step)
+        self._recorder.mark_step(step)
         return StepOutcome(report, skipped, norms)
 
     def norm_before_step(self) -> Tensor | None:
@@ -210,12 +211,7 @@ class OptimizerStep:
         assert optimizer is not None
         norms = optimizer.norms() if self._asks_norm or self.checks_overflow else []
         measured = global_norm(
-            [norm for _, norm in norms],
-            runtime.reducer.buffers,
-            self._comm,
-            device=self._device,
-            dtype=self._wide,
-            divergence=self._watch.divergence,
+            norms, runtime.reducer.buffers, self._exchange, device=self._device, dtype=self._wide
         )
         if measured.untouched and not self._settings.zero_optimization.ignore_unused_parameters:
             self._refuse_unused(measured.untouched)
@@ -293,7 +289,7 @@ class OptimizerStep:
         start the all-gathers of resident units in the order of the units (ADR 0004), and forward may use
         the units in another order. So the first use of one of them ends all updates.
         """
-        ordered = unit.resident and self._comm.size > 1
+        ordered = unit.resident and unit.comm.size > 1
         if pending is not None and self._is_delayed:
             self._late.append((unit, pending))
         elif ordered and (pending is not None or self._updating):

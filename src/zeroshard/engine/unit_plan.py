@@ -17,8 +17,9 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
+from zeroshard.comm.dtensors import local_of
 from zeroshard.config import Config
-from zeroshard.core.layout import UnitLayout, pack
+from zeroshard.core.layout import Block, Slot, UnitLayout, pack
 from zeroshard.core.nbytes import StateBytes, UnitBytes
 from zeroshard.core.tiers import Tier
 from zeroshard.errors import ConfigError, UnsupportedError, UsageError
@@ -68,10 +69,12 @@ def plan_units(
     *,
     num_shards: int,
     whole: bool,
+    blocks: Mapping[str, Block],
 ) -> list[UnitSpec]:
     """Cut the model into units: by wrapped module, and inside a module by dtype and trainability.
 
-    ``whole``: the optimizer needs whole matrices, so no trained parameter is cut.
+    ``whole``: the optimizer needs whole matrices, so no trained parameter is cut. ``blocks``: of
+    parameters that are DTensors, by name.
 
     Raises :class:`ConfigError` for patterns that match nothing, :class:`UsageError` for an optimizer
     over parameters that the model does not have.
@@ -98,7 +101,9 @@ def plan_units(
             fqn: policy.row_for(fqn, params[fqn].dtype, model.get_submodule(fqn.rpartition(".")[0]))
             for fqn in wrapped.params
         }
-        specs += _unit_specs(wrapped, params, updated, rows, num_shards=num_shards, whole=whole)
+        specs += _unit_specs(
+            wrapped, params, updated, rows, num_shards=num_shards, whole=whole, blocks=blocks
+        )
     return specs
 
 
@@ -138,6 +143,7 @@ def _unit_specs(
     *,
     num_shards: int,
     whole: bool,
+    blocks: Mapping[str, Block],
 ) -> list[UnitSpec]:
     kinds: dict[tuple[bool, DtypeRow], list[str]] = defaultdict(list)
     for fqn in wrapped.params:
@@ -156,9 +162,10 @@ def _unit_specs(
             tags.append(f"sent as {str(row.reduce).removeprefix('torch.')}")
         name = ":".join([wrapped.name, *tags]) if len(kinds) > 1 else wrapped.name
         layout = pack(
-            [(fqn, params[fqn].shape) for fqn in fqns],
+            [(fqn, local_of(params[fqn]).shape) for fqn in fqns],
             num_shards=num_shards,
             whole=whole and trainable,
+            blocks=blocks,
         )
         specs.append(UnitSpec(name, wrapped.fqn, layout, row, trainable))
     return specs
@@ -306,9 +313,27 @@ def _nearest(fqn: str, chosen: set[str]) -> str:
 
 
 def layout_digest(specs: Iterable[UnitSpec]) -> str:
-    """A hash of everything in the layout that ranks must share."""
-    text = repr([(s.name, s.layout.slots, s.layout.full_numel, s.row, s.trainable) for s in specs])
+    """A hash of everything in the layout that ranks must share. Parts of global tensors may differ."""
+    text = repr(
+        [
+            (
+                s.name,
+                [_shared(slot) for slot in s.layout.slots],
+                s.layout.full_numel,
+                s.row,
+                s.trainable,
+            )
+            for s in specs
+        ]
+    )
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _shared(slot: Slot) -> tuple[object, ...]:
+    """What ranks must share of a slot: its name, its position, and the global tensor."""
+    block = slot.block
+    rest = (slot.shape,) if block is None else (block.shape, sorted(block.split), block.largest)
+    return slot.fqn, slot.start, *rest
 
 
 def probed(optimizer: torch.optim.Optimizer, policy: Policy) -> dict[torch.dtype, Probe]:

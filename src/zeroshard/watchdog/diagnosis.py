@@ -38,7 +38,8 @@ class Wait(NamedTuple):
     """The call that a rank is blocked in: number ``seq`` of the sequence ``label``; ``what`` in words.
 
     ``source``: the only rank that the call needs; None: it needs all. ``behind``: another thread than the
-    program's waits in it. ``collective``: it is a collective of an engine or of a model.
+    program's waits in it. ``collective``: it is a collective of an engine or of a model. ``members``: the
+    ranks of its group; empty: all.
     """
 
     label: str
@@ -47,6 +48,7 @@ class Wait(NamedTuple):
     source: int | None = None
     behind: bool = False
     collective: bool = False
+    members: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -220,6 +222,8 @@ def _followed(
 def _owes(status: RankStatus, wait: Wait, own: Wait | None, label: str) -> bool:
     """Whether ``wait`` needs a call that the rank of ``status``, blocked in ``own``, has not made yet."""
     if wait.source not in (None, status.rank) or wait == own:
+        return False
+    if wait.members and status.rank not in wait.members:
         return False
     if wait.label == TORCH:
         return own is None or own.label != TORCH

@@ -8,7 +8,7 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -157,9 +157,17 @@ def status_from_answer(peer: Peer, answer: Mapping[str, Any]) -> RankStatus:
         stacks=answer["stacks"],
         host=peer.process.host,
         phase=answer["phase"],
-        wait=Wait(*answer["wait"]) if answer["wait"] else None,
+        wait=_wait_of(answer["wait"]),
         reached=answer["reached"],
     )
+
+
+def _wait_of(fields: Sequence[Any] | None) -> Wait | None:
+    """The wait in an answer. JSON has no tuples, and equal waits must compare equal."""
+    if not fields:
+        return None
+    wait = Wait(*fields)
+    return wait._replace(members=tuple(wait.members))
 
 
 def status_from_host(peer: Peer, here: Process, *, asked: bool = True) -> RankStatus:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, cast
@@ -30,6 +30,7 @@ from zeroshard.comm.flight_recorder import rank_ranges
 from zeroshard.comm.host import Process, this_process
 from zeroshard.comm.recorder import Item, Recorder, sweep_recordings
 from zeroshard.config.sections import TrustConfig
+from zeroshard.core.mesh import HOLDERS, Mesh
 from zeroshard.device.choice import ops_of
 from zeroshard.errors import DistributedError, RankDivergence, RankLost
 from zeroshard.watchdog.join import own_client, watchdog_of
@@ -42,10 +43,10 @@ from zeroshard.watchdog.watchdog import Watchdog
 
 
 class SessionWatch:
-    """The sequences of one :class:`~.session.CommSession`, and the error explainer of its transports.
+    """The sequences of one :class:`~.session.CommSession`.
 
     ``peers``: every rank's process and the path of its recording, by global rank. ``parts``: the
-    sequences, first the collectives.
+    sequences, first the collectives over all ranks.
     """
 
     def __init__(
@@ -74,17 +75,24 @@ class SessionWatch:
             {r: p.far() for r, p in self.peers.items() if not Path(p.recording).exists()}
         )
         for part in self.parts:
-            part.peers = self.peers
-        self.parts[0].wakers = wakers
+            part.peers = {
+                rank: replace(self.peers[rank], recording=part.peers[rank].recording)
+                for rank in part.members or self.peers
+            }
+            if part.collective:
+                part.wakers = wakers
 
-    def explain(self, item: Item, peers: Sequence[int], detail: str) -> Exception:
-        """The exception for a connection to one of ``peers`` (global ranks) that broke in ``item``."""
-        error = self._watchdog.explain(self.parts[0], peers)
-        return error or RankLost(lost_text(item, peers, detail))
+    def part_of(self, recorder: Recorder) -> TrackedCalls:
+        """The collectives that ``recorder`` records."""
+        return next(part for part in self.parts if part.recorder is recorder)
 
-    def settle(self, odd: Sequence[int]) -> Exception:
+    def explainer(self, recorder: Recorder) -> PartExplainer:
+        """The error explainer of the transport that ``recorder`` records."""
+        return PartExplainer(self._watchdog, self.part_of(recorder))
+
+    def settle(self, part: TrackedCalls, odd: Sequence[int]) -> Exception:
         """The exception for histories of the ranks ``odd`` that differ from those of the others."""
-        return self._watchdog.settle(self.parts[0]) or RankDivergence(divergence_text(odd))
+        return self._watchdog.settle(part) or RankDivergence(divergence_text(odd))
 
     def readers(self, recorder: Recorder) -> LoneReadCheck:
         """A check whether all ranks read sharded values together. Every rank has to use it.
@@ -121,6 +129,19 @@ class SessionWatch:
         self._watchdog.release()
 
 
+@dataclass(frozen=True, eq=False)
+class PartExplainer:
+    """The error explainer of one transport: asks what the ranks do in ``part``, its calls."""
+
+    watchdog: Watchdog
+    part: TrackedCalls
+
+    def explain(self, item: Item, peers: Sequence[int], detail: str) -> Exception:
+        """The exception for a connection to one of ``peers`` (global ranks) that broke in ``item``."""
+        error = self.watchdog.explain(self.part, peers)
+        return error or RankLost(lost_text(item, peers, detail))
+
+
 def divergence_text(odd: Sequence[int]) -> str:
     """The message when hashes differ and no rank can be asked."""
     return (
@@ -135,15 +156,27 @@ class CommSession:
 
     ``gathers`` and ``reductions`` are two objects on NCCL if both run at the same time, since the
     collectives of one NCCL communicator run one after the other. Else they are one object. They share one
-    recorder: there is one order of calls.
+    recorder: there is one order of calls. Their ranks are those that hold the same parameters. ``world``
+    connects all ranks; without a mesh it is ``gathers``. Else it has a recorder of its own, because the
+    groups of a mesh may call different collectives.
     ``control_group`` exchanges small texts while a rank may wait for a disk. ``session_watch`` is None
     without a watchdog.
     """
 
     gathers: Comm
     reductions: Comm
+    world: Comm
+    tensor: Comm | None = None
     session_watch: SessionWatch | None = None
     make_control_group: Callable[[], ControlGroup] = ControlGroup
+    groups: list[dist.ProcessGroup] = field(default_factory=list)  # destroyed with the session
+
+    def place(self, kind: str, comms: Sequence[Comm]) -> None:
+        """Use ``comms`` for the groups of ``kind``: "holders" or "tensor"."""
+        if kind == "tensor":
+            self.tensor = comms[0]
+        else:
+            self.gathers, self.reductions = comms[0], comms[-1]
 
     @cached_property
     def control_group(self) -> ControlGroup:
@@ -164,34 +197,50 @@ class CommSession:
 
     @property
     def recorder(self) -> Recorder:
-        """The record of what this rank has called and sent."""
-        return self.gathers.recorder
+        """The record of the collectives over all ranks. It knows step and section."""
+        return self.world.recorder
+
+    @property
+    def recorders(self) -> list[Recorder]:
+        """The records of all that this rank has called and sent."""
+        return list(dict.fromkeys(comm.recorder for comm in self.comms))
+
+    @property
+    def comms(self) -> list[Comm]:
+        """Each communicator once."""
+        comms = (self.tensor, self.reductions, self.gathers, self.world)
+        return list({id(comm): comm for comm in comms if comm is not None}.values())
 
     @property
     def scratch_nbytes(self) -> int:
         """Bytes that the communicators keep for messages in flight."""
-        comms = {id(comm): comm for comm in (self.gathers, self.reductions)}
-        return sum(getattr(comm, "scratch_nbytes", 0) for comm in comms.values())
+        return sum(getattr(comm, "scratch_nbytes", 0) for comm in self.comms)
 
-    def divergence(self, odd: Sequence[int]) -> Exception:
-        """The error for the ranks at positions ``odd`` of the group, whose history differs."""
-        ranks = getattr(self.gathers, "ranks", None)
+    def divergence(self, comm: Comm, odd: Sequence[int]) -> Exception:
+        """The error for the ranks at positions ``odd`` of ``comm``, whose history differs."""
+        ranks = getattr(comm, "ranks", None)
         odd = list(odd) if ranks is None else [ranks[at] for at in odd]
         if self.session_watch is None:
             return RankDivergence(divergence_text(odd))
-        return self.session_watch.settle(odd)
+        return self.session_watch.settle(self.session_watch.part_of(comm.recorder), odd)
 
     def readers(self) -> LoneReadCheck | None:
-        """A check whether all ranks read together; None without a watchdog. Every rank has to use it."""
-        return self.session_watch.readers(self.recorder) if self.session_watch is not None else None
+        """A check whether all ranks read together; None without a watchdog. Every rank has to use it.
+
+        None on a mesh too: there the reads of several groups have no common order.
+        """
+        if self.session_watch is None or self.world is not self.gathers:
+            return None
+        return self.session_watch.readers(self.recorder)
 
     def close(self, reason: str = "") -> None:
         """End the watch, then the connections. ``reason``: the error that ended this engine, or ""."""
         if self.session_watch is not None:
             self.session_watch.close(reason)
-        if self.reductions is not self.gathers:
-            self.reductions.close()
-        self.gathers.close()
+        for comm in self.comms:
+            comm.close()
+        for group in self.groups:
+            dist.destroy_process_group(group)
 
 
 def open_session(
@@ -203,10 +252,12 @@ def open_session(
     group: dist.ProcessGroup | None = None,
     call: str = "initialize",
     separate_reductions: bool = False,
+    mesh: Mesh | None = None,
 ) -> CommSession:
     """Open communicators after all ranks have agreed on ``plan``. Collective.
 
-    ``call``: the function that the program called. Only ``initialize`` gets a control group.
+    ``call``: the function that the program called. Only ``initialize`` gets a control group. ``mesh``:
+    of all ranks; None: all of them hold the same parameters.
     ``separate_reductions``: gathers and reductions run at the same time, so on NCCL ``initialize`` opens
     a second communicator for reductions.
 
@@ -218,8 +269,7 @@ def open_session(
     settings = trust if isinstance(trust, WatchdogSettings) else WatchdogSettings.from_config(trust)
     settings = settings.with_environment()
     if not _several(group):
-        comm = make_comm(transport=transport, device=device, group=group)
-        return CommSession(comm, comm)
+        return _unwatched(transport, device, group, mesh or Mesh())
     group = group if group is not None else dist.group.WORLD
     assert group is not None  # _several
     ranks = tuple(dist.get_process_group_ranks(group))
@@ -231,9 +281,8 @@ def open_session(
     with watchdog.set_up(number + 1, call, settings) if watchdog else contextlib.nullcontext():
         try:
             peers = _agree(crew, namespace, plan, device_use(group, device))
-            return _open(
-                crew, peers, group, transport, device, separate_reductions=separate_reductions
-            )
+            purposes = _purposes(call, separate_reductions)
+            return _open(crew, peers, group, transport, device, purposes, mesh or Mesh())
         except BaseException:
             if watchdog is not None:
                 watchdog.release()
@@ -282,14 +331,119 @@ def _agree(
     }
 
 
+def _unwatched(
+    transport: str, device: torch.device, group: dist.ProcessGroup | None, mesh: Mesh
+) -> CommSession:
+    """The session of one rank, or of a fake group, in which one process plays one of many ranks."""
+    world = make_comm(transport=transport, device=device, group=group)
+    session = CommSession(world, world, world)
+    for kind, ranks in _groups_of(mesh):
+        own = _own_group(ranks, dist.get_rank())
+        session.groups.append(own)
+        recorder = Recorder(f"{kind} {rank_ranges(dist.get_process_group_ranks(own))}")
+        comm = make_comm(transport=transport, recorder=recorder, group=own, device=device)
+        session.place(kind, [comm])
+    return session
+
+
+def _groups_of(mesh: Mesh) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
+    """The kinds of groups that a mesh needs besides all ranks, each with its lists of ranks."""
+    if not mesh.is_data_only:
+        yield "holders", mesh.groups(HOLDERS)
+    if mesh.tensor > 1:
+        yield "tensor", mesh.groups({"tensor"})
+
+
+def _own_group(groups: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup:
+    """A new process group over the group of ``rank``. Torch requires that all ranks make all groups."""
+    own: dist.ProcessGroup | None = None
+    for ranks in groups:
+        made = dist.new_group(list(ranks), group_desc="zeroshard mesh")
+        own = made if rank in ranks else own
+    assert own is not None  # every rank is in one group
+    return own
+
+
+@dataclass(eq=False)
+class _Opener:
+    """Opens the communicators of one session and notes what is to be closed after an error."""
+
+    crew: _Setup
+    peers: Mapping[int, Peer]
+    transport: str
+    device: torch.device
+    home: Recorder  # of the collectives over all ranks
+    session_watch: SessionWatch | None
+    comms: list[Comm] = field(default_factory=list)
+    recorders: list[Recorder] = field(default_factory=list)
+    groups: list[dist.ProcessGroup] = field(default_factory=list)
+
+    def open(
+        self, recorder: Recorder, group: dist.ProcessGroup, purposes: Sequence[str]
+    ) -> list[Comm]:
+        """One communicator for each purpose, or one for all, if its transport has no queue."""
+        settings, opened = self.crew.settings, []
+        guard = self.session_watch.explainer(recorder) if self.session_watch is not None else None
+        for purpose in purposes:
+            comm = make_comm(
+                transport=self.transport,
+                recorder=recorder,
+                group=group,
+                purpose=purpose,
+                device=self.device,
+                guard=guard,
+                timeout_s=settings.collective_timeout_s + 60,
+                check=self.crew.check,
+            )
+            self.comms.append(comm)
+            opened.append(comm)
+            if not queues_on_device(comm):
+                break
+        return opened
+
+    def open_group(
+        self, kind: str, groups: Sequence[tuple[int, ...]], purposes: Sequence[str]
+    ) -> list[Comm]:
+        """The communicators of this rank's group of ``groups``, which the watch follows."""
+        crew, rank = self.crew, self.crew.ranks[self.crew.me]
+        members = next(ranks for ranks in groups if rank in ranks)
+        theirs = {
+            r: replace(self.peers[r], recording=_beside(self.peers[r], kind)) for r in members
+        }
+        own = Path(theirs[rank].recording) if theirs[rank].recording else None
+        name = f"{kind} {rank_ranges(members)}"
+        recorder = Recorder(
+            name, recording=own, ring=crew.settings.ring, rank=rank, group_size=len(members)
+        )
+        self.recorders.append(recorder)
+        if self.session_watch is not None:
+            self.session_watch.parts.append(
+                calls_of(
+                    recorder, f"{crew.label}, {name}", crew.settings,
+                    peers=theirs, home=self.home, members=members,
+                )
+            )  # fmt: skip
+        self.groups.append(_own_group(groups, rank))
+        return self.open(recorder, self.groups[-1], [f"{kind} {purpose}" for purpose in purposes])
+
+    def give_up(self, error: BaseException) -> None:
+        """Close everything, because the session cannot be opened."""
+        for comm in self.comms:
+            comm.close()
+        for recorder in (self.home, *self.recorders):
+            recorder.close()
+        if self.session_watch is not None:
+            self.session_watch.close(f"{type(error).__name__}: {first_line(error)}")
+
+
 def _open(
     crew: _Setup,
     peers: Mapping[int, Peer],
     group: dist.ProcessGroup,
     transport: str,
     device: torch.device,
-    *,
-    separate_reductions: bool,
+    purposes: Sequence[str],
+    mesh: Mesh,
 ) -> CommSession:
     sweep_recordings()
     settings, rank, size = crew.settings, crew.ranks[crew.me], len(crew.ranks)
@@ -305,38 +459,32 @@ def _open(
             ),
         ]
         session_watch = SessionWatch(crew.watchdog, crew.label, settings, peers, parts)
-    comms: list[Comm] = []
+    opener = _Opener(crew, peers, transport, device, recorder, session_watch)
     try:
-        for purpose in _purposes(crew.call, separate_reductions):
-            comm = make_comm(
-                transport=transport,
-                recorder=recorder,
-                group=group,
-                purpose=purpose,
-                device=device,
-                guard=session_watch,
-                timeout_s=settings.collective_timeout_s + 60,
-                check=crew.check,
+        opened = opener.open(recorder, group, purposes if mesh.is_data_only else ("world",))
+        session = CommSession(opened[0], opened[-1], opened[0], session_watch=session_watch)
+        for kind, groups in _groups_of(mesh):
+            session.place(
+                kind,
+                opener.open_group(kind, groups, purposes if kind == "holders" else ("exchange",)),
             )
-            comms.append(comm)
-            if not queues_on_device(comm):
-                break
     except BaseException as error:
-        for comm in comms:
-            comm.close()
-        recorder.close()
-        if session_watch is not None:
-            session_watch.close(f"{type(error).__name__}: {first_line(error)}")
+        opener.give_up(error)
         raise
-    make_group: Callable[[], ControlGroup] = ControlGroup
+    session.groups = opener.groups
     if crew.call == "initialize":
-        make_group = partial(_control_group, crew, peers, meetings)
-    watch = CommSession(comms[0], comms[-1], session_watch, make_group)
+        session.make_control_group = partial(_control_group, crew, peers, meetings)
     if session_watch is not None:
-        if queues_on_device(comms[0]):
-            recorder.watch_device(ops_of(device))
-        session_watch.start(*(comm.abort for comm in comms if hasattr(comm, "abort")))
-    return watch
+        if queues_on_device(session.world):
+            for each in session.recorders:
+                each.watch_device(ops_of(device))
+        session_watch.start(*(comm.abort for comm in opener.comms if hasattr(comm, "abort")))
+    return session
+
+
+def _beside(peer: Peer, kind: str) -> str:
+    """The path of a rank's recording for its group of one kind."""
+    return f"{peer.recording}-{kind}" if peer.recording else ""
 
 
 def _purposes(call: str, separate_reductions: bool) -> tuple[str, ...]:

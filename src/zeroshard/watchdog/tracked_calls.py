@@ -52,7 +52,8 @@ class TrackedCalls:
 
     ``wait()``: the call that this rank is blocked in. ``reached()``: the number of its calls.
     ``flight()``: its recording; None if the sequence has none. ``note()`` is called at each look.
-    ``peers``: the other ranks with the paths of their recordings. ``wakers`` wake the main thread from
+    ``peers``: the ranks with the paths of their recordings. ``members``: the ranks that take part; empty:
+    all. ``wakers`` wake the main thread from
     a wait in this sequence. ``step_s()``: median time of a step in seconds. ``doubt``: a connection or
     the history is known to be wrong, so the ranks are asked at the next look. ``suspects``: ranks to
     which a connection broke.
@@ -68,6 +69,8 @@ class TrackedCalls:
     wakers: tuple[Callable[[], object], ...] = ()
     step_s: Callable[[], float] = lambda: 0.0
     collective: bool = False
+    members: tuple[int, ...] = ()
+    recorder: Recorder | None = None
     doubt: bool = False
     report_due_s: float = 0.0
 
@@ -94,21 +97,23 @@ def calls_of(
     *,
     peers: Mapping[int, Peer],
     home: Recorder | None = None,
+    members: tuple[int, ...] = (),
 ) -> TrackedCalls:
     """The sequence that ``recorder`` records.
 
-    ``home``: the recorder of the collectives, which knows step and section; None: ``recorder`` itself.
+    ``home``: the recorder that knows step and section; None: ``recorder`` itself. ``members``: the ranks
+    of a group of a mesh, if these are its collectives.
     """
     main = threading.get_ident()
     rank = recorder.rank
-    collective = home is None
+    collective = home is None or bool(members)
 
     def wait() -> Wait | None:
         item = recorder.oldest_pending()
         if item is None:
             return None
         behind = recorder.waiter not in (0, main)
-        return Wait(label, item[0], _words(item), _source(item, rank), behind, collective)
+        return Wait(label, item[0], _words(item), _source(item, rank), behind, collective, members)
 
     def note() -> None:
         recorder.enter_thread()
@@ -128,8 +133,10 @@ def calls_of(
         flight,
         note,
         peers,
-        step_s=recorder.median_step_s,
+        step_s=(home or recorder).median_step_s,
         collective=collective,
+        members=members,
+        recorder=recorder,
     )
 
 

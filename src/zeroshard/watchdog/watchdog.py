@@ -53,7 +53,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -219,7 +219,8 @@ class Watchdog:
             with contextlib.suppress(StoreLost):
                 for label in labels:
                     self.messages.post_left(label, words)
-        remove_files(session_watch.peers, self._rank, self._here)
+        for peers in _recordings(session_watch):
+            remove_files(peers, self._rank, self._here)
 
     def release(self) -> None:
         """Close the watchdog, unless it follows a session or is held for the process group."""
@@ -286,7 +287,8 @@ class Watchdog:
 
     def _clean_up_all(self) -> None:
         for session_watch in list(self._sessions):
-            remove_files(session_watch.peers, self._rank, self._here)
+            for peers in _recordings(session_watch):
+                remove_files(peers, self._rank, self._here)
         remove_files(self.messages.peers, self._rank, self._here)
 
     def _ask(self, calls: TrackedCalls) -> Exception | None:
@@ -438,6 +440,11 @@ class Watchdog:
 
 #: Watchdogs that stay although they follow no session: the process group was opened by ZeroShard.
 _HELD: set[Watchdog] = set()
+
+
+def _recordings(session: WatchedSession) -> list[Mapping[int, Peer]]:
+    """The ranks of a session with the paths of their recordings, and those of this rank's groups."""
+    return [session.peers, *(part.peers for part in session.parts if part.members)]
 
 
 def hold(watchdog: Watchdog) -> None:

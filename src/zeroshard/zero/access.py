@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.errors import DistributedError, ShardedAccess, UsageError
+from zeroshard.comm.dtensors import local_part, whole_of
+from zeroshard.errors import DistributedError, ShardedAccess, UnsupportedError, UsageError
 from zeroshard.zero import sharded_parameter
 from zeroshard.zero.clip import pack_flags, unpack_any
 from zeroshard.zero.gradients import GradBuffer
@@ -60,7 +61,8 @@ class GatheredParameters:
     ``params``: a parameter, or an iterable of tensors in any order, also a set. The order may differ
     between ranks, but every rank has to name the same parameters. Plain tensors, buffers and parameters
     that are full already are allowed. ``modifier_rank``: edits of this rank reach all ranks and the
-    masters at the end of the block, also if an exception ends it. Without ``modifier_rank``, values are
+    masters at the end of the block, also if an exception ends it. Not on a mesh, where a DTensor is a
+    DTensor in the block too. Without ``modifier_rank``, values are
     for reading. (Then resident parameters keep an edit that is the same on all ranks; inside
     ``zero.Init`` everything may be written.) Blocks may nest. Collective.
     (DeepSpeed: ``deepspeed.zero.GatheredParameters``.)
@@ -90,6 +92,13 @@ class GatheredParameters:
                 self.bucketed.append((param, owner))
         for unit in self.units:
             _check_rank(modifier_rank, unit.comm.size)
+            if modifier_rank is not None and unit.has_copies:
+                raise UnsupportedError(
+                    "GatheredParameters(modifier_rank=...) on a mesh with tensor or pipeline "
+                    "parallelism: one rank does not hold the whole parameter, so it cannot edit it for "
+                    "all. Give every rank the global values with "
+                    "zeroshard.zero.safe_set_full_fp32_param(param, value)."
+                )
 
     def __enter__(self) -> None:
         if self.modifier_rank is not None:  # edits start from the values of the last step
@@ -278,7 +287,8 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
         return None
     unit, optim_state = found
     optim_state.shard.sync_edits()
-    return optim_state.full(unit, param, optim_state.shard.flat(lambda chunk: chunk.master_C))
+    master = optim_state.full(unit, param, optim_state.shard.flat(lambda chunk: chunk.master_C))
+    return whole_of(param, master)
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
@@ -294,7 +304,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     grad_S = optim_state.summed(optim_state.shard.buffer)
     if grad_S is None:
         return None
-    full = unit.view(unit.gathered_copy(grad_S), param)
+    full = whole_of(param, unit.view(unit.gathered_copy(grad_S), param))
     return full.to(_at_least_fp32(full.dtype)) * optim_state.grad_factor()
 
 
@@ -313,7 +323,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
         return None
     if bool((votes[:, 0] == 2).any()):
         return votes[votes[:, 0] == 2][0, 1].to(torch.float32)
-    return optim_state.full(unit, param, shard_R)
+    return whole_of(param, optim_state.full(unit, param, shard_R))
 
 
 def _state_shard(
@@ -347,14 +357,20 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     _check_shape(param.shape, value, "safe_set_full_fp32_param")
     optim_state.all_gather_late()
     optim_state.shard.sync_edits()  # earlier edits of other parameters must not be lost
-    _write(unit, optim_state, param, value.reshape(-1))
+    _write(unit, optim_state, param, _flat_part(unit, param, value))
+
+
+def _flat_part(unit: Unit, param: nn.Parameter, value: Tensor) -> Tensor:
+    """What this rank's tensor coordinate holds of the global tensor ``value``, flat."""
+    return local_part(unit.layout.slots[unit.index(param)], value).reshape(-1)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     """Replace the averaged gradient before ``step``; ``value`` has the parameter's shape."""
     unit, optim_state = _trained(param, "safe_set_full_grad")
     _check_shape(param.shape, value, "safe_set_full_grad")
-    _set_grad(unit, optim_state, unit.index(param), 0, value.reshape(-1), "safe_set_full_grad")
+    values = _flat_part(unit, param, value)
+    _set_grad(unit, optim_state, unit.index(param), 0, values, "safe_set_full_grad")
 
 
 def _set_grad(
@@ -394,7 +410,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
     if bool(unit.comm.all_gather_small(vote, name=unit.name).any()):
         # Raised on all ranks, also on those that own no part of the parameter.
         raise _no_state(optim_state, optim_state_key)
-    _write_state(optim_state, param, optim_state_key, value.reshape(-1))
+    _write_state(optim_state, param, optim_state_key, _flat_part(unit, param, value))
 
 
 # ---------------------------------------------------------------------- this rank's part

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from zeroshard.device.choice import ops_of
 
 if TYPE_CHECKING:
     from zeroshard.comm.collectives import Comm
-    from zeroshard.zero.gradients import GradBuffer
+    from zeroshard.zero.gradients import GradBuffer, Norms
 
 BITS = 48
 """Flags per number in a message. An fp64 represents integers below 2**53 exactly."""
@@ -36,39 +36,85 @@ class GlobalNorm:
     untouched: dict[int, frozenset[int]]  # by id(unit), slots without gradient on any rank
 
 
+Divergence = Callable[["Comm", Sequence[int]], Exception]
+"""Makes the error for the ranks of a communicator whose history differs, by position."""
+
+
+class NormExchange(Protocol):
+    """Exchanges what each rank measured. Collective."""
+
+    def __call__(
+        self, norms: Norms, words: Sequence[float], device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """The sum of squares over all ranks, 0-dim fp64, and the flags of this rank's holders ``[W, K]``.
+
+        ``words``: K packed flags. Raises :class:`~zeroshard.errors.RankDivergence` if ranks called
+        different collectives.
+        """
+
+
+def local_sum_of_squares(norms: Sequence[Tensor], device: torch.device) -> Tensor:
+    """The square of the norm of ``norms``, 0-dim fp64.
+
+    The norm of norms is computed in the gradients' precision, as in PyTorch. Its square in fp64 is exact
+    enough that its square root on one rank has PyTorch's bits.
+    """
+    if not norms:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    local: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)))
+    return local.double().square()
+
+
+def on_device(values: Sequence[float], device: torch.device) -> Tensor:
+    """Host values on the device. A copy from pageable memory would block the host."""
+    pinned = ops_of(device).is_async
+    return torch.tensor(values, dtype=torch.float64, pin_memory=pinned).to(
+        device, non_blocking=True
+    )
+
+
+class DataExchange:
+    """The exchange without a mesh. Each rank sends ``[sum of squares, history hash, flags...]``, fp64."""
+
+    def __init__(self, comm: Comm, divergence: Divergence) -> None:
+        self._comm = comm
+        self._divergence = divergence
+
+    def __call__(
+        self, norms: Norms, words: Sequence[float], device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """See :class:`NormExchange`."""
+        comm = self._comm
+        sent = on_device([comm.recorder.hash32, *words], device)
+        squares = local_sum_of_squares([norm for _, norm in norms], device)
+        rows = comm.all_gather_small(torch.cat([squares.view(1), sent]), name="norm")
+        if odd := comm.recorder.diverging(rows[:, 1]):
+            raise self._divergence(comm, odd)
+        return rows[:, 0].sum(), rows[:, 2:]
+
+
 def global_norm(
-    norms: Sequence[Tensor],
+    norms: Norms,
     buffers: Sequence[GradBuffer],
-    comm: Comm,
+    exchange: NormExchange,
     *,
     device: torch.device,
     dtype: torch.dtype,
-    divergence: Callable[[list[int]], Exception],
 ) -> GlobalNorm:
     """The norm over all ranks, overflow, and parameters without gradient. Collective.
 
-    ``norms``: 0-dim, of this rank's fragments. ``dtype``: of the result. ``divergence`` makes the error
-    for ranks with another history. Each rank sends ``[sum of squares, history hash, gradient flags...]``
-    in fp64.
+    ``norms``: of this rank's fragments. ``dtype``: of the result.
 
     Raises:
         RankDivergence: ranks called different collectives since the last exchange.
     """
     flags = list(chain.from_iterable(buffer.has_grad for buffer in buffers))
-    words = torch.tensor(
-        [comm.recorder.hash32, *pack_flags(flags)],
-        dtype=torch.float64,
-        pin_memory=ops_of(device).is_async,  # a copy from pageable memory blocks the host
-    ).to(device, non_blocking=True)
-    squares = local_sum_of_squares(norms, device)
-    rows = comm.all_gather_small(torch.cat([squares.view(1), words]), name="norm")
-    if odd := comm.recorder.diverging(rows[:, 1]):
-        raise divergence(odd)
-    total = rows[:, 0].sum().sqrt().to(dtype)
+    squares, words_WK = exchange(norms, pack_flags(flags), device)
+    total = squares.sqrt().to(dtype)
     untouched: dict[int, frozenset[int]] = {}
     if not all(flags):  # only a rank without some gradients needs the flags of the others
-        fake = isinstance(rows, FakeTensor)
-        untouched = _without_grad(buffers, flags if fake else unpack_any(rows[:, 2:], len(flags)))
+        fake = isinstance(words_WK, FakeTensor)
+        untouched = _without_grad(buffers, flags if fake else unpack_any(words_WK, len(flags)))
     return GlobalNorm(total, total.isfinite().logical_not(), untouched)
 
 
@@ -84,23 +130,16 @@ def _without_grad(
     return untouched
 
 
-def local_sum_of_squares(norms: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The square of the norm of ``norms``, 0-dim fp64.
-
-    The norm of norms is computed in the gradients' precision, as in PyTorch. Its square in fp64 is exact
-    enough that its square root on one rank has PyTorch's bits.
-    """
-    if not norms:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    local: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)))
-    return local.double().square()
-
-
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
     """``max_norm / (norm + 1e-6)``, at most 1 (DeepSpeed key ``gradient_clipping``; 0: no clipping)."""
     if max_norm <= 0:
         return torch.ones_like(norm)
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
+def num_words(flags: int) -> int:
+    """Numbers that :func:`pack_flags` makes of ``flags`` flags."""
+    return -(-flags // BITS)
 
 
 def pack_flags(flags: Sequence[bool]) -> list[float]:

@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from zeroshard.comm.dtensors import DTensor, distributed, local_grad
 from zeroshard.core.ledger import Ledger
 from zeroshard.core.tiers import Tier
 from zeroshard.errors import UnsupportedError
@@ -114,6 +115,7 @@ class GradBuffer:
         self.tier = Tier.DEVICE  # HOST: offload_states() moved all gradients to the host
         self._reported = [0, 0, 0]  # bytes in each of _CATEGORIES
         self._num_params = len(unit.params)
+        self._has_dtensors = bool(distributed(unit.params))
         self._numels = [slot.numel for slot in unit.layout.slots]
         self._places = [
             (slot.shape, _contiguous(slot.shape), slot.start) for slot in unit.layout.slots
@@ -225,6 +227,8 @@ class GradBuffer:
         """
         grad, param.grad = param.grad, None
         assert grad is not None
+        if self._has_dtensors and isinstance(param, DTensor):
+            grad = local_grad(param, grad)
         if grad.is_sparse:
             raise UnsupportedError(
                 f"parameter {self.unit.layout.slots[index].fqn!r} has a sparse gradient; ZeRO "

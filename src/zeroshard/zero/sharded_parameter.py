@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import get_gradient_edge
 
+from zeroshard.comm.dtensors import DTensor, global_of, local_of, set_local
 from zeroshard.errors import ShardedAccess
 from zeroshard.zero import functorch
 from zeroshard.zero.attached import Attached
@@ -120,13 +121,17 @@ def list_on_request(params: Iterable[nn.Parameter]) -> None:
 
 
 def nan_placeholder(like: Tensor, device: torch.device | None = None) -> Tensor:
-    """A placeholder for ``like``: one NaN (the lowest number where the dtype has none), expanded."""
+    """A placeholder for ``like``: one NaN (the lowest number where the dtype has none), expanded.
+
+    For a DTensor it is one for its local tensor.
+    """
     dtype = like.dtype
     if dtype.is_floating_point or dtype.is_complex:
         nothing: float = float("nan")
     else:
         nothing = 0 if dtype == torch.bool else torch.iinfo(dtype).min
-    return torch.full((), nothing, dtype=dtype, device=device or like.device).expand(like.shape)
+    shape = local_of(like).shape
+    return torch.full((), nothing, dtype=dtype, device=device or like.device).expand(shape)
 
 
 _FAKE: type[Tensor] = FakeTensor  # the class of fake parameters; mypy knows no class of both
@@ -137,7 +142,10 @@ def mark_sharded(
 ) -> None:
     """Put placeholders into the parameters. From now on their owner serves reads."""
     for param, nothing in zip(params, placeholders or map(nan_placeholder, params), strict=True):
-        if type(param) is not _FAKE:  # no values to guard, and it must keep its class
+        if isinstance(param, DTensor):
+            set_local(param, nothing)
+            param.__class__ = ShardedDTensor  # type: ignore[assignment]
+        elif type(param) is not _FAKE:  # no values to guard, and it must keep its class
             param.data = nothing
             param.__class__ = ShardedParameter
 
@@ -147,12 +155,16 @@ def mark_unsharded(
 ) -> None:
     """Make the parameters plain ones with the values in ``views``.
 
-    ``kinds``: the classes that the parameters were built with, nearly always ``nn.Parameter``.
+    ``kinds``: the classes that the parameters were built with, nearly always ``nn.Parameter``. ``views``
+    of DTensors are their local tensors.
     """
     for param, view, kind in zip(params, views, kinds, strict=True):
         if type(param) is not _FAKE:
             param.__class__ = kind
-        param.data = view
+        if isinstance(param, DTensor):
+            set_local(param, view)
+        else:
+            param.data = view
 
 
 # ---------------------------------------------------------------------- kinds of functions
@@ -357,6 +369,26 @@ class ShardedParameter(nn.Parameter):
     __format__ = object.__format__  # type: ignore[assignment]
 
 
+class ShardedDTensor(ShardedParameter, DTensor):  # type: ignore[misc]
+    """A DTensor whose local values are not on this rank. Never constructed: the class is switched to.
+
+    A read gathers the local values and runs on a DTensor of them. The methods here are DTensor's own,
+    which do not consult the class.
+    """
+
+    def to_local(self, *, grad_placements: Any = None) -> Tensor:
+        """The gathered local tensor. Collective over the ranks that hold the same part."""
+        return _full_value(self).to_local(grad_placements=grad_placements)  # type: ignore[attr-defined,no-any-return]
+
+    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
+        """The global tensor. Collective over all ranks that hold parts."""
+        return _full_value(self).full_tensor(grad_placements=grad_placements)  # type: ignore[attr-defined,no-any-return]
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        """The gathered DTensor with other placements."""
+        return _full_value(self).redistribute(*args, **kwargs)  # type: ignore[attr-defined,no-any-return]
+
+
 class StateEntry(ShardedParameter):
     """What ``detach()`` gives after :func:`list_on_request`: shape and dtype, and values when read.
 
@@ -499,6 +531,8 @@ def _full_value(param: nn.Parameter) -> Tensor:
         full = values
         if full is None:
             full = _placeholder_of(param).clone(memory_format=torch.contiguous_format)
+        if isinstance(param, DTensor):
+            full = global_of(param, full)
         if not (torch.is_grad_enabled() and param.requires_grad):
             return full
         into_graph: Any = _ReadAlone if values is None else _ReadFull

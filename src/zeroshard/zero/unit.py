@@ -47,6 +47,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from zeroshard.comm.dtensors import DTensor, distributed, local_of
 from zeroshard.core.layout import Slot, UnitLayout
 from zeroshard.core.tiers import Tier
 from zeroshard.errors import UnitStateError, UsageError
@@ -108,7 +109,8 @@ class Unit:
     their use. ``params`` are consumed one by one, in the order of the layout, so an iterator may create
     each parameter when it is asked for it. The values of rank 0 are used. ``store_of`` makes the shard
     store from ``shard_S``, which holds the first values at that time. ``room(numel, dtype)`` gives zeroed
-    memory for ``shard_S``; None: memory of ``device``.
+    memory for ``shard_S``; None: memory of ``device``. ``has_copies``: ranks outside ``comm`` hold
+    other parts of these parameters, or copies of them.
     """
 
     def __init__(
@@ -126,8 +128,10 @@ class Unit:
         device: torch.device,
         store_of: Callable[[Tensor], ShardStore] = MemoryShardStore,
         room: AllocateShard | None = None,
+        has_copies: bool = False,
     ) -> None:
         self.name = name
+        self.has_copies = has_copies
         self.order = sharded_parameter.count_owner()
         self.layout = layout
         self.positions = tuple(positions)  # of the unit's parameters in ``model.parameters()``
@@ -179,6 +183,12 @@ class Unit:
         )
         self._placeholders = [sharded_parameter.nan_placeholder(param) for param in self.params]
         self._kinds = [type(param) for param in self.params]
+        # A write into a DTensor is counted by it or, through to_local(), by its local tensor.
+        self._versioned = (
+            *self.params, *(self._views[at] for at in distributed(self.params))
+        )  # fmt: skip
+        is_plain = len(self._versioned) == len(self.params)
+        self._is_alias = _is_alias_of if is_plain else _is_alias_of_local
         scatterer.finish()
         self.shard_S = part[low:high] if resident else part
         self.store = store_of(self.shard_S)
@@ -191,10 +201,13 @@ class Unit:
     ) -> nn.Parameter:
         """Copy the parameter's values into the shards and make the parameter a view of ``full_N``."""
         with torch.no_grad():
-            scatterer.add(slot, param)  # gathers a parameter that was built under zero.Init
+            # gathers a parameter that was built under zero.Init
+            scatterer.add(slot, local_of(param))
         kind = (
             nn.Parameter if isinstance(param, sharded_parameter.ShardedParameter) else type(param)
         )
+        if isinstance(param, DTensor):
+            self._views[self.layout.slots.index(slot)] = view = view.data
         sharded_parameter.mark_unsharded([param], [view], [kind])
         sharded_parameter.owners[param] = self._weak_self
         return param
@@ -256,7 +269,7 @@ class Unit:
         if self.resident or self.pin_count or not self.is_allocated:
             return
         self.wait_for_unshard()  # until an all-gather has ended, it writes into the storage
-        versions = tuple([param._version for param in self.params])
+        versions = tuple([tensor._version for tensor in self._versioned])
         edited = self.rebind_storage() or versions != self._full_versions
         self.store.write_back(self._own_part_S, edited=edited)
         self._free_unsharded()
@@ -287,16 +300,16 @@ class Unit:
         Because the version differs, autograd raises an error instead.
         """
         sharded_parameter.mark_sharded(self.params, self._placeholders)
-        torch.autograd.graph.increment_version(self.params)
+        torch.autograd.graph.increment_version(self._versioned)
 
     def _mark_unsharded(self) -> None:
         sharded_parameter.mark_unsharded(self.params, self._views, self._kinds)
-        self._full_versions = tuple([param._version - 1 for param in self.params])
-        _set_versions(self.params, self._full_versions)
+        self._full_versions = tuple([tensor._version - 1 for tensor in self._versioned])
+        _set_versions(self._versioned, self._full_versions)
 
     def increment_versions(self) -> None:
         """Make autograd refuse graphs from before the update, as it does after any optimizer's step."""
-        torch.autograd.graph.increment_version(self.params)
+        torch.autograd.graph.increment_version(self._versioned)
 
     def all_gather_updated(
         self,
@@ -393,8 +406,8 @@ class Unit:
         self.rebind_storage()
         self.reshard()
         self.store.cancel_prefetch()
-        self._versions = _unsafe_preserve_version_counter(self.params)
-        torch.autograd.graph.increment_version(self.params)
+        self._versions = _unsafe_preserve_version_counter(self._versioned)
+        torch.autograd.graph.increment_version(self._versioned)
         if self.resident:
             self._mark_sharded()
         self._transition(UnitState.OFFLOADED)
@@ -451,14 +464,15 @@ class Unit:
         Raises:
             UsageError: the other memory has another shape or dtype.
         """
-        if self.state is not UnitState.FULL or all(map(_is_alias_of, self.params, self._views)):
+        if self.state is not UnitState.FULL or all(map(self._is_alias, self.params, self._views)):
             return False
         for param, view, slot in zip(self.params, self._views, self.layout.slots, strict=True):
-            if not _is_alias_of(param, view):
-                _check_assigned(param, slot, view)
+            if not self._is_alias(param, view):
+                values = local_of(param)
+                _check_assigned(values, slot, view)
                 with torch.no_grad():
-                    view.copy_(param)
-                param.data = view
+                    view.copy_(values)
+                sharded_parameter.mark_unsharded([param], [view], [type(param)])
         return True
 
     def gathered_copy(self, shard_S: Tensor | None = None) -> Tensor:
@@ -541,7 +555,12 @@ def offloaded_error(what: str) -> UsageError:
     )
 
 
-def _check_assigned(param: nn.Parameter, slot: Slot, view: Tensor) -> None:
+def _is_alias_of_local(param: Tensor, view: Tensor) -> bool:
+    """Whether the parameter, or the local tensor of a DTensor, is in the memory of ``view``."""
+    return _is_alias_of(local_of(param), view)
+
+
+def _check_assigned(param: Tensor, slot: Slot, view: Tensor) -> None:
     if (param.shape, param.dtype) != (view.shape, view.dtype):
         raise UsageError(
             f"parameter {slot.fqn!r} was given other memory (param.data = ..., module.to(...), "

@@ -1,0 +1,137 @@
+"""Parameters that are DTensors: the local part that a unit stores, and its place in the global tensor.
+
+A unit holds the local tensor of each DTensor, as it holds plain parameters. The DTensor object stays the
+module's parameter. Its local tensor is exchanged where plain parameters exchange ``.data``, because
+assigning ``.data`` of a DTensor does not change its local tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor as DTensor  # noqa: PLC0414  for packages above
+from torch.distributed.tensor import Replicate, Shard
+
+from zeroshard.core.layout import Block, Slot
+from zeroshard.core.mesh import DIMS, Mesh
+from zeroshard.errors import UnsupportedError, UsageError
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """The local tensor of a DTensor; any other tensor itself. No autograd, no communication."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def set_local(param: DTensor, local: Tensor) -> None:
+    """Exchange the local tensor of a DTensor. ``local`` must not be a view in the sense of autograd.
+
+    A custom autograd function that calls ``to_local()`` would otherwise find a view that was changed in
+    place: pass ``view.data``.
+    """
+    param._local_tensor = local
+
+
+def global_of(param: DTensor, local: Tensor) -> DTensor:
+    """A DTensor with the placements of ``param`` and other local values, for instance fp32 ones."""
+    return DTensor.from_local(
+        local,
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )
+
+
+def whole_of(param: Tensor, local: Tensor) -> Tensor:
+    """The global tensor of ``param`` from this rank's ``local`` values; ``local`` for a plain parameter.
+
+    Collective over the tensor group.
+    """
+    return global_of(param, local).full_tensor() if isinstance(param, DTensor) else local
+
+
+def local_part(slot: Slot, values: Tensor) -> Tensor:
+    """The part of the global tensor ``values`` that this rank holds of the slot's parameter."""
+    if slot.block is None:
+        return values
+    begins = zip(slot.block.start, slot.shape, strict=True)
+    return values[tuple(slice(begin, begin + size) for begin, size in begins)]
+
+
+def local_grad(param: DTensor, grad: Tensor) -> Tensor:
+    """The local part of a gradient, cut as the parameter is.
+
+    A gradient that is a partial sum is added over the tensor group here; one that is whole is cut. So a
+    rank's gradient is complete but for the sum over the ranks that hold the same part.
+    """
+    if not isinstance(grad, DTensor):
+        return grad
+    if grad.placements != param.placements:
+        grad = grad.redistribute(placements=param.placements)
+    return grad._local_tensor
+
+
+def block_of(fqn: str, param: Tensor, mesh: Mesh, rank: int) -> Block | None:
+    """The place of a parameter in its global tensor; None for a parameter that is not a DTensor.
+
+    Raises:
+        UsageError: the DTensor's device mesh does not fit ``mesh``, or it is cut over data ranks.
+        UnsupportedError: a placement that a unit cannot store.
+    """
+    if not isinstance(param, DTensor):
+        return None
+    start, extent = [0] * param.dim(), list(param.shape)
+    largest = list(param.shape)
+    split: set[str] = set()
+    for at, placement in enumerate(param.placements):
+        size = param.device_mesh.size(at)
+        if size == 1 or isinstance(placement, Replicate):
+            continue
+        if type(placement) is not Shard:
+            raise UnsupportedError(
+                f"parameter {fqn!r} is a DTensor with placement {placement}. Units store parameters that "
+                "are cut along one axis or replicated. Use Shard or Replicate."
+            )
+        dim = _dim_of(fqn, param, at, mesh, rank)
+        axis = placement.dim % param.dim()
+        if start[axis] or extent[axis] != param.shape[axis]:
+            raise UnsupportedError(
+                f"parameter {fqn!r} is a DTensor that two dimensions of its mesh cut along axis {axis}. "
+                "Cut each axis once."
+            )
+        place = param.device_mesh.get_local_rank(at)
+        chunk = -(-param.shape[axis] // size)  # torch cuts as torch.chunk does
+        start[axis] = min(place * chunk, param.shape[axis])
+        extent[axis] = min(chunk, param.shape[axis] - start[axis])
+        largest[axis] = chunk
+        split.add(dim)
+    assert tuple(extent) == tuple(param._local_tensor.shape), fqn
+    return Block(tuple(param.shape), tuple(start), frozenset(split), prod(largest))
+
+
+def _dim_of(fqn: str, param: DTensor, at: int, mesh: Mesh, rank: int) -> str:
+    """The dimension of ``mesh`` whose group is that of dimension ``at`` of the DTensor's device mesh."""
+    ranks = tuple(dist.get_process_group_ranks(param.device_mesh.get_group(at)))
+    for dim in DIMS:
+        if mesh.group(rank, {dim}) == ranks:
+            if dim != "tensor":
+                raise UsageError(
+                    f"parameter {fqn!r} is a DTensor that is cut over the ranks {list(ranks)}, which "
+                    f"train on different data ({dim}). ZeroShard shards parameters over these ranks "
+                    "itself. Pass the model before fully_shard() or distribute_module() over them."
+                )
+            return dim
+    raise UsageError(
+        f"parameter {fqn!r} is a DTensor that is cut over the ranks {list(ranks)}, but the mesh is "
+        f"{mesh.text}, where the tensor group of rank {rank} is {list(mesh.group(rank, {'tensor'}))}. "
+        'Set "parallel": {"tensor": N} or mesh= to the mesh that the model was cut with.'
+    )
+
+
+def distributed(params: Sequence[Tensor]) -> list[int]:
+    """The positions of the DTensors among ``params``."""
+    return [at for at, param in enumerate(params) if isinstance(param, DTensor)]
