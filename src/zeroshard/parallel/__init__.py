@@ -9,10 +9,16 @@ if TYPE_CHECKING:
     from zeroshard.parallel.split import PipelineModel as PipelineModel
     from zeroshard.parallel.split import pipeline as pipeline
 
-__all__ = ["PipelineModel", "pipeline"]
+_HOMES = {
+    "PipelineModel": "split",
+    "pipeline": "split",
+}
+"""Public name -> the module that has it. Importing the package alone loads nothing."""
+
+__all__ = [*_HOMES]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:
-        return getattr(importlib.import_module("zeroshard.parallel.split"), name)
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"zeroshard.parallel.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'zeroshard.parallel' has no attribute {name!r}")

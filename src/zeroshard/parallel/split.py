@@ -7,6 +7,7 @@ sequence. A stage is a run of pieces.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -39,7 +40,8 @@ class StageModule(nn.Module):
 class PipelineModel(nn.Module):
     """A model that is cut into stages. Made by :func:`pipeline`; the engine calls :meth:`keep`.
 
-    ``stages``: the names of the pieces of each stage. Before :meth:`keep`, forward runs the whole model.
+    ``stages``: the names of the pieces of each stage. ``digest``: a hash of the whole model's parameters,
+    its stages and the schedule. Before :meth:`keep`, forward runs the whole model.
     """
 
     def __init__(
@@ -62,7 +64,14 @@ class PipelineModel(nn.Module):
             if name in starts:
                 self.stages.append([])
             self.stages[-1].append(name)
+        shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in self.named_parameters()]
+        plan = (shapes, self.stages, schedule, gather, reduce)
+        self.digest = hashlib.sha256(repr(plan).encode()).hexdigest()  # equal on every rank
         self._pieces = dict(pieces)
+        # Names and classes of modules, also of those that keep() deletes: patterns may name them.
+        self.every_module: list[tuple[str, str]] = [
+            (name, type(m).__name__) for name, m in self.named_modules() if name
+        ]
         self.kept: dict[int, StageModule] | None = None  # this rank's stages, by number
         self._placed: tuple[int, int] | None = None  # pipeline rank and size of keep()
         self._stage_of: dict[str, int] = {}

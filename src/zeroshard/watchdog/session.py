@@ -170,6 +170,7 @@ class CommSession:
     session_watch: SessionWatch | None = None
     make_control_group: Callable[[], ControlGroup] = ControlGroup
     groups: list[dist.ProcessGroup] = field(default_factory=list)  # destroyed with the session
+    pipeline: dist.ProcessGroup | None = None  # the ranks that hold the stages of one model
 
     def place(self, kind: str, comms: Sequence[Comm]) -> None:
         """Use ``comms`` for the groups of ``kind``: "holders" or "tensor"."""
@@ -343,6 +344,9 @@ def _unwatched(
         recorder = Recorder(f"{kind} {rank_ranges(dist.get_process_group_ranks(own))}")
         comm = make_comm(transport=transport, recorder=recorder, group=own, device=device)
         session.place(kind, [comm])
+    if mesh.pipeline > 1:
+        session.pipeline = _own_group(mesh.groups({"pipeline"}), dist.get_rank())
+        session.groups.append(session.pipeline)
     return session
 
 
@@ -468,6 +472,9 @@ def _open(
                 kind,
                 opener.open_group(kind, groups, purposes if kind == "holders" else ("exchange",)),
             )
+        if mesh.pipeline > 1:
+            session.pipeline = _own_group(mesh.groups({"pipeline"}), rank)
+            opener.groups.append(session.pipeline)
     except BaseException as error:
         opener.give_up(error)
         raise
