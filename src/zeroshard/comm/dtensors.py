@@ -3,39 +3,57 @@
 A unit holds the local tensor of each DTensor, as it holds plain parameters. The DTensor object stays the
 module's parameter. Its local tensor is exchanged where plain parameters exchange ``.data``, because
 assigning ``.data`` of a DTensor does not change its local tensor.
+
+Importing torch's DTensor takes half a second, and most runs have none. So it is looked up, not imported.
+A program that has DTensors has imported it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from math import prod
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor as DTensor  # noqa: PLC0414  for packages above
-from torch.distributed.tensor import Replicate, Shard
 
 from zeroshard.core.layout import Block, Slot
 from zeroshard.core.mesh import DIMS, Mesh
 from zeroshard.errors import UnsupportedError, UsageError
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+KINDS: set[type[Tensor]] = set()
+"""The classes of DTensors in the models of this process: see :func:`note_kinds`. Nearly always empty."""
+
+
+def note_kinds(params: Iterable[Tensor]) -> None:
+    """Add the classes of DTensors among ``params`` to :data:`KINDS`."""
+    module: Any = sys.modules.get("torch.distributed.tensor")
+    if module is not None:
+        KINDS.update(type(param) for param in params if isinstance(param, module.DTensor))
+
 
 def local_of(tensor: Tensor) -> Tensor:
     """The local tensor of a DTensor; any other tensor itself. No autograd, no communication."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return tensor._local_tensor if type(tensor) in KINDS else tensor  # type: ignore[attr-defined]
 
 
-def set_local(param: DTensor, local: Tensor) -> None:
+def set_local(param: Tensor, local: Tensor) -> None:
     """Exchange the local tensor of a DTensor. ``local`` must not be a view in the sense of autograd.
 
     A custom autograd function that calls ``to_local()`` would otherwise find a view that was changed in
     place: pass ``view.data``.
     """
-    param._local_tensor = local
+    param._local_tensor = local  # type: ignore[attr-defined]
 
 
-def global_of(param: DTensor, local: Tensor) -> DTensor:
+def global_of(param: Any, local: Tensor) -> DTensor:
     """A DTensor with the placements of ``param`` and other local values, for instance fp32 ones."""
+    from torch.distributed.tensor import DTensor
+
     return DTensor.from_local(
         local,
         param.device_mesh,
@@ -51,7 +69,7 @@ def whole_of(param: Tensor, local: Tensor) -> Tensor:
 
     Collective over the tensor group.
     """
-    return global_of(param, local).full_tensor() if isinstance(param, DTensor) else local
+    return global_of(param, local).full_tensor() if type(param) in KINDS else local
 
 
 def local_part(slot: Slot, values: Tensor) -> Tensor:
@@ -62,28 +80,29 @@ def local_part(slot: Slot, values: Tensor) -> Tensor:
     return values[tuple(slice(begin, begin + size) for begin, size in begins)]
 
 
-def local_grad(param: DTensor, grad: Tensor) -> Tensor:
+def local_grad(param: Any, grad: Any) -> Tensor:
     """The local part of a gradient, cut as the parameter is.
 
     A gradient that is a partial sum is added over the tensor group here; one that is whole is cut. So a
     rank's gradient is complete but for the sum over the ranks that hold the same part.
     """
-    if not isinstance(grad, DTensor):
-        return grad
     if grad.placements != param.placements:
         grad = grad.redistribute(placements=param.placements)
-    return grad._local_tensor
+    local: Tensor = grad._local_tensor
+    return local
 
 
-def block_of(fqn: str, param: Tensor, mesh: Mesh, rank: int) -> Block | None:
+def block_of(fqn: str, param: Any, mesh: Mesh, rank: int) -> Block | None:
     """The place of a parameter in its global tensor; None for a parameter that is not a DTensor.
 
     Raises:
         UsageError: the DTensor's device mesh does not fit ``mesh``, or it is cut over data ranks.
         UnsupportedError: a placement that a unit cannot store.
     """
-    if not isinstance(param, DTensor):
+    if type(param) not in KINDS:
         return None
+    from torch.distributed.tensor import Replicate, Shard
+
     start, extent = [0] * param.dim(), list(param.shape)
     largest = list(param.shape)
     split: set[str] = set()
@@ -113,7 +132,7 @@ def block_of(fqn: str, param: Tensor, mesh: Mesh, rank: int) -> Block | None:
     return Block(tuple(param.shape), tuple(start), frozenset(split), prod(largest))
 
 
-def _dim_of(fqn: str, param: DTensor, at: int, mesh: Mesh, rank: int) -> str:
+def _dim_of(fqn: str, param: Any, at: int, mesh: Mesh, rank: int) -> str:
     """The dimension of ``mesh`` whose group is that of dimension ``at`` of the DTensor's device mesh."""
     ranks = tuple(dist.get_process_group_ranks(param.device_mesh.get_group(at)))
     for dim in DIMS:
@@ -134,4 +153,4 @@ def _dim_of(fqn: str, param: DTensor, at: int, mesh: Mesh, rank: int) -> str:
 
 def distributed(params: Sequence[Tensor]) -> list[int]:
     """The positions of the DTensors among ``params``."""
-    return [at for at, param in enumerate(params) if isinstance(param, DTensor)]
+    return [at for at, param in enumerate(params) if type(param) in KINDS]

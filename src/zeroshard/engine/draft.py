@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.comm.dtensors import block_of
+from zeroshard.comm.dtensors import block_of, note_kinds
 from zeroshard.comm.env import DataCoordinate, RankInfo
 from zeroshard.config import Config, LoadedConfig, load_config
 from zeroshard.core.layout import Block
 from zeroshard.core.mesh import HOLDERS, Mesh
+from zeroshard.core.mesh_sources import MeshSource
 from zeroshard.device.choice import own_device
 from zeroshard.engine.monitors import Monitors, build_monitors
 from zeroshard.engine.unit_plan import UnitSpec, plan_units, probed
@@ -34,7 +35,10 @@ from zeroshard.zero.unit import Unit
 
 @dataclass(frozen=True, eq=False)
 class EngineArguments:
-    """What a program passes to an engine, as it came. ``as_deepspeed``: see :func:`load_config`."""
+    """What a program passes to an engine, as it came.
+
+    ``as_deepspeed`` and ``mesh_sources``: see :func:`load_config`.
+    """
 
     model: nn.Module
     config: Any
@@ -43,7 +47,7 @@ class EngineArguments:
     lr_scheduler: Any
     device: torch.device | str | None
     as_deepspeed: bool
-    mesh: Mesh | None = None
+    mesh_sources: tuple[MeshSource, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,24 +77,22 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
     """
     model = given.model
     objects = {"optimizer": given.optimizer, "scheduler": given.lr_scheduler}
-    mesh = given.mesh or Mesh(data_shard=rank_info.world_size)
-    if mesh.world_size != rank_info.world_size:
-        raise UsageError(
-            f"the mesh is {mesh.text} = {mesh.world_size} ranks, but {rank_info.world_size} were started."
-        )
-    cut_pipeline(model, mesh, rank_info.rank)
-    coordinate = DataCoordinate(mesh.dp_rank(rank_info.rank), mesh.dp_size)
     device = own_device(given.device, rank_info.local_rank)
     loaded = load_config(
         given.config,
-        dp_size=coordinate.dp_size,
+        world_size=rank_info.world_size,
+        mesh_sources=given.mesh_sources,
         hidden_size=hidden_size(model),
         as_deepspeed=given.as_deepspeed,
         replaced=[section for section, passed in objects.items() if passed is not None],
         hardware=partial(hardware_of, device),
     )
+    assert loaded.mesh is not None  # the configuration is read for training
+    mesh = loaded.mesh.mesh
+    coordinate = DataCoordinate(mesh.dp_rank(rank_info.rank), mesh.dp_size)
     settings = loaded.config
     check_pipeline(model, mesh, settings)
+    cut_pipeline(model, mesh, rank_info.rank)
     policy = policy_from(settings)
     inner = make_optimizer(model, given.optimizer, given.model_parameters, settings, policy)
     probes = probed(inner, policy) if inner is not None else {}
@@ -146,7 +148,7 @@ def check_pipeline(model: nn.Module, mesh: Mesh, settings: Config) -> None:
     """
     if not isinstance(model, PipelineModel) or mesh.pipeline == 1:
         return
-    chunks = len(model.stages) // mesh.pipeline
+    chunks = max(1, len(model.stages) // mesh.pipeline)
     count = settings.gradient_accumulation_steps or 1
     if refusal := SCHEDULES[model.schedule].refusal(mesh.pipeline, chunks, count):
         raise UsageError(f"zeroshard.parallel.pipeline: {refusal}.")
@@ -154,6 +156,7 @@ def check_pipeline(model: nn.Module, mesh: Mesh, settings: Config) -> None:
 
 def find_blocks(model: nn.Module, mesh: Mesh, rank: int) -> dict[str, Block]:
     """The places of the model's DTensors in their global tensors, by name."""
+    note_kinds(model.parameters())
     found = {name: block_of(name, p, mesh, rank) for name, p in model.named_parameters()}
     return {name: block for name, block in found.items() if block is not None}
 

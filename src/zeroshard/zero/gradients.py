@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from zeroshard.comm.dtensors import DTensor, distributed, local_grad
+from zeroshard.comm.dtensors import KINDS, distributed, local_grad
 from zeroshard.core.ledger import Ledger
 from zeroshard.core.tiers import Tier
 from zeroshard.errors import UnsupportedError
@@ -227,7 +227,7 @@ class GradBuffer:
         """
         grad, param.grad = param.grad, None
         assert grad is not None
-        if self._has_dtensors and isinstance(param, DTensor):
+        if self._has_dtensors and type(param) in KINDS:
             grad = local_grad(param, grad)
         if grad.is_sparse:
             raise UnsupportedError(

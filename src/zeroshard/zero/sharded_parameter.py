@@ -13,6 +13,7 @@ segmentation fault) or take old bytes for values.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import get_gradient_edge
 
-from zeroshard.comm.dtensors import DTensor, global_of, local_of, set_local
+from zeroshard.comm.dtensors import KINDS, global_of, local_of, set_local
 from zeroshard.errors import ShardedAccess
 from zeroshard.zero import functorch
 from zeroshard.zero.attached import Attached
@@ -142,9 +143,9 @@ def mark_sharded(
 ) -> None:
     """Put placeholders into the parameters. From now on their owner serves reads."""
     for param, nothing in zip(params, placeholders or map(nan_placeholder, params), strict=True):
-        if isinstance(param, DTensor):
+        if type(param) in KINDS:
             set_local(param, nothing)
-            param.__class__ = ShardedDTensor  # type: ignore[assignment]
+            param.__class__ = sharded_dtensor(type(param))
         elif type(param) is not _FAKE:  # no values to guard, and it must keep its class
             param.data = nothing
             param.__class__ = ShardedParameter
@@ -161,7 +162,7 @@ def mark_unsharded(
     for param, view, kind in zip(params, views, kinds, strict=True):
         if type(param) is not _FAKE:
             param.__class__ = kind
-        if isinstance(param, DTensor):
+        if type(param) in KINDS:
             set_local(param, view)
         else:
             param.data = view
@@ -369,24 +370,33 @@ class ShardedParameter(nn.Parameter):
     __format__ = object.__format__  # type: ignore[assignment]
 
 
-class ShardedDTensor(ShardedParameter, DTensor):  # type: ignore[misc]
-    """A DTensor whose local values are not on this rank. Never constructed: the class is switched to.
-
-    A read gathers the local values and runs on a DTensor of them. The methods here are DTensor's own,
-    which do not consult the class.
-    """
+class _ReadsOfDTensor:
+    """DTensor's own methods, which do not consult the class, for a DTensor without its local values."""
 
     def to_local(self, *, grad_placements: Any = None) -> Tensor:
         """The gathered local tensor. Collective over the ranks that hold the same part."""
-        return _full_value(self).to_local(grad_placements=grad_placements)  # type: ignore[attr-defined,no-any-return]
+        return _full_value(self).to_local(grad_placements=grad_placements)  # type: ignore
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
         """The global tensor. Collective over all ranks that hold parts."""
-        return _full_value(self).full_tensor(grad_placements=grad_placements)  # type: ignore[attr-defined,no-any-return]
+        return _full_value(self).full_tensor(grad_placements=grad_placements)  # type: ignore
 
-    def redistribute(self, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
+    def redistribute(self, *args: Any, **kwargs: Any) -> Tensor:
         """The gathered DTensor with other placements."""
-        return _full_value(self).redistribute(*args, **kwargs)  # type: ignore[attr-defined,no-any-return]
+        return _full_value(self).redistribute(*args, **kwargs)  # type: ignore
+
+
+@functools.cache
+def sharded_dtensor(kind: type[Tensor]) -> type[nn.Parameter]:
+    """The class of a DTensor of class ``kind`` whose local values are not on this rank.
+
+    A read gathers the local values and runs on a DTensor of them.
+    """
+    if issubclass(kind, ShardedParameter):
+        return kind
+    made = type("ShardedDTensor", (_ReadsOfDTensor, ShardedParameter, kind), {})
+    KINDS.add(made)
+    return made
 
 
 class StateEntry(ShardedParameter):
@@ -531,7 +541,7 @@ def _full_value(param: nn.Parameter) -> Tensor:
         full = values
         if full is None:
             full = _placeholder_of(param).clone(memory_format=torch.contiguous_format)
-        if isinstance(param, DTensor):
+        if type(param) in KINDS:
             full = global_of(param, full)
         if not (torch.is_grad_enabled() and param.requires_grad):
             return full

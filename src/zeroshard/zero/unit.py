@@ -47,7 +47,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from zeroshard.comm.dtensors import DTensor, distributed, local_of
+from zeroshard.comm.dtensors import KINDS, distributed, local_of
 from zeroshard.core.layout import Slot, UnitLayout
 from zeroshard.core.tiers import Tier
 from zeroshard.errors import UnitStateError, UsageError
@@ -206,7 +206,7 @@ class Unit:
         kind = (
             nn.Parameter if isinstance(param, sharded_parameter.ShardedParameter) else type(param)
         )
-        if isinstance(param, DTensor):
+        if type(param) in KINDS:
             self._views[self.layout.slots.index(slot)] = view = view.data
         sharded_parameter.mark_unsharded([param], [view], [kind])
         sharded_parameter.owners[param] = self._weak_self
