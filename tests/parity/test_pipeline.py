@@ -11,11 +11,9 @@ from support import pipeline_models as models
 from torch import Tensor
 
 from zeroshard import Engine
-from zeroshard.core.mesh import Mesh
 from zeroshard.parallel import pipeline
 from zeroshard.testing import on_ranks
 
-MESH = Mesh(pipeline=2, data_shard=2)
 STEPS = 4
 CHUNKS = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "LoopedBFS": 2}
 SPLITS = {1: ["layers.3"], 2: ["layers.1", "layers.3", "layers.5"]}
@@ -68,7 +66,6 @@ def test_pipelines_train_like_plain_pytorch(schedule, stage):
         (False, True),
     ):
         model = cut(schedule, recompute, gather=gather, reduce=reduce)
-        with Engine(
-            model, config=models.config(stage), optimizer=models.adamw, mesh=MESH
-        ) as engine:
+        keys = models.config(stage, parallel={"pipeline": 2})
+        with Engine(model, config=keys, optimizer=models.adamw) as engine:
             check(engine, *train(engine, STEPS))

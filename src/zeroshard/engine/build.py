@@ -40,7 +40,13 @@ from zeroshard.engine.unit_plan import UnitSpec, layout_digest, plan_bytes
 from zeroshard.errors import in_short
 from zeroshard.offload.async_update import AsyncUpdateWorker
 from zeroshard.offload.capacity_check import check_capacity
-from zeroshard.offload.plan import OffloadPlan, check_device, plan_offload, shaped_state
+from zeroshard.offload.plan import (
+    OffloadPlan,
+    check_device,
+    disk_buffer_nbytes,
+    plan_offload,
+    shaped_state,
+)
 from zeroshard.offload.stores import Stores, has_copy_streams, update_threads
 from zeroshard.optim.factory import rebind
 from zeroshard.parallel.split import PipelineModel
@@ -344,8 +350,15 @@ def _build_runtime(draft: Draft, watch: CommSession, accumulation: Accumulation)
     if offload_plan.is_offloaded:
         planned = state_nbytes(plan, stage, comm.rank)
         forecast = check_capacity(
-            planned, offload_plan, config, watch.world, draft.rank_info, draft.device
-        )
+            planned, offload_plan, config, watch.world, draft.rank_info, draft.device,
+            disk_buffer_nbytes=disk_buffer_nbytes(
+                plan,
+                offload_plan,
+                draft.probes,
+                shards_params=stage.shards_params,
+                has_copy_streams=has_copy_streams(draft.device),
+            ),
+        )  # fmt: skip
     ledger, life = Ledger(), Life()
     stores = Stores(config, ledger, offload_plan, draft.device)
     frame = _Frame(draft, watch, accumulation, offload_plan, plan, stores, ledger, life)

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from zeroshard.errors import UsageError
-from zeroshard.parallel.pipeline_stage import ZeroStage, open_schedule, run_schedule
 from zeroshard.parallel.split import PipelineModel
 from zeroshard.zero.hooks import tensors_in
 from zeroshard.zero.reduce import BackwardKind
@@ -55,6 +54,10 @@ class PipelineRunner:
     def __init__(self, engine: Any, model: PipelineModel, watch: CommSession) -> None:
         assert model.kept is not None
         assert watch.pipeline is not None
+        # Not imported at the top: torch's package imports a compiler.
+        from zeroshard.parallel import pipeline_stage
+
+        self._torch = pipeline_stage
         self._model = model
         self._engine: Any = None  # set while a step runs: a stage must not keep it alive
         self._kind = BackwardKind(False, True)
@@ -62,7 +65,7 @@ class PipelineRunner:
         self._losses: list[Tensor] = []  # not divided, of the running step
         self._arrived: dict[int, int] = {}  # by id of a buffer: gradients in the running step
         self.stages = [
-            ZeroStage(
+            pipeline_stage.ZeroStage(
                 module,
                 index,
                 len(model.stages),
@@ -131,10 +134,10 @@ class PipelineRunner:
         if count not in self._schedules:
             scaled = partial(self._scaled_loss, count)
             name = self._model.schedule
-            self._schedules[count] = open_schedule(name, self.stages, count, scaled)
+            self._schedules[count] = self._torch.open_schedule(name, self.stages, count, scaled)
         self._losses = []
         try:
-            run_schedule(
+            self._torch.run_schedule(
                 self._schedules[count],
                 self.stages,
                 [each if isinstance(each, tuple) else (each,) for each in inputs] or None,

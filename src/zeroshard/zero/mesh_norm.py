@@ -77,8 +77,12 @@ class MeshExchange:
         self._num_words, self._num_copied = map(int, widest)
 
     def __call__(
-        self, norms: Norms, words: Sequence[float], device: torch.device
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        norms: Norms,
+        words: Sequence[float],
+        device: torch.device,
+        lost_edit: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """See :class:`~.clip.NormExchange`.
 
         Raises:
@@ -92,7 +96,13 @@ class MeshExchange:
         host = on_device([*hashes, *words, *padding], device)
         of_copies = local_sum_of_squares(copies, device)
         row = torch.cat(
-            [local_sum_of_squares(counted, device).view(1), host[:3], of_copies.view(1), host[3:]]
+            [
+                local_sum_of_squares(counted, device).view(1),
+                host[:3],
+                of_copies.view(1),
+                host[3:],
+                *(() if lost_edit is None else (lost_edit,)),
+            ]
         )
         rows = world.all_gather_small(row, name="norm")
         if odd := world.recorder.diverging(rows[:, 1]):
@@ -102,7 +112,11 @@ class MeshExchange:
             raise self._divergence(holders, odd)
         if not isinstance(rows, FakeTensor):
             self._check_copies(rows[:, 3:5], norms)
-        return rows[:, 0].sum(), own[:, _FIRST_WORD:]
+        return (
+            rows[:, 0].sum(),
+            own[:, _FIRST_WORD:],
+            None if lost_edit is None else rows[:, -1].amax(),
+        )
 
     def _check_copies(self, seen_W2: Tensor, norms: Norms) -> None:
         """Compare inside each tensor group. On an accelerator, what was sent in the step before."""
