@@ -15,12 +15,12 @@ from zeroshard.parallel import pipeline
 from zeroshard.testing import on_ranks
 
 STEPS = 4
-CHUNKS = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "LoopedBFS": 2}
+PER_RANK = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "LoopedBFS": 2}
 SPLITS = {1: ["layers.3"], 2: ["layers.1", "layers.3", "layers.5"]}
 
 
 def cut(schedule: str, recompute: bool = False, **keys: Any) -> Any:
-    split = SPLITS[CHUNKS[schedule]]
+    split = SPLITS[PER_RANK[schedule]]
     return pipeline(
         models.Decoder(recompute).double(),
         split=split,
@@ -57,7 +57,7 @@ def train(engine: Engine, steps: int) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("schedule", CHUNKS)
+@pytest.mark.parametrize("schedule", PER_RANK)
 @on_ranks(4)
 def test_pipelines_train_like_plain_pytorch(schedule, stage):
     for gather, reduce, recompute in itertools.product(

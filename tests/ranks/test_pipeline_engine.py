@@ -15,7 +15,7 @@ from zeroshard.errors import ConfigError, UsageError, ZeroShardError
 from zeroshard.parallel import pipeline
 from zeroshard.testing import on_ranks
 
-CHUNKS = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "LoopedBFS": 2}
+PER_RANK = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "LoopedBFS": 2}
 SPLITS = {1: ["layers.3"], 2: ["layers.1", "layers.3", "layers.5"]}
 
 
@@ -32,7 +32,7 @@ def opened(
     made = pipeline(
         model or models.Decoder().double(),
         **{
-            "split": SPLITS[CHUNKS[schedule]],
+            "split": SPLITS[PER_RANK[schedule]],
             "order": models.ORDER,
             "loss_fn": models.loss_fn,
             "schedule": schedule,
@@ -57,7 +57,7 @@ def traffic(engine: Engine) -> tuple[float, float]:
     return sent["all_gather"] / psi, sent["reduce_scatter"] / psi
 
 
-@pytest.mark.parametrize("schedule", CHUNKS)
+@pytest.mark.parametrize("schedule", PER_RANK)
 @on_ranks(4)
 def test_traffic_of_a_step_in_the_group_of_each_stage(schedule):
     """Per element: 1 + 1, with ``micro_batch`` M reductions, and a gather per forward and backward."""
@@ -88,14 +88,15 @@ def test_a_stage_is_not_whole_while_micro_batches_are_in_flight():
         with opened(3, schedule, model=model, cut={"split": ["layers.8"]}) as engine:
             traffic(engine)
             held = {unit.name: unit.full_nbytes for unit in engine.runtime.units}
-            block, whole = held[f"layers.{8 * engine.mesh.coordinate(engine.global_rank)['pipeline']}"], sum(held.values())
+            block = max(n for name, n in held.items() if name.startswith("layers."))
+            whole = sum(held.values())
             rest = sum(n for name, n in held.items() if not name.startswith("layers."))
             peak = engine.runtime.ledger.peak("gathered")
             assert peak <= 2 * block + rest
             assert peak < 0.35 * whole
 
 
-@pytest.mark.parametrize("schedule", CHUNKS)
+@pytest.mark.parametrize("schedule", PER_RANK)
 @on_ranks(2)
 def test_sequence_lengths_may_change_between_steps(schedule):
     plain = models.Decoder().double()
@@ -105,7 +106,9 @@ def test_sequence_lengths_may_change_between_steps(schedule):
             made = models.batches(step, 0, length)
             expected = torch.stack([models.loss_fn(plain(x), y) for x, y in made]).mean()
             found = engine.eval_batch(iter(made)), engine.train_batch(iter(made))
-            assert [float(loss) for loss in found] == pytest.approx([float(expected)] * 2, rel=1e-12)
+            assert [float(loss) for loss in found] == pytest.approx(
+                [float(expected)] * 2, rel=1e-12
+            )
             optimizer.zero_grad()
             expected.backward()
             optimizer.step()
@@ -162,10 +165,14 @@ def test_a_parameter_without_gradient_in_some_micro_batches_is_an_error_unless_d
         probe(x)
     assert 0 < len(signs) < models.COUNT, "the data must run the layer sometimes"
     with opened(1, model=build(), units=["Block", "Sometimes"]) as engine:
-        with pytest.raises(UsageError, match="rank 0: some parameters got a gradient from a part of the 4"):
+        with pytest.raises(
+            UsageError, match="rank 0: some parameters got a gradient from a part of the 4"
+        ):
             engine.train_batch(iter(feed))
     names = ["layers.1.extra"]
-    with opened(1, model=build(), units=["Block", "Sometimes"], conditional_modules=names) as engine:
+    with opened(
+        1, model=build(), units=["Block", "Sometimes"], conditional_modules=names
+    ) as engine:
         assert not engine.train_batch(iter(feed)).isnan()
 
 
@@ -178,7 +185,9 @@ def test_a_pipeline_of_one_rank_is_plain_training():
             made = models.batches(step, 0)
             expected = torch.stack([models.loss_fn(model(x), y) for x, y in made]).mean()
             assert float(engine.eval_batch(iter(made))) == pytest.approx(float(expected), rel=1e-12)
-            assert float(engine.train_batch(iter(made))) == pytest.approx(float(expected), rel=1e-12)
+            assert float(engine.train_batch(iter(made))) == pytest.approx(
+                float(expected), rel=1e-12
+            )
             optimizer.zero_grad()
             expected.backward()
             nn.utils.clip_grad_norm_(model.parameters(), models.CLIP)
@@ -255,7 +264,7 @@ def test_models_and_schedules_that_do_not_fit_are_refused_before_ranks_meet():
     for keys, text in cases:
         with pytest.raises(ZeroShardError, match=text):
             opened(1, **keys)
-    with pytest.raises(ConfigError, match="parallel.pipeline"):
+    with pytest.raises(ConfigError, match=r"parallel\.pipeline"):
         opened(1, ranks=3)
     with opened(1, cut={"loss_fn": None}) as engine, pytest.raises(UsageError, match="loss_fn="):
         engine.train_batch(iter(models.batches(0, 0)))
@@ -263,21 +272,11 @@ def test_models_and_schedules_that_do_not_fit_are_refused_before_ranks_meet():
 
 @on_ranks(1)
 def test_only_pipelines_have_train_batch():
-    with Engine(nn.Linear(2, 2), config=models.config(1, units="auto"), optimizer=models.adamw) as engine:
+    with Engine(
+        nn.Linear(2, 2), config=models.config(1, units="auto"), optimizer=models.adamw
+    ) as engine:
         with pytest.raises(UsageError, match="this is a Linear"):
             engine.train_batch(iter(()))
-
-
-@on_ranks(2)
-def test_a_loss_function_that_fails_ends_the_engine():
-    with opened(1) as engine:
-        engine.module.loss_fn = lambda logits, labels: logits
-        feed = iter(models.batches(0, 0))
-        if engine.global_rank == 1:
-            with pytest.raises(UsageError, match="loss_fn of the pipeline returned"):
-                engine.train_batch(feed)
-            with pytest.raises(ZeroShardError, match="ended in the middle"):
-                engine.train_batch(feed)
 
 
 def trained_values(engine: Engine) -> dict[str, Tensor]:
@@ -307,4 +306,42 @@ def test_a_checkpoint_of_a_pipeline_is_that_of_the_whole_model(stage, tmp_path):
             engine.backward(models.loss_fn(engine(tokens), labels))
             engine.step()
         values = trained_values(engine)
-        assert all(torch.allclose(values[n], v, rtol=1e-12, atol=1e-14) for n, v in expected.items())
+        assert all(
+            torch.allclose(values[n], v, rtol=1e-12, atol=1e-14) for n, v in expected.items()
+        )
+
+
+class Counted(nn.Module):
+    """Counts its forwards in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("forwards", torch.zeros(1, dtype=torch.float64))
+        self.linear = nn.Linear(models.WIDTH, models.WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        return self.linear(x)
+
+
+def with_buffers() -> models.Decoder:
+    model = models.Decoder().double()
+    model.layers[1], model.layers[4] = Counted().double(), Counted().double()
+    return model
+
+
+@on_ranks(4)
+def test_every_stage_runs_each_micro_batch_once_and_its_buffers_are_saved(tmp_path):
+    """No forward is run to find shapes."""
+    units = ["Block", "Counted"]
+    with opened(1, model=with_buffers(), units=units) as engine:
+        engine.train_batch(models.data(1, engine.dp_rank))
+        assert [float(b) for b in engine.module.buffers()] == [models.COUNT]
+        engine.save_checkpoint(tmp_path)
+    with opened(1, model=with_buffers(), units=units) as engine:
+        engine.load_checkpoint(tmp_path)
+        assert [float(b) for b in engine.module.buffers()] == [models.COUNT]
+    config = models.config(1, units=units)
+    with Engine(with_buffers(), config=config, optimizer=models.adamw) as engine:
+        engine.load_checkpoint(tmp_path)
+        assert [float(b) for b in engine.module.buffers()] == [models.COUNT] * 2

@@ -30,14 +30,14 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 
 
 def opened(name: str, model: Any = None) -> tuple[Any, list[ZeroStage], nn.Module]:
-    chunks = 2 if SCHEDULES[name].several else 1
-    part = pipeline(model or build(), split=["1", "2", "3"] if chunks == 2 else ["2"])
+    per_rank = 2 if SCHEDULES[name].several else 1
+    part = pipeline(model or build(), split=["1", "2", "3"] if per_rank == 2 else ["2"])
     part.keep(dist.get_rank(), 2)
     stages = [
         ZeroStage(
             module,
             index,
-            2 * chunks,
+            2 * per_rank,
             device=torch.device("cpu"),
             group=dist.group.WORLD,
             forward=module,

@@ -119,7 +119,7 @@ def test_one_backward_through_two_forwards_reduces_each_unit_once():
 
 
 class Halves(nn.Module):
-    """Two blocks, of which a forward runs one: two chunks of a pipeline on one rank."""
+    """Two blocks, of which a forward runs one: two stages of a pipeline on one rank."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,17 +132,17 @@ class Halves(nn.Module):
 @pytest.mark.parametrize("eager", [True, False])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @on_ranks(2)
-def test_a_backward_reduces_the_buffers_of_its_chunk_only(stage, eager):
-    """Otherwise each backward would send zeros for the other chunk."""
+def test_a_backward_reduces_the_buffers_of_its_pipeline_stage_only(stage, eager):
+    """Otherwise each backward would send zeros for the other stage."""
     micro_batches, section = 2, {"type": "SGD", "params": {"lr": 1e-2}}
     with engine(Halves(), stage, optimizer=section, managed_gradient_accumulation=False) as made:
         reducer = made.runtime.reducer
         reducer.eager = reducer.eager and eager
         for buffer in reducer.buffers:
-            buffer.chunk = int("halves.1" in buffer.unit.name)
+            buffer.pipeline_stage = int("halves.1" in buffer.unit.name)
         for micro_batch in range(micro_batches):
             for half in (1, 0):
-                kind = BackwardKind(micro_batch + 1 == micro_batches, True, chunk=half)
+                kind = BackwardKind(micro_batch + 1 == micro_batches, True, pipeline_stage=half)
                 made._hooks.kind_of_backward = lambda kind=kind: kind
                 made.backward(made(torch.ones(3, WIDTH), half).square().mean())
         psi = sum(unit.layout.full_numel for unit in made.runtime.units)

@@ -13,11 +13,11 @@ from zeroshard.parallel import pipeline_stage, schedules
 from zeroshard.parallel.schedules import SCHEDULES, Action, bubble, idle, live, stages_of
 
 SIZES = [
-    (name, ranks, chunks, count)
-    for name, ranks, chunks, count in product(
+    (name, ranks, per_rank, count)
+    for name, ranks, per_rank, count in product(
         SCHEDULES, (1, 2, 3, 4, 8), (1, 2, 3), (1, 2, 4, 8, 12, 16)
     )
-    if not SCHEDULES[name].refusal(ranks, chunks, count)
+    if not SCHEDULES[name].refusal(ranks, per_rank, count)
 ]
 
 
@@ -29,35 +29,35 @@ def test_docstrings_are_right():
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_stage_runs_every_micro_batch_once_in_both_directions(name):
-    for _, ranks, chunks, count in (size for size in SIZES if size[0] == name):
-        lists = SCHEDULES[name].actions(ranks, chunks, count)
+    for _, ranks, per_rank, count in (size for size in SIZES if size[0] == name):
+        lists = SCHEDULES[name].actions(ranks, per_rank, count)
         for rank, actions in enumerate(lists):
             assert sorted(actions) == [
                 Action(kind, stage, m)
                 for kind in "BF"
-                for stage in stages_of(rank, ranks, chunks)
+                for stage in stages_of(rank, ranks, per_rank)
                 for m in range(count)
             ]
-        idle(lists, ranks * chunks)  # raises if the ranks wait for each other without end
+        idle(lists, ranks * per_rank)  # raises if the ranks wait for each other without end
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_ranks_wait_as_long_as_the_formula_says(name):
-    for _, ranks, chunks, count in (size for size in SIZES if size[0] == name):
+    for _, ranks, per_rank, count in (size for size in SIZES if size[0] == name):
         if count >= ranks and (name != "Interleaved1F1B" or count % ranks == 0):
-            waits = idle(SCHEDULES[name].actions(ranks, chunks, count), ranks * chunks)
-            assert waits == pytest.approx(bubble(ranks, chunks, count), abs=1e-12)
+            waits = idle(SCHEDULES[name].actions(ranks, per_rank, count), ranks * per_rank)
+            assert waits == pytest.approx(bubble(ranks, per_rank, count), abs=1e-12)
 
 
 def test_activations_that_a_rank_keeps():
-    for name, ranks, chunks, count in SIZES:
-        kept = [live(actions) for actions in SCHEDULES[name].actions(ranks, chunks, count)]
+    for name, ranks, per_rank, count in SIZES:
+        kept = [live(actions) for actions in SCHEDULES[name].actions(ranks, per_rank, count)]
         if name == "1F1B":
             assert kept == [min(count, ranks - rank) for rank in range(ranks)]
         elif name != "Interleaved1F1B":
-            assert kept == [chunks * count] * ranks
+            assert kept == [per_rank * count] * ranks
         else:
-            assert max(kept) <= chunks * count
+            assert max(kept) <= per_rank * count
 
 
 def test_lists_that_block_each_other_are_found():
@@ -65,14 +65,14 @@ def test_lists_that_block_each_other_are_found():
         idle([[Action("B", 0, 0), Action("F", 0, 0)]], 1)
 
 
-def of_torch_class(name: str, ranks: int, chunks: int, count: int, rank: int) -> list[Action]:
+def of_torch_class(name: str, ranks: int, per_rank: int, count: int, rank: int) -> list[Action]:
     kind = getattr(of_torch, pipeline_stage.CLASSES[name])
     stub = SimpleNamespace(
-        _stages=[None] * chunks,
+        _stages=[None] * per_rank,
         _num_stages=ranks,
         pp_group_size=ranks,
         _n_microbatches=count,
-        n_local_stages=chunks,
+        n_local_stages=per_rank,
         rank=rank,
     )
     stub.number_of_rounds = max(1, count // ranks)
@@ -92,11 +92,15 @@ def of_torch_class(name: str, ranks: int, chunks: int, count: int, rank: int) ->
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_lists_are_those_of_torch(name):
     checked = 0
-    for _, ranks, chunks, count in (size for size in SIZES if size[0] == name):
-        for rank, own in enumerate(SCHEDULES[name].actions(ranks, chunks, count)):
+    for _, ranks, per_rank, count in (size for size in SIZES if size[0] == name):
+        for rank, own in enumerate(SCHEDULES[name].actions(ranks, per_rank, count)):
             if name == "1F1B" and rank == ranks - 1:
                 continue  # torch's list, not its step: see the next test
-            assert of_torch_class(name, ranks, chunks, count, rank) == own, (ranks, chunks, count)
+            assert of_torch_class(name, ranks, per_rank, count, rank) == own, (
+                ranks,
+                per_rank,
+                count,
+            )
             checked += 1
     assert checked > 20
 

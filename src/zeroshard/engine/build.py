@@ -431,7 +431,7 @@ def _build_reducer(units: Sequence[Unit], frame: _Frame) -> GradReducer:
             rest=frame.stores.grad_store_of(
                 spec.name, nbytes_of[spec.name].stored_grad_nbytes * spec.layout.shard_numel
             ),
-            chunk=spec.chunk,
+            pipeline_stage=spec.pipeline_stage,
         )
         for spec in _in_order(frame.draft.specs)
         if spec.trainable

@@ -148,9 +148,9 @@ def check_pipeline(model: nn.Module, mesh: Mesh, settings: Config) -> None:
     """
     if not isinstance(model, PipelineModel) or mesh.pipeline == 1:
         return
-    chunks = max(1, len(model.stages) // mesh.pipeline)
+    per_rank = max(1, len(model.stages) // mesh.pipeline)
     count = settings.gradient_accumulation_steps or 1
-    if refusal := SCHEDULES[model.schedule].refusal(mesh.pipeline, chunks, count):
+    if refusal := SCHEDULES[model.schedule].refusal(mesh.pipeline, per_rank, count):
         raise UsageError(f"zeroshard.parallel.pipeline: {refusal}.")
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from zeroshard.comm.collectives import first_line
 from zeroshard.errors import UsageError
 from zeroshard.parallel.split import PipelineModel
 from zeroshard.zero.hooks import tensors_in
@@ -62,6 +63,8 @@ class PipelineRunner:
         self._engine: Any = None  # set while a step runs: a stage must not keep it alive
         self._kind = BackwardKind(False, True)
         self._schedules: dict[int, Any] = {}  # by number of micro-batches
+        self._links = watch.pipeline
+        self._raised: BaseException | None = None  # by the model or the loss function
         self._losses: list[Tensor] = []  # not divided, of the running step
         self._arrived: dict[int, int] = {}  # by id of a buffer: gradients in the running step
         self.stages = [
@@ -70,7 +73,7 @@ class PipelineRunner:
                 index,
                 len(model.stages),
                 device=engine.device,
-                group=watch.pipeline,
+                group=watch.pipeline.group,
                 forward=partial(self._forward, index),
                 around_backward=partial(self._around_backward, index),
             )
@@ -135,7 +138,7 @@ class PipelineRunner:
             scaled = partial(self._scaled_loss, count)
             name = self._model.schedule
             self._schedules[count] = self._torch.open_schedule(name, self.stages, count, scaled)
-        self._losses = []
+        self._losses, self._raised = [], None
         try:
             self._torch.run_schedule(
                 self._schedules[count],
@@ -150,6 +153,18 @@ class PipelineRunner:
                 "messages between its stages are lost. Close this engine, build a new one and continue "
                 "from the last checkpoint."
             )
+            self._links.abort()  # the other stages would wait for messages of this one
+            if isinstance(error, RuntimeError) and error is not self._raised:
+                raise self._links.explain(first_line(error)) from None
+            raise
+
+    @contextlib.contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Note an exception that does not come from messages between stages."""
+        try:
+            yield
+        except BaseException as error:
+            self._raised = error
             raise
 
     @contextlib.contextmanager
@@ -182,7 +197,8 @@ class PipelineRunner:
     # ------------------------------------------------------------------ what stages call
 
     def _forward(self, stage: int, *inputs: Any) -> Any:
-        return type(self._engine).forward(self._engine, *inputs, stage=stage)
+        with self._computing():
+            return type(self._engine).forward(self._engine, *inputs, stage=stage)
 
     @contextlib.contextmanager
     def _around_backward(self, stage: int, is_last: bool) -> Iterator[None]:
@@ -190,15 +206,20 @@ class PipelineRunner:
         self._kind = BackwardKind(is_last, engine.accumulation.steps > 1, stage)
         engine._in_backward.append(engine)
         try:
-            yield
+            with self._computing():
+                yield
         finally:
             engine._in_backward.remove(engine)
         for buffer in engine.runtime.reducer.buffers:
-            if buffer.chunk == stage:
+            if buffer.pipeline_stage == stage:
                 self._arrived[id(buffer)] += buffer.num_ready
 
     def _scaled_loss(self, count: int, output: Any, labels: Any) -> Tensor:
         """The part of one micro-batch in the mean loss, times the loss scale."""
+        with self._computing():
+            return self._part_of_loss(count, output, labels)
+
+    def _part_of_loss(self, count: int, output: Any, labels: Any) -> Tensor:
         engine, loss_fn = self._engine, self._model.loss_fn
         assert loss_fn is not None
         loss = loss_fn(output, labels)

@@ -60,11 +60,11 @@ class UnitSpec:
     layout: UnitLayout
     row: DtypeRow
     trainable: bool
-    chunk: int = 0  # the pipeline stage that has the unit
+    pipeline_stage: int = 0  # that has the unit
 
     @property
     def is_outermost(self) -> bool:
-        """Whether its wrapped module runs around all others of its chunk."""
+        """Whether its wrapped module runs around all others of its pipeline stage."""
         return not self.wrapped or self.wrapped.startswith(STAGE)
 
 
@@ -114,7 +114,7 @@ def plan_units(
             wrapped, params, updated, rows, num_shards=num_shards, whole=whole, blocks=blocks
         )
         if isinstance(model, PipelineModel):
-            own = [replace(s, chunk=model.stage_of(s.layout.slots[0].fqn)) for s in own]
+            own = [replace(s, pipeline_stage=model.stage_of(s.layout.slots[0].fqn)) for s in own]
         specs += own
     return specs
 

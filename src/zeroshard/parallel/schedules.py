@@ -1,8 +1,8 @@
 """Pipeline schedules as lists of actions, and what they cost: pure arithmetic.
 
-A model is cut into stages. Stage ``s`` is on pipeline rank ``s % ranks``, so each rank has ``chunks``
+A model is cut into stages. Stage ``s`` is on pipeline rank ``s % ranks``, so each rank has ``per_rank``
 stages. A schedule says in which order a rank runs the forwards and backwards of its stages. Letters:
-``p`` ranks, ``v`` chunks per rank, ``M`` micro-batches.
+``p`` ranks, ``v`` stages per rank, ``M`` micro-batches.
 
 GPipe: Huang et al., 2019 (arXiv 1811.06965). 1F1B and Interleaved1F1B: Narayanan et al., 2021 (arXiv
 2104.04473). LoopedBFS: Lamy-Poirier, 2022 (arXiv 2211.05953).
@@ -29,44 +29,44 @@ class Action(NamedTuple):
 Actions = list[Action]
 
 
-def stages_of(rank: int, ranks: int, chunks: int) -> range:
+def stages_of(rank: int, ranks: int, per_rank: int) -> range:
     """The stages of a pipeline rank, in the order of forward.
 
-    >>> list(stages_of(1, ranks=4, chunks=2))
+    >>> list(stages_of(1, ranks=4, per_rank=2))
     [1, 5]
     """
-    return range(rank, ranks * chunks, ranks)
+    return range(rank, ranks * per_rank, ranks)
 
 
-def _gpipe(rank: int, _ranks: int, _chunks: int, micro_batches: int) -> Actions:
+def _gpipe(rank: int, _ranks: int, _per_rank: int, micro_batches: int) -> Actions:
     return [Action(kind, rank, m) for kind in (FORWARD, BACKWARD) for m in range(micro_batches)]
 
 
-def _looped_bfs(rank: int, ranks: int, chunks: int, micro_batches: int) -> Actions:
-    stages, order = stages_of(rank, ranks, chunks), range(micro_batches)
+def _looped_bfs(rank: int, ranks: int, per_rank: int, micro_batches: int) -> Actions:
+    stages, order = stages_of(rank, ranks, per_rank), range(micro_batches)
     forwards = [Action(FORWARD, stage, m) for stage in stages for m in order]
     backwards = [Action(BACKWARD, s, m) for s in reversed(stages) for m in reversed(order)]
     return forwards + backwards
 
 
-def _one_f_one_b(rank: int, ranks: int, _chunks: int, micro_batches: int) -> Actions:
+def _one_f_one_b(rank: int, ranks: int, _per_rank: int, micro_batches: int) -> Actions:
     forwards = [Action(FORWARD, rank, m) for m in range(micro_batches)]
     backwards = [Action(BACKWARD, rank, m) for m in range(micro_batches)]
     return _alternating(forwards, backwards, before=ranks - 1 - rank)
 
 
-def _interleaved(rank: int, ranks: int, chunks: int, micro_batches: int) -> Actions:
-    """Micro-batches run in rounds: a round goes through one chunk before the next chunk takes it."""
-    per_round = micro_batches // rounds_of(ranks, micro_batches)
-    stages = stages_of(rank, ranks, chunks)
+def _interleaved(rank: int, ranks: int, per_rank: int, micro_batches: int) -> Actions:
+    """Micro-batches run in rounds: a round goes through one stage of a rank before the next one."""
+    round_size = micro_batches // rounds_of(ranks, micro_batches)
+    stages = stages_of(rank, ranks, per_rank)
 
     def through(kind: str, ordered: Sequence[int]) -> Iterator[Action]:
-        for begin in range(0, micro_batches, per_round):
+        for begin in range(0, micro_batches, round_size):
             for stage in ordered:
-                yield from (Action(kind, stage, m) for m in range(begin, begin + per_round))
+                yield from (Action(kind, stage, m) for m in range(begin, begin + round_size))
 
     forwards, backwards = through(FORWARD, stages), through(BACKWARD, stages[::-1])
-    before = (chunks - 1) * per_round + 2 * (ranks - 1 - rank)
+    before = (per_rank - 1) * round_size + 2 * (ranks - 1 - rank)
     return _alternating(list(forwards), list(backwards), before=before)
 
 
@@ -91,21 +91,21 @@ class Schedule:
     several: bool
     actions_of_rank: Callable[[int, int, int, int], Actions]
 
-    def actions(self, ranks: int, chunks: int, micro_batches: int) -> list[Actions]:
+    def actions(self, ranks: int, per_rank: int, micro_batches: int) -> list[Actions]:
         """The actions of every rank, in order.
 
         >>> [action.kind for action in SCHEDULES["1F1B"].actions(2, 1, 3)[0]]
         ['F', 'F', 'B', 'F', 'B', 'B']
         """
         of_rank = self.actions_of_rank
-        return [of_rank(rank, ranks, chunks, micro_batches) for rank in range(ranks)]
+        return [of_rank(rank, ranks, per_rank, micro_batches) for rank in range(ranks)]
 
-    def refusal(self, ranks: int, chunks: int, micro_batches: int) -> str:
+    def refusal(self, ranks: int, per_rank: int, micro_batches: int) -> str:
         """Why the schedule cannot run with these numbers, and what to change; "" if it can."""
-        if chunks > 1 and not self.several:
+        if per_rank > 1 and not self.several:
             return (
-                f"the schedule {self.name} runs one stage per rank, but {ranks * chunks} stages on "
-                f"{ranks} pipeline ranks are {chunks} per rank. Choose Interleaved1F1B or LoopedBFS, "
+                f"the schedule {self.name} runs one stage per rank, but {ranks * per_rank} stages on "
+                f"{ranks} pipeline ranks are {per_rank} per rank. Choose Interleaved1F1B or LoopedBFS, "
                 f"or cut the model into {ranks} stages"
             )
         if self.name == "1F1B" and micro_batches < ranks:
@@ -135,16 +135,16 @@ SCHEDULES: Mapping[str, Schedule] = {
 }
 
 
-def bubble(ranks: int, chunks: int, micro_batches: int) -> float:
+def bubble(ranks: int, per_rank: int, micro_batches: int) -> float:
     """The part of a step in which a rank waits: ``(p - 1) / (v M + p - 1)``.
 
     The formula is for stages that take equally long, messages that take no time, and at least as many
     micro-batches as ranks (Interleaved1F1B: a multiple of the ranks).
 
-    >>> round(bubble(8, chunks=1, micro_batches=32), 3), round(bubble(8, 2, 32), 3)
+    >>> round(bubble(8, per_rank=1, micro_batches=32), 3), round(bubble(8, 2, 32), 3)
     (0.179, 0.099)
     """
-    return (ranks - 1) / (chunks * micro_batches + ranks - 1)
+    return (ranks - 1) / (per_rank * micro_batches + ranks - 1)
 
 
 def live(actions: Sequence[Action]) -> int:

@@ -2,7 +2,7 @@
 
 The order of wrapped modules is recorded in every forward. From the second one on, the next modules are
 gathered ahead of their use, in both directions. Forwards that have no module in common, such as those of
-two chunks of a pipeline, have each its own order. A wrong guess costs time and never gives a wrong value,
+two stages of a pipeline, have each its own order. A wrong guess costs time and never gives a wrong value,
 since every use waits for its own units.
 """
 

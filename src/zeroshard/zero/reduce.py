@@ -3,7 +3,7 @@
 Every trainable unit has a :class:`~zeroshard.zero.gradients.GradBuffer`. Buffers are reduced in one fixed
 order that does not depend on what a rank ran; gradients that did not arrive count as zeros (ADR 0004).
 Otherwise ranks would start collectives in different orders and wait for each other without end. In a
-pipeline with several chunks on a rank, a backward runs through one chunk and reduces its buffers only.
+pipeline with several stages on a rank, a backward runs through one of them and reduces its buffers only.
 
 Letters as in :mod:`zeroshard.zero.unit`.
 """
@@ -37,9 +37,9 @@ class _InFlight(NamedTuple):
 class BackwardKind(NamedTuple):
     """What one backward is in its optimizer step."""
 
-    completes: bool  # it is the last one of its chunk, so its gradients are reduced
+    completes: bool  # it is the last one of its pipeline stage, so its gradients are reduced
     accumulates: bool  # the step sums the gradients of several backwards
-    chunk: int = 0  # the chunk of the pipeline that it runs through
+    pipeline_stage: int = 0  # that it runs through
 
 
 @dataclass(eq=False)
@@ -66,7 +66,7 @@ class GradReducer:
     _completes: bool = False  # the running backward is the last one of its step
     _accumulates: bool = False  # the running step sums several micro-batches
     _next: int = 0  # in ``_running``
-    _running: list[GradBuffer] = field(default_factory=list)  # of the running backward's chunk
+    _running: list[GradBuffer] = field(default_factory=list)  # of the running backward's stage
     _in_flight: deque[_InFlight] = field(default_factory=deque)
 
     @cached_property
@@ -76,17 +76,17 @@ class GradReducer:
 
     @cached_property
     def _orders(self) -> dict[int, list[GradBuffer]]:
-        """The buffers of each chunk, in the order of their reductions."""
-        chunks = dict.fromkeys(buffer.chunk for buffer in self.buffers)
-        return {chunk: [b for b in self.order if b.chunk == chunk] for chunk in chunks}
+        """The buffers of each pipeline stage, in the order of their reductions."""
+        stages = dict.fromkeys(buffer.pipeline_stage for buffer in self.buffers)
+        return {stage: [b for b in self.order if b.pipeline_stage == stage] for stage in stages}
 
     # ------------------------------------------------------------------ one backward
 
     def begin_backward(self, kind: BackwardKind) -> None:
         """To be called once per backward, before its first gradient."""
         self.reducing = self.eager or kind.completes
-        self._completes, self._accumulates, chunk = kind
-        self._next, self._running = 0, self._orders.get(chunk, [])
+        self._completes, self._accumulates, stage = kind
+        self._next, self._running = 0, self._orders.get(stage, [])
         sums_locally = self._accumulates and not self.eager
         for buffer in self._running:
             row = buffer.unit.row
