@@ -100,7 +100,7 @@ class SessionWatch:
         return PartExplainer(self._watchdog, self.part_of(recorder))
 
     def ask(self, peers: Sequence[int] = ()) -> Exception | None:
-        """The diagnosis of a broken connection to one of ``peers``, or of the program; None: not known."""
+        """The diagnosis of a broken connection to ``peers``, or of the program; None: not known."""
         return self._watchdog.explain(self.parts[0], peers)
 
     def settle(self, part: TrackedCalls, odd: Sequence[int]) -> Exception:
