@@ -22,9 +22,9 @@ from zeroshard.comm.collectives import Comm
 from zeroshard.comm.dtensors import local_of
 from zeroshard.comm.env import DataCoordinate, RankInfo, current_rank_info
 from zeroshard.config import Config, LoadedConfig
-from zeroshard.core.layout import is_split
+from zeroshard.core.layout import Slot, is_split
 from zeroshard.core.ledger import Ledger
-from zeroshard.core.mesh import Mesh
+from zeroshard.core.mesh import HOLDERS, Mesh
 from zeroshard.core.nbytes import UnitBytes, state_nbytes
 from zeroshard.core.stages import STAGES, Stage
 from zeroshard.core.tiers import Tier
@@ -49,6 +49,7 @@ from zeroshard.offload.plan import (
 )
 from zeroshard.offload.stores import Stores, has_copy_streams, update_threads
 from zeroshard.optim.factory import rebind
+from zeroshard.parallel.split import PipelineModel
 from zeroshard.precision.hardware import hardware_of, tell_if_slow
 from zeroshard.precision.loss_scaler import LossScaler, scaler_from
 from zeroshard.precision.policy import Policy
@@ -110,7 +111,7 @@ def build_engine(given: EngineArguments, make_hooks: Callable[..., StepHooks]) -
         transport=settings.transport,
         device=draft.device,
         trust=settings.trust,
-        plan={"units": layout_digest(draft.specs), **draft.loaded.agreed()},
+        plan={"units": _digest(draft), **draft.loaded.agreed()},
         separate_reductions=gathers_while_reducing(settings),
         mesh=draft.mesh,
     )
@@ -119,6 +120,13 @@ def build_engine(given: EngineArguments, make_hooks: Callable[..., StepHooks]) -
     except BaseException as error:
         watch.close(in_short(error))
         raise
+
+
+def _digest(draft: Draft) -> str:
+    """A hash of what all ranks must share of the model. The units of pipeline ranks differ."""
+    if isinstance(draft.model, PipelineModel):
+        return draft.model.digest
+    return layout_digest(draft.specs)
 
 
 def gathers_while_reducing(settings: Config) -> bool:
@@ -215,13 +223,8 @@ def _make_savers(
     draft: Draft, runtime: ZeroRuntime, watch: CommSession
 ) -> tuple[CheckpointSaver, CheckpointLoader]:
     settings, mesh = draft.loaded.config, draft.mesh
-    at = mesh.coordinate(draft.rank_info.rank)
-    counts, counts_copies = at["data_replicate"] == 0, at["tensor"] == 0
-    local = LocalState(
-        runtime.units,
-        runtime.optimizer,
-        lambda slot: counts and (counts_copies or is_split(slot)),
-    )
+    counts = _counts(mesh, draft.rank_info.rank, watch.gathers)
+    local = LocalState(runtime.units, runtime.optimizer, counts)
     saver = CheckpointSaver(
         settings.checkpoint,
         stage=int(settings.zero_optimization.stage),
@@ -244,6 +247,20 @@ def _make_savers(
         mesh=mesh,
     )
     return saver, loader
+
+
+def _counts(mesh: Mesh, rank: int, comm: Comm) -> Callable[[Slot], bool]:
+    """Which parameters this rank saves its part of. ``comm``: connects the ranks that share units.
+
+    Of the shard groups that hold the same part the first one saves it: that of the first replica, and of
+    tensor coordinate 0 unless the tensor dimension cuts the parameter.
+    """
+    at = mesh.coordinate(rank)
+    has_replicas = comm.size < len(mesh.group(rank, HOLDERS))
+    if has_replicas and at["data_replicate"]:
+        return lambda _slot: False
+    is_first = at["tensor"] == 0
+    return lambda slot: is_first or is_split(slot)
 
 
 def _observer(draft: Draft, runtime: ZeroRuntime, watch: CommSession) -> Observer | None:
@@ -309,8 +326,8 @@ class _Frame:
 
 
 def _in_order(specs: Sequence[UnitSpec]) -> list[UnitSpec]:
-    """The specs with the root's first. The root runs around all other modules and is reduced last."""
-    return sorted(specs, key=lambda spec: spec.wrapped != "")
+    """The specs with those first that run around all other modules and are reduced last: the root's."""
+    return sorted(specs, key=lambda spec: not spec.is_outermost)
 
 
 def _build_runtime(draft: Draft, watch: CommSession, accumulation: Accumulation) -> ZeroRuntime:
@@ -426,18 +443,24 @@ def _build_reducer(units: Sequence[Unit], frame: _Frame) -> GradReducer:
             rest=frame.stores.grad_store_of(
                 spec.name, nbytes_of[spec.name].stored_grad_nbytes * spec.layout.shard_numel
             ),
+            pipeline_stage=spec.pipeline_stage,
         )
         for spec in _in_order(frame.draft.specs)
         if spec.trainable
     ]
     return GradReducer(
         buffers,
-        eager=stage.shards_grads,
+        eager=stage.shards_grads and reduces_each_backward(frame.draft.model),
         whole=not stage.shards_optimizer,
         bucket_numel=zero.reduce_bucket_size,
         in_flight_limit=MAX_IN_FLIGHT if zero.overlap_comm else 0,
         predivide=predivide(frame.config, frame.draft.coordinate.dp_size),
     )
+
+
+def reduces_each_backward(model: nn.Module) -> bool:
+    """Whether gradients that are sharded are reduced after each backward, not once per step."""
+    return not isinstance(model, PipelineModel) or model.reduce == "micro_batch"
 
 
 def _build_optimizer(

@@ -29,7 +29,7 @@ from zeroshard.comm.collectives import Comm, first_line, lost_text, queues_on_de
 from zeroshard.comm.connect import DeviceUse, check_devices, default_store, device_use, make_comm
 from zeroshard.comm.env import run_name
 from zeroshard.comm.flight_recorder import rank_ranges
-from zeroshard.comm.host import Process, this_process
+from zeroshard.comm.host import Process, open_sockets, shut_down, this_process
 from zeroshard.comm.recorder import Item, Recorder, sweep_recordings
 from zeroshard.comm.two_hop import TwoHopComm
 from zeroshard.config.sections import TrustConfig
@@ -99,9 +99,9 @@ class SessionWatch:
         """The error explainer of the transport that ``recorder`` records."""
         return PartExplainer(self._watchdog, self.part_of(recorder))
 
-    def ask(self) -> Exception | None:
-        """The exception for a connection of the program that broke; None: the ranks know of no cause."""
-        return self._watchdog.settle(self.parts[0])
+    def ask(self, peers: Sequence[int] = ()) -> Exception | None:
+        """The diagnosis of a broken connection to one of ``peers``, or of the program; None: not known."""
+        return self._watchdog.explain(self.parts[0], peers)
 
     def settle(self, part: TrackedCalls, odd: Sequence[int]) -> Exception:
         """The exception for histories of the ranks ``odd`` that differ from those of the others."""
@@ -163,6 +163,37 @@ def divergence_text(odd: Sequence[int]) -> str:
     )
 
 
+@dataclass(frozen=True, eq=False)
+class PipelineLinks:
+    """The process group of one pipeline, in which torch's schedules send messages, and its sockets."""
+
+    group: dist.ProcessGroup
+    sockets: Mapping[int, str]
+    session_watch: SessionWatch | None
+
+    @classmethod
+    def open(cls, mesh: Mesh, rank: int, session_watch: SessionWatch | None) -> PipelineLinks:
+        """Connect the pipelines of a mesh. Collective over all ranks."""
+        before = open_sockets()
+        group = _own_group(mesh.groups({"pipeline"}), rank)
+        sockets = {fd: what for fd, what in open_sockets().items() if before.get(fd) != what}
+        return cls(group, sockets, session_watch)
+
+    def abort(self) -> None:
+        """Make the waits of the other ranks for a message of this rank fail now."""
+        shut_down(self.sockets)
+
+    def explain(self, detail: str) -> Exception:
+        """The exception for a message that did not arrive, because a rank of the pipeline has ended."""
+        peers = [r for r in dist.get_process_group_ranks(self.group) if r != dist.get_rank()]
+        found = None
+        if self.session_watch is not None:
+            found = self.session_watch.ask(peers)
+        return found or RankLost(
+            f"RankLost: a connection of the pipeline to {rank_ranges(peers)} failed: {detail}"
+        )
+
+
 @dataclass(eq=False)
 class CommSession:
     """Communicators of one engine or of one model under construction, and the watch over them.
@@ -184,6 +215,7 @@ class CommSession:
     session_watch: SessionWatch | None = None
     make_control_group: Callable[[], ControlGroup] = ControlGroup
     groups: list[dist.ProcessGroup] = field(default_factory=list)  # destroyed with the session
+    pipeline: PipelineLinks | None = None  # between the ranks that hold the stages of one model
 
     def place(self, kind: str, comms: Sequence[Comm]) -> None:
         """Use ``comms`` for the groups of ``kind``: "holders", then "replicas"; "tensor"."""
@@ -384,6 +416,9 @@ def _unwatched(
         recorder = Recorder(f"{kind} {rank_ranges(dist.get_process_group_ranks(own))}")
         comm = make_comm(transport=transport, recorder=recorder, group=own, device=device)
         session.place(kind, [comm])
+    if mesh.pipeline > 1:
+        session.pipeline = PipelineLinks.open(mesh, dist.get_rank(), None)
+        session.groups.append(session.pipeline.group)
     return session
 
 
@@ -511,6 +546,9 @@ def _open(
                 kind,
                 opener.open_group(kind, groups, purposes if kind == "holders" else ("exchange",)),
             )
+        if mesh.pipeline > 1:
+            session.pipeline = PipelineLinks.open(mesh, rank, session_watch)
+            opener.groups.append(session.pipeline.group)
     except BaseException as error:
         opener.give_up(error)
         raise
