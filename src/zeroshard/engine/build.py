@@ -173,7 +173,7 @@ def _assemble(
         )
         undo.callback(hooks.remove)
         if draft.mesh.tensor > 1:
-            hooks.on_modules += order.watch(w.module for w in runtime.wrapped_modules)
+            hooks.note_forwards(order.note)
         parts = EngineParts(
             draft.loaded, draft.rank_info, draft.mesh, draft.coordinate, device, policy, watch, runtime,
             scaler, scales_loss(settings, policy), draft.scheduler, accumulation, update, hooks,
