@@ -196,7 +196,7 @@ def _exchange(
     draft: Draft, watch: CommSession, runtime: ZeroRuntime, order: ModuleOrder
 ) -> NormExchange:
     """How norm, overflow and flags are exchanged. Collective on a mesh."""
-    if draft.mesh.is_data_only:
+    if draft.mesh.is_flat:
         return DataExchange(watch.world, watch.divergence)
     trained = [unit for unit in runtime.units if unit.trainable]
     copied = {
