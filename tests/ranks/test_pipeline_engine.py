@@ -10,8 +10,8 @@ import torch
 from support import pipeline_models as models
 from torch import Tensor, nn
 
-from zeroshard import Engine
-from zeroshard.errors import ConfigError, UsageError, ZeroShardError
+from zeroshard import Engine, zero
+from zeroshard.errors import ConfigError, UnsupportedError, UsageError, ZeroShardError
 from zeroshard.parallel import pipeline
 from zeroshard.testing import on_ranks
 
@@ -39,7 +39,7 @@ def opened(
             **(cut or {}),
         },
     )
-    config = models.config(stage, parallel={"pipeline": ranks}, **keys)
+    config = models.config(stage, **{"parallel": {"pipeline": ranks}, **keys})
     return Engine(made, config=config, optimizer=optimizer)
 
 
@@ -268,6 +268,35 @@ def test_models_and_schedules_that_do_not_fit_are_refused_before_ranks_meet():
         opened(1, ranks=3)
     with opened(1, cut={"loss_fn": None}) as engine, pytest.raises(UsageError, match="loss_fn="):
         engine.train_batch(iter(models.batches(0, 0)))
+
+
+@on_ranks(4)
+def test_what_a_pipeline_is_not_combined_with_is_refused_by_name():
+    both = {"pipeline": 2, "tensor": 2}
+    with pytest.raises(
+        UnsupportedError, match="pipeline 2 x tensor 2: a pipeline is combined with data"
+    ):
+        opened(1, parallel=both)
+    with zero.Init(config_dict_or_path=models.config(3)):
+        sharded = models.Decoder().double()
+    with pytest.raises(UnsupportedError, match=r"built under zero\.Init"):
+        opened(3, model=sharded)
+
+
+@on_ranks(4)
+def test_a_model_on_the_meta_device_trains_and_frozen_stages_pass_on_no_gradient():
+    """Stage 0 is frozen as a whole, so its output needs no gradient."""
+    with torch.device("meta"):
+        model = models.Decoder().double()
+    for param in (*model.embed.parameters(), *model.layers[0].parameters()):
+        param.requires_grad_(False)
+    with opened(3, "Interleaved1F1B", model=model) as engine:
+        before = trained_values(engine)
+        for step in range(2):
+            assert not engine.train_batch(iter(models.batches(step, engine.dp_rank))).isnan()
+        for name, value in trained_values(engine).items():
+            is_frozen = name.startswith(("embed", "layers.0"))
+            assert torch.equal(value, before[name]) == is_frozen, name
 
 
 @on_ranks(1)

@@ -259,7 +259,9 @@ class ParallelConfig(Section):
     """Sizes of the mesh. Other sources may give them, too: see :mod:`zeroshard.core.mesh_sources`."""
 
     pipeline: Count = _size_of(
-        "pipeline", "Number of ranks that share the layers (`zeroshard.parallel.pipeline`)."
+        "pipeline",
+        "Number of ranks that share the layers. The model must be cut over them, by "
+        "zeroshard.parallel.pipeline().",
     )
     tensor: Count = _size_of(
         "tensor",

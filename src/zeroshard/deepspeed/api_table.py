@@ -327,7 +327,7 @@ _DIFFERENCES: Mapping[str, str] = {
 }
 """Where a working name differs from DeepSpeed's in more than its error messages."""
 
-_PIPE = "pipeline parallelism is not implemented yet; use ZeRO stage 3"
+_PIPE = "use zeroshard.parallel.pipeline() for a sequence of modules, or ZeRO stage 3"
 _SEQUENCE = (
     "sequence parallelism is not implemented yet; leave it out, or use gradient checkpointing"
 )
@@ -449,7 +449,9 @@ _MEMBERS: tuple[tuple[Verdict, str, str, str], ...] = (  # verdict, of which obj
      "nothing needs tuning: sizes are derived from the model"),
     ("refused", "engine", "register_compile_pass get_compile_time",
      "DeepCompile is not offered; use engine.compile()"),
-    ("later", "engine", "train_batch eval_batch set_dataiterator", _PIPE),
+    ("works", "engine", "train_batch eval_batch",
+     "for a model made by zeroshard.parallel.pipeline()"),
+    ("later", "engine", "set_dataiterator", "pass the iterator to train_batch() and eval_batch()"),
     ("later", "engine", "load_moe_state_dict", _EXPERTS),
     ("works", "optimizer", "param_groups optimizer state state_dict load_state_dict step zero_grad "
      "backward overflow defaults loss_scale cur_scale loss_scaler dynamic_loss_scale clip_grad "

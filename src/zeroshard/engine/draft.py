@@ -128,6 +128,12 @@ def cut_pipeline(model: nn.Module, mesh: Mesh, rank: int) -> None:
         UnsupportedError: a mesh that a pipeline is not combined with yet.
     """
     if isinstance(model, PipelineModel):
+        if mesh.pipeline > 1 and any(owner_of(param) is not None for param in model.parameters()):
+            raise UnsupportedError(
+                "the model was built under zero.Init, which shards every parameter over all ranks, and a "
+                "pipeline rank has other parameters than the next. Build the model without zero.Init, or "
+                'on the meta device (with torch.device("meta")), which needs no memory either.'
+            )
         if mesh.tensor > 1 or mesh.sequence > 1:
             raise UnsupportedError(
                 f"the mesh {mesh.text}: a pipeline is combined with data parallelism only. Tensor or "

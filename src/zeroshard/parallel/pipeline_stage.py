@@ -296,7 +296,9 @@ class ZeroStage(PipelineStage):
             else:
                 outputs = self._outputs.pop(bwd_chunk_id)
                 needing = [tensor for tensor in outputs if tensor.requires_grad]
-                torch.autograd.backward(needing, self._output_grads.pop(bwd_chunk_id))
+                grads = self._output_grads.pop(bwd_chunk_id)
+                if needing:  # none if all parameters up to here are frozen
+                    torch.autograd.backward(needing, grads)
         inputs = self._inputs.pop(bwd_chunk_id, ())
         self._input_grads[bwd_chunk_id] = [
             torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.contiguous()
