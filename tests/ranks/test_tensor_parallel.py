@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +12,7 @@ from support.tensor_models import BLOCKS, PLANS, VOCABULARY, loss_of, tiny_gpt, 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 from zeroshard.errors import RankMismatch, UsageError
 from zeroshard.parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -134,6 +138,47 @@ def test_the_tensor_dimension_of_a_larger_mesh_and_a_group_are_taken():
         tensor_parallel(
             tiny_gpt(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")), BLOCKS
         )
+
+
+@pytest.mark.parametrize(
+    ("plan", "forward", "backward"),
+    [
+        ("blocks", {"all_reduce": 4}, {"all_reduce": 4}),
+        (
+            "sequence",
+            {"reduce_scatter_tensor": 5, "all_gather_into_tensor": 6},
+            {"reduce_scatter_tensor": 5, "all_gather_into_tensor": 6},
+        ),
+    ],
+)
+@on_ranks(2)
+def test_each_half_of_a_block_needs_one_collective_in_forward_and_one_in_backward(
+    plan, forward, backward
+):
+    cut = tensor_parallel(tiny_gpt(), mesh(), PLANS[plan])
+    ids, labels = tokens(1)
+
+    def counts(watch: CommDebugMode) -> dict[str, int]:
+        return {op.__name__: n for op, n in watch.get_comm_counts().items()}
+
+    with CommDebugMode() as watch:
+        loss = loss_of(cut(ids), labels)
+    assert counts(watch) == forward
+    with CommDebugMode() as watch:
+        loss.backward()
+    assert counts(watch) == backward
+
+
+@on_ranks(2)
+def test_no_graph_outlives_its_loss():
+    cut = tensor_parallel(tiny_gpt(), mesh(), PLANS["vocabulary"])
+    ids, _ = tokens(1)
+    logits = cut(ids)
+    alive = weakref.ref(logits.grad_fn)
+    del logits
+    gc.collect()
+    assert alive() is None
+    assert not [x for x in gc.get_objects() if type(x) is DTensor and not x.is_leaf]
 
 
 @on_ranks(2)

@@ -41,6 +41,7 @@ from zeroshard.parallel.plan_agreement import agree, agreed_seed, announce_failu
 from zeroshard.parallel.tensor_styles import (
     STYLES,
     CutLayer,
+    SharedInput,
     StyleRow,
     as_dtensor,
     kind_of,
@@ -417,7 +418,7 @@ def _on(axis: int | None) -> str:
 def _cut(model: nn.Module, mesh: DeviceMesh, plan: TensorPlan, seed: int) -> None:
     """Cut the model, module by module, so that at most one module is whole besides the model given."""
     made: dict[nn.Parameter, nn.Parameter] = {}  # the old objects are kept: ids must stay unique
-    cutter = partial(_new_param, mesh=mesh, made=made)
+    cutter, shared = partial(_new_param, mesh=mesh, made=made), SharedInput()
     device = torch.device(mesh.device_type)
     for name, module in list(model.named_modules()):
         for leaf, param in module._parameters.items():
@@ -427,7 +428,7 @@ def _cut(model: nn.Module, mesh: DeviceMesh, plan: TensorPlan, seed: int) -> Non
         style = plan.styles.get(name)
         if plan.size == 1 or style is None or (style == "replicate" and not plan.sequence):
             continue
-        layer = CutLayer(name, STYLES[style], cutter, sequence=plan.sequence)
+        layer = CutLayer(name, STYLES[style], cutter, shared, sequence=plan.sequence)
         parallelize_module(module, mesh, layer, src_data_rank=None)
     for count in plan.heads:
         setattr(model.get_submodule(count.module), count.attribute, count.own)

@@ -14,6 +14,7 @@ Letters: ``T`` tensor ranks, ``r`` this rank's number among them.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -112,11 +113,54 @@ def as_dtensor(local: Tensor, shape: torch.Size, axis: int | None, mesh: DeviceM
     return DTensor.from_local(local, mesh, [placement], run_check=False, shape=shape, stride=stride)
 
 
+def moved(tensor: DTensor, placement: Placement) -> DTensor:
+    """The DTensor with another placement.
+
+    If it has the placement already, it is returned as it is: a ``redistribute`` that moves nothing in
+    forward would still force the gradient of each reader into this placement.
+    """
+    if tensor.placements == (placement,):
+        return tensor
+    return tensor.redistribute(placements=[placement])
+
+
+class SharedInput:
+    """The whole input that several column-parallel layers read, as one DTensor.
+
+    q, k and v read the same tensor. If each made its own DTensor of it, backward would have an all-reduce
+    for each of them. With one DTensor it adds their gradients first. It is kept until the next layer that
+    is not column-parallel, and so keeps no graph alive.
+    """
+
+    def __init__(self) -> None:
+        self._source: weakref.ref[Tensor] | None = None
+        self._key: tuple[int, bool] = (-1, False)
+        self._made: DTensor | None = None
+
+    def of(self, x: Tensor, mesh: DeviceMesh) -> DTensor:
+        """``x``, which is equal on all tensor ranks, as a DTensor; the same object for the same ``x``."""
+        key = (x._version, torch.is_grad_enabled())
+        if (
+            self._made is None
+            or self._source is None
+            or self._source() is not x
+            or self._key != key
+        ):
+            self._made = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+            self._source, self._key = weakref.ref(x), key
+        return self._made
+
+    def forget(self) -> None:
+        """Drop the DTensor."""
+        self._source = self._made = None
+
+
 class CutLayer(ParallelStyle):
     """Cuts one layer and converts what enters and leaves it.
 
     ``cut``: gives the new parameter for a parameter of the layer and its axis; the same object for the
-    same parameter, so that ties stay. ``sequence``: the residual stream is cut over the sequence.
+    same parameter, so that ties stay. ``shared``: one object for all layers of a model. ``sequence``: the
+    residual stream is cut over the sequence.
     """
 
     def __init__(
@@ -124,6 +168,7 @@ class CutLayer(ParallelStyle):
         name: str,
         row: StyleRow,
         cut: Callable[[nn.Parameter, int | None], nn.Parameter],
+        shared: SharedInput,
         *,
         sequence: bool,
     ) -> None:
@@ -131,6 +176,7 @@ class CutLayer(ParallelStyle):
         self.name = name
         self.row = row
         self.cut = cut
+        self.shared = shared
         self.sequence = sequence
         self._stream: Placement = Shard(SEQUENCE_DIM) if sequence else Replicate()
 
@@ -150,8 +196,8 @@ class CutLayer(ParallelStyle):
 
     def _borders(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         return {
-            "colwise": (self._whole_in, self._cut_out),
-            "colwise_by_head": (self._whole_in, self._cut_out),
+            "colwise": (self._shared_in, self._cut_out),
+            "colwise_by_head": (self._shared_in, self._cut_out),
             "colwise_gather": (self._whole_in, self._gathered_out),
             "rowwise": (self._cut_in, self._added_out),
             "rowwise_split": (self._split_in, self._added_out),
@@ -163,22 +209,28 @@ class CutLayer(ParallelStyle):
 
     # ------------------------------------------------------------------ what enters
 
-    def _whole_in(self, _module: nn.Module, inputs: Any, mesh: DeviceMesh) -> DTensor:
+    def _whole_in(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> DTensor:
+        whole = self._shared_in(module, inputs, mesh)
+        self.shared.forget()
+        return whole
+
+    def _shared_in(self, _module: nn.Module, inputs: Any, mesh: DeviceMesh) -> DTensor:
         x = self._first(inputs)
         if isinstance(x, DTensor):
-            return x.redistribute(placements=[Replicate()])
+            return moved(x, Replicate())
         if self.sequence:
             self._fail(
                 "got a plain tensor, but the plan cuts the residual stream over the sequence, so the "
                 "input of this layer would be a part of it. Give the norm before this layer the "
                 'style "sequence".'
             )
-        return DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+        return self.shared.of(x, mesh)
 
     def _cut_in(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> DTensor:
+        self.shared.forget()
         x = self._first(inputs)
         if isinstance(x, DTensor):
-            return x.redistribute(placements=[Shard(-1)])
+            return moved(x, Shard(x.ndim - 1))
         width = int(module.in_features)  # type: ignore[arg-type]
         begin, end = part(width, mesh.size(), mesh.get_local_rank())
         if x.shape[-1] != end - begin:
@@ -189,9 +241,9 @@ class CutLayer(ParallelStyle):
             )
         return as_dtensor(x, torch.Size((*x.shape[:-1], width)), x.ndim - 1, mesh)
 
-    def _split_in(self, _module: nn.Module, inputs: Any, mesh: DeviceMesh) -> DTensor:
-        whole = self._whole_in(_module, inputs, mesh)
-        return whole.redistribute(placements=[Shard(whole.ndim - 1)])
+    def _split_in(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> DTensor:
+        whole = self._whole_in(module, inputs, mesh)
+        return moved(whole, Shard(whole.ndim - 1))
 
     def _ids_in(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> DTensor:
         ids = self._first(inputs)
@@ -225,31 +277,31 @@ class CutLayer(ParallelStyle):
                 "[batch, sequence, features]."
             )
         if isinstance(x, DTensor):
-            return x.redistribute(placements=[self._stream])
+            return moved(x, self._stream)
         return DTensor.from_local(x, mesh, [self._stream], run_check=False)
 
     # ------------------------------------------------------------------ what leaves
 
     def _cut_out(self, _module: nn.Module, y: DTensor, _mesh: DeviceMesh) -> Tensor:
-        return y.redistribute(placements=[Shard(y.ndim - 1)]).to_local()
+        return moved(y, Shard(y.ndim - 1)).to_local()
 
     def _gathered_out(self, _module: nn.Module, y: DTensor, _mesh: DeviceMesh) -> Tensor:
-        return y.redistribute(placements=[Replicate()]).to_local()
+        return moved(y, Replicate()).to_local()
 
     def _added_out(self, _module: nn.Module, y: DTensor, mesh: DeviceMesh) -> Tensor:
         if self.sequence:
             self._check_sequence(y.shape, SEQUENCE_DIM, mesh)
-        return y.redistribute(placements=[self._stream]).to_local()
+        return moved(y, self._stream).to_local()
 
     def _stream_out(self, _module: nn.Module, y: DTensor, mesh: DeviceMesh) -> Tensor:
         self._check_sequence(y.shape, y.ndim - 2, mesh)  # a table of positions gives [T, features]
-        return y.redistribute(placements=[Shard(y.ndim - 2)]).to_local()
+        return moved(y, Shard(y.ndim - 2)).to_local()
 
     def _local_out(self, _module: nn.Module, y: DTensor, _mesh: DeviceMesh) -> Tensor:
         return y.to_local()
 
     def _sequence_out(self, _module: nn.Module, y: DTensor, _mesh: DeviceMesh) -> DTensor:
-        return y.redistribute(placements=[Replicate()])
+        return moved(y, Replicate())
 
     # ------------------------------------------------------------------ checks
 
