@@ -73,12 +73,27 @@ def test_four_ranks_and_a_vocabulary_that_does_not_divide(plan):
     check_step(tensor_parallel(tiny_gpt(tied=True), mesh(), PLANS[plan]), tiny_gpt(tied=True))
 
 
+@pytest.mark.parametrize("index", [3, 20])
 @on_ranks(2)
-def test_a_padding_index_gets_no_gradient():
-    cut = tensor_parallel(tiny_gpt(padding_idx=20), mesh(), PLANS["vocabulary"])
-    plain = tiny_gpt(padding_idx=20)
+def test_a_padding_index_gets_no_gradient(index):
+    cut = tensor_parallel(tiny_gpt(padding_idx=index), mesh(), PLANS["vocabulary"])
+    plain = tiny_gpt(padding_idx=index)
     check_step(cut, plain)
-    assert not whole(cut.embed.weight.grad)[20].any()
+    assert not whole(cut.embed.weight.grad)[index].any()
+    assert cut.embed.padding_idx == index
+
+
+@on_ranks(2)
+def test_the_gradient_of_an_embedding_is_that_of_the_rows_of_the_rank():
+    cut = tensor_parallel(tiny_gpt(), mesh(), PLANS["vocabulary"])
+    ids, labels = tokens(1)
+    loss_of(cut(ids), labels).backward()
+    for name, param in cut.named_parameters():
+        if isinstance(param, DTensor):
+            assert param.grad.to_local().shape == param.to_local().shape, name
+    with pytest.raises(TypeError):
+        cut.embed.forward(ids.tolist())
+    assert isinstance(cut.embed.weight, DTensor)  # an error in forward leaves the layer whole
 
 
 @on_ranks(2)

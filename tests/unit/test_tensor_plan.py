@@ -109,6 +109,13 @@ def test_heads_that_do_not_divide_are_errors():
     assert "Use at most 2 tensor ranks" in text
 
 
+def test_a_rank_without_rows_is_an_error():
+    model = nn.ModuleDict({"table": nn.Embedding(5, 4)})
+    assert decide(model, 3, {"table": "vocab"}).cuts
+    text = refused(model, {"table": "vocab"}, 4)
+    assert "'table' has 5 rows. In parts of 2 the last of 4 tensor ranks would have none" in text
+
+
 def test_a_number_of_heads_that_the_program_has_divided_is_left_alone():
     model = TinyGPT()
     for block in model.blocks:

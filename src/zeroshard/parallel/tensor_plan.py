@@ -46,6 +46,7 @@ from zeroshard.parallel.tensor_styles import (
     as_dtensor,
     kind_of,
     local_part,
+    part,
 )
 from zeroshard.zero.materialize import check_meta
 from zeroshard.zero.sharded_parameter import owner_of
@@ -304,9 +305,17 @@ def _check_layer(name: str, module: nn.Module, row: StyleRow, size: int) -> None
             "for each; or, if its rows are ordered head by head (q, k and v of head 0, then of head "
             '1, ...), the style "colwise_by_head".'
         )
-    if row.name in ("vocab", "colwise_gather") or row.weight_axis is None:
-        return  # their uneven parts meet in one tensor; elsewhere the next layer needs equal parts
+    if row.weight_axis is None:
+        return
     extent = module.get_parameter("weight").shape[row.weight_axis]
+    if row.name in ("vocab", "colwise_gather"):  # uneven parts meet in one tensor
+        begin, end = part(extent, size, size - 1)
+        if begin == end:
+            raise UsageError(
+                f"plan: {name!r} has {extent} rows. In parts of {part(extent, size, 0)[1]} the last of "
+                f"{size} tensor ranks would have none. Use fewer tensor ranks."
+            )
+        return
     if extent % size:
         what = "out_features" if row.weight_axis == 0 else "in_features"
         raise UsageError(

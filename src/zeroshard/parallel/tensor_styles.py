@@ -17,6 +17,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
+    Partial,
     Placement,
     Replicate,
     Shard,
@@ -155,6 +157,28 @@ class SharedInput:
         self._source = self._made = None
 
 
+def _look_up(
+    module: nn.Embedding, forward: Callable[[Tensor], Tensor], mesh: DeviceMesh, ids: Tensor
+) -> DTensor:
+    """The embedding's forward with this rank's rows: a sum of which each tensor rank has one addend.
+
+    Through the DTensor weight, torch would give each rank a gradient of the whole table.
+    """
+    weight, padding_idx = module.weight, module.padding_idx
+    begin, end = part(weight.shape[0], mesh.size(), mesh.get_local_rank())
+    own = (ids >= begin) & (ids < end)
+    inside = padding_idx is not None and begin <= padding_idx < end
+    module._parameters["weight"] = weight.to_local()  # type: ignore[attr-defined,assignment]
+    module.padding_idx = padding_idx - begin if padding_idx is not None and inside else None
+    try:
+        rows = forward(torch.where(own, ids - begin, 0))
+    finally:
+        module._parameters["weight"], module.padding_idx = weight, padding_idx
+    return DTensor.from_local(
+        rows.masked_fill(~own[..., None], 0), mesh, [Partial()], run_check=False
+    )
+
+
 class CutLayer(ParallelStyle):
     """Cuts one layer and converts what enters and leaves it.
 
@@ -185,9 +209,13 @@ class CutLayer(ParallelStyle):
         buffers = dict(module._buffers)
         module._buffers.clear()  # distribute_module would broadcast them and make them DTensors
         try:
-            return distribute_module(module, device_mesh, self._cut_params, enter, leave)
+            distribute_module(module, device_mesh, self._cut_params, enter, leave)
         finally:
             module._buffers.update(buffers)
+        if self.row.name == "vocab":
+            assert isinstance(module, nn.Embedding)  # see kind_of
+            module.forward = partial(_look_up, module, module.forward, device_mesh)  # type: ignore[method-assign]
+        return module
 
     def _cut_params(self, _name: str, module: nn.Module, _mesh: DeviceMesh) -> None:
         for leaf, param in list(module._parameters.items()):
@@ -201,7 +229,7 @@ class CutLayer(ParallelStyle):
             "colwise_gather": (self._whole_in, self._gathered_out),
             "rowwise": (self._cut_in, self._added_out),
             "rowwise_split": (self._split_in, self._added_out),
-            "vocab": (self._ids_in, self._added_out),
+            "vocab": (self._checked_ids, self._added_out),
             "head_norm": (self._heads_in, self._local_out),
             "sequence": (self._sequence_in, self._sequence_out),
             "replicate": (self._stream_in, self._stream_out),
@@ -246,16 +274,20 @@ class CutLayer(ParallelStyle):
         return moved(whole, Shard(whole.ndim - 1))
 
     def _ids_in(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> DTensor:
-        ids = self._first(inputs)
+        ids = self._checked_ids(module, inputs, mesh)
+        return DTensor.from_local(ids, mesh, [Replicate()], run_check=False)
+
+    def _checked_ids(self, module: nn.Module, inputs: Any, _mesh: DeviceMesh) -> Tensor:
+        ids: Tensor = self._first(inputs)
         if isinstance(ids, DTensor):
-            return ids
+            ids = moved(ids, Replicate()).to_local()
         count = int(module.num_embeddings)  # type: ignore[arg-type]
         if ids.device.type == "cpu" and ids.numel() and not 0 <= ids.min() <= ids.max() < count:
             self._fail(
                 f"got the index {int(ids.max())} (smallest {int(ids.min())}), but it has {count} rows. "
                 "No tensor rank has that row, so the result would be zero."
             )
-        return DTensor.from_local(ids, mesh, [Replicate()], run_check=False)
+        return ids
 
     def _stream_in(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> DTensor:
         embeds = isinstance(module, nn.Embedding)
