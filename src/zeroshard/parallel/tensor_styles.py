@@ -164,11 +164,12 @@ def _look_up(
 
     Through the DTensor weight, torch would give each rank a gradient of the whole table.
     """
-    weight, padding_idx = module.weight, module.padding_idx
+    weight: Any = module.weight  # a DTensor parameter
+    padding_idx = module.padding_idx
     begin, end = part(weight.shape[0], mesh.size(), mesh.get_local_rank())
     own = (ids >= begin) & (ids < end)
     inside = padding_idx is not None and begin <= padding_idx < end
-    module._parameters["weight"] = weight.to_local()  # type: ignore[attr-defined,assignment]
+    module._parameters["weight"] = weight.to_local()
     module.padding_idx = padding_idx - begin if padding_idx is not None and inside else None
     try:
         rows = forward(torch.where(own, ids - begin, 0))
