@@ -1,320 +1,265 @@
-"""A model cut by a plan computes what one process computes: forward, loss and every gradient in fp64."""
+"""DTensor parameters on a mesh: plain PyTorch's numbers at every stage, and no silent disagreement."""
 
 from __future__ import annotations
-
-import gc
-import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.tensor_models import BLOCKS, PLANS, VOCABULARY, loss_of, tiny_gpt, tokens
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.debug import CommDebugMode
+from support.tensor_networks import (
+    CLIP,
+    cut,
+    loss_of,
+    network,
+    plain_training,
+    samples,
+    whole,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
-from zeroshard.errors import RankMismatch, UsageError
-from zeroshard.parallel.cross_entropy import vocab_parallel_cross_entropy
-from zeroshard.parallel.tensor_plan import apply_plan, tensor_parallel
+import zeroshard
+from zeroshard.core.mesh import Mesh
+from zeroshard.errors import RankDivergence, UnsupportedError, UsageError
 from zeroshard.testing import on_ranks
+from zeroshard.zero import (
+    GatheredParameters,
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+)
 
-EXACT = 1e-12
-
-
-def mesh() -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-
-
-def whole(tensor: Tensor | None) -> Tensor:
-    assert tensor is not None
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+STEPS = 4
 
 
-def check_gradients(cut: nn.Module, plain: nn.Module) -> None:
-    own = dict(cut.named_parameters())
-    expected = dict(plain.named_parameters())
-    assert own.keys() == expected.keys()
-    for name, param in expected.items():
-        if param.requires_grad:
-            error = (whole(own[name].grad) - param.grad).abs().max() / param.grad.abs().max()
-            assert error <= EXACT, f"{name}: {error}"
-        else:
-            assert own[name].grad is None, name
+def engine_on(model, stage: int, tensor: int, **keys):
+    size = dist.get_world_size() // tensor
+    zero = {"stage": stage, **keys.pop("zero", {})}
+    config = {
+        "train_micro_batch_size_per_gpu": 12 // size,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 1e-2}},
+        "gradient_clipping": CLIP,
+        "unit_min_numel": 1,
+        "zero_optimization": zero,
+        **keys,
+    }
+    return zeroshard.Engine(model, config=config, mesh=Mesh(data_shard=size, tensor=tensor))
 
 
-def check_step(cut: nn.Module, plain: nn.Module, seed: int = 1) -> None:
-    ids, labels = tokens(seed)
-    losses = []
-    for model in (plain, cut):
-        logits = model(ids)
-        losses.append((logits, loss_of(logits, labels)))
-        losses[-1][1].backward()
-    (expected, loss), (found, own) = losses
-    assert torch.allclose(found, expected, rtol=0, atol=EXACT)
-    assert abs(own.item() - loss.item()) <= EXACT
-    check_gradients(cut, plain)
+def train(engine, steps: int = STEPS) -> list[float]:
+    norms = []
+    for step in range(steps):
+        words = samples(step).chunk(engine.dp_size)[engine.dp_rank]
+        engine.backward(loss_of(engine(words), words))
+        engine.step()
+        norms.append(float(engine.last_step.grad_norm))
+    return norms
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("tied", [False, True])
-@on_ranks(2)
-def test_forward_loss_and_gradients_are_those_of_one_process(plan, tied):
-    if tied and plan == "blocks":
-        pytest.skip("nothing tied is cut")
-    cut = tensor_parallel(tiny_gpt(tied=tied), mesh(), PLANS[plan])
-    assert (cut.head.weight is cut.embed.weight) is tied
-    check_step(cut, tiny_gpt(tied=tied))
+def global_params(engine) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in engine.iter_full_params()}
 
 
-@pytest.mark.parametrize("plan", ["vocabulary", "sequence"])
+def error_of(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    assert actual.keys() == expected.keys()
+    return max(
+        float((actual[n] - expected[n]).abs().max() / expected[n].abs().max()) for n in expected
+    )
+
+
+def check_parity(stage: int, tensor: int, inner: int, *, sequence: bool = False, **options) -> None:
+    expected, norms = plain_training(inner, torch.float64, STEPS)
+    keys = options.pop("keys", {})
+    model = cut(network(inner, torch.float64, **options), tensor, sequence=sequence)
+    with engine_on(model, stage, tensor, **keys) as engine:
+        found = train(engine)
+        assert error_of(global_params(engine), expected) <= 1e-12
+    assert found == pytest.approx(norms, rel=1e-14)
+
+
+@pytest.mark.parametrize("inner", [32, 33], ids=["even", "uneven"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @on_ranks(4)
-def test_four_ranks_and_a_vocabulary_that_does_not_divide(plan):
-    check_step(tensor_parallel(tiny_gpt(tied=True), mesh(), PLANS[plan]), tiny_gpt(tied=True))
+def test_four_steps_are_those_of_one_plain_process(stage, inner):
+    check_parity(stage, 2, inner)
 
 
-@pytest.mark.parametrize("index", [3, 20])
-@on_ranks(2)
-def test_a_padding_index_gets_no_gradient(index):
-    cut = tensor_parallel(tiny_gpt(padding_idx=index), mesh(), PLANS["vocabulary"])
-    plain = tiny_gpt(padding_idx=index)
-    check_step(cut, plain)
-    assert not whole(cut.embed.weight.grad)[index].any()
-    assert cut.embed.padding_idx == index
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(4)
+def test_gradients_that_are_partial_sums_are_added(stage):
+    check_parity(stage, 2, 32, sequence=True)
 
 
-@on_ranks(2)
-def test_the_gradient_of_an_embedding_is_that_of_the_rows_of_the_rank():
-    cut = tensor_parallel(tiny_gpt(), mesh(), PLANS["vocabulary"])
-    ids, labels = tokens(1)
-    loss_of(cut(ids), labels).backward()
-    for name, param in cut.named_parameters():
-        if isinstance(param, DTensor):
-            assert param.grad.to_local().shape == param.to_local().shape, name
-    with pytest.raises(TypeError):
-        cut.embed.forward(ids.tolist())
-    assert isinstance(cut.embed.weight, DTensor)  # an error in forward leaves the layer whole
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(4)
+def test_checkpointed_blocks_give_the_same_numbers(stage):
+    check_parity(stage, 2, 32, checkpointed=True)
 
 
-@on_ranks(2)
-def test_each_rank_has_its_part_and_nothing_else():
-    plain = tiny_gpt()
-    model = tiny_gpt()
-    made = apply_plan(model, mesh(), PLANS["vocabulary"])
-    rank = dist.get_rank()
-    up = model.blocks[0].mlp.up.weight.to_local()
-    assert torch.equal(up, plain.blocks[0].mlp.up.weight[12 * rank : 12 * (rank + 1)])
-    down = model.blocks[0].mlp.down.weight.to_local()
-    assert torch.equal(down, plain.blocks[0].mlp.down.weight[:, 12 * rank : 12 * (rank + 1)])
-    assert model.embed.weight.to_local().shape[0] == (17, 16)[rank]
-    for cut in made.cuts:
-        local = model.get_parameter(cut.name).to_local()
-        assert local.untyped_storage().nbytes() == local.numel() * 8, cut.name
-    assert model.blocks[0].attn.n_head == 2
-    assert not isinstance(model.blocks[0].norm1.weight, DTensor)
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(3)
+def test_a_tensor_group_of_all_ranks(stage):
+    check_parity(stage, 3, 32)  # 11, 11 and 10 columns
 
 
-@on_ranks(2)
-def test_frozen_parameters_stay_frozen_and_marks_stay():
-    models = tiny_gpt(), tiny_gpt()
-    for model in models:
-        model.blocks[0].norm1.requires_grad_(False)
-        model.blocks[1].mlp.up.weight.requires_grad_(False)
-        model.embed.weight.mark = "kept"
-    cut = tensor_parallel(models[0], mesh(), PLANS["sequence"])
-    assert cut.embed.weight.mark == "kept"
-    check_step(cut, models[1])
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(4)
+def test_offload_changes_no_bit(stage, device, tmp_path):
+    where = (
+        {"device": device, "nvme_path": str(tmp_path)} if device == "nvme" else {"device": device}
+    )
+    zero = {"offload_optimizer": where} | ({"offload_param": where} if stage == 3 else {})
+    kept = []
+    for keys in ({}, {"zero": zero}):
+        with engine_on(cut(network(32, torch.float32), 2), stage, 2, **keys) as engine:
+            train(engine)
+            kept.append(global_params(engine))
+    assert all(torch.equal(kept[0][name], kept[1][name]) for name in kept[0])
 
 
-@on_ranks(2)
-def test_a_structure_that_is_recognised_needs_no_plan():
-    cut = tiny_gpt()
-    made = apply_plan(cut, mesh(), "auto")
-    assert made.source == "structure"
-    assert sum(style == "colwise" for style in made.styles.values()) == 8
-    check_step(cut, tiny_gpt())
+@pytest.mark.parametrize("mode", ["bf16", "fp16"])
+@on_ranks(4)
+def test_stages_agree_in_16_bit(mode):
+    kept = []
+    for stage in (1, 2, 3):
+        model = cut(network(32, torch.float32), 2)
+        with engine_on(model, stage, 2, **{mode: {"enabled": True}}) as engine:
+            train(engine)
+            kept.append(global_params(engine))
+    for other in kept[1:]:
+        assert all(torch.equal(kept[0][name], other[name]) for name in other)
 
 
 @on_ranks(4)
-def test_the_tensor_dimension_of_a_larger_mesh_and_a_group_are_taken():
-    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    check_step(tensor_parallel(tiny_gpt(), grid, BLOCKS), tiny_gpt())
-    check_step(tensor_parallel(tiny_gpt(), grid["tp"].get_group(), BLOCKS), tiny_gpt())
-    if dist.get_rank() < 2:
-        tensor_parallel(tiny_gpt(), grid, BLOCKS)
-    else:  # messages name ranks of the run
-        with pytest.raises(RankMismatch, match="other values on rank 3 than on rank 2"):
-            tensor_parallel(tiny_gpt(seed=dist.get_rank()), grid, BLOCKS)
-        with pytest.raises(RankMismatch, match="rank 3 has another plan than rank 2"):
-            tensor_parallel(
-                tiny_gpt(), grid, BLOCKS if dist.get_rank() == 2 else BLOCKS | VOCABULARY
-            )
-    with pytest.raises(UsageError, match=r"2 dimensions \('a', 'b'\), and none is named 'tensor'"):
-        tensor_parallel(
-            tiny_gpt(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")), BLOCKS
+def test_an_overflow_on_one_rank_skips_the_step_on_all():
+    model = cut(network(32, torch.float32), 2)
+    with engine_on(model, 2, 2, fp16={"enabled": True, "initial_scale_power": 8}) as engine:
+        before = global_params(engine)
+        words = samples(0).chunk(2)[engine.dp_rank]
+        loss = loss_of(engine(words), words)
+        engine.backward(loss * (float("inf") if engine.dp_rank == 1 else 1.0))
+        engine.step()
+        assert engine.skipped_steps == 1
+        assert all(
+            torch.equal(before[name], value) for name, value in global_params(engine).items()
         )
 
 
-@pytest.mark.parametrize(
-    ("plan", "forward", "backward"),
-    [
-        ("blocks", {"all_reduce": 4}, {"all_reduce": 4}),
-        (
-            "sequence",
-            {"reduce_scatter_tensor": 5, "all_gather_into_tensor": 6},
-            {"reduce_scatter_tensor": 5, "all_gather_into_tensor": 6},
-        ),
-    ],
-)
-@on_ranks(2)
-def test_each_half_of_a_block_needs_one_collective_in_forward_and_one_in_backward(
-    plan, forward, backward
-):
-    cut = tensor_parallel(tiny_gpt(), mesh(), PLANS[plan])
-    ids, labels = tokens(1)
-
-    def counts(watch: CommDebugMode) -> dict[str, int]:
-        return {op.__name__: n for op, n in watch.get_comm_counts().items()}
-
-    with CommDebugMode() as watch:
-        loss = loss_of(cut(ids), labels)
-    assert counts(watch) == forward
-    with CommDebugMode() as watch:
-        loss.backward()
-    assert counts(watch) == backward
+# ---------------------------------------------------------------------- reading and writing
 
 
-@on_ranks(2)
-def test_no_graph_outlives_its_loss():
-    cut = tensor_parallel(tiny_gpt(), mesh(), PLANS["vocabulary"])
-    ids, _ = tokens(1)
-    logits = cut(ids)
-    alive = weakref.ref(logits.grad_fn)
-    del logits
-    gc.collect()
-    assert alive() is None
-    assert not [x for x in gc.get_objects() if type(x) is DTensor and not x.is_leaf]
+@pytest.mark.parametrize("stage", [2, 3])
+@on_ranks(4)
+def test_full_means_global(stage):
+    reference = network(33, torch.float64)
+    expected = {name: param.detach() for name, param in reference.named_parameters()}
+    words = samples(0)
+    loss_of(reference(words), words).backward()
+    model = cut(network(33, torch.float64), 2)
+    with engine_on(model, stage, 2, gradient_clipping=0.0) as engine:
+        part = words.chunk(2)[engine.dp_rank]
+        engine.backward(loss_of(engine(part), part))
+        for (name, param), plain in zip(model.named_parameters(), reference.parameters()):
+            assert torch.equal(safe_get_full_fp32_param(param), expected[name])
+            torch.testing.assert_close(safe_get_full_grad(param), plain.grad)
+        engine.step()
+        for param in model.parameters():
+            assert safe_get_full_optimizer_state(param, "exp_avg").shape == param.shape
+        for name, param in model.named_parameters():
+            safe_set_full_fp32_param(param, expected[name] + 1)
+        assert error_of(global_params(engine), {n: v + 1 for n, v in expected.items()}) == 0.0
 
 
-@on_ranks(2)
-def test_the_loss_of_cut_logits_is_the_loss_of_the_whole():
-    plan = BLOCKS | {"embed": "vocab", "head": "colwise"}
-    plain, tp = tiny_gpt(), mesh()
-    plain.head = nn.Linear(16, 34, bias=False).double()
-    torch.manual_seed(5)
-    nn.init.normal_(plain.head.weight)
-    cut = tiny_gpt()
-    cut.head = nn.Linear(16, 34, bias=False).double()
-    cut.load_state_dict(plain.state_dict())
-    tensor_parallel(cut, tp, plan)
-    ids, labels = tokens(2)
-    loss = loss_of(plain(ids), labels)
-    own = vocab_parallel_cross_entropy(cut(ids), labels, tp, vocab_size=34)
-    assert abs(loss.item() - own.item()) <= EXACT
-    loss.backward()
-    own.backward()
-    check_gradients(cut, plain)
+@on_ranks(4)
+def test_every_way_of_reading_a_sharded_dtensor_gives_its_values():
+    model = cut(network(32, torch.float64), 2)
+    expected = network(32, torch.float64).blocks[1].up.weight.detach()
+    with engine_on(model, 3, 2):
+        weight = model.blocks[1].up.weight
+        assert isinstance(weight, DTensor) and weight.shape == expected.shape
+        assert torch.equal(weight.full_tensor(), expected)
+        assert torch.equal(whole(weight.sum()), expected.sum())
+        assert torch.equal(whole(model.state_dict()["blocks.1.up.weight"]), expected)
+        part = weight.to_local()
+        assert torch.equal(part, expected.chunk(2)[dist.get_rank() % 2])
+        with GatheredParameters(weight):
+            assert torch.equal(weight.full_tensor(), expected)
+        assert "ShardedParameter" in repr(weight)
 
 
-# ---------------------------------------------------------------------- the meta device
-
-
-def meta_gpt() -> nn.Module:
-    with torch.device("meta"):
-        return tiny_gpt(tied=True)
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_model_on_the_meta_device_starts_as_in_one_process(ranks):
-    from zeroshard.testing.ranks import run_ranks
-
-    run_ranks(_starts_as_one_process, ranks)
-
-
-def _starts_as_one_process() -> None:
-    from zeroshard.parallel.initial_values import draw_values
-
-    one = meta_gpt()
-    before = torch.get_rng_state()
-    draw_values(one, 7, "cpu")
-    cut = tensor_parallel(meta_gpt(), mesh(), PLANS["sequence"], seed=7)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert cut.head.weight is cut.embed.weight
-    for (name, param), (_, expected) in zip(
-        cut.named_parameters(), one.named_parameters(), strict=True
-    ):
-        assert torch.equal(whole(param), expected), name
-    assert one.blocks[0].mlp.up.weight.std() > 0.01
-    assert not torch.equal(one.blocks[0].mlp.up.weight, one.blocks[1].mlp.up.weight)
-    check_step(cut, one)
-
-
-@on_ranks(2)
-def test_the_seed_of_the_first_rank_is_used_unless_one_is_given():
-    torch.manual_seed(dist.get_rank())
-    cut = tensor_parallel(meta_gpt(), mesh(), PLANS["vocabulary"])
-    torch.manual_seed(0)
-    expected = tensor_parallel(meta_gpt(), mesh(), PLANS["vocabulary"], seed=0)
-    assert torch.equal(cut.embed.weight.to_local(), expected.embed.weight.to_local())
-    with pytest.raises(RankMismatch, match=r"given the seeds \[0, 1\]"):
-        tensor_parallel(meta_gpt(), mesh(), PLANS["vocabulary"], seed=dist.get_rank())
-
-
-# ---------------------------------------------------------------------- ranks that differ
-
-
-@on_ranks(2)
-def test_other_values_plans_or_generators_on_a_rank_are_errors_on_all():
-    tp, rank = mesh(), dist.get_rank()
-    with pytest.raises(
-        RankMismatch, match=r"'embed.weight' has other values on rank 1 than on rank 0"
-    ):
-        tensor_parallel(tiny_gpt(seed=rank), tp, BLOCKS)
-    model = tiny_gpt()
+@on_ranks(4)
+def test_copies_start_from_the_values_of_the_first_rank_of_the_group():
+    model = network(32, torch.float64)
     with torch.no_grad():
-        model.blocks[1].mlp.down.bias[3] += 1e-15 * rank
-    with pytest.raises(RankMismatch, match=r"'blocks.1.mlp.down.bias' has other values on rank 1"):
-        tensor_parallel(model, tp, BLOCKS)
-    with pytest.raises(RankMismatch, match="First difference: style of embed = vocab"):
-        tensor_parallel(tiny_gpt(), tp, BLOCKS if rank else BLOCKS | VOCABULARY)
-    with pytest.raises(RankMismatch, match=r"parameter blocks.1.norm1.weight"):
-        tensor_parallel(tiny_gpt(depth=2 - rank), tp, BLOCKS)
-    expected = (UsageError, "matches no module") if rank else (RankMismatch, "matches no module")
-    with pytest.raises(expected[0], match=expected[1]):
-        tensor_parallel(tiny_gpt(), tp, BLOCKS | ({"nothing": "colwise"} if rank else {}))
-    model = tiny_gpt()
-    model.drop = nn.Dropout(0.1)
-    torch.manual_seed(rank)
-    with pytest.raises(RankMismatch, match="the model has dropout"):
-        tensor_parallel(model, tp, BLOCKS)
-    assert not any(isinstance(p, DTensor) for p in model.parameters())
+        model.blocks[0].norm.weight.fill_(1.0 + dist.get_rank())
+    with engine_on(cut(model, 2), 2, 2) as engine:
+        assert torch.equal(global_params(engine)["blocks.0.norm.weight"], torch.ones(16).double())
 
 
+# ---------------------------------------------------------------------- disagreement
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(4)
+def test_another_order_of_modules_in_a_tensor_group_is_an_error(stage):
+    model = cut(network(32, torch.float64), 2)
+    with engine_on(model, stage, 2) as engine:
+        model.blocks = torch.nn.ModuleList(
+            [model.blocks[at] for at in ((0, 2, 1) if dist.get_rank() % 2 else (0, 1, 2))]
+        )
+        words = samples(0).chunk(2)[engine.dp_rank]
+        engine.backward(loss_of(engine(words), words))
+        with pytest.raises(
+            RankDivergence, match=r"ranks 0,1, which are one tensor group, ran modules"
+        ):
+            engine.step()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(4)
+def test_other_samples_in_a_tensor_group_are_an_error(stage):
+    with engine_on(cut(network(32, torch.float64), 2), stage, 2) as engine:
+        words = samples(0).chunk(4)[dist.get_rank()]
+        engine.backward(loss_of(engine(words), words))
+        with pytest.raises(UsageError, match=r"got different gradients of '.*' \(norms"):
+            engine.step()
+
+
+@on_ranks(4)
+def test_other_samples_in_a_tensor_group_are_found_with_16_bit_gradients_too():
+    model = cut(network(32, torch.float32), 2)
+    with engine_on(model, 2, 2, bf16={"enabled": True}) as engine:
+        words = samples(0).chunk(4)[dist.get_rank()]
+        engine.backward(loss_of(engine(words), words))
+        with pytest.raises(UsageError, match="different gradients"):
+            engine.step()
+
+
+@pytest.mark.parametrize("call", ["save_checkpoint", "load_checkpoint"])
 @on_ranks(2)
-def test_wrong_inputs_of_cut_layers_are_errors():
-    cut = tensor_parallel(tiny_gpt(), mesh(), BLOCKS)
-    with pytest.raises(UsageError, match=r"'blocks.0.mlp.down'.*got 24 features.*12 columns from"):
-        cut.blocks[0].mlp.down(torch.zeros(1, 8, 24, dtype=torch.float64))
-    with pytest.raises(UsageError, match="without a tensor as its first positional argument"):
-        cut.blocks[0].mlp.up(input=torch.zeros(1, 8, 16, dtype=torch.float64))
-    cut = tensor_parallel(tiny_gpt(), mesh(), PLANS["sequence"])
-    with pytest.raises(UsageError, match="a sequence of length 7, which 2 tensor ranks cannot cut"):
-        cut(torch.zeros(2, 7, dtype=torch.long))
-    with pytest.raises(UsageError, match=r"'embed'.*got the index 33"):
-        cut(torch.full((2, 8), 33))
-    with pytest.raises(UsageError, match=r"'norm'.*got 2 dimension"):
-        cut.norm(torch.zeros(4, 16, dtype=torch.float64))
-    with pytest.raises(UsageError, match=r"'blocks.0.mlp.up'.*got a plain tensor"):
-        cut.blocks[0].mlp.up(torch.zeros(1, 8, 16, dtype=torch.float64))
+def test_what_is_not_built_is_refused_by_name(call, tmp_path):
+    with engine_on(cut(network(32, torch.float64), 2), 3, 2) as engine:
+        with pytest.raises(UnsupportedError, match=rf"engine\.{call}\(\) on the mesh tensor 2"):
+            getattr(engine, call)(str(tmp_path))
+        with pytest.raises(UnsupportedError, match="safe_set_full_fp32_param"):
+            GatheredParameters(list(engine.module.parameters()), modifier_rank=0)
 
 
-@on_ranks(1)
-def test_one_tensor_rank_changes_nothing():
-    model = tiny_gpt()
-    params = list(model.parameters())
-    made = apply_plan(model, mesh(), PLANS["sequence"])
-    assert made.size == 1
-    assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
-    assert model.blocks[0].attn.n_head == 4
-    with pytest.raises(UsageError, match="matches no module"):
-        tensor_parallel(model, mesh(), {"nothing": "colwise"})
+@on_ranks(4)
+def test_a_model_that_does_not_fit_the_mesh_is_refused():
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data_shard", "tensor"))
+    model = network(32, torch.float64)
+    with pytest.raises(UsageError, match="the mesh is tensor 3 = 3 ranks, but 4 were started"):
+        zeroshard.Engine(model, config={"train_batch_size": 12}, mesh=Mesh(tensor=3))
+
+    def refused(placement, mesh, kind, match, sizes=Mesh(data_shard=2, tensor=2)):
+        head = torch.nn.Linear(16, 24, bias=False).double()
+        made = distribute_tensor if not isinstance(placement, Partial) else DTensor.from_local
+        head.weight = torch.nn.Parameter(made(head.weight.detach(), mesh, [placement]))
+        with pytest.raises(kind, match=match):
+            zeroshard.Engine(head, config={"train_micro_batch_size_per_gpu": 1}, mesh=sizes)
+
+    refused(Shard(0), both["data_shard"], UsageError, r"which train on different data")
+    refused(Shard(0), both["tensor"], UsageError, "tensor group of rank", Mesh(data_shard=4))
+    refused(Partial(), both["tensor"], UnsupportedError, r"placement P\(sum\)")

@@ -23,13 +23,19 @@ from typing import Any, NoReturn
 from unittest import mock
 
 import torch
-from kit import DTYPES, engine
+from kit import DTYPES, config, engine
 from torch import nn
 
 from zeroshard.core import tiers
 from zeroshard.optim import native_adam
 from zeroshard.testing.streams import Finding, Watch, pretend_cuda
-from zeroshard.zero import GatheredParameters, safe_get_full_grad, safe_set_full_grad
+from zeroshard.zero import (
+    GatheredParameters,
+    Init,
+    safe_get_full_grad,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+)
 
 WIDTH = 16
 CHUNK_NUMEL = 192
@@ -108,22 +114,31 @@ def fused_adamw(params: Any) -> torch.optim.Optimizer:
 class Run:
     """One training on one device. On the CPU everything that names streams does nothing."""
 
-    def __init__(self, scenario: Scenario, device: str, watch: Watch | None) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        device: str,
+        watch: Watch | None,
+        *,
+        rank: int = 0,
+        folder: str | None = None,
+    ) -> None:
         self.scenario = scenario
         self.device = device
         self.watch = watch
         self.losses: list[torch.Tensor] = []
         self.values: list[float] = []
-        self.folder = tempfile.mkdtemp(prefix="zeroshard-streams-")
+        self.folder = folder or tempfile.mkdtemp(prefix="zeroshard-streams-")
+        self.rank = rank
         self.micro = 0
 
-    def open(self, **keys: Any) -> Any:
-        """The engine of the scenario."""
+    def open(self, net: nn.Module | None = None, **keys: Any) -> Any:
+        """The engine of the scenario, by default of :func:`model`."""
         zero = zero_section(self.scenario.offload, self.folder)
         scale = {"fp16": {"enabled": True, "loss_scale": 64}}
         if self.scenario.precision == "fp16":
             keys = {**scale, **keys}
-        self.model = model()
+        self.model = net or model()
         return engine(
             self.model,
             self.scenario.stage,
@@ -134,9 +149,10 @@ class Run:
         )
 
     def batch(self) -> torch.Tensor:
-        """The next input, in device memory."""
+        """The next input of this rank, in device memory."""
         self.micro += 1
         x_BD = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH) * (1 + self.micro / 4)
+        x_BD = x_BD.roll(self.rank)
         return x_BD.to(DTYPES[self.scenario.precision]).to(self.device)
 
     def loss(self, trained: Any) -> torch.Tensor:
@@ -176,7 +192,8 @@ class Run:
     def finish(self, trained: Any) -> None:
         """Read all losses and the parameters, and close the engine."""
         with GatheredParameters(list(self.model.parameters())):
-            self.values += [float(p.detach().double().sum()) for p in self.model.parameters()]
+            for param in self.model.parameters():
+                self.values += param.detach().double().cpu().flatten().tolist()
         self.values += [float(loss) for loss in self.losses]
         trained.close()
 
@@ -329,6 +346,112 @@ def exception_in_backward(run: Run) -> None:
     run.finish(trained)
 
 
+# ---------------------------------------------------------------------- programs for one statement
+
+
+def reports(run: Run) -> None:
+    """The outcome of a step is read at once."""
+    trained = run.open()
+    for _ in range(2):
+        run.step(trained)
+        run.values.append(float(trained.last_step.skipped))
+    run.finish(trained)
+
+
+class Scaled(nn.Module):
+    """A layer with a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, x_BD):
+        return x_BD * self.scale.to(x_BD.dtype)
+
+
+def buffers(run: Run) -> None:
+    """A buffer is read before a parameter is used."""
+    trained = run.open(nn.Sequential(Scaled(), *model()))
+    run.model[0](run.batch())
+    run.step(trained)
+    run.finish(trained)
+
+
+class Decaying(nn.Linear):
+    """A layer that writes into its weight in forward."""
+
+    def forward(self, x_BD):
+        with torch.no_grad():
+            self.weight.mul_(0.75)
+        return super().forward(x_BD)
+
+
+def edits_in_forward(run: Run) -> None:
+    """Parameters are changed while they are gathered."""
+    trained = run.open(
+        nn.Sequential(*list(model())[:2], Decaying(WIDTH, WIDTH), nn.Linear(WIDTH, 4))
+    )
+    for _ in range(3):
+        run.step(trained)
+    run.finish(trained)
+
+
+class Optional(nn.Module):
+    """A layer that is left out if ``used`` is False."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.used = Block(), True
+
+    def forward(self, x_BD):
+        return self.inner(x_BD) if self.used else x_BD
+
+
+def unused_module(run: Run) -> None:
+    """Every second step leaves out a module, whose gradient is zero then."""
+    trained = run.open(nn.Sequential(*list(model())[:2], Optional(), nn.Linear(WIDTH, 4)))
+    for at in range(4):
+        run.model[2].used = at % 2 == 0
+        run.step(trained)
+    run.finish(trained)
+
+
+def masters(run: Run) -> None:
+    """Masters are set right after a step."""
+    trained = run.open()
+    for _ in range(3):
+        run.step(trained)
+        for param in run.model.parameters():
+            safe_set_full_fp32_param(param, torch.full(param.shape, 0.125, device=run.device))
+    run.finish(trained)
+
+
+def sharded_construction(run: Run) -> None:
+    """The model is sharded while it is built, and read and changed before the engine is."""
+    with Init(config_dict_or_path=config(3, run.scenario.precision)):
+        net = model()
+    for param in net.parameters():
+        run.values.append(float(param.detach().double().sum()))
+    with GatheredParameters(list(net.parameters()), modifier_rank=0), torch.no_grad():
+        net[0].weight.mul_(0.5)
+    trained = run.open(net)
+    run.step(trained)
+    run.finish(trained)
+
+
+def on_the_cpu(run: Run) -> None:
+    """The ranks are CPU ranks. Threads that read and write files are watched."""
+    run.device = "cpu"
+    with mock.patch.dict(os.environ, {"DS_ACCELERATOR": "cpu"}):
+        trained = run.open(gradient_accumulation_steps=2)
+        for _ in range(6):
+            trained.backward(run.loss(trained))
+            for param in run.model.parameters():
+                safe_get_full_grad(param)
+            trained.step()
+        run.finish(trained)
+
+
 PROGRAMS = {
     program.__name__: program
     for program in (
@@ -337,6 +460,13 @@ PROGRAMS = {
         close_after_step, exception_in_backward,
     )
 }  # fmt: skip
+SPECIAL = {
+    program.__name__: program
+    for program in (
+        reports, buffers, edits_in_forward, unused_module, masters, sharded_construction, on_the_cpu,
+    )
+}  # fmt: skip
+"""Programs that need an ordering statement which no program above needs alone."""
 
 
 @dataclass(frozen=True)
@@ -369,7 +499,7 @@ def prepare() -> None:
 
 
 def _run(scenario: Scenario, without: Any) -> Outcome:
-    program, expected = PROGRAMS[scenario.program], None
+    program, expected = (PROGRAMS | SPECIAL)[scenario.program], None
     with mock.patch.object(tiers, "CHUNK_NUMEL", CHUNK_NUMEL):
         if scenario.ranks == 1:
             expected = Run(scenario, "cpu", None)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zeroshard.device.pinned import HostArena
 from zeroshard.memory.host_access import host_access, kernel_access
@@ -176,7 +177,46 @@ def thread_that_is_not_waited_for(right):
     del x
 
 
+def threads_that_add_to_one_tensor(right):
+    total, lock = torch.zeros(8), threading.Lock()
+
+    def run():
+        with lock if right else threading.Lock():
+            total.add_(1)
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert total.tolist() == [2.0] * 8
+
+
+def write_before_a_lock(right):
+    total, lock, done = torch.zeros(8), threading.RLock(), []
+
+    def run():
+        if right:
+            with lock, lock:
+                total.add_(1)
+        else:
+            total.add_(1)  # the lock below does not order it
+            with lock:
+                total.add_(1)
+        done.append(True)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    while not done:
+        pass
+    with lock:
+        total.add_(1)
+    thread.join()
+
+
 PROGRAMS = {
+    threads_that_add_to_one_tensor: "race",
+    write_before_a_lock: "race",
     kernel_on_another_stream: "race",
     kernel_after_an_event: "race",
     copy_to_the_host: "race",
@@ -295,3 +335,38 @@ def test_a_gradient_flows_through_a_copy_between_memories():
         (x.cuda() * 3).sum().cpu().backward()
         assert x.grad.tolist() == [3.0] * 4
         assert x.grad.device == torch.device("cpu")
+
+
+@on_ranks(1, group=False)
+def test_an_operator_in_place_reads_what_it_writes():
+    with pretend_cuda() as watch:
+        x = torch.empty(256, device="cuda")
+        with watch.phase("fill"):
+            x.fill_(1)
+        with watch.phase("scale"):
+            x.mul_(2)
+        with watch.phase("add"):
+            torch._foreach_add_([x], [x])
+        assert watch.traffic("fill") == (0, 1024)
+        assert watch.traffic("scale") == (1024, 1024)
+        assert watch.traffic("add") == (2048, 1024)
+
+
+@on_ranks(1, group=False)
+def test_a_compiler_on_another_thread_traces_with_tensors_without_memory():
+    """What it copies from and to such tensors is in no memory."""
+    found = []
+
+    def trace():
+        torch.cuda.set_device(0)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            found.append((torch.empty(8) + torch.empty(8)).shape)
+        found.append(torch.ones(8, device="cuda").to("meta").device.type)
+        torch.empty(8, device="meta").copy_(torch.ones(8))
+
+    with pretend_cuda() as watch:
+        thread = threading.Thread(target=trace)
+        thread.start()
+        thread.join()
+        assert watch.findings == [], "\n".join(map(str, watch.findings))
+    assert found == [(8,), "meta"]

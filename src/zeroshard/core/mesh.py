@@ -76,6 +76,10 @@ class Mesh:
             rank, found[dim] = divmod(rank, size)
         return found
 
+    def rank_at(self, coordinate: Mapping[str, int]) -> int:
+        """The rank at a position in each dimension: the inverse of :meth:`coordinate`."""
+        return self._rank(tuple(coordinate[dim] for dim in DIMS))
+
     def dp_rank(self, rank: int) -> int:
         """The share of every batch that ``rank`` gets: a number below :attr:`dp_size`."""
         at = self.coordinate(rank)

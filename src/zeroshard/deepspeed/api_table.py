@@ -62,6 +62,7 @@ _CHECKPOINT_ENGINE, _PROFILING, _TILED_MLP = (
 _CHECKPOINT_CONSTANTS, _DISTRIBUTED = _HERE + "checkpoint_constants", _HERE + "distributed"
 _CONSOLIDATE, _TIMERS = _HERE + "consolidate", _HERE + "timers"
 _ESTIMATES, _LOGS, _GROUPS = _HERE + "estimates", _HERE + "logs", _HERE + "groups"
+_TOPOLOGY = _HERE + "topology"
 _COMM, _ACCESS = "zeroshard.deepspeed.collectives", "zeroshard.zero.access"
 _SCHEDULES = "zeroshard.optim.schedulers"
 _TO_FP32 = "zeroshard.checkpoint.zero_to_fp32"
@@ -212,6 +213,9 @@ _WORKING: tuple[tuple[str, str, str], ...] = (  # module, home, names; "theirs=o
      "get_model_parallel_group get_model_parallel_world_size get_model_parallel_rank "
      "get_tensor_model_parallel_group get_tensor_model_parallel_world_size "
      "get_tensor_model_parallel_rank"),
+    ("runtime.pipe", _TOPOLOGY, "ProcessTopology"),
+    ("runtime.pipe.topology", _TOPOLOGY, "ProcessTopology PipeDataParallelTopology "
+                                         "PipeModelDataParallelTopology PipelineParallelGrid"),
     ("utils.zero_to_fp32", _TO_FP32,
      "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint main"),
     ("utils.zero_to_fp32", _CONSOLIDATE, "convert_zero_checkpoint_to_fp32_state_dict "
@@ -344,11 +348,9 @@ _STUBS: tuple[tuple[Verdict, str, str, str], ...] = (  # importable; using them 
      "torch.nn.functional.scaled_dot_product_attention"),
     ("later", "", "PipelineEngine PipelineModule", _PIPE),
     ("later", "pipe", "PipelineModule LayerSpec TiedLayerSpec", _PIPE),
-    ("later", "runtime.pipe", "PipelineModule LayerSpec TiedLayerSpec ProcessTopology", _PIPE),
+    ("later", "runtime.pipe", "PipelineModule LayerSpec TiedLayerSpec", _PIPE),
     ("later", "runtime.pipe.module", "PipelineModule LayerSpec TiedLayerSpec", _PIPE),
     ("later", "runtime.pipe.engine", "PipelineEngine", _PIPE),
-    ("later", "runtime.pipe.topology", "ProcessTopology PipeDataParallelTopology "
-     "PipeModelDataParallelTopology PipelineParallelGrid", _PIPE),
     ("later", "runtime.sequence_parallel.ulysses_sp", "UlyssesSPAttentionHF "
      "UlyssesSPDataLoaderAdapter", _SEQUENCE),
     ("later", "sequence.layer", "DistributedAttention", _SEQUENCE),
@@ -403,6 +405,10 @@ SAME_MODULE: Mapping[str, str] = {
     "checkpointing": "runtime.activation_checkpointing.checkpointing",
 }
 """Short name -> the module that it stands for."""
+
+
+LIVE = frozenset({"utils.groups.mpu"})
+"""Names whose value changes: it is that of the mesh in use."""
 
 
 _MEMBERS: tuple[tuple[Verdict, str, str, str], ...] = (  # verdict, of which object, names, why

@@ -40,7 +40,13 @@ from zeroshard.engine.unit_plan import UnitSpec, layout_digest, plan_bytes
 from zeroshard.errors import in_short
 from zeroshard.offload.async_update import AsyncUpdateWorker
 from zeroshard.offload.capacity_check import check_capacity
-from zeroshard.offload.plan import OffloadPlan, check_device, plan_offload, shaped_state
+from zeroshard.offload.plan import (
+    OffloadPlan,
+    check_device,
+    disk_buffer_nbytes,
+    plan_offload,
+    shaped_state,
+)
 from zeroshard.offload.stores import Stores, has_copy_streams, update_threads
 from zeroshard.optim.factory import rebind
 from zeroshard.precision.hardware import hardware_of, tell_if_slow
@@ -55,6 +61,7 @@ from zeroshard.zero.hooks import StepHooks
 from zeroshard.zero.life import Life
 from zeroshard.zero.materialize import materialize
 from zeroshard.zero.mesh_norm import MeshExchange
+from zeroshard.zero.module_order import ModuleOrder
 from zeroshard.zero.optimizer import ShardedOptimizer
 from zeroshard.zero.prefetch import Prefetcher, WrappedModule
 from zeroshard.zero.reduce import MAX_IN_FLIGHT, GradReducer
@@ -140,11 +147,12 @@ def _assemble(
                 if comm is not None:
                     comm.broadcast(buffer, 0, name=f"buffer {at}").wait()
         scaler = scaler_from(settings, device)
+        order = ModuleOrder()
         update = OptimizerStep(
             runtime,
             settings,
             watch=watch,
-            exchange=_exchange(draft, watch, runtime),
+            exchange=_exchange(draft, watch, runtime, order),
             scaler=scaler,
             accumulation=accumulation,
             dp_size=draft.coordinate.dp_size,
@@ -164,6 +172,8 @@ def _assemble(
             runtime.prefetcher, runtime.reducer, kind_of_backward=accumulation.kind_of_backward
         )
         undo.callback(hooks.remove)
+        if draft.mesh.tensor > 1:
+            hooks.on_modules += order.watch(w.module for w in runtime.wrapped_modules)
         parts = EngineParts(
             draft.loaded, draft.rank_info, draft.mesh, draft.coordinate, device, policy, watch, runtime,
             scaler, scales_loss(settings, policy), draft.scheduler, accumulation, update, hooks,
@@ -174,7 +184,9 @@ def _assemble(
     return parts
 
 
-def _exchange(draft: Draft, watch: CommSession, runtime: ZeroRuntime) -> NormExchange:
+def _exchange(
+    draft: Draft, watch: CommSession, runtime: ZeroRuntime, order: ModuleOrder
+) -> NormExchange:
     """How norm, overflow and flags are exchanged. Collective on a mesh."""
     if draft.mesh.is_data_only:
         return DataExchange(watch.world, watch.divergence)
@@ -195,13 +207,18 @@ def _exchange(draft: Draft, watch: CommSession, runtime: ZeroRuntime) -> NormExc
         dtype=min((unit.row.reduce for unit in trained), key=lambda d: d.itemsize),
         device=draft.device,
         divergence=watch.divergence,
+        order=order,
     )
 
 
 def _make_savers(
     draft: Draft, runtime: ZeroRuntime, watch: CommSession
 ) -> tuple[CheckpointSaver, CheckpointLoader]:
-    settings, local = draft.loaded.config, LocalState(runtime.units, runtime.optimizer)
+    settings, mesh = draft.loaded.config, draft.mesh
+    counts_copies = mesh.coordinate(draft.rank_info.rank)["tensor"] == 0
+    local = LocalState(
+        runtime.units, runtime.optimizer, lambda slot: counts_copies or is_split(slot)
+    )
     saver = CheckpointSaver(
         settings.checkpoint,
         stage=int(settings.zero_optimization.stage),
@@ -211,15 +228,17 @@ def _make_savers(
         device=draft.device,
         ledger=runtime.ledger,
         uses_disk=runtime.stores.uses_disk,
+        mesh=mesh,
     )
     loader = CheckpointLoader(
         settings.checkpoint,
         local=local,
-        comm=watch.gathers,
+        comm=watch.world,
         control_group=watch.control_group,
         rank_info=draft.rank_info,
         device=draft.device,
         life=runtime.life,
+        mesh=mesh,
     )
     return saver, loader
 
@@ -323,8 +342,15 @@ def _build_runtime(draft: Draft, watch: CommSession, accumulation: Accumulation)
     if offload_plan.is_offloaded:
         planned = state_nbytes(plan, stage, comm.rank)
         forecast = check_capacity(
-            planned, offload_plan, config, watch.world, draft.rank_info, draft.device
-        )
+            planned, offload_plan, config, watch.world, draft.rank_info, draft.device,
+            disk_buffer_nbytes=disk_buffer_nbytes(
+                plan,
+                offload_plan,
+                draft.probes,
+                shards_params=stage.shards_params,
+                has_copy_streams=has_copy_streams(draft.device),
+            ),
+        )  # fmt: skip
     ledger, life = Ledger(), Life()
     stores = Stores(config, ledger, offload_plan, draft.device)
     frame = _Frame(draft, watch, accumulation, offload_plan, plan, stores, ledger, life)

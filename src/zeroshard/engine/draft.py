@@ -18,6 +18,7 @@ from zeroshard.comm.env import DataCoordinate, RankInfo
 from zeroshard.config import Config, LoadedConfig, load_config
 from zeroshard.core.layout import Block
 from zeroshard.core.mesh import HOLDERS, Mesh
+from zeroshard.core.mesh_sources import MeshSource
 from zeroshard.device.choice import own_device
 from zeroshard.engine.monitors import Monitors, build_monitors
 from zeroshard.engine.unit_plan import UnitSpec, plan_units, probed
@@ -32,7 +33,10 @@ from zeroshard.zero.unit import Unit
 
 @dataclass(frozen=True, eq=False)
 class EngineArguments:
-    """What a program passes to an engine, as it came. ``as_deepspeed``: see :func:`load_config`."""
+    """What a program passes to an engine, as it came.
+
+    ``as_deepspeed`` and ``mesh_sources``: see :func:`load_config`.
+    """
 
     model: nn.Module
     config: Any
@@ -41,7 +45,7 @@ class EngineArguments:
     lr_scheduler: Any
     device: torch.device | str | None
     as_deepspeed: bool
-    mesh: Mesh | None = None
+    mesh_sources: tuple[MeshSource, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,21 +75,19 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
     """
     model = given.model
     objects = {"optimizer": given.optimizer, "scheduler": given.lr_scheduler}
-    mesh = given.mesh or Mesh(data_shard=rank_info.world_size)
-    if mesh.world_size != rank_info.world_size:
-        raise UsageError(
-            f"the mesh is {mesh.text} = {mesh.world_size} ranks, but {rank_info.world_size} were started."
-        )
-    coordinate = DataCoordinate(mesh.dp_rank(rank_info.rank), mesh.dp_size)
     device = own_device(given.device, rank_info.local_rank)
     loaded = load_config(
         given.config,
-        dp_size=coordinate.dp_size,
+        world_size=rank_info.world_size,
+        mesh_sources=given.mesh_sources,
         hidden_size=hidden_size(model),
         as_deepspeed=given.as_deepspeed,
         replaced=[section for section, passed in objects.items() if passed is not None],
         hardware=partial(hardware_of, device),
     )
+    assert loaded.mesh is not None  # the configuration is read for training
+    mesh = loaded.mesh.mesh
+    coordinate = DataCoordinate(mesh.dp_rank(rank_info.rank), mesh.dp_size)
     settings = loaded.config
     policy = policy_from(settings)
     inner = make_optimizer(model, given.optimizer, given.model_parameters, settings, policy)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from zeroshard import moved
 from zeroshard.checkpoint.directory import check_directory
 from zeroshard.comm.dtensors import whole_of
+from zeroshard.comm.mesh_objects import mesh_sources
 from zeroshard.config import LoadedConfig
-from zeroshard.core.mesh import Mesh
 from zeroshard.core.nbytes import state_nbytes
 from zeroshard.engine import export
 from zeroshard.engine.arguments import backward_error
@@ -62,12 +62,15 @@ class Engine(nn.Module):
     object, or a callable that makes one from the parameters. None: the optimizer that the configuration
     names. If it names none, the engine only runs the model. ``lr_scheduler``: an object, or a callable
     that makes one from the optimizer. An object replaces the schedule in the configuration, and a notice
-    says so.
+    says so. ``mesh``: the number of ranks along each dimension, for example a ``DeviceMesh``
+    (:func:`zeroshard.comm.mesh_objects.mesh_sources`). The configuration must agree with it.
 
     Collective: every rank builds its engines in the same order, from the same configuration.
 
     Raises:
-        ConfigError: the configuration has mistakes; the text lists all of them.
+        ConfigError: the configuration has mistakes, or sources of the mesh disagree; the text lists all
+            of them.
+        UsageError: the arguments do not fit together.
 
     >>> engine = Engine(nn.Linear(4, 1), config={
     ...     "train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}})
@@ -92,7 +95,7 @@ class Engine(nn.Module):
         model_parameters: Iterable[Any] | None = None,
         lr_scheduler: Any = None,
         device: torch.device | str | None = None,
-        mesh: Mesh | None = None,
+        mesh: Any = None,
     ) -> None:
         super().__init__()
         parts = build_engine(
@@ -104,7 +107,7 @@ class Engine(nn.Module):
                 lr_scheduler,
                 device,
                 self._as_deepspeed,
-                mesh,
+                mesh_sources(mesh=mesh, model=model),
             ),
             partial(
                 StepHooks,
@@ -575,7 +578,6 @@ class Engine(nn.Module):
         if not self.life.is_open:
             self.life.check("engine.save_checkpoint()")
         check_directory(save_dir, "engine.save_checkpoint()")
-        self._check_data_only("save_checkpoint()")
         with self._watch.recorder.in_section("save"):
             self._wait_for_save()
             self._saver.save(
@@ -587,15 +589,6 @@ class Engine(nn.Module):
                 exclude_frozen=exclude_frozen_parameters,
             )
         return True
-
-    def _check_data_only(self, call: str) -> None:
-        """Refuse ``call`` on a mesh whose ranks hold different parts of the model."""
-        if not self.mesh.is_data_only:
-            raise UnsupportedError(
-                f"engine.{call} on the mesh {self.mesh.text}: checkpoints of tensor- or "
-                "pipeline-parallel models are not supported yet. Use engine.save_pretrained() or "
-                "engine.iter_full_params() for the weights."
-            )
 
     def wait_for_checkpoint(self) -> None:
         """Wait until the last save is complete. Raises its error, if it failed."""
@@ -631,7 +624,6 @@ class Engine(nn.Module):
         """
         self.life.check("engine.load_checkpoint()", may_load=True)
         check_directory(load_dir, "engine.load_checkpoint()")
-        self._check_data_only("load_checkpoint()")
         if custom_load_fn is not None:
             raise UnsupportedError(
                 "load_checkpoint(custom_load_fn=...): values are loaded directly into shards, and "

@@ -210,9 +210,13 @@ class OptimizerStep:
         runtime, optimizer = self._runtime, self._runtime.optimizer
         assert optimizer is not None
         norms = optimizer.norms() if self._asks_norm or self.checks_overflow else []
+        numbers = optimizer.numbers
         measured = global_norm(
-            norms, runtime.reducer.buffers, self._exchange, device=self._device, dtype=self._wide
-        )
+            norms, runtime.reducer.buffers, self._exchange, device=self._device, dtype=self._wide,
+            lost_edit=None if numbers is None else numbers.lost_edit(self._device),
+        )  # fmt: skip
+        if numbers is not None:
+            numbers.lost_on_any_rank = measured.lost_edit
         if measured.untouched and not self._settings.zero_optimization.ignore_unused_parameters:
             self._refuse_unused(measured.untouched)
         return measured, norms

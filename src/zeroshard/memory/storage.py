@@ -28,6 +28,12 @@ def release(flat: Tensor) -> None:
 _ROWS = _COLUMNS = 2**12
 """The words of a fingerprint are summed by rows and by columns of a matrix of at most this size."""
 
+WEIGHTS_NBYTES = 8 * (2 * _COLUMNS + _ROWS)
+"""Memory on the device that fingerprints need, from the first one on, for all engines of the process."""
+
+WEIGHTS_OWNER = "weights of fingerprints"
+"""The owner of that memory in a ledger."""
+
 
 def fingerprint(flat: Tensor) -> Tensor:
     """A 0-dim int64 that changes if one word of ``flat`` changes, or if words change places.
@@ -61,7 +67,7 @@ def _make_weights() -> Tensor:
     return weights
 
 
-_weights: dict[torch.device, Tensor] = {}  # 96 KiB for each device
+_weights: dict[torch.device, Tensor] = {}  # WEIGHTS_NBYTES for each device
 
 
 def _weights_on(device: torch.device) -> Tensor:

@@ -111,8 +111,13 @@ def check_capacity(
     comm: Comm,
     rank_info: RankInfo,
     device: torch.device,
+    *,
+    disk_buffer_nbytes: int = 0,
 ) -> list[str]:
     """Refuse a plan that a host cannot hold, and forecast the time that its disks will take. Collective.
+
+    ``disk_buffer_nbytes``: host memory through which state on disk passes
+    (:func:`zeroshard.offload.plan.disk_buffer_nbytes`).
 
     Returns lines with the forecast on the first rank of each host, and nothing on other ranks. Every rank
     checks every host with the same numbers, so either all ranks raise or none.
@@ -132,7 +137,8 @@ def check_capacity(
         micro_batches=micro_batches,
         reductions=micro_batches if stage.shards_grads else 1,
     )
-    if device.type != "cpu":  # the plan counts masters, but not staging of gradients and parameters
+    mine = replace(mine, host_nbytes=mine.host_nbytes + disk_buffer_nbytes)
+    if device.type != "cpu":  # the plan counts masters, but not copy buffers
         sizes = host_sizes(offload_plan)
         scratch_nbytes = sum(
             numel * dtype.itemsize for what, numel, dtype in sizes if what == "scratch"

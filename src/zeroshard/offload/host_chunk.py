@@ -258,7 +258,7 @@ class HostStaging:
     ) -> None:
         self.streams = streams
         self.allocate = take
-        self._numbers = numbers
+        self.numbers = numbers
         self._grad_itemsize = grad_itemsize
         self._shared_nbytes = shared_nbytes
         self._shared: list[HostBuffers] = []
@@ -282,7 +282,7 @@ class HostStaging:
             None if on_host else param_C,
             buffers=buffers,
             host_param_C=host_param_C,
-            numbers=self._numbers,
+            numbers=self.numbers,
         )
 
     def _next_shared(self) -> HostBuffers:

@@ -21,6 +21,9 @@ from torch import Tensor
 from zeroshard.memory.direct_io import aligned_bytes, round_to_page
 from zeroshard.offload.swap_file import Extent, SwapFile, Transfer
 
+SLOTS = 5
+"""The number of pages that have memory at a time."""
+
 
 class _Slot:
     """Memory for one page at a time.
@@ -110,7 +113,7 @@ class Pager:
     """
 
     def __init__(
-        self, file: SwapFile, slot_nbytes: int, *, slots: int = 5, read_ahead: int = 2
+        self, file: SwapFile, slot_nbytes: int, *, slots: int = SLOTS, read_ahead: int = 2
     ) -> None:
         assert slots > 0
         assert read_ahead >= 0

@@ -6,16 +6,20 @@ Pure functions of the DeepSpeed keys ``offload_optimizer`` and ``offload_param``
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from zeroshard.config import Config
 from zeroshard.core.layout import UnitLayout
+from zeroshard.core.nbytes import UnitBytes
 from zeroshard.core.stages import STAGES
 from zeroshard.core.tiers import TIERS, Placement, Span, Tier, place
+from zeroshard.device.pinned import slot_nbytes
 from zeroshard.errors import UnsupportedError
+from zeroshard.memory.direct_io import round_to_page
+from zeroshard.offload import pager, staged_shard_store
 from zeroshard.offload.host_chunk import SHARED_BUFFERS
 from zeroshard.offload.pager import page_nbytes
 from zeroshard.offload.step_numbers import numbers_numel
@@ -199,6 +203,31 @@ def page_sizes(
         for span in spans:
             if span.tier.only_in_use:
                 yield span.tier, page_nbytes(span.end - span.begin, dtypes)
+
+
+def disk_buffer_nbytes(
+    units: Iterable[UnitBytes],
+    offload_plan: OffloadPlan,
+    found: Mapping[torch.dtype, Probe],
+    *,
+    shards_params: bool,
+    has_copy_streams: bool,
+) -> int:
+    """Host memory through which state on disk passes: the ring of pages, and slots for shards.
+
+    A shard passes through a slot on its way to a device with other memory (``has_copy_streams``).
+    """
+    page = max((nbytes for _, nbytes in page_sizes(offload_plan, found)), default=0)
+    shard = max(
+        (
+            unit.param_nbytes * unit.layout.shard_numel
+            for unit in units
+            if shards_params and unit.param_tier.only_in_use
+        ),
+        default=0,
+    )
+    slots = staged_shard_store.SLOTS * slot_nbytes(shard, torch.uint8) if has_copy_streams else 0
+    return pager.SLOTS * round_to_page(page) + round_to_page(slots)
 
 
 def shared_nbytes(offload_plan: OffloadPlan) -> tuple[int, int]:

@@ -22,6 +22,7 @@ from zeroshard.device.choice import choose_device, ops_of
 from zeroshard.device.copy_streams import CopyStreams, CudaCopyStreams
 from zeroshard.device.pinned import HostArena, slot_nbytes
 from zeroshard.memory.malloc import return_large_blocks
+from zeroshard.memory.storage import WEIGHTS_NBYTES, WEIGHTS_OWNER
 from zeroshard.offload.grad_store import GradStore
 from zeroshard.offload.host_chunk import HostStaging
 from zeroshard.offload.pager import Pager, Timeline
@@ -74,9 +75,10 @@ class Stores:
         if offload_plan.is_offloaded and not self._is_fake:
             self.streams = make_copy_streams(device, copies=self.is_delayed)
         self._watched: list[WatchedShard] = []  # shards that are not on the device
-        if device.type == "cpu" and (
-            offload_plan.grads or any(tier.only_in_use for tier in offload_plan.params.values())
-        ):
+        in_file = any(tier.only_in_use for tier in offload_plan.params.values())
+        if self.streams is not None or (in_file and not self._is_fake):
+            ledger.hold("scratch", WEIGHTS_OWNER, WEIGHTS_NBYTES)
+        if device.type == "cpu" and (offload_plan.grads or in_file):
             return_large_blocks()  # shards and gradients are allocated and freed between activations
 
     def stores_of(self, tier: Tier) -> TierStores:
@@ -199,6 +201,7 @@ class Stores:
         for arena in [*self._arenas, *(arena for opened in tiers for arena in opened.arenas)]:
             arena.close() if is_idle else arena.keep_locked()
         self._ledger.hold("scratch", "copy buffers of host chunks", 0, Tier.HOST)
+        self._ledger.hold("scratch", WEIGHTS_OWNER, 0)
         for opened in self._opened.values():
             opened.close()
 

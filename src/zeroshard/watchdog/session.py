@@ -239,8 +239,9 @@ class CommSession:
             self.session_watch.close(reason)
         for comm in self.comms:
             comm.close()
-        for group in self.groups:
-            dist.destroy_process_group(group)
+        while self.groups:
+            with contextlib.suppress(ValueError):  # the program destroyed all groups before us
+                dist.destroy_process_group(self.groups.pop())
 
 
 def open_session(

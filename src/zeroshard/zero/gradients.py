@@ -51,8 +51,8 @@ if TYPE_CHECKING:
 GROUP_NUMEL = 2**18
 """At most this many elements of gradients wait to be copied together.
 
-A copy of a larger gradient takes longer than the host needs to start it. The ledger does not count what
-waits: it counts a gradient when it is in its slot.
+A copy of a larger gradient takes longer than the host needs to start it. The ledger counts the gradients
+of a group once, while they are copied: then they and the slots are in memory.
 """
 
 
@@ -100,6 +100,7 @@ class GradBuffer:
         )  # by slot: is there a gradient, in grads_N or waiting?
         self._waiting: dict[int, Tensor] = {}  # by slot: gradients that are not in grads_N yet
         self._waiting_numel = 0
+        self._waiting_owner = f"{unit.name} (waiting)"  # in the ledger
         self.has_grad = [False] * len(unit.params)  # by slot: any gradient since the last step?
         self.num_ready = 0  # gradients that arrived in the running backward
         self._local_dtype = unit.row.reduce
@@ -251,6 +252,7 @@ class GradBuffer:
         if not self._waiting:
             return
         slots, grads = [*self._waiting], [*self._waiting.values()]
+        nbytes = self._waiting_numel * grads[0].element_size()
         self._waiting.clear()
         self._waiting_numel = 0
         if self.grads_N is None:
@@ -261,7 +263,8 @@ class GradBuffer:
         views = [self.views[index] for index in slots]
         if torch.is_grad_enabled():  # with create_graph=True gradients have a graph
             grads = [grad.detach() for grad in grads]
-        torch._foreach_copy_(views, grads)
+        with self.ledger.lend(self._waiting_owner, nbytes):
+            torch._foreach_copy_(views, grads)
 
     def _promote(self) -> None:
         """Convert ``grads_N`` to the accumulation dtype, if a sum was not expected when it was made."""

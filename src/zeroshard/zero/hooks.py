@@ -418,8 +418,15 @@ class StepHooks:
         self._release(wrapped)
 
     def _release(self, wrapped: WrappedModule) -> None:
-        """Reshard the module if all its gradients have arrived and backward has left all its calls."""
-        through = wrapped.missing_units <= 0 and not wrapped.open_calls
+        """Reshard the module if all its gradients have arrived and backward has left all its calls.
+
+        Some modules are not read any more when their gradients have arrived. They need not be left.
+        """
+        if not wrapped.sharded:
+            return
+        through = wrapped.missing_units <= 0 and (
+            not wrapped.open_calls or wrapped.is_read_once_in_backward
+        )
         if through and wrapped is not self.prefetcher.root and not self.creates_graph:
             wrapped.reshard()
 
@@ -530,9 +537,9 @@ def _grad_ready(me: weakref.ref[StepHooks], number: int, param: nn.Parameter) ->
     if not hooks.counted:
         hooks.counted = hooks.on_backward_begin(True)
     if buffer.take_grad(index, param):
-        hooks.reducer.finish_buffer(buffer)
         wrapped.missing_units -= 1
-        hooks._release(wrapped)
+        hooks._release(wrapped)  # before the reduction, which needs memory
+        hooks.reducer.finish_buffer(buffer)
 
 
 def tensors_in(tree: Any) -> Iterable[Tensor]:

@@ -14,26 +14,30 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from zeroshard.comm.flight_recorder import rank_ranges
 from zeroshard.core.mesh import HOLDERS, Mesh
 from zeroshard.device.choice import ops_of
 from zeroshard.device.ops import Event
-from zeroshard.errors import UsageError
+from zeroshard.errors import RankDivergence, UsageError
 from zeroshard.zero.clip import Divergence, local_sum_of_squares, on_device
 
 if TYPE_CHECKING:
     from zeroshard.comm.collectives import Comm
     from zeroshard.zero.gradients import Norms
+    from zeroshard.zero.module_order import ModuleOrder
 
-_FIRST_WORD = 4  # after the sum of squares, the two hashes and the sum over copies
+_FIRST_WORD = (
+    5  # after the sum of squares, two histories, the order of modules, the sum over copies
+)
 
 
 class MeshExchange:
     """The exchange on a mesh, over all ranks.
 
     Each rank sends ``[sum of squares that it counts, hash of the world's history, hash of its holders'
-    history, sum of squares of what it holds as every rank of its tensor group does, flags...]``, fp64.
-    The ranks of a tensor group compute the gradients of such parameters from the same numbers, so these
-    sums must agree. They do not if the ranks train on different samples or run modules in another order.
+    history, hash of the order of modules, sum over copies, flags...]``, fp64. Copies are the gradients of
+    parameters that every rank of a tensor group holds. The ranks compute them from the same numbers, so
+    the sums must agree. They do not if the ranks train on different samples.
 
     ``copied``: by position in the model, the names of parameters that the tensor dimension does not cut.
     ``num_words``: packed flags of this rank. ``dtype``: in which gradients are reduced; sums of copies
@@ -53,7 +57,9 @@ class MeshExchange:
         dtype: torch.dtype,
         device: torch.device,
         divergence: Divergence,
+        order: ModuleOrder,
     ) -> None:
+        self._order = order
         self._world, self._holders, self._mesh = world, holders, mesh
         self._copied = copied
         self._divergence = divergence
@@ -71,8 +77,12 @@ class MeshExchange:
         self._num_words, self._num_copied = map(int, widest)
 
     def __call__(
-        self, norms: Norms, words: Sequence[float], device: torch.device
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        norms: Norms,
+        words: Sequence[float],
+        device: torch.device,
+        lost_edit: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """See :class:`~.clip.NormExchange`.
 
         Raises:
@@ -82,16 +92,16 @@ class MeshExchange:
         copies = [norm for at, norm in norms if at in self._copied]
         counted = [n for at, n in norms if self._counts_copies or at not in self._copied]
         padding = [0.0] * (self._num_words - len(words))
-        hashes = on_device(
-            [world.recorder.hash32, holders.recorder.hash32, *words, *padding], device
-        )
+        hashes = [world.recorder.hash32, holders.recorder.hash32, self._order.hash48]
+        host = on_device([*hashes, *words, *padding], device)
         of_copies = local_sum_of_squares(copies, device)
         row = torch.cat(
             [
                 local_sum_of_squares(counted, device).view(1),
-                hashes[:2],
+                host[:3],
                 of_copies.view(1),
-                hashes[2:],
+                host[3:],
+                *(() if lost_edit is None else (lost_edit,)),
             ]
         )
         rows = world.all_gather_small(row, name="norm")
@@ -101,26 +111,39 @@ class MeshExchange:
         if odd := holders.recorder.diverging(own[:, 2]):
             raise self._divergence(holders, odd)
         if not isinstance(rows, FakeTensor):
-            self._check_copies(rows[:, 3], norms)
-        return rows[:, 0].sum(), own[:, _FIRST_WORD:]
+            self._check_copies(rows[:, 3:5], norms)
+        return (
+            rows[:, 0].sum(),
+            own[:, _FIRST_WORD:],
+            None if lost_edit is None else rows[:, -1].amax(),
+        )
 
-    def _check_copies(self, sums_W: Tensor, norms: Norms) -> None:
-        """Compare inside each tensor group. On an accelerator, the sums of the step before."""
-        ops = ops_of(sums_W.device)
+    def _check_copies(self, seen_W2: Tensor, norms: Norms) -> None:
+        """Compare inside each tensor group. On an accelerator, what was sent in the step before."""
+        ops = ops_of(seen_W2.device)
         if ops.is_async:
             before = self._before
-            copy = torch.empty(sums_W.shape, dtype=sums_W.dtype, pin_memory=True)
-            copy.copy_(sums_W, non_blocking=True)
+            copy = torch.empty(seen_W2.shape, dtype=seen_W2.dtype, pin_memory=True)
+            copy.copy_(seen_W2, non_blocking=True)
             self._before = copy, ops.event()
             self._before[1].record()
             if before is None:
                 return
-            sums_W, copied = before
+            seen_W2, copied = before
             copied.synchronize()  # not query(): every rank must come to the same conclusion
-        groups = sums_W.view(-1, self._mesh.tensor)
-        if not bool(self._differ(groups).any()):
-            return
-        raise UsageError(self._text(norms, sums_W.device))
+        orders, sums = seen_W2.reshape(-1, self._mesh.tensor, 2).unbind(-1)
+        odd = (orders != orders[:, :1]).any(-1).nonzero().flatten().tolist()
+        if odd:
+            first = odd[0] * self._mesh.tensor
+            raise RankDivergence(
+                f"RankDivergence: {rank_ranges(range(first, first + self._mesh.tensor))}, which are one "
+                "tensor group, ran modules in different orders since the last step. Each layer is spread "
+                "over these ranks, so parts of different layers were added. Run the same modules in the "
+                "same order on every rank of a tensor group, and draw random choices of layers from "
+                "generators with equal seeds."
+            )
+        if bool(self._differ(sums).any()):
+            raise UsageError(self._text(norms, seen_W2.device))
 
     def _differ(self, groups: Tensor) -> Tensor:
         """Whether the numbers of each row differ by more than rounding. Not finite ones do not count."""
@@ -149,8 +172,7 @@ class MeshExchange:
             seen = f" (norms of its gradient: {seen})"
         return (
             f"The ranks of a tensor group got different gradients of {where}{seen}, although each of "
-            "them computes the same gradient of it. They were given different samples, ran modules in a "
-            "different order, or drew different dropout masks. Choose samples by engine.dp_rank and "
-            "engine.dp_size, which are equal in a tensor group, and seed the ranks of a tensor group "
-            "alike."
+            "them computes the same gradient of it. They were given different samples, or drew "
+            "different dropout masks. Choose samples by engine.dp_rank and engine.dp_size, which are "
+            "equal in a tensor group, and seed the ranks of a tensor group alike."
         )

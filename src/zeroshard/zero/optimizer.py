@@ -117,6 +117,7 @@ class ShardedOptimizer:
         self.ledger = ledger
         self.life = life
         self.pager = pager
+        self.numbers = None if host is None else host.numbers  # that the host reads in each step
         group_of = {
             id(param): at
             for at, group in enumerate(inner.param_groups)

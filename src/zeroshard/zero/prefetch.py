@@ -66,9 +66,35 @@ class WrappedModule:
     @property
     def is_read_in_backward(self) -> bool:
         """Whether backward reads the parameters. Backward of an embedding writes only a gradient."""
+        return not self._is_plain(nn.Embedding, ["weight"])
+
+    @property
+    def is_read_once_in_backward(self) -> bool:
+        """Whether backward reads no parameter after it has given all gradients of the module.
+
+        So it is for a linear layer: one node of the graph reads the weight, for the gradients of weight
+        and input.
+        """
+        return self._is_plain(nn.Linear, ["weight", "bias"]) and all(
+            param is None or param.requires_grad for param in self.module._parameters.values()
+        )
+
+    def _is_plain(self, kind: type[nn.Module], params: list[str]) -> bool:
+        """Whether the module computes what ``kind`` does, from its own ``params``, and nothing else.
+
+        A parametrization or a weight norm computes the weight from other parameters.
+        """
         module = self.module
-        # One forward hook is ours. Backward of what another hook computes may read the parameters.
-        return type(module) is not nn.Embedding or len(module._forward_hooks) > 1
+        return (
+            isinstance(module, kind)
+            and type(module).forward is kind.forward
+            and type(module).__call__ is kind.__call__
+            and "forward" not in vars(module)
+            and list(module._parameters) == params
+            and not module._modules
+            # One forward hook is ours. Backward of what another hook computes may read the parameters.
+            and len(module._forward_hooks) == len(module._forward_pre_hooks) == 1
+        )
 
     @property
     def is_sharded(self) -> bool:

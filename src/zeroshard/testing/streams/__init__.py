@@ -22,13 +22,14 @@ the lines of both operations. ``watch.waits(phase)`` counts host waits by kind, 
 operators, ``watch.traffic(phase)`` the bytes that they read and wrote, ``watch.allocations(phase)``
 blocks of device memory. ``watch.live_nbytes`` are the bytes of device memory in use,
 ``watch.live_blocks`` the blocks with the lines that allocated them. ``watch.world(4)`` is a context in
-which this process is one of four ranks over a model of NCCL: order is right, values are not.
+which this process is one of four ranks over a model of NCCL: order is right, values are not. With
+``watch.ranks()`` processes that gloo connects are the ranks, and values are right too.
 
 Code that torch does not see declares what it uses: :mod:`zeroshard.memory.host_access`.
 
 Limits. One operator is one kernel, and uses the range of bytes from the first to the last element of a
-tensor. Autograd runs on the calling thread. Locks do not order host threads; threads, futures, events and
-queues do. Only one ``pretend_cuda`` may be open in a process. It replaces functions of the whole process
+tensor. Autograd runs on the calling thread. Threads, futures, events and queues order host threads. Locks
+do not, but what is done under the same lock is no race. Only one ``pretend_cuda`` may be open in a process. It replaces functions of the whole process
 while it is open, so a test runs it in a process of its own (``tests/streams/scenarios.py``).
 """
 

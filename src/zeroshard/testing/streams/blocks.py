@@ -11,7 +11,10 @@ from zeroshard.testing.streams.findings import Site, line_of
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One operation that reads or writes the bytes from ``begin`` to ``end`` of a block."""
+    """One operation that reads or writes the bytes from ``begin`` to ``end`` of a block.
+
+    ``locks``: those that the host thread holds; none for a stream, which does the work later.
+    """
 
     timeline: Timeline
     tick: int
@@ -20,6 +23,7 @@ class Use:
     writes: bool
     what: str
     site: Site
+    locks: frozenset[int] = frozenset()
 
     def precedes(self, clock: Clock) -> bool:
         """Whether it has ended before anything that begins with ``clock``."""
@@ -48,8 +52,16 @@ class Block:
         place = "host memory" if self.device is None else f"memory of device {self.device}"
         return f"{self.nbytes} bytes of {place}" + f" from {line_of(self.made_by)}"
 
-    def conflicts(self, timeline: Timeline, begin: int, end: int, *, writes: bool) -> Iterator[Use]:
-        """The known uses that conflict with a use that begins now on ``timeline``."""
+    def conflicts(
+        self,
+        timeline: Timeline,
+        begin: int,
+        end: int,
+        *,
+        writes: bool,
+        locks: frozenset[int] = frozenset(),
+    ) -> Iterator[Use]:
+        """The known uses that conflict with a use that begins now on ``timeline``, under ``locks``."""
         clock = timeline.clock
         for use in self.uses:
             if (
@@ -57,6 +69,7 @@ class Block:
                 and use.begin < end
                 and begin < use.end
                 and not use.precedes(clock)
+                and not (locks and locks & use.locks)  # one lock: never at the same time
             ):
                 yield use
 
@@ -73,6 +86,8 @@ class Block:
 
 def _is_implied(old: Use, new: Use, clock: Clock) -> bool:
     if old.begin < new.begin or old.end > new.end:
+        return False
+    if not new.locks <= old.locks:  # a later use under these locks conflicts with the old one only
         return False
     if new.writes:
         return old.precedes(clock)

@@ -22,7 +22,7 @@ Range = tuple[Block, int, int]
 
 
 class HostThread(Timeline):
-    """A host thread, its current device, and its current stream on every device."""
+    """A host thread, its current device, its current stream on every device, and the locks it holds."""
 
     def __init__(self, number: int, name: str, *, is_main: bool) -> None:
         super().__init__(number, name)
@@ -30,6 +30,7 @@ class HostThread(Timeline):
         self.device = 0
         self.has_device = is_main
         self.streams: dict[int, StreamLine] = {}
+        self.locks: Counter[int] = Counter()  # by number of the lock, how often it was acquired
 
 
 class StreamLine(Timeline):
@@ -149,11 +150,12 @@ class Machine:
     ) -> Site:
         """Let an operation that begins now on ``timeline`` use memory. Returns where that is."""
         tick, site = timeline.tick(), here()
+        locks = frozenset(timeline.locks) if isinstance(timeline, HostThread) else frozenset[int]()
         for ranges, is_write in ((reads, False), (writes, True)):
             for block, begin, end in ranges:
                 if begin >= end:
                     continue
-                for use in block.conflicts(timeline, begin, end, writes=is_write):
+                for use in block.conflicts(timeline, begin, end, writes=is_write, locks=locks):
                     self.report(
                         "race",
                         f"{what} on {timeline} {'writes' if is_write else 'reads'} bytes {begin} to "
@@ -161,7 +163,7 @@ class Machine:
                         f"{'writes' if use.writes else 'reads'} bytes {use.begin} to {use.end}",
                         use,
                     )
-                block.add(Use(timeline, tick, begin, end, is_write, what, site))
+                block.add(Use(timeline, tick, begin, end, is_write, what, site, locks))
         return site
 
     def host(self, what: str, reads: Sequence[Range], writes: Sequence[Range]) -> None:

@@ -1,13 +1,13 @@
-"""A model of NCCL for one rank of a world that has no other ranks.
+"""A model of NCCL: for one rank of a world that has no other ranks, or for ranks that gloo connects.
 
 Each communicator has a stream of its own. A collective waits for the current stream; ``wait()`` on its
 handle makes the current stream wait for the collective, and the host waits for nothing. Tensors are kept
-until then. Values are those of a world in which every rank has what this rank has.
+until then. A sum is rounded to the dtype of the tensor after each rank, in rank order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -47,16 +47,63 @@ class _Work:
             return self._machine.has_ended(self._clock)
 
 
+Exchange = Callable[[Tensor, int], Tensor]
+"""Gets a flat tensor ``[K]`` and the number of ranks W. Gives ``[W, K]``: row r is rank r's tensor."""
+
+
+def equal_ranks(mine_K: Tensor, size: int) -> Tensor:
+    """The :data:`Exchange` of a world in which every rank has what this rank has."""
+    return mine_K.expand(size, -1)
+
+
+def over_gloo(mine_K: Tensor, size: int) -> Tensor:
+    """The :data:`Exchange` of real ranks, over their process group of gloo. It blocks until all call it.
+
+    Raises:
+        NotImplementedError: the communicator has fewer ranks than the process group.
+    """
+    if size != dist.get_world_size():
+        raise NotImplementedError(
+            f"a communicator of {size} among {dist.get_world_size()} ranks: values are exchanged between "
+            "all ranks only"
+        )
+    sent = mine_K.clone().view(torch.uint8)
+    received = sent.repeat(size)
+    group = dist.group.WORLD
+    assert group is not None
+    group._allgather_base(received, sent).wait()
+    return received.view(mine_K.dtype).view(size, -1)
+
+
+def reduced(rows_WK: Tensor, op: Any) -> Tensor:
+    """``[K]``: the reduction of one tensor per rank.
+
+    Raises:
+        NotImplementedError: the model does not know ``op``.
+    """
+    if op == dist.ReduceOp.MAX:
+        return rows_WK.amax(0)
+    if op == dist.ReduceOp.MIN:
+        return rows_WK.amin(0)
+    if op != dist.ReduceOp.SUM:
+        raise NotImplementedError(f"the model of NCCL does not have {op}")
+    total_K = rows_WK[0].clone()
+    for row_K in rows_WK[1:]:
+        total_K += row_K
+    return total_K
+
+
 _Group: Any = dist.ProcessGroup  # its overloads are more than a model needs
 
 
 class PretendedNCCL(_Group):  # type: ignore[misc]
-    """The collectives of one communicator of ``size`` ranks."""
+    """The collectives of one communicator of ``size`` ranks, which exchange values with ``exchange``."""
 
-    def __init__(self, storages: Storages, rank: int, size: int) -> None:
+    def __init__(self, storages: Storages, rank: int, size: int, exchange: Exchange) -> None:
         super().__init__(rank, size)
         self._storages = storages
         self._machine = storages.machine
+        self._exchange = exchange
         self._rank = rank
         self._size = size
         self._lines: dict[int, StreamLine] = {}
@@ -102,42 +149,57 @@ class PretendedNCCL(_Group):  # type: ignore[misc]
             machine.kernel(device, what, used, changed, stream=line)
             return _Work(storages, device, dict(line.clock), [*reads, *writes])
 
+    def _rows(self, tensor: Tensor) -> Tensor:
+        """``[W, K]``: every rank's values of a tensor of K elements."""
+        return self._exchange(tensor.detach().reshape(-1), self._size)
+
+    @contextmanager
+    def _moving_values(self) -> Iterator[None]:
+        """A context in which values are exchanged. What the program does is recorded afterwards."""
+        with self._storages.quietly(), torch.no_grad():
+            yield
+
     @staticmethod
     def _options(opts: tuple[Any, ...]) -> Any:
         return opts[0] if opts else None
 
+    @staticmethod
+    def _op(options: Any) -> Any:
+        return getattr(options, "reduceOp", dist.ReduceOp.SUM)
+
     def all_gather_single(self, full: Tensor, shard: Tensor, *opts: Any) -> _Work:
         """Every rank's shard, one after the other."""
-        with self._storages.quietly(), torch.no_grad():
-            mine = shard.detach().clone()
-            full.detach().view(self._size, -1).copy_(mine.view(1, -1))
+        with self._moving_values():
+            full.detach().view(self._size, -1).copy_(self._rows(shard).clone())
         return self._run("all-gather", [shard], [full], self._options(opts))
 
     def reduce_scatter_single(self, shard: Tensor, full: Tensor, *opts: Any) -> _Work:
-        """This rank's part of the sum over ranks."""
+        """This rank's part of the reduction over ranks."""
         options = self._options(opts)
-        with self._storages.quietly(), torch.no_grad():
-            part = full.detach().view(self._size, -1)[self._rank].clone()
-            is_sum = getattr(options, "reduceOp", dist.ReduceOp.SUM) == dist.ReduceOp.SUM
-            shard.detach().view(-1).copy_(part * self._size if is_sum else part)
+        with self._moving_values():
+            parts = self._rows(full).view(self._size, self._size, -1)[:, self._rank]
+            shard.detach().view(-1).copy_(reduced(parts, self._op(options)))
         return self._run("reduce-scatter", [full], [shard], options)
 
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
 
     def broadcast(self, tensors: list[Tensor], *opts: Any) -> _Work:
-        """The values of this rank, whatever the source is."""
+        """The values of the source."""
         options = self._options(opts)
-        sends = getattr(options, "rootRank", self._rank) == self._rank
-        return self._run("broadcast", tensors if sends else [], tensors, options)
+        source = getattr(options, "rootRank", self._rank)
+        with self._moving_values():
+            for tensor in tensors:
+                tensor.detach().copy_(self._rows(tensor)[source].clone().view(tensor.shape))
+        return self._run("broadcast", tensors if source == self._rank else [], tensors, options)
 
     def allreduce(self, tensors: list[Tensor], *opts: Any) -> _Work:
-        """The sum over ranks."""
+        """The reduction over ranks."""
         options = self._options(opts)
-        with self._storages.quietly(), torch.no_grad():
-            if getattr(options, "reduceOp", dist.ReduceOp.SUM) == dist.ReduceOp.SUM:
-                for tensor in tensors:
-                    tensor.detach().mul_(self._size)
+        with self._moving_values():
+            for tensor in tensors:
+                total = reduced(self._rows(tensor), self._op(options))
+                tensor.detach().copy_(total.view(tensor.shape))
         return self._run("all-reduce", tensors, tensors, options)
 
     def barrier(self, *opts: Any) -> _Work:
@@ -151,13 +213,8 @@ class PretendedNCCL(_Group):  # type: ignore[misc]
 
 
 @contextmanager
-def pretended_world(storages: Storages, size: int, rank: int = 0) -> Iterator[None]:
-    """A context in which this process is rank ``rank`` of ``size`` ranks that use the model of NCCL.
-
-    The engine gets two communicators, as on real NCCL.
-    """
-    from torch.testing._internal.distributed import fake_pg
-
+def _communicators(storages: Storages, exchange: Exchange) -> Iterator[None]:
+    """A context in which groups of torch's fake backend, and the engine's communicators, are the model."""
     from zeroshard.comm.collectives import ProcessGroupComm
     from zeroshard.watchdog import session
 
@@ -166,7 +223,7 @@ def pretended_world(storages: Storages, size: int, rank: int = 0) -> Iterator[No
     before = plugins["FAKE"]
 
     def create(common: Any, _: Any) -> PretendedNCCL:
-        return PretendedNCCL(storages, common.group_rank, common.group_size)
+        return PretendedNCCL(storages, common.group_rank, common.group_size, exchange)
 
     def make_comm(*, recorder: Any = None, group: Any = None, guard: Any = None, **_: Any) -> Any:
         ranks = None if group is None else dist.get_process_group_ranks(group)
@@ -174,17 +231,49 @@ def pretended_world(storages: Storages, size: int, rank: int = 0) -> Iterator[No
             dist.new_group(ranks, backend="fake"), recorder=recorder, guard=guard, owns_group=True
         )
         comm.transport = "nccl"
-        comm.recorder.compares = True
+        comm.recorder.compares = comm.queues_on_device = True
         return comm
 
     plugins["FAKE"] = before._replace(creator_fn=create)
     patches.set(session, "make_comm", make_comm)
     try:
+        yield
+    finally:
+        plugins["FAKE"] = before
+        patches.undo()
+
+
+@contextmanager
+def pretended_world(storages: Storages, size: int, rank: int = 0) -> Iterator[None]:
+    """A context in which this process is rank ``rank`` of ``size`` ranks that use the model of NCCL.
+
+    There are no other ranks, so that the engine opens one communicator for all collectives.
+    """
+    from torch.testing._internal.distributed import fake_pg
+
+    with _communicators(storages, equal_ranks):
         dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=rank, world_size=size)
         try:
             yield
         finally:
             dist.destroy_process_group()
-    finally:
-        plugins["FAKE"] = before
-        patches.undo()
+
+
+@contextmanager
+def connected_ranks(storages: Storages) -> Iterator[None]:
+    """A context in which the ranks of the open process group, which is gloo's, use the model of NCCL.
+
+    The engine opens two communicators at stage 3, as on NCCL.
+
+    Raises:
+        RuntimeError: no process group of gloo is open.
+    """
+    if not dist.is_initialized() or dist.get_backend() != "gloo":
+        raise RuntimeError(
+            'ranks exchange their values over gloo: call init_process_group("gloo") on every rank first'
+        )
+    from torch.testing._internal.distributed import fake_pg  # it registers torch's fake backend
+
+    assert fake_pg
+    with _communicators(storages, over_gloo):
+        yield

@@ -28,6 +28,12 @@ _LIKE = {"zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "ran
          "new_zeros", "new_ones", "new_full"}  # fmt: skip
 _METADATA = {"set_", "detach", "alias", "lift_fresh", "resize_", "_has_compatible_shallow_copy_type",
              "is_same_size", "record_stream"}  # fmt: skip
+_ONLY_WRITES = {
+    "copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_", "_foreach_fill_", "random_",
+    "uniform_", "normal_", "log_normal_", "cauchy_", "exponential_", "geometric_", "bernoulli_",
+}  # fmt: skip
+"""Operators that do not read what they write in place."""
+_COPIES = ("copy_", "_to_copy", "_foreach_copy_")
 _TAKES_HOST_INDEX = {"index", "index_put_", "index_put", "_index_put_impl_", "_unsafe_index"}
 
 
@@ -38,6 +44,7 @@ class _Shape:
     name: str
     writes: frozenset[int | str]  # positions and names of the arguments that it writes
     is_view: bool  # its results are views of its arguments, and it writes none of them
+    reads_written: bool  # it reads what it writes: it works in place
 
 
 @cache
@@ -52,7 +59,9 @@ def _shape_of(func: Any) -> _Shape:
         for result in schema.returns
     ]
     name = schema.name.partition("::")[2]
-    return _Shape(name, frozenset(writes), bool(views) and all(views) and not writes)
+    is_view = bool(views) and all(views) and not writes
+    is_in_place = bool(writes) and 0 in writes and name not in _ONLY_WRITES
+    return _Shape(name, frozenset(writes), is_view, is_in_place)
 
 
 def _tensors(value: Any) -> Iterable[Tensor]:
@@ -146,9 +155,12 @@ class OperatorMode(TorchDispatchMode):
             return
         if shape.name in _LIKE:
             read = []
-        if shape.name in ("copy_", "_to_copy", "_foreach_copy_"):
+        # A copy from or to a fake or meta tensor, as a compiler makes, moves nothing.
+        if shape.name in _COPIES and len(written or fresh) == len(read):
             self._copies(shape, read, written, fresh, args, kwargs)
             return
+        if shape.reads_written:
+            read = [*read, *written]
         written = written + fresh
         if where.device is None:
             self._on_host(shape.name, read, written)

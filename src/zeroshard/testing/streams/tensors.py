@@ -65,17 +65,22 @@ class Storages:
         self._mappings: list[Block] = []  # page-locked with cudaHostRegister
         self.dead: deque[tuple[int, Clock]] = deque()
         self._local = threading.local()
+        _open.append(self)  # first: a storage that dies from now on is noted in ``dead``
         for key, (device, nbytes) in list(_left.items()):
             self._blocks[key] = Block(min(device, machine.devices - 1), nbytes)
-        _open.append(self)
 
     def close(self) -> None:
-        """Remember which storages are in device memory, for the next machine."""
-        self.collect()
-        _open.remove(self)
+        """Remember which storages are in device memory, for the next machine.
+
+        A storage may die at any time. Until the table is closed its death is noted in ``dead``, and from
+        then on its entry is removed at once.
+        """
         for key, block in self._blocks.items():
             if block.device is not None:
                 _left[key] = (block.device, block.nbytes)
+        _open.remove(self)
+        while self.dead:
+            _left.pop(self.dead.popleft()[0], None)
 
     # ------------------------------------------------------------------ where new memory goes
 

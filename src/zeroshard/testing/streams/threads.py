@@ -1,7 +1,13 @@
-"""Follows host threads: which began or ended before which other, and what passed between them."""
+"""Follows host threads: which began or ended before which other, and what passed between them.
+
+[Note: locks] A lock keeps two threads from using memory at the same time. It does not say which comes
+first: that may differ from run to run. So what is done under one lock never conflicts with what is done
+under the same lock, and is not ordered with it either. Otherwise one run would not cover all timings.
+"""
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 from collections.abc import Callable
@@ -9,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from zeroshard.testing.streams.clocks import Clock, merge
-from zeroshard.testing.streams.machine import Machine
+from zeroshard.testing.streams.machine import HostThread, Machine
 from zeroshard.testing.streams.operators import OperatorMode
 from zeroshard.testing.streams.patches import Patches
 from zeroshard.testing.streams.tensors import Storages
@@ -36,6 +42,7 @@ def install(storages: Storages, patches: Patches) -> None:
     machine = storages.machine
     _threads(storages, patches)
     _futures(machine, patches)
+    _locks(machine, patches)
 
     def giving(old: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -154,3 +161,77 @@ def _futures(machine: Machine, patches: Patches) -> None:
     patches.set(ThreadPoolExecutor, "submit", submit)
     patches.set(Future, "result", resolved(Future.result))
     patches.set(Future, "exception", resolved(Future.exception))
+
+
+def _locks(machine: Machine, patches: Patches) -> None:
+    """Let new locks say which thread holds them. See [Note: locks]."""
+    real_lock, real_rlock, numbers = threading.Lock, threading.RLock, itertools.count()
+
+    class Lock:
+        """A lock whose holder is known. ``make`` gives the real one."""
+
+        make: Callable[[], Any] = staticmethod(real_lock)
+
+        def __init__(self) -> None:
+            self._real = self.make()
+            self._number = next(numbers)
+            self._holder: HostThread | None = None
+
+        def _acquired(self, times: int = 1) -> None:
+            self._holder = machine.thread()
+            self._holder.locks[self._number] += times
+
+        def _releasing(self) -> int:
+            """Forget one acquisition. Another thread than the holder may release a plain lock."""
+            holder = self._holder
+            if holder is None or not holder.locks[self._number]:
+                return 0
+            times = holder.locks[self._number]
+            holder.locks[self._number] = times - 1
+            if times == 1:
+                del holder.locks[self._number]
+            return times
+
+        def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+            got: bool = self._real.acquire(blocking, timeout)
+            if got:
+                self._acquired()
+            return got
+
+        def release(self) -> None:
+            self._releasing()
+            self._real.release()
+
+        def locked(self) -> bool:
+            return bool(self._real.locked())
+
+        def __enter__(self) -> bool:
+            return self.acquire()
+
+        def __exit__(self, *_: Any) -> None:
+            self.release()
+
+        def _at_fork_reinit(self) -> None:
+            self._real._at_fork_reinit()
+            self._holder = None
+
+    class RLock(Lock):
+        """The same for a lock that its holder may acquire again. ``Condition`` calls the last three."""
+
+        make = staticmethod(real_rlock)
+
+        def _is_owned(self) -> bool:
+            return bool(self._real._is_owned())
+
+        def _release_save(self) -> tuple[Any, int]:
+            times = self._releasing()
+            if self._holder is not None:
+                self._holder.locks.pop(self._number, None)
+            return self._real._release_save(), times
+
+        def _acquire_restore(self, state: tuple[Any, int]) -> None:
+            self._real._acquire_restore(state[0])
+            self._acquired(state[1])
+
+    patches.everywhere(threading, "Lock", Lock)
+    patches.everywhere(threading, "RLock", RLock)

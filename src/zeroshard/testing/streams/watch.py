@@ -107,6 +107,16 @@ class Watch:
         """A context in which this process is one of ``size`` ranks over a model of NCCL."""
         return nccl.pretended_world(self._storages, size, rank)
 
+    def ranks(self) -> AbstractContextManager[None]:
+        """A context in which the ranks of the open process group, which is gloo's, use a model of NCCL.
+
+        Each rank is a process that pretends its devices. Values are those of all ranks.
+
+        Raises:
+            RuntimeError: no process group of gloo is open.
+        """
+        return nccl.connected_ranks(self._storages)
+
 
 @contextmanager
 def pretend_cuda(devices: int = 1, *, query: bool | None = None) -> Iterator[Watch]:
