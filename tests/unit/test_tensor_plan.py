@@ -218,6 +218,14 @@ def test_a_guess_that_does_not_compute_the_same_is_refused():
     )
 
 
+def test_a_plan_of_the_model_that_names_nothing_is_an_error():
+    model = TinyGPT()
+    model._tp_plan = {"model.layers.*.q_proj": "colwise"}  # type: ignore[assignment]
+    assert "the plan of TinyGPT names no module that it has, such as 'model.layers.*.q_proj'" in (
+        refused(model, "auto")
+    )
+
+
 def test_a_model_without_a_known_structure_lists_its_layers():
     assert "has no repeated blocks" in refused(nn.Linear(4, 4), "auto")
     model = TinyGPT()

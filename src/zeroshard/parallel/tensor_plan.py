@@ -19,7 +19,7 @@ from __future__ import annotations
 import difflib
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -95,6 +95,44 @@ class TensorPlan:
         return "\n".join(lines)
 
 
+@dataclass(frozen=True, eq=False)
+class AppliedPlan:
+    """A plan that was applied. ``replaced``: parameters of the model before -> its parameters now."""
+
+    plan: TensorPlan
+    replaced: Mapping[nn.Parameter, nn.Parameter]
+
+    def renewed(self, params: Iterable[Any]) -> list[Any]:
+        """``params`` with the model's parameters of now: parameters, named pairs, or param groups."""
+        return [self._renewed(member) for member in params]
+
+    def renew_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let an optimizer that was built before train the model's parameters of now.
+
+        Raises:
+            UsageError: it has state of a parameter that was cut.
+        """
+        if any(param in optimizer.state for param in self.replaced):
+            raise UsageError(
+                f"the optimizer ({type(optimizer).__name__}) has state of whole parameters, and "
+                "the model was cut after it had trained. Cut the model first, and build the optimizer "
+                "over its parameters."
+            )
+        for group in optimizer.param_groups:
+            group["params"] = self.renewed(group["params"])
+
+    def _renewed(self, member: Any) -> Any:
+        if isinstance(member, dict):
+            return {**member, "params": self.renewed(_listed(member["params"]))}
+        if isinstance(member, tuple):
+            return (member[0], self._renewed(member[1]))
+        return self.replaced.get(member, member)
+
+
+def _listed(params: Any) -> Iterable[Any]:
+    return [params] if isinstance(params, torch.Tensor) else params
+
+
 def generic(name: str) -> str:
     """The name with ``*`` for every part that is a number.
 
@@ -124,7 +162,7 @@ def tensor_parallel(
         UsageError: model, plan and mesh do not fit together; the same text on every rank.
         RankMismatch: tensor ranks have different plans, models or values.
     """
-    made = apply_plan(model, mesh, plan, seed=seed)
+    made = apply_plan(model, mesh, plan, seed=seed).plan
     if made.size > 1 and dist.get_rank() == 0:
         logger.info("%s", made.text)
     return model
@@ -137,8 +175,8 @@ def apply_plan(
     *,
     seed: int | None = None,
     check: Callable[[Sequence[int]], None] = lambda _missing: None,
-) -> TensorPlan:
-    """Like :func:`tensor_parallel`, but returns what was decided, and logs nothing.
+) -> AppliedPlan:
+    """Like :func:`tensor_parallel`, but returns what was done, and logs nothing.
 
     ``check(missing)`` gets the positions of tensor ranks that this one waits for, a few times a second.
     It may end the wait by raising.
@@ -153,8 +191,19 @@ def apply_plan(
     agree(mesh, model, made.styles, check)
     if any(param.is_meta for param in model.parameters()):
         seed = agreed_seed(mesh, seed)
-    _cut(model, mesh, made, seed or 0)
-    return made
+    return AppliedPlan(made, _cut(model, mesh, made, seed or 0))
+
+
+def neighbours(size: int) -> DeviceMesh:
+    """The mesh of this rank's ``size`` tensor ranks, which are neighbours. Collective over all ranks.
+
+    ``size`` must divide the number of ranks. The tensor dimension of a :class:`zeroshard.core.mesh.Mesh`
+    is the innermost, so its groups are these.
+    """
+    shape = (dist.get_world_size() // size, size)
+    return init_device_mesh(local_device().type, shape, mesh_dim_names=("others", "tensor"))[
+        "tensor"
+    ]
 
 
 def tensor_mesh(mesh: DeviceMesh | dist.ProcessGroup) -> DeviceMesh:
@@ -424,8 +473,13 @@ def _on(axis: int | None) -> str:
 # ---------------------------------------------------------------------- cutting
 
 
-def _cut(model: nn.Module, mesh: DeviceMesh, plan: TensorPlan, seed: int) -> None:
-    """Cut the model, module by module, so that at most one module is whole besides the model given."""
+def _cut(
+    model: nn.Module, mesh: DeviceMesh, plan: TensorPlan, seed: int
+) -> dict[nn.Parameter, nn.Parameter]:
+    """Cut the model, module by module, and return the new parameter for each one that is replaced.
+
+    Of a model on the meta device, one module at a time is whole.
+    """
     made: dict[nn.Parameter, nn.Parameter] = {}  # the old objects are kept: ids must stay unique
     cutter, shared = partial(_new_param, mesh=mesh, made=made), SharedInput()
     device = torch.device(mesh.device_type)
@@ -441,6 +495,7 @@ def _cut(model: nn.Module, mesh: DeviceMesh, plan: TensorPlan, seed: int) -> Non
         parallelize_module(module, mesh, layer, src_data_rank=None)
     for count in plan.heads:
         setattr(model.get_submodule(count.module), count.attribute, count.own)
+    return made
 
 
 def _new_param(
