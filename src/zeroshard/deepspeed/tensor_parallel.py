@@ -27,8 +27,8 @@ def tp_model_init(
 
     The signature is DeepSpeed's. How layers are cut is derived from the model: see
     :func:`zeroshard.parallel.tensor_parallel`. Returns the same model; pass it to ``initialize`` with
-    ``tensor_parallel.autotp_size`` equal to ``tp_size``. ``tp_group``: the tensor ranks of this rank,
-    instead of ``tp_size`` neighbours.
+    ``tp_size`` tensor ranks in the configuration. ``tp_group``: the tensor ranks of this rank, instead of
+    ``tp_size`` neighbours.
 
     Raises:
         UsageError: the ranks cannot be divided into groups of ``tp_size``, or the model cannot be cut.
