@@ -187,7 +187,7 @@ def test_the_tensor_dimension_of_a_larger_mesh_and_a_group_are_taken():
 @pytest.mark.parametrize(
     ("plan", "forward", "backward"),
     [
-        ("blocks", {"all_reduce": 4}, {"all_reduce": 4}),
+        ("blocks", {"allreduce_": 4}, {"allreduce_": 4}),
         (
             "sequence",
             {"reduce_scatter_tensor": 5, "all_gather_into_tensor": 6},

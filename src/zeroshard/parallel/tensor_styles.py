@@ -15,7 +15,7 @@ Letters: ``T`` tensor ranks, ``r`` this rank's number among them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
@@ -34,6 +34,7 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from zeroshard.errors import UsageError
+from zeroshard.parallel.tensor_sums import add_gradients, add_values
 
 SEQUENCE_DIM = 1
 """Activations are ``[batch, sequence, features]``."""
@@ -127,20 +128,23 @@ def moved(tensor: DTensor, placement: Placement) -> DTensor:
 
 
 class SharedInput:
-    """The whole input that several column-parallel layers read, as one DTensor.
+    """The whole input that several column-parallel layers read, as one tensor.
 
-    q, k and v read the same tensor. If each made its own DTensor of it, backward would have an all-reduce
-    for each of them. With one DTensor it adds their gradients first. It is kept until the next layer that
+    q, k and v read the same tensor. If each marked it by itself, backward would have an all-reduce for
+    each of them. With one mark, autograd adds their gradients first. It is kept until the next layer that
     is not column-parallel, and so keeps no graph alive.
     """
 
     def __init__(self) -> None:
         self._source: weakref.ref[Tensor] | None = None
         self._key: tuple[int, bool] = (-1, False)
-        self._made: DTensor | None = None
+        self._made: Tensor | None = None
 
-    def of(self, x: Tensor, mesh: DeviceMesh) -> DTensor:
-        """``x``, which is equal on all tensor ranks, as a DTensor; the same object for the same ``x``."""
+    def of(self, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        """``x``, equal on all tensor ranks, with gradients to be added; one object for the same ``x``.
+
+        A DTensor adds them itself.
+        """
         key = (x._version, torch.is_grad_enabled())
         if (
             self._made is None
@@ -148,36 +152,54 @@ class SharedInput:
             or self._source() is not x
             or self._key != key
         ):
-            self._made = DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+            if isinstance(x, DTensor):
+                self._made = moved(x, Replicate()).to_local(grad_placements=[Partial()])
+            else:
+                self._made = add_gradients(x, mesh.get_group())
             self._source, self._key = weakref.ref(x), key
         return self._made
 
     def forget(self) -> None:
-        """Drop the DTensor."""
+        """Drop the tensor."""
         self._source = self._made = None
 
 
-def _look_up(
+def compute_locally(
+    module: nn.Module,
+    forward: Callable[[Tensor], Tensor],
+    leaves: Collection[str],
+    x: Tensor,
+) -> Tensor:
+    """The layer's forward with this rank's parts of the parameters ``leaves``, without the others."""
+    own: dict[str, Any] = dict(module._parameters)
+    local = {
+        leaf: param.to_local() if leaf in leaves and param is not None else None
+        for leaf, param in own.items()
+    }
+    module._parameters.update(local)
+    try:
+        return forward(x)
+    finally:
+        module._parameters.update(own)
+
+
+def look_up(
     module: nn.Embedding, forward: Callable[[Tensor], Tensor], mesh: DeviceMesh, ids: Tensor
-) -> DTensor:
-    """The embedding's forward with this rank's rows: a sum of which each tensor rank has one addend.
+) -> Tensor:
+    """The embedding's forward with this rank's rows: the addend of this rank.
 
     Through the DTensor weight, torch would give each rank a gradient of the whole table.
     """
-    weight: Any = module.weight  # a DTensor parameter
     padding_idx = module.padding_idx
-    begin, end = part(weight.shape[0], mesh.size(), mesh.get_local_rank())
+    begin, end = part(module.weight.shape[0], mesh.size(), mesh.get_local_rank())
     own = (ids >= begin) & (ids < end)
     inside = padding_idx is not None and begin <= padding_idx < end
-    module._parameters["weight"] = weight.to_local()
     module.padding_idx = padding_idx - begin if padding_idx is not None and inside else None
     try:
-        rows = forward(torch.where(own, ids - begin, 0))
+        rows = compute_locally(module, forward, ("weight",), torch.where(own, ids - begin, 0))
     finally:
-        module._parameters["weight"], module.padding_idx = weight, padding_idx
-    return DTensor.from_local(
-        rows.masked_fill(~own[..., None], 0), mesh, [Partial()], run_check=False
-    )
+        module.padding_idx = padding_idx
+    return rows.masked_fill(~own[..., None], 0)
 
 
 class CutLayer(ParallelStyle):
@@ -213,9 +235,13 @@ class CutLayer(ParallelStyle):
             distribute_module(module, device_mesh, self._cut_params, enter, leave)
         finally:
             module._buffers.update(buffers)
-        if self.row.name == "vocab":
-            assert isinstance(module, nn.Embedding)  # see kind_of
-            module.forward = partial(_look_up, module, module.forward, device_mesh)  # type: ignore[method-assign]
+        forward: Any = module.forward
+        if isinstance(module, nn.Embedding) and self.row.name == "vocab":
+            module.forward = partial(look_up, module, forward, device_mesh)  # type: ignore[method-assign]
+        elif self.row.weight_axis is not None:
+            # The bias of a row-parallel layer is added after the sum over tensor ranks.
+            leaves = ("weight", "bias") if self.row.weight_axis == 0 else ("weight",)
+            module.forward = partial(compute_locally, module, forward, leaves)  # type: ignore[method-assign]
         return module
 
     def _cut_params(self, _name: str, module: nn.Module, _mesh: DeviceMesh) -> None:
@@ -238,16 +264,14 @@ class CutLayer(ParallelStyle):
 
     # ------------------------------------------------------------------ what enters
 
-    def _whole_in(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> DTensor:
+    def _whole_in(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Tensor:
         whole = self._shared_in(module, inputs, mesh)
         self.shared.forget()
         return whole
 
-    def _shared_in(self, _module: nn.Module, inputs: Any, mesh: DeviceMesh) -> DTensor:
+    def _shared_in(self, _module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Tensor:
         x = self._first(inputs)
-        if isinstance(x, DTensor):
-            return moved(x, Replicate())
-        if self.sequence:
+        if self.sequence and not isinstance(x, DTensor):
             self._fail(
                 "got a plain tensor, but the plan cuts the residual stream over the sequence, so the "
                 "input of this layer would be a part of it. Give the norm before this layer the "
@@ -255,11 +279,11 @@ class CutLayer(ParallelStyle):
             )
         return self.shared.of(x, mesh)
 
-    def _cut_in(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> DTensor:
+    def _cut_in(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Tensor:
         self.shared.forget()
-        x = self._first(inputs)
+        x: Tensor = self._first(inputs)
         if isinstance(x, DTensor):
-            return moved(x, Shard(x.ndim - 1))
+            return moved(x, Shard(x.ndim - 1)).to_local()
         width = int(module.in_features)  # type: ignore[arg-type]
         begin, end = part(width, mesh.size(), mesh.get_local_rank())
         if x.shape[-1] != end - begin:
@@ -268,11 +292,12 @@ class CutLayer(ParallelStyle):
                 f"{begin} of {width}. The layer that computes its input must have the style "
                 '"colwise"; for an input that is whole, use "rowwise_split".'
             )
-        return as_dtensor(x, torch.Size((*x.shape[:-1], width)), x.ndim - 1, mesh)
+        return x
 
-    def _split_in(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> DTensor:
+    def _split_in(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Tensor:
         whole = self._whole_in(module, inputs, mesh)
-        return moved(whole, Shard(whole.ndim - 1))
+        begin, end = part(whole.shape[-1], mesh.size(), mesh.get_local_rank())
+        return whole[..., begin:end]
 
     def _ids_in(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> DTensor:
         ids = self._checked_ids(module, inputs, mesh)
@@ -315,16 +340,27 @@ class CutLayer(ParallelStyle):
 
     # ------------------------------------------------------------------ what leaves
 
-    def _cut_out(self, _module: nn.Module, y: DTensor, _mesh: DeviceMesh) -> Tensor:
-        return moved(y, Shard(y.ndim - 1)).to_local()
+    def _cut_out(self, _module: nn.Module, y: Tensor, _mesh: DeviceMesh) -> Tensor:
+        return y
 
-    def _gathered_out(self, _module: nn.Module, y: DTensor, _mesh: DeviceMesh) -> Tensor:
-        return moved(y, Replicate()).to_local()
+    def _gathered_out(self, module: nn.Module, y: Tensor, mesh: DeviceMesh) -> Tensor:
+        width = int(module.out_features)  # type: ignore[arg-type]
+        parts = as_dtensor(y, torch.Size((*y.shape[:-1], width)), y.ndim - 1, mesh)
+        return moved(parts, Replicate()).to_local()
 
-    def _added_out(self, _module: nn.Module, y: DTensor, mesh: DeviceMesh) -> Tensor:
+    def _added_out(self, module: nn.Module, y: Tensor, mesh: DeviceMesh) -> Tensor:
         if self.sequence:
             self._check_sequence(y.shape, SEQUENCE_DIM, mesh)
-        return moved(y, self._stream).to_local()
+            addends = DTensor.from_local(y, mesh, [Partial()], run_check=False)
+            total = moved(addends, self._stream).to_local()
+        else:
+            total = add_values(y, mesh.get_group())
+        bias: Any = module._parameters.get("bias")
+        if bias is None:
+            return total
+        # Of a stream cut over the sequence, each rank's gradient counts its own tokens only.
+        own: Tensor = bias.to_local(grad_placements=[Partial()] if self.sequence else None)
+        return total + own
 
     def _stream_out(self, _module: nn.Module, y: DTensor, mesh: DeviceMesh) -> Tensor:
         self._check_sequence(y.shape, y.ndim - 2, mesh)  # a table of positions gives [T, features]
