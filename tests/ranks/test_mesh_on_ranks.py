@@ -59,7 +59,7 @@ def test_an_engine_takes_a_mesh_of_data_parallel_ranks() -> None:
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     engine, *_ = initialize(model=nn.Linear(2, 2), config=CONFIG, mesh=mesh)
     assert engine.loaded.mesh.mesh == Mesh(data_shard=4)
-    assert engine.loaded.origins["parallel.data_shard"] == "mesh= (dp)"
+    assert engine.loaded.origins["parallel.data_shard"] == "'dp' of mesh="
     assert engine.train_batch_size() == 4
     engine(torch.ones(1, 2)).sum().backward()
     engine.step()
@@ -67,7 +67,7 @@ def test_an_engine_takes_a_mesh_of_data_parallel_ranks() -> None:
     engine, *_ = initialize(model=nn.Linear(2, 2), config=CONFIG, mesh_param=(4, 1))
     engine.close()
     with pytest.raises(
-        ConfigError, match=r"mesh= \(dp\) is 4, but mesh_param\[0\] is 2; both give"
+        ConfigError, match=r"'dp' of mesh= is 4, but mesh_param\[0\] is 2; both give"
     ):
         initialize(model=nn.Linear(2, 2), config=CONFIG, mesh=mesh, mesh_param=(2, 1))
 
@@ -137,13 +137,48 @@ def test_the_mesh_of_a_split_model_is_found() -> None:
     engine.step()
     assert engine.global_steps == 1
     engine.destroy()
-    with pytest.raises(
-        ConfigError, match=r"parallel.tensor is 4, but the device mesh of the param"
-    ):
+    with pytest.raises(ConfigError, match=r"parallel.tensor is 4, but 'tp' of the device mesh of"):
         initialize(
             model=parallelize_module(nn.Linear(4, 4), tensor, ColwiseParallel()),
             config={**CONFIG, "parallel": {"tensor": 4}},
         )
+
+
+@on_ranks(2)
+def test_a_key_of_deepspeed_needs_a_model_that_is_cut() -> None:
+    config = {**CONFIG, "tensor_parallel": {"autotp_size": 2}}
+    with pytest.raises(
+        UsageError,
+        match=r"the mesh is tensor 2 \(tensor: tensor_parallel.autotp_size\), but no parameter of the "
+        r"model is cut over tensor ranks",
+    ):
+        deepspeed.initialize(model=nn.Linear(2, 2), config=config)
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)) for _ in range(2)]
+    model = nn.Sequential(*blocks)
+    cut = deepspeed.tp_model_init(model, 2, torch.float32)
+    engine, *_ = deepspeed.initialize(model=cut, config=config)
+    assert engine.mesh == Mesh(tensor=2)
+    engine.destroy()
+
+
+@on_ranks(4)
+def test_all_ranks_raise_the_same_error_before_any_collective() -> None:
+    model, texts = nn.Linear(2, 2), []
+    shuffled = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
+    for arguments in (
+        {"mesh": shuffled},
+        {"mesh": Mesh(data_shard=2)},
+        {"mesh_param": (3, 1)},
+        {"mesh_param": "four"},
+        {"config": {**CONFIG, "parallel": {"tensor": 8}}},
+    ):
+        with pytest.raises((ConfigError, UsageError)) as caught:
+            initialize(model=model, **{"config": CONFIG, **arguments})
+        texts.append(f"{type(caught.value).__name__}: {caught.value}")
+    everyone: list = [None] * 4
+    dist.all_gather_object(everyone, texts)
+    assert everyone == [texts] * 4
 
 
 @on_ranks(2)

@@ -193,7 +193,7 @@ CASES: tuple[Case, ...] = (
     read(
         "mesh_with_a_negative_size",
         lambda: mesh_sources(mesh=Mesh(tensor=-2)),
-        f"mesh= (tensor) is -2: {SIZE.format('tensor')}",
+        f"mesh= is -2: {SIZE.format('tensor')}",
     ),
     read(
         "accelerate_with_a_size_of_zero",
@@ -285,13 +285,13 @@ CASES: tuple[Case, ...] = (
         "configuration_and_device_mesh",
         4,
         lambda: [keys(tensor=4), source(mesh=device_mesh(("dp", "tp"), [[0, 1], [2, 3]]))],
-        f"tensor: parallel.tensor is 4, but mesh= (tp) is 2; {BOTH}",
+        f"tensor: parallel.tensor is 4, but 'tp' of mesh= is 2; {BOTH}",
     ),
     resolving(
         "a_size_of_1_is_a_size",
         4,
         lambda: [keys(tensor=1), source(mesh=device_mesh(("dp", "tp"), [[0, 1], [2, 3]]))],
-        f"tensor: parallel.tensor is 1, but mesh= (tp) is 2; {BOTH}",
+        f"tensor: parallel.tensor is 1, but 'tp' of mesh= is 2; {BOTH}",
     ),
     resolving(
         "mesh_param_and_configuration",
@@ -318,15 +318,15 @@ CASES: tuple[Case, ...] = (
         lambda: [
             source(model=dtensors(device_mesh(("tp",), [0, 1]), device_mesh(None, [0, 1, 2, 3])))
         ],
-        "tensor: the device mesh of the parameter w0 (tp) is 2, but the device mesh of the parameter w1 "
-        f"(tensor) is 4; {BOTH}",
+        "tensor: 'tp' of the device mesh of the parameter w0 is 2, but the device mesh of the "
+        f"parameter w1 is 4; {BOTH}",
     ),
     resolving(
         "three_sources_and_two_dimensions",
         8,
         lambda: [keys(tensor=2, pipeline=2), source(mesh=Mesh(data_shard=8))],
-        f"pipeline: parallel.pipeline is 2, but mesh= (pipeline) is 1; {BOTH}\n"
-        f"tensor: parallel.tensor is 2, but mesh= (tensor) is 1; {BOTH}",
+        f"pipeline: parallel.pipeline is 2, but mesh= is 1; {BOTH}\n"
+        f"tensor: parallel.tensor is 2, but mesh= is 1; {BOTH}",
     ),
     # Sizes that do not multiply
     resolving(

@@ -169,7 +169,7 @@ WILD: dict[str, tuple[dict[str, Any], str]] = {
         {**AUTO, **BOTH, "zero_allow_untested_optimizer": True, **zero(Z3, overlap_comm=False)}, ""),
     "llama-factory autotp": (
         {**AUTO, **BOTH, "tensor_parallel": {"autotp_size": 2}, **zero(stage=2)},
-        "a model is not split automatically yet"),
+        ""),
     # ------------------------------------------------------------ ms-swift
     "ms-swift zero 1": (
         {**AUTO, **BOTH, **QUIET,

@@ -162,19 +162,24 @@ class LocalState:
             state = self.optimizer.inner.state.get(fragment.value, {})
             numbers = {k: v for k, v in state.items() if not is_shaped(k, v, fragment)}
             if numbers:
-                found.setdefault(slot_of(unit, fragment).fqn, {}).update(numbers)
+                found.setdefault(fqn_of(unit, fragment), {}).update(numbers)
         return found
 
     def groups(self, unit: Unit) -> dict[str, int]:
         """By parameter, the index of its param group."""
         shard = self.shard_of(unit)
         fragments = shard.fragments if shard is not None else ()
-        return {slot_of(unit, fragment).fqn: fragment.group for fragment in fragments}
+        return {fqn_of(unit, fragment): fragment.group for fragment in fragments}
 
 
 def slot_of(unit: Unit, fragment: OwnedFragment) -> Slot:
     """The slot of the parameter that a fragment belongs to."""
     return unit.layout.slots[fragment.index]
+
+
+def fqn_of(unit: Unit, fragment: OwnedFragment) -> str:
+    """The name of the parameter that a fragment belongs to."""
+    return slot_of(unit, fragment).fqn
 
 
 def global_shape(slot: Slot) -> tuple[int, ...]:

@@ -277,13 +277,16 @@ def _number(
 def digests_to_compare(
     local: LocalState, parameters: Mapping[str, SavedParameter], names: Mapping[str, str]
 ) -> dict[str, int]:
-    """This rank's part of the digests of parameters that were saved without values, by parameter."""
+    """This rank's part of the digests of parameters that were saved without values, by parameter.
+
+    Parameters whose dtype has changed are left out: their bytes cannot be compared.
+    """
     found: dict[str, int] = {}
     for unit in local.units:
         wanted = {
             slot.fqn
             for slot in unit.layout.slots
-            if slot.fqn in names and VALUE not in parameters[names[slot.fqn]].tensors
+            if slot.fqn in names and _has_only_digest(parameters[names[slot.fqn]], unit.row.param)
         }
         for piece in local.visit(unit) if wanted else ():
             if piece.fqn in wanted and piece.tensor == VALUE:
@@ -291,17 +294,24 @@ def digests_to_compare(
     return found
 
 
+def _has_only_digest(saved: SavedParameter, dtype: torch.dtype) -> bool:
+    return (
+        VALUE not in saved.tensors
+        and saved.digest is not None
+        and DTYPES[saved.digest.dtype] == dtype
+    )
+
+
 def refuse_other_frozen(
     parts: Sequence[Mapping[str, int]],
     parameters: Mapping[str, SavedParameter],
     names: Mapping[str, str],
-    dtypes: Mapping[str, torch.dtype],
     *,
     path: object,
 ) -> None:
     """Check that frozen parameters without saved values equal those that the run was trained with.
 
-    Parameters whose dtype has changed are not compared. ``parts``: digests of each rank.
+    ``parts``: what :func:`digests_to_compare` returned on each rank. ``names``: of these parameters.
 
     Raises:
         CheckpointError: the values differ.
@@ -309,9 +319,7 @@ def refuse_other_frozen(
     other = []
     for fqn, total in total_digests(parts).items():
         digest = parameters[names[fqn]].digest
-        if digest is None or DTYPES[digest.dtype] != dtypes[fqn]:
-            continue
-        if total != digest.sum:
+        if digest is not None and total != digest.sum:
             other.append(fqn)
     if other:
         raise CheckpointError(

@@ -99,8 +99,7 @@ def _mesh_argument(mesh: Any) -> MeshSource | None:
 
 def mesh_from_mesh(mesh: Mesh) -> MeshSource:
     """All sizes of one of our own meshes, those of 1, too."""
-    claims = (Claim((dim,), getattr(mesh, dim), f"mesh= ({dim})") for dim in DIMS)
-    return MeshSource("mesh=", tuple(claims))
+    return MeshSource("mesh=", tuple(Claim((dim,), getattr(mesh, dim), "mesh=") for dim in DIMS))
 
 
 def mesh_from_device_mesh(device_mesh: Any, name: str = "mesh=") -> MeshSource:
@@ -134,19 +133,19 @@ def mesh_from_device_mesh(device_mesh: Any, name: str = "mesh=") -> MeshSource:
                     "Give each dimension one name."
                 )
             taken[dim] = axis
-    return _of_axes(name, names, axes, shape, device_mesh.mesh.flatten().tolist())
+    said = [f"{axis!r} of {name}" for axis in names]
+    return _of_axes(name, said, axes, shape, device_mesh.mesh.flatten().tolist())
 
 
 def _of_axes(
     name: str,
-    names: Sequence[str],
+    said: Sequence[str],
     axes: Sequence[tuple[str, ...]],
     shape: Sequence[int],
     ranks: Sequence[int],
 ) -> MeshSource:
     claims = tuple(
-        Claim(dims, size, f"{name} ({axis})")
-        for axis, dims, size in zip(names, axes, shape, strict=True)
+        Claim(dims, size, who) for who, dims, size in zip(said, axes, shape, strict=True)
     )
     dense = [at for at, dims in enumerate(axes) if dims != ("expert",)]
     if any(size > 1 for at, size in enumerate(shape) if at not in dense):
@@ -211,7 +210,7 @@ def mesh_from_model(model: nn.Module) -> MeshSource | None:
         of = f"the device mesh of the parameter {name}"
         ranks = device_mesh.mesh
         if device_mesh.mesh_dim_names is None and ranks.ndim == 1:
-            source = _of_axes(of, ["tensor"], [("tensor",)], ranks.shape, ranks.tolist())
+            source = _of_axes(of, [of], [("tensor",)], ranks.shape, ranks.tolist())
         else:
             source = mesh_from_device_mesh(device_mesh, of)
         found[id(device_mesh)] = source

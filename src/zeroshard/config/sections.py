@@ -250,16 +250,20 @@ class PipelineConfig(Section):
     seed_layers: Flag = accept(False, "Has no effect: an argument of PipelineModule decides.")
 
 
-def _size_of(what: str, doc: str, default: int = 1) -> Any:
-    """A size in the mesh. ``what``: dimension or key. If it is in ``NOT_YET``, only 1 is possible."""
-    return (not_yet if what in NOT_YET else honour)(default, doc)
+def _size_of(dim: str, doc: str, default: int = 1) -> Any:
+    """The size of a dimension of the mesh. If that is not implemented yet, only 1 is possible."""
+    return (not_yet if dim in NOT_YET else honour)(default, doc)
 
 
 class ParallelConfig(Section):
     """Sizes of the mesh. Other sources may give them, too: see :mod:`zeroshard.core.mesh_sources`."""
 
     pipeline: Count = _size_of("pipeline", "Number of pipeline stages.")
-    tensor: Count = _size_of("tensor", "Number of ranks that share each layer.")
+    tensor: Count = _size_of(
+        "tensor",
+        "Number of ranks that share each layer. The model must be cut over them, by "
+        "zeroshard.parallel.tensor_parallel() for example.",
+    )
     sequence: Count = _size_of("sequence", "Number of ranks that share one sequence.")
     expert: Count = _size_of("expert", "Number of ranks that share the experts of a layer.")
     data_replicate: Count = _size_of("data_replicate", "Number of copies of the sharded state.")
@@ -271,9 +275,7 @@ class ParallelConfig(Section):
 
 
 class TensorParallelDetails(Section):
-    tp_size: Natural = _size_of(
-        "tensor_parallel.tp.tp_size", "Another name of parallel.tensor. 0 and 1: not given."
-    )
+    tp_size: Natural = _size_of("tensor", "Another name of parallel.tensor. 0 and 1: not given.")
     tp_grain_size: Count = not_yet(1, "Layers are split at multiples of this number.")
     mpu: Any = not_yet(None, "Object that gives the process groups.")
     tp_group: Any = not_yet(None, "The process group.")
@@ -281,7 +283,7 @@ class TensorParallelDetails(Section):
 
 class TensorParallelConfig(Section):
     autotp_size: Natural = _size_of(
-        "tensor_parallel.autotp_size",
+        "tensor",
         "Another name of parallel.tensor. 0 and 1: not given.",
         default=0,
     )

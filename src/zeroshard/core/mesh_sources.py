@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import groupby, product
 from math import inf, log, prod
 from numbers import Integral
 
@@ -24,14 +24,9 @@ NOT_YET: dict[str, str] = {
     "data_replicate": "copies of the sharded state are not implemented yet; use 1: the state is sharded "
     "over all data-parallel ranks",
     "sequence": "sequence parallelism is not implemented yet; use 1, and activation checkpointing",
-    **dict.fromkeys(
-        ("tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"),
-        "a model is not split automatically yet; split it with parallelize_module() of torch, and write "
-        "parallel.tensor",
-    ),
     "expert": "expert parallelism is not implemented yet; use 1: ZeRO shards experts in ordinary modules",
 }
-"""Dimension, or name of a claim -> why it has to be 1, and what to do instead. Others work."""
+"""Dimension -> why it has to be 1, and what to do instead. A dimension without a row works."""
 
 
 @dataclass(frozen=True)
@@ -121,8 +116,8 @@ def resolve_mesh(
     """The mesh of ``world_size`` ranks on which all ``sources`` agree.
 
     A dimension that nobody mentions has size 1, and ``data_shard`` gets the ranks that are left. Without
-    sources, all ranks are data-parallel. ``not_yet``: what must be 1, with the reason; default
-    :data:`NOT_YET`.
+    sources, all ranks are data-parallel. ``not_yet``: dimensions that must be 1, with the reason;
+    default :data:`NOT_YET`.
 
     Raises:
         ConfigError: sources disagree, the sizes do not multiply to ``world_size``, or a dimension is not
@@ -164,9 +159,8 @@ def _in_order(dims: Collection[str]) -> list[str]:
 def _unavailable(claims: Sequence[Claim], not_yet: Mapping[str, str]) -> Iterator[str]:
     for claim in claims:
         (dim, *others) = claim.dims
-        why = not_yet.get(claim.name) or not_yet.get(dim)
-        if claim.size > 1 and not others and why:
-            yield f"{claim.name}: {claim.size} is asked for; {why}"
+        if claim.size > 1 and not others and dim in not_yet:
+            yield f"{claim.name}: {claim.size} is asked for; {not_yet[dim]}"
 
 
 def _disagreements(claims: Sequence[Claim]) -> Iterator[str]:
@@ -223,12 +217,16 @@ def _wrong_products(given: Mapping[str, int], claims: Sequence[Claim]) -> Iterat
 
 
 def _factors(sizes: Mapping[str, int], origins: Mapping[str, str]) -> str:
-    """Sizes above 1 with who gave them: ``pipeline 2 (parallel.pipeline) x tensor 2 (mesh=)``."""
-    parts = [
-        f"{dim} {sizes[dim]} ({origins[dim]})" if dim in origins else f"{dim} {sizes[dim]}"
+    """Sizes above 1, and that of ``data_shard``, with who gave them: ``tensor 2 (parallel.tensor)``."""
+    shown = [
+        dim
         for dim in _in_order(sizes)
-        if sizes[dim] > 1 or dim in origins
+        if sizes[dim] > 1 or (dim == "data_shard" and dim in origins)
     ]
+    parts = []
+    for origin, dims in groupby(shown, lambda dim: origins.get(dim, "")):
+        factors = " x ".join(f"{dim} {sizes[dim]}" for dim in dims)
+        parts.append(f"{factors} ({origin})" if origin else factors)
     return " x ".join(parts) or "data_shard 1"
 
 

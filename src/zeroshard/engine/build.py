@@ -22,9 +22,9 @@ from zeroshard.comm.collectives import Comm
 from zeroshard.comm.dtensors import local_of
 from zeroshard.comm.env import DataCoordinate, RankInfo, current_rank_info
 from zeroshard.config import Config, LoadedConfig
-from zeroshard.core.layout import is_split
+from zeroshard.core.layout import Slot, is_split
 from zeroshard.core.ledger import Ledger
-from zeroshard.core.mesh import Mesh
+from zeroshard.core.mesh import HOLDERS, Mesh
 from zeroshard.core.nbytes import UnitBytes, state_nbytes
 from zeroshard.core.stages import STAGES, Stage
 from zeroshard.core.tiers import Tier
@@ -173,7 +173,7 @@ def _assemble(
         )
         undo.callback(hooks.remove)
         if draft.mesh.tensor > 1:
-            hooks.on_modules += order.watch(w.module for w in runtime.wrapped_modules)
+            hooks.note_forwards(order.note)
         parts = EngineParts(
             draft.loaded, draft.rank_info, draft.mesh, draft.coordinate, device, policy, watch, runtime,
             scaler, scales_loss(settings, policy), draft.scheduler, accumulation, update, hooks,
@@ -215,10 +215,8 @@ def _make_savers(
     draft: Draft, runtime: ZeroRuntime, watch: CommSession
 ) -> tuple[CheckpointSaver, CheckpointLoader]:
     settings, mesh = draft.loaded.config, draft.mesh
-    counts_copies = mesh.coordinate(draft.rank_info.rank)["tensor"] == 0
-    local = LocalState(
-        runtime.units, runtime.optimizer, lambda slot: counts_copies or is_split(slot)
-    )
+    counts = _counts(mesh, draft.rank_info.rank, watch.gathers)
+    local = LocalState(runtime.units, runtime.optimizer, counts)
     saver = CheckpointSaver(
         settings.checkpoint,
         stage=int(settings.zero_optimization.stage),
@@ -241,6 +239,20 @@ def _make_savers(
         mesh=mesh,
     )
     return saver, loader
+
+
+def _counts(mesh: Mesh, rank: int, comm: Comm) -> Callable[[Slot], bool]:
+    """Which parameters this rank saves its part of. ``comm``: connects the ranks that share units.
+
+    Of the shard groups that hold the same part the first one saves it: that of the first replica, and of
+    tensor coordinate 0 unless the tensor dimension cuts the parameter.
+    """
+    at = mesh.coordinate(rank)
+    has_replicas = comm.size < len(mesh.group(rank, HOLDERS))
+    if has_replicas and at["data_replicate"]:
+        return lambda _slot: False
+    is_first = at["tensor"] == 0
+    return lambda slot: is_first or is_split(slot)
 
 
 def _observer(draft: Draft, runtime: ZeroRuntime, watch: CommSession) -> Observer | None:

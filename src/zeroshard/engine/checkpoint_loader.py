@@ -244,7 +244,6 @@ class CheckpointLoader:
         local, source = self._local, opened.source
         other_parameters, other_buffers = self._names_elsewhere(state.module)
         shapes = {s.fqn: global_shape(s) for unit in local.units for s in unit.layout.slots}
-        dtypes = {s.fqn: unit.row.param for unit in local.units for s in unit.layout.slots}
 
         def compare() -> _Checked:
             names = restore.match(source, shapes, strict=strict, elsewhere=other_parameters).names
@@ -264,9 +263,7 @@ class CheckpointLoader:
             digests = [part["digests"] for part in said]
             names = {fqn: name for part in said for fqn, name in part["names"].items()}
             if strict:
-                restore.refuse_other_frozen(
-                    digests, source.parameters, names, dtypes, path=source.path
-                )
+                restore.refuse_other_frozen(digests, source.parameters, names, path=source.path)
 
         checked, _ = run_on_all_ranks(
             self._control_group,

@@ -92,11 +92,13 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
     policy = policy_from(settings)
     inner = make_optimizer(model, given.optimizer, given.model_parameters, settings, policy)
     probes = probed(inner, policy) if inner is not None else {}
+    blocks = find_blocks(model, mesh, rank_info.rank)
+    check_is_cut(blocks.values(), mesh, loaded.origins["parallel.tensor"])
     specs = plan_units(
         model, settings, policy, inner,
         num_shards=len(mesh.group(rank_info.rank, HOLDERS)),
         whole=not all(probe.elementwise for probe in probes.values()),
-        blocks=find_blocks(model, mesh, rank_info.rank),
+        blocks=blocks,
     )  # fmt: skip
     return Draft(
         model,
@@ -119,6 +121,21 @@ def find_blocks(model: nn.Module, mesh: Mesh, rank: int) -> dict[str, Block]:
     note_kinds(model.parameters())
     found = {name: block_of(name, p, mesh, rank) for name, p in model.named_parameters()}
     return {name: block for name, block in found.items() if block is not None}
+
+
+def check_is_cut(blocks: Iterable[Block], mesh: Mesh, origin: str) -> None:
+    """Check that tensor ranks hold parts of the model. ``origin``: who gave the size of ``tensor``.
+
+    Raises:
+        UsageError: there are tensor ranks, and each of them has the whole model.
+    """
+    if mesh.tensor > 1 and not any(block.split for block in blocks):
+        raise UsageError(
+            f"the mesh is {mesh.text} (tensor: {origin}), but no parameter of the model is cut over "
+            "tensor ranks: they would all compute the same, and hold the whole model. Call "
+            "zeroshard.parallel.tensor_parallel(model, mesh) (or deepspeed.tp_model_init) before "
+            "initialize(), or leave the size out."
+        )
 
 
 def _has_monitors(config: Config) -> bool:

@@ -157,6 +157,9 @@ class Engine(nn.Module):
                 setattr(self, phase, self._observer.phase(phase, getattr(self, phase)))
         if (section := self.settings.flops_profiler).enabled and self.is_main_rank:
             self.forward = counted(self.forward, model, lambda: self.global_steps, section)  # type: ignore[method-assign]
+        if not self.mesh.is_data_only:  # other collectives than the engine's run in there
+            for phase in ("forward", "backward"):
+                setattr(self, phase, self._watch.explained(getattr(self, phase)))
         self._gc = ManualGC() if self.settings.disable_python_gc else None
 
     # ------------------------------------------------------------------ forward and backward

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -40,6 +42,13 @@ from zeroshard.watchdog.rank_status import Peer
 from zeroshard.watchdog.settings import WatchdogSettings
 from zeroshard.watchdog.tracked_calls import TrackedCalls, calls_of
 from zeroshard.watchdog.watchdog import Watchdog
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_CONNECTION = re.compile(r"[Cc]onnection (closed|reset)|[Bb]roken pipe|Read error|gloo|NCCL")
+"""How errors of torch's transports speak of a connection that broke."""
 
 
 class SessionWatch:
@@ -89,6 +98,10 @@ class SessionWatch:
     def explainer(self, recorder: Recorder) -> PartExplainer:
         """The error explainer of the transport that ``recorder`` records."""
         return PartExplainer(self._watchdog, self.part_of(recorder))
+
+    def ask(self) -> Exception | None:
+        """The exception for a connection of the program that broke; None: the ranks know of no cause."""
+        return self._watchdog.settle(self.parts[0])
 
     def settle(self, part: TrackedCalls, odd: Sequence[int]) -> Exception:
         """The exception for histories of the ranks ``odd`` that differ from those of the others."""
@@ -223,6 +236,27 @@ class CommSession:
         if self.session_watch is None:
             return RankDivergence(divergence_text(odd))
         return self.session_watch.settle(self.session_watch.part_of(comm.recorder), odd)
+
+    def explained(self, call: Callable[P, T]) -> Callable[P, T]:
+        """``call``, in which the program's own collectives may fail, as those of a tensor group.
+
+        Their transport knows only that a connection closed. The diagnosis of all ranks is raised instead,
+        if there is one.
+        """
+
+        @functools.wraps(call)
+        def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                return call(*args, **kwargs)
+            except RuntimeError as error:
+                found = None
+                if self.session_watch is not None and _CONNECTION.search(str(error)):
+                    found = self.session_watch.ask()
+                if found is None:
+                    raise
+                raise found from error
+
+        return guarded
 
     def readers(self) -> LoneReadCheck | None:
         """A check whether all ranks read together; None without a watchdog. Every rank has to use it.

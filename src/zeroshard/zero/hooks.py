@@ -158,6 +158,15 @@ class StepHooks:
             return StepHooks._before_resident, None
         return StepHooks._before_forward, StepHooks._after_forward
 
+    def note_forwards(self, note: Callable[[int], None]) -> None:
+        """Call ``note(place)`` before every forward of a wrapped module; places count from 1."""
+        for place, wrapped in enumerate(self.prefetcher.wrapped_modules, start=1):
+
+            def noting(_module: nn.Module, _args: Any, at: int = place) -> None:
+                note(at)
+
+            self.on_modules.append(wrapped.module.register_forward_pre_hook(noting))
+
     def remove(self) -> None:
         """Detach every hook."""
         for handle in (*self.on_modules, *self.on_params, *self._on_state):
