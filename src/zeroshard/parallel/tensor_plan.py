@@ -47,6 +47,7 @@ from zeroshard.parallel.tensor_styles import (
     kind_of,
     local_part,
     part,
+    share_inputs,
 )
 from zeroshard.zero.materialize import check_meta
 from zeroshard.zero.sharded_parameter import owner_of
@@ -482,6 +483,7 @@ def _cut(
     """
     made: dict[nn.Parameter, nn.Parameter] = {}  # the old objects are kept: ids must stay unique
     cutter, shared = partial(_new_param, mesh=mesh, made=made), SharedInput()
+    sharing = share_inputs(plan.styles)
     device = torch.device(mesh.device_type)
     for name, module in list(model.named_modules()):
         for leaf, param in module._parameters.items():
@@ -491,7 +493,8 @@ def _cut(
         style = plan.styles.get(name)
         if plan.size == 1 or style is None or (style == "replicate" and not plan.sequence):
             continue
-        layer = CutLayer(name, STYLES[style], cutter, shared, sequence=plan.sequence)
+        common = shared if name in sharing or not style.startswith("colwise") else None
+        layer = CutLayer(name, STYLES[style], cutter, common, sequence=plan.sequence)
         parallelize_module(module, mesh, layer, src_data_rank=None)
     for count in plan.heads:
         setattr(model.get_submodule(count.module), count.attribute, count.own)

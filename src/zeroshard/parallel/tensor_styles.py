@@ -7,9 +7,8 @@ sequences that do not divide for equal parts, and do not notice that a layer got
 Between layers, activations are plain tensors in one of three forms: *whole* (equal on all tensor ranks),
 *cut over features* (between a ``colwise`` and a ``rowwise`` layer), and *cut over the sequence* (the
 residual stream of a plan with ``sequence`` norms). Such a norm gives the whole sequence as a ``DTensor``,
-so that backward needs one reduce-scatter for all layers that read it.
-
-Letters: ``T`` tensor ranks, ``r`` this rank's number among them.
+so that backward needs one reduce-scatter for all layers that read it. Parameters are DTensors; layers
+compute with their local tensors.
 """
 
 from __future__ import annotations
@@ -164,6 +163,20 @@ class SharedInput:
         self._source = self._made = None
 
 
+def share_inputs(styles: Mapping[str, str]) -> set[str]:
+    """The column-parallel layers that may read one input: those with a sibling that is one too.
+
+    >>> plan = {"a.q": "colwise", "a.k": "colwise", "a.o": "rowwise", "head": "colwise"}
+    >>> share_inputs(plan) == {"a.q", "a.k"}
+    True
+    """
+    owners: dict[str, set[str]] = {}
+    for name, style in styles.items():
+        if style.startswith("colwise"):
+            owners.setdefault(name.rpartition(".")[0], set()).add(name)
+    return {name for names in owners.values() if len(names) > 1 for name in names}
+
+
 def compute_locally(
     module: nn.Module,
     forward: Callable[[Tensor], Tensor],
@@ -206,8 +219,8 @@ class CutLayer(ParallelStyle):
     """Cuts one layer and converts what enters and leaves it.
 
     ``cut``: gives the new parameter for a parameter of the layer and its axis; the same object for the
-    same parameter, so that ties stay. ``shared``: one object for all layers of a model. ``sequence``: the
-    residual stream is cut over the sequence.
+    same parameter, so that ties stay. ``shared``: one object for all layers that may share inputs; None:
+    this layer's input is its own. ``sequence``: the residual stream is cut over the sequence.
     """
 
     def __init__(
@@ -215,7 +228,7 @@ class CutLayer(ParallelStyle):
         name: str,
         row: StyleRow,
         cut: Callable[[nn.Parameter, int | None], nn.Parameter],
-        shared: SharedInput,
+        shared: SharedInput | None,
         *,
         sequence: bool,
     ) -> None:
@@ -223,7 +236,8 @@ class CutLayer(ParallelStyle):
         self.name = name
         self.row = row
         self.cut = cut
-        self.shared = shared
+        self.shares = shared is not None
+        self.shared = shared or SharedInput()
         self.sequence = sequence
         self._stream: Placement = Shard(SEQUENCE_DIM) if sequence else Replicate()
 
@@ -265,11 +279,14 @@ class CutLayer(ParallelStyle):
     # ------------------------------------------------------------------ what enters
 
     def _whole_in(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Tensor:
-        whole = self._shared_in(module, inputs, mesh)
+        whole = self._marked(module, inputs, mesh)
         self.shared.forget()
         return whole
 
-    def _shared_in(self, _module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Tensor:
+    def _shared_in(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Tensor:
+        return (self._marked if self.shares else self._whole_in)(module, inputs, mesh)
+
+    def _marked(self, _module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Tensor:
         x = self._first(inputs)
         if self.sequence and not isinstance(x, DTensor):
             self._fail(

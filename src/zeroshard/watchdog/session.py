@@ -43,7 +43,6 @@ from zeroshard.watchdog.settings import WatchdogSettings
 from zeroshard.watchdog.tracked_calls import TrackedCalls, calls_of
 from zeroshard.watchdog.watchdog import Watchdog
 
-
 P = ParamSpec("P")
 T = TypeVar("T")
 
