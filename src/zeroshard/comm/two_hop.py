@@ -25,12 +25,12 @@ If every replica gathered R shards and added them itself, a rank would send (R -
 replicas, R / 2 times as much with more. A 16-bit sum is rounded after each hop.
 
 *Order.* The outer collectives of a rank start in the order in which it called the reductions, whatever
-order it waits in, and all parts of one reduction start before those of the next (ADR 0004). The outer hop
-can start when the inner one has ended. So a wait for any handle first starts the outer hops of all
-reductions that were called before it, oldest first. A rank that is blocked in a collective has therefore
-done its part of every earlier one, and no ring of ranks can wait for each other. Collectives that are
-queued on a device block no rank. There the parts are queued one behind the other, on a stream of their
-own, when the reduction is called.
+order it waits in, and all parts of one reduction start before those of the next (ADR 0004, ADR 0018). The
+outer hop can start when the inner one has ended. So a wait for any handle first starts the outer hops of
+all reductions that were called before it, oldest first. A rank that is blocked in a collective has
+therefore done its part of every earlier one, and no ring of ranks can wait for each other. Collectives
+that are queued on a device block no rank. There the parts are queued one behind the other, on a stream of
+their own, when the reduction is called.
 
 Letters: W ranks share a unit, R replicas; N padded elements of the unit, S = N // W; K elements of a
 small vector or of a broadcast tensor.
@@ -80,17 +80,14 @@ class TwoHopComm:
         self.size = inner.size
         self.rank = inner.rank
         self.replicas = outer.size
+        self.hops = (inner, outer)
+        self.recorder: Recorder = inner.recorder
         self.transport = " + ".join(dict.fromkeys((inner.transport, outer.transport)))
         self.queues_on_device = queues_on_device(inner) and queues_on_device(outer)
         self._scratch = Scratch()
         self._unsent: deque[_Reduction] = deque()  # their outer hop has not started; oldest first
         self._queue: _DeviceQueue | None = None
         self._broken: BaseException | None = None  # ended the outer hop of a reduction
-
-    @property
-    def recorder(self) -> Recorder:
-        """The record of the inner hop."""
-        return self.inner.recorder
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -105,9 +102,8 @@ class TwoHopComm:
 
     @property
     def scratch_nbytes(self) -> int:
-        """Bytes that both hops keep for messages in flight."""
-        hops = sum(getattr(hop, "scratch_nbytes", 0) for hop in (self.inner, self.outer))
-        return int(hops) + self._scratch.nbytes
+        """Bytes of padded copies. Each hop counts its own scratch memory."""
+        return self._scratch.nbytes
 
     def all_gather(self, full_N: Tensor, shard_S: Tensor, *, name: str) -> Handle:
         """The inner all-gather: this replica has all shards."""

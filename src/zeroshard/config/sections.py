@@ -258,7 +258,9 @@ def _size_of(dim: str, doc: str, default: int = 1) -> Any:
 class ParallelConfig(Section):
     """Sizes of the mesh. Other sources may give them, too: see :mod:`zeroshard.core.mesh_sources`."""
 
-    pipeline: Count = _size_of("pipeline", "Number of pipeline stages.")
+    pipeline: Count = _size_of(
+        "pipeline", "Number of ranks that share the layers (`zeroshard.parallel.pipeline`)."
+    )
     tensor: Count = _size_of(
         "tensor",
         "Number of ranks that share each layer. The model must be cut over them, by "

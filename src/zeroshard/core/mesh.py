@@ -25,6 +25,10 @@ BATCH = frozenset({"data_replicate", "data_shard"})
 HOLDERS = BATCH | {"sequence"}
 """Ranks that differ only in these dimensions hold the same parameters, and their gradients are added."""
 
+SHARDS = HOLDERS - {"data_replicate"}
+"""Ranks that differ only in these dimensions share the shards of every unit: a shard group. Each replica
+has one."""
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -62,6 +66,11 @@ class Mesh:
     def is_data_only(self) -> bool:
         """Whether every rank holds the whole model and trains on samples of its own."""
         return self.dp_size == self.world_size
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether all ranks are one shard group."""
+        return self.data_shard == self.world_size
 
     @property
     def text(self) -> str:

@@ -20,9 +20,6 @@ BATCH_DIMS = tuple(dim for dim in DIMS if dim in BATCH)
 """The dimensions whose sizes multiply to the data-parallel size."""
 
 NOT_YET: dict[str, str] = {
-    "pipeline": "pipeline parallelism is not implemented yet; use 1, and ZeRO stage 3",
-    "data_replicate": "copies of the sharded state are not implemented yet; use 1: the state is sharded "
-    "over all data-parallel ranks",
     "sequence": "sequence parallelism is not implemented yet; use 1, and activation checkpointing",
     "expert": "expert parallelism is not implemented yet; use 1: ZeRO shards experts in ordinary modules",
 }
@@ -142,6 +139,12 @@ def resolve_mesh(
     problems = [*_wrong_products(given, claims)]
     if not problems and mesh.world_size != world_size:
         problems.append(_no_fit(given, origins, world_size))
+    if not problems and mesh.data_replicate > 1 and mesh.data_shard * mesh.sequence == 1:
+        problems.append(
+            f"data_replicate {mesh.data_replicate} x data_shard 1: shard groups of one rank shard "
+            f"nothing; use data_shard {mesh.data_replicate} without data_replicate, and stage 0 if "
+            "every rank shall keep the whole state"
+        )
     if problems:
         raise ConfigError("\n".join(problems))
     for source in sources:

@@ -49,6 +49,7 @@ from zeroshard.offload.plan import (
 )
 from zeroshard.offload.stores import Stores, has_copy_streams, update_threads
 from zeroshard.optim.factory import rebind
+from zeroshard.parallel.split import PipelineModel
 from zeroshard.precision.hardware import hardware_of, tell_if_slow
 from zeroshard.precision.loss_scaler import LossScaler, scaler_from
 from zeroshard.precision.policy import Policy
@@ -110,7 +111,7 @@ def build_engine(given: EngineArguments, make_hooks: Callable[..., StepHooks]) -
         transport=settings.transport,
         device=draft.device,
         trust=settings.trust,
-        plan={"units": layout_digest(draft.specs), **draft.loaded.agreed()},
+        plan={"units": _digest(draft), **draft.loaded.agreed()},
         separate_reductions=gathers_while_reducing(settings),
         mesh=draft.mesh,
     )
@@ -119,6 +120,13 @@ def build_engine(given: EngineArguments, make_hooks: Callable[..., StepHooks]) -
     except BaseException as error:
         watch.close(in_short(error))
         raise
+
+
+def _digest(draft: Draft) -> str:
+    """A hash of what all ranks must share of the model. The units of pipeline ranks differ."""
+    if isinstance(draft.model, PipelineModel):
+        return draft.model.digest
+    return layout_digest(draft.specs)
 
 
 def gathers_while_reducing(settings: Config) -> bool:
@@ -188,7 +196,7 @@ def _exchange(
     draft: Draft, watch: CommSession, runtime: ZeroRuntime, order: ModuleOrder
 ) -> NormExchange:
     """How norm, overflow and flags are exchanged. Collective on a mesh."""
-    if draft.mesh.is_data_only:
+    if draft.mesh.is_flat:
         return DataExchange(watch.world, watch.divergence)
     trained = [unit for unit in runtime.units if unit.trainable]
     copied = {
@@ -318,8 +326,8 @@ class _Frame:
 
 
 def _in_order(specs: Sequence[UnitSpec]) -> list[UnitSpec]:
-    """The specs with the root's first. The root runs around all other modules and is reduced last."""
-    return sorted(specs, key=lambda spec: spec.wrapped != "")
+    """The specs with those first that run around all other modules and are reduced last: the root's."""
+    return sorted(specs, key=lambda spec: not spec.is_outermost)
 
 
 def _build_runtime(draft: Draft, watch: CommSession, accumulation: Accumulation) -> ZeroRuntime:
@@ -435,18 +443,24 @@ def _build_reducer(units: Sequence[Unit], frame: _Frame) -> GradReducer:
             rest=frame.stores.grad_store_of(
                 spec.name, nbytes_of[spec.name].stored_grad_nbytes * spec.layout.shard_numel
             ),
+            pipeline_stage=spec.pipeline_stage,
         )
         for spec in _in_order(frame.draft.specs)
         if spec.trainable
     ]
     return GradReducer(
         buffers,
-        eager=stage.shards_grads,
+        eager=stage.shards_grads and reduces_each_backward(frame.draft.model),
         whole=not stage.shards_optimizer,
         bucket_numel=zero.reduce_bucket_size,
         in_flight_limit=MAX_IN_FLIGHT if zero.overlap_comm else 0,
         predivide=predivide(frame.config, frame.draft.coordinate.dp_size),
     )
+
+
+def reduces_each_backward(model: nn.Module) -> bool:
+    """Whether gradients that are sharded are reduced after each backward, not once per step."""
+    return not isinstance(model, PipelineModel) or model.reduce == "micro_batch"
 
 
 def _build_optimizer(

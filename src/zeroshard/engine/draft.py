@@ -17,14 +17,16 @@ from zeroshard.comm.dtensors import block_of, note_kinds
 from zeroshard.comm.env import DataCoordinate, RankInfo
 from zeroshard.config import Config, LoadedConfig, load_config
 from zeroshard.core.layout import Block
-from zeroshard.core.mesh import HOLDERS, Mesh
+from zeroshard.core.mesh import SHARDS, Mesh
 from zeroshard.core.mesh_sources import MeshSource
 from zeroshard.device.choice import own_device
 from zeroshard.engine.monitors import Monitors, build_monitors
 from zeroshard.engine.unit_plan import UnitSpec, plan_units, probed
-from zeroshard.errors import UsageError
+from zeroshard.errors import UnsupportedError, UsageError
 from zeroshard.optim.factory import Probe, build_optimizer
 from zeroshard.optim.schedulers import build_scheduler
+from zeroshard.parallel.schedules import SCHEDULES
+from zeroshard.parallel.split import PipelineModel
 from zeroshard.precision.hardware import hardware_of
 from zeroshard.precision.policy import Policy, policy_from
 from zeroshard.zero.sharded_parameter import owner_of
@@ -89,6 +91,8 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
     mesh = loaded.mesh.mesh
     coordinate = DataCoordinate(mesh.dp_rank(rank_info.rank), mesh.dp_size)
     settings = loaded.config
+    check_pipeline(model, mesh, settings)
+    cut_pipeline(model, mesh, rank_info.rank)
     policy = policy_from(settings)
     inner = make_optimizer(model, given.optimizer, given.model_parameters, settings, policy)
     probes = probed(inner, policy) if inner is not None else {}
@@ -96,7 +100,7 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
     check_is_cut(blocks.values(), mesh, loaded.origins["parallel.tensor"])
     specs = plan_units(
         model, settings, policy, inner,
-        num_shards=len(mesh.group(rank_info.rank, HOLDERS)),
+        num_shards=len(mesh.group(rank_info.rank, SHARDS)),
         whole=not all(probe.elementwise for probe in probes.values()),
         blocks=blocks,
     )  # fmt: skip
@@ -114,6 +118,42 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
         make_scheduler(given.lr_scheduler, inner, settings),
         build_monitors(settings) if rank_info.is_main_rank and _has_monitors(settings) else None,
     )
+
+
+def cut_pipeline(model: nn.Module, mesh: Mesh, rank: int) -> None:
+    """Delete the stages that other pipeline ranks have.
+
+    Raises:
+        UsageError: a pipeline mesh without a model that is cut, or the cut does not fit the mesh.
+        UnsupportedError: a mesh that a pipeline is not combined with yet.
+    """
+    if isinstance(model, PipelineModel):
+        if mesh.tensor > 1 or mesh.sequence > 1:
+            raise UnsupportedError(
+                f"the mesh {mesh.text}: a pipeline is combined with data parallelism only. Tensor or "
+                "sequence parallelism inside its stages is not supported yet."
+            )
+        model.keep(mesh.coordinate(rank)["pipeline"], mesh.pipeline)
+    elif mesh.pipeline > 1:
+        raise UsageError(
+            f"the mesh is {mesh.text}, but the model is a {type(model).__name__}, which is not cut into "
+            f"stages, so every pipeline rank would train all of it. Pass zeroshard.parallel.pipeline("
+            f"model, split=[...]) with {mesh.pipeline - 1} or more names."
+        )
+
+
+def check_pipeline(model: nn.Module, mesh: Mesh, settings: Config) -> None:
+    """Check the schedule of a pipeline against its sizes.
+
+    Raises:
+        UsageError: the schedule cannot run with these sizes.
+    """
+    if not isinstance(model, PipelineModel) or mesh.pipeline == 1:
+        return
+    per_rank = max(1, len(model.stages) // mesh.pipeline)
+    count = settings.gradient_accumulation_steps or 1
+    if refusal := SCHEDULES[model.schedule].refusal(mesh.pipeline, per_rank, count):
+        raise UsageError(f"zeroshard.parallel.pipeline: {refusal}.")
 
 
 def find_blocks(model: nn.Module, mesh: Mesh, rank: int) -> dict[str, Block]:

@@ -29,6 +29,7 @@ from zeroshard.engine.flops import counted
 from zeroshard.engine.manual_gc import ManualGC
 from zeroshard.engine.offload_states import asked_of_to, check_keeps, is_return
 from zeroshard.engine.optimizer_step import SkippedSteps
+from zeroshard.engine.pipeline import check_loss_fn, evaluate_alone, make_runner, train_alone
 from zeroshard.engine.report import (
     MemoryReport,
     StepReport,
@@ -52,6 +53,12 @@ MISCOUNTED = (
     'no_sync(), or "managed_gradient_accumulation": false'
 )
 """A warning, not an error, because several losses in one micro-batch are allowed."""
+
+
+NO_OPTIMIZER = (
+    "engine.step() without an optimizer: pass one to initialize(), or name one in the config under "
+    '"optimizer".'
+)
 
 
 class Engine(nn.Module):
@@ -161,6 +168,7 @@ class Engine(nn.Module):
             for phase in ("forward", "backward"):
                 setattr(self, phase, self._watch.explained(getattr(self, phase)))
         self._gc = ManualGC() if self.settings.disable_python_gc else None
+        self._pipeline = make_runner(self, model, parts.watch)
 
     # ------------------------------------------------------------------ forward and backward
 
@@ -288,10 +296,7 @@ class Engine(nn.Module):
             self._end_micro_batch()
             return
         if self.runtime.optimizer is None:
-            raise UsageError(
-                "engine.step() without an optimizer: pass one to initialize(), or name one in the "
-                'config under "optimizer".'
-            )
+            raise UsageError(NO_OPTIMIZER)
         if not self.accumulation.divided:
             raise UsageError(
                 "engine.step() before any backward of this step: there is no gradient. Call "
@@ -338,6 +343,56 @@ class Engine(nn.Module):
     def _count_micro_batch(self) -> None:
         self.micro_steps += 1
         self.global_samples += self.train_micro_batch_size_per_gpu() * self.dp_size
+
+    # ------------------------------------------------------------------ pipelines
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """Run one optimizer step of a model made by :func:`zeroshard.parallel.pipeline`. Collective.
+
+        ``data_iter`` yields ``gradient_accumulation_steps`` micro-batches ``(inputs, labels)``. Inputs,
+        which all have one shape in a step, are a tensor or a tuple of tensors for the first stage. Labels
+        go to ``loss_fn``. Ranks of one pipeline pass the same data, chosen by ``dp_rank``; ranks without
+        first and last stage may pass None.
+
+        Returns the mean loss over micro-batches and data-parallel ranks, 0-dim fp64, on every rank.
+
+        Raises:
+            UsageError: the model is not such a model or has no ``loss_fn``, or a rank's data cannot be
+                used; the same on every rank, before a forward.
+            StopIteration: no rank has data left.
+        """
+        self._check_pipeline("train_batch()")
+        accumulation = self.accumulation
+        if accumulation.micro_steps or accumulation.divided:
+            raise UsageError("engine.train_batch() in the middle of a step: call it after step().")
+        if self.runtime.optimizer is None:
+            raise UsageError(NO_OPTIMIZER)
+        if self._pipeline is None:
+            return train_alone(self, data_iter)
+        loss = self._pipeline.train(self, data_iter)
+        for _ in range(accumulation.steps - 1):
+            self._end_micro_batch()
+        Engine.step(self)
+        return loss
+
+    def eval_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """The mean loss of as many micro-batches as a step has, in evaluation mode. Collective.
+
+        Arguments, result and errors are those of :meth:`train_batch`.
+        """
+        self._check_pipeline("eval_batch()")
+        mode = self.training
+        self.eval()
+        try:
+            if self._pipeline is None:
+                return evaluate_alone(self, data_iter)
+            return self._pipeline.evaluate(self, data_iter)
+        finally:
+            self.train(mode)
+
+    def _check_pipeline(self, call: str) -> None:
+        self.life.check(f"engine.{call}", "lp_params", "lp_grads")
+        check_loss_fn(self.module, call)
 
     # ------------------------------------------------------------------ skipped steps
 

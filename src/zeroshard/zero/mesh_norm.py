@@ -1,8 +1,9 @@
 """The exchange of a step on a mesh: each element counts once, and copies in a tensor group are compared.
 
 Without a mesh each element has one owner. On a mesh a parameter that the tensor dimension does not cut
-has one owner in each tensor coordinate; the owner with coordinate 0 counts it. Weights are 0 or 1, so the
-norm does not depend on whether the copies are equal.
+has one owner in each tensor coordinate; the owner with coordinate 0 counts it. Every element has an owner
+in each replica; the owner in replica 0 counts it. Weights are 0 or 1, so the norm does not depend on
+whether the copies are equal.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from zeroshard.comm.flight_recorder import rank_ranges
-from zeroshard.core.mesh import HOLDERS, Mesh
+from zeroshard.core.mesh import HOLDERS, SHARDS, Mesh
 from zeroshard.device.choice import ops_of
 from zeroshard.device.ops import Event
 from zeroshard.errors import RankDivergence, UsageError
@@ -26,18 +27,20 @@ if TYPE_CHECKING:
     from zeroshard.zero.gradients import Norms
     from zeroshard.zero.module_order import ModuleOrder
 
-_FIRST_WORD = (
-    5  # after the sum of squares, two histories, the order of modules, the sum over copies
-)
+#: After the sum of squares, the world's history, the order of modules and the sum over copies.
+_FIRST_HOP = 4
 
 
 class MeshExchange:
     """The exchange on a mesh, over all ranks.
 
-    Each rank sends ``[sum of squares that it counts, hash of the world's history, hash of its holders'
-    history, hash of the order of modules, sum over copies, flags...]``, fp64. Copies are the gradients of
+    Each rank sends ``[sum of squares that it counts, hash of the world's history, hash of the order of
+    modules, sum over copies, hash of each hop's history, flags...]``, fp64. Copies are the gradients of
     parameters that every rank of a tensor group holds. The ranks compute them from the same numbers, so
     the sums must agree. They do not if the ranks train on different samples.
+
+    ``holders`` reduces gradients. It has one hop; with replicas it has two: over the shard group, and
+    over the ranks with the same shard. The ranks of a hop compare its history.
 
     ``copied``: by position in the model, the names of parameters that the tensor dimension does not cut.
     ``num_words``: packed flags of this rank. ``dtype``: in which gradients are reduced; sums of copies
@@ -60,12 +63,18 @@ class MeshExchange:
         order: ModuleOrder,
     ) -> None:
         self._order = order
-        self._world, self._holders, self._mesh = world, holders, mesh
+        self._world, self._mesh = world, mesh
         self._copied = copied
         self._divergence = divergence
         self._tolerance = torch.finfo(dtype).eps ** 0.5
         self._members = torch.tensor(mesh.group(rank, HOLDERS), device=device)
-        self._counts_copies = mesh.coordinate(rank)["tensor"] == 0
+        at = mesh.coordinate(rank)
+        self._counts, self._counts_copies = at["data_replicate"] == 0, at["tensor"] == 0
+        hops: Sequence[Comm] = getattr(holders, "hops", (holders,))
+        self._hops = [
+            (hop, torch.tensor(mesh.group(rank, dims), device=device))
+            for hop, dims in zip(hops, (SHARDS, {"data_replicate"}), strict=False)
+        ]
         # on an accelerator: the sums of the step before on the host, and the event of their copy
         self._before: tuple[Tensor, Event] | None = None
         sizes = world.all_gather_small(
@@ -88,33 +97,35 @@ class MeshExchange:
         Raises:
             UsageError: the copies of a parameter in a tensor group got different gradients.
         """
-        world, holders = self._world, self._holders
+        world = self._world
         copies = [norm for at, norm in norms if at in self._copied]
         counted = [n for at, n in norms if self._counts_copies or at not in self._copied]
         padding = [0.0] * (self._num_words - len(words))
-        hashes = [world.recorder.hash32, holders.recorder.hash32, self._order.hash48]
-        host = on_device([*hashes, *words, *padding], device)
+        hashes = [hop.recorder.hash32 for hop, _ in self._hops]
+        host = on_device(
+            [world.recorder.hash32, self._order.hash48, *hashes, *words, *padding], device
+        )
         of_copies = local_sum_of_squares(copies, device)
         row = torch.cat(
             [
-                local_sum_of_squares(counted, device).view(1),
-                host[:3],
+                local_sum_of_squares(counted if self._counts else [], device).view(1),
+                host[:2],
                 of_copies.view(1),
-                host[3:],
+                host[2:],
                 *(() if lost_edit is None else (lost_edit,)),
             ]
         )
         rows = world.all_gather_small(row, name="norm")
         if odd := world.recorder.diverging(rows[:, 1]):
             raise self._divergence(world, odd)
-        own = rows[self._members]
-        if odd := holders.recorder.diverging(own[:, 2]):
-            raise self._divergence(holders, odd)
+        for at, (hop, members) in enumerate(self._hops, _FIRST_HOP):
+            if odd := hop.recorder.diverging(rows[members][:, at]):
+                raise self._divergence(hop, odd)
         if not isinstance(rows, FakeTensor):
-            self._check_copies(rows[:, 3:5], norms)
+            self._check_copies(rows[:, 2:4], norms)
         return (
             rows[:, 0].sum(),
-            own[:, _FIRST_WORD:],
+            rows[self._members][:, _FIRST_HOP + len(hashes) :],
             None if lost_edit is None else rows[:, -1].amax(),
         )
 
