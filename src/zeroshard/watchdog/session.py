@@ -289,7 +289,7 @@ class CommSession:
             except RuntimeError as error:
                 found = None
                 if self.session_watch is not None and _CONNECTION.search(str(error)):
-                    found = self.session_watch.ask(peers)
+                    found = self.session_watch.ask()
                 if found is None:
                     raise
                 raise found from error
