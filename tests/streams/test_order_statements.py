@@ -108,7 +108,7 @@ SHOWN: list[tuple[str, str, str, Scenario]] = [
     ("offload/shard_store.py", "DiskShardStore.finish", "self._write.wait",
      Scenario(3, "all disk", "on_the_cpu")),
     ("offload/stores.py", "Stores.finish_copies.<locals>.finish", "streams.synchronize",
-     Scenario(2, "delayed", "close_by_error")),
+     Scenario(2, "optimizer", "close_by_error")),
     ("offload/swap_file.py", "Transfer.wait", "self._ended.wait",
      Scenario(2, "disk", "on_the_cpu")),
     ("offload/swap_file.py", "Transfer.join", "self._ended.wait",
