@@ -388,7 +388,9 @@ class Decaying(nn.Linear):
 
 def edits_in_forward(run: Run) -> None:
     """Parameters are changed while they are gathered."""
-    trained = run.open(nn.Sequential(*list(model())[:2], Decaying(WIDTH, WIDTH), nn.Linear(WIDTH, 4)))
+    trained = run.open(
+        nn.Sequential(*list(model())[:2], Decaying(WIDTH, WIDTH), nn.Linear(WIDTH, 4))
+    )
     for _ in range(3):
         run.step(trained)
     run.finish(trained)

@@ -1,7 +1,7 @@
 """Every statement that orders streams or threads is needed: without it, a scenario shows a mistake.
 
-A mistake is a finding, or values that are not those of the CPU. This keeps the checker honest too: it sees
-each of these mistakes. The few statements that wait for another reason are listed with it.
+A mistake is a finding, or values that are not those of the CPU. This keeps the checker honest too: it
+sees each of these mistakes. The few statements that wait for another reason are listed with it.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ NOT_FOR_ORDER = [
      "The unit's parameter is in host memory, so that no copy is waited for. It raises the errors of "
      "updates."),
     ("zero/reduce.py", "GradReducer._reduce_scatter", "handle.wait",
-     "It bounds the memory of small buckets. The handle is waited for once more when the reduction ends."),
+     "It bounds the memory of small buckets. The end of the reduction waits for the handle again."),
 ]  # fmt: skip
 """File, function and beginning of the other statements ("": all of the file), and what they are for."""
 
@@ -162,7 +162,7 @@ def find(file: str, function: str, text: str) -> Statement:
 
 
 TRIES = 5
-"""A thread of the disk that has ended before somebody asks is no mistake. Nearly always the first shows."""
+"""If a thread of the disk has ended before somebody asks, no mistake shows. Nearly always one shows."""
 
 
 def shows_mistake(scenario: Scenario, statement: Statement) -> bool:

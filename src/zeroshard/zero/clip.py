@@ -54,8 +54,8 @@ class NormExchange(Protocol):
         """The sum of squares over all ranks, 0-dim fp64, the flags of this rank's holders ``[W, K]``, and
         the largest ``fact`` of all ranks.
 
-        ``words``: K packed flags. ``fact``: fp64 ``[1]`` on all ranks, or None on all. Raises :class:`~zeroshard.errors.RankDivergence` if ranks called
-        different collectives.
+        ``words``: K packed flags. ``fact``: fp64 ``[1]`` on all ranks, or None on all. Raises
+        :class:`~zeroshard.errors.RankDivergence` if ranks called different collectives.
         """
 
 

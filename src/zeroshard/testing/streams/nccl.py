@@ -191,9 +191,7 @@ class PretendedNCCL(_Group):  # type: ignore[misc]
         with self._moving_values():
             for tensor in tensors:
                 tensor.detach().copy_(self._rows(tensor)[source].clone().view(tensor.shape))
-        return self._run(
-            "broadcast", tensors if source == self._rank else [], tensors, options
-        )
+        return self._run("broadcast", tensors if source == self._rank else [], tensors, options)
 
     def allreduce(self, tensors: list[Tensor], *opts: Any) -> _Work:
         """The reduction over ranks."""
@@ -216,7 +214,7 @@ class PretendedNCCL(_Group):  # type: ignore[misc]
 
 @contextmanager
 def _communicators(storages: Storages, exchange: Exchange) -> Iterator[None]:
-    """A context in which groups of torch's fake backend, and the engine's communicators, are the model."""
+    """A context in which groups of torch's fake backend and the engine's communicators are the model."""
     from zeroshard.comm.collectives import ProcessGroupComm
     from zeroshard.watchdog import session
 
