@@ -11,11 +11,13 @@ from torch import Tensor
 
 from zeroshard.checkpoint import json_state
 from zeroshard.checkpoint.blocks import BlockWriter, bytes_of
+from zeroshard.checkpoint.boxes import Box
 from zeroshard.checkpoint.manifest import (
     MANIFEST,
     VALUE,
     Fragment,
     Manifest,
+    SavedBox,
     SavedBuffer,
     SavedFile,
     SavedParameter,
@@ -47,8 +49,13 @@ def write_checkpoint(
     saved_at: str = "2030-01-01T00:00:00+00:00",
     stage: int = 3,
     is_latest: bool = True,
+    boxes: Mapping[str, Sequence[Box]] | None = None,
+    mesh: str | None = None,
+    dp_ranks: Sequence[int] = (),
 ) -> Path:
     """``directory/tag``: every parameter is cut into ``files`` uneven fragments, one a file.
+
+    ``boxes``: parameters of which each box is cut into such fragments.
 
     ``state``: optimizer state by parameter and name; ``frozen``: parameters that are not trained, and
     ``unsaved`` those of them whose values are left out. Buffers and shared state are in the first file.
@@ -64,7 +71,10 @@ def write_checkpoint(
             trained=fqn not in frozen,
             group=None if fqn in frozen else 0,
             aliases=tuple((aliases or {}).get(fqn, ())),
-            tensors={name: _cut(fqn, name, t, contents) for name, t in tensors.items()},
+            tensors={
+                name: _cut(fqn, name, t.reshape(value.shape), contents, (boxes or {}).get(fqn, ()))
+                for name, t in tensors.items()
+            },
             scalars={k: ("F32", float(v)) for k, v in (scalars or {}).get(fqn, {}).items()},
         )
     for name, buffer in (buffers or {}).items():
@@ -91,6 +101,8 @@ def write_checkpoint(
             for name, b in (buffers or {}).items()
         },
         shared=encoded,
+        mesh=mesh,
+        dp_ranks=tuple(dp_ranks),
     )
     (path / MANIFEST).write_text(manifest.dump())
     if is_latest:
@@ -98,16 +110,38 @@ def write_checkpoint(
     return path
 
 
-def _cut(fqn: str, name: str, tensor: Tensor, contents: list[dict[str, Tensor]]) -> SavedTensor:
+def _cut(
+    fqn: str,
+    name: str,
+    tensor: Tensor,
+    contents: list[dict[str, Tensor]],
+    boxes: Sequence[Box],
+) -> SavedTensor:
     """Add the fragments to the contents of the files."""
-    flat, begin, fragments = tensor.reshape(-1), 0, []
+    dtype = dtype_name(tensor.dtype, where=fqn)
+    if not boxes:
+        fragments = _cut_flat(fqn, name, tensor.reshape(-1), contents, None)
+        return SavedTensor(dtype=dtype, fragments=fragments)
+    cells = []
+    for box in boxes:
+        places = [slice(low, low + n) for low, n in zip(box.start, box.extent, strict=True)]
+        flat = tensor[tuple(places)].reshape(-1)
+        fragments = _cut_flat(fqn, name, flat, contents, box)
+        cells.append(SavedBox(start=box.start, extent=box.extent, fragments=fragments))
+    return SavedTensor(dtype=dtype, fragments=(), boxes=tuple(cells))
+
+
+def _cut_flat(
+    fqn: str, name: str, flat: Tensor, contents: list[dict[str, Tensor]], box: Box | None
+) -> tuple[Fragment, ...]:
+    begin, fragments = 0, []
     for file, content in enumerate(contents):
         end = len(flat) * (file + 1) ** 2 // len(contents) ** 2
         if begin < end:
-            content[fragment_key(fqn, name, begin)] = flat[begin:end]
+            content[fragment_key(fqn, name, begin, box and box.start)] = flat[begin:end]
             fragments.append(Fragment(file, begin, end - begin))
         begin = end
-    return SavedTensor(dtype=dtype_name(tensor.dtype, where=fqn), fragments=tuple(fragments))
+    return tuple(fragments)
 
 
 def _write_file(path: Path, content: Mapping[str, Tensor], block_nbytes: int) -> SavedFile:

@@ -56,7 +56,8 @@ Each key has one of these verdicts:
 
 OWN = (
     *("unknown_keys", "units", "unit_max_numel", "unit_min_numel", "conditional_modules"),
-    *("keep_fp32", "uneven", "transport", "compile_update", "trust", "trackio"),
+    *("keep_fp32", "uneven", "transport", "compile_update", "trust", "parallel"),
+    "trackio",
 )
 
 SAMPLE = """\

@@ -14,6 +14,7 @@ from zeroshard import moved
 from zeroshard.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from zeroshard import parallel as parallel
     from zeroshard import zero as zero
     from zeroshard.engine.engine import Engine as Engine
     from zeroshard.engine.initialize import add_config_arguments as add_config_arguments
@@ -33,6 +34,7 @@ __all__ = [
     "add_config_arguments",
     "init_distributed",
     "initialize",
+    "parallel",
     "zero",
 ]
 
@@ -43,7 +45,7 @@ moved.serve()
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
-    if name in ("zero", "errors"):
+    if name in ("zero", "parallel", "errors"):
         return importlib.import_module(f"zeroshard.{name}")
     raise AttributeError(f"module 'zeroshard' has no attribute {name!r}")
 

@@ -16,7 +16,7 @@ CONFIGS = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", PAGE,
 
 
 def loaded(config: dict[str, Any]) -> Any:
-    return load_config(config, dp_size=2).config
+    return load_config(config, world_size=2).config
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=range(len(CONFIGS)))

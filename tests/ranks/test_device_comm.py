@@ -95,7 +95,7 @@ def test_a_session_opens_no_more_communicators_than_it_uses_at_once():
 def test_only_stage_3_with_overlap_gathers_while_it_reduces(stage, overlaps, separate):
     zero = {"stage": stage, "overlap_comm": overlaps}
     config = {"train_batch_size": 2, "zero_optimization": zero}
-    assert gathers_while_reducing(load_config(config, dp_size=2).config) is separate
+    assert gathers_while_reducing(load_config(config, world_size=2).config) is separate
 
 
 @on_ranks(2)

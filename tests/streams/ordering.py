@@ -23,7 +23,10 @@ CALLS = {
 """Methods that order streams or threads, by name."""
 WAITS = {"wait"}
 """Methods that do so in the modules below; elsewhere they wait for processes or threads."""
-WAITING = ("zero", "comm/collectives.py", "offload", "engine/optimizer_step.py", "engine/build.py")
+WAITING = (
+    "zero", "comm/collectives.py", "comm/two_hop.py", "offload", "engine/optimizer_step.py",
+    "engine/build.py",
+)  # fmt: skip
 OUTSIDE = ("testing", "launch", "watchdog", "deepspeed", "cli", "integrations")
 """Packages without work for a device, or for programs that bring their own streams."""
 

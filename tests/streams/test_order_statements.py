@@ -133,6 +133,7 @@ SHOWN: list[tuple[str, str, str, Scenario]] = [
 """File, function and beginning of each statement, and a scenario that needs it."""
 
 NOT_FOR_ORDER = [
+    ("comm/two_hop.py", "", "", "tests/streams/test_two_hop_streams.py removes each of them."),
     ("comm/collectives.py", "ProcessGroupComm.finish", "work.wait(self._slice)",
      "Gloo, where no stream is used."),
     ("engine/build.py", "_members", "tensor.broadcast", "A mesh, of which the checker has no model."),

@@ -305,6 +305,7 @@ def engine_run(
     schedule: ScheduleFactory | None = None,
     scale: Scale | None = None,
     config: Mapping[str, Any] | None = None,
+    mesh: Any = None,
 ) -> Trajectory:
     """Train ``case`` with ``zeroshard.Engine`` on this rank's share of the batches.
 
@@ -334,6 +335,7 @@ def engine_run(
         config=_merged(keys, config or {}),
         optimizer=optim,
         lr_scheduler=schedule(optim) if schedule else None,
+        mesh=mesh,
     ) as engine:
         for micros in batches:
             total = 0.0

@@ -123,10 +123,10 @@ def config_and_config_params():
 
 
 @wrong(
-    "mpu and mesh_param describe tensor or sequence parallel groups, which ZeroShard does not "
-    "combine with ZeRO yet. Leave them out to shard over all ranks."
+    "mpu is a object without any getter of a size, so it says nothing about the ranks. It needs "
+    "methods such as get_data_parallel_world_size() and get_model_parallel_world_size()."
 )
-def mpu_given():
+def mpu_without_getters():
     zeroshard.initialize(model=linear(), mpu=object(), config=config())
 
 

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 
 class Case(NamedTuple):
-    """A wrong configuration for ``dp_size`` ranks and the lines that answer it."""
+    """A wrong configuration for ``world_size`` ranks and the lines that answer it."""
 
     name: str
     config: dict[str, Any]
-    dp_size: int
+    world_size: int
     lines: tuple[str, ...]
 
     @property
@@ -26,8 +26,8 @@ class Case(NamedTuple):
 ONE: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1}
 
 
-def case(name: str, config: dict[str, Any], dp_size: int, *lines: str) -> Case:
-    return Case(name, config, dp_size, lines)
+def case(name: str, config: dict[str, Any], world_size: int, *lines: str) -> Case:
+    return Case(name, config, world_size, lines)
 
 
 def zero(name: str, section: dict[str, Any], *lines: str) -> Case:
@@ -451,8 +451,8 @@ CASES: tuple[Case, ...] = (
         {**ONE, "data_parallel_size": 2},
         4,
         (
-            "data_parallel_size: 2 is not the world size 4; other kinds of parallelism are not "
-            "implemented yet, so leave it out"
+            "mesh: data_shard 2 (data_parallel_size) = 2 ranks, but 4 were started; the nearest sizes "
+            "that fit are data_shard 4"
         ),
     ),
     case(
@@ -559,27 +559,12 @@ CASES: tuple[Case, ...] = (
         ),
     ),
     # Known, but not there (yet)
-    case(
-        "tensor_parallel",
-        {**ONE, "tensor_parallel": {"autotp_size": 2}},
-        1,
-        (
-            "tensor_parallel.autotp_size: 2 is asked for; tensor parallelism is not implemented "
-            "yet; use 1"
-        ),
-    ),
-    case(
-        "sequence_parallel",
-        {**ONE, "sequence_parallel_size": 2},
-        2,
-        "sequence_parallel_size: planned, not implemented yet; it is 2, leave it out",
-    ),
     zero(
         "hpz",
         {"stage": 3, "zero_hpz_partition_size": 8},
         (
-            "zero_optimization.zero_hpz_partition_size: planned, not implemented yet; it is 8, "
-            "leave it out"
+            "zero_optimization.zero_hpz_partition_size: planned, not implemented yet: without it, "
+            "parameters are gathered over all ranks of a copy; it is 8, leave it out"
         ),
     ),
     zero(
@@ -636,7 +621,8 @@ CASES: tuple[Case, ...] = (
     zero(
         "mics",
         {"stage": 3, "mics_shard_size": 8},
-        "zero_optimization.mics_shard_size: not supported: DeepSpeed has removed it; leave it out",
+        "zero_optimization.mics_shard_size: not supported: DeepSpeed has removed it; write "
+        "the number of copies of the sharded state in parallel.data_replicate",
     ),
     zero(
         "zenflow",

@@ -169,7 +169,7 @@ WILD: dict[str, tuple[dict[str, Any], str]] = {
         {**AUTO, **BOTH, "zero_allow_untested_optimizer": True, **zero(Z3, overlap_comm=False)}, ""),
     "llama-factory autotp": (
         {**AUTO, **BOTH, "tensor_parallel": {"autotp_size": 2}, **zero(stage=2)},
-        "tensor parallelism is not implemented yet"),
+        ""),
     # ------------------------------------------------------------ ms-swift
     "ms-swift zero 1": (
         {**AUTO, **BOTH, **QUIET,
@@ -323,7 +323,7 @@ WILD: dict[str, tuple[dict[str, Any], str]] = {
     "deepspeed superoffload": (
         {**PLAIN, **zero(stage=3, offload_optimizer={**CPU, "super_offload": True})},
         "one kind of machine"),
-    "deepspeed mics": ({**PLAIN, **zero(stage=3, mics_shard_size=8)}, "leave it out"),
+    "deepspeed mics": ({**PLAIN, **zero(stage=3, mics_shard_size=8)}, "parallel.data_replicate"),
     "deepspeed mics off": ({**PLAIN, **zero(stage=3, mics_shard_size=-1)}, ""),
     "deepspeed partial offload": (
         {**PLAIN, **zero(stage=3, offload_optimizer={**CPU, "ratio": 0.3})}, ""),

@@ -34,7 +34,7 @@ LAYERS = [  # from the bottom
     {"watchdog"},
     {"offload"},
     {"zero"},
-    {"checkpoint"},
+    {"checkpoint", "parallel"},
     {"engine"},
     {"deepspeed"},
     {"integrations"},
@@ -44,7 +44,7 @@ LAYERS = [  # from the bottom
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 
 OWNERS = {  # module, or prefix of modules: the layers that may import it
-    "torch.distributed": {"comm", "watchdog", "launch", "deepspeed", "testing"},
+    "torch.distributed": {"comm", "watchdog", "launch", "parallel", "deepspeed", "testing"},
     "torch": set(HEIGHT) - {"core", "config", "errors", "moved", "version"} | {"testing"},
     "pydantic": {"config", "checkpoint"},
     "typer": {"cli", "launch"},

@@ -21,7 +21,9 @@ AUTO = {"enabled": "auto"}
 
 def load(hardware: Hardware | None, **sections: Any) -> LoadedConfig:
     config = {"train_micro_batch_size_per_gpu": 1, **sections}
-    return load_config(config, dp_size=1, hardware=None if hardware is None else lambda: hardware)
+    return load_config(
+        config, world_size=1, hardware=None if hardware is None else lambda: hardware
+    )
 
 
 def modes(loaded: LoadedConfig) -> tuple[bool, bool]:
@@ -75,14 +77,14 @@ def test_hardware_is_not_asked_where_nothing_is_auto() -> None:
         raise AssertionError("asked")
 
     config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}}
-    assert load_config(config, dp_size=1, hardware=never).config.bf16.enabled
+    assert load_config(config, world_size=1, hardware=never).config.bf16.enabled
 
 
 @pytest.mark.parametrize("word", ["no", "bf16", "fp16"])
 def test_what_accelerate_was_told_wins_over_the_hardware(word: str) -> None:
     given = {"train_micro_batch_size_per_gpu": 1, "bf16": AUTO, "fp16": AUTO}
     full = completed(given, Wishes(1, 1, word))
-    loaded = load_config(full, dp_size=1, hardware=lambda: FAST)
+    loaded = load_config(full, world_size=1, hardware=lambda: FAST)
     assert modes(loaded) == (word == "bf16", word == "fp16")
 
 

@@ -44,7 +44,7 @@ def table(first: str) -> list[str]:
     [
         ("key of `body`", m.Manifest), ("key of a file", m.SavedFile), ("key of a buffer", m.SavedBuffer),
         ("key of a parameter", m.SavedParameter), ("key of a tensor", m.SavedTensor),
-        ("key of a digest", m.Digest),
+        ("key of a box", m.SavedBox), ("key of a digest", m.Digest),
     ],
 )  # fmt: skip
 def test_every_key_is_in_its_table(first: str, model: type[BaseModel]):
@@ -136,9 +136,9 @@ def test_the_reader_of_the_page_reads_what_others_wrote(tmp_path):
     scope: dict = {}
     exec(blocks()[1], scope)
     path = make(tmp_path)
-    with pytest.raises(ValueError, match="version 2"):
+    with pytest.raises(ValueError, match="version 3"):
         text = (path / MANIFEST).read_text()
-        (path / MANIFEST).write_text(text.replace('"version":1', '"version":2'))
+        (path / MANIFEST).write_text(text.replace('"version":1', '"version":3'))
         scope["read_fp32"](path)
     (path / MANIFEST).write_text(text)
     found = scope["read_fp32"](path)

@@ -18,7 +18,7 @@ ONE: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1}
 
 
 def load(config: dict[str, Any], **kwargs: Any) -> LoadedConfig:
-    return load_config(config, **{"dp_size": 1, **kwargs})
+    return load_config(config, **{"world_size": 1, **kwargs})
 
 
 def value(config: dict[str, Any], path: str, **kwargs: Any) -> Any:
@@ -36,7 +36,7 @@ def mentions(loaded: LoadedConfig, *words: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("given", "dp_size", "solved"),
+    ("given", "world_size", "solved"),
     [
         ({"train_batch_size": 16}, 2, (16, 8, 1)),
         ({"train_micro_batch_size_per_gpu": 4}, 2, (8, 4, 1)),
@@ -57,9 +57,9 @@ def mentions(loaded: LoadedConfig, *words: str) -> list[str]:
     ],
 )
 def test_batch_sizes_follow_from_what_is_given(
-    given: dict[str, Any], dp_size: int, solved: tuple[int, int, int]
+    given: dict[str, Any], world_size: int, solved: tuple[int, int, int]
 ) -> None:
-    config = load(given, dp_size=dp_size).config
+    config = load(given, world_size=world_size).config
     assert solved == (
         config.train_batch_size,
         config.train_micro_batch_size_per_gpu,
@@ -68,7 +68,7 @@ def test_batch_sizes_follow_from_what_is_given(
 
 
 def test_batch_sizes_may_be_missing_where_nothing_is_trained() -> None:
-    config = load({"train_batch_size": "auto"}, dp_size=4, for_training=False).config
+    config = load({"train_batch_size": "auto"}, world_size=4, for_training=False).config
     assert (config.train_batch_size, config.train_micro_batch_size_per_gpu) == (4, 1)
 
 
@@ -78,7 +78,7 @@ def test_an_unresolved_schedule_is_left_alone_where_nothing_is_trained() -> None
 
 
 def test_no_source_is_an_empty_configuration() -> None:
-    assert load_config(None, dp_size=1, arguments={"train_batch_size": 2}).config == (
+    assert load_config(None, world_size=1, arguments={"train_batch_size": 2}).config == (
         load({"train_batch_size": 2}).config
     )
 
@@ -264,8 +264,8 @@ def test_offloaded_parameters_below_stage_3_only_give_a_notice(stage: int) -> No
 
 
 def test_not_yet_names_what_would_act() -> None:
-    config = Config.model_validate({"tensor_parallel": {"autotp_size": 2}})
-    assert [line.split(":")[0] for line in not_yet(config)] == ["tensor_parallel.autotp_size"]
+    config = Config.model_validate({"trust": {"nan_policy": "skip"}})
+    assert [line.split(":")[0] for line in not_yet(config)] == ["trust.nan_policy"]
 
 
 # Offloading
@@ -532,7 +532,7 @@ def test_every_value_has_an_origin(tmp_path: Any) -> None:
         ' "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"},'
         ' "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}'
     )
-    origins = load_config(path, dp_size=2, arguments={"bf16.enabled": True}).origins
+    origins = load_config(path, world_size=2, arguments={"bf16.enabled": True}).origins
     file = f"file {path}"
     expected = {
         "train_batch_size": file,

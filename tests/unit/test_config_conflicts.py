@@ -19,7 +19,7 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 
 def policy(**sections: object) -> Policy:
     return policy_from(
-        load_config({"train_micro_batch_size_per_gpu": 1, **sections}, dp_size=1).config
+        load_config({"train_micro_batch_size_per_gpu": 1, **sections}, world_size=1).config
     )
 
 

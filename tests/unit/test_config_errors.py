@@ -16,13 +16,13 @@ pytestmark = pytest.mark.smoke
 
 def message_of(config: Any, **kwargs: Any) -> str:
     with pytest.raises(ConfigError) as caught:
-        load_config(config, **{"dp_size": 1, **kwargs})
+        load_config(config, **{"world_size": 1, **kwargs})
     return str(caught.value)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_wrong_config_is_answered_with_its_message(case: Case) -> None:
-    assert message_of(case.config, dp_size=case.dp_size) == case.message
+    assert message_of(case.config, world_size=case.world_size) == case.message
 
 
 def test_case_names_are_unique() -> None:
@@ -32,7 +32,7 @@ def test_case_names_are_unique() -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_wrong_config_leaves_the_callers_dict_alone(case: Case) -> None:
     before = copy.deepcopy(case.config)
-    message_of(case.config, dp_size=case.dp_size)
+    message_of(case.config, world_size=case.world_size)
     assert case.config == before
 
 
@@ -67,7 +67,7 @@ def test_a_file_is_named_in_the_heading(tmp_path: Any) -> None:
 
 
 def test_unknown_keys_can_be_turned_into_notices() -> None:
-    loaded = load_config({**ONE, "unknown_keys": "warn", "zero": {"stage": 3}}, dp_size=1)
+    loaded = load_config({**ONE, "unknown_keys": "warn", "zero": {"stage": 3}}, world_size=1)
     assert any(line.startswith("unknown keys, ignored: zero") for line in loaded.notices)
 
 
@@ -89,7 +89,7 @@ WILD = {
 
 
 def test_where_deepspeed_ignores_unknown_keys_its_programs_get_one_notice() -> None:
-    loaded = load_config({**ONE, **WILD}, dp_size=1, as_deepspeed=True)
+    loaded = load_config({**ONE, **WILD}, world_size=1, as_deepspeed=True)
     (line,) = [line for line in loaded.notices if "unknown" in line]
     assert (
         "zero_optimization.reduce_bucket_size, _comment, log, _optimizer (" in line
@@ -116,13 +116,13 @@ def test_a_misspelt_key_of_the_top_level_is_an_error_in_deepspeeds_name_too(
 ) -> None:
     text = message_of({**ONE, typo: value}, as_deepspeed=True)
     assert f'{typo}: no such key. Did you mean "{meant}"?' in text
-    load_config({**ONE, typo: value, "unknown_keys": "warn"}, dp_size=1, as_deepspeed=True)
+    load_config({**ONE, typo: value, "unknown_keys": "warn"}, world_size=1, as_deepspeed=True)
 
 
 @pytest.mark.parametrize("parked", ["_optimizer", "//optimizer", "optimizer2"])
 def test_a_section_put_aside_is_a_notice_to_programs_of_deepspeed(parked: str) -> None:
     config = {**ONE, "optimizer": {"type": "Adam"}, parked: {"type": "AdamW"}}
-    loaded = load_config(config, dp_size=1, as_deepspeed=True)
+    loaded = load_config(config, world_size=1, as_deepspeed=True)
     assert any(f"ignored: {parked} (did you mean" in line for line in loaded.notices)
 
 
@@ -161,4 +161,4 @@ def test_config_given_twice_is_an_error() -> None:
 
 
 def test_an_empty_world_is_an_error() -> None:
-    assert message_of(ONE, dp_size=0) == "dp_size must be at least 1, not 0"
+    assert message_of(ONE, world_size=0) == "world_size must be at least 1, not 0"

@@ -39,7 +39,7 @@ def nest(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def outcome(config: dict[str, Any]) -> str:
     try:
-        loaded = load_config(config, dp_size=2, hidden_size=8)
+        loaded = load_config(config, world_size=2, hidden_size=8)
         return "\n".join([loaded.fingerprint(), *loaded.notices])
     except ConfigError as error:
         return str(error)

@@ -142,16 +142,16 @@ def test_the_layer_imports_neither_torch_nor_the_environment() -> None:
 def test_deepspeeds_short_spelling_of_a_stage_3_key_is_that_key(short: str) -> None:
     value = True if short.startswith(("gather", "use", "allgather")) else 4096
     zero = {"stage": 3, short: value}
-    loaded = load_config({"train_batch_size": 1, "zero_optimization": zero}, dp_size=1)
+    loaded = load_config({"train_batch_size": 1, "zero_optimization": zero}, world_size=1)
     assert getattr(loaded.config.zero_optimization, f"stage3_{short}") == value
     twice = {**zero, f"stage3_{short}": value}
-    assert load_config({"train_batch_size": 1, "zero_optimization": twice}, dp_size=1)
+    assert load_config({"train_batch_size": 1, "zero_optimization": twice}, world_size=1)
     twice[f"stage3_{short}"] = not value
     with pytest.raises(ConfigError, match="is given too; keep one"):
-        load_config({"train_batch_size": 1, "zero_optimization": twice}, dp_size=1)
+        load_config({"train_batch_size": 1, "zero_optimization": twice}, world_size=1)
 
 
 @pytest.mark.parametrize("key", ["sub_group_size", "allgather_bucket_size"])
 def test_sizes_without_a_meaning_here_may_be_0(key: str) -> None:
     zero = {"stage": 2, key: 0}
-    load_config({"train_batch_size": 1, "zero_optimization": zero}, dp_size=1)
+    load_config({"train_batch_size": 1, "zero_optimization": zero}, world_size=1)

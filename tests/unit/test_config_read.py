@@ -134,7 +134,7 @@ def test_the_callers_dict_is_neither_changed_nor_shared() -> None:
     inner = {"stage": "auto", "cpu_offload": False}
     config = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": 2}
     config["zero_optimization"] = inner
-    loaded = load_config(config, dp_size=1)
+    loaded = load_config(config, world_size=1)
     assert config == {
         "train_batch_size": "auto",
         "train_micro_batch_size_per_gpu": 2,
@@ -147,6 +147,6 @@ def test_the_callers_dict_is_neither_changed_nor_shared() -> None:
 @pytest.mark.parametrize("text", ["", "  "])
 def test_an_empty_string_is_no_configuration(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config(text, dp_size=1)
+        load_config(text, world_size=1)
     wanted = "the configuration is an empty string; give the path of a JSON file"
     assert str(caught.value) == wanted

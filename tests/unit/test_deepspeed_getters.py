@@ -16,7 +16,7 @@ DISK = {"device": "nvme", "nvme_path": "/d"}
 
 def ask(name: str, **zero: Any) -> Any:
     config = {"train_batch_size": 1, "zero_optimization": {"stage": 3, **zero}}
-    return GETTERS[name](SimpleNamespace(settings=load_config(config, dp_size=1).config))
+    return GETTERS[name](SimpleNamespace(settings=load_config(config, world_size=1).config))
 
 
 @pytest.mark.parametrize("name", ["offload_optimizer", "offload_param"])

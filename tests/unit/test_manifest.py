@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeroshard.checkpoint.blocks import BlockFile
+from zeroshard.checkpoint.boxes import Box
 from zeroshard.checkpoint.manifest import FORMAT, MANIFEST, MAX_NUMEL, VERSION, Manifest, parse
 from zeroshard.checkpoint.reader import CheckpointReader, full, read_manifest
 from zeroshard.checkpoint.safetensors_file import DTYPES, Entry, lay_out, read_entries
@@ -35,9 +36,16 @@ VALUES = {
 STATE = {"a.weight": {"exp_avg": torch.randn(3000)}}
 BUFFERS = {"seen": torch.tensor([4, 5])}
 FROZEN = "frozen-0123456789abcdef"
+CELLS = [
+    Box(start, extent)
+    for start, extent in [
+        ((0, 0), (30, 20)), ((0, 20), (30, 30)), ((30, 0), (30, 20)), ((30, 20), (30, 30)),
+    ]
+]  # fmt: skip
+"""The boxes of ``a.weight`` in version 2."""
 
 
-def make(root: Path) -> Path:
+def make(root: Path, **keys: Any) -> Path:
     return write_checkpoint(
         root,
         VALUES,
@@ -46,7 +54,21 @@ def make(root: Path) -> Path:
         aliases={"a.weight": ["b.weight"]},
         buffers=BUFFERS,
         shared={"counters": {"global_steps": 10}, "client_state": {"pair": (1, b"x")}},
+        **keys,
     )
+
+
+@pytest.fixture(scope="module")
+def saved_boxes(tmp_path_factory) -> Path:
+    """The same checkpoint in version 2."""
+    root = tmp_path_factory.mktemp("boxes")
+    boxes = {"a.weight": CELLS, "a.bias": [Box((0,), (3,)), Box((3,), (4,))]}
+    return make(root, boxes=boxes, mesh="tensor 2", dp_ranks=[0, 0])
+
+
+@pytest.fixture(scope="module")
+def boxes_body(saved_boxes) -> dict[str, Any]:
+    return json.loads((saved_boxes / MANIFEST).read_text())["body"]
 
 
 @pytest.fixture(scope="module")
@@ -223,6 +245,108 @@ def test_each_violation_is_refused_by_name_and_reason(body, place, value, why):
     assert len(str(error.value)) < 1000
 
 
+BOXES = f"{WEIGHT}/tensors/value/boxes"
+FIRST, SECOND = f"{BOXES}/0", f"{BOXES}/1"
+WRONG_BOXES = [
+    (BOXES, [], "contain 0 of 3,000"),
+    (BOXES, {}, "valid array"),
+    (BOXES, [None], "be an object"),
+    (FIRST, {"start": [0, 0], "extent": [60, 50], "fragments": []}, "boxes overlap"),
+    (FRAGMENTS, [[0, 0, 3000]], "of the whole tensor and of its boxes"),
+    (f"{FIRST}/start", [0], "does not have 2 axes"),
+    (f"{FIRST}/start", [0] * 65, "at most 64"),
+    (f"{FIRST}/start", [], "does not have 2 axes"),
+    (f"{FIRST}/start", [0, -1], "greater than or equal to 0"),
+    (f"{FIRST}/start", [0, 1], "boxes overlap at 1 of axis 1"),
+    (f"{FIRST}/start", [0, 2**53], "boxes have a gap at 50 of axis 1"),
+    (f"{FIRST}/start", [0, 2**70], "less than or equal"),
+    (f"{FIRST}/start", [0, 0.0], "valid integer"),
+    (f"{FIRST}/start", [0, True], "valid integer"),
+    (f"{FIRST}/start", "0,0", "valid array"),
+    (f"{FIRST}/start", [30, 0], "two boxes have the same start"),
+    (f"{FIRST}/extent", [30, 21], "boxes overlap at 0 of axis 1"),
+    (f"{FIRST}/extent", [30, 0], "boxes overlap at 0 of axis 1"),
+    (f"{FIRST}/extent", [31, 20], "boxes overlap at 0 of axis 0"),
+    (f"{FIRST}/extent", [2**53, 2**53], "boxes overlap"),
+    (f"{FIRST}/extent", [1] * 65, "at most 64"),
+    (f"{SECOND}/extent", [30, 2**53], "boxes overlap"),
+    (f"{SECOND}/start", [0, 21], "boxes overlap at 21 of axis 1"),
+    (f"{FIRST}/fragments", [], "box at [0, 0]: fragments contain 0 of 600"),
+    (f"{FIRST}/fragments", [[0, 0, 600], [0, 0, 600]], "fragments overlap at element 0"),
+    (f"{FIRST}/fragments", [[0, 0, 601]], "contain 601 of 600"),
+    (f"{FIRST}/fragments", [[0, 1, 600]], "gap at element 0"),
+    (f"{FIRST}/fragments", [[9, 0, 600]], "file 9 of 2"),
+    (f"{FIRST}/fragments", [[0, -1, 601]], "greater than or equal to 0"),
+    (f"{FIRST}/fragments", None, "valid array"),
+    (f"{WEIGHT}/shape", [60, 51], "boxes reach 50 of 51 on axis 1"),
+    (f"{WEIGHT}/shape", [60, 49], "boxes reach 50 of 49 on axis 1"),
+    (f"{WEIGHT}/shape", [3000], "does not have 1 axes"),
+    (f"{WEIGHT}/shape", [60, 50, 1], "does not have 3 axes"),
+    (f"{WEIGHT}/tensors/value/dtype", "F64", "do not fit into"),
+    ("parameters/empty/tensors/value/boxes", [{"start": [0, 0], "extent": [0, 3], "fragments": []}],
+     "overlap at 0 of axis 0"),
+    ("parameters/scalar/tensors/value/boxes", [{"start": [], "extent": [], "fragments": []}],
+     "of the whole tensor and of its boxes"),
+    ("mesh", "", "at least 1 character"),
+    ("mesh", 2, "valid string"),
+    ("dp_ranks", [0], "1 data-parallel ranks for 2 ranks"),
+    ("dp_ranks", [0, 2], "one has the number 2"),
+    ("dp_ranks", [1, 1], "one has the number 1"),
+    ("dp_ranks", [0, 2**53], "one has the number"),
+    ("dp_ranks", [0, -1], "greater than or equal to 0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("place", "value", "why"), WRONG_BOXES, ids=range(len(WRONG_BOXES)))
+def test_each_violation_of_version_2_is_refused_by_name_and_reason(boxes_body, place, value, why):
+    parse(signed(boxes_body), where="m")
+    with pytest.raises(CheckpointError) as error:
+        parse(signed(changed(boxes_body, place, value)), where="run/tag/manifest.json")
+    assert str(error.value).startswith("run/tag/manifest.json")
+    assert why in str(error.value)
+    assert len(str(error.value)) < 1000
+
+
+def test_version_1_has_no_boxes(body, boxes_body):
+    assert parse(signed(body, version=1), where="m").version == 1
+    for mixed in (boxes_body, {**body, "mesh": "tensor 2"}, {**body, "dp_ranks": [0, 0]}):
+        assert parse(signed(mixed), where="m").version == 2
+        with pytest.raises(CheckpointError, match="version 1, and parts that only version 2 has"):
+            parse(signed(mixed, version=1), where="m")
+
+
+def test_a_version_1_manifest_is_written_as_version_1(body, boxes_body):
+    """Releases that do not know version 2 can read it."""
+    for some, version in ((body, 1), (boxes_body, 2)):
+        head = json.loads(parse(signed(some), where="m").dump())
+        assert head["version"] == version
+        assert ("boxes" in head["body"]["parameters"]["a.weight"]["tensors"]["value"]) == (
+            version == 2
+        )
+
+
+def test_boxes_are_read_as_the_tensors_that_were_cut(saved_boxes):
+    with CheckpointReader(saved_boxes) as source:
+        for fqn, value in VALUES.items():
+            assert torch.equal(full(source, fqn), value)
+        assert torch.equal(
+            full(source, "a.weight", "exp_avg").view(-1), STATE["a.weight"]["exp_avg"]
+        )
+        part = torch.empty(77)
+        source.fill("a.weight", "value", 13, part, Box((17, 11), (20, 25)))
+        expected = VALUES["a.weight"][17:37, 11:36].reshape(-1)
+        assert torch.equal(part, expected[13:90])
+
+
+def test_many_hostile_boxes_cost_little(boxes_body):
+    box = {"start": [0, 0], "extent": [60, 50], "fragments": []}
+    text = signed(changed(boxes_body, BOXES, [box] * 50_000))
+    begin_s = time.monotonic()
+    with pytest.raises(CheckpointError, match="same start"):
+        parse(text, where="m")
+    assert time.monotonic() - begin_s < 8
+
+
 def test_a_fragment_in_two_places_counts_twice(body):
     """Otherwise a small manifest could claim any amount of memory from one small file."""
     nbytes = body["files"][1]["nbytes"]
@@ -257,7 +381,7 @@ def test_what_is_no_manifest_is_refused(text):
         parse(text, where="somewhere")
 
 
-@pytest.mark.parametrize("version", [0, 2, 1.0, True, "1", None, [1], "x" * 10_000])
+@pytest.mark.parametrize("version", [0, 3, 1.0, True, "1", None, [1], "x" * 10_000])
 def test_other_versions_are_refused_with_what_to_do(body, version):
     with pytest.raises(CheckpointError, match="install that release") as error:
         parse(signed(body, version=version), where="m")
@@ -371,7 +495,8 @@ def test_frozen_files_are_beside_the_checkpoint_and_not_behind_a_link(saved, tmp
         assert torch.equal(full(source, "a.weight"), VALUES["a.weight"])
 
 
-def test_claims_cost_no_memory_before_the_files_are_seen(saved, tmp_path):
+@pytest.mark.parametrize("in_boxes", [False, True])
+def test_claims_cost_no_memory_before_the_files_are_seen(saved, tmp_path, in_boxes):
     """A terabyte that no file has: to ask for it would fail in another way."""
     path = copied(saved, tmp_path)
     body = json.loads((path / MANIFEST).read_text())["body"]
@@ -379,6 +504,12 @@ def test_claims_cost_no_memory_before_the_files_are_seen(saved, tmp_path):
     files = [{"name": "huge.safetensors", "nbytes": 2**40, "crc32": [0] * (2**40 // block_nbytes)}]
     huge = {"shape": [numel], "trained": True,
             "tensors": {"value": {"dtype": "F32", "fragments": [[0, 0, numel]]}}}  # fmt: skip
+    if in_boxes:
+        halves = [
+            {"start": [at], "extent": [numel // 2], "fragments": [[0, 0, numel // 2]]}
+            for at in (0, numel // 2)
+        ]
+        huge["tensors"] = {"value": {"dtype": "F32", "fragments": [], "boxes": halves}}
     body |= {"files": files, "parameters": {"huge": huge}, "block_nbytes": block_nbytes}
     body |= {"buffers": {"b": {"dtype": "F32", "shape": [numel], "files": [0]}}}
     (path / MANIFEST).write_text(signed(body))
@@ -485,8 +616,12 @@ SEEN = {"valid": 0, "refused": 0, "whole": 0}
 
 
 @pytest.mark.slow
-def test_any_mutation_is_refused_or_read_within_the_directory(saved, body, tmp_path, monkeypatch):
-    path = copied(saved, tmp_path)
+@pytest.mark.parametrize("version", [1, 2])
+def test_any_mutation_is_refused_or_read_within_the_directory(
+    saved, saved_boxes, tmp_path, monkeypatch, version
+):
+    path = copied(saved if version == 1 else saved_boxes, tmp_path)
+    body = json.loads((path / MANIFEST).read_text())["body"]
     (path.parent / "secret.safetensors").write_bytes((path / "rank-0.safetensors").read_bytes())
     inside = tuple(os.path.realpath(p) + os.sep for p in (path, path.parent / FROZEN))
     watched = Watched(monkeypatch)

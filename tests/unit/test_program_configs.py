@@ -60,7 +60,7 @@ def strings(value: Any) -> list[str]:
 
 def test_a_trainer_file_full_of_autos_resolves() -> None:
     arguments = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
-    loaded = load_config(TRAINER_FILE, dp_size=2, arguments=arguments, hidden_size=512)
+    loaded = load_config(TRAINER_FILE, world_size=2, arguments=arguments, hidden_size=512)
     config = loaded.config
     assert config.train_batch_size == 16
     assert config.zero_optimization.reduce_bucket_size == 512 * 512
@@ -70,7 +70,7 @@ def test_a_trainer_file_full_of_autos_resolves() -> None:
 
 def test_no_auto_is_left_but_the_words_of_two_keys() -> None:
     arguments = {"train_micro_batch_size_per_gpu": 4}
-    dumped = load_config(TRAINER_FILE, dp_size=2, arguments=arguments).config.model_dump()
+    dumped = load_config(TRAINER_FILE, world_size=2, arguments=arguments).config.model_dump()
     ours = (dumped.pop("units"), dumped.pop("transport"))
     buffers = dumped["data_types"].pop("keep_in_fp32_modules")
     dumped["pipeline"].pop("stages")  # a word that nothing reads
@@ -95,7 +95,7 @@ def test_the_dict_that_accelerates_plugin_builds() -> None:
         "fp16": {"enabled": False},
         "zero_allow_untested_optimizer": True,
     }
-    loaded = load_config(config, dp_size=2)
+    loaded = load_config(config, world_size=2)
     assert loaded.config.train_batch_size == 4
     assert loaded.notices == ()
 
@@ -138,7 +138,7 @@ def test_the_dict_that_lightning_builds() -> None:
             "min_loss_scale": 1,
         },
     }
-    assert load_config(config, dp_size=1).notices == (
+    assert load_config(config, world_size=1).notices == (
         "accepted, but without effect: aio.thread_count, zero_optimization.allgather_bucket_size, "
         "zero_optimization.sub_group_size",
     )
@@ -158,14 +158,14 @@ def test_an_old_file_that_switches_everything_off() -> None:
         "zero_optimization": {"stage": 1, "cpu_offload": False, "legacy_stage1": False},
         "data_types": {"grad_accum_dtype": "fp32"},
     }
-    assert load_config(config, dp_size=1).notices == ()
+    assert load_config(config, world_size=1).notices == ()
 
 
 @pytest.mark.parametrize("name", WILD)
 def test_a_configuration_of_the_wild_is_accepted_or_refused_for_a_reason(name: str) -> None:
     config, refusal = WILD[name]
     filled = {path: value for path, value in FILLED.items() if at(config, path) == "auto"}
-    options: Any = {"dp_size": 2, "hidden_size": 64, "arguments": filled, "as_deepspeed": True}
+    options: Any = {"world_size": 2, "hidden_size": 64, "arguments": filled, "as_deepspeed": True}
     if refusal:
         with pytest.raises(ConfigError) as caught:
             load_config(config, **options)
@@ -205,7 +205,7 @@ FULFILLED = {
 
 def test_a_wish_that_is_fulfilled_needs_no_notice() -> None:
     one = {"train_batch_size": 8, "gradient_clipping": 0}
-    assert load_config({**one, **FULFILLED}, dp_size=1).notices == ()
+    assert load_config({**one, **FULFILLED}, world_size=1).notices == ()
     other = {**one, "zero_optimization": {"stage": 2, "round_robin_gradients": True}}
-    (line,) = load_config(other, dp_size=1).notices
+    (line,) = load_config(other, world_size=1).notices
     assert line == "accepted, but without effect: zero_optimization.round_robin_gradients"

@@ -14,7 +14,14 @@ import pytest
 import torch
 
 from zeroshard.checkpoint.json_state import decode, encode
-from zeroshard.checkpoint.rng import rng_state, rng_state_for, set_rng_state
+from zeroshard.checkpoint.rng import (
+    mesh_text,
+    predecessor,
+    rng_state,
+    rng_state_for,
+    set_rng_state,
+)
+from zeroshard.core.mesh import Mesh
 from zeroshard.device import accelerator
 from zeroshard.errors import CheckpointError
 
@@ -244,3 +251,46 @@ def test_new_ranks_seed_their_device(cuda):
     assert len(set(cuda.seeds)) == 3
     assert cuda.seeds[0] == cuda.seeds[3]
     assert max(cuda.seeds) < 2**63
+
+
+# -- on a mesh -------------------------------------------------------------------------------------
+
+
+def predecessors(mesh: Mesh, saved: Mesh) -> list[tuple[int, bool, int]]:
+    dp_ranks = [saved.dp_rank(rank) for rank in range(saved.world_size)]
+    found = [predecessor(rank, mesh, mesh_text(saved), dp_ranks) for rank in range(mesh.world_size)]
+    return [(before.rank, before.is_same, before.dp_rank) for before in found]
+
+
+def test_on_an_equal_mesh_every_rank_continues_itself():
+    for mesh in (Mesh(), Mesh(data_shard=4), Mesh(pipeline=2, data_shard=2, tensor=2)):
+        found = predecessors(mesh, mesh)
+        assert [(rank, same) for rank, same, _ in found] == [
+            (rank, True) for rank in range(mesh.world_size)
+        ]
+
+
+def test_on_another_mesh_generators_follow_the_samples():
+    """The ranks of a tensor group continue one rank, so they draw the same numbers."""
+    pipeline, tensor = Mesh(pipeline=2, data_shard=2), Mesh(data_shard=2, tensor=2)
+    assert predecessors(tensor, pipeline) == [
+        (0, False, 0), (0, False, 0), (1, False, 1), (1, False, 1)
+    ]  # fmt: skip
+    assert predecessors(pipeline, tensor) == [
+        (0, False, 0), (2, False, 1), (0, False, 0), (2, False, 1)
+    ]  # fmt: skip
+    assert predecessors(Mesh(), tensor) == [(0, False, 0)]
+
+
+def test_more_samples_than_before_continue_the_saved_ones_in_turn():
+    found = predecessors(Mesh(data_shard=4), Mesh(data_shard=2, tensor=2))
+    assert found == [(0, False, 0), (2, False, 1), (0, False, 2), (2, False, 3)]
+    before = predecessor(3, Mesh(data_shard=4), "data_shard 2 x tensor 2", [0, 0, 1, 1])
+    assert before.firsts == (0, 2)
+    assert before.read_ranks == {0, 2}
+
+
+def test_replicas_are_no_other_mesh_because_each_has_samples_of_its_own():
+    assert mesh_text(Mesh(data_replicate=2, data_shard=2)) == ""
+    found = predecessors(Mesh(data_replicate=2, data_shard=2), Mesh(data_shard=4))
+    assert [(rank, same) for rank, same, _ in found] == [(rank, True) for rank in range(4)]

@@ -6,13 +6,17 @@ chunks. A chunk's values come before its state. Chunks on disk have memory only 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zeroshard.checkpoint.boxes import Box, positions
 from zeroshard.checkpoint.manifest import VALUE
+from zeroshard.checkpoint.safetensors_file import dtype_name
+from zeroshard.core.layout import Slot
 from zeroshard.zero.optimizer import ShardedOptimizer
 from zeroshard.zero.optimizer_shard import OptimizerChunk, OptimizerShard, OwnedFragment
 from zeroshard.zero.unit import Unit
@@ -22,7 +26,11 @@ _DIGEST_WORDS = 1 << 20  # 8-byte words at a time: 8 MiB, and as much for their 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ShardItem:
-    """``flat[begin : begin + numel]`` of a named tensor. It is ``holder.flat[at : at + numel]`` here."""
+    """``flat[begin : begin + numel]`` of a named tensor. It is ``holder.flat[at : at + numel]`` here.
+
+    ``box``: ``flat`` is that of this box of the global tensor, in row-major order, and ``shape`` is that
+    of the global tensor. None: it is the whole tensor.
+    """
 
     fqn: str
     tensor: str
@@ -30,6 +38,8 @@ class ShardItem:
     numel: int
     holder: Tensor
     at: int
+    box: Box | None = None
+    shape: tuple[int, ...] = ()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -41,12 +51,21 @@ class ShardItem:
         return self.holder.view(-1)[self.at : self.at + self.numel]
 
 
+def _always(_slot: Slot) -> bool:
+    return True
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class LocalState:
-    """What one engine holds on this rank. ``optimizer.shards``: one for each trained unit."""
+    """What one engine holds on this rank. ``optimizer.shards``: one for each trained unit.
+
+    ``counts``: whether this rank saves its part of a parameter. Where several shard groups hold the same
+    part (replicas, or a parameter that tensor parallelism does not split), it is true in one of them.
+    """
 
     units: Sequence[Unit]
     optimizer: ShardedOptimizer | None
+    counts: Callable[[Slot], bool] = _always
     _shards: dict[Unit, OptimizerShard] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -64,7 +83,7 @@ class LocalState:
         """
         shard = self.shard_of(unit)
         if shard is None:
-            return _plain_pieces(unit)
+            return self._plain_pieces(unit)
         return [piece for chunk in shard.chunks for piece in self.chunk_pieces(shard, chunk)]
 
     def visit(self, unit: Unit) -> Iterator[ShardItem]:
@@ -78,7 +97,7 @@ class LocalState:
         if shard is None:
             unit.store.acquire()
             try:
-                yield from _plain_pieces(unit)
+                yield from self._plain_pieces(unit)
             finally:
                 unit.store.release()
             return
@@ -98,10 +117,40 @@ class LocalState:
                 flat = fragment.value if name == VALUE else None
                 if flat is None:
                     flat = self.optimizer.inner.state.get(fragment.value, {}).get(name)
-                if skip < stop and isinstance(flat, Tensor):
-                    fqn, begin = fqn_of(shard.unit, fragment), fragment.begin + skip
-                    found.append(ShardItem(fqn, name, begin, stop - skip, flat, skip))
+                slot = slot_of(shard.unit, fragment)
+                if skip < stop and isinstance(flat, Tensor) and self.counts(slot):
+                    begin = fragment.begin + skip
+                    found.append(_item(slot, name, begin, stop - skip, flat, skip))
         return found
+
+    def _plain_pieces(self, unit: Unit) -> list[ShardItem]:
+        slots = {slot.fqn: slot for slot in unit.layout.slots}
+        return [
+            _item(slots[part.fqn], VALUE, part.begin, part.numel, unit.shard_S, part.at)
+            for part in unit.layout.fragments(unit.comm.rank)
+            if self.counts(slots[part.fqn])
+        ]
+
+    def descriptions(self, aliases: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
+        """What the manifest says about the parameters that this rank describes, as JSON values, by name.
+
+        The first rank of a shard group describes them, whether or not it saves them: so a parameter that
+        no rank saves is noticed. ``dtype``: of the values.
+        """
+        return {
+            slot.fqn: {
+                "shape": list(global_shape(slot)),
+                "trained": unit.trainable,
+                "dtype": dtype_name(
+                    unit.row.param if self.shard_of(unit) is None else unit.row.master,
+                    where=slot.fqn,
+                ),
+                "aliases": list(aliases.get(slot.fqn, ())),
+            }
+            for unit in self.units
+            if unit.comm.rank == 0
+            for slot in unit.layout.slots
+        }
 
     def scalars(self, unit: Unit) -> dict[str, dict[str, object]]:
         """By parameter, the optimizer's single numbers: 0-dim tensors and Python numbers."""
@@ -123,9 +172,30 @@ class LocalState:
         return {fqn_of(unit, fragment): fragment.group for fragment in fragments}
 
 
+def slot_of(unit: Unit, fragment: OwnedFragment) -> Slot:
+    """The slot of the parameter that a fragment belongs to."""
+    return unit.layout.slots[fragment.index]
+
+
 def fqn_of(unit: Unit, fragment: OwnedFragment) -> str:
     """The name of the parameter that a fragment belongs to."""
-    return unit.layout.slots[fragment.index].fqn
+    return slot_of(unit, fragment).fqn
+
+
+def global_shape(slot: Slot) -> tuple[int, ...]:
+    """The shape of the whole parameter, of which the slot may be a box."""
+    return slot.shape if slot.block is None else slot.block.shape
+
+
+def box_of(slot: Slot) -> Box | None:
+    """The box of the parameter that the slot is. None: all of it."""
+    if slot.block is None or slot.shape == slot.block.shape:
+        return None
+    return Box(slot.block.start, slot.shape)
+
+
+def _item(slot: Slot, tensor: str, begin: int, numel: int, holder: Tensor, at: int) -> ShardItem:
+    return ShardItem(slot.fqn, tensor, begin, numel, holder, at, box_of(slot), global_shape(slot))
 
 
 def is_shaped(name: str, value: object, fragment: OwnedFragment) -> bool:
@@ -142,13 +212,6 @@ def _shaped(optimizer: ShardedOptimizer, fragments: Iterable[OwnedFragment]) -> 
     return list(names)
 
 
-def _plain_pieces(unit: Unit) -> list[ShardItem]:
-    return [
-        ShardItem(part.fqn, VALUE, part.begin, part.numel, unit.shard_S, part.at)
-        for part in unit.layout.fragments(unit.comm.rank)
-    ]
-
-
 def digest_part(piece: ShardItem) -> int:
     """What an item adds to the digest of its tensor.
 
@@ -157,6 +220,8 @@ def digest_part(piece: ShardItem) -> int:
     The bytes, padded with zeros, are read as little-endian 8-byte words. Word ``i`` of the tensor is
     multiplied by ``((i + 1) * 0x9E3779B97F4A7C15) | 1``. Waits for the device.
     """
+    if piece.box is not None:
+        return _scattered_digest(piece, piece.box)
     begin_nbytes = piece.begin * piece.dtype.itemsize
     assert begin_nbytes % 8 == 0, "shards are cut at multiples of 64 elements"
     raw = piece.values.contiguous().view(torch.uint8)
@@ -167,6 +232,26 @@ def digest_part(piece: ShardItem) -> int:
         places = torch.arange(first, first + words.numel(), device=words.device)
         total += int((words * (places * _ODD | 1)).sum())
         begin_nbytes += part.numel()
+    return total % 2**64
+
+
+def _scattered_digest(piece: ShardItem, box: Box) -> int:
+    """:func:`digest_part` of elements that do not lie side by side in the whole tensor.
+
+    An element is a part of one word, and the digest is linear in the words. So each element adds its
+    bits, moved to their place in the word, times the word's factor.
+    """
+    itemsize = piece.dtype.itemsize
+    flat = piece.values.contiguous()
+    bits_of = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    mask = -1 if itemsize == 8 else (1 << 8 * itemsize) - 1
+    total, begin = 0, piece.begin
+    for part in flat.split(_DIGEST_WORDS):
+        end = begin + part.numel()
+        nbytes = positions(piece.shape, box, begin, end, part.device) * itemsize
+        bits = (part.view(bits_of[itemsize]).long() & mask) << (nbytes % 8 * 8)
+        total += int((bits * ((nbytes // 8 + 1) * _ODD | 1)).sum())
+        begin = end
     return total % 2**64
 
 

@@ -18,11 +18,13 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from zeroshard.checkpoint.boxes import Box, grid_problem, whole
 from zeroshard.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 FORMAT = "zeroshard checkpoint"
-VERSION = 1
+VERSION = 2
+"""The newest version that this release reads. A manifest gets the oldest version that can express it."""
 VALUE = "value"
 """The tensor that every stored parameter has: its master, or the parameter itself if it has none."""
 
@@ -53,7 +55,10 @@ Crc = Annotated[int, Field(ge=0, lt=2**32)]
 
 
 class Fragment(NamedTuple):
-    """``numel`` elements of a flat tensor from ``begin`` on. ``file``: index into ``Manifest.files``."""
+    """``numel`` elements of a flat tensor, or of a box in row-major order, from ``begin`` on.
+
+    ``file``: index into ``Manifest.files``.
+    """
 
     file: Natural
     begin: Natural
@@ -74,11 +79,33 @@ class SavedFile(_Part):
     crc32: tuple[Crc, ...]
 
 
+class SavedBox(_Part):
+    """A box of a tensor in fragments. Together they cover it, without gaps or overlaps."""
+
+    start: Shape
+    extent: Shape
+    fragments: tuple[Fragment, ...]
+
+    @property
+    def box(self) -> Box:
+        return Box(self.start, self.extent)
+
+
 class SavedTensor(_Part):
-    """A flat tensor in fragments. Together they cover it, without gaps or overlaps."""
+    """A flat tensor in fragments, or its boxes. Together they cover it, without gaps or overlaps.
+
+    ``boxes``: the cells of a grid; empty if ``fragments`` are those of the whole tensor.
+    """
 
     dtype: Dtype
     fragments: tuple[Fragment, ...]
+    boxes: tuple[SavedBox, ...] = ()
+
+    def parts(self, shape: Sequence[int]) -> list[tuple[Box, tuple[Fragment, ...]]]:
+        """The boxes with their fragments. Without boxes the whole tensor, of this ``shape``."""
+        if not self.boxes:
+            return [(whole(shape), self.fragments)]
+        return [(box.box, box.fragments) for box in self.boxes]
 
 
 class Digest(_Part):
@@ -126,7 +153,9 @@ class Manifest(_Part):
     """All of a checkpoint but the bytes.
 
     ``shared`` and ``ranks`` are trees as :mod:`zeroshard.checkpoint.json_state` encodes them. Their
-    tensors are in ``shared_file`` and ``rank_files``, which are indices into ``files``.
+    tensors are in ``shared_file`` and ``rank_files``, which are indices into ``files``. ``mesh``: the
+    mesh of the run as text, and ``dp_ranks``: the data-parallel rank of each rank. Both are left out if
+    every rank had samples of its own.
     """
 
     tag: Name
@@ -143,6 +172,15 @@ class Manifest(_Part):
     shared_file: Natural = 0
     ranks: tuple[Any, ...] = ()
     rank_files: tuple[Natural, ...] = ()
+    mesh: Name | None = None
+    dp_ranks: tuple[Natural, ...] = ()
+
+    @property
+    def version(self) -> int:
+        """The oldest version of the format that has everything that this manifest contains."""
+        needs_2 = self.mesh is not None or self.dp_ranks
+        has_boxes = (t.boxes for p in self.parameters.values() for t in p.tensors.values())
+        return 2 if needs_2 or any(has_boxes) else 1
 
     @property
     def numel(self) -> int:
@@ -157,7 +195,7 @@ class Manifest(_Part):
     def dump(self) -> str:
         """The text of ``manifest.json``."""
         body = self.model_dump(mode="json", exclude_defaults=True)
-        head = {"format": FORMAT, "version": VERSION, "sha256": _sha256(body)}
+        head = {"format": FORMAT, "version": self.version, "sha256": _sha256(body)}
         return json.dumps({**head, "body": body}, allow_nan=False, separators=(",", ":"))
 
 
@@ -166,13 +204,16 @@ def _sha256(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def fragment_key(fqn: str, tensor: str, begin: int) -> str:
-    """The name of a fragment in its file.
+def fragment_key(fqn: str, tensor: str, begin: int, start: Sequence[int] | None = None) -> str:
+    """The name of a fragment in its file. ``start``: of its box; None: it is of the whole tensor.
 
     >>> fragment_key("layers.0.weight", "exp_avg", 64)
     'exp_avg:64:layers.0.weight'
+    >>> fragment_key("layers.0.weight", "exp_avg", 64, (0, 8))
+    'exp_avg:64@0,8:layers.0.weight'
     """
-    return f"{tensor}:{begin}:{fqn}"
+    at = "" if start is None else f"@{','.join(map(str, start))}"
+    return f"{tensor}:{begin}{at}:{fqn}"
 
 
 def buffer_key(name: str) -> str:
@@ -202,9 +243,9 @@ def parse(text: str | bytes, *, where: str | Path) -> Manifest:
             f'{where} is not the manifest of a checkpoint: no "format": "{FORMAT}".'
         )
     version, body = head.get("version"), head.get("body")
-    if type(version) is not int or version != VERSION:
+    if type(version) is not int or not 1 <= version <= VERSION:
         raise CheckpointError(
-            f"{where} has version {_shown(version)}; this release reads {VERSION}. A newer "
+            f"{where} has version {_shown(version)}; this release reads 1 to {VERSION}. A newer "
             "release wrote it: install that release, or export the checkpoint with it."
         )
     if not isinstance(body, dict):
@@ -221,6 +262,8 @@ def parse(text: str | bytes, *, where: str | Path) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where} cannot be read: {_shortened(error)}.") from error
     problem = next(_problems(found), None)
+    if problem is None and version < found.version:
+        problem = f"it has version {version}, and parts that only version {found.version} has"
     if problem is not None:
         raise CheckpointError(f"{where}: {problem}.")
     return found
@@ -290,9 +333,12 @@ def _parameter_problems(manifest: Manifest, held: list[int]) -> Iterator[str]:
             where = f"{_shown(name)} of {_shown(fqn)}"
             if ":" in name or name in _RESERVED:
                 yield f"{where}: no tensor may have this name"
-            yield from _cover_problems(where, parameter.numel, tensor, manifest)
-            for file_at, _, numel in tensor.fragments:
-                held[file_at] += numel * ITEMSIZE[tensor.dtype]
+            yield from _box_problems(where, parameter.shape, tensor)
+            for box, fragments in tensor.parts(parameter.shape):
+                inside = f"{where}, box at {_shown(list(box.start))}" if tensor.boxes else where
+                yield from _cover_problems(inside, box.numel, fragments, manifest)
+                for file_at, _, numel in fragments:
+                    held[file_at] += numel * ITEMSIZE[tensor.dtype]
         for name, (kind, number) in parameter.scalars.items():
             if not _fits(kind, number):
                 yield f"{_shown(name)} of {_shown(fqn)}: {_shown(number)} is not a valid {kind}"
@@ -315,13 +361,29 @@ def _rank_problems(manifest: Manifest) -> Iterator[str]:
         and num_files
     ):
         yield "state is in a file that does not exist"
+    if manifest.dp_ranks:
+        if len(manifest.dp_ranks) != manifest.world_size:
+            yield f"{len(manifest.dp_ranks)} data-parallel ranks for {manifest.world_size} ranks"
+        seen = set(manifest.dp_ranks)
+        if max(seen) >= len(seen):
+            yield f"of {len(seen)} data-parallel ranks one has the number {max(seen):,}"
+
+
+def _box_problems(where: str, shape: Sequence[int], tensor: SavedTensor) -> Iterator[str]:
+    if not tensor.boxes:
+        return
+    if tensor.fragments:
+        yield f"{where}: fragments of the whole tensor and of its boxes"
+    problem = grid_problem(shape, [box.box for box in tensor.boxes])
+    if problem:
+        yield f"{where}: {problem}"
 
 
 def _cover_problems(
-    where: str, numel: int, tensor: SavedTensor, manifest: Manifest
+    where: str, numel: int, fragments: Sequence[Fragment], manifest: Manifest
 ) -> Iterator[str]:
     at = 0
-    for file, begin, length in sorted(tensor.fragments, key=lambda f: f.begin):
+    for file, begin, length in sorted(fragments, key=lambda f: f.begin):
         if file >= len(manifest.files):
             yield f"{where}: a fragment is in file {file} of {len(manifest.files)}"
             return

@@ -1,7 +1,7 @@
-"""Reads the values of a saved run by name, at any world size, stage and set of units.
+"""Reads the values of a saved run by name, in any layout: mesh, number of ranks, stage and set of units.
 
-A reader returns a range of a flat parameter, or of its state, from the files that its fragments are in.
-It reads only the requested bytes and the blocks around them, into memory of the caller.
+A reader returns a range of a parameter or of its state, or of a box of it, from the files that its
+fragments are in. It reads only the requested bytes, what lies between them, and the blocks around them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import stat
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, overload
@@ -17,8 +18,9 @@ from typing import Any, Protocol, overload
 import torch
 from torch import Tensor
 
-from zeroshard.checkpoint import json_state
+from zeroshard.checkpoint import boxes, json_state
 from zeroshard.checkpoint.blocks import BlockFile, bytes_of, reading_threads
+from zeroshard.checkpoint.boxes import Box, Grid, whole
 from zeroshard.checkpoint.manifest import (
     MANIFEST,
     MAX_NBYTES,
@@ -48,17 +50,28 @@ class Source(Protocol):
     def parameters(self) -> Mapping[str, SavedParameter]:
         """Description of each parameter by name. :meth:`fill` reads the tensors in ``tensors``."""
 
-    def fill(self, fqn: str, tensor: str, begin: int, out: Tensor) -> None:
-        """Read ``flat[begin : begin + out.numel()]`` of a tensor into ``out``.
+    @property
+    def mesh(self) -> str:
+        """The mesh of the run that saved; "" if every rank had samples of its own."""
 
-        ``out`` is contiguous, in host memory and of the saved dtype.
+    @property
+    def dp_ranks(self) -> Sequence[int]:
+        """The data-parallel rank of each rank that saved."""
+
+    def fill(self, fqn: str, tensor: str, begin: int, out: Tensor, box: Box | None = None) -> None:
+        """Read ``flat[begin : begin + out.numel()]`` of a tensor, or of a box of it, into ``out``.
+
+        ``out`` is 1-D, contiguous, in host memory and of the saved dtype.
 
         Raises:
             CheckpointError: bytes that cannot be read or are damaged.
         """
 
     def buffers(self, rank: int) -> dict[str, Tensor]:
-        """The modules' persistent buffers as rank ``rank % W`` saved them, for ``W`` saved ranks."""
+        """The modules' persistent buffers as rank ``rank % W`` saved them, for ``W`` saved ranks.
+
+        Buffers of other pipeline stages are among them.
+        """
 
     def shared(self, *, allow_pickle: bool = False) -> dict[str, Any]:
         """State that all ranks share. A part that was not saved is missing.
@@ -90,8 +103,9 @@ def full(source: Source, fqn: str, tensor: str = VALUE) -> Tensor:
     saved = parameter.tensors[tensor]
     # The manifest may be wrong: read an element of each fragment before allocating memory for all.
     probe = torch.empty(1, dtype=DTYPES[saved.dtype])
-    for fragment in saved.fragments:
-        source.fill(fqn, tensor, fragment.begin, probe)
+    for box, fragments in saved.parts(parameter.shape):
+        for fragment in fragments:
+            source.fill(fqn, tensor, fragment.begin, probe, box)
     out = torch.empty(parameter.numel, dtype=DTYPES[saved.dtype])
     source.fill(fqn, tensor, 0, out)
     return out.view(parameter.shape)
@@ -109,7 +123,7 @@ class CheckpointReader:
         self.manifest = read_manifest(self.path)
         self._threads = reading_threads()
         self._open: dict[int, tuple[BlockFile, dict[str, Entry]]] = {}
-        self._sorted: dict[tuple[str, str], tuple[list[Fragment], list[int]]] = {}
+        self._stored: dict[tuple[str, str], tuple[Grid, list[list[Fragment]]]] = {}
 
     left_behind: Sequence[str] = ()
 
@@ -117,6 +131,16 @@ class CheckpointReader:
     def parameters(self) -> Mapping[str, SavedParameter]:
         """See :class:`Source`."""
         return self.manifest.parameters
+
+    @property
+    def mesh(self) -> str:
+        """See :class:`Source`."""
+        return self.manifest.mesh or ""
+
+    @property
+    def dp_ranks(self) -> Sequence[int]:
+        """See :class:`Source`."""
+        return self.manifest.dp_ranks or range(self.manifest.world_size)
 
     def problems(self, files: Iterable[int] | None = None) -> dict[int, str]:
         """Files that are missing or of another size: index into the manifest's ``files`` -> the reason.
@@ -149,19 +173,30 @@ class CheckpointReader:
                 file.close()
         return found
 
-    def fill(self, fqn: str, tensor: str, begin: int, out: Tensor) -> None:
+    def fill(self, fqn: str, tensor: str, begin: int, out: Tensor, box: Box | None = None) -> None:
         """See :class:`Source`."""
+        grid, _ = self._fragments(fqn, tensor)
+        wanted = whole(self.manifest.parameters[fqn].shape) if box is None else box
+        index = grid.index_of(wanted)
+        if index is not None:
+            self._fill(fqn, tensor, index, begin, out)
+        else:
+            boxes.fill(out, grid, wanted, begin, partial(self._fill, fqn, tensor))
+
+    def _fill(self, fqn: str, tensor: str, index: int, begin: int, out: Tensor) -> None:
+        """Read a range of the box ``index`` of the tensor's grid."""
         saved = self.manifest.parameters[fqn].tensors[tensor]
-        fragments, begins = self._fragments(fqn, tensor)
+        grid, fragments = self._fragments(fqn, tensor)
+        start = grid.boxes[index].start if saved.boxes else None
         memory, itemsize = bytes_of(out), out.element_size()
         at, end = begin, begin + out.numel()
-        which = bisect_right(begins, begin) - 1
+        which = bisect_right(fragments[index], begin, key=_begin) - 1
         while at < end:
-            fragment = fragments[which]
+            fragment = fragments[index][which]
             stop = min(end, fragment.begin + fragment.numel)
             file, entry = self._entry(
                 fragment.file,
-                fragment_key(fqn, tensor, fragment.begin),
+                fragment_key(fqn, tensor, fragment.begin, start),
                 saved.dtype,
                 (fragment.numel,),
             )
@@ -234,12 +269,16 @@ class CheckpointReader:
             )
         return block_file, entry
 
-    def _fragments(self, fqn: str, tensor: str) -> tuple[list[Fragment], list[int]]:
-        if (fqn, tensor) not in self._sorted:
-            saved = self.manifest.parameters[fqn].tensors[tensor]
-            fragments = sorted(saved.fragments, key=lambda fragment: fragment.begin)
-            self._sorted[fqn, tensor] = fragments, [fragment.begin for fragment in fragments]
-        return self._sorted[fqn, tensor]
+    def _fragments(self, fqn: str, tensor: str) -> tuple[Grid, list[list[Fragment]]]:
+        """The boxes of a tensor, and the sorted fragments of each."""
+        if (fqn, tensor) not in self._stored:
+            parameter = self.manifest.parameters[fqn]
+            parts = parameter.tensors[tensor].parts(parameter.shape)
+            self._stored[fqn, tensor] = (
+                Grid([box for box, _ in parts]),
+                [sorted(fragments, key=_begin) for _, fragments in parts],
+            )
+        return self._stored[fqn, tensor]
 
     def _file(self, at: int) -> tuple[BlockFile, dict[str, Entry]]:
         if at not in self._open:
@@ -283,6 +322,10 @@ class CheckpointReader:
         _trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _begin(fragment: Fragment) -> int:
+    return fragment.begin
 
 
 class _RankStates(Sequence[dict[str, Any]]):

@@ -7,23 +7,27 @@ fills it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from zeroshard.checkpoint.boxes import Grid, whole
 from zeroshard.checkpoint.local_state import (
     LocalState,
+    box_of,
     digest_part,
-    fqn_of,
+    global_shape,
     is_shaped,
+    slot_of,
     total_digests,
 )
-from zeroshard.checkpoint.manifest import VALUE, Dtype, Manifest, SavedParameter
+from zeroshard.checkpoint.manifest import VALUE, Dtype, Manifest, SavedParameter, SavedTensor
 from zeroshard.checkpoint.reader import Source
 from zeroshard.checkpoint.safetensors_file import DTYPES
+from zeroshard.core.layout import Slot
 from zeroshard.errors import CheckpointError
 from zeroshard.zero.optimizer import ShardedOptimizer
 from zeroshard.zero.optimizer_shard import OptimizerChunk, OptimizerShard, OwnedFragment
@@ -41,11 +45,18 @@ class Match:
     surplus: tuple[str, ...]  # in the checkpoint only
 
 
-def match(source: Source, shapes: Mapping[str, tuple[int, ...]], *, strict: bool) -> Match:
-    """Match parameters by name and check their shapes.
+def match(
+    source: Source,
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    strict: bool,
+    elsewhere: Collection[str] = (),
+) -> Match:
+    """Match parameters by name and check their shapes, which are those of whole parameters.
 
     ``strict``: every parameter of both sides must have a partner. The partner of a frozen parameter
-    may have a digest instead of values.
+    may have a digest instead of values. ``elsewhere``: parameters that other ranks have (of other
+    pipeline stages).
 
     Raises:
         CheckpointError: shapes differ or, with ``strict``, partners are missing. The text lists them.
@@ -64,7 +75,8 @@ def match(source: Source, shapes: Mapping[str, tuple[int, ...]], *, strict: bool
         if tuple(source.parameters[saved].shape) != tuple(shapes[fqn])
     ]
     left = tuple(fqn for fqn in shapes if fqn not in names)
-    surplus = tuple(fqn for fqn in source.parameters if fqn not in set(names.values()))
+    taken = {*names.values(), *(by_name[fqn] for fqn in elsewhere if fqn in by_name)}
+    surplus = tuple(fqn for fqn in source.parameters if fqn not in taken)
     if strict and left:
         wrong.append(f"the checkpoint does not have {_some(left)}")
     if strict and surplus:
@@ -87,26 +99,41 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names[:3])) + more
 
 
-def needed_files(manifest: Manifest, local: LocalState, rank: int, world_size: int) -> set[int]:
-    """The files that this rank will read, as indices into the manifest's ``files``."""
+def needed_files(
+    manifest: Manifest, local: LocalState, own: int, ranks: Collection[int]
+) -> set[int]:
+    """The files that this rank will read, as indices into the manifest's ``files``.
+
+    ``own``: the saved rank whose buffers it reads. ``ranks``: the saved ranks whose state it reads.
+    """
     by_name = {n: fqn for fqn, p in manifest.parameters.items() for n in (fqn, *p.aliases)}
     found = {manifest.shared_file} if manifest.files else set()
-    same = len(manifest.rank_files) == world_size
-    found |= {manifest.rank_files[rank]} if same else set(manifest.rank_files)
-    found |= {buffer.files[rank % len(buffer.files)] for buffer in manifest.buffers.values()}
+    found |= {manifest.rank_files[rank] for rank in ranks if manifest.rank_files}
+    found |= {buffer.files[own % len(buffer.files)] for buffer in manifest.buffers.values()}
     for unit in local.units:
         shard, layout = local.shard_of(unit), unit.layout
-        whole = shard is not None and shard.is_whole
-        low, high = (0, layout.full_numel) if whole else layout.shard_range(unit.comm.rank)
+        is_whole = shard is not None and shard.is_whole
+        low, high = (0, layout.full_numel) if is_whole else layout.shard_range(unit.comm.rank)
+        slots = {slot.fqn: slot for slot in layout.slots}
         for part in layout.fragments_between(low, high):
+            slot = slots[part.fqn]
             saved = manifest.parameters.get(by_name.get(part.fqn, ""))
-            for tensor in saved.tensors.values() if saved is not None else ():
-                found |= {
-                    fragment.file
-                    for fragment in tensor.fragments
-                    if fragment.begin < part.begin + part.numel
-                    and part.begin < fragment.begin + fragment.numel
-                }
+            if saved is None or saved.shape != global_shape(slot):
+                continue  # nothing is read: match() refuses another shape
+            for tensor in saved.tensors.values():
+                found |= _files_of(tensor, slot, part.begin, part.begin + part.numel)
+    return found
+
+
+def _files_of(tensor: SavedTensor, slot: Slot, begin: int, end: int) -> set[int]:
+    """The files with the elements ``begin`` to ``end`` of a slot."""
+    shape = global_shape(slot)
+    parts = tensor.parts(shape)
+    grid = Grid([box for box, _ in parts])
+    found: set[int] = set()
+    for index, part in grid.overlaps(box_of(slot) or whole(shape), begin, end):
+        first, last = grid.boxes[index].span(part)
+        found |= {f.file for f in parts[index][1] if f.begin < last and first < f.begin + f.numel}
     return found
 
 
@@ -154,9 +181,11 @@ class Loader:
 
     def _fill_plain(self, unit: Unit) -> None:
         shard_S = unit.store.acquire()
+        slots = {slot.fqn: slot for slot in unit.layout.slots}
         try:
             for part in unit.layout.fragments(unit.comm.rank):
-                self._read(part.fqn, VALUE, part.begin, shard_S[part.at : part.at + part.numel])
+                here = shard_S[part.at : part.at + part.numel]
+                self._read(slots[part.fqn], VALUE, part.begin, here)
             unit.all_gather_updated()
         finally:
             unit.store.release()
@@ -164,9 +193,9 @@ class Loader:
     def _fill_shard(self, shard: OptimizerShard) -> None:
         for chunk in shard.visit(changed=True):
             for fragment in chunk.fragments:
-                fqn = fqn_of(shard.unit, fragment)
-                if fqn in self._names:
-                    self._read(fqn, VALUE, fragment.begin, fragment.value.view(-1))
+                slot = slot_of(shard.unit, fragment)
+                if slot.fqn in self._names:
+                    self._read(slot, VALUE, fragment.begin, fragment.value.view(-1))
             chunk.write_param()
             if self._with_state:
                 self._fill_state(shard.unit, chunk)
@@ -177,8 +206,8 @@ class Loader:
         optimizer = self._local.optimizer
         assert optimizer is not None
         for fragment in chunk.fragments:
-            fqn = fqn_of(unit, fragment)
-            saved = self._source.parameters.get(self._names.get(fqn, ""))
+            slot = slot_of(unit, fragment)
+            saved = self._source.parameters.get(self._names.get(slot.fqn, ""))
             if saved is None:
                 continue
             state: dict[str, Any] = {}
@@ -187,30 +216,30 @@ class Loader:
             for name in saved.tensors:
                 if name != VALUE:
                     state[name] = here = _place(optimizer, chunk, fragment, name)
-                    self._read(fqn, name, fragment.begin, here.view(-1))
+                    self._read(slot, name, fragment.begin, here.view(-1))
             optimizer.seat_state(chunk, fragment, state)
 
-    def _read(self, fqn: str, tensor: str, begin: int, out: Tensor) -> None:
-        """Read values of a saved tensor from ``begin`` on into ``out``, of any dtype on any device."""
+    def _read(self, slot: Slot, tensor: str, begin: int, out: Tensor) -> None:
+        """Read values of a slot from ``begin`` on into ``out``, of any dtype on any device."""
         if self.failure is None:
             try:
-                self._read_whole(fqn, tensor, begin, out)
+                self._read_whole(slot, tensor, begin, out)
             except CheckpointError as error:
                 self.failure = error
 
-    def _read_whole(self, fqn: str, tensor: str, begin: int, out: Tensor) -> None:
-        name = self._names.get(fqn)
+    def _read_whole(self, slot: Slot, tensor: str, begin: int, out: Tensor) -> None:
+        name, box = self._names.get(slot.fqn), box_of(slot)
         saved = self._source.parameters[name].tensors.get(tensor) if name is not None else None
         if name is None or saved is None:
             return
         dtype = DTYPES[saved.dtype]
         if out.device.type == "cpu" and out.dtype == dtype:
-            self._source.fill(name, tensor, begin, out)
+            self._source.fill(name, tensor, begin, out, box)
             return
         piece = torch.empty(min(out.numel(), self._staging_nbytes // dtype.itemsize), dtype=dtype)
         for at in range(0, out.numel(), max(1, piece.numel())):
             part = piece[: out.numel() - at]
-            self._source.fill(name, tensor, begin + at, part)
+            self._source.fill(name, tensor, begin + at, part, box)
             out[at : at + part.numel()].copy_(part)
 
 
@@ -248,13 +277,16 @@ def _number(
 def digests_to_compare(
     local: LocalState, parameters: Mapping[str, SavedParameter], names: Mapping[str, str]
 ) -> dict[str, int]:
-    """This rank's part of the digests of parameters that were saved without values, by parameter."""
+    """This rank's part of the digests of parameters that were saved without values, by parameter.
+
+    Parameters whose dtype has changed are left out: their bytes cannot be compared.
+    """
     found: dict[str, int] = {}
     for unit in local.units:
         wanted = {
             slot.fqn
             for slot in unit.layout.slots
-            if slot.fqn in names and VALUE not in parameters[names[slot.fqn]].tensors
+            if slot.fqn in names and _has_only_digest(parameters[names[slot.fqn]], unit.row.param)
         }
         for piece in local.visit(unit) if wanted else ():
             if piece.fqn in wanted and piece.tensor == VALUE:
@@ -262,17 +294,24 @@ def digests_to_compare(
     return found
 
 
+def _has_only_digest(saved: SavedParameter, dtype: torch.dtype) -> bool:
+    return (
+        VALUE not in saved.tensors
+        and saved.digest is not None
+        and DTYPES[saved.digest.dtype] == dtype
+    )
+
+
 def refuse_other_frozen(
     parts: Sequence[Mapping[str, int]],
     parameters: Mapping[str, SavedParameter],
     names: Mapping[str, str],
-    dtypes: Mapping[str, torch.dtype],
     *,
     path: object,
 ) -> None:
     """Check that frozen parameters without saved values equal those that the run was trained with.
 
-    Parameters whose dtype has changed are not compared. ``parts``: digests of each rank.
+    ``parts``: what :func:`digests_to_compare` returned on each rank. ``names``: of these parameters.
 
     Raises:
         CheckpointError: the values differ.
@@ -280,9 +319,7 @@ def refuse_other_frozen(
     other = []
     for fqn, total in total_digests(parts).items():
         digest = parameters[names[fqn]].digest
-        if digest is None or DTYPES[digest.dtype] != dtypes[fqn]:
-            continue
-        if total != digest.sum:
+        if digest is not None and total != digest.sum:
             other.append(fqn)
     if other:
         raise CheckpointError(

@@ -1,10 +1,11 @@
 """Saves and restores random number generators, also at another world size.
 
 Every rank's generators are saved and restored, so that a resumed run draws the numbers that an
-uninterrupted run would draw. With more ranks than were saved, some ranks have no saved state. A generator
-that had the same state on all ranks is shared (ranks use it for common decisions) and stays shared. For
-any other generator a new rank gets its own state, derived by hashing, so that every resume gives the same
-one.
+uninterrupted run would draw. On another mesh, generators follow the samples: a rank gets those of the
+first saved rank with its data-parallel rank, so ranks that share samples have equal generators. With more
+data-parallel ranks than were saved, some have no saved state. A generator that had the same state on all
+ranks is shared (ranks use it for common decisions) and stays shared. For any other generator a new rank
+gets its own state, derived by hashing, so that every resume gives the same one.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ import json
 import random
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from zeroshard.checkpoint.json_state import encode
+from zeroshard.core.mesh import Mesh
 from zeroshard.device.choice import ops_of
 from zeroshard.errors import CheckpointError
 
@@ -27,6 +30,50 @@ State = dict[str, Any]
 
 ``torch``: uint8 ``[n]``. ``python``, ``numpy`` (if imported) and ``device`` (if not the CPU): dicts.
 """
+
+
+@dataclass(frozen=True, slots=True)
+class Predecessor:
+    """Whose own state a rank continues: data position, buffers and generators.
+
+    ``rank``: the saved rank that had the state. ``dp_rank``: this rank's data-parallel rank. ``firsts``:
+    for each saved data-parallel rank the first saved rank that had it. Generators are those of ``rank``
+    if ``is_same``, else :func:`rng_state_for` ``dp_rank`` of the ranks ``firsts``.
+    """
+
+    rank: int
+    is_same: bool
+    dp_rank: int
+    firsts: tuple[int, ...]
+
+    @property
+    def read_ranks(self) -> set[int]:
+        """The saved ranks whose state is read."""
+        return {self.rank} if self.is_same else {self.rank, *self.firsts}
+
+
+def predecessor(
+    rank: int, mesh: Mesh, saved_mesh: str, saved_dp_ranks: Sequence[int]
+) -> Predecessor:
+    """The predecessor of ``rank`` of ``mesh`` in a saved run. Pure.
+
+    ``saved_mesh``: the mesh as text; "" if every rank had samples of its own. On an equal mesh every rank
+    continues itself.
+    """
+    firsts: dict[int, int] = {}
+    for at, dp_rank in enumerate(saved_dp_ranks):
+        firsts.setdefault(dp_rank, at)
+    in_order = tuple(firsts[dp_rank] for dp_rank in sorted(firsts))
+    is_same = saved_mesh == mesh_text(mesh) and len(saved_dp_ranks) == mesh.world_size
+    dp_rank = mesh.dp_rank(rank)
+    return Predecessor(
+        rank if is_same else in_order[dp_rank % len(in_order)], is_same, dp_rank, in_order
+    )
+
+
+def mesh_text(mesh: Mesh) -> str:
+    """The mesh as checkpoints name it: "" if every rank has samples of its own."""
+    return "" if mesh.is_data_only else mesh.text
 
 
 def rng_state(device: torch.device) -> State:
@@ -87,11 +134,11 @@ def _set_device(state: State, device: torch.device) -> None:
 
 
 def rng_state_for(rank: int, saved: Sequence[State]) -> State:
-    """The state with which ``rank`` resumes, at any world size. ``saved``: the states of the saved ranks.
+    """The state with which ``rank`` resumes, at any size. ``saved``: the states of the saved ranks.
 
-    A saved rank gets its own state. Any other rank gets a state for each generator: the common one if all
-    saved ranks had the same, else one derived from that of rank ``rank % len(saved)`` and from ``rank``.
-    Pure.
+    Ranks are data-parallel ranks, old and new. A saved rank gets its own state. Any other rank gets a
+    state for each generator: the common one if all saved ranks had the same, else one derived from that
+    of rank ``rank % len(saved)`` and from ``rank``. Pure.
     """
     if rank < len(saved):
         return saved[rank]

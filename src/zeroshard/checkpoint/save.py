@@ -22,7 +22,8 @@ In an asynchronous save :func:`snapshot` runs after round 1: it copies this rank
 :func:`run` does rounds 2 to 4, on a thread while training goes on. An error in laying out or copying is
 carried to round 2 (:class:`~zeroshard.comm.agreement.Attempt`), where all ranks raise it.
 
-Who owns what: each element is saved by exactly one rank, the one whose shard it is in. A rank writes one
+Who owns what: each element is saved by exactly one rank, the one whose shard it is in. If several shard
+groups have the same part of a parameter, one of them saves it (``LocalState.counts``). A rank writes one
 file with its fragments; rank 0 also writes the file of what all ranks share. A snapshot uses memory of
 the caller, which must not change before :func:`run` returns. Without a snapshot, values are read from
 the units in round 3.
@@ -61,6 +62,7 @@ from torch import Tensor
 
 from zeroshard.checkpoint import directory as places
 from zeroshard.checkpoint.blocks import BLOCK_NBYTES, BlockWriter, bytes_of
+from zeroshard.checkpoint.boxes import Box
 from zeroshard.checkpoint.local_state import LocalState, digest_part
 from zeroshard.checkpoint.manifest import (
     MANIFEST,
@@ -109,8 +111,8 @@ _STAGING_NBYTES = 32 << 20
 
 NO_COPIES: Attempt[Sequence[Tensor]] = Attempt(())
 
-Row = tuple[str, str, Dtype, int, int]
-"""A fragment as the manifest describes it: parameter, tensor, dtype, begin, number of elements."""
+Row = tuple[str, str, Dtype, int, int, Box | None]
+"""A fragment as the manifest describes it: parameter, tensor, dtype, begin, number of elements, box."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -130,13 +132,15 @@ class PlannedFile:
 class RankState:
     """What this rank has read of its state when the save began; training may change it afterwards.
 
-    ``rows``: the fragments of each unit. ``scalars``, ``groups``: by parameter. ``frozen``: on rank 0, a
+    ``rows``: the fragments of each unit. ``parameters``: those that this rank describes. ``scalars``,
+    ``groups``: by parameter. ``frozen``: on rank 0, a
     manifest that refers to complete frozen weights, by the name of their directory.
     """
 
     facts: RankFacts
     metadata: CheckpointMetadata
     rows: Mapping[Unit, Sequence[Row]]
+    parameters: Mapping[str, Any]
     scalars: Mapping[str, Any]
     groups: Mapping[str, int]
     frozen: Mapping[str, Manifest]
@@ -213,9 +217,7 @@ def plan(
             root, tag, local, metadata(), may_reuse=speaks and options.frozen == "once"
         ),
         say=lambda state: asdict(state.facts),
-        decide=lambda said: decide(
-            [RankFacts(**part) for part in said], options, _frozen_dtypes(local)
-        ),
+        decide=lambda said: decide([RankFacts(**part) for part in said], options),
         tell=lambda decision: asdict(replace(decision, digests={}, warnings=())),
     )
     decision = agreed if speaks else SaveDecision(**agreed)
@@ -249,12 +251,16 @@ def _read_state(
     frozen = [unit for unit in local.units if not unit.trainable]
     here = [path.name for path in root.glob("frozen-*")] if frozen else []
     found = {name: _find_frozen(root, name) for name in here} if may_reuse else {}
+    parameters = local.descriptions(metadata.aliases)
     facts = RankFacts(
         root=str(root),
         tag=tag,
         nonce=secrets.token_hex(4),
         digests=_digest_parts(local, frozen),
         buffers={name: _crc(buffer) for name, buffer in metadata.buffers.items()},
+        frozen_dtypes={
+            fqn: facts["dtype"] for fqn, facts in parameters.items() if not facts["trained"]
+        },
         frozen_here=here,
         frozen_state={name: state for name, (state, _) in found.items()},
     )
@@ -262,6 +268,7 @@ def _read_state(
         facts,
         metadata,
         rows={unit: _rows(local, unit) for unit in local.units},
+        parameters=parameters,
         scalars=merged([local.scalars(unit) for unit in local.units], _numbers),
         groups=merged([local.groups(unit) for unit in local.units]),
         frozen={name: saved for name, (_, saved) in found.items() if saved is not None},
@@ -276,15 +283,6 @@ def _find_frozen(root: Path, name: str) -> tuple[str, Manifest | None]:
     return "needed" if places.is_frozen_in_use(root, name) else "unused", None
 
 
-def _frozen_dtypes(local: LocalState) -> dict[str, Dtype]:
-    return {
-        slot.fqn: dtype_name(unit.row.param, where=slot.fqn)
-        for unit in local.units
-        if not unit.trainable
-        for slot in unit.layout.slots
-    }
-
-
 def _rows(local: LocalState, unit: Unit) -> list[Row]:
     return [
         (
@@ -293,6 +291,7 @@ def _rows(local: LocalState, unit: Unit) -> list[Row]:
             dtype_name(p.holder.dtype, where=f"{p.tensor} of {p.fqn!r}"),
             p.begin,
             p.numel,
+            p.box,
         )
         for p in local.pieces(unit)
     ]
@@ -301,7 +300,7 @@ def _rows(local: LocalState, unit: Unit) -> list[Row]:
 def _lay_out_files(
     decision: SaveDecision, state: RankState, local: LocalState, control_group: ControlGroup
 ) -> list[PlannedFile]:
-    metadata, own_buffers = state.metadata, decision.own_buffers
+    metadata, own_buffers = state.metadata, _own_buffers(decision, state, control_group.rank)
     me = file_name(control_group.rank, control_group.size)
     trained = [unit for unit in local.units if unit.trainable]
     frozen = [unit for unit in local.units if not unit.trainable]
@@ -318,13 +317,22 @@ def _lay_out_files(
     return files
 
 
+def _own_buffers(decision: SaveDecision, state: RankState, rank: int) -> list[str]:
+    """The buffers of which this rank writes a copy into its own file."""
+    return [
+        name
+        for name in state.metadata.buffers
+        if name in decision.own_buffers or decision.buffer_writers.get(name) == rank
+    ]
+
+
 def _lay_out_file(
     name: str, state: RankState, units: Sequence[Unit], extras: Mapping[str, Tensor]
 ) -> PlannedFile:
     rows = [row for unit in units for row in state.rows[unit]]
     wanted: list[tuple[str, Dtype, tuple[int, ...]]] = [
-        (fragment_key(fqn, tensor, begin), dtype, (numel,))
-        for fqn, tensor, dtype, begin, numel in rows
+        (fragment_key(fqn, tensor, begin, box and box.start), dtype, (numel,))
+        for fqn, tensor, dtype, begin, numel, box in rows
     ]
     wanted += [
         (key, dtype_name(tensor.dtype, where=key), tuple(tensor.shape))
@@ -473,8 +481,17 @@ def _write(
         files.append({"name": file.name, "nbytes": file.nbytes, "crc32": crcs, "rows": file.rows})
     task.at("written")
     state = task.state
+    buffers = state.metadata.buffers
     return {
         "files": files,
+        "parameters": state.parameters,
+        "buffers": {
+            name: [
+                dtype_name(buffers[name].dtype, where=f"buffer {name!r}"),
+                list(buffers[name].shape),
+            ]
+            for name in _own_buffers(task.decision, state, task.control_group.rank)
+        },
         "tree": state.metadata.own,
         "scalars": state.scalars,
         "groups": state.groups,
@@ -483,12 +500,10 @@ def _write(
 
 def _manifest_text(task: SaveTask, reports: Sequence[Mapping[str, Any]]) -> str:
     """The manifest, made from all ranks' reports. Its text is parsed, to check it."""
-    decision, local = task.decision, task.local
+    decision = task.decision
     reused = task.state.frozen[decision.frozen_name] if decision.frozen == "reuse" else None
     text = merge(
         reports,
-        units=local.units,
-        trained={unit for unit in local.units if local.shard_of(unit) is not None},
         metadata=task.state.metadata,
         decision=decision,
         reused=reused,

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from zeroshard.checkpoint.boxes import Box
 from zeroshard.checkpoint.local_state import total_digests
 from zeroshard.checkpoint.manifest import (
     VALUE,
@@ -22,6 +23,7 @@ from zeroshard.checkpoint.manifest import (
     Dtype,
     Fragment,
     Manifest,
+    SavedBox,
     SavedBuffer,
     SavedFile,
     SavedParameter,
@@ -30,7 +32,6 @@ from zeroshard.checkpoint.manifest import (
 from zeroshard.checkpoint.safetensors_file import dtype_name
 from zeroshard.comm.agreement import raise_joined
 from zeroshard.errors import CheckpointError
-from zeroshard.zero.unit import Unit
 
 SHARED_FILE = "shared.safetensors"
 """Rank 0 writes it, with what every rank reads. Shards are in other files."""
@@ -40,8 +41,10 @@ FrozenPlan = Literal["here", "none", "write", "reuse"]
 later saves can refer to, or found in such a directory."""
 
 _PLANS: dict[str, FrozenPlan] = {"always": "here", "reference": "none", "once": "write"}
-_Found = dict[str, dict[str, tuple[Dtype, list[Fragment]]]]
-"""Fragments by parameter and tensor name."""
+_Parts = dict[Box | None, list[Fragment]]
+"""The fragments of a tensor by box; those of the whole tensor under None."""
+_Found = dict[str, dict[str, tuple[Dtype, _Parts]]]
+"""The dtype and the parts of tensors, by parameter and name."""
 
 
 # ---------------------------------------------------------------------- round 1: what is written
@@ -64,7 +67,8 @@ class Options:
 class RankFacts:
     """What one rank reports when a save begins.
 
-    ``digests``: this rank's part of the digest of each frozen parameter. ``buffers``: CRC-32 by name.
+    ``digests``: this rank's part of the digest of each frozen parameter. ``frozen_dtypes``: the dtypes of
+    the frozen parameters that this rank describes. ``buffers``: CRC-32 by name.
     ``frozen_here``: the directories ``frozen-*`` that this rank sees. ``frozen_state``: on rank 0, what
     each of them is worth: "complete" (it can be referred to), "needed" (it is damaged or has another
     block size, and a checkpoint refers to it), or "unused". ``nonce``: 8 random hexadecimal digits.
@@ -75,6 +79,7 @@ class RankFacts:
     nonce: str
     digests: Mapping[str, int]
     buffers: Mapping[str, int]
+    frozen_dtypes: Mapping[str, Dtype] = field(default_factory=dict)
     frozen_here: Sequence[str] = ()
     frozen_state: Mapping[str, str] = field(default_factory=dict)
 
@@ -83,9 +88,10 @@ class RankFacts:
 class SaveDecision:
     """What a save writes; the same on all ranks.
 
-    ``own_buffers``: the buffers of which every rank writes its copy, because they differ.
-    ``frozen_name``: the directory of the frozen weights with these values. Only on rank 0: ``digests`` of
-    all frozen parameters, and ``warnings`` to log.
+    ``own_buffers``: the buffers of which every rank that has one writes its copy, because they differ.
+    ``buffer_writers``: the rank that writes a buffer that rank 0 does not have (of another pipeline
+    stage), by buffer; rank 0 writes the others. ``frozen_name``: the directory of the frozen weights with
+    these values. Only on rank 0: ``digests`` of all frozen parameters, and ``warnings`` to log.
     """
 
     tag: str
@@ -93,14 +99,13 @@ class SaveDecision:
     frozen: FrozenPlan
     frozen_name: str
     own_buffers: Sequence[str]
+    buffer_writers: Mapping[str, int] = field(default_factory=dict)
     digests: Mapping[str, Digest] = field(default_factory=dict)
     warnings: Sequence[str] = ()
 
 
-def decide(
-    facts: Sequence[RankFacts], options: Options, frozen_dtypes: Mapping[str, Dtype]
-) -> SaveDecision:
-    """What is written. Pure. ``frozen_dtypes``: the dtype of each frozen parameter.
+def decide(facts: Sequence[RankFacts], options: Options) -> SaveDecision:
+    """What is written. Pure.
 
     Raises:
         CheckpointError: ranks have different tags, and ``options`` do not allow it.
@@ -109,21 +114,26 @@ def decide(
     totals = total_digests(rank.digests for rank in facts)
     digests = {
         fqn: Digest(dtype=dtype, sum=totals.get(fqn, "0" * 16))
-        for fqn, dtype in frozen_dtypes.items()
+        for fqn, dtype in merged(rank.frozen_dtypes for rank in facts).items()
     }
     summary = json.dumps({fqn: d.model_dump() for fqn, d in sorted(digests.items())})
     name = f"frozen-{hashlib.sha256(summary.encode()).hexdigest()[:16]}"
+    crcs: dict[str, set[int]] = {}
+    holders: dict[str, int] = {}  # the first rank that has a buffer
+    for at, rank in enumerate(facts):
+        for buffer, crc in rank.buffers.items():
+            crcs.setdefault(buffer, set()).add(crc)
+            holders.setdefault(buffer, at)
     return SaveDecision(
         tag=first.tag,
         nonce=first.nonce,
         frozen=_frozen_plan(facts, name, options) if digests else "none",
         frozen_name=name,
         digests=digests,
-        own_buffers=[
-            buffer
-            for buffer, crc in first.buffers.items()
-            if any(rank.buffers.get(buffer) != crc for rank in facts)
-        ],
+        own_buffers=[buffer for buffer, found in crcs.items() if len(found) > 1],
+        buffer_writers={
+            buffer: at for buffer, at in holders.items() if at and len(crcs[buffer]) == 1
+        },
         warnings=[*_root_warnings(facts), *_tag_warnings(facts, options.tag_validation)],
     )
 
@@ -223,7 +233,8 @@ class CheckpointMetadata:
     """What goes into the manifest besides tensors of units. Trees are encoded, their tensors separate.
 
     ``shared`` and ``shared_tensors``: state of all ranks; rank 0's is saved. ``own`` and ``own_tensors``:
-    of this rank. ``buffers``: this rank's, by name. ``aliases``: parameter -> its other names.
+    of this rank. ``buffers``: this rank's, by name. ``aliases``: parameter -> its other names. ``mesh``
+    and ``dp_ranks``: as in the manifest, empty if every rank has samples of its own.
     """
 
     step: int
@@ -235,6 +246,8 @@ class CheckpointMetadata:
     own: Any
     own_tensors: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
+    mesh: str = ""
+    dp_ranks: Sequence[int] = ()
     save_latest: bool = True
     script: str = ""  # text of a script that is written next to ``latest``
 
@@ -242,8 +255,6 @@ class CheckpointMetadata:
 def merge(
     reports: Sequence[Mapping[str, Any]],
     *,
-    units: Sequence[Unit],
-    trained: Collection[Unit],
     metadata: CheckpointMetadata,
     decision: SaveDecision,
     reused: Manifest | None,
@@ -251,9 +262,13 @@ def merge(
 ) -> Manifest:
     """The manifest of a save.
 
-    ``reports``: for each rank, ``files`` (name, size, checksums, rows of fragments), ``scalars``,
-    ``groups`` and ``tree``. ``trained``: units whose saved values are masters. ``reused``: an earlier
-    manifest that has the frozen weights, if this one refers to them.
+    ``reports``: for each rank, ``files`` (name, size, checksums, rows of fragments), ``parameters`` (what
+    :meth:`~zeroshard.checkpoint.local_state.LocalState.descriptions` returned), ``scalars``, ``groups``,
+    ``buffers`` (dtype and shape of the copies in its file) and ``tree``. ``reused``: an earlier manifest
+    that has the frozen weights, if this one refers to them.
+
+    Raises:
+        CheckpointError: ranks describe a parameter or a buffer differently, or no rank saved a parameter.
     """
     files: list[SavedFile] = []
     found: _Found = {}
@@ -261,32 +276,34 @@ def merge(
     for part in reports:
         main.append(len(files))
         for file in part["files"]:
-            for fqn, tensor, dtype, begin, numel in file["rows"]:
-                fragments = found.setdefault(fqn, {}).setdefault(tensor, (dtype, []))[1]
-                fragments.append(Fragment(len(files), begin, numel))
+            for fqn, tensor, dtype, begin, numel, box in file["rows"]:
+                key = None if box is None else Box(*map(tuple, box))
+                parts = found.setdefault(fqn, {}).setdefault(tensor, (dtype, {}))[1]
+                parts.setdefault(key, []).append(Fragment(len(files), begin, numel))
             files.append(SavedFile(name=file["name"], nbytes=file["nbytes"], crc32=file["crc32"]))
     if reused is not None:
         _refer(reused, decision.frozen_name, files, found)
     scalars = merged(part["scalars"] for part in reports)
     groups = merged(part["groups"] for part in reports)
     parameters = {}
-    for unit in units:
-        for slot in unit.layout.slots:
-            if 0 in slot.shape and (unit.trainable or decision.frozen != "none"):
-                dtype = unit.row.master if unit in trained else unit.row.param
-                found.setdefault(slot.fqn, {})[VALUE] = (dtype_name(dtype, where=slot.fqn), [])
-            parameters[slot.fqn] = SavedParameter(
-                shape=slot.shape,
-                trained=unit.trainable,
-                group=groups.get(slot.fqn),
-                aliases=tuple(metadata.aliases.get(slot.fqn, ())),
-                tensors={
-                    tensor: SavedTensor(dtype=dtype, fragments=tuple(fragments))
-                    for tensor, (dtype, fragments) in found.get(slot.fqn, {}).items()
-                },
-                scalars=scalars.get(slot.fqn, {}),
-                digest=decision.digests.get(slot.fqn),
-            )
+    for fqn, facts in _agreed("parameter", [part["parameters"] for part in reports]).items():
+        is_stored = facts["trained"] or decision.frozen != "none"
+        if 0 in facts["shape"] and is_stored:
+            found.setdefault(fqn, {})[VALUE] = (facts["dtype"], {})
+        if is_stored and VALUE not in found.get(fqn, {}):
+            raise CheckpointError(f"no rank has saved parameter {fqn!r}.")
+        parameters[fqn] = SavedParameter(
+            shape=tuple(facts["shape"]),
+            trained=facts["trained"],
+            group=groups.get(fqn),
+            aliases=tuple(facts["aliases"]),
+            tensors={
+                tensor: _saved_tensor(dtype, parts)
+                for tensor, (dtype, parts) in found.get(fqn, {}).items()
+            },
+            scalars=scalars.get(fqn, {}),
+            digest=decision.digests.get(fqn),
+        )
     shared_file = next(at for at, file in enumerate(files) if file.name == SHARED_FILE)
     return Manifest(
         tag=decision.tag,
@@ -298,19 +315,87 @@ def merge(
         block_nbytes=block_nbytes,
         files=tuple(files),
         parameters=parameters,
-        buffers={
-            name: SavedBuffer(
-                dtype=dtype_name(buffer.dtype, where=f"buffer {name!r}"),
-                shape=tuple(buffer.shape),
-                files=tuple(main) if name in decision.own_buffers else (shared_file,),
-            )
-            for name, buffer in metadata.buffers.items()
-        },
+        buffers=_saved_buffers(reports, metadata, decision, main, shared_file),
         shared=metadata.shared,
         shared_file=shared_file,
         ranks=tuple(part["tree"] for part in reports),
         rank_files=tuple(main),
+        mesh=metadata.mesh or None,
+        dp_ranks=tuple(metadata.dp_ranks),
     )
+
+
+def _agreed(what: str, tables: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The union of the ranks' tables. A name must have the same row in all tables that have it.
+
+    Raises:
+        CheckpointError: it has not.
+    """
+    found: dict[str, Any] = {}
+    first: dict[str, int] = {}
+    for rank, table in enumerate(tables):
+        for name, row in table.items():
+            if found.setdefault(name, row) != row:
+                raise CheckpointError(
+                    f"{what} {name!r} is {found[name]} on rank {first[name]} and {row} on rank "
+                    f"{rank}, but a checkpoint has one {what} of each name."
+                )
+            first.setdefault(name, rank)
+    return found
+
+
+def _saved_tensor(dtype: Dtype, parts: _Parts) -> SavedTensor:
+    boxes = sorted((box, fragments) for box, fragments in parts.items() if box is not None)
+    return SavedTensor(
+        dtype=dtype,
+        fragments=tuple(parts.get(None, ())),
+        boxes=tuple(
+            SavedBox(start=box.start, extent=box.extent, fragments=tuple(fragments))
+            for box, fragments in boxes
+        ),
+    )
+
+
+def _saved_buffers(
+    reports: Sequence[Mapping[str, Any]],
+    metadata: CheckpointMetadata,
+    decision: SaveDecision,
+    main: Sequence[int],
+    shared_file: int,
+) -> dict[str, SavedBuffer]:
+    """Rank 0's buffers, then those that only other ranks have. ``main``: each rank's file."""
+    shared = {
+        name: [dtype_name(buffer.dtype, where=f"buffer {name!r}"), list(buffer.shape)]
+        for name, buffer in metadata.buffers.items()
+    }
+    first, *others = [part["buffers"] for part in reports]
+    rows = _agreed("buffer", [{**shared, **first}, *others])
+    found = {}
+    for name, (dtype, shape) in rows.items():
+        holders = [rank for rank, part in enumerate(reports) if name in part["buffers"]]
+        if not holders:
+            places = [shared_file]
+        elif name in decision.buffer_writers:
+            places = [main[holders[0]]]
+        else:
+            places = [main[at] for at in _nearest(holders, metadata.dp_ranks, len(reports))]
+        found[name] = SavedBuffer(dtype=dtype, shape=tuple(shape), files=tuple(places))
+    return found
+
+
+def _nearest(holders: Sequence[int], dp_ranks: Sequence[int], world_size: int) -> list[int]:
+    """For each rank the holder whose copy stands for it.
+
+    It is the rank itself, or else the first holder with the same samples, or else the first one.
+    """
+    data = dp_ranks or range(world_size)
+    first: dict[int, int] = {}
+    for rank in holders:
+        first.setdefault(data[rank], rank)
+    own = set(holders)
+    return [
+        rank if rank in own else first.get(data[rank], holders[0]) for rank in range(world_size)
+    ]
 
 
 def _refer(before: Manifest, frozen_name: str, files: list[SavedFile], found: _Found) -> None:
@@ -324,9 +409,19 @@ def _refer(before: Manifest, frozen_name: str, files: list[SavedFile], found: _F
         value = parameter.tensors.get(VALUE)
         if value is None or parameter.trained:
             continue
-        if all(fragment.file in index_of for fragment in value.fragments):
-            fragments = [Fragment(index_of[f.file], f.begin, f.numel) for f in value.fragments]
-            found[fqn] = {VALUE: (value.dtype, fragments)}
+        parts = value.parts(parameter.shape)
+        if all(f.file in index_of for _, fragments in parts for f in fragments):
+            found[fqn] = {
+                VALUE: (
+                    value.dtype,
+                    {
+                        box if value.boxes else None: [
+                            Fragment(index_of[f.file], f.begin, f.numel) for f in fragments
+                        ]
+                        for box, fragments in parts
+                    },
+                )
+            }
 
 
 def merged(

@@ -288,7 +288,8 @@ def facts_of(source: Source) -> dict[str, Any]:
     if isinstance(source, CheckpointReader):
         m = source.manifest
         facts |= {"tag": m.tag, "step": m.step, "saved_at": m.saved_at, "writer": m.writer}
-        facts |= {"world_size": m.world_size, "stage": m.stage, "nbytes": m.nbytes}
+        facts |= {"world_size": m.world_size, **({"mesh": m.mesh} if m.mesh else {})}
+        facts |= {"stage": m.stage, "nbytes": m.nbytes}
     facts["numel"] = sum(parameter.numel for parameter in source.parameters.values())
     facts |= _shared_facts(source)
     facts["parameters"] = [

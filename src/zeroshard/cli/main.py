@@ -53,7 +53,7 @@ def config_command(
         return hardware_of(local_device(RankInfo()))
 
     try:
-        loaded = load_config(Path(source), dp_size=world_size, hardware=hardware)
+        loaded = load_config(Path(source), world_size=world_size, hardware=hardware)
     except ConfigError as error:
         print(error, file=sys.stderr)
         raise typer.Exit(2) from None

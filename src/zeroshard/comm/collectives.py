@@ -377,6 +377,11 @@ def queues_on_device(comm: Comm) -> bool:
     return getattr(comm, "queues_on_device", False)
 
 
+def num_holders(comm: Comm) -> int:
+    """How many ranks :meth:`Comm.broadcast` reaches: those of all replicas of the shard group."""
+    return comm.size * int(getattr(comm, "replicas", 1))
+
+
 def check_source(src: int, size: int) -> None:
     """Check that ``src`` is a rank of the group.
 

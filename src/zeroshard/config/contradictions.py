@@ -12,7 +12,7 @@ _ZERO = "zero_optimization"
 
 
 def contradictions(
-    config: Config, *, given: Collection[str], unknown: Collection[str], dp_size: int
+    config: Config, *, given: Collection[str], unknown: Collection[str]
 ) -> Iterator[str]:
     """One line for each contradiction, in a fixed order.
 
@@ -21,7 +21,7 @@ def contradictions(
     """
     yield from not_yet(config)
     yield from _of_precision(config)
-    yield from _of_sizes(config, given, dp_size)
+    yield from _of_sizes(config, given)
     yield from _of_offload(config.zero_optimization, unknown)
 
 
@@ -32,15 +32,6 @@ def not_yet(config: Config) -> list[str]:
     ``load_config`` turns these lines into errors.
     """
     lines: list[str] = []
-    tensor = config.tensor_parallel
-    for path, size in (
-        ("tensor_parallel.autotp_size", tensor.autotp_size),
-        ("tensor_parallel.tp.tp_size", tensor.tp.tp_size),
-    ):
-        if size > 1:
-            lines.append(
-                f"{path}: {size} is asked for; tensor parallelism is not implemented yet; use 1"
-            )
     if config.trust.nan_policy != "error":
         lines.append(
             f'trust.nan_policy: "{config.trust.nan_policy}" is asked for; only "error" is '
@@ -63,7 +54,7 @@ def _of_precision(config: Config) -> Iterator[str]:
         yield "bf16.bf16_optimizer_states: needs bf16.bf16_master_weights_and_grads: true as well"
 
 
-def _of_sizes(config: Config, given: Collection[str], dp_size: int) -> Iterator[str]:
+def _of_sizes(config: Config, given: Collection[str]) -> Iterator[str]:
     clipping = "gradient_clipping" in given and config.gradient_clipping > 0
     if not config.zero_optimization.compute_grad_norm and clipping:
         yield (
@@ -75,11 +66,6 @@ def _of_sizes(config: Config, given: Collection[str], dp_size: int) -> Iterator[
         yield (
             f"unit_min_numel: {config.unit_min_numel} is above unit_max_numel "
             f"{config.unit_max_numel}; merged units would be split again"
-        )
-    if config.data_parallel_size not in (None, dp_size):
-        yield (
-            f"data_parallel_size: {config.data_parallel_size} is not the world size {dp_size}; "
-            "other kinds of parallelism are not implemented yet, so leave it out"
         )
 
 

@@ -160,6 +160,15 @@ def _texts(value: object) -> tuple[str, ...]:
     raise problem(f"must be a list of strings, not {show(value)}")
 
 
+def _count_or_auto(value: object) -> int | Literal["auto"]:
+    if is_auto(value):
+        return "auto"
+    number = read_number(value)
+    if number is None or number < 1 or number != int(number):
+        raise problem(f'must be a whole number of at least 1, or "auto", not {show(value)}')
+    return int(number)
+
+
 def _texts_or_auto(value: object) -> tuple[str, ...] | Literal["auto"]:
     return "auto" if is_auto(value) else _texts(value)
 
@@ -230,6 +239,7 @@ Flag = Annotated[bool, BeforeValidator(_flag)]
 Int = Annotated[int, BeforeValidator(_int)]
 Natural = Annotated[int, Field(ge=0), BeforeValidator(_int)]
 Count = Annotated[int, Field(gt=0), BeforeValidator(_int)]
+CountOrAuto = Annotated[int | Literal["auto"], PlainValidator(_count_or_auto)]
 Float = Annotated[float, BeforeValidator(_float)]
 Amount = Annotated[float, Field(ge=0), BeforeValidator(_float)]
 Positive = Annotated[float, Field(gt=0), BeforeValidator(_float)]

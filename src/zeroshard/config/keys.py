@@ -36,7 +36,8 @@ REFUSED: dict[str, str] = {
     "msamp": 'it changes code of DeepSpeed; use "bf16"',
     "zero_optimization.legacy_stage1": "there is one implementation of stage 1",
     "zero_optimization.zenflow": "it updates with stale gradients, which changes the result",
-    "zero_optimization.mics_shard_size": REMOVED + "leave it out",
+    "zero_optimization.mics_shard_size": REMOVED
+    + "write the number of copies of the sharded state in parallel.data_replicate",
     "zero_optimization.mics_hierarchical_params_gather": REMOVED + "leave it out",
     "zero_optimization.zeropp_loco_param": REMOVED + "leave it out",
 }

@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from zeroshard.config.contradictions import contradictions
-from zeroshard.config.fields import Section, is_auto, show
+from zeroshard.config.fields import Section, is_auto, is_off, show
 from zeroshard.config.keys import KEYS, UNCHECKED, get, is_misspelt
+from zeroshard.config.mesh_keys import mesh_from_config
 from zeroshard.config.params import ARGUMENTS
 from zeroshard.config.parse import (
     Findings,
@@ -27,6 +28,8 @@ from zeroshard.config.parse import (
     validate,
 )
 from zeroshard.config.schema import Config
+from zeroshard.core.mesh import Mesh
+from zeroshard.core.mesh_sources import MeshSource, ResolvedMesh, resolve_mesh
 from zeroshard.core.stages import STAGES
 from zeroshard.errors import ConfigError
 
@@ -61,13 +64,15 @@ class LoadedConfig:
 
     ``raw``: what the user gave, parsed, in containers of our own. ``origins``: dotted key -> "file PATH",
     "config" (a dict), "argument", "auto" (in some cases with a reason), "derived" or "default".
-    ``notices``: one line each, to be shown once.
+    ``notices``: one line each, to be shown once. ``mesh``: the ranks; its sizes are also the values of
+    ``parallel``. None if the configuration was not read for training.
     """
 
     config: Config
     raw: dict[str, Any]
     origins: dict[str, str]
     notices: tuple[str, ...]
+    mesh: ResolvedMesh | None = None
 
     def agreed(self) -> dict[str, str]:
         """Dotted key -> JSON of every value that must be the same on all ranks.
@@ -110,7 +115,8 @@ class LoadedConfig:
 def load_config(
     source: Source,
     *,
-    dp_size: int,
+    world_size: int,
+    mesh_sources: Sequence[MeshSource] = (),
     args_config: Source = None,
     arguments: Mapping[str, Any] | None = None,
     hidden_size: int | None = None,
@@ -120,16 +126,18 @@ def load_config(
     replaced: Collection[str] = (),
     hardware: Callable[[], Hardware] | None = None,
 ) -> LoadedConfig:
-    """Read, check and resolve a configuration for ``dp_size`` data-parallel ranks.
+    """Read, check and resolve a configuration for ``world_size`` ranks.
 
     ``source``: dict, path, JSON text or urlsafe base64 of JSON. ``args_config``: the same, from
     ``args.deepspeed_config``; only one of the two may be given. ``arguments``: dotted key -> value, from
     the command line or an API; they replace values of the source, and None means not given.
+    ``mesh_sources``: what the program says about the mesh, beside the configuration.
     ``hidden_size``: width of the model, from which "auto" sizes follow. ``world_hint``: a sentence that
     is added to errors about batch sizes, for example why the world is small.
 
     ``for_training=False`` is for callers that only build a model, such as ``zero.Init``. Much may still
-    be "auto" then: batch sizes that are not given are 1, and optimizer and schedule are not read.
+    be "auto" then: batch sizes that are not given are 1, optimizer and schedule are not read, and the
+    mesh is not resolved, because the program may give other sources of it later.
     ``as_deepspeed``: an unknown key is a notice where DeepSpeed ignores it, unless it is a misspelt one
     or ``unknown_keys`` says otherwise. ``replaced``: sections ("optimizer", "scheduler") for which the
     program passed an object; they are not read. ``hardware`` is called if a precision is "auto"; without
@@ -137,14 +145,15 @@ def load_config(
 
     Raises:
         ConfigError: every problem, one per line, in the same order on every rank.
+        UsageError: a source of the mesh numbers the ranks in another order.
     """
     if source is not None and args_config is not None:
         raise ConfigError(
             "the configuration is given twice: as config= and as args.deepspeed_config; remove "
             "one of them"
         )
-    if dp_size < 1:
-        raise ConfigError(f"dp_size must be at least 1, not {dp_size}")
+    if world_size < 1:
+        raise ConfigError(f"world_size must be at least 1, not {world_size}")
     raw, where = read_source(source if source is not None else args_config)
     found = Findings()
     work = rename(copy_tree(raw), found)
@@ -162,17 +171,61 @@ def load_config(
     config = validate(Config, given, "", found) or Config()
     config, reasons = _resolve_auto_precision(config, found, hardware)
     unknown = found.rejected if for_training else found.rejected | found.autos
-    found.errors.extend(contradictions(config, given=found.given, unknown=unknown, dp_size=dp_size))
-    config, derived = _solve(config, found, dp_size, world_hint, require_batch=for_training)
+    found.errors.extend(contradictions(config, given=found.given, unknown=unknown))
+    resolved = _resolve_mesh(config, found, mesh_sources, world_size) if for_training else None
+    mesh = resolved.mesh if resolved is not None else Mesh(data_shard=world_size)
+    solves = resolved is not None or not for_training  # else a batch size would fit no mesh
+    config, derived = _solve(
+        config, found, mesh, world_hint, solves=solves, require_batch=for_training
+    )
     if found.errors:
         raise ConfigError(_report(found.errors, where))
+    if resolved is not None:
+        config, sized = _with_sizes(config, resolved, found)
+        reasons |= sized
     _notice(config, found, resolved=reasons)
     return LoadedConfig(
         config=config,
         raw=raw,
         origins=_origins(config, found, where, from_arguments, derived) | reasons,
         notices=tuple(dict.fromkeys(found.notices)),
+        mesh=resolved,
     )
+
+
+def _resolve_mesh(
+    config: Config, found: Findings, sources: Sequence[MeshSource], world_size: int
+) -> ResolvedMesh | None:
+    """The mesh of all sources; None, with a recorded error, if there is none."""
+    if any(path.startswith(_SIZES_OF_MESH) for path in found.rejected):
+        return None  # its error is recorded
+    try:
+        ours = mesh_from_config(config)
+        return resolve_mesh([*([ours] if ours is not None else []), *sources], world_size)
+    except ConfigError as error:
+        found.errors.extend(str(error).split("\n"))
+        return None
+
+
+_SIZES_OF_MESH = (
+    *("parallel", "tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"),
+    *("sequence_parallel_size", "data_parallel_size", "expert_parallel"),
+)
+
+
+def _with_sizes(
+    config: Config, resolved: ResolvedMesh, found: Findings
+) -> tuple[Config, dict[str, str]]:
+    """``config`` with the sizes of the mesh in ``parallel``; and the origins of those it did not give."""
+    sizes = {dim: getattr(resolved.mesh, dim) for dim in resolved.origins}
+    section = config.parallel.model_copy(update=sizes)
+    origins = {}
+    for dim, origin in resolved.origins.items():
+        path = f"parallel.{dim}"
+        if path not in found.given:
+            computed = path in found.autos and origin in ("default", "derived")
+            origins[path] = "auto" if computed else origin
+    return config.model_copy(update={"parallel": section}), origins
 
 
 def _type(section: Any) -> str:
@@ -285,18 +338,25 @@ def _decided(config: Config, found: Findings) -> str:
 
 
 def _solve(
-    config: Config, found: Findings, dp_size: int, hint: str | None, *, require_batch: bool
+    config: Config,
+    found: Findings,
+    mesh: Mesh,
+    hint: str | None,
+    *,
+    solves: bool,
+    require_batch: bool,
 ) -> tuple[Config, set[str]]:
-    """``config`` with all three batch sizes, and the names of the keys that were derived."""
+    """``config`` with all batch sizes if ``solves``, and the names of the keys that were derived."""
     zero = config.zero_optimization
     if zero.overlap_comm is None:
         zero = zero.model_copy(update={"overlap_comm": True})
     update: dict[str, Any] = {}
     if not config.zero_optimization.compute_grad_norm and "gradient_clipping" not in found.given:
         update["gradient_clipping"] = 0.0
-    if not found.rejected.intersection(BATCH):
+    if solves and not found.rejected.intersection(BATCH):
         sizes = (getattr(config, name) for name in BATCH)
-        solved = solve_batch(*sizes, dp_size=dp_size, require=require_batch)
+        word = "world size" if mesh.is_data_only else f"data-parallel size (mesh {mesh.text})"
+        solved = solve_batch(*sizes, dp_size=mesh.dp_size, require=require_batch, word=word)
         if isinstance(solved, str):
             found.errors.append(f"{solved} ({hint})" if hint else solved)
         else:
@@ -307,11 +367,18 @@ def _solve(
 
 
 def solve_batch(
-    train: int | None, micro: int | None, gas: int | None, *, dp_size: int, require: bool = True
+    train: int | None,
+    micro: int | None,
+    gas: int | None,
+    *,
+    dp_size: int,
+    require: bool = True,
+    word: str = "world size",
 ) -> tuple[int, int, int] | str:
-    """Solve train = micro x gas x world size for the sizes that are not given.
+    """Solve train = micro x gas x dp_size for the sizes that are not given.
 
-    Returns the three sizes, or a text that says why there is no solution.
+    Returns the three sizes, or a text that says why there is no solution. ``word``: what the text calls
+    ``dp_size``.
 
     >>> solve_batch(8, None, None, dp_size=2)
     (8, 4, 1)
@@ -335,24 +402,24 @@ def solve_batch(
             return train, micro, gas
         return (
             f"train_batch_size {train} is not train_micro_batch_size_per_gpu {micro} x "
-            f"gradient_accumulation_steps {gas} x world size {dp_size} = {product}; leave one of "
+            f"gradient_accumulation_steps {gas} x {word} {dp_size} = {product}; leave one of "
             "the three out, and it is computed from the others"
         )
     if micro is not None:
         if train % (micro * dp_size):
             return (
                 f"train_batch_size {train} is not divisible by train_micro_batch_size_per_gpu "
-                f"{micro} x world size {dp_size}"
+                f"{micro} x {word} {dp_size}"
             )
         return train, micro, train // (micro * dp_size)
     if gas is None:
         if train % dp_size:
-            return f"train_batch_size {train} is not divisible by world size {dp_size}"
+            return f"train_batch_size {train} is not divisible by {word} {dp_size}"
         return train, train // dp_size, 1
     if train % (gas * dp_size):
         return (
             f"train_batch_size {train} is not divisible by gradient_accumulation_steps {gas} x "
-            f"world size {dp_size}"
+            f"{word} {dp_size}"
         )
     return train, train // (gas * dp_size), gas
 
@@ -404,6 +471,8 @@ def _notice(config: Config, found: Findings, *, resolved: Mapping[str, str]) -> 
         section, value = path.rpartition(".")[0], get(config, path)
         if value in (default, extra["done"]) or (section and _is_idle(config, section)):
             continue
+        if isinstance(value, Mapping) and is_off(value):
+            continue
         idle[row.verdict].append(path)
     if idle["accept"]:
         names = ", ".join(sorted(idle["accept"]))
@@ -417,7 +486,7 @@ def _notice(config: Config, found: Findings, *, resolved: Mapping[str, str]) -> 
 
 def _is_idle(config: Config, section: str) -> bool:
     """Whether this section is a feature that is switched off. Its other keys need no notice."""
-    if section.startswith("tensor_parallel"):  # anything but size 1 is an error
+    if section.startswith("tensor_parallel") and config.parallel.tensor == 1:
         return True
     inside = get(config, section)
     return getattr(inside, "enabled", True) is False or (getattr(inside, "device", "") == "none")

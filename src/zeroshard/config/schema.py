@@ -289,7 +289,11 @@ class ZeroConfig(Section):
         False, "Extra checks. In ZeroShard they are always on.", done=True
     )
     cpu_offload_use_pin_memory: Flag | None = accept(None, "Has no effect in DeepSpeed either.")
-    zero_hpz_partition_size: Count = later(1, "A second set of shards inside each node (ZeRO++).")
+    zero_hpz_partition_size: Count = later(
+        1,
+        "A second set of shards inside each node (ZeRO++).",
+        why="without it, parameters are gathered over all ranks of a copy",
+    )
     zero_quantized_weights: Flag = later(False, "Quantized all-gather (ZeRO++).")
     zero_quantized_nontrainable_weights: Flag = later(
         False, "Quantized all-gather of frozen weights (ZeRO++)."
@@ -340,6 +344,11 @@ class Config(Section):
     )
     trust: side.TrustConfig = honour(
         side.TrustConfig, "How ranks that diverge or hang are detected and reported."
+    )
+    parallel: side.ParallelConfig = honour(
+        side.ParallelConfig,
+        "The mesh of ranks: the number of ranks along each dimension. The product is the number of "
+        "ranks. Other sources of the mesh must agree; an error names those that do not.",
     )
 
     train_batch_size: Count | None = honour(
@@ -456,13 +465,15 @@ class Config(Section):
     tensor_parallel: side.TensorParallelConfig = not_yet(
         side.TensorParallelConfig, "Tensor parallelism."
     )
-    sequence_parallel_size: Count = later(1, "Number of ranks that share one sequence.")
-    data_parallel_size: Count | None = honour(None, "For a check only: must be the world size.")
+    sequence_parallel_size: Count = not_yet(1, "Another name of parallel.sequence. 1: not given.")
+    data_parallel_size: Count | None = honour(
+        None, "Number of ranks that train on different samples: data_replicate x data_shard."
+    )
     use_data_before_expert_parallelism: Flag = later(
         False, "Order in which expert groups are made."
     )
-    expert_parallel: Free = later(
-        dict, "Expert parallelism that is derived from the model automatically."
+    expert_parallel: Free = not_yet(
+        dict, "Expert parallelism. autoep_size is another name of parallel.expert. 1: not given."
     )
     compile: side.CompileConfig = accept(side.CompileConfig, "Options of DeepCompile.")
     inference: Any = accept(None, "Read by Transformers only.")

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from zeroshard.config.fields import (
     Amount,
     Count,
+    CountOrAuto,
     Dtype,
     Flag,
     Float,
@@ -27,6 +28,7 @@ from zeroshard.config.fields import (
     not_yet,
     refuse,
 )
+from zeroshard.core.mesh_sources import NOT_YET
 
 CONVOLUTIONS = ("conv.Conv1d", "conv.Conv2d", "conv.Conv3d")
 
@@ -248,16 +250,44 @@ class PipelineConfig(Section):
     seed_layers: Flag = accept(False, "Has no effect: an argument of PipelineModule decides.")
 
 
+def _size_of(dim: str, doc: str, default: int = 1) -> Any:
+    """The size of a dimension of the mesh. If that is not implemented yet, only 1 is possible."""
+    return (not_yet if dim in NOT_YET else honour)(default, doc)
+
+
+class ParallelConfig(Section):
+    """Sizes of the mesh. Other sources may give them, too: see :mod:`zeroshard.core.mesh_sources`."""
+
+    pipeline: Count = _size_of(
+        "pipeline", "Number of ranks that share the layers (`zeroshard.parallel.pipeline`)."
+    )
+    tensor: Count = _size_of(
+        "tensor",
+        "Number of ranks that share each layer. The model must be cut over them, by "
+        "zeroshard.parallel.tensor_parallel() for example.",
+    )
+    sequence: Count = _size_of("sequence", "Number of ranks that share one sequence.")
+    expert: Count = _size_of("expert", "Number of ranks that share the experts of a layer.")
+    data_replicate: Count = _size_of("data_replicate", "Number of copies of the sharded state.")
+    data_shard: CountOrAuto = honour(
+        "auto",
+        "Number of ranks that share one copy of the sharded state. auto: the ranks that the other "
+        "sizes leave.",
+    )
+
+
 class TensorParallelDetails(Section):
-    tp_size: Natural = not_yet(1, "Number of ranks that share one layer.")
+    tp_size: Natural = _size_of("tensor", "Another name of parallel.tensor. 0 and 1: not given.")
     tp_grain_size: Count = not_yet(1, "Layers are split at multiples of this number.")
     mpu: Any = not_yet(None, "Object that gives the process groups.")
     tp_group: Any = not_yet(None, "The process group.")
 
 
 class TensorParallelConfig(Section):
-    autotp_size: Natural = not_yet(
-        0, "Number of ranks that share one layer. How layers are split is derived from the model."
+    autotp_size: Natural = _size_of(
+        "tensor",
+        "Another name of parallel.tensor. 0 and 1: not given.",
+        default=0,
     )
     dtype: Dtype = not_yet("float16", "Dtype of the split layers.")
     tp: TensorParallelDetails = not_yet(TensorParallelDetails, "Details of the process groups.")

@@ -25,6 +25,10 @@ BATCH = frozenset({"data_replicate", "data_shard"})
 HOLDERS = BATCH | {"sequence"}
 """Ranks that differ only in these dimensions hold the same parameters, and their gradients are added."""
 
+SHARDS = HOLDERS - {"data_replicate"}
+"""Ranks that differ only in these dimensions share the shards of every unit: a shard group. Each replica
+has one."""
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -64,6 +68,11 @@ class Mesh:
         return self.dp_size == self.world_size
 
     @property
+    def is_flat(self) -> bool:
+        """Whether all ranks are one shard group."""
+        return self.data_shard == self.world_size
+
+    @property
     def text(self) -> str:
         """The dimensions above 1, for messages."""
         big = [f"{dim} {size}" for dim, size in zip(DIMS, self.sizes, strict=True) if size > 1]
@@ -75,6 +84,10 @@ class Mesh:
         for dim, size in zip(reversed(DIMS), reversed(self.sizes), strict=True):
             rank, found[dim] = divmod(rank, size)
         return found
+
+    def rank_at(self, coordinate: Mapping[str, int]) -> int:
+        """The rank at a position in each dimension: the inverse of :meth:`coordinate`."""
+        return self._rank(tuple(coordinate[dim] for dim in DIMS))
 
     def dp_rank(self, rank: int) -> int:
         """The share of every batch that ``rank`` gets: a number below :attr:`dp_size`."""

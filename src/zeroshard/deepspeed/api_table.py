@@ -62,6 +62,7 @@ _CHECKPOINT_ENGINE, _PROFILING, _TILED_MLP = (
 _CHECKPOINT_CONSTANTS, _DISTRIBUTED = _HERE + "checkpoint_constants", _HERE + "distributed"
 _CONSOLIDATE, _TIMERS = _HERE + "consolidate", _HERE + "timers"
 _ESTIMATES, _LOGS, _GROUPS = _HERE + "estimates", _HERE + "logs", _HERE + "groups"
+_TOPOLOGY = _HERE + "topology"
 _COMM, _ACCESS = "zeroshard.deepspeed.collectives", "zeroshard.zero.access"
 _SCHEDULES = "zeroshard.optim.schedulers"
 _TO_FP32 = "zeroshard.checkpoint.zero_to_fp32"
@@ -80,6 +81,7 @@ _WORKING: tuple[tuple[str, str, str], ...] = (  # module, home, names; "theirs=o
     ("", _OPTIMIZER, "DeepSpeedOptimizer"),
     ("", _SYMBOLS, "DeepSpeedConfigError"),
     ("", _HELPERS, "OnDevice DeepSpeedConfig"),
+    ("", _HERE + "tensor_parallel", "tp_model_init set_autotp_mode"),
     ("", _LOGS, "log_dist logger"),
     ("", _DEVICE, "get_accelerator"),
     ("", _VERSION_INFO, "__version__ __version_major__ __version_minor__ __version_patch__ "
@@ -211,6 +213,9 @@ _WORKING: tuple[tuple[str, str, str], ...] = (  # module, home, names; "theirs=o
      "get_model_parallel_group get_model_parallel_world_size get_model_parallel_rank "
      "get_tensor_model_parallel_group get_tensor_model_parallel_world_size "
      "get_tensor_model_parallel_rank"),
+    ("runtime.pipe", _TOPOLOGY, "ProcessTopology"),
+    ("runtime.pipe.topology", _TOPOLOGY, "ProcessTopology PipeDataParallelTopology "
+                                         "PipeModelDataParallelTopology PipelineParallelGrid"),
     ("utils.zero_to_fp32", _TO_FP32,
      "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint main"),
     ("utils.zero_to_fp32", _CONSOLIDATE, "convert_zero_checkpoint_to_fp32_state_dict "
@@ -272,6 +277,7 @@ _NO_EFFECT: Mapping[str, str] = {
     "comm.log_summary": "the engine prints a summary of the collectives (comms_logger)",
     "comm.comm.configure": "see comm.configure",
     "comm.comm.log_summary": "see comm.log_summary",
+    "set_autotp_mode": "a cut model trains and evaluates alike",
     "runtime.activation_checkpointing.checkpointing.reset": "no state is kept between steps",
     "runtime.activation_checkpointing.checkpointing.set_num_layers": "no buffer depends on it",
     "runtime.activation_checkpointing.checkpointing.partition_activations_in_checkpoint": (
@@ -299,6 +305,10 @@ _NO_EFFECT: Mapping[str, str] = {
 """Names that can be used and have no effect."""
 
 _DIFFERENCES: Mapping[str, str] = {
+    "tp_model_init": (
+        "the cut is derived from the model; config is refused. zeroshard.parallel.tensor_parallel() "
+        "takes a plan"
+    ),
     "runtime.checkpoint_engine.TorchCheckpointEngine": (
         "reads only plain data and tensors: loading does not run code from the file"
     ),
@@ -321,7 +331,6 @@ _PIPE = "pipeline parallelism is not implemented yet; use ZeRO stage 3"
 _SEQUENCE = (
     "sequence parallelism is not implemented yet; leave it out, or use gradient checkpointing"
 )
-_TENSOR = "tensor parallelism is not implemented yet; use ZeRO stage 3"
 _EXPERTS = (
     "expert parallelism is not implemented yet; ZeRO trains models with experts in ordinary modules"
 )
@@ -337,14 +346,11 @@ _STUBS: tuple[tuple[Verdict, str, str, str], ...] = (  # importable; using them 
     ("refused", "", "DeepSpeedTransformerLayer DeepSpeedTransformerConfig",
      "it is a CUDA implementation of one BERT layer; use "
      "torch.nn.functional.scaled_dot_product_attention"),
-    ("later", "", "tp_model_init set_autotp_mode", _TENSOR),
     ("later", "", "PipelineEngine PipelineModule", _PIPE),
     ("later", "pipe", "PipelineModule LayerSpec TiedLayerSpec", _PIPE),
-    ("later", "runtime.pipe", "PipelineModule LayerSpec TiedLayerSpec ProcessTopology", _PIPE),
+    ("later", "runtime.pipe", "PipelineModule LayerSpec TiedLayerSpec", _PIPE),
     ("later", "runtime.pipe.module", "PipelineModule LayerSpec TiedLayerSpec", _PIPE),
     ("later", "runtime.pipe.engine", "PipelineEngine", _PIPE),
-    ("later", "runtime.pipe.topology", "ProcessTopology PipeDataParallelTopology "
-     "PipeModelDataParallelTopology PipelineParallelGrid", _PIPE),
     ("later", "runtime.sequence_parallel.ulysses_sp", "UlyssesSPAttentionHF "
      "UlyssesSPDataLoaderAdapter", _SEQUENCE),
     ("later", "sequence.layer", "DistributedAttention", _SEQUENCE),
@@ -375,7 +381,8 @@ _ABSENT: tuple[tuple[Verdict, str, str], ...] = (  # no such name; the error giv
     ("refused", "runtime.data_pipeline", "it changes the data and the model; use the data loader"),
     ("refused", "runtime.zenflow", "it updates with stale gradients, which changes the result"),
     ("refused", "runtime.superoffload", "it needs a superchip; use offload_optimizer instead"),
-    ("refused", "runtime.domino", _TENSOR),
+    ("refused", "runtime.domino", "it cuts batches in two to hide collectives of tensor parallelism; use "
+     "zeroshard.parallel.tensor_parallel()"),
     ("refused", "runtime.eigenvalue", "the only feature that used it was removed from DeepSpeed"),
     ("refused", "runtime.progressive_layer_drop", "drop layers in the code of the model"),
     ("refused", "runtime.swap_tensor",
@@ -398,6 +405,10 @@ SAME_MODULE: Mapping[str, str] = {
     "checkpointing": "runtime.activation_checkpointing.checkpointing",
 }
 """Short name -> the module that it stands for."""
+
+
+LIVE = frozenset({"utils.groups.mpu"})
+"""Names whose value changes: it is that of the mesh in use."""
 
 
 _MEMBERS: tuple[tuple[Verdict, str, str, str], ...] = (  # verdict, of which object, names, why

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from zeroshard.comm.env import current_rank_info, data_coordinate
+from zeroshard.comm.env import current_rank_info
 from zeroshard.config import Config, load_config
 from zeroshard.config.fields import Section, is_auto
 
@@ -17,8 +17,8 @@ def model_config(source: Any) -> Config | None:
     """
     if source is None or isinstance(source, Config):
         return source
-    dp_size = data_coordinate(current_rank_info()).dp_size
-    return load_config(source, dp_size=dp_size, for_training=False, as_deepspeed=True).config
+    world_size = current_rank_info().world_size
+    return load_config(source, world_size=world_size, for_training=False, as_deepspeed=True).config
 
 
 class DeepSpeedConfigModel(Section):

@@ -15,8 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 import zeroshard
-from zeroshard.deepspeed import api_table, conflicts
-from zeroshard.deepspeed.collectives import get_world_group
+from zeroshard.deepspeed import api_table, conflicts, groups
 from zeroshard.deepspeed.getters import ForwardingEngine
 from zeroshard.deepspeed.hook_handles import DeepSpeedZeRoOffload
 from zeroshard.deepspeed.install import disagreement
@@ -37,13 +36,13 @@ class DeepSpeedEngine(ForwardingEngine):
     """An engine under DeepSpeed's names. ``optimizer``: what :mod:`.optimizer` describes."""
 
     _as_deepspeed = True
-    mp_world_size = 1
-    mpu = None
     has_moe_layers = False
 
     def __init__(self, model: nn.Module, *, optimizer: Any = None, **options: Any) -> None:
         """As :class:`zeroshard.Engine`."""
         super().__init__(model, optimizer=_inner(optimizer), **options)
+        self._mesh_groups = groups.use(self.mesh)
+        self.mpu: Any = None if self.mesh.is_data_only else self._mesh_groups
         self.optimizer: EngineOptimizer | DeepSpeedZeRoOffload | None = optimizer_of(self)  # type: ignore[assignment]
         self.is_compiled = False
         self.losses: Tensor | None = None
@@ -72,9 +71,14 @@ class DeepSpeedEngine(ForwardingEngine):
         return self.dp_size
 
     @property
+    def mp_world_size(self) -> int:
+        """Number of ranks that share each layer."""
+        return self._mesh_groups.get_model_parallel_world_size()
+
+    @property
     def data_parallel_group(self) -> Any:
-        """The process group of all ranks."""
-        return get_world_group()
+        """The process group of the ranks that train on different data and hold the same parameters."""
+        return self._mesh_groups.get_data_parallel_group()
 
     @property
     def inside_no_sync_ctxt(self) -> bool:
@@ -244,6 +248,8 @@ def initialize(
             raise ConfigError(f"{error}\n  {told}") from None
         raise
     assert isinstance(engine, DeepSpeedEngine)
+    if mpu is not None:
+        engine.mpu = mpu
     trains = engine.basic_optimizer is not None
     trained = conflicts.trained_dtypes(came_in, engine.runtime.units) if trains else {}
     if notice := conflicts.precision_notice(trained, engine.policy):

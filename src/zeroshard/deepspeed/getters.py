@@ -128,8 +128,8 @@ GETTERS: dict[str, Getter] = {
     "get_mom": _moments,
     "get_type": lambda engine: [type(engine.basic_optimizer).__name__ for _ in engine._groups],
     "get_data_parallel_rank": lambda engine: engine.dp_rank,
-    "get_model_parallel_rank": lambda _engine: 0,
-    "get_sequence_parallel_group": lambda _engine: None,
+    "get_model_parallel_rank": lambda engine: engine._mesh_groups.get_model_parallel_rank(),
+    "get_sequence_parallel_group": lambda engine: engine._mesh_groups.get_sequence_parallel_group(),
     "deepspeed_io": loader_for,
 }
 """Method -> its answer for an engine."""

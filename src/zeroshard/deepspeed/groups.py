@@ -1,59 +1,224 @@
-"""Process groups under DeepSpeed's names.
+"""Process groups under DeepSpeed's names (``deepspeed.utils.groups``), answered from a mesh.
 
-All ranks are data-parallel. There is no tensor, sequence or expert parallelism yet: those groups have one
-member and no process group.
+The functions answer for the mesh of the engine that was built last; without an engine, all ranks are
+data-parallel. A group of one rank is None. DeepSpeed calls tensor parallelism *model* parallelism, too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from typing import Any
 
+import torch.distributed as dist
+
+from zeroshard.core.mesh import BATCH, HOLDERS, Mesh
 from zeroshard.deepspeed.collectives import get_rank, get_world_group, get_world_size
 
-mpu = None
+TENSOR, SEQUENCE, PIPELINE = frozenset({"tensor"}), frozenset({"sequence"}), frozenset({"pipeline"})
+ALONE: frozenset[str] = frozenset()
+"""No dimension: a group of one rank."""
+
+OPENED = (TENSOR, SEQUENCE, BATCH, HOLDERS, PIPELINE, PIPELINE | TENSOR, ALONE)
+"""The groups that have a process group."""
 
 
-def _all(*_: Any, **__: Any) -> Any:
-    """The process group of all ranks."""
-    return get_world_group()
+def _getters(
+    dims: frozenset[str],
+) -> tuple[Callable[..., Any], Callable[..., int], Callable[..., int]]:
+    """Three methods for the group along ``dims``: process group, number of ranks, this rank's number."""
+
+    def group(self: MeshGroups) -> Any:
+        """The process group. See :meth:`MeshGroups.group`."""
+        return self.group(dims)
+
+    def size(self: MeshGroups) -> int:
+        """Number of ranks in the group."""
+        return self.size(dims)
+
+    def rank(self: MeshGroups) -> int:
+        """This rank's number in the group."""
+        return self.rank_in(dims)
+
+    return group, size, rank
 
 
-def _count(*_: Any, **__: Any) -> int:
-    """Number of ranks in the group of all ranks."""
-    return get_world_size()
+class MeshGroups:
+    """The groups of one rank in a mesh. It answers as an ``mpu``.
+
+    ``process_groups``: ranks -> process group. All ranks have the default process group.
+    """
+
+    def __init__(
+        self, mesh: Mesh, rank: int, process_groups: dict[tuple[int, ...], Any] | None = None
+    ) -> None:
+        self.mesh, self._rank = mesh, rank
+        self._process_groups = {} if process_groups is None else process_groups
+
+    @classmethod
+    def open(cls, mesh: Mesh) -> MeshGroups:
+        """The groups of this rank in ``mesh``. Collective, unless all parallelism is data parallelism.
+
+        Equal groups are opened once, for all meshes.
+        """
+        found = cls(mesh, get_rank(), _opened_here())
+        if mesh.is_data_only:
+            return found
+        for (
+            dims
+        ) in OPENED:  # the members of a group open it in this order, so none waits for another
+            ranks = found.ranks(dims)
+            if len(ranks) < mesh.world_size and ranks not in found._process_groups:
+                found._process_groups[ranks] = dist.new_group(
+                    list(ranks), use_local_synchronization=True
+                )
+        return found
+
+    def ranks(self, dims: Collection[str]) -> tuple[int, ...]:
+        """The ranks that differ from this one only in ``dims``; this one is among them."""
+        return self.mesh.group(self._rank, dims)
+
+    def size(self, dims: Collection[str]) -> int:
+        """Number of ranks in the group along ``dims``."""
+        return len(self.ranks(dims))
+
+    def rank_in(self, dims: Collection[str]) -> int:
+        """This rank's number in the group along ``dims``."""
+        return self.ranks(dims).index(self._rank)
+
+    def group(self, dims: Collection[str]) -> Any:
+        """The process group along ``dims``.
+
+        If all parallelism is data parallelism, the other groups are None, as in DeepSpeed. In other
+        meshes a rank that is alone has a process group too, because torch takes None for all ranks.
+        """
+        if self.mesh.is_data_only and not BATCH.issubset(dims):
+            return None
+        ranks = self.ranks(dims)
+        return (
+            get_world_group() if len(ranks) == self.mesh.world_size else self._process_groups[ranks]
+        )
+
+    (
+        get_data_parallel_group,
+        get_data_parallel_world_size,
+        get_data_parallel_rank,
+    ) = _getters(BATCH)
+    (
+        get_sequence_data_parallel_group,
+        get_sequence_data_parallel_world_size,
+        get_sequence_data_parallel_rank,
+    ) = _getters(HOLDERS)
+    (
+        get_tensor_model_parallel_group,
+        get_tensor_model_parallel_world_size,
+        get_tensor_model_parallel_rank,
+    ) = _getters(TENSOR)
+    (
+        get_sequence_parallel_group,
+        get_sequence_parallel_world_size,
+        get_sequence_parallel_rank,
+    ) = _getters(SEQUENCE)
+    (
+        get_pipe_parallel_group,
+        get_pipe_parallel_world_size,
+        get_pipe_parallel_rank,
+    ) = _getters(PIPELINE)
+    (
+        get_expert_parallel_group,
+        get_expert_parallel_world_size,
+        get_expert_parallel_rank,
+    ) = _getters(ALONE)
+    get_model_parallel_group = get_tensor_model_parallel_group
+    get_model_parallel_world_size = get_tensor_model_parallel_world_size
+    get_model_parallel_rank = get_tensor_model_parallel_rank
+    get_expert_data_parallel_group = get_sequence_data_parallel_group
+    get_expert_data_parallel_world_size = get_sequence_data_parallel_world_size
+    get_expert_data_parallel_rank = get_sequence_data_parallel_rank
 
 
-def _place(*_: Any, **__: Any) -> int:
-    """This rank's number in the group of all ranks."""
-    return get_rank()
+_opened: dict[
+    int, tuple[Any, dict[tuple[int, ...], Any]]
+] = {}  # of the default group that exists now
 
 
-def _nobody(*_: Any, **__: Any) -> None:
-    """None: this rank would be the only member of the group."""
+def _opened_here() -> dict[tuple[int, ...], Any]:
+    """The process groups that were opened since the default one was."""
+    world = get_world_group()
+    if world is None:
+        return {}
+    if id(world) not in _opened:
+        _opened.clear()  # those of a default group that was destroyed went with it
+        _opened[id(world)] = world, {}
+    return _opened[id(world)][1]
 
 
-def _one(*_: Any, **__: Any) -> int:
-    return 1
+_current: list[tuple[Any, MeshGroups]] = []  # at most one: the default group, and the mesh in use
 
 
-def _zero(*_: Any, **__: Any) -> int:
-    return 0
+def use(mesh: Mesh) -> MeshGroups:
+    """Make this the mesh that the functions below answer for. Collective, as :meth:`MeshGroups.open`."""
+    found = MeshGroups.open(mesh)
+    _current[:] = [] if mesh.is_data_only else [(get_world_group(), found)]
+    return found
 
 
-_get_data_parallel_group = _get_sequence_data_parallel_group = get_data_parallel_group = _all
-_get_expert_data_parallel_group = _all
-_get_data_parallel_world_size = _get_sequence_data_parallel_world_size = _count
-_get_expert_data_parallel_world_size = get_data_parallel_world_size = _count
-_get_data_parallel_rank = _get_sequence_data_parallel_rank = _place
-_get_expert_data_parallel_rank = get_data_parallel_rank = _place
+def current() -> MeshGroups:
+    """The mesh in use; all ranks are data-parallel if there is none."""
+    if _current and _current[0][0] is get_world_group():
+        return _current[0][1]
+    return MeshGroups(Mesh(data_shard=get_world_size()), get_rank())
 
-_get_sequence_parallel_group = _get_model_parallel_group = _get_tensor_model_parallel_group = (
-    _nobody
-)
-_get_expert_parallel_group = get_model_parallel_group = get_tensor_model_parallel_group = _nobody
-_get_sequence_parallel_world_size = _get_model_parallel_world_size = _one
-_get_tensor_model_parallel_world_size = _get_expert_parallel_world_size = _one
-get_model_parallel_world_size = get_tensor_model_parallel_world_size = _one
-_get_sequence_parallel_rank = _get_model_parallel_rank = _get_tensor_model_parallel_rank = _zero
-_get_expert_parallel_rank = get_model_parallel_rank = get_tensor_model_parallel_rank = _zero
-_get_broadcast_src_rank = _zero
+
+def __getattr__(name: str) -> Any:
+    if name == "mpu":
+        groups = current()
+        return None if groups.mesh.is_data_only else groups
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _asking(getter: Callable[[MeshGroups], Any]) -> Callable[..., Any]:
+    """A function that asks the mesh in use. DeepSpeed's functions have arguments that change nothing."""
+
+    def answer(*_: Any, **__: Any) -> Any:
+        return getter(current())
+
+    answer.__doc__ = getter.__doc__
+    return answer
+
+
+_get_data_parallel_group = _asking(MeshGroups.get_data_parallel_group)
+_get_data_parallel_world_size = _asking(MeshGroups.get_data_parallel_world_size)
+_get_data_parallel_rank = _asking(MeshGroups.get_data_parallel_rank)
+_get_sequence_data_parallel_group = _asking(MeshGroups.get_sequence_data_parallel_group)
+_get_sequence_data_parallel_world_size = _asking(MeshGroups.get_sequence_data_parallel_world_size)
+_get_sequence_data_parallel_rank = _asking(MeshGroups.get_sequence_data_parallel_rank)
+_get_expert_data_parallel_group = _asking(MeshGroups.get_expert_data_parallel_group)
+_get_expert_data_parallel_world_size = _asking(MeshGroups.get_expert_data_parallel_world_size)
+_get_expert_data_parallel_rank = _asking(MeshGroups.get_expert_data_parallel_rank)
+_get_model_parallel_group = _asking(MeshGroups.get_model_parallel_group)
+_get_model_parallel_world_size = _asking(MeshGroups.get_model_parallel_world_size)
+_get_model_parallel_rank = _asking(MeshGroups.get_model_parallel_rank)
+_get_tensor_model_parallel_group = _asking(MeshGroups.get_tensor_model_parallel_group)
+_get_tensor_model_parallel_world_size = _asking(MeshGroups.get_tensor_model_parallel_world_size)
+_get_tensor_model_parallel_rank = _asking(MeshGroups.get_tensor_model_parallel_rank)
+_get_sequence_parallel_group = _asking(MeshGroups.get_sequence_parallel_group)
+_get_sequence_parallel_world_size = _asking(MeshGroups.get_sequence_parallel_world_size)
+_get_sequence_parallel_rank = _asking(MeshGroups.get_sequence_parallel_rank)
+_get_expert_parallel_group = _asking(MeshGroups.get_expert_parallel_group)
+_get_expert_parallel_world_size = _asking(MeshGroups.get_expert_parallel_world_size)
+_get_expert_parallel_rank = _asking(MeshGroups.get_expert_parallel_rank)
+
+get_data_parallel_group = _get_data_parallel_group
+get_data_parallel_world_size = _get_data_parallel_world_size
+get_data_parallel_rank = _get_data_parallel_rank
+get_model_parallel_group = _get_model_parallel_group
+get_model_parallel_world_size = _get_model_parallel_world_size
+get_model_parallel_rank = _get_model_parallel_rank
+get_tensor_model_parallel_group = _get_tensor_model_parallel_group
+get_tensor_model_parallel_world_size = _get_tensor_model_parallel_world_size
+get_tensor_model_parallel_rank = _get_tensor_model_parallel_rank
+
+
+def _get_broadcast_src_rank(*_: Any, **__: Any) -> int:
+    """The first of the ranks that hold the same parameters as this one."""
+    return current().ranks(HOLDERS)[0]

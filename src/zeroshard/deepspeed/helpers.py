@@ -50,12 +50,14 @@ class DeepSpeedConfig:
     """A configuration that was read. Its values are attributes; the user's dict is ``_param_dict``."""
 
     def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
-        from zeroshard.comm.env import current_rank_info, data_coordinate
+        from zeroshard.comm.env import current_rank_info
+        from zeroshard.comm.mesh_objects import mesh_sources
         from zeroshard.precision.hardware import hardware_of
 
         self._loaded = load_config(
             config,
-            dp_size=data_coordinate(current_rank_info()).dp_size,
+            world_size=current_rank_info().world_size,
+            mesh_sources=mesh_sources(mesh=mesh_device, mpu=mpu),
             as_deepspeed=True,
             hardware=lambda: hardware_of(local_device()),
         )

@@ -53,7 +53,7 @@ def module(path: str) -> ModuleType:
 
 
 def attribute(owner: ModuleType, path: str, name: str) -> Any:
-    """``deepspeed.<path>.<name>``, which is then stored in ``owner``.
+    """``deepspeed.<path>.<name>``, which is then stored in ``owner``, unless its value may change.
 
     Raises:
         AttributeError: there is no such name; with the reason, and the alternative if there is one.
@@ -70,7 +70,8 @@ def attribute(owner: ModuleType, path: str, name: str) -> Any:
     else:
         # The table has no row, or its row says that the name does not exist.
         raise AttributeError(api_table.reason(full), name=name, obj=owner)
-    setattr(owner, name, value)
+    if full not in api_table.LIVE:
+        setattr(owner, name, value)
     return value
 
 

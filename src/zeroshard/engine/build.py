@@ -22,9 +22,9 @@ from zeroshard.comm.collectives import Comm
 from zeroshard.comm.dtensors import local_of
 from zeroshard.comm.env import DataCoordinate, RankInfo, current_rank_info
 from zeroshard.config import Config, LoadedConfig
-from zeroshard.core.layout import is_split
+from zeroshard.core.layout import Slot, is_split
 from zeroshard.core.ledger import Ledger
-from zeroshard.core.mesh import Mesh
+from zeroshard.core.mesh import HOLDERS, Mesh
 from zeroshard.core.nbytes import UnitBytes, state_nbytes
 from zeroshard.core.stages import STAGES, Stage
 from zeroshard.core.tiers import Tier
@@ -49,6 +49,7 @@ from zeroshard.offload.plan import (
 )
 from zeroshard.offload.stores import Stores, has_copy_streams, update_threads
 from zeroshard.optim.factory import rebind
+from zeroshard.parallel.split import PipelineModel
 from zeroshard.precision.hardware import hardware_of, tell_if_slow
 from zeroshard.precision.loss_scaler import LossScaler, scaler_from
 from zeroshard.precision.policy import Policy
@@ -61,6 +62,7 @@ from zeroshard.zero.hooks import StepHooks
 from zeroshard.zero.life import Life
 from zeroshard.zero.materialize import materialize
 from zeroshard.zero.mesh_norm import MeshExchange
+from zeroshard.zero.module_order import ModuleOrder
 from zeroshard.zero.optimizer import ShardedOptimizer
 from zeroshard.zero.prefetch import Prefetcher, WrappedModule
 from zeroshard.zero.reduce import MAX_IN_FLIGHT, GradReducer
@@ -109,7 +111,7 @@ def build_engine(given: EngineArguments, make_hooks: Callable[..., StepHooks]) -
         transport=settings.transport,
         device=draft.device,
         trust=settings.trust,
-        plan={"units": layout_digest(draft.specs), **draft.loaded.agreed()},
+        plan={"units": _digest(draft), **draft.loaded.agreed()},
         separate_reductions=gathers_while_reducing(settings),
         mesh=draft.mesh,
     )
@@ -118,6 +120,13 @@ def build_engine(given: EngineArguments, make_hooks: Callable[..., StepHooks]) -
     except BaseException as error:
         watch.close(in_short(error))
         raise
+
+
+def _digest(draft: Draft) -> str:
+    """A hash of what all ranks must share of the model. The units of pipeline ranks differ."""
+    if isinstance(draft.model, PipelineModel):
+        return draft.model.digest
+    return layout_digest(draft.specs)
 
 
 def gathers_while_reducing(settings: Config) -> bool:
@@ -146,11 +155,12 @@ def _assemble(
                 if comm is not None:
                     comm.broadcast(buffer, 0, name=f"buffer {at}").wait()
         scaler = scaler_from(settings, device)
+        order = ModuleOrder()
         update = OptimizerStep(
             runtime,
             settings,
             watch=watch,
-            exchange=_exchange(draft, watch, runtime),
+            exchange=_exchange(draft, watch, runtime, order),
             scaler=scaler,
             accumulation=accumulation,
             dp_size=draft.coordinate.dp_size,
@@ -170,6 +180,8 @@ def _assemble(
             runtime.prefetcher, runtime.reducer, kind_of_backward=accumulation.kind_of_backward
         )
         undo.callback(hooks.remove)
+        if draft.mesh.tensor > 1:
+            hooks.note_forwards(order.note)
         parts = EngineParts(
             draft.loaded, draft.rank_info, draft.mesh, draft.coordinate, device, policy, watch, runtime,
             scaler, scales_loss(settings, policy), draft.scheduler, accumulation, update, hooks,
@@ -180,9 +192,11 @@ def _assemble(
     return parts
 
 
-def _exchange(draft: Draft, watch: CommSession, runtime: ZeroRuntime) -> NormExchange:
+def _exchange(
+    draft: Draft, watch: CommSession, runtime: ZeroRuntime, order: ModuleOrder
+) -> NormExchange:
     """How norm, overflow and flags are exchanged. Collective on a mesh."""
-    if draft.mesh.is_data_only:
+    if draft.mesh.is_flat:
         return DataExchange(watch.world, watch.divergence)
     trained = [unit for unit in runtime.units if unit.trainable]
     copied = {
@@ -201,13 +215,16 @@ def _exchange(draft: Draft, watch: CommSession, runtime: ZeroRuntime) -> NormExc
         dtype=min((unit.row.reduce for unit in trained), key=lambda d: d.itemsize),
         device=draft.device,
         divergence=watch.divergence,
+        order=order,
     )
 
 
 def _make_savers(
     draft: Draft, runtime: ZeroRuntime, watch: CommSession
 ) -> tuple[CheckpointSaver, CheckpointLoader]:
-    settings, local = draft.loaded.config, LocalState(runtime.units, runtime.optimizer)
+    settings, mesh = draft.loaded.config, draft.mesh
+    counts = _counts(mesh, draft.rank_info.rank, watch.gathers)
+    local = LocalState(runtime.units, runtime.optimizer, counts)
     saver = CheckpointSaver(
         settings.checkpoint,
         stage=int(settings.zero_optimization.stage),
@@ -217,17 +234,33 @@ def _make_savers(
         device=draft.device,
         ledger=runtime.ledger,
         uses_disk=runtime.stores.uses_disk,
+        mesh=mesh,
     )
     loader = CheckpointLoader(
         settings.checkpoint,
         local=local,
-        comm=watch.gathers,
+        comm=watch.world,
         control_group=watch.control_group,
         rank_info=draft.rank_info,
         device=draft.device,
         life=runtime.life,
+        mesh=mesh,
     )
     return saver, loader
+
+
+def _counts(mesh: Mesh, rank: int, comm: Comm) -> Callable[[Slot], bool]:
+    """Which parameters this rank saves its part of. ``comm``: connects the ranks that share units.
+
+    Of the shard groups that hold the same part the first one saves it: that of the first replica, and of
+    tensor coordinate 0 unless the tensor dimension cuts the parameter.
+    """
+    at = mesh.coordinate(rank)
+    has_replicas = comm.size < len(mesh.group(rank, HOLDERS))
+    if has_replicas and at["data_replicate"]:
+        return lambda _slot: False
+    is_first = at["tensor"] == 0
+    return lambda slot: is_first or is_split(slot)
 
 
 def _observer(draft: Draft, runtime: ZeroRuntime, watch: CommSession) -> Observer | None:
@@ -293,8 +326,8 @@ class _Frame:
 
 
 def _in_order(specs: Sequence[UnitSpec]) -> list[UnitSpec]:
-    """The specs with the root's first. The root runs around all other modules and is reduced last."""
-    return sorted(specs, key=lambda spec: spec.wrapped != "")
+    """The specs with those first that run around all other modules and are reduced last: the root's."""
+    return sorted(specs, key=lambda spec: not spec.is_outermost)
 
 
 def _build_runtime(draft: Draft, watch: CommSession, accumulation: Accumulation) -> ZeroRuntime:
@@ -410,18 +443,24 @@ def _build_reducer(units: Sequence[Unit], frame: _Frame) -> GradReducer:
             rest=frame.stores.grad_store_of(
                 spec.name, nbytes_of[spec.name].stored_grad_nbytes * spec.layout.shard_numel
             ),
+            pipeline_stage=spec.pipeline_stage,
         )
         for spec in _in_order(frame.draft.specs)
         if spec.trainable
     ]
     return GradReducer(
         buffers,
-        eager=stage.shards_grads,
+        eager=stage.shards_grads and reduces_each_backward(frame.draft.model),
         whole=not stage.shards_optimizer,
         bucket_numel=zero.reduce_bucket_size,
         in_flight_limit=MAX_IN_FLIGHT if zero.overlap_comm else 0,
         predivide=predivide(frame.config, frame.draft.coordinate.dp_size),
     )
+
+
+def reduces_each_backward(model: nn.Module) -> bool:
+    """Whether gradients that are sharded are reduced after each backward, not once per step."""
+    return not isinstance(model, PipelineModel) or model.reduce == "micro_batch"
 
 
 def _build_optimizer(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -20,7 +20,8 @@ from torch import Tensor
 
 from zeroshard.checkpoint import directory as places
 from zeroshard.checkpoint import restore, rng
-from zeroshard.checkpoint.local_state import LocalState, persistent_buffers
+from zeroshard.checkpoint.local_state import LocalState, global_shape, persistent_buffers
+from zeroshard.checkpoint.manifest import Manifest
 from zeroshard.checkpoint.open_checkpoint import open_checkpoint
 from zeroshard.checkpoint.reader import Source
 from zeroshard.checkpoint.remote_files import fetch_missing
@@ -28,6 +29,7 @@ from zeroshard.comm.agreement import ControlGroup, run_on_all_ranks
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.env import RankInfo
 from zeroshard.config.sections import CheckpointConfig
+from zeroshard.core.mesh import Mesh
 from zeroshard.engine.training_state import IMPLEMENTATION, Counters, TrainingState
 from zeroshard.errors import CheckpointError, UsageError
 from zeroshard.zero.life import Life
@@ -46,10 +48,14 @@ class Loaded:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Opened:
-    """An open checkpoint, and this rank's own state in it: generators and data position."""
+    """An open checkpoint, and this rank's own state in it: generators and data position.
+
+    ``rank``: the saved rank whose buffers this rank gets.
+    """
 
     source: Source
     own: Mapping[str, Any]
+    rank: int
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -61,7 +67,11 @@ class _Checked:
 
 
 class CheckpointLoader:
-    """Loads checkpoints into one engine. ``life``: of that engine; it is half loaded meanwhile."""
+    """Loads checkpoints into one engine. ``life``: of that engine; it is half loaded meanwhile.
+
+    ``comm`` and ``control_group`` are over all ranks of the run, whatever ranks share units. ``mesh``:
+    None if every rank trains on samples of its own.
+    """
 
     def __init__(
         self,
@@ -73,7 +83,9 @@ class CheckpointLoader:
         rank_info: RankInfo,
         device: torch.device,
         life: Life,
+        mesh: Mesh | None = None,
     ) -> None:
+        assert comm.size == control_group.size, "files are sent between all ranks"
         self._section = section
         self._local = local
         self._comm = comm
@@ -81,6 +93,7 @@ class CheckpointLoader:
         self._rank_info = rank_info
         self._device = device
         self._life = life
+        self._mesh = mesh or Mesh(data_shard=rank_info.world_size)
 
     def load(
         self,
@@ -112,8 +125,8 @@ class CheckpointLoader:
                 tried.append(str(error))
                 continue
             with contextlib.closing(opened.source) as source:
-                checked = self._check(source, state, strict=strict, optimizer_states=with_state)
-                damage = self._fill(source, checked.names, state.module, with_state=with_state)
+                checked = self._check(opened, state, strict=strict, optimizer_states=with_state)
+                damage = self._fill(opened, checked.names, state.module, with_state=with_state)
                 if damage:
                     tried.append(damage)
                     continue
@@ -179,52 +192,67 @@ class CheckpointLoader:
         ranks if the checkpoint is not complete.
         """
         failed = f"{root / name} cannot be loaded"
-        rank, world_size = self._rank_info.rank, self._rank_info.world_size
+
+        def needs(manifest: Manifest) -> set[int]:
+            dp_ranks = manifest.dp_ranks or range(manifest.world_size)
+            before = self._predecessor(manifest.mesh or "", dp_ranks)
+            return restore.needed_files(manifest, self._local, before.rank, before.read_ranks)
+
         fetch_missing(
-            root / name,
-            self._comm,
-            self._control_group,
-            failed,
-            needs=lambda manifest: restore.needed_files(manifest, self._local, rank, world_size),
-            device=self._device,
+            root / name, self._comm, self._control_group, failed, needs=needs, device=self._device
         )
         with contextlib.ExitStack() as on_error:  # another rank's error closes the files too
 
             def look() -> _Opened:
                 source = open_checkpoint(root, name)
                 on_error.callback(source.close)
-                source.probe(rank)
-                return _Opened(source, self._own_state(source))
+                before = self._predecessor(source.mesh, source.dp_ranks)
+                source.probe(before.rank)
+                return _Opened(source, _own_state(source, before), before.rank)
 
             opened, _ = run_on_all_ranks(self._control_group, failed, "opening it", look)
             on_error.pop_all()
         return opened
 
-    def _own_state(self, source: Source) -> dict[str, Any]:
-        """This rank's generators and data position; empty if none were saved."""
-        rank, ranks = self._rank_info.rank, source.ranks()
-        if not ranks:
-            return {}
-        own = ranks[rank % len(ranks)]
-        if len(ranks) != self._rank_info.world_size:
-            own["rng"] = rng.rng_state_for(rank, [one["rng"] for one in ranks])
-        return own
+    def _predecessor(self, mesh: str, dp_ranks: Sequence[int]) -> rng.Predecessor:
+        return rng.predecessor(self._rank_info.rank, self._mesh, mesh, dp_ranks)
+
+    def _names_elsewhere(self, module: torch.nn.Module) -> tuple[set[str], set[str]]:
+        """Parameters and buffers of all ranks, by name; empty if every rank has all. Collective."""
+        if self._mesh.pipeline == 1:
+            return set(), set()
+        own = {
+            "parameters": [slot.fqn for unit in self._local.units for slot in unit.layout.slots],
+            "buffers": list(persistent_buffers(module)),
+        }
+        _, joined = run_on_all_ranks(
+            self._control_group,
+            "the model cannot be loaded",
+            "collecting the names of its parameters",
+            lambda: own,
+            say=lambda names: names,
+            decide=lambda said: {
+                kind: sorted({name for part in said for name in part[kind]}) for kind in own
+            },
+        )
+        return set(joined["parameters"]), set(joined["buffers"])
 
     def _check(
-        self, source: Source, state: TrainingState, *, strict: bool, optimizer_states: bool
+        self, opened: _Opened, state: TrainingState, *, strict: bool, optimizer_states: bool
     ) -> _Checked:
         """Compare the checkpoint with the model and the optimizer."""
-        local = self._local
-        shapes = {s.fqn: s.shape for unit in local.units for s in unit.layout.slots}
-        dtypes = {s.fqn: unit.row.param for unit in local.units for s in unit.layout.slots}
+        local, source = self._local, opened.source
+        other_parameters, other_buffers = self._names_elsewhere(state.module)
+        shapes = {s.fqn: global_shape(s) for unit in local.units for s in unit.layout.slots}
 
         def compare() -> _Checked:
-            names = restore.match(source, shapes, strict=strict).names
+            names = restore.match(source, shapes, strict=strict, elsewhere=other_parameters).names
             shared = source.shared(allow_pickle=self._section.allow_pickle)
             if optimizer_states:
                 _check_groups(source, shared, local, names, state)
             if strict:
-                _check_buffers(source.buffers(self._rank_info.rank), state.module, source.path)
+                buffers = source.buffers(opened.rank)
+                _check_buffers(buffers, state.module, other_buffers, source.path)
             return _Checked(names, shared)
 
         def say(own: _Checked) -> dict[str, Any]:
@@ -235,9 +263,7 @@ class CheckpointLoader:
             digests = [part["digests"] for part in said]
             names = {fqn: name for part in said for fqn, name in part["names"].items()}
             if strict:
-                restore.refuse_other_frozen(
-                    digests, source.parameters, names, dtypes, path=source.path
-                )
+                restore.refuse_other_frozen(digests, source.parameters, names, path=source.path)
 
         checked, _ = run_on_all_ranks(
             self._control_group,
@@ -251,7 +277,7 @@ class CheckpointLoader:
 
     def _fill(
         self,
-        source: Source,
+        opened: _Opened,
         names: Mapping[str, str],
         module: torch.nn.Module,
         *,
@@ -262,6 +288,7 @@ class CheckpointLoader:
         An error of another kind is raised at once. Other ranks may be in collectives; they learn of it
         when this engine is closed.
         """
+        source = opened.source
         loader = restore.Loader(
             self._local,
             source,
@@ -275,7 +302,7 @@ class CheckpointLoader:
         def finish() -> None:
             if loader.failure is not None:
                 raise loader.failure
-            buffers = source.buffers(self._rank_info.rank)
+            buffers = source.buffers(opened.rank)
             for name, buffer in persistent_buffers(module).items():
                 if name in buffers:
                     buffer.copy_(buffers[name])
@@ -326,9 +353,29 @@ class CheckpointLoader:
             logger.warning("%s: not loaded: %s", source.path, what)
 
 
-def _check_buffers(saved: Mapping[str, Tensor], module: torch.nn.Module, path: Path) -> None:
+def _own_state(source: Source, before: rng.Predecessor) -> dict[str, Any]:
+    """This rank's generators and data position; empty if none were saved."""
+    ranks = source.ranks()
+    if not ranks:
+        return {}
+    own = ranks[before.rank]
+    if not before.is_same:
+        own["rng"] = rng.rng_state_for(
+            before.dp_rank, [ranks[rank]["rng"] for rank in before.firsts]
+        )
+    return own
+
+
+def _check_buffers(
+    saved: Mapping[str, Tensor], module: torch.nn.Module, elsewhere: Collection[str], path: Path
+) -> None:
+    """``elsewhere``: buffers that other ranks have (of other pipeline stages)."""
     own = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(module).items()}
-    there = {name: tuple(buffer.shape) for name, buffer in saved.items()}
+    there = {
+        name: tuple(buffer.shape)
+        for name, buffer in saved.items()
+        if name in own or name not in elsewhere
+    }
     wrong = sorted(n for n in own.keys() | there.keys() if own.get(n) != there.get(n))
     if wrong:
         name = wrong[0]

@@ -30,6 +30,7 @@ from zeroshard.comm.agreement import Attempt, ControlGroup, attempt
 from zeroshard.comm.env import RankInfo
 from zeroshard.config.sections import CheckpointConfig
 from zeroshard.core.ledger import Ledger
+from zeroshard.core.mesh import Mesh
 from zeroshard.core.tiers import Tier
 from zeroshard.device.pinned import host_bytes
 from zeroshard.engine.training_state import IMPLEMENTATION, TrainingState
@@ -45,6 +46,8 @@ class CheckpointSaver:
     """Saves one engine. At most one save is in progress.
 
     ``uses_disk``: state of the engine is on disk. ``ledger``: counts the memory of copies.
+    ``control_group`` is over all ranks of the run. ``mesh``: None if every rank trains on samples of its
+    own.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class CheckpointSaver:
         device: torch.device,
         ledger: Ledger,
         uses_disk: bool,
+        mesh: Mesh | None = None,
     ) -> None:
         self._section = section
         self._stage = stage
@@ -67,6 +71,7 @@ class CheckpointSaver:
         self._device = device
         self._ledger = ledger
         self._uses_disk = uses_disk
+        self._mesh = mesh or Mesh(data_shard=rank_info.world_size)
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None  # of the asynchronous save
         self._images: list[Tensor] = []  # host memory for snapshots, kept for the next save
@@ -185,6 +190,7 @@ class CheckpointSaver:
         if hasattr(state.data_loader, "state_dict"):
             mine["data"] = state.data_loader.state_dict()
         own, own_tensors = json_state.encode(mine, where="rank")
+        mesh = self._mesh
         return CheckpointMetadata(
             step=state.counters.global_steps,
             stage=self._stage,
@@ -195,6 +201,10 @@ class CheckpointSaver:
             own=own,
             own_tensors=own_tensors,
             buffers=persistent_buffers(state.module),
+            mesh=rng.mesh_text(mesh),
+            dp_ranks=()
+            if mesh.is_data_only
+            else [mesh.dp_rank(rank) for rank in range(mesh.world_size)],
             save_latest=save_latest,
             script=SCRIPT,
         )

@@ -17,13 +17,16 @@ from zeroshard.comm.dtensors import block_of, note_kinds
 from zeroshard.comm.env import DataCoordinate, RankInfo
 from zeroshard.config import Config, LoadedConfig, load_config
 from zeroshard.core.layout import Block
-from zeroshard.core.mesh import HOLDERS, Mesh
+from zeroshard.core.mesh import SHARDS, Mesh
+from zeroshard.core.mesh_sources import MeshSource
 from zeroshard.device.choice import own_device
 from zeroshard.engine.monitors import Monitors, build_monitors
 from zeroshard.engine.unit_plan import UnitSpec, plan_units, probed
-from zeroshard.errors import UsageError
+from zeroshard.errors import UnsupportedError, UsageError
 from zeroshard.optim.factory import Probe, build_optimizer
 from zeroshard.optim.schedulers import build_scheduler
+from zeroshard.parallel.schedules import SCHEDULES
+from zeroshard.parallel.split import PipelineModel
 from zeroshard.precision.hardware import hardware_of
 from zeroshard.precision.policy import Policy, policy_from
 from zeroshard.zero.sharded_parameter import owner_of
@@ -32,7 +35,10 @@ from zeroshard.zero.unit import Unit
 
 @dataclass(frozen=True, eq=False)
 class EngineArguments:
-    """What a program passes to an engine, as it came. ``as_deepspeed``: see :func:`load_config`."""
+    """What a program passes to an engine, as it came.
+
+    ``as_deepspeed`` and ``mesh_sources``: see :func:`load_config`.
+    """
 
     model: nn.Module
     config: Any
@@ -41,7 +47,7 @@ class EngineArguments:
     lr_scheduler: Any
     device: torch.device | str | None
     as_deepspeed: bool
-    mesh: Mesh | None = None
+    mesh_sources: tuple[MeshSource, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,30 +77,32 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
     """
     model = given.model
     objects = {"optimizer": given.optimizer, "scheduler": given.lr_scheduler}
-    mesh = given.mesh or Mesh(data_shard=rank_info.world_size)
-    if mesh.world_size != rank_info.world_size:
-        raise UsageError(
-            f"the mesh is {mesh.text} = {mesh.world_size} ranks, but {rank_info.world_size} were started."
-        )
-    coordinate = DataCoordinate(mesh.dp_rank(rank_info.rank), mesh.dp_size)
     device = own_device(given.device, rank_info.local_rank)
     loaded = load_config(
         given.config,
-        dp_size=coordinate.dp_size,
+        world_size=rank_info.world_size,
+        mesh_sources=given.mesh_sources,
         hidden_size=hidden_size(model),
         as_deepspeed=given.as_deepspeed,
         replaced=[section for section, passed in objects.items() if passed is not None],
         hardware=partial(hardware_of, device),
     )
+    assert loaded.mesh is not None  # the configuration is read for training
+    mesh = loaded.mesh.mesh
+    coordinate = DataCoordinate(mesh.dp_rank(rank_info.rank), mesh.dp_size)
     settings = loaded.config
+    check_pipeline(model, mesh, settings)
+    cut_pipeline(model, mesh, rank_info.rank)
     policy = policy_from(settings)
     inner = make_optimizer(model, given.optimizer, given.model_parameters, settings, policy)
     probes = probed(inner, policy) if inner is not None else {}
+    blocks = find_blocks(model, mesh, rank_info.rank)
+    check_is_cut(blocks.values(), mesh, loaded.origins["parallel.tensor"])
     specs = plan_units(
         model, settings, policy, inner,
-        num_shards=len(mesh.group(rank_info.rank, HOLDERS)),
+        num_shards=len(mesh.group(rank_info.rank, SHARDS)),
         whole=not all(probe.elementwise for probe in probes.values()),
-        blocks=find_blocks(model, mesh, rank_info.rank),
+        blocks=blocks,
     )  # fmt: skip
     return Draft(
         model,
@@ -112,11 +120,62 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
     )
 
 
+def cut_pipeline(model: nn.Module, mesh: Mesh, rank: int) -> None:
+    """Delete the stages that other pipeline ranks have.
+
+    Raises:
+        UsageError: a pipeline mesh without a model that is cut, or the cut does not fit the mesh.
+        UnsupportedError: a mesh that a pipeline is not combined with yet.
+    """
+    if isinstance(model, PipelineModel):
+        if mesh.tensor > 1 or mesh.sequence > 1:
+            raise UnsupportedError(
+                f"the mesh {mesh.text}: a pipeline is combined with data parallelism only. Tensor or "
+                "sequence parallelism inside its stages is not supported yet."
+            )
+        model.keep(mesh.coordinate(rank)["pipeline"], mesh.pipeline)
+    elif mesh.pipeline > 1:
+        raise UsageError(
+            f"the mesh is {mesh.text}, but the model is a {type(model).__name__}, which is not cut into "
+            f"stages, so every pipeline rank would train all of it. Pass zeroshard.parallel.pipeline("
+            f"model, split=[...]) with {mesh.pipeline - 1} or more names."
+        )
+
+
+def check_pipeline(model: nn.Module, mesh: Mesh, settings: Config) -> None:
+    """Check the schedule of a pipeline against its sizes.
+
+    Raises:
+        UsageError: the schedule cannot run with these sizes.
+    """
+    if not isinstance(model, PipelineModel) or mesh.pipeline == 1:
+        return
+    per_rank = max(1, len(model.stages) // mesh.pipeline)
+    count = settings.gradient_accumulation_steps or 1
+    if refusal := SCHEDULES[model.schedule].refusal(mesh.pipeline, per_rank, count):
+        raise UsageError(f"zeroshard.parallel.pipeline: {refusal}.")
+
+
 def find_blocks(model: nn.Module, mesh: Mesh, rank: int) -> dict[str, Block]:
     """The places of the model's DTensors in their global tensors, by name."""
     note_kinds(model.parameters())
     found = {name: block_of(name, p, mesh, rank) for name, p in model.named_parameters()}
     return {name: block for name, block in found.items() if block is not None}
+
+
+def check_is_cut(blocks: Iterable[Block], mesh: Mesh, origin: str) -> None:
+    """Check that tensor ranks hold parts of the model. ``origin``: who gave the size of ``tensor``.
+
+    Raises:
+        UsageError: there are tensor ranks, and each of them has the whole model.
+    """
+    if mesh.tensor > 1 and not any(block.split for block in blocks):
+        raise UsageError(
+            f"the mesh is {mesh.text} (tensor: {origin}), but no parameter of the model is cut over "
+            "tensor ranks: they would all compute the same, and hold the whole model. Call "
+            "zeroshard.parallel.tensor_parallel(model, mesh) (or deepspeed.tp_model_init) before "
+            "initialize(), or leave the size out."
+        )
 
 
 def _has_monitors(config: Config) -> bool:

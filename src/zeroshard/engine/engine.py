@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from zeroshard import moved
 from zeroshard.checkpoint.directory import check_directory
 from zeroshard.comm.dtensors import whole_of
+from zeroshard.comm.mesh_objects import mesh_sources
 from zeroshard.config import LoadedConfig
-from zeroshard.core.mesh import Mesh
 from zeroshard.core.nbytes import state_nbytes
 from zeroshard.engine import export
 from zeroshard.engine.arguments import backward_error
@@ -29,6 +29,7 @@ from zeroshard.engine.flops import counted
 from zeroshard.engine.manual_gc import ManualGC
 from zeroshard.engine.offload_states import asked_of_to, check_keeps, is_return
 from zeroshard.engine.optimizer_step import SkippedSteps
+from zeroshard.engine.pipeline import check_loss_fn, evaluate_alone, make_runner, train_alone
 from zeroshard.engine.report import (
     MemoryReport,
     StepReport,
@@ -54,6 +55,12 @@ MISCOUNTED = (
 """A warning, not an error, because several losses in one micro-batch are allowed."""
 
 
+NO_OPTIMIZER = (
+    "engine.step() without an optimizer: pass one to initialize(), or name one in the config under "
+    '"optimizer".'
+)
+
+
 class Engine(nn.Module):
     """Trains one model under ZeRO.
 
@@ -62,12 +69,15 @@ class Engine(nn.Module):
     object, or a callable that makes one from the parameters. None: the optimizer that the configuration
     names. If it names none, the engine only runs the model. ``lr_scheduler``: an object, or a callable
     that makes one from the optimizer. An object replaces the schedule in the configuration, and a notice
-    says so.
+    says so. ``mesh``: the number of ranks along each dimension, for example a ``DeviceMesh``
+    (:func:`zeroshard.comm.mesh_objects.mesh_sources`). The configuration must agree with it.
 
     Collective: every rank builds its engines in the same order, from the same configuration.
 
     Raises:
-        ConfigError: the configuration has mistakes; the text lists all of them.
+        ConfigError: the configuration has mistakes, or sources of the mesh disagree; the text lists all
+            of them.
+        UsageError: the arguments do not fit together.
 
     >>> engine = Engine(nn.Linear(4, 1), config={
     ...     "train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}})
@@ -92,7 +102,7 @@ class Engine(nn.Module):
         model_parameters: Iterable[Any] | None = None,
         lr_scheduler: Any = None,
         device: torch.device | str | None = None,
-        mesh: Mesh | None = None,
+        mesh: Any = None,
     ) -> None:
         super().__init__()
         parts = build_engine(
@@ -104,7 +114,7 @@ class Engine(nn.Module):
                 lr_scheduler,
                 device,
                 self._as_deepspeed,
-                mesh,
+                mesh_sources(mesh=mesh, model=model),
             ),
             partial(
                 StepHooks,
@@ -154,7 +164,11 @@ class Engine(nn.Module):
                 setattr(self, phase, self._observer.phase(phase, getattr(self, phase)))
         if (section := self.settings.flops_profiler).enabled and self.is_main_rank:
             self.forward = counted(self.forward, model, lambda: self.global_steps, section)  # type: ignore[method-assign]
+        if not self.mesh.is_data_only:  # other collectives than the engine's run in there
+            for phase in ("forward", "backward"):
+                setattr(self, phase, self._watch.explained(getattr(self, phase)))
         self._gc = ManualGC() if self.settings.disable_python_gc else None
+        self._pipeline = make_runner(self, model, parts.watch)
 
     # ------------------------------------------------------------------ forward and backward
 
@@ -282,10 +296,7 @@ class Engine(nn.Module):
             self._end_micro_batch()
             return
         if self.runtime.optimizer is None:
-            raise UsageError(
-                "engine.step() without an optimizer: pass one to initialize(), or name one in the "
-                'config under "optimizer".'
-            )
+            raise UsageError(NO_OPTIMIZER)
         if not self.accumulation.divided:
             raise UsageError(
                 "engine.step() before any backward of this step: there is no gradient. Call "
@@ -332,6 +343,56 @@ class Engine(nn.Module):
     def _count_micro_batch(self) -> None:
         self.micro_steps += 1
         self.global_samples += self.train_micro_batch_size_per_gpu() * self.dp_size
+
+    # ------------------------------------------------------------------ pipelines
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """Run one optimizer step of a model made by :func:`zeroshard.parallel.pipeline`. Collective.
+
+        ``data_iter`` yields ``gradient_accumulation_steps`` micro-batches ``(inputs, labels)``. Inputs,
+        which all have one shape in a step, are a tensor or a tuple of tensors for the first stage. Labels
+        go to ``loss_fn``. Ranks of one pipeline pass the same data, chosen by ``dp_rank``; ranks without
+        first and last stage may pass None.
+
+        Returns the mean loss over micro-batches and data-parallel ranks, 0-dim fp64, on every rank.
+
+        Raises:
+            UsageError: the model is not such a model or has no ``loss_fn``, or a rank's data cannot be
+                used; the same on every rank, before a forward.
+            StopIteration: no rank has data left.
+        """
+        self._check_pipeline("train_batch()")
+        accumulation = self.accumulation
+        if accumulation.micro_steps or accumulation.divided:
+            raise UsageError("engine.train_batch() in the middle of a step: call it after step().")
+        if self.runtime.optimizer is None:
+            raise UsageError(NO_OPTIMIZER)
+        if self._pipeline is None:
+            return train_alone(self, data_iter)
+        loss = self._pipeline.train(self, data_iter)
+        for _ in range(accumulation.steps - 1):
+            self._end_micro_batch()
+        Engine.step(self)
+        return loss
+
+    def eval_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """The mean loss of as many micro-batches as a step has, in evaluation mode. Collective.
+
+        Arguments, result and errors are those of :meth:`train_batch`.
+        """
+        self._check_pipeline("eval_batch()")
+        mode = self.training
+        self.eval()
+        try:
+            if self._pipeline is None:
+                return evaluate_alone(self, data_iter)
+            return self._pipeline.evaluate(self, data_iter)
+        finally:
+            self.train(mode)
+
+    def _check_pipeline(self, call: str) -> None:
+        self.life.check(f"engine.{call}", "lp_params", "lp_grads")
+        check_loss_fn(self.module, call)
 
     # ------------------------------------------------------------------ skipped steps
 
@@ -575,7 +636,6 @@ class Engine(nn.Module):
         if not self.life.is_open:
             self.life.check("engine.save_checkpoint()")
         check_directory(save_dir, "engine.save_checkpoint()")
-        self._check_data_only("save_checkpoint()")
         with self._watch.recorder.in_section("save"):
             self._wait_for_save()
             self._saver.save(
@@ -587,15 +647,6 @@ class Engine(nn.Module):
                 exclude_frozen=exclude_frozen_parameters,
             )
         return True
-
-    def _check_data_only(self, call: str) -> None:
-        """Refuse ``call`` on a mesh whose ranks hold different parts of the model."""
-        if not self.mesh.is_data_only:
-            raise UnsupportedError(
-                f"engine.{call} on the mesh {self.mesh.text}: checkpoints of tensor- or "
-                "pipeline-parallel models are not supported yet. Use engine.save_pretrained() or "
-                "engine.iter_full_params() for the weights."
-            )
 
     def wait_for_checkpoint(self) -> None:
         """Wait until the last save is complete. Raises its error, if it failed."""
@@ -631,7 +682,6 @@ class Engine(nn.Module):
         """
         self.life.check("engine.load_checkpoint()", may_load=True)
         check_directory(load_dir, "engine.load_checkpoint()")
-        self._check_data_only("load_checkpoint()")
         if custom_load_fn is not None:
             raise UnsupportedError(
                 "load_checkpoint(custom_load_fn=...): values are loaded directly into shards, and "

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from zeroshard.comm.env import local_device
-from zeroshard.core.mesh import Mesh
+from zeroshard.comm.mesh_objects import mesh_sources
 from zeroshard.engine.arguments import check_dataset
 from zeroshard.engine.data import loader_for
 from zeroshard.engine.engine import Engine
@@ -38,15 +38,17 @@ def initialize(
     mesh_param: Any = None,
     config_params: Any = None,
     *,
-    mesh: Mesh | None = None,
+    mesh: Any = None,
     engine_type: type[Engine] = Engine,
 ) -> tuple[Engine, Any, DataLoader[Any] | None, Any]:
     """Build an engine. Returns ``(engine, optimizer, training_dataloader, lr_scheduler)``.
 
     The arguments are those of ``deepspeed.initialize``. The configuration is a dict, path or string, in
     exactly one of ``config``, ``config_params`` and ``args.deepspeed_config``. ``args.device_rank``:
-    index of the GPU to train on. ``mesh``: the grid of ranks; default: all ranks train on different data.
-    ``engine_type``: the class to build.
+    index of the GPU to train on. ``engine_type``: the class to build.
+
+    ``mesh``, ``mpu`` and ``mesh_param`` say how many ranks there are along each dimension, as the
+    configuration may do. They must agree. :func:`zeroshard.comm.mesh_objects.mesh_sources` reads them.
 
     Raises:
         ConfigError: the configuration has mistakes; the same text on every rank.
@@ -54,11 +56,7 @@ def initialize(
     """
     if model is None:
         raise UsageError("initialize() needs model=: the torch.nn.Module to train.")
-    if mpu is not None or mesh_param is not None:
-        raise UsageError(
-            "mpu and mesh_param describe tensor or sequence parallel groups, which ZeroShard does "
-            "not combine with ZeRO yet. Leave them out to shard over all ranks."
-        )
+    sources = mesh_sources(mesh=mesh, mpu=mpu, mesh_param=mesh_param)
     if training_data is not None:
         check_dataset(training_data)
     source = _one_config(args, config, config_params)
@@ -70,7 +68,7 @@ def initialize(
         model_parameters=model_parameters,
         lr_scheduler=lr_scheduler,
         device=_asked_device(args),
-        mesh=mesh,
+        mesh=sources,
     )
     announce(engine)
     if hasattr(args, "local_rank"):

@@ -213,10 +213,10 @@ class OptimizerStep:
         numbers = optimizer.numbers
         measured = global_norm(
             norms, runtime.reducer.buffers, self._exchange, device=self._device, dtype=self._wide,
-            fact=None if numbers is None else numbers.lost_edit(self._device),
+            lost_edit=None if numbers is None else numbers.lost_edit(self._device),
         )  # fmt: skip
         if numbers is not None:
-            numbers.lost_on_any_rank = measured.fact
+            numbers.lost_on_any_rank = measured.lost_edit
         if measured.untouched and not self._settings.zero_optimization.ignore_unused_parameters:
             self._refuse_unused(measured.untouched)
         return measured, norms

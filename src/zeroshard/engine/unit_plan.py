@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 import torch
@@ -25,6 +25,7 @@ from zeroshard.core.tiers import Tier
 from zeroshard.errors import ConfigError, UnsupportedError, UsageError
 from zeroshard.offload.plan import OffloadPlan, grad_itemsizes
 from zeroshard.optim.factory import Probe, probe
+from zeroshard.parallel.split import STAGE, PipelineModel
 from zeroshard.precision.policy import DtypeRow, Policy
 from zeroshard.zero.materialize import check_meta
 
@@ -59,6 +60,12 @@ class UnitSpec:
     layout: UnitLayout
     row: DtypeRow
     trainable: bool
+    pipeline_stage: int = 0  # that has the unit
+
+    @property
+    def is_outermost(self) -> bool:
+        """Whether its wrapped module runs around all others of its pipeline stage."""
+        return not self.wrapped or self.wrapped.startswith(STAGE)
 
 
 def plan_units(
@@ -93,6 +100,8 @@ def plan_units(
         + [f"*{suffix}" for suffix in leaf.name_suffixes]
         + [fqn for fqn, module in model.named_modules() if getattr(module, GATHERED_AS_ONE, False)],
     )
+    if isinstance(model, PipelineModel):
+        wrapped_modules = _by_stage(wrapped_modules, model)
     params = dict(model.named_parameters())
     updated = _updated_params(params, optimizer)
     specs = []
@@ -101,10 +110,23 @@ def plan_units(
             fqn: policy.row_for(fqn, params[fqn].dtype, model.get_submodule(fqn.rpartition(".")[0]))
             for fqn in wrapped.params
         }
-        specs += _unit_specs(
+        own = _unit_specs(
             wrapped, params, updated, rows, num_shards=num_shards, whole=whole, blocks=blocks
         )
+        if isinstance(model, PipelineModel):
+            own = [replace(s, pipeline_stage=model.stage_of(s.layout.slots[0].fqn)) for s in own]
+        specs += own
     return specs
+
+
+def _by_stage(wrapped_modules: Sequence[WrapPlan], model: PipelineModel) -> list[WrapPlan]:
+    """Give what belongs to no wrapped module to the stages, which run at different times."""
+    *inner, root = wrapped_modules
+    outer: dict[int, list[str]] = defaultdict(list)
+    for name in root.params:
+        outer[model.stage_of(name)].append(name)
+    around = [WrapPlan(f"{STAGE}{stage}", tuple(outer[stage])) for stage in sorted(outer)]
+    return [*inner, *around, WrapPlan("", ())]
 
 
 def _updated_params(
@@ -222,6 +244,10 @@ class _Tree:
 
     def __init__(self, model: nn.Module) -> None:
         self.modules = dict(model.named_modules())  # each module object once
+        # Names and classes of a pipeline's modules, also of those on other ranks.
+        self._cut: list[tuple[str, str]] = []
+        if isinstance(model, PipelineModel):
+            self._cut = model.every_module
         self.holders: dict[str, list[str]] = {}  # a parameter's first name -> modules that hold it
         first_name: dict[int, str] = {}
         for fqn, module in self.modules.items():
@@ -246,13 +272,15 @@ class _Tree:
                 for fqn, module in self.modules.items()
                 if fqnmatch(fqn, pattern) or fnmatchcase(type(module).__name__, pattern)
             }
-            if not hits and required:
+            found |= hits
+            if hits or any(fqnmatch(f, pattern) or fnmatchcase(c, pattern) for f, c in self._cut):
+                continue
+            if required:
                 classes = sorted({type(m).__name__ for m in self.modules.values()})
                 raise ConfigError(
                     f"{key}: {pattern!r} matches no module name and no class name of the model. "
                     f"Classes in the model: {', '.join(classes[:20])}."
                 )
-            found |= hits
         return found
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
+import re
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -27,10 +29,11 @@ from zeroshard.comm.collectives import Comm, first_line, lost_text, queues_on_de
 from zeroshard.comm.connect import DeviceUse, check_devices, default_store, device_use, make_comm
 from zeroshard.comm.env import run_name
 from zeroshard.comm.flight_recorder import rank_ranges
-from zeroshard.comm.host import Process, this_process
+from zeroshard.comm.host import Process, open_sockets, shut_down, this_process
 from zeroshard.comm.recorder import Item, Recorder, sweep_recordings
+from zeroshard.comm.two_hop import TwoHopComm
 from zeroshard.config.sections import TrustConfig
-from zeroshard.core.mesh import HOLDERS, Mesh
+from zeroshard.core.mesh import SHARDS, Mesh
 from zeroshard.device.choice import ops_of
 from zeroshard.errors import DistributedError, RankDivergence, RankLost
 from zeroshard.watchdog.join import own_client, watchdog_of
@@ -40,6 +43,12 @@ from zeroshard.watchdog.rank_status import Peer
 from zeroshard.watchdog.settings import WatchdogSettings
 from zeroshard.watchdog.tracked_calls import TrackedCalls, calls_of
 from zeroshard.watchdog.watchdog import Watchdog
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_CONNECTION = re.compile(r"[Cc]onnection (closed|reset)|[Bb]roken pipe|Read error|gloo|NCCL")
+"""How errors of torch's transports speak of a connection that broke."""
 
 
 class SessionWatch:
@@ -89,6 +98,10 @@ class SessionWatch:
     def explainer(self, recorder: Recorder) -> PartExplainer:
         """The error explainer of the transport that ``recorder`` records."""
         return PartExplainer(self._watchdog, self.part_of(recorder))
+
+    def ask(self, peers: Sequence[int] = ()) -> Exception | None:
+        """The diagnosis of a broken connection to one of ``peers``, or of the program; None: not known."""
+        return self._watchdog.explain(self.parts[0], peers)
 
     def settle(self, part: TrackedCalls, odd: Sequence[int]) -> Exception:
         """The exception for histories of the ranks ``odd`` that differ from those of the others."""
@@ -150,13 +163,45 @@ def divergence_text(odd: Sequence[int]) -> str:
     )
 
 
+@dataclass(frozen=True, eq=False)
+class PipelineLinks:
+    """The process group of one pipeline, in which torch's schedules send messages, and its sockets."""
+
+    group: dist.ProcessGroup
+    sockets: Mapping[int, str]
+    session_watch: SessionWatch | None
+
+    @classmethod
+    def open(cls, mesh: Mesh, rank: int, session_watch: SessionWatch | None) -> PipelineLinks:
+        """Connect the pipelines of a mesh. Collective over all ranks."""
+        before = open_sockets()
+        group = _own_group(mesh.groups({"pipeline"}), rank)
+        sockets = {fd: what for fd, what in open_sockets().items() if before.get(fd) != what}
+        return cls(group, sockets, session_watch)
+
+    def abort(self) -> None:
+        """Make the waits of the other ranks for a message of this rank fail now."""
+        shut_down(self.sockets)
+
+    def explain(self, detail: str) -> Exception:
+        """The exception for a message that did not arrive, because a rank of the pipeline has ended."""
+        peers = [r for r in dist.get_process_group_ranks(self.group) if r != dist.get_rank()]
+        found = None
+        if self.session_watch is not None:
+            found = self.session_watch.ask(peers)
+        return found or RankLost(
+            f"RankLost: a connection of the pipeline to {rank_ranges(peers)} failed: {detail}"
+        )
+
+
 @dataclass(eq=False)
 class CommSession:
     """Communicators of one engine or of one model under construction, and the watch over them.
 
     ``gathers`` and ``reductions`` are two objects on NCCL if both run at the same time, since the
     collectives of one NCCL communicator run one after the other. Else they are one object. They share one
-    recorder: there is one order of calls. Their ranks are those that hold the same parameters. ``world``
+    recorder: there is one order of calls. Their ranks are a shard group; if it has replicas, they have
+    two hops, and the second hop has a recorder of its own. ``world``
     connects all ranks; without a mesh it is ``gathers``. Else it has a recorder of its own, because the
     groups of a mesh may call different collectives.
     ``control_group`` exchanges small texts while a rank may wait for a disk. ``session_watch`` is None
@@ -170,13 +215,18 @@ class CommSession:
     session_watch: SessionWatch | None = None
     make_control_group: Callable[[], ControlGroup] = ControlGroup
     groups: list[dist.ProcessGroup] = field(default_factory=list)  # destroyed with the session
+    pipeline: PipelineLinks | None = None  # between the ranks that hold the stages of one model
 
     def place(self, kind: str, comms: Sequence[Comm]) -> None:
-        """Use ``comms`` for the groups of ``kind``: "holders" or "tensor"."""
+        """Use ``comms`` for the groups of ``kind``: "holders", then "replicas"; "tensor"."""
         if kind == "tensor":
             self.tensor = comms[0]
-        else:
+        elif kind == "holders":
             self.gathers, self.reductions = comms[0], comms[-1]
+        else:
+            inner = (self.gathers, self.reductions)
+            made = {comm: TwoHopComm(comm, comms[0]) for comm in inner}
+            self.gathers, self.reductions = (made[comm] for comm in inner)
 
     @cached_property
     def control_group(self) -> ControlGroup:
@@ -207,9 +257,10 @@ class CommSession:
 
     @property
     def comms(self) -> list[Comm]:
-        """Each communicator once."""
+        """Each communicator once, also the hops of one that has two."""
         comms = (self.tensor, self.reductions, self.gathers, self.world)
-        return list({id(comm): comm for comm in comms if comm is not None}.values())
+        hops = [part for comm in comms for part in (comm, *getattr(comm, "hops", ()))]
+        return list({id(comm): comm for comm in hops if comm is not None}.values())
 
     @property
     def scratch_nbytes(self) -> int:
@@ -223,6 +274,27 @@ class CommSession:
         if self.session_watch is None:
             return RankDivergence(divergence_text(odd))
         return self.session_watch.settle(self.session_watch.part_of(comm.recorder), odd)
+
+    def explained(self, call: Callable[P, T]) -> Callable[P, T]:
+        """``call``, in which the program's own collectives may fail, as those of a tensor group.
+
+        Their transport knows only that a connection closed. The diagnosis of all ranks is raised instead,
+        if there is one.
+        """
+
+        @functools.wraps(call)
+        def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                return call(*args, **kwargs)
+            except RuntimeError as error:
+                found = None
+                if self.session_watch is not None and _CONNECTION.search(str(error)):
+                    found = self.session_watch.ask()
+                if found is None:
+                    raise
+                raise found from error
+
+        return guarded
 
     def readers(self) -> LoneReadCheck | None:
         """A check whether all ranks read together; None without a watchdog. Every rank has to use it.
@@ -239,8 +311,9 @@ class CommSession:
             self.session_watch.close(reason)
         for comm in self.comms:
             comm.close()
-        for group in self.groups:
-            dist.destroy_process_group(group)
+        while self.groups:  # closed once more after an error
+            with contextlib.suppress(ValueError):  # the program destroyed all groups before us
+                dist.destroy_process_group(self.groups.pop())
 
 
 def open_session(
@@ -343,13 +416,18 @@ def _unwatched(
         recorder = Recorder(f"{kind} {rank_ranges(dist.get_process_group_ranks(own))}")
         comm = make_comm(transport=transport, recorder=recorder, group=own, device=device)
         session.place(kind, [comm])
+    if mesh.pipeline > 1:
+        session.pipeline = PipelineLinks.open(mesh, dist.get_rank(), None)
+        session.groups.append(session.pipeline.group)
     return session
 
 
 def _groups_of(mesh: Mesh) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
     """The kinds of groups that a mesh needs besides all ranks, each with its lists of ranks."""
-    if not mesh.is_data_only:
-        yield "holders", mesh.groups(HOLDERS)
+    if not mesh.is_flat:
+        yield "holders", mesh.groups(SHARDS)
+    if mesh.data_replicate > 1:
+        yield "replicas", mesh.groups({"data_replicate"})
     if mesh.tensor > 1:
         yield "tensor", mesh.groups({"tensor"})
 
@@ -461,13 +539,16 @@ def _open(
         session_watch = SessionWatch(crew.watchdog, crew.label, settings, peers, parts)
     opener = _Opener(crew, peers, transport, device, recorder, session_watch)
     try:
-        opened = opener.open(recorder, group, purposes if mesh.is_data_only else ("world",))
+        opened = opener.open(recorder, group, purposes if mesh.is_flat else ("world",))
         session = CommSession(opened[0], opened[-1], opened[0], session_watch=session_watch)
         for kind, groups in _groups_of(mesh):
             session.place(
                 kind,
                 opener.open_group(kind, groups, purposes if kind == "holders" else ("exchange",)),
             )
+        if mesh.pipeline > 1:
+            session.pipeline = PipelineLinks.open(mesh, rank, session_watch)
+            opener.groups.append(session.pipeline.group)
     except BaseException as error:
         opener.give_up(error)
         raise

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroshard.comm.collectives import num_holders
 from zeroshard.comm.dtensors import local_part, whole_of
 from zeroshard.errors import DistributedError, ShardedAccess, UnsupportedError, UsageError
 from zeroshard.memory.storage import WEIGHTS_NBYTES, WEIGHTS_OWNER
@@ -92,7 +93,7 @@ class GatheredParameters:
             elif isinstance(owner, BucketedParameter):
                 self.bucketed.append((param, owner))
         for unit in self.units:
-            _check_rank(modifier_rank, unit.comm.size)
+            _check_rank(modifier_rank, num_holders(unit.comm))
             if modifier_rank is not None and unit.has_copies:
                 raise UnsupportedError(
                     "GatheredParameters(modifier_rank=...) on a mesh with tensor or pipeline "

@@ -34,7 +34,7 @@ class GlobalNorm:
     total: Tensor  # 2-norm of the sum over ranks, still loss-scaled
     found_inf: Tensor  # bool: the norm is not finite
     untouched: dict[int, frozenset[int]]  # by id(unit), slots without gradient on any rank
-    fact: Tensor | None = None  # the largest ``fact`` of any rank
+    lost_edit: Tensor | None = None  # the largest ``lost_edit`` of any rank
 
 
 Divergence = Callable[["Comm", Sequence[int]], Exception]
@@ -49,12 +49,12 @@ class NormExchange(Protocol):
         norms: Norms,
         words: Sequence[float],
         device: torch.device,
-        fact: Tensor | None = None,
+        lost_edit: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """The sum of squares over all ranks, 0-dim fp64, the flags of this rank's holders ``[W, K]``, and
-        the largest ``fact`` of all ranks.
+        the largest ``lost_edit`` of all ranks.
 
-        ``words``: K packed flags. ``fact``: fp64 ``[1]`` on all ranks, or None on all. Raises
+        ``words``: K packed flags. ``lost_edit``: fp64 ``[1]`` on all ranks, or None on all. Raises
         :class:`~zeroshard.errors.RankDivergence` if ranks called different collectives.
         """
 
@@ -91,17 +91,17 @@ class DataExchange:
         norms: Norms,
         words: Sequence[float],
         device: torch.device,
-        fact: Tensor | None = None,
+        lost_edit: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """See :class:`NormExchange`."""
         comm = self._comm
         sent = on_device([comm.recorder.hash32, *words], device)
         squares = local_sum_of_squares([norm for _, norm in norms], device)
-        row = [squares.view(1), sent] if fact is None else [squares.view(1), sent, fact]
+        row = [squares.view(1), sent] if lost_edit is None else [squares.view(1), sent, lost_edit]
         rows = comm.all_gather_small(torch.cat(row), name="norm")
         if odd := comm.recorder.diverging(rows[:, 1]):
             raise self._divergence(comm, odd)
-        return rows[:, 0].sum(), rows[:, 2:], None if fact is None else rows[:, -1].amax()
+        return rows[:, 0].sum(), rows[:, 2:], None if lost_edit is None else rows[:, -1].amax()
 
 
 def global_norm(
@@ -111,23 +111,24 @@ def global_norm(
     *,
     device: torch.device,
     dtype: torch.dtype,
-    fact: Tensor | None = None,
+    lost_edit: Tensor | None = None,
 ) -> GlobalNorm:
     """The norm over all ranks, overflow, and parameters without gradient. Collective.
 
-    ``norms``: of this rank's fragments. ``dtype``: of the result. ``fact``: see :class:`NormExchange`.
+    ``norms``: of this rank's fragments. ``dtype``: of the result. ``lost_edit``: see
+    :class:`NormExchange`.
 
     Raises:
         RankDivergence: ranks called different collectives since the last exchange.
     """
     flags = list(chain.from_iterable(buffer.has_grad for buffer in buffers))
-    squares, words_WK, fact = exchange(norms, pack_flags(flags), device, fact)
+    squares, words_WK, lost_edit = exchange(norms, pack_flags(flags), device, lost_edit)
     total = squares.sqrt().to(dtype)
     untouched: dict[int, frozenset[int]] = {}
     if not all(flags):  # only a rank without some gradients needs the flags of the others
         fake = isinstance(words_WK, FakeTensor)
         untouched = _without_grad(buffers, flags if fake else unpack_any(words_WK, len(flags)))
-    return GlobalNorm(total, total.isfinite().logical_not(), untouched, fact)
+    return GlobalNorm(total, total.isfinite().logical_not(), untouched, lost_edit)
 
 
 def _without_grad(

@@ -75,7 +75,7 @@ class GradBuffer:
 
     The optimizer reads ``reduced_S`` where its state is sharded, ``reduced_N`` at stage 0. ``transient``:
     the local sum is freed by its reduction (stages 2 and 3). ``rest``: the gradient store; None keeps the
-    reduced gradient here.
+    reduced gradient here. ``pipeline_stage``: the stage that has the unit.
     """
 
     def __init__(
@@ -86,8 +86,10 @@ class GradBuffer:
         ledger: Ledger,
         transient: bool,
         rest: GradStore | None = None,
+        pipeline_stage: int = 0,
     ) -> None:
         self.unit = unit
+        self.pipeline_stage = pipeline_stage
         self.comm = comm
         self.ledger = ledger
         self.transient = transient

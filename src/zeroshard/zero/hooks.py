@@ -25,6 +25,12 @@ Inputs of modules stay the program's own tensors. A view put in front of each in
 backward leaves, but gradients of several uses inside the module would be added at the view first, and
 rounded differently from plain PyTorch.
 
+*Several forwards before a backward.* Calls of different forwards of the root may be open at once. A
+backward runs the nodes of the latest forward that it reaches before those of earlier ones. So the first
+call that it enters tells which forwards are no part of it: the later ones, and in a pipeline all others.
+Their calls are set aside until a backward reaches their forward. Without this, modules would stay full
+for them, or count as left before backward has reached them.
+
 [Note: order of collectives] Every rank must issue the same collectives in the same order, whatever it ran
 (ADR 0004). So a module that backward has left is finished even if gradients are missing: they count as
 zeros. Without this, a rank that skipped an expert would start the reduction only after further
@@ -75,6 +81,7 @@ class _Call:
     wrapped: WrappedModule
     recorded_in: int  # the graph task that recomputed it, or IN_FORWARD
     begin: int  # nodes recorded by the call have this number or a greater one
+    forward: int  # the number of the root's forward that it belongs to
     entered: bool = False  # backward has reached one of its outputs
     open: bool = True  # backward has not left it
 
@@ -88,6 +95,8 @@ class StepHooks:
     it returns False, it is called with True when a gradient is ready: ``torch.autograd.grad`` accumulates
     no gradient, so its backward does not count. ``on_abandon()`` is called when the gradients of the
     running step were dropped.
+
+    ``is_pipeline``: every backward is that of one forward of the root.
     """
 
     def __init__(
@@ -102,7 +111,7 @@ class StepHooks:
     ) -> None:
         self.prefetcher = prefetcher
         self.reducer = reducer
-        self._kind_of_backward = kind_of_backward
+        self.kind_of_backward = kind_of_backward
         self.on_backward_begin = on_backward_begin
         self.on_forward_begin = on_forward_begin
         self.on_abandon = on_abandon
@@ -110,6 +119,12 @@ class StepHooks:
         self.counted = False  # the running backward is known to be that of a micro-batch
         self.creates_graph = False
         self.forward_depth = 0
+        self.is_pipeline = False
+        self._forward = 0  # the number of the last forward of the root
+        self._is_reached = False  # the running backward has entered a call
+        self._aside: list[
+            _Call
+        ] = []  # open calls of forwards that are no part of the last backward
         self._task = IN_FORWARD  # the outermost backward that runs
         self._open_calls: dict[int, list[_Call]] = defaultdict(list)  # by ``recorded_in``, in order
         self._buffers = {id(buffer.unit): buffer for buffer in reducer.buffers}
@@ -158,6 +173,15 @@ class StepHooks:
             return StepHooks._before_resident, None
         return StepHooks._before_forward, StepHooks._after_forward
 
+    def note_forwards(self, note: Callable[[int], None]) -> None:
+        """Call ``note(place)`` before every forward of a wrapped module; places count from 1."""
+        for place, wrapped in enumerate(self.prefetcher.wrapped_modules, start=1):
+
+            def noting(_module: nn.Module, _args: Any, at: int = place) -> None:
+                note(at)
+
+            self.on_modules.append(wrapped.module.register_forward_pre_hook(noting))
+
     def remove(self) -> None:
         """Detach every hook."""
         for handle in (*self.on_modules, *self.on_params, *self._on_state):
@@ -184,6 +208,7 @@ class StepHooks:
         if self.forward_depth == 0:
             self._check_tree()
             self.on_forward_begin()
+            self._forward += 1
             self.prefetcher.begin_forward()
         self.forward_depth += 1
 
@@ -301,7 +326,7 @@ class StepHooks:
         if not torch.is_grad_enabled() or (backward and wrapped.open_calls):
             wrapped.running.append(None)  # no graph; or recomputed, and the first run is recorded
             return
-        call = _Call(wrapped, task, torch._C._autograd._get_sequence_nr())
+        call = _Call(wrapped, task, torch._C._autograd._get_sequence_nr(), self._forward)
         self._open_calls[call.recorded_in].append(call)
         wrapped.open_calls += 1
         wrapped.running.append(call)
@@ -365,10 +390,11 @@ class StepHooks:
         if self.running_backward:
             return
         self.running_backward = True
+        self._is_reached = False
         self._task = graph_task()
         self.creates_graph = torch.is_grad_enabled()  # a second backward will read the parameters
         self.counted = self.on_backward_begin(False)
-        self.reducer.begin_backward(self._kind_of_backward())
+        self.reducer.begin_backward(self.kind_of_backward())
         for wrapped in self.prefetcher.wrapped_modules:
             wrapped.missing_units = wrapped.trainable_units
         Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
@@ -379,12 +405,33 @@ class StepHooks:
             self._begin_backward()
         self._leave_recomputed()
         if call is not None:
+            if not self._is_reached and call.recorded_in == IN_FORWARD:
+                self._is_reached = True
+                if self._aside or self.is_pipeline or call.forward != self._forward:
+                    self._set_aside(call.forward)
             self._leave_after(number, call.recorded_in)
             if not call.open:  # another backward through a graph that was kept
                 wrapped.open_calls += 1
                 insort(self._open_calls[call.recorded_in], call, key=lambda other: other.begin)
             call.entered = call.open = True
         self.prefetcher.unshard(wrapped, forward=False, reads=wrapped.is_read_in_backward)
+
+    def _set_aside(self, latest: int) -> None:
+        """Keep open only calls that the running backward can reach; ``latest`` is its latest forward.
+
+        See [Note: entering and leaving in backward].
+        """
+        counted = self._open_calls[IN_FORWARD]
+        reachable: list[_Call] = []
+        aside: list[_Call] = []
+        for call in sorted([*counted, *self._aside], key=lambda call: call.begin):
+            is_earlier = call.forward < latest and not self.is_pipeline
+            (reachable if is_earlier or call.forward == latest else aside).append(call)
+        for call in counted:
+            call.wrapped.open_calls -= 1
+        for call in reachable:
+            call.wrapped.open_calls += 1
+        self._open_calls[IN_FORWARD], self._aside = reachable, aside
 
     def _leave_after(self, number: int, recorded_in: int) -> None:
         """Leave the calls that began after node ``number`` was recorded. That node runs now.
@@ -446,6 +493,7 @@ class StepHooks:
     def forget_calls(self) -> None:
         """Drop calls whose backward did not run. To be called at the end of a step."""
         self._open_calls.clear()
+        self._aside.clear()
         for wrapped in self.prefetcher.wrapped_modules:
             wrapped.open_calls = 0
             wrapped.running.clear()

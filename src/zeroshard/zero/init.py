@@ -23,7 +23,7 @@ from torch.nn.modules.module import (
 )
 
 from zeroshard.comm.collectives import Comm
-from zeroshard.comm.env import current_rank_info, data_coordinate, local_device
+from zeroshard.comm.env import current_rank_info, local_device
 from zeroshard.config import Config, load_config
 from zeroshard.errors import RankMismatch
 from zeroshard.memory.storage import is_aliased
@@ -372,8 +372,8 @@ def _config_of(source: Any) -> Config | None:
         return None
     if isinstance(source, Config):
         return source
-    dp_size = data_coordinate(current_rank_info()).dp_size
-    return load_config(source, dp_size=dp_size, for_training=False).config
+    world_size = current_rank_info().world_size
+    return load_config(source, world_size=world_size, for_training=False).config
 
 
 def _param_dtype(config: Config | None) -> torch.dtype | None:

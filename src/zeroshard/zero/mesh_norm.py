@@ -1,8 +1,9 @@
 """The exchange of a step on a mesh: each element counts once, and copies in a tensor group are compared.
 
 Without a mesh each element has one owner. On a mesh a parameter that the tensor dimension does not cut
-has one owner in each tensor coordinate; the owner with coordinate 0 counts it. Weights are 0 or 1, so the
-norm does not depend on whether the copies are equal.
+has one owner in each tensor coordinate; the owner with coordinate 0 counts it. Every element has an owner
+in each replica; the owner in replica 0 counts it. Weights are 0 or 1, so the norm does not depend on
+whether the copies are equal.
 """
 
 from __future__ import annotations
@@ -14,26 +15,32 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from zeroshard.core.mesh import HOLDERS, Mesh
+from zeroshard.comm.flight_recorder import rank_ranges
+from zeroshard.core.mesh import HOLDERS, SHARDS, Mesh
 from zeroshard.device.choice import ops_of
 from zeroshard.device.ops import Event
-from zeroshard.errors import UsageError
+from zeroshard.errors import RankDivergence, UsageError
 from zeroshard.zero.clip import Divergence, local_sum_of_squares, on_device
 
 if TYPE_CHECKING:
     from zeroshard.comm.collectives import Comm
     from zeroshard.zero.gradients import Norms
+    from zeroshard.zero.module_order import ModuleOrder
 
-_FIRST_WORD = 4  # after the sum of squares, the two hashes and the sum over copies
+#: After the sum of squares, the world's history, the order of modules and the sum over copies.
+_FIRST_HOP = 4
 
 
 class MeshExchange:
     """The exchange on a mesh, over all ranks.
 
-    Each rank sends ``[sum of squares that it counts, hash of the world's history, hash of its holders'
-    history, sum of squares of what it holds as every rank of its tensor group does, flags...]``, fp64.
-    The ranks of a tensor group compute the gradients of such parameters from the same numbers, so these
-    sums must agree. They do not if the ranks train on different samples or run modules in another order.
+    Each rank sends ``[sum of squares that it counts, hash of the world's history, hash of the order of
+    modules, sum over copies, hash of each hop's history, flags...]``, fp64. Copies are the gradients of
+    parameters that every rank of a tensor group holds. The ranks compute them from the same numbers, so
+    the sums must agree. They do not if the ranks train on different samples.
+
+    ``holders`` reduces gradients. It has one hop; with replicas it has two: over the shard group, and
+    over the ranks with the same shard. The ranks of a hop compare its history.
 
     ``copied``: by position in the model, the names of parameters that the tensor dimension does not cut.
     ``num_words``: packed flags of this rank. ``dtype``: in which gradients are reduced; sums of copies
@@ -53,13 +60,21 @@ class MeshExchange:
         dtype: torch.dtype,
         device: torch.device,
         divergence: Divergence,
+        order: ModuleOrder,
     ) -> None:
-        self._world, self._holders, self._mesh = world, holders, mesh
+        self._order = order
+        self._world, self._mesh = world, mesh
         self._copied = copied
         self._divergence = divergence
         self._tolerance = torch.finfo(dtype).eps ** 0.5
         self._members = torch.tensor(mesh.group(rank, HOLDERS), device=device)
-        self._counts_copies = mesh.coordinate(rank)["tensor"] == 0
+        at = mesh.coordinate(rank)
+        self._counts, self._counts_copies = at["data_replicate"] == 0, at["tensor"] == 0
+        hops: Sequence[Comm] = getattr(holders, "hops", (holders,))
+        self._hops = [
+            (hop, torch.tensor(mesh.group(rank, dims), device=device))
+            for hop, dims in zip(hops, (SHARDS, {"data_replicate"}), strict=False)
+        ]
         # on an accelerator: the sums of the step before on the host, and the event of their copy
         self._before: tuple[Tensor, Event] | None = None
         sizes = world.all_gather_small(
@@ -75,57 +90,71 @@ class MeshExchange:
         norms: Norms,
         words: Sequence[float],
         device: torch.device,
-        fact: Tensor | None = None,
+        lost_edit: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """See :class:`~.clip.NormExchange`.
 
         Raises:
             UsageError: the copies of a parameter in a tensor group got different gradients.
         """
-        world, holders = self._world, self._holders
+        world = self._world
         copies = [norm for at, norm in norms if at in self._copied]
         counted = [n for at, n in norms if self._counts_copies or at not in self._copied]
         padding = [0.0] * (self._num_words - len(words))
-        hashes = on_device(
-            [world.recorder.hash32, holders.recorder.hash32, *words, *padding], device
+        hashes = [hop.recorder.hash32 for hop, _ in self._hops]
+        host = on_device(
+            [world.recorder.hash32, self._order.hash48, *hashes, *words, *padding], device
         )
         of_copies = local_sum_of_squares(copies, device)
         row = torch.cat(
             [
-                local_sum_of_squares(counted, device).view(1),
-                hashes[:2],
+                local_sum_of_squares(counted if self._counts else [], device).view(1),
+                host[:2],
                 of_copies.view(1),
-                hashes[2:],
-                *(() if fact is None else (fact,)),
+                host[2:],
+                *(() if lost_edit is None else (lost_edit,)),
             ]
         )
         rows = world.all_gather_small(row, name="norm")
         if odd := world.recorder.diverging(rows[:, 1]):
             raise self._divergence(world, odd)
-        own = rows[self._members]
-        if odd := holders.recorder.diverging(own[:, 2]):
-            raise self._divergence(holders, odd)
+        for at, (hop, members) in enumerate(self._hops, _FIRST_HOP):
+            if odd := hop.recorder.diverging(rows[members][:, at]):
+                raise self._divergence(hop, odd)
         if not isinstance(rows, FakeTensor):
-            self._check_copies(rows[:, 3], norms)
-        return rows[:, 0].sum(), own[:, _FIRST_WORD:], None if fact is None else rows[:, -1].amax()
+            self._check_copies(rows[:, 2:4], norms)
+        return (
+            rows[:, 0].sum(),
+            rows[self._members][:, _FIRST_HOP + len(hashes) :],
+            None if lost_edit is None else rows[:, -1].amax(),
+        )
 
-    def _check_copies(self, sums_W: Tensor, norms: Norms) -> None:
-        """Compare inside each tensor group. On an accelerator, the sums of the step before."""
-        ops = ops_of(sums_W.device)
+    def _check_copies(self, seen_W2: Tensor, norms: Norms) -> None:
+        """Compare inside each tensor group. On an accelerator, what was sent in the step before."""
+        ops = ops_of(seen_W2.device)
         if ops.is_async:
             before = self._before
-            copy = torch.empty(sums_W.shape, dtype=sums_W.dtype, pin_memory=True)
-            copy.copy_(sums_W, non_blocking=True)
+            copy = torch.empty(seen_W2.shape, dtype=seen_W2.dtype, pin_memory=True)
+            copy.copy_(seen_W2, non_blocking=True)
             self._before = copy, ops.event()
             self._before[1].record()
             if before is None:
                 return
-            sums_W, copied = before
+            seen_W2, copied = before
             copied.synchronize()  # not query(): every rank must come to the same conclusion
-        groups = sums_W.view(-1, self._mesh.tensor)
-        if not bool(self._differ(groups).any()):
-            return
-        raise UsageError(self._text(norms, sums_W.device))
+        orders, sums = seen_W2.reshape(-1, self._mesh.tensor, 2).unbind(-1)
+        odd = (orders != orders[:, :1]).any(-1).nonzero().flatten().tolist()
+        if odd:
+            first = odd[0] * self._mesh.tensor
+            raise RankDivergence(
+                f"RankDivergence: {rank_ranges(range(first, first + self._mesh.tensor))}, which are one "
+                "tensor group, ran modules in different orders since the last step. Each layer is spread "
+                "over these ranks, so parts of different layers were added. Run the same modules in the "
+                "same order on every rank of a tensor group, and draw random choices of layers from "
+                "generators with equal seeds."
+            )
+        if bool(self._differ(sums).any()):
+            raise UsageError(self._text(norms, seen_W2.device))
 
     def _differ(self, groups: Tensor) -> Tensor:
         """Whether the numbers of each row differ by more than rounding. Not finite ones do not count."""
@@ -154,8 +183,7 @@ class MeshExchange:
             seen = f" (norms of its gradient: {seen})"
         return (
             f"The ranks of a tensor group got different gradients of {where}{seen}, although each of "
-            "them computes the same gradient of it. They were given different samples, ran modules in a "
-            "different order, or drew different dropout masks. Choose samples by engine.dp_rank and "
-            "engine.dp_size, which are equal in a tensor group, and seed the ranks of a tensor group "
-            "alike."
+            "them computes the same gradient of it. They were given different samples, or drew "
+            "different dropout masks. Choose samples by engine.dp_rank and engine.dp_size, which are "
+            "equal in a tensor group, and seed the ranks of a tensor group alike."
         )

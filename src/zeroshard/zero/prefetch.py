@@ -1,7 +1,8 @@
 """Unshards units before their use in forward and backward, and reshards them after it.
 
 The order of wrapped modules is recorded in every forward. From the second one on, the next modules are
-gathered ahead of their use, in both directions. A wrong guess costs time and never gives a wrong value,
+gathered ahead of their use, in both directions. Forwards that have no module in common, such as those of
+two stages of a pipeline, have each its own order. A wrong guess costs time and never gives a wrong value,
 since every use waits for its own units.
 """
 
@@ -131,8 +132,8 @@ class Prefetcher:
             for wrapped in self.wrapped_modules
             for unit in wrapped.sharded
         )
-        self.order: list[WrappedModule] = []  # order of use in the last complete forward
-        self._position: dict[int, int] = {}
+        # By id: the order of use in the last complete forward with this module, and its place in it.
+        self._places: dict[int, tuple[list[WrappedModule], int]] = {}
         self._recording: list[WrappedModule] = []
         self._seen: set[int] = set()
         # By id, modules whose shards were prefetched since the last reshard_all.
@@ -146,11 +147,16 @@ class Prefetcher:
 
     def end_forward(self) -> None:
         """End the root's forward: adopt the recorded order as the order to prefetch in."""
-        if [id(s) for s in self._recording] != [id(s) for s in self.order]:
-            self.order = self._recording
-            self._position = {id(wrapped): i for i, wrapped in enumerate(self.order)}
-            self._kept = frozenset(id(wrapped) for wrapped in self._worth_keeping())
-        self._recording = []
+        recorded, self._recording = self._recording, []
+        known = self._places.get(id(recorded[0]), ([], 0))[0] if recorded else []
+        if [id(s) for s in recorded] == [id(s) for s in known]:
+            return
+        outdated = {id(self._places[id(s)][0]) for s in recorded if id(s) in self._places}
+        places = {s: place for s, place in self._places.items() if id(place[0]) not in outdated}
+        places.update({id(wrapped): (recorded, at) for at, wrapped in enumerate(recorded)})
+        self._places = places
+        orders = {id(order): order for order, _ in places.values()}.values()
+        self._kept = frozenset(id(s) for order in orders for s in self._worth_keeping(order))
 
     def unshard(self, wrapped: WrappedModule, *, forward: bool, reads: bool = True) -> None:
         """Prepare the wrapped module's use. ``reads``: its parameters will be read, so wait for them.
@@ -175,10 +181,10 @@ class Prefetcher:
         """Whether the module stays full after its forward, because backward needs it soon."""
         return id(wrapped) in self._kept
 
-    def _worth_keeping(self) -> Iterator[WrappedModule]:
+    def _worth_keeping(self, order: Sequence[WrappedModule]) -> Iterator[WrappedModule]:
         """Modules that backward needs soon, last of forward first, as far as the memory limit allows."""
         live, distance = self.root.numel, 0
-        for wrapped in reversed(self.order):
+        for wrapped in reversed(order):
             live += wrapped.numel
             if self.reuse_numel is None:
                 if distance:
@@ -198,10 +204,10 @@ class Prefetcher:
         self._reads_ahead.clear()
 
     def _prefetch(self, wrapped: WrappedModule, forward: bool) -> None:
-        at = self._position.get(id(wrapped))
-        if at is None:
+        place = self._places.get(id(wrapped))
+        if place is None:
             return
-        order = self.order
+        order, at = place
         ahead = range(at + 1, len(order)) if forward else range(at - 1, -1, -1)
         budget, started = self.prefetch_numel, False
         if self._is_limited:

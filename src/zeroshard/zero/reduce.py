@@ -2,7 +2,8 @@
 
 Every trainable unit has a :class:`~zeroshard.zero.gradients.GradBuffer`. Buffers are reduced in one fixed
 order that does not depend on what a rank ran; gradients that did not arrive count as zeros (ADR 0004).
-Otherwise ranks would start collectives in different orders and wait for each other without end.
+Otherwise ranks would start collectives in different orders and wait for each other without end. In a
+pipeline with several stages on a rank, a backward runs through one of them and reduces its buffers only.
 
 Letters as in :mod:`zeroshard.zero.unit`.
 """
@@ -36,8 +37,9 @@ class _InFlight(NamedTuple):
 class BackwardKind(NamedTuple):
     """What one backward is in its optimizer step."""
 
-    completes: bool  # it is the last one, so its gradients are reduced
+    completes: bool  # it is the last one of its pipeline stage, so its gradients are reduced
     accumulates: bool  # the step sums the gradients of several backwards
+    pipeline_stage: int = 0  # that it runs through
 
 
 @dataclass(eq=False)
@@ -63,7 +65,8 @@ class GradReducer:
     waiting: bool = False  # gradients of a finished backward are not reduced yet
     _completes: bool = False  # the running backward is the last one of its step
     _accumulates: bool = False  # the running step sums several micro-batches
-    _next: int = 0
+    _next: int = 0  # in ``_running``
+    _running: list[GradBuffer] = field(default_factory=list)  # of the running backward's stage
     _in_flight: deque[_InFlight] = field(default_factory=deque)
 
     @cached_property
@@ -71,15 +74,21 @@ class GradReducer:
         """The buffers in the order of their reductions: backward reaches the last unit first."""
         return self.buffers[::-1]
 
+    @cached_property
+    def _orders(self) -> dict[int, list[GradBuffer]]:
+        """The buffers of each pipeline stage, in the order of their reductions."""
+        stages = dict.fromkeys(buffer.pipeline_stage for buffer in self.buffers)
+        return {stage: [b for b in self.order if b.pipeline_stage == stage] for stage in stages}
+
     # ------------------------------------------------------------------ one backward
 
     def begin_backward(self, kind: BackwardKind) -> None:
         """To be called once per backward, before its first gradient."""
         self.reducing = self.eager or kind.completes
-        self._completes, self._accumulates = kind
-        self._next = 0
+        self._completes, self._accumulates, stage = kind
+        self._next, self._running = 0, self._orders.get(stage, [])
         sums_locally = self._accumulates and not self.eager
-        for buffer in self.buffers:
+        for buffer in self._running:
             row = buffer.unit.row
             buffer.begin_backward(row.grad_accum if sums_locally else row.reduce)
 
@@ -88,25 +97,26 @@ class GradReducer:
         if buffer.complete:
             return
         buffer.complete = True
-        while self.reducing and self._next < len(self.order) and self.order[self._next].complete:
+        running = self._running
+        while self.reducing and self._next < len(running) and running[self._next].complete:
             self._launch_next()
 
     def end_backward(self) -> None:
         """Reduce the remaining buffers in the fixed order, the same on every rank."""
-        for buffer in self.buffers:
+        for buffer in self._running:
             buffer.copy_waiting()
         self.waiting = not self.reducing
         if self.waiting:
             return
-        while self._next < len(self.order):
+        while self._next < len(self._running):
             self._launch_next()
-        for buffer in self.order:  # gradients that arrived after their buffer's reduction
+        for buffer in self._running:  # gradients that arrived after their buffer's reduction
             if buffer.grads_N is not None:
                 self._launch(buffer)
         self._drain(0)
 
     def _launch_next(self) -> None:
-        buffer = self.order[self._next]
+        buffer = self._running[self._next]
         self._next += 1
         self._launch(buffer)
 
@@ -166,7 +176,7 @@ class GradReducer:
         """Reduce everything that arrived. At stage 0, give every rank the whole gradient."""
         left = [buf for buf in self.order if buf.grads_N is not None or not buf.is_reduced]
         if left:
-            self.reducing, self.waiting, self._next = True, False, len(self.order)
+            self.reducing, self.waiting, self._running = True, False, []
             self._completes = True
             for buffer in left:
                 self._launch(buffer)
@@ -241,3 +251,4 @@ class GradReducer:
         for buffer in self.buffers:
             buffer.reset()
         self.reducing = self.waiting = False
+        self._running = []

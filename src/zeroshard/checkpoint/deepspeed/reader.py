@@ -25,6 +25,8 @@ from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor
 
+from zeroshard.checkpoint import boxes
+from zeroshard.checkpoint.boxes import Box, Grid, whole
 from zeroshard.checkpoint.deepspeed.slots import (
     Chain,
     DeepSpeedSlot,
@@ -243,9 +245,25 @@ class DeepSpeedReader:
         """See ``Source``. ``fragments`` are empty: :meth:`fill` knows where values are."""
         return self._parameters
 
-    def fill(self, fqn: str, tensor: str, begin: int, out: Tensor) -> None:
+    @property
+    def mesh(self) -> str:
+        """See ``Source``. Empty: every saved rank had samples of its own."""
+        return ""
+
+    @property
+    def dp_ranks(self) -> Sequence[int]:
+        """See ``Source``. The ranks whose buffers were saved."""
+        return range(len(self._buffers))
+
+    def fill(self, fqn: str, tensor: str, begin: int, out: Tensor, box: Box | None = None) -> None:
         """See ``Source``."""
-        self._places[fqn, tensor].read(begin, out)
+        place, stored = self._places[fqn, tensor], whole(self._parameters[fqn].shape)
+        if box is None or box == stored:
+            place.read(begin, out)
+        else:
+            boxes.fill(
+                out, Grid([stored]), box, begin, lambda _, first, memory: place.read(first, memory)
+            )
 
     def buffers(self, rank: int) -> dict[str, Tensor]:
         """See ``Source``. Stages 0 to 2 save those of rank 0 only."""

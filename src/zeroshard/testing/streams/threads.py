@@ -164,7 +164,7 @@ def _futures(machine: Machine, patches: Patches) -> None:
 
 
 class _Lock:
-    """A lock whose holder is known. See [Note: locks]. Subclasses say which machine and real lock it is."""
+    """A lock whose holder is known. See [Note: locks]. Subclasses have the machine and the real lock."""
 
     machine: Machine
     make: Callable[[], Any]

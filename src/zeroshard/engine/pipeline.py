@@ -1,0 +1,379 @@
+"""Trains a pipeline: runs the micro-batches of a step through this rank's stages, and steps once.
+
+torch's schedules decide the order (:mod:`zeroshard.parallel.pipeline_stage`). The hooks of the engine
+gather and reduce inside each stage as they do without a pipeline. Two small exchanges over all ranks
+frame a step: whether every rank has its data, and the loss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from zeroshard.comm.collectives import first_line
+from zeroshard.errors import UsageError
+from zeroshard.parallel.split import PipelineModel
+from zeroshard.zero.hooks import tensors_in
+from zeroshard.zero.reduce import BackwardKind
+
+if TYPE_CHECKING:
+    from zeroshard.watchdog.session import CommSession
+
+REFUSED = {
+    "forward": "runs the whole model, of which this rank has a part",
+    "backward": "has no loss on most ranks: the pipeline runs the backwards",
+    "step": "is called by train_batch() after the last micro-batch",
+    "scale": "has no loss on most ranks: the pipeline scales the loss",
+    "no_sync": "would split a step, which the pipeline runs as a whole",
+    "set_gradient_accumulation_boundary": "would split a step, which the pipeline runs as a whole",
+    "batches": "counts batches of ranks that run alone",
+    "save_16bit_model": "would write the stages of one rank as if they were the model",
+    "save_fp16_model": "would write the stages of one rank as if they were the model",
+    "save_pretrained": "would write the stages of one rank as if they were the model",
+}
+"""Calls of an engine that a pipeline does not have, and why."""
+
+_NO_DATA, _BAD_BATCH, _SHAPES_DIFFER = 1, 2, 3
+_TEXTS = {
+    _NO_DATA: "got no data_iter. The ranks with the first and with the last stage need one",
+    _BAD_BATCH: "got a batch that is not a pair (inputs, labels)",
+    _SHAPES_DIFFER: "got micro-batches of different shapes in one step. The next stage makes its "
+    "buffers before it receives, so pad the micro-batches of a step to one shape",
+}
+
+
+class PipelineRunner:
+    """Runs steps of one engine's pipeline."""
+
+    def __init__(self, engine: Any, model: PipelineModel, watch: CommSession) -> None:
+        assert model.kept is not None
+        assert watch.pipeline is not None
+        # Not imported at the top: torch's package imports a compiler.
+        from zeroshard.parallel import pipeline_stage
+
+        self._torch = pipeline_stage
+        self._model = model
+        self._engine: Any = None  # set while a step runs: a stage must not keep it alive
+        self._kind = BackwardKind(False, True)
+        self._schedules: dict[int, Any] = {}  # by number of micro-batches
+        self._links = watch.pipeline
+        self._raised: BaseException | None = None  # by the model or the loss function
+        self._losses: list[Tensor] = []  # not divided, of the running step
+        self._arrived: dict[int, int] = {}  # by id of a buffer: gradients in the running step
+        self.stages = [
+            pipeline_stage.ZeroStage(
+                module,
+                index,
+                len(model.stages),
+                device=engine.device,
+                group=watch.pipeline.group,
+                forward=partial(self._forward, index),
+                around_backward=partial(self._around_backward, index),
+            )
+            for index, module in model.kept.items()
+        ]
+        conditional = engine.settings.conditional_modules
+        self._may_miss = {
+            id(buffer)
+            for buffer in engine.runtime.reducer.buffers
+            if any(_is_conditional(s.fqn, conditional) for s in buffer.unit.layout.slots)
+        }
+        engine._hooks.is_pipeline = True
+        engine._hooks.kind_of_backward = lambda: self._kind
+
+    # ------------------------------------------------------------------ one step
+
+    def train(self, engine: Any, data_iter: Iterator[Any] | None) -> Tensor:
+        """See :meth:`Engine.train_batch`."""
+        count = engine.accumulation.steps
+        inputs, labels = self._split(agreed_batches(engine, data_iter, needs=self._needs_data))
+        self._arrived = dict.fromkeys(map(id, engine.runtime.reducer.buffers), 0)
+        with self._running(engine), self._gathered(engine):
+            self._run(engine, inputs, labels, count, backward=True)
+        incomplete = self._incomplete(engine, count)
+        loss, missing = mean_loss(engine, self._losses, incomplete=incomplete)
+        if missing:
+            raise UsageError(
+                f"rank {missing[0]}: some parameters got a gradient from a part of the {count} "
+                "micro-batches of the step only. If a module is meant to run for some samples, name it "
+                'in "conditional_modules". Otherwise its gradients are lost.'
+            )
+        return loss
+
+    def evaluate(self, engine: Any, data_iter: Iterator[Any] | None) -> Tensor:
+        """See :meth:`Engine.eval_batch`."""
+        count = engine.accumulation.steps
+        inputs, labels = self._split(agreed_batches(engine, data_iter, needs=self._needs_data))
+        with torch.no_grad(), self._running(engine):
+            self._run(engine, inputs, labels, count, backward=False)
+        return mean_loss(engine, self._losses)[0]
+
+    @property
+    def _needs_data(self) -> bool:
+        return bool(self.stages[0].is_first or self.stages[-1].is_last)
+
+    def _split(self, batches: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The inputs for the first stage and the labels for the last one, if this rank has them."""
+        inputs = [batch[0] for batch in batches] if self.stages[0].is_first else []
+        labels = [batch[1] for batch in batches] if self.stages[-1].is_last else []
+        return inputs, labels
+
+    def _run(
+        self,
+        engine: Any,
+        inputs: list[Any],
+        labels: list[Any],
+        count: int,
+        *,
+        backward: bool,
+    ) -> None:
+        if count not in self._schedules:
+            scaled = partial(self._scaled_loss, count)
+            name = self._model.schedule
+            self._schedules[count] = self._torch.open_schedule(name, self.stages, count, scaled)
+        self._losses, self._raised = [], None
+        try:
+            self._torch.run_schedule(
+                self._schedules[count],
+                self.stages,
+                [each if isinstance(each, tuple) else (each,) for each in inputs] or None,
+                labels or None,
+                backward=backward,
+            )
+        except BaseException as error:
+            engine.life.fail(
+                f"a step of the pipeline ended in the middle ({type(error).__name__}: {error}), and "
+                "messages between its stages are lost. Close this engine, build a new one and continue "
+                "from the last checkpoint."
+            )
+            self._links.abort()  # the other stages would wait for messages of this one
+            if isinstance(error, RuntimeError) and error is not self._raised:
+                raise self._links.explain(first_line(error)) from None
+            raise
+
+    @contextlib.contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Note an exception that does not come from messages between stages."""
+        try:
+            yield
+        except BaseException as error:
+            self._raised = error
+            raise
+
+    @contextlib.contextmanager
+    def _running(self, engine: Any) -> Iterator[None]:
+        self._engine = engine
+        try:
+            yield
+        finally:
+            self._engine = None
+
+    @contextlib.contextmanager
+    def _gathered(self, engine: Any) -> Iterator[None]:
+        """Hold all parameters through the schedule, if the pipeline gathers once per step."""
+        units = [unit for unit in engine.runtime.units if not unit.resident]
+        if self._model.gather != "step" or not units:
+            yield
+            return
+        for unit in units:
+            unit.pin_count += 1
+        try:
+            for unit in units:
+                unit.unshard()  # its first use waits for it
+            yield
+        finally:
+            for unit in units:
+                unit.pin_count -= 1
+            for unit in units:
+                unit.reshard()
+
+    # ------------------------------------------------------------------ what stages call
+
+    def _forward(self, stage: int, *inputs: Any) -> Any:
+        with self._computing():
+            return type(self._engine).forward(self._engine, *inputs, stage=stage)
+
+    @contextlib.contextmanager
+    def _around_backward(self, stage: int, is_last: bool) -> Iterator[None]:
+        engine = self._engine
+        self._kind = BackwardKind(is_last, engine.accumulation.steps > 1, stage)
+        engine._in_backward.append(engine)
+        try:
+            with self._computing():
+                yield
+        finally:
+            engine._in_backward.remove(engine)
+        for buffer in engine.runtime.reducer.buffers:
+            if buffer.pipeline_stage == stage:
+                self._arrived[id(buffer)] += buffer.num_ready
+
+    def _scaled_loss(self, count: int, output: Any, labels: Any) -> Tensor:
+        """The part of one micro-batch in the mean loss, times the loss scale."""
+        with self._computing():
+            return self._part_of_loss(count, output, labels)
+
+    def _part_of_loss(self, count: int, output: Any, labels: Any) -> Tensor:
+        engine, loss_fn = self._engine, self._model.loss_fn
+        assert loss_fn is not None
+        loss = loss_fn(output, labels)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            kind = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise UsageError(
+                f"loss_fn of the pipeline returned {kind}. It must return the mean loss of a "
+                "micro-batch, a tensor with one element."
+            )
+        self._losses.append(loss.detach())
+        scaled = loss / count
+        return scaled * engine.scaler.scale if engine.scales_loss else scaled
+
+    def _incomplete(self, engine: Any, count: int) -> bool:
+        """Whether a parameter got a gradient from some micro-batches and not from others."""
+        return any(
+            self._arrived[id(buffer)] != count * sum(buffer.has_grad)
+            for buffer in engine.runtime.reducer.buffers
+            if id(buffer) not in self._may_miss
+        )
+
+
+def agreed_batches(
+    engine: Any, data_iter: Iterator[Any] | None, *, needs: bool = True
+) -> list[Any]:
+    """The micro-batches of a step, after all ranks have theirs. Collective.
+
+    ``needs``: this rank cannot do without them.
+
+    Raises:
+        UsageError: a rank has none, too few, or such that cannot be used; the same on every rank.
+        StopIteration: no rank has any.
+    """
+    count = engine.accumulation.steps
+    batches = [] if data_iter is None else _taken(data_iter, count)
+    fault = _NO_DATA if needs and data_iter is None else _fault_of(batches)
+    own = torch.tensor(
+        [fault, -1 if data_iter is None else len(batches)],
+        dtype=torch.float64,
+        device=engine.device,
+    )
+    rows = engine._watch.world.all_gather_small(own, name="batches of the step").tolist()
+    for rank, (found, _) in enumerate(rows):
+        if found:
+            raise UsageError(f"rank {rank} {_TEXTS[int(found)]}.")
+    counts = {rank: int(held) for rank, (_, held) in enumerate(rows) if held >= 0}
+    if not any(counts.values()):
+        raise StopIteration
+    for rank, held in counts.items():
+        if held < count:
+            raise UsageError(
+                f"rank {rank} has {held} of the {count} micro-batches of the step "
+                "(gradient_accumulation_steps): its data_iter has ended. Give every rank a multiple of "
+                "this number, or drop the last, incomplete step."
+            )
+    return [tree_map(partial(_to, engine.device), batch) for batch in batches]
+
+
+def mean_loss(
+    engine: Any, losses: Sequence[Tensor], *, incomplete: bool = False
+) -> tuple[Tensor, list[int]]:
+    """The mean of all ranks' losses, 0-dim fp64, and the ranks that are incomplete. Collective."""
+    own = torch.zeros(3, dtype=torch.float64, device=engine.device)
+    if losses:
+        own[0], own[1] = torch.stack([loss.double().view(()) for loss in losses]).mean(), 1.0
+    own[2] = float(incomplete)
+    rows = engine._watch.world.all_gather_small(own, name="loss of the step")
+    bad = [rank for rank, found in enumerate(rows[:, 2].tolist()) if found]
+    return rows[:, 0].sum() / rows[:, 1].sum(), bad
+
+
+def refuse_calls(engine: Any) -> None:
+    """Make the calls in :data:`REFUSED` raise on this engine."""
+    for name, reason in REFUSED.items():
+        setattr(engine, name, partial(_refuse, name, reason))
+
+
+def _refuse(name: str, reason: str, *_: Any, **__: Any) -> Any:
+    raise UsageError(
+        f"engine.{name}() of a pipeline {reason}. Call engine.train_batch(data_iter) or "
+        "engine.eval_batch(data_iter)."
+    )
+
+
+def _taken(data_iter: Iterable[Any], count: int) -> list[Any]:
+    """At most ``count`` items."""
+    return [batch for _, batch in zip(range(count), data_iter, strict=False)]
+
+
+def _fault_of(batches: Sequence[Any]) -> int:
+    if not all(isinstance(batch, (tuple, list)) and len(batch) == 2 for batch in batches):
+        return _BAD_BATCH
+    shapes = {tuple((t.shape, t.dtype) for t in tensors_in(inputs)) for inputs, _ in batches}
+    return _SHAPES_DIFFER if len(shapes) > 1 else 0
+
+
+def _to(device: torch.device, value: Any) -> Any:
+    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+
+
+def _is_conditional(fqn: str, patterns: Sequence[str]) -> bool:
+    """Whether a parameter is in a module that only some samples run: of ``patterns``, or an expert."""
+    parts = fqn.split(".")
+    names = [".".join(parts[:end]) for end in range(1, len(parts))]
+    return any(fnmatchcase(name, pattern) for name in names for pattern in (*patterns, "*experts"))
+
+
+def check_loss_fn(module: nn.Module, call: str) -> None:
+    """Check that a module can run ``call``.
+
+    Raises:
+        UsageError: it is not a pipeline, or has no loss function.
+    """
+    if not isinstance(module, PipelineModel):
+        raise UsageError(
+            f"engine.{call} needs a model made by zeroshard.parallel.pipeline(), and this is a "
+            f"{type(module).__name__}. Call forward, backward and step instead."
+        )
+    if module.loss_fn is None:
+        raise UsageError(
+            f"engine.{call} needs a loss function, which the last stage calls with its output and the "
+            "labels. Pass loss_fn= to zeroshard.parallel.pipeline()."
+        )
+
+
+def train_alone(engine: Any, data_iter: Iterator[Any] | None) -> Tensor:
+    """:meth:`Engine.train_batch` on one pipeline rank: plain gradient accumulation."""
+    losses = []
+    for batch in agreed_batches(engine, data_iter):
+        loss = _loss_alone(engine, batch)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach())
+    return mean_loss(engine, losses)[0]
+
+
+def evaluate_alone(engine: Any, data_iter: Iterator[Any] | None) -> Tensor:
+    """:meth:`Engine.eval_batch` on one pipeline rank."""
+    with torch.no_grad():
+        losses = [_loss_alone(engine, batch) for batch in agreed_batches(engine, data_iter)]
+    return mean_loss(engine, losses)[0]
+
+
+def _loss_alone(engine: Any, batch: Any) -> Tensor:
+    inputs, labels = batch
+    output = engine(*inputs) if isinstance(inputs, tuple) else engine(inputs)
+    loss: Tensor = cast("PipelineModel", engine.module).loss_fn(output, labels)  # type: ignore[misc]
+    return loss
+
+
+def make_runner(engine: Any, module: nn.Module, watch: CommSession) -> PipelineRunner | None:
+    """The runner of an engine whose pipeline has several ranks; None for any other engine."""
+    if not isinstance(module, PipelineModel) or watch.pipeline is None:
+        return None
+    runner = PipelineRunner(engine, module, watch)
+    refuse_calls(engine)
+    return runner

@@ -1,0 +1,262 @@
+"""The plan ``"auto"``: how to cut a model for tensor parallelism when the program does not say it.
+
+The plan comes from the model, if it is a model of Transformers that has one. Else it is guessed from the
+structure of repeated blocks: q, k and v before an output projection, and the layers of an MLP. A guess
+is checked by a run: a copy of the MLP or attention with random weights must give the same result as the
+sum of its parts. What cannot be checked, or is not recognised, is an error that lists it.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.errors import UnsupportedError, UsageError
+from zeroshard.parallel.heads import FUSED, KEY_VALUE, QUERY, head_counts
+from zeroshard.parallel.tensor_styles import part
+
+TRANSFORMERS_STYLES: Mapping[str, str] = {
+    "colwise": "colwise",
+    "colwise_gather_output": "colwise_gather",
+    "colwise_rep": "colwise_gather",
+    "rowwise": "rowwise",
+    "rowwise_split_input": "rowwise_split",
+    "rowwise_rep": "rowwise_split",
+    "embedding_rowwise": "vocab",
+    "replicated_with_grad_allreduce": "head_norm",
+    "replicate": "replicate",
+}
+"""Styles of Transformers, releases 4.50 to 5.x, and ours. Those that are missing are refused by name."""
+
+OUTPUT = re.compile(r"^(?:o|out|output|dense|wo|proj|c_proj|o_proj|out_proj|out_lin|wproj)$")
+
+
+def derive_plan(model: nn.Module, size: int) -> tuple[dict[str, str], str]:
+    """Globs or names with styles, and where they come from: ``transformers`` or ``structure``.
+
+    Raises:
+        UnsupportedError: the model's own plan has a style that ZeroShard does not have.
+        UsageError: the model has no plan, and its structure is not recognised; it lists the layers.
+    """
+    own = getattr(model, "_tp_plan", None) or _base_plan(model)
+    if own:
+        return _from_transformers(model, own), "transformers"
+    return _from_structure(model, size), "structure"
+
+
+def _base_plan(model: nn.Module) -> dict[str, str]:
+    """The plan in the config of a model of Transformers without its head."""
+    plan = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
+    prefix = getattr(model, "base_model_prefix", "")
+    inner = f"{prefix}." if prefix and hasattr(model, prefix) else ""
+    return {f"{inner}{glob}": style for glob, style in plan.items()}
+
+
+# ---------------------------------------------------------------------- the plan of Transformers
+
+
+def _from_transformers(model: nn.Module, own: Mapping[str, str]) -> dict[str, str]:
+    refused = {style: glob for glob, style in own.items() if style not in TRANSFORMERS_STYLES}
+    if refused:
+        style, glob = next(iter(refused.items()))
+        raise UnsupportedError(
+            f"the plan of {type(model).__name__} cuts {glob!r} by the style {style!r}, which ZeroShard "
+            f"does not have. It has {', '.join(TRANSFORMERS_STYLES)}. Train without tensor "
+            "parallelism, or pass a plan of your own that leaves these layers whole."
+        )
+    modules = dict(model.named_modules())
+    generic_names = {
+        ".".join("*" if t.isdigit() else t for t in name.split(".")) for name in modules
+    }
+    plan = {
+        glob: TRANSFORMERS_STYLES[style] for glob, style in own.items() if glob in generic_names
+    }
+    for glob, style in plan.items():
+        if style == "colwise" and FUSED.search(glob.rpartition(".")[2].lower()):
+            plan[glob] = "colwise_by_head"  # the authors say that it may be cut
+    return plan | _tied_embeddings(modules, plan)
+
+
+def _tied_embeddings(modules: Mapping[str, nn.Module], plan: Mapping[str, str]) -> dict[str, str]:
+    """The style ``vocab`` for embeddings that share the weight of a head that is cut."""
+    heads = [
+        getattr(modules[name], "weight", None)
+        for name, style in plan.items()
+        if style == "colwise_gather" and name in modules
+    ]
+    return {
+        name: "vocab"
+        for name, module in modules.items()
+        if isinstance(module, nn.Embedding)
+        and name not in plan
+        and any(module.weight is weight for weight in heads)
+    }
+
+
+# ---------------------------------------------------------------------- a guess from the structure
+
+
+def _from_structure(model: nn.Module, size: int) -> dict[str, str]:
+    plan: dict[str, str] = {}
+    missed: list[str] = []
+    checked: dict[tuple[Any, ...], dict[str, str]] = {}
+    for name, block in _blocks(model):
+        for inner, module in block.named_modules():
+            linears = _own_linears(module)
+            if not linears:
+                continue
+            full = ".".join(filter(None, (name, inner)))
+            key = (type(module), *((leaf, *layer.weight.shape) for leaf, layer in linears.items()))
+            if key not in checked:
+                checked[key] = _pair(full, model, module, linears, size)
+            plan |= {f"{full}.{leaf}": style for leaf, style in checked[key].items()}
+            missed += [f"{full}.{leaf}" for leaf in linears if leaf not in checked[key]]
+    if not plan or missed:
+        what = (
+            f"these layers were not recognised: {', '.join(missed[:8])}"
+            if missed
+            else (
+                "it has no repeated blocks (nn.ModuleList or nn.Sequential) with pairs of nn.Linear"
+            )
+        )
+        raise UsageError(
+            f'plan "auto": {type(model).__name__} has no plan of Transformers, and {what}. Recognised '
+            "are q, k and v before an output projection in one module, and an MLP whose modules are "
+            "layers of nn.Linear and activations. Pass a plan: a dict of globs and styles such as "
+            '{"blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}.'
+        )
+    return plan
+
+
+def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The members of the outermost lists of modules that repeat one class."""
+    outer: list[str] = []
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < 2:
+            continue
+        if any(name.startswith(f"{other}.") for other in outer):
+            continue
+        members = list(module.named_children())
+        if len({type(m) for _, m in members}) == 1 and any(m.children() for _, m in members):
+            if not all(list(member.children()) for _, member in members):
+                continue
+            outer.append(name)
+            yield from ((f"{name}.{leaf}".lstrip("."), member) for leaf, member in members)
+
+
+def _own_linears(module: nn.Module) -> dict[str, nn.Linear]:
+    return {leaf: m for leaf, m in module.named_children() if isinstance(m, nn.Linear)}
+
+
+def _pair(
+    name: str, model: nn.Module, module: nn.Module, linears: Mapping[str, nn.Linear], size: int
+) -> dict[str, str]:
+    """Styles for the linear layers of one module, checked by a run; empty if they are not recognised."""
+    guess = _attention(linears) or _mlp(module, linears)
+    if not guess or any(_indivisible(linears[leaf], style, size) for leaf, style in guess.items()):
+        return guess
+    colwise = [f"{name}.{leaf}".lstrip(".") for leaf, style in guess.items() if style == "colwise"]
+    counts = {
+        count.attribute: count.own
+        for count in (head_counts(model, colwise, size) if size > 1 else ())
+    }
+    return guess if _sums_up(module, guess, counts, size) else {}
+
+
+def _attention(linears: Mapping[str, nn.Linear]) -> dict[str, str]:
+    queries = [leaf for leaf in linears if QUERY.search(leaf)]
+    keys = [leaf for leaf in linears if KEY_VALUE.search(leaf)]
+    outputs = [leaf for leaf in linears if OUTPUT.match(leaf)]
+    if len(queries) != 1 or len(keys) != 2 or len(outputs) != 1 or len(linears) != 4:
+        return {}
+    rows = linears[queries[0]].out_features
+    if linears[outputs[0]].in_features != rows:
+        return {}
+    return {**dict.fromkeys((*queries, *keys), "colwise"), outputs[0]: "rowwise"}
+
+
+def _mlp(module: nn.Module, linears: Mapping[str, nn.Linear]) -> dict[str, str]:
+    """One or two layers d -> h and one layer h -> d, with modules without parameters around them."""
+    others = [m for leaf, m in module.named_children() if leaf not in linears]
+    if any(True for other in others for _ in other.parameters()):
+        return {}
+    shapes = {leaf: (layer.in_features, layer.out_features) for leaf, layer in linears.items()}
+    last = list(shapes)[-1]
+    for down in (last, *shapes):
+        ups = [leaf for leaf in shapes if leaf != down]
+        hidden, width = shapes[down]
+        if 1 <= len(ups) <= 2 and all(shapes[leaf] == (width, hidden) for leaf in ups):
+            return {**dict.fromkeys(ups, "colwise"), down: "rowwise"}
+    return {}
+
+
+def _indivisible(layer: nn.Linear, style: str, size: int) -> bool:
+    """Whether ``decide`` will refuse the layer, with a message of its own."""
+    return bool((layer.out_features if style == "colwise" else layer.in_features) % size)
+
+
+def _sums_up(
+    module: nn.Module, guess: Mapping[str, str], counts: Mapping[str, int], size: int
+) -> bool:
+    """Whether the module's result is the sum of the results of its ``size`` parts.
+
+    Runs a copy with random weights on the CPU. Costs the module's memory twice, in fp32, for a moment.
+    """
+    trial = copy.deepcopy(module).to_empty(device="cpu").float().eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for tensor in itertools.chain(trial.parameters(), trial.buffers()):
+            tensor.copy_(
+                torch.randn(tensor.shape, generator=generator) / max(1, tensor[:1].numel()) ** 0.5
+            )
+        width = max(layer.in_features for layer in _colwise(trial, guess))
+        x_BTD = torch.randn(2, 4, width, generator=generator)
+        try:
+            whole = trial(x_BTD)
+            for attribute, count in counts.items():
+                setattr(trial, attribute, count)
+            addends = [
+                torch.func.functional_call(trial, _parts(trial, guess, size, r), (x_BTD,))
+                for r in range(size)
+            ]
+        except Exception as error:  # whatever the program's forward raises: it cannot be checked
+            raise _uncheckable(module, error) from error
+    tensors = [whole, *addends]
+    if not all(isinstance(t, Tensor) for t in tensors):
+        raise _uncheckable(module, TypeError("its result is not a tensor"))
+    return torch.allclose(whole, sum(addends[1:], addends[0]), rtol=1e-3, atol=1e-4)
+
+
+def _uncheckable(module: nn.Module, error: Exception) -> UsageError:
+    return UsageError(
+        f'plan "auto": {type(module).__name__} looks like layers that can be cut, but a trial run with '
+        f"one tensor [batch, sequence, features] failed: {type(error).__name__}: {error}. So the guess "
+        "cannot be checked. Pass a plan: a dict of globs and styles such as "
+        '{"blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}.'
+    )
+
+
+def _colwise(module: nn.Module, guess: Mapping[str, str]) -> list[nn.Linear]:
+    own = _own_linears(module)
+    return [own[leaf] for leaf, style in guess.items() if style == "colwise"]
+
+
+def _parts(module: nn.Module, guess: Mapping[str, str], size: int, index: int) -> dict[str, Tensor]:
+    """The weights of rank ``index``. The bias of a row-parallel layer counts once."""
+    found: dict[str, Tensor] = {}
+    own = _own_linears(module)
+    for leaf, style in guess.items():
+        weight, bias = own[leaf].weight, own[leaf].bias
+        axis = 0 if style == "colwise" else 1
+        begin, end = part(weight.shape[axis], size, index)
+        found[f"{leaf}.weight"] = weight.narrow(axis, begin, end - begin)
+        if isinstance(bias, Tensor):
+            rowwise = bias if index == 0 else torch.zeros_like(bias)
+            found[f"{leaf}.bias"] = bias[begin:end] if axis == 0 else rowwise
+    return found

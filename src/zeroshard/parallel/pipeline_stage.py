@@ -1,0 +1,350 @@
+"""One stage of a pipeline, driven by the schedules of ``torch.distributed.pipelining``.
+
+Only this file imports that package. torch's schedules call the methods of a stage by name, and so does
+:class:`ZeroStage`; :func:`missing_names` says whether this version of torch has all of them.
+
+[Note: shapes of a step] torch's own stage keeps the receive buffers of the first step. If a later step
+has shorter sequences, it would compute on rows of the step before. Here every step sends the shapes of
+its first micro-batch ahead of it, and each micro-batch has new buffers, which are freed after its
+backward. All micro-batches of one step have the same shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.distributed.pipelining import PipelineStage
+
+from zeroshard.errors import UnsupportedError, UsageError
+from zeroshard.parallel.schedules import SCHEDULES
+
+SHAPES_TAG = 1
+"""The tag of messages with shapes. torch's schedules send activations and gradients with tag 0."""
+
+MAX_TENSORS, MAX_DIMS = 8, 8
+_FIELDS = 3 + MAX_DIMS  # dtype, requires_grad, number of dimensions, dimensions
+_DTYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32,
+    torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
+)  # fmt: skip
+
+CLASSES = {
+    "GPipe": "ScheduleGPipe",
+    "1F1B": "Schedule1F1B",
+    "Interleaved1F1B": "ScheduleInterleaved1F1B",
+    "LoopedBFS": "ScheduleLoopedBFS",
+}
+"""Name of the schedule -> torch's class."""
+
+STAGE_METHODS = (
+    "_prepare_forward_infra", "_prepare_backward_infra", "_warmup_forward_vote",
+    "_warmup_backward_result", "_post_metadata_inference_cleanup", "get_fwd_recv_ops",
+    "get_fwd_send_ops", "get_bwd_recv_ops", "get_bwd_send_ops", "forward_one_chunk",
+    "backward_one_chunk", "clear_runtime_states", "perform_reduce_grad", "scale_grads",
+)  # fmt: skip
+"""Methods of torch's stage that its schedules call, and that :class:`ZeroStage` replaces."""
+
+SCHEDULE_METHODS = ("_step_microbatches", "_initialize_pp_stages", "_maybe_compute_loss")
+
+
+def missing_names() -> list[str]:
+    """Names that are used here and that this version of torch does not have."""
+    names = {"PipelineStage": STAGE_METHODS, **dict.fromkeys(CLASSES.values(), SCHEDULE_METHODS)}
+    wanted = [(kind, name) for kind, methods in names.items() for name in methods]
+    return [
+        f"{kind}.{name}"
+        for kind, name in wanted
+        if not hasattr(getattr(pipelining, kind, None), name)
+    ]
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """Shape, dtype and need of a gradient of one tensor that crosses from a stage to the next one."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Boundary:
+        """That of ``tensor``."""
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    def empty(self, device: torch.device) -> Tensor:
+        """A tensor to receive into."""
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+
+def packed(boundaries: Sequence[Boundary]) -> Tensor:
+    """Boundaries as one int64 tensor of fixed length.
+
+    >>> unpacked(packed([Boundary((2, 3), torch.float32, True)]))
+    [Boundary(shape=(2, 3), dtype=torch.float32, requires_grad=True)]
+    """
+    words = [len(boundaries)]
+    for each in boundaries:
+        dims = [*each.shape, *[0] * (MAX_DIMS - len(each.shape))]
+        words += [_DTYPES.index(each.dtype), each.requires_grad, len(each.shape), *dims]
+    words += [0] * (1 + MAX_TENSORS * _FIELDS - len(words))
+    return torch.tensor(words, dtype=torch.int64)
+
+
+def unpacked(message: Tensor) -> list[Boundary]:
+    """The boundaries in a message of :func:`packed`. Waits for the device."""
+    count, *words = message.tolist()
+    found = []
+    for begin in range(0, count * _FIELDS, _FIELDS):
+        kind, requires_grad, dims, *shape = words[begin : begin + _FIELDS]
+        found.append(Boundary(tuple(shape[:dims]), _DTYPES[kind], bool(requires_grad)))
+    return found
+
+
+def as_tensors(output: Any, stage: int) -> tuple[Tensor, ...]:
+    """What a stage passes on: a tensor, or a tuple of tensors.
+
+    Raises:
+        UsageError: it is something else, or more than a message of shapes can describe.
+    """
+    tensors = output if type(output) is tuple else (output,)
+    if not tensors or not all(isinstance(tensor, Tensor) for tensor in tensors):
+        kinds = ", ".join(type(each).__name__ for each in tensors) or "nothing"
+        raise UsageError(
+            f"pipeline stage {stage} returned {kinds}. Only a tensor or a tuple of tensors can be sent "
+            "to the next stage. Cut the model elsewhere, or change what the module returns."
+        )
+    large = [t for t in tensors if t.dim() > MAX_DIMS or t.dtype not in _DTYPES]
+    if len(tensors) > MAX_TENSORS or large:
+        raise UsageError(
+            f"pipeline stage {stage} returned {len(tensors)} tensors, {len(large)} of them with more "
+            f"than {MAX_DIMS} dimensions or of a dtype that cannot be sent. At most {MAX_TENSORS} "
+            "tensors can be sent to the next stage. Cut the model elsewhere."
+        )
+    return tensors
+
+
+class ZeroStage(PipelineStage):
+    """A stage whose forward and backward are those of an engine's model.
+
+    ``forward(*inputs)`` runs the stage. ``around_backward(is_last)`` is a context that each backward runs
+    in; ``is_last``: it is the last one of the stage in this step. ``peers``: the global ranks of the
+    pipeline, in order. torch's metadata inference, which would run an additional forward, is replaced by
+    messages: see [Note: shapes of a step].
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        index: int,
+        num_stages: int,
+        *,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        forward: Callable[..., Any],
+        around_backward: Callable[[bool], Any],
+    ) -> None:
+        super().__init__(module, index, num_stages, device, group=group)
+        self._run = forward
+        self._around_backward = around_backward
+        self._peers = dist.get_process_group_ranks(group)
+        self._received: list[Boundary] | None = None  # of this step's inputs
+        self._sent: list[Boundary] | None = None  # of this step's outputs
+        self._messages: list[tuple[dist.Work | None, Tensor]] = []
+        self._inputs: dict[int, tuple[Tensor, ...]] = {}  # by micro-batch
+        self._outputs: dict[int, tuple[Tensor, ...]] = {}
+        self._output_grads: dict[int, list[Tensor]] = {}
+        self._input_grads: dict[int, list[Tensor]] = {}
+
+    # ------------------------------------------------------------------ what torch asks before a step
+
+    def _prepare_forward_infra(self, *_: Any, **__: Any) -> None:
+        self.args_recv_info = {0: ()}  # all that torch reads of it: no stage but the last one sends
+        self.act_send_info = {}
+
+    def _prepare_backward_infra(self, *_: Any, **__: Any) -> None:
+        """Nothing: buffers are made for each micro-batch."""
+
+    def _warmup_forward_vote(self, *_: Any, **__: Any) -> Tensor:
+        return torch.ones(1, dtype=torch.int32)  # the vote for static metadata, without a message
+
+    def _warmup_backward_result(self, *_: Any, **__: Any) -> Tensor:
+        return torch.ones(1, dtype=torch.int32)
+
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Nothing: no metadata was inferred."""
+
+    def clear_runtime_states(self) -> None:
+        """Forget the tensors and shapes of the last step. To be called before each step."""
+        for work, _ in self._messages:
+            if work is not None:
+                work.wait()
+        self._received = self._sent = None
+        for held in (self._inputs, self._outputs, self._output_grads, self._input_grads):
+            held.clear()
+        self._messages.clear()
+        self.output_chunks.clear()
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Nothing: the engine reduces gradients."""
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        """Nothing: the loss is divided."""
+
+    # ------------------------------------------------------------------ messages
+
+    def _peer(self, stage: int) -> int:
+        return self._peers[stage % len(self._peers)]
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Receives of the inputs of a micro-batch. Waits for the shapes before the first one."""
+        if self.is_first:
+            return []
+        source = self._peer(self.stage_index - 1)
+        if self._received is None:
+            message = packed([]).to(self.device)
+            dist.recv(message, src=source, group=self.group, tag=SHAPES_TAG)
+            self._received = unpacked(message)
+        inputs = tuple(each.empty(self.device) for each in self._received)
+        self._inputs[fwd_chunk_id] = inputs
+        return [dist.P2POp(dist.irecv, tensor, source, self.group) for tensor in inputs]
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Sends of the outputs of a micro-batch. The shapes go ahead of the first one.
+
+        Raises:
+            UsageError: the shapes differ from those of the first micro-batch.
+        """
+        if self.is_last:
+            return []
+        target, outputs = self._peer(self.stage_index + 1), self._outputs[fwd_chunk_id]
+        shapes = [Boundary.of(tensor) for tensor in outputs]
+        if self._sent is None:
+            self._sent = shapes
+            message = packed(shapes).to(self.device)
+            work = dist.isend(message, dst=target, group=self.group, tag=SHAPES_TAG)
+            self._messages.append((work, message))
+        elif shapes != self._sent:
+            raise UsageError(
+                f"pipeline stage {self.stage_index}: the outputs of micro-batch {fwd_chunk_id} are "
+                f"{shapes}, those of the first micro-batch of the step {self._sent}. All micro-batches "
+                "of a step need the same shapes, because the next stage makes its buffers before it "
+                "receives them."
+            )
+        tensors = [tensor.detach().contiguous() for tensor in outputs]
+        return [dist.P2POp(dist.isend, tensor, target, self.group) for tensor in tensors]
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Receives of the gradients of a micro-batch's outputs."""
+        if not self.has_backward or self.is_last:
+            return []
+        outputs = [tensor for tensor in self._outputs[bwd_chunk_id] if tensor.requires_grad]
+        grads = [torch.empty(t.shape, dtype=t.dtype, device=self.device) for t in outputs]
+        self._output_grads[bwd_chunk_id] = grads
+        source = self._peer(self.stage_index + 1)
+        return [dist.P2POp(dist.irecv, grad, source, self.group) for grad in grads]
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Sends of the gradients of a micro-batch's inputs."""
+        if not self.has_backward or self.is_first:
+            return []
+        target, grads = self._peer(self.stage_index - 1), self._input_grads.pop(bwd_chunk_id)
+        return [dist.P2POp(dist.isend, grad, target, self.group) for grad in grads]
+
+    # ------------------------------------------------------------------ computation
+
+    def forward_one_chunk(
+        self,
+        fwd_chunk_id: int,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any] | None = None,
+        save_forward_output: bool = True,
+    ) -> Any:
+        """Run one micro-batch forward. ``args``: the inputs of the first stage."""
+        if not self.is_first:
+            args = self._inputs[fwd_chunk_id]
+            for tensor, boundary in zip(args, self._received or (), strict=True):
+                tensor.requires_grad_(boundary.requires_grad and self.has_backward)
+        output = self._run(*args)
+        if not self.is_last:
+            self._outputs[fwd_chunk_id] = as_tensors(output, self.stage_index)
+        if not self.has_backward:
+            self._inputs.pop(fwd_chunk_id, None)
+        return output
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Tensor | None = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        """Run one micro-batch backward, and free what belongs to it."""
+        if not self.has_backward:
+            self._outputs.pop(bwd_chunk_id, None)
+            return
+        assert full_backward, "only schedules without separate weight gradients are offered"
+        with self._around_backward(last_backward):
+            if self.is_last:
+                assert loss is not None
+                torch.autograd.backward(loss)
+            else:
+                outputs = self._outputs.pop(bwd_chunk_id)
+                needing = [tensor for tensor in outputs if tensor.requires_grad]
+                torch.autograd.backward(needing, self._output_grads.pop(bwd_chunk_id))
+        inputs = self._inputs.pop(bwd_chunk_id, ())
+        self._input_grads[bwd_chunk_id] = [
+            torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.contiguous()
+            for tensor in inputs
+            if tensor.requires_grad
+        ]
+
+
+def open_schedule(
+    name: str, stages: Sequence[ZeroStage], micro_batches: int, loss: Callable[[Any, Any], Tensor]
+) -> Any:
+    """torch's schedule over this rank's stages. ``loss(output, labels)`` is called on the last stage.
+
+    Raises:
+        UnsupportedError: this version of torch lacks a name that is used here.
+    """
+    if missing := missing_names():
+        raise UnsupportedError(
+            f"pipeline parallelism uses names that torch {torch.__version__} does not have: "
+            f"{', '.join(missing)}. Install torch 2.13, with which it was tested."
+        )
+    given = list(stages) if SCHEDULES[name].several else stages[0]
+    kind: Any = getattr(pipelining, CLASSES[name])
+    return kind(given, micro_batches, loss_fn=loss, scale_grads=False)
+
+
+def run_schedule(
+    schedule: Any,
+    stages: Sequence[ZeroStage],
+    inputs: list[tuple[Any, ...]] | None,
+    labels: list[Any] | None,
+    *,
+    backward: bool,
+) -> list[Tensor]:
+    """Run one step. Returns the losses of the micro-batches on the last stage, else an empty list.
+
+    ``inputs``: by micro-batch, on the first stage. ``labels``: by micro-batch, on the last one.
+    ``backward=False``: only forwards.
+    """
+    losses: list[Tensor] = []
+    before, schedule._has_backward = schedule._has_backward, backward
+    try:
+        for stage in stages:
+            stage.has_backward = backward
+            stage.clear_runtime_states()
+        schedule._step_microbatches(inputs, None, labels, losses, return_outputs=False)
+    finally:
+        schedule._has_backward = before
+    for stage in stages:
+        stage.clear_runtime_states()
+    return losses

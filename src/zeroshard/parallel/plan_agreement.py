@@ -1,0 +1,163 @@
+"""Lets the tensor ranks compare plans, models and values before one of them cuts anything.
+
+They exchange short texts through the store of ``torch.distributed``, not through a collective. So a rank
+that differs becomes an error on all of them, not a hang or a wrong number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zeroshard.comm.agreement import (
+    FAILED,
+    Store,
+    exchange,
+    mismatch_text,
+    namespace,
+    post_plan,
+)
+from zeroshard.comm.connect import default_store
+from zeroshard.comm.env import run_name
+from zeroshard.comm.flight_recorder import rank_ranges
+from zeroshard.errors import RankMismatch, in_short
+from zeroshard.zero.param_bucket import fingerprint_of
+
+TIMEOUT_S = 600.0
+"""How long a tensor rank waits for the others, in seconds."""
+
+
+def agree(
+    mesh: DeviceMesh,
+    model: nn.Module,
+    styles: Mapping[str, str],
+    check: Callable[[Sequence[int]], None],
+) -> None:
+    """Return if all tensor ranks have the same model, values and ``styles``. Reads all values once.
+
+    ``check``: called a few times a second while this rank waits; it may end the wait by raising.
+
+    Raises:
+        RankMismatch: they differ; it names the first difference and the ranks.
+    """
+    if not _has_others(mesh):
+        return
+    store, me = _place(mesh), mesh.get_local_rank()
+    fields = _shapes(model) | {f"style of {name}": style for name, style in styles.items()}
+    digest = post_plan(store, me, fields)
+    digests = exchange(store, me, mesh.size(), digest, key="plan", timeout_s=TIMEOUT_S, check=check)
+    if len(set(digests)) > 1:
+        raise RankMismatch(_plans_text(store, digests, _ranks(mesh)))
+    mine = _values(model)
+    text = ",".join(mine.values())
+    everyone = exchange(
+        store, me, mesh.size(), text, key="values", timeout_s=TIMEOUT_S, check=check
+    )
+    if len(set(everyone)) > 1:
+        raise RankMismatch(_values_text(list(mine), everyone, _ranks(mesh)))
+
+
+def announce_failure(mesh: DeviceMesh, error: Exception) -> None:
+    """Tell the other tensor ranks that this one cannot go on, so that they do not wait."""
+    if _has_others(mesh):
+        post_plan(_place(mesh), mesh.get_local_rank(), {FAILED: in_short(error)})
+
+
+def agreed_seed(mesh: DeviceMesh, seed: int | None) -> int:
+    """``seed``, or the first tensor rank's ``torch.initial_seed()`` if it is None.
+
+    Raises:
+        RankMismatch: the tensor ranks were given different seeds.
+    """
+    own = torch.initial_seed() if seed is None else seed
+    if not _has_others(mesh):
+        return own
+    text = f"{seed is None} {own}"
+    everyone = exchange(
+        _place(mesh), mesh.get_local_rank(), mesh.size(), text, key="seed", timeout_s=TIMEOUT_S
+    )
+    if seed is not None and len(set(everyone)) > 1:
+        raise RankMismatch(
+            f"RankMismatch: tensor ranks {_ranks(mesh)} were given the seeds "
+            f"{[int(one.split()[1]) for one in everyone]}. Pass the same seed on all of them."
+        )
+    return int(everyone[0].split()[1])
+
+
+def _has_others(mesh: DeviceMesh) -> bool:
+    """Whether there are other processes to compare with; a simulated group has none."""
+    return mesh.size() > 1 and dist.get_backend(mesh.get_group()) != "fake"
+
+
+def _ranks(mesh: DeviceMesh) -> list[int]:
+    return dist.get_process_group_ranks(mesh.get_group())
+
+
+def _place(mesh: DeviceMesh) -> Store:
+    name = run_name()
+    label = f"zs/{name.run}/{name.attempt}/tensor/{','.join(map(str, _ranks(mesh)))}"
+    return namespace(cast("Store", default_store()), label, mesh.get_local_rank())
+
+
+def _shapes(model: nn.Module) -> dict[str, str]:
+    """Shape, dtype and trainability of each parameter, and what dropout draws from."""
+    found = {
+        f"parameter {name}": f"{tuple(param.shape)} {param.dtype} trained={param.requires_grad}"
+        for name, param in model.named_parameters(remove_duplicate=False)
+    }
+    drops = any(isinstance(m, nn.Dropout) and m.p > 0 for m in model.modules())
+    if drops:  # dropout between cut layers must drop the same elements on all tensor ranks
+        state = torch.get_rng_state().numpy().tobytes()
+        found["state of torch's generator (the model has dropout)"] = hashlib.sha256(
+            state
+        ).hexdigest()[:16]
+    return found
+
+
+def _values(model: nn.Module) -> dict[str, str]:
+    """A fingerprint of each parameter and buffer that has values, by name."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    with torch.no_grad():
+        prints = {
+            name: fingerprint_of(tensor.detach().contiguous())
+            for name, tensor in tensors.items()
+            if not tensor.is_meta
+        }
+    return dict(zip(prints, _hex(prints.values()), strict=True))
+
+
+def _hex(prints: Iterable[Tensor]) -> list[str]:
+    """One transfer from the device for each tensor would be slow, so all are moved at once."""
+    values = list(prints)
+    if not values:
+        return []
+    host = torch.stack([value.to(values[0].device) for value in values]).tolist()
+    return [f"{number & (2**64 - 1):x}" for number in host]
+
+
+def _plans_text(store: Store, digests: Sequence[str], ranks: Sequence[int]) -> str:
+    groups: dict[str, list[int]] = {}
+    for at, digest in enumerate(digests):
+        groups.setdefault(digest, []).append(at)
+    ordered = sorted(groups.values(), key=lambda places: (-len(places), places))
+    plans = [json.loads(store.get(f"fields/{places[0]}")) for places in ordered]
+    return mismatch_text([[ranks[at] for at in places] for places in ordered], plans)
+
+
+def _values_text(names: list[str], everyone: list[str], ranks: list[int]) -> str:
+    rows = [one.split(",") for one in everyone]
+    at = next(i for i in range(len(names)) if len({row[i] for row in rows}) > 1)
+    odd = [rank for rank, row in zip(ranks, rows, strict=True) if row[at] != rows[0][at]]
+    return (
+        f"RankMismatch: {names[at]!r} has other values on {rank_ranges(odd)} than on rank {ranks[0]}. "
+        "Tensor ranks cut one model, so all of them must have the same values.\n"
+        "  Call torch.manual_seed() with one number on all ranks before you build the model, load "
+        "the same weights on all of them, or build the model on the meta device."
+    )

@@ -1,0 +1,277 @@
+"""Cuts a model into the stages of a pipeline. Each rank keeps its own; names of parameters stay global.
+
+A pipeline runs submodules one after the other, so the model must be such a sequence: a
+``torch.nn.Sequential``, or a model whose order the caller gives. A *piece* is one submodule of the
+sequence. A stage is a run of pieces.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from zeroshard.errors import UsageError
+from zeroshard.parallel.schedules import SCHEDULES, stages_of
+
+STAGE = "pipeline_stage_"
+"""Begin of the name of the module that runs one stage. It holds no parameters by itself."""
+
+GATHER = REDUCE = ("step", "micro_batch")
+
+
+class StageModule(nn.Module):
+    """Runs the pieces of one stage. The pieces are registered in the model, under their own names."""
+
+    def __init__(self, pieces: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.pieces = dict(pieces)  # a dict of modules registers none of them
+
+    def forward(self, *inputs: Any) -> Any:
+        """The output of the last piece. Several inputs go to the first piece as a tuple."""
+        value: Any = inputs[0] if len(inputs) == 1 else inputs
+        for piece in self.pieces.values():
+            value = piece(value)
+        return value
+
+
+class PipelineModel(nn.Module):
+    """A model that is cut into stages. Made by :func:`pipeline`; the engine calls :meth:`keep`.
+
+    ``stages``: the names of the pieces of each stage. ``digest``: a hash of the whole model's parameters,
+    its stages and the schedule. Before :meth:`keep`, forward runs the whole model.
+    """
+
+    def __init__(
+        self,
+        pieces: Mapping[str, nn.Module],
+        starts: Sequence[str],
+        *,
+        tree: Mapping[str, nn.Module],
+        loss_fn: Callable[[Any, Any], Tensor] | None,
+        schedule: str,
+        gather: str,
+        reduce: str,
+    ) -> None:
+        super().__init__()
+        for name, child in tree.items():
+            self.add_module(name, child)
+        self.loss_fn, self.schedule, self.gather, self.reduce = loss_fn, schedule, gather, reduce
+        self.stages: list[list[str]] = [[]]
+        for name in pieces:
+            if name in starts:
+                self.stages.append([])
+            self.stages[-1].append(name)
+        shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in self.named_parameters()]
+        plan = (shapes, self.stages, schedule, gather, reduce)
+        self.digest = hashlib.sha256(repr(plan).encode()).hexdigest()  # equal on every rank
+        self._pieces = dict(pieces)
+        # Names and classes of modules, also of those that keep() deletes: patterns may name them.
+        self.every_module: list[tuple[str, str]] = [
+            (name, type(m).__name__) for name, m in self.named_modules() if name
+        ]
+        self.kept: dict[int, StageModule] | None = None  # this rank's stages, by number
+        self._placed: tuple[int, int] | None = None  # pipeline rank and size of keep()
+        self._stage_of: dict[str, int] = {}
+
+    def keep(self, rank: int, ranks: int) -> None:
+        """Keep the stages of one of ``ranks`` pipeline ranks, and delete all other modules.
+
+        One rank keeps all of them as one stage.
+
+        Raises:
+            UsageError: the number of stages is not a multiple of ``ranks``, or other stages were kept
+                before.
+        """
+        if self._placed is not None:
+            if self._placed != (rank, ranks):
+                raise UsageError(
+                    f"the model was cut for pipeline rank {self._placed[0]} of {self._placed[1]}, and "
+                    f"now for rank {rank} of {ranks}. The other stages are deleted. Build the model "
+                    "again."
+                )
+            return
+        if len(self.stages) % ranks:
+            near = max(1, round(len(self.stages) / ranks)) * ranks
+            raise UsageError(
+                f"the model is cut into {len(self.stages)} stages, which is not a multiple of "
+                f"{ranks} pipeline ranks. Give {near - 1} names in split=, for {near} stages."
+            )
+        self._check_ties()
+        if ranks == 1:
+            self.stages = [[name for stage in self.stages for name in stage]]
+        own = stages_of(rank, ranks, len(self.stages) // ranks)
+        kept = {stage: {name: self._pieces[name] for name in self.stages[stage]} for stage in own}
+        names = {name for pieces in kept.values() for name in pieces}
+        for name in self._pieces:
+            if name not in names:
+                parent, _, leaf = name.rpartition(".")
+                del self.get_submodule(parent)._modules[leaf]
+        self._pieces = {}
+        for stage, pieces in kept.items():
+            for name, piece in pieces.items():
+                for leaf, _ in piece.named_parameters():
+                    self._stage_of.setdefault(f"{name}.{leaf}", stage)
+        self.kept = {stage: StageModule(pieces) for stage, pieces in kept.items()}
+        for stage, module in self.kept.items():
+            self.add_module(f"{STAGE}{stage}", module)
+        self._placed = rank, ranks
+
+    def stage_of(self, parameter: str) -> int:
+        """The stage that has the parameter of this name."""
+        return self._stage_of[parameter]
+
+    def forward(self, *inputs: Any, stage: int | None = None) -> Any:
+        """Run one stage, or the whole model if this rank has all of it.
+
+        Raises:
+            UsageError: the whole model, on a rank that has a part of it.
+        """
+        if self.kept is None:
+            return StageModule(self._pieces)(*inputs)
+        if stage is None:
+            if len(self.stages) > 1:
+                raise UsageError(
+                    f"this rank has {len(self.kept)} of {len(self.stages)} pipeline stages, so it cannot "
+                    "run the model alone. Call engine.train_batch() or engine.eval_batch()."
+                )
+            stage = 0
+        return self.get_submodule(f"{STAGE}{stage}")(*inputs)
+
+    def _check_ties(self) -> None:
+        """Refuse parameters that several stages use."""
+        first: dict[int, tuple[int, str]] = {}
+        for stage, names in enumerate(self.stages):
+            for name in names:
+                for leaf, param in self._pieces[name].named_parameters():
+                    other, fqn = first.setdefault(id(param), (stage, f"{name}.{leaf}"))
+                    if other != stage:
+                        raise UsageError(
+                            f"parameters {fqn!r} of pipeline stage {other} and {name + '.' + leaf!r} of "
+                            f"stage {stage} are one (tied). A weight that is tied over stages is not "
+                            "supported yet. Untie it, or cut the model so that one stage has both."
+                        )
+
+
+def pipeline(
+    model: nn.Module,
+    *,
+    split: Sequence[str],
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    order: Sequence[str] | None = None,
+    schedule: str = "1F1B",
+    gather: str = "micro_batch",
+    reduce: str = "micro_batch",
+) -> PipelineModel:
+    """Cut ``model`` into ``len(split) + 1`` stages. Pass the result to ``zeroshard.initialize``.
+
+    ``split``: the name of the first piece of each stage but the first, for example ``["layers.8"]``.
+    ``order``: the names of the submodules in the order in which they run, each on the output of the one
+    before; needed unless the model is a ``Sequential``. A ``ModuleList`` in it stands for its entries.
+    ``loss_fn(output, labels)``: the mean loss of one micro-batch, called on the last stage.
+    ``schedule``: GPipe, 1F1B, Interleaved1F1B or LoopedBFS. Stage ``s`` is on pipeline rank ``s`` modulo
+    their number; with several stages per rank, the schedule is one of the last two.
+    ``gather``: at ZeRO stage 3 parameters are gathered for each forward and backward (``micro_batch``),
+    or once per step and held through it (``step``).
+    ``reduce``: at stages 2 and 3 gradients are reduced after each backward, or once per step. Then each
+    rank holds whole gradients, as at stage 1.
+
+    The model is taken apart and cannot be used by itself afterwards.
+
+    Raises:
+        UsageError: a name is not in the model, or the model cannot be cut there.
+    """
+    _check_choice("schedule", schedule, tuple(SCHEDULES))
+    _check_choice("gather", gather, GATHER)
+    _check_choice("reduce", reduce, REDUCE)
+    if isinstance(split, str):
+        raise UsageError(f"split={split!r} is one name. Give a list of names: [{split!r}].")
+    names = _order_of(model, order)
+    pieces = dict(_expanded(model, names, list(split), required=order is not None))
+    _check_cuts(pieces, list(split))
+    _check_complete(model, pieces)
+    return PipelineModel(
+        pieces, list(split), tree=dict(model.named_children()), loss_fn=loss_fn, schedule=schedule,
+        gather=gather, reduce=reduce,
+    )  # fmt: skip
+
+
+def _check_choice(key: str, value: object, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise UsageError(f"pipeline({key}={value!r}): choose one of {', '.join(choices)}.")
+
+
+def _order_of(model: nn.Module, order: Sequence[str] | None) -> list[str]:
+    if order is not None:
+        known = dict(model.named_modules())
+        for name in order:
+            if name not in known or not name:
+                raise UsageError(
+                    f"order= names {name!r}, which is not a submodule of {type(model).__name__}. Its "
+                    f"children are {', '.join(known_name for known_name, _ in model.named_children())}."
+                )
+        return list(order)
+    if type(model).forward is not nn.Sequential.forward:
+        raise UsageError(
+            f"{type(model).__name__} has a forward of its own, and a pipeline needs the order in which "
+            "its submodules run. If each takes the output of the one before, give their names, for "
+            f'example order=["embed", "layers", "head"]. The children of {type(model).__name__} are '
+            f"{', '.join(name for name, _ in model.named_children())}."
+        )
+    return [name for name, _ in model.named_children()]
+
+
+def _expanded(
+    model: nn.Module, names: Iterable[str], split: Sequence[str], *, required: bool
+) -> Iterator[tuple[str, nn.Module]]:
+    """The pieces: the named modules, with containers replaced by their entries where needed."""
+    for name in names:
+        module = model.get_submodule(name)
+        inside = any(cut.startswith(f"{name}.") for cut in split)
+        if isinstance(module, nn.ModuleList) or (inside and type(module) is nn.Sequential):
+            entries = [f"{name}.{leaf}" for leaf, _ in module.named_children()]
+            yield from _expanded(model, entries, split, required=required)
+        elif inside:
+            cut = next(cut for cut in split if cut.startswith(f"{name}."))
+            raise UsageError(
+                f"split= names {cut!r}, which is inside {name!r}, a {type(module).__name__} with a "
+                "forward of its own. A model can be cut between pieces: entries of a Sequential or "
+                "ModuleList, or names in order=."
+            )
+        else:
+            yield name, module
+
+
+def _check_cuts(pieces: Mapping[str, nn.Module], split: Sequence[str]) -> None:
+    place = {name: at for at, name in enumerate(pieces)}
+    for cut in split:
+        if cut not in place:
+            raise UsageError(
+                f"split= names {cut!r}, which is not a piece of the model. Pieces are: "
+                f"{', '.join(list(pieces)[:12])}{'...' if len(pieces) > 12 else ''}."
+            )
+        if not place[cut]:
+            raise UsageError(
+                f"split= names {cut!r}, the first piece: the stage before it is empty."
+            )
+    places = [place[cut] for cut in split]
+    if places != sorted(set(places)):
+        raise UsageError(
+            f"split={list(split)} is not in the order of the model, or has a name twice. Give each "
+            "stage's first piece once, in order."
+        )
+
+
+def _check_complete(model: nn.Module, pieces: Mapping[str, nn.Module]) -> None:
+    """Refuse parameters and buffers that no piece has: no stage would use them."""
+    held = {id(t) for piece in pieces.values() for t in (*piece.parameters(), *piece.buffers())}
+    named = [*model.named_parameters(), *model.named_buffers()]
+    lost = [name for name, tensor in named if id(tensor) not in held]
+    if lost:
+        raise UsageError(
+            f"{lost[0]!r} (and {len(lost) - 1} more parameters or buffers) belongs to no piece of the "
+            "pipeline, so no stage would use it. Name its module in order=, or move it into a module "
+            "that is one of the pieces."
+        )

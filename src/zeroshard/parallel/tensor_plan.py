@@ -1,0 +1,456 @@
+"""Tensor parallelism by a plan: a plain model becomes one that has a part of its layers on each rank.
+
+A plan names layers by globs and says how each is cut:
+
+    {"blocks.*.attn.[qkv]": "colwise", "blocks.*.attn.o": "rowwise", "embed": "vocab"}
+
+A glob has as many parts between dots as the names it matches; ``*`` stands for anything within one part.
+The styles are :data:`zeroshard.parallel.tensor_styles.STYLES`. ``"auto"`` derives the plan from the
+model.
+
+:func:`tensor_parallel` decides first, from the model, the plan and the number of tensor ranks alone.
+Then the tensor ranks compare what they decided and the values they have, through the store. Then each
+rank cuts its own copy, layer by layer, without any collective. Cut parameters become ``DTensor``
+parameters; others stay as they are and are equal on all tensor ranks.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+
+from zeroshard.comm.env import local_device
+from zeroshard.errors import UsageError
+from zeroshard.parallel.auto_plan import derive_plan
+from zeroshard.parallel.heads import FUSED, HeadCount, head_counts
+from zeroshard.parallel.initial_values import draw_own_values
+from zeroshard.parallel.plan_agreement import agree, agreed_seed, announce_failure
+from zeroshard.parallel.tensor_styles import (
+    STYLES,
+    CutLayer,
+    StyleRow,
+    as_dtensor,
+    kind_of,
+    local_part,
+)
+from zeroshard.zero.materialize import check_meta
+from zeroshard.zero.sharded_parameter import owner_of
+
+logger = logging.getLogger("zeroshard")
+
+TENSOR_DIMS = ("tensor", "tp", "model")
+"""Names of the tensor dimension in meshes of ZeroShard, torchtitan and DeepSpeed."""
+
+
+@dataclass(frozen=True)
+class CutWeight:
+    """One parameter that is cut: its first name, its shape in the model, and the axis."""
+
+    name: str
+    shape: tuple[int, ...]
+    axis: int
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """What tensor parallelism does to one model. A function of model, plan and ``size`` alone.
+
+    ``styles``: the style of each named layer. ``cuts``: the parameters that are cut. ``heads``: numbers
+    of heads that are divided. ``sequence``: the residual stream is cut over the sequence. ``source``:
+    where the plan comes from.
+    """
+
+    size: int
+    styles: Mapping[str, str]
+    cuts: tuple[CutWeight, ...]
+    heads: tuple[HeadCount, ...]
+    sequence: bool
+    source: str
+
+    @property
+    def text(self) -> str:
+        """The plan in lines, for a log: layers that differ only in a number are on one line."""
+        rows: dict[tuple[str, str], int] = defaultdict(int)
+        for name, style in self.styles.items():
+            rows[(generic(name), style)] += 1
+        lines = [f"tensor parallel over {self.size} ranks, plan from {self.source}:"]
+        lines += [f"  {name} (x{count}): {style}" for (name, style), count in rows.items()]
+        heads = {(h.attribute, h.whole, h.own) for h in self.heads}
+        lines += [f"  {name}: {whole} -> {own} on each rank" for name, whole, own in sorted(heads)]
+        return "\n".join(lines)
+
+
+def generic(name: str) -> str:
+    """The name with ``*`` for every part that is a number.
+
+    >>> generic("layers.12.mlp.up")
+    'layers.*.mlp.up'
+    """
+    return ".".join("*" if token.isdigit() else token for token in name.split("."))
+
+
+def tensor_parallel(
+    model: nn.Module,
+    mesh: DeviceMesh | dist.ProcessGroup,
+    plan: Mapping[str, str] | str = "auto",
+    *,
+    seed: int | None = None,
+) -> nn.Module:
+    """Cut the layers of ``model`` over the tensor ranks; returns the same model. Collective.
+
+    ``mesh``: a one-dimensional mesh, a mesh with a dimension named ``tensor``, ``tp`` or ``model``, or a
+    process group. ``plan``: globs and styles, or ``"auto"``. A model on the meta device gets its values
+    here, the same for any number of tensor ranks; ``seed`` is for them, default: the first rank's
+    ``torch.initial_seed()``. A model that has values must have the same on all tensor ranks.
+
+    Cut parameters are new objects, so build optimizers afterwards. Ties stay.
+
+    Raises:
+        UsageError: model, plan and mesh do not fit together; the same text on every rank.
+        RankMismatch: tensor ranks have different plans, models or values.
+    """
+    made = apply_plan(model, mesh, plan, seed=seed)
+    if made.size > 1 and dist.get_rank() == 0:
+        logger.info("%s", made.text)
+    return model
+
+
+def apply_plan(
+    model: nn.Module,
+    mesh: DeviceMesh | dist.ProcessGroup,
+    plan: Mapping[str, str] | str = "auto",
+    *,
+    seed: int | None = None,
+    check: Callable[[Sequence[int]], None] = lambda _missing: None,
+) -> TensorPlan:
+    """Like :func:`tensor_parallel`, but returns what was decided, and logs nothing.
+
+    ``check(missing)`` gets the positions of tensor ranks that this one waits for, a few times a second.
+    It may end the wait by raising.
+    """
+    mesh = tensor_mesh(mesh)
+    try:
+        made = decide(model, mesh.size(), plan)
+        check_meta(model)
+    except UsageError as error:
+        announce_failure(mesh, error)
+        raise
+    agree(mesh, model, made.styles, check)
+    if any(param.is_meta for param in model.parameters()):
+        seed = agreed_seed(mesh, seed)
+    _cut(model, mesh, made, seed or 0)
+    return made
+
+
+def tensor_mesh(mesh: DeviceMesh | dist.ProcessGroup) -> DeviceMesh:
+    """The one-dimensional mesh of the tensor ranks.
+
+    Raises:
+        UsageError: the mesh has several dimensions and none is named for tensor parallelism.
+    """
+    if isinstance(mesh, dist.ProcessGroup):
+        return DeviceMesh.from_group(mesh, local_device().type, mesh_dim_names=("tensor",))
+    if not isinstance(mesh, DeviceMesh):
+        raise UsageError(
+            f"mesh is a {type(mesh).__name__}, neither a DeviceMesh nor a process group. Pass the mesh "
+            "of the tensor ranks, such as init_device_mesh(...)['tp']."
+        )
+    if mesh.ndim == 1:
+        return mesh
+    names = mesh.mesh_dim_names or ()
+    for name in TENSOR_DIMS:
+        if name in names:
+            return mesh[name]
+    raise UsageError(
+        f"the mesh has {mesh.ndim} dimensions {tuple(names)}, and none is named "
+        f"{' or '.join(map(repr, TENSOR_DIMS))}. Pass the one-dimensional mesh of the tensor ranks."
+    )
+
+
+# ---------------------------------------------------------------------- deciding
+
+
+def decide(model: nn.Module, size: int, plan: Mapping[str, str] | str) -> TensorPlan:
+    """What ``plan`` does to ``model`` on ``size`` tensor ranks. Changes nothing and needs no ranks.
+
+    Raises:
+        UsageError: model and plan do not fit together, or ``size`` does not fit the model.
+    """
+    _check_model(model)
+    source = "the caller"
+    if isinstance(plan, str):
+        if plan != "auto":
+            raise UsageError(
+                f'plan is {plan!r}. Pass "auto", or a dict of globs and styles such as '
+                '{"blocks.*.mlp.up": "colwise"}.'
+            )
+        plan, source = derive_plan(model, size)
+    styles = _matched(model, plan)
+    rows = {name: STYLES[style] for name, style in styles.items()}
+    sequence = any(row.name == "sequence" for row in rows.values())
+    for name, row in rows.items():
+        _check_layer(name, model.get_submodule(name), row, size)
+    if sequence:
+        _check_stream(model, rows)
+    cuts = _cut_weights(model, rows)
+    colwise = [name for name, row in rows.items() if row.name in ("colwise", "colwise_by_head")]
+    heads = head_counts(model, colwise, size) if size > 1 else []
+    if source == "transformers":  # these models compute the number of heads from the shape
+        heads = []
+    return TensorPlan(size, styles, tuple(cuts), tuple(heads), sequence, source)
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"model is a {type(model).__name__}, not a torch.nn.Module. Pass the model itself."
+        )
+    for name, param in model.named_parameters():
+        if isinstance(param, DTensor):
+            raise UsageError(
+                f"parameter {name!r} is a DTensor with placements {param.placements}: the model has "
+                "been cut already. Pass a plain model, or leave the plan out."
+            )
+        if owner_of(param) is not None:
+            raise UsageError(
+                f"parameter {name!r} belongs to an engine or to zero.Init, which has sharded it. Cut "
+                "the model for tensor parallelism first, and pass it to initialize() afterwards."
+            )
+
+
+def _matched(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """Style by name of a layer, in the model's order.
+
+    Raises:
+        UsageError: an unknown style, a glob without a match, or two globs that disagree.
+    """
+    if not isinstance(plan, Mapping) or not plan:
+        raise UsageError(
+            f'plan is {plan!r}. Pass "auto", or a dict of globs and styles such as '
+            '{"blocks.*.mlp.up": "colwise"}.'
+        )
+    names = [name for name, _ in model.named_modules() if name]
+    found: dict[str, tuple[str, str]] = {}
+    for glob, style in plan.items():
+        if style not in STYLES:
+            close = difflib.get_close_matches(str(style), STYLES, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise UsageError(
+                f"plan: {glob!r} has the unknown style {style!r}.{hint} Styles: {', '.join(STYLES)}."
+            )
+        matches = [name for name in names if _matches(name, glob)]
+        if not matches:
+            raise UsageError(
+                f"plan: {glob!r} matches no module of the model, so nothing would be cut there."
+                f"{_similar(glob, names)}"
+            )
+        for name in matches:
+            other, before = found.setdefault(name, (glob, style))
+            if before != style:
+                raise UsageError(
+                    f"plan: {name!r} matches {other!r} with the style {before!r} and {glob!r} with the "
+                    f"style {style!r}. Change one of the globs so that each layer has one style."
+                )
+    return {name: found[name][1] for name in names if name in found}
+
+
+def _matches(name: str, glob: str) -> bool:
+    tokens, patterns = name.split("."), glob.split(".")
+    return len(tokens) == len(patterns) and all(map(fnmatchcase, tokens, patterns))
+
+
+def _similar(glob: str, names: list[str]) -> str:
+    generic_names = dict.fromkeys(map(generic, names))
+    close = difflib.get_close_matches(glob, generic_names, n=3, cutoff=0.5)
+    return (
+        f" Similar names: {', '.join(close)}." if close else " Globs name modules, not parameters."
+    )
+
+
+def _check_layer(name: str, module: nn.Module, row: StyleRow, size: int) -> None:
+    """Check that the style fits the layer and that the layer can be cut into ``size`` parts."""
+    kind = kind_of(module)
+    if kind not in row.kinds:
+        fits = " or ".join("a norm" if k == "norm" else f"nn.{k}" for k in row.kinds)
+        advice = (
+            "It stores its weight transposed, and often q, k and v in one. Replace it by nn.Linear "
+            "layers."
+            if type(module).__name__ == "Conv1D"
+            else "Name the layers inside it, or leave it out of the plan."
+        )
+        raise UsageError(
+            f'plan: {name!r} is a {type(module).__name__}, and the style "{row.name}" fits {fits} '
+            f"only. {advice}"
+        )
+    _check_contents(name, module, row)
+    if row.name == "colwise" and FUSED.search(name.rpartition(".")[2].lower()):
+        raise UsageError(
+            f"plan: {name!r} looks like several projections in one weight. A cut through all of its "
+            "rows would give the first rank all of the first and none of the last. Use one nn.Linear "
+            "for each; or, if its rows are ordered head by head (q, k and v of head 0, then of head "
+            '1, ...), the style "colwise_by_head".'
+        )
+    if row.name in ("vocab", "colwise_gather") or row.weight_axis is None:
+        return  # their uneven parts meet in one tensor; elsewhere the next layer needs equal parts
+    extent = module.get_parameter("weight").shape[row.weight_axis]
+    if extent % size:
+        what = "out_features" if row.weight_axis == 0 else "in_features"
+        raise UsageError(
+            f"plan: {name!r} has {what} = {extent}, which {size} tensor ranks cannot share evenly. "
+            f"Use a number of tensor ranks that divides {extent}, or leave the layer and its partner "
+            "out of the plan."
+        )
+
+
+def _check_contents(name: str, module: nn.Module, row: StyleRow) -> None:
+    """Check that the layer has nothing that a cut would forget."""
+    buffers = [leaf for leaf, buffer in module.named_buffers() if buffer.numel() != 1]
+    if buffers:
+        raise UsageError(
+            f"plan: {name!r} has the buffer {buffers[0]!r}, and the plan does not say how to cut it. "
+            "Leave this layer and its partner out of the plan."
+        )
+    others = [leaf for leaf, _ in module.named_parameters() if leaf not in ("weight", "bias")]
+    if others or any(True for _ in module.children()):
+        what = repr(others[0]) if others else "modules inside it"
+        raise UsageError(
+            f"plan: {name!r} has, besides weight and bias, {what}, such as a parametrization, and the "
+            "plan does not say how to cut that. Leave this layer and its partner out of the plan."
+        )
+    for leaf, param in module.named_parameters():
+        if not param.is_floating_point() or isinstance(param.grad, torch.Tensor):
+            why = "has a gradient" if param.is_floating_point() else f"is {param.dtype}"
+            raise UsageError(
+                f"plan: '{name}.{leaf}' {why}, and only floating-point parameters without a gradient "
+                "can be cut. Cut the model before its first backward and before it is quantized."
+            )
+    if isinstance(module, nn.Embedding) and (
+        module.max_norm is not None or module.sparse or module.scale_grad_by_freq
+    ):
+        raise UsageError(
+            f"plan: {name!r} is an Embedding with max_norm, sparse or scale_grad_by_freq, which need "
+            "the whole table on each rank. Leave it out of the plan, or turn these options off."
+        )
+    if (
+        isinstance(module, nn.LayerNorm)
+        and len(module.normalized_shape) > 1
+        and row.name != "replicate"
+    ):
+        raise UsageError(
+            f"plan: {name!r} normalizes over {len(module.normalized_shape)} dimensions, and the style "
+            f'"{row.name}" cuts one of them. Leave it out of the plan.'
+        )
+
+
+def _check_stream(model: nn.Module, rows: Mapping[str, StyleRow]) -> None:
+    """Check a plan with a residual stream that is cut over the sequence: it has to name every layer.
+
+    The gradient of a layer that the plan does not know would be a sum over this rank's tokens only.
+    """
+    if hasattr(model, "base_model_prefix") or hasattr(model, "_tp_plan"):
+        raise UsageError(
+            f'plan: {type(model).__name__} is a model of Transformers, and the style "sequence" cuts '
+            "the sequence that these models compute positions and masks from. Use a plan without it."
+        )
+    for name, module in model.named_modules():
+        own = [leaf for leaf, param in module.named_parameters(recurse=False)]
+        if own and name not in rows:
+            raise UsageError(
+                f'plan: the style "sequence" cuts the residual stream, and the plan does not name '
+                f"{name or 'the model itself'!r} ({type(module).__name__}), which has the parameter "
+                f"{own[0]!r}. Its gradient would count a part of the tokens only. Name it, with the "
+                'style "replicate" if it works on each token alone.'
+            )
+
+
+def _cut_weights(model: nn.Module, rows: Mapping[str, StyleRow]) -> list[CutWeight]:
+    """The parameters that are cut, each once.
+
+    Raises:
+        UsageError: two layers share a parameter, and the plan would not cut it the same way in both.
+    """
+    users: dict[nn.Parameter, list[tuple[str, str, int | None]]] = {}
+    for name, module in model.named_modules():
+        for leaf, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            axis = rows[name].axis(leaf) if name in rows else None
+            users.setdefault(param, []).append((name, leaf, axis))
+    cuts = []
+    for param, uses in users.items():
+        axes = {axis for _, _, axis in uses}
+        if len(axes) > 1:
+            (first, leaf, axis), (second, _, other) = (
+                uses[0],
+                next(u for u in uses if u[2] != uses[0][2]),
+            )
+            raise UsageError(
+                f"plan: {first!r} and {second!r} share one {leaf}, of shape {tuple(param.shape)}. The "
+                f"plan cuts it {_on(axis)} in the first and {_on(other)} in the second. Give both a "
+                'style that cuts the same axis, such as "vocab" for the embedding and '
+                '"colwise_gather" for the head, or untie them.'
+            )
+        axis = axes.pop()
+        if axis is not None:
+            cuts.append(CutWeight(f"{uses[0][0]}.{uses[0][1]}", tuple(param.shape), axis))
+    return cuts
+
+
+def _on(axis: int | None) -> str:
+    return "nowhere" if axis is None else f"on axis {axis}"
+
+
+# ---------------------------------------------------------------------- cutting
+
+
+def _cut(model: nn.Module, mesh: DeviceMesh, plan: TensorPlan, seed: int) -> None:
+    """Cut the model, module by module, so that at most one module is whole besides the model given."""
+    made: dict[nn.Parameter, nn.Parameter] = {}  # the old objects are kept: ids must stay unique
+    cutter = partial(_new_param, mesh=mesh, made=made)
+    device = torch.device(mesh.device_type)
+    for name, module in list(model.named_modules()):
+        for leaf, param in module._parameters.items():
+            if param in made:  # before draw_own_values could fill it a second time
+                module._parameters[leaf] = made[param]
+        draw_own_values(name, module, seed, device)
+        style = plan.styles.get(name)
+        if plan.size == 1 or style is None or (style == "replicate" and not plan.sequence):
+            continue
+        layer = CutLayer(name, STYLES[style], cutter, sequence=plan.sequence)
+        parallelize_module(module, mesh, layer, src_data_rank=None)
+    for count in plan.heads:
+        setattr(model.get_submodule(count.module), count.attribute, count.own)
+
+
+def _new_param(
+    param: nn.Parameter,
+    axis: int | None,
+    *,
+    mesh: DeviceMesh,
+    made: dict[nn.Parameter, nn.Parameter],
+) -> nn.Parameter:
+    """The parameter that replaces ``param``: this rank's part of it, as a DTensor."""
+    if isinstance(param, DTensor):  # tied, and cut at its first use
+        return param
+    if param not in made:
+        values = as_dtensor(local_part(param, axis, mesh), param.shape, axis, mesh)
+        new = nn.Parameter(values, requires_grad=param.requires_grad)
+        new.__dict__.update(param.__dict__)
+        made[param] = new
+    return made[param]
+
+
+def is_cut(model: nn.Module) -> bool:
+    """Whether the model has parameters that are parts of global tensors: it needs no plan any more."""
+    return any(isinstance(param, DTensor) for param in model.parameters())

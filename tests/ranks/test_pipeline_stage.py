@@ -1,0 +1,139 @@
+"""A stage under torch's schedules, without an engine: messages, shapes, and what is kept."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zeroshard.errors import UsageError
+from zeroshard.parallel import pipeline
+from zeroshard.parallel.pipeline_stage import ZeroStage, open_schedule, run_schedule
+from zeroshard.parallel.schedules import SCHEDULES
+from zeroshard.testing import on_ranks
+
+COUNT, WIDTH = 4, 4
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)]
+    return nn.Sequential(*layers).double()
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean() / COUNT
+
+
+def opened(name: str, model: Any = None) -> tuple[Any, list[ZeroStage], nn.Module]:
+    per_rank = 2 if SCHEDULES[name].several else 1
+    part = pipeline(model or build(), split=["1", "2", "3"] if per_rank == 2 else ["2"])
+    part.keep(dist.get_rank(), 2)
+    stages = [
+        ZeroStage(
+            module,
+            index,
+            2 * per_rank,
+            device=torch.device("cpu"),
+            group=dist.group.WORLD,
+            forward=module,
+            around_backward=lambda _last: contextlib.nullcontext(),
+        )
+        for index, module in part.kept.items()
+    ]
+    return open_schedule(name, stages, COUNT, loss_of), stages, part
+
+
+def batches(step: int, length: int) -> tuple[list[Tensor], list[Tensor]]:
+    torch.manual_seed(step)
+    made = [torch.randn(2, length, WIDTH, dtype=torch.float64) for _ in range(2 * COUNT)]
+    return made[:COUNT], made[COUNT:]
+
+
+def run(opened_parts: Any, step: int, length: int, *, backward: bool) -> list[Tensor]:
+    schedule, stages, _ = opened_parts
+    inputs, targets = batches(step, length)
+    first, last = stages[0].is_first, stages[-1].is_last
+    return run_schedule(
+        schedule,
+        stages,
+        [(x,) for x in inputs] if first else None,
+        targets if last else None,
+        backward=backward,
+    )
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@on_ranks(2)
+def test_a_pipeline_computes_what_the_model_computes_for_every_sequence_length(name):
+    """torch's own stage would compute on rows of the step before when the length changes."""
+    plain, parts = build(), opened(name)
+    for step, (length, backward) in enumerate(
+        [(8, True), (6, True), (6, False), (9, False), (8, True)]
+    ):
+        plain.zero_grad()
+        parts[2].zero_grad()
+        expected = [loss_of(plain(x), y) for x, y in zip(*batches(step, length), strict=True)]
+        with torch.set_grad_enabled(backward):
+            losses = run(parts, step, length, backward=backward)
+        assert len(losses) == (COUNT if parts[1][-1].is_last else 0)
+        for loss, wanted in zip(losses, expected, strict=False):
+            assert torch.allclose(loss, wanted, rtol=1e-14, atol=0)
+        if not backward:
+            continue
+        for loss in expected:
+            loss.backward()
+        wanted_of = dict(plain.named_parameters())
+        for fqn, param in parts[2].named_parameters():
+            assert torch.allclose(param.grad, wanted_of[fqn].grad, rtol=1e-12, atol=1e-15)
+    for stage in parts[1]:
+        held = (stage._inputs, stage._outputs, stage._output_grads, stage._input_grads)
+        assert not any(held), "a step leaves no tensor behind"
+
+
+class Pair(nn.Module):
+    """Passes on a tensor with a gradient and one without."""
+
+    def forward(self, x: Any) -> Any:
+        x, mask = x if isinstance(x, tuple) else (x, None)
+        return x * 2, (x.detach() > 0).long() if mask is None else mask
+
+
+class Join(nn.Module):
+    def forward(self, pair: tuple[Tensor, Tensor]) -> Tensor:
+        return pair[0] * pair[1]
+
+
+@on_ranks(2)
+def test_several_tensors_cross_a_boundary_also_such_without_gradient():
+    inputs, targets = batches(0, 5)
+    model = nn.Sequential(*build()[:1], Pair(), Join(), *build()[1:2])
+    plain = nn.Sequential(*build()[:1], Pair(), Join(), *build()[1:2])
+    parts = opened("1F1B", model)
+    losses = run(parts, 0, 5, backward=True)
+    expected = [loss_of(plain(x), y) for x, y in zip(inputs, targets, strict=True)]
+    for loss, wanted in zip(losses, expected, strict=False):
+        assert torch.allclose(loss, wanted, rtol=1e-14, atol=0)
+    for loss in expected:
+        loss.backward()
+    wanted_of = dict(plain.named_parameters())
+    for fqn, param in parts[2].named_parameters():
+        assert torch.allclose(param.grad, wanted_of[fqn].grad, rtol=1e-12, atol=1e-15)
+
+
+class Text(nn.Module):
+    def forward(self, x: Tensor) -> Any:
+        return {"x": x}
+
+
+def test_only_tensors_can_be_sent():
+    from zeroshard.parallel.pipeline_stage import as_tensors
+
+    with pytest.raises(UsageError, match="stage 3 returned dict"):
+        as_tensors(Text()(torch.ones(1)), 3)
+    with pytest.raises(UsageError, match="returned 9 tensors"):
+        as_tensors((torch.ones(1),) * 9, 0)

@@ -1,0 +1,122 @@
+"""Both hops of a reduction are queued on the device, in order, and the host waits for neither."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from ordering import removed, statements
+from scenarios import cuda, in_child, prepare
+
+from zeroshard.comm import two_hop
+from zeroshard.comm.collectives import ProcessGroupComm
+from zeroshard.comm.two_hop import TwoHopComm
+from zeroshard.testing import on_ranks
+
+
+def open_hops() -> TwoHopComm:
+    """Rank 0 of two replicas of a shard group of two ranks."""
+    hops = []
+    for ranks in ([0, 1], [0, 2]):
+        hop = ProcessGroupComm(dist.new_group(ranks, backend="fake"), owns_group=True)
+        hop.queues_on_device = True  # as NCCL's; torch knows the model as "fake"
+        hops.append(hop)
+    return TwoHopComm(*hops)
+
+
+def train(comm: TwoHopComm, shard_numel: int) -> list[float]:
+    """Reductions and gathers in flight together, with memory that is used again at once."""
+    values = []
+    for at in range(3):
+        outs_S = [torch.empty(shard_numel, device="cuda") for _ in range(3)]
+        fulls_N = [torch.full((2 * shard_numel,), 1.0 + at, device="cuda") for _ in outs_S]
+        handles = [
+            comm.reduce_scatter(out_S, full_N, name="r")
+            for out_S, full_N in zip(outs_S, fulls_N, strict=True)
+        ]
+        gathered_N = torch.empty(2 * shard_numel, device="cuda")
+        comm.all_gather(gathered_N, gathered_N[:shard_numel].fill_(1.0), name="g").wait()
+        for handle in reversed(handles):
+            handle.wait()
+            handle.wait()
+        del fulls_N, handles
+        again_N = torch.zeros(2 * shard_numel, device="cuda")
+        buffer = torch.ones(4, device="cuda")
+        comm.broadcast(buffer, 0, name="b").wait()
+        comm.all_gather_small(buffer, name="n").sum()
+        comm.reduce_scatter(torch.empty(shard_numel, device="cuda"), again_N, name="dropped")
+        again_N = again_N.new_ones(2 * shard_numel)
+        values += [float(out_S.sum()) for out_S in outs_S]
+    return values
+
+
+def run(shard_numel: int, without=None) -> tuple[list[str], list[float], int]:
+    """Findings, values, and host waits between the calls and the reads."""
+    prepare()
+
+    def child():
+        with cuda(4) as watch, without or nullcontext():
+            comm = open_hops()
+            with watch.phase("hops"):
+                full_N = torch.ones(2 * shard_numel, device="cuda")
+                handle = comm.reduce_scatter(full_N[:shard_numel], full_N, name="warm")
+                handle.wait()
+            values = train(comm, shard_numel)
+            found = [str(finding) for finding in watch.findings]
+            waits = sum(watch.waits("hops").values())
+            comm.close()
+        return found, values, waits
+
+    return in_child(child)
+
+
+@pytest.mark.parametrize("shard_numel", [8, 5])  # 5: padded on the outer hop
+@on_ranks(1, group=False)
+def test_the_hops_are_ordered_and_the_host_does_not_wait(shard_numel):
+    found, values, waits = run(shard_numel)
+    assert not found, "\n".join(found)
+    assert waits == 0
+    # The model of NCCL multiplies by the number of ranks of each hop.
+    assert values == [4.0 * (1 + at) * shard_numel for at in range(3) for _ in range(3)]
+
+
+NEEDED = [
+    ("_DeviceQueue.add", "inner.wait()"),
+    ("_DeviceQueue.add", "outer.wait()"),
+    ("TwoHopComm.broadcast", "handle.wait()"),
+    ("_CopyBack.wait", "handle.wait()"),
+    ("_Queued.wait", "queue.ops.current_stream().wait_event(self._event)"),
+]
+HOST = {"_Reduction.send", "_Reduction.wait", "_Later.wait", "TwoHopComm._add_and_gather"}
+"""Waits that only collectives of the host need. On a device, those of one communicator run in order."""
+
+
+@pytest.mark.parametrize(("function", "call"), NEEDED)
+@on_ranks(1, group=False)
+def test_without_it_a_mistake_is_found(function, call):
+    found = [s for s in in_two_hop() if (s.function, s.call) == (function, call)]
+    assert found, f"{function} has no statement {call!r} any more: remove its row"
+    assert run(5, without=removed(found[0]))[0]
+
+
+class Forgetful(two_hop._Queued):
+    def __init__(self, queue, *args):
+        super().__init__(queue, *args)
+        queue.unwaited.clear()
+
+
+@on_ranks(1, group=False)
+def test_a_dropped_handle_keeps_its_buffers():
+    assert run(8, without=mock.patch.object(two_hop, "_Queued", Forgetful))[0]
+
+
+def in_two_hop():
+    return [s for s in statements() if s.file == "comm/two_hop.py"]
+
+
+def test_every_ordering_statement_of_the_hops_is_in_the_table():
+    left = {(s.function, s.call) for s in in_two_hop()} - set(NEEDED)
+    assert {function for function, _ in left} <= HOST
