@@ -243,6 +243,15 @@ def test_one_rank_cannot_edit_what_it_does_not_hold():
             GatheredParameters(list(engine.module.parameters()), modifier_rank=0)
 
 
+@on_ranks(2)
+def test_a_model_built_under_zero_init_is_refused():
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    with zeroshard.zero.Init(config=config):
+        model = network(32, torch.float32)
+    with pytest.raises(UnsupportedError, match=r"tensor ranks have other parts.*meta"):
+        engine_on(cut(model, 2), 3, 2)
+
+
 @on_ranks(4)
 def test_a_model_that_does_not_fit_the_mesh_is_refused():
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data_shard", "tensor"))

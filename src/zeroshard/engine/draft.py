@@ -97,6 +97,7 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
     inner = make_optimizer(model, given.optimizer, given.model_parameters, settings, policy)
     probes = probed(inner, policy) if inner is not None else {}
     blocks = find_blocks(model, mesh, rank_info.rank)
+    check_tensor_ranks(model, mesh)
     check_is_cut(blocks.values(), mesh, loaded.origins["parallel.tensor"])
     specs = plan_units(
         model, settings, policy, inner,
@@ -120,6 +121,23 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
     )
 
 
+_INIT = "the model was built under zero.Init, which shards every parameter over all ranks"
+_NO_INIT = (
+    'Build the model without zero.Init, or on the meta device (with torch.device("meta")), which needs no '
+    "memory either."
+)
+
+
+def check_tensor_ranks(model: nn.Module, mesh: Mesh) -> None:
+    """Check that a model for tensor ranks was not built under ``zero.Init``.
+
+    Raises:
+        UnsupportedError: it was.
+    """
+    if mesh.tensor > 1 and any(owner_of(param) is not None for param in model.parameters()):
+        raise UnsupportedError(f"{_INIT}, and tensor ranks have other parts. {_NO_INIT}")
+
+
 def cut_pipeline(model: nn.Module, mesh: Mesh, rank: int) -> None:
     """Delete the stages that other pipeline ranks have.
 
@@ -129,11 +147,7 @@ def cut_pipeline(model: nn.Module, mesh: Mesh, rank: int) -> None:
     """
     if isinstance(model, PipelineModel):
         if mesh.pipeline > 1 and any(owner_of(param) is not None for param in model.parameters()):
-            raise UnsupportedError(
-                "the model was built under zero.Init, which shards every parameter over all ranks, and a "
-                "pipeline rank has other parameters than the next. Build the model without zero.Init, or "
-                'on the meta device (with torch.device("meta")), which needs no memory either.'
-            )
+            raise UnsupportedError(f"{_INIT}, and a pipeline rank has other parameters. {_NO_INIT}")
         if mesh.tensor > 1 or mesh.sequence > 1:
             raise UnsupportedError(
                 f"the mesh {mesh.text}: a pipeline is combined with data parallelism only. Tensor or "
