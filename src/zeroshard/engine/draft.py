@@ -123,8 +123,8 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
 
 _INIT = "the model was built under zero.Init, which shards every parameter over all ranks"
 _NO_INIT = (
-    'Build the model without zero.Init, or on the meta device (with torch.device("meta")), which needs no '
-    "memory either."
+    'Build the model without zero.Init, or on the meta device (with torch.device("meta")), which needs '
+    "no memory either."
 )
 
 
