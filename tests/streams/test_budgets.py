@@ -9,6 +9,7 @@ from scenarios import Run, Scenario, cuda, in_child, prepare
 
 from zeroshard.core.ledger import RESTING, TEMPORARY
 from zeroshard.core.tiers import Tier
+from zeroshard.memory import storage
 from zeroshard.testing import on_ranks
 
 STEPS = 4
@@ -28,6 +29,7 @@ class Costs:
 
 def costs(scenario: Scenario) -> Costs:
     """Measure a training of :data:`STEPS` steps."""
+    storage._weights.clear()  # else those of an earlier test are used, and none are new
     with cuda(scenario.ranks) as watch:
         run = Run(scenario, "cuda", watch)
         trained = run.open()
