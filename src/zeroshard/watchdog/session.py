@@ -100,7 +100,7 @@ class SessionWatch:
         return PartExplainer(self._watchdog, self.part_of(recorder))
 
     def ask(self, peers: Sequence[int] = ()) -> Exception | None:
-        """The diagnosis of a broken connection to one of ``peers``, or of the program; None: not known."""
+        """The diagnosis of a broken connection to ``peers``, or of the program; None: not known."""
         return self._watchdog.explain(self.parts[0], peers)
 
     def settle(self, part: TrackedCalls, odd: Sequence[int]) -> Exception:
@@ -289,7 +289,7 @@ class CommSession:
             except RuntimeError as error:
                 found = None
                 if self.session_watch is not None and _CONNECTION.search(str(error)):
-                    found = self.session_watch.ask(peers)
+                    found = self.session_watch.ask()
                 if found is None:
                     raise
                 raise found from error
