@@ -28,10 +28,16 @@ from zeroshard.checkpoint.save import no_fault, plan, run
 from zeroshard.checkpoint.save_decisions import CheckpointMetadata, Options
 from zeroshard.comm.agreement import ControlGroup
 from zeroshard.comm.collectives import DONE, Handle, SoloComm
+from zeroshard.comm.env import RankInfo
+from zeroshard.config.sections import CheckpointConfig
 from zeroshard.core.layout import Block, Slot, pack
 from zeroshard.core.ledger import Ledger
 from zeroshard.core.mesh import Mesh
+from zeroshard.engine.checkpoint_loader import CheckpointLoader, Loaded
+from zeroshard.engine.checkpoint_saver import CheckpointSaver
+from zeroshard.engine.training_state import Counters, TrainingState
 from zeroshard.optim.factory import rebind
+from zeroshard.precision.loss_scaler import StaticScale
 from zeroshard.precision.policy import DtypeRow
 from zeroshard.zero.gradients import GradBuffer
 from zeroshard.zero.life import Life
@@ -324,6 +330,52 @@ class SimulatedRank:
             at=at,
         )
         run(task)
+
+
+class EnginePart:
+    """The checkpoint saver and loader of an engine, for a simulated rank. ``module`` has its buffers."""
+
+    def __init__(self, rank: SimulatedRank, control_group: ControlGroup) -> None:
+        assert rank.local.optimizer is not None
+        info = RankInfo(rank.rank, rank.mesh.world_size)
+        self.module = nn.Module()
+        for name, buffer in rank.buffers().items():
+            *path, leaf = name.split(".")
+            owner = self.module
+            for step in path:
+                if step not in owner._modules:
+                    owner.add_module(step, nn.Module())
+                owner = owner.get_submodule(step)
+            owner.register_buffer(leaf, buffer.clone())
+        inner = rank.local.optimizer.inner
+        self.state = TrainingState(
+            Counters(global_steps=3), self.module, inner, inner.param_groups, StaticScale(), None,
+            None, accumulation_steps=1, lost_backwards=None,
+        )  # fmt: skip
+        section, device = CheckpointConfig(), torch.device("cpu")
+        self.saver = CheckpointSaver(
+            section, stage=3, local=rank.local, control_group=control_group, rank_info=info,
+            device=device, ledger=Ledger(), uses_disk=False, mesh=rank.mesh,
+        )  # fmt: skip
+        self.loader = CheckpointLoader(
+            section, local=rank.local, comm=_LocalComm(rank.rank, rank.mesh.world_size),
+            control_group=control_group, rank_info=info, device=device, life=Life(), mesh=rank.mesh,
+        )  # fmt: skip
+
+    def save(self, root: Path, tag: str) -> None:
+        """As an engine does."""
+        self.saver.save(
+            root, tag, {"note": tag}, self.state, save_latest=True, exclude_frozen=False
+        )
+
+    def load(self, root: Path, tag: str, *, strict: bool = True) -> Loaded:
+        """As an engine does."""
+        found = self.loader.load(
+            root, tag, self.state, strict=strict, optimizer_states=True, scheduler_states=True,
+            module_only=False, missing_ok=False,
+        )  # fmt: skip
+        assert found is not None
+        return found
 
 
 def _stage(stage: int, stages: int) -> Sequence[tuple[str, dict[str, Global]]]:

@@ -21,6 +21,7 @@ from zeroshard.core import tiers
 from zeroshard.core.ledger import RESTING, TEMPORARY
 from zeroshard.core.nbytes import state_nbytes
 from zeroshard.core.tiers import TIERS, Tier
+from zeroshard.memory import storage
 from zeroshard.memory.direct_io import PAGE_NBYTES
 from zeroshard.offload.capacity_check import demand_of
 from zeroshard.offload.grad_store import DiskGradStore
@@ -236,6 +237,7 @@ def check_census(
     with small_chunks():
         for stage in stages:
             for store, zero in stores(path, stage).items():
+                storage._weights.clear()  # they would stay from one engine to the next
                 before = everything_alive()
                 model = Stack()
                 engine = Engine(model, config=stack_config(stage, precision, accumulation, **zero))

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
 from zeroshard.core.mesh import Mesh
+from zeroshard.parallel.initial_values import draw_values
 from zeroshard.parallel.tensor_plan import tensor_parallel
 from zeroshard.testing import on_ranks
 
@@ -43,14 +44,17 @@ def seed_of(step: int, micro: int, rank: int) -> int:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize(
-    ("plan", "tied", "accumulation"), [("vocabulary", True, 1), ("sequence", False, 2)]
+    ("plan", "tied", "accumulation", "meta"),
+    [("vocabulary", True, 1, True), ("sequence", False, 2, False)],
 )
 @on_ranks(DATA * TENSOR)
-def test_tensor_and_data_ranks_train_as_one_process(stage, plan, tied, accumulation):
-    plain, model = tiny_gpt(tied=tied), tiny_gpt(tied=tied)
+def test_tensor_and_data_ranks_train_as_one_process(stage, plan, tied, accumulation, meta):
+    with torch.device("meta" if meta else "cpu"):
+        plain, model = tiny_gpt(tied=tied), tiny_gpt(tied=tied)
+    draw_values(plain, 5)
     norms, losses = one_process(plain, accumulation)
     grid = init_device_mesh("cpu", (DATA, TENSOR), mesh_dim_names=("data", "tensor"))
-    tensor_parallel(model, grid, PLANS[plan])
+    tensor_parallel(model, grid, PLANS[plan], seed=5)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=1e-3)
     engine, *_ = zeroshard.initialize(
         model=model,

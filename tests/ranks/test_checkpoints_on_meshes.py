@@ -111,3 +111,35 @@ def test_every_element_of_a_tensor_parallel_run_is_saved_once(tmp_path):
             for f in t.fragments
         }
         assert not {manifest.files[at].name for at in keys} & set(copies)
+
+
+# -- nodes that do not share a disk ----------------------------------------------------------------
+
+
+def saves_apart(roots: list[Path]) -> None:
+    """Ranks 0 and 1 are one node, 2 and 3 another."""
+    with open_engine(TP, 3) as engine:
+        train(engine, 1)
+        engine.save_checkpoint(roots[engine.global_rank // 2], "first")
+        keep(engine, roots[0].parent / "first.pt")
+
+
+def loads_apart(roots: list[Path]) -> None:
+    with open_engine(TP, 3) as engine:
+        engine.load_checkpoint(roots[engine.global_rank // 2], "first")
+        assert differences(everything(engine), torch.load(roots[0].parent / "first.pt")) == []
+
+
+def shards(root: Path) -> set[str]:
+    return {path.name for path in (root / "first").glob("rank-*")}
+
+
+def test_boxes_are_sent_to_the_nodes_that_lack_them(tmp_path):
+    roots = [tmp_path / "left", tmp_path / "right"]
+    run_ranks(saves_apart, 4, roots)
+    names = [f"rank-0000{rank}-of-00004.safetensors" for rank in range(4)]
+    assert [shards(root) for root in roots] == [set(names[:2]), set(names[2:])]
+    run_ranks(loads_apart, 4, roots)
+    assert [shards(root) for root in roots] == [set(names[:2]), set(names[2:])]  # nothing was sent
+    run_ranks(loads_apart, 4, roots[::-1])
+    assert [shards(root) for root in roots] == [{*names}, {*names}]

@@ -408,8 +408,8 @@ class Optional(nn.Module):
 
 
 def unused_module(run: Run) -> None:
-    """Every second step leaves out a module, whose gradient is zero then."""
-    trained = run.open(nn.Sequential(*list(model())[:2], Optional(), nn.Linear(WIDTH, 4)))
+    """Every second step leaves out the last module, whose gradient is zero then."""
+    trained = run.open(nn.Sequential(*list(model())[:2], Optional()))
     for at in range(4):
         run.model[2].used = at % 2 == 0
         run.step(trained)
@@ -430,6 +430,8 @@ def sharded_construction(run: Run) -> None:
     """The model is sharded while it is built, and read and changed before the engine is."""
     with Init(config_dict_or_path=config(3, run.scenario.precision)):
         net = model()
+        with GatheredParameters(list(net.parameters()), modifier_rank=0), torch.no_grad():
+            net[1].up.weight.mul_(0.5)
     for param in net.parameters():
         run.values.append(float(param.detach().double().sum()))
     with GatheredParameters(list(net.parameters()), modifier_rank=0), torch.no_grad():
@@ -437,6 +439,49 @@ def sharded_construction(run: Run) -> None:
     trained = run.open(net)
     run.step(trained)
     run.finish(trained)
+
+
+def sums(run: Run) -> None:
+    """The sum of gradients is read before it is complete."""
+    trained = run.open(gradient_accumulation_steps=2)
+    for _ in range(4):
+        trained.backward(run.loss(trained))
+        run.values += [float(safe_get_full_grad(p).sum()) for p in run.model.parameters()]
+        trained.step()
+    run.finish(trained)
+
+
+def load(run: Run) -> None:
+    """A checkpoint is loaded right after a step."""
+    trained = run.open()
+    run.step(trained)
+    trained.save_checkpoint(run.folder, tag="one")
+    for _ in range(2):
+        run.step(trained)
+        trained.load_checkpoint(run.folder, tag="one")
+    run.finish(trained)
+
+
+def two_offloads(run: Run) -> None:
+    """State leaves in two calls, then in one. The engine is closed as soon as it is back."""
+    trained = run.open()
+    for kinds in (["optim_states"], ["lp_params"]), (["lp_params", "optim_states"],):
+        run.step(trained)
+        for kind in kinds:
+            trained.offload_states(include=kind, non_blocking=True)
+        trained.reload_states(non_blocking=True)
+    trained.close()
+    run.values += [float(loss) for loss in run.losses]
+
+
+def close_by_error(run: Run) -> None:
+    """The engine is closed because the program failed."""
+    trained = run.open()
+    for _ in range(3):
+        run.step(trained)
+    trained.backward(run.loss(trained))
+    trained.close("ValueError: in the program")
+    run.values += [float(loss) for loss in run.losses]
 
 
 def on_the_cpu(run: Run) -> None:
@@ -463,7 +508,8 @@ PROGRAMS = {
 SPECIAL = {
     program.__name__: program
     for program in (
-        reports, buffers, edits_in_forward, unused_module, masters, sharded_construction, on_the_cpu,
+        reports, buffers, edits_in_forward, unused_module, masters, sharded_construction, sums,
+        load, two_offloads, close_by_error, on_the_cpu,
     )
 }  # fmt: skip
 """Programs that need an ordering statement which no program above needs alone."""
@@ -494,6 +540,7 @@ def prepare() -> None:
     """Import and compile here what children would otherwise import and compile once each."""
     importlib.import_module("torch._dynamo")
     importlib.import_module("torch.testing._internal.distributed.fake_pg")
+    native_adam.prepare()  # a thread that compiles would be missing in the children
     native_adam.wait()
     plain(Run(Scenario(3, "none", "plain"), "cpu", None))
 

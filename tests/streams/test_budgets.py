@@ -14,8 +14,6 @@ from zeroshard.testing import on_ranks
 STEPS = 4
 SMALL_NBYTES = 256
 """Numbers of a step that the ledger does not count: factors, flags, the loss."""
-NOT_IN_THE_LEDGER = ("_weights_on",)
-"""Functions whose tensors are kept for all engines of the process."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +37,7 @@ def costs(scenario: Scenario) -> Costs:
         def look(phase: str) -> None:
             waits[phase] = dict(watch.waits(f"{phase} {at}", thread="main"))
             planned = sum(ledger.nbytes(name, Tier.DEVICE) for name in (*RESTING, *TEMPORARY))
-            caches = (b for b in watch.live_blocks if b.made_by[0].function in NOT_IN_THE_LEDGER)
-            memory[phase] = planned, watch.live_nbytes - sum(block.nbytes for block in caches)
+            memory[phase] = planned, watch.live_nbytes
 
         for at in range(STEPS):
             x_BD = run.batch()

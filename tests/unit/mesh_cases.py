@@ -313,6 +313,13 @@ CASES: tuple[Case, ...] = (
         + BOTH,
     ),
     resolving(
+        "two_words_of_an_mpu",
+        8,
+        lambda: [mpu({"tensor_model": [0, 1], "slice": [0, 1, 2, 3]})],
+        "tensor: mpu.get_tensor_model_parallel_world_size() is 2, but "
+        f"mpu.get_slice_parallel_world_size() is 4; {BOTH}",
+    ),
+    resolving(
         "parameters_on_two_meshes",
         8,
         lambda: [

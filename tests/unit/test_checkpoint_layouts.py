@@ -16,6 +16,7 @@ from simulated_ranks import (
     ALIASES,
     MESHES,
     MODEL,
+    EnginePart,
     SimulatedRank,
     on_threads,
     save_all,
@@ -267,3 +268,72 @@ def test_a_save_that_fails_on_one_rank_leaves_nothing(tmp_path, point):
     assert "rank 3" in str(errors[0])
     assert "No space left on device" in str(errors[0])
     assert [path.name for path in tmp_path.iterdir()] == []
+
+
+# ---------------------------------------------------------------------- savers and loaders of engines
+
+
+@pytest.fixture
+def same_randomness_as_before():
+    before = rng.rng_state(torch.device("cpu"))
+    yield
+    rng.set_rng_state(before, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("target", ["pp 4 x dp 2", "tp 4 x dp 2", "one rank"])
+def test_an_engine_loads_the_stages_of_another_one(tmp_path, same_randomness_as_before, target):
+    """Names, buffers and frozen weights are compared over all stages."""
+    source = simulate(MESHES["pp 2 x dp 2 x tp 2"])
+    assert (
+        on_threads(source, lambda rank, group: EnginePart(rank, group).save(tmp_path, "a"))
+        == [None] * 8
+    )
+    ranks = simulate(MESHES[target], filled=False)
+
+    def load(rank: SimulatedRank, group: ControlGroup) -> None:
+        part = EnginePart(rank, group)
+        for buffer in part.module.buffers():
+            buffer.zero_()
+        found = part.load(tmp_path, "a")
+        assert found.client_state == {"note": "a"}
+        assert found.counters is not None
+        assert found.counters.global_steps == 3
+        assert rank.wrong() == []
+        for name, expected in rank.buffers().items():
+            assert torch.equal(part.module.get_buffer(name), expected)
+
+    assert on_threads(ranks, load) == [None] * len(ranks)
+
+
+def test_a_name_that_no_stage_has_is_refused_on_all_ranks(tmp_path, same_randomness_as_before):
+    """Each stage lacks the names of the others, which is no reason. A name that all lack is one."""
+    mesh = MESHES["pp 4 x dp 2"]
+    on_threads(simulate(mesh), lambda rank, group: EnginePart(rank, group).save(tmp_path, "a"))
+    ranks = simulate(mesh, filled=False)
+    for rank in ranks:
+        if rank.mesh.coordinate(rank.rank)["pipeline"] == 3:  # the last stage has no head
+            kept = [unit for unit in rank.local.units if not unit.name.startswith("head")]
+            rank.local = replace(rank.local, units=kept)
+    errors = on_threads(ranks, lambda rank, group: EnginePart(rank, group).load(tmp_path, "a"))
+    assert len({str(error) for error in errors}) == 1
+    assert "the model does not have 'head', 'gain'" in str(errors[0])
+
+
+def test_frozen_weights_of_every_stage_are_compared(tmp_path, same_randomness_as_before):
+    mesh = MESHES["pp 4 x dp 2"]
+
+    def save(rank: SimulatedRank, group: ControlGroup) -> None:
+        part = EnginePart(rank, group)
+        part.saver.save(tmp_path, "a", {}, part.state, save_latest=True, exclude_frozen=True)
+
+    assert on_threads(simulate(mesh), save) == [None] * 8
+    for odd in (False, True):
+        ranks = simulate(mesh)
+        for unit in ranks[7].local.units if odd else ():
+            unit.shard_S += 1
+        errors = on_threads(ranks, lambda rank, group: EnginePart(rank, group).load(tmp_path, "a"))
+        if odd:
+            assert len({str(error) for error in errors}) == 1
+            assert "has other ones: 'blocks.3.base'" in str(errors[0])
+        else:
+            assert errors == [None] * 8

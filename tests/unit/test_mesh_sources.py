@@ -139,6 +139,12 @@ def test_a_device_mesh_is_read_by_its_names(
     assert resolved(mesh.world_size, source(mesh=device_mesh(names, ranks.tolist()))) == mesh
 
 
+def test_expert_ranks_are_placed_by_the_mesh_of_experts_only() -> None:
+    found = source(mesh=device_mesh(("dp", "ep"), [[0, 1], [2, 3]]))
+    assert found.sizes == {"expert": 2}
+    assert found.placements == ()
+
+
 def test_dimensions_in_another_order_are_right_if_the_ranks_are() -> None:
     ranks = torch.arange(8).reshape(2, 2, 2).permute(2, 0, 1)
     found = source(mesh=device_mesh(("tp", "pp", "dp"), ranks.tolist()))

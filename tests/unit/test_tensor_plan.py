@@ -109,6 +109,13 @@ def test_heads_that_do_not_divide_are_errors():
     assert "Use at most 2 tensor ranks" in text
 
 
+def test_a_rank_without_rows_is_an_error():
+    model = nn.ModuleDict({"table": nn.Embedding(5, 4)})
+    assert decide(model, 3, {"table": "vocab"}).cuts
+    text = refused(model, {"table": "vocab"}, 4)
+    assert "'table' has 5 rows. In parts of 2 the last of 4 tensor ranks would have none" in text
+
+
 def test_a_number_of_heads_that_the_program_has_divided_is_left_alone():
     model = TinyGPT()
     for block in model.blocks:
@@ -208,6 +215,14 @@ def test_a_guess_that_does_not_compute_the_same_is_refused():
     model.blocks[0].attn.forward = None  # type: ignore[method-assign,assignment]
     assert "a trial run with one tensor [batch, sequence, features] failed" in refused(
         model, "auto"
+    )
+
+
+def test_a_plan_of_the_model_that_names_nothing_is_an_error():
+    model = TinyGPT()
+    model._tp_plan = {"model.layers.*.q_proj": "colwise"}  # type: ignore[assignment]
+    assert "the plan of TinyGPT names no module that it has, such as 'model.layers.*.q_proj'" in (
+        refused(model, "auto")
     )
 
 

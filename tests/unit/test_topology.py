@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from zeroshard.core.mesh import Mesh
+from zeroshard.deepspeed import groups, topology
 from zeroshard.deepspeed.groups import MeshGroups
 from zeroshard.deepspeed.topology import (
     PipeDataParallelTopology,
@@ -133,15 +134,49 @@ def test_one_rank_is_a_grid() -> None:
     assert alone.get_slice_parallel_group() is None
 
 
+@pytest.mark.parametrize("rank", range(12))
+def test_a_grid_answers_from_its_topology(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topology, "get_rank", lambda: rank)
+    monkeypatch.setattr(topology, "get_world_size", lambda _group: 12)
+    monkeypatch.setattr(MeshGroups, "open", lambda mesh: MeshGroups(mesh, rank))
+    axes = PipeModelDataParallelTopology(num_pp=3, num_mp=2, num_dp=2)
+    made = PipelineParallelGrid(axes)
+    stage, data, model = rank // 4, rank // 2 % 2, rank % 2
+    assert made.get_stage_id() == made.stage_id == made.get_pipe_parallel_rank() == stage
+    assert made.get_data_parallel_rank() == made.data_parallel_id == data
+    assert made.get_slice_parallel_rank() == model
+    assert made.get_model_parallel_rank() == 2 * stage + model
+    assert (made.get_pipe_parallel_world_size(), made.get_data_parallel_world_size()) == (3, 2)
+    assert (made.get_slice_parallel_world_size(), made.get_model_parallel_world_size()) == (2, 6)
+    assert (made.pipe_parallel_size, made.model_parallel_size, made.is_slice_parallel) == (
+        3,
+        2,
+        True,
+    )
+    assert [made.stage_to_global(at) for at in range(3)] == [rank % 4 + 4 * at for at in range(3)]
+    assert made.stage_to_global(2, data=0, model=1) == 9
+    assert made.p2p_groups == [[one, (one + 4) % 12] for one in range(12)]
+    assert made.topology() is axes
+
+
+def test_the_mesh_of_a_default_group_that_is_gone_is_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gone = (object(), MeshGroups(Mesh(tensor=4), 0))
+    monkeypatch.setattr(groups, "_current", [gone])
+    assert groups.current().mesh == Mesh(data_shard=1)
+    assert groups.mpu is None
+
+
 @pytest.mark.parametrize("rank", range(8))
 def test_groups_of_a_mesh_answer_as_an_mpu(rank: int) -> None:
     mesh = Mesh(pipeline=2, data_shard=2, tensor=2)
-    groups = MeshGroups(mesh, rank)
-    assert groups.get_tensor_model_parallel_world_size() == 2
-    assert groups.get_model_parallel_rank() == rank % 2
-    assert groups.get_data_parallel_rank() == rank // 2 % 2
-    assert groups.get_pipe_parallel_rank() == rank // 4
-    assert groups.get_sequence_parallel_world_size() == 1
-    assert groups.get_sequence_data_parallel_world_size() == 2
-    assert groups.get_expert_data_parallel_rank() == groups.get_data_parallel_rank()
-    assert (groups.get_expert_parallel_world_size(), groups.get_expert_parallel_rank()) == (1, 0)
+    found = MeshGroups(mesh, rank)
+    assert found.get_tensor_model_parallel_world_size() == 2
+    assert found.get_model_parallel_rank() == rank % 2
+    assert found.get_data_parallel_rank() == rank // 2 % 2
+    assert found.get_pipe_parallel_rank() == rank // 4
+    assert found.get_sequence_parallel_world_size() == 1
+    assert found.get_sequence_data_parallel_world_size() == 2
+    assert found.get_expert_data_parallel_rank() == found.get_data_parallel_rank()
+    assert (found.get_expert_parallel_world_size(), found.get_expert_parallel_rank()) == (1, 0)

@@ -46,7 +46,7 @@ _GETTERS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("context", ("sequence",)),
     ("expert_model", ("expert",)),
 )
-"""Word in the getters of an ``mpu`` -> dimensions. Of words for the same ones, the first counts."""
+"""Word in the getters of an ``mpu`` -> dimensions. Several words for the same ones must agree."""
 
 _ACCELERATE = {
     "dp_replicate_size": "data_replicate",
@@ -273,9 +273,7 @@ class _MpuReader:
         return any(claim.dims == dims for claim in self.claims)
 
     def read(self, word: str, dims: tuple[str, ...]) -> None:
-        """Add what ``get_<word>_parallel_*`` say, unless an earlier word stands for ``dims``."""
-        if self.has(dims):
-            return
+        """Add what ``get_<word>_parallel_*`` say."""
         getter = f"get_{word}_parallel_world_size"
         size = self._call(getter)
         if size is None:

@@ -200,7 +200,7 @@ def _what_is_left(
                 "correct one of them"
             )
         origins["data_shard"] = claim.name
-        return claim.size // others
+        return int(claim.size) // others
     others = prod(size for dim, size in given.items() if dim != "data_shard")
     if world_size % others:
         raise ConfigError(_no_fit({**given, "data_shard": 0}, origins, world_size))

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from zeroshard.comm.env import current_rank_info, local_device
+from zeroshard.comm.env import current_rank_info
 from zeroshard.errors import UnsupportedError, UsageError
-from zeroshard.parallel.tensor_plan import tensor_parallel
+from zeroshard.parallel.tensor_plan import neighbours, tensor_parallel
 from zeroshard.watchdog.join import join_ranks
 
 
@@ -27,8 +27,8 @@ def tp_model_init(
 
     The signature is DeepSpeed's. How layers are cut is derived from the model: see
     :func:`zeroshard.parallel.tensor_parallel`. Returns the same model; pass it to ``initialize`` with
-    ``tensor_parallel.autotp_size`` equal to ``tp_size``. ``tp_group``: the tensor ranks of this rank,
-    instead of ``tp_size`` neighbours.
+    ``tp_size`` tensor ranks in the configuration. ``tp_group``: the tensor ranks of this rank, instead of
+    ``tp_size`` neighbours.
 
     Raises:
         UsageError: the ranks cannot be divided into groups of ``tp_size``, or the model cannot be cut.
@@ -60,10 +60,7 @@ def _mesh(tp_size: int) -> DeviceMesh | None:
             f"tp_model_init: tp_size = {tp_size!r}, but {world} rank(s) were started, which cannot be "
             "divided into groups of that size. Use a divisor of the number of ranks."
         )
-    if tp_size == 1:
-        return None
-    shape = (world // tp_size, tp_size)
-    return init_device_mesh(local_device().type, shape, mesh_dim_names=("data", "tensor"))["tensor"]
+    return neighbours(tp_size) if tp_size > 1 else None
 
 
 def set_autotp_mode(training: bool = False) -> None:

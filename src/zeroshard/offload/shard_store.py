@@ -272,11 +272,16 @@ class DiskShardStore:
             self._read = self._file.read(self._extent, self.shard_S)
 
     def acquire(self) -> Tensor:
-        """See :class:`ShardStore`.
+        """See :class:`ShardStore`. Waits for a write of the shard: the caller may change the values.
 
         Raises:
-            DiskError: the file cannot be read.
+            DiskError: the file cannot be read or written.
         """
+        if self._write is not None:
+            self._write.wait()
+        return self._acquire_to_read()
+
+    def _acquire_to_read(self) -> Tensor:
         self.prefetch()
         read, self._read = self._read, None
         if read is not None:
@@ -305,8 +310,7 @@ class DiskShardStore:
         """See :class:`ShardStore`. Only starts the write. If it fails, the next use raises."""
         assert self._here, f"{self.name} is not in memory"
         assert self._read is None, f"{self.name} is still being read"
-        if self._write is not None:
-            self._write.wait()
+        assert self._write is None or self._write.done, f"acquire() of {self.name} comes first"
         self._write = self._file.write(self._extent, self.shard_S)
         self._writes.add(self)
 
@@ -321,7 +325,7 @@ class DiskShardStore:
 
     def open_gather(self) -> None:
         """See :class:`ShardStore`."""
-        self.acquire()
+        self._acquire_to_read()
 
     def all_gather(self, comm: Comm, full_N: Tensor, part_S: Tensor, *, name: str) -> Handle:
         """See :class:`ShardStore`."""

@@ -77,6 +77,12 @@ def _from_transformers(model: nn.Module, own: Mapping[str, str]) -> dict[str, st
     plan = {
         glob: TRANSFORMERS_STYLES[style] for glob, style in own.items() if glob in generic_names
     }
+    if not plan:
+        raise UsageError(
+            f'plan "auto": the plan of {type(model).__name__} names no module that it has, such as '
+            f"{next(iter(own))!r}. If another library wraps the model, cut the model before it is "
+            "wrapped, or pass a plan."
+        )
     for glob, style in plan.items():
         if style == "colwise" and FUSED.search(glob.rpartition(".")[2].lower()):
             plan[glob] = "colwise_by_head"  # the authors say that it may be cut

@@ -19,7 +19,7 @@ from __future__ import annotations
 import difflib
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
@@ -41,10 +41,13 @@ from zeroshard.parallel.plan_agreement import agree, agreed_seed, announce_failu
 from zeroshard.parallel.tensor_styles import (
     STYLES,
     CutLayer,
+    SharedInput,
     StyleRow,
     as_dtensor,
     kind_of,
     local_part,
+    part,
+    share_inputs,
 )
 from zeroshard.zero.materialize import check_meta
 from zeroshard.zero.sharded_parameter import owner_of
@@ -93,6 +96,44 @@ class TensorPlan:
         return "\n".join(lines)
 
 
+@dataclass(frozen=True, eq=False)
+class AppliedPlan:
+    """A plan that was applied. ``replaced``: parameters of the model before -> its parameters now."""
+
+    plan: TensorPlan
+    replaced: Mapping[nn.Parameter, nn.Parameter]
+
+    def renewed(self, params: Iterable[Any]) -> list[Any]:
+        """``params`` with the model's parameters of now: parameters, named pairs, or param groups."""
+        return [self._renewed(member) for member in params]
+
+    def renew_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let an optimizer that was built before train the model's parameters of now.
+
+        Raises:
+            UsageError: it has state of a parameter that was cut.
+        """
+        if any(param in optimizer.state for param in self.replaced):
+            raise UsageError(
+                f"the optimizer ({type(optimizer).__name__}) has state of whole parameters, and "
+                "the model was cut after it had trained. Cut the model first, and build the optimizer "
+                "over its parameters."
+            )
+        for group in optimizer.param_groups:
+            group["params"] = self.renewed(group["params"])
+
+    def _renewed(self, member: Any) -> Any:
+        if isinstance(member, dict):
+            return {**member, "params": self.renewed(_listed(member["params"]))}
+        if isinstance(member, tuple):
+            return (member[0], self._renewed(member[1]))
+        return self.replaced.get(member, member)
+
+
+def _listed(params: Any) -> Iterable[Any]:
+    return [params] if isinstance(params, torch.Tensor) else params
+
+
 def generic(name: str) -> str:
     """The name with ``*`` for every part that is a number.
 
@@ -122,7 +163,7 @@ def tensor_parallel(
         UsageError: model, plan and mesh do not fit together; the same text on every rank.
         RankMismatch: tensor ranks have different plans, models or values.
     """
-    made = apply_plan(model, mesh, plan, seed=seed)
+    made = apply_plan(model, mesh, plan, seed=seed).plan
     if made.size > 1 and dist.get_rank() == 0:
         logger.info("%s", made.text)
     return model
@@ -135,8 +176,8 @@ def apply_plan(
     *,
     seed: int | None = None,
     check: Callable[[Sequence[int]], None] = lambda _missing: None,
-) -> TensorPlan:
-    """Like :func:`tensor_parallel`, but returns what was decided, and logs nothing.
+) -> AppliedPlan:
+    """Like :func:`tensor_parallel`, but returns what was done, and logs nothing.
 
     ``check(missing)`` gets the positions of tensor ranks that this one waits for, a few times a second.
     It may end the wait by raising.
@@ -151,8 +192,19 @@ def apply_plan(
     agree(mesh, model, made.styles, check)
     if any(param.is_meta for param in model.parameters()):
         seed = agreed_seed(mesh, seed)
-    _cut(model, mesh, made, seed or 0)
-    return made
+    return AppliedPlan(made, _cut(model, mesh, made, seed or 0))
+
+
+def neighbours(size: int) -> DeviceMesh:
+    """The mesh of this rank's ``size`` tensor ranks, which are neighbours. Collective over all ranks.
+
+    ``size`` must divide the number of ranks. The tensor dimension of a :class:`zeroshard.core.mesh.Mesh`
+    is the innermost, so its groups are these.
+    """
+    shape = (dist.get_world_size() // size, size)
+    return init_device_mesh(local_device().type, shape, mesh_dim_names=("others", "tensor"))[
+        "tensor"
+    ]
 
 
 def tensor_mesh(mesh: DeviceMesh | dist.ProcessGroup) -> DeviceMesh:
@@ -303,9 +355,17 @@ def _check_layer(name: str, module: nn.Module, row: StyleRow, size: int) -> None
             "for each; or, if its rows are ordered head by head (q, k and v of head 0, then of head "
             '1, ...), the style "colwise_by_head".'
         )
-    if row.name in ("vocab", "colwise_gather") or row.weight_axis is None:
-        return  # their uneven parts meet in one tensor; elsewhere the next layer needs equal parts
+    if row.weight_axis is None:
+        return
     extent = module.get_parameter("weight").shape[row.weight_axis]
+    if row.name in ("vocab", "colwise_gather"):  # uneven parts meet in one tensor
+        begin, end = part(extent, size, size - 1)
+        if begin == end:
+            raise UsageError(
+                f"plan: {name!r} has {extent} rows. In parts of {part(extent, size, 0)[1]} the last of "
+                f"{size} tensor ranks would have none. Use fewer tensor ranks."
+            )
+        return
     if extent % size:
         what = "out_features" if row.weight_axis == 0 else "in_features"
         raise UsageError(
@@ -414,10 +474,16 @@ def _on(axis: int | None) -> str:
 # ---------------------------------------------------------------------- cutting
 
 
-def _cut(model: nn.Module, mesh: DeviceMesh, plan: TensorPlan, seed: int) -> None:
-    """Cut the model, module by module, so that at most one module is whole besides the model given."""
+def _cut(
+    model: nn.Module, mesh: DeviceMesh, plan: TensorPlan, seed: int
+) -> dict[nn.Parameter, nn.Parameter]:
+    """Cut the model, module by module, and return the new parameter for each one that is replaced.
+
+    Of a model on the meta device, one module at a time is whole.
+    """
     made: dict[nn.Parameter, nn.Parameter] = {}  # the old objects are kept: ids must stay unique
-    cutter = partial(_new_param, mesh=mesh, made=made)
+    cutter, shared = partial(_new_param, mesh=mesh, made=made), SharedInput()
+    sharing = share_inputs(plan.styles)
     device = torch.device(mesh.device_type)
     for name, module in list(model.named_modules()):
         for leaf, param in module._parameters.items():
@@ -427,10 +493,12 @@ def _cut(model: nn.Module, mesh: DeviceMesh, plan: TensorPlan, seed: int) -> Non
         style = plan.styles.get(name)
         if plan.size == 1 or style is None or (style == "replicate" and not plan.sequence):
             continue
-        layer = CutLayer(name, STYLES[style], cutter, sequence=plan.sequence)
+        common = shared if name in sharing or not style.startswith("colwise") else None
+        layer = CutLayer(name, STYLES[style], cutter, common, sequence=plan.sequence)
         parallelize_module(module, mesh, layer, src_data_rank=None)
     for count in plan.heads:
         setattr(model.get_submodule(count.module), count.attribute, count.own)
+    return made
 
 
 def _new_param(

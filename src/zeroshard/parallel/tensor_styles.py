@@ -7,15 +7,16 @@ sequences that do not divide for equal parts, and do not notice that a layer got
 Between layers, activations are plain tensors in one of three forms: *whole* (equal on all tensor ranks),
 *cut over features* (between a ``colwise`` and a ``rowwise`` layer), and *cut over the sequence* (the
 residual stream of a plan with ``sequence`` norms). Such a norm gives the whole sequence as a ``DTensor``,
-so that backward needs one reduce-scatter for all layers that read it.
-
-Letters: ``T`` tensor ranks, ``r`` this rank's number among them.
+so that backward needs one reduce-scatter for all layers that read it. Parameters are DTensors; layers
+compute with their local tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
+    Partial,
     Placement,
     Replicate,
     Shard,
@@ -31,6 +33,7 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from zeroshard.errors import UsageError
+from zeroshard.parallel.tensor_sums import add_gradients, add_values
 
 SEQUENCE_DIM = 1
 """Activations are ``[batch, sequence, features]``."""
@@ -112,11 +115,112 @@ def as_dtensor(local: Tensor, shape: torch.Size, axis: int | None, mesh: DeviceM
     return DTensor.from_local(local, mesh, [placement], run_check=False, shape=shape, stride=stride)
 
 
+def moved(tensor: DTensor, placement: Placement) -> DTensor:
+    """The DTensor with another placement.
+
+    If it has the placement already, it is returned as it is: a ``redistribute`` that moves nothing in
+    forward would still force the gradient of each reader into this placement.
+    """
+    if tensor.placements == (placement,):
+        return tensor
+    return tensor.redistribute(placements=[placement])
+
+
+class SharedInput:
+    """The whole input that several column-parallel layers read, as one tensor.
+
+    q, k and v read the same tensor. If each marked it by itself, backward would have an all-reduce for
+    each of them. With one mark, autograd adds their gradients first. It is kept until the next layer that
+    is not column-parallel, and so keeps no graph alive.
+    """
+
+    def __init__(self) -> None:
+        self._source: weakref.ref[Tensor] | None = None
+        self._key: tuple[int, bool] = (-1, False)
+        self._made: Tensor | None = None
+
+    def of(self, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        """``x``, equal on all tensor ranks, with gradients to be added; one object for the same ``x``.
+
+        A DTensor adds them itself.
+        """
+        key = (x._version, torch.is_grad_enabled())
+        if (
+            self._made is None
+            or self._source is None
+            or self._source() is not x
+            or self._key != key
+        ):
+            if isinstance(x, DTensor):
+                self._made = moved(x, Replicate()).to_local(grad_placements=[Partial()])
+            else:
+                self._made = add_gradients(x, mesh.get_group())
+            self._source, self._key = weakref.ref(x), key
+        return self._made
+
+    def forget(self) -> None:
+        """Drop the tensor."""
+        self._source = self._made = None
+
+
+def share_inputs(styles: Mapping[str, str]) -> set[str]:
+    """The column-parallel layers that may read one input: those with a sibling that is one too.
+
+    >>> plan = {"a.q": "colwise", "a.k": "colwise", "a.o": "rowwise", "head": "colwise"}
+    >>> share_inputs(plan) == {"a.q", "a.k"}
+    True
+    """
+    owners: dict[str, set[str]] = {}
+    for name, style in styles.items():
+        if style.startswith("colwise"):
+            owners.setdefault(name.rpartition(".")[0], set()).add(name)
+    return {name for names in owners.values() if len(names) > 1 for name in names}
+
+
+def compute_locally(
+    module: nn.Module,
+    forward: Callable[[Tensor], Tensor],
+    leaves: Collection[str],
+    x: Tensor,
+) -> Tensor:
+    """The layer's forward with this rank's parts of the parameters ``leaves``, without the others."""
+    own: dict[str, Any] = dict(module._parameters)
+    local = {
+        leaf: param.to_local() if leaf in leaves and param is not None else None
+        for leaf, param in own.items()
+    }
+    module._parameters.update(local)
+    try:
+        return forward(x)
+    finally:
+        module._parameters.update(own)
+
+
+def look_up(
+    module: nn.Embedding, forward: Callable[[Tensor], Tensor], mesh: DeviceMesh, ids: Tensor
+) -> Tensor:
+    """The embedding's forward with this rank's rows: the addend of this rank.
+
+    Through the DTensor weight, torch would give each rank a gradient of the whole table.
+    """
+    padding_idx = module.padding_idx
+    begin, end = part(module.weight.shape[0], mesh.size(), mesh.get_local_rank())
+    own = (ids >= begin) & (ids < end)
+    inside = padding_idx is not None and begin <= padding_idx < end
+    module.padding_idx = padding_idx - begin if padding_idx is not None and inside else None
+    try:
+        rows = compute_locally(module, forward, ("weight",), torch.where(own, ids - begin, 0))
+    finally:
+        module.padding_idx = padding_idx
+    return rows.masked_fill(~own[..., None], 0)
+
+
 class CutLayer(ParallelStyle):
     """Cuts one layer and converts what enters and leaves it.
 
     ``cut``: gives the new parameter for a parameter of the layer and its axis; the same object for the
-    same parameter, so that ties stay. ``sequence``: the residual stream is cut over the sequence.
+    same parameter, so that ties stay. ``shared``: one object for all layers that may share inputs; None:
+    this layer's input is its own. ``sequence``: the residual stream is cut over the sequence.
     """
 
     def __init__(
@@ -124,6 +228,7 @@ class CutLayer(ParallelStyle):
         name: str,
         row: StyleRow,
         cut: Callable[[nn.Parameter, int | None], nn.Parameter],
+        shared: SharedInput | None,
         *,
         sequence: bool,
     ) -> None:
@@ -131,6 +236,8 @@ class CutLayer(ParallelStyle):
         self.name = name
         self.row = row
         self.cut = cut
+        self.shares = shared is not None
+        self.shared = shared or SharedInput()
         self.sequence = sequence
         self._stream: Placement = Shard(SEQUENCE_DIM) if sequence else Replicate()
 
@@ -139,9 +246,17 @@ class CutLayer(ParallelStyle):
         buffers = dict(module._buffers)
         module._buffers.clear()  # distribute_module would broadcast them and make them DTensors
         try:
-            return distribute_module(module, device_mesh, self._cut_params, enter, leave)
+            distribute_module(module, device_mesh, self._cut_params, enter, leave)
         finally:
             module._buffers.update(buffers)
+        forward: Any = module.forward
+        if isinstance(module, nn.Embedding) and self.row.name == "vocab":
+            module.forward = partial(look_up, module, forward, device_mesh)  # type: ignore[method-assign]
+        elif self.row.weight_axis is not None:
+            # The bias of a row-parallel layer is added after the sum over tensor ranks.
+            leaves = ("weight", "bias") if self.row.weight_axis == 0 else ("weight",)
+            module.forward = partial(compute_locally, module, forward, leaves)  # type: ignore[method-assign]
+        return module
 
     def _cut_params(self, _name: str, module: nn.Module, _mesh: DeviceMesh) -> None:
         for leaf, param in list(module._parameters.items()):
@@ -150,12 +265,12 @@ class CutLayer(ParallelStyle):
 
     def _borders(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         return {
-            "colwise": (self._whole_in, self._cut_out),
-            "colwise_by_head": (self._whole_in, self._cut_out),
+            "colwise": (self._shared_in, self._cut_out),
+            "colwise_by_head": (self._shared_in, self._cut_out),
             "colwise_gather": (self._whole_in, self._gathered_out),
             "rowwise": (self._cut_in, self._added_out),
             "rowwise_split": (self._split_in, self._added_out),
-            "vocab": (self._ids_in, self._added_out),
+            "vocab": (self._checked_ids, self._added_out),
             "head_norm": (self._heads_in, self._local_out),
             "sequence": (self._sequence_in, self._sequence_out),
             "replicate": (self._stream_in, self._stream_out),
@@ -163,22 +278,29 @@ class CutLayer(ParallelStyle):
 
     # ------------------------------------------------------------------ what enters
 
-    def _whole_in(self, _module: nn.Module, inputs: Any, mesh: DeviceMesh) -> DTensor:
+    def _whole_in(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Tensor:
+        whole = self._marked(module, inputs, mesh)
+        self.shared.forget()
+        return whole
+
+    def _shared_in(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Tensor:
+        return (self._marked if self.shares else self._whole_in)(module, inputs, mesh)
+
+    def _marked(self, _module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Tensor:
         x = self._first(inputs)
-        if isinstance(x, DTensor):
-            return x.redistribute(placements=[Replicate()])
-        if self.sequence:
+        if self.sequence and not isinstance(x, DTensor):
             self._fail(
                 "got a plain tensor, but the plan cuts the residual stream over the sequence, so the "
                 "input of this layer would be a part of it. Give the norm before this layer the "
                 'style "sequence".'
             )
-        return DTensor.from_local(x, mesh, [Replicate()], run_check=False)
+        return self.shared.of(x, mesh)
 
-    def _cut_in(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> DTensor:
-        x = self._first(inputs)
+    def _cut_in(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Tensor:
+        self.shared.forget()
+        x: Tensor = self._first(inputs)
         if isinstance(x, DTensor):
-            return x.redistribute(placements=[Shard(-1)])
+            return moved(x, Shard(x.ndim - 1)).to_local()
         width = int(module.in_features)  # type: ignore[arg-type]
         begin, end = part(width, mesh.size(), mesh.get_local_rank())
         if x.shape[-1] != end - begin:
@@ -187,23 +309,28 @@ class CutLayer(ParallelStyle):
                 f"{begin} of {width}. The layer that computes its input must have the style "
                 '"colwise"; for an input that is whole, use "rowwise_split".'
             )
-        return as_dtensor(x, torch.Size((*x.shape[:-1], width)), x.ndim - 1, mesh)
+        return x
 
-    def _split_in(self, _module: nn.Module, inputs: Any, mesh: DeviceMesh) -> DTensor:
-        whole = self._whole_in(_module, inputs, mesh)
-        return whole.redistribute(placements=[Shard(whole.ndim - 1)])
+    def _split_in(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Tensor:
+        whole = self._whole_in(module, inputs, mesh)
+        begin, end = part(whole.shape[-1], mesh.size(), mesh.get_local_rank())
+        return whole[..., begin:end]
 
     def _ids_in(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> DTensor:
-        ids = self._first(inputs)
+        ids = self._checked_ids(module, inputs, mesh)
+        return DTensor.from_local(ids, mesh, [Replicate()], run_check=False)
+
+    def _checked_ids(self, module: nn.Module, inputs: Any, _mesh: DeviceMesh) -> Tensor:
+        ids: Tensor = self._first(inputs)
         if isinstance(ids, DTensor):
-            return ids
+            ids = moved(ids, Replicate()).to_local()
         count = int(module.num_embeddings)  # type: ignore[arg-type]
         if ids.device.type == "cpu" and ids.numel() and not 0 <= ids.min() <= ids.max() < count:
             self._fail(
                 f"got the index {int(ids.max())} (smallest {int(ids.min())}), but it has {count} rows. "
                 "No tensor rank has that row, so the result would be zero."
             )
-        return DTensor.from_local(ids, mesh, [Replicate()], run_check=False)
+        return ids
 
     def _stream_in(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> DTensor:
         embeds = isinstance(module, nn.Embedding)
@@ -225,31 +352,42 @@ class CutLayer(ParallelStyle):
                 "[batch, sequence, features]."
             )
         if isinstance(x, DTensor):
-            return x.redistribute(placements=[self._stream])
+            return moved(x, self._stream)
         return DTensor.from_local(x, mesh, [self._stream], run_check=False)
 
     # ------------------------------------------------------------------ what leaves
 
-    def _cut_out(self, _module: nn.Module, y: DTensor, _mesh: DeviceMesh) -> Tensor:
-        return y.redistribute(placements=[Shard(y.ndim - 1)]).to_local()
+    def _cut_out(self, _module: nn.Module, y: Tensor, _mesh: DeviceMesh) -> Tensor:
+        return y
 
-    def _gathered_out(self, _module: nn.Module, y: DTensor, _mesh: DeviceMesh) -> Tensor:
-        return y.redistribute(placements=[Replicate()]).to_local()
+    def _gathered_out(self, module: nn.Module, y: Tensor, mesh: DeviceMesh) -> Tensor:
+        width = int(module.out_features)  # type: ignore[arg-type]
+        parts = as_dtensor(y, torch.Size((*y.shape[:-1], width)), y.ndim - 1, mesh)
+        return moved(parts, Replicate()).to_local()
 
-    def _added_out(self, _module: nn.Module, y: DTensor, mesh: DeviceMesh) -> Tensor:
+    def _added_out(self, module: nn.Module, y: Tensor, mesh: DeviceMesh) -> Tensor:
         if self.sequence:
             self._check_sequence(y.shape, SEQUENCE_DIM, mesh)
-        return y.redistribute(placements=[self._stream]).to_local()
+            addends = DTensor.from_local(y, mesh, [Partial()], run_check=False)
+            total = moved(addends, self._stream).to_local()
+        else:
+            total = add_values(y, mesh.get_group())
+        bias: Any = module._parameters.get("bias")
+        if bias is None:
+            return total
+        # Of a stream cut over the sequence, each rank's gradient counts its own tokens only.
+        own: Tensor = bias.to_local(grad_placements=[Partial()] if self.sequence else None)
+        return total + own
 
     def _stream_out(self, _module: nn.Module, y: DTensor, mesh: DeviceMesh) -> Tensor:
         self._check_sequence(y.shape, y.ndim - 2, mesh)  # a table of positions gives [T, features]
-        return y.redistribute(placements=[Shard(y.ndim - 2)]).to_local()
+        return moved(y, Shard(y.ndim - 2)).to_local()
 
     def _local_out(self, _module: nn.Module, y: DTensor, _mesh: DeviceMesh) -> Tensor:
         return y.to_local()
 
     def _sequence_out(self, _module: nn.Module, y: DTensor, _mesh: DeviceMesh) -> DTensor:
-        return y.redistribute(placements=[Replicate()])
+        return moved(y, Replicate())
 
     # ------------------------------------------------------------------ checks
 

@@ -29,8 +29,9 @@ Code that torch does not see declares what it uses: :mod:`zeroshard.memory.host_
 
 Limits. One operator is one kernel, and uses the range of bytes from the first to the last element of a
 tensor. Autograd runs on the calling thread. Threads, futures, events and queues order host threads. Locks
-do not, but what is done under the same lock is no race. Only one ``pretend_cuda`` may be open in a process. It replaces functions of the whole process
-while it is open, so a test runs it in a process of its own (``tests/streams/scenarios.py``).
+do not, but what is done under the same lock is no race. Only one ``pretend_cuda`` may be open in a
+process. It replaces functions of the whole process while it is open, so a test runs it in a process of
+its own (``tests/streams/scenarios.py``).
 """
 
 from __future__ import annotations

@@ -214,7 +214,7 @@ class PretendedNCCL(_Group):  # type: ignore[misc]
 
 @contextmanager
 def _communicators(storages: Storages, exchange: Exchange) -> Iterator[None]:
-    """A context in which groups of torch's fake backend, and the engine's communicators, are the model."""
+    """A context in which groups of torch's fake backend and the engine's communicators are the model."""
     from zeroshard.comm.collectives import ProcessGroupComm
     from zeroshard.watchdog import session
 

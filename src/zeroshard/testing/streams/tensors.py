@@ -192,7 +192,11 @@ class Storages:
         block = self._blocks.get(storage._cdata)
         before = storage.nbytes()
         resize()
-        if block is None or block.device is None or storage.nbytes() == before:
+        if block is None or storage.nbytes() == before:
+            return
+        if block.device is None:
+            if block not in self._mappings:
+                block.nbytes, block.address = storage.nbytes(), storage.data_ptr()
             return
         if before:
             self.machine.free(block, self.machine.thread().clock)

@@ -163,75 +163,76 @@ def _futures(machine: Machine, patches: Patches) -> None:
     patches.set(Future, "exception", resolved(Future.exception))
 
 
-def _locks(machine: Machine, patches: Patches) -> None:
-    """Let new locks say which thread holds them. See [Note: locks]."""
-    real_lock, real_rlock, numbers = threading.Lock, threading.RLock, itertools.count()
+class _Lock:
+    """A lock whose holder is known. See [Note: locks]. Subclasses have the machine and the real lock."""
 
-    class Lock:
-        """A lock whose holder is known. ``make`` gives the real one."""
+    machine: Machine
+    make: Callable[[], Any]
+    numbers = itertools.count()
 
-        make: Callable[[], Any] = staticmethod(real_lock)
+    def __init__(self) -> None:
+        self._real = self.make()
+        self._number = next(self.numbers)
+        self._holder: HostThread | None = None
 
-        def __init__(self) -> None:
-            self._real = self.make()
-            self._number = next(numbers)
-            self._holder: HostThread | None = None
+    def _acquired(self, times: int = 1) -> None:
+        self._holder = self.machine.thread()
+        self._holder.locks[self._number] += times
 
-        def _acquired(self, times: int = 1) -> None:
-            self._holder = machine.thread()
-            self._holder.locks[self._number] += times
-
-        def _releasing(self) -> int:
-            """Forget one acquisition. Another thread than the holder may release a plain lock."""
-            holder = self._holder
-            if holder is None or not holder.locks[self._number]:
-                return 0
-            times = holder.locks[self._number]
+    def _releasing(self) -> int:
+        """Forget one acquisition. Another thread than the holder may release a plain lock."""
+        holder = self._holder
+        times = 0 if holder is None else holder.locks[self._number]
+        if holder is not None:
             holder.locks[self._number] = times - 1
-            if times == 1:
+            if times <= 1:
                 del holder.locks[self._number]
-            return times
+        return times
 
-        def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-            got: bool = self._real.acquire(blocking, timeout)
-            if got:
-                self._acquired()
-            return got
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        got: bool = self._real.acquire(blocking, timeout)
+        if got:
+            self._acquired()
+        return got
 
-        def release(self) -> None:
-            self._releasing()
-            self._real.release()
+    def release(self) -> None:
+        self._releasing()
+        self._real.release()
 
-        def locked(self) -> bool:
-            return bool(self._real.locked())
+    def locked(self) -> bool:
+        return bool(self._real.locked())
 
-        def __enter__(self) -> bool:
-            return self.acquire()
+    def __enter__(self) -> bool:
+        return self.acquire()
 
-        def __exit__(self, *_: Any) -> None:
-            self.release()
+    def __exit__(self, *_: Any) -> None:
+        self.release()
 
-        def _at_fork_reinit(self) -> None:
-            self._real._at_fork_reinit()
-            self._holder = None
+    def _at_fork_reinit(self) -> None:
+        self._real._at_fork_reinit()
+        self._holder = None
 
-    class RLock(Lock):
-        """The same for a lock that its holder may acquire again. ``Condition`` calls the last three."""
 
-        make = staticmethod(real_rlock)
+class _RLock(_Lock):
+    """The same for a lock that its holder may acquire again. ``Condition`` calls the last three."""
 
-        def _is_owned(self) -> bool:
-            return bool(self._real._is_owned())
+    def _is_owned(self) -> bool:
+        return bool(self._real._is_owned())
 
-        def _release_save(self) -> tuple[Any, int]:
-            times = self._releasing()
-            if self._holder is not None:
-                self._holder.locks.pop(self._number, None)
-            return self._real._release_save(), times
+    def _release_save(self) -> tuple[Any, int]:
+        times = self._releasing()
+        if self._holder is not None:
+            self._holder.locks.pop(self._number, None)
+        return self._real._release_save(), times
 
-        def _acquire_restore(self, state: tuple[Any, int]) -> None:
-            self._real._acquire_restore(state[0])
-            self._acquired(state[1])
+    def _acquire_restore(self, state: tuple[Any, int]) -> None:
+        self._real._acquire_restore(state[0])
+        self._acquired(state[1])
 
-    patches.everywhere(threading, "Lock", Lock)
-    patches.everywhere(threading, "RLock", RLock)
+
+def _locks(machine: Machine, patches: Patches) -> None:
+    """Let new locks say which thread holds them."""
+    for name, kind in (("Lock", _Lock), ("RLock", _RLock)):
+        real = staticmethod(getattr(threading, name))
+        own = type(name, (kind,), {"machine": machine, "make": real})
+        patches.everywhere(threading, name, own)

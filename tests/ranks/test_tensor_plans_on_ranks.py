@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +12,8 @@ from support.tensor_models import BLOCKS, PLANS, VOCABULARY, loss_of, tiny_gpt, 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils.checkpoint import checkpoint
 
 from zeroshard.errors import RankMismatch, UsageError
 from zeroshard.parallel.cross_entropy import vocab_parallel_cross_entropy
@@ -52,12 +57,15 @@ def check_step(cut: nn.Module, plain: nn.Module, seed: int = 1) -> None:
     check_gradients(cut, plain)
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("plan", "tied"),
+    [
+        ("blocks", False),
+        *((plan, tied) for plan in ("vocabulary", "sequence") for tied in (False, True)),
+    ],
+)
 @on_ranks(2)
 def test_forward_loss_and_gradients_are_those_of_one_process(plan, tied):
-    if tied and plan == "blocks":
-        pytest.skip("nothing tied is cut")
     cut = tensor_parallel(tiny_gpt(tied=tied), mesh(), PLANS[plan])
     assert (cut.head.weight is cut.embed.weight) is tied
     check_step(cut, tiny_gpt(tied=tied))
@@ -69,19 +77,34 @@ def test_four_ranks_and_a_vocabulary_that_does_not_divide(plan):
     check_step(tensor_parallel(tiny_gpt(tied=True), mesh(), PLANS[plan]), tiny_gpt(tied=True))
 
 
+@pytest.mark.parametrize("index", [3, 20])
 @on_ranks(2)
-def test_a_padding_index_gets_no_gradient():
-    cut = tensor_parallel(tiny_gpt(padding_idx=20), mesh(), PLANS["vocabulary"])
-    plain = tiny_gpt(padding_idx=20)
+def test_a_padding_index_gets_no_gradient(index):
+    cut = tensor_parallel(tiny_gpt(padding_idx=index), mesh(), PLANS["vocabulary"])
+    plain = tiny_gpt(padding_idx=index)
     check_step(cut, plain)
-    assert not whole(cut.embed.weight.grad)[20].any()
+    assert not whole(cut.embed.weight.grad)[index].any()
+    assert cut.embed.padding_idx == index
+
+
+@on_ranks(2)
+def test_the_gradient_of_an_embedding_is_that_of_the_rows_of_the_rank():
+    cut = tensor_parallel(tiny_gpt(), mesh(), PLANS["vocabulary"])
+    ids, labels = tokens(1)
+    loss_of(cut(ids), labels).backward()
+    for name, param in cut.named_parameters():
+        if isinstance(param, DTensor):
+            assert param.grad.to_local().shape == param.to_local().shape, name
+    with pytest.raises(TypeError):
+        cut.embed.forward(ids.tolist())
+    assert isinstance(cut.embed.weight, DTensor)  # an error in forward leaves the layer whole
 
 
 @on_ranks(2)
 def test_each_rank_has_its_part_and_nothing_else():
     plain = tiny_gpt()
     model = tiny_gpt()
-    made = apply_plan(model, mesh(), PLANS["vocabulary"])
+    made = apply_plan(model, mesh(), PLANS["vocabulary"]).plan
     rank = dist.get_rank()
     up = model.blocks[0].mlp.up.weight.to_local()
     assert torch.equal(up, plain.blocks[0].mlp.up.weight[12 * rank : 12 * (rank + 1)])
@@ -108,9 +131,35 @@ def test_frozen_parameters_stay_frozen_and_marks_stay():
 
 
 @on_ranks(2)
+def test_optimizers_and_lists_made_before_get_the_new_parameters():
+    model = tiny_gpt(tied=True)
+    named = list(model.named_parameters())
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [{"params": matrices, "lr": 0.5}, {"params": vectors[0]}, {"params": vectors[1:]}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    applied = apply_plan(model, mesh(), PLANS["vocabulary"])
+    now = list(model.named_parameters())
+    assert applied.renewed(named) == now
+    applied.renew_optimizer(optimizer)
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    assert {id(p) for p in held} == {id(p) for _, p in now}
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert all(isinstance(group["params"], list) for group in applied.renewed(groups))
+    trained = tiny_gpt()
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1, momentum=0.9)
+    loss_of(trained(tokens(1)[0]), tokens(1)[1]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    applied = apply_plan(trained, mesh(), BLOCKS)
+    with pytest.raises(UsageError, match=r"the optimizer \(SGD\) has state of whole parameters"):
+        applied.renew_optimizer(optimizer)
+
+
+@on_ranks(2)
 def test_a_structure_that_is_recognised_needs_no_plan():
     cut = tiny_gpt()
-    made = apply_plan(cut, mesh(), "auto")
+    made = apply_plan(cut, mesh(), "auto").plan
     assert made.source == "structure"
     assert sum(style == "colwise" for style in made.styles.values()) == 8
     check_step(cut, tiny_gpt())
@@ -134,6 +183,59 @@ def test_the_tensor_dimension_of_a_larger_mesh_and_a_group_are_taken():
         tensor_parallel(
             tiny_gpt(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")), BLOCKS
         )
+
+
+@pytest.mark.parametrize(
+    ("plan", "forward", "backward"),
+    [
+        ("blocks", {"allreduce_": 4}, {"allreduce_": 4}),
+        (
+            "sequence",
+            {"reduce_scatter_tensor": 5, "all_gather_into_tensor": 6},
+            {"reduce_scatter_tensor": 5, "all_gather_into_tensor": 6},
+        ),
+    ],
+)
+@on_ranks(2)
+def test_each_half_of_a_block_needs_one_collective_in_forward_and_one_in_backward(
+    plan, forward, backward
+):
+    cut = tensor_parallel(tiny_gpt(), mesh(), PLANS[plan])
+    ids, labels = tokens(1)
+
+    def counts(watch: CommDebugMode) -> dict[str, int]:
+        return {op.__name__: n for op, n in watch.get_comm_counts().items()}
+
+    with CommDebugMode() as watch:
+        loss = loss_of(cut(ids), labels)
+    assert counts(watch) == forward
+    with CommDebugMode() as watch:
+        loss.backward()
+    assert counts(watch) == backward
+
+
+@pytest.mark.parametrize("plan", ["vocabulary", "sequence"])
+@pytest.mark.parametrize("reentrant", [False, True])
+@on_ranks(2)
+def test_blocks_that_are_recomputed_in_backward(plan, reentrant):
+    cut = tensor_parallel(tiny_gpt(), mesh(), PLANS[plan])
+    for block in cut.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=reentrant)
+    for seed in (1, 2):
+        plain = tiny_gpt()
+        cut.zero_grad()
+        check_step(cut, plain, seed)
+
+
+@on_ranks(2)
+def test_no_graph_outlives_its_loss():
+    ids, _ = tokens(1)
+    cut = tensor_parallel(tiny_gpt(), mesh(), PLANS["vocabulary"])
+    cut(ids)
+    cut = tensor_parallel(tiny_gpt(), mesh(), BLOCKS)
+    cut.blocks[0].mlp.up(torch.ones(1, 2, 16, dtype=torch.float64, requires_grad=True))
+    gc.collect()
+    assert not [x for x in gc.get_objects() if type(x) in (Tensor, DTensor) and not x.is_leaf]
 
 
 @on_ranks(2)
@@ -222,11 +324,12 @@ def test_other_values_plans_or_generators_on_a_rank_are_errors_on_all():
     expected = (UsageError, "matches no module") if rank else (RankMismatch, "matches no module")
     with pytest.raises(expected[0], match=expected[1]):
         tensor_parallel(tiny_gpt(), tp, BLOCKS | ({"nothing": "colwise"} if rank else {}))
-    model = tiny_gpt()
-    model.drop = nn.Dropout(0.1)
-    torch.manual_seed(rank)
-    with pytest.raises(RankMismatch, match="the model has dropout"):
-        tensor_parallel(model, tp, BLOCKS)
+    for name, value in (("drop", nn.Dropout(0.1)), ("attention_dropout", 0.1)):
+        model = tiny_gpt()
+        setattr(model.blocks[0], name, value)
+        torch.manual_seed(rank)
+        with pytest.raises(RankMismatch, match="the model has dropout"):
+            tensor_parallel(model, tp, BLOCKS)
     assert not any(isinstance(p, DTensor) for p in model.parameters())
 
 
@@ -252,7 +355,7 @@ def test_wrong_inputs_of_cut_layers_are_errors():
 def test_one_tensor_rank_changes_nothing():
     model = tiny_gpt()
     params = list(model.parameters())
-    made = apply_plan(model, mesh(), PLANS["sequence"])
+    made = apply_plan(model, mesh(), PLANS["sequence"]).plan
     assert made.size == 1
     assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
     assert model.blocks[0].attn.n_head == 4

@@ -61,7 +61,7 @@ def test_a_family_by_its_own_plan(family, keys, cut_embedding):
     sizes = (NEOX if family == "gpt_neox" else SIZES) | keys
     plain, cut = build(family, **sizes), build(family, **sizes)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    made = apply_plan(cut, mesh, "auto")
+    made = apply_plan(cut, mesh, "auto").plan
     assert made.source == "transformers"
     assert isinstance(cut.get_input_embeddings().weight, DTensor) is cut_embedding
     tied = plain.get_output_embeddings().weight is plain.get_input_embeddings().weight
