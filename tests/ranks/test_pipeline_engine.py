@@ -11,7 +11,13 @@ from support import pipeline_models as models
 from torch import Tensor, nn
 
 from zeroshard import Engine, zero
-from zeroshard.errors import ConfigError, UnsupportedError, UsageError, ZeroShardError
+from zeroshard.errors import (
+    ConfigError,
+    LossScaleError,
+    UnsupportedError,
+    UsageError,
+    ZeroShardError,
+)
 from zeroshard.parallel import pipeline
 from zeroshard.testing import on_ranks
 
@@ -133,6 +139,15 @@ def test_all_stages_have_one_loss_scale(stage):
 
 def infinite(logits: Tensor, labels: Tensor) -> Tensor:
     return models.loss_fn(logits, labels) * float("inf")
+
+
+@on_ranks(2)
+def test_every_rank_names_the_first_parameter_of_the_model_whose_gradient_is_not_finite():
+    fp16 = {"enabled": True, "initial_scale_power": 0, "min_loss_scale": 1, "hysteresis": 1}
+    with opened(1, model=models.Decoder().half(), fp16=fp16) as engine:
+        engine.module.loss_fn = infinite
+        with pytest.raises(LossScaleError, match=r"First bad gradient: 'embed\.weight'"):
+            engine.train_batch(models.data(1, engine.dp_rank))
 
 
 class Sometimes(nn.Module):

@@ -428,13 +428,14 @@ class Engine(nn.Module):
 
     def _first_bad_gradient(self) -> str:
         """The first parameter, in model order, whose gradient is not finite on any rank."""
-        bad = [float(place) for place, norm in self._norms if not norm.isfinite()]
+        names = [name for name, _ in self.module.named_parameters()]
+        every = getattr(self.module, "every_parameter", names)  # of all stages of a pipeline
+        bad = [float(every.index(names[at])) for at, norm in self._norms if not norm.isfinite()]
         vote = torch.tensor([min(bad, default=float(2**31))], dtype=torch.float64)
         index = int(
             self._watch.world.all_gather_small(vote.to(self.device), name="first bad").min()
         )
-        names = dict(enumerate(name for name, _ in self.module.named_parameters()))
-        return repr(names.get(index, "unknown"))
+        return repr(every[index] if index < len(every) else "unknown")
 
     # ------------------------------------------------------------------ accumulation and data
 

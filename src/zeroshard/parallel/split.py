@@ -72,6 +72,7 @@ class PipelineModel(nn.Module):
         self.every_module: list[tuple[str, str]] = [
             (name, type(m).__name__) for name, m in self.named_modules() if name
         ]
+        self.every_parameter = [name for name, _ in self.named_parameters()]
         self.kept: dict[int, StageModule] | None = None  # this rank's stages, by number
         self._placed: tuple[int, int] | None = None  # pipeline rank and size of keep()
         self._stage_of: dict[str, int] = {}
