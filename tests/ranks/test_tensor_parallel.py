@@ -246,10 +246,11 @@ def test_one_rank_cannot_edit_what_it_does_not_hold():
 @on_ranks(2)
 def test_a_model_built_under_zero_init_is_refused():
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    model = cut(network(32, torch.float32), 2)
     with zeroshard.zero.Init(config=config):
-        model = network(32, torch.float32)
+        model.head = torch.nn.Linear(16, 24, bias=False)
     with pytest.raises(UnsupportedError, match=r"tensor ranks have other parts.*meta"):
-        engine_on(cut(model, 2), 3, 2)
+        engine_on(model, 3, 2)
 
 
 @on_ranks(4)
