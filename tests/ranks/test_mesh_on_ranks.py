@@ -145,14 +145,16 @@ def test_the_mesh_of_a_split_model_is_found() -> None:
 
 
 @on_ranks(2)
-def test_a_key_of_deepspeed_needs_a_model_that_is_cut() -> None:
+def test_a_key_of_deepspeed_cuts_a_model_that_can_be_cut() -> None:
     config = {**CONFIG, "tensor_parallel": {"autotp_size": 2}}
+    with pytest.raises(UsageError, match="Linear"):
+        deepspeed.initialize(model=nn.Linear(2, 2), config=config)
     with pytest.raises(
         UsageError,
-        match=r"the mesh is tensor 2 \(tensor: tensor_parallel.autotp_size\), but no parameter of the "
-        r"model is cut over tensor ranks",
+        match=r"the mesh is tensor 2 \(tensor: config\), but no parameter of the model is cut "
+        r"over tensor ranks",
     ):
-        deepspeed.initialize(model=nn.Linear(2, 2), config=config)
+        deepspeed.initialize(model=nn.Linear(2, 2), config={**CONFIG, "parallel": {"tensor": 2}})
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)) for _ in range(2)]
     model = nn.Sequential(*blocks)

@@ -119,6 +119,56 @@ def test_a_family_trains_on_tensor_and_data_ranks_as_in_one_process(stage):
         assert error <= EXACT, f"{name}: {error}"
 
 
+@pytest.mark.parametrize("asks", ["plan", "autotp_size", "optimizer", "model_parameters"])
+@on_ranks(2)
+def test_the_engine_cuts_a_model_that_is_asked_to_be_cut(asks):
+    plain, model = build("llama", **SIZES), build("llama", **SIZES)
+    settings = {"lr": 1e-2, "eps": 1e-3}
+    adamw = torch.optim.AdamW(plain.parameters(), **settings)
+    for step in range(2):
+        plain(input_ids=batch(step, 0), labels=batch(step, 0)).loss.backward()
+        adamw.step()
+        adamw.zero_grad()
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": 3},
+    }
+    by_name = {"optimizer": {"type": "AdamW", "params": {**settings, "weight_decay": 1e-2}}}
+    options = {
+        "plan": {"config": {**config, **by_name, "parallel": {"tensor": 2}}, "plan": "auto"},
+        "autotp_size": {"config": {**config, **by_name, "tensor_parallel": {"autotp_size": 2}}},
+        "optimizer": {
+            "config": {**config, "tensor_parallel": {"autotp_size": 2}},
+            "optimizer": torch.optim.AdamW(model.parameters(), **settings),
+        },
+        "model_parameters": {
+            "config": {**config, **by_name, "tensor_parallel": {"autotp_size": 2}},
+            "model_parameters": model.parameters(),
+        },
+    }[asks]
+    engine, *_ = initialize(model=model, **options)
+    with engine:
+        assert is_cut(model)
+        assert engine.mesh == Mesh(tensor=2)
+        for step in range(2):
+            ids = batch(step, 0)
+            engine.backward(engine(input_ids=ids, labels=ids).loss)
+            engine.step()
+        own = {name: full.detach().clone() for name, full in engine.iter_full_params()}
+    for name, param in plain.named_parameters():
+        assert (own[name] - param).abs().max() <= EXACT * param.abs().max(), name
+
+
+@on_ranks(2)
+def test_a_plan_for_a_model_that_is_cut_is_refused():
+    model = build("llama", **SIZES)
+    deepspeed.tp_model_init(model, 2, None)
+    config = {"train_micro_batch_size_per_gpu": 2, "parallel": {"tensor": 2}}
+    with pytest.raises(UsageError, match=r"plan=\.\.\..*is cut over tensor ranks already"):
+        initialize(model=model, config=config, plan="auto")
+
+
 def batch(step: int, rank: int) -> Tensor:
     return torch.randint(3, 50, (2, 9), generator=torch.Generator().manual_seed(10 * step + rank))
 

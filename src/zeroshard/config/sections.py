@@ -288,7 +288,8 @@ class TensorParallelDetails(Section):
 class TensorParallelConfig(Section):
     autotp_size: Natural = _size_of(
         "tensor",
-        "Another name of parallel.tensor. 0 and 1: not given.",
+        "Number of ranks that share each layer. A model that is not cut is cut by its own plan, or by "
+        "its structure. 0 and 1: not given.",
         default=0,
     )
     dtype: Dtype = not_yet("float16", "Dtype of the split layers.")

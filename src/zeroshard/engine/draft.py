@@ -6,7 +6,7 @@ Also checks the objects that a caller passes to an engine.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -48,6 +48,7 @@ class EngineArguments:
     device: torch.device | str | None
     as_deepspeed: bool
     mesh_sources: tuple[MeshSource, ...] = ()
+    tensor_plan: Mapping[str, str] | str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,6 +94,7 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
     settings = loaded.config
     check_pipeline(model, mesh, settings)
     cut_pipeline(model, mesh, rank_info.rank)
+    given = cut_tensor(given, mesh, loaded.origins["parallel.tensor"])
     policy = policy_from(settings)
     inner = make_optimizer(model, given.optimizer, given.model_parameters, settings, policy)
     probes = probed(inner, policy) if inner is not None else {}
@@ -183,6 +185,39 @@ def find_blocks(model: nn.Module, mesh: Mesh, rank: int) -> dict[str, Block]:
     return {name: block for name, block in found.items() if block is not None}
 
 
+def cut_tensor(given: EngineArguments, mesh: Mesh, origin: str) -> EngineArguments:
+    """Cut the model over tensor ranks if the program asked for it. Collective in a tensor group then.
+
+    It asks with ``plan=``, or with a key of DeepSpeed that means "cut the model by yourself".
+    ``origin``: who gave the size of ``tensor``. Returns the arguments with the cut parameters, which are
+    new objects. An optimizer object gets them too.
+
+    Raises:
+        UsageError: there is a plan for a model that is cut already, or it does not fit the model.
+    """
+    plan = given.tensor_plan
+    if plan is None and "tensor_parallel." in origin:
+        plan = "auto"
+    if mesh.tensor == 1 or plan is None:
+        return given
+    # Not imported at the top: torch's DTensor takes half a second, and most runs have none.
+    from zeroshard.parallel.tensor_plan import apply_plan, is_cut, neighbours
+
+    if is_cut(given.model):
+        if given.tensor_plan is None:
+            return given
+        raise UsageError(
+            "initialize(plan=...) got a model that is cut over tensor ranks already. Leave plan out, or "
+            "pass the whole model."
+        )
+    check_tensor_ranks(given.model, mesh)
+    listed = parameter_list(given.model_parameters)
+    applied = apply_plan(given.model, neighbours(mesh.tensor), plan)
+    if isinstance(given.optimizer, torch.optim.Optimizer):
+        applied.renew_optimizer(given.optimizer)
+    return replace(given, model_parameters=applied.renewed(listed) or None)
+
+
 def check_is_cut(blocks: Iterable[Block], mesh: Mesh, origin: str) -> None:
     """Check that tensor ranks hold parts of the model. ``origin``: who gave the size of ``tensor``.
 
@@ -194,7 +229,7 @@ def check_is_cut(blocks: Iterable[Block], mesh: Mesh, origin: str) -> None:
             f"the mesh is {mesh.text} (tensor: {origin}), but no parameter of the model is cut over "
             "tensor ranks: they would all compute the same, and hold the whole model. Call "
             "zeroshard.parallel.tensor_parallel(model, mesh) (or deepspeed.tp_model_init) before "
-            "initialize(), or leave the size out."
+            'initialize(), pass plan="auto" to it, or leave the size out.'
         )
 
 

@@ -70,7 +70,8 @@ class Engine(nn.Module):
     names. If it names none, the engine only runs the model. ``lr_scheduler``: an object, or a callable
     that makes one from the optimizer. An object replaces the schedule in the configuration, and a notice
     says so. ``mesh``: the number of ranks along each dimension, for example a ``DeviceMesh``
-    (:func:`zeroshard.comm.mesh_objects.mesh_sources`). The configuration must agree with it.
+    (:func:`zeroshard.comm.mesh_objects.mesh_sources`). The configuration must agree with it. ``plan``:
+    cut the model over tensor ranks by this plan (:func:`zeroshard.parallel.tensor_parallel`) or "auto".
 
     Collective: every rank builds its engines in the same order, from the same configuration.
 
@@ -103,6 +104,7 @@ class Engine(nn.Module):
         lr_scheduler: Any = None,
         device: torch.device | str | None = None,
         mesh: Any = None,
+        plan: Mapping[str, str] | str | None = None,
     ) -> None:
         super().__init__()
         parts = build_engine(
@@ -115,6 +117,7 @@ class Engine(nn.Module):
                 device,
                 self._as_deepspeed,
                 mesh_sources(mesh=mesh, model=model),
+                plan,
             ),
             partial(
                 StepHooks,

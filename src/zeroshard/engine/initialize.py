@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ def initialize(
     config_params: Any = None,
     *,
     mesh: Any = None,
+    plan: Mapping[str, str] | str | None = None,
     engine_type: type[Engine] = Engine,
 ) -> tuple[Engine, Any, DataLoader[Any] | None, Any]:
     """Build an engine. Returns ``(engine, optimizer, training_dataloader, lr_scheduler)``.
@@ -49,6 +50,8 @@ def initialize(
 
     ``mesh``, ``mpu`` and ``mesh_param`` say how many ranks there are along each dimension, as the
     configuration may do. They must agree. :func:`zeroshard.comm.mesh_objects.mesh_sources` reads them.
+    ``plan``: cut the model over tensor ranks, by globs and styles or by "auto"
+    (:func:`zeroshard.parallel.tensor_parallel`). DeepSpeed's ``autotp_size`` means "auto".
 
     Raises:
         ConfigError: the configuration has mistakes; the same text on every rank.
@@ -69,6 +72,7 @@ def initialize(
         lr_scheduler=lr_scheduler,
         device=_asked_device(args),
         mesh=sources,
+        plan=plan,
     )
     announce(engine)
     if hasattr(args, "local_rank"):
