@@ -150,10 +150,9 @@ def cut_pipeline(model: nn.Module, mesh: Mesh, rank: int) -> None:
     if isinstance(model, PipelineModel):
         if mesh.pipeline > 1 and any(owner_of(param) is not None for param in model.parameters()):
             raise UnsupportedError(f"{_INIT}, and a pipeline rank has other parameters. {_NO_INIT}")
-        if mesh.tensor > 1 or mesh.sequence > 1:
+        if mesh.sequence > 1:
             raise UnsupportedError(
-                f"the mesh {mesh.text}: a pipeline is combined with data parallelism only. Tensor or "
-                "sequence parallelism inside its stages is not supported yet."
+                f"the mesh {mesh.text}: sequence parallelism inside pipeline stages is not supported yet."
             )
         model.keep(mesh.coordinate(rank)["pipeline"], mesh.pipeline)
     elif mesh.pipeline > 1:

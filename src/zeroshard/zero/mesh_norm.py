@@ -178,7 +178,8 @@ class MeshExchange:
             group, index = places[0].tolist()
             values = rows.view(-1, tensor, len(own))[group, :, index].tolist()
             first = group * tensor
-            where = repr(names[index]) if index < len(names) else where
+            if self._mesh.pipeline == 1:  # else it may be a parameter of another stage
+                where = repr(names[index])
             seen = ", ".join(f"rank {first + at}: {value:.6g}" for at, value in enumerate(values))
             seen = f" (norms of its gradient: {seen})"
         return (
