@@ -190,7 +190,9 @@ def test_at_its_limit_a_turn_is_killed_with_its_children(load: Load, tmp_path: P
     assert ended.code is None
     assert turns.answer_of(ended) == {"error": turns.OUT_OF_TIME}
     assert time.monotonic() - begin_s < 30
-    assert not runs(int(pid.read_text()))
+    while runs(int(pid.read_text())):  # a killed process of a busy machine ends a moment later
+        assert time.monotonic() - begin_s < 30
+        time.sleep(0.05)
 
 
 def runs(pid: int) -> bool:

@@ -17,7 +17,7 @@ from zeroshard.comm.agreement import namespace
 from zeroshard.comm.collectives import Comm, ErrorExplainer, ProcessGroupComm, SoloComm
 from zeroshard.comm.flight_recorder import rank_ranges
 from zeroshard.comm.gloo import GlooComm
-from zeroshard.comm.host import host_number, open_sockets
+from zeroshard.comm.host import host_number, new_sockets, open_sockets
 from zeroshard.comm.p2p import P2PComm, open_links
 from zeroshard.comm.recorder import Recorder
 from zeroshard.comm.shm import PeerMemory, ShmComm, open_peer_memory
@@ -139,7 +139,7 @@ def _open_p2p(opening: Opening) -> Comm | str:
         ranks=opening.ranks,
         recorder=opening.recorder,
         guard=opening.guard,
-        sockets=_new_sockets(before),
+        sockets=new_sockets(before),
     )
 
 
@@ -166,7 +166,7 @@ def _open_stock(opening: Opening) -> Comm:
         recorder=recorder,
         guard=guard,
         owns_group=True,
-        sockets=_new_sockets(before) if backend == "gloo" else None,
+        sockets=new_sockets(before) if backend == "gloo" else None,
         device=opening.device,
         buffer_nbytes=max(0, free_nbytes - ops.free_nbytes()),
     )
@@ -253,11 +253,6 @@ def _meet(opening: Opening) -> PeerMemory | str:
     me = ranks.index(dist.get_rank())
     place = namespace(cast("AgreeStore", default_store()), label, me)
     return open_peer_memory(place, me, len(ranks), timeout_s=opening.timeout_s, check=opening.check)
-
-
-def _new_sockets(before: Mapping[int, str]) -> dict[int, str]:
-    """The sockets that were opened since ``before``: those of the connections just made."""
-    return {fd: what for fd, what in open_sockets().items() if before.get(fd) != what}
 
 
 def default_store() -> Store:

@@ -68,6 +68,11 @@ def open_sockets() -> dict[int, str]:
     return found
 
 
+def new_sockets(before: Mapping[int, str]) -> dict[int, str]:
+    """The sockets that were opened since ``before``: those of the connections just made."""
+    return {fd: what for fd, what in open_sockets().items() if before.get(fd) != what}
+
+
 def shut_down(sockets: Mapping[int, str]) -> int:
     """Shut down the connections that still have the given identity; return how many. Wakes their waiters.
 

@@ -29,7 +29,7 @@ from zeroshard.comm.collectives import Comm, first_line, lost_text, queues_on_de
 from zeroshard.comm.connect import DeviceUse, check_devices, default_store, device_use, make_comm
 from zeroshard.comm.env import run_name
 from zeroshard.comm.flight_recorder import rank_ranges
-from zeroshard.comm.host import Process, open_sockets, shut_down, this_process
+from zeroshard.comm.host import Process, new_sockets, open_sockets, shut_down, this_process
 from zeroshard.comm.recorder import Item, Recorder, sweep_recordings
 from zeroshard.comm.two_hop import TwoHopComm
 from zeroshard.config.sections import TrustConfig
@@ -176,8 +176,7 @@ class PipelineLinks:
         """Connect the pipelines of a mesh. Collective over all ranks."""
         before = open_sockets()
         group = _own_group(mesh.groups({"pipeline"}), rank)
-        sockets = {fd: what for fd, what in open_sockets().items() if before.get(fd) != what}
-        return cls(group, sockets, session_watch)
+        return cls(group, new_sockets(before), session_watch)
 
     def abort(self) -> None:
         """Make the waits of the other ranks for a message of this rank fail now."""
@@ -215,6 +214,7 @@ class CommSession:
     session_watch: SessionWatch | None = None
     make_control_group: Callable[[], ControlGroup] = ControlGroup
     groups: list[dist.ProcessGroup] = field(default_factory=list)  # destroyed with the session
+    sockets: Mapping[int, str] = field(default_factory=dict)  # of ``groups``
     pipeline: PipelineLinks | None = None  # between the ranks that hold the stages of one model
 
     def place(self, kind: str, comms: Sequence[Comm]) -> None:
@@ -305,12 +305,21 @@ class CommSession:
             return None
         return self.session_watch.readers(self.recorder)
 
+    def abort_groups(self) -> None:
+        """Make every blocked wait in the groups of a mesh fail now.
+
+        Destroying a group of gloo waits for its collectives in flight, which a dead rank never ends.
+        """
+        shut_down(self.sockets)
+
     def close(self, reason: str = "") -> None:
         """End the watch, then the connections. ``reason``: the error that ended this engine, or ""."""
         if self.session_watch is not None:
             self.session_watch.close(reason)
         for comm in self.comms:
             comm.close()
+        if reason:
+            self.abort_groups()
         while self.groups:  # closed once more after an error
             with contextlib.suppress(ValueError):  # the program destroyed all groups before us
                 dist.destroy_process_group(self.groups.pop())
@@ -455,6 +464,7 @@ class _Opener:
     comms: list[Comm] = field(default_factory=list)
     recorders: list[Recorder] = field(default_factory=list)
     groups: list[dist.ProcessGroup] = field(default_factory=list)
+    sockets: dict[int, str] = field(default_factory=dict)  # of ``groups``
 
     def open(
         self, recorder: Recorder, group: dist.ProcessGroup, purposes: Sequence[str]
@@ -501,7 +511,9 @@ class _Opener:
                     peers=theirs, home=self.home, members=members,
                 )
             )  # fmt: skip
+        before = open_sockets()
         self.groups.append(_own_group(groups, rank))
+        self.sockets.update(new_sockets(before))
         return self.open(recorder, self.groups[-1], [f"{kind} {purpose}" for purpose in purposes])
 
     def give_up(self, error: BaseException) -> None:
@@ -552,14 +564,15 @@ def _open(
     except BaseException as error:
         opener.give_up(error)
         raise
-    session.groups = opener.groups
+    session.groups, session.sockets = opener.groups, opener.sockets
     if crew.call == "initialize":
         session.make_control_group = partial(_control_group, crew, peers, meetings)
     if session_watch is not None:
         if queues_on_device(session.world):
             for each in session.recorders:
                 each.watch_device(ops_of(device))
-        session_watch.start(*(comm.abort for comm in opener.comms if hasattr(comm, "abort")))
+        aborts = [comm.abort for comm in opener.comms if hasattr(comm, "abort")]
+        session_watch.start(*aborts, session.abort_groups)
     return session
 
 
