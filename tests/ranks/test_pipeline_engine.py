@@ -289,7 +289,7 @@ def test_models_and_schedules_that_do_not_fit_are_refused_before_ranks_meet():
 def test_what_a_pipeline_is_not_combined_with_is_refused_by_name():
     both = {"pipeline": 2, "tensor": 2}
     with pytest.raises(
-        UnsupportedError, match="pipeline 2 x tensor 2: a pipeline is combined with data"
+        UsageError, match=r"pipeline 2 x tensor 2 .*no parameter of the model is cut"
     ):
         opened(1, parallel=both)
     with zero.Init(config_dict_or_path=models.config(3)):

@@ -145,15 +145,11 @@ def cut_pipeline(model: nn.Module, mesh: Mesh, rank: int) -> None:
 
     Raises:
         UsageError: a pipeline mesh without a model that is cut, or the cut does not fit the mesh.
-        UnsupportedError: a mesh that a pipeline is not combined with yet.
+        UnsupportedError: the model was built under ``zero.Init``.
     """
     if isinstance(model, PipelineModel):
         if mesh.pipeline > 1 and any(owner_of(param) is not None for param in model.parameters()):
             raise UnsupportedError(f"{_INIT}, and a pipeline rank has other parameters. {_NO_INIT}")
-        if mesh.sequence > 1:
-            raise UnsupportedError(
-                f"the mesh {mesh.text}: sequence parallelism inside pipeline stages is not supported yet."
-            )
         model.keep(mesh.coordinate(rank)["pipeline"], mesh.pipeline)
     elif mesh.pipeline > 1:
         raise UsageError(
