@@ -244,6 +244,21 @@ def test_one_rank_cannot_edit_what_it_does_not_hold():
 
 
 @on_ranks(2)
+def test_parts_of_other_sizes_than_torch_would_cut_are_refused():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
+    rows = 8 if dist.get_rank() == 0 else 16  # torch.chunk gives each rank 12 of 24
+    head = torch.nn.Linear(16, 24, bias=False)
+    part = DTensor.from_local(
+        torch.ones(rows, 16), mesh, [Shard(0)], run_check=False, shape=(24, 16), stride=(16, 1)
+    )
+    head.weight = torch.nn.Parameter(part)
+    with pytest.raises(
+        UnsupportedError, match=r"'weight' is a DTensor of shape \(24, 16\) of which"
+    ):
+        zeroshard.Engine(head, config={"train_micro_batch_size_per_gpu": 1}, mesh=Mesh(tensor=2))
+
+
+@on_ranks(2)
 def test_a_model_built_under_zero_init_is_refused():
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
     model = cut(network(32, torch.float32), 2)

@@ -128,7 +128,13 @@ def block_of(fqn: str, param: Any, mesh: Mesh, rank: int) -> Block | None:
         extent[axis] = min(chunk, param.shape[axis] - start[axis])
         largest[axis] = chunk
         split.add(dim)
-    assert tuple(extent) == tuple(param._local_tensor.shape), fqn
+    held = tuple(param._local_tensor.shape)
+    if tuple(extent) != held:
+        raise UnsupportedError(
+            f"parameter {fqn!r} is a DTensor of shape {tuple(param.shape)} of which this rank holds "
+            f"{held}. Cut as torch.chunk cuts, it would hold {tuple(extent)}, and ZeroShard derives from "
+            "this where each part lies. Cut the whole tensor with distribute_tensor()."
+        )
     return Block(tuple(param.shape), tuple(start), frozenset(split), prod(largest))
 
 
