@@ -49,6 +49,7 @@ from zeroshard.offload.plan import (
 )
 from zeroshard.offload.stores import Stores, has_copy_streams, update_threads
 from zeroshard.optim.factory import rebind
+from zeroshard.parallel.initial_values import draw_own_values
 from zeroshard.parallel.split import PipelineModel
 from zeroshard.precision.hardware import hardware_of, tell_if_slow
 from zeroshard.precision.loss_scaler import LossScaler, scaler_from
@@ -90,6 +91,10 @@ class EngineParts:
     offloader: StateOffloader
     observer: Observer | None  # None: nothing is to be reported
     make_savers: Callable[[], tuple[CheckpointSaver, CheckpointLoader]]
+
+
+FirstValues = Callable[[str, nn.Module], None]
+"""Gives a module, after its name, the first values of what it has on the meta device."""
 
 
 def build_engine(given: EngineArguments, make_hooks: Callable[..., StepHooks]) -> EngineParts:
@@ -147,9 +152,11 @@ def _assemble(
         settings.gradient_accumulation_steps or 1, managed=settings.managed_gradient_accumulation
     )
     with contextlib.ExitStack() as undo:
-        runtime = _build_runtime(draft, watch, accumulation)
+        draw = _first_values(draft, watch)
+        runtime = _build_runtime(draft, watch, accumulation, draw)
         undo.callback(runtime.close, wait=False)
-        buffers = place_buffers(model, policy.buffer, device, keep=kept_buffers(model, settings))
+        keep = kept_buffers(model, settings)
+        buffers = place_buffers(model, policy.buffer, device, keep=keep, draw=draw)
         for at, buffer in enumerate(buffers):
             for comm in (watch.tensor, watch.gathers):
                 if comm is not None:
@@ -190,6 +197,22 @@ def _assemble(
         )  # fmt: skip
         undo.pop_all()
     return parts
+
+
+def _first_values(draft: Draft, watch: CommSession) -> FirstValues:
+    """How modules on the meta device get their first values. Collective for a pipeline.
+
+    The ranks of a pipeline build different modules. If each drew them in the order in which it builds
+    them, equal layers of two stages would begin with equal values. So each module draws from the seed of
+    rank 0 and its name: the values do not depend on where the model is cut.
+    """
+    if not isinstance(draft.model, PipelineModel):
+        return lambda _name, module: materialize(module, draft.device)
+    own = torch.initial_seed()
+    words = torch.tensor([own >> 32, own % 2**32], dtype=torch.int64, device=draft.device)
+    watch.world.broadcast(words, 0, name="seed of the first values").wait()
+    high, low = words.tolist()
+    return lambda name, module: draw_own_values(name, module, (high << 32) + low, draft.device)
 
 
 def _exchange(
@@ -330,7 +353,9 @@ def _in_order(specs: Sequence[UnitSpec]) -> list[UnitSpec]:
     return sorted(specs, key=lambda spec: not spec.is_outermost)
 
 
-def _build_runtime(draft: Draft, watch: CommSession, accumulation: Accumulation) -> ZeroRuntime:
+def _build_runtime(
+    draft: Draft, watch: CommSession, accumulation: Accumulation, draw: FirstValues
+) -> ZeroRuntime:
     """Move the model's parameters into units and compose what acts on them. Collective.
 
     The values are those of rank 0. At stage 3 a unit is sharded before the next one is built. So no rank
@@ -377,7 +402,7 @@ def _build_runtime(draft: Draft, watch: CommSession, accumulation: Accumulation)
     with contextlib.ExitStack() as undo:
         # An error keeps alive what was built, so without this disk space would be freed late.
         undo.callback(stores.close, wait=False)
-        units = _build_units(model, frame, undo)
+        units = _build_units(model, frame, undo, draw)
         prefetcher = _build_prefetcher(model, units, frame)
         reducer = _build_reducer(units, frame)
         sharded = None if optimizer is None else _build_optimizer(optimizer, reducer, frame)
@@ -388,7 +413,9 @@ def _build_runtime(draft: Draft, watch: CommSession, accumulation: Accumulation)
     )  # fmt: skip
 
 
-def _build_units(model: nn.Module, frame: _Frame, undo: contextlib.ExitStack) -> list[Unit]:
+def _build_units(
+    model: nn.Module, frame: _Frame, undo: contextlib.ExitStack, draw: FirstValues
+) -> list[Unit]:
     positions = {id(param): at for at, param in enumerate(model.parameters())}
     params, modules = dict(model.named_parameters()), dict(model.named_modules())
     comm, stores, device = frame.watch.gathers, frame.stores, frame.draft.device
@@ -397,7 +424,7 @@ def _build_units(model: nn.Module, frame: _Frame, undo: contextlib.ExitStack) ->
         unit = Unit(
             spec.name,
             spec.layout,
-            _members(modules, spec, device, frame.watch.tensor),
+            _members(modules, spec, device, frame.watch.tensor, draw),
             positions=[positions[id(params[slot.fqn])] for slot in spec.layout.slots],
             row=spec.row,
             trainable=spec.trainable,
@@ -498,7 +525,11 @@ def predivide(config: Config, dp_size: int) -> float:
 
 
 def _members(
-    modules: Mapping[str, nn.Module], spec: UnitSpec, device: torch.device, tensor: Comm | None
+    modules: Mapping[str, nn.Module],
+    spec: UnitSpec,
+    device: torch.device,
+    tensor: Comm | None,
+    draw: FirstValues,
 ) -> Iterator[nn.Parameter]:
     """The unit's parameters. Those on the meta device get their values right before they are yielded.
 
@@ -506,7 +537,7 @@ def _members(
     """
     for slot in spec.layout.slots:
         name, _, leaf = slot.fqn.rpartition(".")
-        materialize(modules[name], device)
+        draw(name, modules[name])
         param = modules[name]._parameters[leaf]
         assert param is not None
         if tensor is not None and not is_split(slot):
@@ -535,14 +566,16 @@ def place_buffers(
     device: torch.device,
     *,
     keep: Sequence[str] = (),
+    draw: FirstValues,
 ) -> list[Tensor]:
     """Move buffers to the device; floating ones change dtype only if asked. Returns them in order.
 
-    ``keep``: globs on names of buffers that keep their dtype.
+    ``keep``: globs on names of buffers that keep their dtype. ``draw``: gives those on the meta device
+    their values.
     """
     moved: list[Tensor] = []
     for prefix, module in model.named_modules():
-        materialize(module, device)
+        draw(prefix, module)
         for name, buffer in module._buffers.items():
             if buffer is None:
                 continue
