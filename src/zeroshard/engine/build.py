@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -36,6 +36,13 @@ from zeroshard.engine.observe import Observer
 from zeroshard.engine.offload_states import StateOffloader
 from zeroshard.engine.optimizer_step import Accumulation, OptimizerStep
 from zeroshard.engine.runtime import ZeroRuntime
+from zeroshard.engine.tied_units import (
+    check_options,
+    gathers_of,
+    reductions_of,
+    tied_parts,
+    tied_ranks,
+)
 from zeroshard.engine.unit_plan import UnitSpec, layout_digest, plan_bytes
 from zeroshard.errors import in_short
 from zeroshard.offload.async_update import AsyncUpdateWorker
@@ -119,6 +126,7 @@ def build_engine(given: EngineArguments, make_hooks: Callable[..., StepHooks]) -
         plan={"units": _digest(draft), **draft.loaded.agreed()},
         separate_reductions=gathers_while_reducing(settings),
         mesh=draft.mesh,
+        ties=tied_ranks(draft.model),
     )
     try:
         return _assemble(draft, watch, make_hooks)
@@ -151,6 +159,7 @@ def _assemble(
     accumulation = Accumulation(
         settings.gradient_accumulation_steps or 1, managed=settings.managed_gradient_accumulation
     )
+    check_options(draft, watch)
     with contextlib.ExitStack() as undo:
         draw = _first_values(draft, watch)
         runtime = _build_runtime(draft, watch, accumulation, draw)
@@ -221,6 +230,7 @@ def _exchange(
     """How norm, overflow and flags are exchanged. Collective on a mesh."""
     if draft.mesh.is_flat:
         return DataExchange(watch.world, watch.divergence)
+    tied = tied_parts(draft, watch, runtime.units, runtime.reducer.buffers)
     trained = [unit for unit in runtime.units if unit.trainable]
     copied = {
         position: slot.fqn
@@ -239,6 +249,7 @@ def _exchange(
         device=draft.device,
         divergence=watch.divergence,
         order=order,
+        tied=tied,
     )
 
 
@@ -246,7 +257,7 @@ def _make_savers(
     draft: Draft, runtime: ZeroRuntime, watch: CommSession
 ) -> tuple[CheckpointSaver, CheckpointLoader]:
     settings, mesh = draft.loaded.config, draft.mesh
-    counts = _counts(mesh, draft.rank_info.rank, watch.gathers)
+    counts = _counts(draft, watch)
     local = LocalState(runtime.units, runtime.optimizer, counts)
     saver = CheckpointSaver(
         settings.checkpoint,
@@ -272,18 +283,19 @@ def _make_savers(
     return saver, loader
 
 
-def _counts(mesh: Mesh, rank: int, comm: Comm) -> Callable[[Slot], bool]:
-    """Which parameters this rank saves its part of. ``comm``: connects the ranks that share units.
+def _counts(draft: Draft, watch: CommSession) -> Callable[[Slot], bool]:
+    """Which parameters this rank saves its part of.
 
     Of the shard groups that hold the same part the first one saves it: that of the first replica, and of
-    tensor coordinate 0 unless the tensor dimension cuts the parameter.
+    tensor coordinate 0 unless the tensor dimension cuts the parameter. What is tied over pipeline ranks
+    is sharded over replicas as well.
     """
+    mesh, rank = draft.mesh, draft.rank_info.rank
     at = mesh.coordinate(rank)
-    has_replicas = comm.size < len(mesh.group(rank, HOLDERS))
-    if has_replicas and at["data_replicate"]:
-        return lambda _slot: False
-    is_first = at["tensor"] == 0
-    return lambda slot: is_first or is_split(slot)
+    has_replicas = watch.gathers.size < len(mesh.group(rank, HOLDERS))
+    is_later, is_first = has_replicas and at["data_replicate"] > 0, at["tensor"] == 0
+    tied = {slot.fqn for spec in draft.specs if spec.tie for slot in spec.layout.slots}
+    return lambda slot: (not is_later or slot.fqn in tied) and (is_first or is_split(slot))
 
 
 def _observer(draft: Draft, runtime: ZeroRuntime, watch: CommSession) -> Observer | None:
@@ -369,7 +381,7 @@ def _build_runtime(
         {spec.name: spec.layout for spec in in_order},
         {spec.name: spec.row for spec in in_order if spec.trainable and optimizer is not None},
         config,
-        rank=comm.rank,
+        rank_of={spec.name: gathers_of(spec, watch).rank for spec in specs}.__getitem__,
         whole=not all(probe.elementwise for probe in draft.probes.values()),
         has_copy_streams=has_copy_streams(draft.device),
     )
@@ -382,6 +394,10 @@ def _build_runtime(
         shards_grads=stage.shards_grads,
         offload_plan=offload_plan,
     )
+    plan = [
+        replace(row, rank=gathers_of(spec, watch).rank) if spec.tie else row
+        for spec, row in zip(specs, plan, strict=True)
+    ]
     forecast = []
     check_device(offload_plan, draft.device)
     if offload_plan.is_offloaded:
@@ -410,6 +426,7 @@ def _build_runtime(
     return ZeroRuntime(
         stage, units, prefetcher.wrapped_modules, prefetcher, reducer, sharded, ledger, plan,
         stores, forecast, life,
+        [unit for spec, unit in zip(specs, units, strict=True) if spec.pipeline_stage is None],
     )  # fmt: skip
 
 
@@ -418,9 +435,10 @@ def _build_units(
 ) -> list[Unit]:
     positions = {id(param): at for at, param in enumerate(model.parameters())}
     params, modules = dict(model.named_parameters()), dict(model.named_modules())
-    comm, stores, device = frame.watch.gathers, frame.stores, frame.draft.device
+    stores, device = frame.stores, frame.draft.device
     units = []
     for spec in frame.draft.specs:
+        comm = gathers_of(spec, frame.watch)
         unit = Unit(
             spec.name,
             spec.layout,
@@ -464,7 +482,7 @@ def _build_reducer(units: Sequence[Unit], frame: _Frame) -> GradReducer:
     buffers = [
         GradBuffer(
             unit_of[spec.name],
-            comm=frame.watch.reductions,
+            comm=reductions_of(spec, frame.watch),
             ledger=frame.ledger,
             transient=stage.shards_grads or not nbytes_of[spec.name].grad_nbytes,
             rest=frame.stores.grad_store_of(
