@@ -65,6 +65,7 @@ from zeroshard.watchdog.join import join_ranks
 from zeroshard.watchdog.session import CommSession, decline, open_session
 from zeroshard.zero.access import UnitOptimState
 from zeroshard.zero.clip import DataExchange, NormExchange, num_words
+from zeroshard.zero.copy_sums import CopySums
 from zeroshard.zero.gradients import GradBuffer
 from zeroshard.zero.hooks import StepHooks
 from zeroshard.zero.life import Life
@@ -493,6 +494,7 @@ def _build_reducer(units: Sequence[Unit], frame: _Frame) -> GradReducer:
         for spec in _in_order(frame.draft.specs)
         if spec.trainable
     ]
+    tensor = frame.watch.tensor
     return GradReducer(
         buffers,
         eager=stage.shards_grads and reduces_each_backward(frame.draft.model),
@@ -500,6 +502,7 @@ def _build_reducer(units: Sequence[Unit], frame: _Frame) -> GradReducer:
         bucket_numel=zero.reduce_bucket_size,
         in_flight_limit=MAX_IN_FLIGHT if zero.overlap_comm else 0,
         predivide=predivide(frame.config, frame.draft.coordinate.dp_size),
+        copy_sums=None if tensor is None else CopySums(tensor, frame.watch.gathers, buffers),
     )
 
 
