@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from zeroshard.checkpoint.local_state import LocalState
 from zeroshard.comm.collectives import Comm
-from zeroshard.comm.dtensors import local_of
+from zeroshard.comm.dtensors import groups_over, local_of
 from zeroshard.comm.env import DataCoordinate, RankInfo, current_rank_info
 from zeroshard.config import Config, LoadedConfig
 from zeroshard.core.layout import Slot, is_split
@@ -116,7 +116,8 @@ def build_engine(given: EngineArguments, make_hooks: Callable[..., StepHooks]) -
     try:
         draft = make_draft(given, current_rank_info())
     except Exception as error:
-        decline(f"{type(error).__name__}: {_first_fact(error)}")  # else the other ranks would wait
+        if not getattr(error, "on_all_ranks", False):  # else the other ranks would wait
+            decline(f"{type(error).__name__}: {_first_fact(error)}")
         raise
     settings = draft.loaded.config
     choose_device(draft.device)  # events are recorded, and kernels queued, on the current device
@@ -124,7 +125,7 @@ def build_engine(given: EngineArguments, make_hooks: Callable[..., StepHooks]) -
         transport=settings.transport,
         device=draft.device,
         trust=settings.trust,
-        plan={"units": _digest(draft), **draft.loaded.agreed()},
+        plan={**_shared_plan(draft), **draft.loaded.agreed()},
         separate_reductions=gathers_while_reducing(settings),
         mesh=draft.mesh,
         ties=tied_ranks(draft.model),
@@ -136,11 +137,17 @@ def build_engine(given: EngineArguments, make_hooks: Callable[..., StepHooks]) -
         raise
 
 
-def _digest(draft: Draft) -> str:
-    """A hash of what all ranks must share of the model. The units of pipeline ranks differ."""
-    if isinstance(draft.model, PipelineModel):
-        return draft.model.digest
-    return layout_digest(draft.specs)
+def _shared_plan(draft: Draft) -> dict[str, str]:
+    """What all ranks must share of the model. The units of pipeline ranks differ."""
+    model = draft.model
+    if isinstance(model, PipelineModel):
+        first = ", ".join(pieces[0] for pieces in model.stages if pieces)
+        return {
+            "pipeline schedule": f"{model.schedule}, gather {model.gather}, reduce {model.reduce}",
+            "first pieces of the pipeline stages": first,
+            "whole model": model.digest,
+        }
+    return {"units": layout_digest(draft.specs)}
 
 
 def gathers_while_reducing(settings: Config) -> bool:
@@ -199,6 +206,8 @@ def _assemble(
         undo.callback(hooks.remove)
         if draft.mesh.tensor > 1:
             hooks.note_forwards(order.note)
+            tensor_ranks = draft.mesh.group(draft.rank_info.rank, {"tensor"})
+            watch.watch_layers(groups_over(model.parameters(), tensor_ranks))
         parts = EngineParts(
             draft.loaded, draft.rank_info, draft.mesh, draft.coordinate, device, policy, watch, runtime,
             scaler, scales_loss(settings, policy), draft.scheduler, accumulation, update, hooks,

@@ -37,7 +37,7 @@ from zeroshard.errors import UsageError
 from zeroshard.parallel.auto_plan import derive_plan
 from zeroshard.parallel.heads import FUSED, HeadCount, head_counts
 from zeroshard.parallel.initial_values import draw_own_values
-from zeroshard.parallel.plan_agreement import agree, agreed_seed, announce_failure
+from zeroshard.parallel.plan_agreement import agree, agreed_seed, announce_failure, check_of
 from zeroshard.parallel.tensor_styles import (
     STYLES,
     CutLayer,
@@ -175,23 +175,27 @@ def apply_plan(
     plan: Mapping[str, str] | str = "auto",
     *,
     seed: int | None = None,
-    check: Callable[[Sequence[int]], None] = lambda _missing: None,
+    check: Callable[[Sequence[int]], None] | None = None,
 ) -> AppliedPlan:
     """Like :func:`tensor_parallel`, but returns what was done, and logs nothing.
 
     ``check(missing)`` gets the positions of tensor ranks that this one waits for, a few times a second.
-    It may end the wait by raising.
+    It may end the wait by raising. None: it raises an error if one of them has ended.
+
+    Raises:
+        RankLost: the process of a tensor rank ended, or failed after it had joined the ranks.
     """
     mesh = tensor_mesh(mesh)
+    check = check or check_of(mesh)
     try:
         made = decide(model, mesh.size(), plan)
         check_meta(model)
-    except UsageError as error:
+    except Exception as error:
         announce_failure(mesh, error)
         raise
     agree(mesh, model, made.styles, check)
     if any(param.is_meta for param in model.parameters()):
-        seed = agreed_seed(mesh, seed)
+        seed = agreed_seed(mesh, seed, check)
     return AppliedPlan(made, _cut(model, mesh, made, seed or 0))
 
 
