@@ -22,7 +22,7 @@ from zeroshard.comm.collectives import Comm
 from zeroshard.comm.dtensors import local_of
 from zeroshard.comm.env import DataCoordinate, RankInfo, current_rank_info
 from zeroshard.config import Config, LoadedConfig
-from zeroshard.core.layout import Slot, is_split
+from zeroshard.core.layout import Slot, is_counted, is_split
 from zeroshard.core.ledger import Ledger
 from zeroshard.core.mesh import HOLDERS, Mesh
 from zeroshard.core.nbytes import UnitBytes, state_nbytes
@@ -205,12 +205,20 @@ def _exchange(
         for position, slot in zip(unit.positions, unit.layout.slots, strict=True)
         if not is_split(slot)
     }
+    place = draft.mesh.coordinate(draft.rank_info.rank)["tensor"]
+    uncounted = {
+        position
+        for unit in trained
+        for position, slot in zip(unit.positions, unit.layout.slots, strict=True)
+        if not is_counted(slot, place)
+    }
     return MeshExchange(
         watch.world,
         watch.gathers,
         draft.mesh,
         rank=draft.rank_info.rank,
         copied=copied,
+        uncounted=uncounted,
         num_words=num_words(sum(len(unit.params) for unit in trained)),
         dtype=min((unit.row.reduce for unit in trained), key=lambda d: d.itemsize),
         device=draft.device,
@@ -253,14 +261,14 @@ def _counts(mesh: Mesh, rank: int, comm: Comm) -> Callable[[Slot], bool]:
     """Which parameters this rank saves its part of. ``comm``: connects the ranks that share units.
 
     Of the shard groups that hold the same part the first one saves it: that of the first replica, and of
-    tensor coordinate 0 unless the tensor dimension cuts the parameter.
+    the first tensor coordinate with this part.
     """
     at = mesh.coordinate(rank)
     has_replicas = comm.size < len(mesh.group(rank, HOLDERS))
     if has_replicas and at["data_replicate"]:
         return lambda _slot: False
-    is_first = at["tensor"] == 0
-    return lambda slot: is_first or is_split(slot)
+    place = at["tensor"]
+    return lambda slot: is_counted(slot, place)
 
 
 def _observer(draft: Draft, runtime: ZeroRuntime, watch: CommSession) -> Observer | None:

@@ -1,14 +1,15 @@
 """The exchange of a step on a mesh: each element counts once, and copies in a tensor group are compared.
 
 Without a mesh each element has one owner. On a mesh a parameter that the tensor dimension does not cut
-has one owner in each tensor coordinate; the owner with coordinate 0 counts it. Every element has an owner
+has one owner in each tensor coordinate; the owner with coordinate 0 counts it. Of tensor coordinates that
+hold the same key/value heads the first counts them. Every element has an owner
 in each replica; the owner in replica 0 counts it. Weights are 0 or 1, so the norm does not depend on
 whether the copies are equal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,6 +44,7 @@ class MeshExchange:
     over the ranks with the same shard. The ranks of a hop compare its history.
 
     ``copied``: by position in the model, the names of parameters that the tensor dimension does not cut.
+    ``uncounted``: positions of parameters that another rank of the tensor group counts.
     ``num_words``: packed flags of this rank. ``dtype``: in which gradients are reduced; sums of copies
     may differ by the square root of its precision, since kernels may add in an order that varies.
     Collective: the ranks agree on the length of the message.
@@ -56,6 +58,7 @@ class MeshExchange:
         *,
         rank: int,
         copied: Mapping[int, str],
+        uncounted: Collection[int],
         num_words: int,
         dtype: torch.dtype,
         device: torch.device,
@@ -64,12 +67,12 @@ class MeshExchange:
     ) -> None:
         self._order = order
         self._world, self._mesh = world, mesh
-        self._copied = copied
+        self._copied, self._uncounted = copied, frozenset(uncounted)
         self._divergence = divergence
         self._tolerance = torch.finfo(dtype).eps ** 0.5
         self._members = torch.tensor(mesh.group(rank, HOLDERS), device=device)
         at = mesh.coordinate(rank)
-        self._counts, self._counts_copies = at["data_replicate"] == 0, at["tensor"] == 0
+        self._counts = at["data_replicate"] == 0
         hops: Sequence[Comm] = getattr(holders, "hops", (holders,))
         self._hops = [
             (hop, torch.tensor(mesh.group(rank, dims), device=device))
@@ -99,7 +102,7 @@ class MeshExchange:
         """
         world = self._world
         copies = [norm for at, norm in norms if at in self._copied]
-        counted = [n for at, n in norms if self._counts_copies or at not in self._copied]
+        counted = [norm for at, norm in norms if at not in self._uncounted]
         padding = [0.0] * (self._num_words - len(words))
         hashes = [hop.recorder.hash32 for hop, _ in self._hops]
         host = on_device(
