@@ -22,7 +22,7 @@ from zeroshard.comm.collectives import Comm
 from zeroshard.comm.dtensors import groups_over, local_of
 from zeroshard.comm.env import DataCoordinate, RankInfo, current_rank_info
 from zeroshard.config import Config, LoadedConfig
-from zeroshard.core.layout import Slot, is_split
+from zeroshard.core.layout import Slot, is_counted, is_split
 from zeroshard.core.ledger import Ledger
 from zeroshard.core.mesh import HOLDERS, Mesh
 from zeroshard.core.nbytes import UnitBytes, state_nbytes
@@ -248,12 +248,20 @@ def _exchange(
         for position, slot in zip(unit.positions, unit.layout.slots, strict=True)
         if not is_split(slot)
     }
+    place = draft.mesh.coordinate(draft.rank_info.rank)["tensor"]
+    uncounted = {
+        position
+        for unit in trained
+        for position, slot in zip(unit.positions, unit.layout.slots, strict=True)
+        if not is_counted(slot, place)
+    }
     return MeshExchange(
         watch.world,
         watch.gathers,
         draft.mesh,
         rank=draft.rank_info.rank,
         copied=copied,
+        uncounted=uncounted,
         num_words=num_words(sum(len(unit.params) for unit in trained)),
         dtype=min((unit.row.reduce for unit in trained), key=lambda d: d.itemsize),
         device=draft.device,
@@ -297,15 +305,15 @@ def _counts(draft: Draft, watch: CommSession) -> Callable[[Slot], bool]:
     """Which parameters this rank saves its part of.
 
     Of the shard groups that hold the same part the first one saves it: that of the first replica, and of
-    tensor coordinate 0 unless the tensor dimension cuts the parameter. What is tied over pipeline ranks
-    is sharded over replicas as well.
+    the first tensor coordinate with this part. What is tied over pipeline ranks is sharded over replicas
+    as well.
     """
     mesh, rank = draft.mesh, draft.rank_info.rank
     at = mesh.coordinate(rank)
     has_replicas = watch.gathers.size < len(mesh.group(rank, HOLDERS))
-    is_later, is_first = has_replicas and at["data_replicate"] > 0, at["tensor"] == 0
+    is_later, place = has_replicas and at["data_replicate"] > 0, at["tensor"]
     tied = {slot.fqn for spec in draft.specs if spec.tie for slot in spec.layout.slots}
-    return lambda slot: (not is_later or slot.fqn in tied) and (is_first or is_split(slot))
+    return lambda slot: (not is_later or slot.fqn in tied) and is_counted(slot, place)
 
 
 def _observer(draft: Draft, runtime: ZeroRuntime, watch: CommSession) -> Observer | None:
