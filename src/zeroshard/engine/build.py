@@ -125,7 +125,7 @@ def build_engine(given: EngineArguments, make_hooks: Callable[..., StepHooks]) -
         transport=settings.transport,
         device=draft.device,
         trust=settings.trust,
-        plan={**_shared_plan(draft), **draft.loaded.agreed()},
+        plan={**_shared_plan(draft), **_agreed_groups(draft), **draft.loaded.agreed()},
         separate_reductions=gathers_while_reducing(settings),
         mesh=draft.mesh,
         ties=tied_ranks(draft.model),
@@ -148,6 +148,28 @@ def _shared_plan(draft: Draft) -> dict[str, str]:
             "whole model": model.digest,
         }
     return {"units": layout_digest(draft.specs)}
+
+
+def _agreed_groups(draft: Draft) -> dict[str, str]:
+    """The options of the param groups of a pipeline, whose ranks make their optimizers by themselves.
+
+    All stages need the same groups: a checkpoint has one list of options, and says for each parameter
+    which entry is its own.
+    """
+    if draft.mesh.pipeline == 1 or draft.optimizer is None:
+        return {}
+    groups = draft.optimizer.param_groups
+    count = "number of param groups (a pipeline stage without parameters of a group needs it empty)"
+    return {
+        "class of the optimizer": type(draft.optimizer).__name__,
+        count: str(len(groups)),
+        **{
+            f"{name} of param group {at}": repr(value)
+            for at, group in enumerate(groups)
+            for name, value in sorted(group.items())
+            if isinstance(value, (bool, int, float, str, tuple))
+        },
+    }
 
 
 def gathers_while_reducing(settings: Config) -> bool:
