@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from zeroshard.core.mesh_sources import MeshSource
 from zeroshard.errors import UsageError
 from zeroshard.parallel.schedules import SCHEDULES, stages_of
 
@@ -41,8 +42,13 @@ class PipelineModel(nn.Module):
     """A model that is cut into stages. Made by :func:`pipeline`; the engine calls :meth:`keep`.
 
     ``stages``: the names of the pieces of each stage. ``digest``: a hash of the whole model's parameters,
-    its stages and the schedule. Before :meth:`keep`, forward runs the whole model.
+    its stages and the schedule. Before :meth:`keep`, forward runs the whole model. ``mesh_source``: what
+    the model itself says about the mesh.
     """
+
+    mesh_source: MeshSource | None = None
+    returns_loss = False
+    """Whether the last piece returns the loss, so that no ``loss_fn`` is needed."""
 
     def __init__(
         self,
@@ -113,12 +119,51 @@ class PipelineModel(nn.Module):
         self._pieces = {}
         for stage, pieces in kept.items():
             for name, piece in pieces.items():
-                for leaf, _ in piece.named_parameters():
-                    self._stage_of.setdefault(f"{name}.{leaf}", stage)
-        self.kept = {stage: StageModule(pieces) for stage, pieces in kept.items()}
+                for fqn, _ in self._parameters_of(name, piece):
+                    self._stage_of.setdefault(fqn, stage)
+        self.kept = {stage: self._stage_module(pieces) for stage, pieces in kept.items()}
         for stage, module in self.kept.items():
             self.add_module(f"{STAGE}{stage}", module)
         self._placed = rank, ranks
+
+    def set_checkpointing(self, interval: int, *, reentrant: bool) -> None:
+        """Recompute activations of ``interval`` layers at a time.
+
+        Raises:
+            UsageError: always: only a ``PipelineModule`` does this by itself.
+        """
+        del reentrant
+        raise UsageError(
+            f"pipeline.activation_checkpoint_interval is {interval}, but the model was made by "
+            "zeroshard.parallel.pipeline(), which does not change what its modules compute. Call "
+            "torch.utils.checkpoint in the modules, or use deepspeed.pipe.PipelineModule."
+        )
+
+    def loss_of(self, output: Any, labels: Any) -> Tensor:
+        """The loss of one micro-batch."""
+        if self.loss_fn is not None:
+            return self.loss_fn(output, labels)
+        assert self.returns_loss
+        return output  # type: ignore[no-any-return]
+
+    @property
+    def loss_source(self) -> str:
+        """What computes the loss, for messages."""
+        return "loss_fn" if self.loss_fn is not None else "the last layer"
+
+    def schedule_for(self, ranks: int, micro_batches: int) -> str:
+        """The name of the schedule of a step with so many micro-batches."""
+        del ranks, micro_batches
+        return self.schedule
+
+    def _stage_module(self, pieces: Mapping[str, nn.Module]) -> StageModule:
+        """The module that runs the pieces of a stage."""
+        return StageModule(pieces)
+
+    def _parameters_of(self, name: str, piece: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that a piece uses, under their names in the model."""
+        for leaf, param in piece.named_parameters():
+            yield f"{name}.{leaf}", param
 
     def stage_of(self, parameter: str) -> int:
         """The stage that has the parameter of this name."""
@@ -146,11 +191,11 @@ class PipelineModel(nn.Module):
         first: dict[int, tuple[int, str]] = {}
         for stage, names in enumerate(self.stages):
             for name in names:
-                for leaf, param in self._pieces[name].named_parameters():
-                    other, fqn = first.setdefault(id(param), (stage, f"{name}.{leaf}"))
+                for own, param in self._parameters_of(name, self._pieces[name]):
+                    other, fqn = first.setdefault(id(param), (stage, own))
                     if other != stage:
                         raise UsageError(
-                            f"parameters {fqn!r} of pipeline stage {other} and {name + '.' + leaf!r} of "
+                            f"parameters {fqn!r} of pipeline stage {other} and {own!r} of "
                             f"stage {stage} are one (tied). A weight that is tied over stages is not "
                             "supported yet. Untie it, or cut the model so that one stage has both."
                         )
@@ -184,9 +229,9 @@ def pipeline(
     Raises:
         UsageError: a name is not in the model, or the model cannot be cut there.
     """
-    _check_choice("schedule", schedule, tuple(SCHEDULES))
-    _check_choice("gather", gather, GATHER)
-    _check_choice("reduce", reduce, REDUCE)
+    check_choice("pipeline(schedule", schedule, tuple(SCHEDULES))
+    check_choice("pipeline(gather", gather, GATHER)
+    check_choice("pipeline(reduce", reduce, REDUCE)
     if isinstance(split, str):
         raise UsageError(f"split={split!r} is one name. Give a list of names: [{split!r}].")
     names = _order_of(model, order)
@@ -199,9 +244,10 @@ def pipeline(
     )  # fmt: skip
 
 
-def _check_choice(key: str, value: object, choices: Sequence[str]) -> None:
+def check_choice(key: str, value: object, choices: Sequence[str]) -> None:
+    """Raise :class:`UsageError` for another value than the choices. ``key``: ``call(argument``."""
     if value not in choices:
-        raise UsageError(f"pipeline({key}={value!r}): choose one of {', '.join(choices)}.")
+        raise UsageError(f"{key}={value!r}): choose one of {', '.join(choices)}.")
 
 
 def _order_of(model: nn.Module, order: Sequence[str] | None) -> list[str]:
