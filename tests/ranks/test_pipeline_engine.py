@@ -68,9 +68,9 @@ def traffic(engine: Engine) -> tuple[float, float]:
 def test_traffic_of_a_step_in_the_group_of_each_stage(schedule):
     """Per element: 1 + 1, with ``micro_batch`` M reductions, and a gather per forward and backward."""
     count = models.COUNT
-    for stage in (1, 2):
+    for stage in (0, 1, 2):
         with opened(stage, schedule) as engine:
-            assert traffic(engine) == (1, 1 if stage == 1 else count)
+            assert traffic(engine) == (1, count if stage == 2 else 1)
         with opened(stage, schedule, cut={"reduce": "step"}) as engine:
             assert traffic(engine) == (1, 1)
     with opened(3, schedule, cut={"gather": "step", "reduce": "step"}) as engine:
@@ -78,21 +78,25 @@ def test_traffic_of_a_step_in_the_group_of_each_stage(schedule):
     with opened(3, schedule, cut={"gather": "step"}) as engine:
         assert traffic(engine) == (1, count)
     none_kept = {"zero_optimization": {"stage3_max_reuse_distance": 0}}
-    with opened(3, schedule, cut={"reduce": "step"}, **none_kept) as engine:
-        psi = sum(unit.layout.full_numel for unit in engine.runtime.units)
-        spared = sum(u.layout.full_numel for u in engine.runtime.units if "embed" in u.name)
-        gathered, reduced = traffic(engine)
-        assert reduced == 1
-        assert gathered == count * (2 * psi - spared) / psi  # backward does not read an embedding
+    for reduce in ("micro_batch", "step"):
+        with opened(3, schedule, cut={"reduce": reduce}, **none_kept) as engine:
+            psi = sum(unit.layout.full_numel for unit in engine.runtime.units)
+            spared = sum(u.layout.full_numel for u in engine.runtime.units if "embed" in u.name)
+            gathered, reduced = traffic(engine)
+            assert reduced == (1 if reduce == "step" else count)
+            assert gathered == count * (2 * psi - spared) / psi  # backward reads no embedding
 
 
 @on_ranks(4)
 def test_a_stage_is_not_whole_while_micro_batches_are_in_flight():
-    """At most two of a stage's eight blocks at a time: the one in use and the next one."""
-    for schedule in ("1F1B", "GPipe"):
+    """At most two of a stage's eight blocks at a time: the one in use and the next one, whatever M."""
+    for schedule, count in (("1F1B", 4), ("GPipe", 4), ("GPipe", 12)):
         model = models.Decoder(depth=16).double()
-        with opened(3, schedule, model=model, cut={"split": ["layers.8"]}) as engine:
-            traffic(engine)
+        keys = {"cut": {"split": ["layers.8"]}, "gradient_accumulation_steps": count}
+        with opened(3, schedule, model=model, **keys) as engine:
+            feed = models.data(2 * count // models.COUNT, engine.dp_rank)
+            for _ in range(2):
+                engine.train_batch(feed)
             held = {unit.name: unit.full_nbytes for unit in engine.runtime.units}
             block = max(n for name, n in held.items() if name.startswith("layers."))
             whole = sum(held.values())

@@ -92,6 +92,34 @@ def local_grad(param: Any, grad: Any) -> Tensor:
     return local
 
 
+def is_copy(param: Any, ranks: Sequence[int]) -> bool:
+    """Whether the parameter is a DTensor over the ranks ``ranks``, and each of them holds all of it."""
+    if type(param) not in KINDS or param.device_mesh.ndim != 1:
+        return False
+    own = dist.get_process_group_ranks(param.device_mesh.get_group(0))
+    return own == list(ranks) and param.placements[0].is_replicate()
+
+
+def is_addend(grad: Any) -> bool:
+    """Whether a DTensor gradient on a mesh of one dimension is an addend of a sum over that mesh."""
+    placement = grad.placements[0]
+    return len(grad.placements) == 1 and placement.is_partial("sum")
+
+
+_ADDENDS = "_gradients_are_addends"
+
+
+def mark_addends(param: Any, adds: bool) -> None:
+    """Note whether the gradients of ``param``, which no dimension cuts, are addends of a sum over tensor
+    ranks. If layers share it, they are if those of one layer are."""
+    setattr(param, _ADDENDS, adds or bool(addends_of(param)))
+
+
+def addends_of(param: Any) -> bool | None:
+    """What :func:`mark_addends` noted; None: nothing."""
+    return getattr(param, _ADDENDS, None)
+
+
 def block_of(fqn: str, param: Any, mesh: Mesh, rank: int) -> Block | None:
     """The place of a parameter in its global tensor; None for a parameter that is not a DTensor.
 

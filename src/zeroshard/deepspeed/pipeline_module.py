@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import weakref
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,8 +18,8 @@ from torch import Tensor, nn
 
 from zeroshard.comm.env import current_rank_info
 from zeroshard.core.mesh_sources import BATCH_DIMS, Claim, MeshSource
+from zeroshard.deepspeed import collectives as comm
 from zeroshard.deepspeed.activations import checkpoint, non_reentrant_checkpoint
-from zeroshard.deepspeed.collectives import get_world_group
 from zeroshard.deepspeed.helpers import set_random_seed
 from zeroshard.deepspeed.layer_specs import LayerSpec, TiedLayerSpec, outline
 from zeroshard.deepspeed.logs import log_dist
@@ -173,7 +174,8 @@ class PipelineModule(PipelineModel):
         self._topo = topology
         self.keep(stage, stages)
         self._grid = PipelineParallelGrid(topology)
-        self.world_group = get_world_group()
+        self.world_group = comm.get_world_group()
+        self._copy_tied_values()
         log_dist(f"PipelineModule: {stages} stages, from layers {parts[:-1]} on", ranks=[0])
 
     # ------------------------------------------------------------------ what a stage runs
@@ -243,6 +245,25 @@ class PipelineModule(PipelineModel):
         tied = self.get_submodule(TIED)
         for key in [key for key, module in tied.named_children() if id(module) not in used]:
             del tied._modules[key]
+
+    def _copy_tied_values(self) -> None:
+        """Give modules that are tied over stages the values that the first of these stages has."""
+        users: dict[str, list[int]] = {}
+        for at, spec in enumerate(self._layer_specs):
+            if isinstance(spec, TiedLayerSpec):
+                users.setdefault(spec.key, []).append(bisect_right(self.parts, at) - 1)
+        for key, stages in users.items():
+            first, *others = (self._grid.stage_to_global(s) for s in sorted(set(stages)))
+            if not others or self.global_rank not in (first, *others):
+                continue
+            module = self.get_submodule(f"{TIED}.{key}")
+            for tensor in (*module.parameters(), *module.buffers()):
+                if tensor.is_meta:
+                    continue  # the engine fills it, by its name
+                if self.global_rank != first:
+                    comm.recv(tensor.detach(), src=first)
+                for other in others if self.global_rank == first else ():
+                    comm.send(tensor.detach(), dst=other)
 
     def schedule_for(self, ranks: int, micro_batches: int) -> str:
         """1F1B; GPipe if there are fewer micro-batches than stages, where both wait equally long."""

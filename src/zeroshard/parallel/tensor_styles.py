@@ -32,6 +32,7 @@ from torch.distributed.tensor import (
 )
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from zeroshard.comm.dtensors import mark_addends
 from zeroshard.errors import UsageError
 from zeroshard.parallel.tensor_sums import add_gradients, add_values
 
@@ -261,7 +262,19 @@ class CutLayer(ParallelStyle):
     def _cut_params(self, _name: str, module: nn.Module, _mesh: DeviceMesh) -> None:
         for leaf, param in list(module._parameters.items()):
             if param is not None:
-                module.register_parameter(leaf, self.cut(param, self.row.axis(leaf)))
+                new = self.cut(param, self.row.axis(leaf))
+                module.register_parameter(leaf, new)
+                if self.row.axis(leaf) is None:
+                    mark_addends(new, self._gives_addends(module))
+
+    def _gives_addends(self, module: nn.Module) -> bool:
+        """Whether gradients of whole parameters are of this rank's tokens or heads only.
+
+        An embedding looks up all tokens on every rank.
+        """
+        if self.row.name == "head_norm":
+            return True
+        return self.sequence and not isinstance(module, nn.Embedding)
 
     def _borders(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
         return {
