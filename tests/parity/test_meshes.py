@@ -4,6 +4,7 @@ models on the meta device, uneven batches. The numbers are those of one plain pr
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,10 +28,12 @@ from support.mesh_runs import (
 )
 from support.parity import Scale, Trajectory, reference_run
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 import zeroshard
 from zeroshard import Engine
 from zeroshard.core.mesh import Mesh
+from zeroshard.engine.data import loader_for
 from zeroshard.errors import UnevenBatches
 from zeroshard.parallel.initial_values import draw_values
 from zeroshard.testing import on_ranks
@@ -234,6 +237,66 @@ def test_a_pipeline_on_the_meta_device_starts_with_the_values_of_one_process(sta
             found = dict(engine.iter_full_params())
             assert len(found) == len(expected) // mesh.pipeline
             assert differences(found, expected) == []
+
+
+# -- loaders of the engine -------------------------------------------------------------------------
+
+
+class Words(Dataset):
+    """Sample ``i`` is words and its number."""
+
+    def __len__(self) -> int:
+        return 96
+
+    def __getitem__(self, at: int) -> tuple[Tensor, Tensor]:
+        draw = torch.Generator().manual_seed(at)
+        return torch.randint(0, WORDS, (LENGTH,), generator=draw), torch.tensor(at)
+
+
+def fit(engine: Engine, loader: Iterator[Any], steps: int) -> list[int]:
+    seen: list[int] = []
+    for words, numbers in itertools.islice(loader, steps):
+        engine.backward(loss_of(engine(words), words))
+        engine.step()
+        seen += numbers.tolist()
+    return seen
+
+
+@pytest.mark.parametrize("mesh", [TENSOR, REPLICAS], ids=lambda mesh: mesh.text)
+@on_ranks(4)
+def test_the_position_in_the_data_is_saved_and_shared_out_on_another_mesh(mesh, tmp_path):
+    """Shuffled data and dropout: 3 + 3 steps are 6 to the bit, and each sample is used once."""
+    keys = {"gradient_accumulation_steps": 1, "train_micro_batch_size_per_gpu": 4}
+
+    def opened(on: Mesh) -> tuple[Engine, Iterator[Any]]:
+        engine = open_engine(on, 2, model=build(dropout=0.1), **keys)
+        engine.training_dataloader = loader_for(engine, Words())
+        return engine, engine.training_dataloader
+
+    engine, loader = opened(mesh)
+    with engine:
+        batches = iter(loader)
+        first = fit(engine, batches, 3)
+        engine.save_checkpoint(tmp_path)
+        second = fit(engine, batches, 3)
+        expected = everything(engine)
+    engine, loader = opened(mesh)
+    with engine:
+        engine.load_checkpoint(tmp_path)
+        assert fit(engine, iter(loader), 3) == second
+        assert differences(everything(engine), expected) == []
+    engine, loader = opened(Mesh(data_shard=4))
+    with engine:
+        engine.load_checkpoint(tmp_path)
+        rest = fit(engine, iter(loader), 99)
+    everyone: list[Any] = [None] * 4
+    dist.all_gather_object(everyone, (first, rest))
+    firsts = [numbers for numbers, _ in everyone]
+    if mesh.tensor > 1:
+        assert firsts[::2] == firsts[1::2]
+        firsts = firsts[::2]
+    used = itertools.chain(*firsts, *(numbers for _, numbers in everyone))
+    assert sorted(used) == list(range(96))
 
 
 # -- uneven batches --------------------------------------------------------------------------------

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from zeroshard.checkpoint.local_state import LocalState
 from zeroshard.comm.collectives import Comm
-from zeroshard.comm.dtensors import local_of
+from zeroshard.comm.dtensors import groups_over, local_of
 from zeroshard.comm.env import DataCoordinate, RankInfo, current_rank_info
 from zeroshard.config import Config, LoadedConfig
-from zeroshard.core.layout import Slot, is_split
+from zeroshard.core.layout import Slot, is_counted, is_split
 from zeroshard.core.ledger import Ledger
 from zeroshard.core.mesh import HOLDERS, Mesh
 from zeroshard.core.nbytes import UnitBytes, state_nbytes
@@ -116,7 +116,8 @@ def build_engine(given: EngineArguments, make_hooks: Callable[..., StepHooks]) -
     try:
         draft = make_draft(given, current_rank_info())
     except Exception as error:
-        decline(f"{type(error).__name__}: {_first_fact(error)}")  # else the other ranks would wait
+        if not getattr(error, "on_all_ranks", False):  # else the other ranks would wait
+            decline(f"{type(error).__name__}: {_first_fact(error)}")
         raise
     settings = draft.loaded.config
     choose_device(draft.device)  # events are recorded, and kernels queued, on the current device
@@ -124,7 +125,7 @@ def build_engine(given: EngineArguments, make_hooks: Callable[..., StepHooks]) -
         transport=settings.transport,
         device=draft.device,
         trust=settings.trust,
-        plan={"units": _digest(draft), **draft.loaded.agreed()},
+        plan={**_shared_plan(draft), **_agreed_groups(draft), **draft.loaded.agreed()},
         separate_reductions=gathers_while_reducing(settings),
         mesh=draft.mesh,
         ties=tied_ranks(draft.model),
@@ -136,11 +137,39 @@ def build_engine(given: EngineArguments, make_hooks: Callable[..., StepHooks]) -
         raise
 
 
-def _digest(draft: Draft) -> str:
-    """A hash of what all ranks must share of the model. The units of pipeline ranks differ."""
-    if isinstance(draft.model, PipelineModel):
-        return draft.model.digest
-    return layout_digest(draft.specs)
+def _shared_plan(draft: Draft) -> dict[str, str]:
+    """What all ranks must share of the model. The units of pipeline ranks differ."""
+    model = draft.model
+    if isinstance(model, PipelineModel):
+        first = ", ".join(pieces[0] for pieces in model.stages if pieces)
+        return {
+            "pipeline schedule": f"{model.schedule}, gather {model.gather}, reduce {model.reduce}",
+            "first pieces of the pipeline stages": first,
+            "whole model": model.digest,
+        }
+    return {"units": layout_digest(draft.specs)}
+
+
+def _agreed_groups(draft: Draft) -> dict[str, str]:
+    """The options of the param groups of a pipeline, whose ranks make their optimizers by themselves.
+
+    All stages need the same groups: a checkpoint has one list of options, and says for each parameter
+    which entry is its own.
+    """
+    if draft.mesh.pipeline == 1 or draft.optimizer is None:
+        return {}
+    groups = draft.optimizer.param_groups
+    count = "number of param groups (a pipeline stage without parameters of a group needs it empty)"
+    return {
+        "class of the optimizer": type(draft.optimizer).__name__,
+        count: str(len(groups)),
+        **{
+            f"{name} of param group {at}": repr(value)
+            for at, group in enumerate(groups)
+            for name, value in sorted(group.items())
+            if isinstance(value, (bool, int, float, str, tuple))
+        },
+    }
 
 
 def gathers_while_reducing(settings: Config) -> bool:
@@ -199,6 +228,8 @@ def _assemble(
         undo.callback(hooks.remove)
         if draft.mesh.tensor > 1:
             hooks.note_forwards(order.note)
+            tensor_ranks = draft.mesh.group(draft.rank_info.rank, {"tensor"})
+            watch.watch_layers(groups_over(model.parameters(), tensor_ranks))
         parts = EngineParts(
             draft.loaded, draft.rank_info, draft.mesh, draft.coordinate, device, policy, watch, runtime,
             scaler, scales_loss(settings, policy), draft.scheduler, accumulation, update, hooks,
@@ -239,12 +270,20 @@ def _exchange(
         for position, slot in zip(unit.positions, unit.layout.slots, strict=True)
         if not is_split(slot)
     }
+    place = draft.mesh.coordinate(draft.rank_info.rank)["tensor"]
+    uncounted = {
+        position
+        for unit in trained
+        for position, slot in zip(unit.positions, unit.layout.slots, strict=True)
+        if not is_counted(slot, place)
+    }
     return MeshExchange(
         watch.world,
         watch.gathers,
         draft.mesh,
         rank=draft.rank_info.rank,
         copied=copied,
+        uncounted=uncounted,
         num_words=num_words(sum(len(unit.params) for unit in trained)),
         dtype=min((unit.row.reduce for unit in trained), key=lambda d: d.itemsize),
         device=draft.device,
@@ -288,15 +327,15 @@ def _counts(draft: Draft, watch: CommSession) -> Callable[[Slot], bool]:
     """Which parameters this rank saves its part of.
 
     Of the shard groups that hold the same part the first one saves it: that of the first replica, and of
-    tensor coordinate 0 unless the tensor dimension cuts the parameter. What is tied over pipeline ranks
-    is sharded over replicas as well.
+    the first tensor coordinate with this part. What is tied over pipeline ranks is sharded over replicas
+    as well.
     """
     mesh, rank = draft.mesh, draft.rank_info.rank
     at = mesh.coordinate(rank)
     has_replicas = watch.gathers.size < len(mesh.group(rank, HOLDERS))
-    is_later, is_first = has_replicas and at["data_replicate"] > 0, at["tensor"] == 0
+    is_later, place = has_replicas and at["data_replicate"] > 0, at["tensor"]
     tied = {slot.fqn for spec in draft.specs if spec.tie for slot in spec.layout.slots}
-    return lambda slot: (not is_later or slot.fqn in tied) and (is_first or is_split(slot))
+    return lambda slot: (not is_later or slot.fqn in tied) and is_counted(slot, place)
 
 
 def _observer(draft: Draft, runtime: ZeroRuntime, watch: CommSession) -> Observer | None:

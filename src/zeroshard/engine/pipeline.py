@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from zeroshard.comm.collectives import first_line
-from zeroshard.errors import UsageError
+from zeroshard.errors import UsageError, ZeroShardError
 from zeroshard.parallel.split import PipelineModel
 from zeroshard.zero.hooks import tensors_in
 from zeroshard.zero.reduce import BackwardKind
@@ -102,6 +102,7 @@ class PipelineRunner:
                 group=watch.pipeline.group,
                 forward=partial(self._forward, index),
                 around_backward=partial(self._around_backward, index),
+                messages=watch.pipeline.messages,
             )
             for index, module in model.kept.items()
         ]
@@ -190,7 +191,8 @@ class PipelineRunner:
                 "from the last checkpoint."
             )
             self._links.abort()  # the other stages would wait for messages of this one
-            if isinstance(error, RuntimeError) and error is not self._raised:
+            told = isinstance(error, ZeroShardError) or error is self._raised
+            if isinstance(error, RuntimeError) and not told:
                 raise self._links.explain(first_line(error)) from None
             raise
 
@@ -316,22 +318,29 @@ def agreed_batches(
     ``needs``: this rank cannot do without them. ``count``: their number; None: that of a training step.
 
     Raises:
-        UsageError: a rank has none, too few, or such that cannot be used; the same on every rank.
+        UsageError: a rank has none, too few, or such that cannot be used, or counts other micro-batches
+            per step; the same on every rank.
         StopIteration: no rank has any.
     """
     count = engine.accumulation.steps if count is None else count
     batches = [] if data_iter is None else _taken(data_iter, count)
     fault = _NO_DATA if needs and data_iter is None else _fault_of(batches)
     own = torch.tensor(
-        [fault, -1 if data_iter is None else len(batches)],
+        [fault, -1 if data_iter is None else len(batches), count],
         dtype=torch.float64,
         device=engine.device,
     )
     rows = engine._watch.world.all_gather_small(own, name="batches of the step").tolist()
-    for rank, (found, _) in enumerate(rows):
+    for rank, (found, _, steps) in enumerate(rows):
         if found:
             raise UsageError(f"rank {rank} {_TEXTS[int(found)]}.")
-    counts = {rank: int(held) for rank, (_, held) in enumerate(rows) if held >= 0}
+        if steps != rows[0][2]:
+            raise UsageError(
+                f"rank {rank} runs {int(steps)} micro-batches per step (gradient_accumulation_steps), "
+                f"and rank 0 runs {int(rows[0][2])}, so one stage would wait for messages that another "
+                "does not send. Set the same number on every rank."
+            )
+    counts = {rank: int(held) for rank, (_, held, _) in enumerate(rows) if held >= 0}
     if not any(counts.values()):
         raise StopIteration
     for rank, held in counts.items():

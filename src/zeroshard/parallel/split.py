@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from zeroshard.core.mesh_sources import MeshSource
 from zeroshard.errors import UsageError
-from zeroshard.parallel.schedules import SCHEDULES, stages_of
+from zeroshard.parallel.schedules import SCHEDULES, SPLIT_BACKWARD, stages_of
 
 STAGE = "pipeline_stage_"
 """Begin of the name of the module that runs one stage. It holds no parameters by itself."""
@@ -309,6 +309,12 @@ def pipeline(
     Raises:
         UsageError: a name is not in the model, or the model cannot be cut there.
     """
+    if schedule in SPLIT_BACKWARD:
+        raise UsageError(
+            f"pipeline(schedule={schedule!r}) is not implemented yet: it runs the two halves of a "
+            "backward at different times, and ZeRO reduces a gradient when it arrives. Choose one of "
+            f"{', '.join(SCHEDULES)}."
+        )
     check_choice("pipeline(schedule", schedule, tuple(SCHEDULES))
     check_choice("pipeline(gather", gather, GATHER)
     check_choice("pipeline(reduce", reduce, REDUCE)
