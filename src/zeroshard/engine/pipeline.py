@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -52,6 +53,27 @@ _TEXTS = {
 }
 
 
+@dataclass
+class Evaluation:
+    """What a forward of ``micro_batches`` micro-batches is to find, and on the last stage what it found.
+
+    ``outputs``: those of the last stage, by micro-batch, if ``keeps_outputs``. ``losses``: of the
+    micro-batches, if ``computes_loss``; else labels are not used.
+    """
+
+    micro_batches: int
+    keeps_outputs: bool = False
+    computes_loss: bool = True
+    outputs: list[Any] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+
+    def takes(self, output: Any) -> bool:
+        """Take the output of one micro-batch. Returns whether its loss is to be computed."""
+        if self.keeps_outputs:
+            self.outputs.append(output)
+        return self.computes_loss
+
+
 class PipelineRunner:
     """Runs steps of one engine's pipeline."""
 
@@ -69,6 +91,7 @@ class PipelineRunner:
         self._links = watch.pipeline
         self._raised: BaseException | None = None  # by the model or the loss function
         self._losses: list[Tensor] = []  # not divided, of the running step
+        self._asked: Evaluation | None = None  # while eval_batch() runs
         # By id of a buffer and stage: the gradients of each backward of the running step.
         self._arrived: dict[tuple[int, int], list[int]] = {}
         self.stages = [
@@ -112,13 +135,23 @@ class PipelineRunner:
             )
         return loss
 
-    def evaluate(self, engine: Any, data_iter: Iterator[Any] | None) -> Tensor:
-        """See :meth:`Engine.eval_batch`."""
-        count = engine.accumulation.steps
-        inputs, labels = self._split(agreed_batches(engine, data_iter, needs=self._needs_data))
-        with torch.no_grad(), self._running(engine), self._tied_gathered(engine):
-            self._run(engine, inputs, labels, count, backward=False)
-        return mean_loss(engine, self._losses)[0]
+    def evaluate(
+        self, engine: Any, data_iter: Iterator[Any] | None, asked: Evaluation | None = None
+    ) -> Tensor | None:
+        """See :meth:`Engine.eval_batch` and :class:`Evaluation`."""
+        asked = Evaluation(engine.accumulation.steps) if asked is None else asked
+        batches = agreed_batches(
+            engine, data_iter, needs=self._needs_data, count=asked.micro_batches
+        )
+        inputs, labels = self._split(batches)
+        self._asked = asked
+        try:
+            with torch.no_grad(), self._running(engine), self._tied_gathered(engine):
+                self._run(engine, inputs, labels, asked.micro_batches, backward=False)
+        finally:
+            self._asked = None
+        asked.losses = self._losses
+        return mean_loss(engine, self._losses)[0] if asked.computes_loss else None
 
     @property
     def _needs_data(self) -> bool:
@@ -141,7 +174,7 @@ class PipelineRunner:
     ) -> None:
         if count not in self._schedules:
             scaled = partial(self._scaled_loss, count)
-            name = self._model.schedule
+            name = self._model.schedule_for(engine.mesh.pipeline, count)
             self._schedules[count] = self._torch.open_schedule(name, self.stages, count, scaled)
         self._losses, self._raised = [], None
         try:
@@ -233,14 +266,15 @@ class PipelineRunner:
             return self._part_of_loss(count, output, labels)
 
     def _part_of_loss(self, count: int, output: Any, labels: Any) -> Tensor:
-        engine, loss_fn = self._engine, self._model.loss_fn
-        assert loss_fn is not None
-        loss = loss_fn(output, labels)
+        engine = self._engine
+        if self._asked is not None and not self._asked.takes(output):
+            return torch.zeros((), device=engine.device)
+        loss = self._model.loss_of(output, labels)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             kind = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise UsageError(
-                f"loss_fn of the pipeline returned {kind}. It must return the mean loss of a "
-                "micro-batch, a tensor with one element."
+                f"{self._model.loss_source} of the pipeline returned {kind}. It must return the mean "
+                "loss of a micro-batch, a tensor with one element."
             )
         self._losses.append(loss.detach())
         scaled = loss / count
@@ -278,18 +312,18 @@ def _pinned(units: Sequence[Unit]) -> Iterator[None]:
 
 
 def agreed_batches(
-    engine: Any, data_iter: Iterator[Any] | None, *, needs: bool = True
+    engine: Any, data_iter: Iterator[Any] | None, *, needs: bool = True, count: int | None = None
 ) -> list[Any]:
     """The micro-batches of a step, after all ranks have theirs. Collective.
 
-    ``needs``: this rank cannot do without them.
+    ``needs``: this rank cannot do without them. ``count``: their number; None: that of a training step.
 
     Raises:
         UsageError: a rank has none, too few, or such that cannot be used, or counts other micro-batches
             per step; the same on every rank.
         StopIteration: no rank has any.
     """
-    count = engine.accumulation.steps
+    count = engine.accumulation.steps if count is None else count
     batches = [] if data_iter is None else _taken(data_iter, count)
     fault = _NO_DATA if needs and data_iter is None else _fault_of(batches)
     own = torch.tensor(
@@ -387,7 +421,7 @@ def check_loss_fn(module: nn.Module, call: str) -> None:
             f"engine.{call} needs a model made by zeroshard.parallel.pipeline(), and this is a "
             f"{type(module).__name__}. Call forward, backward and step instead."
         )
-    if module.loss_fn is None:
+    if module.loss_fn is None and not module.returns_loss:
         raise UsageError(
             f"engine.{call} needs a loss function, which the last stage calls with its output and the "
             "labels. Pass loss_fn= to zeroshard.parallel.pipeline()."
@@ -405,18 +439,26 @@ def train_alone(engine: Any, data_iter: Iterator[Any] | None) -> Tensor:
     return mean_loss(engine, losses)[0]
 
 
-def evaluate_alone(engine: Any, data_iter: Iterator[Any] | None) -> Tensor:
+def evaluate_alone(
+    engine: Any, data_iter: Iterator[Any] | None, asked: Evaluation | None = None
+) -> Tensor | None:
     """:meth:`Engine.eval_batch` on one pipeline rank."""
+    asked = Evaluation(engine.accumulation.steps) if asked is None else asked
     with torch.no_grad():
-        losses = [_loss_alone(engine, batch) for batch in agreed_batches(engine, data_iter)]
-    return mean_loss(engine, losses)[0]
+        for inputs, labels in agreed_batches(engine, data_iter, count=asked.micro_batches):
+            output = _output_alone(engine, inputs)
+            if asked.takes(output):
+                asked.losses.append(engine.module.loss_of(output, labels))
+    return mean_loss(engine, asked.losses)[0] if asked.computes_loss else None
 
 
 def _loss_alone(engine: Any, batch: Any) -> Tensor:
     inputs, labels = batch
-    output = engine(*inputs) if isinstance(inputs, tuple) else engine(inputs)
-    loss: Tensor = cast("PipelineModel", engine.module).loss_fn(output, labels)  # type: ignore[misc]
-    return loss
+    return cast("PipelineModel", engine.module).loss_of(_output_alone(engine, inputs), labels)
+
+
+def _output_alone(engine: Any, inputs: Any) -> Any:
+    return engine(*inputs) if isinstance(inputs, tuple) else engine(inputs)
 
 
 def make_runner(engine: Any, module: nn.Module, watch: CommSession) -> PipelineRunner | None:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroshard.core.mesh_sources import MeshSource
 from zeroshard.errors import UsageError
 from zeroshard.parallel.schedules import SCHEDULES, SPLIT_BACKWARD, stages_of
 
@@ -93,8 +94,13 @@ class PipelineModel(nn.Module):
 
     ``stages``: the names of the pieces of each stage. ``ties``: the stages that share a parameter, by the
     parameter's first name ([Note: ties over stages]). ``digest``: a hash of the whole model's parameters,
-    its stages and the schedule. Before :meth:`keep`, forward runs the whole model.
+    its stages and the schedule. Before :meth:`keep`, forward runs the whole model. ``mesh_source``: what
+    the model itself says about the mesh.
     """
+
+    mesh_source: MeshSource | None = None
+    returns_loss = False
+    """Whether the last piece returns the loss, so that no ``loss_fn`` is needed."""
 
     def __init__(
         self,
@@ -175,9 +181,9 @@ class PipelineModel(nn.Module):
         self._pieces = {}
         for stage, pieces in kept.items():
             for name, piece in pieces.items():
-                for leaf, _ in piece.named_parameters():
-                    self._stage_of.setdefault(f"{name}.{leaf}", stage)
-        self.kept = {stage: StageModule(pieces) for stage, pieces in kept.items()}
+                for fqn, _ in self._parameters_of(name, piece):
+                    self._stage_of.setdefault(fqn, stage)
+        self.kept = {stage: self._stage_module(pieces) for stage, pieces in kept.items()}
         for stage, module in self.kept.items():
             self.add_module(f"{STAGE}{stage}", module)
         self._placed = rank, ranks
@@ -185,6 +191,45 @@ class PipelineModel(nn.Module):
     def pieces_of_stages(self) -> list[dict[str, nn.Module]]:
         """The pieces of all stages, by name. To be called before :meth:`keep`."""
         return [{name: self._pieces[name] for name in names} for names in self.stages]
+
+    def set_checkpointing(self, interval: int, *, reentrant: bool) -> None:
+        """Recompute activations of ``interval`` layers at a time.
+
+        Raises:
+            UsageError: always: only a ``PipelineModule`` does this by itself.
+        """
+        del reentrant
+        raise UsageError(
+            f"pipeline.activation_checkpoint_interval is {interval}, but the model was made by "
+            "zeroshard.parallel.pipeline(), which does not change what its modules compute. Call "
+            "torch.utils.checkpoint in the modules, or use deepspeed.pipe.PipelineModule."
+        )
+
+    def loss_of(self, output: Any, labels: Any) -> Tensor:
+        """The loss of one micro-batch."""
+        if self.loss_fn is not None:
+            return self.loss_fn(output, labels)
+        assert self.returns_loss
+        return output  # type: ignore[no-any-return]
+
+    @property
+    def loss_source(self) -> str:
+        """What computes the loss, for messages."""
+        return "loss_fn" if self.loss_fn is not None else "the last layer"
+
+    def schedule_for(self, ranks: int, micro_batches: int) -> str:
+        """The name of the schedule of a step with so many micro-batches."""
+        del ranks, micro_batches
+        return self.schedule
+
+    def _stage_module(self, pieces: Mapping[str, nn.Module]) -> StageModule:
+        """The module that runs the pieces of a stage."""
+        return StageModule(pieces)
+
+    def _parameters_of(self, name: str, piece: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that a piece uses, under their names in the model."""
+        for leaf, param in piece.named_parameters():
+            yield f"{name}.{leaf}", param
 
     def stage_of(self, parameter: str) -> int | None:
         """The stage that has the parameter of this name; None: it is tied over several stages."""
@@ -224,7 +269,7 @@ class PipelineModel(nn.Module):
         users: dict[int, set[int]] = defaultdict(set)
         for stage, names in enumerate(self.stages):
             for name in names:
-                for param in self._pieces[name].parameters():
+                for _, param in self._parameters_of(name, self._pieces[name]):
                     users[id(param)].add(stage)
         named = [(name, tuple(sorted(users[id(p)]))) for name, p in self.named_parameters()]
         return {name: stages for name, stages in named if len(stages) > 1}
@@ -274,9 +319,9 @@ def pipeline(
             "backward at different times, and ZeRO reduces a gradient when it arrives. Choose one of "
             f"{', '.join(SCHEDULES)}."
         )
-    _check_choice("schedule", schedule, tuple(SCHEDULES))
-    _check_choice("gather", gather, GATHER)
-    _check_choice("reduce", reduce, REDUCE)
+    check_choice("pipeline(schedule", schedule, tuple(SCHEDULES))
+    check_choice("pipeline(gather", gather, GATHER)
+    check_choice("pipeline(reduce", reduce, REDUCE)
     if isinstance(split, str):
         raise UsageError(f"split={split!r} is one name. Give a list of names: [{split!r}].")
     names = _order_of(model, order)
@@ -289,9 +334,10 @@ def pipeline(
     )  # fmt: skip
 
 
-def _check_choice(key: str, value: object, choices: Sequence[str]) -> None:
+def check_choice(key: str, value: object, choices: Sequence[str]) -> None:
+    """Raise :class:`UsageError` for another value than the choices. ``key``: ``call(argument``."""
     if value not in choices:
-        raise UsageError(f"pipeline({key}={value!r}): choose one of {', '.join(choices)}.")
+        raise UsageError(f"{key}={value!r}): choose one of {', '.join(choices)}.")
 
 
 def _order_of(model: nn.Module, order: Sequence[str] | None) -> list[str]:
