@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from zeroshard.checkpoint.local_state import LocalState
 from zeroshard.comm.collectives import Comm
-from zeroshard.comm.dtensors import local_of
+from zeroshard.comm.dtensors import groups_over, local_of
 from zeroshard.comm.env import DataCoordinate, RankInfo, current_rank_info
 from zeroshard.config import Config, LoadedConfig
-from zeroshard.core.layout import Slot, is_split
+from zeroshard.core.layout import Slot, is_counted, is_split
 from zeroshard.core.ledger import Ledger
 from zeroshard.core.mesh import HOLDERS, Mesh
 from zeroshard.core.nbytes import UnitBytes, state_nbytes
@@ -36,6 +36,13 @@ from zeroshard.engine.observe import Observer
 from zeroshard.engine.offload_states import StateOffloader
 from zeroshard.engine.optimizer_step import Accumulation, OptimizerStep
 from zeroshard.engine.runtime import ZeroRuntime
+from zeroshard.engine.tied_units import (
+    check_options,
+    gathers_of,
+    reductions_of,
+    tied_parts,
+    tied_ranks,
+)
 from zeroshard.engine.unit_plan import UnitSpec, layout_digest, plan_bytes
 from zeroshard.errors import in_short
 from zeroshard.offload.async_update import AsyncUpdateWorker
@@ -58,6 +65,7 @@ from zeroshard.watchdog.join import join_ranks
 from zeroshard.watchdog.session import CommSession, decline, open_session
 from zeroshard.zero.access import UnitOptimState
 from zeroshard.zero.clip import DataExchange, NormExchange, num_words
+from zeroshard.zero.copy_sums import CopySums
 from zeroshard.zero.gradients import GradBuffer
 from zeroshard.zero.hooks import StepHooks
 from zeroshard.zero.life import Life
@@ -108,7 +116,8 @@ def build_engine(given: EngineArguments, make_hooks: Callable[..., StepHooks]) -
     try:
         draft = make_draft(given, current_rank_info())
     except Exception as error:
-        decline(f"{type(error).__name__}: {_first_fact(error)}")  # else the other ranks would wait
+        if not getattr(error, "on_all_ranks", False):  # else the other ranks would wait
+            decline(f"{type(error).__name__}: {_first_fact(error)}")
         raise
     settings = draft.loaded.config
     choose_device(draft.device)  # events are recorded, and kernels queued, on the current device
@@ -116,9 +125,10 @@ def build_engine(given: EngineArguments, make_hooks: Callable[..., StepHooks]) -
         transport=settings.transport,
         device=draft.device,
         trust=settings.trust,
-        plan={"units": _digest(draft), **_agreed_groups(draft), **draft.loaded.agreed()},
+        plan={**_shared_plan(draft), **_agreed_groups(draft), **draft.loaded.agreed()},
         separate_reductions=gathers_while_reducing(settings),
         mesh=draft.mesh,
+        ties=tied_ranks(draft.model),
     )
     try:
         return _assemble(draft, watch, make_hooks)
@@ -127,11 +137,17 @@ def build_engine(given: EngineArguments, make_hooks: Callable[..., StepHooks]) -
         raise
 
 
-def _digest(draft: Draft) -> str:
-    """A hash of what all ranks must share of the model. The units of pipeline ranks differ."""
-    if isinstance(draft.model, PipelineModel):
-        return draft.model.digest
-    return layout_digest(draft.specs)
+def _shared_plan(draft: Draft) -> dict[str, str]:
+    """What all ranks must share of the model. The units of pipeline ranks differ."""
+    model = draft.model
+    if isinstance(model, PipelineModel):
+        first = ", ".join(pieces[0] for pieces in model.stages if pieces)
+        return {
+            "pipeline schedule": f"{model.schedule}, gather {model.gather}, reduce {model.reduce}",
+            "first pieces of the pipeline stages": first,
+            "whole model": model.digest,
+        }
+    return {"units": layout_digest(draft.specs)}
 
 
 def _agreed_groups(draft: Draft) -> dict[str, str]:
@@ -173,6 +189,7 @@ def _assemble(
     accumulation = Accumulation(
         settings.gradient_accumulation_steps or 1, managed=settings.managed_gradient_accumulation
     )
+    check_options(draft, watch)
     with contextlib.ExitStack() as undo:
         draw = _first_values(draft, watch)
         runtime = _build_runtime(draft, watch, accumulation, draw)
@@ -211,6 +228,8 @@ def _assemble(
         undo.callback(hooks.remove)
         if draft.mesh.tensor > 1:
             hooks.note_forwards(order.note)
+            tensor_ranks = draft.mesh.group(draft.rank_info.rank, {"tensor"})
+            watch.watch_layers(groups_over(model.parameters(), tensor_ranks))
         parts = EngineParts(
             draft.loaded, draft.rank_info, draft.mesh, draft.coordinate, device, policy, watch, runtime,
             scaler, scales_loss(settings, policy), draft.scheduler, accumulation, update, hooks,
@@ -243,6 +262,7 @@ def _exchange(
     """How norm, overflow and flags are exchanged. Collective on a mesh."""
     if draft.mesh.is_flat:
         return DataExchange(watch.world, watch.divergence)
+    tied = tied_parts(draft, watch, runtime.units, runtime.reducer.buffers)
     trained = [unit for unit in runtime.units if unit.trainable]
     copied = {
         position: slot.fqn
@@ -250,17 +270,26 @@ def _exchange(
         for position, slot in zip(unit.positions, unit.layout.slots, strict=True)
         if not is_split(slot)
     }
+    place = draft.mesh.coordinate(draft.rank_info.rank)["tensor"]
+    uncounted = {
+        position
+        for unit in trained
+        for position, slot in zip(unit.positions, unit.layout.slots, strict=True)
+        if not is_counted(slot, place)
+    }
     return MeshExchange(
         watch.world,
         watch.gathers,
         draft.mesh,
         rank=draft.rank_info.rank,
         copied=copied,
+        uncounted=uncounted,
         num_words=num_words(sum(len(unit.params) for unit in trained)),
         dtype=min((unit.row.reduce for unit in trained), key=lambda d: d.itemsize),
         device=draft.device,
         divergence=watch.divergence,
         order=order,
+        tied=tied,
     )
 
 
@@ -268,7 +297,7 @@ def _make_savers(
     draft: Draft, runtime: ZeroRuntime, watch: CommSession
 ) -> tuple[CheckpointSaver, CheckpointLoader]:
     settings, mesh = draft.loaded.config, draft.mesh
-    counts = _counts(mesh, draft.rank_info.rank, watch.gathers)
+    counts = _counts(draft, watch)
     local = LocalState(runtime.units, runtime.optimizer, counts)
     saver = CheckpointSaver(
         settings.checkpoint,
@@ -294,18 +323,19 @@ def _make_savers(
     return saver, loader
 
 
-def _counts(mesh: Mesh, rank: int, comm: Comm) -> Callable[[Slot], bool]:
-    """Which parameters this rank saves its part of. ``comm``: connects the ranks that share units.
+def _counts(draft: Draft, watch: CommSession) -> Callable[[Slot], bool]:
+    """Which parameters this rank saves its part of.
 
     Of the shard groups that hold the same part the first one saves it: that of the first replica, and of
-    tensor coordinate 0 unless the tensor dimension cuts the parameter.
+    the first tensor coordinate with this part. What is tied over pipeline ranks is sharded over replicas
+    as well.
     """
+    mesh, rank = draft.mesh, draft.rank_info.rank
     at = mesh.coordinate(rank)
-    has_replicas = comm.size < len(mesh.group(rank, HOLDERS))
-    if has_replicas and at["data_replicate"]:
-        return lambda _slot: False
-    is_first = at["tensor"] == 0
-    return lambda slot: is_first or is_split(slot)
+    has_replicas = watch.gathers.size < len(mesh.group(rank, HOLDERS))
+    is_later, place = has_replicas and at["data_replicate"] > 0, at["tensor"]
+    tied = {slot.fqn for spec in draft.specs if spec.tie for slot in spec.layout.slots}
+    return lambda slot: (not is_later or slot.fqn in tied) and is_counted(slot, place)
 
 
 def _observer(draft: Draft, runtime: ZeroRuntime, watch: CommSession) -> Observer | None:
@@ -391,7 +421,7 @@ def _build_runtime(
         {spec.name: spec.layout for spec in in_order},
         {spec.name: spec.row for spec in in_order if spec.trainable and optimizer is not None},
         config,
-        rank=comm.rank,
+        rank_of={spec.name: gathers_of(spec, watch).rank for spec in specs}.__getitem__,
         whole=not all(probe.elementwise for probe in draft.probes.values()),
         has_copy_streams=has_copy_streams(draft.device),
     )
@@ -404,6 +434,10 @@ def _build_runtime(
         shards_grads=stage.shards_grads,
         offload_plan=offload_plan,
     )
+    plan = [
+        replace(row, rank=gathers_of(spec, watch).rank) if spec.tie else row
+        for spec, row in zip(specs, plan, strict=True)
+    ]
     forecast = []
     check_device(offload_plan, draft.device)
     if offload_plan.is_offloaded:
@@ -432,6 +466,7 @@ def _build_runtime(
     return ZeroRuntime(
         stage, units, prefetcher.wrapped_modules, prefetcher, reducer, sharded, ledger, plan,
         stores, forecast, life,
+        [unit for spec, unit in zip(specs, units, strict=True) if spec.pipeline_stage is None],
     )  # fmt: skip
 
 
@@ -440,9 +475,10 @@ def _build_units(
 ) -> list[Unit]:
     positions = {id(param): at for at, param in enumerate(model.parameters())}
     params, modules = dict(model.named_parameters()), dict(model.named_modules())
-    comm, stores, device = frame.watch.gathers, frame.stores, frame.draft.device
+    stores, device = frame.stores, frame.draft.device
     units = []
     for spec in frame.draft.specs:
+        comm = gathers_of(spec, frame.watch)
         unit = Unit(
             spec.name,
             spec.layout,
@@ -486,7 +522,7 @@ def _build_reducer(units: Sequence[Unit], frame: _Frame) -> GradReducer:
     buffers = [
         GradBuffer(
             unit_of[spec.name],
-            comm=frame.watch.reductions,
+            comm=reductions_of(spec, frame.watch),
             ledger=frame.ledger,
             transient=stage.shards_grads or not nbytes_of[spec.name].grad_nbytes,
             rest=frame.stores.grad_store_of(
@@ -497,6 +533,7 @@ def _build_reducer(units: Sequence[Unit], frame: _Frame) -> GradReducer:
         for spec in _in_order(frame.draft.specs)
         if spec.trainable
     ]
+    tensor = frame.watch.tensor
     return GradReducer(
         buffers,
         eager=stage.shards_grads and reduces_each_backward(frame.draft.model),
@@ -504,6 +541,7 @@ def _build_reducer(units: Sequence[Unit], frame: _Frame) -> GradReducer:
         bucket_numel=zero.reduce_bucket_size,
         in_flight_limit=MAX_IN_FLIGHT if zero.overlap_comm else 0,
         predivide=predivide(frame.config, frame.draft.coordinate.dp_size),
+        copy_sums=None if tensor is None else CopySums(tensor, frame.watch.gathers, buffers),
     )
 
 

@@ -879,7 +879,10 @@ class Engine(nn.Module):
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        self.close("" if error is None else in_short(error))
+        found = self._watch.explanation(error)
+        self.close("" if error is None else in_short(found or error))
+        if found is not None:
+            raise found from error
 
     if not TYPE_CHECKING:  # old names, for one release: see zeroshard/moved.py
 
