@@ -17,7 +17,7 @@ from zeroshard.comm.dtensors import block_of, note_kinds
 from zeroshard.comm.env import DataCoordinate, RankInfo
 from zeroshard.config import Config, LoadedConfig, load_config
 from zeroshard.core.layout import Block
-from zeroshard.core.mesh import SHARDS, Mesh
+from zeroshard.core.mesh import HOLDERS, SHARDS, Mesh
 from zeroshard.core.mesh_sources import MeshSource
 from zeroshard.device.choice import own_device
 from zeroshard.engine.monitors import Monitors, build_monitors
@@ -105,6 +105,7 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
     specs = plan_units(
         model, settings, policy, inner,
         num_shards=len(mesh.group(rank_info.rank, SHARDS)),
+        num_holders=len(mesh.group(rank_info.rank, HOLDERS)),
         whole=not all(probe.elementwise for probe in probes.values()),
         blocks=blocks,
     )  # fmt: skip

@@ -486,9 +486,10 @@ class Engine(nn.Module):
         self.life.check()
         return agreed_batches(
             loader,
-            exchange=lambda vote: self._watch.gathers.all_gather_small(
+            exchange=lambda vote: self._watch.world.all_gather_small(
                 vote.to(self.device), name="batches"
             ).cpu(),
+            shares=[self.mesh.dp_rank(rank) for rank in range(self.mesh.world_size)],
             join=self.settings.uneven == "join",
             set_weight=self._set_weight,
         )

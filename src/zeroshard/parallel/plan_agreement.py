@@ -28,6 +28,7 @@ from zeroshard.comm.connect import default_store
 from zeroshard.comm.env import run_name
 from zeroshard.comm.flight_recorder import rank_ranges
 from zeroshard.errors import RankMismatch, in_short
+from zeroshard.parallel.dropout_streams import draws
 from zeroshard.watchdog.join import partner_check
 from zeroshard.zero.param_bucket import fingerprint_of
 
@@ -123,18 +124,12 @@ def _shapes(model: nn.Module) -> dict[str, str]:
         f"parameter {name}": f"{tuple(param.shape)} {param.dtype} trained={param.requires_grad}"
         for name, param in model.named_parameters(remove_duplicate=False)
     }
-    if any(map(_drops, model.modules())):  # the same elements on all tensor ranks
+    if any(map(draws, model.modules())):  # the same elements on all tensor ranks
         state = torch.get_rng_state().numpy().tobytes()
         found["state of torch's generator (the model has dropout)"] = hashlib.sha256(
             state
         ).hexdigest()[:16]
     return found
-
-
-def _drops(module: nn.Module) -> bool:
-    """Whether the module draws random numbers, as layers of torch or attributes of models say."""
-    rates = [getattr(module, name, 0.0) for name in ("p", "dropout", "attention_dropout")]
-    return any(isinstance(rate, float) and rate > 0.0 for rate in rates)
 
 
 def _values(model: nn.Module) -> dict[str, str]:

@@ -186,6 +186,7 @@ class PipelineLinks:
         """Connect the pipelines of a mesh. Collective over all ranks."""
         before = open_sockets()
         group = _own_group(mesh.groups({"pipeline"}), rank)
+        assert group is not None  # every rank is in one pipeline
         if recorders is None:
             messages = StageMessages.unwatched(group)
         else:
@@ -221,7 +222,8 @@ class CommSession:
     recorder: there is one order of calls. Their ranks are a shard group; if it has replicas, they have
     two hops, and the second hop has a recorder of its own. ``world``
     connects all ranks; without a mesh it is ``gathers``. Else it has a recorder of its own, because the
-    groups of a mesh may call different collectives.
+    groups of a mesh may call different collectives. ``ties``: for each set of pipeline ranks that hold
+    a tied weight and of which this rank's is one, the ranks that hold the same part of it.
     ``control_group`` exchanges small texts while a rank may wait for a disk. ``session_watch`` is None
     without a watchdog.
     """
@@ -230,6 +232,7 @@ class CommSession:
     reductions: Comm
     world: Comm
     tensor: Comm | None = None
+    ties: dict[tuple[int, ...], Comm] = field(default_factory=dict)
     session_watch: SessionWatch | None = None
     make_control_group: Callable[[], ControlGroup] = ControlGroup
     groups: list[dist.ProcessGroup] = field(default_factory=list)  # destroyed with the session
@@ -237,11 +240,13 @@ class CommSession:
     pipeline: PipelineLinks | None = None  # between the ranks that hold the stages of one model
     layers: Recorder | None = None  # of the collectives of layers, in the program's tensor groups
 
-    def place(self, kind: str, comms: Sequence[Comm]) -> None:
-        """Use ``comms`` for the groups of ``kind``: "holders", then "replicas"; "tensor"."""
-        if kind == "tensor":
+    def place(self, kind: _Kind, comms: Sequence[Comm]) -> None:
+        """Use ``comms`` for this rank's group of one kind: "holders", then "replicas"."""
+        if kind.tie:
+            self.ties[kind.tie] = comms[0]
+        elif kind.name == "tensor":
             self.tensor = comms[0]
-        elif kind == "holders":
+        elif kind.name == "holders":
             self.gathers, self.reductions = comms[0], comms[-1]
         else:
             inner = (self.gathers, self.reductions)
@@ -278,7 +283,7 @@ class CommSession:
     @property
     def comms(self) -> list[Comm]:
         """Each communicator once, also the hops of one that has two."""
-        comms = (self.tensor, self.reductions, self.gathers, self.world)
+        comms = (*self.ties.values(), self.tensor, self.reductions, self.gathers, self.world)
         hops = [part for comm in comms for part in (comm, *getattr(comm, "hops", ()))]
         return list({id(comm): comm for comm in hops if comm is not None}.values())
 
@@ -399,11 +404,13 @@ def open_session(
     call: str = "initialize",
     separate_reductions: bool = False,
     mesh: Mesh | None = None,
+    ties: Sequence[tuple[int, ...]] = (),
 ) -> CommSession:
     """Open communicators after all ranks have agreed on ``plan``. Collective.
 
     ``call``: the function that the program called. Only ``initialize`` gets a control group. ``mesh``:
-    of all ranks; None: all of them hold the same parameters.
+    of all ranks; None: all of them hold the same parameters. ``ties``: the sets of pipeline ranks that
+    hold a tied weight.
     ``separate_reductions``: gathers and reductions run at the same time, so on NCCL ``initialize`` opens
     a second communicator for reductions.
 
@@ -414,8 +421,9 @@ def open_session(
     """
     settings = trust if isinstance(trust, WatchdogSettings) else WatchdogSettings.from_config(trust)
     settings = settings.with_environment()
+    mesh = mesh or Mesh()
     if not _several(group):
-        return _unwatched(transport, device, group, mesh or Mesh())
+        return _unwatched(transport, device, group, mesh, ties)
     group = group if group is not None else dist.group.WORLD
     assert group is not None  # _several
     ranks = tuple(dist.get_process_group_ranks(group))
@@ -428,7 +436,7 @@ def open_session(
         try:
             peers = _agree(crew, namespace, plan, device_use(group, device))
             purposes = _purposes(call, separate_reductions)
-            return _open(crew, peers, group, transport, device, purposes, mesh or Mesh())
+            return _open(crew, peers, group, transport, device, purposes, mesh, ties)
         except BaseException:
             if watchdog is not None:
                 watchdog.release()
@@ -514,15 +522,21 @@ def _agree(
 
 
 def _unwatched(
-    transport: str, device: torch.device, group: dist.ProcessGroup | None, mesh: Mesh
+    transport: str,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    mesh: Mesh,
+    ties: Sequence[tuple[int, ...]],
 ) -> CommSession:
     """The session of one rank, or of a fake group, in which one process plays one of many ranks."""
     world = make_comm(transport=transport, device=device, group=group)
     session = CommSession(world, world, world)
-    for kind, ranks in _groups_of(mesh):
-        own = _own_group(ranks, dist.get_rank())
+    for kind in _groups_of(mesh, ties):
+        own = _own_group(kind.groups, dist.get_rank())
+        if own is None:
+            continue
         session.groups.append(own)
-        recorder = Recorder(f"{kind} {rank_ranges(dist.get_process_group_ranks(own))}")
+        recorder = Recorder(f"{kind.name} {rank_ranges(dist.get_process_group_ranks(own))}")
         comm = make_comm(transport=transport, recorder=recorder, group=own, device=device)
         session.place(kind, [comm])
     if mesh.pipeline > 1:
@@ -531,23 +545,36 @@ def _unwatched(
     return session
 
 
-def _groups_of(mesh: Mesh) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
-    """The kinds of groups that a mesh needs besides all ranks, each with its lists of ranks."""
+@dataclass(frozen=True)
+class _Kind:
+    """A kind of groups: lists of ranks. ``tie``: the pipeline ranks that share a tied weight."""
+
+    name: str
+    groups: Sequence[tuple[int, ...]]
+    tie: tuple[int, ...] = ()
+
+
+def _groups_of(mesh: Mesh, ties: Sequence[tuple[int, ...]]) -> Iterator[_Kind]:
+    """The kinds of groups that a mesh needs besides all ranks."""
     if not mesh.is_flat:
-        yield "holders", mesh.groups(SHARDS)
+        yield _Kind("holders", mesh.groups(SHARDS))
     if mesh.data_replicate > 1:
-        yield "replicas", mesh.groups({"data_replicate"})
+        yield _Kind("replicas", mesh.groups({"data_replicate"}))
     if mesh.tensor > 1:
-        yield "tensor", mesh.groups({"tensor"})
+        yield _Kind("tensor", mesh.groups({"tensor"}))
+    for number, tie in enumerate(ties):
+        yield _Kind(f"tied-{number}", mesh.tied_groups(tie), tie)
 
 
-def _own_group(groups: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup:
-    """A new process group over the group of ``rank``. Torch requires that all ranks make all groups."""
+def _own_group(groups: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup | None:
+    """A new process group over the group of ``rank``; None: it is in none.
+
+    Torch requires that all ranks make all groups.
+    """
     own: dist.ProcessGroup | None = None
     for ranks in groups:
         made = dist.new_group(list(ranks), group_desc="zeroshard mesh")
         own = made if rank in ranks else own
-    assert own is not None  # every rank is in one group
     return own
 
 
@@ -634,17 +661,18 @@ class _Opener:
         self.groups.append(opened.group)
         return opened
 
-    def open_group(
-        self, kind: str, groups: Sequence[tuple[int, ...]], purposes: Sequence[str]
-    ) -> list[Comm]:
-        """The communicators of this rank's group of ``groups``, which the watch follows."""
+    def open_group(self, kind: _Kind, purposes: Sequence[str]) -> list[Comm]:
+        """The communicators of this rank's group, which the watch follows; none if it is in no group."""
         rank = self.crew.ranks[self.crew.me]
-        members = next(ranks for ranks in groups if rank in ranks)
-        recorder = self.watch_group(f"{kind} {rank_ranges(members)}", kind, members)
         before = open_sockets()
-        self.groups.append(_own_group(groups, rank))
+        group = _own_group(kind.groups, rank)
+        if group is None:
+            return []
+        self.groups.append(group)
         self.sockets.update(new_sockets(before))
-        return self.open(recorder, self.groups[-1], [f"{kind} {purpose}" for purpose in purposes])
+        members = next(ranks for ranks in kind.groups if rank in ranks)
+        recorder = self.watch_group(f"{kind.name} {rank_ranges(members)}", kind.name, members)
+        return self.open(recorder, group, [f"{kind.name} {purpose}" for purpose in purposes])
 
     def give_up(self, error: BaseException) -> None:
         """Close everything, because the session cannot be opened."""
@@ -664,6 +692,7 @@ def _open(
     device: torch.device,
     purposes: Sequence[str],
     mesh: Mesh,
+    ties: Sequence[tuple[int, ...]],
 ) -> CommSession:
     sweep_recordings()
     settings, rank, size = crew.settings, crew.ranks[crew.me], len(crew.ranks)
@@ -683,11 +712,10 @@ def _open(
     try:
         opened = opener.open(recorder, group, purposes if mesh.is_flat else ("world",))
         session = CommSession(opened[0], opened[-1], opened[0], session_watch=session_watch)
-        for kind, groups in _groups_of(mesh):
-            session.place(
-                kind,
-                opener.open_group(kind, groups, purposes if kind == "holders" else ("exchange",)),
-            )
+        for kind in _groups_of(mesh, ties):
+            wanted = purposes if kind.name == "holders" else ("exchange",)
+            if found := opener.open_group(kind, wanted):
+                session.place(kind, found)
         session.layers = opener.open_layers(mesh)
         if mesh.pipeline > 1:
             session.pipeline = opener.open_pipeline(mesh)
