@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from zeroshard.comm.collectives import first_line
+from zeroshard.engine.pipeline_inputs import as_pair, named_inputs, names_in
 from zeroshard.errors import UsageError
+from zeroshard.parallel.own_forward import OwnForwardModel
 from zeroshard.parallel.split import PipelineModel
 from zeroshard.zero.hooks import tensors_in
 from zeroshard.zero.reduce import BackwardKind
@@ -42,10 +44,12 @@ REFUSED = {
 }
 """Calls of an engine that a pipeline does not have, and why."""
 
-_NO_DATA, _BAD_BATCH, _SHAPES_DIFFER = 1, 2, 3
+_NO_DATA, _BAD_BATCH, _SHAPES_DIFFER, _BAD_INPUTS = 1, 2, 3, 4
 _TEXTS = {
     _NO_DATA: "got no data_iter. The ranks with the first and with the last stage need one",
-    _BAD_BATCH: "got a batch that is not a pair (inputs, labels)",
+    _BAD_BATCH: "got a batch that is not a pair (inputs, labels), and not a mapping with labels",
+    _BAD_INPUTS: "got inputs that the model's forward does not take by name, that are not tensors, or "
+    "whose names change in a step. All stages run the model's forward on the same inputs",
     _SHAPES_DIFFER: "got micro-batches of different shapes in one step. The next stage makes its "
     "buffers before it receives, so pad the micro-batches of a step to one shape",
 }
@@ -288,16 +292,19 @@ def agreed_batches(
     count = engine.accumulation.steps
     batches = [] if data_iter is None else _taken(data_iter, count)
     fault = _NO_DATA if needs and data_iter is None else _fault_of(batches)
+    given, bits = batches, 0
+    if isinstance(engine.module, OwnForwardModel) and not fault:
+        given, bits, fault = _by_name(batches, engine.module.input_names)
     own = torch.tensor(
-        [fault, -1 if data_iter is None else len(batches)],
+        [fault, -1 if data_iter is None else len(batches), bits],
         dtype=torch.float64,
         device=engine.device,
     )
     rows = engine._watch.world.all_gather_small(own, name="batches of the step").tolist()
-    for rank, (found, _) in enumerate(rows):
+    for rank, (found, _, _) in enumerate(rows):
         if found:
             raise UsageError(f"rank {rank} {_TEXTS[int(found)]}.")
-    counts = {rank: int(held) for rank, (_, held) in enumerate(rows) if held >= 0}
+    counts = {rank: int(held) for rank, (_, held, _) in enumerate(rows) if held >= 0}
     if not any(counts.values()):
         raise StopIteration
     for rank, held in counts.items():
@@ -307,7 +314,35 @@ def agreed_batches(
                 "(gradient_accumulation_steps): its data_iter has ended. Give every rank a multiple of "
                 "this number, or drop the last, incomplete step."
             )
-    return [tree_map(partial(_to, engine.device), batch) for batch in batches]
+    if isinstance(engine.module, OwnForwardModel):
+        _agree_on_names(engine.module, {rank: int(rows[rank][2]) for rank in counts})
+    return [tree_map(partial(_to, engine.device), batch) for batch in given]
+
+
+def _by_name(batches: Sequence[Any], names: Sequence[str]) -> tuple[list[Any], int, int]:
+    """The micro-batches with inputs in the order of ``names``, which are given as bits, and the fault."""
+    found = [named_inputs(inputs, names) for inputs, _ in batches]
+    bits = {each[0] for each in found if each is not None}
+    if None in found or len(bits) > 1:
+        return [], 0, _BAD_INPUTS
+    given = [(each[1], labels) for each, (_, labels) in zip(found, batches, strict=True) if each]
+    return given, bits.pop() if bits else 0, 0
+
+
+def _agree_on_names(model: OwnForwardModel, bits: Mapping[int, int]) -> None:
+    """Note the names of the inputs of this step.
+
+    Raises:
+        UsageError: ranks got inputs of other names; the same on every rank.
+    """
+    first = next(iter(bits))
+    model.given_names = names_in(bits[first], model.input_names)
+    for rank, other in bits.items():
+        if other != bits[first]:
+            raise UsageError(
+                f"rank {first} got the inputs {', '.join(model.given_names)}, and rank {rank} got "
+                f"{', '.join(names_in(other, model.input_names))}. All ranks need the same inputs."
+            )
 
 
 def mean_loss(
@@ -338,7 +373,7 @@ def _refuse(name: str, reason: str, *_: Any, **__: Any) -> Any:
 
 def _taken(data_iter: Iterable[Any], count: int) -> list[Any]:
     """At most ``count`` items."""
-    return [batch for _, batch in zip(range(count), data_iter, strict=False)]
+    return [as_pair(batch) for _, batch in zip(range(count), data_iter, strict=False)]
 
 
 def _fault_of(batches: Sequence[Any]) -> int:
@@ -397,7 +432,10 @@ def evaluate_alone(engine: Any, data_iter: Iterator[Any] | None) -> Tensor:
 
 def _loss_alone(engine: Any, batch: Any) -> Tensor:
     inputs, labels = batch
-    output = engine(*inputs) if isinstance(inputs, tuple) else engine(inputs)
+    if isinstance(engine.module, OwnForwardModel):
+        output = engine(**dict(zip(engine.module.given_names, inputs, strict=True)))
+    else:
+        output = engine(*inputs) if isinstance(inputs, tuple) else engine(inputs)
     loss: Tensor = cast("PipelineModel", engine.module).loss_fn(output, labels)  # type: ignore[misc]
     return loss
 
