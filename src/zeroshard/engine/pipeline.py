@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 from zeroshard.comm.collectives import first_line
 from zeroshard.engine.pipeline_inputs import as_pair, named_inputs, names_in
-from zeroshard.errors import UsageError
+from zeroshard.errors import UsageError, ZeroShardError
 from zeroshard.parallel.own_forward import OwnForwardModel
 from zeroshard.parallel.split import PipelineModel
 from zeroshard.zero.hooks import tensors_in
@@ -83,6 +83,7 @@ class PipelineRunner:
                 group=watch.pipeline.group,
                 forward=partial(self._forward, index),
                 around_backward=partial(self._around_backward, index),
+                messages=watch.pipeline.messages,
             )
             for index, module in model.kept.items()
         ]
@@ -161,7 +162,8 @@ class PipelineRunner:
                 "from the last checkpoint."
             )
             self._links.abort()  # the other stages would wait for messages of this one
-            if isinstance(error, RuntimeError) and error is not self._raised:
+            told = isinstance(error, ZeroShardError) or error is self._raised
+            if isinstance(error, RuntimeError) and not told:
                 raise self._links.explain(first_line(error)) from None
             raise
 
@@ -286,7 +288,8 @@ def agreed_batches(
     ``needs``: this rank cannot do without them.
 
     Raises:
-        UsageError: a rank has none, too few, or such that cannot be used; the same on every rank.
+        UsageError: a rank has none, too few, or such that cannot be used, or counts other micro-batches
+            per step; the same on every rank.
         StopIteration: no rank has any.
     """
     count = engine.accumulation.steps
@@ -296,15 +299,21 @@ def agreed_batches(
     if isinstance(engine.module, OwnForwardModel) and not fault:
         given, bits, fault = _by_name(batches, engine.module.input_names)
     own = torch.tensor(
-        [fault, -1 if data_iter is None else len(batches), bits],
+        [fault, -1 if data_iter is None else len(batches), count, bits],
         dtype=torch.float64,
         device=engine.device,
     )
     rows = engine._watch.world.all_gather_small(own, name="batches of the step").tolist()
-    for rank, (found, _, _) in enumerate(rows):
+    for rank, (found, _, steps, _) in enumerate(rows):
         if found:
             raise UsageError(f"rank {rank} {_TEXTS[int(found)]}.")
-    counts = {rank: int(held) for rank, (_, held, _) in enumerate(rows) if held >= 0}
+        if steps != rows[0][2]:
+            raise UsageError(
+                f"rank {rank} runs {int(steps)} micro-batches per step (gradient_accumulation_steps), "
+                f"and rank 0 runs {int(rows[0][2])}, so one stage would wait for messages that another "
+                "does not send. Set the same number on every rank."
+            )
+    counts = {rank: int(held) for rank, (_, held, _, _) in enumerate(rows) if held >= 0}
     if not any(counts.values()):
         raise StopIteration
     for rank, held in counts.items():
@@ -315,7 +324,7 @@ def agreed_batches(
                 "this number, or drop the last, incomplete step."
             )
     if isinstance(engine.module, OwnForwardModel):
-        _agree_on_names(engine.module, {rank: int(rows[rank][2]) for rank in counts})
+        _agree_on_names(engine.module, {rank: int(rows[rank][3]) for rank in counts})
     return [tree_map(partial(_to, engine.device), batch) for batch in given]
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from zeroshard.errors import UsageError
 from zeroshard.parallel.own_forward import cut_own_forward, own_loss
-from zeroshard.parallel.schedules import SCHEDULES
+from zeroshard.parallel.schedules import SCHEDULES, SPLIT_BACKWARD
 from zeroshard.parallel.split import GATHER, REDUCE, PipelineModel, check_choice, cut_sequence
 
 
@@ -47,6 +47,12 @@ def pipeline(
         UsageError: a name is not in the model, or the model cannot be cut there.
         UnsupportedError: without ``order``, the model does not run its blocks one after the other.
     """
+    if schedule in SPLIT_BACKWARD:
+        raise UsageError(
+            f"pipeline(schedule={schedule!r}) is not implemented yet: it runs the two halves of a "
+            "backward at different times, and ZeRO reduces a gradient when it arrives. Choose one of "
+            f"{', '.join(SCHEDULES)}."
+        )
     check_choice("schedule", schedule, tuple(SCHEDULES))
     check_choice("gather", gather, GATHER)
     check_choice("reduce", reduce, REDUCE)

@@ -1,7 +1,8 @@
 """The exchange of a step on a mesh: each element counts once, and copies in a tensor group are compared.
 
 Without a mesh each element has one owner. On a mesh a parameter that the tensor dimension does not cut
-has one owner in each tensor coordinate; the owner with coordinate 0 counts it. Every element has an owner
+has one owner in each tensor coordinate; the owner with coordinate 0 counts it. Of tensor coordinates that
+hold the same key/value heads the first counts them. Every element has an owner
 in each replica; the owner in replica 0 counts it. Weights are 0 or 1, so the norm does not depend on
 whether the copies are equal.
 
@@ -12,7 +13,7 @@ flags apart.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -65,6 +66,7 @@ class MeshExchange:
     holders.
 
     ``copied``: by position in the model, the names of parameters that the tensor dimension does not cut.
+    ``uncounted``: positions of parameters that another rank of the tensor group counts.
     ``num_words``: packed flags of this rank. ``dtype``: in which gradients are reduced; sums of copies
     may differ by the square root of its precision, since kernels may add in an order that varies.
     Collective: the ranks agree on the length of the message.
@@ -78,6 +80,7 @@ class MeshExchange:
         *,
         rank: int,
         copied: Mapping[int, str],
+        uncounted: Collection[int],
         num_words: int,
         dtype: torch.dtype,
         device: torch.device,
@@ -94,12 +97,12 @@ class MeshExchange:
                 self._flag_words[row, index // BITS] = 2.0 ** (index % BITS)
         self._flag_words = self._flag_words.to(device)
         self._world, self._mesh = world, mesh
-        self._copied = copied
+        self._copied, self._uncounted = copied, frozenset(uncounted)
         self._divergence = divergence
         self._tolerance = torch.finfo(dtype).eps ** 0.5
         self._members = torch.tensor(mesh.group(rank, HOLDERS), device=device)
         at = mesh.coordinate(rank)
-        self._counts, self._counts_copies = at["data_replicate"] == 0, at["tensor"] == 0
+        self._counts = at["data_replicate"] == 0
         hops: Sequence[Comm] = getattr(holders, "hops", (holders,))
         self._hops: list[tuple[Comm, Tensor] | None] = [
             (hop, torch.tensor(mesh.group(rank, dims), device=device))
@@ -170,7 +173,7 @@ class MeshExchange:
     def _is_counted(self, position: int) -> bool:
         """Whether this rank counts its part of a parameter, which another one may have as well."""
         in_replica = self._counts or position in self._tied.positions
-        return in_replica and (self._counts_copies or position not in self._copied)
+        return in_replica and position not in self._uncounted
 
     def _flag(self, words: Sequence[float], index: int | None) -> float:
         return 0.0 if index is None else float(int(words[index // BITS]) >> (index % BITS) & 1)

@@ -27,6 +27,7 @@ from zeroshard.zero.gradients import GradBuffer
 
 if TYPE_CHECKING:
     from zeroshard.comm.collectives import Handle
+    from zeroshard.zero.copy_sums import CopySums
 
 MAX_IN_FLIGHT = 2
 """The largest number of reductions in flight, if they overlap with backward. More would cost memory."""
@@ -56,7 +57,8 @@ class GradReducer:
     (``reduce_bucket_size``), rounded up to a multiple of 64 per rank. ``predivide``: local gradients are
     divided by this before the reduction (``prescale_gradients``, ``gradient_predivide_factor``).
     ``whole``: every rank needs the whole reduced gradient (stage 0). ``in_flight_limit``: the largest
-    number of reductions in flight; with 0 backward waits for each of them.
+    number of reductions in flight; with 0 backward waits for each of them. ``copy_sums``: adds gradients
+    over a tensor group; None: nothing is to be added.
     """
 
     buffers: list[GradBuffer]
@@ -66,6 +68,7 @@ class GradReducer:
     bucket_numel: int
     in_flight_limit: int
     predivide: float = 1.0
+    copy_sums: CopySums | None = None
     reducing: bool = False
     waiting: bool = False  # gradients of a finished backward are not reduced yet
     _completes: bool = False  # the running backward is the last one of its step
@@ -92,6 +95,8 @@ class GradReducer:
         self.reducing = self.eager or kind.completes
         self._completes, self._accumulates, stage = kind
         self._next, self._running = 0, self._orders.get(stage, [])
+        if self.copy_sums is not None:
+            self.copy_sums.reopen()
         sums_locally = self._accumulates and not self.eager
         for buffer in self._running:
             row = buffer.unit.row
@@ -180,7 +185,8 @@ class GradReducer:
     # ------------------------------------------------------------------ the step
 
     def finish(self) -> None:
-        """Reduce everything that arrived. At stage 0, give every rank the whole gradient."""
+        """Reduce everything that arrived, and add what is to be added over the tensor group. At stage 0,
+        give every rank the whole gradient."""
         left = [buf for buf in self.order if buf.grads_N is not None or not buf.is_reduced]
         if left:
             self.reducing, self.waiting, self._running = True, False, []
@@ -188,6 +194,8 @@ class GradReducer:
             for buffer in left:
                 self._launch(buffer)
             self._drain(0)
+        if self.copy_sums is not None:
+            self.copy_sums.finish()
         if self.whole:
             self._spread()
 
@@ -218,6 +226,12 @@ class GradReducer:
             UsageError: gradients are offloaded.
         """
         buffer.check_not_offloaded()
+        values_S = self._summed_over_holders(buffer)
+        if values_S is None or self.copy_sums is None:
+            return values_S
+        return self.copy_sums.added(buffer, values_S)
+
+    def _summed_over_holders(self, buffer: GradBuffer) -> Tensor | None:
         if not self.waiting:
             return buffer.peek()
         layout, row = buffer.unit.layout, buffer.unit.row
@@ -257,5 +271,7 @@ class GradReducer:
         """Free the gradients after the update."""
         for buffer in self.buffers:
             buffer.reset()
+        if self.copy_sums is not None:
+            self.copy_sums.reset()
         self.reducing = self.waiting = False
         self._running = []
