@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from zeroshard.comm.collectives import first_line
+from zeroshard.engine.optimizer_step import is_fake
 from zeroshard.errors import UsageError, ZeroShardError
 from zeroshard.parallel.split import PipelineModel
 from zeroshard.zero.hooks import tensors_in
@@ -296,7 +297,15 @@ def agreed_batches(
         dtype=torch.float64,
         device=engine.device,
     )
-    rows = engine._watch.world.all_gather_small(own, name="batches of the step").tolist()
+    rows = engine._watch.world.all_gather_small(own, name="batches of the step")
+    if not is_fake(rows):
+        _check_rows(rows.tolist(), count)
+    return [tree_map(partial(_to, engine.device), batch) for batch in batches]
+
+
+def _check_rows(rows: list[list[float]], count: int) -> None:
+    """Raise what :func:`agreed_batches` raises. ``rows``: fault, number of batches
+    and micro-batches per step of each rank."""
     for rank, (found, _, steps) in enumerate(rows):
         if found:
             raise UsageError(f"rank {rank} {_TEXTS[int(found)]}.")
@@ -316,7 +325,6 @@ def agreed_batches(
                 "(gradient_accumulation_steps): its data_iter has ended. Give every rank a multiple of "
                 "this number, or drop the last, incomplete step."
             )
-    return [tree_map(partial(_to, engine.device), batch) for batch in batches]
 
 
 def mean_loss(
@@ -328,7 +336,7 @@ def mean_loss(
         own[0], own[1] = torch.stack([loss.double().view(()) for loss in losses]).mean(), 1.0
     own[2] = float(incomplete)
     rows = engine._watch.world.all_gather_small(own, name="loss of the step")
-    bad = [rank for rank, found in enumerate(rows[:, 2].tolist()) if found]
+    bad = [] if is_fake(rows) else [at for at, found in enumerate(rows[:, 2].tolist()) if found]
     return rows[:, 0].sum() / rows[:, 1].sum(), bad
 
 

@@ -182,6 +182,10 @@ class PipelineModel(nn.Module):
             self.add_module(f"{STAGE}{stage}", module)
         self._placed = rank, ranks
 
+    def pieces_of_stages(self) -> list[dict[str, nn.Module]]:
+        """The pieces of all stages, by name. To be called before :meth:`keep`."""
+        return [{name: self._pieces[name] for name in names} for names in self.stages]
+
     def stage_of(self, parameter: str) -> int | None:
         """The stage that has the parameter of this name; None: it is tied over several stages."""
         return None if parameter in self.ties else self._stage_of[parameter]
