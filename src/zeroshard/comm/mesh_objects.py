@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from zeroshard.comm.dtensors import HEAD_DIMS
 from zeroshard.core.mesh import DIMS, Mesh
 from zeroshard.core.mesh_sources import BATCH_DIMS, Claim, MeshSource, Placement
 from zeroshard.errors import UsageError
@@ -215,6 +216,10 @@ def mesh_from_model(model: nn.Module) -> MeshSource | None:
     for name, param in model.named_parameters():
         device_mesh = getattr(param, "device_mesh", None)
         if device_mesh is None or id(device_mesh) in found or not hasattr(param, "placements"):
+            continue
+        if (
+            device_mesh.mesh_dim_names == HEAD_DIMS
+        ):  # q of the same layer is on the whole tensor group
             continue
         of = f"the device mesh of the parameter {name}"
         ranks = _ranks_of(device_mesh)

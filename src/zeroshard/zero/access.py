@@ -394,6 +394,8 @@ def _set_grad(
     if buffer.reduced_S.dtype != raw.dtype:  # a 16-bit sum would round the values
         buffer.reduced_S = buffer.reduced_S.to(raw.dtype)
         buffer.reduced_N = None
+    if buffer.addends is not None:
+        raw = buffer.addends.counted(index, raw)
     buffer.has_grad[index] = True
     begin, end = unit.layout.shard_range(unit.comm.rank)
     start = unit.layout.slots[index].start + at
@@ -430,7 +432,8 @@ def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     """This rank's part of the gradient (see :func:`safe_get_full_grad`), 1-D fp32 (a copy).
 
-    Collective while gradients are not reduced yet, and at stage 0.
+    Collective while gradients are not reduced yet, at stage 0, and if the unit has gradients that are
+    added over tensor ranks.
     """
     found = _optim_state_of(param)
     if found is None:

@@ -46,6 +46,7 @@ from zeroshard.zero.unit import Unit, offloaded_error
 if TYPE_CHECKING:
     from zeroshard.comm.collectives import Comm
     from zeroshard.offload.grad_store import GradStore
+    from zeroshard.zero.addends import AddendSlots
 
 
 GROUP_NUMEL = 2**18
@@ -75,7 +76,8 @@ class GradBuffer:
 
     The optimizer reads ``reduced_S`` where its state is sharded, ``reduced_N`` at stage 0. ``transient``:
     the local sum is freed by its reduction (stages 2 and 3). ``rest``: the gradient store; None keeps the
-    reduced gradient here. ``pipeline_stage``: the stage that has the unit.
+    reduced gradient here. ``pipeline_stage``: the stage that has the unit. None: it is tied over several
+    stages, so backwards of all of them add to ``grads_N``, which is reduced at the end of the step.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class GradBuffer:
         ledger: Ledger,
         transient: bool,
         rest: GradStore | None = None,
-        pipeline_stage: int = 0,
+        pipeline_stage: int | None = 0,
     ) -> None:
         self.unit = unit
         self.pipeline_stage = pipeline_stage
@@ -117,6 +119,7 @@ class GradBuffer:
         self._reported = [0, 0, 0]  # bytes in each of _CATEGORIES
         self._num_params = len(unit.params)
         self._has_dtensors = bool(distributed(unit.params))
+        self.addends: AddendSlots | None = None  # set by CopySums
         self._numels = [slot.numel for slot in unit.layout.slots]
         self._places = [
             (slot.shape, _contiguous(slot.shape), slot.start) for slot in unit.layout.slots
@@ -160,6 +163,8 @@ class GradBuffer:
         rest, values_S = self.store, self._reduced_S
         if rest is None or values_S is None or not (complete or rest.every_backward):
             return
+        if self.addends is not None:
+            self.addends.keep(values_S)
         rest.write(values_S)
         self.reduced_S, self.is_stored = None, True
         if complete and self.measure is not None:
@@ -229,7 +234,10 @@ class GradBuffer:
         grad, param.grad = param.grad, None
         assert grad is not None
         if self._has_dtensors and type(param) in KINDS:
-            grad = local_grad(param, grad)
+            if self.addends is None:
+                grad = local_grad(param, grad)
+            else:
+                grad = self.addends.local(index, param, grad)
         if grad.is_sparse:
             raise UnsupportedError(
                 f"parameter {self.unit.layout.slots[index].fqn!r} has a sparse gradient; ZeRO "

@@ -5,6 +5,10 @@ order that does not depend on what a rank ran; gradients that did not arrive cou
 Otherwise ranks would start collectives in different orders and wait for each other without end. In a
 pipeline with several stages on a rank, a backward runs through one of them and reduces its buffers only.
 
+A unit that is tied over pipeline stages is reduced once, at the end of the step and after all other
+units. Inside the schedule its holders, which are on several stages, are not at the same place, and a
+collective of them could wait for a message that waits for the collective.
+
 Letters as in :mod:`zeroshard.zero.unit`.
 """
 
@@ -13,6 +17,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -22,6 +27,7 @@ from zeroshard.zero.gradients import GradBuffer
 
 if TYPE_CHECKING:
     from zeroshard.comm.collectives import Handle
+    from zeroshard.zero.copy_sums import CopySums
 
 MAX_IN_FLIGHT = 2
 """The largest number of reductions in flight, if they overlap with backward. More would cost memory."""
@@ -51,7 +57,8 @@ class GradReducer:
     (``reduce_bucket_size``), rounded up to a multiple of 64 per rank. ``predivide``: local gradients are
     divided by this before the reduction (``prescale_gradients``, ``gradient_predivide_factor``).
     ``whole``: every rank needs the whole reduced gradient (stage 0). ``in_flight_limit``: the largest
-    number of reductions in flight; with 0 backward waits for each of them.
+    number of reductions in flight; with 0 backward waits for each of them. ``copy_sums``: adds gradients
+    over a tensor group; None: nothing is to be added.
     """
 
     buffers: list[GradBuffer]
@@ -61,6 +68,7 @@ class GradReducer:
     bucket_numel: int
     in_flight_limit: int
     predivide: float = 1.0
+    copy_sums: CopySums | None = None
     reducing: bool = False
     waiting: bool = False  # gradients of a finished backward are not reduced yet
     _completes: bool = False  # the running backward is the last one of its step
@@ -75,8 +83,8 @@ class GradReducer:
         return self.buffers[::-1]
 
     @cached_property
-    def _orders(self) -> dict[int, list[GradBuffer]]:
-        """The buffers of each pipeline stage, in the order of their reductions."""
+    def _orders(self) -> dict[int | None, list[GradBuffer]]:
+        """The buffers of each pipeline stage, in the order of their reductions. None: tied ones."""
         stages = dict.fromkeys(buffer.pipeline_stage for buffer in self.buffers)
         return {stage: [b for b in self.order if b.pipeline_stage == stage] for stage in stages}
 
@@ -87,10 +95,14 @@ class GradReducer:
         self.reducing = self.eager or kind.completes
         self._completes, self._accumulates, stage = kind
         self._next, self._running = 0, self._orders.get(stage, [])
+        if self.copy_sums is not None:
+            self.copy_sums.reopen()
         sums_locally = self._accumulates and not self.eager
         for buffer in self._running:
             row = buffer.unit.row
             buffer.begin_backward(row.grad_accum if sums_locally else row.reduce)
+        for buffer in self._orders.get(None, ()):
+            buffer.begin_backward(buffer.unit.row.grad_accum)
 
     def finish_buffer(self, buffer: GradBuffer) -> None:
         """Note that backward gives no more gradients of the unit, and reduce buffers whose turn it is."""
@@ -103,7 +115,7 @@ class GradReducer:
 
     def end_backward(self) -> None:
         """Reduce the remaining buffers in the fixed order, the same on every rank."""
-        for buffer in self._running:
+        for buffer in chain(self._running, self._orders.get(None, ())):
             buffer.copy_waiting()
         self.waiting = not self.reducing
         if self.waiting:
@@ -173,7 +185,8 @@ class GradReducer:
     # ------------------------------------------------------------------ the step
 
     def finish(self) -> None:
-        """Reduce everything that arrived. At stage 0, give every rank the whole gradient."""
+        """Reduce everything that arrived, and add what is to be added over the tensor group. At stage 0,
+        give every rank the whole gradient."""
         left = [buf for buf in self.order if buf.grads_N is not None or not buf.is_reduced]
         if left:
             self.reducing, self.waiting, self._running = True, False, []
@@ -181,6 +194,8 @@ class GradReducer:
             for buffer in left:
                 self._launch(buffer)
             self._drain(0)
+        if self.copy_sums is not None:
+            self.copy_sums.finish()
         if self.whole:
             self._spread()
 
@@ -211,6 +226,12 @@ class GradReducer:
             UsageError: gradients are offloaded.
         """
         buffer.check_not_offloaded()
+        values_S = self._summed_over_holders(buffer)
+        if values_S is None or self.copy_sums is None:
+            return values_S
+        return self.copy_sums.added(buffer, values_S)
+
+    def _summed_over_holders(self, buffer: GradBuffer) -> Tensor | None:
         if not self.waiting:
             return buffer.peek()
         layout, row = buffer.unit.layout, buffer.unit.row
@@ -250,5 +271,7 @@ class GradReducer:
         """Free the gradients after the update."""
         for buffer in self.buffers:
             buffer.reset()
+        if self.copy_sums is not None:
+            self.copy_sums.reset()
         self.reducing = self.waiting = False
         self._running = []

@@ -1,0 +1,110 @@
+"""The slots of a unit whose gradients are added over the tensor group: see [Note: addends].
+
+[Note: addends] A parameter that no dimension cuts has a copy in every tensor rank. If each rank's layer
+sees only a part of the tokens or heads, as a norm does under sequence parallelism, each rank's gradient
+is an *addend*, and the gradient is their sum. Addends are collected like other gradients: they are
+summed over micro-batches and reduced over the holders. Then each rank has the sum of its own addends in
+its shard, and the shards of a tensor group have the same fragments. One message between the tensor
+ranks completes them (:class:`~zeroshard.zero.copy_sums.CopySums`), whatever the number of micro-batches
+and of parameters.
+
+*Which slots.* The ranks of a tensor group and all holders must agree on it. Layers that ZeroShard has
+cut say it (:func:`~zeroshard.comm.dtensors.mark_addends`). Of other DTensors it is not known before
+their first gradient. In the first step their addends are added when they arrive, by one all-reduce
+each. At its end the holders exchange which parameters these were: one small message in the life of the
+engine.
+
+*A gradient that is whole* may arrive in such a slot, for instance if a program uses the parameter in
+another way too. Then tensor rank 0 alone counts it. An addend in any other slot is added when it
+arrives. So sums are right whatever arrives.
+
+Letters: as in :mod:`zeroshard.zero.unit`; K elements in the fragments of one shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroshard.comm.dtensors import is_addend, local_grad
+from zeroshard.core.layout import UnitLayout
+
+
+class AddendSlots:
+    """The slots of one unit whose gradients are addends.
+
+    ``known``: for each slot that may be one, whether it is; None: its first gradient will tell.
+    ``counts``: this rank counts gradients that are whole. ``shard``: begin and end of this rank's shard
+    in the unit.
+    """
+
+    def __init__(
+        self,
+        known: Mapping[int, bool | None],
+        layout: UnitLayout,
+        shard: tuple[int, int],
+        *,
+        counts: bool,
+    ) -> None:
+        self.known = dict(known)
+        self.counts = counts
+        self.is_summed = False  # the reduced gradient has the sums over the tensor group
+        self.seen: set[int] = set()  # slots of unknown kind that got an addend
+        self.kept_K: Tensor | None = None  # the fragments of a gradient that is in its store
+        self._layout, self._shard = layout, shard
+        self._places: list[tuple[int, int]] = []
+        self._place()
+
+    def _place(self) -> None:
+        low, high = self._shard
+        self._places = []
+        for index in sorted(index for index, adds in self.known.items() if adds):
+            slot = self._layout.slots[index]
+            begin, end = max(low, slot.start), min(high, slot.stop)
+            if begin < end:
+                self._places.append((begin - low, end - low))
+
+    @property
+    def numel(self) -> int:
+        """K. The same on all ranks of a tensor group."""
+        return sum(end - begin for begin, end in self._places)
+
+    def learn(self, indices: Iterable[int]) -> None:
+        """Know now that the slots of unknown kind are addends if they are among ``indices``."""
+        found = set(indices)
+        for index, adds in self.known.items():
+            if adds is None:
+                self.known[index] = index in found
+        self._place()
+
+    def local(self, index: int, param: Any, grad: Any) -> Tensor:
+        """What this rank adds to the slot for a DTensor gradient of its parameter."""
+        adds = self.known.get(index)
+        if adds and is_addend(grad):
+            values: Tensor = grad._local_tensor
+            return values
+        if adds is None and index in self.known and is_addend(grad):
+            self.seen.add(index)
+        values = local_grad(param, grad)
+        return self.counted(index, values)
+
+    def counted(self, index: int, values: Tensor) -> Tensor:
+        """``values`` of a gradient that is whole, or zeros if another tensor rank counts it."""
+        if self.counts or self.is_summed or not self.known.get(index):
+            return values
+        return torch.zeros_like(values)
+
+    def parts(self, values_S: Tensor) -> list[Tensor]:
+        """Views of the fragments in a reduced gradient."""
+        return [values_S[begin:end] for begin, end in self._places]
+
+    def keep(self, values_S: Tensor) -> None:
+        """Copy the fragments of a gradient that is moved to its store."""
+        self.kept_K = torch.cat(self.parts(values_S)) if self._places else None
+
+    def reset(self) -> None:
+        """Begin a new step."""
+        self.is_summed, self.kept_K = False, None

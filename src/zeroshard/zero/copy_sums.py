@@ -1,0 +1,169 @@
+"""Adds the gradients of copies over the tensor group, once per optimizer step: see [Note: addends] in
+``zero/addends.py``.
+
+Letters: as in :mod:`zeroshard.zero.unit`; K elements in the fragments of one shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from zeroshard.comm.collectives import sum_in_rank_order
+from zeroshard.comm.dtensors import addends_of, is_copy
+from zeroshard.zero.addends import AddendSlots
+
+if TYPE_CHECKING:
+    from zeroshard.comm.collectives import Comm
+    from zeroshard.zero.gradients import GradBuffer
+
+
+class CopySums:
+    """Sums over one tensor group for all buffers of an engine.
+
+    ``tensor`` connects the tensor group, ``holders`` the ranks whose gradients are reduced together. Both
+    are equal on all ranks of the engine in which slots they need.
+    """
+
+    def __init__(self, tensor: Comm, holders: Comm, buffers: Sequence[GradBuffer]) -> None:
+        self._tensor, self._holders = tensor, holders
+        ranks = tuple(getattr(tensor, "ranks", ()))
+        for buffer in buffers:
+            known = {
+                index: addends_of(param)
+                for index, param in enumerate(buffer.unit.params)
+                if is_copy(param, ranks)
+            }
+            if known:
+                layout = buffer.unit.layout
+                buffer.addends = AddendSlots(
+                    known,
+                    layout,
+                    layout.shard_range(buffer.comm.rank),
+                    counts=tensor.rank == 0,
+                )
+        self._buffers = [buffer for buffer in buffers if buffer.addends is not None]
+        self._is_done = False  # the sums of this step are complete
+        self._learned: list[set[int]] | None = None
+        self._is_learning = any(
+            adds is None for slots in self._slots() for adds in slots.known.values()
+        )
+
+    def _slots(self) -> list[AddendSlots]:
+        return [buffer.addends for buffer in self._buffers if buffer.addends is not None]
+
+    def finish(self) -> None:
+        """Complete the reduced gradients of this step. Collective over the tensor group.
+
+        A gradient that is in its store is read, changed and stored again.
+        """
+        if self._is_done:
+            return
+        self._is_done = True
+        if self._is_learning and self._learned is None:
+            self._exchange_seen()
+        found = [
+            (buffer, slots)
+            for buffer, slots in zip(self._buffers, self._slots(), strict=True)
+            if slots.numel
+        ]
+        for slots in self._slots():
+            slots.is_summed = True
+        if not found:
+            return
+        parts: list[Tensor] = []
+        for buffer, slots in found:
+            parts += _parts_of(buffer, slots)
+        with found[0][0].ledger.lend("gradients of copies", self._message_nbytes(parts)):
+            sums = self._added(parts)
+            at = 0
+            for buffer, slots in found:
+                self._put(buffer, slots, sums[at : at + slots.numel])
+                at += slots.numel
+
+    def reopen(self) -> None:
+        """Let more addends come in the same step: the sums so far become what tensor rank 0 adds."""
+        if not self._is_done:
+            return
+        self._is_done = False
+        for buffer, slots in zip(self._buffers, self._slots(), strict=True):
+            slots.is_summed = False
+            if slots.counts or not slots.numel or not buffer.is_reduced:
+                continue
+            was_stored, values_S = buffer.is_stored, buffer.reduced_S
+            assert values_S is not None
+            torch._foreach_zero_(slots.parts(values_S))
+            if was_stored:
+                buffer.store_reduced(complete=True)
+
+    def added(self, buffer: GradBuffer, values_S: Tensor) -> Tensor:
+        """A reduced gradient ``[S]`` with the sums over the tensor group; itself if it has them."""
+        slots = buffer.addends
+        if slots is None or slots.is_summed or not slots.numel:
+            return values_S
+        copy_S = values_S.clone()
+        parts = slots.parts(copy_S)
+        sums = self._added(parts).split([part.numel() for part in parts])
+        torch._foreach_copy_(parts, list(sums))
+        return copy_S
+
+    def reset(self) -> None:
+        """Begin a new step."""
+        self._is_done = False
+        for slots in self._slots():
+            slots.reset()
+        if self._learned is not None:
+            for slots, indices in zip(self._slots(), self._learned, strict=True):
+                slots.learn(indices)
+            self._learned, self._is_learning = None, False
+
+    # ------------------------------------------------------------------ messages
+
+    def _message_nbytes(self, parts: Sequence[Tensor]) -> int:
+        itemsize = max(part.element_size() for part in parts)
+        return (self._tensor.size + 1) * itemsize * sum(part.numel() for part in parts)
+
+    def _added(self, parts: Sequence[Tensor]) -> Tensor:
+        """The sum over the tensor group of all parts, flat, in the widest of their dtypes."""
+        own_K = torch.cat(list(parts))  # promotes
+        rows = self._tensor.all_gather_small(own_K, name="gradients of copies")
+        sum_in_rank_order(rows.unbind(), own_K)
+        return own_K
+
+    def _put(self, buffer: GradBuffer, slots: AddendSlots, sums_K: Tensor) -> None:
+        was_stored, values_S = buffer.is_stored, buffer.reduced_S
+        assert values_S is not None
+        places = slots.parts(values_S)
+        torch._foreach_copy_(places, list(sums_K.split([place.numel() for place in places])))
+        if was_stored:
+            buffer.store_reduced(complete=True)
+
+    def _exchange_seen(self) -> None:
+        """Learn which slots of unknown kind are addends on any holder. They are from the next step on."""
+        flags = [
+            float(index in slots.seen)
+            for slots in self._slots()
+            for index, adds in slots.known.items()
+            if adds is None
+        ]
+        own = torch.tensor(flags, dtype=torch.float64, device=self._buffers[0].unit.full_N.device)
+        rows = self._holders.all_gather_small(own, name="kinds of gradients")
+        any_rank = flags if isinstance(rows, FakeTensor) else rows.amax(0).tolist()
+        united = iter(any_rank)
+        self._learned = [
+            {index for index, adds in slots.known.items() if adds is None and next(united)}
+            for slots in self._slots()
+        ]
+
+
+def _parts_of(buffer: GradBuffer, slots: AddendSlots) -> list[Tensor]:
+    if buffer.is_stored:
+        assert slots.kept_K is not None
+        return [slots.kept_K]
+    values_S = buffer.reduced_S
+    assert values_S is not None, "the buffers are reduced first"
+    return slots.parts(values_S)
