@@ -304,7 +304,8 @@ def agreed_batches(
 
 
 def _check_rows(rows: list[list[float]], count: int) -> None:
-    """Raise what :func:`agreed_batches` raises. ``rows``: fault, batches and steps of each rank."""
+    """Raise what :func:`agreed_batches` raises. ``rows``: fault, number of batches
+    and micro-batches per step of each rank."""
     for rank, (found, _, steps) in enumerate(rows):
         if found:
             raise UsageError(f"rank {rank} {_TEXTS[int(found)]}.")
