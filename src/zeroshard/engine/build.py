@@ -34,7 +34,7 @@ from zeroshard.engine.checkpoint_saver import CheckpointSaver
 from zeroshard.engine.draft import Draft, EngineArguments, check_model, make_draft
 from zeroshard.engine.observe import Observer
 from zeroshard.engine.offload_states import StateOffloader
-from zeroshard.engine.optimizer_step import Accumulation, OptimizerStep
+from zeroshard.engine.optimizer_step import Accumulation, OptimizerStep, is_fake
 from zeroshard.engine.runtime import ZeroRuntime
 from zeroshard.engine.tied_units import (
     check_options,
@@ -252,8 +252,9 @@ def _first_values(draft: Draft, watch: CommSession) -> FirstValues:
     own = torch.initial_seed()
     words = torch.tensor([own >> 32, own % 2**32], dtype=torch.int64, device=draft.device)
     watch.world.broadcast(words, 0, name="seed of the first values").wait()
-    high, low = words.tolist()
-    return lambda name, module: draw_own_values(name, module, (high << 32) + low, draft.device)
+    high, low = (own >> 32, own % 2**32) if is_fake(words) else words.tolist()
+    seed = (high << 32) + low
+    return lambda name, module: draw_own_values(name, module, seed, draft.device)
 
 
 def _exchange(

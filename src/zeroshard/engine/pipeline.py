@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -20,7 +20,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from zeroshard.comm.collectives import first_line
+from zeroshard.engine.optimizer_step import is_fake
+from zeroshard.engine.pipeline_inputs import as_pair, named_inputs, names_in
 from zeroshard.errors import UsageError, ZeroShardError
+from zeroshard.parallel.own_forward import OwnForwardModel
 from zeroshard.parallel.split import PipelineModel
 from zeroshard.zero.hooks import tensors_in
 from zeroshard.zero.reduce import BackwardKind
@@ -43,10 +46,12 @@ REFUSED = {
 }
 """Calls of an engine that a pipeline does not have, and why."""
 
-_NO_DATA, _BAD_BATCH, _SHAPES_DIFFER = 1, 2, 3
+_NO_DATA, _BAD_BATCH, _SHAPES_DIFFER, _BAD_INPUTS = 1, 2, 3, 4
 _TEXTS = {
     _NO_DATA: "got no data_iter. The ranks with the first and with the last stage need one",
-    _BAD_BATCH: "got a batch that is not a pair (inputs, labels)",
+    _BAD_BATCH: "got a batch that is not a pair (inputs, labels), and not a mapping with labels",
+    _BAD_INPUTS: "got inputs that the model's forward does not take by name, that are not tensors, or "
+    "whose names change in a step. All stages run the model's forward on the same inputs",
     _SHAPES_DIFFER: "got micro-batches of different shapes in one step. The next stage makes its "
     "buffers before it receives, so pad the micro-batches of a step to one shape",
 }
@@ -325,13 +330,29 @@ def agreed_batches(
     count = engine.accumulation.steps if count is None else count
     batches = [] if data_iter is None else _taken(data_iter, count)
     fault = _NO_DATA if needs and data_iter is None else _fault_of(batches)
+    given, bits = batches, 0
+    if isinstance(engine.module, OwnForwardModel) and not fault:
+        given, bits, fault = _by_name(batches, engine.module.input_names)
     own = torch.tensor(
-        [fault, -1 if data_iter is None else len(batches), count],
+        [fault, -1 if data_iter is None else len(batches), count, bits],
         dtype=torch.float64,
         device=engine.device,
     )
-    rows = engine._watch.world.all_gather_small(own, name="batches of the step").tolist()
-    for rank, (found, _, steps) in enumerate(rows):
+    rows = engine._watch.world.all_gather_small(own, name="batches of the step")
+    if not is_fake(rows):
+        _check_rows(engine.module, rows.tolist(), count)
+    elif isinstance(engine.module, OwnForwardModel):
+        engine.module.given_names = names_in(bits, engine.module.input_names)
+    return [tree_map(partial(_to, engine.device), batch) for batch in given]
+
+
+def _check_rows(model: nn.Module, rows: list[list[float]], count: int) -> None:
+    """Raise what :func:`agreed_batches` raises.
+
+    ``rows``: of each rank the fault, the number of batches, of micro-batches per step, and the names of
+    inputs as bits.
+    """
+    for rank, (found, _, steps, _) in enumerate(rows):
         if found:
             raise UsageError(f"rank {rank} {_TEXTS[int(found)]}.")
         if steps != rows[0][2]:
@@ -340,7 +361,7 @@ def agreed_batches(
                 f"and rank 0 runs {int(rows[0][2])}, so one stage would wait for messages that another "
                 "does not send. Set the same number on every rank."
             )
-    counts = {rank: int(held) for rank, (_, held, _) in enumerate(rows) if held >= 0}
+    counts = {rank: int(held) for rank, (_, held, _, _) in enumerate(rows) if held >= 0}
     if not any(counts.values()):
         raise StopIteration
     for rank, held in counts.items():
@@ -350,7 +371,34 @@ def agreed_batches(
                 "(gradient_accumulation_steps): its data_iter has ended. Give every rank a multiple of "
                 "this number, or drop the last, incomplete step."
             )
-    return [tree_map(partial(_to, engine.device), batch) for batch in batches]
+    if isinstance(model, OwnForwardModel):
+        _agree_on_names(model, {rank: int(rows[rank][3]) for rank in counts})
+
+
+def _by_name(batches: Sequence[Any], names: Sequence[str]) -> tuple[list[Any], int, int]:
+    """The micro-batches with inputs in the order of ``names``, which are given as bits, and the fault."""
+    found = [named_inputs(inputs, names) for inputs, _ in batches]
+    bits = {each[0] for each in found if each is not None}
+    if None in found or len(bits) > 1:
+        return [], 0, _BAD_INPUTS
+    given = [(each[1], labels) for each, (_, labels) in zip(found, batches, strict=True) if each]
+    return given, bits.pop() if bits else 0, 0
+
+
+def _agree_on_names(model: OwnForwardModel, bits: Mapping[int, int]) -> None:
+    """Note the names of the inputs of this step.
+
+    Raises:
+        UsageError: ranks got inputs of other names; the same on every rank.
+    """
+    first = next(iter(bits))
+    model.given_names = names_in(bits[first], model.input_names)
+    for rank, other in bits.items():
+        if other != bits[first]:
+            raise UsageError(
+                f"rank {first} got the inputs {', '.join(model.given_names)}, and rank {rank} got "
+                f"{', '.join(names_in(other, model.input_names))}. All ranks need the same inputs."
+            )
 
 
 def mean_loss(
@@ -362,7 +410,7 @@ def mean_loss(
         own[0], own[1] = torch.stack([loss.double().view(()) for loss in losses]).mean(), 1.0
     own[2] = float(incomplete)
     rows = engine._watch.world.all_gather_small(own, name="loss of the step")
-    bad = [rank for rank, found in enumerate(rows[:, 2].tolist()) if found]
+    bad = [] if is_fake(rows) else [at for at, found in enumerate(rows[:, 2].tolist()) if found]
     return rows[:, 0].sum() / rows[:, 1].sum(), bad
 
 
@@ -381,7 +429,7 @@ def _refuse(name: str, reason: str, *_: Any, **__: Any) -> Any:
 
 def _taken(data_iter: Iterable[Any], count: int) -> list[Any]:
     """At most ``count`` items."""
-    return [batch for _, batch in zip(range(count), data_iter, strict=False)]
+    return [as_pair(batch) for _, batch in zip(range(count), data_iter, strict=False)]
 
 
 def _fault_of(batches: Sequence[Any]) -> int:
@@ -450,6 +498,8 @@ def _loss_alone(engine: Any, batch: Any) -> Tensor:
 
 
 def _output_alone(engine: Any, inputs: Any) -> Any:
+    if isinstance(engine.module, OwnForwardModel):
+        return engine(**dict(zip(engine.module.given_names, inputs, strict=True)))
     return engine(*inputs) if isinstance(inputs, tuple) else engine(inputs)
 
 
