@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,11 +15,13 @@ from zeroshard import Engine, zero
 from zeroshard.errors import (
     ConfigError,
     LossScaleError,
+    RankMismatch,
     UnsupportedError,
     UsageError,
     ZeroShardError,
 )
 from zeroshard.parallel import pipeline
+from zeroshard.parallel.schedules import SCHEDULES
 from zeroshard.testing import on_ranks
 
 PER_RANK = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "LoopedBFS": 2}
@@ -85,6 +88,19 @@ def test_traffic_of_a_step_in_the_group_of_each_stage(schedule):
             gathered, reduced = traffic(engine)
             assert reduced == (1 if reduce == "step" else count)
             assert gathered == count * (2 * psi - spared) / psi  # backward reads no embedding
+    with opened(3, schedule) as engine:
+        block = next(u.layout.full_numel for u in engine.runtime.units if "layers." in u.name)
+        kept = block * turns(schedule, engine.mesh.coordinate(engine.global_rank)["pipeline"])
+        expected = count * (2 * psi - spared) - kept
+        assert traffic(engine) == (expected / psi, count)
+
+
+def turns(schedule: str, rank: int) -> int:
+    """How often a rank runs a stage forward and at once backward: its last block stays gathered."""
+    own = SCHEDULES[schedule].actions(2, PER_RANK[schedule], models.COUNT)[rank]
+    return sum(
+        (a.kind, b.kind) == ("F", "B") and a.stage == b.stage for a, b in itertools.pairwise(own)
+    )
 
 
 @on_ranks(4)
@@ -300,6 +316,49 @@ def test_what_a_pipeline_is_not_combined_with_is_refused_by_name():
         sharded = models.Decoder().double()
     with pytest.raises(UnsupportedError, match=r"built under zero\.Init"):
         opened(3, model=sharded)
+
+
+def in_two_groups(params: Any, *, keep_empty: bool = True) -> torch.optim.Optimizer:
+    every = list(params)
+    groups = [
+        {"params": [p for p in every if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in every if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([g for g in groups if g["params"] or keep_empty], lr=models.LR)
+
+
+def one_rate_each(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=models.LR * (1 + torch.distributed.get_rank()))
+
+
+@on_ranks(2)
+def test_stages_with_other_options_of_the_optimizer_are_an_error(tmp_path):
+    """Rank 0 saves the options for all. The second stage has the head, a matrix, alone."""
+    cut = {"split": ["head"]}
+    cases = [
+        (one_rate_each, r"lr of param group 0 = 0\.01 \(rank 0,.* vs 0\.02 \(rank 1"),
+        (
+            partial(in_two_groups, keep_empty=False),
+            r"number of param groups .*= 2 .* vs 1 \(rank 1",
+        ),
+    ]
+    for optimizer, text in cases:
+        with pytest.raises(RankMismatch, match=text):
+            opened(1, cut=cut, model=without_bias(), optimizer=optimizer)
+    with opened(1, cut=cut, model=without_bias(), optimizer=in_two_groups) as engine:
+        engine.train_batch(models.data(1, 0))
+        engine.save_checkpoint(tmp_path)
+        saved = trained_values(engine)
+    with opened(3, cut=cut, model=without_bias(), optimizer=in_two_groups) as engine:
+        engine.load_checkpoint(tmp_path)
+        loaded = trained_values(engine)
+        assert all(torch.equal(loaded[name], value) for name, value in saved.items())
+
+
+def without_bias() -> models.Decoder:
+    model = models.Decoder().double()
+    model.head = nn.Linear(models.WIDTH, models.VOCABULARY, bias=False).double()
+    return model
 
 
 @on_ranks(4)

@@ -214,9 +214,14 @@ def test_overflow_in_one_stage_leaves_a_tied_weight_unchanged_everywhere():
 
 
 def by_module(params: Any) -> torch.optim.Optimizer:
-    """Other options on the ranks of the last stage."""
-    decay = 0.1 if torch.distributed.get_rank() >= 2 else 0.0
-    return torch.optim.AdamW(params, lr=models.LR, weight_decay=decay)
+    """The same groups everywhere; on the ranks of the last stage the tied parameter is in another one."""
+    tied, *others = params
+    groups = [[tied, *others], []] if torch.distributed.get_rank() < 2 else [others, [tied]]
+    decays = (0.0, 0.1)
+    return torch.optim.AdamW(
+        [{"params": g, "weight_decay": d} for g, d in zip(groups, decays, strict=True)],
+        lr=models.LR,
+    )
 
 
 @on_ranks(4)

@@ -241,6 +241,14 @@ def _dim_of(fqn: str, param: Any, at: int, mesh: Mesh, rank: int) -> str:
     )
 
 
+def groups_over(params: Iterable[Tensor], ranks: Sequence[int]) -> list[dist.ProcessGroup]:
+    """The process groups over exactly ``ranks`` in the device meshes of DTensors, each once."""
+    meshes = {id(p.device_mesh): p.device_mesh for p in params if type(p) in KINDS}  # type: ignore[attr-defined]
+    found = [mesh.get_group(at) for mesh in meshes.values() for at in range(mesh.ndim)]
+    own = [g for g in found if tuple(dist.get_process_group_ranks(g)) == tuple(ranks)]
+    return list(dict.fromkeys(own))
+
+
 def distributed(params: Sequence[Tensor]) -> list[int]:
     """The positions of the DTensors among ``params``."""
     return [at for at, param in enumerate(params) if type(param) in KINDS]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from zeroshard.checkpoint.local_state import LocalState
 from zeroshard.comm.collectives import Comm
-from zeroshard.comm.dtensors import local_of
+from zeroshard.comm.dtensors import groups_over, local_of
 from zeroshard.comm.env import DataCoordinate, RankInfo, current_rank_info
 from zeroshard.config import Config, LoadedConfig
 from zeroshard.core.layout import Slot, is_counted, is_split
@@ -34,7 +34,7 @@ from zeroshard.engine.checkpoint_saver import CheckpointSaver
 from zeroshard.engine.draft import Draft, EngineArguments, check_model, make_draft
 from zeroshard.engine.observe import Observer
 from zeroshard.engine.offload_states import StateOffloader
-from zeroshard.engine.optimizer_step import Accumulation, OptimizerStep
+from zeroshard.engine.optimizer_step import Accumulation, OptimizerStep, is_fake
 from zeroshard.engine.runtime import ZeroRuntime
 from zeroshard.engine.tied_units import (
     check_options,
@@ -116,7 +116,8 @@ def build_engine(given: EngineArguments, make_hooks: Callable[..., StepHooks]) -
     try:
         draft = make_draft(given, current_rank_info())
     except Exception as error:
-        decline(f"{type(error).__name__}: {_first_fact(error)}")  # else the other ranks would wait
+        if not getattr(error, "on_all_ranks", False):  # else the other ranks would wait
+            decline(f"{type(error).__name__}: {_first_fact(error)}")
         raise
     settings = draft.loaded.config
     choose_device(draft.device)  # events are recorded, and kernels queued, on the current device
@@ -124,7 +125,7 @@ def build_engine(given: EngineArguments, make_hooks: Callable[..., StepHooks]) -
         transport=settings.transport,
         device=draft.device,
         trust=settings.trust,
-        plan={"units": _digest(draft), **draft.loaded.agreed()},
+        plan={**_shared_plan(draft), **_agreed_groups(draft), **draft.loaded.agreed()},
         separate_reductions=gathers_while_reducing(settings),
         mesh=draft.mesh,
         ties=tied_ranks(draft.model),
@@ -136,11 +137,39 @@ def build_engine(given: EngineArguments, make_hooks: Callable[..., StepHooks]) -
         raise
 
 
-def _digest(draft: Draft) -> str:
-    """A hash of what all ranks must share of the model. The units of pipeline ranks differ."""
-    if isinstance(draft.model, PipelineModel):
-        return draft.model.digest
-    return layout_digest(draft.specs)
+def _shared_plan(draft: Draft) -> dict[str, str]:
+    """What all ranks must share of the model. The units of pipeline ranks differ."""
+    model = draft.model
+    if isinstance(model, PipelineModel):
+        first = ", ".join(pieces[0] for pieces in model.stages if pieces)
+        return {
+            "pipeline schedule": f"{model.schedule}, gather {model.gather}, reduce {model.reduce}",
+            "first pieces of the pipeline stages": first,
+            "whole model": model.digest,
+        }
+    return {"units": layout_digest(draft.specs)}
+
+
+def _agreed_groups(draft: Draft) -> dict[str, str]:
+    """The options of the param groups of a pipeline, whose ranks make their optimizers by themselves.
+
+    All stages need the same groups: a checkpoint has one list of options, and says for each parameter
+    which entry is its own.
+    """
+    if draft.mesh.pipeline == 1 or draft.optimizer is None:
+        return {}
+    groups = draft.optimizer.param_groups
+    count = "number of param groups (a pipeline stage without parameters of a group needs it empty)"
+    return {
+        "class of the optimizer": type(draft.optimizer).__name__,
+        count: str(len(groups)),
+        **{
+            f"{name} of param group {at}": repr(value)
+            for at, group in enumerate(groups)
+            for name, value in sorted(group.items())
+            if isinstance(value, (bool, int, float, str, tuple))
+        },
+    }
 
 
 def gathers_while_reducing(settings: Config) -> bool:
@@ -199,6 +228,8 @@ def _assemble(
         undo.callback(hooks.remove)
         if draft.mesh.tensor > 1:
             hooks.note_forwards(order.note)
+            tensor_ranks = draft.mesh.group(draft.rank_info.rank, {"tensor"})
+            watch.watch_layers(groups_over(model.parameters(), tensor_ranks))
         parts = EngineParts(
             draft.loaded, draft.rank_info, draft.mesh, draft.coordinate, device, policy, watch, runtime,
             scaler, scales_loss(settings, policy), draft.scheduler, accumulation, update, hooks,
@@ -221,8 +252,9 @@ def _first_values(draft: Draft, watch: CommSession) -> FirstValues:
     own = torch.initial_seed()
     words = torch.tensor([own >> 32, own % 2**32], dtype=torch.int64, device=draft.device)
     watch.world.broadcast(words, 0, name="seed of the first values").wait()
-    high, low = words.tolist()
-    return lambda name, module: draw_own_values(name, module, (high << 32) + low, draft.device)
+    high, low = (own >> 32, own % 2**32) if is_fake(words) else words.tolist()
+    seed = (high << 32) + low
+    return lambda name, module: draw_own_values(name, module, seed, draft.device)
 
 
 def _exchange(

@@ -29,6 +29,7 @@ from zeroshard.parallel.schedules import SCHEDULES
 from zeroshard.parallel.split import PipelineModel
 from zeroshard.precision.hardware import hardware_of
 from zeroshard.precision.policy import Policy, policy_from
+from zeroshard.watchdog.session import set_up_together
 from zeroshard.zero.sharded_parameter import owner_of
 from zeroshard.zero.unit import Unit
 
@@ -94,7 +95,7 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
     settings = loaded.config
     check_pipeline(model, mesh, settings)
     cut_pipeline(model, mesh, rank_info.rank)
-    given = cut_tensor(given, mesh, loaded.origins["parallel.tensor"])
+    given = cut_tensor(given, mesh, loaded)
     policy = policy_from(settings)
     inner = make_optimizer(model, given.optimizer, given.model_parameters, settings, policy)
     probes = probed(inner, policy) if inner is not None else {}
@@ -161,16 +162,24 @@ def cut_pipeline(model: nn.Module, mesh: Mesh, rank: int) -> None:
 
 
 def check_pipeline(model: nn.Module, mesh: Mesh, settings: Config) -> None:
-    """Check the schedule of a pipeline against its sizes.
+    """Check the schedule of a pipeline against its sizes, and tell it how to checkpoint activations.
 
     Raises:
-        UsageError: the schedule cannot run with these sizes.
+        UsageError: the schedule cannot run with these sizes, or the model checkpoints nothing by itself.
     """
-    if not isinstance(model, PipelineModel) or mesh.pipeline == 1:
+    if not isinstance(model, PipelineModel):
+        return
+    section = settings.pipeline
+    if section.activation_checkpoint_interval:
+        model.set_checkpointing(
+            section.activation_checkpoint_interval, reentrant=section.use_reentrant
+        )
+    if mesh.pipeline == 1:
         return
     per_rank = max(1, len(model.stages) // mesh.pipeline)
     count = settings.gradient_accumulation_steps or 1
-    if refusal := SCHEDULES[model.schedule].refusal(mesh.pipeline, per_rank, count):
+    schedule = SCHEDULES[model.schedule_for(mesh.pipeline, count)]
+    if refusal := schedule.refusal(mesh.pipeline, per_rank, count):
         raise UsageError(f"zeroshard.parallel.pipeline: {refusal}.")
 
 
@@ -181,18 +190,18 @@ def find_blocks(model: nn.Module, mesh: Mesh, rank: int) -> dict[str, Block]:
     return {name: block for name, block in found.items() if block is not None}
 
 
-def cut_tensor(given: EngineArguments, mesh: Mesh, origin: str) -> EngineArguments:
-    """Cut the model over tensor ranks if the program asked for it. Collective in a tensor group then.
+def cut_tensor(given: EngineArguments, mesh: Mesh, loaded: LoadedConfig) -> EngineArguments:
+    """Cut the model over tensor ranks if the program asked for it. Collective then.
 
-    It asks with ``plan=``, or with a key of DeepSpeed that means "cut the model by yourself".
-    ``origin``: who gave the size of ``tensor``. Returns the arguments with the cut parameters, which are
-    new objects. An optimizer object gets them too.
+    It asks with ``plan=``, or with a key of DeepSpeed that means "cut the model by yourself". Returns the
+    arguments with the cut parameters, which are new objects. An optimizer object gets them too.
 
     Raises:
         UsageError: there is a plan for a model that is cut already, or it does not fit the model.
+        DistributedError: another rank has another plan or configuration, or failed before.
     """
     plan = given.tensor_plan
-    if plan is None and "tensor_parallel." in origin:
+    if plan is None and "tensor_parallel." in loaded.origins["parallel.tensor"]:
         plan = "auto"
     if mesh.tensor == 1 or plan is None:
         return given
@@ -208,7 +217,10 @@ def cut_tensor(given: EngineArguments, mesh: Mesh, origin: str) -> EngineArgumen
         )
     check_tensor_ranks(given.model, mesh)
     listed = parameter_list(given.model_parameters)
-    applied = apply_plan(given.model, neighbours(mesh.tensor), plan)
+    agreed = {"tensor plan": repr(plan), **loaded.agreed()}
+    # A rank that failed before is named here. torch would wait for it when it connects the tensor ranks.
+    with set_up_together("initialize(plan=...)", trust=loaded.config.trust, plan=agreed) as check:
+        applied = apply_plan(given.model, neighbours(mesh.tensor), plan, check=check)
     if isinstance(given.optimizer, torch.optim.Optimizer):
         applied.renew_optimizer(given.optimizer)
     return replace(given, model_parameters=applied.renewed(listed) or None)

@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
@@ -48,7 +49,7 @@ from zeroshard.parallel.heads import (
     key_value_copies,
 )
 from zeroshard.parallel.initial_values import draw_own_values
-from zeroshard.parallel.plan_agreement import agree, agreed_seed, announce_failure
+from zeroshard.parallel.plan_agreement import agree, agreed_seed, announce_failure, check_of
 from zeroshard.parallel.tensor_styles import (
     STYLES,
     CutLayer,
@@ -195,23 +196,27 @@ def apply_plan(
     plan: Mapping[str, str] | str = "auto",
     *,
     seed: int | None = None,
-    check: Callable[[Sequence[int]], None] = lambda _missing: None,
+    check: Callable[[Sequence[int]], None] | None = None,
 ) -> AppliedPlan:
     """Like :func:`tensor_parallel`, but returns what was done, and logs nothing.
 
     ``check(missing)`` gets the positions of tensor ranks that this one waits for, a few times a second.
-    It may end the wait by raising.
+    It may end the wait by raising. None: it raises an error if one of them has ended.
+
+    Raises:
+        RankLost: the process of a tensor rank ended, or failed after it had joined the ranks.
     """
     mesh = tensor_mesh(mesh)
+    check = check or check_of(mesh)
     try:
         made = decide(model, mesh.size(), plan)
         check_meta(model)
-    except UsageError as error:
+    except Exception as error:
         announce_failure(mesh, error)
         raise
     agree(mesh, model, made.styles, check)
     if any(param.is_meta for param in model.parameters()):
-        seed = agreed_seed(mesh, seed)
+        seed = agreed_seed(mesh, seed, check)
     return AppliedPlan(made, _cut(model, mesh, made, seed or 0))
 
 
@@ -222,9 +227,9 @@ def neighbours(size: int) -> DeviceMesh:
     is the innermost, so its groups are these.
     """
     shape = (dist.get_world_size() // size, size)
-    return init_device_mesh(local_device().type, shape, mesh_dim_names=("others", "tensor"))[
-        "tensor"
-    ]
+    with unset_fake_temporarily():  # a device mesh reads its own numbers
+        names = ("others", "tensor")
+        return init_device_mesh(local_device().type, shape, mesh_dim_names=names)["tensor"]
 
 
 def tensor_mesh(mesh: DeviceMesh | dist.ProcessGroup) -> DeviceMesh:
