@@ -98,8 +98,23 @@ def test_three_ranks(stage):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @on_ranks(8, timeout=100)
 def test_replicas_of_a_pipeline(stage):
+    """Also the elements that a rank sends on each of the two hops of its stage in one step."""
     with open_engine(PIPELINE_REPLICAS, stage, model=build(torch.float64)) as engine:
         check(engine)
+        recorders = {recorder.group.split()[0]: recorder for recorder in engine._watch.recorders}
+        for recorder in recorders.values():
+            recorder.reset_traffic()
+        train(engine, 1)
+        for unit in engine.runtime.units:
+            unit.wait_for_unshard()
+        N = sum(unit.layout.full_numel for unit in engine.runtime.units)
+        S, reductions = N // 2, MICRO_BATCHES if stage >= 2 else 1
+        inner, outer = recorders["holders"].sent_numel, recorders["replicas"].sent_numel
+        assert inner["reduce_scatter"] == reductions * (N - S)
+        if stage < 3:
+            assert inner["all_gather"] == N - S
+        sent = {op: numel for op, numel in outer.items() if numel}
+        assert sent == dict.fromkeys(("reduce_scatter", "all_gather"), reductions * S / 2)
 
 
 # -- offload ---------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ def mesh_sources(
     if mesh_param is not None:
         found.append(mesh_from_mesh_param(mesh_param))
     if isinstance(model, nn.Module):
-        found.append(mesh_from_model(model))
+        found += [getattr(model, "mesh_source", None), mesh_from_model(model)]
     return tuple(source for source in found if source is not None)
 
 

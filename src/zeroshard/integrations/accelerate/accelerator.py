@@ -48,6 +48,7 @@ from zeroshard.integrations.accelerate.arguments import (
     micro_batch_of,
     pairs,
     refuse_others,
+    refuse_same_samples,
     refuse_schedules,
 )
 from zeroshard.integrations.accelerate.config import (
@@ -88,6 +89,7 @@ class Accelerator(accelerate.Accelerator):
     def __init__(self, *args: Any, config: Source = None, **arguments: Any) -> None:
         refuse_others(arguments)
         self.config, _ = read_source(config)
+        refuse_same_samples(self.config)
         arguments["mixed_precision"] = mixed_precision_for(
             self.config, arguments.get("mixed_precision")
         )
