@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from math import prod
 from typing import Any
 
 import torch
@@ -109,6 +110,38 @@ def without_idle_schedule(config: Any, optimizer: Any) -> Any:
     if not library or optimizer is not None or config.get("optimizer") is not None:
         return config
     return {key: value for key, value in config.items() if key != "scheduler"}
+
+
+def parallelism_of(config: Any) -> Any:
+    """Accelerate's ``ParallelismConfig``, if Accelerate passed ``config`` and it asks for a mesh.
+
+    If it has only ``dp_replicate_size``, it means plain data parallelism, which is no mesh here.
+    """
+    library, _ = _writer(config)
+    state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
+    asked = getattr(state, "_shared_state", {}).get("parallelism_config") if library else None
+    sizes = ("dp_shard_size", "tp_size", "cp_size", "sp_size")
+    return asked if any(getattr(asked, size, 1) != 1 for size in sizes) else None
+
+
+def without_wrapper(optimizer: Any) -> Any:
+    """The program's optimizer. With tensor ranks Accelerate wraps it before it calls ``initialize``."""
+    is_wrapped = type(optimizer).__name__ == "AcceleratedOptimizer"
+    return optimizer.optimizer if is_wrapped else optimizer
+
+
+def without_batch_of_all_ranks(config: Any, world_size: int) -> Any:
+    """``config`` without a ``train_batch_size`` that counts every rank.
+
+    Accelerate computes it so, also where tensor ranks get the same samples. The engine computes it again.
+    """
+    keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    counts = [config.get(key) for key in keys]
+    if not all(isinstance(count, int) for count in counts):
+        return config
+    if config.get("train_batch_size") != prod(counts) * world_size:
+        return config
+    return {key: value for key, value in config.items() if key != "train_batch_size"}
 
 
 def _writer(config: Any) -> tuple[str, Mapping[str, str]]:
