@@ -49,6 +49,7 @@ from zeroshard.offload.plan import (
 )
 from zeroshard.offload.stores import Stores, has_copy_streams, update_threads
 from zeroshard.optim.factory import rebind
+from zeroshard.parallel.initial_values import FirstValues, is_meta
 from zeroshard.parallel.split import PipelineModel
 from zeroshard.precision.hardware import hardware_of, tell_if_slow
 from zeroshard.precision.loss_scaler import LossScaler, scaler_from
@@ -61,7 +62,6 @@ from zeroshard.zero.copy_sums import CopySums
 from zeroshard.zero.gradients import GradBuffer
 from zeroshard.zero.hooks import StepHooks
 from zeroshard.zero.life import Life
-from zeroshard.zero.materialize import materialize
 from zeroshard.zero.mesh_norm import MeshExchange
 from zeroshard.zero.module_order import ModuleOrder
 from zeroshard.zero.optimizer import ShardedOptimizer
@@ -148,8 +148,11 @@ def _assemble(
         settings.gradient_accumulation_steps or 1, managed=settings.managed_gradient_accumulation
     )
     with contextlib.ExitStack() as undo:
-        runtime = _build_runtime(draft, watch, accumulation)
+        draw = _first_values(draft, watch)
+        runtime = _build_runtime(draft, watch, accumulation, draw)
         undo.callback(runtime.close, wait=False)
+        for name, _ in model.named_modules():
+            draw(name)  # buffers of modules without parameters
         buffers = place_buffers(model, policy.buffer, device, keep=kept_buffers(model, settings))
         for at, buffer in enumerate(buffers):
             for comm in (watch.tensor, watch.gathers):
@@ -314,6 +317,7 @@ class _Frame:
     stores: Stores
     ledger: Ledger
     life: Life
+    draw: Callable[[str], None]
 
     @property
     def config(self) -> Config:
@@ -331,11 +335,14 @@ def _in_order(specs: Sequence[UnitSpec]) -> list[UnitSpec]:
     return sorted(specs, key=lambda spec: not spec.is_outermost)
 
 
-def _build_runtime(draft: Draft, watch: CommSession, accumulation: Accumulation) -> ZeroRuntime:
+def _build_runtime(
+    draft: Draft, watch: CommSession, accumulation: Accumulation, draw: Callable[[str], None]
+) -> ZeroRuntime:
     """Move the model's parameters into units and compose what acts on them. Collective.
 
     The values are those of rank 0. At stage 3 a unit is sharded before the next one is built. So no rank
     holds more than its shards and one unit, if the model was sharded before or is on the meta device.
+    ``draw(name)`` gives a module's meta parameters their values.
     """
     model, config, comm = draft.model, draft.loaded.config, watch.gathers
     specs, optimizer = draft.specs, draft.optimizer
@@ -374,7 +381,7 @@ def _build_runtime(draft: Draft, watch: CommSession, accumulation: Accumulation)
         )  # fmt: skip
     ledger, life = Ledger(), Life()
     stores = Stores(config, ledger, offload_plan, draft.device)
-    frame = _Frame(draft, watch, accumulation, offload_plan, plan, stores, ledger, life)
+    frame = _Frame(draft, watch, accumulation, offload_plan, plan, stores, ledger, life, draw)
     with contextlib.ExitStack() as undo:
         # An error keeps alive what was built, so without this disk space would be freed late.
         undo.callback(stores.close, wait=False)
@@ -398,7 +405,7 @@ def _build_units(model: nn.Module, frame: _Frame, undo: contextlib.ExitStack) ->
         unit = Unit(
             spec.name,
             spec.layout,
-            _members(modules, spec, device, frame.watch.tensor),
+            _members(modules, spec, device, frame.watch.tensor, frame.draw),
             positions=[positions[id(params[slot.fqn])] for slot in spec.layout.slots],
             row=spec.row,
             trainable=spec.trainable,
@@ -500,16 +507,37 @@ def predivide(config: Config, dp_size: int) -> float:
     return factor if factor != 1.0 else float(dp_size)
 
 
+def _first_values(draft: Draft, watch: CommSession) -> Callable[[str], None]:
+    """What gives a module's meta parameters and buffers their values, by the module's name. Collective.
+
+    They depend on the seed of rank 0 and on names, so every mesh starts with the same model.
+    """
+    if not any(map(is_meta, draft.model.modules())):
+        return lambda _name: None
+    seed, world = torch.initial_seed(), watch.world
+    if world.transport != "fake":
+        halves = torch.tensor([seed >> 32, seed & 0xFFFFFFFF], device=draft.device)
+        world.broadcast(halves, 0, name="seed").wait()
+        high, low = halves.tolist()
+        seed = high << 32 | low
+    return FirstValues(draft.model, seed, draft.device).draw
+
+
 def _members(
-    modules: Mapping[str, nn.Module], spec: UnitSpec, device: torch.device, tensor: Comm | None
+    modules: Mapping[str, nn.Module],
+    spec: UnitSpec,
+    device: torch.device,
+    tensor: Comm | None,
+    draw: Callable[[str], None],
 ) -> Iterator[nn.Parameter]:
     """The unit's parameters. Those on the meta device get their values right before they are yielded.
 
+    ``draw(name)`` gives a module's meta parameters their values.
     ``tensor``: connects the tensor group. What the group holds whole gets the values of its first rank.
     """
     for slot in spec.layout.slots:
         name, _, leaf = slot.fqn.rpartition(".")
-        materialize(modules[name], device)
+        draw(name)
         param = modules[name]._parameters[leaf]
         assert param is not None
         if tensor is not None and not is_split(slot):
@@ -545,7 +573,6 @@ def place_buffers(
     """
     moved: list[Tensor] = []
     for prefix, module in model.named_modules():
-        materialize(module, device)
         for name, buffer in module._buffers.items():
             if buffer is None:
                 continue
