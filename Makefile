@@ -7,8 +7,8 @@ TRITON     ?= 3.9.0
 RANKS      ?= 2
 ARGS       ?=
 # Seconds. Types and tests together, which is what .ci/run does, end within 5100 s.
-TYPE_LIMIT ?= 300
-TEST_LIMIT ?= 4800
+TYPE_LIMIT ?= 500
+TEST_LIMIT ?= 4600
 
 BIN   := .venv/bin
 READY := .venv/.ready

@@ -53,7 +53,12 @@ class CheckpointError(ZeroShardError):
 
 
 class DistributedError(ZeroShardError):
-    """Base of all errors that concern several ranks."""
+    """Base of all errors that concern several ranks.
+
+    ``on_all_ranks``: every rank raises it at this point, so no rank has to be told.
+    """
+
+    on_all_ranks = False
 
 
 class RankMismatch(DistributedError):

@@ -1,7 +1,8 @@
-"""A rank of a tensor group dies or raises: every other rank ends with a verdict that names it.
+"""A rank of a tensor group dies, raises or freezes: every other rank ends with a verdict that names it.
 
-The connection that breaks first is often that of a collective of torch inside the layers. Each rank is a
-process of its own, because a rank that waits in such a collective can only be ended.
+The connection that breaks first is often that of a collective inside the layers, torch's own (a plan of
+``parallelize_module``) or ours. Each rank is a process of its own, because a rank that waits in such a
+collective can only be ended.
 """
 
 from __future__ import annotations
@@ -18,39 +19,65 @@ from pathlib import Path
 import pytest
 import torch
 from support.tensor_networks import cut, loss_of, network, samples
+from torch.distributed.device_mesh import init_device_mesh
 
 import zeroshard
 from zeroshard.core.mesh import Mesh
+from zeroshard.parallel import tensor_parallel
 
 LIMIT_S = 60
 RANKS = 4
 
 
-def train(what: str, stage: int) -> None:
-    """Train until rank 3 fails in the third step."""
+PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+
+
+def train(what: str, stage: int, style: str) -> None:
+    """Train until rank 3 fails in the third step.
+
+    ``style``: "torch" cuts with torch's plan and calls ``engine.backward``; "plain" cuts so too and calls
+    ``loss.backward`` in a program that closes nothing; "own" is plain with a plan of ZeroShard.
+    """
     config = {
         "train_micro_batch_size_per_gpu": 6,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "unit_min_numel": 1,
         "zero_optimization": {"stage": stage},
+        "trust": {"frozen_s": 3.0, "grace_s": 3.0},
     }
     zeroshard.init_distributed()
-    model = cut(network(32, torch.float32), 2)
-    with zeroshard.Engine(model, config=config, mesh=Mesh(data_shard=2, tensor=2)) as engine:
+    whole = network(32, torch.float32)
+    if style == "own":
+        grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+        model = tensor_parallel(whole, grid, PLAN)
+    else:
+        model = cut(whole, 2)
+    engine = zeroshard.Engine(model, config=config, mesh=Mesh(data_shard=2, tensor=2))
+    with engine if style == "torch" else contextlib.nullcontext():
         for step in range(5):
             words = samples(step).chunk(2)[engine.dp_rank]
-            logits = engine(words)
+            loss = loss_of(engine(words), words)
             if step == 2 and engine.global_rank == 3:
-                if what == "killed":
-                    os.kill(os.getpid(), signal.SIGKILL)
-                raise ValueError("an error of the program")
-            engine.backward(loss_of(logits, words))
+                fail(what)
+            (engine.backward if style == "torch" else torch.Tensor.backward)(loss)
             engine.step()
 
 
-@pytest.mark.parametrize("what", ["killed", "raised"])
-@pytest.mark.parametrize("stage", [1, 3])
-def test_every_rank_names_the_one_that_failed(stage, what):
+def fail(what: str) -> None:
+    if what == "raised":
+        raise ValueError("an error of the program")
+    os.kill(os.getpid(), signal.SIGKILL if what == "killed" else signal.SIGSTOP)
+
+
+@pytest.mark.parametrize(
+    ("stage", "what", "style"),
+    [
+        (3, "raised", "torch"),
+        (1, "killed", "plain"),
+        (1, "frozen", "own"),
+    ],
+)
+def test_every_rank_names_the_one_that_failed(stage, what, style):
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = str(found.getsockname()[1])
@@ -65,9 +92,10 @@ def test_every_rank_names_the_one_that_failed(stage, what):
                 "LOCAL_WORLD_SIZE": RANKS,
             }
             environ = os.environ | {name: str(number) for name, number in numbers.items()}
+            environ["ZEROSHARD_STALL_S"] = "1"
             path = f"{Path(__file__).parents[1]}{os.pathsep}{environ.get('PYTHONPATH', '')}"
             process = subprocess.Popen(
-                [sys.executable, __file__, what, str(stage)],
+                [sys.executable, __file__, what, str(stage), style],
                 env=environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": path},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -75,14 +103,16 @@ def test_every_rank_names_the_one_that_failed(stage, what):
             )
             stack.callback(process.kill)
             ranks.append(process)
-        outputs = [process.communicate(timeout=LIMIT_S)[0] for process in ranks]
+        outputs = [process.communicate(timeout=LIMIT_S)[0] for process in ranks[:3]]
     assert time.monotonic() - began_s < LIMIT_S
-    for process, output in zip(ranks[:3], outputs[:3], strict=True):
+    kind = "RankFrozen" if what == "frozen" else "RankLost"
+    for process, output in zip(ranks[:3], outputs, strict=True):
         assert process.returncode, output
-        verdict = output[output.rindex("RankLost at step 2") :].splitlines()
+        verdict = output[output.rindex(f"{kind} at step 2") :].splitlines()
         assert "  rank 3 (" in verdict[1], output
-        assert "  The cause is in the output of rank 3;" in verdict[3], output
+        if kind == "RankLost":
+            assert "  The cause is in the output of rank 3;" in verdict[3], output
 
 
 if __name__ == "__main__":
-    train(sys.argv[1], int(sys.argv[2]))
+    train(sys.argv[1], int(sys.argv[2]), sys.argv[3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from zeroshard import Engine, zero
 from zeroshard.errors import (
     ConfigError,
     LossScaleError,
+    RankMismatch,
     UnsupportedError,
     UsageError,
     ZeroShardError,
@@ -68,9 +70,9 @@ def traffic(engine: Engine) -> tuple[float, float]:
 def test_traffic_of_a_step_in_the_group_of_each_stage(schedule):
     """Per element: 1 + 1, with ``micro_batch`` M reductions, and a gather per forward and backward."""
     count = models.COUNT
-    for stage in (1, 2):
+    for stage in (0, 1, 2):
         with opened(stage, schedule) as engine:
-            assert traffic(engine) == (1, 1 if stage == 1 else count)
+            assert traffic(engine) == (1, count if stage == 2 else 1)
         with opened(stage, schedule, cut={"reduce": "step"}) as engine:
             assert traffic(engine) == (1, 1)
     with opened(3, schedule, cut={"gather": "step", "reduce": "step"}) as engine:
@@ -78,21 +80,25 @@ def test_traffic_of_a_step_in_the_group_of_each_stage(schedule):
     with opened(3, schedule, cut={"gather": "step"}) as engine:
         assert traffic(engine) == (1, count)
     none_kept = {"zero_optimization": {"stage3_max_reuse_distance": 0}}
-    with opened(3, schedule, cut={"reduce": "step"}, **none_kept) as engine:
-        psi = sum(unit.layout.full_numel for unit in engine.runtime.units)
-        spared = sum(u.layout.full_numel for u in engine.runtime.units if "embed" in u.name)
-        gathered, reduced = traffic(engine)
-        assert reduced == 1
-        assert gathered == count * (2 * psi - spared) / psi  # backward does not read an embedding
+    for reduce in ("micro_batch", "step"):
+        with opened(3, schedule, cut={"reduce": reduce}, **none_kept) as engine:
+            psi = sum(unit.layout.full_numel for unit in engine.runtime.units)
+            spared = sum(u.layout.full_numel for u in engine.runtime.units if "embed" in u.name)
+            gathered, reduced = traffic(engine)
+            assert reduced == (1 if reduce == "step" else count)
+            assert gathered == count * (2 * psi - spared) / psi  # backward reads no embedding
 
 
 @on_ranks(4)
 def test_a_stage_is_not_whole_while_micro_batches_are_in_flight():
-    """At most two of a stage's eight blocks at a time: the one in use and the next one."""
-    for schedule in ("1F1B", "GPipe"):
+    """At most two of a stage's eight blocks at a time: the one in use and the next one, whatever M."""
+    for schedule, count in (("1F1B", 4), ("GPipe", 4), ("GPipe", 12)):
         model = models.Decoder(depth=16).double()
-        with opened(3, schedule, model=model, cut={"split": ["layers.8"]}) as engine:
-            traffic(engine)
+        keys = {"cut": {"split": ["layers.8"]}, "gradient_accumulation_steps": count}
+        with opened(3, schedule, model=model, **keys) as engine:
+            feed = models.data(2 * count // models.COUNT, engine.dp_rank)
+            for _ in range(2):
+                engine.train_batch(feed)
             held = {unit.name: unit.full_nbytes for unit in engine.runtime.units}
             block = max(n for name, n in held.items() if name.startswith("layers."))
             whole = sum(held.values())
@@ -296,6 +302,49 @@ def test_what_a_pipeline_is_not_combined_with_is_refused_by_name():
         sharded = models.Decoder().double()
     with pytest.raises(UnsupportedError, match=r"built under zero\.Init"):
         opened(3, model=sharded)
+
+
+def in_two_groups(params: Any, *, keep_empty: bool = True) -> torch.optim.Optimizer:
+    every = list(params)
+    groups = [
+        {"params": [p for p in every if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in every if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([g for g in groups if g["params"] or keep_empty], lr=models.LR)
+
+
+def one_rate_each(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=models.LR * (1 + torch.distributed.get_rank()))
+
+
+@on_ranks(2)
+def test_stages_with_other_options_of_the_optimizer_are_an_error(tmp_path):
+    """Rank 0 saves the options for all. The second stage has the head, a matrix, alone."""
+    cut = {"split": ["head"]}
+    cases = [
+        (one_rate_each, r"lr of param group 0 = 0\.01 \(rank 0,.* vs 0\.02 \(rank 1"),
+        (
+            partial(in_two_groups, keep_empty=False),
+            r"number of param groups .*= 2 .* vs 1 \(rank 1",
+        ),
+    ]
+    for optimizer, text in cases:
+        with pytest.raises(RankMismatch, match=text):
+            opened(1, cut=cut, model=without_bias(), optimizer=optimizer)
+    with opened(1, cut=cut, model=without_bias(), optimizer=in_two_groups) as engine:
+        engine.train_batch(models.data(1, 0))
+        engine.save_checkpoint(tmp_path)
+        saved = trained_values(engine)
+    with opened(3, cut=cut, model=without_bias(), optimizer=in_two_groups) as engine:
+        engine.load_checkpoint(tmp_path)
+        loaded = trained_values(engine)
+        assert all(torch.equal(loaded[name], value) for name, value in saved.items())
+
+
+def without_bias() -> models.Decoder:
+    model = models.Decoder().double()
+    model.head = nn.Linear(models.WIDTH, models.VOCABULARY, bias=False).double()
+    return model
 
 
 @on_ranks(4)

@@ -11,10 +11,12 @@ import itertools
 import os
 import pickle
 import select
+import shutil
 import signal
 import tempfile
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, fields
@@ -129,6 +131,8 @@ class Run:
         self.losses: list[torch.Tensor] = []
         self.values: list[float] = []
         self.folder = folder or tempfile.mkdtemp(prefix="zeroshard-streams-")
+        if folder is None:
+            weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
         self.rank = rank
         self.micro = 0
 

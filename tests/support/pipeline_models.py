@@ -36,15 +36,21 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks, head."""
+    """Embedding, blocks, head.
 
-    def __init__(self, recompute: bool = False, depth: int = DEPTH) -> None:
+    ``tied``: the head has the weight of the embedding, and the fifth block one of the first block.
+    """
+
+    def __init__(self, recompute: bool = False, depth: int = DEPTH, tied: bool = False) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.layers = nn.ModuleList(Block(recompute) for _ in range(depth))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY)
+        if tied:
+            self.head.weight = self.embed.weight
+            self.layers[4].up.weight = self.layers[0].up.weight
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         x = self.embed(tokens_BT)
@@ -73,13 +79,15 @@ def data(steps: int, dp_rank: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield from batches(step, dp_rank)
 
 
-def train_plainly(steps: int) -> tuple[dict[str, Tensor], list[float], list[float]]:
+def train_plainly(
+    steps: int, tied: bool = False, dp_size: int = DP
+) -> tuple[dict[str, Tensor], list[float], list[float]]:
     """Parameters, losses and norms of plain PyTorch in fp64 on the global batch."""
-    model = Decoder().double()
+    model = Decoder(tied=tied).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     losses, norms = [], []
     for step in range(steps):
-        every = [batch for rank in range(DP) for batch in batches(step, rank)]
+        every = [batch for rank in range(dp_size) for batch in batches(step, rank)]
         loss = torch.stack([loss_fn(model(x), y) for x, y in every]).mean()
         optimizer.zero_grad()
         loss.backward()

@@ -122,5 +122,23 @@ def test_what_cannot_be_cut_is_refused_by_name(model, keys, text):
 def test_what_cannot_be_kept_is_refused_by_name():
     with pytest.raises(UsageError, match="3 stages, which is not a multiple of 2 pipeline ranks"):
         pipeline(Decoder(), split=["layers.1", "layers.2"], order=ORDER).keep(0, 2)
-    with pytest.raises(UsageError, match=r"'embed\.weight' of pipeline stage 0 and 'head\.weight'"):
-        pipeline(Tied(), split=["layers.1"], order=ORDER).keep(0, 2)
+
+
+def test_a_tied_parameter_has_its_first_name_on_every_rank_that_holds_it():
+    for rank in range(3):
+        part = pipeline(Tied(), split=["layers.1", "layers.2"], order=ORDER)
+        part.keep(rank, 3)
+        assert part.tied_ranks == [(0, 2)]
+        assert part.other_names == {"embed.weight": ["head.weight"]}
+        names = [name for name, _ in part.named_parameters()]
+        assert ("embed.weight" in names, "head.weight" in names) == (rank != 1, False)
+        if rank != 1:
+            assert part.holders_of("embed.weight") == (0, 2)
+            assert part.stage_of("embed.weight") is None
+        if rank == 2:
+            assert part.embed.weight is part.head.weight
+            assert names.index("embed.weight") == 0
+    alone = pipeline(Tied(), split=["layers.1"], order=ORDER)
+    alone.keep(0, 1)
+    assert alone.tied_ranks == []
+    assert alone.stage_of("embed.weight") == 0

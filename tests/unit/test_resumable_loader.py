@@ -482,7 +482,11 @@ def test_ranks_that_agree_on_batches_are_where_they_say():
     loader = loader_for(fake_engine(), list(range(10)))
     seen = []
     for _ in agreed_batches(
-        loader, exchange=lambda vote: vote[None], join=False, set_weight=lambda own, active: None
+        loader,
+        exchange=lambda vote: vote[None],
+        shares=[0],
+        join=False,
+        set_weight=lambda own, active: None,
     ):
         seen.append(loader.state_dict()["samples"])
     assert seen == [3, 6, 9, 10]

@@ -60,12 +60,12 @@ MISTAKES = {
     ),
     "kind": (
         {"norm": "colwise"},
-        "'norm' is a LayerNorm, and the style \"colwise\" fits nn.Linear only",
+        "'norm' is a LayerNorm, and the style \"colwise\" fits nn.Linear or Conv1D of Transformers only",
     ),
     "module": (
         {"blocks.*.mlp": "rowwise"},
-        "'blocks.0.mlp' is a MLP, and the style \"rowwise\" fits nn.Linear only. Name the layers "
-        "inside it",
+        "'blocks.0.mlp' is a MLP, and the style \"rowwise\" fits nn.Linear or Conv1D of Transformers "
+        "only. Name the layers inside it",
     ),
     "rows": (
         {"head": "colwise"},
@@ -102,11 +102,41 @@ def test_heads_that_do_not_divide_are_errors():
     for block in model.blocks:
         block.attn.k, block.attn.v = nn.Linear(16, 8), nn.Linear(16, 8)
     decide(model, 2, BLOCKS)
-    text = refused(model, BLOCKS, 4)
-    assert (
-        "'blocks.0.attn.k' has 2 key/value heads of 4 rows, fewer than the 4 tensor ranks" in text
+    made = decide(model, 4, BLOCKS)
+    assert made.copies == {f"blocks.{i}.attn.{leaf}": 2 for i in range(2) for leaf in "kv"}
+    for block in model.blocks:
+        block.attn.k = nn.Linear(16, 12)
+    assert "'blocks.0.attn.k' has 3 key/value heads of 4 rows, fewer than the 4 tensor" in refused(
+        model, BLOCKS, 4
     )
-    assert "Use at most 2 tensor ranks" in text
+
+
+class Fused(nn.Module):
+    """q, k and v in one weight, one after another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = 4, 2, 4
+        self.qkv, self.o = nn.Linear(16, 32), nn.Linear(16, 16)
+
+
+def test_the_sizes_of_fused_matrices_are_known_given_or_asked_for():
+    layer, plan = nn.ModuleList([Fused()]), {"0.qkv": "colwise_fused", "0.o": "rowwise"}
+    assert decide(layer, 2, plan).fused == {"0.qkv": (16, 8, 8)}
+    assert decide(layer, 2, {"0.qkv": "colwise_fused:8,24"}).fused == {"0.qkv": (8, 24)}
+    assert "joins matrices of [4, 2, 2] heads of 4 rows, and 4 tensor ranks cannot" in refused(
+        layer, plan, 4
+    )
+    for sizes in ("16,8", "a", "40,-8", "32"):
+        text = refused(layer, {"0.qkv": f"colwise_fused:{sizes}"})
+        assert "'0.qkv' has 32 output features" in text
+        assert "Give the sizes in their order after a colon" in text
+    assert "cannot share 15 evenly" in refused(layer, {"0.qkv": "colwise_fused:15,17"})
+    del layer[0].num_kv_heads
+    assert "does not say of which matrices they are" in refused(layer, plan)
+    assert "'0.qkv' looks like several projections in one weight" in refused(
+        layer, {"0.qkv": "colwise"}
+    )
 
 
 def test_a_rank_without_rows_is_an_error():

@@ -47,6 +47,51 @@ class Box(NamedTuple):
         return first, last + 1
 
 
+class Strip(NamedTuple):
+    """A box as a part of a local tensor that joins several boxes along one axis.
+
+    Of each ``stride`` elements of the local tensor, ``width`` belong to the box, from ``at`` on.
+    """
+
+    box: Box
+    at: int
+    width: int
+    stride: int
+
+    def count(self, end: int) -> int:
+        """How many of the first ``end`` elements of the local tensor belong to the box.
+
+        >>> [Strip(Box((0, 6), (2, 2)), 1, 2, 5).count(end) for end in (1, 2, 5, 8, 10)]
+        [0, 1, 2, 4, 4]
+        """
+        rows, rest = divmod(end, self.stride)
+        return rows * self.width + min(max(rest - self.at, 0), self.width)
+
+    def views(self, flat: Tensor, begin: int, low: int, high: int) -> list[Tensor]:
+        """Elements ``low`` to ``high`` of the box, in order, as at most three views of ``flat``.
+
+        ``flat``: 1-D and contiguous, the local tensor from element ``begin`` on.
+        """
+        found: list[Tensor] = []
+        first, skip = divmod(low, self.width)
+        last, rest = divmod(high, self.width)
+        if first == last:
+            rows = [(low, 1, high - low)]
+        else:
+            rows = [(low, 1, self.width - skip)] if skip else []
+            whole_rows = first + bool(skip)
+            rows += [(whole_rows * self.width, last - whole_rows, self.width)]
+            rows += [(last * self.width, 1, rest)]
+        for element, count, width in rows:
+            if count and width:
+                row, column = divmod(element, self.width)
+                at = row * self.stride + self.at + column - begin
+                found.append(
+                    flat.as_strided((count, width), (self.stride, 1), flat.storage_offset() + at)
+                )
+        return found
+
+
 def whole(shape: Sequence[int]) -> Box:
     """The box that is the whole tensor."""
     return Box((0,) * len(shape), tuple(shape))

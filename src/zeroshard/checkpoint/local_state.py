@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.checkpoint.boxes import Box, positions
+from zeroshard.checkpoint.boxes import Box, Strip, positions, strides
 from zeroshard.checkpoint.manifest import VALUE
 from zeroshard.checkpoint.safetensors_file import dtype_name
 from zeroshard.core.layout import Slot
@@ -29,7 +29,8 @@ class ShardItem:
     """``flat[begin : begin + numel]`` of a named tensor. It is ``holder.flat[at : at + numel]`` here.
 
     ``box``: ``flat`` is that of this box of the global tensor, in row-major order, and ``shape`` is that
-    of the global tensor. None: it is the whole tensor.
+    of the global tensor. None: it is the whole tensor. ``strip``: the box is one of several that the slot
+    joins, and ``holder.flat[at]`` is element ``origin`` of the slot.
     """
 
     fqn: str
@@ -40,6 +41,8 @@ class ShardItem:
     at: int
     box: Box | None = None
     shape: tuple[int, ...] = ()
+    strip: Strip | None = None
+    origin: int = 0
 
     @property
     def dtype(self) -> torch.dtype:
@@ -47,8 +50,21 @@ class ShardItem:
 
     @property
     def values(self) -> Tensor:
-        """1-D ``[numel]``. Valid while the item is visited: outside of that the holder may be empty."""
-        return self.holder.view(-1)[self.at : self.at + self.numel]
+        """1-D ``[numel]``. Valid while the item is visited: outside of that the holder may be empty.
+
+        A copy, if the elements do not lie side by side.
+        """
+        flat = self.holder.view(-1)[self.at :]
+        if self.strip is None:
+            return flat[: self.numel]
+        views = self.strip.views(flat, self.origin, self.begin, self.begin + self.numel)
+        return (
+            views[0].view(-1) if _is_one_run(views) else torch.cat([v.reshape(-1) for v in views])
+        )
+
+
+def _is_one_run(views: Sequence[Tensor]) -> bool:
+    return len(views) == 1 and views[0].is_contiguous()
 
 
 def _always(_slot: Slot) -> bool:
@@ -120,15 +136,18 @@ class LocalState:
                 slot = slot_of(shard.unit, fragment)
                 if skip < stop and isinstance(flat, Tensor) and self.counts(slot):
                     begin = fragment.begin + skip
-                    found.append(_item(slot, name, begin, stop - skip, flat, skip))
+                    found += _items(slot, name, begin, stop - skip, flat, skip)
         return found
 
     def _plain_pieces(self, unit: Unit) -> list[ShardItem]:
         slots = {slot.fqn: slot for slot in unit.layout.slots}
         return [
-            _item(slots[part.fqn], VALUE, part.begin, part.numel, unit.shard_S, part.at)
+            item
             for part in unit.layout.fragments(unit.comm.rank)
             if self.counts(slots[part.fqn])
+            for item in _items(
+                slots[part.fqn], VALUE, part.begin, part.numel, unit.shard_S, part.at
+            )
         ]
 
     def descriptions(self, aliases: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
@@ -187,15 +206,44 @@ def global_shape(slot: Slot) -> tuple[int, ...]:
     return slot.shape if slot.block is None else slot.block.shape
 
 
-def box_of(slot: Slot) -> Box | None:
-    """The box of the parameter that the slot is. None: all of it."""
+def ranges_of(
+    slot: Slot, begin: int, end: int
+) -> Iterator[tuple[Box | None, int, int, Strip | None]]:
+    """``(box, low, high, strip)``: elements ``begin`` to ``end`` of a slot as elements of boxes.
+
+    ``box``: None for the whole tensor. ``strip``: where the box's elements lie in the slot, if it joins
+    several boxes.
+    """
     if slot.block is None or slot.shape == slot.block.shape:
-        return None
-    return Box(slot.block.start, slot.shape)
+        yield None, begin, end, None
+    elif not slot.block.runs:
+        yield Box(slot.block.start, slot.shape), begin, end, None
+    else:
+        for strip in _strips(slot):
+            low, high = strip.count(begin), strip.count(end)
+            if low < high:
+                yield strip.box, low, high, strip
 
 
-def _item(slot: Slot, tensor: str, begin: int, numel: int, holder: Tensor, at: int) -> ShardItem:
-    return ShardItem(slot.fqn, tensor, begin, numel, holder, at, box_of(slot), global_shape(slot))
+def _strips(slot: Slot) -> Iterator[Strip]:
+    block = slot.block
+    assert block is not None
+    inner = strides(slot.shape)[block.axis]
+    at = 0
+    for begin, extent in block.runs:
+        start, size = list(block.start), list(slot.shape)
+        start[block.axis], size[block.axis] = begin, extent
+        box = Box(tuple(start), tuple(size))
+        yield Strip(box, at, extent * inner, slot.shape[block.axis] * inner)
+        at += extent * inner
+
+
+def _items(
+    slot: Slot, tensor: str, begin: int, numel: int, holder: Tensor, at: int
+) -> Iterator[ShardItem]:
+    shape = global_shape(slot)
+    for box, low, high, strip in ranges_of(slot, begin, begin + numel):
+        yield ShardItem(slot.fqn, tensor, low, high - low, holder, at, box, shape, strip, begin)
 
 
 def is_shaped(name: str, value: object, fragment: OwnedFragment) -> bool:

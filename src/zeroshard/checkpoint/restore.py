@@ -7,7 +7,7 @@ fills it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,10 +17,10 @@ from torch import Tensor
 from zeroshard.checkpoint.boxes import Grid, whole
 from zeroshard.checkpoint.local_state import (
     LocalState,
-    box_of,
     digest_part,
     global_shape,
     is_shaped,
+    ranges_of,
     slot_of,
     total_digests,
 )
@@ -131,9 +131,12 @@ def _files_of(tensor: SavedTensor, slot: Slot, begin: int, end: int) -> set[int]
     parts = tensor.parts(shape)
     grid = Grid([box for box, _ in parts])
     found: set[int] = set()
-    for index, part in grid.overlaps(box_of(slot) or whole(shape), begin, end):
-        first, last = grid.boxes[index].span(part)
-        found |= {f.file for f in parts[index][1] if f.begin < last and first < f.begin + f.numel}
+    for box, low, high, _ in ranges_of(slot, begin, end):
+        for index, part in grid.overlaps(box or whole(shape), low, high):
+            first, last = grid.boxes[index].span(part)
+            found |= {
+                f.file for f in parts[index][1] if f.begin < last and first < f.begin + f.numel
+            }
     return found
 
 
@@ -228,19 +231,32 @@ class Loader:
                 self.failure = error
 
     def _read_whole(self, slot: Slot, tensor: str, begin: int, out: Tensor) -> None:
-        name, box = self._names.get(slot.fqn), box_of(slot)
+        name = self._names.get(slot.fqn)
         saved = self._source.parameters[name].tensors.get(tensor) if name is not None else None
         if name is None or saved is None:
             return
         dtype = DTYPES[saved.dtype]
-        if out.device.type == "cpu" and out.dtype == dtype:
-            self._source.fill(name, tensor, begin, out, box)
-            return
-        piece = torch.empty(min(out.numel(), self._staging_nbytes // dtype.itemsize), dtype=dtype)
-        for at in range(0, out.numel(), max(1, piece.numel())):
-            part = piece[: out.numel() - at]
-            self._source.fill(name, tensor, begin + at, part, box)
-            out[at : at + part.numel()].copy_(part)
+        for box, low, high, strip in ranges_of(slot, begin, begin + out.numel()):
+            if strip is None and out.device.type == "cpu" and out.dtype == dtype:
+                self._source.fill(name, tensor, low, out, box)
+                continue
+            numel = min(high - low, self._staging_nbytes // dtype.itemsize)
+            piece = torch.empty(numel, dtype=dtype)
+            for at in range(low, high, max(1, numel)):
+                part = piece[: high - at]
+                self._source.fill(name, tensor, at, part, box)
+                if strip is None:
+                    out[at - low : at - low + part.numel()].copy_(part)
+                else:
+                    _scatter(part, strip.views(out, begin, at, at + part.numel()))
+
+
+def _scatter(values: Tensor, places: Iterable[Tensor]) -> None:
+    """Write 1-D ``values`` into ``places``, one after another."""
+    at = 0
+    for place in places:
+        place.copy_(values[at : at + place.numel()].view(place.shape))
+        at += place.numel()
 
 
 def _place(

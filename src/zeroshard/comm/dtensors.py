@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -27,6 +29,13 @@ if TYPE_CHECKING:
 
 KINDS: set[type[Tensor]] = set()
 """The classes of DTensors in the models of this process: see :func:`note_kinds`. Nearly always empty."""
+
+
+HEAD_DIMS = ("kv_heads", "kv_copies")
+"""Names of a mesh of one tensor group for key/value heads that are fewer than its ranks.
+
+Ranks that differ in the second dimension hold the same heads.
+"""
 
 
 def note_kinds(params: Iterable[Tensor]) -> None:
@@ -54,7 +63,7 @@ def global_of(param: Any, local: Tensor) -> DTensor:
     """A DTensor with the placements of ``param`` and other local values, for instance fp32 ones."""
     from torch.distributed.tensor import DTensor
 
-    return DTensor.from_local(
+    made = DTensor.from_local(
         local,
         param.device_mesh,
         param.placements,
@@ -62,6 +71,25 @@ def global_of(param: Any, local: Tensor) -> DTensor:
         shape=param.shape,
         stride=param.stride(),
     )
+    fused: DTensor = marked_like(made, param)
+    return fused
+
+
+def marked_like(made: Any, param: Any) -> Any:
+    """``made``, a DTensor with the placements of ``param``, marked as fused if ``param`` is."""
+    if not fused_sizes(param):
+        return made
+    from zeroshard.comm.fused_dtensors import mark_fused
+
+    return mark_fused(made, fused_sizes(param))
+
+
+def fused_sizes(param: Any) -> tuple[int, ...]:
+    """The sizes of the matrices that ``param`` joins along the axis that is cut; () if it is one matrix.
+
+    See :class:`zeroshard.comm.fused_dtensors.FusedDTensor`.
+    """
+    return getattr(param, "fused_sizes", ())
 
 
 def whole_of(param: Tensor, local: Tensor) -> Tensor:
@@ -76,6 +104,9 @@ def local_part(slot: Slot, values: Tensor) -> Tensor:
     """The part of the global tensor ``values`` that this rank holds of the slot's parameter."""
     if slot.block is None:
         return values
+    if slot.block.runs:
+        runs = [values.narrow(slot.block.axis, *run) for run in slot.block.runs]
+        return torch.cat(runs, slot.block.axis)
     begins = zip(slot.block.start, slot.shape, strict=True)
     return values[tuple(slice(begin, begin + size) for begin, size in begins)]
 
@@ -134,6 +165,8 @@ def block_of(fqn: str, param: Any, mesh: Mesh, rank: int) -> Block | None:
     start, extent = [0] * param.dim(), list(param.shape)
     largest = list(param.shape)
     split: set[str] = set()
+    joined = 0
+    runs: tuple[tuple[int, int], ...] = ()
     for at, placement in enumerate(param.placements):
         size = param.device_mesh.size(at)
         if size == 1 or isinstance(placement, Replicate):
@@ -156,6 +189,9 @@ def block_of(fqn: str, param: Any, mesh: Mesh, rank: int) -> Block | None:
         extent[axis] = min(chunk, param.shape[axis] - start[axis])
         largest[axis] = chunk
         split.add(dim)
+        if sizes := fused_sizes(param):
+            joined, runs = axis, _runs(sizes, size, place)
+            start[axis] = runs[0][0]
     held = tuple(param._local_tensor.shape)
     if tuple(extent) != held:
         raise UnsupportedError(
@@ -163,12 +199,32 @@ def block_of(fqn: str, param: Any, mesh: Mesh, rank: int) -> Block | None:
             f"{held}. Cut as torch.chunk cuts, it would hold {tuple(extent)}, and ZeroShard derives from "
             "this where each part lies. Cut the whole tensor with distribute_tensor()."
         )
-    return Block(tuple(param.shape), tuple(start), frozenset(split), prod(largest))
+    names = param.device_mesh.mesh_dim_names
+    copy = param.device_mesh.get_local_rank(1) if split and names == HEAD_DIMS else 0
+    return Block(
+        tuple(param.shape), tuple(start), frozenset(split), prod(largest), joined, runs, copy
+    )
+
+
+def _runs(sizes: Sequence[int], parts: int, index: int) -> tuple[tuple[int, int], ...]:
+    """``(begin, extent)`` of part ``index`` of each matrix. Sizes divide by ``parts``.
+
+    >>> _runs((8, 4, 4), 2, 1)
+    ((4, 4), (10, 2), (14, 2))
+    """
+    begins = [*accumulate(sizes, initial=0)]
+    return tuple(
+        (begin + index * (size // parts), size // parts)
+        for begin, size in zip(begins, sizes, strict=False)
+    )
 
 
 def _dim_of(fqn: str, param: Any, at: int, mesh: Mesh, rank: int) -> str:
     """The dimension of ``mesh`` whose group is that of dimension ``at`` of the DTensor's device mesh."""
-    ranks = tuple(dist.get_process_group_ranks(param.device_mesh.get_group(at)))
+    if param.device_mesh.mesh_dim_names == HEAD_DIMS:
+        ranks = tuple(param.device_mesh.mesh.flatten().tolist())
+    else:
+        ranks = tuple(dist.get_process_group_ranks(param.device_mesh.get_group(at)))
     for dim in DIMS:
         if mesh.group(rank, {dim}) == ranks:
             if dim != "tensor":
@@ -183,6 +239,14 @@ def _dim_of(fqn: str, param: Any, at: int, mesh: Mesh, rank: int) -> str:
         f"{mesh.text}, where the tensor group of rank {rank} is {list(mesh.group(rank, {'tensor'}))}. "
         'Set "parallel": {"tensor": N} or mesh= to the mesh that the model was cut with.'
     )
+
+
+def groups_over(params: Iterable[Tensor], ranks: Sequence[int]) -> list[dist.ProcessGroup]:
+    """The process groups over exactly ``ranks`` in the device meshes of DTensors, each once."""
+    meshes = {id(p.device_mesh): p.device_mesh for p in params if type(p) in KINDS}  # type: ignore[attr-defined]
+    found = [mesh.get_group(at) for mesh in meshes.values() for at in range(mesh.ndim)]
+    own = [g for g in found if tuple(dist.get_process_group_ranks(g)) == tuple(ranks)]
+    return list(dict.fromkeys(own))
 
 
 def distributed(params: Sequence[Tensor]) -> list[int]:

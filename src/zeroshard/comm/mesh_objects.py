@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from zeroshard.comm.dtensors import HEAD_DIMS
 from zeroshard.core.mesh import DIMS, Mesh
 from zeroshard.core.mesh_sources import BATCH_DIMS, Claim, MeshSource, Placement
 from zeroshard.errors import UsageError
@@ -206,6 +207,10 @@ def mesh_from_model(model: nn.Module) -> MeshSource | None:
     for name, param in model.named_parameters():
         device_mesh = getattr(param, "device_mesh", None)
         if device_mesh is None or id(device_mesh) in found or not hasattr(param, "placements"):
+            continue
+        if (
+            device_mesh.mesh_dim_names == HEAD_DIMS
+        ):  # q of the same layer is on the whole tensor group
             continue
         of = f"the device mesh of the parameter {name}"
         ranks = device_mesh.mesh

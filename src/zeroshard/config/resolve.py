@@ -175,6 +175,8 @@ def load_config(
     resolved = _resolve_mesh(config, found, mesh_sources, world_size) if for_training else None
     mesh = resolved.mesh if resolved is not None else Mesh(data_shard=world_size)
     solves = resolved is not None or not for_training  # else a batch size would fit no mesh
+    if as_deepspeed and resolved is not None:
+        config = _without_copies(config, found, mesh)
     config, derived = _solve(
         config, found, mesh, world_hint, solves=solves, require_batch=for_training
     )
@@ -335,6 +337,29 @@ def _decided(config: Config, found: Findings) -> str:
     if config.data_types.param_dtype not in (None, "bfloat16"):
         return f"data_types.param_dtype is {config.data_types.param_dtype}"
     return ""
+
+
+def _without_copies(config: Config, found: Findings, mesh: Mesh) -> Config:
+    """``config`` with a ``train_batch_size`` that counts samples of tensor ranks once.
+
+    Accelerate and Transformers write micro batch x steps x number of ranks, also where tensor ranks get
+    the same samples.
+    """
+    train, micro, gas = (getattr(config, name) for name in BATCH)
+    if mesh.tensor == 1 or None in (train, micro, gas):
+        return config
+    product = micro * gas * mesh.dp_size
+    if (
+        train == product
+        or train != micro * gas * mesh.world_size
+        or found.rejected.intersection(BATCH)
+    ):
+        return config
+    found.notices.append(
+        f"train_batch_size: {train} counts the samples of all {mesh.world_size} ranks, but tensor "
+        f"ranks get the same samples, so it is {product}"
+    )
+    return config.model_copy(update={"train_batch_size": product})
 
 
 def _solve(

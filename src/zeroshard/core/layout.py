@@ -42,12 +42,21 @@ class Block:
     of the slot. ``split``: the dimensions of the mesh that cut the tensor. Ranks that differ in another
     dimension hold the same part. ``largest``: elements of the largest part. Every rank leaves this room,
     so parameters have the same positions everywhere, also where a size does not divide.
+
+    ``runs``: of a part that joins several along ``axis``, one after another: ``(begin, extent)`` of each
+    in the global tensor. So a fused projection has a part of q, one of k and one of v. Empty: one part.
+
+    ``copy``: the position of this rank among those of its tensor group that hold the same part of a
+    tensor that is cut into fewer parts than there are tensor ranks.
     """
 
     shape: tuple[int, ...]
     start: tuple[int, ...]
     split: frozenset[str]
     largest: int
+    axis: int = 0
+    runs: tuple[tuple[int, int], ...] = ()
+    copy: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +81,13 @@ class Slot:
 def is_split(slot: Slot, dim: str = "tensor") -> bool:
     """Whether ``dim`` of the mesh cuts the parameter. If not, every rank along it holds the same part."""
     return slot.block is not None and dim in slot.block.split
+
+
+def is_counted(slot: Slot, place: int) -> bool:
+    """Whether the tensor coordinate ``place`` counts the parameter, of those that hold the same part."""
+    if slot.block is not None and "tensor" in slot.block.split:
+        return slot.block.copy == 0
+    return place == 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,6 +108,21 @@ class Mesh:
         found = {self.group(rank, dims): None for rank in range(self.world_size)}
         return list(found)
 
+    def tied_group(self, rank: int, pipeline: Collection[int]) -> tuple[int, ...]:
+        """The ranks that hold a tied weight of the pipeline ranks ``pipeline``, in order.
+
+        They hold the same part of it as ``rank`` does, or would if it were on one of them.
+
+        >>> Mesh(pipeline=4, data_shard=2).tied_group(1, (0, 3))
+        (0, 1, 6, 7)
+        """
+        around = self.group(rank, HOLDERS | {"pipeline"})
+        return tuple(r for r in around if self.coordinate(r)["pipeline"] in pipeline)
+
+    def tied_groups(self, pipeline: Collection[int]) -> list[tuple[int, ...]]:
+        """All groups of :meth:`tied_group`. Ranks of other pipeline ranks are in none of them."""
+        return list({self.tied_group(rank, pipeline): None for rank in range(self.world_size)})
+
     def _rank(self, place: tuple[int, ...]) -> int:
         rank = 0
         for size, at in zip(self.sizes, place, strict=True):

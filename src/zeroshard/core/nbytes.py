@@ -42,6 +42,9 @@ class UnitBytes:
     state: Mapping[str, StateBytes] = field(default_factory=dict)
     spans: Sequence[Span] = ()
     param_tier: Tier = Tier.DEVICE
+    rank: int | None = (
+        None  # of this process among the unit's own holders; None: as for other units
+    )
 
 
 def state_nbytes(units: Iterable[UnitBytes], stage: Stage, rank: int) -> dict[Key, int]:
@@ -62,7 +65,8 @@ def state_nbytes(units: Iterable[UnitBytes], stage: Stage, rank: int) -> dict[Ke
     for unit in units:
         layout = unit.layout
         full, shard = layout.full_numel, layout.shard_numel
-        low, high = layout.shard_range(rank) if stage.shards_optimizer else (0, full)
+        place = rank if unit.rank is None else unit.rank
+        low, high = layout.shard_range(place) if stage.shards_optimizer else (0, full)
         held = shard if stage.shards_params else full
         total["parameters", unit.param_tier] += unit.param_nbytes * held
         total["gradients", Tier.DEVICE] += unit.grad_nbytes * (

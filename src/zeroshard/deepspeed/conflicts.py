@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from math import prod
 from typing import Any
 
 import torch
@@ -128,20 +127,6 @@ def without_wrapper(optimizer: Any) -> Any:
     """The program's optimizer. With tensor ranks Accelerate wraps it before it calls ``initialize``."""
     is_wrapped = type(optimizer).__name__ == "AcceleratedOptimizer"
     return optimizer.optimizer if is_wrapped else optimizer
-
-
-def without_batch_of_all_ranks(config: Any, world_size: int) -> Any:
-    """``config`` without a ``train_batch_size`` that counts every rank.
-
-    Accelerate computes it so, also where tensor ranks get the same samples. The engine computes it again.
-    """
-    keys = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    counts = [config.get(key) for key in keys]
-    if not all(isinstance(count, int) for count in counts):
-        return config
-    if config.get("train_batch_size") != prod(counts) * world_size:
-        return config
-    return {key: value for key, value in config.items() if key != "train_batch_size"}
 
 
 def _writer(config: Any) -> tuple[str, Mapping[str, str]]:

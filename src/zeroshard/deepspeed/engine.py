@@ -17,7 +17,6 @@ from torch import Tensor, nn
 import zeroshard
 from zeroshard.comm.mesh_objects import mesh_from_model
 from zeroshard.deepspeed import api_table, conflicts, groups
-from zeroshard.deepspeed.collectives import get_world_size
 from zeroshard.deepspeed.getters import ForwardingEngine
 from zeroshard.deepspeed.hook_handles import DeepSpeedZeRoOffload
 from zeroshard.deepspeed.install import disagreement
@@ -242,7 +241,6 @@ def initialize(
     optimizer = conflicts.without_wrapper(optimizer)
     config_params = conflicts.without_idle_schedule(config_params, optimizer)
     if mesh is not None:
-        config_params = conflicts.without_batch_of_all_ranks(config_params, get_world_size())
         is_cut = isinstance(model, nn.Module) and mesh_from_model(model) is not None
         plan = "auto" if mesh.tp_size > 1 and not is_cut else None
     try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from zeroshard.checkpoint.local_state import LocalState
 from zeroshard.comm.collectives import Comm
-from zeroshard.comm.dtensors import local_of
+from zeroshard.comm.dtensors import groups_over, local_of
 from zeroshard.comm.env import DataCoordinate, RankInfo, current_rank_info
 from zeroshard.config import Config, LoadedConfig
-from zeroshard.core.layout import Slot, is_split
+from zeroshard.core.layout import Slot, is_counted, is_split
 from zeroshard.core.ledger import Ledger
 from zeroshard.core.mesh import HOLDERS, Mesh
 from zeroshard.core.nbytes import UnitBytes, state_nbytes
@@ -36,6 +36,13 @@ from zeroshard.engine.observe import Observer
 from zeroshard.engine.offload_states import StateOffloader
 from zeroshard.engine.optimizer_step import Accumulation, OptimizerStep
 from zeroshard.engine.runtime import ZeroRuntime
+from zeroshard.engine.tied_units import (
+    check_options,
+    gathers_of,
+    reductions_of,
+    tied_parts,
+    tied_ranks,
+)
 from zeroshard.engine.unit_plan import UnitSpec, layout_digest, plan_bytes
 from zeroshard.errors import in_short
 from zeroshard.offload.async_update import AsyncUpdateWorker
@@ -49,7 +56,7 @@ from zeroshard.offload.plan import (
 )
 from zeroshard.offload.stores import Stores, has_copy_streams, update_threads
 from zeroshard.optim.factory import rebind
-from zeroshard.parallel.initial_values import FirstValues, is_meta
+from zeroshard.parallel.initial_values import ValuesByName, is_meta
 from zeroshard.parallel.split import PipelineModel
 from zeroshard.precision.hardware import hardware_of, tell_if_slow
 from zeroshard.precision.loss_scaler import LossScaler, scaler_from
@@ -93,6 +100,10 @@ class EngineParts:
     make_savers: Callable[[], tuple[CheckpointSaver, CheckpointLoader]]
 
 
+FirstValues = Callable[[str, nn.Module], None]
+"""Gives a module, after its name, the first values of what it has on the meta device."""
+
+
 def build_engine(given: EngineArguments, make_hooks: Callable[..., StepHooks]) -> EngineParts:
     """Build all parts. Collective. Ranks compare their plans before they allocate memory.
 
@@ -104,7 +115,8 @@ def build_engine(given: EngineArguments, make_hooks: Callable[..., StepHooks]) -
     try:
         draft = make_draft(given, current_rank_info())
     except Exception as error:
-        decline(f"{type(error).__name__}: {_first_fact(error)}")  # else the other ranks would wait
+        if not getattr(error, "on_all_ranks", False):  # else the other ranks would wait
+            decline(f"{type(error).__name__}: {_first_fact(error)}")
         raise
     settings = draft.loaded.config
     choose_device(draft.device)  # events are recorded, and kernels queued, on the current device
@@ -112,9 +124,10 @@ def build_engine(given: EngineArguments, make_hooks: Callable[..., StepHooks]) -
         transport=settings.transport,
         device=draft.device,
         trust=settings.trust,
-        plan={"units": _digest(draft), **draft.loaded.agreed()},
+        plan={**_shared_plan(draft), **_agreed_groups(draft), **draft.loaded.agreed()},
         separate_reductions=gathers_while_reducing(settings),
         mesh=draft.mesh,
+        ties=tied_ranks(draft.model),
     )
     try:
         return _assemble(draft, watch, make_hooks)
@@ -123,11 +136,39 @@ def build_engine(given: EngineArguments, make_hooks: Callable[..., StepHooks]) -
         raise
 
 
-def _digest(draft: Draft) -> str:
-    """A hash of what all ranks must share of the model. The units of pipeline ranks differ."""
-    if isinstance(draft.model, PipelineModel):
-        return draft.model.digest
-    return layout_digest(draft.specs)
+def _shared_plan(draft: Draft) -> dict[str, str]:
+    """What all ranks must share of the model. The units of pipeline ranks differ."""
+    model = draft.model
+    if isinstance(model, PipelineModel):
+        first = ", ".join(pieces[0] for pieces in model.stages if pieces)
+        return {
+            "pipeline schedule": f"{model.schedule}, gather {model.gather}, reduce {model.reduce}",
+            "first pieces of the pipeline stages": first,
+            "whole model": model.digest,
+        }
+    return {"units": layout_digest(draft.specs)}
+
+
+def _agreed_groups(draft: Draft) -> dict[str, str]:
+    """The options of the param groups of a pipeline, whose ranks make their optimizers by themselves.
+
+    All stages need the same groups: a checkpoint has one list of options, and says for each parameter
+    which entry is its own.
+    """
+    if draft.mesh.pipeline == 1 or draft.optimizer is None:
+        return {}
+    groups = draft.optimizer.param_groups
+    count = "number of param groups (a pipeline stage without parameters of a group needs it empty)"
+    return {
+        "class of the optimizer": type(draft.optimizer).__name__,
+        count: str(len(groups)),
+        **{
+            f"{name} of param group {at}": repr(value)
+            for at, group in enumerate(groups)
+            for name, value in sorted(group.items())
+            if isinstance(value, (bool, int, float, str, tuple))
+        },
+    }
 
 
 def gathers_while_reducing(settings: Config) -> bool:
@@ -147,13 +188,13 @@ def _assemble(
     accumulation = Accumulation(
         settings.gradient_accumulation_steps or 1, managed=settings.managed_gradient_accumulation
     )
+    check_options(draft, watch)
     with contextlib.ExitStack() as undo:
         draw = _first_values(draft, watch)
         runtime = _build_runtime(draft, watch, accumulation, draw)
         undo.callback(runtime.close, wait=False)
-        for name, _ in model.named_modules():
-            draw(name)  # buffers of modules without parameters
-        buffers = place_buffers(model, policy.buffer, device, keep=kept_buffers(model, settings))
+        keep = kept_buffers(model, settings)
+        buffers = place_buffers(model, policy.buffer, device, keep=keep, draw=draw)
         for at, buffer in enumerate(buffers):
             for comm in (watch.tensor, watch.gathers):
                 if comm is not None:
@@ -186,6 +227,8 @@ def _assemble(
         undo.callback(hooks.remove)
         if draft.mesh.tensor > 1:
             hooks.note_forwards(order.note)
+            tensor_ranks = draft.mesh.group(draft.rank_info.rank, {"tensor"})
+            watch.watch_layers(groups_over(model.parameters(), tensor_ranks))
         parts = EngineParts(
             draft.loaded, draft.rank_info, draft.mesh, draft.coordinate, device, policy, watch, runtime,
             scaler, scales_loss(settings, policy), draft.scheduler, accumulation, update, hooks,
@@ -196,12 +239,30 @@ def _assemble(
     return parts
 
 
+def _first_values(draft: Draft, watch: CommSession) -> FirstValues:
+    """How modules on the meta device get their first values. Collective if there are such modules.
+
+    Each module draws from the seed of rank 0 and its name. So the values do not depend on the mesh, nor
+    on where a pipeline is cut.
+    """
+    if not any(map(is_meta, draft.model.modules())):
+        return lambda _name, _module: None
+    own, world = torch.initial_seed(), watch.world
+    if world.transport != "fake":  # which moves no bytes
+        words = torch.tensor([own >> 32, own % 2**32], dtype=torch.int64, device=draft.device)
+        world.broadcast(words, 0, name="seed of the first values").wait()
+        high, low = words.tolist()
+        own = (high << 32) + low
+    return ValuesByName(draft.model, own, draft.device).draw
+
+
 def _exchange(
     draft: Draft, watch: CommSession, runtime: ZeroRuntime, order: ModuleOrder
 ) -> NormExchange:
     """How norm, overflow and flags are exchanged. Collective on a mesh."""
     if draft.mesh.is_flat:
         return DataExchange(watch.world, watch.divergence)
+    tied = tied_parts(draft, watch, runtime.units, runtime.reducer.buffers)
     trained = [unit for unit in runtime.units if unit.trainable]
     copied = {
         position: slot.fqn
@@ -209,17 +270,26 @@ def _exchange(
         for position, slot in zip(unit.positions, unit.layout.slots, strict=True)
         if not is_split(slot)
     }
+    place = draft.mesh.coordinate(draft.rank_info.rank)["tensor"]
+    uncounted = {
+        position
+        for unit in trained
+        for position, slot in zip(unit.positions, unit.layout.slots, strict=True)
+        if not is_counted(slot, place)
+    }
     return MeshExchange(
         watch.world,
         watch.gathers,
         draft.mesh,
         rank=draft.rank_info.rank,
         copied=copied,
+        uncounted=uncounted,
         num_words=num_words(sum(len(unit.params) for unit in trained)),
         dtype=min((unit.row.reduce for unit in trained), key=lambda d: d.itemsize),
         device=draft.device,
         divergence=watch.divergence,
         order=order,
+        tied=tied,
     )
 
 
@@ -227,7 +297,7 @@ def _make_savers(
     draft: Draft, runtime: ZeroRuntime, watch: CommSession
 ) -> tuple[CheckpointSaver, CheckpointLoader]:
     settings, mesh = draft.loaded.config, draft.mesh
-    counts = _counts(mesh, draft.rank_info.rank, watch.gathers)
+    counts = _counts(draft, watch)
     local = LocalState(runtime.units, runtime.optimizer, counts)
     saver = CheckpointSaver(
         settings.checkpoint,
@@ -253,18 +323,19 @@ def _make_savers(
     return saver, loader
 
 
-def _counts(mesh: Mesh, rank: int, comm: Comm) -> Callable[[Slot], bool]:
-    """Which parameters this rank saves its part of. ``comm``: connects the ranks that share units.
+def _counts(draft: Draft, watch: CommSession) -> Callable[[Slot], bool]:
+    """Which parameters this rank saves its part of.
 
     Of the shard groups that hold the same part the first one saves it: that of the first replica, and of
-    tensor coordinate 0 unless the tensor dimension cuts the parameter.
+    the first tensor coordinate with this part. What is tied over pipeline ranks is sharded over replicas
+    as well.
     """
+    mesh, rank = draft.mesh, draft.rank_info.rank
     at = mesh.coordinate(rank)
-    has_replicas = comm.size < len(mesh.group(rank, HOLDERS))
-    if has_replicas and at["data_replicate"]:
-        return lambda _slot: False
-    is_first = at["tensor"] == 0
-    return lambda slot: is_first or is_split(slot)
+    has_replicas = watch.gathers.size < len(mesh.group(rank, HOLDERS))
+    is_later, place = has_replicas and at["data_replicate"] > 0, at["tensor"]
+    tied = {slot.fqn for spec in draft.specs if spec.tie for slot in spec.layout.slots}
+    return lambda slot: (not is_later or slot.fqn in tied) and is_counted(slot, place)
 
 
 def _observer(draft: Draft, runtime: ZeroRuntime, watch: CommSession) -> Observer | None:
@@ -317,7 +388,6 @@ class _Frame:
     stores: Stores
     ledger: Ledger
     life: Life
-    draw: Callable[[str], None]
 
     @property
     def config(self) -> Config:
@@ -336,13 +406,12 @@ def _in_order(specs: Sequence[UnitSpec]) -> list[UnitSpec]:
 
 
 def _build_runtime(
-    draft: Draft, watch: CommSession, accumulation: Accumulation, draw: Callable[[str], None]
+    draft: Draft, watch: CommSession, accumulation: Accumulation, draw: FirstValues
 ) -> ZeroRuntime:
     """Move the model's parameters into units and compose what acts on them. Collective.
 
     The values are those of rank 0. At stage 3 a unit is sharded before the next one is built. So no rank
     holds more than its shards and one unit, if the model was sharded before or is on the meta device.
-    ``draw(name)`` gives a module's meta parameters their values.
     """
     model, config, comm = draft.model, draft.loaded.config, watch.gathers
     specs, optimizer = draft.specs, draft.optimizer
@@ -352,7 +421,7 @@ def _build_runtime(
         {spec.name: spec.layout for spec in in_order},
         {spec.name: spec.row for spec in in_order if spec.trainable and optimizer is not None},
         config,
-        rank=comm.rank,
+        rank_of={spec.name: gathers_of(spec, watch).rank for spec in specs}.__getitem__,
         whole=not all(probe.elementwise for probe in draft.probes.values()),
         has_copy_streams=has_copy_streams(draft.device),
     )
@@ -365,6 +434,10 @@ def _build_runtime(
         shards_grads=stage.shards_grads,
         offload_plan=offload_plan,
     )
+    plan = [
+        replace(row, rank=gathers_of(spec, watch).rank) if spec.tie else row
+        for spec, row in zip(specs, plan, strict=True)
+    ]
     forecast = []
     check_device(offload_plan, draft.device)
     if offload_plan.is_offloaded:
@@ -381,11 +454,11 @@ def _build_runtime(
         )  # fmt: skip
     ledger, life = Ledger(), Life()
     stores = Stores(config, ledger, offload_plan, draft.device)
-    frame = _Frame(draft, watch, accumulation, offload_plan, plan, stores, ledger, life, draw)
+    frame = _Frame(draft, watch, accumulation, offload_plan, plan, stores, ledger, life)
     with contextlib.ExitStack() as undo:
         # An error keeps alive what was built, so without this disk space would be freed late.
         undo.callback(stores.close, wait=False)
-        units = _build_units(model, frame, undo)
+        units = _build_units(model, frame, undo, draw)
         prefetcher = _build_prefetcher(model, units, frame)
         reducer = _build_reducer(units, frame)
         sharded = None if optimizer is None else _build_optimizer(optimizer, reducer, frame)
@@ -393,19 +466,23 @@ def _build_runtime(
     return ZeroRuntime(
         stage, units, prefetcher.wrapped_modules, prefetcher, reducer, sharded, ledger, plan,
         stores, forecast, life,
+        [unit for spec, unit in zip(specs, units, strict=True) if spec.pipeline_stage is None],
     )  # fmt: skip
 
 
-def _build_units(model: nn.Module, frame: _Frame, undo: contextlib.ExitStack) -> list[Unit]:
+def _build_units(
+    model: nn.Module, frame: _Frame, undo: contextlib.ExitStack, draw: FirstValues
+) -> list[Unit]:
     positions = {id(param): at for at, param in enumerate(model.parameters())}
     params, modules = dict(model.named_parameters()), dict(model.named_modules())
-    comm, stores, device = frame.watch.gathers, frame.stores, frame.draft.device
+    stores, device = frame.stores, frame.draft.device
     units = []
     for spec in frame.draft.specs:
+        comm = gathers_of(spec, frame.watch)
         unit = Unit(
             spec.name,
             spec.layout,
-            _members(modules, spec, device, frame.watch.tensor, frame.draw),
+            _members(modules, spec, device, frame.watch.tensor, draw),
             positions=[positions[id(params[slot.fqn])] for slot in spec.layout.slots],
             row=spec.row,
             trainable=spec.trainable,
@@ -445,7 +522,7 @@ def _build_reducer(units: Sequence[Unit], frame: _Frame) -> GradReducer:
     buffers = [
         GradBuffer(
             unit_of[spec.name],
-            comm=frame.watch.reductions,
+            comm=reductions_of(spec, frame.watch),
             ledger=frame.ledger,
             transient=stage.shards_grads or not nbytes_of[spec.name].grad_nbytes,
             rest=frame.stores.grad_store_of(
@@ -507,37 +584,20 @@ def predivide(config: Config, dp_size: int) -> float:
     return factor if factor != 1.0 else float(dp_size)
 
 
-def _first_values(draft: Draft, watch: CommSession) -> Callable[[str], None]:
-    """What gives a module's meta parameters and buffers their values, by the module's name. Collective.
-
-    They depend on the seed of rank 0 and on names, so every mesh starts with the same model.
-    """
-    if not any(map(is_meta, draft.model.modules())):
-        return lambda _name: None
-    seed, world = torch.initial_seed(), watch.world
-    if world.transport != "fake":
-        halves = torch.tensor([seed >> 32, seed & 0xFFFFFFFF], device=draft.device)
-        world.broadcast(halves, 0, name="seed").wait()
-        high, low = halves.tolist()
-        seed = high << 32 | low
-    return FirstValues(draft.model, seed, draft.device).draw
-
-
 def _members(
     modules: Mapping[str, nn.Module],
     spec: UnitSpec,
     device: torch.device,
     tensor: Comm | None,
-    draw: Callable[[str], None],
+    draw: FirstValues,
 ) -> Iterator[nn.Parameter]:
     """The unit's parameters. Those on the meta device get their values right before they are yielded.
 
-    ``draw(name)`` gives a module's meta parameters their values.
     ``tensor``: connects the tensor group. What the group holds whole gets the values of its first rank.
     """
     for slot in spec.layout.slots:
         name, _, leaf = slot.fqn.rpartition(".")
-        draw(name)
+        draw(name, modules[name])
         param = modules[name]._parameters[leaf]
         assert param is not None
         if tensor is not None and not is_split(slot):
@@ -566,13 +626,16 @@ def place_buffers(
     device: torch.device,
     *,
     keep: Sequence[str] = (),
+    draw: FirstValues,
 ) -> list[Tensor]:
     """Move buffers to the device; floating ones change dtype only if asked. Returns them in order.
 
-    ``keep``: globs on names of buffers that keep their dtype.
+    ``keep``: globs on names of buffers that keep their dtype. ``draw``: gives those on the meta device
+    their values.
     """
     moved: list[Tensor] = []
     for prefix, module in model.named_modules():
+        draw(prefix, module)
         for name, buffer in module._buffers.items():
             if buffer is None:
                 continue

@@ -195,7 +195,8 @@ class CheckpointSaver:
             step=state.counters.global_steps,
             stage=self._stage,
             writer={"zeroshard": __version__, "torch": str(torch.__version__)},
-            aliases=other_names(state.module),
+            # of all stages of a pipeline
+            aliases=getattr(state.module, "other_names", None) or other_names(state.module),
             shared=shared,
             shared_tensors=shared_tensors,
             own=own,

@@ -7,7 +7,7 @@ go on with weight 0 until all have finished.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -26,20 +26,23 @@ def agreed_batches(
     loader: Iterable[T],
     *,
     exchange: Callable[[Tensor], Tensor],
+    shares: Sequence[int],
     join: bool,
     set_weight: Callable[[float, int], None],
 ) -> Iterator[T]:
     """Yield the loader's batches while any rank has one.
 
-    ``exchange``: ``[1] -> [W, 1]``, one small collective per batch. ``set_weight(own, active)``: this
-    rank's weight (0 or 1) for the next batch, and the number of ranks with weight 1. With ``join`` a rank
-    without a batch repeats its last one with weight 0.
+    ``exchange``: ``[1] -> [W, 1]``, one small collective of all ranks per batch. ``shares``: the
+    data-parallel rank of each rank; the ranks of a tensor group have the same one.
+    ``set_weight(own, active)``: this rank's weight (0 or 1) for the next batch, and the number of
+    data-parallel ranks with weight 1. With ``join`` a rank without a batch repeats its last one with
+    weight 0.
 
     Raises:
-        UnevenBatches: on every rank: some ranks have no batch, and ``join`` is false or one of them never
-            had a batch.
+        UnevenBatches: on every rank: some ranks have no batch, and ``join`` is false, one of them never
+            had a batch, or another rank of its tensor group has one.
     """
-    iterator, index = iter(loader), 0
+    iterator, index, everyone = iter(loader), 0, len({*shares})
     last: T = _END
     try:
         while True:
@@ -50,14 +53,28 @@ def agreed_batches(
                 return
             if not all(has_batch):
                 without = [r for r, has in enumerate(has_batch) if not has]
+                given = {share for share, has in zip(shares, has_batch, strict=True) if has}
+                if lost := [rank for rank in without if shares[rank] in given]:
+                    raise UnevenBatches(_tensor_text(index, lost[0], shares))
                 if not join or index == 0:
                     raise UnevenBatches(_text(index, without, has_batch, join=join))
-            set_weight(float(batch is not _END), sum(has_batch))
+                set_weight(float(batch is not _END), len(given))
+            else:
+                set_weight(1.0, everyone)
             last, index = (last if batch is _END else batch), index + 1
             assert last is not _END, "a rank without any batch was refused above"
             yield last
     finally:
         set_weight(1.0, 0)
+
+
+def _tensor_text(index: int, rank: int, shares: Sequence[int]) -> str:
+    group = [other for other, share in enumerate(shares) if share == shares[rank]]
+    return (
+        f"rank {rank} has no batch {index}, but another one of the ranks {', '.join(map(str, group))} "
+        "does. They are one tensor group, which trains on the same samples. Choose samples by "
+        "engine.dp_rank and engine.dp_size."
+    )
 
 
 def _text(index: int, without: list[int], has_batch: list[bool], *, join: bool) -> str:

@@ -17,7 +17,7 @@ from zeroshard.comm.dtensors import block_of, note_kinds
 from zeroshard.comm.env import DataCoordinate, RankInfo
 from zeroshard.config import Config, LoadedConfig, load_config
 from zeroshard.core.layout import Block
-from zeroshard.core.mesh import SHARDS, Mesh
+from zeroshard.core.mesh import HOLDERS, SHARDS, Mesh
 from zeroshard.core.mesh_sources import MeshSource
 from zeroshard.device.choice import own_device
 from zeroshard.engine.monitors import Monitors, build_monitors
@@ -29,6 +29,7 @@ from zeroshard.parallel.schedules import SCHEDULES
 from zeroshard.parallel.split import PipelineModel
 from zeroshard.precision.hardware import hardware_of
 from zeroshard.precision.policy import Policy, policy_from
+from zeroshard.watchdog.session import set_up_together
 from zeroshard.zero.sharded_parameter import owner_of
 from zeroshard.zero.unit import Unit
 
@@ -94,7 +95,7 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
     settings = loaded.config
     check_pipeline(model, mesh, settings)
     cut_pipeline(model, mesh, rank_info.rank)
-    given = cut_tensor(given, mesh, loaded.origins["parallel.tensor"])
+    given = cut_tensor(given, mesh, loaded)
     policy = policy_from(settings)
     inner = make_optimizer(model, given.optimizer, given.model_parameters, settings, policy)
     probes = probed(inner, policy) if inner is not None else {}
@@ -104,6 +105,7 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
     specs = plan_units(
         model, settings, policy, inner,
         num_shards=len(mesh.group(rank_info.rank, SHARDS)),
+        num_holders=len(mesh.group(rank_info.rank, HOLDERS)),
         whole=not all(probe.elementwise for probe in probes.values()),
         blocks=blocks,
     )  # fmt: skip
@@ -180,18 +182,18 @@ def find_blocks(model: nn.Module, mesh: Mesh, rank: int) -> dict[str, Block]:
     return {name: block for name, block in found.items() if block is not None}
 
 
-def cut_tensor(given: EngineArguments, mesh: Mesh, origin: str) -> EngineArguments:
-    """Cut the model over tensor ranks if the program asked for it. Collective in a tensor group then.
+def cut_tensor(given: EngineArguments, mesh: Mesh, loaded: LoadedConfig) -> EngineArguments:
+    """Cut the model over tensor ranks if the program asked for it. Collective then.
 
-    It asks with ``plan=``, or with a key of DeepSpeed that means "cut the model by yourself".
-    ``origin``: who gave the size of ``tensor``. Returns the arguments with the cut parameters, which are
-    new objects. An optimizer object gets them too.
+    It asks with ``plan=``, or with a key of DeepSpeed that means "cut the model by yourself". Returns the
+    arguments with the cut parameters, which are new objects. An optimizer object gets them too.
 
     Raises:
         UsageError: there is a plan for a model that is cut already, or it does not fit the model.
+        DistributedError: another rank has another plan or configuration, or failed before.
     """
     plan = given.tensor_plan
-    if plan is None and "tensor_parallel." in origin:
+    if plan is None and "tensor_parallel." in loaded.origins["parallel.tensor"]:
         plan = "auto"
     if mesh.tensor == 1 or plan is None:
         return given
@@ -207,7 +209,10 @@ def cut_tensor(given: EngineArguments, mesh: Mesh, origin: str) -> EngineArgumen
         )
     check_tensor_ranks(given.model, mesh)
     listed = parameter_list(given.model_parameters)
-    applied = apply_plan(given.model, neighbours(mesh.tensor), plan)
+    agreed = {"tensor plan": repr(plan), **loaded.agreed()}
+    # A rank that failed before is named here. torch would wait for it when it connects the tensor ranks.
+    with set_up_together("initialize(plan=...)", trust=loaded.config.trust, plan=agreed) as check:
+        applied = apply_plan(given.model, neighbours(mesh.tensor), plan, check=check)
     if isinstance(given.optimizer, torch.optim.Optimizer):
         applied.renew_optimizer(given.optimizer)
     return replace(given, model_parameters=applied.renewed(listed) or None)

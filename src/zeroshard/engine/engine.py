@@ -486,9 +486,10 @@ class Engine(nn.Module):
         self.life.check()
         return agreed_batches(
             loader,
-            exchange=lambda vote: self._watch.gathers.all_gather_small(
+            exchange=lambda vote: self._watch.world.all_gather_small(
                 vote.to(self.device), name="batches"
             ).cpu(),
+            shares=[self.mesh.dp_rank(rank) for rank in range(self.mesh.world_size)],
             join=self.settings.uneven == "join",
             set_weight=self._set_weight,
         )
@@ -878,7 +879,10 @@ class Engine(nn.Module):
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        self.close("" if error is None else in_short(error))
+        found = self._watch.explanation(error)
+        self.close("" if error is None else in_short(found or error))
+        if found is not None:
+            raise found from error
 
     if not TYPE_CHECKING:  # old names, for one release: see zeroshard/moved.py
 

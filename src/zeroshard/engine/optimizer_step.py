@@ -143,6 +143,7 @@ class OptimizerStep:
         self._runtime = runtime
         self._settings = settings
         self._recorder = watch.recorder
+        self._watch = watch if watch.world is not watch.gathers else None  # on a mesh
         self._exchange = exchange
         self._scaler = scaler
         self._adapts_scale = isinstance(scaler, DynamicScale)  # only fp16, which checks overflow
@@ -217,7 +218,7 @@ class OptimizerStep:
         )  # fmt: skip
         if numbers is not None:
             numbers.lost_on_any_rank = measured.lost_edit
-        if measured.untouched and not self._settings.zero_optimization.ignore_unused_parameters:
+        if not self._settings.zero_optimization.ignore_unused_parameters:
             self._refuse_unused(measured.untouched)
         return measured, norms
 
@@ -278,6 +279,10 @@ class OptimizerStep:
             for unit in self._runtime.units
             for i in sorted(untouched.get(id(unit), ()))
         ]
+        if self._watch is not None:  # other stages have other parameters, and must not go on either
+            names = self._watch.texts_of_all(names, self._device, topic="unused parameters")
+        if not names:
+            return
         raise UsageError(
             f"{len(names)} trainable parameters got no gradient on any rank: {', '.join(names[:5])}"
             f"{'...' if len(names) > 5 else ''}. Freeze them, use them, or set "

@@ -8,6 +8,7 @@ frame a step: whether every rank has its data, and the loss.
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
@@ -18,10 +19,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from zeroshard.comm.collectives import first_line
-from zeroshard.errors import UsageError
+from zeroshard.errors import UsageError, ZeroShardError
 from zeroshard.parallel.split import PipelineModel
 from zeroshard.zero.hooks import tensors_in
 from zeroshard.zero.reduce import BackwardKind
+from zeroshard.zero.unit import Unit
 
 if TYPE_CHECKING:
     from zeroshard.watchdog.session import CommSession
@@ -66,7 +68,8 @@ class PipelineRunner:
         self._links = watch.pipeline
         self._raised: BaseException | None = None  # by the model or the loss function
         self._losses: list[Tensor] = []  # not divided, of the running step
-        self._arrived: dict[int, int] = {}  # by id of a buffer: gradients in the running step
+        # By id of a buffer and stage: the gradients of each backward of the running step.
+        self._arrived: dict[tuple[int, int], list[int]] = {}
         self.stages = [
             pipeline_stage.ZeroStage(
                 module,
@@ -76,6 +79,7 @@ class PipelineRunner:
                 group=watch.pipeline.group,
                 forward=partial(self._forward, index),
                 around_backward=partial(self._around_backward, index),
+                messages=watch.pipeline.messages,
             )
             for index, module in model.kept.items()
         ]
@@ -94,8 +98,8 @@ class PipelineRunner:
         """See :meth:`Engine.train_batch`."""
         count = engine.accumulation.steps
         inputs, labels = self._split(agreed_batches(engine, data_iter, needs=self._needs_data))
-        self._arrived = dict.fromkeys(map(id, engine.runtime.reducer.buffers), 0)
-        with self._running(engine), self._gathered(engine):
+        self._arrived = defaultdict(list)
+        with self._running(engine), self._tied_gathered(engine), self._gathered(engine):
             self._run(engine, inputs, labels, count, backward=True)
         incomplete = self._incomplete(engine, count)
         loss, missing = mean_loss(engine, self._losses, incomplete=incomplete)
@@ -111,7 +115,7 @@ class PipelineRunner:
         """See :meth:`Engine.eval_batch`."""
         count = engine.accumulation.steps
         inputs, labels = self._split(agreed_batches(engine, data_iter, needs=self._needs_data))
-        with torch.no_grad(), self._running(engine):
+        with torch.no_grad(), self._running(engine), self._tied_gathered(engine):
             self._run(engine, inputs, labels, count, backward=False)
         return mean_loss(engine, self._losses)[0]
 
@@ -154,7 +158,8 @@ class PipelineRunner:
                 "from the last checkpoint."
             )
             self._links.abort()  # the other stages would wait for messages of this one
-            if isinstance(error, RuntimeError) and error is not self._raised:
+            told = isinstance(error, ZeroShardError) or error is self._raised
+            if isinstance(error, RuntimeError) and not told:
                 raise self._links.explain(first_line(error)) from None
             raise
 
@@ -182,17 +187,24 @@ class PipelineRunner:
         if self._model.gather != "step" or not units:
             yield
             return
-        for unit in units:
-            unit.pin_count += 1
-        try:
+        with _pinned(units):
             for unit in units:
                 unit.unshard()  # its first use waits for it
             yield
-        finally:
-            for unit in units:
-                unit.pin_count -= 1
-            for unit in units:
-                unit.reshard()
+
+    @contextlib.contextmanager
+    def _tied_gathered(self, engine: Any) -> Iterator[None]:
+        """Hold units that are tied over stages through the schedule.
+
+        Every holder waits for the all-gathers here. In the schedule one of them could wait for an
+        all-gather, and another one for a message of the first.
+        """
+        tied = engine.runtime.tied
+        with _pinned(tied):
+            for unit in tied:
+                unit.unshard()
+                unit.wait_for_unshard()
+            yield
 
     # ------------------------------------------------------------------ what stages call
 
@@ -211,8 +223,8 @@ class PipelineRunner:
         finally:
             engine._in_backward.remove(engine)
         for buffer in engine.runtime.reducer.buffers:
-            if buffer.pipeline_stage == stage:
-                self._arrived[id(buffer)] += buffer.num_ready
+            if buffer.pipeline_stage in (stage, None):
+                self._arrived[id(buffer), stage].append(buffer.num_ready)
 
     def _scaled_loss(self, count: int, output: Any, labels: Any) -> Tensor:
         """The part of one micro-batch in the mean loss, times the loss scale."""
@@ -234,12 +246,34 @@ class PipelineRunner:
         return scaled * engine.scaler.scale if engine.scales_loss else scaled
 
     def _incomplete(self, engine: Any, count: int) -> bool:
-        """Whether a parameter got a gradient from some micro-batches and not from others."""
-        return any(
-            self._arrived[id(buffer)] != count * sum(buffer.has_grad)
-            for buffer in engine.runtime.reducer.buffers
-            if id(buffer) not in self._may_miss
-        )
+        """Whether a parameter got a gradient from some micro-batches and not from others.
+
+        Several stages may use a tied parameter, so only its arrivals are compared from one backward of a
+        stage to the next.
+        """
+        buffers = {id(b): b for b in engine.runtime.reducer.buffers if id(b) not in self._may_miss}
+        for (key, _), arrived in self._arrived.items():
+            if key not in buffers:
+                continue
+            buffer = buffers[key]
+            is_tied = buffer.pipeline_stage is None
+            if sum(arrived) != count * (max(arrived) if is_tied else sum(buffer.has_grad)):
+                return True
+        return False
+
+
+@contextlib.contextmanager
+def _pinned(units: Sequence[Unit]) -> Iterator[None]:
+    """Do not reshard these units until the end."""
+    for unit in units:
+        unit.pin_count += 1
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.pin_count -= 1
+        for unit in units:
+            unit.reshard()
 
 
 def agreed_batches(
@@ -250,22 +284,29 @@ def agreed_batches(
     ``needs``: this rank cannot do without them.
 
     Raises:
-        UsageError: a rank has none, too few, or such that cannot be used; the same on every rank.
+        UsageError: a rank has none, too few, or such that cannot be used, or counts other micro-batches
+            per step; the same on every rank.
         StopIteration: no rank has any.
     """
     count = engine.accumulation.steps
     batches = [] if data_iter is None else _taken(data_iter, count)
     fault = _NO_DATA if needs and data_iter is None else _fault_of(batches)
     own = torch.tensor(
-        [fault, -1 if data_iter is None else len(batches)],
+        [fault, -1 if data_iter is None else len(batches), count],
         dtype=torch.float64,
         device=engine.device,
     )
     rows = engine._watch.world.all_gather_small(own, name="batches of the step").tolist()
-    for rank, (found, _) in enumerate(rows):
+    for rank, (found, _, steps) in enumerate(rows):
         if found:
             raise UsageError(f"rank {rank} {_TEXTS[int(found)]}.")
-    counts = {rank: int(held) for rank, (_, held) in enumerate(rows) if held >= 0}
+        if steps != rows[0][2]:
+            raise UsageError(
+                f"rank {rank} runs {int(steps)} micro-batches per step (gradient_accumulation_steps), "
+                f"and rank 0 runs {int(rows[0][2])}, so one stage would wait for messages that another "
+                "does not send. Set the same number on every rank."
+            )
+    counts = {rank: int(held) for rank, (_, held, _) in enumerate(rows) if held >= 0}
     if not any(counts.values()):
         raise StopIteration
     for rank, held in counts.items():

@@ -31,6 +31,7 @@ class ZeroRuntime:
     stores: Stores
     forecast: list[str]  # the forecast of disk times: lines of text
     life: Life
+    tied: list[Unit]  # over pipeline stages, in the same order on every rank
 
     def close(self, *, wait: bool = True) -> None:
         """Give all memory back. Resident parameters stay readable, shards are gone.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
@@ -60,7 +60,8 @@ class UnitSpec:
     layout: UnitLayout
     row: DtypeRow
     trainable: bool
-    pipeline_stage: int = 0  # that has the unit
+    pipeline_stage: int | None = 0  # that has the unit; None: several, since the unit is tied
+    tie: tuple[int, ...] = ()  # the pipeline ranks that hold the unit, if there are several
 
     @property
     def is_outermost(self) -> bool:
@@ -75,13 +76,19 @@ def plan_units(
     optimizer: torch.optim.Optimizer | None,
     *,
     num_shards: int,
+    num_holders: int,
     whole: bool,
     blocks: Mapping[str, Block],
 ) -> list[UnitSpec]:
     """Cut the model into units: by wrapped module, and inside a module by dtype and trainability.
 
-    ``whole``: the optimizer needs whole matrices, so no trained parameter is cut. ``blocks``: of
-    parameters that are DTensors, by name.
+    ``num_shards``: the ranks of a shard group. ``num_holders``: the ranks of one pipeline rank that hold
+    the same, replicas included; a unit that is tied over p pipeline ranks has p times as many shards.
+    ``whole``: the optimizer needs whole matrices, so no trained
+    parameter is cut. ``blocks``: of parameters that are DTensors, by name.
+
+    Units that are tied over pipeline stages come first. So every rank has them in the same order, and
+    they are gathered first and reduced last.
 
     Raises :class:`ConfigError` for patterns that match nothing, :class:`UsageError` for an optimizer
     over parameters that the model does not have.
@@ -100,33 +107,65 @@ def plan_units(
         + [f"*{suffix}" for suffix in leaf.name_suffixes]
         + [fqn for fqn, module in model.named_modules() if getattr(module, GATHERED_AS_ONE, False)],
     )
-    if isinstance(model, PipelineModel):
-        wrapped_modules = _by_stage(wrapped_modules, model)
     params = dict(model.named_parameters())
     updated = _updated_params(params, optimizer)
-    specs = []
-    for wrapped in wrapped_modules:
+
+    def specs_of(wrapped: WrapPlan, shards: int = num_shards) -> list[UnitSpec]:
+        owners = {fqn: model.get_submodule(fqn.rpartition(".")[0]) for fqn in wrapped.params}
         rows = {
-            fqn: policy.row_for(fqn, params[fqn].dtype, model.get_submodule(fqn.rpartition(".")[0]))
-            for fqn in wrapped.params
+            fqn: policy.row_for(fqn, params[fqn].dtype, getattr(owner, "stands_for", owner))
+            for fqn, owner in owners.items()
         }
-        own = _unit_specs(
-            wrapped, params, updated, rows, num_shards=num_shards, whole=whole, blocks=blocks
+        return _unit_specs(
+            wrapped, params, updated, rows, num_shards=shards, whole=whole, blocks=blocks
         )
-        if isinstance(model, PipelineModel):
-            own = [replace(s, pipeline_stage=model.stage_of(s.layout.slots[0].fqn)) for s in own]
-        specs += own
+
+    if isinstance(model, PipelineModel):
+        return _specs_of_pipeline(wrapped_modules, model, specs_of, num_shards, num_holders)
+    return [spec for wrapped in wrapped_modules for spec in specs_of(wrapped)]
+
+
+def _specs_of_pipeline(
+    wrapped_modules: Sequence[WrapPlan],
+    model: PipelineModel,
+    specs_of: Callable[[WrapPlan, int], list[UnitSpec]],
+    num_shards: int,
+    num_holders: int,
+) -> list[UnitSpec]:
+    """The units that are tied over stages, and then those of the stages.
+
+    What belongs to no wrapped module is given to the stages, which run at different times.
+    """
+    params = {name for name, _ in model.named_parameters()}
+    sharing: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    for name in model.ties:  # in the order of the whole model, which is the same on every rank
+        if name in params:
+            sharing[model.holders_of(name)].append(name)
+    specs = []
+    for ranks, names in sharing.items():
+        several = len(ranks) > 1
+        shards = num_holders * len(ranks) if several else num_shards
+        for spec in specs_of(WrapPlan("", tuple(names)), shards):
+            name, tie = f"tied {spec.layout.slots[0].fqn}", ranks if several else ()
+            specs.append(replace(spec, name=name, pipeline_stage=None, tie=tie))
+    *inner, root = [
+        replace(plan, params=tuple(name for name in plan.params if name not in model.ties))
+        for plan in wrapped_modules
+    ]
+    outer: dict[int, list[str]] = defaultdict(list)
+    for name in root.params:
+        outer[_stage_of(model, name)].append(name)
+    around = [WrapPlan(f"{STAGE}{stage}", tuple(outer[stage])) for stage in sorted(outer)]
+    for plan in [*(plan for plan in inner if plan.params), *around]:
+        stage = _stage_of(model, plan.params[0])
+        specs += [replace(spec, pipeline_stage=stage) for spec in specs_of(plan, num_shards)]
     return specs
 
 
-def _by_stage(wrapped_modules: Sequence[WrapPlan], model: PipelineModel) -> list[WrapPlan]:
-    """Give what belongs to no wrapped module to the stages, which run at different times."""
-    *inner, root = wrapped_modules
-    outer: dict[int, list[str]] = defaultdict(list)
-    for name in root.params:
-        outer[model.stage_of(name)].append(name)
-    around = [WrapPlan(f"{STAGE}{stage}", tuple(outer[stage])) for stage in sorted(outer)]
-    return [*inner, *around, WrapPlan("", ())]
+def _stage_of(model: PipelineModel, parameter: str) -> int:
+    stage = model.stage_of(parameter)
+    assert stage is not None, "tied parameters have units of their own"
+    return stage
 
 
 def _updated_params(

@@ -6,7 +6,7 @@ Pure functions of the DeepSpeed keys ``offload_optimizer`` and ``offload_param``
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -89,22 +89,24 @@ def plan_offload(
     trained: Mapping[str, DtypeRow],
     config: Config,
     *,
-    rank: int,
+    rank_of: Callable[[str], int],
     whole: bool,
     has_copy_streams: bool,
 ) -> OffloadPlan:
-    """Plan what is stored where on ``rank``.
+    """Plan what is stored where on this rank.
 
-    ``layouts``: all units in forward order. ``trained``: those that are updated. ``whole``: never cut a
-    matrix, because the optimizer needs it whole. ``has_copy_streams``: host memory is not that of
-    the device.
+    ``rank_of(unit)``: the index of this rank among the holders of the unit. ``layouts``: all units in
+    forward order. ``trained``: those that are updated. ``whole``: never cut a matrix, because the
+    optimizer needs it whole. ``has_copy_streams``: host memory is not that of the device.
     """
     optimizer, params = optimizer_placement(config), param_placement(config)
     spans: dict[str, Sequence[Span]] = {}
     if optimizer is not None:
         chosen = {name: layouts[name] for name in trained}
         numels = [layout.shard_numel for layout in chosen.values()]
-        cuts = [_starts(layout, rank) for layout in chosen.values()] if whole else None
+        cuts = (
+            [_starts(layout, rank_of(name)) for name, layout in chosen.items()] if whole else None
+        )
         spans = dict(zip(chosen, place(numels, optimizer, cuts=cuts), strict=True))
     tiers = {}
     if params is not None:

@@ -11,15 +11,31 @@ from __future__ import annotations
 import copy
 import itertools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zeroshard.errors import UnsupportedError, UsageError
-from zeroshard.parallel.heads import FUSED, KEY_VALUE, QUERY, head_counts
-from zeroshard.parallel.tensor_styles import part
+from zeroshard.parallel.heads import (
+    FUSED,
+    KEY_VALUE,
+    QUERY,
+    head_counts,
+    key_value_copies,
+    known_sizes,
+)
+from zeroshard.parallel.tensor_styles import (
+    MATRICES,
+    features,
+    kind_of,
+    multiply,
+    part,
+    part_of,
+    row_of,
+)
 
 TRANSFORMERS_STYLES: Mapping[str, str] = {
     "colwise": "colwise",
@@ -47,7 +63,7 @@ def derive_plan(model: nn.Module, size: int) -> tuple[dict[str, str], str]:
     own = getattr(model, "_tp_plan", None) or _base_plan(model)
     if own:
         return _from_transformers(model, own), "transformers"
-    return _from_structure(model, size), "structure"
+    return _from_structure(model, size) | _vocabulary(model, size), "structure"
 
 
 def _base_plan(model: nn.Module) -> dict[str, str]:
@@ -65,10 +81,13 @@ def _from_transformers(model: nn.Module, own: Mapping[str, str]) -> dict[str, st
     refused = {style: glob for glob, style in own.items() if style not in TRANSFORMERS_STYLES}
     if refused:
         style, glob = next(iter(refused.items()))
+        experts = any("expert" in name for name in own)
         raise UnsupportedError(
             f"the plan of {type(model).__name__} cuts {glob!r} by the style {style!r}, which ZeroShard "
-            f"does not have. It has {', '.join(TRANSFORMERS_STYLES)}. Train without tensor "
-            "parallelism, or pass a plan of your own that leaves these layers whole."
+            f"does not have. It has {', '.join(TRANSFORMERS_STYLES)}. "
+            + ("Mixtures of experts are not cut over tensor ranks. " if experts else "")
+            + "Train without tensor parallelism, where ZeRO shards these layers as any other, or pass a "
+            "plan of your own that leaves them whole."
         )
     modules = dict(model.named_modules())
     generic_names = {
@@ -108,6 +127,31 @@ def _tied_embeddings(modules: Mapping[str, nn.Module], plan: Mapping[str, str]) 
 # ---------------------------------------------------------------------- a guess from the structure
 
 
+def _vocabulary(model: nn.Module, size: int) -> dict[str, str]:
+    """Styles for the embedding and the head that a model of Transformers names, if all can be cut."""
+    found: dict[str, str] = {}
+    wanted = (
+        ("get_input_embeddings", nn.Embedding, "vocab"),
+        ("get_output_embeddings", nn.Linear, "colwise_gather"),
+    )
+    layers = list(model.named_modules())
+    for getter, kind, style in wanted:
+        try:
+            layer = getattr(model, getter, lambda: None)()
+        except (NotImplementedError, AttributeError):  # a model without such a layer
+            continue
+        if isinstance(layer, kind):
+            found |= {name: style for name, module in layers if module is layer}
+    for name in found:
+        weight = model.get_submodule(name).weight
+        assert isinstance(weight, Tensor)
+        begin, end = part(weight.shape[0], size, size - 1)
+        users = [n for n, m in layers if any(p is weight for p in m._parameters.values())]
+        if begin == end or any(user not in found for user in users):
+            return {}
+    return found
+
+
 def _from_structure(model: nn.Module, size: int) -> dict[str, str]:
     plan: dict[str, str] = {}
     missed: list[str] = []
@@ -118,7 +162,7 @@ def _from_structure(model: nn.Module, size: int) -> dict[str, str]:
             if not linears:
                 continue
             full = ".".join(filter(None, (name, inner)))
-            key = (type(module), *((leaf, *layer.weight.shape) for leaf, layer in linears.items()))
+            key = (type(module), *((leaf, *features(layer)) for leaf, layer in linears.items()))
             if key not in checked:
                 checked[key] = _pair(full, model, module, linears, size)
             plan |= {f"{full}.{leaf}": style for leaf, style in checked[key].items()}
@@ -133,9 +177,9 @@ def _from_structure(model: nn.Module, size: int) -> dict[str, str]:
         )
         raise UsageError(
             f'plan "auto": {type(model).__name__} has no plan of Transformers, and {what}. Recognised '
-            "are q, k and v before an output projection in one module, and an MLP whose modules are "
-            "layers of nn.Linear and activations. Pass a plan: a dict of globs and styles such as "
-            '{"blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}.'
+            "are q, k and v, also in one layer, before an output projection in one module, and an MLP "
+            "whose modules are linear layers and activations. Pass a plan: a dict of globs and styles "
+            'such as {"blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}.'
         )
     return plan
 
@@ -156,79 +200,129 @@ def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield from ((f"{name}.{leaf}".lstrip("."), member) for leaf, member in members)
 
 
-def _own_linears(module: nn.Module) -> dict[str, nn.Linear]:
-    return {leaf: m for leaf, m in module.named_children() if isinstance(m, nn.Linear)}
+def _own_linears(module: nn.Module) -> dict[str, nn.Module]:
+    return {leaf: m for leaf, m in module.named_children() if kind_of(m) in MATRICES}
 
 
 def _pair(
-    name: str, model: nn.Module, module: nn.Module, linears: Mapping[str, nn.Linear], size: int
+    name: str, model: nn.Module, module: nn.Module, linears: Mapping[str, nn.Module], size: int
 ) -> dict[str, str]:
     """Styles for the linear layers of one module, checked by a run; empty if they are not recognised."""
-    guess = _attention(linears) or _mlp(module, linears)
-    if not guess or any(_indivisible(linears[leaf], style, size) for leaf, style in guess.items()):
-        return guess
-    colwise = [f"{name}.{leaf}".lstrip(".") for leaf, style in guess.items() if style == "colwise"]
-    counts = {
-        count.attribute: count.own
-        for count in (head_counts(model, colwise, size) if size > 1 else ())
-    }
-    return guess if _sums_up(module, guess, counts, size) else {}
+    for guess in (*_attention(linears), *_mlp(module, linears)):
+        names = {leaf: f"{name}.{leaf}".lstrip(".") for leaf in guess}
+        fused = {
+            leaf: known_sizes(model, names[leaf], features(linears[leaf])[1])
+            for leaf, style in guess.items()
+            if style == "colwise_fused"
+        }
+        if not all(fused.values()):
+            continue
+        if _indivisible(linears, guess, fused, size):
+            return guess
+        colwise = {
+            names[leaf]: fused.get(leaf, ())
+            for leaf, style in guess.items()
+            if style.startswith("colwise")
+        }
+        copies = key_value_copies(model, colwise, size)
+        counts = {
+            count.attribute: count.own
+            for count in (head_counts(model, colwise, size, copies) if size > 1 else ())
+        }
+        shared = {leaf: copies.get(names[leaf], 1) for leaf in guess}
+        if _sums_up(module, guess, fused, shared, counts, size):
+            return guess
+    return {}
 
 
-def _attention(linears: Mapping[str, nn.Linear]) -> dict[str, str]:
-    queries = [leaf for leaf in linears if QUERY.search(leaf)]
-    keys = [leaf for leaf in linears if KEY_VALUE.search(leaf)]
+def _attention(linears: Mapping[str, nn.Module]) -> Iterator[dict[str, str]]:
+    """q, k and v, or all three in one layer, and an output projection."""
     outputs = [leaf for leaf in linears if OUTPUT.match(leaf)]
-    if len(queries) != 1 or len(keys) != 2 or len(outputs) != 1 or len(linears) != 4:
-        return {}
-    rows = linears[queries[0]].out_features
-    if linears[outputs[0]].in_features != rows:
-        return {}
-    return {**dict.fromkeys((*queries, *keys), "colwise"), outputs[0]: "rowwise"}
+    if len(outputs) != 1:
+        return
+    others = [leaf for leaf in linears if leaf not in outputs]
+    width, _ = features(linears[outputs[0]])
+    if len(others) == 1 and FUSED.search(others[0].lower()):
+        for style in ("colwise_fused", "colwise_by_head"):
+            yield {others[0]: style, outputs[0]: "rowwise"}
+        return
+    queries = [leaf for leaf in others if QUERY.search(leaf)]
+    keys = [leaf for leaf in others if KEY_VALUE.search(leaf)]
+    if len(queries) != 1 or len(keys) != 2 or len(others) != 3:
+        return
+    if width == features(linears[queries[0]])[1]:
+        yield {**dict.fromkeys((*queries, *keys), "colwise"), outputs[0]: "rowwise"}
 
 
-def _mlp(module: nn.Module, linears: Mapping[str, nn.Linear]) -> dict[str, str]:
-    """One or two layers d -> h and one layer h -> d, with modules without parameters around them."""
+def _mlp(module: nn.Module, linears: Mapping[str, nn.Module]) -> Iterator[dict[str, str]]:
+    """One or two layers d -> h and one layer h -> d, with modules without parameters around them.
+
+    Or one layer d -> 2h that joins gate and up.
+    """
     others = [m for leaf, m in module.named_children() if leaf not in linears]
     if any(True for other in others for _ in other.parameters()):
-        return {}
-    shapes = {leaf: (layer.in_features, layer.out_features) for leaf, layer in linears.items()}
+        return
+    shapes = {leaf: features(layer) for leaf, layer in linears.items()}
     last = list(shapes)[-1]
     for down in (last, *shapes):
         ups = [leaf for leaf in shapes if leaf != down]
         hidden, width = shapes[down]
         if 1 <= len(ups) <= 2 and all(shapes[leaf] == (width, hidden) for leaf in ups):
-            return {**dict.fromkeys(ups, "colwise"), down: "rowwise"}
-    return {}
+            yield {**dict.fromkeys(ups, "colwise"), down: "rowwise"}
+            return
+        if len(ups) == 1 and shapes[ups[0]] == (width, 2 * hidden) and FUSED.search(ups[0]):
+            yield {ups[0]: "colwise_fused", down: "rowwise"}
 
 
-def _indivisible(layer: nn.Linear, style: str, size: int) -> bool:
-    """Whether ``decide`` will refuse the layer, with a message of its own."""
-    return bool((layer.out_features if style == "colwise" else layer.in_features) % size)
+def _indivisible(
+    linears: Mapping[str, nn.Module],
+    guess: Mapping[str, str],
+    fused: Mapping[str, Sequence[int]],
+    size: int,
+) -> bool:
+    """Whether ``decide`` will refuse a layer, with a message of its own."""
+    sizes = (
+        fused.get(leaf) or [features(linears[leaf])[0 if style == "rowwise" else 1]]
+        for leaf, style in guess.items()
+    )
+    return any(one % size for several in sizes for one in several)
 
 
 def _sums_up(
-    module: nn.Module, guess: Mapping[str, str], counts: Mapping[str, int], size: int
+    module: nn.Module,
+    guess: Mapping[str, str],
+    fused: Mapping[str, Sequence[int]],
+    shared: Mapping[str, int],
+    counts: Mapping[str, int],
+    size: int,
 ) -> bool:
     """Whether the module's result is the sum of the results of its ``size`` parts.
 
     Runs a copy with random weights on the CPU. Costs the module's memory twice, in fp32, for a moment.
     """
     trial = copy.deepcopy(module).to_empty(device="cpu").float().eval()
+    linears = _own_linears(trial)
+    for layer in linears.values():
+        if kind_of(layer) == "Conv1D":  # its own forward does not work with a part of the weight
+            layer.forward = partial(multiply, layer)  # type: ignore[method-assign]
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for tensor in itertools.chain(trial.parameters(), trial.buffers()):
             tensor.copy_(
                 torch.randn(tensor.shape, generator=generator) / max(1, tensor[:1].numel()) ** 0.5
             )
-        width = max(layer.in_features for layer in _colwise(trial, guess))
+        width = max(features(linears[leaf])[0] for leaf, s in guess.items() if s != "rowwise")
         x_BTD = torch.randn(2, 4, width, generator=generator)
         try:
-            whole = trial(x_BTD)
+            whole = _first(trial(x_BTD))
             for attribute, count in counts.items():
                 setattr(trial, attribute, count)
             addends = [
-                torch.func.functional_call(trial, _parts(trial, guess, size, r), (x_BTD,))
+                _first(
+                    torch.func.functional_call(
+                        trial, _parts(linears, guess, fused, shared, size, r), (x_BTD,)
+                    )
+                )
                 for r in range(size)
             ]
         except Exception as error:  # whatever the program's forward raises: it cannot be checked
@@ -237,6 +331,11 @@ def _sums_up(
     if not all(isinstance(t, Tensor) for t in tensors):
         raise _uncheckable(module, TypeError("its result is not a tensor"))
     return torch.allclose(whole, sum(addends[1:], addends[0]), rtol=1e-3, atol=1e-4)
+
+
+def _first(result: Any) -> Any:
+    """The activations in the result of an attention or MLP, which may have attention weights too."""
+    return result[0] if isinstance(result, tuple) and result else result
 
 
 def _uncheckable(module: nn.Module, error: Exception) -> UsageError:
@@ -248,21 +347,25 @@ def _uncheckable(module: nn.Module, error: Exception) -> UsageError:
     )
 
 
-def _colwise(module: nn.Module, guess: Mapping[str, str]) -> list[nn.Linear]:
-    own = _own_linears(module)
-    return [own[leaf] for leaf, style in guess.items() if style == "colwise"]
-
-
-def _parts(module: nn.Module, guess: Mapping[str, str], size: int, index: int) -> dict[str, Tensor]:
+def _parts(
+    linears: Mapping[str, nn.Module],
+    guess: Mapping[str, str],
+    fused: Mapping[str, Sequence[int]],
+    shared: Mapping[str, int],
+    size: int,
+    index: int,
+) -> dict[str, Tensor]:
     """The weights of rank ``index``. The bias of a row-parallel layer counts once."""
     found: dict[str, Tensor] = {}
-    own = _own_linears(module)
     for leaf, style in guess.items():
-        weight, bias = own[leaf].weight, own[leaf].bias
-        axis = 0 if style == "colwise" else 1
-        begin, end = part(weight.shape[axis], size, index)
-        found[f"{leaf}.weight"] = weight.narrow(axis, begin, end - begin)
+        row, sizes = row_of(style, linears[leaf]), fused.get(leaf, ())
+        weight, bias = linears[leaf].weight, linears[leaf].bias
+        assert isinstance(weight, Tensor)
+        assert row.weight_axis is not None
+        parts, at = size // shared[leaf], index // shared[leaf]
+        found[f"{leaf}.weight"] = part_of(weight, row.weight_axis, parts, at, sizes)
         if isinstance(bias, Tensor):
             rowwise = bias if index == 0 else torch.zeros_like(bias)
-            found[f"{leaf}.bias"] = bias[begin:end] if axis == 0 else rowwise
+            cut = row.bias_axis is not None
+            found[f"{leaf}.bias"] = part_of(bias, 0, parts, at, sizes) if cut else rowwise
     return found

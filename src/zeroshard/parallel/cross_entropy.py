@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zeroshard.errors import UsageError
 from zeroshard.parallel.tensor_styles import part
+from zeroshard.parallel.tensor_sums import all_reduce
 
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -101,7 +102,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         top_N = logits_Nv.new_full((n,), float("-inf"), dtype=wide)
         if v:
             top_N = logits_Nv.amax(dim=1).to(wide)
-        dist.all_reduce(top_N, op=dist.ReduceOp.MAX, group=group)
+        all_reduce(top_N, group, "largest logits", dist.ReduceOp.MAX)
         shifted_Nv = logits_Nv.to(wide) - top_N[:, None]
         own_N = (target_N >= begin) & (target_N < begin + v)
         index_N = torch.where(own_N, target_N - begin, 0)
@@ -112,7 +113,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
                 sums[1] = shifted_Nv.sum(dim=1) * (smoothing / vocab_size)
         probs_Nv = shifted_Nv.exp_()
         sums[2] = probs_Nv.sum(dim=1)
-        dist.all_reduce(sums, group=group)
+        all_reduce(sums, group, "sums of the cross entropy")
         picked_N, smooth_N, norm_N = sums
         probs_Nv /= norm_N[:, None]
         loss_N = norm_N.log() - (1.0 - smoothing) * picked_N - smooth_N

@@ -7,15 +7,21 @@ number of heads from an attribute must see the number of this rank, so those att
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from torch import nn
 
 from zeroshard.errors import UsageError
+from zeroshard.parallel.tensor_styles import MATRICES, features, kind_of
 
 QUERY_COUNTS = ("num_heads", "n_head", "n_heads", "num_attention_heads", "nhead")
 KEY_VALUE_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
+SPLIT_SIZES = ("split_size",)
+"""Attributes that say how many features of a fused projection are those of q."""
+GROUPS = ("num_key_value_groups", "n_rep")
+"""Attributes that say how many heads of q read one key/value head."""
 HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "d_head")
 
 QUERY = re.compile(r"(?:^|_)(?:q|query|wq)(?:_|$)|^q(?:_proj|_lin)?$")
@@ -34,46 +40,164 @@ class HeadCount:
     own: int
 
 
-def head_counts(model: nn.Module, colwise: list[str], size: int) -> list[HeadCount]:
+def fused_sizes(model: nn.Module, name: str, style: str, size: int) -> tuple[int, ...]:
+    """The sizes of the matrices that the fused layer ``name`` joins, one after another.
+
+    ``style``: ``colwise_fused``, or with sizes ``colwise_fused:64,32,32``. Without sizes: two halves for
+    gate and up or for k and v; for q, k and v from the numbers of heads, or three equal parts.
+
+    Raises:
+        UsageError: the sizes are not known, do not fit the layer, or do not divide by ``size``.
+    """
+    _, rows = features(model.get_submodule(name))
+    given = style.partition(":")[2]
+    try:
+        sizes = tuple(map(int, given.split(","))) if given else known_sizes(model, name, rows)
+    except ValueError:
+        sizes = ()
+    if len(sizes) < 2 or sum(sizes) != rows or min(sizes) < 1:
+        example = ",".join([str(rows // 2), str(rows - rows // 2)])
+        raise UsageError(
+            f"plan: {name!r} has {rows} output features, and the style {style!r} does not say of which "
+            "matrices they are. Give the sizes in their order after a colon, such as "
+            f'"colwise_fused:{example}". They must sum up to {rows}.'
+        )
+    if odd := [one for one in sizes if one % size]:
+        raise UsageError(
+            f"plan: {name!r} joins matrices of {list(sizes)} output features, and {size} tensor ranks "
+            f"cannot share {odd[0]} evenly. Use a number of tensor ranks that divides all of them, or "
+            "leave the layer and its partner out of the plan."
+        )
+    return sizes
+
+
+def known_sizes(model: nn.Module, name: str, rows: int) -> tuple[int, ...]:
+    """The sizes of the matrices in a fused layer of ``rows`` output features; () if not known."""
+    parent, _, leaf = name.rpartition(".")
+    leaf = leaf.lower()
+    if re.search(r"gate_up|up_gate|key_value$|(?:^|_)kv(?:_|$)", leaf) and "query" not in leaf:
+        return (rows // 2, rows // 2) if rows % 2 == 0 else ()
+    width, _ = features(model.get_submodule(name))
+    found = _counts(model.get_submodule(parent))
+    heads = {count for attribute, count in found.items() if attribute in QUERY_COUNTS}
+    counts = {count for attribute, count in found.items() if attribute in KEY_VALUE_COUNTS}
+    if len(heads) == 1 and len(counts) == 1 and counts != heads:
+        query, key = heads.pop(), counts.pop()
+        head, rest = divmod(rows, query + 2 * key)
+        return (query * head, key * head, key * head) if not rest else ()
+    return (width,) * 3 if rows == 3 * width else ()
+
+
+def head_counts(
+    model: nn.Module,
+    colwise: Mapping[str, Sequence[int]],
+    size: int,
+    copies: Mapping[str, int] = MappingProxyType({}),
+) -> list[HeadCount]:
     """The attributes that say how many heads there are, of the modules that own ``colwise`` layers.
+
+    ``colwise``: by name of a layer the sizes of the matrices that it joins; empty for one matrix.
+    ``copies``: what :func:`key_value_copies` gives.
 
     Raises:
         UsageError: heads do not divide by ``size`` tensor ranks, or an attribute contradicts the rows.
     """
-    found = []
+    found: list[HeadCount] = []
     for parent, layers in _owners(model, colwise):
         module = model.get_submodule(parent)
-        counts = {
-            name: count
-            for name in (*QUERY_COUNTS, *KEY_VALUE_COUNTS)
-            if type(count := getattr(module, name, None)) is int
+        counts = _counts(module)
+        fused = {
+            leaf: sizes for leaf in layers if (sizes := colwise[f"{parent}.{leaf}".lstrip(".")])
         }
-        head_size = _head_size(module, layers, counts)
+        found += _split_sizes(parent, module, fused, size)
+        head_size = _head_size(module, layers, counts, fused)
         if head_size is None:
             continue
         for leaf, layer in layers.items():
-            _check_layer(f"{parent}.{leaf}".lstrip("."), leaf, layer, head_size, size)
-        found += [
-            HeadCount(parent, name, count, count // size)
-            for name, count in counts.items()
-            if not _is_own_already(parent, name, count, layers, head_size, size)
-        ]
+            name = f"{parent}.{leaf}".lstrip(".")
+            if name in copies:
+                continue
+            if leaf in fused and "gate" not in leaf:
+                _check_fused(name, fused[leaf], head_size, size)
+            else:
+                _check_layer(name, leaf, layer, head_size, size)
+        shared = max((copies.get(f"{parent}.{leaf}".lstrip("."), 1) for leaf in layers), default=1)
+        for name, count in counts.items():
+            parts = size // shared if name in KEY_VALUE_COUNTS else size
+            if not _is_own_already(parent, name, count, layers, head_size, parts):
+                found.append(HeadCount(parent, name, count, count // parts))
+        found += _groups(parent, module, shared)
     return found
 
 
-def _owners(model: nn.Module, colwise: list[str]) -> Iterator[tuple[str, dict[str, nn.Linear]]]:
+def _counts(module: nn.Module) -> dict[str, int]:
+    """The attributes of a module that are numbers of heads."""
+    return {
+        name: count
+        for name in (*QUERY_COUNTS, *KEY_VALUE_COUNTS)
+        if type(count := getattr(module, name, None)) is int
+    }
+
+
+def _groups(parent: str, module: nn.Module, shared: int) -> Iterator[HeadCount]:
+    """Ranks that share a key/value head have a part of the heads of q that read it."""
+    for name in GROUPS if shared > 1 else ():
+        count = getattr(module, name, None)
+        if type(count) is int and count > 1:
+            yield HeadCount(parent, name, count, count // shared)
+
+
+def key_value_copies(model: nn.Module, colwise: Iterable[str], size: int) -> dict[str, int]:
+    """By name of a layer of fewer key/value heads than tensor ranks: how many ranks share each head.
+
+    Raises:
+        UsageError: the number of heads does not divide ``size``.
+    """
+    found: dict[str, int] = {}
+    for parent, layers in _owners(model, colwise):
+        module = model.get_submodule(parent)
+        head_size = _head_size(module, layers, _counts(module), {})
+        for leaf, layer in layers.items():
+            _, rows = features(layer)
+            if head_size is None or rows % head_size or not KEY_VALUE.search(leaf):
+                continue
+            heads, name = rows // head_size, f"{parent}.{leaf}".lstrip(".")
+            if heads < size and size % heads:
+                raise UsageError(
+                    f"{name!r} has {heads} key/value heads of {head_size} rows, fewer than the {size} "
+                    "tensor ranks, and each head would belong to another number of ranks. Use a "
+                    f"number of tensor ranks that divides {heads} or is a multiple of it."
+                )
+            if heads < size:
+                found[name] = size // heads
+    return found
+
+
+def _split_sizes(
+    parent: str, module: nn.Module, fused: Mapping[str, Sequence[int]], size: int
+) -> Iterator[HeadCount]:
+    for name in SPLIT_SIZES:
+        count = getattr(module, name, None)
+        if type(count) is int and any(count in sizes for sizes in fused.values()):
+            yield HeadCount(parent, name, count, count // size)
+
+
+def _owners(model: nn.Module, colwise: Iterable[str]) -> Iterator[tuple[str, dict[str, nn.Module]]]:
     """Name of a module, and its own column-parallel layers by their names in it."""
-    owners: dict[str, dict[str, nn.Linear]] = {}
+    owners: dict[str, dict[str, nn.Module]] = {}
     for name in colwise:
         layer = model.get_submodule(name)
-        if isinstance(layer, nn.Linear):
+        if kind_of(layer) in MATRICES:
             parent, _, leaf = name.rpartition(".")
             owners.setdefault(parent, {})[leaf] = layer
     yield from owners.items()
 
 
 def _head_size(
-    module: nn.Module, layers: Mapping[str, nn.Linear], counts: Mapping[str, int]
+    module: nn.Module,
+    layers: Mapping[str, nn.Module],
+    counts: Mapping[str, int],
+    fused: Mapping[str, Sequence[int]],
 ) -> int | None:
     """Rows of one head; None if the layers are not known to be made of heads."""
     projections = [leaf for leaf in layers if QUERY.search(leaf) or KEY_VALUE.search(leaf)]
@@ -82,26 +206,32 @@ def _head_size(
     for name in HEAD_SIZES:
         if type(size := getattr(module, name, None)) is int and size > 0:
             return size
-    queries = [layers[leaf].out_features for leaf in layers if QUERY.search(leaf)]
+    queries = [features(layers[leaf])[1] for leaf in layers if QUERY.search(leaf)]
+    queries += [sizes[0] for sizes in fused.values()]
     query_counts = [counts[name] for name in QUERY_COUNTS if name in counts]
     if queries and query_counts and queries[0] % query_counts[0] == 0:
         return queries[0] // query_counts[0]
     return None
 
 
-def _check_layer(name: str, leaf: str, layer: nn.Linear, head_size: int, size: int) -> None:
-    rows = layer.out_features
+def _check_fused(name: str, sizes: Sequence[int], head_size: int, size: int) -> None:
+    """Check that each rank gets whole heads of each matrix that a fused projection joins."""
+    for rows in sizes:
+        if rows % head_size == 0 and rows // head_size % size:
+            raise UsageError(
+                f"{name!r} joins matrices of {[one // head_size for one in sizes]} heads of {head_size} "
+                f"rows, and {size} tensor ranks cannot share {rows // head_size} heads evenly. A head "
+                "must stay on one rank. Use a number of tensor ranks that divides all of them."
+            )
+
+
+def _check_layer(name: str, leaf: str, layer: nn.Module, head_size: int, size: int) -> None:
+    _, rows = features(layer)
     if rows % head_size or not (QUERY.search(leaf) or KEY_VALUE.search(leaf)):
         return
     heads = rows // head_size
     if heads % size == 0:
         return
-    if KEY_VALUE.search(leaf) and heads < size:
-        raise UsageError(
-            f"{name!r} has {heads} key/value heads of {head_size} rows, fewer than the {size} tensor "
-            "ranks. Ranks would have to share a head, which ZeroShard does not do yet. Use at most "
-            f"{heads} tensor ranks."
-        )
     raise UsageError(
         f"{name!r} has {heads} heads of {head_size} rows, which {size} tensor ranks cannot share "
         "evenly. A head must stay on one rank. Use a number of tensor ranks that divides the number "
@@ -113,7 +243,7 @@ def _is_own_already(
     parent: str,
     attribute: str,
     count: int,
-    layers: Mapping[str, nn.Linear],
+    layers: Mapping[str, nn.Module],
     head_size: int,
     size: int,
 ) -> bool:
@@ -123,7 +253,7 @@ def _is_own_already(
         UsageError: it is neither the number of heads of the model nor that of a rank.
     """
     pattern = QUERY if attribute in QUERY_COUNTS else KEY_VALUE
-    rows = [layer.out_features for leaf, layer in layers.items() if pattern.search(leaf)]
+    rows = [features(layer)[1] for leaf, layer in layers.items() if pattern.search(leaf)]
     if not rows or rows[0] == count * head_size:
         if count % size == 0:
             return False

@@ -28,7 +28,7 @@ def draw_values(model: nn.Module, seed: int, device: torch.device | str = "cpu")
         draw_own_values(name, module, seed, torch.device(device))
 
 
-class FirstValues:
+class ValuesByName:
     """Gives the modules of ``model`` their first values one by one, in any order.
 
     A parameter that several modules share gets the values that its first one draws.
@@ -43,14 +43,13 @@ class FirstValues:
                 if tensor.is_meta:
                     self._first.setdefault(id(tensor), name)
 
-    def draw(self, name: str) -> None:
+    def draw(self, name: str, module: nn.Module) -> None:
         """See :func:`draw_own_values`. Draws modules before, with which this one shares parameters."""
-        module = self._modules[name]
         if not is_meta(module):
             return
         others = {self._first.get(id(tensor), name) for tensor in _own(module) if tensor.is_meta}
         for other in sorted(others - {name}, key=list(self._modules).index):
-            self.draw(other)
+            self.draw(other, self._modules[other])
         draw_own_values(name, module, self._seed, self._device)
 
 

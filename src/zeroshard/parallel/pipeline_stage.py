@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
+from zeroshard.comm.stage_messages import StageMessages
 from zeroshard.errors import UnsupportedError, UsageError
 from zeroshard.parallel.schedules import SCHEDULES
 
@@ -133,9 +134,9 @@ class ZeroStage(PipelineStage):
     """A stage whose forward and backward are those of an engine's model.
 
     ``forward(*inputs)`` runs the stage. ``around_backward(is_last)`` is a context that each backward runs
-    in; ``is_last``: it is the last one of the stage in this step. ``peers``: the global ranks of the
-    pipeline, in order. torch's metadata inference, which would run an additional forward, is replaced by
-    messages: see [Note: shapes of a step].
+    in; ``is_last``: it is the last one of the stage in this step. ``messages``: of this rank in
+    ``group``; None: recorded for this stage alone. torch's metadata inference, which would run an
+    additional forward, is replaced by messages: see [Note: shapes of a step].
     """
 
     def __init__(
@@ -148,6 +149,7 @@ class ZeroStage(PipelineStage):
         group: dist.ProcessGroup,
         forward: Callable[..., Any],
         around_backward: Callable[[bool], Any],
+        messages: StageMessages | None = None,
     ) -> None:
         super().__init__(module, index, num_stages, device, group=group)
         self._run = forward
@@ -155,7 +157,8 @@ class ZeroStage(PipelineStage):
         self._peers = dist.get_process_group_ranks(group)
         self._received: list[Boundary] | None = None  # of this step's inputs
         self._sent: list[Boundary] | None = None  # of this step's outputs
-        self._messages: list[tuple[dist.Work | None, Tensor]] = []
+        self._messages = messages or StageMessages.unwatched(group)
+        self._shapes_sent: list[tuple[Any, Tensor]] = []
         self._inputs: dict[int, tuple[Tensor, ...]] = {}  # by micro-batch
         self._outputs: dict[int, tuple[Tensor, ...]] = {}
         self._output_grads: dict[int, list[Tensor]] = {}
@@ -181,13 +184,12 @@ class ZeroStage(PipelineStage):
 
     def clear_runtime_states(self) -> None:
         """Forget the tensors and shapes of the last step. To be called before each step."""
-        for work, _ in self._messages:
-            if work is not None:
-                work.wait()
+        for message, _ in self._shapes_sent:
+            message.wait()
         self._received = self._sent = None
         for held in (self._inputs, self._outputs, self._output_grads, self._input_grads):
             held.clear()
-        self._messages.clear()
+        self._shapes_sent.clear()
         self.output_chunks.clear()
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
@@ -207,12 +209,13 @@ class ZeroStage(PipelineStage):
             return []
         source = self._peer(self.stage_index - 1)
         if self._received is None:
-            message = packed([]).to(self.device)
-            dist.recv(message, src=source, group=self.group, tag=SHAPES_TAG)
-            self._received = unpacked(message)
+            shapes = packed([]).to(self.device)
+            name = f"shapes, stage {self.stage_index - 1} to {self.stage_index}"
+            self._messages.receive(name, shapes, source, SHAPES_TAG)
+            self._received = unpacked(shapes)
         inputs = tuple(each.empty(self.device) for each in self._received)
         self._inputs[fwd_chunk_id] = inputs
-        return [dist.P2POp(dist.irecv, tensor, source, self.group) for tensor in inputs]
+        return self._messages.receives(_forward(fwd_chunk_id, self.stage_index), inputs, source)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Sends of the outputs of a micro-batch. The shapes go ahead of the first one.
@@ -226,9 +229,10 @@ class ZeroStage(PipelineStage):
         shapes = [Boundary.of(tensor) for tensor in outputs]
         if self._sent is None:
             self._sent = shapes
-            message = packed(shapes).to(self.device)
-            work = dist.isend(message, dst=target, group=self.group, tag=SHAPES_TAG)
-            self._messages.append((work, message))
+            packet = packed(shapes).to(self.device)
+            name = f"shapes, stage {self.stage_index} to {self.stage_index + 1}"
+            message = self._messages.send(name, packet, target, SHAPES_TAG)
+            self._shapes_sent.append((message, packet))
         elif shapes != self._sent:
             raise UsageError(
                 f"pipeline stage {self.stage_index}: the outputs of micro-batch {fwd_chunk_id} are "
@@ -237,7 +241,7 @@ class ZeroStage(PipelineStage):
                 "receives them."
             )
         tensors = [tensor.detach().contiguous() for tensor in outputs]
-        return [dist.P2POp(dist.isend, tensor, target, self.group) for tensor in tensors]
+        return self._messages.sends(_forward(fwd_chunk_id, self.stage_index + 1), tensors, target)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Receives of the gradients of a micro-batch's outputs."""
@@ -247,14 +251,14 @@ class ZeroStage(PipelineStage):
         grads = [torch.empty(t.shape, dtype=t.dtype, device=self.device) for t in outputs]
         self._output_grads[bwd_chunk_id] = grads
         source = self._peer(self.stage_index + 1)
-        return [dist.P2POp(dist.irecv, grad, source, self.group) for grad in grads]
+        return self._messages.receives(_backward(bwd_chunk_id, self.stage_index), grads, source)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Sends of the gradients of a micro-batch's inputs."""
         if not self.has_backward or self.is_first:
             return []
         target, grads = self._peer(self.stage_index - 1), self._input_grads.pop(bwd_chunk_id)
-        return [dist.P2POp(dist.isend, grad, target, self.group) for grad in grads]
+        return self._messages.sends(_backward(bwd_chunk_id, self.stage_index - 1), grads, target)
 
     # ------------------------------------------------------------------ computation
 
@@ -266,6 +270,7 @@ class ZeroStage(PipelineStage):
         save_forward_output: bool = True,
     ) -> Any:
         """Run one micro-batch forward. ``args``: the inputs of the first stage."""
+        self._messages.note_arrivals()
         if not self.is_first:
             args = self._inputs[fwd_chunk_id]
             for tensor, boundary in zip(args, self._received or (), strict=True):
@@ -289,6 +294,7 @@ class ZeroStage(PipelineStage):
             self._outputs.pop(bwd_chunk_id, None)
             return
         assert full_backward, "only schedules without separate weight gradients are offered"
+        self._messages.note_arrivals()
         with self._around_backward(last_backward):
             if self.is_last:
                 assert loss is not None
@@ -305,6 +311,16 @@ class ZeroStage(PipelineStage):
             for tensor in inputs
             if tensor.requires_grad
         ]
+
+
+def _forward(micro_batch: int, target: int) -> str:
+    """The name of the message with the inputs of the stage ``target``."""
+    return f"forward of micro-batch {micro_batch}, stage {target - 1} to {target}"
+
+
+def _backward(micro_batch: int, target: int) -> str:
+    """The name of the message with the gradients of the outputs of the stage ``target``."""
+    return f"backward of micro-batch {micro_batch}, stage {target + 1} to {target}"
 
 
 def open_schedule(

@@ -28,6 +28,8 @@ from zeroshard.comm.connect import default_store
 from zeroshard.comm.env import run_name
 from zeroshard.comm.flight_recorder import rank_ranges
 from zeroshard.errors import RankMismatch, in_short
+from zeroshard.parallel.dropout_streams import draws
+from zeroshard.watchdog.join import partner_check
 from zeroshard.zero.param_bucket import fingerprint_of
 
 TIMEOUT_S = 600.0
@@ -70,8 +72,17 @@ def announce_failure(mesh: DeviceMesh, error: Exception) -> None:
         post_plan(_place(mesh), mesh.get_local_rank(), {FAILED: in_short(error)})
 
 
-def agreed_seed(mesh: DeviceMesh, seed: int | None) -> int:
+def check_of(mesh: DeviceMesh) -> Callable[[Sequence[int]], None]:
+    """A check for waits in this mesh, which ends them if a rank has ended, and reports long waits."""
+    if not _has_others(mesh):
+        return lambda _missing: None
+    return partner_check(_ranks(mesh), "tensor_parallel", timeout_s=TIMEOUT_S)
+
+
+def agreed_seed(mesh: DeviceMesh, seed: int | None, check: Callable[[Sequence[int]], None]) -> int:
     """``seed``, or the first tensor rank's ``torch.initial_seed()`` if it is None.
+
+    ``check``: as in :func:`agree`.
 
     Raises:
         RankMismatch: the tensor ranks were given different seeds.
@@ -81,8 +92,9 @@ def agreed_seed(mesh: DeviceMesh, seed: int | None) -> int:
         return own
     text = f"{seed is None} {own}"
     everyone = exchange(
-        _place(mesh), mesh.get_local_rank(), mesh.size(), text, key="seed", timeout_s=TIMEOUT_S
-    )
+        _place(mesh), mesh.get_local_rank(), mesh.size(), text,
+        key="seed", timeout_s=TIMEOUT_S, check=check,
+    )  # fmt: skip
     if seed is not None and len(set(everyone)) > 1:
         raise RankMismatch(
             f"RankMismatch: tensor ranks {_ranks(mesh)} were given the seeds "
@@ -112,18 +124,12 @@ def _shapes(model: nn.Module) -> dict[str, str]:
         f"parameter {name}": f"{tuple(param.shape)} {param.dtype} trained={param.requires_grad}"
         for name, param in model.named_parameters(remove_duplicate=False)
     }
-    if any(map(_drops, model.modules())):  # the same elements on all tensor ranks
+    if any(map(draws, model.modules())):  # the same elements on all tensor ranks
         state = torch.get_rng_state().numpy().tobytes()
         found["state of torch's generator (the model has dropout)"] = hashlib.sha256(
             state
         ).hexdigest()[:16]
     return found
-
-
-def _drops(module: nn.Module) -> bool:
-    """Whether the module draws random numbers, as layers of torch or attributes of models say."""
-    rates = [getattr(module, name, 0.0) for name in ("p", "dropout", "attention_dropout")]
-    return any(isinstance(rate, float) and rate > 0.0 for rate in rates)
 
 
 def _values(model: nn.Module) -> dict[str, str]:

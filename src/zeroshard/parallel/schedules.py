@@ -135,6 +135,10 @@ SCHEDULES: Mapping[str, Schedule] = {
 }
 
 
+SPLIT_BACKWARD = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+"""torch's schedules that compute gradients of inputs and of weights at different times. Not offered."""
+
+
 def bubble(ranks: int, per_rank: int, micro_batches: int) -> float:
     """The part of a step in which a rank waits: ``(p - 1) / (v M + p - 1)``.
 

@@ -3,18 +3,29 @@
 A pipeline runs submodules one after the other, so the model must be such a sequence: a
 ``torch.nn.Sequential``, or a model whose order the caller gives. A *piece* is one submodule of the
 sequence. A stage is a run of pieces.
+
+[Note: ties over stages]
+A parameter that pieces of several stages share is *tied* over these stages. The pieces simply have the
+same ``nn.Parameter`` object (``head.weight = embed.weight``, or one module in two places); there is
+nothing to declare. Its name is its first one in the whole model, on every rank. A rank whose own stages
+use the parameter under another name keeps it at the first name as well, in a module that runs nothing
+(:class:`TiedWeights`). So all holders list, build, save and load the parameter under one name.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from zeroshard.errors import UsageError
-from zeroshard.parallel.schedules import SCHEDULES, stages_of
+from zeroshard.parallel.schedules import SCHEDULES, SPLIT_BACKWARD, stages_of
 
 STAGE = "pipeline_stage_"
 """Begin of the name of the module that runs one stage. It holds no parameters by itself."""
@@ -37,10 +48,51 @@ class StageModule(nn.Module):
         return value
 
 
+class TiedWeights(nn.Module):
+    """Has parameters at the place of a deleted module. It runs nothing.
+
+    ``stands_for``: the class and the options of that module. It computes the first values of parameters
+    that are on the meta device.
+    """
+
+    stands_for: nn.Module
+
+    def __init__(self, module: nn.Module, names: Iterable[str]) -> None:
+        super().__init__()
+        for leaf in names:
+            self.register_parameter(leaf, module._parameters[leaf])
+        shell = copy.copy(module)
+        shell.__dict__ |= {"_parameters": dict(module._parameters), "_modules": {}, "_buffers": {}}
+        for leaf, param in module._parameters.items():
+            if param is not None and leaf not in self._parameters:
+                shape, dtype = param.shape, param.dtype
+                there = torch.empty(shape, dtype=dtype, device="meta")
+                shell._parameters[leaf] = nn.Parameter(there, requires_grad=False)
+        self.__dict__["stands_for"] = shell  # not registered: it has no parameters of the model
+        if hasattr(module, "reset_parameters"):
+            self.__dict__["reset_parameters"] = partial(_reset, shell, self._parameters)
+
+
+def _reset(module: nn.Module, own: Mapping[str, nn.Parameter | None]) -> None:
+    """Fill ``own`` as the module would. Its other parameters get memory while it does."""
+    others = dict(module._parameters)
+    device = next(param.device for param in own.values() if param is not None)
+    for leaf, param in others.items():
+        if leaf not in own and param is not None:
+            values = torch.empty_like(param, device=device)
+            module._parameters[leaf] = nn.Parameter(values, requires_grad=False)
+    module._parameters.update(own)
+    try:
+        module.reset_parameters()  # type: ignore[operator]  # the caller has looked
+    finally:
+        module._parameters.update(others)
+
+
 class PipelineModel(nn.Module):
     """A model that is cut into stages. Made by :func:`pipeline`; the engine calls :meth:`keep`.
 
-    ``stages``: the names of the pieces of each stage. ``digest``: a hash of the whole model's parameters,
+    ``stages``: the names of the pieces of each stage. ``ties``: the stages that share a parameter, by the
+    parameter's first name ([Note: ties over stages]). ``digest``: a hash of the whole model's parameters,
     its stages and the schedule. Before :meth:`keep`, forward runs the whole model.
     """
 
@@ -64,15 +116,20 @@ class PipelineModel(nn.Module):
             if name in starts:
                 self.stages.append([])
             self.stages[-1].append(name)
-        shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in self.named_parameters()]
-        plan = (shapes, self.stages, schedule, gather, reduce)
-        self.digest = hashlib.sha256(repr(plan).encode()).hexdigest()  # equal on every rank
         self._pieces = dict(pieces)
+        self.ties = self._find_ties()
+        shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in self.named_parameters()]
+        plan = (shapes, self.stages, self.ties, schedule, gather, reduce)
+        self.digest = hashlib.sha256(repr(plan).encode()).hexdigest()  # equal on every rank
         # Names and classes of modules, also of those that keep() deletes: patterns may name them.
         self.every_module: list[tuple[str, str]] = [
             (name, type(m).__name__) for name, m in self.named_modules() if name
         ]
         self.every_parameter = [name for name, _ in self.named_parameters()]
+        names: dict[int, list[str]] = defaultdict(list)
+        for name, param in self.named_parameters(remove_duplicate=False):
+            names[id(param)].append(name)
+        self.other_names = {first: others for first, *others in names.values() if others}
         self.kept: dict[int, StageModule] | None = None  # this rank's stages, by number
         self._placed: tuple[int, int] | None = None  # pipeline rank and size of keep()
         self._stage_of: dict[str, int] = {}
@@ -100,16 +157,21 @@ class PipelineModel(nn.Module):
                 f"the model is cut into {len(self.stages)} stages, which is not a multiple of "
                 f"{ranks} pipeline ranks. Give {near - 1} names in split=, for {near} stages."
             )
-        self._check_ties()
         if ranks == 1:
             self.stages = [[name for stage in self.stages for name in stage]]
+            self.ties = {}
         own = stages_of(rank, ranks, len(self.stages) // ranks)
         kept = {stage: {name: self._pieces[name] for name in self.stages[stage]} for stage in own}
         names = {name for pieces in kept.values() for name in pieces}
-        for name in self._pieces:
+        tied = {name for name, stages in self.ties.items() if not set(stages).isdisjoint(own)}
+        for name, piece in self._pieces.items():
             if name not in names:
                 parent, _, leaf = name.rpartition(".")
-                del self.get_submodule(parent)._modules[leaf]
+                modules = self.get_submodule(parent)._modules
+                # In the same place, because a parameter's first name depends on the order of modules.
+                modules[leaf] = _tied_part(piece, name, tied)
+                if modules[leaf] is None:
+                    del modules[leaf]
         self._pieces = {}
         for stage, pieces in kept.items():
             for name, piece in pieces.items():
@@ -120,9 +182,21 @@ class PipelineModel(nn.Module):
             self.add_module(f"{STAGE}{stage}", module)
         self._placed = rank, ranks
 
-    def stage_of(self, parameter: str) -> int:
-        """The stage that has the parameter of this name."""
-        return self._stage_of[parameter]
+    def stage_of(self, parameter: str) -> int | None:
+        """The stage that has the parameter of this name; None: it is tied over several stages."""
+        return None if parameter in self.ties else self._stage_of[parameter]
+
+    def holders_of(self, tied: str) -> tuple[int, ...]:
+        """The pipeline ranks that hold a parameter of :attr:`ties`, after :meth:`keep`."""
+        assert self._placed is not None
+        ranks = self._placed[1]
+        return tuple(sorted({stage % ranks for stage in self.ties[tied]}))
+
+    @property
+    def tied_ranks(self) -> list[tuple[int, ...]]:
+        """Each set of several pipeline ranks that hold a tied parameter, once."""
+        held = dict.fromkeys(map(self.holders_of, self.ties))
+        return [ranks for ranks in held if len(ranks) > 1]
 
     def forward(self, *inputs: Any, stage: int | None = None) -> Any:
         """Run one stage, or the whole model if this rank has all of it.
@@ -141,19 +215,25 @@ class PipelineModel(nn.Module):
             stage = 0
         return self.get_submodule(f"{STAGE}{stage}")(*inputs)
 
-    def _check_ties(self) -> None:
-        """Refuse parameters that several stages use."""
-        first: dict[int, tuple[int, str]] = {}
+    def _find_ties(self) -> dict[str, tuple[int, ...]]:
+        """The stages of each parameter that several stages use, by its first name."""
+        users: dict[int, set[int]] = defaultdict(set)
         for stage, names in enumerate(self.stages):
             for name in names:
-                for leaf, param in self._pieces[name].named_parameters():
-                    other, fqn = first.setdefault(id(param), (stage, f"{name}.{leaf}"))
-                    if other != stage:
-                        raise UsageError(
-                            f"parameters {fqn!r} of pipeline stage {other} and {name + '.' + leaf!r} of "
-                            f"stage {stage} are one (tied). A weight that is tied over stages is not "
-                            "supported yet. Untie it, or cut the model so that one stage has both."
-                        )
+                for param in self._pieces[name].parameters():
+                    users[id(param)].add(stage)
+        named = [(name, tuple(sorted(users[id(p)]))) for name, p in self.named_parameters()]
+        return {name: stages for name, stages in named if len(stages) > 1}
+
+
+def _tied_part(module: nn.Module, name: str, tied: Collection[str]) -> nn.Module | None:
+    """The tree of a deleted module with its parameters of ``tied`` only; None: it has none of them."""
+    leaves = [leaf for leaf in module._parameters if f"{name}.{leaf}" in tied]
+    found = TiedWeights(module, leaves) if leaves else nn.Module()
+    for leaf, child in module.named_children():
+        if (part := _tied_part(child, f"{name}.{leaf}", tied)) is not None:
+            found.add_module(leaf, part)
+    return found if leaves or found._modules else None
 
 
 def pipeline(
@@ -184,6 +264,12 @@ def pipeline(
     Raises:
         UsageError: a name is not in the model, or the model cannot be cut there.
     """
+    if schedule in SPLIT_BACKWARD:
+        raise UsageError(
+            f"pipeline(schedule={schedule!r}) is not implemented yet: it runs the two halves of a "
+            "backward at different times, and ZeRO reduces a gradient when it arrives. Choose one of "
+            f"{', '.join(SCHEDULES)}."
+        )
     _check_choice("schedule", schedule, tuple(SCHEDULES))
     _check_choice("gather", gather, GATHER)
     _check_choice("reduce", reduce, REDUCE)

@@ -17,6 +17,7 @@ parameters; others stay as they are and are equal on all tensor ranks.
 from __future__ import annotations
 
 import difflib
+import functools
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,12 +33,22 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
+from zeroshard.comm.dtensors import HEAD_DIMS
 from zeroshard.comm.env import local_device
+from zeroshard.comm.fused_dtensors import mark_fused
 from zeroshard.errors import UsageError
 from zeroshard.parallel.auto_plan import derive_plan
-from zeroshard.parallel.heads import FUSED, HeadCount, head_counts
+from zeroshard.parallel.dropout_streams import RegionStreams, draws, starts_region
+from zeroshard.parallel.heads import (
+    FUSED,
+    GROUPS,
+    HeadCount,
+    fused_sizes,
+    head_counts,
+    key_value_copies,
+)
 from zeroshard.parallel.initial_values import draw_own_values
-from zeroshard.parallel.plan_agreement import agree, agreed_seed, announce_failure
+from zeroshard.parallel.plan_agreement import agree, agreed_seed, announce_failure, check_of
 from zeroshard.parallel.tensor_styles import (
     STYLES,
     CutLayer,
@@ -47,6 +58,7 @@ from zeroshard.parallel.tensor_styles import (
     kind_of,
     local_part,
     part,
+    row_of,
     share_inputs,
 )
 from zeroshard.zero.materialize import check_meta
@@ -60,24 +72,32 @@ TENSOR_DIMS = ("tensor", "tp", "model")
 
 @dataclass(frozen=True)
 class CutWeight:
-    """One parameter that is cut: its first name, its shape in the model, and the axis."""
+    """One parameter that is cut: its first name, its shape in the model, and the axis.
+
+    ``sizes``: of the matrices that it joins along this axis; empty if it is one matrix.
+    """
 
     name: str
     shape: tuple[int, ...]
     axis: int
+    sizes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class TensorPlan:
     """What tensor parallelism does to one model. A function of model, plan and ``size`` alone.
 
-    ``styles``: the style of each named layer. ``cuts``: the parameters that are cut. ``heads``: numbers
-    of heads that are divided. ``sequence``: the residual stream is cut over the sequence. ``source``:
+    ``styles``: the style of each named layer. ``fused``: for a layer that joins several matrices, their
+    sizes. ``copies``: for a layer of fewer key/value heads than ranks, how many ranks share each head.
+    ``cuts``: the parameters that are cut. ``heads``: numbers of heads that are divided.
+    ``sequence``: the residual stream is cut over the sequence. ``source``:
     where the plan comes from.
     """
 
     size: int
     styles: Mapping[str, str]
+    fused: Mapping[str, tuple[int, ...]]
+    copies: Mapping[str, int]
     cuts: tuple[CutWeight, ...]
     heads: tuple[HeadCount, ...]
     sequence: bool
@@ -175,23 +195,27 @@ def apply_plan(
     plan: Mapping[str, str] | str = "auto",
     *,
     seed: int | None = None,
-    check: Callable[[Sequence[int]], None] = lambda _missing: None,
+    check: Callable[[Sequence[int]], None] | None = None,
 ) -> AppliedPlan:
     """Like :func:`tensor_parallel`, but returns what was done, and logs nothing.
 
     ``check(missing)`` gets the positions of tensor ranks that this one waits for, a few times a second.
-    It may end the wait by raising.
+    It may end the wait by raising. None: it raises an error if one of them has ended.
+
+    Raises:
+        RankLost: the process of a tensor rank ended, or failed after it had joined the ranks.
     """
     mesh = tensor_mesh(mesh)
+    check = check or check_of(mesh)
     try:
         made = decide(model, mesh.size(), plan)
         check_meta(model)
-    except UsageError as error:
+    except Exception as error:
         announce_failure(mesh, error)
         raise
     agree(mesh, model, made.styles, check)
     if any(param.is_meta for param in model.parameters()):
-        seed = agreed_seed(mesh, seed)
+        seed = agreed_seed(mesh, seed, check)
     return AppliedPlan(made, _cut(model, mesh, made, seed or 0))
 
 
@@ -251,18 +275,28 @@ def decide(model: nn.Module, size: int, plan: Mapping[str, str] | str) -> Tensor
             )
         plan, source = derive_plan(model, size)
     styles = _matched(model, plan)
-    rows = {name: STYLES[style] for name, style in styles.items()}
+    rows = {name: row_of(style, model.get_submodule(name)) for name, style in styles.items()}
     sequence = any(row.name == "sequence" for row in rows.values())
+    copies = key_value_copies(model, [n for n, row in rows.items() if row.name == "colwise"], size)
     for name, row in rows.items():
-        _check_layer(name, model.get_submodule(name), row, size)
+        _check_layer(name, model.get_submodule(name), row, size // copies.get(name, 1))
+    fused = {
+        name: fused_sizes(model, name, styles[name], size)
+        for name, row in rows.items()
+        if row.name == "colwise_fused"
+    }
     if sequence:
         _check_stream(model, rows)
-    cuts = _cut_weights(model, rows)
-    colwise = [name for name, row in rows.items() if row.name in ("colwise", "colwise_by_head")]
-    heads = head_counts(model, colwise, size) if size > 1 else []
+    cuts = _cut_weights(model, rows, fused)
+    colwise = {
+        name: fused.get(name, ())
+        for name, row in rows.items()
+        if row.name in ("colwise", "colwise_by_head", "colwise_fused")
+    }
+    heads = head_counts(model, colwise, size, copies) if size > 1 else []
     if source == "transformers":  # these models compute the number of heads from the shape
-        heads = []
-    return TensorPlan(size, styles, tuple(cuts), tuple(heads), sequence, source)
+        heads = [count for count in heads if count.attribute in GROUPS]
+    return TensorPlan(size, styles, fused, copies, tuple(cuts), tuple(heads), sequence, source)
 
 
 def _check_model(model: Any) -> None:
@@ -297,7 +331,7 @@ def _matched(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     names = [name for name, _ in model.named_modules() if name]
     found: dict[str, tuple[str, str]] = {}
     for glob, style in plan.items():
-        if style not in STYLES:
+        if str(style).partition(":")[0] not in STYLES:
             close = difflib.get_close_matches(str(style), STYLES, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise UsageError(
@@ -336,24 +370,19 @@ def _check_layer(name: str, module: nn.Module, row: StyleRow, size: int) -> None
     """Check that the style fits the layer and that the layer can be cut into ``size`` parts."""
     kind = kind_of(module)
     if kind not in row.kinds:
-        fits = " or ".join("a norm" if k == "norm" else f"nn.{k}" for k in row.kinds)
-        advice = (
-            "It stores its weight transposed, and often q, k and v in one. Replace it by nn.Linear "
-            "layers."
-            if type(module).__name__ == "Conv1D"
-            else "Name the layers inside it, or leave it out of the plan."
-        )
+        names = {"norm": "a norm", "Conv1D": "Conv1D of Transformers"}
+        fits = " or ".join(names.get(kind, f"nn.{kind}") for kind in row.kinds)
         raise UsageError(
             f'plan: {name!r} is a {type(module).__name__}, and the style "{row.name}" fits {fits} '
-            f"only. {advice}"
+            "only. Name the layers inside it, or leave it out of the plan."
         )
     _check_contents(name, module, row)
     if row.name == "colwise" and FUSED.search(name.rpartition(".")[2].lower()):
         raise UsageError(
             f"plan: {name!r} looks like several projections in one weight. A cut through all of its "
-            "rows would give the first rank all of the first and none of the last. Use one nn.Linear "
-            "for each; or, if its rows are ordered head by head (q, k and v of head 0, then of head "
-            '1, ...), the style "colwise_by_head".'
+            "rows would give the first rank all of the first and none of the last. If they lie one "
+            'after another, use the style "colwise_fused". If its rows are ordered head by head (q, k '
+            'and v of head 0, then of head 1, ...), use "colwise_by_head".'
         )
     if row.weight_axis is None:
         return
@@ -367,7 +396,7 @@ def _check_layer(name: str, module: nn.Module, row: StyleRow, size: int) -> None
             )
         return
     if extent % size:
-        what = "out_features" if row.weight_axis == 0 else "in_features"
+        what = "out_features" if row.bias_axis == 0 else "in_features"
         raise UsageError(
             f"plan: {name!r} has {what} = {extent}, which {size} tensor ranks cannot share evenly. "
             f"Use a number of tensor ranks that divides {extent}, or leave the layer and its partner "
@@ -436,39 +465,48 @@ def _check_stream(model: nn.Module, rows: Mapping[str, StyleRow]) -> None:
             )
 
 
-def _cut_weights(model: nn.Module, rows: Mapping[str, StyleRow]) -> list[CutWeight]:
+def _cut_weights(
+    model: nn.Module, rows: Mapping[str, StyleRow], fused: Mapping[str, tuple[int, ...]]
+) -> list[CutWeight]:
     """The parameters that are cut, each once.
 
     Raises:
         UsageError: two layers share a parameter, and the plan would not cut it the same way in both.
     """
-    users: dict[nn.Parameter, list[tuple[str, str, int | None]]] = {}
+    users: dict[nn.Parameter, list[tuple[str, str, _Cut]]] = {}
     for name, module in model.named_modules():
         for leaf, param in module.named_parameters(recurse=False, remove_duplicate=False):
             axis = rows[name].axis(leaf) if name in rows else None
-            users.setdefault(param, []).append((name, leaf, axis))
+            users.setdefault(param, []).append((name, leaf, (axis, fused.get(name, ()))))
     cuts = []
     for param, uses in users.items():
-        axes = {axis for _, _, axis in uses}
-        if len(axes) > 1:
-            (first, leaf, axis), (second, _, other) = (
+        ways = {way for _, _, way in uses}
+        if len(ways) > 1:
+            (first, leaf, way), (second, _, other) = (
                 uses[0],
                 next(u for u in uses if u[2] != uses[0][2]),
             )
             raise UsageError(
                 f"plan: {first!r} and {second!r} share one {leaf}, of shape {tuple(param.shape)}. The "
-                f"plan cuts it {_on(axis)} in the first and {_on(other)} in the second. Give both a "
+                f"plan cuts it {_on(way)} in the first and {_on(other)} in the second. Give both a "
                 'style that cuts the same axis, such as "vocab" for the embedding and '
                 '"colwise_gather" for the head, or untie them.'
             )
-        axis = axes.pop()
+        axis, sizes = ways.pop()
         if axis is not None:
-            cuts.append(CutWeight(f"{uses[0][0]}.{uses[0][1]}", tuple(param.shape), axis))
+            cuts.append(CutWeight(f"{uses[0][0]}.{uses[0][1]}", tuple(param.shape), axis, sizes))
     return cuts
 
 
-def _on(axis: int | None) -> str:
-    return "nowhere" if axis is None else f"on axis {axis}"
+_Cut = tuple[int | None, tuple[int, ...]]
+"""How a layer cuts a parameter: the axis, and the sizes of fused matrices."""
+
+
+def _on(way: _Cut) -> str:
+    axis, sizes = way
+    if axis is None:
+        return "nowhere"
+    return f"on axis {axis}" + (f" in matrices of the sizes {list(sizes)}" if sizes else "")
 
 
 # ---------------------------------------------------------------------- cutting
@@ -482,9 +520,12 @@ def _cut(
     Of a model on the meta device, one module at a time is whole.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}  # the old objects are kept: ids must stay unique
-    cutter, shared = partial(_new_param, mesh=mesh, made=made), SharedInput()
+    shared, meshes = SharedInput(), functools.cache(partial(head_mesh, mesh))
     sharing = share_inputs(plan.styles)
     device = torch.device(mesh.device_type)
+    streams = None
+    if any(map(draws, model.modules())):
+        streams = RegionStreams(mesh.get_local_rank(), device)
     for name, module in list(model.named_modules()):
         for leaf, param in module._parameters.items():
             if param in made:  # before draw_own_values could fill it a second time
@@ -494,7 +535,17 @@ def _cut(
         if plan.size == 1 or style is None or (style == "replicate" and not plan.sequence):
             continue
         common = shared if name in sharing or not style.startswith("colwise") else None
-        layer = CutLayer(name, STYLES[style], cutter, common, sequence=plan.sequence)
+        where = meshes(plan.copies.get(name, 1))
+        cutter = partial(_new_param, mesh=where, made=made, sizes=plan.fused.get(name, ()))
+        layer = CutLayer(
+            name,
+            row_of(style, module),
+            cutter,
+            common,
+            sequence=plan.sequence,
+            streams=streams,
+            starts_region=starts_region(name, plan.styles),
+        )
         parallelize_module(module, mesh, layer, src_data_rank=None)
     for count in plan.heads:
         setattr(model.get_submodule(count.module), count.attribute, count.own)
@@ -507,16 +558,38 @@ def _new_param(
     *,
     mesh: DeviceMesh,
     made: dict[nn.Parameter, nn.Parameter],
+    sizes: tuple[int, ...],
 ) -> nn.Parameter:
     """The parameter that replaces ``param``: this rank's part of it, as a DTensor."""
     if isinstance(param, DTensor):  # tied, and cut at its first use
         return param
     if param not in made:
-        values = as_dtensor(local_part(param, axis, mesh), param.shape, axis, mesh)
+        values = as_dtensor(local_part(param, axis, mesh, sizes), param.shape, axis, mesh)
         new = nn.Parameter(values, requires_grad=param.requires_grad)
+        # A cache of torch may give the result of detach() in nn.Parameter() an equal mesh of an earlier
+        # session, whose groups are gone.
+        new._spec = values._spec  # type: ignore[attr-defined]
         new.__dict__.update(param.__dict__)
+        if sizes:
+            mark_fused(new, sizes)
         made[param] = new
     return made[param]
+
+
+def head_mesh(mesh: DeviceMesh, copies: int) -> DeviceMesh:
+    """The mesh for layers of which ``copies`` neighbouring tensor ranks share each part.
+
+    Collective in the tensor group if ``copies`` is above 1.
+    """
+    if copies == 1:
+        return mesh
+    ranks = mesh.mesh.view(-1, copies)
+    row, column = divmod(mesh.get_local_rank(), copies)
+    groups = [
+        dist.new_group(members.tolist(), use_local_synchronization=True)
+        for members in (ranks[:, column], ranks[row])
+    ]
+    return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=HEAD_DIMS)
 
 
 def is_cut(model: nn.Module) -> bool:

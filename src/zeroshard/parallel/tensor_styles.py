@@ -14,8 +14,8 @@ compute with their local tensors.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -34,6 +34,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from zeroshard.comm.dtensors import mark_addends
 from zeroshard.errors import UsageError
+from zeroshard.parallel.dropout_streams import RegionStreams
 from zeroshard.parallel.tensor_sums import add_gradients, add_values
 
 SEQUENCE_DIM = 1
@@ -58,15 +59,19 @@ class StyleRow:
         return self.bias_axis if leaf == "bias" else self.weight_axis
 
 
+MATRICES = ("Linear", "Conv1D")
+
 STYLES: Mapping[str, StyleRow] = {
     row.name: row
     for row in (
-        StyleRow("colwise", ("Linear",), 0, 0, "rows of the weight; the output is cut over features"),
-        StyleRow("colwise_by_head", ("Linear",), 0, 0,
+        StyleRow("colwise", MATRICES, 0, 0, "rows of the weight; the output is cut over features"),
+        StyleRow("colwise_by_head", MATRICES, 0, 0,
                  "colwise, for a fused projection whose rows are ordered head by head"),
-        StyleRow("colwise_gather", ("Linear",), 0, 0, "colwise, and the output is gathered"),
-        StyleRow("rowwise", ("Linear",), 1, None, "columns of the weight; the outputs are added"),
-        StyleRow("rowwise_split", ("Linear",), 1, None, "rowwise, for an input that is whole"),
+        StyleRow("colwise_fused", MATRICES, 0, 0,
+                 "colwise, for several matrices in one weight: rows of each of them"),
+        StyleRow("colwise_gather", MATRICES, 0, 0, "colwise, and the output is gathered"),
+        StyleRow("rowwise", MATRICES, 1, None, "columns of the weight; the outputs are added"),
+        StyleRow("rowwise_split", MATRICES, 1, None, "rowwise, for an input that is whole"),
         StyleRow("vocab", ("Embedding",), 0, None, "rows of the vocabulary; the outputs are added"),
         StyleRow("head_norm", ("norm",), None, None,
                  "a norm over each head, between colwise and rowwise; gradients are added"),
@@ -81,14 +86,39 @@ STYLES: Mapping[str, StyleRow] = {
 NORMS = (nn.LayerNorm, nn.RMSNorm)
 
 
+def style_of(text: str) -> StyleRow:
+    """The style that an entry of a plan names, without the sizes after a colon."""
+    return STYLES[text.partition(":")[0]]
+
+
+def row_of(text: str, module: nn.Module) -> StyleRow:
+    """:func:`style_of`, with the axes of this layer: Conv1D stores its weight transposed."""
+    row = style_of(text)
+    if row.weight_axis is None or kind_of(module) != "Conv1D":
+        return row
+    return replace(row, weight_axis=1 - row.weight_axis)
+
+
 def kind_of(module: nn.Module) -> str | None:
-    """``Linear``, ``Embedding`` or ``norm``; None for a module that no style fits."""
+    """``Linear``, ``Conv1D``, ``Embedding`` or ``norm``; None for a module that no style fits.
+
+    ``Conv1D`` is that of Transformers: a linear layer with the weight ``[in, out]``.
+    """
     if isinstance(module, nn.Linear):
         return "Linear"
+    if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):
+        return "Conv1D"
     if isinstance(module, nn.Embedding):
         return "Embedding"
     named = type(module).__name__.endswith(("RMSNorm", "LayerNorm"))
     return "norm" if isinstance(module, NORMS) or named else None
+
+
+def features(module: nn.Module) -> tuple[int, int]:
+    """``(in, out)``: numbers of features of a Linear or Conv1D, as a whole."""
+    if kind_of(module) == "Conv1D":
+        return int(module.nx), int(module.nf)  # type: ignore[arg-type]
+    return int(module.in_features), int(module.out_features)  # type: ignore[arg-type]
 
 
 def part(extent: int, parts: int, index: int) -> tuple[int, int]:
@@ -101,19 +131,38 @@ def part(extent: int, parts: int, index: int) -> tuple[int, int]:
     return min(extent, index * step), min(extent, (index + 1) * step)
 
 
-def local_part(values: Tensor, axis: int | None, mesh: DeviceMesh) -> Tensor:
-    """A copy of the part of ``values`` that this tensor rank keeps, on the mesh's device."""
+def part_of(values: Tensor, axis: int, parts: int, index: int, sizes: Sequence[int] = ()) -> Tensor:
+    """Part ``index`` of ``values`` along ``axis``. ``sizes``: of each of the fused matrices.
+
+    >>> part_of(torch.arange(6), 0, 2, 1, (4, 2))
+    tensor([2, 3, 5])
+    """
+    if sizes:
+        blocks = values.split(list(sizes), axis)
+        return torch.cat([part_of(block, axis, parts, index) for block in blocks], axis)
+    begin, end = part(values.shape[axis], parts, index)
+    return values.narrow(axis, begin, end - begin)
+
+
+def local_part(
+    values: Tensor, axis: int | None, mesh: DeviceMesh, sizes: Sequence[int] = ()
+) -> Tensor:
+    """A copy of the part of ``values`` that this tensor rank keeps, on the mesh's device.
+
+    The first dimension of the mesh cuts. Ranks that differ in a second one hold the same part.
+    """
+    values = values.detach()
     if axis is not None:
-        begin, end = part(values.shape[axis], mesh.size(), mesh.get_local_rank())
-        values = values.narrow(axis, begin, end - begin)
-    return values.detach().to(mesh.device_type, copy=True, memory_format=torch.contiguous_format)
+        values = part_of(values, axis, mesh.size(0), mesh.get_local_rank(0), sizes)
+    return values.to(mesh.device_type, copy=True, memory_format=torch.contiguous_format)
 
 
 def as_dtensor(local: Tensor, shape: torch.Size, axis: int | None, mesh: DeviceMesh) -> DTensor:
     """``local`` as this rank's part of a contiguous tensor of ``shape``, cut on ``axis``."""
     placement: Placement = Replicate() if axis is None else Shard(axis)
+    placements = [placement, *[Replicate()] * (mesh.ndim - 1)]
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, [placement], run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def moved(tensor: DTensor, placement: Placement) -> DTensor:
@@ -187,14 +236,31 @@ def compute_locally(
     """The layer's forward with this rank's parts of the parameters ``leaves``, without the others."""
     own: dict[str, Any] = dict(module._parameters)
     local = {
-        leaf: param.to_local() if leaf in leaves and param is not None else None
+        leaf: _local_of(param) if leaf in leaves and param is not None else None
         for leaf, param in own.items()
     }
-    module._parameters.update(local)
+    module._parameters.update(local)  # type: ignore[arg-type]
     try:
         return forward(x)
     finally:
         module._parameters.update(own)
+
+
+def _local_of(param: DTensor) -> Tensor:
+    """This rank's part. Gradients of ranks that hold the same part are added in backward."""
+    local = param.to_local()
+    if param.device_mesh.ndim == 1:
+        return local
+    return add_gradients(local, param.device_mesh.get_group(1))
+
+
+def multiply(module: nn.Module, x: Tensor) -> Tensor:
+    """The forward of a Conv1D with the parameters that it has now. Its own one needs all of them."""
+    weight: Any = module._parameters["weight"]
+    bias = module._parameters["bias"]
+    rows = x.reshape(-1, x.shape[-1])
+    y = rows @ weight if bias is None else torch.addmm(bias, rows, weight)
+    return y.view(*x.shape[:-1], weight.shape[1])
 
 
 def look_up(
@@ -222,6 +288,8 @@ class CutLayer(ParallelStyle):
     ``cut``: gives the new parameter for a parameter of the layer and its axis; the same object for the
     same parameter, so that ties stay. ``shared``: one object for all layers that may share inputs; None:
     this layer's input is its own. ``sequence``: the residual stream is cut over the sequence.
+    ``streams``: the generators of regions that are cut over features; None: the model draws nothing.
+    ``starts_region``: such a region begins after this layer.
     """
 
     def __init__(
@@ -232,8 +300,12 @@ class CutLayer(ParallelStyle):
         shared: SharedInput | None,
         *,
         sequence: bool,
+        streams: RegionStreams | None = None,
+        starts_region: bool = False,
     ) -> None:
         super().__init__()
+        self.streams = streams
+        self.starts_region = starts_region
         self.name = name
         self.row = row
         self.cut = cut
@@ -251,11 +323,13 @@ class CutLayer(ParallelStyle):
         finally:
             module._buffers.update(buffers)
         forward: Any = module.forward
+        if kind_of(module) == "Conv1D":
+            forward = partial(multiply, module)
         if isinstance(module, nn.Embedding) and self.row.name == "vocab":
             module.forward = partial(look_up, module, forward, device_mesh)  # type: ignore[method-assign]
         elif self.row.weight_axis is not None:
             # The bias of a row-parallel layer is added after the sum over tensor ranks.
-            leaves = ("weight", "bias") if self.row.weight_axis == 0 else ("weight",)
+            leaves = ("weight",) if self.row.bias_axis is None else ("weight", "bias")
             module.forward = partial(compute_locally, module, forward, leaves)  # type: ignore[method-assign]
         return module
 
@@ -280,6 +354,7 @@ class CutLayer(ParallelStyle):
         return {
             "colwise": (self._shared_in, self._cut_out),
             "colwise_by_head": (self._shared_in, self._cut_out),
+            "colwise_fused": (self._shared_in, self._cut_out),
             "colwise_gather": (self._whole_in, self._gathered_out),
             "rowwise": (self._cut_in, self._added_out),
             "rowwise_split": (self._split_in, self._added_out),
@@ -292,6 +367,7 @@ class CutLayer(ParallelStyle):
     # ------------------------------------------------------------------ what enters
 
     def _whole_in(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Tensor:
+        self._end_region()
         whole = self._marked(module, inputs, mesh)
         self.shared.forget()
         return whole
@@ -310,11 +386,12 @@ class CutLayer(ParallelStyle):
         return self.shared.of(x, mesh)
 
     def _cut_in(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Tensor:
+        self._end_region()
         self.shared.forget()
         x: Tensor = self._first(inputs)
         if isinstance(x, DTensor):
             return moved(x, Shard(x.ndim - 1)).to_local()
-        width = int(module.in_features)  # type: ignore[arg-type]
+        width, _ = features(module)
         begin, end = part(width, mesh.size(), mesh.get_local_rank())
         if x.shape[-1] != end - begin:
             self._fail(
@@ -334,6 +411,7 @@ class CutLayer(ParallelStyle):
         return DTensor.from_local(ids, mesh, [Replicate()], run_check=False)
 
     def _checked_ids(self, module: nn.Module, inputs: Any, _mesh: DeviceMesh) -> Tensor:
+        self._end_region()
         ids: Tensor = self._first(inputs)
         if isinstance(ids, DTensor):
             ids = moved(ids, Replicate()).to_local()
@@ -370,11 +448,17 @@ class CutLayer(ParallelStyle):
 
     # ------------------------------------------------------------------ what leaves
 
-    def _cut_out(self, _module: nn.Module, y: Tensor, _mesh: DeviceMesh) -> Tensor:
+    def _cut_out(self, module: nn.Module, y: Tensor, _mesh: DeviceMesh) -> Tensor:
+        if self.streams is not None and self.starts_region and module.training:
+            self.streams.open()
         return y
 
+    def _end_region(self) -> None:
+        if self.streams is not None:
+            self.streams.close()
+
     def _gathered_out(self, module: nn.Module, y: Tensor, mesh: DeviceMesh) -> Tensor:
-        width = int(module.out_features)  # type: ignore[arg-type]
+        _, width = features(module)
         parts = as_dtensor(y, torch.Size((*y.shape[:-1], width)), y.ndim - 1, mesh)
         return moved(parts, Replicate()).to_local()
 

@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from zeroshard.comm.layer_calls import calls_in
+
 
 def add_gradients(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """``x``, which is equal on all ranks of the group. In backward, the ranks' gradients are added."""
@@ -35,14 +37,14 @@ class _AddGradients(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _sum(grad, ctx.group), None
+        return _sum(grad, ctx.group, "gradients of a layer's input"), None
 
 
 class _AddValues(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         del ctx
-        return _sum(x, group)
+        return _sum(x, group, "outputs of a layer")
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -50,7 +52,29 @@ class _AddValues(torch.autograd.Function):
         return grad, None
 
 
-def _sum(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _sum(values: Tensor, group: dist.ProcessGroup, name: str) -> Tensor:
     total = values.clone(memory_format=torch.contiguous_format)  # others may read ``values``
-    dist.all_reduce(total, group=group)
+    all_reduce(total, group, name)
     return total
+
+
+def all_reduce(tensor: Tensor, group: dist.ProcessGroup, name: str, op: Any = None) -> None:
+    """``dist.all_reduce`` of a layer, recorded if an engine watches the group. ``op``: None is the sum.
+
+    Raises:
+        DistributedError: a connection broke; the diagnosis of all ranks.
+    """
+    op = dist.ReduceOp.SUM if op is None else op
+    calls = None if torch.compiler.is_compiling() else calls_in(group)
+    if calls is None:
+        dist.all_reduce(tensor, op=op, group=group)
+        return
+    item = calls.begin(name, tensor)
+    try:
+        dist.all_reduce(tensor, op=op, group=group)
+    except RuntimeError as error:
+        if (found := calls.explanation(error)) is None:
+            raise
+        raise found from error
+    finally:
+        calls.end(item)

@@ -114,11 +114,21 @@ def _serve_one(connection: Connection, job: TestJob) -> None:
     gc.collect()
     if dist.is_initialized():
         dist.destroy_process_group()
+        forget_meshes()
     leaks = leak_check.leaks(before, leak_check.snapshot(), grace_s=1.0)
     leak_check.restore(before)
     os.chdir(cwd)
     _restore(streams)
     connection.send(leaks)
+
+
+def forget_meshes() -> None:
+    """Clear DTensor's cache of results. It returns device meshes of earlier calls, and their process
+    groups do not exist any more."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import debug
+
+        debug._clear_sharding_prop_cache()
 
 
 def _wait_for_the_end(connection: Connection) -> NoReturn:

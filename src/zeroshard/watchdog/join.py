@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import secrets
@@ -10,7 +11,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, cast
 from urllib.parse import urlparse
@@ -39,9 +40,9 @@ from zeroshard.comm.env import (
 )
 from zeroshard.comm.host import hung_up, open_sockets
 from zeroshard.comm.recorder import PRESENCE, recording_dir
-from zeroshard.errors import LaunchError, RankLate
+from zeroshard.errors import LaunchError, RankLate, RankLost
 from zeroshard.watchdog.diagnosis import Diagnosis, RankStatus, Wait, diagnose
-from zeroshard.watchdog.messages import watchdog_namespace
+from zeroshard.watchdog.messages import StoreLost, watchdog_namespace
 from zeroshard.watchdog.rank_status import stack_line
 from zeroshard.watchdog.settings import WatchdogSettings
 from zeroshard.watchdog.watchdog import Watchdog, hold
@@ -228,7 +229,7 @@ def await_all(store: AgreeStore, rank: int, world_size: int, *, timeout_s: float
     Raises:
         RankLate: some ranks did not call it in time; it names them.
     """
-    waiting = Waiting(rank, world_size, timeout_s)
+    waiting = Waiting(rank, range(world_size), timeout_s)
     try:
         exchange(
             store, rank, world_size, "", key="joined", timeout_s=timeout_s + 60, check=waiting.look
@@ -250,7 +251,7 @@ def await_server(
     Raises:
         RankLate: the store cannot be reached within ``timeout_s``.
     """
-    waiting = Waiting(rank, world_size, timeout_s, reporter=1)
+    waiting = Waiting(rank, range(world_size), timeout_s, reporter=1)
     while True:
         try:
             socket.create_connection((host, port), timeout=1.0).close()
@@ -261,19 +262,57 @@ def await_server(
         time.sleep(0.05)
 
 
+def partner_check(
+    ranks: Sequence[int], call: str, *, timeout_s: float
+) -> Callable[[Sequence[int]], None]:
+    """A check for a wait in ``call``, through the store, for some of the global ``ranks``.
+
+    The check gets positions in ``ranks``. It raises :class:`RankLost` if one of them has ended, as far
+    as the watchdogs of init_distributed know. A long wait is reported, and ends after ``timeout_s``.
+    """
+    everyone = tuple(range(dist.get_world_size()))
+    waiting = Waiting(dist.get_rank(), ranks, timeout_s, call=call, timeout_key="cannot be set")
+
+    def check(missing: Sequence[int]) -> None:
+        watchdog = _RUNNING.get(everyone)
+        if watchdog is not None and watchdog.usable:
+            with contextlib.suppress(StoreLost):  # the wait itself asks the store and reports it
+                for at in missing:
+                    if why := watchdog.why_gone(call, ranks[at]):
+                        raise RankLost(
+                            f"RankLost: rank {ranks[at]} will not make this call of {call}, for which "
+                            f"rank {dist.get_rank()} waits: {why}. Look at its output first."
+                        )
+        waiting.look([ranks[at] for at in missing], call)
+
+    return check
+
+
 class Waiting:
-    """One wait for ranks that have not joined. Reports when it takes long and raises at ``timeout_s``."""
+    """One wait for ranks that have not made ``call``. Reports if it takes long; raises at ``timeout_s``.
+
+    ``rank``: this one, of ``ranks``. ``reporter``: the rank that reports; None: the first that waits.
+    ``timeout_key``: where a user sets ``timeout_s``.
+    """
 
     def __init__(
-        self, rank: int, world_size: int, timeout_s: float, reporter: int | None = None
+        self,
+        rank: int,
+        ranks: Sequence[int],
+        timeout_s: float,
+        reporter: int | None = None,
+        *,
+        call: str = "init_distributed",
+        timeout_key: str = "init_distributed(timeout=...)",
     ) -> None:
         self._rank = rank
         self._reporter = reporter
-        self._ranks = range(world_size)
+        self._ranks = ranks
+        self._call = call
         self._settings = WatchdogSettings(
             collective_timeout_s=timeout_s,
             stuck_s=timeout_s,
-            timeout_key="init_distributed(timeout=...)",
+            timeout_key=timeout_key,
         ).with_environment()
         self._main = threading.get_ident()
         self._begun_s = time.monotonic()
@@ -295,7 +334,7 @@ class Waiting:
     def _diagnosis(self, missing: Sequence[int], waited_s: float, what: str) -> Diagnosis:
         here = Wait("joining", 1, what)
         line = stack_line(self._main)
-        absent = "has not reached init_distributed. Look at its output"
+        absent = f"has not reached {self._call}. Look at its output"
         seen = [
             RankStatus(rank, None, fate="absent", detail=absent, answered=False)
             if rank in missing

@@ -36,7 +36,7 @@ _OWN = (
         _PACKAGE + part + os.sep
         for part in (
             "comm", "watchdog", "device", "memory", "offload", "optim", "precision", "zero", "checkpoint",
-            "engine", "deepspeed", "integrations",
+            "parallel", "engine", "deepspeed", "integrations",
         )
     ),
     _TORCH, threading.__file__, contextlib.__file__,
@@ -85,6 +85,10 @@ _OF_ANYBODY = {
     "load_state": "load",
 }
 _CALLS_OF_TORCH = _TORCH + os.path.join("distributed", "distributed_c10d.py")
+_WAIT_OF_TORCH = (_TORCH + os.path.join("distributed", "_functional_collectives.py"), "wait_tensor")
+"""Where the host waits for a collective of a DTensor."""
+_BLOCKING = (_CALLS_OF_TORCH, _WAIT_OF_TORCH[0], _TORCH + "_ops.py")
+"""Files of the innermost frame in such a call."""
 
 
 @dataclass(frozen=True)
@@ -233,13 +237,19 @@ def call_of_torch(thread: int) -> tuple[FrameType, str] | None:
     """The frame and name of the call of ``torch.distributed`` that the program itself is in, if any."""
     frames = _frames(thread)
     innermost = frame = next(frames, None)
-    if innermost is None or innermost.f_code.co_filename != _CALLS_OF_TORCH:
+    if innermost is None or innermost.f_code.co_filename not in _BLOCKING:
         return None
     name = ""
     while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
-        if frame.f_code.co_filename == _CALLS_OF_TORCH:
-            name = frame.f_code.co_name
+        code = frame.f_code
+        if (
+            code.co_filename == _CALLS_OF_TORCH
+            or (code.co_filename, code.co_name) == _WAIT_OF_TORCH
+        ):
+            name = code.co_name
         frame = next(frames, None)
+    if not name:  # some operation of torch
+        return None
     ours = frame is not None and frame.f_code.co_filename.startswith(_COLLECTIVES)
     return None if ours else (innermost, f"{TORCH}.{name}")
 

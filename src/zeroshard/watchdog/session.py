@@ -7,7 +7,7 @@ import functools
 import json
 import re
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from zeroshard.comm.agreement import (
@@ -30,18 +31,21 @@ from zeroshard.comm.connect import DeviceUse, check_devices, default_store, devi
 from zeroshard.comm.env import run_name
 from zeroshard.comm.flight_recorder import rank_ranges
 from zeroshard.comm.host import Process, new_sockets, open_sockets, shut_down, this_process
+from zeroshard.comm.layer_calls import LayerCalls, forget_layers, watch_layers
 from zeroshard.comm.recorder import Item, Recorder, sweep_recordings
+from zeroshard.comm.stage_messages import Channel, StageMessages, channels_of
 from zeroshard.comm.two_hop import TwoHopComm
 from zeroshard.config.sections import TrustConfig
 from zeroshard.core.mesh import SHARDS, Mesh
 from zeroshard.device.choice import ops_of
-from zeroshard.errors import DistributedError, RankDivergence, RankLost
+from zeroshard.errors import DistributedError, RankDivergence, RankLost, ZeroShardError
 from zeroshard.watchdog.join import own_client, watchdog_of
 from zeroshard.watchdog.lone_reads import LoneReadCheck
 from zeroshard.watchdog.messages import StoreLost, look, watchdog_namespace
 from zeroshard.watchdog.rank_status import Peer
 from zeroshard.watchdog.settings import WatchdogSettings
 from zeroshard.watchdog.tracked_calls import TrackedCalls, calls_of
+from zeroshard.watchdog.uncaught import explain_uncaught, leave_uncaught
 from zeroshard.watchdog.watchdog import Watchdog
 
 P = ParamSpec("P")
@@ -165,18 +169,34 @@ def divergence_text(odd: Sequence[int]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class PipelineLinks:
-    """The process group of one pipeline, in which torch's schedules send messages, and its sockets."""
+    """The messages that torch's schedules send in the process group of one pipeline, and its sockets."""
 
-    group: dist.ProcessGroup
+    messages: StageMessages
     sockets: Mapping[int, str]
     session_watch: SessionWatch | None
 
     @classmethod
-    def open(cls, mesh: Mesh, rank: int, session_watch: SessionWatch | None) -> PipelineLinks:
+    def open(
+        cls,
+        mesh: Mesh,
+        rank: int,
+        session_watch: SessionWatch | None,
+        recorders: Mapping[Channel, Recorder] | None = None,
+    ) -> PipelineLinks:
         """Connect the pipelines of a mesh. Collective over all ranks."""
         before = open_sockets()
         group = _own_group(mesh.groups({"pipeline"}), rank)
-        return cls(group, new_sockets(before), session_watch)
+        assert group is not None  # every rank is in one pipeline
+        if recorders is None:
+            messages = StageMessages.unwatched(group)
+        else:
+            messages = StageMessages(group, recorders)
+        return cls(messages, new_sockets(before), session_watch)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group of the pipeline."""
+        return self.messages.group
 
     def abort(self) -> None:
         """Make the waits of the other ranks for a message of this rank fail now."""
@@ -202,7 +222,8 @@ class CommSession:
     recorder: there is one order of calls. Their ranks are a shard group; if it has replicas, they have
     two hops, and the second hop has a recorder of its own. ``world``
     connects all ranks; without a mesh it is ``gathers``. Else it has a recorder of its own, because the
-    groups of a mesh may call different collectives.
+    groups of a mesh may call different collectives. ``ties``: for each set of pipeline ranks that hold
+    a tied weight and of which this rank's is one, the ranks that hold the same part of it.
     ``control_group`` exchanges small texts while a rank may wait for a disk. ``session_watch`` is None
     without a watchdog.
     """
@@ -211,17 +232,21 @@ class CommSession:
     reductions: Comm
     world: Comm
     tensor: Comm | None = None
+    ties: dict[tuple[int, ...], Comm] = field(default_factory=dict)
     session_watch: SessionWatch | None = None
     make_control_group: Callable[[], ControlGroup] = ControlGroup
     groups: list[dist.ProcessGroup] = field(default_factory=list)  # destroyed with the session
     sockets: Mapping[int, str] = field(default_factory=dict)  # of ``groups``
     pipeline: PipelineLinks | None = None  # between the ranks that hold the stages of one model
+    layers: Recorder | None = None  # of the collectives of layers, in the program's tensor groups
 
-    def place(self, kind: str, comms: Sequence[Comm]) -> None:
-        """Use ``comms`` for the groups of ``kind``: "holders", then "replicas"; "tensor"."""
-        if kind == "tensor":
+    def place(self, kind: _Kind, comms: Sequence[Comm]) -> None:
+        """Use ``comms`` for this rank's group of one kind: "holders", then "replicas"."""
+        if kind.tie:
+            self.ties[kind.tie] = comms[0]
+        elif kind.name == "tensor":
             self.tensor = comms[0]
-        elif kind == "holders":
+        elif kind.name == "holders":
             self.gathers, self.reductions = comms[0], comms[-1]
         else:
             inner = (self.gathers, self.reductions)
@@ -258,7 +283,7 @@ class CommSession:
     @property
     def comms(self) -> list[Comm]:
         """Each communicator once, also the hops of one that has two."""
-        comms = (self.tensor, self.reductions, self.gathers, self.world)
+        comms = (*self.ties.values(), self.tensor, self.reductions, self.gathers, self.world)
         hops = [part for comm in comms for part in (comm, *getattr(comm, "hops", ()))]
         return list({id(comm): comm for comm in hops if comm is not None}.values())
 
@@ -287,14 +312,50 @@ class CommSession:
             try:
                 return call(*args, **kwargs)
             except RuntimeError as error:
-                found = None
-                if self.session_watch is not None and _CONNECTION.search(str(error)):
-                    found = self.session_watch.ask()
-                if found is None:
+                if (found := self.explanation(error)) is None:
                     raise
                 raise found from error
 
         return guarded
+
+    def explanation(self, error: BaseException | None) -> Exception | None:
+        """The diagnosis of all ranks for an error of torch's transports; None: it is another error."""
+        if self.session_watch is None or isinstance(error, ZeroShardError):
+            return None
+        if not isinstance(error, RuntimeError) or not _CONNECTION.search(str(error)):
+            return None
+        return self.session_watch.ask()
+
+    def watch_layers(self, groups: Iterable[dist.ProcessGroup]) -> None:
+        """Record the collectives of layers in these groups, which the program opened for tensor ranks."""
+        if self.layers is None:
+            return
+        weak = weakref.ref(self)
+
+        def explanation(error: RuntimeError) -> Exception | None:
+            session = weak()
+            return None if session is None else session.explanation(error)
+
+        for group in groups:
+            watch_layers(group, LayerCalls(self.layers, explanation))
+
+    def texts_of_all(self, texts: Sequence[str], device: torch.device, *, topic: str) -> list[str]:
+        """The texts of all ranks, each once, in the order of ranks. Collective.
+
+        Costs one small exchange of numbers if no rank has a text.
+        """
+        own = torch.tensor([float(len(texts))], dtype=torch.float64, device=device)
+        counts = self.world.all_gather_small(own, name=topic)
+        if isinstance(counts, FakeTensor) or not counts.any():
+            return list(texts)
+        rows = self.control_group.gather(json.dumps(list(texts)), topic=topic)
+        united = None
+        if rows is not None:
+            united = json.dumps(
+                list(dict.fromkeys(text for row in rows for text in json.loads(row)))
+            )
+        found: list[str] = json.loads(self.control_group.broadcast(united, topic=topic))
+        return found
 
     def readers(self) -> LoneReadCheck | None:
         """A check whether all ranks read together; None without a watchdog. Every rank has to use it.
@@ -311,13 +372,21 @@ class CommSession:
         Destroying a group of gloo waits for its collectives in flight, which a dead rank never ends.
         """
         shut_down(self.sockets)
+        if self.pipeline is not None:
+            self.pipeline.abort()
 
     def close(self, reason: str = "") -> None:
         """End the watch, then the connections. ``reason``: the error that ended this engine, or ""."""
+        leave_uncaught(self)
         if self.session_watch is not None:
             self.session_watch.close(reason)
         for comm in self.comms:
             comm.close()
+        if self.pipeline is not None:
+            self.pipeline.messages.close()
+        if self.layers is not None:
+            forget_layers(self.layers)
+            self.layers.close()
         if reason:
             self.abort_groups()
         while self.groups:  # closed once more after an error
@@ -335,11 +404,13 @@ def open_session(
     call: str = "initialize",
     separate_reductions: bool = False,
     mesh: Mesh | None = None,
+    ties: Sequence[tuple[int, ...]] = (),
 ) -> CommSession:
     """Open communicators after all ranks have agreed on ``plan``. Collective.
 
     ``call``: the function that the program called. Only ``initialize`` gets a control group. ``mesh``:
-    of all ranks; None: all of them hold the same parameters.
+    of all ranks; None: all of them hold the same parameters. ``ties``: the sets of pipeline ranks that
+    hold a tied weight.
     ``separate_reductions``: gathers and reductions run at the same time, so on NCCL ``initialize`` opens
     a second communicator for reductions.
 
@@ -350,8 +421,9 @@ def open_session(
     """
     settings = trust if isinstance(trust, WatchdogSettings) else WatchdogSettings.from_config(trust)
     settings = settings.with_environment()
+    mesh = mesh or Mesh()
     if not _several(group):
-        return _unwatched(transport, device, group, mesh or Mesh())
+        return _unwatched(transport, device, group, mesh, ties)
     group = group if group is not None else dist.group.WORLD
     assert group is not None  # _several
     ranks = tuple(dist.get_process_group_ranks(group))
@@ -364,11 +436,47 @@ def open_session(
         try:
             peers = _agree(crew, namespace, plan, device_use(group, device))
             purposes = _purposes(call, separate_reductions)
-            return _open(crew, peers, group, transport, device, purposes, mesh or Mesh())
+            return _open(crew, peers, group, transport, device, purposes, mesh, ties)
         except BaseException:
             if watchdog is not None:
                 watchdog.release()
             raise
+
+
+@contextlib.contextmanager
+def set_up_together(
+    call: str, *, trust: TrustConfig, plan: Mapping[str, str]
+) -> Iterator[Callable[[Sequence[int]], None]]:
+    """A context in which all ranks do a part of a set-up, after they have agreed on ``plan``. Collective.
+
+    The watchdog follows it. Waits inside should call what this yields a few times a second: it raises the
+    fatal diagnosis, if there is one. ``call``: what the program called, for messages.
+
+    Raises:
+        RankMismatch: another rank has another plan, makes another call, or failed before.
+        DistributedError: the diagnosis of ranks that did not come.
+    """
+    settings = WatchdogSettings.from_config(trust).with_environment()
+    if not _several(None):
+        yield lambda _missing: None
+        return
+    ranks, me = tuple(range(dist.get_world_size())), dist.get_rank()
+    watchdog = watchdog_of(ranks, settings, _run_space()) if settings.watchdog else None
+    number, namespace = _store_namespace(ranks, me)
+    crew = _Setup(ranks, me, number, call, settings, watchdog)
+    with watchdog.set_up(number + 1, call, settings) if watchdog else contextlib.nullcontext():
+        try:
+            crew.check()
+            agree_plan(
+                namespace, me, len(ranks), {"call": call, **plan},
+                timeout_s=settings.limit_s("setup"), check=crew.check,
+            )  # fmt: skip
+        except DistributedError as error:
+            error.on_all_ranks = True
+            if watchdog is not None:
+                watchdog.release()
+            raise
+        yield crew.check
 
 
 @dataclass(frozen=True, eq=False)
@@ -414,15 +522,21 @@ def _agree(
 
 
 def _unwatched(
-    transport: str, device: torch.device, group: dist.ProcessGroup | None, mesh: Mesh
+    transport: str,
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    mesh: Mesh,
+    ties: Sequence[tuple[int, ...]],
 ) -> CommSession:
     """The session of one rank, or of a fake group, in which one process plays one of many ranks."""
     world = make_comm(transport=transport, device=device, group=group)
     session = CommSession(world, world, world)
-    for kind, ranks in _groups_of(mesh):
-        own = _own_group(ranks, dist.get_rank())
+    for kind in _groups_of(mesh, ties):
+        own = _own_group(kind.groups, dist.get_rank())
+        if own is None:
+            continue
         session.groups.append(own)
-        recorder = Recorder(f"{kind} {rank_ranges(dist.get_process_group_ranks(own))}")
+        recorder = Recorder(f"{kind.name} {rank_ranges(dist.get_process_group_ranks(own))}")
         comm = make_comm(transport=transport, recorder=recorder, group=own, device=device)
         session.place(kind, [comm])
     if mesh.pipeline > 1:
@@ -431,23 +545,36 @@ def _unwatched(
     return session
 
 
-def _groups_of(mesh: Mesh) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
-    """The kinds of groups that a mesh needs besides all ranks, each with its lists of ranks."""
+@dataclass(frozen=True)
+class _Kind:
+    """A kind of groups: lists of ranks. ``tie``: the pipeline ranks that share a tied weight."""
+
+    name: str
+    groups: Sequence[tuple[int, ...]]
+    tie: tuple[int, ...] = ()
+
+
+def _groups_of(mesh: Mesh, ties: Sequence[tuple[int, ...]]) -> Iterator[_Kind]:
+    """The kinds of groups that a mesh needs besides all ranks."""
     if not mesh.is_flat:
-        yield "holders", mesh.groups(SHARDS)
+        yield _Kind("holders", mesh.groups(SHARDS))
     if mesh.data_replicate > 1:
-        yield "replicas", mesh.groups({"data_replicate"})
+        yield _Kind("replicas", mesh.groups({"data_replicate"}))
     if mesh.tensor > 1:
-        yield "tensor", mesh.groups({"tensor"})
+        yield _Kind("tensor", mesh.groups({"tensor"}))
+    for number, tie in enumerate(ties):
+        yield _Kind(f"tied-{number}", mesh.tied_groups(tie), tie)
 
 
-def _own_group(groups: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup:
-    """A new process group over the group of ``rank``. Torch requires that all ranks make all groups."""
+def _own_group(groups: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup | None:
+    """A new process group over the group of ``rank``; None: it is in none.
+
+    Torch requires that all ranks make all groups.
+    """
     own: dist.ProcessGroup | None = None
     for ranks in groups:
         made = dist.new_group(list(ranks), group_desc="zeroshard mesh")
         own = made if rank in ranks else own
-    assert own is not None  # every rank is in one group
     return own
 
 
@@ -489,17 +616,16 @@ class _Opener:
                 break
         return opened
 
-    def open_group(
-        self, kind: str, groups: Sequence[tuple[int, ...]], purposes: Sequence[str]
-    ) -> list[Comm]:
-        """The communicators of this rank's group of ``groups``, which the watch follows."""
+    def watch_group(self, name: str, kind: str, members: tuple[int, ...]) -> Recorder:
+        """A recorder of what ``members`` call or send among themselves, which the watch follows.
+
+        ``kind``: distinguishes its file from those of this rank's other groups.
+        """
         crew, rank = self.crew, self.crew.ranks[self.crew.me]
-        members = next(ranks for ranks in groups if rank in ranks)
         theirs = {
             r: replace(self.peers[r], recording=_beside(self.peers[r], kind)) for r in members
         }
         own = Path(theirs[rank].recording) if theirs[rank].recording else None
-        name = f"{kind} {rank_ranges(members)}"
         recorder = Recorder(
             name, recording=own, ring=crew.settings.ring, rank=rank, group_size=len(members)
         )
@@ -511,10 +637,42 @@ class _Opener:
                     peers=theirs, home=self.home, members=members,
                 )
             )  # fmt: skip
+        return recorder
+
+    def open_layers(self, mesh: Mesh) -> Recorder | None:
+        """A recorder of the collectives of layers; None without tensor ranks."""
+        if mesh.tensor == 1:
+            return None
+        members = mesh.group(self.crew.ranks[self.crew.me], {"tensor"})
+        return self.watch_group(f"layers of {rank_ranges(members)}", "layers", members)
+
+    def open_pipeline(self, mesh: Mesh) -> PipelineLinks:
+        """The pipeline of this rank, whose messages the watch follows."""
+        rank = self.crew.ranks[self.crew.me]
+        recorders = {
+            channel: self.watch_group(
+                channel.name,
+                f"messages-{channel.source}-{channel.target}",
+                (channel.source, channel.target),
+            )
+            for channel in channels_of(mesh.group(rank, {"pipeline"}), rank)
+        }
+        opened = PipelineLinks.open(mesh, rank, self.session_watch, recorders)
+        self.groups.append(opened.group)
+        return opened
+
+    def open_group(self, kind: _Kind, purposes: Sequence[str]) -> list[Comm]:
+        """The communicators of this rank's group, which the watch follows; none if it is in no group."""
+        rank = self.crew.ranks[self.crew.me]
         before = open_sockets()
-        self.groups.append(_own_group(groups, rank))
+        group = _own_group(kind.groups, rank)
+        if group is None:
+            return []
+        self.groups.append(group)
         self.sockets.update(new_sockets(before))
-        return self.open(recorder, self.groups[-1], [f"{kind} {purpose}" for purpose in purposes])
+        members = next(ranks for ranks in kind.groups if rank in ranks)
+        recorder = self.watch_group(f"{kind.name} {rank_ranges(members)}", kind.name, members)
+        return self.open(recorder, group, [f"{kind.name} {purpose}" for purpose in purposes])
 
     def give_up(self, error: BaseException) -> None:
         """Close everything, because the session cannot be opened."""
@@ -534,6 +692,7 @@ def _open(
     device: torch.device,
     purposes: Sequence[str],
     mesh: Mesh,
+    ties: Sequence[tuple[int, ...]],
 ) -> CommSession:
     sweep_recordings()
     settings, rank, size = crew.settings, crew.ranks[crew.me], len(crew.ranks)
@@ -553,23 +712,26 @@ def _open(
     try:
         opened = opener.open(recorder, group, purposes if mesh.is_flat else ("world",))
         session = CommSession(opened[0], opened[-1], opened[0], session_watch=session_watch)
-        for kind, groups in _groups_of(mesh):
-            session.place(
-                kind,
-                opener.open_group(kind, groups, purposes if kind == "holders" else ("exchange",)),
-            )
+        for kind in _groups_of(mesh, ties):
+            wanted = purposes if kind.name == "holders" else ("exchange",)
+            if found := opener.open_group(kind, wanted):
+                session.place(kind, found)
+        session.layers = opener.open_layers(mesh)
         if mesh.pipeline > 1:
-            session.pipeline = PipelineLinks.open(mesh, rank, session_watch)
-            opener.groups.append(session.pipeline.group)
+            session.pipeline = opener.open_pipeline(mesh)
     except BaseException as error:
         opener.give_up(error)
         raise
     session.groups, session.sockets = opener.groups, opener.sockets
+    if not mesh.is_data_only:  # other collectives than the engine's run in the program's calls
+        explain_uncaught(session)
     if crew.call == "initialize":
         session.make_control_group = partial(_control_group, crew, peers, meetings)
     if session_watch is not None:
         if queues_on_device(session.world):
-            for each in session.recorders:
+            messages = session.pipeline.messages.recorders if session.pipeline is not None else {}
+            layers = () if session.layers is None else (session.layers,)
+            for each in (*session.recorders, *messages.values(), *layers):
                 each.watch_device(ops_of(device))
         aborts = [comm.abort for comm in opener.comms if hasattr(comm, "abort")]
         session_watch.start(*aborts, session.abort_groups)

@@ -76,7 +76,8 @@ class GradBuffer:
 
     The optimizer reads ``reduced_S`` where its state is sharded, ``reduced_N`` at stage 0. ``transient``:
     the local sum is freed by its reduction (stages 2 and 3). ``rest``: the gradient store; None keeps the
-    reduced gradient here. ``pipeline_stage``: the stage that has the unit.
+    reduced gradient here. ``pipeline_stage``: the stage that has the unit. None: it is tied over several
+    stages, so backwards of all of them add to ``grads_N``, which is reduced at the end of the step.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class GradBuffer:
         ledger: Ledger,
         transient: bool,
         rest: GradStore | None = None,
-        pipeline_stage: int = 0,
+        pipeline_stage: int | None = 0,
     ) -> None:
         self.unit = unit
         self.pipeline_stage = pipeline_stage

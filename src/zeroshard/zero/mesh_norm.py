@@ -1,14 +1,20 @@
 """The exchange of a step on a mesh: each element counts once, and copies in a tensor group are compared.
 
 Without a mesh each element has one owner. On a mesh a parameter that the tensor dimension does not cut
-has one owner in each tensor coordinate; the owner with coordinate 0 counts it. Every element has an owner
+has one owner in each tensor coordinate; the owner with coordinate 0 counts it. Of tensor coordinates that
+hold the same key/value heads the first counts them. Every element has an owner
 in each replica; the owner in replica 0 counts it. Weights are 0 or 1, so the norm does not depend on
 whether the copies are equal.
+
+A unit that is tied over pipeline ranks is sharded over all their ranks, so each of its elements has one
+owner, replicas included. Its holders are more ranks than the other units' holders, so they exchange its
+flags apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,12 +26,28 @@ from zeroshard.core.mesh import HOLDERS, SHARDS, Mesh
 from zeroshard.device.choice import ops_of
 from zeroshard.device.ops import Event
 from zeroshard.errors import RankDivergence, UsageError
-from zeroshard.zero.clip import Divergence, local_sum_of_squares, on_device
+from zeroshard.zero.clip import BITS, Divergence, local_sum_of_squares, on_device
 
 if TYPE_CHECKING:
     from zeroshard.comm.collectives import Comm
     from zeroshard.zero.gradients import Norms
     from zeroshard.zero.module_order import ModuleOrder
+
+
+@dataclass(frozen=True, eq=False)
+class TiedParts:
+    """What this rank has of the units that are tied over pipeline ranks.
+
+    ``hops``: for each group of such ranks in the model, the communicator and its ranks; None if this rank
+    is not one of them. ``flags``: for each tied parameter of the model, the index of its flag among this
+    rank's flags; None if it is not here or not trained. Both have the same length on every rank.
+    ``positions``: the tied parameters here, by position in the model.
+    """
+
+    hops: Sequence[tuple[Comm, Tensor] | None] = ()
+    flags: Sequence[int | None] = ()
+    positions: frozenset[int] = frozenset()
+
 
 #: After the sum of squares, the world's history, the order of modules and the sum over copies.
 _FIRST_HOP = 4
@@ -35,14 +57,16 @@ class MeshExchange:
     """The exchange on a mesh, over all ranks.
 
     Each rank sends ``[sum of squares that it counts, hash of the world's history, hash of the order of
-    modules, sum over copies, hash of each hop's history, flags...]``, fp64. Copies are the gradients of
-    parameters that every rank of a tensor group holds. The ranks compute them from the same numbers, so
-    the sums must agree. They do not if the ranks train on different samples.
+    modules, sum over copies, hash of each hop's history, flags of tied parameters..., flags...]``, fp64.
+    Copies are the gradients of parameters that every rank of a tensor group holds. The ranks compute them
+    from the same numbers, so the sums must agree. They do not if the ranks train on different samples.
 
     ``holders`` reduces gradients. It has one hop; with replicas it has two: over the shard group, and
-    over the ranks with the same shard. The ranks of a hop compare its history.
+    over the ranks with the same shard. The ranks of a hop compare its history. ``tied``: units with other
+    holders.
 
     ``copied``: by position in the model, the names of parameters that the tensor dimension does not cut.
+    ``uncounted``: positions of parameters that another rank of the tensor group counts.
     ``num_words``: packed flags of this rank. ``dtype``: in which gradients are reduced; sums of copies
     may differ by the square root of its precision, since kernels may add in an order that varies.
     Collective: the ranks agree on the length of the message.
@@ -56,25 +80,35 @@ class MeshExchange:
         *,
         rank: int,
         copied: Mapping[int, str],
+        uncounted: Collection[int],
         num_words: int,
         dtype: torch.dtype,
         device: torch.device,
         divergence: Divergence,
         order: ModuleOrder,
+        tied: TiedParts = TiedParts(),
     ) -> None:
         self._order = order
+        self._tied = tied
+        # [T, K]: what the flag of a tied parameter adds to the packed flags of this rank
+        self._flag_words = torch.zeros(len(tied.flags), num_words, dtype=torch.float64)
+        for row, index in enumerate(tied.flags):
+            if index is not None:
+                self._flag_words[row, index // BITS] = 2.0 ** (index % BITS)
+        self._flag_words = self._flag_words.to(device)
         self._world, self._mesh = world, mesh
-        self._copied = copied
+        self._copied, self._uncounted = copied, frozenset(uncounted)
         self._divergence = divergence
         self._tolerance = torch.finfo(dtype).eps ** 0.5
         self._members = torch.tensor(mesh.group(rank, HOLDERS), device=device)
         at = mesh.coordinate(rank)
-        self._counts, self._counts_copies = at["data_replicate"] == 0, at["tensor"] == 0
+        self._counts = at["data_replicate"] == 0
         hops: Sequence[Comm] = getattr(holders, "hops", (holders,))
-        self._hops = [
+        self._hops: list[tuple[Comm, Tensor] | None] = [
             (hop, torch.tensor(mesh.group(rank, dims), device=device))
             for hop, dims in zip(hops, (SHARDS, {"data_replicate"}), strict=False)
         ]
+        self._hops += tied.hops
         # on an accelerator: the sums of the step before on the host, and the event of their copy
         self._before: tuple[Tensor, Event] | None = None
         sizes = world.all_gather_small(
@@ -99,16 +133,17 @@ class MeshExchange:
         """
         world = self._world
         copies = [norm for at, norm in norms if at in self._copied]
-        counted = [n for at, n in norms if self._counts_copies or at not in self._copied]
+        counted = [norm for at, norm in norms if self._is_counted(at)]
         padding = [0.0] * (self._num_words - len(words))
-        hashes = [hop.recorder.hash32 for hop, _ in self._hops]
+        hashes = [0.0 if hop is None else hop[0].recorder.hash32 for hop in self._hops]
+        flags = [self._flag(words, index) for index in self._tied.flags]
         host = on_device(
-            [world.recorder.hash32, self._order.hash48, *hashes, *words, *padding], device
+            [world.recorder.hash32, self._order.hash48, *hashes, *flags, *words, *padding], device
         )
         of_copies = local_sum_of_squares(copies, device)
         row = torch.cat(
             [
-                local_sum_of_squares(counted if self._counts else [], device).view(1),
+                local_sum_of_squares(counted, device).view(1),
                 host[:2],
                 of_copies.view(1),
                 host[2:],
@@ -118,16 +153,30 @@ class MeshExchange:
         rows = world.all_gather_small(row, name="norm")
         if odd := world.recorder.diverging(rows[:, 1]):
             raise self._divergence(world, odd)
-        for at, (hop, members) in enumerate(self._hops, _FIRST_HOP):
+        for at, compared in enumerate(self._hops, _FIRST_HOP):
+            if compared is None:
+                continue
+            hop, members = compared
             if odd := hop.recorder.diverging(rows[members][:, at]):
                 raise self._divergence(hop, odd)
         if not isinstance(rows, FakeTensor):
             self._check_copies(rows[:, 2:4], norms)
-        return (
-            rows[:, 0].sum(),
-            rows[self._members][:, _FIRST_HOP + len(hashes) :],
-            None if lost_edit is None else rows[:, -1].amax(),
-        )
+        first = _FIRST_HOP + len(hashes)
+        words_WK = rows[self._members][:, first + len(flags) :]
+        if flags:
+            anywhere_T = rows[:, first : first + len(flags)].amax(0)
+            shared_K = torch.zeros_like(words_WK[0])  # of which lost_edit may be the last
+            shared_K[: len(words)] = anywhere_T @ self._flag_words[:, : len(words)]
+            words_WK = torch.cat([words_WK, shared_K.view(1, -1)])
+        return rows[:, 0].sum(), words_WK, None if lost_edit is None else rows[:, -1].amax()
+
+    def _is_counted(self, position: int) -> bool:
+        """Whether this rank counts its part of a parameter, which another one may have as well."""
+        in_replica = self._counts or position in self._tied.positions
+        return in_replica and position not in self._uncounted
+
+    def _flag(self, words: Sequence[float], index: int | None) -> float:
+        return 0.0 if index is None else float(int(words[index // BITS]) >> (index % BITS) & 1)
 
     def _check_copies(self, seen_W2: Tensor, norms: Norms) -> None:
         """Compare inside each tensor group. On an accelerator, what was sent in the step before."""

@@ -5,6 +5,10 @@ order that does not depend on what a rank ran; gradients that did not arrive cou
 Otherwise ranks would start collectives in different orders and wait for each other without end. In a
 pipeline with several stages on a rank, a backward runs through one of them and reduces its buffers only.
 
+A unit that is tied over pipeline stages is reduced once, at the end of the step and after all other
+units. Inside the schedule its holders, which are on several stages, are not at the same place, and a
+collective of them could wait for a message that waits for the collective.
+
 Letters as in :mod:`zeroshard.zero.unit`.
 """
 
@@ -13,6 +17,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -78,8 +83,8 @@ class GradReducer:
         return self.buffers[::-1]
 
     @cached_property
-    def _orders(self) -> dict[int, list[GradBuffer]]:
-        """The buffers of each pipeline stage, in the order of their reductions."""
+    def _orders(self) -> dict[int | None, list[GradBuffer]]:
+        """The buffers of each pipeline stage, in the order of their reductions. None: tied ones."""
         stages = dict.fromkeys(buffer.pipeline_stage for buffer in self.buffers)
         return {stage: [b for b in self.order if b.pipeline_stage == stage] for stage in stages}
 
@@ -96,6 +101,8 @@ class GradReducer:
         for buffer in self._running:
             row = buffer.unit.row
             buffer.begin_backward(row.grad_accum if sums_locally else row.reduce)
+        for buffer in self._orders.get(None, ()):
+            buffer.begin_backward(buffer.unit.row.grad_accum)
 
     def finish_buffer(self, buffer: GradBuffer) -> None:
         """Note that backward gives no more gradients of the unit, and reduce buffers whose turn it is."""
@@ -108,7 +115,7 @@ class GradReducer:
 
     def end_backward(self) -> None:
         """Reduce the remaining buffers in the fixed order, the same on every rank."""
-        for buffer in self._running:
+        for buffer in chain(self._running, self._orders.get(None, ())):
             buffer.copy_waiting()
         self.waiting = not self.reducing
         if self.waiting:

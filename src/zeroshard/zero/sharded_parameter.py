@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import get_gradient_edge
 
-from zeroshard.comm.dtensors import KINDS, global_of, local_of, set_local
+from zeroshard.comm.dtensors import KINDS, global_of, local_of, marked_like, set_local
 from zeroshard.errors import ShardedAccess
 from zeroshard.zero import functorch
 from zeroshard.zero.attached import Attached
@@ -547,7 +547,7 @@ def _full_value(param: nn.Parameter) -> Tensor:
             return full
         into_graph: Any = _ReadAlone if values is None else _ReadFull
         of_graph: Tensor = into_graph.apply(param, full)
-        return of_graph
+        return marked_like(of_graph, param) if type(param) in KINDS else of_graph
 
 
 def _read(param: nn.Parameter) -> Tensor | None:

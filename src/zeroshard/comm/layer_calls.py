@@ -1,0 +1,64 @@
+"""The collectives of layers, in process groups that the program opened, recorded for the watchdog.
+
+A layer that is cut over tensor ranks calls ``torch.distributed`` itself, in the group of the mesh that
+the model was cut with. An engine on a mesh has one recorder for these calls (:func:`watch_layers`), so
+the watchdog can name the call in which a rank waits, and a broken connection becomes the diagnosis of
+all ranks, also in a plain ``loss.backward()``. Without an engine nothing is recorded.
+
+Only calls that use :func:`calls_in` are recorded. torch's own DTensor operations are not.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+from zeroshard.comm.recorder import Item, Recorder
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCalls:
+    """What records the calls in one process group.
+
+    ``explanation(error)``: the diagnosis of all ranks for an error of the transport; None: not known.
+    """
+
+    recorder: Recorder
+    explanation: Callable[[RuntimeError], Exception | None]
+
+    def begin(self, name: str, tensor: Tensor) -> Item:
+        """Record an all-reduce of ``tensor``, which the host waits for until :meth:`end`."""
+        recorder, numel = self.recorder, tensor.numel()
+        item = recorder.enter(recorder.entries("all_reduce")[name], tensor, numel, 2 * numel)
+        recorder.waiting = item
+        return item
+
+    def end(self, item: Item) -> None:
+        """The host goes on. A device is done when the current stream reaches this."""
+        self.recorder.waiting = None
+        self.recorder.note_pending(item)
+
+
+#: Not strong: a program may drop its mesh and its engine without closing the engine.
+_CALLS: weakref.WeakKeyDictionary[dist.ProcessGroup, LayerCalls] = weakref.WeakKeyDictionary()
+
+
+def watch_layers(group: dist.ProcessGroup, calls: LayerCalls) -> None:
+    """Record the calls in ``group`` from now on. The last engine over a group gets them."""
+    _CALLS[group] = calls
+
+
+def forget_layers(recorder: Recorder) -> None:
+    """Record nothing more with ``recorder``."""
+    for group, calls in list(_CALLS.items()):
+        if calls.recorder is recorder:
+            del _CALLS[group]
+
+
+def calls_in(group: dist.ProcessGroup) -> LayerCalls | None:
+    """What records the calls in ``group``; None if no engine watches it."""
+    return _CALLS.get(group)

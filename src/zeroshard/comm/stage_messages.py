@@ -1,0 +1,150 @@
+"""Messages between the ranks of a pipeline, recorded as collectives are.
+
+A *channel* is all that one rank of a pipeline sends to another one, in order. Each of the two has a
+:class:`~zeroshard.comm.recorder.Recorder` of the channel. The sender records a message when it starts to
+send it, the receiver when it starts to receive it. torch matches the messages of a channel by their
+order, so both records are equal as far as both have come. The watchdog can then follow a channel as a
+group of two ranks: it sees that a rank waits for message 7, and that the other rank has started 6.
+
+What a message costs the host besides torch's own call: one record, and two assignments around its wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from zeroshard.comm.recorder import Item, Recorder
+
+
+class Channel(NamedTuple):
+    """The two ends of a channel, as global ranks."""
+
+    source: int
+    target: int
+
+    @property
+    def name(self) -> str:
+        """The same on both ends."""
+        return f"messages from rank {self.source} to rank {self.target}"
+
+
+def channels_of(ranks: Sequence[int], rank: int) -> list[Channel]:
+    """The channels of ``rank`` with its neighbours in a pipeline of ``ranks``, which are in a ring.
+
+    >>> [(channel.source, channel.target) for channel in channels_of([0, 2, 4], 2)]
+    [(0, 2), (2, 0), (2, 4), (4, 2)]
+    """
+    at, size = ranks.index(rank), len(ranks)
+    others = sorted({ranks[at - 1], ranks[(at + 1) % size]} - {rank})
+    found = [
+        channel for other in others for channel in (Channel(other, rank), Channel(rank, other))
+    ]
+    return sorted(found)
+
+
+class StageMessages:
+    """The messages of this rank in the process group of its pipeline.
+
+    ``recorders``: of each channel that this rank is an end of. All tensors of a message have one name.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, recorders: Mapping[Channel, Recorder]) -> None:
+        self.group = group
+        self.recorders = dict(recorders)
+        self._rank = dist.get_rank()
+        self._entries = {
+            channel: each.entries("message") for channel, each in self.recorders.items()
+        }
+        self._arriving: list[tuple[Recorder, Item]] = []
+
+    @classmethod
+    def unwatched(cls, group: dist.ProcessGroup) -> StageMessages:
+        """With recorders in private memory."""
+        channels = channels_of(dist.get_process_group_ranks(group), dist.get_rank())
+        return cls(group, {channel: Recorder(channel.name) for channel in channels})
+
+    def sends(self, name: str, tensors: Sequence[Tensor], target: int) -> list[dist.P2POp]:
+        """The operations that send ``tensors``, for torch to start."""
+        return self._operations(dist.isend, name, tensors, target, Channel(self._rank, target))
+
+    def receives(self, name: str, tensors: Sequence[Tensor], source: int) -> list[dist.P2POp]:
+        """The operations that receive into ``tensors``, for torch to start."""
+        return self._operations(dist.irecv, name, tensors, source, Channel(source, self._rank))
+
+    def send(self, name: str, tensor: Tensor, target: int, tag: int) -> Any:
+        """Start to send a tensor now. The result has ``wait``."""
+        channel = Channel(self._rank, target)
+        return self._start(
+            dist.isend, channel, name, tensor, group=self.group, tag=tag, group_dst=self._at(target)
+        )
+
+    def receive(self, name: str, tensor: Tensor, source: int, tag: int) -> None:
+        """Receive a tensor. Returns when it has arrived."""
+        channel = Channel(source, self._rank)
+        self._start(
+            dist.irecv, channel, name, tensor, group=self.group, tag=tag, group_src=self._at(source)
+        ).wait()
+
+    def note_arrivals(self) -> None:
+        """On a device: note that what was received so far has arrived when the stream reaches this."""
+        for recorder, item in self._arriving:
+            recorder.note_pending(item)
+        self._arriving.clear()
+
+    def close(self) -> None:
+        """Remove the files of the recordings."""
+        for recorder in self.recorders.values():
+            recorder.close()
+
+    def _at(self, rank: int) -> int:
+        return dist.get_group_rank(self.group, rank)
+
+    def _operations(
+        self, call: Any, name: str, tensors: Sequence[Tensor], peer: int, channel: Channel
+    ) -> list[dist.P2POp]:
+        made = [dist.P2POp(call, tensor, peer, self.group) for tensor in tensors]
+        for each in made:
+            if each.tensor.device.type == "cpu":
+                # torch's schedules start an operation by calling its attribute ``op``.
+                each.op = partial(self._start, call, channel, name)
+            else:  # torch batches those that it knows, and a wait does not block the host
+                recorder, item = self._record(channel, name, each.tensor)
+                if call is dist.irecv:
+                    self._arriving.append((recorder, item))
+        return made
+
+    def _record(self, channel: Channel, name: str, tensor: Tensor) -> tuple[Recorder, Item]:
+        recorder, numel = self.recorders[channel], tensor.numel()
+        sent = numel if channel.source == self._rank else 0
+        return recorder, recorder.enter(self._entries[channel][name], tensor, numel, sent)
+
+    def _start(self, call: Any, channel: Channel, name: str, tensor: Tensor, **where: Any) -> Any:
+        recorder, item = self._record(channel, name, tensor)
+        if call is dist.isend and "group_src" in where:  # torch names the peer so in mixed batches
+            where["group_dst"] = where.pop("group_src")
+        return _Message(call(tensor, **where), recorder, item)
+
+
+class _Message:
+    """A message in flight."""
+
+    __slots__ = ("_item", "_recorder", "_work")
+
+    def __init__(self, work: Any, recorder: Recorder, item: Item) -> None:
+        self._work = work
+        self._recorder = recorder
+        self._item = item
+
+    def wait(self) -> None:
+        """Return when it was sent, or has arrived."""
+        recorder = self._recorder
+        recorder.waiting = self._item
+        try:
+            self._work.wait()
+        finally:
+            recorder.waiting = None

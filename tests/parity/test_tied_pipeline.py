@@ -1,0 +1,83 @@
+"""Weights that are tied over pipeline stages train like plain PyTorch in one process."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from support import pipeline_models as models
+from torch import Tensor, nn
+
+from zeroshard import Engine
+from zeroshard.parallel import pipeline
+from zeroshard.testing import on_ranks
+
+STEPS = 4
+PER_RANK = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "LoopedBFS": 2}
+SPLITS = {1: ["layers.3"], 2: ["layers.1", "layers.3", "layers.5"]}
+TIED = {"embed.weight", "layers.0.up.weight"}
+
+
+def cut(
+    model: nn.Module, schedule: str = "1F1B", split: list[str] | None = None, **keys: Any
+) -> Any:
+    return pipeline(
+        model,
+        split=split or SPLITS[PER_RANK[schedule]],
+        order=models.ORDER,
+        loss_fn=models.loss_fn,
+        schedule=schedule,
+        **keys,
+    )
+
+
+def decoder(recompute: bool = False) -> nn.Module:
+    return models.Decoder(recompute, tied=True).double()
+
+
+@functools.cache
+def expected(dp_size: int) -> tuple[dict[str, Tensor], list[float], list[float]]:
+    return models.train_plainly(STEPS, tied=True, dp_size=dp_size)
+
+
+def check_training(engine: Engine) -> None:
+    params, plain_losses, plain_norms = expected(engine.dp_size)
+    feed, losses, norms = models.data(STEPS, engine.dp_rank), [], []
+    for _ in range(STEPS):
+        losses.append(float(engine.train_batch(feed)))
+        norms.append(float(engine.last_step.grad_norm))
+    assert losses == pytest.approx(plain_losses, rel=1e-12)
+    assert norms == pytest.approx(plain_norms, rel=1e-14)
+    for name, value in engine.iter_full_params():
+        error = (value - params[name]).abs().max() / params[name].abs().max()
+        assert error <= 1e-12, (name, float(error))
+
+
+def held_alike(engine: Engine) -> set[str]:
+    """The parameters that this rank shares with all others, after a check that they have equal bits."""
+    values = {name: value.clone() for name, value in engine.iter_full_params() if name in TIED}
+    flat = torch.cat([values[name].flatten() for name in sorted(values)])
+    rows = engine._watch.world.all_gather_small(flat, name="test")
+    assert torch.equal(rows, rows[:1].expand_as(rows))
+    return set(values)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("schedule", PER_RANK)
+@on_ranks(4)
+def test_tied_weights_train_like_plain_pytorch(schedule, stage):
+    """With several stages per rank, both stages of the second tie are on pipeline rank 0."""
+    for gather, reduce, recompute in itertools.product(
+        ("micro_batch", "step") if stage == 3 else ("micro_batch",),
+        ("micro_batch", "step") if stage >= 2 else ("micro_batch",),
+        (False, True),
+    ):
+        model = cut(decoder(recompute), schedule, gather=gather, reduce=reduce)
+        keys = models.config(stage, parallel={"pipeline": 2})
+        with Engine(model, config=keys, optimizer=models.adamw) as engine:
+            check_training(engine)
+            if PER_RANK[schedule] == 1:
+                assert held_alike(engine) == TIED
