@@ -18,10 +18,11 @@ PIP   := $(BIN)/python -m pip install
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup train check test test-programs lint bench docs-config docs-compat clean
+.PHONY: help setup train train-3d check test test-programs lint bench docs-config docs-compat clean
 
 help:
 	@echo "make train        train a GPT on real text under ZeRO-3 (RANKS=2, ARGS='--size tiny')"
+	@echo "make train-3d     train it over pipeline 2 x data 2 x tensor 2 ranks, and compare with one rank"
 	@echo "make check        style, format, types and the smoke tests, for every commit"
 	@echo "make test         run every test (ARGS='tests/unit -k layout')"
 	@echo "make test-programs  install TRL, LLaMA-Factory, ms-swift and DeepSpeed, and run their programs"
@@ -47,6 +48,11 @@ $(READY): constraints.txt pyproject.toml
 
 train: $(READY)
 	$(BIN)/zeroshard launch --nproc $(RANKS) examples/train_gpt/train.py $(ARGS)
+
+# Eight ranks, then one rank, which compares its losses with theirs and loads their checkpoint.
+train-3d: $(READY)
+	$(BIN)/zeroshard launch --nproc 8 examples/train_3d/train.py $(ARGS)
+	$(BIN)/python examples/train_3d/train.py --compare $(ARGS)
 
 # Only the files that hold smoke tests are collected; collecting all takes longer than these tests.
 check: lint

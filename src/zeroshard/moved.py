@@ -209,6 +209,7 @@ CLASSES = {  # module of today: old name -> new name, or "module:name" where tha
         "DIRECTORY": "config.fields:DIRECTORY",
         "STAGE": "config.fields:STAGE",
     },
+    "deepspeed.engine": {"initialize": "deepspeed.entry:initialize"},
     "deepspeed.lone_reads": {"LonelyReads": "LoneReads"},
     "device.copy_streams": {
         "Arrival": "CopyHandle",

@@ -489,6 +489,8 @@ def misuse(call: str, accelerator: Any, model: Any, optimizer: Any, whole: Any) 
             from accelerate import FullyShardedDataParallelPlugin
 
             type(accelerator)(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin())
+        case "tensor ranks":
+            type(accelerator)(cpu=True, config={"tensor_parallel": {"autotp_size": 2}})
 
 
 @pytest.mark.parametrize(
@@ -513,6 +515,7 @@ def misuse(call: str, accelerator: Any, model: Any, optimizer: Any, whole: Any) 
         ("group", "before accelerator.prepare"),
         ("join", "even_batches=True"),
         ("plug-in", "fsdp_plugin=...): ZeroShard shards the model itself"),
+        ("tensor ranks", "tensor_parallel.autotp_size: 2, so these ranks must train on the same"),
     ],
 )  # fmt: skip
 def test_mistakes_are_refused_with_what_to_do(call, says):

@@ -1,4 +1,4 @@
-"""The program in ``docs/pipeline.md`` runs, on two pipeline ranks and on one."""
+"""The programs in ``docs/pipeline.md`` run, on two pipeline ranks and on one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import pytest
 from zeroshard.testing import run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "pipeline.md"
+STAGES = ('"pipeline": 2', "num_stages=2")
+"""What says in each program how many pipeline ranks there are."""
 
 
 def run(code: str) -> None:
@@ -17,7 +19,10 @@ def run(code: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_program_of_the_page_runs(ranks):
-    (code,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
-    assert code.count('"pipeline": 2') == 1
-    run_ranks(run, ranks, code.replace('"pipeline": 2', f'"pipeline": {ranks}'))
+@pytest.mark.parametrize("program", range(len(STAGES)))
+def test_the_programs_of_the_page_run(program, ranks):
+    found = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert len(found) == len(STAGES)
+    code, stages = found[program], STAGES[program]
+    assert code.count(stages) == 1
+    run_ranks(run, ranks, code.replace(stages, stages.replace("2", str(ranks))))

@@ -92,13 +92,13 @@ def stop(what: str) -> None:
         time.sleep(30.0)
 
 
-def train_until_it_stops(what: str, at: int) -> tuple[str, float]:
+def train_until_it_stops(what: str, at: int, ranks: int) -> tuple[str, float]:
     """The text of the error after rank ``at`` stops in the forward of micro-batch 2, and the seconds."""
-    whole = models.Decoder()
-    place = 1 if at == 0 else 4
-    whole.layers[place] = layer = Stopping(whole.layers[place])
-    model = pipeline(whole, split=["layers.3"], order=models.ORDER, loss_fn=models.loss_fn)
-    config = models.config(1, parallel={"pipeline": 2}, trust=QUICK)
+    whole, size = models.Decoder(), models.DEPTH // ranks
+    whole.layers[at * size] = layer = Stopping(whole.layers[at * size])
+    split = [f"layers.{rank * size}" for rank in range(1, ranks)]
+    model = pipeline(whole, split=split, order=models.ORDER, loss_fn=models.loss_fn)
+    config = models.config(1, parallel={"pipeline": ranks}, trust=QUICK)
     config["units"] = ["Stopping", "Embedding"]
     with Engine(model, config=config, optimizer=models.adamw) as engine:
         layer.what = what if engine.global_rank == at else ""
@@ -111,24 +111,26 @@ def train_until_it_stops(what: str, at: int) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("what", "at", "kind", "owed"),
+    ("what", "at", "ranks", "kind", "owed"),
     [
         # A message is sent when the other stage begins to receive it.
-        ("frozen", 1, "RankFrozen", "forward of micro-batch 3, stage 0 to 1"),
-        ("slow", 0, "RankLate", "backward of micro-batch 1, stage 1 to 0"),
+        ("frozen", 1, 2, "RankFrozen", "forward of micro-batch 3, stage 0 to 1"),
+        ("slow", 2, 3, "RankLate", "stage "),
     ],
 )
 def test_a_stage_that_stops_is_named_with_the_message_that_it_owes(
-    what, at, kind, owed, monkeypatch
+    what, at, ranks, kind, owed, monkeypatch
 ):
     monkeypatch.setenv("ZEROSHARD_STALL_S", "0.4")
     died = {at: signal.SIGSTOP if what == "frozen" else None}
-    results = run_ranks(train_until_it_stops, 2, what, at, expect_death=died, timeout=40)
-    text, seconds = results[1 - at]
-    assert kind in text
-    assert f"  rank {at}" in text
-    assert f"rank {1 - at}: waiting in message {owed!r}" in text
-    assert seconds < 12.0
+    results = run_ranks(train_until_it_stops, ranks, what, at, ranks, expect_death=died, timeout=40)
+    for text, seconds in results[:at]:  # the last stage stops
+        assert kind in text
+        assert f"\n  rank {at}" in text
+        assert ": waiting in message '" in text
+        assert owed in text
+        assert seconds < 12.0
+    assert len({text for text, _ in results[:at]}) == 1
 
 
 class WithSpare(nn.Module):

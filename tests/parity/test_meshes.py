@@ -1,5 +1,6 @@
 """What training on a mesh is combined with: 16 bit, offload, recomputed blocks, odd numbers of ranks,
-models on the meta device, uneven batches. The numbers are those of one plain process."""
+models on the meta device, edits, exports, loaders, uneven batches. The numbers are those of one plain
+process."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from support.edge_case_models import Case
 from support.mesh_runs import (
     CLIP,
@@ -36,7 +38,8 @@ from zeroshard.core.mesh import Mesh
 from zeroshard.engine.data import loader_for
 from zeroshard.errors import UnevenBatches
 from zeroshard.parallel.initial_values import draw_values
-from zeroshard.testing import on_ranks
+from zeroshard.testing import on_ranks, run_ranks
+from zeroshard.zero import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
 PIPELINE = Mesh(pipeline=2, data_shard=2)
 TENSOR = Mesh(data_shard=2, tensor=2)
@@ -95,8 +98,23 @@ def test_three_ranks(stage):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @on_ranks(8, timeout=100)
 def test_replicas_of_a_pipeline(stage):
+    """Also the elements that a rank sends on each of the two hops of its stage in one step."""
     with open_engine(PIPELINE_REPLICAS, stage, model=build(torch.float64)) as engine:
         check(engine)
+        recorders = {recorder.group.split()[0]: recorder for recorder in engine._watch.recorders}
+        for recorder in recorders.values():
+            recorder.reset_traffic()
+        train(engine, 1)
+        for unit in engine.runtime.units:
+            unit.wait_for_unshard()
+        N = sum(unit.layout.full_numel for unit in engine.runtime.units)
+        S, reductions = N // 2, MICRO_BATCHES if stage >= 2 else 1
+        inner, outer = recorders["holders"].sent_numel, recorders["replicas"].sent_numel
+        assert inner["reduce_scatter"] == reductions * (N - S)
+        if stage < 3:
+            assert inner["all_gather"] == N - S
+        sent = {op: numel for op, numel in outer.items() if numel}
+        assert sent == dict.fromkeys(("reduce_scatter", "all_gather"), reductions * S / 2)
 
 
 # -- offload ---------------------------------------------------------------------------------------
@@ -216,6 +234,85 @@ def test_an_overflow_of_one_stage_is_a_skipped_step_on_all_ranks(stage):
         assert float(engine.scaler.scale) == 128.0
         after = everything(engine)
         assert differences(after, before) == [name for name in after if name.endswith("seen")]
+
+
+RULES: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"bf16": {"enabled": True}},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
+    "sums in bf16": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}},
+    "bf16 master": {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}},
+    "norms in fp32": {
+        "bf16": {"enabled": True}, "data_types": {"keep_in_fp32_modules": ["*norm*"]}
+    },
+    "prescaled": {"prescale_gradients": True, "gradient_predivide_factor": 2.0},
+    "warm-up": {
+        "scheduler": {
+            "type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 0.02}
+        }
+    },
+}  # fmt: skip
+
+
+def under_every_rule(mesh: Mesh, stage: int) -> dict[str, tuple[dict[str, Tensor], list[Any]]]:
+    found = {}
+    for name, keys in RULES.items():
+        with open_engine(mesh, stage, **keys) as engine:
+            norms = train(engine, 3)
+            last = engine.last_step
+            counts = [engine.global_samples, engine.micro_steps, last.lr, last.loss_scale]
+            values = {fqn: value.clone() for fqn, value in engine.iter_full_params()}
+            found[name] = values, [*norms, *counts]
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_two_stages_give_the_bits_of_one_rank(stage):
+    """Without data-parallel ranks no sum is formed in another order, under any rule of precision."""
+    (alone,) = run_ranks(under_every_rule, 1, Mesh(), stage)
+    parts = run_ranks(under_every_rule, 2, Mesh(pipeline=2), stage)
+    for name, (values, numbers) in alone.items():
+        assert differences(parts[0][name][0] | parts[1][name][0], values) == [], name
+        assert parts[0][name][0].keys() | parts[1][name][0].keys() == values.keys()
+        for part in parts:
+            assert part[name][1] == pytest.approx(numbers, rel=1e-6), name
+
+
+# -- reads, edits and exports ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(8, timeout=100)
+def test_edits_of_whole_tensors_reach_all_parts_in_three_dimensions(stage):
+    shapes = {name: param.shape for name, param in build().named_parameters()}
+    with open_engine(THREE, stage, bf16={"enabled": True}) as engine:
+        train(engine, 1)
+        wanted = {}
+        for name, param in engine.module.named_parameters():
+            value = torch.arange(float(shapes[name].numel())).view(shapes[name]) / 64
+            safe_set_full_fp32_param(param, value)
+            safe_set_full_optimizer_state(param, value + 1, "exp_avg")
+            wanted |= {
+                name: value.bfloat16(), f"{name} master": value, f"{name} exp_avg": value + 1
+            }  # fmt: skip
+        assert differences(wanted, everything(engine)) == []
+        engine.offload_states()
+        engine.reload_states()
+        assert differences(wanted, everything(engine)) == []
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(4)
+def test_exports_have_whole_tensors(stage, tmp_path):
+    for mesh in (TENSOR, REPLICAS):
+        with open_engine(mesh, stage, bf16={"enabled": True}) as engine:
+            train(engine, 1)
+            engine.save_16bit_model(str(tmp_path), f"{mesh.tensor}.safetensors")
+            expected = everything(engine)
+            if engine.global_rank == 0:
+                found = load_file(tmp_path / f"{mesh.tensor}.safetensors")
+                assert {name for name, _ in build().named_parameters()} <= found.keys()
+                assert differences(found, expected) == []
 
 
 # -- the meta device -------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from zeroshard.deepspeed import activations
-from zeroshard.deepspeed.engine import initialize
+from zeroshard.deepspeed.entry import initialize
 from zeroshard.errors import UsageError
 from zeroshard.parallel.tensor_plan import tensor_parallel
 from zeroshard.testing import on_ranks

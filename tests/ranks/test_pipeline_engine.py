@@ -21,6 +21,7 @@ from zeroshard.errors import (
     ZeroShardError,
 )
 from zeroshard.parallel import pipeline
+from zeroshard.parallel.schedules import SCHEDULES
 from zeroshard.testing import on_ranks
 
 PER_RANK = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "LoopedBFS": 2}
@@ -87,6 +88,19 @@ def test_traffic_of_a_step_in_the_group_of_each_stage(schedule):
             gathered, reduced = traffic(engine)
             assert reduced == (1 if reduce == "step" else count)
             assert gathered == count * (2 * psi - spared) / psi  # backward reads no embedding
+    with opened(3, schedule) as engine:
+        block = next(u.layout.full_numel for u in engine.runtime.units if "layers." in u.name)
+        kept = block * turns(schedule, engine.mesh.coordinate(engine.global_rank)["pipeline"])
+        expected = count * (2 * psi - spared) - kept
+        assert traffic(engine) == (expected / psi, count)
+
+
+def turns(schedule: str, rank: int) -> int:
+    """How often a rank runs a stage forward and at once backward: its last block stays gathered."""
+    own = SCHEDULES[schedule].actions(2, PER_RANK[schedule], models.COUNT)[rank]
+    return sum(
+        (a.kind, b.kind) == ("F", "B") and a.stage == b.stage for a, b in itertools.pairwise(own)
+    )
 
 
 @on_ranks(4)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zeroshard.comm.stage_messages import StageMessages
 from zeroshard.errors import UsageError
 from zeroshard.parallel import pipeline
 from zeroshard.parallel.pipeline_stage import ZeroStage, open_schedule, run_schedule
@@ -29,7 +30,9 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean() / COUNT
 
 
-def opened(name: str, model: Any = None) -> tuple[Any, list[ZeroStage], nn.Module]:
+def opened(
+    name: str, model: Any = None, messages: StageMessages | None = None
+) -> tuple[Any, list[ZeroStage], nn.Module]:
     per_rank = 2 if SCHEDULES[name].several else 1
     part = pipeline(model or build(), split=["1", "2", "3"] if per_rank == 2 else ["2"])
     part.keep(dist.get_rank(), 2)
@@ -42,6 +45,7 @@ def opened(name: str, model: Any = None) -> tuple[Any, list[ZeroStage], nn.Modul
             group=dist.group.WORLD,
             forward=module,
             around_backward=lambda _last: contextlib.nullcontext(),
+            messages=messages,
         )
         for index, module in part.kept.items()
     ]
@@ -137,3 +141,26 @@ def test_only_tensors_can_be_sent():
         as_tensors(Text()(torch.ones(1)), 3)
     with pytest.raises(UsageError, match="returned 9 tensors"):
         as_tensors((torch.ones(1),) * 9, 0)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@on_ranks(2)
+def test_both_ends_of_a_channel_record_the_same_messages(name):
+    """Else the watchdog would compare histories that differ although nothing is wrong."""
+    messages = StageMessages.unwatched(dist.group.WORLD)
+    parts = opened(name, messages=messages)
+    for step, length in enumerate((8, 6)):
+        run(parts, step, length, backward=True)
+    own = {
+        channel.name: [(r.name, r.nbytes, r.history) for r in recorder.records()]
+        for channel, recorder in messages.recorders.items()
+    }
+    everyone: list[Any] = [None] * 2
+    dist.all_gather_object(everyone, own)
+    assert everyone == [own] * 2
+    forth = [name for name, *_ in own["messages from rank 0 to rank 1"]]
+    assert forth[0] == "shapes, stage 0 to 1"
+    assert forth.count("forward of micro-batch 1, stage 0 to 1") == 2
+    if SCHEDULES[name].several:
+        assert forth.count("backward of micro-batch 0, stage 2 to 1") == 2
+    assert all(recorder.waiting is None for recorder in messages.recorders.values())

@@ -36,6 +36,7 @@ LAYERS = [  # from the bottom
     {"zero"},
     {"checkpoint", "parallel"},
     {"engine"},
+    {"planner"},
     {"deepspeed"},
     {"integrations"},
     {"cli"},

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from zeroshard.comm.dtensors import HEAD_DIMS
 from zeroshard.core.mesh import DIMS, Mesh
@@ -79,7 +81,7 @@ def mesh_sources(
     if mesh_param is not None:
         found.append(mesh_from_mesh_param(mesh_param))
     if isinstance(model, nn.Module):
-        found.append(mesh_from_model(model))
+        found += [getattr(model, "mesh_source", None), mesh_from_model(model)]
     return tuple(source for source in found if source is not None)
 
 
@@ -103,6 +105,13 @@ def mesh_from_mesh(mesh: Mesh) -> MeshSource:
     return MeshSource("mesh=", tuple(Claim((dim,), getattr(mesh, dim), "mesh=") for dim in DIMS))
 
 
+def _ranks_of(device_mesh: Any) -> np.ndarray[Any, Any]:
+    """The ranks of a device mesh, in its shape. A fake mode does not hide them."""
+    with unset_fake_temporarily():
+        ranks: np.ndarray[Any, Any] = device_mesh.mesh.numpy()
+    return ranks
+
+
 def mesh_from_device_mesh(device_mesh: Any, name: str = "mesh=") -> MeshSource:
     """The sizes and the order of the ranks of a torch ``DeviceMesh``.
 
@@ -112,7 +121,7 @@ def mesh_from_device_mesh(device_mesh: Any, name: str = "mesh=") -> MeshSource:
     Raises:
         UsageError: it has no names, an unknown name, or two names for the same dimension.
     """
-    names, shape = device_mesh.mesh_dim_names, tuple(device_mesh.mesh.shape)
+    names, shape = device_mesh.mesh_dim_names, tuple(_ranks_of(device_mesh).shape)
     if not names:
         raise UsageError(
             f"{name} is a device mesh of shape {shape} without names, so it is unknown what its "
@@ -135,7 +144,7 @@ def mesh_from_device_mesh(device_mesh: Any, name: str = "mesh=") -> MeshSource:
                 )
             taken[dim] = axis
     said = [f"{axis!r} of {name}" for axis in names]
-    return _of_axes(name, said, axes, shape, device_mesh.mesh.flatten().tolist())
+    return _of_axes(name, said, axes, shape, _ranks_of(device_mesh).flatten().tolist())
 
 
 def _of_axes(
@@ -213,7 +222,7 @@ def mesh_from_model(model: nn.Module) -> MeshSource | None:
         ):  # q of the same layer is on the whole tensor group
             continue
         of = f"the device mesh of the parameter {name}"
-        ranks = device_mesh.mesh
+        ranks = _ranks_of(device_mesh)
         if device_mesh.mesh_dim_names is None and ranks.ndim == 1:
             source = _of_axes(of, [of], [("tensor",)], ranks.shape, ranks.tolist())
         else:

@@ -461,7 +461,7 @@ class Config(Section):
     wandb: side.WandbConfig = honour(side.WandbConfig, "Send metrics to Weights & Biases.")
     comet: side.CometConfig = honour(side.CometConfig, "Send metrics to Comet.")
     trackio: side.TrackioConfig = later(side.TrackioConfig, "Send metrics to Trackio.")
-    pipeline: side.PipelineConfig = not_yet(side.PipelineConfig, "Pipeline parallelism.")
+    pipeline: side.PipelineConfig = honour(side.PipelineConfig, "Layers of a PipelineModule.")
     tensor_parallel: side.TensorParallelConfig = not_yet(
         side.TensorParallelConfig, "Tensor parallelism."
     )

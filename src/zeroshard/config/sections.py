@@ -239,10 +239,12 @@ class TrackioConfig(Section):
 
 
 class PipelineConfig(Section):
-    activation_checkpoint_interval: Natural = not_yet(
-        0, "Number of layers per activation checkpoint. 0: no checkpoints."
+    activation_checkpoint_interval: Natural = honour(
+        0, "Layers of a PipelineModule in one activation checkpoint. 0: its argument decides."
     )
-    use_reentrant: Flag = not_yet(True, "Which implementation of activation checkpointing is used.")
+    use_reentrant: Flag = honour(
+        True, "Which implementation of activation checkpointing is used, if the interval is given."
+    )
     pipe_partitioned: Flag = accept(True, "Split activations over tensor-parallel ranks.")
     grad_partitioned: Flag = accept(
         True, "Split the gradients of activations over tensor-parallel ranks."

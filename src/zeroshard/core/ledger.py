@@ -65,3 +65,9 @@ class Ledger:
     def peak(self, category: str, tier: Tier = Tier.DEVICE) -> int:
         """The most bytes that the category has held."""
         return self._peak[category, tier.name]
+
+    def totals(self, *, but: str = "") -> tuple[int, int]:
+        """Live bytes in all tiers, and those on the device, without the category ``but``."""
+        device = Tier.DEVICE.name
+        counted = [(tier, held) for (name, tier), held in self._total.items() if name != but]
+        return sum(n for _, n in counted), sum(n for tier, n in counted if tier == device)

@@ -62,7 +62,8 @@ _CHECKPOINT_ENGINE, _PROFILING, _TILED_MLP = (
 _CHECKPOINT_CONSTANTS, _DISTRIBUTED = _HERE + "checkpoint_constants", _HERE + "distributed"
 _CONSOLIDATE, _TIMERS = _HERE + "consolidate", _HERE + "timers"
 _ESTIMATES, _LOGS, _GROUPS = _HERE + "estimates", _HERE + "logs", _HERE + "groups"
-_TOPOLOGY = _HERE + "topology"
+_TOPOLOGY, _LAYER_SPECS = _HERE + "topology", _HERE + "layer_specs"
+_PIPE_MODULE, _PIPE_ENGINE = _HERE + "pipeline_module", _HERE + "pipeline_engine"
 _COMM, _ACCESS = "zeroshard.deepspeed.collectives", "zeroshard.zero.access"
 _SCHEDULES = "zeroshard.optim.schedulers"
 _TO_FP32 = "zeroshard.checkpoint.zero_to_fp32"
@@ -75,7 +76,20 @@ _SAFE = " ".join(
 )
 
 _WORKING: tuple[tuple[str, str, str], ...] = (  # module, home, names; "theirs=ours" where they differ
-    ("", _ENGINE, "initialize DeepSpeedEngine"),
+    ("", _HERE + "entry", "initialize"),
+    ("", _ENGINE, "DeepSpeedEngine"),
+    ("", _PIPE_ENGINE, "PipelineEngine"),
+    ("", _PIPE_MODULE, "PipelineModule"),
+    ("pipe", _PIPE_MODULE, "PipelineModule"),
+    ("pipe", _LAYER_SPECS, "LayerSpec TiedLayerSpec"),
+    ("runtime.pipe", _PIPE_MODULE, "PipelineModule"),
+    ("runtime.pipe", _LAYER_SPECS, "LayerSpec TiedLayerSpec"),
+    ("runtime.pipe.module", _PIPE_MODULE, "PipelineModule"),
+    ("runtime.pipe.module", _LAYER_SPECS, "LayerSpec TiedLayerSpec"),
+    ("runtime.pipe.module", "zeroshard.errors", "PipelineError=UsageError"),
+    ("runtime.pipe.engine", _PIPE_ENGINE, "PipelineEngine"),
+    ("runtime.pipe.engine", _PIPE_MODULE, "PipelineModule"),
+    ("runtime.pipe.engine", "zeroshard.errors", "PipelineError=UsageError"),
     ("", "zeroshard.engine.initialize", "add_config_arguments"),
     ("", _HERE + "distributed", "init_distributed"),
     ("", _OPTIMIZER, "DeepSpeedOptimizer"),
@@ -324,7 +338,10 @@ _DIFFERENCES: Mapping[str, str] = {
 }
 """Where a working name differs from DeepSpeed's in more than its error messages."""
 
-_PIPE = "use zeroshard.parallel.pipeline() for a sequence of modules, or ZeRO stage 3"
+_PIPE = (
+    "its schedule is not offered; use PipelineModule, or zeroshard.parallel.pipeline() with another "
+    "schedule"
+)
 _SEQUENCE = (
     "sequence parallelism is not implemented yet; leave it out, or use gradient checkpointing"
 )
@@ -343,11 +360,6 @@ _STUBS: tuple[tuple[Verdict, str, str, str], ...] = (  # importable; using them 
     ("refused", "", "DeepSpeedTransformerLayer DeepSpeedTransformerConfig",
      "it is a CUDA implementation of one BERT layer; use "
      "torch.nn.functional.scaled_dot_product_attention"),
-    ("later", "", "PipelineEngine PipelineModule", _PIPE),
-    ("later", "pipe", "PipelineModule LayerSpec TiedLayerSpec", _PIPE),
-    ("later", "runtime.pipe", "PipelineModule LayerSpec TiedLayerSpec", _PIPE),
-    ("later", "runtime.pipe.module", "PipelineModule LayerSpec TiedLayerSpec", _PIPE),
-    ("later", "runtime.pipe.engine", "PipelineEngine", _PIPE),
     ("later", "runtime.sequence_parallel.ulysses_sp", "UlyssesSPAttentionHF "
      "UlyssesSPDataLoaderAdapter", _SEQUENCE),
     ("later", "sequence.layer", "DistributedAttention", _SEQUENCE),
@@ -447,8 +459,19 @@ _MEMBERS: tuple[tuple[Verdict, str, str, str], ...] = (  # verdict, of which obj
     ("refused", "engine", "register_compile_pass get_compile_time",
      "DeepCompile is not offered; use engine.compile()"),
     ("works", "engine", "train_batch eval_batch",
-     "for a model made by zeroshard.parallel.pipeline()"),
-    ("later", "engine", "set_dataiterator", "pass the iterator to train_batch() and eval_batch()"),
+     "for a PipelineModule or a model made by zeroshard.parallel.pipeline()"),
+    ("works", "engine of a PipelineModule", "train_batch eval_batch set_dataloader set_dataiterator "
+     "set_batch_fn is_first_stage is_last_stage get_pipeline_parallel_rank grid stage_id num_stages "
+     "prev_stage next_stage micro_batches micro_batch_size data_iterator batch_fn agg_train_loss "
+     "is_pipe_parallel is_data_parallel is_model_parallel", ""),
+    ("accepted", "engine of a PipelineModule", "reset_activation_shape set_has_attention_mask",
+     "each step sends the shapes and dtypes of what its stages pass on"),
+    ("works", "PipelineModule", "topology mpu num_pipeline_stages forward set_checkpoint_interval "
+     "forward_funcs parts num_stages stage_id tied_modules tied_weight_attrs micro_offset curr_layer "
+     "base_seed seed_layers seed_fn loss_fn activation_checkpoint_interval activation_checkpoint_func "
+     "checkpointable_layers get_additional_losses", ""),
+    ("accepted", "PipelineModule", "allreduce_tied_weight_gradients dynamic_shape",
+     "the engine adds the gradients of tied weights; shapes may always differ from step to step"),
     ("later", "engine", "load_moe_state_dict", _EXPERTS),
     ("works", "optimizer", "param_groups optimizer state state_dict load_state_dict step zero_grad "
      "backward overflow defaults loss_scale cur_scale loss_scaler dynamic_loss_scale clip_grad "

@@ -14,22 +14,17 @@ from typing import Any
 
 from torch import Tensor, nn
 
-import zeroshard
-from zeroshard.comm.mesh_objects import mesh_from_model
 from zeroshard.deepspeed import api_table, conflicts, groups
 from zeroshard.deepspeed.getters import ForwardingEngine
 from zeroshard.deepspeed.hook_handles import DeepSpeedZeRoOffload
-from zeroshard.deepspeed.install import disagreement
-from zeroshard.deepspeed.logs import log_dist, log_dist_once, logger
+from zeroshard.deepspeed.logs import log_dist
 from zeroshard.deepspeed.lone_reads import LoneReads
 from zeroshard.deepspeed.monitors import MonitorMaster
 from zeroshard.deepspeed.optimizer import EngineOptimizer, optimizer_of
 from zeroshard.deepspeed.parameters import mark_parameters
 from zeroshard.deepspeed.timers import SynchronizedWallClockTimer, ThroughputTimer
-from zeroshard.deepspeed.version_check import check_consumers
-from zeroshard.engine.initialize import initialize as _initialize
 from zeroshard.engine.monitors import Monitors
-from zeroshard.errors import ConfigError, UnsupportedError
+from zeroshard.errors import UnsupportedError
 from zeroshard.zero.access import GatheredParameters
 
 
@@ -207,57 +202,3 @@ class DeepSpeedEngine(ForwardingEngine):
 
 def _inner(optimizer: Any) -> Any:
     return optimizer.optimizer if isinstance(optimizer, EngineOptimizer) else optimizer
-
-
-def initialize(
-    args: Any = None,
-    model: nn.Module | None = None,
-    optimizer: Any = None,
-    model_parameters: Any = None,
-    training_data: Any = None,
-    lr_scheduler: Any = None,
-    distributed_port: int = 29500,
-    mpu: Any = None,
-    dist_init_required: bool | None = None,
-    collate_fn: Any = None,
-    config: Any = None,
-    mesh_param: Any = None,
-    config_params: Any = None,
-) -> tuple[DeepSpeedEngine, EngineOptimizer | None, Any, Any]:
-    """:func:`zeroshard.initialize`, with an engine and an optimizer under DeepSpeed's names.
-
-    Raises:
-        UsageError: also if a library that calls it is too old.
-    """
-    check_consumers()
-    who = f"ZeroShard {zeroshard.__version__} in {next(iter(zeroshard.__path__))}"
-    log_dist_once(f"DeepSpeed info: version={api_table.VERSION}, provided by {who}", ranks=[0])
-    if problem := disagreement():
-        logger.warning("%s", problem)
-    named = model.named_parameters() if isinstance(model, nn.Module) else ()
-    came_in = {name: param.dtype for name, param in named}
-    passed = config_params or config
-    mesh, plan = conflicts.parallelism_of(config_params), None
-    optimizer = conflicts.without_wrapper(optimizer)
-    config_params = conflicts.without_idle_schedule(config_params, optimizer)
-    if mesh is not None:
-        is_cut = isinstance(model, nn.Module) and mesh_from_model(model) is not None
-        plan = "auto" if mesh.tp_size > 1 and not is_cut else None
-    try:
-        engine, made, loader, schedule = _initialize(
-            args, model, optimizer, model_parameters, training_data, lr_scheduler, distributed_port,
-            mpu, dist_init_required, collate_fn, config, mesh_param, config_params,
-            mesh=mesh, plan=plan, engine_type=DeepSpeedEngine,
-        )  # fmt: skip
-    except ConfigError as error:
-        if told := conflicts.writers(str(error), passed):
-            raise ConfigError(f"{error}\n  {told}") from None
-        raise
-    assert isinstance(engine, DeepSpeedEngine)
-    if mpu is not None:
-        engine.mpu = mpu
-    trains = engine.basic_optimizer is not None
-    trained = conflicts.trained_dtypes(came_in, engine.runtime.units) if trains else {}
-    if notice := conflicts.precision_notice(trained, engine.policy):
-        log_dist(notice, ranks=[0], level=logging.WARNING)
-    return engine, made, loader, schedule

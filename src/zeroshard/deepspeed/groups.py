@@ -63,14 +63,19 @@ class MeshGroups:
         found = cls(mesh, get_rank(), _opened_here())
         if mesh.is_data_only:
             return found
-        for (
-            dims
-        ) in OPENED:  # the members of a group open it in this order, so none waits for another
-            ranks = found.ranks(dims)
-            if len(ranks) < mesh.world_size and ranks not in found._process_groups:
-                found._process_groups[ranks] = dist.new_group(
-                    list(ranks), use_local_synchronization=True
-                )
+        for dims in OPENED:
+            own = found.ranks(dims)
+            if len(own) == mesh.world_size or own in found._process_groups:
+                continue
+            if len(own) == 1:
+                found._process_groups[own] = dist.new_group([*own], use_local_synchronization=True)
+                continue
+            # All ranks open all groups. Torch would name a group that only its members open by the
+            # number of groups that a rank is in, which may differ: Accelerate makes one of a few ranks.
+            for ranks in mesh.groups(dims):
+                made = dist.new_group(list(ranks))
+                if ranks == own:
+                    found._process_groups[own] = made
         return found
 
     def ranks(self, dims: Collection[str]) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -28,18 +29,13 @@ def tp_model_init(
     The signature is DeepSpeed's. How layers are cut is derived from the model: see
     :func:`zeroshard.parallel.tensor_parallel`. Returns the same model; pass it to ``initialize`` with
     ``tp_size`` tensor ranks in the configuration. ``tp_group``: the tensor ranks of this rank, instead of
-    ``tp_size`` neighbours.
+    ``tp_size`` neighbours. ``config``: read only to refuse what ZeroShard does not do.
 
     Raises:
         UsageError: the ranks cannot be divided into groups of ``tp_size``, or the model cannot be cut.
         UnsupportedError: ``config`` says how layers are cut.
     """
-    if config:
-        raise UnsupportedError(
-            f"tp_model_init(config=...) has the keys {sorted(dict(config))}, and ZeroShard derives from "
-            "the model how it is cut. Leave config out, or call zeroshard.parallel.tensor_parallel() "
-            "with a plan."
-        )
+    _check_config(config)
     join_ranks()
     mesh = _mesh(tp_size) if tp_group is None else tp_group
     if tp_group is not None and tp_group.size() != tp_size:
@@ -50,6 +46,22 @@ def tp_model_init(
     if dtype is not None:
         model.to(dtype)
     return model if mesh is None else tensor_parallel(model, mesh, "auto")
+
+
+_HOW = ("partition_config", "preset_model", "injection_policy_tuple", "vocab_parallel_lm_head")
+"""Keys of DeepSpeed's section ``tensor_parallel`` that say how layers are cut."""
+
+
+def _check_config(config: Any) -> None:
+    """``config``: DeepSpeed's configuration, as Transformers passes it, or its section."""
+    whole = dict(config or {})
+    inner = whole.get("tensor_parallel")
+    section = inner if isinstance(inner, Mapping) else whole
+    if keys := [key for key in _HOW if section.get(key) not in (None, False)]:
+        raise UnsupportedError(
+            f"tp_model_init(config=...) has the keys {keys}, and ZeroShard derives from the model how it "
+            "is cut. Leave them out, or call zeroshard.parallel.tensor_parallel() with a plan."
+        )
 
 
 def _mesh(tp_size: int) -> DeviceMesh | None:

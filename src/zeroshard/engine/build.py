@@ -34,7 +34,7 @@ from zeroshard.engine.checkpoint_saver import CheckpointSaver
 from zeroshard.engine.draft import Draft, EngineArguments, check_model, make_draft
 from zeroshard.engine.observe import Observer
 from zeroshard.engine.offload_states import StateOffloader
-from zeroshard.engine.optimizer_step import Accumulation, OptimizerStep
+from zeroshard.engine.optimizer_step import Accumulation, OptimizerStep, is_fake
 from zeroshard.engine.runtime import ZeroRuntime
 from zeroshard.engine.tied_units import (
     check_options,
@@ -247,13 +247,11 @@ def _first_values(draft: Draft, watch: CommSession) -> FirstValues:
     """
     if not any(map(is_meta, draft.model.modules())):
         return lambda _name, _module: None
-    own, world = torch.initial_seed(), watch.world
-    if world.transport != "fake":  # which moves no bytes
-        words = torch.tensor([own >> 32, own % 2**32], dtype=torch.int64, device=draft.device)
-        world.broadcast(words, 0, name="seed of the first values").wait()
-        high, low = words.tolist()
-        own = (high << 32) + low
-    return ValuesByName(draft.model, own, draft.device).draw
+    own = torch.initial_seed()
+    words = torch.tensor([own >> 32, own % 2**32], dtype=torch.int64, device=draft.device)
+    watch.world.broadcast(words, 0, name="seed of the first values").wait()
+    high, low = (own >> 32, own % 2**32) if is_fake(words) else words.tolist()
+    return ValuesByName(draft.model, (high << 32) + low, draft.device).draw
 
 
 def _exchange(

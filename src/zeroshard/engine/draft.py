@@ -162,16 +162,24 @@ def cut_pipeline(model: nn.Module, mesh: Mesh, rank: int) -> None:
 
 
 def check_pipeline(model: nn.Module, mesh: Mesh, settings: Config) -> None:
-    """Check the schedule of a pipeline against its sizes.
+    """Check the schedule of a pipeline against its sizes, and tell it how to checkpoint activations.
 
     Raises:
-        UsageError: the schedule cannot run with these sizes.
+        UsageError: the schedule cannot run with these sizes, or the model checkpoints nothing by itself.
     """
-    if not isinstance(model, PipelineModel) or mesh.pipeline == 1:
+    if not isinstance(model, PipelineModel):
+        return
+    section = settings.pipeline
+    if section.activation_checkpoint_interval:
+        model.set_checkpointing(
+            section.activation_checkpoint_interval, reentrant=section.use_reentrant
+        )
+    if mesh.pipeline == 1:
         return
     per_rank = max(1, len(model.stages) // mesh.pipeline)
     count = settings.gradient_accumulation_steps or 1
-    if refusal := SCHEDULES[model.schedule].refusal(mesh.pipeline, per_rank, count):
+    schedule = SCHEDULES[model.schedule_for(mesh.pipeline, count)]
+    if refusal := schedule.refusal(mesh.pipeline, per_rank, count):
         raise UsageError(f"zeroshard.parallel.pipeline: {refusal}.")
 
 

@@ -23,13 +23,19 @@ from zeroshard.engine.arguments import backward_error
 from zeroshard.engine.build import build_engine
 from zeroshard.engine.checkpoint_loader import CheckpointLoader
 from zeroshard.engine.checkpoint_saver import CheckpointSaver
-from zeroshard.engine.data import agreed_batches
+from zeroshard.engine.data import agreed_batches, loader_for
 from zeroshard.engine.draft import EngineArguments
 from zeroshard.engine.flops import counted
 from zeroshard.engine.manual_gc import ManualGC
 from zeroshard.engine.offload_states import asked_of_to, check_keeps, is_return
 from zeroshard.engine.optimizer_step import SkippedSteps
-from zeroshard.engine.pipeline import check_loss_fn, evaluate_alone, make_runner, train_alone
+from zeroshard.engine.pipeline import (
+    Evaluation,
+    check_loss_fn,
+    evaluate_alone,
+    make_runner,
+    train_alone,
+)
 from zeroshard.engine.report import (
     MemoryReport,
     StepReport,
@@ -383,13 +389,20 @@ class Engine(nn.Module):
 
         Arguments, result and errors are those of :meth:`train_batch`.
         """
+        loss = self._evaluate(data_iter)
+        assert loss is not None
+        return loss
+
+    def _evaluate(
+        self, data_iter: Iterator[Any] | None, asked: Evaluation | None = None
+    ) -> Tensor | None:
         self._check_pipeline("eval_batch()")
         mode = self.training
         self.eval()
         try:
             if self._pipeline is None:
-                return evaluate_alone(self, data_iter)
-            return self._pipeline.evaluate(self, data_iter)
+                return evaluate_alone(self, data_iter, asked)
+            return self._pipeline.evaluate(self, data_iter, asked)
         finally:
             self.train(mode)
 
@@ -480,6 +493,10 @@ class Engine(nn.Module):
             self._on_abandon()
         for param in self.module.parameters():
             param.grad = None
+
+    def loader_of(self, dataset: Any, collate_fn: Callable[..., Any] | None) -> Any:
+        """The loader of ``initialize(training_data=dataset)``."""
+        return loader_for(self, dataset, collate_fn=collate_fn)
 
     def batches(self, loader: Iterable[T]) -> Iterator[T]:
         """Yield batches until the ranks agree that there are no more (config key ``uneven``)."""

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, Dataset
 from zeroshard.comm.env import local_device
 from zeroshard.comm.mesh_objects import mesh_sources
 from zeroshard.engine.arguments import check_dataset
-from zeroshard.engine.data import loader_for
 from zeroshard.engine.engine import Engine
 from zeroshard.errors import UsageError
 from zeroshard.watchdog.join import join_ranks
@@ -77,9 +76,8 @@ def initialize(
     announce(engine)
     if hasattr(args, "local_rank"):
         args.local_rank = engine.local_rank
-    engine.training_dataloader = (
-        None if training_data is None else loader_for(engine, training_data, collate_fn=collate_fn)
-    )
+    if training_data is not None:
+        engine.training_dataloader = engine.loader_of(training_data, collate_fn)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

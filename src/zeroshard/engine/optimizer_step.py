@@ -218,7 +218,8 @@ class OptimizerStep:
         )  # fmt: skip
         if numbers is not None:
             numbers.lost_on_any_rank = measured.lost_edit
-        if not self._settings.zero_optimization.ignore_unused_parameters:
+        is_strict = not self._settings.zero_optimization.ignore_unused_parameters
+        if is_strict and (measured.untouched or self._watch is not None):
             self._refuse_unused(measured.untouched)
         return measured, norms
 

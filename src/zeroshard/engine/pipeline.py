@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -19,7 +20,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from zeroshard.comm.collectives import first_line
+from zeroshard.engine.optimizer_step import is_fake
+from zeroshard.engine.pipeline_inputs import as_pair, named_inputs, names_in
 from zeroshard.errors import UsageError, ZeroShardError
+from zeroshard.parallel.own_forward import OwnForwardModel
 from zeroshard.parallel.split import PipelineModel
 from zeroshard.zero.hooks import tensors_in
 from zeroshard.zero.reduce import BackwardKind
@@ -42,13 +46,36 @@ REFUSED = {
 }
 """Calls of an engine that a pipeline does not have, and why."""
 
-_NO_DATA, _BAD_BATCH, _SHAPES_DIFFER = 1, 2, 3
+_NO_DATA, _BAD_BATCH, _SHAPES_DIFFER, _BAD_INPUTS = 1, 2, 3, 4
 _TEXTS = {
     _NO_DATA: "got no data_iter. The ranks with the first and with the last stage need one",
-    _BAD_BATCH: "got a batch that is not a pair (inputs, labels)",
+    _BAD_BATCH: "got a batch that is not a pair (inputs, labels), and not a mapping with labels",
+    _BAD_INPUTS: "got inputs that the model's forward does not take by name, that are not tensors, or "
+    "whose names change in a step. All stages run the model's forward on the same inputs",
     _SHAPES_DIFFER: "got micro-batches of different shapes in one step. The next stage makes its "
     "buffers before it receives, so pad the micro-batches of a step to one shape",
 }
+
+
+@dataclass
+class Evaluation:
+    """What a forward of ``micro_batches`` micro-batches is to find, and on the last stage what it found.
+
+    ``outputs``: those of the last stage, by micro-batch, if ``keeps_outputs``. ``losses``: of the
+    micro-batches, if ``computes_loss``; else labels are not used.
+    """
+
+    micro_batches: int
+    keeps_outputs: bool = False
+    computes_loss: bool = True
+    outputs: list[Any] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+
+    def takes(self, output: Any) -> bool:
+        """Take the output of one micro-batch. Returns whether its loss is to be computed."""
+        if self.keeps_outputs:
+            self.outputs.append(output)
+        return self.computes_loss
 
 
 class PipelineRunner:
@@ -68,6 +95,7 @@ class PipelineRunner:
         self._links = watch.pipeline
         self._raised: BaseException | None = None  # by the model or the loss function
         self._losses: list[Tensor] = []  # not divided, of the running step
+        self._asked: Evaluation | None = None  # while eval_batch() runs
         # By id of a buffer and stage: the gradients of each backward of the running step.
         self._arrived: dict[tuple[int, int], list[int]] = {}
         self.stages = [
@@ -111,13 +139,23 @@ class PipelineRunner:
             )
         return loss
 
-    def evaluate(self, engine: Any, data_iter: Iterator[Any] | None) -> Tensor:
-        """See :meth:`Engine.eval_batch`."""
-        count = engine.accumulation.steps
-        inputs, labels = self._split(agreed_batches(engine, data_iter, needs=self._needs_data))
-        with torch.no_grad(), self._running(engine), self._tied_gathered(engine):
-            self._run(engine, inputs, labels, count, backward=False)
-        return mean_loss(engine, self._losses)[0]
+    def evaluate(
+        self, engine: Any, data_iter: Iterator[Any] | None, asked: Evaluation | None = None
+    ) -> Tensor | None:
+        """See :meth:`Engine.eval_batch` and :class:`Evaluation`."""
+        asked = Evaluation(engine.accumulation.steps) if asked is None else asked
+        batches = agreed_batches(
+            engine, data_iter, needs=self._needs_data, count=asked.micro_batches
+        )
+        inputs, labels = self._split(batches)
+        self._asked = asked
+        try:
+            with torch.no_grad(), self._running(engine), self._tied_gathered(engine):
+                self._run(engine, inputs, labels, asked.micro_batches, backward=False)
+        finally:
+            self._asked = None
+        asked.losses = self._losses
+        return mean_loss(engine, self._losses)[0] if asked.computes_loss else None
 
     @property
     def _needs_data(self) -> bool:
@@ -140,7 +178,7 @@ class PipelineRunner:
     ) -> None:
         if count not in self._schedules:
             scaled = partial(self._scaled_loss, count)
-            name = self._model.schedule
+            name = self._model.schedule_for(engine.mesh.pipeline, count)
             self._schedules[count] = self._torch.open_schedule(name, self.stages, count, scaled)
         self._losses, self._raised = [], None
         try:
@@ -232,14 +270,15 @@ class PipelineRunner:
             return self._part_of_loss(count, output, labels)
 
     def _part_of_loss(self, count: int, output: Any, labels: Any) -> Tensor:
-        engine, loss_fn = self._engine, self._model.loss_fn
-        assert loss_fn is not None
-        loss = loss_fn(output, labels)
+        engine = self._engine
+        if self._asked is not None and not self._asked.takes(output):
+            return torch.zeros((), device=engine.device)
+        loss = self._model.loss_of(output, labels)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             kind = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise UsageError(
-                f"loss_fn of the pipeline returned {kind}. It must return the mean loss of a "
-                "micro-batch, a tensor with one element."
+                f"{self._model.loss_source} of the pipeline returned {kind}. It must return the mean "
+                "loss of a micro-batch, a tensor with one element."
             )
         self._losses.append(loss.detach())
         scaled = loss / count
@@ -277,27 +316,43 @@ def _pinned(units: Sequence[Unit]) -> Iterator[None]:
 
 
 def agreed_batches(
-    engine: Any, data_iter: Iterator[Any] | None, *, needs: bool = True
+    engine: Any, data_iter: Iterator[Any] | None, *, needs: bool = True, count: int | None = None
 ) -> list[Any]:
     """The micro-batches of a step, after all ranks have theirs. Collective.
 
-    ``needs``: this rank cannot do without them.
+    ``needs``: this rank cannot do without them. ``count``: their number; None: that of a training step.
 
     Raises:
         UsageError: a rank has none, too few, or such that cannot be used, or counts other micro-batches
             per step; the same on every rank.
         StopIteration: no rank has any.
     """
-    count = engine.accumulation.steps
+    count = engine.accumulation.steps if count is None else count
     batches = [] if data_iter is None else _taken(data_iter, count)
     fault = _NO_DATA if needs and data_iter is None else _fault_of(batches)
+    given, bits = batches, 0
+    if isinstance(engine.module, OwnForwardModel) and not fault:
+        given, bits, fault = _by_name(batches, engine.module.input_names)
     own = torch.tensor(
-        [fault, -1 if data_iter is None else len(batches), count],
+        [fault, -1 if data_iter is None else len(batches), count, bits],
         dtype=torch.float64,
         device=engine.device,
     )
-    rows = engine._watch.world.all_gather_small(own, name="batches of the step").tolist()
-    for rank, (found, _, steps) in enumerate(rows):
+    rows = engine._watch.world.all_gather_small(own, name="batches of the step")
+    if not is_fake(rows):
+        _check_rows(engine.module, rows.tolist(), count)
+    elif isinstance(engine.module, OwnForwardModel):
+        engine.module.given_names = names_in(bits, engine.module.input_names)
+    return [tree_map(partial(_to, engine.device), batch) for batch in given]
+
+
+def _check_rows(model: nn.Module, rows: list[list[float]], count: int) -> None:
+    """Raise what :func:`agreed_batches` raises.
+
+    ``rows``: of each rank the fault, the number of batches, of micro-batches per step, and the names of
+    inputs as bits.
+    """
+    for rank, (found, _, steps, _) in enumerate(rows):
         if found:
             raise UsageError(f"rank {rank} {_TEXTS[int(found)]}.")
         if steps != rows[0][2]:
@@ -306,7 +361,7 @@ def agreed_batches(
                 f"and rank 0 runs {int(rows[0][2])}, so one stage would wait for messages that another "
                 "does not send. Set the same number on every rank."
             )
-    counts = {rank: int(held) for rank, (_, held, _) in enumerate(rows) if held >= 0}
+    counts = {rank: int(held) for rank, (_, held, _, _) in enumerate(rows) if held >= 0}
     if not any(counts.values()):
         raise StopIteration
     for rank, held in counts.items():
@@ -316,7 +371,34 @@ def agreed_batches(
                 "(gradient_accumulation_steps): its data_iter has ended. Give every rank a multiple of "
                 "this number, or drop the last, incomplete step."
             )
-    return [tree_map(partial(_to, engine.device), batch) for batch in batches]
+    if isinstance(model, OwnForwardModel):
+        _agree_on_names(model, {rank: int(rows[rank][3]) for rank in counts})
+
+
+def _by_name(batches: Sequence[Any], names: Sequence[str]) -> tuple[list[Any], int, int]:
+    """The micro-batches with inputs in the order of ``names``, which are given as bits, and the fault."""
+    found = [named_inputs(inputs, names) for inputs, _ in batches]
+    bits = {each[0] for each in found if each is not None}
+    if None in found or len(bits) > 1:
+        return [], 0, _BAD_INPUTS
+    given = [(each[1], labels) for each, (_, labels) in zip(found, batches, strict=True) if each]
+    return given, bits.pop() if bits else 0, 0
+
+
+def _agree_on_names(model: OwnForwardModel, bits: Mapping[int, int]) -> None:
+    """Note the names of the inputs of this step.
+
+    Raises:
+        UsageError: ranks got inputs of other names; the same on every rank.
+    """
+    first = next(iter(bits))
+    model.given_names = names_in(bits[first], model.input_names)
+    for rank, other in bits.items():
+        if other != bits[first]:
+            raise UsageError(
+                f"rank {first} got the inputs {', '.join(model.given_names)}, and rank {rank} got "
+                f"{', '.join(names_in(other, model.input_names))}. All ranks need the same inputs."
+            )
 
 
 def mean_loss(
@@ -328,7 +410,7 @@ def mean_loss(
         own[0], own[1] = torch.stack([loss.double().view(()) for loss in losses]).mean(), 1.0
     own[2] = float(incomplete)
     rows = engine._watch.world.all_gather_small(own, name="loss of the step")
-    bad = [rank for rank, found in enumerate(rows[:, 2].tolist()) if found]
+    bad = [] if is_fake(rows) else [at for at, found in enumerate(rows[:, 2].tolist()) if found]
     return rows[:, 0].sum() / rows[:, 1].sum(), bad
 
 
@@ -347,7 +429,7 @@ def _refuse(name: str, reason: str, *_: Any, **__: Any) -> Any:
 
 def _taken(data_iter: Iterable[Any], count: int) -> list[Any]:
     """At most ``count`` items."""
-    return [batch for _, batch in zip(range(count), data_iter, strict=False)]
+    return [as_pair(batch) for _, batch in zip(range(count), data_iter, strict=False)]
 
 
 def _fault_of(batches: Sequence[Any]) -> int:
@@ -379,7 +461,7 @@ def check_loss_fn(module: nn.Module, call: str) -> None:
             f"engine.{call} needs a model made by zeroshard.parallel.pipeline(), and this is a "
             f"{type(module).__name__}. Call forward, backward and step instead."
         )
-    if module.loss_fn is None:
+    if module.loss_fn is None and not module.returns_loss:
         raise UsageError(
             f"engine.{call} needs a loss function, which the last stage calls with its output and the "
             "labels. Pass loss_fn= to zeroshard.parallel.pipeline()."
@@ -397,18 +479,28 @@ def train_alone(engine: Any, data_iter: Iterator[Any] | None) -> Tensor:
     return mean_loss(engine, losses)[0]
 
 
-def evaluate_alone(engine: Any, data_iter: Iterator[Any] | None) -> Tensor:
+def evaluate_alone(
+    engine: Any, data_iter: Iterator[Any] | None, asked: Evaluation | None = None
+) -> Tensor | None:
     """:meth:`Engine.eval_batch` on one pipeline rank."""
+    asked = Evaluation(engine.accumulation.steps) if asked is None else asked
     with torch.no_grad():
-        losses = [_loss_alone(engine, batch) for batch in agreed_batches(engine, data_iter)]
-    return mean_loss(engine, losses)[0]
+        for inputs, labels in agreed_batches(engine, data_iter, count=asked.micro_batches):
+            output = _output_alone(engine, inputs)
+            if asked.takes(output):
+                asked.losses.append(engine.module.loss_of(output, labels))
+    return mean_loss(engine, asked.losses)[0] if asked.computes_loss else None
 
 
 def _loss_alone(engine: Any, batch: Any) -> Tensor:
     inputs, labels = batch
-    output = engine(*inputs) if isinstance(inputs, tuple) else engine(inputs)
-    loss: Tensor = cast("PipelineModel", engine.module).loss_fn(output, labels)  # type: ignore[misc]
-    return loss
+    return cast("PipelineModel", engine.module).loss_of(_output_alone(engine, inputs), labels)
+
+
+def _output_alone(engine: Any, inputs: Any) -> Any:
+    if isinstance(engine.module, OwnForwardModel):
+        return engine(**dict(zip(engine.module.given_names, inputs, strict=True)))
+    return engine(*inputs) if isinstance(inputs, tuple) else engine(inputs)
 
 
 def make_runner(engine: Any, module: nn.Module, watch: CommSession) -> PipelineRunner | None:

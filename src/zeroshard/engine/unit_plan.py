@@ -155,6 +155,10 @@ def _specs_of_pipeline(
     outer: dict[int, list[str]] = defaultdict(list)
     for name in root.params:
         outer[_stage_of(model, name)].append(name)
+    for plan in [p for p in inner if len({_stage_of(model, name) for name in p.params}) > 1]:
+        inner.remove(plan)
+        for name in plan.params:
+            outer[_stage_of(model, name)].append(name)
     around = [WrapPlan(f"{STAGE}{stage}", tuple(outer[stage])) for stage in sorted(outer)]
     for plan in [*(plan for plan in inner if plan.params), *around]:
         stage = _stage_of(model, plan.params[0])

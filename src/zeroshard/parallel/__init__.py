@@ -9,13 +9,13 @@ if TYPE_CHECKING:
     from zeroshard.parallel.cross_entropy import (
         vocab_parallel_cross_entropy as vocab_parallel_cross_entropy,
     )
+    from zeroshard.parallel.cut import pipeline as pipeline
     from zeroshard.parallel.split import PipelineModel as PipelineModel
-    from zeroshard.parallel.split import pipeline as pipeline
     from zeroshard.parallel.tensor_plan import tensor_parallel as tensor_parallel
 
 _HOMES = {
     "PipelineModel": "split",
-    "pipeline": "split",
+    "pipeline": "cut",
     "tensor_parallel": "tensor_plan",
     "vocab_parallel_cross_entropy": "cross_entropy",
 }

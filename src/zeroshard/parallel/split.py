@@ -24,8 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroshard.core.mesh_sources import MeshSource
 from zeroshard.errors import UsageError
-from zeroshard.parallel.schedules import SCHEDULES, SPLIT_BACKWARD, stages_of
+from zeroshard.parallel.schedules import stages_of
 
 STAGE = "pipeline_stage_"
 """Begin of the name of the module that runs one stage. It holds no parameters by itself."""
@@ -89,12 +90,17 @@ def _reset(module: nn.Module, own: Mapping[str, nn.Parameter | None]) -> None:
 
 
 class PipelineModel(nn.Module):
-    """A model that is cut into stages. Made by :func:`pipeline`; the engine calls :meth:`keep`.
+    """A model that is cut into stages. Made by ``pipeline()``; the engine calls :meth:`keep`.
 
     ``stages``: the names of the pieces of each stage. ``ties``: the stages that share a parameter, by the
     parameter's first name ([Note: ties over stages]). ``digest``: a hash of the whole model's parameters,
-    its stages and the schedule. Before :meth:`keep`, forward runs the whole model.
+    its stages and the schedule. Before :meth:`keep`, forward runs the whole model. ``mesh_source``: what
+    the model itself says about the mesh.
     """
+
+    mesh_source: MeshSource | None = None
+    returns_loss = False
+    """Whether the last piece returns the loss, so that no ``loss_fn`` is needed."""
 
     def __init__(
         self,
@@ -108,8 +114,7 @@ class PipelineModel(nn.Module):
         reduce: str,
     ) -> None:
         super().__init__()
-        for name, child in tree.items():
-            self.add_module(name, child)
+        self._take(tree)
         self.loss_fn, self.schedule, self.gather, self.reduce = loss_fn, schedule, gather, reduce
         self.stages: list[list[str]] = [[]]
         for name in pieces:
@@ -130,9 +135,14 @@ class PipelineModel(nn.Module):
         for name, param in self.named_parameters(remove_duplicate=False):
             names[id(param)].append(name)
         self.other_names = {first: others for first, *others in names.values() if others}
-        self.kept: dict[int, StageModule] | None = None  # this rank's stages, by number
+        self.kept: dict[int, Any] | None = None  # the modules of this rank's stages, by number
         self._placed: tuple[int, int] | None = None  # pipeline rank and size of keep()
         self._stage_of: dict[str, int] = {}
+
+    def _take(self, tree: Mapping[str, nn.Module]) -> None:
+        """Register the modules of the model under their names."""
+        for name, child in tree.items():
+            self.add_module(name, child)
 
     def keep(self, rank: int, ranks: int) -> None:
         """Keep the stages of one of ``ranks`` pipeline ranks, and delete all other modules.
@@ -161,9 +171,20 @@ class PipelineModel(nn.Module):
             self.stages = [[name for stage in self.stages for name in stage]]
             self.ties = {}
         own = stages_of(rank, ranks, len(self.stages) // ranks)
+        self._placed = rank, ranks
+        self.kept = self._leave(own, self._tied_in(own))
+        self._pieces = {}
+        for stage, module in self.kept.items():
+            self.add_module(f"{STAGE}{stage}", module)
+
+    def _tied_in(self, own: Iterable[int]) -> set[str]:
+        """The parameters of :attr:`ties` that one of the stages has."""
+        return {name for name, stages in self.ties.items() if not set(stages).isdisjoint(own)}
+
+    def _leave(self, own: Sequence[int], tied: Collection[str]) -> dict[int, nn.Module]:
+        """Delete the pieces of other stages, but not their ``tied`` parameters. Returns own stages."""
         kept = {stage: {name: self._pieces[name] for name in self.stages[stage]} for stage in own}
         names = {name for pieces in kept.values() for name in pieces}
-        tied = {name for name, stages in self.ties.items() if not set(stages).isdisjoint(own)}
         for name, piece in self._pieces.items():
             if name not in names:
                 parent, _, leaf = name.rpartition(".")
@@ -172,15 +193,54 @@ class PipelineModel(nn.Module):
                 modules[leaf] = _tied_part(piece, name, tied)
                 if modules[leaf] is None:
                     del modules[leaf]
-        self._pieces = {}
         for stage, pieces in kept.items():
             for name, piece in pieces.items():
-                for leaf, _ in piece.named_parameters():
-                    self._stage_of.setdefault(f"{name}.{leaf}", stage)
-        self.kept = {stage: StageModule(pieces) for stage, pieces in kept.items()}
-        for stage, module in self.kept.items():
-            self.add_module(f"{STAGE}{stage}", module)
-        self._placed = rank, ranks
+                for fqn, _ in self._parameters_of(name, piece):
+                    self._stage_of.setdefault(fqn, stage)
+        return {stage: self._stage_module(pieces) for stage, pieces in kept.items()}
+
+    def pieces_of_stages(self) -> list[dict[str, nn.Module]]:
+        """The pieces of all stages, by name. To be called before :meth:`keep`."""
+        return [{name: self._pieces[name] for name in names} for names in self.stages]
+
+    def set_checkpointing(self, interval: int, *, reentrant: bool) -> None:
+        """Recompute activations of ``interval`` layers at a time.
+
+        Raises:
+            UsageError: always: only a ``PipelineModule`` does this by itself.
+        """
+        del reentrant
+        raise UsageError(
+            f"pipeline.activation_checkpoint_interval is {interval}, but the model was made by "
+            "zeroshard.parallel.pipeline(), which does not change what its modules compute. Call "
+            "torch.utils.checkpoint in the modules, or use deepspeed.pipe.PipelineModule."
+        )
+
+    def loss_of(self, output: Any, labels: Any) -> Tensor:
+        """The loss of one micro-batch."""
+        if self.loss_fn is not None:
+            return self.loss_fn(output, labels)
+        assert self.returns_loss
+        return output  # type: ignore[no-any-return]
+
+    @property
+    def loss_source(self) -> str:
+        """What computes the loss, for messages."""
+        return "loss_fn" if self.loss_fn is not None else "the last layer"
+
+    def schedule_for(self, ranks: int, micro_batches: int) -> str:
+        """The name of the schedule of a step with so many micro-batches."""
+        del ranks, micro_batches
+        return self.schedule
+
+    def _stage_module(self, pieces: Mapping[str, nn.Module]) -> StageModule:
+        """The module that runs the pieces of a stage."""
+        return StageModule(pieces)
+
+    def _parameters_of(self, name: str, piece: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that a piece uses, under their names in the model."""
+        for leaf, param in piece.named_parameters():
+            yield f"{name}.{leaf}", param
 
     def stage_of(self, parameter: str) -> int | None:
         """The stage that has the parameter of this name; None: it is tied over several stages."""
@@ -220,7 +280,7 @@ class PipelineModel(nn.Module):
         users: dict[int, set[int]] = defaultdict(set)
         for stage, names in enumerate(self.stages):
             for name in names:
-                for param in self._pieces[name].parameters():
+                for _, param in self._parameters_of(name, self._pieces[name]):
                     users[id(param)].add(stage)
         named = [(name, tuple(sorted(users[id(p)]))) for name, p in self.named_parameters()]
         return {name: stages for name, stages in named if len(stages) > 1}
@@ -230,84 +290,47 @@ def _tied_part(module: nn.Module, name: str, tied: Collection[str]) -> nn.Module
     """The tree of a deleted module with its parameters of ``tied`` only; None: it has none of them."""
     leaves = [leaf for leaf in module._parameters if f"{name}.{leaf}" in tied]
     found = TiedWeights(module, leaves) if leaves else nn.Module()
-    for leaf, child in module.named_children():
-        if (part := _tied_part(child, f"{name}.{leaf}", tied)) is not None:
-            found.add_module(leaf, part)
+    add_tied_children(found, module, name, tied)
     return found if leaves or found._modules else None
 
 
-def pipeline(
-    model: nn.Module,
-    *,
-    split: Sequence[str],
-    loss_fn: Callable[[Any, Any], Tensor] | None = None,
-    order: Sequence[str] | None = None,
-    schedule: str = "1F1B",
-    gather: str = "micro_batch",
-    reduce: str = "micro_batch",
-) -> PipelineModel:
-    """Cut ``model`` into ``len(split) + 1`` stages. Pass the result to ``zeroshard.initialize``.
-
-    ``split``: the name of the first piece of each stage but the first, for example ``["layers.8"]``.
-    ``order``: the names of the submodules in the order in which they run, each on the output of the one
-    before; needed unless the model is a ``Sequential``. A ``ModuleList`` in it stands for its entries.
-    ``loss_fn(output, labels)``: the mean loss of one micro-batch, called on the last stage.
-    ``schedule``: GPipe, 1F1B, Interleaved1F1B or LoopedBFS. Stage ``s`` is on pipeline rank ``s`` modulo
-    their number; with several stages per rank, the schedule is one of the last two.
-    ``gather``: at ZeRO stage 3 parameters are gathered for each forward and backward (``micro_batch``),
-    or once per step and held through it (``step``).
-    ``reduce``: at stages 2 and 3 gradients are reduced after each backward, or once per step. Then each
-    rank holds whole gradients, as at stage 1.
-
-    The model is taken apart and cannot be used by itself afterwards.
-
-    Raises:
-        UsageError: a name is not in the model, or the model cannot be cut there.
-    """
-    if schedule in SPLIT_BACKWARD:
-        raise UsageError(
-            f"pipeline(schedule={schedule!r}) is not implemented yet: it runs the two halves of a "
-            "backward at different times, and ZeRO reduces a gradient when it arrives. Choose one of "
-            f"{', '.join(SCHEDULES)}."
-        )
-    _check_choice("schedule", schedule, tuple(SCHEDULES))
-    _check_choice("gather", gather, GATHER)
-    _check_choice("reduce", reduce, REDUCE)
-    if isinstance(split, str):
-        raise UsageError(f"split={split!r} is one name. Give a list of names: [{split!r}].")
-    names = _order_of(model, order)
-    pieces = dict(_expanded(model, names, list(split), required=order is not None))
-    _check_cuts(pieces, list(split))
-    _check_complete(model, pieces)
-    return PipelineModel(
-        pieces, list(split), tree=dict(model.named_children()), loss_fn=loss_fn, schedule=schedule,
-        gather=gather, reduce=reduce,
-    )  # fmt: skip
+def add_tied_children(
+    found: nn.Module, module: nn.Module, name: str, tied: Collection[str]
+) -> None:
+    """Give ``found`` what the children of a deleted module have of ``tied``, under the same names."""
+    for leaf, child in module.named_children():
+        if (part := _tied_part(child, f"{name}.{leaf}", tied)) is not None:
+            found.add_module(leaf, part)
 
 
-def _check_choice(key: str, value: object, choices: Sequence[str]) -> None:
+def check_choice(key: str, value: object, choices: Sequence[str]) -> None:
+    """Raise :class:`UsageError` for another value than the choices. ``key``: ``call(argument``."""
     if value not in choices:
-        raise UsageError(f"pipeline({key}={value!r}): choose one of {', '.join(choices)}.")
+        raise UsageError(f"{key}={value!r}): choose one of {', '.join(choices)}.")
+
+
+def cut_sequence(
+    model: nn.Module, split: Sequence[str], order: Sequence[str] | None, **keys: Any
+) -> PipelineModel:
+    """Cut a model that runs its submodules one after the other. See ``pipeline()``."""
+    names = _order_of(model, order)
+    pieces = dict(_expanded(model, names, split, required=order is not None))
+    _check_cuts(pieces, split)
+    _check_complete(model, pieces)
+    return PipelineModel(pieces, split, tree=dict(model.named_children()), **keys)
 
 
 def _order_of(model: nn.Module, order: Sequence[str] | None) -> list[str]:
-    if order is not None:
-        known = dict(model.named_modules())
-        for name in order:
-            if name not in known or not name:
-                raise UsageError(
-                    f"order= names {name!r}, which is not a submodule of {type(model).__name__}. Its "
-                    f"children are {', '.join(known_name for known_name, _ in model.named_children())}."
-                )
-        return list(order)
-    if type(model).forward is not nn.Sequential.forward:
-        raise UsageError(
-            f"{type(model).__name__} has a forward of its own, and a pipeline needs the order in which "
-            "its submodules run. If each takes the output of the one before, give their names, for "
-            f'example order=["embed", "layers", "head"]. The children of {type(model).__name__} are '
-            f"{', '.join(name for name, _ in model.named_children())}."
-        )
-    return [name for name, _ in model.named_children()]
+    if order is None:
+        return [name for name, _ in model.named_children()]
+    known = dict(model.named_modules())
+    for name in order:
+        if name not in known or not name:
+            raise UsageError(
+                f"order= names {name!r}, which is not a submodule of {type(model).__name__}. Its "
+                f"children are {', '.join(known_name for known_name, _ in model.named_children())}."
+            )
+    return list(order)
 
 
 def _expanded(

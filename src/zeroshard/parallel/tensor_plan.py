@@ -29,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
@@ -226,9 +227,9 @@ def neighbours(size: int) -> DeviceMesh:
     is the innermost, so its groups are these.
     """
     shape = (dist.get_world_size() // size, size)
-    return init_device_mesh(local_device().type, shape, mesh_dim_names=("others", "tensor"))[
-        "tensor"
-    ]
+    with unset_fake_temporarily():  # a device mesh reads its own numbers
+        names = ("others", "tensor")
+        return init_device_mesh(local_device().type, shape, mesh_dim_names=names)["tensor"]
 
 
 def tensor_mesh(mesh: DeviceMesh | dist.ProcessGroup) -> DeviceMesh:

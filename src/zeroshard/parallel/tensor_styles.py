@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import (
     DTensor,
@@ -322,6 +323,7 @@ class CutLayer(ParallelStyle):
             distribute_module(module, device_mesh, self._cut_params, enter, leave)
         finally:
             module._buffers.update(buffers)
+            del self.cut  # the layer's hooks keep this object, and it knows all whole parameters
         forward: Any = module.forward
         if kind_of(module) == "Conv1D":
             forward = partial(multiply, module)
@@ -416,7 +418,8 @@ class CutLayer(ParallelStyle):
         if isinstance(ids, DTensor):
             ids = moved(ids, Replicate()).to_local()
         count = int(module.num_embeddings)  # type: ignore[arg-type]
-        if ids.device.type == "cpu" and ids.numel() and not 0 <= ids.min() <= ids.max() < count:
+        has_values = ids.device.type == "cpu" and not isinstance(ids, FakeTensor)
+        if has_values and ids.numel() and not 0 <= ids.min() <= ids.max() < count:
             self._fail(
                 f"got the index {int(ids.max())} (smallest {int(ids.min())}), but it has {count} rows. "
                 "No tensor rank has that row, so the result would be zero."

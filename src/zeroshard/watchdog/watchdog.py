@@ -78,6 +78,9 @@ from zeroshard.watchdog.tracked_calls import CallsOfTorch, SetUps, TrackedCalls
 _EXPLAIN_S = 8.0
 #: How long it then stays so that the others can read the diagnosis: this process may serve the store.
 _LINGER_S = 1.5
+#: How long a main thread in a call of torch has until the process ends. Only the end of another rank may
+#: wake it earlier.
+_TOLD_S = 4.0
 #: Longest pause between looks while nothing is followed: the process group may end.
 _IDLE_TICK_S = 0.25
 
@@ -413,11 +416,12 @@ class Watchdog:
         if not diagnosis.fatal or state.diagnosis is not None:
             return
         state.diagnosis = diagnosis
-        self._deadline_s = time.monotonic() + self._settings.grace_s
+        self._told = call_of_torch(self._main) is not None  # nothing can wake it in there
+        grace_s = self._settings.grace_s
+        self._deadline_s = time.monotonic() + (min(grace_s, _TOLD_S) if self._told else grace_s)
         with contextlib.suppress(StoreLost):
             self.messages.count_read(1.0, more=1)
         state.ready.set()
-        self._told = call_of_torch(self._main) is not None  # nothing can wake it in there
         if self._told:
             print(diagnosis.text, file=sys.stderr, flush=True)
         for part in self._followed():

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from zeroshard.comm.collectives import Comm
 from zeroshard.core.layout import Slot, UnitLayout
@@ -55,12 +56,13 @@ def materialize(module: nn.Module, device: torch.device) -> None:
     for leaf, tensor in empty.items():
         if isinstance(tensor, nn.Parameter):
             if tensor.is_meta:  # otherwise it was swapped under another name already
-                values = torch.empty_like(tensor, device=device)
+                values = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
                 real = nn.Parameter(values, requires_grad=tensor.requires_grad)
-                real.__dict__.update(tensor.__dict__)
-                torch.utils.swap_tensors(tensor, real)
+                # Of a fake tensor, the device is in this dict too.
+                real.__dict__.update({**tensor.__dict__, **real.__dict__})
+                _swap(tensor, real)
         else:
-            module._buffers[leaf] = torch.empty_like(tensor, device=device)
+            module._buffers[leaf] = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     # reset_parameters must not change parameters that have values (tied, loaded or sharded).
     kept = {n: p for n, p in module._parameters.items() if p is not None and n not in empty}
     for leaf, param in kept.items():
@@ -71,6 +73,21 @@ def materialize(module: nn.Module, device: torch.device) -> None:
             module.reset_parameters()  # type: ignore[operator]  # see check_meta
     finally:
         module._parameters.update(kept)
+
+
+def _swap(a: Tensor, b: Tensor) -> None:
+    """Exchange what two tensors are. Both objects stay.
+
+    A fake mode keeps weak references to the fake tensors that operations returned, and torch's function
+    refuses tensors that have any. They are looked up only by the tensor inside the fake one, which no
+    longer exists.
+    """
+    if not isinstance(b, FakeTensor):
+        torch.utils.swap_tensors(a, b)
+        return
+    a.__class__, b.__class__ = b.__class__, a.__class__  # type: ignore[assignment]
+    a.__dict__, b.__dict__ = b.__dict__, a.__dict__
+    torch._C._swap_tensor_impl(a, b)
 
 
 def _on_meta(module: nn.Module) -> dict[str, Tensor]:

@@ -52,6 +52,7 @@ from zeroshard.integrations.accelerate.arguments import (
     micro_batch_of,
     pairs,
     refuse_others,
+    refuse_same_samples,
     refuse_schedules,
 )
 from zeroshard.integrations.accelerate.config import (
@@ -103,6 +104,8 @@ class Accelerator(accelerate.Accelerator):
         refuse_others(arguments)
         self.plan = plan
         self.config, _ = read_source(config)
+        if arguments.get("parallelism_config") is None:
+            refuse_same_samples(self.config)
         arguments["mixed_precision"] = mixed_precision_for(
             self.config, arguments.get("mixed_precision")
         )

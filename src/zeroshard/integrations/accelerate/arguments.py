@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,6 +55,32 @@ def check_samples(engine: PreparedEngine, shares: int) -> None:
             "own. Tell Accelerate the mesh, too: Accelerator(parallelism_config=ParallelismConfig("
             "tp_size=..., dp_shard_size=...))."
         )
+
+
+SAME_SAMPLES = (
+    *("parallel.tensor", "tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"),
+    "parallel.pipeline",
+)
+"""Keys with the size of a dimension of the mesh along which ranks train on the same samples."""
+
+
+def refuse_same_samples(config: Mapping[str, Any]) -> None:
+    """Refuse a configuration with tensor ranks or a pipeline: loaders give each rank other samples.
+
+    Raises:
+        UsageError: it has one of :data:`SAME_SAMPLES` above 1.
+    """
+    for path in SAME_SAMPLES:
+        value: Any = config
+        for key in path.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
+        if isinstance(value, int) and value > 1:
+            raise UsageError(
+                f"the configuration has {path}: {value}, so these ranks must train on the same samples, "
+                "but the loaders of this Accelerator give each rank others. Use zeroshard.initialize() "
+                "with samples by engine.dp_rank, or, for tensor ranks, Accelerator(parallelism_config="
+                "ParallelismConfig(tp_size=..., dp_shard_size=...))."
+            )
 
 
 def refuse_schedules(objects: Iterable[Any]) -> None:

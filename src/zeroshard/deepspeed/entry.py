@@ -1,0 +1,85 @@
+"""``deepspeed.initialize``."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import nn
+
+import zeroshard
+from zeroshard.comm.mesh_objects import mesh_from_model
+from zeroshard.deepspeed import api_table, conflicts
+from zeroshard.deepspeed.engine import DeepSpeedEngine
+from zeroshard.deepspeed.install import disagreement
+from zeroshard.deepspeed.logs import log_dist, log_dist_once, logger
+from zeroshard.deepspeed.optimizer import EngineOptimizer
+from zeroshard.deepspeed.pipeline_engine import PipelineEngine
+from zeroshard.deepspeed.pipeline_module import PipelineModule
+from zeroshard.deepspeed.version_check import check_consumers
+from zeroshard.engine.initialize import initialize as _initialize
+from zeroshard.errors import ConfigError, UsageError
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[DeepSpeedEngine, EngineOptimizer | None, Any, Any]:
+    """:func:`zeroshard.initialize`, with an engine and an optimizer under DeepSpeed's names.
+
+    A ``PipelineModule`` gets a :class:`PipelineEngine`, any other model a :class:`DeepSpeedEngine`.
+
+    Raises:
+        UsageError: also if a library that calls it is too old, or for ``mpu`` beside a
+            ``PipelineModule``, which has its own.
+    """
+    check_consumers()
+    is_pipeline = isinstance(model, PipelineModule)
+    if is_pipeline and mpu is not None:
+        raise UsageError(
+            "initialize(mpu=...) beside a PipelineModule, whose topology says where each rank is. Leave "
+            "mpu out, and give the topology to PipelineModule."
+        )
+    who = f"ZeroShard {zeroshard.__version__} in {next(iter(zeroshard.__path__))}"
+    log_dist_once(f"DeepSpeed info: version={api_table.VERSION}, provided by {who}", ranks=[0])
+    if problem := disagreement():
+        logger.warning("%s", problem)
+    named = model.named_parameters() if isinstance(model, nn.Module) else ()
+    came_in = {name: param.dtype for name, param in named}
+    passed = config_params or config
+    mesh, plan = conflicts.parallelism_of(config_params), None
+    optimizer = conflicts.without_wrapper(optimizer)
+    config_params = conflicts.without_idle_schedule(config_params, optimizer)
+    if mesh is not None:
+        is_cut = isinstance(model, nn.Module) and mesh_from_model(model) is not None
+        plan = "auto" if mesh.tp_size > 1 and not is_cut else None
+    try:
+        engine, made, loader, schedule = _initialize(
+            args, model, optimizer, model_parameters, training_data, lr_scheduler, distributed_port,
+            mpu, dist_init_required, collate_fn, config, mesh_param, config_params,
+            mesh=mesh, plan=plan,
+            engine_type=PipelineEngine if is_pipeline else DeepSpeedEngine,
+        )  # fmt: skip
+    except ConfigError as error:
+        if told := conflicts.writers(str(error), passed):
+            raise ConfigError(f"{error}\n  {told}") from None
+        raise
+    assert isinstance(engine, DeepSpeedEngine)
+    if mpu is not None:
+        engine.mpu = mpu
+    trains = engine.basic_optimizer is not None
+    trained = conflicts.trained_dtypes(came_in, engine.runtime.units) if trains else {}
+    if notice := conflicts.precision_notice(trained, engine.policy):
+        log_dist(notice, ranks=[0], level=logging.WARNING)
+    return engine, made, loader, schedule

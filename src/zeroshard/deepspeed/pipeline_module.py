@@ -1,0 +1,518 @@
+"""``PipelineModule``: DeepSpeed's list of layers, as a model that is cut into pipeline stages.
+
+A layer is a module, a function, a :class:`LayerSpec` or a :class:`TiedLayerSpec`. Layer ``i`` is the
+piece ``i``. Its parameters are named ``i.<name>``, those of tied layers ``tied_modules.<key>.<name>``;
+the names do not depend on the cut. Every rank knows the shapes of all layers: it builds the specs of
+other stages on the meta device.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from zeroshard.comm.env import current_rank_info
+from zeroshard.core.mesh_sources import BATCH_DIMS, Claim, MeshSource
+from zeroshard.deepspeed import collectives as comm
+from zeroshard.deepspeed.activations import checkpoint, non_reentrant_checkpoint
+from zeroshard.deepspeed.helpers import set_random_seed
+from zeroshard.deepspeed.layer_specs import LayerSpec, TiedLayerSpec, outline
+from zeroshard.deepspeed.logs import log_dist
+from zeroshard.deepspeed.partition import partition_balanced, partition_uniform
+from zeroshard.deepspeed.topology import (
+    PipeDataParallelTopology,
+    PipelineParallelGrid,
+    ProcessTopology,
+)
+from zeroshard.errors import UnsupportedError, UsageError
+from zeroshard.parallel.split import GATHER, REDUCE, PipelineModel, StageModule, check_choice
+from zeroshard.watchdog.join import join_ranks
+
+TIED = "tied_modules"
+
+_CLAIMS = (("pipe", ("pipeline",)), ("data", BATCH_DIMS), ("model", ("tensor",)))
+"""Axis of a topology -> dimensions of the mesh."""
+
+
+class FunctionPiece(nn.Module):
+    """A layer that is a function, or a tied module that runs through one. It has no parameters.
+
+    ``module``: the tied module. It is registered in the model, under ``tied_modules``.
+    """
+
+    def __init__(self, call: Callable[..., Any] | None, module: nn.Module | None = None) -> None:
+        super().__init__()
+        self.call = call
+        # A tuple of modules registers none of them.
+        self.held: tuple[nn.Module, ...] = () if module is None else (module,)
+
+    def forward(self, value: Any) -> Any:
+        """The output of the layer."""
+        if self.call is None:
+            return self.held[0](value)
+        return self.call(*self.held, value)
+
+
+class LayersOfStage(StageModule):
+    """Runs the layers of one stage of a :class:`PipelineModule`, which registers them."""
+
+    def __init__(self, model: PipelineModule, pieces: Mapping[str, nn.Module]) -> None:
+        super().__init__(pieces)
+        self._model = weakref.ref(model)  # the model has this module, and no cycle should keep both
+
+    def forward(self, *inputs: Any) -> Any:
+        """The output of the last layer. Several inputs go to the first layer as a tuple."""
+        model = self._model()
+        assert model is not None
+        values = tuple(map(_no_leaf, inputs))
+        return model.run_layers(self.pieces, values[0] if len(values) == 1 else values)
+
+
+def _no_leaf(value: Any) -> Any:
+    """A tensor that the first layer may write into: autograd allows no such write into a leaf."""
+    is_leaf = isinstance(value, Tensor) and value.requires_grad and value.is_leaf
+    return value.clone() if is_leaf else value
+
+
+class PipelineModule(PipelineModel):
+    """A sequence of layers, cut into ``num_stages`` pipeline stages. This rank has one of them.
+
+    ``layers``: each gets the output of the one before: a tensor or a tuple of tensors. ``topology``: the
+    axes ``pipe``, ``data`` and ``model``; default: ``num_stages`` times data parallelism.
+    ``loss_fn(outputs, labels)``: the mean loss of a micro-batch; None: the last layer returns the loss.
+
+    ``partition_method``: ``parameters`` (trained ones; stages as equal as possible), ``uniform`` (equally
+    many layers), or ``type:REGEX`` (equally many layers whose class or function has a name that matches,
+    without regard to case).
+
+    ``seed_layers``: seed the generators with ``base_seed + i`` before layer ``i`` is built, and again
+    before each forward of it, with a number that depends on the micro-batch. ``seed_fn(seed)``: how;
+    default: Python, numpy and torch. Without it, the first values of layers that a spec builds depend on
+    the cut, because each rank draws for its own layers only.
+
+    ``activation_checkpoint_interval``: layers in one activation checkpoint; 0: none.
+    ``activation_checkpoint_func(function, *inputs)`` runs it. ``checkpointable_layers``: names of
+    classes; other layers are not checkpointed. ``dynamic_shape`` has no effect: shapes may always differ
+    from step to step. ``gather`` and ``reduce``: see :func:`zeroshard.parallel.pipeline`.
+
+    Collective: process groups are opened.
+
+    Raises:
+        UsageError: the arguments do not fit together or to the number of ranks; before any collective,
+            the same on every rank.
+        UnsupportedError: there is no such ``partition_method``.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[Any],
+        num_stages: int | None = None,
+        topology: ProcessTopology | None = None,
+        loss_fn: Callable[[Any, Any], Tensor] | None = None,
+        seed_layers: bool = False,
+        seed_fn: Callable[[int], Any] | None = None,
+        base_seed: int = 1234,
+        partition_method: str = "parameters",
+        activation_checkpoint_interval: int = 0,
+        activation_checkpoint_func: Callable[..., Any] = checkpoint,
+        checkpointable_layers: list[str] | None = None,
+        dynamic_shape: bool = False,
+        *,
+        gather: str = "micro_batch",
+        reduce: str = "micro_batch",
+    ) -> None:
+        specs = list(layers)
+        check_choice("PipelineModule(gather", gather, GATHER)
+        check_choice("PipelineModule(reduce", reduce, REDUCE)
+        _check_layers(specs, checkpointable_layers)
+        join_ranks()
+        info = current_rank_info()
+        rank, world_size = info.rank, info.world_size
+        topology = _topology(num_stages, topology, world_size)
+        stages, stage = topology.get_dim("pipe") or 1, getattr(topology.get_coord(rank), "pipe", 0)
+        outlines = _outlines(specs)
+        parts = partition(specs, outlines, stages, partition_method)
+        seed = set_random_seed if seed_fn is None else seed_fn
+        seeded = (lambda at: seed(base_seed + at)) if seed_layers else (lambda _at: None)
+        own = range(parts[stage], parts[stage + 1])
+        built = _built(specs, outlines, own, seeded)
+        tied, pieces = _pieces(specs, built)
+        super().__init__(
+            pieces,
+            [str(at) for at in parts[1:-1]],
+            tree={TIED: tied, **pieces},
+            loss_fn=loss_fn,
+            schedule="1F1B",
+            gather=gather,
+            reduce=reduce,
+        )
+        self.parts, self._layer_specs, self._num_layers = parts, specs, len(specs)
+        self._local_start, self._local_stop = own.start, own.stop
+        self.num_stages, self.stage_id = stages, stage
+        self.global_rank, self.world_size, self.local_rank = rank, world_size, info.local_rank
+        self.seed_layers, self.seed_fn, self.base_seed = seed_layers, seed_fn, base_seed
+        self.micro_offset, self.curr_layer = 0, own.start
+        self.activation_checkpoint_interval = activation_checkpoint_interval
+        self.activation_checkpoint_func = activation_checkpoint_func
+        self.checkpointable_layers, self.dynamic_shape = checkpointable_layers, dynamic_shape
+        self.tied_weight_attrs = {
+            spec.key: spec.tied_weight_attr for spec in specs if isinstance(spec, TiedLayerSpec)
+        }
+        self.mesh_source = MeshSource(
+            "PipelineModule",
+            tuple(
+                Claim(dims, topology.get_dim(axis) or 1, f"the axis {axis} of PipelineModule")
+                for axis, dims in _CLAIMS
+            ),
+        )
+        self.returns_loss = loss_fn is None
+        self._topo = topology
+        self.keep(stage, stages)
+        self._grid = PipelineParallelGrid(topology)
+        self.world_group = comm.get_world_group()
+        self._copy_tied_values()
+        log_dist(f"PipelineModule: {stages} stages, from layers {parts[:-1]} on", ranks=[0])
+
+    # ------------------------------------------------------------------ what a stage runs
+
+    def run_layers(self, pieces: Mapping[str, nn.Module], value: Any) -> Any:
+        """The output of the last of some layers in a row; names are numbers of layers."""
+        self.micro_offset += 1
+        micro, layers = self.micro_offset + 1, list(pieces.items())
+        interval = self.activation_checkpoint_interval or len(layers)
+        for begin in range(0, len(layers), interval):
+            some = layers[begin : begin + interval]
+            run = self._run_of(some, micro)
+            if self.activation_checkpoint_interval and self._is_checkpointable(some):
+                inputs = value if isinstance(value, tuple) else (value,)
+                value = self._checkpoint_for(inputs)(run, *inputs)
+            else:
+                value = run(value)
+        return value
+
+    def _checkpoint_for(self, inputs: tuple[Any, ...]) -> Callable[..., Any]:
+        """The function that checkpoints. The reentrant kind gives parameters a gradient only if an input
+        needs one, and the inputs of the model need none: they get the other kind."""
+        chosen = self.activation_checkpoint_func
+        needs = any(isinstance(value, Tensor) and value.requires_grad for value in inputs)
+        return non_reentrant_checkpoint if chosen is checkpoint and not needs else chosen
+
+    def _run_of(self, layers: Sequence[tuple[str, nn.Module]], micro: int) -> Callable[..., Any]:
+        """A function of the inputs, which can be repeated. ``micro``: number of this forward."""
+        seed = set_random_seed if self.seed_fn is None else self.seed_fn
+
+        def run(*inputs: Any) -> Any:
+            value = inputs[0] if len(inputs) == 1 else inputs
+            for name, layer in layers:
+                self.curr_layer = int(name)
+                if self.seed_layers:
+                    seed(self.base_seed * micro + self.curr_layer)
+                value = layer(value)
+            return value
+
+        return run
+
+    def _is_checkpointable(self, layers: Sequence[tuple[str, nn.Module]]) -> bool:
+        if self.checkpointable_layers is not None:
+            return all(_class_of(layer) in self.checkpointable_layers for _, layer in layers)
+        named = (self._parameters_of(name, layer) for name, layer in layers)
+        return any(next(iter(params), None) is not None for params in named)
+
+    def forward(self, *inputs: Any, stage: int | None = None) -> Any:
+        """Run this rank's stage."""
+        return super().forward(*inputs, stage=self.stage_id if stage is None else stage)
+
+    @property
+    def forward_funcs(self) -> list[Callable[..., Any]]:
+        """The layers of this rank."""
+        assert self.kept is not None
+        return [layer for stage in self.kept.values() for layer in stage.pieces.values()]
+
+    # ------------------------------------------------------------------ how the model is cut
+
+    def keep(self, rank: int, ranks: int) -> None:
+        """See :meth:`PipelineModel.keep`. Tied modules that no own layer uses are deleted, too."""
+        super().keep(rank, ranks)
+        assert self.kept is not None
+        used = {
+            id(m) for stage in self.kept.values() for p in stage.pieces.values() for m in _held(p)
+        }
+        tied = self.get_submodule(TIED)
+        for key in [key for key, module in tied.named_children() if id(module) not in used]:
+            del tied._modules[key]
+
+    def _copy_tied_values(self) -> None:
+        """Give modules that are tied over stages the values that the first of these stages has."""
+        users: dict[str, list[int]] = {}
+        for at, spec in enumerate(self._layer_specs):
+            if isinstance(spec, TiedLayerSpec):
+                users.setdefault(spec.key, []).append(bisect_right(self.parts, at) - 1)
+        for key, stages in users.items():
+            first, *others = (self._grid.stage_to_global(s) for s in sorted(set(stages)))
+            if not others or self.global_rank not in (first, *others):
+                continue
+            module = self.get_submodule(f"{TIED}.{key}")
+            for tensor in (*module.parameters(), *module.buffers()):
+                if tensor.is_meta:
+                    continue  # the engine fills it, by its name
+                if self.global_rank != first:
+                    comm.recv(tensor.detach(), src=first)
+                for other in others if self.global_rank == first else ():
+                    comm.send(tensor.detach(), dst=other)
+
+    def schedule_for(self, ranks: int, micro_batches: int) -> str:
+        """1F1B; GPipe if there are fewer micro-batches than stages, where both wait equally long."""
+        return "GPipe" if micro_batches < ranks else self.schedule
+
+    def _stage_module(self, pieces: Mapping[str, nn.Module]) -> StageModule:
+        return LayersOfStage(self, pieces)
+
+    def _parameters_of(self, name: str, piece: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+        yield from super()._parameters_of(name, piece)
+        names = {id(module): key for key, module in self.get_submodule(TIED).named_children()}
+        for module in _held(piece):
+            yield from super()._parameters_of(f"{TIED}.{names[id(module)]}", module)
+
+    # ------------------------------------------------------------------ DeepSpeed's names
+
+    def topology(self) -> ProcessTopology:
+        """The grid of all ranks."""
+        return self._topo
+
+    def mpu(self) -> PipelineParallelGrid:
+        """This rank's place in the topology, and its process groups."""
+        return self._grid
+
+    def num_pipeline_stages(self) -> int:
+        """The number of stages."""
+        return self.num_stages
+
+    def set_checkpoint_interval(self, interval: int) -> None:
+        """Set the number of layers in one activation checkpoint. 0: no checkpoints."""
+        if isinstance(interval, bool) or not isinstance(interval, int) or interval < 0:
+            raise UsageError(
+                f"set_checkpoint_interval({interval!r}): give a number of layers, or 0."
+            )
+        self.activation_checkpoint_interval = interval
+
+    def set_checkpointing(self, interval: int, *, reentrant: bool) -> None:
+        """What the keys of the section ``pipeline`` mean: see :meth:`set_checkpoint_interval`."""
+        self.set_checkpoint_interval(interval)
+        if not reentrant:
+            self.activation_checkpoint_func = non_reentrant_checkpoint
+
+    def allreduce_tied_weight_gradients(self) -> None:
+        """Nothing: the engine adds the gradients of tied weights."""
+
+    def get_additional_losses(self) -> None:
+        """None: the loss function gives one loss."""
+
+
+# ---------------------------------------------------------------------- arguments
+
+
+def _topology(
+    num_stages: int | None, topology: ProcessTopology | None, world_size: int
+) -> ProcessTopology:
+    """The given topology, or that of ``num_stages``.
+
+    Raises:
+        UsageError: neither is given, both differ, or they do not fit to the number of ranks.
+    """
+    if topology is None:
+        if isinstance(num_stages, bool) or not isinstance(num_stages, int) or num_stages < 1:
+            raise UsageError(
+                f"PipelineModule(num_stages={num_stages!r}): give the number of pipeline stages, at "
+                "least 1, or topology=."
+            )
+        if world_size % num_stages:
+            raise UsageError(
+                f"PipelineModule(num_stages={num_stages}): {world_size} ranks were started, which cannot "
+                f"be divided into pipelines of {num_stages}. Start a multiple of {num_stages} ranks."
+            )
+        return PipeDataParallelTopology(num_pp=num_stages, num_dp=world_size // num_stages)
+    stages = topology.get_dim("pipe") or 1
+    if num_stages is not None and num_stages != stages:
+        raise UsageError(
+            f"PipelineModule(num_stages={num_stages}), but its topology has {stages} on the axis pipe. "
+            "Leave num_stages out, or make them equal."
+        )
+    if topology.world_size() != world_size:
+        raise UsageError(
+            f"the topology of PipelineModule has {topology.world_size()} ranks ({topology.axes} = "
+            f"{topology.dims}), but {world_size} were started. Give sizes whose product is that number."
+        )
+    return topology
+
+
+def _check_layers(specs: Sequence[Any], checkpointable_layers: Any) -> None:
+    if not specs:
+        raise UsageError(
+            "PipelineModule(layers=[]): there is no layer. Give modules or LayerSpecs."
+        )
+    for at, layer in enumerate(specs):
+        if isinstance(layer, PipelineModel):
+            raise UsageError(
+                f"layer {at} of PipelineModule is a {type(layer).__name__}. A pipeline cannot be inside "
+                "another one: put its layers into the list."
+            )
+        if not isinstance(layer, (nn.Module, LayerSpec)) and (
+            isinstance(layer, type) or not callable(layer)
+        ):
+            raise UsageError(
+                f"layer {at} of PipelineModule is {layer!r}. A layer is a module, a function, or a "
+                "LayerSpec. Write LayerSpec(Class, ...) for a class."
+            )
+    if checkpointable_layers is not None and not isinstance(checkpointable_layers, list):
+        raise UsageError(
+            f"checkpointable_layers is {checkpointable_layers!r}. Give a list of names of classes."
+        )
+
+
+# ---------------------------------------------------------------------- layers
+
+
+def _outlines(specs: Sequence[Any]) -> list[nn.Module | None]:
+    """The layers as modules, without memory for those that specs build; None for functions."""
+    tied: dict[str, nn.Module] = {}
+    found: list[nn.Module | None] = []
+    for at, spec in enumerate(specs):
+        if isinstance(spec, TiedLayerSpec):
+            module = tied.setdefault(spec.key, tied.get(spec.key) or outline(spec))
+            _check_tied(at, spec, module)
+            found.append(module)
+        elif isinstance(spec, LayerSpec):
+            found.append(outline(spec))
+        else:
+            found.append(spec if isinstance(spec, nn.Module) else None)
+    return found
+
+
+def _check_tied(at: int, spec: TiedLayerSpec, module: nn.Module) -> None:
+    """Refuse names of tied parameters that the module does not have."""
+    names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    for name in spec.tied_weight_attr:
+        if name not in names:
+            raise UsageError(
+                f"layer {at} of PipelineModule: tied_weight_attr names {name!r}, which is not a "
+                f"parameter of the module tied as {spec.key!r}, a {type(module).__name__}. It has "
+                f"{', '.join(sorted(names)) or 'none'}."
+            )
+
+
+def _built(
+    specs: Sequence[Any],
+    outlines: Sequence[nn.Module | None],
+    own: range,
+    seeded: Callable[[int], Any],
+) -> list[nn.Module | None]:
+    """As ``outlines``, with the layers of this rank built."""
+    found = list(outlines)
+    first: dict[str, int] = {}
+    for at, spec in enumerate(specs):
+        if isinstance(spec, TiedLayerSpec):
+            first.setdefault(spec.key, at)
+    tied: dict[str, nn.Module] = {}
+    for at in own:
+        spec = specs[at]
+        if isinstance(spec, TiedLayerSpec):
+            if spec.key not in tied:
+                seeded(first[spec.key])  # all stages that have the module draw the same values
+                tied[spec.key] = spec.build()
+        else:
+            seeded(at)
+            if isinstance(spec, LayerSpec):
+                found[at] = spec.build()
+    for at, spec in enumerate(specs):
+        if isinstance(spec, TiedLayerSpec) and spec.key in tied:
+            found[at] = tied[spec.key]
+    return found
+
+
+def _pieces(
+    specs: Sequence[Any], built: Sequence[nn.Module | None]
+) -> tuple[nn.ModuleDict, dict[str, nn.Module]]:
+    """The tied modules by key, and the pieces by number of their layer."""
+    tied = nn.ModuleDict()
+    pieces: dict[str, nn.Module] = {}
+    for at, (spec, module) in enumerate(zip(specs, built, strict=True)):
+        if isinstance(spec, TiedLayerSpec):
+            assert module is not None
+            if spec.key not in tied:
+                tied[spec.key] = module
+            pieces[str(at)] = FunctionPiece(spec.forward_fn, module)
+        else:
+            pieces[str(at)] = FunctionPiece(spec) if module is None else module
+    return tied, pieces
+
+
+def _held(piece: nn.Module) -> tuple[nn.Module, ...]:
+    return piece.held if isinstance(piece, FunctionPiece) else ()
+
+
+def _class_of(piece: nn.Module) -> str:
+    """The name of a layer's class; of a function's, ``function``."""
+    if isinstance(piece, FunctionPiece):
+        return type(piece.held[0] if piece.held and piece.call is None else piece.call).__name__
+    return type(piece).__name__
+
+
+# ---------------------------------------------------------------------- partition
+
+
+def partition(
+    specs: Sequence[Any], outlines: Sequence[nn.Module | None], stages: int, method: str
+) -> list[int]:
+    """The first layer of each stage, and the number of layers. ``method``: see :class:`PipelineModule`.
+
+    Raises:
+        UnsupportedError: an unknown method.
+        UsageError: no layer matches, or there are fewer layers than stages.
+    """
+    if stages > len(specs):
+        raise UsageError(
+            f"PipelineModule has {len(specs)} layers for {stages} stages: some would be empty. Give "
+            "fewer stages."
+        )
+    kind, _, pattern = method.partition(":")
+    if kind.lower() == "uniform" and not pattern:
+        return partition_uniform(len(specs), stages)
+    if kind.lower() == "parameters" and not pattern:
+        return partition_balanced([_trained_numel(layer) for layer in outlines], stages)
+    if kind.lower() == "type" and pattern:
+        return partition_balanced(_matching(specs, pattern), stages)
+    raise UnsupportedError(
+        f"PipelineModule(partition_method={method!r}): there is no such method. Choose parameters, "
+        "uniform or type:REGEX, for example type:Block. None of them measures times (best, profile)."
+    )
+
+
+def _trained_numel(layer: nn.Module | None) -> int:
+    params = () if layer is None else layer.parameters()
+    return sum(param.numel() for param in params if param.requires_grad)
+
+
+def _matching(specs: Sequence[Any], pattern: str) -> list[int]:
+    """1 for each layer whose class or function has a name that matches, else 0."""
+    expression = re.compile(pattern, re.IGNORECASE)
+    found = [int(expression.search(_name_of(layer)) is not None) for layer in specs]
+    if not any(found):
+        names = ", ".join(dict.fromkeys(filter(None, map(_name_of, specs))))
+        raise UsageError(
+            f"PipelineModule(partition_method='type:{pattern}'): no layer has a name that matches. The "
+            f"layers are {names}."
+        )
+    return found
+
+
+def _name_of(layer: Any) -> str:
+    if isinstance(layer, LayerSpec):
+        return layer.typename.__name__
+    if isinstance(layer, nn.Module):
+        return type(layer).__name__
+    return str(getattr(layer, "__name__", ""))

@@ -1,0 +1,264 @@
+"""Runs the engine of one rank of any mesh in one process, without memory and without other ranks.
+
+The engine, the schedule and the optimizer are those that train. Tensors are fake: they have shapes and no
+values. The process group is fake too. So the result is what this rank of a real run would hold, send and
+receive, as far as it does not depend on values.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+from zeroshard.comm.collectives import RecordedComm
+from zeroshard.comm.mesh_objects import mesh_sources
+from zeroshard.comm.simulation import CallLog, Message, lone_rank
+from zeroshard.config import load_config
+from zeroshard.core.mesh import DIMS, HOLDERS, SHARDS, Mesh
+from zeroshard.engine.engine import Engine
+from zeroshard.engine.report import MemoryRow
+from zeroshard.errors import UsageError
+from zeroshard.parallel.pipeline_stage import Boundary
+from zeroshard.parallel.schedules import SCHEDULES, idle, live
+from zeroshard.parallel.split import PipelineModel
+from zeroshard.planner.allocations import Allocations
+from zeroshard.planner.boundaries import stage_inputs
+from zeroshard.precision.policy import policy_from
+
+_KINDS: Mapping[str, frozenset[str]] = {
+    "all ranks": frozenset(DIMS),
+    "tensor": frozenset({"tensor"}),
+    "pipeline": frozenset({"pipeline"}),
+    "shards": SHARDS,
+    "replicas": frozenset({"data_replicate"}),
+    "holders": HOLDERS,
+}
+"""Groups of ranks, and the dimensions in which their ranks differ. The first that fits names a group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What a rank's collectives of one kind over one group move in one optimizer step.
+
+    ``group``: "all ranks", "tensor", "shards" (a shard group), "replicas"... ``name``: the unit, or what
+    is exchanged; "layers" for collectives that layers call. ``numel``: elements of the full tensors.
+    ``sent_numel``: of these, what this rank sends to others.
+    """
+
+    group: str
+    op: str
+    name: str
+    calls: int
+    numel: int
+    sent_numel: int
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """One rank of a run that was simulated.
+
+    ``params_numel``: parameters that this rank works with, of which stage 3 keeps a shard between uses.
+    ``memory``: rows as :meth:`Engine.memory_report` gives them: planned and counted bytes per category
+    and tier. ``activations_nbytes``: the most bytes that all else held during the last step: activations,
+    temporaries of operations, gradients before they are in a buffer. ``peak_nbytes``: the most bytes of
+    everything on the device at one time. ``traffic`` and ``messages`` are of the last step. ``bubble``:
+    the part of a step in which ranks of the pipeline wait, if stages take equally long, a backward twice
+    as long as a forward, and messages no time. ``in_flight``: the most micro-batches that this rank
+    keeps activations of, counted once per pipeline stage.
+    """
+
+    mesh: Mesh
+    rank: int
+    params_numel: int
+    memory: tuple[MemoryRow, ...]
+    activations_nbytes: int
+    peak_nbytes: int
+    traffic: tuple[Traffic, ...]
+    messages: tuple[Message, ...]
+    bubble: float
+    in_flight: int
+
+    def nbytes(self, category: str, tier: str = "device") -> int:
+        """Counted bytes of a category. Those of gradients and temporaries are peaks."""
+        return sum(r.measured for r in self.memory if (r.category, r.tier) == (category, tier))
+
+    def moved_numel(self, group: str, op: str) -> int:
+        """Elements of the full tensors of all collectives ``op`` over ``group`` in a step."""
+        return sum(row.numel for row in self.traffic if (row.group, row.op) == (group, op))
+
+
+def simulate(
+    build: Callable[[], nn.Module],
+    config: Any,
+    batch: Any,
+    *,
+    mesh: Mesh,
+    rank: int,
+    loss_fn: Callable[[Any, Any], Tensor] | None = None,
+    plan: Mapping[str, str] | str | None = None,
+    steps: int = 2,
+) -> Simulation:
+    """Train ``steps`` steps as ``rank`` of ``mesh`` with fake tensors, and say what that needed.
+
+    ``build`` makes the model. It is called where tensors are fake, so a model of any size fits; it may
+    use the meta device, :func:`zeroshard.parallel.tensor_parallel` and
+    :func:`zeroshard.parallel.pipeline`. With a pipeline it is called twice. ``config``: as for
+    :func:`zeroshard.initialize`. ``batch``: one micro-batch of one rank, a pair (inputs, labels); only
+    shapes and dtypes of its tensors count. ``loss_fn(output, labels)``: the loss; a pipeline has its own.
+    The first step creates optimizer state, so the second one shows the memory of all later steps.
+
+    The process must not have a process group. Memory of transports, of allocators and of the program
+    itself is not counted.
+
+    Raises:
+        UsageError: the arguments do not fit together.
+        ConfigError: the configuration has mistakes.
+    """
+    inputs, labels = _pair(batch)
+    log = CallLog()
+    watch = Allocations(log.note)
+    with lone_rank(rank, mesh.world_size), FakeTensorMode(), watch:
+        inputs, labels = tree_map_only(torch.Tensor, _fake_like, (inputs, labels))
+        model = build()
+        arriving: Mapping[int, Sequence[Boundary]] = {}
+        if isinstance(model, PipelineModel) and mesh.pipeline > 1:
+            loaded = load_config(
+                config,
+                world_size=mesh.world_size,
+                mesh_sources=mesh_sources(mesh=mesh, model=model),
+            )
+            arriving = stage_inputs(model, inputs, policy_from(loaded.config))
+            del model
+            gc.collect()  # cut layers are in cycles
+            model = build()
+        with contextlib.closing(Engine(model, config=config, mesh=mesh, plan=plan)) as engine:
+            _expect(engine, arriving)
+            step = _stepper(engine, model, inputs, labels, loss_fn)
+            for last in reversed(range(steps)):
+                if not last:
+                    _begin(engine, watch, log)
+                step()
+            return _result(engine, model, watch, log)
+
+
+def _pair(batch: Any) -> tuple[Any, Any]:
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        raise UsageError(
+            f"simulate(batch=...) got a {type(batch).__name__}. Give one micro-batch of one rank as a "
+            "pair (inputs, labels); several inputs are a tuple."
+        )
+    return batch[0], batch[1]
+
+
+def _fake_like(tensor: Tensor) -> Tensor:
+    """A tensor of this shape and dtype, made under the fake mode that is on."""
+    return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, requires_grad=tensor.requires_grad)
+
+
+def _stepper(
+    engine: Engine,
+    model: nn.Module,
+    inputs: Any,
+    labels: Any,
+    loss_fn: Callable[[Any, Any], Tensor] | None,
+) -> Callable[[], None]:
+    """A function that takes one optimizer step."""
+    count = engine.accumulation.steps
+    if isinstance(model, PipelineModel):
+        return lambda: _discard(engine.train_batch(iter([(inputs, labels)] * count)))
+    if loss_fn is None:
+        raise UsageError(
+            "simulate() needs loss_fn=, which computes the loss from the model's output and the labels "
+            "of the batch. Only a pipeline has one of its own."
+        )
+    given = inputs if isinstance(inputs, tuple) else (inputs,)
+
+    def step() -> None:
+        for _ in range(count):
+            engine.backward(loss_fn(engine(*given), labels))
+            engine.step()
+
+    return step
+
+
+def _expect(engine: Engine, arriving: Mapping[int, Sequence[Boundary]]) -> None:
+    """Tell the stages of this rank what they will receive: messages of a simulation have no contents."""
+    if engine._pipeline is not None:
+        for stage in engine._pipeline.stages:
+            stage.known_inputs = list(arriving.get(stage.stage_index, ()))
+
+
+def _discard(_: Any) -> None:
+    """Nothing: the value of a fake loss is unknown."""
+
+
+def _begin(engine: Engine, watch: Allocations, log: CallLog) -> None:
+    """Measure from now on."""
+    gc.collect()
+    units = engine.runtime.units
+    watch.measure(engine.runtime.ledger, (unit.full_N for unit in units if not unit.resident))
+    log.clear()
+    for recorder in engine._watch.recorders:
+        recorder.reset_traffic()
+
+
+def _result(engine: Engine, model: nn.Module, watch: Allocations, log: CallLog) -> Simulation:
+    mesh, rank = engine.mesh, engine.global_rank
+    bubble, in_flight = _schedule_of(model, mesh, rank, engine.accumulation.steps)
+    return Simulation(
+        mesh,
+        rank,
+        sum(unit.layout.params_numel for unit in engine.runtime.units),
+        engine.memory_report().rows,
+        watch.activations_nbytes,
+        watch.peak_nbytes,
+        tuple(_traffic(engine, log)),
+        tuple(log.messages),
+        bubble,
+        in_flight,
+    )
+
+
+def _schedule_of(model: nn.Module, mesh: Mesh, rank: int, count: int) -> tuple[float, int]:
+    if not isinstance(model, PipelineModel) or mesh.pipeline == 1:
+        return 0.0, 1
+    stages = len(model.stages)
+    schedule = SCHEDULES[model.schedule]
+    actions = schedule.actions(mesh.pipeline, stages // mesh.pipeline, count)
+    return idle(actions, stages), live(actions[mesh.coordinate(rank)["pipeline"]])
+
+
+def _traffic(engine: Engine, log: CallLog) -> Iterator[Traffic]:
+    mesh, rank = engine.mesh, engine.global_rank
+    recorded = {id(c.recorder): c for c in engine._watch.comms if isinstance(c, RecordedComm)}
+    for comm in recorded.values():
+        for entry in comm.recorder.traffic():
+            if entry.calls:
+                yield Traffic(
+                    group_name(mesh, rank, comm.ranks), entry.op.partition(" ")[0], entry.name,
+                    entry.calls, entry.payload_numel, entry.sent_numel,
+                )  # fmt: skip
+    for (op, ranks), calls in log.layers.items():
+        yield Traffic(
+            group_name(mesh, rank, ranks), op, "layers", calls.calls, calls.numel, calls.sent_numel
+        )
+
+
+def group_name(mesh: Mesh, rank: int, ranks: Sequence[int]) -> str:
+    """The name of a group of ranks that ``rank`` is in; the list of them if no dimension makes it.
+
+    >>> group_name(Mesh(data_shard=2, tensor=2), 3, [2, 3])
+    'tensor'
+    """
+    for name, dims in _KINDS.items():
+        if mesh.group(rank, dims) == tuple(ranks):
+            return name
+    return f"ranks {list(ranks)}"

@@ -1,0 +1,207 @@
+"""One simulated rank of a mesh holds, sends and receives what arithmetic says."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zeroshard.comm.simulation import lone_rank, unmatched
+from zeroshard.core.mesh import Mesh
+from zeroshard.errors import UsageError
+from zeroshard.parallel import pipeline, tensor_parallel
+from zeroshard.parallel.tensor_plan import neighbours
+from zeroshard.planner import Simulation, simulate
+
+WIDTH, INNER, WORDS, LAYERS, LENGTH, BATCH, COUNT = 128, 512, 256, 8, 16, 2, 4
+PLAN = {
+    "0": "vocab",
+    "*.up": "colwise",
+    "*.down": "rowwise",
+    f"{LAYERS + 2}": "colwise_gather",
+}
+IDS = torch.empty(BATCH, LENGTH, dtype=torch.long, device="meta")
+
+
+class Layer(nn.Module):
+    """Nothing in it is padded: all sizes are multiples of 64 times the shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, INNER, bias=False)
+        self.down = nn.Linear(INNER, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.down(torch.tanh(self.up(self.norm(x))))
+        return y
+
+
+def loss_of(logits: Tensor, ids: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids.flatten())
+
+
+def build(mesh: Mesh, schedule: str = "1F1B", per_rank: int = 1, device: str = "meta") -> nn.Module:
+    with torch.device(device):
+        ends = nn.Embedding(WORDS, WIDTH), nn.RMSNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        model = nn.Sequential(ends[0], *(Layer() for _ in range(LAYERS)), *ends[1:])
+    if mesh.tensor > 1:
+        tensor_parallel(model, neighbours(mesh.tensor), PLAN)
+    if mesh.pipeline == 1:
+        return model
+    stages = mesh.pipeline * per_rank
+    split = [str(1 + LAYERS // stages * at) for at in range(1, stages)]
+    return pipeline(model, split=split, loss_fn=loss_of, schedule=schedule)
+
+
+def settings(stage: int, count: int = COUNT) -> dict:
+    return {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_accumulation_steps": count,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "units": ["Layer"],
+        "zero_optimization": {"stage": stage},
+    }
+
+
+@cache
+def simulated(
+    mesh: Mesh, stage: int, rank: int, schedule: str = "1F1B", per_rank: int = 1
+) -> Simulation:
+    return simulate(
+        lambda: build(mesh, schedule, per_rank), settings(stage), (IDS, IDS),
+        mesh=mesh, rank=rank, loss_fn=loss_of,
+    )  # fmt: skip
+
+
+def numels(mesh: Mesh, at: int) -> list[int]:
+    """Elements of each parameter of one pipeline stage on one tensor rank, by arithmetic."""
+    table = WORDS * WIDTH // mesh.tensor
+    layer = [WIDTH, WIDTH * INNER // mesh.tensor, WIDTH * INNER // mesh.tensor]
+    layers = layer * (LAYERS // mesh.pipeline)
+    first, last = at == 0, at == mesh.pipeline - 1
+    return [*([table] if first else []), *layers, *([WIDTH, table] if last else [])]
+
+
+CUBE, LINE = Mesh(pipeline=4, data_shard=2, tensor=2), Mesh(pipeline=4, tensor=2)
+
+
+@pytest.mark.parametrize("at", [0, 1, 3], ids=["first", "middle", "last"])
+@pytest.mark.parametrize(("mesh", "stage"), [(CUBE, 3), (CUBE, 1), (LINE, 1)])
+def test_bytes_are_those_of_the_formula(mesh, stage, at):
+    rank = mesh.rank_at(
+        {"pipeline": at, "data_shard": 0, "tensor": 1, "data_replicate": 0, "sequence": 0}
+    )
+    found, numel = simulated(mesh, stage, rank), sum(numels(mesh, at))
+    assert found.params_numel == numel
+    by_stage = [mesh.data_shard if stage >= level else 1 for level in (3, 2, 1)]
+    # bf16 parameters; the gradients of several micro-batches are added in fp32; fp32 masters
+    assert found.nbytes("parameters") == 2 * numel // by_stage[0]
+    assert found.nbytes("gradients") == 4 * numel // by_stage[1]
+    assert found.nbytes("master") == 4 * numel // by_stage[2]
+    moments = found.nbytes("optimizer") - 8 * numel // by_stage[2]
+    assert (
+        0 < moments <= 4 * len(numels(mesh, at))
+    )  # a step count for each parameter that it updates
+    assert all(row.planned in (None, row.measured) for row in found.memory)
+
+
+@pytest.mark.parametrize("at", [0, 1, 3], ids=["first", "middle", "last"])
+def test_traffic_of_each_group_is_that_of_the_formula(at):
+    rank = CUBE.group(0, {"pipeline"})[at]
+    numel = sum(numels(CUBE, at))
+    sharded, resident = simulated(CUBE, 3, rank), simulated(CUBE, 1, rank)
+    assert sharded.moved_numel("shards", "reduce_scatter") == COUNT * numel
+    assert COUNT * numel < sharded.moved_numel("shards", "all_gather") <= 2 * COUNT * numel
+    assert resident.moved_numel("shards", "reduce_scatter") == numel
+    assert resident.moved_numel("shards", "all_gather") == numel
+    # Of each layer one sum in forward and one in backward, for each micro-batch.
+    tokens = BATCH * LENGTH * COUNT
+    sums = (
+        2 * (LAYERS // CUBE.pipeline) + (at == 0) + (at == 3)
+    )  # the table's rows, the head's input
+    assert sharded.moved_numel("tensor", "all_reduce") == sums * tokens * WIDTH
+    gathered = sharded.moved_numel("tensor", "all_gather")
+    assert gathered == (tokens * WORDS if at == 3 else 0)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "per_rank"), [("1F1B", 1), ("Interleaved1F1B", 2), ("LoopedBFS", 2)]
+)
+def test_every_message_has_its_partner(schedule, per_rank):
+    mesh = Mesh(pipeline=4)
+    found = {rank: simulated(mesh, 1, rank, schedule, per_rank).messages for rank in range(4)}
+    borders = 4 * per_rank - 1
+    shapes, tensors = borders, 2 * borders * COUNT
+    assert sum(len(messages) for messages in found.values()) == 2 * (shapes + tensors)
+    assert unmatched(found) == []
+    found[2] = found[2][:-1]
+    assert len(unmatched(found)) == 1
+
+
+def test_bubble_and_micro_batches_in_flight():
+    first, last = simulated(CUBE, 3, 0), simulated(CUBE, 3, 12)
+    assert first.bubble == last.bubble == pytest.approx(3 / (COUNT + 3))
+    assert (first.in_flight, last.in_flight) == (4, 1)
+
+
+def test_activations_are_counted_to_the_byte():
+    """Of a chain of linear layers without bias, backward needs the input of each layer."""
+
+    def chain(width: int) -> Callable[[], nn.Module]:
+        return lambda: nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(6)))
+
+    config = settings(1, 1) | {"bf16": {"enabled": False}, "unit_min_numel": 1}
+    del config["units"], config["gradient_clipping"]
+    x = torch.empty(64, 128, device="meta")
+    found = simulate(
+        chain(128), config, (x, x), mesh=Mesh(data_shard=4), rank=1, loss_fn=lambda y, _: y.sum()
+    )
+    one = 64 * 128 * 4
+    # The inputs of the step are held too. At the peak, all outputs exist.
+    assert 8 * one <= found.activations_nbytes <= 9 * one + 128 * 128 * 4
+    assert found.peak_nbytes >= found.activations_nbytes + found.nbytes("parameters")
+
+
+def test_a_cut_frees_the_whole_parameters():
+    with lone_rank(0, 2):
+        model = build(Mesh(), device="cpu")
+        whole = [weakref.ref(model[0].weight), weakref.ref(model[1].up.weight)]
+        tensor_parallel(model, neighbours(2), PLAN)
+        gc.collect()
+        assert [ref() for ref in whole] == [None, None]
+        assert model[1].up.weight.to_local().shape == (INNER // 2, WIDTH)
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_model_on_the_meta_device_is_simulated_as_any_other(device, stage):
+    mesh = Mesh(data_shard=2)
+    found = simulate(
+        lambda: build(mesh, device=device), settings(stage), (IDS, IDS),
+        mesh=mesh, rank=1, loss_fn=loss_of,
+    )  # fmt: skip
+    assert found.nbytes("parameters") == 2 * sum(numels(mesh, 0)) // (2 if stage == 3 else 1)
+    assert torch.distributed.is_initialized() is False
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ({"rank": 8}, "rank 8 of a simulation with 8 ranks does not exist"),
+        ({"batch": IDS}, "as a pair"),
+        ({"loss_fn": None}, "needs loss_fn="),
+    ],
+)
+def test_arguments_that_do_not_fit(keys, text):
+    mesh = Mesh(data_shard=8)
+    given = {"batch": (IDS, IDS), "mesh": mesh, "rank": 0, "loss_fn": loss_of} | keys
+    with pytest.raises(UsageError, match=text):
+        simulate(lambda: build(mesh), settings(1), **given)

@@ -1,0 +1,53 @@
+"""``examples/train_3d`` runs on eight ranks and then on one, at a tiny size, and finds equal losses."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import re
+import runpy
+import sys
+from pathlib import Path
+from unittest import mock
+
+from zeroshard.testing.ranks import run_ranks
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_3d" / "train.py"
+OWN_MODULES = ("model", "data")  # other examples have modules of these names
+
+
+def run(argv: list[str]) -> str:
+    """What the program printed on this rank."""
+    said = io.StringIO()
+    keep_group = mock.patch("torch.distributed.destroy_process_group")  # the kit ends it
+    patched = mock.patch.object(sys, "argv", [str(EXAMPLE), *argv])
+    path = mock.patch.object(sys, "path", [str(EXAMPLE.parent), *sys.path])
+    for name in OWN_MODULES:
+        sys.modules.pop(name, None)
+    try:
+        with patched, path, keep_group, contextlib.redirect_stdout(said):
+            importlib.invalidate_caches()
+            runpy.run_path(str(EXAMPLE), run_name="__main__")
+    finally:
+        for name in OWN_MODULES:
+            sys.modules.pop(name, None)
+    return said.getvalue()
+
+
+def test_eight_ranks_and_one_have_the_same_losses(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {at}: {at * at} is the square of {at}.\n" for at in range(4000)))
+    sizes = ["--steps", "4", "--dim", "64", "--context", "16", "--vocab", "300", "--tests", "1"]
+    options = [*sizes, "--text", str(text), "--runs", str(tmp_path), "--threads", "1"]
+    run_ranks(run, 8, options, timeout=100)
+    said = run_ranks(run, 1, [*options, "--compare"], timeout=60)[0]
+    saved = json.loads((tmp_path / "losses.json").read_text())
+    assert saved["mesh"] == "pipeline 2 x data_shard 2 x tensor 2"
+    assert len(saved["losses"]) == 4
+    assert saved["losses"][-1] < saved["losses"][0]
+    [apart] = re.findall(r"largest difference .*: (\S+)", said)
+    assert float(apart) < 1e-4
+    [loaded] = re.findall(r"loaded into one rank, .*: (\S+)", said)
+    assert abs(float(loaded) - saved["held_out"]) < 1e-5

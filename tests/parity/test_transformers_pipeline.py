@@ -1,0 +1,165 @@
+"""Models of Transformers train as pipelines like the plain model in one process."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from zeroshard import Engine
+from zeroshard.parallel import pipeline
+from zeroshard.testing import on_ranks
+
+STEPS, COUNT, LR, CLIP, WORDS = 4, 4, 1e-2, 0.05, 32
+COMMON = {
+    "vocab_size": WORDS,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "tie_word_embeddings": True,
+}
+GPT2 = {
+    "n_embd": 16,
+    "n_head": 2,
+    "n_layer": 4,
+    "n_positions": 16,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
+SPLITS = {"1F1B": ["2"], "LoopedBFS": ["1", "2", "3"]}
+
+
+def build(family: str) -> nn.Module:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **{**COMMON, **(GPT2 if family == "gpt2" else {})})
+    return AutoModelForCausalLM.from_config(config).double()
+
+
+def batches(step: int, dp_rank: int) -> list[dict[str, Tensor]]:
+    """As a collator makes them: padded, with a mask and labels."""
+    made = torch.Generator().manual_seed(1000 * step + dp_rank)
+    tokens = torch.randint(1, WORDS, (COUNT, 2, 6), generator=made)
+    mask = torch.ones_like(tokens)
+    mask[:, 1, 4:] = 0
+    labels = tokens.masked_fill(mask == 0, -100)
+    keys = ("input_ids", "attention_mask", "labels")
+    return [dict(zip(keys, each, strict=True)) for each in zip(tokens, mask, labels, strict=True)]
+
+
+def loss_of(output: Any, labels: Tensor) -> Tensor:
+    """The models' own loss in fp64. Theirs is in fp32."""
+    return F.cross_entropy(output.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def plain_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    given = {name: value for name, value in batch.items() if name != "labels"}
+    return loss_of(model(**given), batch["labels"])
+
+
+@functools.cache
+def expected(family: str) -> tuple[dict[str, Tensor], list[float], list[float]]:
+    model = build(family)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    losses, norms = [], []
+    for step in range(STEPS):
+        every = [batch for rank in range(2) for batch in batches(step, rank)]
+        loss = torch.stack([plain_loss(model, batch) for batch in every]).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return {name: p.detach() for name, p in model.named_parameters()}, losses, norms
+
+
+def cut(model: nn.Module, schedule: str) -> Any:
+    blocks = "transformer.h" if "GPT2" in type(model).__name__ else "model.layers"
+    split = [f"{blocks}.{at}" for at in SPLITS[schedule]]
+    return pipeline(model, split=split, schedule=schedule, loss_fn=loss_of)
+
+
+def config(stage: int, **keys: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": COUNT,
+        "gradient_clipping": CLIP,
+        "unit_min_numel": 1,
+        "zero_optimization": {"stage": stage},
+        **keys,
+    }
+
+
+def adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=LR)
+
+
+@pytest.mark.parametrize(
+    ("family", "stage", "schedule", "recompute"),
+    [
+        ("llama", 3, "1F1B", True),
+        ("qwen3", 2, "LoopedBFS", False),
+        ("gemma", 3, "LoopedBFS", False),
+        ("gpt2", 1, "1F1B", False),
+        ("gpt2", 3, "LoopedBFS", True),
+    ],
+)
+@on_ranks(4)
+def test_models_train_like_the_plain_model(family, stage, schedule, recompute, tmp_path: Path):
+    params, losses, norms = expected(family)
+    model = build(family)
+    if recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    keys = config(stage, parallel={"pipeline": 2})
+    with Engine(cut(model, schedule), config=keys, optimizer=adamw) as engine:
+        assert engine.module.ties
+        for step in range(STEPS):
+            made = batches(step, engine.dp_rank)
+            assert float(engine.train_batch(iter(made))) == pytest.approx(losses[step], rel=1e-12)
+            assert float(engine.last_step.grad_norm) == pytest.approx(norms[step], rel=1e-14)
+        for name, value in engine.iter_full_params():
+            error = (value - params[name]).abs().max() / params[name].abs().max()
+            assert error <= 1e-12, (name, float(error))
+        last = float(engine.eval_batch(iter(batches(9, engine.dp_rank))))
+        engine.save_checkpoint(tmp_path)
+    plain = config(0, gradient_accumulation_steps=1)
+    with Engine(build(family), config=plain, optimizer=adamw) as engine:
+        engine.load_checkpoint(tmp_path)
+        seen = []
+        for rank in range(2):
+            for batch in batches(9, rank):
+                with torch.no_grad():
+                    seen.append(float(plain_loss(engine, batch)))
+        assert last == pytest.approx(sum(seen) / len(seen), rel=1e-12)
+
+
+@on_ranks(2)
+def test_a_model_on_the_meta_device_gets_the_values_of_its_own_initialisation():
+    """Norms begin with ones, embeddings with the configuration's range, rotary buffers with theirs."""
+    with torch.device("meta"):
+        model = build("llama")
+    whole = build("llama")
+    with Engine(
+        cut(model, "LoopedBFS"), config=config(3, parallel={"pipeline": 2}), optimizer=adamw
+    ) as engine:
+        buffers = dict(engine.module.named_buffers())
+        assert torch.equal(
+            buffers["model.rotary_emb.inv_freq"].double(), whole.model.rotary_emb.inv_freq.double()
+        )
+        for name, value in engine.iter_full_params():
+            if "norm" in name:
+                assert torch.equal(value, torch.ones_like(value)), name
+            elif "embed" in name:
+                assert 0.015 < float(value.std()) < 0.025
+            else:
+                assert 0.01 < float(value.std()) < 0.03, name
+        assert not engine.train_batch(iter(batches(0, engine.dp_rank))).isnan()

@@ -1,0 +1,160 @@
+"""Models of Transformers are cut into stages that run the models' own forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from zeroshard.errors import UnsupportedError, UsageError
+from zeroshard.parallel import pipeline
+
+COMMON = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "pad_token_id": 0,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"tie_word_embeddings": True},
+    "gemma": {"tie_word_embeddings": True},
+    "gemma3_text": {"tie_word_embeddings": True, "sliding_window": 2, "sliding_window_pattern": 2},
+    "gpt2": {"n_embd": 16, "n_head": 2, "n_layer": 4, "n_positions": 16, "resid_pdrop": 0.0,
+             "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "opt": {"ffn_dim": 24, "max_position_embeddings": 16, "word_embed_proj_dim": 8, "dropout": 0.0},
+    "gpt_neox": {},
+}  # fmt: skip
+
+
+def build(family: str) -> nn.Module:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family]})
+    return AutoModelForCausalLM.from_config(config).double()
+
+
+def blocks_of(model: nn.Module) -> str:
+    return next(n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == 4)
+
+
+def inputs() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(1, 32, (2, 6), generator=generator)
+    mask = torch.ones(2, 6, dtype=torch.int64)
+    mask[1, 4:] = 0
+    return {"input_ids": tokens, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_stages_in_a_row_are_the_model(family, ranks):
+    """The loss has the same bits. Tied parameters get the sum of their stages' gradients."""
+    whole = build(family)
+    given, labels = inputs(), inputs()["input_ids"]
+    expected = whole(**given, labels=labels, use_cache=False).loss
+    expected.backward()
+    wanted = dict(whole.named_parameters())
+    names = blocks_of(whole)
+    split = [f"{names}.{at}" for at in ((2,) if ranks == 2 else (1, 2, 3))]
+    parts = []
+    for rank in range(ranks):
+        part = pipeline(build(family), split=split)
+        assert part.loss_fn is not None
+        part.keep(rank, ranks)
+        part.given_names = tuple(given)
+        parts.append(part)
+    value: Any = tuple(given.values())
+    for stage, part in enumerate(parts):
+        value = part(*value, stage=stage)
+    loss = parts[-1].loss_fn(value, labels)
+    assert torch.equal(loss, expected)
+    loss.backward()
+    found: dict[str, Tensor] = {}
+    for part in parts:
+        for name, param in part.named_parameters():
+            if param.grad is not None:
+                found[name] = found.get(name, 0) + param.grad
+    for name, param in wanted.items():
+        if param.grad is None:
+            assert name not in found
+        else:
+            assert torch.allclose(found[name], param.grad, rtol=1e-13, atol=1e-15), name
+    held = sum(p.numel() for part in parts for p in part.parameters())
+    tied = sum(wanted[name].numel() * (len(s) - 1) for name, s in parts[0].ties.items())
+    assert held == sum(p.numel() for p in wanted.values()) + tied
+
+
+class Skips(nn.Module):
+    """A model whose head reads the embeddings once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(8, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.head = nn.Linear(4, 8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = first = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x + first)
+
+
+def test_a_stage_computes_again_what_it_needs_beside_the_blocks():
+    tokens = torch.arange(8)
+    expected = Skips()(tokens)
+    parts = []
+    for rank in range(3):
+        part = pipeline(Skips(), split=["layers.1", "layers.2"], example={"tokens": tokens})
+        assert part.ties == {"embed.weight": (0, 2)}
+        part.keep(rank, 3)
+        part.given_names = ("tokens",)
+        parts.append(part)
+    value: Any = (tokens,)
+    for stage, part in enumerate(parts):
+        value = part(*value, stage=stage)
+    assert torch.equal(value, expected)
+
+
+class Between(Skips):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x) * 2
+        return self.head(x)
+
+
+class Backwards(Skips):
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in reversed(self.layers):
+            x = layer(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "split", "kind_of_error", "text"),
+    [
+        (Between, ["layers.1"], UnsupportedError, r"cannot be cut before layers\.1"),
+        (Backwards, ["layers.1"], UnsupportedError, r"in the order \[2, 1, 0\]"),
+        (Skips, ["head"], UsageError, "Its lists are layers"),
+        (Skips, ["layers.0"], UsageError, r"Give names from layers\.1 to layers\.2"),
+        (Skips, ["layers.2", "layers.1"], UsageError, "not in the order"),
+    ],
+)
+def test_what_cannot_be_cut_says_why(kind, split, kind_of_error, text):
+    with pytest.raises(kind_of_error, match=text):
+        pipeline(kind(), split=split, example={"tokens": torch.arange(8)})
+
+
+def test_a_model_without_example_inputs_is_refused():
+    with pytest.raises(UsageError, match="example="):
+        pipeline(Skips(), split=["layers.1"])
