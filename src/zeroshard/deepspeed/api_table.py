@@ -317,8 +317,8 @@ _NO_EFFECT: Mapping[str, str] = {
 
 _DIFFERENCES: Mapping[str, str] = {
     "tp_model_init": (
-        "the cut is derived from the model; config is refused. zeroshard.parallel.tensor_parallel() "
-        "takes a plan"
+        "the cut is derived from the model; keys of config that say how are refused. "
+        "zeroshard.parallel.tensor_parallel() takes a plan"
     ),
     "runtime.checkpoint_engine.TorchCheckpointEngine": (
         "reads only plain data and tensors: loading does not run code from the file"
