@@ -553,13 +553,14 @@ def test_what_is_replaced_of_accelerate_exists():
 
     from zeroshard.integrations.accelerate import Accelerator
 
-    added = {"engines", "engine_of", "keeps", "wishes", "native_amp"}
+    added = {"engines", "engine_of", "keeps", "wishes", "native_amp", "tensor_size"}
     for name in vars(Accelerator).keys() - added:
         assert name[0] == "_" or hasattr(accelerate.Accelerator, name), (
             f"accelerate {accelerate.__version__} has no Accelerator.{name} any more: what it did "
             "happens elsewhere, without an engine."
         )
     assert isinstance(sharded(1)._optimizers, list)
+    assert hasattr(accelerate.Accelerator, "_prepare_tp")
 
 
 WITHOUT = """

@@ -18,6 +18,7 @@ from torch.nn.utils.parametrize import register_parametrization
 
 from zeroshard import Engine
 from zeroshard.errors import RankMismatch, ShardedAccess, UsageError
+from zeroshard.parallel.initial_values import draw_values
 from zeroshard.testing import on_ranks
 from zeroshard.zero import GatheredParameters, Init, materialize
 from zeroshard.zero.sharded_parameter import ShardedParameter
@@ -537,7 +538,7 @@ def test_ranks_that_build_different_models_hear_of_it():
 
 
 class Plain(nn.Module):
-    """Everything is filled by ``reset_parameters``, in the order of the units."""
+    """Everything is filled by ``reset_parameters``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -568,16 +569,10 @@ def test_a_model_on_the_meta_device_becomes_the_ordinary_one(stage):
 
 
 def _filled() -> nn.Module:
-    """An ordinary model, each module filled once, in the order in which units take parameters."""
-    model = Plain()
-    tied = model.embedding.weight
-    model.head.weight = nn.Parameter(torch.empty_like(tied))  # for the head's own initialiser
-    holders = dict.fromkeys(name.rpartition(".")[0] for name, _ in model.named_parameters())
-    torch.manual_seed(7)
-    with torch.no_grad():
-        for name in holders:
-            model.get_submodule(name).reset_parameters()
-    model.head.weight = tied
+    """An ordinary model in which each module was filled with the seed and its name."""
+    with torch.device("meta"):
+        model = Plain()
+    draw_values(model, 7)
     return model
 
 

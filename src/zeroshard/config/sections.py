@@ -91,8 +91,10 @@ class ActivationConfig(Section):
         "Store checkpointed activations in host memory, after checkpointing.configure() has "
         "read this key.",
     )
-    partition_activations: Flag = accept(
-        False, "Split checkpointed activations over tensor-parallel ranks."
+    partition_activations: Flag = honour(
+        False,
+        "Each tensor rank keeps a part of the checkpointed activations, after "
+        "checkpointing.configure() has read this key.",
     )
     contiguous_memory_optimization: Flag = accept(
         False, "Copy checkpointed activations into one buffer."

@@ -1,20 +1,23 @@
 """Activation checkpointing under DeepSpeed's names.
 
-``checkpoint`` is ``torch.utils.checkpoint``. ``configure`` stores its choices. With
-``checkpoint_in_cpu``, the tensors that checkpointed functions are called with are kept in host memory
-until backward.
+``checkpoint`` is ``torch.utils.checkpoint``. ``configure`` stores its choices, which are about the
+tensors that checkpointed functions are called with. With ``checkpoint_in_cpu`` they are kept in host
+memory until backward. With ``partition_activations`` each tensor rank keeps a part of them.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint as _checkpoint
 
+from zeroshard.deepspeed import groups
 from zeroshard.deepspeed.config_model import model_config
+from zeroshard.deepspeed.partitioned_activations import PartitionedActivations
 from zeroshard.device.choice import accelerator_type
 from zeroshard.errors import UsageError
 
@@ -38,13 +41,18 @@ def configure(
 ) -> None:
     """Store the choices; arguments replace values of the configuration.
 
-    Only ``checkpoint_in_cpu`` has an effect: the others arrange memory in ways that do not apply here.
+    ``checkpoint_in_cpu`` and ``partition_activations`` have an effect: the others arrange memory in ways
+    that do not apply here. ``mpu_``: has the tensor group; None: that of the engine's mesh.
     """
-    offloads = checkpoint_in_cpu
-    if offloads is None and (read := model_config(deepspeed_config)) is not None:
-        offloads = read.activation_checkpointing.cpu_checkpointing
+    offloads, partitions = checkpoint_in_cpu, partition_activations
+    if (offloads is None or partitions is None) and (read := model_config(deepspeed_config)):
+        section = read.activation_checkpointing
+        offloads = section.cpu_checkpointing if offloads is None else offloads
+        partitions = section.partition_activations if partitions is None else partitions
     _settings.clear()
     _settings["cpu"] = bool(offloads)
+    _settings["partition"] = bool(partitions)
+    _settings["mpu"] = mpu_
 
 
 def is_configured() -> bool:
@@ -69,7 +77,8 @@ def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any, **kwargs:
 def _run(function: Callable[..., Any], reentrant: bool, args: Any, kwargs: dict[str, Any]) -> Any:
     if kwargs and reentrant:
         reentrant = False  # torch's reentrant kind takes no keyword arguments
-    if not (_settings.get("cpu") and accelerator_type()):
+    saving = _saving()
+    if saving is None:
         return _checkpoint(function, *args, use_reentrant=reentrant, **kwargs)
 
     options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
@@ -80,9 +89,33 @@ def _run(function: Callable[..., Any], reentrant: bool, args: Any, kwargs: dict[
 
     # torch saves positional arguments, and nothing that the function computes. Keyword arguments
     # would stay on the device.
-    with torch.autograd.graph.save_on_cpu(pin_memory=True):
+    with saving:
         values = (*args, *kwargs.values())
         return _checkpoint(by_position, *values, use_reentrant=reentrant, **options)
+
+
+def _saving() -> AbstractContextManager[Any] | None:
+    """A context for saving the inputs of a checkpointed function; None if they stay as they are."""
+    offloads = bool(_settings.get("cpu")) and accelerator_type() is not None
+    group = _tensor_group() if _settings.get("partition") else None
+    if group is not None:
+        key = (id(group), offloads)
+        if _settings.get("key") != key:
+            _settings["key"] = key
+            _settings["partitioned"] = PartitionedActivations(group, on_host=offloads)
+        partitioned: PartitionedActivations = _settings["partitioned"]
+        return partitioned.saving()
+    return torch.autograd.graph.save_on_cpu(pin_memory=True) if offloads else None
+
+
+def _tensor_group() -> Any:
+    """The process group of this rank's tensor ranks; None if this rank is the only one."""
+    mpu = _settings.get("mpu") or groups.current()
+    for name in ("tensor_model", "model"):
+        size = getattr(mpu, f"get_{name}_parallel_world_size", None)
+        if size is not None:
+            return getattr(mpu, f"get_{name}_parallel_group")() if size() > 1 else None
+    return None
 
 
 class CheckpointFunction:
@@ -152,7 +185,8 @@ model_parallel_reconfigure_tp_seed = model_parallel_cuda_manual_seed
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Nothing: activations are split over tensor-parallel ranks, and there is one such rank."""
+    """Set ``partition_activations`` of :func:`configure`."""
+    _settings["partition"] = bool(partition_activation)
 
 
 def set_num_layers(nlayers: int) -> None:

@@ -294,9 +294,6 @@ _NO_EFFECT: Mapping[str, str] = {
     "set_autotp_mode": "a cut model trains and evaluates alike",
     "runtime.activation_checkpointing.checkpointing.reset": "no state is kept between steps",
     "runtime.activation_checkpointing.checkpointing.set_num_layers": "no buffer depends on it",
-    "runtime.activation_checkpointing.checkpointing.partition_activations_in_checkpoint": (
-        "activations are split over tensor-parallel ranks, and there is only one such rank"
-    ),
     "runtime.activation_checkpointing.checkpointing.get_cuda_rng_tracker": (
         "all names use the same random generator"
     ),

@@ -111,6 +111,24 @@ def without_idle_schedule(config: Any, optimizer: Any) -> Any:
     return {key: value for key, value in config.items() if key != "scheduler"}
 
 
+def parallelism_of(config: Any) -> Any:
+    """Accelerate's ``ParallelismConfig``, if Accelerate passed ``config`` and it asks for a mesh.
+
+    If it has only ``dp_replicate_size``, it means plain data parallelism, which is no mesh here.
+    """
+    library, _ = _writer(config)
+    state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
+    asked = getattr(state, "_shared_state", {}).get("parallelism_config") if library else None
+    sizes = ("dp_shard_size", "tp_size", "cp_size", "sp_size")
+    return asked if any(getattr(asked, size, 1) != 1 for size in sizes) else None
+
+
+def without_wrapper(optimizer: Any) -> Any:
+    """The program's optimizer. With tensor ranks Accelerate wraps it before it calls ``initialize``."""
+    is_wrapped = type(optimizer).__name__ == "AcceleratedOptimizer"
+    return optimizer.optimizer if is_wrapped else optimizer
+
+
 def _writer(config: Any) -> tuple[str, Mapping[str, str]]:
     """The library that passed ``config``, and its table; both empty if none did.
 

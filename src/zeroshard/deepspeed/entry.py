@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 import zeroshard
+from zeroshard.comm.mesh_objects import mesh_from_model
 from zeroshard.deepspeed import api_table, conflicts
 from zeroshard.deepspeed.engine import DeepSpeedEngine
 from zeroshard.deepspeed.install import disagreement
@@ -57,11 +58,17 @@ def initialize(
     named = model.named_parameters() if isinstance(model, nn.Module) else ()
     came_in = {name: param.dtype for name, param in named}
     passed = config_params or config
+    mesh, plan = conflicts.parallelism_of(config_params), None
+    optimizer = conflicts.without_wrapper(optimizer)
     config_params = conflicts.without_idle_schedule(config_params, optimizer)
+    if mesh is not None:
+        is_cut = isinstance(model, nn.Module) and mesh_from_model(model) is not None
+        plan = "auto" if mesh.tp_size > 1 and not is_cut else None
     try:
         engine, made, loader, schedule = _initialize(
             args, model, optimizer, model_parameters, training_data, lr_scheduler, distributed_port,
             mpu, dist_init_required, collate_fn, config, mesh_param, config_params,
+            mesh=mesh, plan=plan,
             engine_type=PipelineEngine if is_pipeline else DeepSpeedEngine,
         )  # fmt: skip
     except ConfigError as error:

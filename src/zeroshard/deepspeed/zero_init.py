@@ -37,6 +37,7 @@ class Init(init.Init):
         sequence_data_parallel_group: Any = None,
         param_swapper: Any = None,
         tensor_overrides: Any = None,
+        mesh: Any = None,
     ) -> None:
         if (
             data_parallel_group is not None
@@ -57,6 +58,7 @@ class Init(init.Init):
             enabled,
             dtype,
             mpu,
+            mesh,
         )
 
     def _take(self, holder: nn.Module, leaf: str, param: nn.Parameter) -> None:

@@ -56,7 +56,7 @@ from zeroshard.offload.plan import (
 )
 from zeroshard.offload.stores import Stores, has_copy_streams, update_threads
 from zeroshard.optim.factory import rebind
-from zeroshard.parallel.initial_values import draw_own_values
+from zeroshard.parallel.initial_values import ValuesByName, is_meta
 from zeroshard.parallel.split import PipelineModel
 from zeroshard.precision.hardware import hardware_of, tell_if_slow
 from zeroshard.precision.loss_scaler import LossScaler, scaler_from
@@ -69,7 +69,6 @@ from zeroshard.zero.copy_sums import CopySums
 from zeroshard.zero.gradients import GradBuffer
 from zeroshard.zero.hooks import StepHooks
 from zeroshard.zero.life import Life
-from zeroshard.zero.materialize import materialize
 from zeroshard.zero.mesh_norm import MeshExchange
 from zeroshard.zero.module_order import ModuleOrder
 from zeroshard.zero.optimizer import ShardedOptimizer
@@ -241,20 +240,18 @@ def _assemble(
 
 
 def _first_values(draft: Draft, watch: CommSession) -> FirstValues:
-    """How modules on the meta device get their first values. Collective for a pipeline.
+    """How modules on the meta device get their first values. Collective if there are such modules.
 
-    The ranks of a pipeline build different modules. If each drew them in the order in which it builds
-    them, equal layers of two stages would begin with equal values. So each module draws from the seed of
-    rank 0 and its name: the values do not depend on where the model is cut.
+    Each module draws from the seed of rank 0 and its name. So the values do not depend on the mesh, nor
+    on where a pipeline is cut.
     """
-    if not isinstance(draft.model, PipelineModel):
-        return lambda _name, module: materialize(module, draft.device)
+    if not any(map(is_meta, draft.model.modules())):
+        return lambda _name, _module: None
     own = torch.initial_seed()
     words = torch.tensor([own >> 32, own % 2**32], dtype=torch.int64, device=draft.device)
     watch.world.broadcast(words, 0, name="seed of the first values").wait()
     high, low = (own >> 32, own % 2**32) if is_fake(words) else words.tolist()
-    seed = (high << 32) + low
-    return lambda name, module: draw_own_values(name, module, seed, draft.device)
+    return ValuesByName(draft.model, (high << 32) + low, draft.device).draw
 
 
 def _exchange(

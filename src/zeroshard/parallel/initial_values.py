@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zeroshard.zero.materialize import check_meta, materialize
 
@@ -26,6 +26,31 @@ def draw_values(model: nn.Module, seed: int, device: torch.device | str = "cpu")
     check_meta(model)
     for name, module in model.named_modules():
         draw_own_values(name, module, seed, torch.device(device))
+
+
+class ValuesByName:
+    """Gives the modules of ``model`` their first values one by one, in any order.
+
+    A parameter that several modules share gets the values that its first one draws.
+    """
+
+    def __init__(self, model: nn.Module, seed: int, device: torch.device) -> None:
+        self._seed, self._device = seed, device
+        self._modules = dict(model.named_modules())
+        self._first: dict[int, str] = {}  # by id of a meta tensor: the first module that has it
+        for name, module in self._modules.items():
+            for tensor in _own(module):
+                if tensor.is_meta:
+                    self._first.setdefault(id(tensor), name)
+
+    def draw(self, name: str, module: nn.Module) -> None:
+        """See :func:`draw_own_values`. Draws modules before, with which this one shares parameters."""
+        if not is_meta(module):
+            return
+        others = {self._first.get(id(tensor), name) for tensor in _own(module) if tensor.is_meta}
+        for other in sorted(others - {name}, key=list(self._modules).index):
+            self.draw(other, self._modules[other])
+        draw_own_values(name, module, self._seed, self._device)
 
 
 def draw_own_values(name: str, module: nn.Module, seed: int, device: torch.device) -> None:
@@ -48,8 +73,13 @@ def draw_own_values(name: str, module: nn.Module, seed: int, device: torch.devic
 
 def is_meta(module: nn.Module) -> bool:
     """Whether a parameter or buffer of the module itself is on the meta device."""
+    return any(tensor.is_meta for tensor in _own(module))
+
+
+def _own(module: nn.Module) -> list[Tensor]:
+    """The parameters and buffers of the module itself."""
     own = (*module._parameters.values(), *module._buffers.values())
-    return any(tensor is not None and tensor.is_meta for tensor in own)
+    return [tensor for tensor in own if tensor is not None]
 
 
 def seed_of(seed: int, name: str) -> int:

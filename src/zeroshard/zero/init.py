@@ -24,8 +24,11 @@ from torch.nn.modules.module import (
 
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.env import current_rank_info, local_device
+from zeroshard.comm.mesh_objects import mesh_sources
 from zeroshard.config import Config, load_config
-from zeroshard.errors import RankMismatch
+from zeroshard.config.mesh_keys import mesh_from_config
+from zeroshard.core.mesh_sources import resolve_mesh
+from zeroshard.errors import RankMismatch, UnsupportedError
 from zeroshard.memory.storage import is_aliased
 from zeroshard.precision.policy import policy_from
 from zeroshard.watchdog.join import join_ranks
@@ -63,8 +66,14 @@ class Init:
     after its module was completed (``weight.mul_(0.3)``) may be rounded to the training dtype before and
     after.
 
+    ``mpu``, ``mesh`` and the configuration may name a mesh, as for :func:`zeroshard.initialize`. If it
+    has data-parallel dimensions only, parameters are sharded over all of its ranks. The engine then
+    shards them as the mesh says.
+
     Raises:
         RankMismatch: ranks build different models.
+        UnsupportedError: the mesh has tensor or pipeline ranks.
+        ConfigError: what names a mesh disagrees.
     """
 
     def __init__(
@@ -79,6 +88,7 @@ class Init:
         enabled: bool = True,
         dtype: torch.dtype | None = None,
         mpu: Any = None,
+        mesh: Any = None,
     ) -> None:
         source = config_dict_or_path if config_dict_or_path is not None else config
         parsed = _config_of(source)
@@ -100,6 +110,7 @@ class Init:
         if not self.enabled:
             return
         join_ranks()
+        _check_mesh(parsed, mpu, mesh)
         self.device = local_device()
         watch = open_session(
             transport=parsed.transport if parsed else "auto",
@@ -365,6 +376,29 @@ class Init:
         if isinstance(item, ParamBucket):
             return any(is_aliased(param) for _, param, _ in item.members())
         return is_aliased(self._built(item).param)
+
+
+def _check_mesh(config: Config | None, mpu: Any, mesh: Any) -> None:
+    """Check that every rank will hold the same parameters.
+
+    Raises:
+        UnsupportedError: the mesh has tensor or pipeline ranks.
+        ConfigError: what names a mesh disagrees, or does not fit the number of ranks.
+        UsageError: an object cannot be read as a mesh.
+    """
+    named = None if config is None else mesh_from_config(config)
+    sources = ([] if named is None else [named]) + list(mesh_sources(mesh=mesh, mpu=mpu))
+    if not sources:
+        return
+    resolved = resolve_mesh(sources, current_rank_info().world_size)
+    for dim in ("tensor", "pipeline"):
+        if getattr(resolved.mesh, dim) > 1:
+            raise UnsupportedError(
+                f"zero.Init: the mesh is {resolved.mesh.text} ({dim}: {resolved.origins[dim]}), and "
+                f"zero.Init shards every parameter over all ranks, but {dim} ranks have other "
+                'parameters. Build the model on the meta device instead: with torch.device("meta"). '
+                "That needs no memory either, and the values are the same on every mesh."
+            )
 
 
 def _config_of(source: Any) -> Config | None:

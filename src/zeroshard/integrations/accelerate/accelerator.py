@@ -15,13 +15,14 @@ Differences from plain data parallelism (``docs/integrations.md``):
 * ``get_state_dict`` returns the full state on the main process, and None on the others.
 * ``optimizer.state_dict()`` is refused: ``save_state`` saves all shards, for any number of ranks.
 
-One private attribute of Accelerate is used: ``_optimizers``, the optimizers that ``save_state`` saves.
+Two private names of Accelerate are used: ``_optimizers``, the optimizers that ``save_state`` saves, and
+``_prepare_tp``, which would prepare the parameters of an engine for FSDP.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,12 +40,15 @@ from accelerate.utils import MODEL_NAME, DistributedType
 from torch import Tensor, nn
 
 from zeroshard.comm.env import rank_info_of
+from zeroshard.comm.mesh_objects import mesh_from_model
 from zeroshard.config.parse import Source, read_source
 from zeroshard.engine.initialize import initialize
 from zeroshard.errors import UsageError
 from zeroshard.integrations.accelerate.arguments import (
+    check_samples,
     has_params,
     is_new_optimizer,
+    mesh_of,
     micro_batch_of,
     pairs,
     refuse_others,
@@ -78,6 +82,10 @@ class Accelerator(accelerate.Accelerator):
     prepared without an optimizer, which is then ``model.optimizer``. The engine steps the schedule of a
     ``scheduler`` section.
 
+    ``parallelism_config``: Accelerate's ``ParallelismConfig``. Its tensor ranks get the same samples.
+    ``plan``: how a model is cut over them (:func:`zeroshard.parallel.tensor_parallel`), unless it is cut
+    already. Its ``dp_replicate_size`` alone means plain data parallelism, as in Accelerate.
+
     Raises:
         UsageError: another plug-in shards the model, or ``config`` and an argument disagree.
         ConfigError: in ``prepare``: ``config`` has mistakes.
@@ -86,10 +94,18 @@ class Accelerator(accelerate.Accelerator):
     native_amp: bool  # an attribute of Accelerate's, as the next one
     _optimizers: list[Any]
 
-    def __init__(self, *args: Any, config: Source = None, **arguments: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        config: Source = None,
+        plan: Mapping[str, str] | str = "auto",
+        **arguments: Any,
+    ) -> None:
         refuse_others(arguments)
+        self.plan = plan
         self.config, _ = read_source(config)
-        refuse_same_samples(self.config)
+        if arguments.get("parallelism_config") is None:
+            refuse_same_samples(self.config)
         arguments["mixed_precision"] = mixed_precision_for(
             self.config, arguments.get("mixed_precision")
         )
@@ -119,6 +135,24 @@ class Accelerator(accelerate.Accelerator):
                 "a GPU pass cpu=True (use_cpu=True to TrainingArguments, `--use_cpu true` to programs)."
             )
 
+    @property
+    def multi_device(self) -> bool:
+        """Whether there are several ranks, also on machines without a GPU.
+
+        Accelerate takes a ``ParallelismConfig`` only then, and does not count CPU ranks.
+        """
+        return bool(self.use_distributed)
+
+    @property
+    def tensor_size(self) -> int:
+        """The number of tensor ranks, which get the same samples."""
+        asked = self.parallelism_config
+        return 1 if asked is None else int(asked.tp_size)
+
+    def _prepare_tp(self, *args: Any) -> list[Any]:
+        """Nothing: engines have cut their models."""
+        return list(args)
+
     # ------------------------------------------------------------------ preparing
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
@@ -135,7 +169,8 @@ class Accelerator(accelerate.Accelerator):
         optimizers = [obj for obj in args if is_new_optimizer(obj)]
         if self.config.get("scheduler") is not None:
             refuse_schedules(args)
-        micro_batch = micro_batch_of(args, self.num_processes, splits=self.split_batches)
+        shares = self.num_processes // self.tensor_size
+        micro_batch = micro_batch_of(args, shares, splits=self.split_batches)
         made: dict[int, Any] = {key: engine for key, engine in known.items() if engine is not None}
         for model, optimizer in pairs(models, optimizers, self.engines):
             engine = made[id(model)] = self._make(model, optimizer, micro_batch)
@@ -201,13 +236,18 @@ class Accelerator(accelerate.Accelerator):
             wishes = replace(wishes, micro_batch=micro_batch)
         is_trained = any(param.requires_grad for param in model.parameters())
         config = self.config if is_trained else for_inference(self.config)
+        mesh = mesh_of(self.parallelism_config)
+        needs_plan = self.tensor_size > 1 and mesh_from_model(model) is None
         engine, *_ = initialize(
             model=model,
             optimizer=optimizer,
             config=completed(config, wishes),
             engine_type=PreparedEngine,
+            mesh=mesh,
+            plan=self.plan if needs_plan else None,
         )
         assert isinstance(engine, PreparedEngine)
+        check_samples(engine, self.num_processes // self.tensor_size)
         self._made.append(engine)
         if engine.optimizer is not None:
             self._optimizers.append(engine.optimizer)

@@ -14,7 +14,7 @@ from zeroshard.errors import UsageError
 from zeroshard.integrations.accelerate.prepared import PreparedEngine
 
 OTHERS = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "megatron_lm_plugin",
-          "torch_tp_plugin", "parallelism_config")  # fmt: skip
+          "torch_tp_plugin")  # fmt: skip
 """Arguments of ``accelerate.Accelerator`` that give the model to another library."""
 
 
@@ -29,6 +29,31 @@ def refuse_others(arguments: dict[str, Any]) -> None:
         raise UsageError(
             f"Accelerator({given[0]}=...): ZeroShard shards the model itself, by its own configuration "
             "(config=). Leave that argument out."
+        )
+
+
+def mesh_of(config: Any) -> Any:
+    """A ``ParallelismConfig`` as the mesh of an engine; None if it asks for plain data parallelism.
+
+    Accelerate itself sets ``dp_replicate_size`` to the number of ranks if all sizes are 1.
+    """
+    sizes = ("dp_shard_size", "tp_size", "cp_size", "sp_size")
+    return config if any(getattr(config, size, 1) != 1 for size in sizes) else None
+
+
+def check_samples(engine: PreparedEngine, shares: int) -> None:
+    """Check that Accelerate divides batches into as many shares as the engine's mesh. Else close it.
+
+    Raises:
+        UsageError: tensor ranks would get different samples.
+    """
+    if engine.dp_size != shares:
+        text = engine.mesh.text
+        engine.close()
+        raise UsageError(
+            f"the mesh of the engine is {text}, but Accelerate gives {shares} ranks samples of their "
+            "own. Tell Accelerate the mesh, too: Accelerator(parallelism_config=ParallelismConfig("
+            "tp_size=..., dp_shard_size=...))."
         )
 
 
@@ -53,8 +78,8 @@ def refuse_same_samples(config: Mapping[str, Any]) -> None:
             raise UsageError(
                 f"the configuration has {path}: {value}, so these ranks must train on the same samples, "
                 "but the loaders of this Accelerator give each rank others. Use zeroshard.initialize() "
-                "with samples by engine.dp_rank, or, for tensor ranks, Accelerate or the Trainer with a "
-                'DeepSpeed configuration that has "tensor_parallel": {"autotp_size": ...}.'
+                "with samples by engine.dp_rank, or, for tensor ranks, Accelerator(parallelism_config="
+                "ParallelismConfig(tp_size=..., dp_shard_size=...))."
             )
 
 
