@@ -104,12 +104,14 @@ class Accelerator(accelerate.Accelerator):
         refuse_others(arguments)
         self.plan = plan
         self.config, _ = read_source(config)
-        if arguments.get("parallelism_config") is None:
+        self._checks_parallelism = arguments.get("parallelism_config") is not None
+        if not self._checks_parallelism:
             refuse_same_samples(self.config)
         arguments["mixed_precision"] = mixed_precision_for(
             self.config, arguments.get("mixed_precision")
         )
         super().__init__(*args, **arguments)
+        self._checks_parallelism = False
         self._check_state()
         self.scaler = None  # the engine scales the loss
         self._made: list[PreparedEngine] = []
@@ -137,11 +139,8 @@ class Accelerator(accelerate.Accelerator):
 
     @property
     def multi_device(self) -> bool:
-        """Whether there are several ranks, also on machines without a GPU.
-
-        Accelerate takes a ``ParallelismConfig`` only then, and does not count CPU ranks.
-        """
-        return bool(self.use_distributed)
+        """As in Accelerate. CPU ranks count while it checks a ``ParallelismConfig``, or it takes none."""
+        return bool(self._checks_parallelism and self.use_distributed) or super().multi_device
 
     @property
     def tensor_size(self) -> int:
