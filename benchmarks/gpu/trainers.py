@@ -37,9 +37,29 @@ def build(shape: Shape, device: str, *, dtype: torch.dtype, recompute: bool = Fa
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            return new_model(shape, recompute=recompute)
+            model = new_model(shape, recompute=recompute)
     finally:
         torch.set_default_dtype(before)
+    if device != "meta":
+        draw_by_name(model)
+    return model
+
+
+def draw_by_name(model: nn.Module, prefix: str = "") -> None:
+    """Give each module the values that ZeroShard gives it on the meta device with seed 0.
+
+    They depend on the seed and the module's name. A tied parameter gets those of its first module.
+    """
+    from zeroshard.parallel.initial_values import seed_of
+
+    drawn: set[int] = set()
+    for name, part in model.named_modules(prefix=prefix):
+        own = {id(param) for param in part._parameters.values() if param is not None}
+        if hasattr(part, "reset_parameters") and drawn.isdisjoint(own):
+            torch.manual_seed(seed_of(0, name))
+            with torch.no_grad():
+                part.reset_parameters()
+        drawn |= own
 
 
 def batches(shape: Shape, rows: int, device: str, count: int = 4) -> list[tuple[Tensor, Tensor]]:
@@ -171,23 +191,21 @@ def fsdp2(job: Job) -> Trainer:
             "reshard": True,
             "offload_policy": CPUOffloadPolicy(pin_memory=job.device == "cuda"),
         }
-        torch.manual_seed(0)
+        names = {module: name for name, module in model.named_modules()}
         shared = [module for module in model.children() if module is not model.blocks]
         for module in shared:
-            _materialize(module, job.device)
+            _materialize(names[module], module, job.device)
         for block in model.blocks:
-            _materialize(block, job.device)
+            _materialize(names[block], block, job.device)
             systems.shard_group_with_fsdp2(block, **more)
         systems.shard_group_with_fsdp2(model, **more)
     return Trainer(model, Tensor.backward, systems.fused_step(model, ADAMW), _close_group)
 
 
-def _materialize(module: nn.Module, device: str) -> None:
-    """Give a module of the meta device the values that its constructor would draw, then fp32 copies."""
+def _materialize(name: str, module: nn.Module, device: str) -> None:
+    """Give a module of the meta device the values of :func:`draw_by_name`, then fp32 copies."""
     module.to_empty(device=device)
-    for part in module.modules():
-        if hasattr(part, "reset_parameters"):
-            part.reset_parameters()
+    draw_by_name(module, name)
     module.float()
 
 
