@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import zeroshard
 
 sys.path.append(str(Path(__file__).parents[1] / "train_gpt"))
-from data import Corpus, load_corpus
+from data import Corpus, load_by_turns
 
 BATCH = 8
 TOLERANCE = 1e-3  # fp32 rounds sums in another order on each mesh; nats per token
@@ -29,7 +29,9 @@ TOLERANCE = 1e-3  # fp32 rounds sums in another order on each mesh; nats per tok
 def main() -> None:
     args = parse_arguments()
     place = zeroshard.init_distributed(verbose=False)
-    corpus = load_by_turns(args, place.rank)
+    corpus = load_by_turns(
+        args.text, rank=place.rank, vocab=args.vocab, context=args.context, cache=args.runs
+    )
     with build(args, len(corpus.token_nbytes)) as engine:
         losses = train(engine, corpus, args.steps)
         file = args.runs / "losses.json"
@@ -98,15 +100,6 @@ def compare(engine: zeroshard.Engine, saved: dict[str, object], losses: list[flo
         print(f"largest difference of the losses from those of {saved['mesh']}: {apart:.1e}")
     if not apart < TOLERANCE:
         raise SystemExit(f"the runs differ by more than {TOLERANCE}")
-
-
-def load_by_turns(args: argparse.Namespace, rank: int) -> Corpus:
-    """Load the text. Rank 0 makes the tokens; then the other ranks read its file."""
-    settings = {"vocab": args.vocab, "context": args.context, "cache": args.runs}
-    if rank == 0:
-        load_corpus(args.text, tell=lambda line: print(line, flush=True), **settings)
-    dist.barrier()
-    return load_corpus(args.text, **settings)
 
 
 def parse_arguments() -> argparse.Namespace:

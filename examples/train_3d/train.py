@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from model import GPT, ORDER, TENSOR_PLAN, GPTConfig, loss_fn
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,7 +26,7 @@ import zeroshard
 from zeroshard.parallel import pipeline, tensor_parallel
 
 sys.path.append(str(Path(__file__).parents[1] / "train_gpt"))
-from data import Corpus, load_corpus
+from data import Corpus, load_by_turns
 
 MESH = {"pipeline": 2, "tensor": 2}  # the other ranks share the data
 BATCH, MICRO_BATCHES = 16, 4
@@ -41,7 +40,9 @@ def main() -> None:
     mesh = MESH if place.world_size > 1 else dict.fromkeys(MESH, 1)
     if place.world_size % math.prod(mesh.values()):
         raise SystemExit(f"start 1 rank, or a multiple of {math.prod(mesh.values())}")
-    corpus = load_by_turns(args, place.rank)
+    corpus = load_by_turns(
+        args.text, rank=place.rank, vocab=args.vocab, context=args.context, cache=args.runs
+    )
     shape = GPTConfig(
         vocab=len(corpus.token_nbytes),
         context=args.context,
@@ -152,15 +153,6 @@ def compare(
     far = abs(loaded - saved["held_out"])
     if not max(largest, abs(tested - saved["held_out"])) < TOLERANCE or not far < 1e-5:
         raise SystemExit(f"the runs differ by more than {TOLERANCE}, or the checkpoint by {far}")
-
-
-def load_by_turns(args: argparse.Namespace, rank: int) -> Corpus:
-    """Load the text. Rank 0 makes the tokens; then the other ranks read its file."""
-    settings = {"vocab": args.vocab, "context": args.context, "cache": args.runs}
-    if rank == 0:
-        load_corpus(args.text, tell=lambda line: print(line, flush=True), **settings)
-    dist.barrier()
-    return load_corpus(args.text, **settings)
 
 
 def say(engine: zeroshard.Engine, text: str) -> None:

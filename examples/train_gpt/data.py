@@ -12,10 +12,12 @@ import sysconfig
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -74,6 +76,18 @@ def load_corpus(
     pieces = [tokenizer.id_to_token(i) for i in range(tokenizer.get_vocab_size())]
     token_nbytes = torch.tensor([0 if piece == END else len(piece) for piece in pieces])
     return Corpus(tokenizer, token_nbytes, Windows(train, context), Windows(held_out, context))
+
+
+def load_by_turns(text: Path | None, *, rank: int, vocab: int, context: int, cache: Path) -> Corpus:
+    """Load the corpus on every rank. Collective.
+
+    Rank 0 makes the tokens, on all cores; then the other ranks read its file.
+    """
+    load = partial(load_corpus, text, vocab=vocab, context=context, cache=cache)
+    if rank == 0:
+        load(tell=partial(print, flush=True))
+    dist.barrier()
+    return load()
 
 
 def encode(

@@ -17,12 +17,11 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from data import Corpus, load_corpus
+from data import Corpus, load_by_turns
 from model import GPT, SIZES, GPTConfig
 from report import Report
 from torch import Tensor
@@ -41,7 +40,9 @@ def main() -> None:
         schedule.update(total_num_steps=args.steps, warmup_num_steps=args.steps // 20)
 
     place = zeroshard.init_distributed(verbose=False)
-    corpus = load_by_turns(args, place.rank)
+    corpus = load_by_turns(
+        args.text, rank=place.rank, vocab=args.vocab, context=args.context, cache=args.runs
+    )
     shape = GPTConfig(
         vocab=len(corpus.token_nbytes),
         context=args.context,
@@ -64,15 +65,6 @@ def main() -> None:
         report.say("the model continues a prompt:")
         report.say(f"\n{sample(engine, corpus, length=160, seed=args.seed)}\n")
         report.say(str(engine.memory_report(all_ranks=True)))
-
-
-def load_by_turns(args: argparse.Namespace, rank: int) -> Corpus:
-    """Load the corpus. Rank 0 makes the tokens, on all cores; then the other ranks read its files."""
-    load = partial(load_corpus, args.text, vocab=args.vocab, context=args.context, cache=args.runs)
-    if rank == 0:
-        load(tell=partial(print, flush=True))
-    dist.barrier()
-    return load()
 
 
 def train(
