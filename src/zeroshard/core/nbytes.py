@@ -42,9 +42,8 @@ class UnitBytes:
     state: Mapping[str, StateBytes] = field(default_factory=dict)
     spans: Sequence[Span] = ()
     param_tier: Tier = Tier.DEVICE
-    rank: int | None = (
-        None  # of this process among the unit's own holders; None: as for other units
-    )
+    # Of this process among the unit's own holders; None: as for other units.
+    rank: int | None = None
 
 
 def state_nbytes(units: Iterable[UnitBytes], stage: Stage, rank: int) -> dict[Key, int]:

@@ -334,9 +334,7 @@ class OwnForwardModel(PipelineModel):
                 self.__dict__[key] = getattr(model, key)
         self.input_names = _names_of_inputs(model)
         self.given_names: tuple[str, ...] = ()  # of the inputs of the running step
-        self._tables: dict[
-            int, dict[str, nn.Module]
-        ] = {}  # the entries of the list, for each stage
+        self._tables: dict[int, dict[str, nn.Module]] = {}  # by stage: the entries of the list
         self._received: list[Tensor] = []
         _use_own_initialisation(model)
 
@@ -387,9 +385,7 @@ class OwnForwardModel(PipelineModel):
         """Replace what has only parameters of other stages, from ``module`` downwards."""
         for leaf, param in module._parameters.items():
             if param is not None and id(param) not in held:
-                module._parameters[leaf] = (
-                    None  # the module has no children, and is not needed here
-                )
+                module._parameters[leaf] = None  # of other stages
         for leaf, child in list(module._modules.items()):
             fqn = f"{name}.{leaf}".lstrip(".")
             if child is None or fqn == self._parent or isinstance(child, _Shell):
