@@ -58,6 +58,15 @@ class Ledger:
         finally:
             self.hold("scratch", owner, 0, tier)
 
+    def count_peak(self, category: str, nbytes: int, tier: Tier = Tier.DEVICE) -> None:
+        """Record that one operation, which is about to start, holds ``nbytes`` until it ends.
+
+        Only the peak can show them, so this costs less than :meth:`lend`.
+        """
+        key = category, tier.name
+        if (held := self._total[key] + nbytes) > self._peak[key]:
+            self._peak[key] = held
+
     def nbytes(self, category: str, tier: Tier = Tier.DEVICE) -> int:
         """Live bytes of a category."""
         return self._total[category, tier.name]

@@ -104,7 +104,6 @@ class GradBuffer:
         )  # by slot: is there a gradient, in grads_N or waiting?
         self._waiting: dict[int, Tensor] = {}  # by slot: gradients that are not in grads_N yet
         self._waiting_numel = 0
-        self._waiting_owner = f"{unit.name} (waiting)"  # in the ledger
         self.has_grad = [False] * len(unit.params)  # by slot: any gradient since the last step?
         self.num_ready = 0  # gradients that arrived in the running backward
         self._local_dtype = unit.row.reduce
@@ -273,8 +272,8 @@ class GradBuffer:
         views = [self.views[index] for index in slots]
         if torch.is_grad_enabled():  # with create_graph=True gradients have a graph
             grads = [grad.detach() for grad in grads]
-        with self.ledger.lend(self._waiting_owner, nbytes):
-            torch._foreach_copy_(views, grads)
+        self.ledger.count_peak("scratch", nbytes)
+        torch._foreach_copy_(views, grads)
 
     def _promote(self) -> None:
         """Convert ``grads_N`` to the accumulation dtype, if a sum was not expected when it was made."""
