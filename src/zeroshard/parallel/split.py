@@ -101,6 +101,10 @@ class PipelineModel(nn.Module):
     mesh_source: MeshSource | None = None
     returns_loss = False
     """Whether the last piece returns the loss, so that no ``loss_fn`` is needed."""
+    input_names: Sequence[str] | None = None
+    """Names of the inputs of forward, if every stage gets all inputs of a micro-batch; else None."""
+    given_names: tuple[str, ...] = ()
+    """Those of :attr:`input_names` that the micro-batches of the running step have."""
 
     def __init__(
         self,
@@ -222,6 +226,15 @@ class PipelineModel(nn.Module):
             return self.loss_fn(output, labels)
         assert self.returns_loss
         return output  # type: ignore[no-any-return]
+
+    def call_whole(self, run: Callable[..., Any], inputs: Any) -> Any:
+        """``run``, which calls this model's forward, on the inputs of a micro-batch. All stages are here.
+
+        ``inputs``: in the order of :attr:`given_names`, if they have names.
+        """
+        if self.input_names is not None:
+            return run(**dict(zip(self.given_names, inputs, strict=True)))
+        return run(*inputs) if isinstance(inputs, tuple) else run(inputs)
 
     @property
     def loss_source(self) -> str:
