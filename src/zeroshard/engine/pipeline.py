@@ -221,7 +221,7 @@ class PipelineRunner:
     def _gathered(self, engine: Any) -> Iterator[None]:
         """Hold all parameters through the schedule, if the pipeline gathers once per step."""
         units = [unit for unit in engine.runtime.units if not unit.resident]
-        if self._model.gather != "step" or not units:
+        if engine.runtime.traffic.gather != "step" or not units:
             yield
             return
         with _pinned(units):
