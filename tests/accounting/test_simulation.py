@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -46,7 +47,9 @@ def loss_of(logits: Tensor, ids: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids.flatten())
 
 
-def build(mesh: Mesh, schedule: str = "1F1B", per_rank: int = 1, device: str = "meta") -> nn.Module:
+def build(
+    mesh: Mesh, schedule: str = "1F1B", per_rank: int = 1, device: str = "meta", **cut: Any
+) -> nn.Module:
     with torch.device(device):
         ends = nn.Embedding(WORDS, WIDTH), nn.RMSNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
         model = nn.Sequential(ends[0], *(Layer() for _ in range(LAYERS)), *ends[1:])
@@ -56,7 +59,7 @@ def build(mesh: Mesh, schedule: str = "1F1B", per_rank: int = 1, device: str = "
         return model
     stages = mesh.pipeline * per_rank
     split = [str(1 + LAYERS // stages * at) for at in range(1, stages)]
-    return pipeline(model, split=split, loss_fn=loss_of, schedule=schedule)
+    return pipeline(model, split=split, loss_fn=loss_of, schedule=schedule, **cut)
 
 
 def settings(stage: int, count: int = COUNT) -> dict:
@@ -188,6 +191,18 @@ def test_a_model_on_the_meta_device_is_simulated_as_any_other(device, stage):
     )  # fmt: skip
     assert found.nbytes("parameters") == 2 * sum(numels(mesh, 0)) // (2 if stage == 3 else 1)
     assert torch.distributed.is_initialized() is False
+
+
+def test_a_simulation_chooses_by_a_limit_and_not_by_memory_that_it_does_not_have():
+    mesh, auto = Mesh(pipeline=4, data_shard=2), {"gather": "auto", "reduce": "auto"}
+    given = settings(3), (IDS, IDS)
+    with pytest.raises(UsageError, match="auto_limit_nbytes="):
+        simulate(lambda: build(mesh, **auto), *given, mesh=mesh, rank=0)
+    limited = simulate(
+        lambda: build(mesh, **auto, auto_limit_nbytes=1 << 30), *given, mesh=mesh, rank=0
+    )
+    named = simulate(lambda: build(mesh, gather="step", reduce="step"), *given, mesh=mesh, rank=0)
+    assert limited.traffic == named.traffic
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from support import pipeline_models as models
 from torch import Tensor, nn
 
 from zeroshard import Engine, zero
+from zeroshard.engine import pipeline_traffic
 from zeroshard.errors import (
     ConfigError,
     LossScaleError,
@@ -93,6 +96,26 @@ def test_traffic_of_a_step_in_the_group_of_each_stage(schedule):
         kept = block * turns(schedule, engine.mesh.coordinate(engine.global_rank)["pipeline"])
         expected = count * (2 * psi - spared) - kept
         assert traffic(engine) == (expected / psi, count)
+
+
+@on_ranks(4)
+def test_auto_takes_what_fits_into_the_memory_of_every_rank():
+    """The last rank has the least memory, which the others do not see themselves."""
+    both = {"gather": "auto", "reduce": "auto"}
+    with opened(3, cut=both) as engine:  # kilobytes: they fit anywhere
+        assert traffic(engine) == (1, 1)
+        assert 'auto chose gather "step" and reduce "step"' in str(engine.memory_report())
+    last = dist.get_rank() == dist.get_world_size() - 1
+    free = {"free_nbytes": 1024 if last else 1 << 40}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline_traffic, "host_limits", partial(SimpleNamespace, **free))
+        for cut in ({**both, "auto_limit_nbytes": 0}, both):
+            with opened(3, cut=cut) as engine:
+                gathered, reduced = traffic(engine)
+                assert gathered > 1 and reduced == models.COUNT
+                assert engine.memory_report(all_ranks=True).notes == engine.runtime.traffic.lines
+        with opened(2, cut={"reduce": "auto"}, ranks=1) as engine:
+            assert engine.runtime.traffic.reduce == "micro_batch"
 
 
 def turns(schedule: str, rank: int) -> int:

@@ -164,3 +164,39 @@ def test_both_ends_of_a_channel_record_the_same_messages(name):
     if SCHEDULES[name].several:
         assert forth.count("backward of micro-batch 0, stage 2 to 1") == 2
     assert all(recorder.waiting is None for recorder in messages.recorders.values())
+
+
+@on_ranks(2)
+def test_a_stage_that_asks_for_a_receive_does_not_wait_for_the_sender():
+    """torch's looped schedules ask up to p - 1 forwards too early; if that waits, all ranks stand still.
+
+    Receives are asked for before anything is sent, and waited for in another order.
+    """
+    _, stages, _ = opened("LoopedBFS")
+    shapes = {1: (2, 3), 3: (5,)}  # of the inputs, by stage
+    sent = {
+        (stage, m): torch.full(shape, 10.0 * stage + m)
+        for stage, shape in shapes.items()
+        for m in range(2)
+    }
+    if dist.get_rank() == 0:
+        dist.barrier()
+        started = []
+        for (target, m), tensor in sent.items():
+            stage = stages[target // 2]
+            stage._outputs[m] = (tensor,)
+            started += dist.batch_isend_irecv(stage.get_fwd_send_ops(m))
+        for message in started:
+            message.wait()
+        return
+    asked = {
+        (stage.stage_index, m): dist.batch_isend_irecv(stage.get_fwd_recv_ops(m))
+        for stage in stages
+        for m in range(2)
+    }
+    dist.barrier()
+    for at in [(1, 1), (3, 1), (3, 0), (1, 0)]:
+        for message in asked[at]:
+            message.wait()
+        (received,) = stages[at[0] // 2]._inputs[at[1]]
+        assert torch.equal(received, sent[at]), at

@@ -92,6 +92,7 @@ def module(layers: list[Any], **options: Any) -> PipelineModule:
         ([wave], {"num_stages": 2, "topology": PipeDataParallelTopology(1, 1)}, "has 1 on the axis"),
         ([wave], {"checkpointable_layers": "Block"}, "list of names"),
         ([wave], {"num_stages": 1, "gather": "never"}, "gather='never'"),
+        ([wave], {"num_stages": 1, "gather": "auto", "auto_limit_nbytes": 0.5}, "limit_nbytes=0.5"),
     ],
 )  # fmt: skip
 def test_arguments_that_do_not_fit_are_refused(layers, options, text):

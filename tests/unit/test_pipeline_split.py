@@ -96,6 +96,9 @@ class Positions(Decoder):
         self.positions = nn.Parameter(torch.zeros(8, 4))
 
 
+CUT = {"split": ["layers.2"], "order": ORDER}
+
+
 @pytest.mark.parametrize(
     ("model", "keys", "text"),
     [
@@ -110,6 +113,9 @@ class Positions(Decoder):
         (Decoder, {"split": ["layers.2"], "order": ORDER, "schedule": "ZBV"}, "choose one of GPipe"),
         (Decoder, {"split": ["layers.2"], "order": ORDER, "gather": "never"}, "gather='never'"),
         (Decoder, {"split": ["layers.2"], "order": ORDER, "reduce": "never"}, "reduce='never'"),
+        (Decoder, {**CUT, "gather": "auto", "auto_limit_nbytes": "1G"}, "auto_limit_nbytes='1G'"),
+        (Decoder, {**CUT, "reduce": "auto", "auto_limit_nbytes": -1}, "auto_limit_nbytes=-1"),
+        (Decoder, {**CUT, "auto_limit_nbytes": 9}, "gather='micro_batch' and reduce='micro_batch'"),
         (Positions, {"split": ["layers.2"], "order": ORDER}, "'positions'"),
         (lambda: nn.Sequential(Decoder()), {"split": ["0.layers.1"]}, "inside '0', a Decoder"),
     ],

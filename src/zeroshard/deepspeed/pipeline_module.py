@@ -30,7 +30,7 @@ from zeroshard.deepspeed.topology import (
     ProcessTopology,
 )
 from zeroshard.errors import UnsupportedError, UsageError
-from zeroshard.parallel.split import GATHER, REDUCE, PipelineModel, StageModule, check_choice
+from zeroshard.parallel.split import PipelineModel, StageModule, check_traffic
 from zeroshard.watchdog.join import join_ranks
 
 TIED = "tied_modules"
@@ -98,7 +98,8 @@ class PipelineModule(PipelineModel):
     ``activation_checkpoint_interval``: layers in one activation checkpoint; 0: none.
     ``activation_checkpoint_func(function, *inputs)`` runs it. ``checkpointable_layers``: names of
     classes; other layers are not checkpointed. ``dynamic_shape`` has no effect: shapes may always differ
-    from step to step. ``gather`` and ``reduce``: see :func:`zeroshard.parallel.pipeline`.
+    from step to step. ``gather``, ``reduce``, ``auto_limit_nbytes``: see
+    :func:`zeroshard.parallel.pipeline`.
 
     Collective: process groups are opened.
 
@@ -125,10 +126,10 @@ class PipelineModule(PipelineModel):
         *,
         gather: str = "micro_batch",
         reduce: str = "micro_batch",
+        auto_limit_nbytes: int | None = None,
     ) -> None:
         specs = list(layers)
-        check_choice("PipelineModule(gather", gather, GATHER)
-        check_choice("PipelineModule(reduce", reduce, REDUCE)
+        check_traffic("PipelineModule", gather, reduce, auto_limit_nbytes)
         _check_layers(specs, checkpointable_layers)
         join_ranks()
         info = current_rank_info()
@@ -150,6 +151,7 @@ class PipelineModule(PipelineModel):
             schedule="1F1B",
             gather=gather,
             reduce=reduce,
+            auto_limit_nbytes=auto_limit_nbytes,
         )
         self.parts, self._layer_specs, self._num_layers = parts, specs, len(specs)
         self._local_start, self._local_stop = own.start, own.stop

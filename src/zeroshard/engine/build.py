@@ -35,6 +35,12 @@ from zeroshard.engine.draft import Draft, EngineArguments, check_model, make_dra
 from zeroshard.engine.observe import Observer
 from zeroshard.engine.offload_states import StateOffloader
 from zeroshard.engine.optimizer_step import Accumulation, OptimizerStep, is_fake
+from zeroshard.engine.pipeline_traffic import (
+    PipelineTraffic,
+    RankFacts,
+    agreed_traffic,
+    facts_of,
+)
 from zeroshard.engine.runtime import ZeroRuntime
 from zeroshard.engine.tied_units import (
     check_options,
@@ -142,7 +148,8 @@ def _shared_plan(draft: Draft) -> dict[str, str]:
     if isinstance(model, PipelineModel):
         first = ", ".join(pieces[0] for pieces in model.stages if pieces)
         return {
-            "pipeline schedule": f"{model.schedule}, gather {model.gather}, reduce {model.reduce}",
+            "pipeline schedule": f"{model.schedule}, gather {model.gather}, reduce {model.reduce}, "
+            f"auto_limit_nbytes {model.auto_limit_nbytes}",
             "first pieces of the pipeline stages": first,
             "whole model": model.digest,
         }
@@ -386,6 +393,7 @@ class _Frame:
     stores: Stores
     ledger: Ledger
     life: Life
+    traffic: PipelineTraffic
 
     @property
     def config(self) -> Config:
@@ -450,9 +458,10 @@ def _build_runtime(
                 has_copy_streams=has_copy_streams(draft.device),
             ),
         )  # fmt: skip
+    traffic = _traffic(draft, watch, plan, stage)
     ledger, life = Ledger(), Life()
     stores = Stores(config, ledger, offload_plan, draft.device)
-    frame = _Frame(draft, watch, accumulation, offload_plan, plan, stores, ledger, life)
+    frame = _Frame(draft, watch, accumulation, offload_plan, plan, stores, ledger, life, traffic)
     with contextlib.ExitStack() as undo:
         # An error keeps alive what was built, so without this disk space would be freed late.
         undo.callback(stores.close, wait=False)
@@ -463,9 +472,34 @@ def _build_runtime(
         undo.pop_all()
     return ZeroRuntime(
         stage, units, prefetcher.wrapped_modules, prefetcher, reducer, sharded, ledger, plan,
-        stores, forecast, life,
+        stores, forecast, life, traffic,
         [unit for spec, unit in zip(specs, units, strict=True) if spec.pipeline_stage is None],
     )  # fmt: skip
+
+
+def _traffic(
+    draft: Draft, watch: CommSession, plan: Sequence[UnitBytes], stage: Stage
+) -> PipelineTraffic:
+    """How often a pipeline gathers and reduces. Collective if it is to be chosen."""
+
+    def facts() -> RankFacts:
+        return facts_of(
+            draft.specs,
+            plan,
+            state_nbytes(plan, stage, watch.gathers.rank),
+            stage,
+            draft.device,
+            shares=watch.gathers.size if draft.mesh.pipeline > 1 else 1,
+            rank=draft.rank_info.rank,
+        )
+
+    return agreed_traffic(
+        draft.model,
+        facts,
+        watch.world,
+        draft.device,
+        micro_batches=draft.loaded.config.gradient_accumulation_steps or 1,
+    )
 
 
 def _build_units(
@@ -534,18 +568,13 @@ def _build_reducer(units: Sequence[Unit], frame: _Frame) -> GradReducer:
     tensor = frame.watch.tensor
     return GradReducer(
         buffers,
-        eager=stage.shards_grads and reduces_each_backward(frame.draft.model),
+        eager=stage.shards_grads and frame.traffic.reduce == "micro_batch",
         whole=not stage.shards_optimizer,
         bucket_numel=zero.reduce_bucket_size,
         in_flight_limit=MAX_IN_FLIGHT if zero.overlap_comm else 0,
         predivide=predivide(frame.config, frame.draft.coordinate.dp_size),
         copy_sums=None if tensor is None else CopySums(tensor, frame.watch.gathers, buffers),
     )
-
-
-def reduces_each_backward(model: nn.Module) -> bool:
-    """Whether gradients that are sharded are reduced after each backward, not once per step."""
-    return not isinstance(model, PipelineModel) or model.reduce == "micro_batch"
 
 
 def _build_optimizer(

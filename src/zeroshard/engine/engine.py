@@ -612,12 +612,13 @@ class Engine(nn.Module):
         """Planned and measured bytes per category and tier. Collective if ``all_ranks``."""
         planned = state_nbytes(self.runtime.plan, self.runtime.stage, self._watch.gathers.rank)
         measured = measured_nbytes(self.runtime.ledger, self._watch.scratch_nbytes)
+        notes = self.runtime.traffic.lines
         if not all_ranks:
-            return MemoryReport({self.global_rank: memory_rows(planned, measured)})
+            return MemoryReport({self.global_rank: memory_rows(planned, measured)}, notes)
         self.life.check()
         vector = torch.tensor(vector_of(planned, measured), dtype=torch.float64, device=self.device)
         rows = self._watch.world.all_gather_small(vector, name="memory report").tolist()
-        return MemoryReport({rank: rows_from_vector(row) for rank, row in enumerate(rows)})
+        return MemoryReport({at: rows_from_vector(row) for at, row in enumerate(rows)}, notes)
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -136,7 +136,7 @@ def announce(engine: Engine) -> None:
         engine.transport, engine.device,
     )  # fmt: skip
     first = () if _told else (engine.loaded.table(), engine.dtypes)
-    for text in (*first, *engine.loaded.notices, *runtime.forecast):
+    for text in (*first, *engine.loaded.notices, *runtime.forecast, *runtime.traffic.lines):
         if text not in _told:
             logger.info("%s", text)
             _told.add(text)

@@ -23,7 +23,6 @@ from zeroshard.comm.collectives import first_line
 from zeroshard.engine.optimizer_step import is_fake
 from zeroshard.engine.pipeline_inputs import as_pair, named_inputs, names_in
 from zeroshard.errors import UsageError, ZeroShardError
-from zeroshard.parallel.own_forward import OwnForwardModel
 from zeroshard.parallel.split import PipelineModel
 from zeroshard.zero.hooks import tensors_in
 from zeroshard.zero.reduce import BackwardKind
@@ -222,7 +221,7 @@ class PipelineRunner:
     def _gathered(self, engine: Any) -> Iterator[None]:
         """Hold all parameters through the schedule, if the pipeline gathers once per step."""
         units = [unit for unit in engine.runtime.units if not unit.resident]
-        if self._model.gather != "step" or not units:
+        if engine.runtime.traffic.gather != "step" or not units:
             yield
             return
         with _pinned(units):
@@ -331,8 +330,9 @@ def agreed_batches(
     batches = [] if data_iter is None else _taken(data_iter, count)
     fault = _NO_DATA if needs and data_iter is None else _fault_of(batches)
     given, bits = batches, 0
-    if isinstance(engine.module, OwnForwardModel) and not fault:
-        given, bits, fault = _by_name(batches, engine.module.input_names)
+    model: PipelineModel = engine.module
+    if model.input_names is not None and not fault:
+        given, bits, fault = _by_name(batches, model.input_names)
     own = torch.tensor(
         [fault, -1 if data_iter is None else len(batches), count, bits],
         dtype=torch.float64,
@@ -340,13 +340,13 @@ def agreed_batches(
     )
     rows = engine._watch.world.all_gather_small(own, name="batches of the step")
     if not is_fake(rows):
-        _check_rows(engine.module, rows.tolist(), count)
-    elif isinstance(engine.module, OwnForwardModel):
-        engine.module.given_names = names_in(bits, engine.module.input_names)
+        _check_rows(model, rows.tolist(), count)
+    elif model.input_names is not None:
+        model.given_names = names_in(bits, model.input_names)
     return [tree_map(partial(_to, engine.device), batch) for batch in given]
 
 
-def _check_rows(model: nn.Module, rows: list[list[float]], count: int) -> None:
+def _check_rows(model: PipelineModel, rows: list[list[float]], count: int) -> None:
     """Raise what :func:`agreed_batches` raises.
 
     ``rows``: of each rank the fault, the number of batches, of micro-batches per step, and the names of
@@ -371,8 +371,9 @@ def _check_rows(model: nn.Module, rows: list[list[float]], count: int) -> None:
                 "(gradient_accumulation_steps): its data_iter has ended. Give every rank a multiple of "
                 "this number, or drop the last, incomplete step."
             )
-    if isinstance(model, OwnForwardModel):
-        _agree_on_names(model, {rank: int(rows[rank][3]) for rank in counts})
+    if model.input_names is not None:
+        bits = {rank: int(rows[rank][3]) for rank in counts}
+        _agree_on_names(model, model.input_names, bits)
 
 
 def _by_name(batches: Sequence[Any], names: Sequence[str]) -> tuple[list[Any], int, int]:
@@ -385,19 +386,19 @@ def _by_name(batches: Sequence[Any], names: Sequence[str]) -> tuple[list[Any], i
     return given, bits.pop() if bits else 0, 0
 
 
-def _agree_on_names(model: OwnForwardModel, bits: Mapping[int, int]) -> None:
+def _agree_on_names(model: PipelineModel, names: Sequence[str], bits: Mapping[int, int]) -> None:
     """Note the names of the inputs of this step.
 
     Raises:
         UsageError: ranks got inputs of other names; the same on every rank.
     """
     first = next(iter(bits))
-    model.given_names = names_in(bits[first], model.input_names)
+    model.given_names = names_in(bits[first], names)
     for rank, other in bits.items():
         if other != bits[first]:
             raise UsageError(
                 f"rank {first} got the inputs {', '.join(model.given_names)}, and rank {rank} got "
-                f"{', '.join(names_in(other, model.input_names))}. All ranks need the same inputs."
+                f"{', '.join(names_in(other, names))}. All ranks need the same inputs."
             )
 
 
@@ -498,9 +499,7 @@ def _loss_alone(engine: Any, batch: Any) -> Tensor:
 
 
 def _output_alone(engine: Any, inputs: Any) -> Any:
-    if isinstance(engine.module, OwnForwardModel):
-        return engine(**dict(zip(engine.module.given_names, inputs, strict=True)))
-    return engine(*inputs) if isinstance(inputs, tuple) else engine(inputs)
+    return cast("PipelineModel", engine.module).call_whole(engine, inputs)
 
 
 def make_runner(engine: Any, module: nn.Module, watch: CommSession) -> PipelineRunner | None:

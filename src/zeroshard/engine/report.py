@@ -67,6 +67,8 @@ class MemoryReport:
     """Planned and measured bytes per category and tier, for each rank in the report."""
 
     ranks: Mapping[int, tuple[MemoryRow, ...]]
+    notes: tuple[str, ...] = ()
+    """What the engine chose by the memory of the ranks, in words."""
 
     @property
     def rows(self) -> tuple[MemoryRow, ...]:
@@ -74,7 +76,7 @@ class MemoryReport:
         return self.ranks[min(self.ranks)]
 
     def __str__(self) -> str:
-        """A table in MiB: one line per rank and category, two columns for each tier in use."""
+        """A table in MiB: one line per rank and category, two columns for each tier in use; notes."""
         used = {row.tier for rows in self.ranks.values() for row in rows}
         tiers = [tier.name for tier in TIERS.values() if tier.name in used]
         heads = "".join(f"{f'{tier} planned':>18}{'measured':>12}" for tier in tiers)
@@ -86,7 +88,7 @@ class MemoryReport:
                 for tier in tiers:
                     line += _cells(cells.get((category, tier)))
                 lines.append(line.rstrip())
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.notes])
 
 
 def _cells(row: MemoryRow | None) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from zeroshard.core.ledger import Ledger
 from zeroshard.core.nbytes import UnitBytes
 from zeroshard.core.stages import Stage
+from zeroshard.engine.pipeline_traffic import PipelineTraffic
 from zeroshard.offload.stores import Stores
 from zeroshard.zero.life import Life
 from zeroshard.zero.optimizer import ShardedOptimizer
@@ -31,6 +32,7 @@ class ZeroRuntime:
     stores: Stores
     forecast: list[str]  # the forecast of disk times: lines of text
     life: Life
+    traffic: PipelineTraffic  # of a pipeline: how often it gathers and reduces
     tied: list[Unit]  # over pipeline stages, in the same order on every rank
 
     def close(self, *, wait: bool = True) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from zeroshard.errors import UsageError
 from zeroshard.parallel.own_forward import cut_own_forward, own_loss
 from zeroshard.parallel.schedules import SCHEDULES, SPLIT_BACKWARD
-from zeroshard.parallel.split import GATHER, REDUCE, PipelineModel, check_choice, cut_sequence
+from zeroshard.parallel.split import PipelineModel, check_choice, check_traffic, cut_sequence
 
 
 def pipeline(
@@ -23,6 +23,7 @@ def pipeline(
     schedule: str = "1F1B",
     gather: str = "micro_batch",
     reduce: str = "micro_batch",
+    auto_limit_nbytes: int | None = None,
 ) -> PipelineModel:
     """Cut ``model`` into ``len(split) + 1`` stages. Pass the result to ``zeroshard.initialize``.
 
@@ -39,7 +40,9 @@ def pipeline(
     ``gather``: at ZeRO stage 3 parameters are gathered for each forward and backward (``micro_batch``),
     or once per step and held through it (``step``).
     ``reduce``: at stages 2 and 3 gradients are reduced after each backward, or once per step. Then each
-    rank holds whole gradients, as at stage 1.
+    rank holds whole gradients, as at stage 1. For both, ``auto`` takes what moves least among what fits.
+    ``auto_limit_nbytes``: the most bytes that ``auto`` may hold more on each rank than ``micro_batch``
+    holds. None: with the states that are to be allocated, at most half of the free memory.
 
     The model is taken apart and cannot be used by itself afterwards.
 
@@ -54,11 +57,11 @@ def pipeline(
             f"{', '.join(SCHEDULES)}."
         )
     check_choice("pipeline(schedule", schedule, tuple(SCHEDULES))
-    check_choice("pipeline(gather", gather, GATHER)
-    check_choice("pipeline(reduce", reduce, REDUCE)
+    check_traffic("pipeline", gather, reduce, auto_limit_nbytes)
     if isinstance(split, str):
         raise UsageError(f"split={split!r} is one name. Give a list of names: [{split!r}].")
     keys: dict[str, Any] = {"schedule": schedule, "gather": gather, "reduce": reduce}
+    keys["auto_limit_nbytes"] = auto_limit_nbytes
     if order is not None or type(model).forward is nn.Sequential.forward:
         return cut_sequence(model, list(split), order, loss_fn=loss_fn, **keys)
     if example is None and not isinstance(getattr(model, "dummy_inputs", None), Mapping):

@@ -313,6 +313,7 @@ class OwnForwardStage(nn.Module):
 class OwnForwardModel(PipelineModel):
     """A model with a forward of its own that is cut into stages. Made by :func:`cut_own_forward`."""
 
+    input_names: Sequence[str]
     _model: nn.Module
     _parent: str
     _trace: _Trace | None
@@ -333,7 +334,6 @@ class OwnForwardModel(PipelineModel):
             if hasattr(model, key):
                 self.__dict__[key] = getattr(model, key)
         self.input_names = _names_of_inputs(model)
-        self.given_names: tuple[str, ...] = ()  # of the inputs of the running step
         self._tables: dict[int, dict[str, nn.Module]] = {}  # by stage: the entries of the list
         self._received: list[Tensor] = []
         _use_own_initialisation(model)

@@ -6,13 +6,17 @@ Only this file imports that package. torch's schedules call the methods of a sta
 [Note: shapes of a step] torch's own stage keeps the receive buffers of the first step. If a later step
 has shorter sequences, it would compute on rows of the step before. Here every step sends the shapes of
 its first micro-batch ahead of it, and each micro-batch has new buffers, which are freed after its
-backward. All micro-batches of one step have the same shapes.
+backward. All micro-batches of one step have the same shapes. On the CPU a receive that is asked for
+before the shapes have arrived is postponed ([Note: postponed receives] in
+:mod:`zeroshard.comm.stage_messages`): schedules with several stages per rank ask for it up to p - 1
+forwards earlier than the sender computes it. On a device the host waits for the shapes there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
-from zeroshard.comm.stage_messages import StageMessages
+from zeroshard.comm.stage_messages import Shapes, StageMessages
 from zeroshard.errors import UnsupportedError, UsageError
 from zeroshard.parallel.schedules import SCHEDULES
 
@@ -165,7 +169,8 @@ class ZeroStage(PipelineStage):
         self._peers = dist.get_process_group_ranks(group)
         # The inputs of every step, if messages have no contents: in a simulation.
         self.known_inputs: list[Boundary] | None = None
-        self._received: list[Boundary] | None = None  # of this step's inputs
+        self._arriving: Shapes | None = None  # of this step's inputs
+        self._received: list[Boundary] | None = None  # what they say, once they have arrived
         self._sent: list[Boundary] | None = None  # of this step's outputs
         self._messages = messages or StageMessages.unwatched(group)
         self._shapes_sent: list[tuple[Any, Tensor]] = []
@@ -196,7 +201,8 @@ class ZeroStage(PipelineStage):
         """Forget the tensors and shapes of the last step. To be called before each step."""
         for message, _ in self._shapes_sent:
             message.wait()
-        self._received = self._sent = None
+        self._arriving = self._received = self._sent = None
+        self._messages.forget_postponed()
         for held in (self._inputs, self._outputs, self._output_grads, self._input_grads):
             held.clear()
         self._shapes_sent.clear()
@@ -214,19 +220,29 @@ class ZeroStage(PipelineStage):
         return self._peers[stage % len(self._peers)]
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Receives of the inputs of a micro-batch. Waits for the shapes before the first one."""
+        """Receives of the inputs of a micro-batch."""
         if self.is_first:
             return []
         source = self._peer(self.stage_index - 1)
-        if self._received is None:
-            shapes = packed([]).to(self.device)
+        if self._arriving is None:
+            packet = packed([]).to(self.device)
             name = f"shapes, stage {self.stage_index - 1} to {self.stage_index}"
-            self._messages.receive(name, shapes, source, SHAPES_TAG)
+            self._arriving = self._messages.receive_shapes(name, packet, source, SHAPES_TAG)
+        name, make = _forward(fwd_chunk_id, self.stage_index), partial(self._buffers, fwd_chunk_id)
+        if self._received is None and self.device.type == "cpu":
+            return self._messages.receives_later(name, self._arriving, make, source)
+        return self._messages.receives(name, make(), source)
+
+    def _buffers(self, micro_batch: int) -> tuple[Tensor, ...]:
+        """Tensors to receive the inputs of a micro-batch into. Waits for the shapes."""
+        if self._received is None:
+            assert self._arriving is not None
+            self._arriving.wait()
             known = self.known_inputs
-            self._received = unpacked(shapes) if known is None else known
+            self._received = unpacked(self._arriving.packet) if known is None else known
         inputs = tuple(each.empty(self.device) for each in self._received)
-        self._inputs[fwd_chunk_id] = inputs
-        return self._messages.receives(_forward(fwd_chunk_id, self.stage_index), inputs, source)
+        self._inputs[micro_batch] = inputs
+        return inputs
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Sends of the outputs of a micro-batch. The shapes go ahead of the first one.

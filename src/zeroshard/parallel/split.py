@@ -32,6 +32,8 @@ STAGE = "pipeline_stage_"
 """Begin of the name of the module that runs one stage. It holds no parameters by itself."""
 
 GATHER = REDUCE = ("step", "micro_batch")
+AUTO = "auto"
+"""The engine chooses one of :data:`GATHER` or :data:`REDUCE`."""
 
 
 class StageModule(nn.Module):
@@ -101,6 +103,10 @@ class PipelineModel(nn.Module):
     mesh_source: MeshSource | None = None
     returns_loss = False
     """Whether the last piece returns the loss, so that no ``loss_fn`` is needed."""
+    input_names: Sequence[str] | None = None
+    """Names of the inputs of forward, if every stage gets all inputs of a micro-batch; else None."""
+    given_names: tuple[str, ...] = ()
+    """Those of :attr:`input_names` that the micro-batches of the running step have."""
 
     def __init__(
         self,
@@ -112,10 +118,12 @@ class PipelineModel(nn.Module):
         schedule: str,
         gather: str,
         reduce: str,
+        auto_limit_nbytes: int | None = None,
     ) -> None:
         super().__init__()
         self._take(tree)
         self.loss_fn, self.schedule, self.gather, self.reduce = loss_fn, schedule, gather, reduce
+        self.auto_limit_nbytes = auto_limit_nbytes
         self.stages: list[list[str]] = [[]]
         for name in pieces:
             if name in starts:
@@ -124,7 +132,7 @@ class PipelineModel(nn.Module):
         self._pieces = dict(pieces)
         self.ties = self._find_ties()
         shapes = [(name, tuple(p.shape), str(p.dtype)) for name, p in self.named_parameters()]
-        plan = (shapes, self.stages, self.ties, schedule, gather, reduce)
+        plan = (shapes, self.stages, self.ties, schedule, gather, reduce, auto_limit_nbytes)
         self.digest = hashlib.sha256(repr(plan).encode()).hexdigest()  # equal on every rank
         # Names and classes of modules, also of those that keep() deletes: patterns may name them.
         self.every_module: list[tuple[str, str]] = [
@@ -223,6 +231,15 @@ class PipelineModel(nn.Module):
         assert self.returns_loss
         return output  # type: ignore[no-any-return]
 
+    def call_whole(self, run: Callable[..., Any], inputs: Any) -> Any:
+        """``run``, which calls this model's forward, on the inputs of a micro-batch. All stages are here.
+
+        ``inputs``: in the order of :attr:`given_names`, if they have names.
+        """
+        if self.input_names is not None:
+            return run(**dict(zip(self.given_names, inputs, strict=True)))
+        return run(*inputs) if isinstance(inputs, tuple) else run(inputs)
+
     @property
     def loss_source(self) -> str:
         """What computes the loss, for messages."""
@@ -307,6 +324,28 @@ def check_choice(key: str, value: object, choices: Sequence[str]) -> None:
     """Raise :class:`UsageError` for another value than the choices. ``key``: ``call(argument``."""
     if value not in choices:
         raise UsageError(f"{key}={value!r}): choose one of {', '.join(choices)}.")
+
+
+def check_traffic(call: str, gather: str, reduce: str, auto_limit_nbytes: int | None) -> None:
+    """Check how often ``call`` is to gather and reduce.
+
+    Raises:
+        UsageError: there is no such choice, or the limit is no number of bytes, or has no use.
+    """
+    check_choice(f"{call}(gather", gather, (*GATHER, AUTO))
+    check_choice(f"{call}(reduce", reduce, (*REDUCE, AUTO))
+    if auto_limit_nbytes is None:
+        return
+    if type(auto_limit_nbytes) is not int or auto_limit_nbytes < 0:
+        raise UsageError(
+            f"{call}(auto_limit_nbytes={auto_limit_nbytes!r}): give the most bytes that auto may hold on "
+            "each rank, a whole number from 0, or None for a part of the free memory."
+        )
+    if AUTO not in (gather, reduce):
+        raise UsageError(
+            f"{call}(auto_limit_nbytes={auto_limit_nbytes}) limits what auto chooses, but gather="
+            f"{gather!r} and reduce={reduce!r} leave no choice. Pass 'auto' for one of them, or no limit."
+        )
 
 
 def cut_sequence(
