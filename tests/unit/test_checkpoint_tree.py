@@ -392,7 +392,7 @@ TENSORS = {
         {"$path": {"$int": "0x1"}},
         {1: 2},
         (1, 2),
-        object(),
+        ...,
     ],
     ids=repr,
 )
