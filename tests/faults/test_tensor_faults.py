@@ -11,7 +11,6 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ import pytest
 import torch
 from support.tensor_networks import cut, loss_of, network, samples
 from torch.distributed.device_mesh import init_device_mesh
+from warm_python import WarmPython
 
 import zeroshard
 from zeroshard.core.mesh import Mesh
@@ -94,20 +94,19 @@ def test_every_rank_names_the_one_that_failed(stage, what, style):
             environ = os.environ | {name: str(number) for name, number in numbers.items()}
             environ["ZEROSHARD_STALL_S"] = "1"
             path = f"{Path(__file__).parents[1]}{os.pathsep}{environ.get('PYTHONPATH', '')}"
-            process = subprocess.Popen(
+            process = WarmPython(
                 [sys.executable, __file__, what, str(stage), style],
+                cwd=Path.cwd(),
                 env=environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "PYTHONPATH": path},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
             )
-            stack.callback(process.kill)
+            stack.callback(process.close)
             ranks.append(process)
-        outputs = [process.communicate(timeout=LIMIT_S)[0] for process in ranks[:3]]
+        outputs = ["".join(process.communicate(timeout=LIMIT_S)) for process in ranks[:3]]
+        codes = [process.returncode for process in ranks[:3]]
     assert time.monotonic() - began_s < LIMIT_S
     kind = "RankFrozen" if what == "frozen" else "RankLost"
-    for process, output in zip(ranks[:3], outputs, strict=True):
-        assert process.returncode, output
+    for code, output in zip(codes, outputs, strict=True):
+        assert code, output
         verdict = output[output.rindex(f"{kind} at step 2") :].splitlines()
         assert "  rank 3 (" in verdict[1], output
         if kind == "RankLost":
