@@ -17,6 +17,7 @@ from zeroshard.errors import UsageError
 from zeroshard.parallel import pipeline, tensor_parallel
 from zeroshard.parallel.tensor_plan import neighbours
 from zeroshard.planner import Simulation, simulate
+from zeroshard.zero import Init
 
 WIDTH, INNER, WORDS, LAYERS, LENGTH, BATCH, COUNT = 128, 512, 256, 8, 16, 2, 4
 PLAN = {
@@ -188,6 +189,27 @@ def test_a_model_on_the_meta_device_is_simulated_as_any_other(device, stage):
     )  # fmt: skip
     assert found.nbytes("parameters") == 2 * sum(numels(mesh, 0)) // (2 if stage == 3 else 1)
     assert torch.distributed.is_initialized() is False
+
+
+def test_zero_init_shards_a_simulated_model():
+    def sharded() -> nn.Module:
+        with Init():
+            model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+        # One element of memory in place of each parameter: values are only in the shards.
+        assert {p.untyped_storage().nbytes() for p in model.parameters()} == {4}
+        return model
+
+    def whole() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+
+    config = settings(3, 1) | {"bf16": {"enabled": False}, "units": ["Linear"]}
+    x = torch.empty(4, WIDTH, device="meta")
+    found = [
+        simulate(build, config, (x, x), mesh=Mesh(data_shard=4), rank=1, loss_fn=lambda y, _: y.sum())
+        for build in (sharded, whole)
+    ]  # fmt: skip
+    assert found[0].memory == found[1].memory
+    assert found[0].traffic == found[1].traffic
 
 
 @pytest.mark.parametrize(
