@@ -18,6 +18,7 @@ from zeroshard.errors import UsageError
 from zeroshard.parallel import pipeline, tensor_parallel
 from zeroshard.parallel.tensor_plan import neighbours
 from zeroshard.planner import Simulation, simulate
+from zeroshard.zero import Init
 
 WIDTH, INNER, WORDS, LAYERS, LENGTH, BATCH, COUNT = 128, 512, 256, 8, 16, 2, 4
 PLAN = {
@@ -205,6 +206,27 @@ def test_a_simulation_chooses_by_a_limit_and_not_by_memory_that_it_does_not_have
     assert limited.traffic == named.traffic
 
 
+def test_zero_init_shards_a_simulated_model():
+    def sharded() -> nn.Module:
+        with Init():
+            model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+        # One element of memory in place of each parameter: values are only in the shards.
+        assert {p.untyped_storage().nbytes() for p in model.parameters()} == {4}
+        return model
+
+    def whole() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
+
+    config = settings(3, 1) | {"bf16": {"enabled": False}, "units": ["Linear"]}
+    x = torch.empty(4, WIDTH, device="meta")
+    found = [
+        simulate(build, config, (x, x), mesh=Mesh(data_shard=4), rank=1, loss_fn=lambda y, _: y.sum())
+        for build in (sharded, whole)
+    ]  # fmt: skip
+    assert found[0].memory == found[1].memory
+    assert found[0].traffic == found[1].traffic
+
+
 @pytest.mark.parametrize(
     ("keys", "text"),
     [
@@ -218,3 +240,23 @@ def test_arguments_that_do_not_fit(keys, text):
     given = {"batch": (IDS, IDS), "mesh": mesh, "rank": 0, "loss_fn": loss_of} | keys
     with pytest.raises(UsageError, match=text):
         simulate(lambda: build(mesh), settings(1), **given)
+
+
+def test_each_phase_has_its_peak_and_large_tensors_their_modules():
+    def build() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)))
+
+    config = settings(3, 1) | {"bf16": {"enabled": False}, "units": ["Linear"]}
+    x = torch.empty(4096, WIDTH, device="meta")
+    found = simulate(
+        build, config, (x, x), mesh=Mesh(data_shard=4), rank=1, loss_fn=lambda y, _: (y * y).sum()
+    )
+    assert set(found.moments) == {"init", "forward", "backward", "step"}
+    for moment in (found.moments[name] for name in ("forward", "backward", "step")):
+        on_device = sum(n for (_, tier), n in moment.held.items() if tier == "device")
+        assert moment.device_nbytes == on_device + moment.activations_nbytes
+    assert found.peak_nbytes == max(found.moments[p].device_nbytes for p in ("forward", "backward"))
+    made = {(row.phase, row.module) for row in found.largest if row.nbytes == 4096 * WIDTH * 4}
+    assert {("forward", str(at)) for at in range(3)} <= made  # outputs that a later backward needs
+    sizes = [row.nbytes for row in found.largest]
+    assert sizes == sorted(sizes, reverse=True)

@@ -80,3 +80,7 @@ class Ledger:
         device = Tier.DEVICE.name
         counted = [(tier, held) for (name, tier), held in self._total.items() if name != but]
         return sum(n for _, n in counted), sum(n for tier, n in counted if tier == device)
+
+    def held(self) -> dict[tuple[str, str], int]:
+        """Live bytes by category and name of a tier; a copy."""
+        return dict(self._total)

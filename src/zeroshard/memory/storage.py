@@ -8,21 +8,32 @@ are views of it. Releasing or allocating it changes its size and never its ident
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+resize_listeners: list[Callable[[Tensor], None]] = []
+"""Called after a storage changed its size, with the flat tensor of it. Empty in production."""
+
+
+def resize(flat: Tensor, nbytes: int) -> None:
+    """Give the storage of ``flat`` ``nbytes`` of memory. What is new has undefined contents."""
+    flat.untyped_storage().resize_(nbytes)
+    for listener in resize_listeners:
+        listener(flat)
+
 
 def allocate(flat: Tensor) -> None:
     """Give the storage of ``flat`` memory again. The contents are undefined."""
-    storage = flat.untyped_storage()
-    if storage.size() == 0:
-        storage.resize_(flat.nbytes)
+    if flat.untyped_storage().size() == 0:
+        resize(flat, flat.nbytes)
 
 
 def release(flat: Tensor) -> None:
     """Free the memory of ``flat`` and all its views. They must not be read until :func:`allocate`."""
-    flat.untyped_storage().resize_(0)
+    resize(flat, 0)
 
 
 _ROWS = _COLUMNS = 2**12

@@ -2,13 +2,15 @@
 
 The ledger has what the engine holds. Everything else is activations, temporaries of operations and
 gradients on their way, which only torch's dispatcher sees: :class:`Allocations` follows the storages of
-the tensors that operations return until they are freed.
+the tensors that operations return until they are freed. Functions that change the size of a storage tell
+it (:data:`zeroshard.memory.storage.resize_listeners`); torch is not patched.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -16,24 +18,71 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroshard.core.ledger import Ledger
+from zeroshard.memory.storage import resize_listeners
+from zeroshard.planner.places import Places
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """One storage: bytes, the operation that made it, its first shape, the phase and the module."""
+
+    nbytes: int
+    op: str
+    shape: tuple[int, ...]
+    dtype: str
+    phase: str
+    module: str
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The moment of a phase at which the device holds the most.
+
+    ``device_nbytes``: of everything on the device. ``held``: the ledger's bytes, by category and tier.
+    ``activations_nbytes``: what the ledger does not know. ``op`` and ``module``: the operation that
+    allocated last. ``event``: the number of allocations and releases until then.
+    """
+
+    device_nbytes: int
+    held: Mapping[tuple[str, str], int]
+    activations_nbytes: int
+    op: str
+    module: str
+    event: int
 
 
 class Allocations(TorchDispatchMode):
     """While it is entered, follows the storages of fake tensors that operations return.
 
-    Costs some microseconds for each operation. ``note(func, args, result)`` gets every call.
+    Costs some microseconds for each operation. ``note(func, args, result)`` gets every call. ``phase``:
+    set by the program; each phase has a :class:`Moment` in ``moments``. In the phase "init" the ledger
+    does not exist yet, and everything counts as device memory.
     """
 
     def __init__(self, note: Callable[[Any, tuple[Any, ...], Any], None]) -> None:
         super().__init__()
         self._note = note
-        self._sizes: dict[int, int] = {}  # bytes by address of a storage that lives
+        self._at: dict[int, int] = {}  # number of the holding, by address of a storage that lives
         self._refs: dict[int, weakref.ref[Any]] = {}
+        self._holdings: list[Holding] = []
+        self._events: list[int] = []  # n: holding n began; ~n: it ended
         self._live = 0
-        self._resized: set[int] = set()  # addresses of storages whose sizes the ledger knows
         self._ledger: Ledger | None = None
+        self._places: Places | None = None
+        self.phase = "init"
+        self.moments: dict[str, Moment] = {}
         self.activations_nbytes = 0
         self.peak_nbytes = 0
+
+    def __enter__(self) -> Any:
+        """Follow from now on."""
+        resize_listeners.append(self._resize)
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        """Follow nothing more."""
+        resize_listeners.remove(self._resize)
+        super().__exit__(*error)
 
     def __torch_dispatch__(
         self,
@@ -47,43 +96,77 @@ class Allocations(TorchDispatchMode):
         self._note(func, args, result)
         for value in result if isinstance(result, (list, tuple)) else (result,):
             if type(value) is FakeTensor:
-                self._follow(value)
+                self._follow(value, func)
         return result
 
-    def measure(self, ledger: Ledger, resized: Iterable[Tensor]) -> None:
-        """Measure peaks from now on.
-
-        ``resized``: tensors whose storages change their size. The ledger has their bytes ("gathered").
-        """
-        for tensor in resized:
-            key = tensor.untyped_storage()._cdata
-            self._forget(key)
-            self._resized.add(key)
-        self._ledger = ledger
+    def measure(self, ledger: Ledger, places: Places) -> None:
+        """Measure the peaks of the phases of one step from now on."""
+        self._ledger, self._places = ledger, places
         self.activations_nbytes = self.peak_nbytes = 0
-        self._look()
+        self.moments = {name: at for name, at in self.moments.items() if name == "init"}
 
-    def _follow(self, tensor: Tensor) -> None:
+    def largest(self, moment: Moment, count: int) -> list[Holding]:
+        """The largest storages that lived at a moment, largest first."""
+        live: set[int] = set()
+        for event in self._events[: moment.event]:
+            if event >= 0:
+                live.add(event)
+            else:
+                live.discard(~event)
+        found = [self._holdings[number] for number in live]
+        return sorted(found, key=lambda holding: -holding.nbytes)[:count]
+
+    def _follow(self, tensor: Tensor, func: Any) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._sizes or key in self._resized:
+        if key in self._at:
             return
-        self._sizes[key] = nbytes = storage.nbytes()
         self._refs[key] = weakref.ref(storage, lambda _: self._forget(key))
+        op = func.name().partition(".")[0]
+        self._begin(key, tensor, storage.nbytes(), op)
+
+    def _begin(self, key: int, tensor: Tensor, nbytes: int, op: str) -> None:
+        places = self._places if self.phase in ("forward", "backward") else None
+        module = places.here() if places else ""
+        self._add(key, tensor, nbytes, op, module)
+        self._look(op, module)
+
+    def _add(self, key: int, tensor: Tensor, nbytes: int, op: str, module: str) -> None:
+        self._at[key] = number = len(self._holdings)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        self._holdings.append(Holding(nbytes, op, tuple(tensor.shape), dtype, self.phase, module))
+        self._events.append(number)
         self._live += nbytes
-        if self._ledger is not None:
-            self._look()
+
+    def _resize(self, flat: Tensor) -> None:
+        storage = flat.untyped_storage()
+        key = storage._cdata
+        if key not in self._at:  # a tensor of another simulation or of the program
+            return
+        self._end(key)
+        self._add(key, flat, storage.nbytes(), "gather of a unit", "")
+        # No comparison: the ledger gets these bytes right afterwards.
 
     def _forget(self, key: int) -> None:
-        self._live -= self._sizes.pop(key, 0)
         self._refs.pop(key, None)
+        if key in self._at:
+            self._end(key)
 
-    def _look(self) -> None:
-        """Compare with the peaks. Storages that are resized are neither in ``_live`` nor subtracted."""
-        ledger = self._ledger
-        assert ledger is not None
-        known, on_device = ledger.totals(but="gathered")
+    def _end(self, key: int) -> None:
+        number = self._at.pop(key)
+        self._live -= self._holdings[number].nbytes
+        self._events.append(~number)
+
+    def _look(self, op: str, module: str) -> None:
+        """Compare with the peaks."""
+        known = on_device = 0
+        if self._ledger is not None:
+            known, on_device = self._ledger.totals()
         others = self._live - known
-        gathered = ledger.nbytes("gathered")
+        device = others + on_device
         self.activations_nbytes = max(self.activations_nbytes, others)
-        self.peak_nbytes = max(self.peak_nbytes, others + on_device + gathered)
+        self.peak_nbytes = max(self.peak_nbytes, device)
+        last = self.moments.get(self.phase)
+        if last is None or device > last.device_nbytes:
+            held = {} if self._ledger is None else self._ledger.held()
+            self.moments[self.phase] = Moment(device, held, others, op, module, len(self._events))

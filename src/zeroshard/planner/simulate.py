@@ -29,8 +29,9 @@ from zeroshard.errors import UsageError
 from zeroshard.parallel.pipeline_stage import Boundary
 from zeroshard.parallel.schedules import SCHEDULES, idle, live
 from zeroshard.parallel.split import PipelineModel
-from zeroshard.planner.allocations import Allocations
+from zeroshard.planner.allocations import Allocations, Holding, Moment
 from zeroshard.planner.boundaries import stage_inputs
+from zeroshard.planner.places import Places
 from zeroshard.precision.policy import policy_from
 
 _KINDS: Mapping[str, frozenset[str]] = {
@@ -72,7 +73,9 @@ class Simulation:
     everything on the device at one time. ``traffic`` and ``messages`` are of the last step. ``bubble``:
     the part of a step in which ranks of the pipeline wait, if stages take equally long, a backward twice
     as long as a forward, and messages no time. ``in_flight``: the most micro-batches that this rank
-    keeps activations of, counted once per pipeline stage.
+    keeps activations of, counted once per pipeline stage. ``moments``: of each phase, the moment at which
+    the device holds the most; "init" is everything before the first step. ``largest``: the largest
+    storages at the highest of these moments of the last step. ``units``: their names.
     """
 
     mesh: Mesh
@@ -85,6 +88,9 @@ class Simulation:
     messages: tuple[Message, ...]
     bubble: float
     in_flight: int
+    moments: Mapping[str, Moment]
+    largest: tuple[Holding, ...]
+    units: tuple[str, ...]
 
     def nbytes(self, category: str, tier: str = "device") -> int:
         """Counted bytes of a category. Those of gradients and temporaries are peaks."""
@@ -111,8 +117,9 @@ def simulate(
     ``build`` makes the model. It is called where tensors are fake, so a model of any size fits; it may
     use the meta device, :func:`zeroshard.parallel.tensor_parallel` and
     :func:`zeroshard.parallel.pipeline`. With a pipeline it is called twice. ``config``: as for
-    :func:`zeroshard.initialize`. ``batch``: one micro-batch of one rank, a pair (inputs, labels); only
-    shapes and dtypes of its tensors count. ``loss_fn(output, labels)``: the loss; a pipeline has its own.
+    :func:`zeroshard.initialize`. ``batch``: one micro-batch of one rank, a pair (inputs, labels); inputs
+    by name are a mapping; only shapes and dtypes of its tensors count. ``loss_fn(output, labels)``: the
+    loss; a pipeline has its own.
     The first step creates optimizer state, so the second one shows the memory of all later steps.
 
     The process must not have a process group. Memory of transports, of allocators and of the program
@@ -141,7 +148,7 @@ def simulate(
             model = build()
         with contextlib.closing(Engine(model, config=config, mesh=mesh, plan=plan)) as engine:
             _expect(engine, arriving)
-            step = _stepper(engine, model, inputs, labels, loss_fn)
+            step = _stepper(engine, model, inputs, labels, loss_fn, watch)
             for last in reversed(range(steps)):
                 if not last:
                     _begin(engine, watch, log)
@@ -169,21 +176,32 @@ def _stepper(
     inputs: Any,
     labels: Any,
     loss_fn: Callable[[Any, Any], Tensor] | None,
+    watch: Allocations,
 ) -> Callable[[], None]:
-    """A function that takes one optimizer step."""
+    """A function that takes one optimizer step and says which phase runs."""
     count = engine.accumulation.steps
     if isinstance(model, PipelineModel):
-        return lambda: _discard(engine.train_batch(iter([(inputs, labels)] * count)))
+
+        def whole() -> None:
+            watch.phase = "train_batch"
+            engine.train_batch(iter([(inputs, labels)] * count))
+
+        return whole
     if loss_fn is None:
         raise UsageError(
             "simulate() needs loss_fn=, which computes the loss from the model's output and the labels "
             "of the batch. Only a pipeline has one of its own."
         )
-    given = inputs if isinstance(inputs, tuple) else (inputs,)
+    by_name = dict(inputs) if isinstance(inputs, Mapping) else {}
+    by_place = () if by_name else inputs if isinstance(inputs, tuple) else (inputs,)
 
     def step() -> None:
         for _ in range(count):
-            engine.backward(loss_fn(engine(*given), labels))
+            watch.phase = "forward"
+            loss = loss_fn(engine(*by_place, **by_name), labels)
+            watch.phase = "backward"
+            engine.backward(loss)
+            watch.phase = "step"
             engine.step()
 
     return step
@@ -196,15 +214,11 @@ def _expect(engine: Engine, arriving: Mapping[int, Sequence[Boundary]]) -> None:
             stage.known_inputs = list(arriving.get(stage.stage_index, ()))
 
 
-def _discard(_: Any) -> None:
-    """Nothing: the value of a fake loss is unknown."""
-
-
 def _begin(engine: Engine, watch: Allocations, log: CallLog) -> None:
     """Measure from now on."""
     gc.collect()
-    units = engine.runtime.units
-    watch.measure(engine.runtime.ledger, (unit.full_N for unit in units if not unit.resident))
+    units = (unit.name for unit in engine.runtime.units)
+    watch.measure(engine.runtime.ledger, Places(engine.module, units))
     log.clear()
     for recorder in engine._watch.recorders:
         recorder.reset_traffic()
@@ -224,7 +238,20 @@ def _result(engine: Engine, model: nn.Module, watch: Allocations, log: CallLog) 
         tuple(log.messages),
         bubble,
         in_flight,
+        dict(watch.moments),
+        tuple(watch.largest(highest(watch.moments)[1], LARGEST)),
+        tuple(unit.name for unit in engine.runtime.units),
     )
+
+
+LARGEST = 20
+"""Storages of a peak that a simulation lists."""
+
+
+def highest(moments: Mapping[str, Moment]) -> tuple[str, Moment]:
+    """The phase of a step whose peak is highest, and that moment."""
+    phases = [item for item in moments.items() if item[0] != "init"]
+    return max(phases, key=lambda item: item[1].device_nbytes)
 
 
 def _schedule_of(model: nn.Module, mesh: Mesh, rank: int, count: int) -> tuple[float, int]:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -196,7 +197,7 @@ class Init:
 
     def _take(self, holder: nn.Module, leaf: str, param: nn.Parameter) -> None:
         """Record a whole parameter, to shard it later."""
-        if type(param) is not nn.Parameter or param.is_meta:
+        if type(param) not in (nn.Parameter, FakeTensor) or param.is_meta:
             return
         owner = sharded_parameter.owner_of(param)
         if owner is None:
@@ -369,8 +370,11 @@ class Init:
 
     def _exchange(self, numbers: Sequence[int], name: str) -> list[list[float]]:
         vector = torch.tensor(numbers, dtype=torch.float64, device=self.device)
-        rows: list[list[float]] = self.comm.all_gather_small(vector, name=name).tolist()
-        return rows
+        rows = self.comm.all_gather_small(vector, name=name)
+        if isinstance(rows, FakeTensor):  # a simulated rank: all others do what it does
+            return [[float(number) for number in numbers]] * self.comm.size
+        values: list[list[float]] = rows.tolist()
+        return values
 
     def _is_aliased(self, item: BucketedParameter | ParamBucket) -> bool:
         if isinstance(item, ParamBucket):

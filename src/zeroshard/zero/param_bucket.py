@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import TensorWeakRef
 
 from zeroshard.comm.collectives import Comm
@@ -207,8 +208,11 @@ class ParamBucket:
         placeholders = {
             shape: nothing.expand(shape) for shape in {slot.shape for slot, _ in members}
         }
-        for _, param in members:
-            param.__class__ = nn.Parameter
+        for slot, param in members:
+            if isinstance(param, FakeTensor):  # keeps its class: it has no values to guard
+                param.data = placeholders[slot.shape]
+            else:
+                param.__class__ = nn.Parameter
         hidden = [placeholders[slot.shape] for slot, _ in members]
         sharded_parameter.mark_sharded([param for _, param in members], hidden)
         if self.context.active:

@@ -51,6 +51,7 @@ from zeroshard.comm.dtensors import KINDS, distributed, local_of
 from zeroshard.core.layout import Slot, UnitLayout
 from zeroshard.core.tiers import Tier
 from zeroshard.errors import UnitStateError, UsageError
+from zeroshard.memory.storage import resize
 from zeroshard.offload.shard_store import AllocateShard, MemoryShardStore, ShardStore
 from zeroshard.watchdog.diagnosis import READ
 from zeroshard.zero import sharded_parameter
@@ -289,7 +290,7 @@ class Unit:
     def _set_allocated(self, allocated: bool) -> None:
         """Give ``full_N`` memory, with undefined contents, or free it. See ``memory/storage.py``."""
         nbytes = self.full_nbytes if allocated else 0
-        self.full_N.untyped_storage().resize_(nbytes)
+        resize(self.full_N, nbytes)
         self.is_allocated = allocated
         self.ledger.hold("gathered", self.name, nbytes)
 

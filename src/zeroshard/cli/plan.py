@@ -1,0 +1,57 @@
+"""The ``zeroshard plan`` command: what a run needs, before it is started."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from zeroshard.errors import ZeroShardError
+
+DOES_NOT_FIT = 3
+
+
+def plan_command(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="A folder or config.json of Transformers, a type of its models, or module:function."
+        ),
+    ],
+    config: Annotated[str, typer.Option(help="The configuration of the run (JSON).")],
+    ranks: Annotated[int, typer.Option(min=1, help="Number of ranks.")] = 1,
+    batch: Annotated[int | None, typer.Option(min=1, help="Samples of a micro-batch.")] = None,
+    seq: Annotated[int | None, typer.Option(min=1, help="Tokens of a sample.")] = None,
+    memory: Annotated[float | None, typer.Option(help="GiB of memory of one device.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Exit with 3 if the run does not fit --memory.")
+    ] = False,
+) -> None:
+    """Say what a run needs in memory and traffic, without running it. Nothing is downloaded."""
+    if check and memory is None:
+        print("--check compares with --memory, which is not given.", file=sys.stderr)
+        raise typer.Exit(2)
+    from rich.console import Console  # imports torch and more; only this command needs them
+
+    from zeroshard.planner.plan import make_plan
+    from zeroshard.planner.plan_text import show
+
+    sys.path.insert(0, str(Path.cwd()))  # as `python -m` does, for module:function
+    limit = None if memory is None else int(memory * 2**30)
+    try:
+        found = make_plan(
+            model, Path(config), ranks=ranks, micro_batch=batch, length=seq, limit_nbytes=limit
+        )
+    except ZeroShardError as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(2) from None
+    if as_json:
+        print(json.dumps(found.as_dict(), indent=1))
+    else:
+        show(found, Console())
+    if check and not found.fits:
+        raise typer.Exit(DOES_NOT_FIT)

@@ -1,0 +1,141 @@
+"""Finds the model of a plan, and makes its batch: from a configuration of Transformers or a function."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroshard.errors import UsageError
+from zeroshard.zero import Init
+
+LENGTH = 1024
+"""Tokens of a sample if nothing says how many."""
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """How to make a model, one micro-batch (inputs, labels) and the loss. ``assumed``: in sentences."""
+
+    name: str
+    build: Callable[[], nn.Module]
+    batch: tuple[Any, Any]
+    loss: Callable[[Any, Any], Tensor]
+    assumed: tuple[str, ...] = ()
+
+
+def model_source(name: str, micro_batch: int, length: int | None, *, sharded: bool) -> ModelSource:
+    """The model called ``name``.
+
+    A folder or file with a ``config.json`` of Transformers; the name of a type of its models, with
+    default sizes; or ``module:factory``, a function without arguments that returns a model, or a model
+    and a batch. ``sharded``: build it under ``zero.Init``.
+
+    Raises:
+        UsageError: there is none of that name, or it returns something else.
+    """
+    if ":" in name:
+        build, batch = _factory(name), None
+        with torch.device("meta"):
+            made = build()
+        batch = made[1] if isinstance(made, tuple) else None
+        assumed: tuple[str, ...] = ()
+        first = (lambda: _first(build())) if isinstance(made, tuple) else build
+        if not isinstance(_first(made), nn.Module):
+            raise UsageError(
+                f"{name} returned {type(made).__name__}. It must return a model, or a model and a batch."
+            )
+    else:
+        first, batch = _transformers(name), None
+        assumed = ("the model is built in fp32, as its configuration says nothing else",)
+    if batch is None:
+        ids = torch.empty(micro_batch, length or LENGTH, dtype=torch.long, device="meta")
+        batch = {"input_ids": ids, "labels": ids}
+        assumed += (f"a batch of input_ids and labels of {micro_batch} x {length or LENGTH} tokens, "
+                    "without attention mask",)  # fmt: skip
+    pair = batch if isinstance(batch, tuple) else (batch, None)
+    how = "under zero.Init (stage 3)" if sharded else "whole on each rank"
+    return ModelSource(
+        name, (lambda: _sharded(first)) if sharded else first, pair, loss_of,
+        (*assumed, f"the model is built {how}"),
+    )  # fmt: skip
+
+
+def _first(made: Any) -> Any:
+    return made[0] if isinstance(made, tuple) else made
+
+
+def _sharded(build: Callable[[], nn.Module]) -> nn.Module:
+    with Init():
+        return build()
+
+
+def loss_of(output: Any, labels: Any) -> Tensor:
+    """The loss: ``output.loss``, ``output["loss"]``, or the output if it is one number.
+
+    Raises:
+        UsageError: the output has no loss.
+    """
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", output)
+    if isinstance(found, Tensor) and found.numel() == 1:
+        return found
+    raise UsageError(
+        f"the model returned {type(output).__name__} without a loss"
+        + ("" if labels is None else ", and labels that are apart")
+        + ". Return a model whose output is the loss, or has it as .loss."
+    )
+
+
+def _factory(name: str) -> Callable[[], Any]:
+    module, _, function = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except ModuleNotFoundError as error:
+        if error.name != module and not module.startswith(f"{error.name}."):
+            raise
+        raise UsageError(
+            f"{name}: there is no module {module!r}. Give module:function, with the module on PYTHONPATH."
+        ) from error
+    except AttributeError as error:
+        raise UsageError(f"{name}: the module {module!r} has no {function!r}.") from error
+    if not callable(found):
+        raise UsageError(f"{name} is {type(found).__name__}, not a function that returns a model.")
+    factory: Callable[[], Any] = found
+    return factory
+
+
+def _transformers(name: str) -> Callable[[], nn.Module]:
+    try:
+        import transformers
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"the model {name!r} is one of Transformers, which is not installed. Install transformers, "
+            "or give module:function."
+        ) from error
+    path = Path(name)
+    if path.exists():
+        config = transformers.AutoConfig.from_pretrained(str(path))
+    elif name in (known := transformers.models.auto.configuration_auto.CONFIG_MAPPING):
+        config = known[name]()
+    else:
+        raise UsageError(
+            f"the model {name!r} is not known: it is neither a folder or file with a config.json, "
+            'nor a type of models of Transformers such as "gpt2" or "llama", nor module:function. '
+            "Weights and configurations are not downloaded."
+        )
+    config.use_cache = False
+    kinds = getattr(config, "architectures", None) or []
+    kind = getattr(transformers, kinds[0], None) if kinds else None
+    if kind is not None:
+        return lambda: kind(config)
+    if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
+        raise UsageError(
+            f"the configuration {name!r} names no architecture that computes a loss, and its type has no "
+            'causal language model. Add "architectures" to it, or give module:function.'
+        )
+    return lambda: transformers.AutoModelForCausalLM.from_config(config)

@@ -1,0 +1,209 @@
+"""The memory and the traffic of a run, from a configuration and a model without weights."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+
+from zeroshard.config import load_config
+from zeroshard.config.mesh_keys import mesh_from_config
+from zeroshard.core.ledger import TEMPORARY
+from zeroshard.core.mesh import Mesh
+from zeroshard.core.mesh_sources import resolve_mesh
+from zeroshard.errors import UnsupportedError, UsageError
+from zeroshard.planner.allocations import Moment
+from zeroshard.planner.model_source import model_source
+from zeroshard.planner.simulate import Simulation, highest, simulate
+
+NOT_MODELLED = (
+    "memory of the transport (windows, send buffers), of the allocator (reserved and fragmented "
+    "blocks), of the device's context and of the program itself",
+    "the first step, which creates optimizer state; saving and loading checkpoints",
+    "step time",
+    "scratch memory inside kernels; attention takes the form that torch chooses for fake CPU tensors, "
+    "which may keep more than the fused kernels of a GPU",
+    "the update runs as torch operations; compiled and Triton updates need less temporary memory",
+    "before the engine exists, everything counts as device memory, also state that goes to host or disk",
+)
+"""What a plan does not contain."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one rank of a run needs. ``limit_nbytes``: device memory of a rank; None: not given.
+
+    ``peak_phase`` and ``peak_nbytes``: the highest peak on the device, ``init`` included. ``assumed``:
+    what the planner chose itself.
+    """
+
+    model: str
+    mesh: Mesh
+    stage: int
+    micro_batch: int
+    limit_nbytes: int | None
+    simulation: Simulation
+    assumed: tuple[str, ...]
+    not_modelled: tuple[str, ...] = NOT_MODELLED
+
+    @property
+    def peak_phase(self) -> str:
+        """The phase with the highest peak."""
+        moments = self.simulation.moments
+        return max(moments, key=lambda name: moments[name].device_nbytes)
+
+    @property
+    def peak_nbytes(self) -> int:
+        """The most bytes on the device at one time."""
+        return self.simulation.moments[self.peak_phase].device_nbytes
+
+    @property
+    def spare_nbytes(self) -> int | None:
+        """The limit minus the peak; negative if the run does not fit."""
+        return None if self.limit_nbytes is None else self.limit_nbytes - self.peak_nbytes
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the peak is within the limit; None without a limit."""
+        spare = self.spare_nbytes
+        return None if spare is None else spare >= 0
+
+    def states_nbytes(self, tier: str = "device") -> int:
+        """Bytes of parameters, gradients, masters and optimizer state."""
+        rows = self.simulation.memory
+        return sum(r.measured for r in rows if r.tier == tier and r.category not in TEMPORARY)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, for JSON. Sizes in bytes, traffic in elements."""
+        found = self.simulation
+        _, top = highest(found.moments)
+        return {
+            "model": self.model, "parameters": found.params_numel, "mesh": self.mesh.text,
+            "ranks": self.mesh.world_size, "rank": found.rank, "stage": self.stage,
+            "micro_batch": self.micro_batch, "fits": self.fits, "limit_nbytes": self.limit_nbytes,
+            "spare_nbytes": self.spare_nbytes, "peak_nbytes": self.peak_nbytes,
+            "peak_phase": self.peak_phase, "states_nbytes": self.states_nbytes(),
+            "step_peak": {"op": top.op, "module": top.module, "unit": self.unit_of(top)},
+            "memory": [asdict(row) for row in found.memory],
+            "phases": {name: _moment(moment) for name, moment in found.moments.items()},
+            "largest": [asdict(holding) for holding in found.largest],
+            "traffic": [asdict(row) for row in found.traffic],
+            "assumed": list(self.assumed), "not_modelled": list(self.not_modelled),
+        }  # fmt: skip
+
+    def unit_of(self, moment: Moment) -> str:
+        """The unit in which a moment is; "" if it is in none."""
+        units = sorted(self.simulation.units, key=len, reverse=True)
+        at = moment.module
+        return next((u for u in units if at == u or at.startswith(f"{u}.")), "")
+
+
+def _moment(moment: Moment) -> dict[str, Any]:
+    held = [
+        {"category": category, "tier": tier, "nbytes": nbytes}
+        for (category, tier), nbytes in moment.held.items()
+        if nbytes
+    ]
+    return {
+        "device_nbytes": moment.device_nbytes, "activations_nbytes": moment.activations_nbytes,
+        "op": moment.op, "module": moment.module, "held": held,
+    }  # fmt: skip
+
+
+def make_plan(
+    model: str,
+    config: Mapping[str, Any] | str | Path,
+    *,
+    ranks: int,
+    micro_batch: int | None = None,
+    length: int | None = None,
+    limit_nbytes: int | None = None,
+) -> Plan:
+    """Simulate one rank of a run and say what it needs. Must be called outside of any process group.
+
+    ``model``: see :func:`~zeroshard.planner.model_source.model_source`. ``micro_batch`` replaces
+    ``train_micro_batch_size_per_gpu``; ``length``: tokens of a sample. All ranks of a mesh without
+    pipeline do the same on shards of equal size, so rank 0 stands for all.
+
+    Raises:
+        ConfigError: the configuration has mistakes.
+        UsageError: the model is not known, or an argument is impossible.
+        UnsupportedError: the model needs values, or an operation has no fake kernel; a pipeline.
+    """
+    if limit_nbytes is not None and limit_nbytes <= 0:
+        raise UsageError(
+            f"--memory is {limit_nbytes / 2**30:g} GiB, and no run fits into that. Give the memory of "
+            "one device in GiB."
+        )
+    arguments = {"train_micro_batch_size_per_gpu": micro_batch}
+    loaded = load_config(config, world_size=ranks, arguments=arguments)
+    settings = loaded.config
+    named = mesh_from_config(settings)
+    mesh = resolve_mesh([] if named is None else [named], ranks).mesh
+    if mesh.pipeline > 1:
+        raise UnsupportedError(
+            f"the mesh is {mesh.text}. Plans of pipelines are not made by this command: use "
+            "zeroshard.planner.simulate for one rank of each pipeline stage."
+        )
+    size = settings.train_micro_batch_size_per_gpu
+    assert size is not None  # computed where it is not given
+    source = model_source(model, size, length, sharded=settings.zero_optimization.stage == 3)
+    chosen = _as_dict(config) | arguments if micro_batch else config
+    with explained(source.name):
+        found = simulate(source.build, chosen, source.batch, mesh=mesh, rank=0, loss_fn=source.loss)
+    assumed = (*source.assumed, f"rank 0 stands for all {ranks} ranks: shards have equal sizes")
+    return Plan(
+        source.name, mesh, settings.zero_optimization.stage, size, limit_nbytes, found, assumed
+    )
+
+
+def _as_dict(config: Any) -> dict[str, Any]:
+    if isinstance(config, Mapping):
+        return dict(config)
+    found: dict[str, Any] = json.loads(Path(config).read_text())
+    return found
+
+
+@contextmanager
+def explained(model: str) -> Iterator[None]:
+    """Say what in a model cannot be planned, and at which line.
+
+    Raises:
+        UnsupportedError: an operation needs values, or has no fake kernel.
+    """
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise UnsupportedError(
+            f"{model} cannot be planned: {_line(error)} calls {error.func}, which "
+            "depends on the values of a tensor, and a plan has only shapes. Common causes: "
+            ".item(), .tolist(), bool(tensor), "
+            "nonzero(), a boolean mask as an index. Use torch.where or another operation whose result "
+            "has a fixed shape."
+        ) from error
+    except UnsupportedOperatorException as error:
+        raise UnsupportedError(
+            f"{model} cannot be planned: {_line(error)} calls {error.func}, which "
+            "has no fake kernel, so the shape of its result is unknown. "
+            "Register one with torch.library.register_fake."
+        ) from error
+
+
+def _line(error: BaseException) -> str:
+    """The innermost line outside of torch and of this package."""
+    frames = traceback.extract_tb(error.__traceback__)
+    for frame in reversed(frames):
+        parts = Path(frame.filename).parts
+        if "torch" not in parts and "zeroshard" not in parts[-4:]:
+            return f"{frame.filename}:{frame.lineno} ({frame.line})"
+    return "torch"
