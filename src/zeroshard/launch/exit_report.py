@@ -74,6 +74,7 @@ class ExitReport:
     trace: str
     exitcode: int
     consequence: bool = False  # the root, too, is a consequence of a failure on another node
+    interrupted: bool = False  # the user asked the launcher to stop
 
 
 def explain_exit(death: RankExit, kernel: KernelCounters) -> ExitCause:
@@ -122,7 +123,7 @@ def build_report(
     failed = [explain_exit(death, kernel) for death in ordered if death.exitcode != 0]
     if interrupted is not None:
         text = f"stopped by {interrupted.name}; {_ranks([d.rank for d in ordered])} ended."
-        return ExitReport((text,), None, "", 128 + interrupted)
+        return ExitReport((text,), None, "", 128 + interrupted, interrupted=True)
     if not failed:
         return ExitReport((), None, "", 0)
     root = next((v for v in failed if not v.consequence), failed[0])

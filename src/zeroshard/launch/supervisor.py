@@ -87,7 +87,8 @@ class WorkerSupervisor:
         self._deadline_s = float("inf")
         self._told: set[int] = set()  # ranks that were alive when the launcher asked them to stop
         self.phase = Phase.RUNNING
-        self.interrupted: signal.Signals | None = None
+        self.interrupted: signal.Signals | None = None  # the user's signal, if it ended the run
+        self.is_asked_to_end = False  # the user sent a signal, before or after a failure
         self.deaths: list[RankExit] = []
 
     @property
@@ -122,6 +123,7 @@ class WorkerSupervisor:
     def interrupt(self, number: signal.Signals) -> None:
         """Forward the user's signal to all processes. If they were asked to stop before, kill them."""
         now_s = self._clock()
+        self.is_asked_to_end = True
         if self.interrupted is None and self.phase in (Phase.RUNNING, Phase.GRACE):
             self.interrupted = number if self.phase is Phase.RUNNING else None
             self._order(number, now_s)
