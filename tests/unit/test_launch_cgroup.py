@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from zeroshard.errors import LaunchError
-from zeroshard.launch.cgroup import OomCounters, read_oom_counters, read_rss_nbytes
+from zeroshard.launch.cgroup import OomCounters, is_stopped, read_oom_counters, read_rss_nbytes
 from zeroshard.launch.memory_check import check_memory, parse_nbytes
 from zeroshard.memory.host_limits import CgroupLimit, HostLimits
 
@@ -103,3 +107,16 @@ def test_sizes_are_read(text, nbytes):
 def test_what_is_not_a_size_is_refused(text):
     with pytest.raises(LaunchError, match="is not a size; write for example 12GB or 12GiB"):
         parse_nbytes(text, "--x")
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_process_that_a_signal_stopped_is_seen():
+    with subprocess.Popen(["sleep", "60"]) as process:
+        try:
+            assert not is_stopped(process.pid)
+            os.kill(process.pid, signal.SIGSTOP)
+            os.waitpid(process.pid, os.WUNTRACED)  # returns when the process has stopped
+            assert is_stopped(process.pid)
+        finally:
+            process.kill()
+    assert not is_stopped(process.pid)

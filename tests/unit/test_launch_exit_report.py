@@ -240,3 +240,20 @@ def test_a_broken_error_file_is_no_trace(content):
 )
 def test_lines_that_open_a_trace(line, opens):
     assert starts_trace(line) is opens
+
+
+FROZEN = "Traceback (most recent call last):\nzeroshard.errors.RankFrozen: rank 1 stands still"
+
+
+def test_a_frozen_rank_is_the_cause_and_not_the_rank_that_noticed_it():
+    deaths = [RankExit(0, 1, 1.0, stderr=FROZEN), RankExit(1, -9, 1.1, frozen=True)]
+    report = build_report(deaths, NOTHING)
+    assert (report.root, report.exitcode, report.trace) == (1, 137, "")
+    assert report.lines[0].startswith("rank 1 was stopped by a signal (SIGSTOP)")
+    assert report.lines[1].startswith("rank 0 followed: gave up on a frozen rank")
+
+
+def test_an_error_before_is_the_cause_although_another_rank_is_frozen():
+    error = "Traceback (most recent call last):\nValueError: boom"
+    deaths = [RankExit(0, 1, 1.0, stderr=error), RankExit(1, -9, 1.1, frozen=True)]
+    assert build_report(deaths, NOTHING).root == 0

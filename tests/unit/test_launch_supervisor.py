@@ -27,12 +27,14 @@ class FakeProcesses:
     def __init__(self, count: int = 2) -> None:
         self.now_s = 0.0
         self.sent: list[tuple[int, signal.Signals]] = []
+        self.stopped: set[int] = set()
         self.ranks = {rank: FakeProcess(100 + rank) for rank in range(count)}
         self.supervisor = WorkerSupervisor(
             self.ranks,
             timeouts=ShutdownTimeouts(grace_s=5, stop_s=30),
             send=lambda rank, _, number: self.sent.append((rank, number)),
             clock=lambda: self.now_s,
+            stopped=lambda pid: pid - 100 in self.stopped,
         )
 
     def tick(self, at_s: float) -> bool:
@@ -126,3 +128,25 @@ def test_an_interrupt_during_the_grace_time_leaves_the_failure_as_the_cause(fake
     fake.tick(0)
     fake.supervisor.interrupt(signal.SIGINT)
     assert (fake.supervisor.interrupted, fake.sent) == (None, [(0, signal.SIGINT)])
+
+
+def test_a_stopped_rank_is_killed_as_soon_as_another_one_failed(fake):
+    fake.stopped = {1}
+    fake.tick(0)
+    assert fake.sent == []  # alone, a stop is no failure: a debugger may hold the rank
+    fake.ranks[0].code = 1
+    fake.tick(1)
+    assert fake.sent == [(1, signal.SIGKILL)]
+    fake.ranks[1].code = -9
+    fake.tick(2)
+    assert [(d.rank, d.stopped, d.frozen) for d in fake.supervisor.deaths] == [
+        (0, False, False),
+        (1, False, True),
+    ]
+
+
+def test_a_stopped_rank_is_killed_at_once_by_an_interrupt(fake):
+    fake.stopped = {1}
+    fake.supervisor.interrupt(signal.SIGTERM)
+    assert fake.sent[0] == (1, signal.SIGKILL)
+    assert (0, signal.SIGTERM) in fake.sent

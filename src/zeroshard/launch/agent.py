@@ -77,14 +77,14 @@ class NodeRun:
     verbose: bool = False
 
 
-def run_node(run: NodeRun, console: TextIO) -> int:
-    """Run the ranks of this node to their end and report; returns the exit code of the launcher."""
+def run_node(run: NodeRun, console: TextIO) -> ExitReport:
+    """Run the ranks of this node to their end and print the report; its exit code is the launcher's."""
     prefix = "zeroshard-launch-"
     with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as scratch:
         return _run_node(run, console, Path(scratch))
 
 
-def _run_node(run: NodeRun, console: TextIO, scratch: Path) -> int:
+def _run_node(run: NodeRun, console: TextIO, scratch: Path) -> ExitReport:
     before = read_oom_counters()
     memory = host_limits()
     # A single rank keeps the terminal (progress bars, debuggers). Lines of several ranks must not mix.
@@ -99,8 +99,9 @@ def _run_node(run: NodeRun, console: TextIO, scratch: Path) -> int:
         stopped_by = getattr(error, "sigval", signal.SIGINT)
         if not watch.started:
             streams.finish(release=True)
-            print(f"zeroshard: stopped by {stopped_by.name} before any rank ran.", file=console)
-            return int(128 + stopped_by)
+            text = f"stopped by {stopped_by.name} before any rank ran."
+            print(f"zeroshard: {text}", file=console)
+            return ExitReport((text,), None, "", int(128 + stopped_by), interrupted=True)
         watch.stop_now(stopped_by)
     except Exception as error:
         if not watch.deaths:
@@ -115,7 +116,11 @@ def _run_node(run: NodeRun, console: TextIO, scratch: Path) -> int:
     deaths = [_with_words(death, streams, scratch) for death in watch.deaths]
     report = build_report(deaths, kernel, interrupted=interrupted)
     _print(report, streams, console)
-    return EXIT_SURVIVOR if report.consequence and run.num_nodes > 1 else report.exitcode
+    if watch.supervisor is not None and watch.supervisor.is_asked_to_end:
+        report = replace(report, interrupted=True)
+    if report.consequence and run.num_nodes > 1:
+        report = replace(report, exitcode=EXIT_SURVIVOR)
+    return report
 
 
 class _Watch:

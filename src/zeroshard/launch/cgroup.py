@@ -1,4 +1,5 @@
-"""Reads how many processes the kernel killed for lack of memory, and how much memory processes hold.
+"""Reads how many processes the kernel killed for lack of memory, how much memory processes hold, and
+whether a signal has stopped them.
 
 Sources are cgroup v2 and v1, ``/proc/vmstat`` and ``/proc/PID/status``. The limits of memory are read in
 :mod:`zeroshard.memory.host_limits`, which engines use as well.
@@ -43,6 +44,15 @@ def read_oom_counters(root: Path = ROOT) -> OomCounters:
 def read_rss_nbytes(pid: int, root: Path = ROOT) -> int | None:
     """Resident memory of a process in bytes; None if it has ended."""
     return kib(read_table(root / f"proc/{pid}/status"), "VmRSS:")
+
+
+def is_stopped(pid: int, root: Path = ROOT) -> bool:
+    """Whether a signal (SIGSTOP) has stopped a process; False if it runs, has ended, or is traced."""
+    try:
+        status = (root / f"proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    return any(line.split()[:2] == ["State:", "T"] for line in status.splitlines())
 
 
 def read_shm_nbytes() -> int | None:

@@ -27,6 +27,8 @@ _LOST_PEER = re.compile(
 _GLOO_SIZES = re.compile(r"op\.preamble\.length <= op\.nbytes\. (\d+) vs (\d+)")
 _WANTS_GPU = re.compile(r"support bf16/gpu|(?:fp16|bf16) mixed precision requires")
 _USE_CPU = "there is no GPU here, and the program needs one: start it with `--use_cpu true`"
+_FROZEN_PEER = re.compile(r"(?:[\w.]+\.)?RankFrozen\b")  # a verdict on another rank, not a cause
+_FROZEN = "was stopped by a signal (SIGSTOP); when another rank had failed, the launcher killed it"
 _GIB = 1 << 30
 
 
@@ -38,6 +40,7 @@ class RankExit:
     exitcode: int
     at_s: float
     stopped: bool = False  # ended after the launcher had asked it to stop
+    frozen: bool = False  # killed by the launcher, because a signal had stopped (SIGSTOP) it before
     stderr: str = ""
     error_file: str = ""
     peak_rss_nbytes: int | None = None
@@ -71,15 +74,21 @@ class ExitReport:
     trace: str
     exitcode: int
     consequence: bool = False  # the root, too, is a consequence of a failure on another node
+    interrupted: bool = False  # the user asked the launcher to stop
 
 
 def explain_exit(death: RankExit, kernel: KernelCounters) -> ExitCause:
     """Explain one exit code by what the rank wrote and what the kernel counted."""
     trace = trace_of_error_file(death.error_file) or last_trace(death.stderr)
+    if death.frozen:
+        return ExitCause(death, _FROZEN, False, None)
     if death.stopped:
         return ExitCause(death, "was stopped by the launcher", True, None)
     if death.exitcode < 0:
         return ExitCause(death, _signal(death, kernel), False, trace)
+    if trace is not None and _FROZEN_PEER.match(trace.headline):
+        what = f"gave up on a frozen rank: {trace.headline} (exit code {death.exitcode})"
+        return ExitCause(death, what, True, trace)
     headline = f": {trace.headline}" if trace else ""
     if death.exitcode == EXIT_SURVIVOR:
         return ExitCause(death, f"lost its peers (exit code 76){headline}", True, trace)
@@ -114,7 +123,7 @@ def build_report(
     failed = [explain_exit(death, kernel) for death in ordered if death.exitcode != 0]
     if interrupted is not None:
         text = f"stopped by {interrupted.name}; {_ranks([d.rank for d in ordered])} ended."
-        return ExitReport((text,), None, "", 128 + interrupted)
+        return ExitReport((text,), None, "", 128 + interrupted, interrupted=True)
     if not failed:
         return ExitReport((), None, "", 0)
     root = next((v for v in failed if not v.consequence), failed[0])

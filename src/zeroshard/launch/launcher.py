@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
@@ -22,6 +23,7 @@ from zeroshard.launch.env import (
     read_exports,
     with_directory_first,
 )
+from zeroshard.launch.exit_report import ExitReport
 from zeroshard.launch.memory_check import check_memory, parse_nbytes
 from zeroshard.launch.mpi import mpi_flags, mpirun_command
 from zeroshard.launch.options import LaunchRequest, passed_on
@@ -42,6 +44,7 @@ from zeroshard.launch.remote import (
     ssh_words,
     this_launcher,
 )
+from zeroshard.launch.restart import ATTEMPT_VARIABLE, read_newest, run_attempts
 from zeroshard.launch.supervisor import ShutdownTimeouts
 from zeroshard.memory.host_limits import host_limits
 
@@ -145,8 +148,6 @@ def _run_here(request: LaunchRequest, here: RunHere, console: TextIO) -> int:
     if not request.quiet:
         for text in (*warnings, *_shadow_warning(request)):
             print(f"zeroshard: {text}", file=console)
-    if here.master_port is not None and here.node_rank == 0:
-        _check_port(here.master_port)
     from zeroshard.launch.agent import NodeRun, run_node
 
     program, arguments = _program(request)
@@ -161,24 +162,36 @@ def _run_here(request: LaunchRequest, here: RunHere, console: TextIO) -> int:
     env |= with_directory_first(os.environ, request.as_deepspeed)
     if here.devices is not None:
         env["CUDA_VISIBLE_DEVICES"] = here.devices
-    return run_node(
-        NodeRun(
-            program=program,
-            arguments=tuple(arguments),
-            num_local=num_local,
-            num_nodes=here.num_nodes,
-            node_rank=here.node_rank,
-            master_addr=here.master_addr,
-            master_port=here.master_port,
-            pass_local_rank_at=_local_rank_at(request) if request.pass_local_rank else None,
-            env=env,
-            cpus=() if shares is None else shares.cpus,
-            log_dir=Path(request.each_rank_log) if request.each_rank_log else None,
-            timeouts=request.timeouts,
-            verbose=request.verbose,
-        ),
-        console,
+    node = NodeRun(
+        program=program,
+        arguments=tuple(arguments),
+        num_local=num_local,
+        num_nodes=here.num_nodes,
+        node_rank=here.node_rank,
+        master_addr=here.master_addr,
+        master_port=here.master_port,
+        pass_local_rank_at=_local_rank_at(request) if request.pass_local_rank else None,
+        env=env,
+        cpus=() if shares is None else shares.cpus,
+        log_dir=Path(request.each_rank_log) if request.each_rank_log else None,
+        timeouts=request.timeouts,
+        verbose=request.verbose,
     )
+
+    def run(number: int) -> ExitReport:
+        """Run attempt ``number``; attempts after the first log to directories of their own."""
+        if here.master_port is not None and here.node_rank == 0:
+            _check_port(here.master_port)
+        if not request.max_restarts:
+            return run_node(node, console)
+        logs = node.log_dir / f"attempt{number}" if node.log_dir and number else node.log_dir
+        attempt_env = {**node.env, ATTEMPT_VARIABLE: str(number)}
+        return run_node(replace(node, env=attempt_env, log_dir=logs), console)
+
+    if request.checkpoint_dir is None:
+        return run(0).exitcode
+    directory = Path(request.checkpoint_dir)
+    return run_attempts(run, lambda: read_newest(directory), request.max_restarts, console)
 
 
 def _commands(

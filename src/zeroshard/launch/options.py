@@ -191,6 +191,21 @@ class LaunchRequest:
         help="Host memory that each rank will need, for example 12GB. If it is not free, the run does "
         "not start.",
     )
+    max_restarts: int = _option(
+        0,
+        "--max-restarts",
+        "--max_restarts",
+        help="Start the ranks again after a failure, at most this many times. The program loads its "
+        "newest checkpoint: load_checkpoint(DIR, missing_ok=True). Needs --checkpoint-dir.",
+    )
+    checkpoint_dir: str | None = _option(
+        None,
+        "--checkpoint-dir",
+        "--checkpoint_dir",
+        metavar="DIR",
+        help="Where the program saves checkpoints. Three attempts in a row without a newer one end the "
+        "run. Only with --max-restarts.",
+    )
     grace_s: float = _option(
         ShutdownTimeouts().grace_s,
         "--grace-s",

@@ -264,7 +264,25 @@ def check_request(request: LaunchRequest) -> None:
         raise LaunchError(
             f"--master_port is {request.master_port}; it must lie between 1 and 65535."
         )
+    _check_restarts(request)
     _check_launcher(request)
+
+
+def _check_restarts(request: LaunchRequest) -> None:
+    if request.max_restarts < 0:
+        raise LaunchError(
+            f"--max-restarts is {request.max_restarts}; it must be 0 (no restart) or more."
+        )
+    if request.max_restarts and not request.checkpoint_dir:
+        raise LaunchError(
+            f"--max-restarts {request.max_restarts} needs --checkpoint-dir DIR, where the program saves. "
+            "Newer checkpoints there show that an attempt got further than the one before."
+        )
+    if request.checkpoint_dir is not None and not request.max_restarts:
+        raise LaunchError(
+            f"--checkpoint-dir {request.checkpoint_dir!r} has no effect without --max-restarts N. Give "
+            "both, or leave it out."
+        )
 
 
 def _check_launcher(request: LaunchRequest) -> None:
@@ -306,6 +324,11 @@ def _check_effect(request: LaunchRequest, decision: LaunchPlan) -> None:
         raise LaunchError(
             f"--venv_script {request.venv_script!r} is for launchers that are started on other hosts. "
             "Here, activate the environment before this command."
+        )
+    if request.max_restarts and not (isinstance(decision, RunHere) and decision.num_nodes == 1):
+        raise LaunchError(
+            f"--max-restarts {request.max_restarts} works for runs on one host, and this one uses "
+            "several or is a SLURM task. Leave it out, and start the command again after a failure."
         )
     binds = request.bind_cores or request.bind_core_list is not None
     if binds and isinstance(decision, ExecAsRank):

@@ -5,7 +5,9 @@ A :class:`WorkerSupervisor` watches processes that the launcher itself started, 
     RUNNING --a process fails--> GRACE --time is up--> STOPPING (TERM) --time is up--> KILLING (KILL)
        \\--------------- interrupt(signal): forwarded ----/^    interrupt again ------/^
 
-In GRACE the survivors may end by themselves, with a diagnosis that says where they were.
+In GRACE the survivors may end by themselves, with a diagnosis that says where they were. A process that
+a signal has stopped (SIGSTOP) cannot do so and would never receive SIGTERM: it is killed when GRACE or
+STOPPING begins, and its exit is marked as ``frozen``.
 :meth:`~WorkerSupervisor.tick` never blocks; the caller sleeps between two ticks.
 """
 
@@ -20,6 +22,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+from zeroshard.launch.cgroup import is_stopped
 from zeroshard.launch.exit_report import RankExit
 
 
@@ -62,7 +65,8 @@ def signal_group(_: int, process: WorkerProcess, number: signal.Signals) -> None
 class WorkerSupervisor:
     """Supervises ``processes`` by rank. The caller has started them; each leads its own session.
 
-    ``send`` delivers a signal to a process; ``clock`` gives the time in seconds.
+    ``send`` delivers a signal to a process; ``clock`` gives the time in seconds; ``stopped`` says whether
+    a signal has stopped the process with an id.
     """
 
     def __init__(
@@ -72,15 +76,19 @@ class WorkerSupervisor:
         timeouts: ShutdownTimeouts,
         send: Send = signal_group,
         clock: Callable[[], float] = time.monotonic,
+        stopped: Callable[[int], bool] = is_stopped,
     ) -> None:
         self._alive = dict(processes)
         self._patience = timeouts
         self._send = send
         self._clock = clock
+        self._is_stopped = stopped
+        self._frozen: set[int] = set()  # ranks that were killed because a signal had stopped them
         self._deadline_s = float("inf")
         self._told: set[int] = set()  # ranks that were alive when the launcher asked them to stop
         self.phase = Phase.RUNNING
-        self.interrupted: signal.Signals | None = None
+        self.interrupted: signal.Signals | None = None  # the user's signal, if it ended the run
+        self.is_asked_to_end = False  # the user sent a signal, before or after a failure
         self.deaths: list[RankExit] = []
 
     @property
@@ -98,10 +106,13 @@ class WorkerSupervisor:
             code = self._ended(rank, process)
             if code is not None:
                 del self._alive[rank]
-                self.deaths.append(RankExit(rank, code, now_s, stopped=rank in self._told))
+                frozen = rank in self._frozen
+                told = rank in self._told and not frozen
+                self.deaths.append(RankExit(rank, code, now_s, stopped=told, frozen=frozen))
         failed = any(death.exitcode != 0 for death in self.deaths)
         if self.phase is Phase.RUNNING and failed:
             self._enter(Phase.GRACE, now_s + self._patience.grace_s)
+            self._kill_frozen()
         elif self.phase is Phase.GRACE and now_s >= self._deadline_s:
             self._order(signal.SIGTERM, now_s)
         elif now_s >= self._deadline_s:
@@ -112,6 +123,7 @@ class WorkerSupervisor:
     def interrupt(self, number: signal.Signals) -> None:
         """Forward the user's signal to all processes. If they were asked to stop before, kill them."""
         now_s = self._clock()
+        self.is_asked_to_end = True
         if self.interrupted is None and self.phase in (Phase.RUNNING, Phase.GRACE):
             self.interrupted = number if self.phase is Phase.RUNNING else None
             self._order(number, now_s)
@@ -139,7 +151,14 @@ class WorkerSupervisor:
 
     def _order(self, number: signal.Signals, now_s: float) -> None:
         self._enter(Phase.STOPPING, now_s + self._patience.stop_s)
+        self._kill_frozen()
         self._tell(number)
+
+    def _kill_frozen(self) -> None:
+        for rank, process in self._alive.items():
+            if rank not in self._frozen and self._is_stopped(process.pid):
+                self._frozen.add(rank)
+                self._send(rank, process, signal.SIGKILL)
 
     def _tell(self, number: signal.Signals) -> None:
         for rank, process in self._alive.items():
