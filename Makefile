@@ -6,8 +6,6 @@ PYTHON     ?= python3
 TRITON     ?= 3.9.0
 RANKS      ?= 2
 ARGS       ?=
-# Processes that run tests. Each has ranks of its own; tests that measure time run alone (tests/alone.py).
-WORKERS    ?= 2
 # Seconds. Types and tests together, which is what .ci/run does, end within 5100 s.
 TYPE_LIMIT ?= 500
 TEST_LIMIT ?= 4600
@@ -62,7 +60,7 @@ check: lint
 		$$(grep -rl --include='test_*.py' 'pytest\.mark\.smoke' tests) $(ARGS)
 
 test: $(READY)
-	timeout --kill-after=30 $(TEST_LIMIT) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	timeout --kill-after=30 $(TEST_LIMIT) $(BIN)/python -m pytest $(ARGS)
 
 # TRL goes into .venv; LLaMA-Factory and ms-swift, which want older packages, into a folder of their own,
 # and so does DeepSpeed, for the programs that are compared with it.

@@ -1,15 +1,8 @@
-"""Fixtures of all tests: started rank processes, turns of tests that run alone, and a check that each
-test leaves the process clean."""
+"""Fixtures of all tests: started rank processes, and a check that each test leaves the process clean."""
 
 from __future__ import annotations
 
 import pytest
-from alone import (  # noqa: F401
-    pytest_configure,
-    pytest_configure_node,
-    pytest_runtest_protocol,
-    pytest_unconfigure,
-)
 
 from zeroshard.testing import leak_check
 from zeroshard.testing.ranks import pool

@@ -361,7 +361,6 @@ def saves_alone(folder: str) -> str:
     raise AssertionError("nothing failed")
 
 
-@pytest.mark.alone
 def test_a_state_that_one_rank_saves_alone_is_named_on_all(folder):
     for text in run_ranks(saves_alone, 2, folder, group=False):
         assert "RankDivergence at step " in text

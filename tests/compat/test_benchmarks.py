@@ -33,8 +33,6 @@ import targets  # noqa: E402
 import tiers  # noqa: E402
 import training  # noqa: E402
 
-pytestmark = pytest.mark.alone
-
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:

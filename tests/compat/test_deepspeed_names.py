@@ -219,7 +219,6 @@ except ImportError as error:
     assert says in in_new_process(code)
 
 
-@pytest.mark.alone
 def test_importing_costs_next_to_nothing_and_starts_nothing():
     code = """
 import sys, time

@@ -26,7 +26,6 @@ from zeroshard.testing.streams import pretend_cuda
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks" / "gpu"
-pytestmark = pytest.mark.alone
 Load = Callable[[str], ModuleType]
 
 

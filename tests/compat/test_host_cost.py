@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-pytestmark = pytest.mark.alone
 
 
 def test_a_smoke_run_measures_every_line(tmp_path):

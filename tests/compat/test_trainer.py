@@ -369,7 +369,6 @@ def loads_without_rank_1(folder: str, gate: str) -> str:
     raise AssertionError("nothing failed")
 
 
-@pytest.mark.alone
 def test_a_rank_that_does_not_come_to_from_pretrained_is_named(saved, tmp_path):
     os.mkfifo(tmp_path / "gate")
     texts = run_ranks(loads_without_rank_1, 2, saved, str(tmp_path / "gate"), group=False)

@@ -404,7 +404,6 @@ def test_a_save_takes_four_rounds(tmp_path, asynchronous):
 # -- in the background -----------------------------------------------------------------------------
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("stage", [1, 3])
 @on_ranks(2)
 def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, stage):

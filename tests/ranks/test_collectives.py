@@ -363,7 +363,6 @@ def test_a_failure_of_one_rank_is_the_same_error_on_all(where):
     assert run_on_all_ranks(group, "", "going on", lambda: rank) == (rank, None)
 
 
-@pytest.mark.alone
 @on_ranks(2)
 def test_a_rank_that_does_not_come_is_named():
     if dist.get_rank() == 0:
@@ -371,7 +370,6 @@ def test_a_rank_that_does_not_come_is_named():
             agree_plan(namespace(default_store(), "test", 0), 0, 2, {"a": "1"}, timeout_s=0.1)
 
 
-@pytest.mark.alone
 @pytest.mark.smoke
 @on_ranks(2)
 def test_an_engine_with_another_plan_is_refused_before_any_collective():
@@ -464,7 +462,6 @@ def test_a_forked_child_leaves_the_log_to_its_parent(transport):
     watch.close()
 
 
-@pytest.mark.alone
 @on_ranks(2)
 def test_recording_costs_little():
     recorder = Recorder()

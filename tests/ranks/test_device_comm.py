@@ -81,7 +81,6 @@ def opened_for(device=CPU, **options):
     return purposes
 
 
-@pytest.mark.alone
 @on_ranks(2)
 def test_a_session_opens_no_more_communicators_than_it_uses_at_once():
     assert opened_for(separate_reductions=True) == ["gathers", "reductions"]

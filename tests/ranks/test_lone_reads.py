@@ -19,8 +19,6 @@ from zeroshard.errors import ShardedAccess
 from zeroshard.testing import on_ranks
 from zeroshard.zero.sharded_parameter import ShardedParameter
 
-pytestmark = pytest.mark.alone  # ranks are found to be late after 0.6 s
-
 
 def model() -> nn.Module:
     torch.manual_seed(3)

@@ -203,7 +203,6 @@ def test_blocks_that_nobody_asks_for_are_given_back():
 # -- waiting ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.alone
 @on_ranks(2)
 def test_waiting_costs_no_processor_time():
     comm = open_shm()
@@ -236,7 +235,6 @@ def lost_with_no_guard(kind: str) -> tuple[str, float, bool]:
     return str(caught.value), took_s, waits
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("kind", ["kill", "close", "forget"])
 def test_without_a_watchdog_a_peer_that_is_gone_ends_the_wait(kind):
     died = {1: signal.SIGKILL} if kind == "kill" else None
@@ -248,7 +246,6 @@ def test_without_a_watchdog_a_peer_that_is_gone_ends_the_wait(kind):
     assert not waits
 
 
-@pytest.mark.alone
 @on_ranks(2)
 def test_what_was_posted_before_a_close_is_still_read():
     comm = open_shm()
@@ -267,7 +264,6 @@ def test_what_was_posted_before_a_close_is_still_read():
     assert torch.equal(full_N, torch.arange(2.0).repeat_interleave(5000))
 
 
-@pytest.mark.alone
 @on_ranks(2)
 def test_an_interrupt_gets_through_while_a_rank_waits():
     comm = open_shm()
@@ -282,7 +278,6 @@ def test_an_interrupt_gets_through_while_a_rank_waits():
     comm.close()
 
 
-@pytest.mark.alone
 @on_ranks(2)
 def test_a_wait_ends_at_its_time_limit():
     comm = open_shm(timeout_s=0.5)

@@ -104,7 +104,6 @@ def _fail_on_rank_1():
     dist.all_reduce(torch.ones(1))
 
 
-@pytest.mark.alone
 def test_the_failing_rank_speaks_first_and_blocked_peers_are_named():
     with pytest.raises(RanksFailed) as failed:
         run_ranks(_fail_on_rank_1, 3)
@@ -116,7 +115,6 @@ def test_the_failing_rank_speaks_first_and_blocked_peers_are_named():
     assert "still blocked: ranks [0, 2]" in text
 
 
-@pytest.mark.alone
 def test_a_failure_costs_the_next_test_a_fork_only():
     with pytest.raises(RanksFailed):
         run_ranks(_fail_on_rank_1, 2)
@@ -132,7 +130,6 @@ def _hang_on_rank_0():
         dist.recv(torch.zeros(1), src=0)
 
 
-@pytest.mark.alone
 def test_a_hang_ends_in_time_with_the_place_where_it_hangs():
     began = time.monotonic()
     with pytest.raises(RanksFailed, match=r"still blocked: ranks \[0, 1\] after 0.5 s") as failed:

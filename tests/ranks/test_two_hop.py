@@ -344,7 +344,6 @@ def test_a_reduction_in_flight_has_no_result_after_close(transport):
             call()
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("transport", ["shm", "p2p"])
 @on_ranks(4)
 def test_abort_ends_a_wait_in_the_outer_hop(transport):

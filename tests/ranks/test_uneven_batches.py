@@ -32,7 +32,6 @@ def fit(engine, counts):
         engine.step()
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(4)
 def test_a_rank_that_runs_out_early_is_an_error_everywhere_at_once(stage):
@@ -152,7 +151,6 @@ def goes_on_alone(stage):
     return engine.global_steps
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_plain_loader_that_ends_early_ends_the_run_in_seconds(stage):
     begin_s = time.monotonic()

@@ -174,7 +174,6 @@ def test_a_problem_names_the_axis_and_the_place(shape, found, why):
     assert why in grid_problem(shape, found)
 
 
-@pytest.mark.alone
 def test_many_boxes_are_checked_in_little_time():
     side = 300
     cells = [Box((a, b), (1, 1)) for a in range(side) for b in range(side)]

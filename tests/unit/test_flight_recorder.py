@@ -464,7 +464,6 @@ def test_every_verdict_has_at_most_five_lines_of_200_columns(ranks):
     assert max(map(len, lines)) <= 200
 
 
-@pytest.mark.alone
 def test_4096_ranks_are_judged_in_a_second():
     calls = gathers(*[f"layers.{i}" for i in range(32)])
     statuses = [status(0, calls), status(1, [*calls[:-2], *calls[-1:], *calls[-2:-1]])]

@@ -338,7 +338,6 @@ def test_boxes_are_read_as_the_tensors_that_were_cut(saved_boxes):
         assert torch.equal(part, expected[13:90])
 
 
-@pytest.mark.alone
 def test_many_hostile_boxes_cost_little(boxes_body):
     box = {"start": [0, 0], "extent": [60, 50], "fragments": []}
     text = signed(changed(boxes_body, BOXES, [box] * 50_000))
@@ -426,7 +425,6 @@ SLOW = {
 }
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(("place", "value"), SLOW.values(), ids=SLOW.keys())
 def test_large_values_cost_little_and_are_not_repeated(body, place, value):
     text = signed(changed(body, place, value))
@@ -437,7 +435,6 @@ def test_large_values_cost_little_and_are_not_repeated(body, place, value):
     assert len(str(error.value)) < 1000
 
 
-@pytest.mark.alone
 def test_a_name_twice_among_many_is_found_in_linear_time():
     text = "{" + ",".join(f'"{i}":0' for i in range(300_000)) + ',"299999":1}'
     begin_s = time.monotonic()
@@ -741,7 +738,6 @@ HEADERS = {
 }  # fmt: skip
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("content", HEADERS.values(), ids=HEADERS.keys())
 def test_a_header_that_does_not_tile_its_file_is_refused(tmp_path, content):
     begin_s = time.monotonic()

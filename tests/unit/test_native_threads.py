@@ -31,12 +31,9 @@ SIZES = {
     "one long": [2**20],
 }
 
-pytestmark = [
-    pytest.mark.alone,
-    pytest.mark.skipif(
-        not Path("/proc/self/task").exists(), reason="threads are counted where Linux lists them"
-    ),
-]
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/task").exists(), reason="threads are counted where Linux lists them"
+)
 
 
 @pytest.fixture(scope="module")
