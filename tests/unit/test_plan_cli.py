@@ -43,6 +43,19 @@ def no_loss():
 
 def number():
     return 3
+
+def wrong_batch():
+    return Net(), (torch.empty(8, WIDTH + 1), None)
+
+def no_kernel():
+    library = torch.library.Library("plan_tests", "FRAGMENT")
+    if not hasattr(torch.ops.plan_tests, "no_kernel"):
+        library.define("no_kernel(Tensor x) -> Tensor")
+        library.impl("no_kernel", lambda x: x.clone(), "CPU")
+        KEPT.append(library)
+    return Net(torch.ops.plan_tests.no_kernel), (batch(), None)
+
+KEPT = []
 """
 PARAMS = 2 * 64 * 64
 
@@ -105,7 +118,16 @@ def test_check_tells_by_its_exit_code_whether_the_run_fits(run):
         ("nets_to_plan:number", (), "nets_to_plan:number returned int. It must return a model"),
         ("nets_to_plan:other", (), "the module 'nets_to_plan' has no 'other'"),
         ("nowhere_at_all:f", (), "there is no module 'nowhere_at_all'"),
-        ("nets_to_plan:plain", ("--memory", "-1"), "--memory is -1 GiB, and no run fits into that"),
+        ("nets_to_plan:wrong_batch", (), "RuntimeError at "),
+        (
+            "nets_to_plan:no_kernel",
+            (),
+            "calls plan_tests.no_kernel.default, which has no fake kernel",
+        ),
+        ("nets_to_plan:plain", ("--memory", "-1"), "--memory is -1 GiB, which is not a size"),
+        ("nets_to_plan:plain", ("--memory", "nan"), "--memory is nan GiB, which is not a size"),
+        ("nets_to_plan:plain", ("--memory", "inf"), "--memory is inf GiB, which is not a size"),
+        ("no_such_folder", ("--config", "nowhere.json"), "nowhere.json"),
         ("nets_to_plan:plain", ("--check",), "--check compares with --memory"),
     ],
 )
@@ -126,3 +148,50 @@ def test_an_unknown_model_is_named(run):
     result = run("no_such_model")
     assert result.exit_code == 2
     assert "the model 'no_such_model' is not known" in result.output
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "cannot read a configuration from"),
+        ("{nope", "cannot read a configuration from"),
+        ('{"model_type": "zzz"}', "cannot read a configuration from"),
+    ],
+)
+def test_a_folder_without_a_readable_configuration_is_a_mistake(run, tmp_path, text, said):
+    pytest.importorskip("transformers")
+    (tmp_path / "model").mkdir()
+    if text is not None:
+        (tmp_path / "model" / "config.json").write_text(text)
+    result = run("./model")
+    assert result.exit_code == 2, result.output
+    assert said in result.output
+
+
+def test_a_batch_that_the_model_does_not_take_is_a_mistake_and_not_a_traceback(run, tmp_path):
+    """A classifier needs one label for each sample, and the plan's batch has one for each token."""
+    transformers = pytest.importorskip("transformers")
+    transformers.BertConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=1, intermediate_size=16, vocab_size=32,
+        architectures=["BertForSequenceClassification"],
+    ).save_pretrained(tmp_path / "classifier")  # fmt: skip
+    result = run("./classifier", "--seq", "4")
+    assert result.exit_code == 2, result.output
+    assert "ValueError at " in result.output
+    assert "give module:function, which returns the model and a batch" in result.output
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_has_the_dtype_of_its_configuration(run, tmp_path, dtype):
+    transformers = pytest.importorskip("transformers")
+    transformers.LlamaConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1,
+        intermediate_size=16, vocab_size=32, architectures=["LlamaForCausalLM"], dtype=dtype,
+    ).save_pretrained(tmp_path / "llama")  # fmt: skip
+    result = run("./llama", "--seq", "4", "--json", ranks=1, stage=0)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    nbytes = {row["category"]: row["measured"] for row in found["memory"]}
+    size = {"float32": 4, "bfloat16": 2}[dtype]
+    assert nbytes["parameters"] // found["parameters"] == size  # units are padded by some elements
+    assert f"the model is built in torch.{dtype}, as its configuration says" in found["assumed"]

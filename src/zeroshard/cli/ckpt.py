@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from zeroshard.errors import CheckpointError, UsageError, ZeroShardError
+from zeroshard.cli.telling import AsJson, errors_told
+from zeroshard.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,7 +40,6 @@ Tag = Annotated[
     str | None,
     typer.Option("--tag", "-t", help="Tag (name) of the checkpoint. Default: the latest one."),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @ckpt.command("ls")
@@ -48,7 +48,7 @@ def ls_command(
     as_json: AsJson = False,
 ) -> None:
     """List the checkpoints in a directory. For those that cannot be loaded, the reason is printed."""
-    with _errors_told():
+    with errors_told():
         found = rows(directory)
     if as_json:
         print(json.dumps([asdict(row) for row in found], indent=2))
@@ -74,7 +74,7 @@ def ls_command(
 @ckpt.command("show")
 def show_command(directory: Place, tag: Tag = None, as_json: AsJson = False) -> None:
     """Show the contents of a checkpoint: counters, parameters with their state, buffers, files."""
-    with _errors_told(), contextlib.closing(_open(directory, tag)) as source:
+    with errors_told(), contextlib.closing(_open(directory, tag)) as source:
         facts = facts_of(source)
     if as_json:
         print(json.dumps(facts, indent=2))
@@ -94,7 +94,7 @@ def verify_command(directory: Place, tag: Tag = None) -> None:
     """Read every byte of a checkpoint and compare checksums. The exit code is 1 if data is damaged."""
     from zeroshard.checkpoint.manifest import MANIFEST
 
-    with _errors_told():
+    with errors_told():
         path = _path(directory, tag)
         problems = problems_of(path)
     for problem in problems:
@@ -135,7 +135,7 @@ def export_command(
     """Write the weights as safetensors files for Hugging Face libraries, and verify the files."""
     from zeroshard.checkpoint.export import export_checkpoint
 
-    with _errors_told(), contextlib.closing(_open(directory, tag)) as source, _bar() as progress:
+    with errors_told(), contextlib.closing(_open(directory, tag)) as source, _bar() as progress:
         paths = export_checkpoint(
             source,
             out,
@@ -167,7 +167,7 @@ def diff_command(
     from zeroshard.checkpoint.compare import differences
 
     with (
-        _errors_told(),
+        errors_told(),
         contextlib.closing(_open(first, tag)) as left,
         contextlib.closing(_open(second, tag)) as right,
     ):
@@ -202,7 +202,7 @@ def prune_command(
     """Remove all but the newest complete checkpoints. The one in the file 'latest' is always kept."""
     from zeroshard.checkpoint.directory import prune
 
-    with _errors_told():
+    with errors_told():
         _check_directory(directory)
         going = prune(directory, keep, dry_run=True)
         for name in going:
@@ -398,16 +398,6 @@ def _as_json(difference: Difference) -> dict[str, Any]:
     largest = difference.max_abs
     odd = largest is not None and not math.isfinite(largest)
     return {**asdict(difference), "max_abs": str(largest) if odd else largest}
-
-
-@contextlib.contextmanager
-def _errors_told() -> Iterator[None]:
-    """A context in which ZeroShard's errors and OSError end the command with 2, without a traceback."""
-    try:
-        yield
-    except (ZeroShardError, OSError) as error:
-        print(f"zeroshard: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from zeroshard.errors import ZeroShardError
+from zeroshard.cli.telling import AsJson, errors_told
 
 DOES_NOT_FIT = 3
 
@@ -26,14 +26,14 @@ def plan_command(
     batch: Annotated[int | None, typer.Option(min=1, help="Samples of a micro-batch.")] = None,
     seq: Annotated[int | None, typer.Option(min=1, help="Tokens of a sample.")] = None,
     memory: Annotated[float | None, typer.Option(help="GiB of memory of one device.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
     check: Annotated[
         bool, typer.Option("--check", help="Exit with 3 if the run does not fit --memory.")
     ] = False,
 ) -> None:
     """Say what a run needs in memory and traffic, without running it. Nothing is downloaded."""
     if check and memory is None:
-        print("--check compares with --memory, which is not given.", file=sys.stderr)
+        print("zeroshard: --check compares with --memory, which is not given.", file=sys.stderr)
         raise typer.Exit(2)
     from rich.console import Console  # imports torch and more; only this command needs them
 
@@ -41,14 +41,10 @@ def plan_command(
     from zeroshard.planner.plan_text import show
 
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` does, for module:function
-    limit = None if memory is None else int(memory * 2**30)
-    try:
+    with errors_told():
         found = make_plan(
-            model, Path(config), ranks=ranks, micro_batch=batch, length=seq, limit_nbytes=limit
+            model, Path(config), ranks=ranks, micro_batch=batch, length=seq, memory_gib=memory
         )
-    except ZeroShardError as error:
-        print(error, file=sys.stderr)
-        raise typer.Exit(2) from None
     if as_json:
         print(json.dumps(found.as_dict(), indent=1))
     else:

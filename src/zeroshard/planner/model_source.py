@@ -40,7 +40,7 @@ def model_source(name: str, micro_batch: int, length: int | None, *, sharded: bo
         UsageError: there is none of that name, or it returns something else.
     """
     if ":" in name:
-        build, batch = _factory(name), None
+        build = _factory(name)
         with torch.device("meta"):
             made = build()
         batch = made[1] if isinstance(made, tuple) else None
@@ -51,8 +51,14 @@ def model_source(name: str, micro_batch: int, length: int | None, *, sharded: bo
                 f"{name} returned {type(made).__name__}. It must return a model, or a model and a batch."
             )
     else:
-        first, batch = _transformers(name), None
-        assumed = ("the model is built in fp32, as its configuration says nothing else",)
+        config = _configuration(name)
+        named = getattr(config, "dtype", None)
+        dtype = named or torch.get_default_dtype()
+        first, batch = _transformers(name, config, dtype), None
+        assumed = (
+            f"the model is built in {dtype}"
+            + (", as its configuration says" if named else ": its configuration names no dtype"),
+        )
     if batch is None:
         ids = torch.empty(micro_batch, length or LENGTH, dtype=torch.long, device="meta")
         batch = {"input_ids": ids, "labels": ids}
@@ -109,7 +115,7 @@ def _factory(name: str) -> Callable[[], Any]:
     return factory
 
 
-def _transformers(name: str) -> Callable[[], nn.Module]:
+def _configuration(name: str) -> Any:
     try:
         import transformers
     except ModuleNotFoundError as error:
@@ -117,25 +123,45 @@ def _transformers(name: str) -> Callable[[], nn.Module]:
             f"the model {name!r} is one of Transformers, which is not installed. Install transformers, "
             "or give module:function."
         ) from error
-    path = Path(name)
-    if path.exists():
-        config = transformers.AutoConfig.from_pretrained(str(path))
-    elif name in (known := transformers.models.auto.configuration_auto.CONFIG_MAPPING):
-        config = known[name]()
-    else:
+    if not Path(name).exists():
+        known = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+        if name not in known:
+            raise UsageError(
+                f"the model {name!r} is not known: it is neither a folder or file with a config.json, "
+                'nor a type of models of Transformers such as "gpt2" or "llama", nor module:function. '
+                "Weights and configurations are not downloaded."
+            )
+        return known[name]()
+    try:
+        return transformers.AutoConfig.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        first = str(error).strip().partition("\n")[0]
         raise UsageError(
-            f"the model {name!r} is not known: it is neither a folder or file with a config.json, "
-            'nor a type of models of Transformers such as "gpt2" or "llama", nor module:function. '
-            "Weights and configurations are not downloaded."
-        )
+            f"Transformers cannot read a configuration from {name!r}: {first} Give a folder with a "
+            "config.json that this version of Transformers knows, or module:function."
+        ) from error
+
+
+def _transformers(name: str, config: Any, dtype: torch.dtype) -> Callable[[], nn.Module]:
+    import transformers
+
     config.use_cache = False
     kinds = getattr(config, "architectures", None) or []
     kind = getattr(transformers, kinds[0], None) if kinds else None
-    if kind is not None:
-        return lambda: kind(config)
-    if type(config) not in transformers.AutoModelForCausalLM._model_mapping:
+    kind = kind or transformers.AutoModelForCausalLM._model_mapping.get(type(config), None)
+    if kind is None:
         raise UsageError(
             f"the configuration {name!r} names no architecture that computes a loss, and its type has no "
             'causal language model. Add "architectures" to it, or give module:function.'
         )
-    return lambda: transformers.AutoModelForCausalLM.from_config(config)
+
+    def build() -> nn.Module:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            model: nn.Module = kind(config)
+        finally:
+            torch.set_default_dtype(before)
+        return model
+
+    return build

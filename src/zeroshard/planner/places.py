@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left
-from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -22,9 +21,8 @@ class Places:
     running when the node was made. Costs about a microsecond for each frame.
     """
 
-    def __init__(self, model: nn.Module, units: Iterable[str]) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._names = {id(module): name or "the model" for name, module in model.named_modules()}
-        self._units = sorted(units, key=len, reverse=True)
         self._numbers: list[int] = []
         self._modules: list[str] = []
 
@@ -39,13 +37,6 @@ class Places:
             return ""
         at = bisect_left(self._numbers, node._sequence_nr() + 1)
         return self._modules[at] if at < len(self._modules) else ""
-
-    def unit_of(self, module: str) -> str:
-        """The unit with the longest name that contains a module; "" if none does."""
-        for unit in self._units:
-            if module == unit or module.startswith(f"{unit}."):
-                return unit
-        return ""
 
     def _on_stack(self) -> str:
         frame = sys._getframe(2)
@@ -62,9 +53,7 @@ class Places:
 
     def _note(self, name: str) -> None:
         number = _get_sequence_nr()
-        if self._numbers and number < self._numbers[-1]:  # another thread numbered its nodes
-            return
-        if self._numbers and number == self._numbers[-1]:
+        if self._numbers and number <= self._numbers[-1]:  # no new node, or one of another thread
             return
         self._numbers.append(number)
         self._modules.append(name)

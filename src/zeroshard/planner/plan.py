@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,18 +12,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
 
+import zeroshard
 from zeroshard.config import load_config
 from zeroshard.config.mesh_keys import mesh_from_config
 from zeroshard.core.ledger import TEMPORARY
 from zeroshard.core.mesh import Mesh
 from zeroshard.core.mesh_sources import resolve_mesh
-from zeroshard.errors import UnsupportedError, UsageError
+from zeroshard.errors import UnsupportedError, UsageError, ZeroShardError
 from zeroshard.planner.allocations import Moment
 from zeroshard.planner.model_source import model_source
 from zeroshard.planner.simulate import Simulation, highest, simulate
@@ -127,24 +131,25 @@ def make_plan(
     ranks: int,
     micro_batch: int | None = None,
     length: int | None = None,
-    limit_nbytes: int | None = None,
+    memory_gib: float | None = None,
 ) -> Plan:
     """Simulate one rank of a run and say what it needs. Must be called outside of any process group.
 
     ``model``: see :func:`~zeroshard.planner.model_source.model_source`. ``micro_batch`` replaces
-    ``train_micro_batch_size_per_gpu``; ``length``: tokens of a sample. All ranks of a mesh without
-    pipeline do the same on shards of equal size, so rank 0 stands for all.
+    ``train_micro_batch_size_per_gpu``; ``length``: tokens of a sample; ``memory_gib``: of one device.
+    All ranks of a mesh without pipeline do the same on shards of equal size, so rank 0 stands for all.
 
     Raises:
         ConfigError: the configuration has mistakes.
         UsageError: the model is not known, or an argument is impossible.
         UnsupportedError: the model needs values, or an operation has no fake kernel; a pipeline.
     """
-    if limit_nbytes is not None and limit_nbytes <= 0:
+    if memory_gib is not None and not 0 < memory_gib < math.inf:  # also NaN
         raise UsageError(
-            f"--memory is {limit_nbytes / 2**30:g} GiB, and no run fits into that. Give the memory of "
-            "one device in GiB."
+            f"--memory is {memory_gib:g} GiB, which is not a size of memory. Give the memory of one "
+            "device in GiB."
         )
+    limit_nbytes = None if memory_gib is None else int(memory_gib * 2**30)
     arguments = {"train_micro_batch_size_per_gpu": micro_batch}
     loaded = load_config(config, world_size=ranks, arguments=arguments)
     settings = loaded.config
@@ -179,7 +184,7 @@ def explained(model: str) -> Iterator[None]:
     """Say what in a model cannot be planned, and at which line.
 
     Raises:
-        UnsupportedError: an operation needs values, or has no fake kernel.
+        UnsupportedError: an operation needs values or has no fake kernel, or the model raises an error.
     """
     try:
         yield
@@ -187,9 +192,9 @@ def explained(model: str) -> Iterator[None]:
         raise UnsupportedError(
             f"{model} cannot be planned: {_line(error)} calls {error.func}, which "
             "depends on the values of a tensor, and a plan has only shapes. Common causes: "
-            ".item(), .tolist(), bool(tensor), "
-            "nonzero(), a boolean mask as an index. Use torch.where or another operation whose result "
-            "has a fixed shape."
+            ".item(), .tolist(), bool(tensor), nonzero(), a boolean mask as an index, and "
+            "torch.nn.init.trunc_normal_ where the model is built. Use an operation whose result has a "
+            "fixed shape, such as torch.where, or give module:function, which leaves such values out."
         ) from error
     except UnsupportedOperatorException as error:
         raise UnsupportedError(
@@ -197,13 +202,26 @@ def explained(model: str) -> Iterator[None]:
             "has no fake kernel, so the shape of its result is unknown. "
             "Register one with torch.library.register_fake."
         ) from error
+    except ZeroShardError:
+        raise
+    except Exception as error:
+        raise UnsupportedError(
+            f"{model} cannot be planned: {type(error).__name__} at {_line(error)}: {error} If the batch "
+            "is not of the kind that this model takes, give module:function, which returns the model "
+            "and a batch."
+        ) from error
 
 
 def _line(error: BaseException) -> str:
-    """The innermost line outside of torch and of this package."""
+    """The innermost line outside of torch and of this package. A program may be in any folder."""
     frames = traceback.extract_tb(error.__traceback__)
     for frame in reversed(frames):
-        parts = Path(frame.filename).parts
-        if "torch" not in parts and "zeroshard" not in parts[-4:]:
+        if not frame.filename.startswith(_LIBRARIES):
             return f"{frame.filename}:{frame.lineno} ({frame.line})"
-    return "torch"
+    return "a line of torch"
+
+
+_LIBRARIES = tuple(
+    os.path.dirname(module.__file__) + os.sep for module in (torch, zeroshard) if module.__file__
+)
+"""Prefixes of the files of torch and of this package."""

@@ -217,8 +217,7 @@ def _expect(engine: Engine, arriving: Mapping[int, Sequence[Boundary]]) -> None:
 def _begin(engine: Engine, watch: Allocations, log: CallLog) -> None:
     """Measure from now on."""
     gc.collect()
-    units = (unit.name for unit in engine.runtime.units)
-    watch.measure(engine.runtime.ledger, Places(engine.module, units))
+    watch.measure(engine.runtime.ledger, Places(engine.module))
     log.clear()
     for recorder in engine._watch.recorders:
         recorder.reset_traffic()
