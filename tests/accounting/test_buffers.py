@@ -5,11 +5,12 @@ report lists them.
 from __future__ import annotations
 
 import pytest
-from census import Stack, measured, micro_step, stack_config
+from census import WIDTH, Stack, measured, micro_step, stack_config
 from torch import nn
 
 from zeroshard import Engine
 from zeroshard.testing import on_ranks
+from zeroshard.zero.gradients import GROUP_NUMEL
 from zeroshard.zero.reduce import MAX_IN_FLIGHT
 
 STAGES = (0, 1, 2, 3)
@@ -128,3 +129,15 @@ def test_the_report_of_all_ranks_has_each_ranks_own_bytes():
             for rows in (report.ranks[engine.global_rank], engine.memory_report().rows)
         )
         assert theirs == mine
+
+
+@on_ranks(2)
+def test_gradients_that_wait_for_their_copy_are_in_the_peak_of_scratch_memory():
+    """Gradients of a unit are copied in groups; until then a group is beside the buffer."""
+    config = stack_config(1, "fp32", accumulation=2) | {"units": ["Linear"]}
+    with Engine(nn.Sequential(nn.Linear(WIDTH, WIDTH)), config=config) as engine:
+        micro_step(engine)  # without an update or a reduction, which need scratch memory too
+        (unit,) = engine.runtime.units
+        numel = sum(slot.numel for slot in unit.layout.slots)
+        assert numel <= GROUP_NUMEL
+        assert engine.runtime.ledger.peak("scratch") == 4 * numel

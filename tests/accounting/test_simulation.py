@@ -252,11 +252,40 @@ def test_each_phase_has_its_peak_and_large_tensors_their_modules():
         build, config, (x, x), mesh=Mesh(data_shard=4), rank=1, loss_fn=lambda y, _: (y * y).sum()
     )
     assert set(found.moments) == {"init", "forward", "backward", "step"}
-    for moment in (found.moments[name] for name in ("forward", "backward", "step")):
+    # The batch has two tensors of the size of x. Forward: four outputs and y * y. Backward: two products
+    # for the gradient of y * y, which is gone. Step: nothing but the batch.
+    expected = {"forward": 2 + 4 + 1, "backward": 2 + 4 + 2, "step": 2}
+    for name, count in expected.items():
+        moment = found.moments[name]
+        assert moment.activations_nbytes == pytest.approx(count * x.numel() * 4, rel=1e-3)
         on_device = sum(n for (_, tier), n in moment.held.items() if tier == "device")
         assert moment.device_nbytes == on_device + moment.activations_nbytes
-    assert found.peak_nbytes == max(found.moments[p].device_nbytes for p in ("forward", "backward"))
-    made = {(row.phase, row.module) for row in found.largest if row.nbytes == 4096 * WIDTH * 4}
-    assert {("forward", str(at)) for at in range(3)} <= made  # outputs that a later backward needs
+        assert moment.held.get(("gathered", "device"), 0) == (name != "step") * WIDTH * WIDTH * 4
+    assert found.peak_nbytes == found.moments["backward"].device_nbytes
+    made = {(row.phase, row.module) for row in found.largest if row.nbytes == x.numel() * 4}
+    assert {("forward", str(at)) for at in range(4)} <= made
+    assert [row.nbytes for row in found.largest if row.op == "gather of a unit"] == [
+        WIDTH * WIDTH * 4
+    ]
     sizes = [row.nbytes for row in found.largest]
     assert sizes == sorted(sizes, reverse=True)
+
+
+class Wide(nn.Module):
+    """Its backward holds the most: a gradient eight times as wide as the input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.repeat(1, 8).tanh()
+
+
+def test_a_tensor_of_backward_has_the_module_whose_forward_made_its_node():
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), Wide())
+
+    config = settings(3, 1) | {"bf16": {"enabled": False}, "units": ["Linear"]}
+    x = torch.empty(4096, WIDTH, device="meta")
+    found = simulate(
+        build, config, (x, x), mesh=Mesh(data_shard=4), rank=1, loss_fn=lambda y, _: y.sum()
+    )
+    moment = found.moments["backward"]
+    assert (moment.op, moment.module) == ("aten::tanh_backward", "1")
