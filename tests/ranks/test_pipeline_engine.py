@@ -354,12 +354,31 @@ def one_rate_each(params: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(params, lr=models.LR * (1 + torch.distributed.get_rank()))
 
 
+def one_tensor_each(params: Any) -> torch.optim.Optimizer:
+    rate = torch.tensor(models.LR * (1 + dist.get_rank()), dtype=torch.float64)
+    return torch.optim.AdamW(params, lr=rate, foreach=False, capturable=False)
+
+
+def one_list_each(params: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(params, lr=models.LR)
+    optimizer.param_groups[0]["betas"] = [0.9, 0.99 + dist.get_rank() / 1000]
+    return optimizer
+
+
 @on_ranks(2)
 def test_stages_with_other_options_of_the_optimizer_are_an_error(tmp_path):
     """Rank 0 saves the options for all. The second stage has the head, a matrix, alone."""
     cut = {"split": ["head"]}
     cases = [
         (one_rate_each, r"lr of param group 0 = 0\.01 \(rank 0,.* vs 0\.02 \(rank 1"),
+        (
+            one_tensor_each,
+            r"lr of param group 0 = tensor 0\.01 \(rank 0,.* vs tensor 0\.02 \(rank 1",
+        ),
+        (
+            one_list_each,
+            r"betas of param group 0 = \(0\.9, 0\.99\) \(rank 0,.* vs \(0\.9, 0\.991\)",
+        ),
         (
             partial(in_two_groups, keep_empty=False),
             r"number of param groups .*= 2 .* vs 1 \(rank 1",

@@ -35,6 +35,7 @@ from zeroshard.engine.draft import Draft, EngineArguments, check_model, make_dra
 from zeroshard.engine.observe import Observer
 from zeroshard.engine.offload_states import StateOffloader
 from zeroshard.engine.optimizer_step import Accumulation, OptimizerStep, is_fake
+from zeroshard.engine.param_groups import groups_in_words
 from zeroshard.engine.pipeline_traffic import (
     PipelineTraffic,
     RankFacts,
@@ -157,25 +158,10 @@ def _shared_plan(draft: Draft) -> dict[str, str]:
 
 
 def _agreed_groups(draft: Draft) -> dict[str, str]:
-    """The options of the param groups of a pipeline, whose ranks make their optimizers by themselves.
-
-    All stages need the same groups: a checkpoint has one list of options, and says for each parameter
-    which entry is its own.
-    """
+    """What all ranks of a pipeline must share of their param groups."""
     if draft.mesh.pipeline == 1 or draft.optimizer is None:
         return {}
-    groups = draft.optimizer.param_groups
-    count = "number of param groups (a pipeline stage without parameters of a group needs it empty)"
-    return {
-        "class of the optimizer": type(draft.optimizer).__name__,
-        count: str(len(groups)),
-        **{
-            f"{name} of param group {at}": repr(value)
-            for at, group in enumerate(groups)
-            for name, value in sorted(group.items())
-            if isinstance(value, (bool, int, float, str, tuple))
-        },
-    }
+    return groups_in_words(draft.optimizer)
 
 
 def gathers_while_reducing(settings: Config) -> bool:

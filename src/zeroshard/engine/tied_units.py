@@ -17,6 +17,7 @@ from torch import nn
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.flight_recorder import rank_ranges
 from zeroshard.engine.draft import Draft
+from zeroshard.engine.param_groups import options_in_words
 from zeroshard.engine.unit_plan import UnitSpec
 from zeroshard.errors import UsageError
 from zeroshard.parallel.split import PipelineModel
@@ -109,13 +110,10 @@ def check_options(draft: Draft, watch: CommSession) -> None:
 def _options(draft: Draft) -> Iterator[tuple[str, str]]:
     names = {id(param): name for name, param in draft.model.named_parameters()}
     for group in draft.optimizer.param_groups if draft.optimizer is not None else ():
-        text = repr(sorted((key, str(v)) for key, v in group.items() if key not in _NOT_OPTIONS))
+        text = repr(options_in_words(group))
         for param in group["params"]:
             if id(param) in names:
                 yield names[id(param)], text
-
-
-_NOT_OPTIONS = ("params", "param_names")
 
 
 def _code(text: str) -> float:
