@@ -147,7 +147,7 @@ def _transformers(name: str, config: Any, dtype: torch.dtype) -> Callable[[], nn
 
     config.use_cache = False
     kinds = getattr(config, "architectures", None) or []
-    kind = getattr(transformers, kinds[0], None) if kinds else None
+    kind: Any = getattr(transformers, kinds[0], None) if kinds else None
     kind = kind or transformers.AutoModelForCausalLM._model_mapping.get(type(config), None)
     if kind is None:
         raise UsageError(
