@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import signal
 import time
 
 import pytest
@@ -11,8 +13,10 @@ import torch.distributed as dist
 from support.tensor_networks import network
 
 import zeroshard
-from zeroshard.parallel import tensor_parallel
+from zeroshard.parallel import plan_agreement, tensor_parallel
 from zeroshard.testing import run_ranks
+from zeroshard.watchdog import join
+from zeroshard.watchdog.settings import WatchdogSettings
 
 PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 CONFIG = {
@@ -79,19 +83,43 @@ def test_a_rank_that_fails_before_the_cut_is_named_on_all_ranks(what, kind, word
     assert len({text for _, text, _ in results[:3]}) == 1
 
 
-def cutting() -> tuple[str, float]:
-    """The error of ``tensor_parallel`` on a rank whose partner has ended."""
+def cutting(what: str) -> tuple[str, str, float]:
+    """Class, text and seconds of the error of ``tensor_parallel`` if the partner does not come."""
+    join.WatchdogSettings = functools.partial(
+        WatchdogSettings, frozen_s=3.0, collective_timeout_s=3.0
+    )
+    plan_agreement.TIMEOUT_S = 3.0
     zeroshard.init_distributed()
     if int(os.environ["RANK"]) == 1:
-        raise ValueError("an error of the program")
+        if what == "ended":
+            raise ValueError("an error of the program")
+        if what == "late":
+            time.sleep(15)
+        os.kill(os.getpid(), signal.SIGSTOP)
     begun_s = time.monotonic()
-    with pytest.raises(zeroshard.errors.RankLost) as caught:
+    with pytest.raises(zeroshard.errors.ZeroShardError) as caught:
         tensor_parallel(network(32, torch.float32), dist.group.WORLD, PLAN)
-    return str(caught.value), time.monotonic() - begun_s
+    return type(caught.value).__name__, str(caught.value), time.monotonic() - begun_s
 
 
-def test_a_rank_whose_tensor_partner_has_ended_does_not_wait_for_its_plan():
-    (text, seconds), _ = run_ranks(cutting, 2, expect_death={1: None}, group=False, timeout=40)
-    assert "rank 1 will not make this call of tensor_parallel" in text
-    assert " ended" in text
-    assert seconds < 10.0
+@pytest.mark.parametrize(
+    ("what", "kind", "words"),
+    [
+        ("ended", "RankLost", ["rank 1 will not make this call of tensor_parallel", " ended"]),
+        ("frozen", "RankFrozen", ["  rank 1 (", "rank 0: waiting in tensor_parallel"]),
+        (
+            "late",
+            "RankLate",
+            ["  rank 1: ", "rank 0: waiting in tensor_parallel", "rank within 3 s."],
+        ),
+    ],
+)
+def test_a_rank_whose_tensor_partner_does_not_come_ends(what, kind, words):
+    died = {1: None if what == "ended" else signal.SIGSTOP}
+    (name, text, seconds), _ = run_ranks(
+        cutting, 2, what, expect_death=died, group=False, timeout=40
+    )
+    assert name == kind, text
+    for word in words:
+        assert word in text
+    assert seconds < 15.0

@@ -6,9 +6,10 @@ that differs becomes an error on all of them, not a hang or a wrong number.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -29,7 +30,7 @@ from zeroshard.comm.env import run_name
 from zeroshard.comm.flight_recorder import rank_ranges
 from zeroshard.errors import RankMismatch, in_short
 from zeroshard.parallel.dropout_streams import draws
-from zeroshard.watchdog.join import partner_check
+from zeroshard.watchdog.join import waiting_for_partners
 from zeroshard.zero.param_bucket import fingerprint_of
 
 TIMEOUT_S = 600.0
@@ -54,13 +55,13 @@ def agree(
     store, me = _place(mesh), mesh.get_local_rank()
     fields = _shapes(model) | {f"style of {name}": style for name, style in styles.items()}
     digest = post_plan(store, me, fields)
-    digests = exchange(store, me, mesh.size(), digest, key="plan", timeout_s=TIMEOUT_S, check=check)
+    digests = exchange(store, me, mesh.size(), digest, key="plan", timeout_s=_last_s(), check=check)
     if len(set(digests)) > 1:
         raise RankMismatch(_plans_text(store, digests, _ranks(mesh)))
     mine = _values(model)
     text = ",".join(mine.values())
     everyone = exchange(
-        store, me, mesh.size(), text, key="values", timeout_s=TIMEOUT_S, check=check
+        store, me, mesh.size(), text, key="values", timeout_s=_last_s(), check=check
     )
     if len(set(everyone)) > 1:
         raise RankMismatch(_values_text(list(mine), everyone, _ranks(mesh)))
@@ -72,11 +73,17 @@ def announce_failure(mesh: DeviceMesh, error: Exception) -> None:
         post_plan(_place(mesh), mesh.get_local_rank(), {FAILED: in_short(error)})
 
 
-def check_of(mesh: DeviceMesh) -> Callable[[Sequence[int]], None]:
-    """A check for waits in this mesh, which ends them if a rank has ended, and reports long waits."""
+@contextlib.contextmanager
+def waiting_for_tensor_ranks(mesh: DeviceMesh) -> Iterator[Callable[[Sequence[int]], None]]:
+    """A context of waits in this mesh. Yields a check for them, which ends a wait that has no end.
+
+    See :func:`~zeroshard.watchdog.join.waiting_for_partners`.
+    """
     if not _has_others(mesh):
-        return lambda _missing: None
-    return partner_check(_ranks(mesh), "tensor_parallel", timeout_s=TIMEOUT_S)
+        yield lambda _missing: None
+        return
+    with waiting_for_partners(_ranks(mesh), "tensor_parallel", timeout_s=TIMEOUT_S) as check:
+        yield check
 
 
 def agreed_seed(mesh: DeviceMesh, seed: int | None, check: Callable[[Sequence[int]], None]) -> int:
@@ -93,7 +100,7 @@ def agreed_seed(mesh: DeviceMesh, seed: int | None, check: Callable[[Sequence[in
     text = f"{seed is None} {own}"
     everyone = exchange(
         _place(mesh), mesh.get_local_rank(), mesh.size(), text,
-        key="seed", timeout_s=TIMEOUT_S, check=check,
+        key="seed", timeout_s=_last_s(), check=check,
     )  # fmt: skip
     if seed is not None and len(set(everyone)) > 1:
         raise RankMismatch(
@@ -101,6 +108,11 @@ def agreed_seed(mesh: DeviceMesh, seed: int | None, check: Callable[[Sequence[in
             f"{[int(one.split()[1]) for one in everyone]}. Pass the same seed on all of them."
         )
     return int(everyone[0].split()[1])
+
+
+def _last_s() -> float:
+    """Seconds until a wait ends without a diagnosis: a minute after the watchdog should have ended it."""
+    return TIMEOUT_S + 60.0
 
 
 def _has_others(mesh: DeviceMesh) -> bool:

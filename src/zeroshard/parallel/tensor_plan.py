@@ -16,6 +16,7 @@ parameters; others stay as they are and are equal on all tensor ranks.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import logging
@@ -49,7 +50,12 @@ from zeroshard.parallel.heads import (
     key_value_copies,
 )
 from zeroshard.parallel.initial_values import draw_own_values
-from zeroshard.parallel.plan_agreement import agree, agreed_seed, announce_failure, check_of
+from zeroshard.parallel.plan_agreement import (
+    agree,
+    agreed_seed,
+    announce_failure,
+    waiting_for_tensor_ranks,
+)
 from zeroshard.parallel.tensor_styles import (
     STYLES,
     CutLayer,
@@ -201,22 +207,23 @@ def apply_plan(
     """Like :func:`tensor_parallel`, but returns what was done, and logs nothing.
 
     ``check(missing)`` gets the positions of tensor ranks that this one waits for, a few times a second.
-    It may end the wait by raising. None: it raises an error if one of them has ended.
+    It may end the wait by raising. None: the watchdog ends it if one of them ended, is frozen or late.
 
     Raises:
         RankLost: the process of a tensor rank ended, or failed after it had joined the ranks.
     """
     mesh = tensor_mesh(mesh)
-    check = check or check_of(mesh)
     try:
         made = decide(model, mesh.size(), plan)
         check_meta(model)
     except Exception as error:
         announce_failure(mesh, error)
         raise
-    agree(mesh, model, made.styles, check)
-    if any(param.is_meta for param in model.parameters()):
-        seed = agreed_seed(mesh, seed, check)
+    waiting = contextlib.nullcontext(check) if check else waiting_for_tensor_ranks(mesh)
+    with waiting as look:
+        agree(mesh, model, made.styles, look)
+        if any(param.is_meta for param in model.parameters()):
+            seed = agreed_seed(mesh, seed, look)
     return AppliedPlan(made, _cut(model, mesh, made, seed or 0))
 
 

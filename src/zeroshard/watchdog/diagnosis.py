@@ -380,15 +380,16 @@ class _Case:
         if len(late) > 2:
             lines[-1] = cut(lines[-1], 160) + f"; also {rank_ranges(w.rank for w in late[2:])}"
         who = rank_ranges(w.rank for w in late)
+        key = self.limits.key(section)
+        ended = f", or allow more than {limit:g} s ({key})." if key else f" within {limit:g} s."
+        going = f"Not ended; limit {limit:g} s{f' ({key})' if key else ''}."
         lines.append(
             f"  No other call so far: {who} {'is' if len(late) == 1 else 'are'} slow, or will not "
             "make this call. "
             + (
-                "Fix: make this call on every rank, or allow more than "
-                f"{limit:g} s ({self.limits.key(section)})."
+                f"Fix: make this call on every rank{ended}"
                 if fatal
-                else f"Every rank has to make this call. Not ended; limit {limit:g} s "
-                f"({self.limits.key(section)})."
+                else f"Every rank has to make this call. {going}"
             )
         )
         return self._diagnosis("RankLate", fatal, [w.rank for w in late], lines)

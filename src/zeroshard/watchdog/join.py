@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, cast
 from urllib.parse import urlparse
@@ -262,37 +262,42 @@ def await_server(
         time.sleep(0.05)
 
 
-def partner_check(
+@contextlib.contextmanager
+def waiting_for_partners(
     ranks: Sequence[int], call: str, *, timeout_s: float
-) -> Callable[[Sequence[int]], None]:
-    """A check for a wait in ``call``, through the store, for some of the global ``ranks``.
+) -> Iterator[Callable[[Sequence[int]], None]]:
+    """A context in which this rank waits in ``call`` for global ``ranks``, through the store.
 
-    The check gets positions in ``ranks``. It raises :class:`RankLost` if one of them has ended, as far
-    as the watchdogs of init_distributed know. A long wait is reported, and ends after ``timeout_s``.
+    Yields a check that such waits make a few times a second; it gets positions in ``ranks``. It raises
+    :class:`RankLost` if one of them has ended, and the watchdog's diagnosis if one of them is frozen or
+    late by ``timeout_s``. The watchdog is that of init_distributed. Without it, long waits are reported
+    and end after ``timeout_s``.
     """
     everyone = tuple(range(dist.get_world_size()))
-    waiting = Waiting(dist.get_rank(), ranks, timeout_s, call=call, timeout_key="cannot be set")
+    waiting = Waiting(dist.get_rank(), ranks, timeout_s, call=call, timeout_key="")
+    watchdog = _RUNNING.get(everyone)
+    if watchdog is None or not watchdog.usable:
+        yield lambda missing: waiting.look([ranks[at] for at in missing], call)
+        return
 
     def check(missing: Sequence[int]) -> None:
-        watchdog = _RUNNING.get(everyone)
-        if watchdog is not None and watchdog.usable:
-            with contextlib.suppress(StoreLost):  # the wait itself asks the store and reports it
-                for at in missing:
-                    if why := watchdog.why_gone(call, ranks[at]):
-                        raise RankLost(
-                            f"RankLost: rank {ranks[at]} will not make this call of {call}, for which "
-                            f"rank {dist.get_rank()} waits: {why}. Look at its output first."
-                        )
-        waiting.look([ranks[at] for at in missing], call)
+        with contextlib.suppress(StoreLost):  # the wait itself asks the store and reports it
+            for at in missing:
+                if why := watchdog.why_gone(call, ranks[at]):
+                    raise RankLost(
+                        f"RankLost: rank {ranks[at]} will not make this call of {call}, for which "
+                        f"rank {dist.get_rank()} waits: {why}. Look at its output first."
+                    )
 
-    return check
+    with watchdog.wait_for(tuple(ranks), call, waiting.settings):
+        yield check
 
 
 class Waiting:
     """One wait for ranks that have not made ``call``. Reports if it takes long; raises at ``timeout_s``.
 
     ``rank``: this one, of ``ranks``. ``reporter``: the rank that reports; None: the first that waits.
-    ``timeout_key``: where a user sets ``timeout_s``.
+    ``timeout_key``: where a user sets ``timeout_s``; "" if that is not possible.
     """
 
     def __init__(
@@ -309,19 +314,19 @@ class Waiting:
         self._reporter = reporter
         self._ranks = ranks
         self._call = call
-        self._settings = WatchdogSettings(
+        self.settings = WatchdogSettings(
             collective_timeout_s=timeout_s,
             stuck_s=timeout_s,
             timeout_key=timeout_key,
         ).with_environment()
         self._main = threading.get_ident()
         self._begun_s = time.monotonic()
-        self._due_s = self._settings.report_s()
+        self._due_s = self.settings.report_s()
 
     def look(self, missing: Sequence[int], what: str = "init_distributed") -> None:
         """Report, or raise the diagnosis, if it is time. One rank reports for all that wait."""
         waited_s = time.monotonic() - self._begun_s
-        if waited_s < min(self._due_s, self._settings.collective_timeout_s):
+        if waited_s < min(self._due_s, self.settings.collective_timeout_s):
             return
         self._due_s = max(2 * self._due_s, waited_s + 60.0)
         diagnosis = self._diagnosis(missing, waited_s, what)
@@ -341,4 +346,4 @@ class Waiting:
             else RankStatus(rank, None, wait=here, stack=line, answered=rank == self._rank)
             for rank in self._ranks
         ]
-        return diagnose(seen, self._settings, blocked_s=waited_s, label=here.label)
+        return diagnose(seen, self.settings, blocked_s=waited_s, label=here.label)

@@ -29,7 +29,7 @@ class WatchdogSettings:
         dump_dir: directory for the full evidence of a report; None: a temporary directory.
         stacks: collect Python stacks.
         tick_s: time between two looks of the watchdog.
-        timeout_key: where the user sets ``collective_timeout_s``, for messages.
+        timeout_key: where the user sets ``collective_timeout_s``, for messages; "": nowhere.
     """
 
     watchdog: bool = True
