@@ -1,4 +1,4 @@
-"""Checkpoints of a tensor-parallel run that is killed, or whose disk fails: whole, or not there."""
+"""Checkpoints of a run on a mesh that is killed, or whose disk fails: whole, or not there."""
 
 from __future__ import annotations
 
@@ -11,43 +11,57 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_model import differences
 from saved_runs import everywhere, failure
-from tensor_parallel_model import TP, everything, open_engine, train
+from support.mesh_runs import differences, everything, open_engine, train
 from test_checkpoint_disk_faults import failing
 from test_checkpoint_faults import check_tidy, check_whole
 
+from zeroshard.core.mesh import Mesh
 from zeroshard.testing import RankEnd, run_ranks
 
 STAGE = 3
-RANKS = TP.world_size
+MESHES = {
+    "tensor": Mesh(data_shard=2, tensor=2),
+    "pipeline": Mesh(pipeline=2, data_shard=2),
+}
+RANKS = 4
 
 
-def saves(root: Path) -> None:
-    with open_engine(TP, STAGE) as engine:
+def kept(root: Path, rank: int) -> Path:
+    return root.parent / f"first.{rank}.pt"
+
+
+def saves(mesh: Mesh, root: Path) -> None:
+    with open_engine(mesh, STAGE) as engine:
         train(engine, 1)
         engine.save_checkpoint(root, "first")
-        state = everything(engine)
-        if engine.global_rank == 0:
-            torch.save(state, root.parent / "first.pt")
+        torch.save(everything(engine), kept(root, engine.global_rank))
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory) -> Path:
-    root = tmp_path_factory.mktemp("good") / "run"
-    run_ranks(saves, RANKS, root)
-    return root
+def good(tmp_path_factory) -> dict[str, Path]:
+    """For each mesh, a run with the checkpoint ``first``."""
+    folder = tmp_path_factory.mktemp("good")
+    roots = {name: folder / name / "run" for name in MESHES}
+    for name, root in roots.items():
+        root.parent.mkdir()
+        run_ranks(saves, MESHES[name].world_size, MESHES[name], root)
+    return roots
 
 
 @pytest.fixture
-def root(good: Path, tmp_path: Path) -> Path:
-    """A run with the checkpoint ``first``."""
-    shutil.copytree(good.parent, tmp_path, dirs_exist_ok=True)
-    return tmp_path / good.name
+def run(request, good: dict[str, Path], tmp_path: Path) -> tuple[Mesh, Path]:
+    """The mesh and a copy of its run."""
+    root = good[request.param]
+    shutil.copytree(root.parent, tmp_path, dirs_exist_ok=True)
+    return MESHES[request.param], tmp_path / root.name
 
 
-def dies(root: Path, point: str, who: tuple[int, ...]) -> tuple[str, str]:
-    engine = open_engine(TP, STAGE)
+on_each_mesh = pytest.mark.parametrize("run", MESHES, indirect=True)
+
+
+def dies(mesh: Mesh, root: Path, point: str, who: tuple[int, ...]) -> tuple[str, str]:
+    engine = open_engine(mesh, STAGE)
     engine.load_checkpoint(root)
     train(engine, 1)
 
@@ -61,42 +75,45 @@ def dies(root: Path, point: str, who: tuple[int, ...]) -> tuple[str, str]:
     return kind, text
 
 
-def goes_on(root: Path, expected: str) -> str:
-    with open_engine(TP, STAGE) as engine:
+def goes_on(mesh: Mesh, root: Path, expected: str) -> str:
+    with open_engine(mesh, STAGE) as engine:
         path, _ = engine.load_checkpoint(root)
         if expected == "first":
-            assert differences(everything(engine), torch.load(root.parent / "first.pt")) == []
+            assert differences(everything(engine), torch.load(kept(root, engine.global_rank))) == []
         train(engine, 1)
         engine.save_checkpoint(root, "third")
         return Path(path).name
 
 
 @pytest.mark.parametrize(
-    ("point", "who", "newest"),
+    ("run", "point", "who", "newest"),
     [
-        ("planned", (3,), "first"),
-        ("reserved", (0, 2), "first"),
-        ("half", (1,), "first"),
-        ("written", (2,), "first"),
-        ("manifest", (0,), "first"),
-        ("latest", (0,), "second"),
+        ("tensor", "planned", (3,), "first"),
+        ("pipeline", "reserved", (0, 2), "first"),
+        ("tensor", "half", (1,), "first"),
+        ("pipeline", "half", (3,), "first"),
+        ("pipeline", "written", (1,), "first"),
+        ("tensor", "manifest", (0,), "first"),
+        ("pipeline", "latest", (0,), "second"),
     ],
     ids=str,
+    indirect=["run"],
 )
-def test_a_killed_save_is_there_as_a_whole_or_not_at_all(root, point, who, newest):
+def test_a_killed_save_is_there_as_a_whole_or_not_at_all(run, point, who, newest):
+    mesh, root = run
     deaths = dict.fromkeys(who, signal.SIGKILL)
-    ends = run_ranks(dies, RANKS, root, point, who, expect_death=deaths, timeout=50)
+    ends = run_ranks(dies, RANKS, mesh, root, point, who, expect_death=deaths, timeout=50)
     for kind, text in (end for end in ends if not isinstance(end, RankEnd)):
         assert kind == "RankLost"
         assert f"rank {who[0]}" in text
     check_whole(root, {"first", newest})
-    assert run_ranks(goes_on, RANKS, root, newest) == [newest] * RANKS
+    assert run_ranks(goes_on, RANKS, mesh, root, newest) == [newest] * RANKS
     check_whole(root, {"first", newest, "third"})
     check_tidy(root)
 
 
-def breaks(root: Path, who: int) -> None:
-    with open_engine(TP, STAGE) as engine, contextlib.ExitStack() as broken:
+def breaks(mesh: Mesh, root: Path, who: int) -> None:
+    with open_engine(mesh, STAGE) as engine, contextlib.ExitStack() as broken:
         engine.load_checkpoint(root)
         before = everything(engine)
 
@@ -117,25 +134,28 @@ def breaks(root: Path, who: int) -> None:
         engine.save_checkpoint(root, "third")
 
 
-@pytest.mark.parametrize("who", [0, 3])
-def test_a_full_disk_of_one_rank_ends_the_save_on_all(root, who):
-    run_ranks(breaks, RANKS, root, who)
+@pytest.mark.parametrize(("run", "who"), [("tensor", 0), ("pipeline", 3)], indirect=["run"])
+def test_a_full_disk_of_one_rank_ends_the_save_on_all(run, who):
+    mesh, root = run
+    run_ranks(breaks, RANKS, mesh, root, who)
     check_whole(root, {"first", "third"})
     check_tidy(root)
 
 
-def flips(root: Path) -> None:
+def flips(mesh: Mesh, root: Path) -> None:
     """One bit of a box is flipped: the damage is named, and nothing is trained from it."""
-    with open_engine(TP, STAGE) as engine:
+    with open_engine(mesh, STAGE) as engine:
         kind, text = failure(lambda: engine.load_checkpoint(root, "first"))
         assert kind == "CheckpointError"
         assert "is damaged between bytes" in text
         assert len(set(everywhere(text))) == 1
 
 
-def test_a_damaged_box_is_refused_on_all_ranks(root):
+@on_each_mesh
+def test_a_damaged_box_is_refused_on_all_ranks(run):
+    mesh, root = run
     path = root / "first" / "rank-00001-of-00004.safetensors"
     text = bytearray(path.read_bytes())
     text[-1] ^= 1
     path.write_bytes(text)
-    run_ranks(flips, RANKS, root)
+    run_ranks(flips, RANKS, mesh, root)
