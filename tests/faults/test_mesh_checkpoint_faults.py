@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
+import json
 import os
 import shutil
 import signal
@@ -142,13 +144,17 @@ def test_a_full_disk_of_one_rank_ends_the_save_on_all(run, who):
     check_tidy(root)
 
 
-def flips(mesh: Mesh, root: Path) -> None:
-    """One bit of a box is flipped: the damage is named, and nothing is trained from it."""
+def refused(mesh: Mesh, root: Path, why: str) -> None:
+    """Nothing is loaded from a damaged checkpoint, and all ranks raise the same error."""
     with open_engine(mesh, STAGE) as engine:
+        train(engine, 1)
+        before = everything(engine)
         kind, text = failure(lambda: engine.load_checkpoint(root, "first"))
         assert kind == "CheckpointError"
-        assert "is damaged between bytes" in text
+        assert why in text
         assert len(set(everywhere(text))) == 1
+        if "manifest" in text:  # else the engine is half loaded, and says so
+            assert differences(everything(engine), before) == []
 
 
 @on_each_mesh
@@ -158,4 +164,18 @@ def test_a_damaged_box_is_refused_on_all_ranks(run):
     text = bytearray(path.read_bytes())
     text[-1] ^= 1
     path.write_bytes(text)
-    run_ranks(flips, RANKS, mesh, root)
+    run_ranks(refused, RANKS, mesh, root, "is damaged between bytes")
+
+
+@pytest.mark.parametrize("run", ["tensor"], indirect=True)
+def test_boxes_that_overlap_are_refused_on_all_ranks(run):
+    """The checksum of the manifest is right."""
+    mesh, root = run
+    path = root / "first" / "manifest.json"
+    head = json.loads(path.read_text())
+    first, second = head["body"]["parameters"]["1.up.weight"]["tensors"]["value"]["boxes"]
+    second["start"] = [first["extent"][0] - 1, 0]
+    canonical = json.dumps(head["body"], sort_keys=True, separators=(",", ":"))
+    head["sha256"] = hashlib.sha256(canonical.encode()).hexdigest()
+    path.write_text(json.dumps(head))
+    run_ranks(refused, RANKS, mesh, root, "boxes overlap at 10 of axis 0")
