@@ -27,21 +27,29 @@ COMMON = {
     "head_dim": 8,
     "tie_word_embeddings": True,
 }
-GPT2 = {
-    "n_embd": 16,
-    "n_head": 2,
-    "n_layer": 4,
-    "n_positions": 16,
-    "resid_pdrop": 0.0,
-    "embd_pdrop": 0.0,
-    "attn_pdrop": 0.0,
+EXTRA = {
+    "gpt2": {
+        "n_embd": 16,
+        "n_head": 2,
+        "n_layer": 4,
+        "n_positions": 16,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    },
+    # Its blocks return attention weights too.
+    "bloom": {"n_head": 2, "n_layer": 4, "hidden_dropout": 0.0, "attention_dropout": 0.0},
+    # Reads the embedding's device, on all stages.
+    "llama4_text": {"num_local_experts": 2, "num_experts_per_tok": 1},
+    "mixtral": {"num_local_experts": 2, "num_experts_per_tok": 1},
 }
 SPLITS = {"1F1B": ["2"], "LoopedBFS": ["1", "2", "3"]}
 
 
 def build(family: str) -> nn.Module:
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **{**COMMON, **(GPT2 if family == "gpt2" else {})})
+    config = AutoConfig.for_model(family, **{**COMMON, **EXTRA.get(family, {})})
+    config._experts_implementation = "eager"  # the other one has no fp64
     return AutoModelForCausalLM.from_config(config).double()
 
 
@@ -83,7 +91,7 @@ def expected(family: str) -> tuple[dict[str, Tensor], list[float], list[float]]:
 
 
 def cut(model: nn.Module, schedule: str) -> Any:
-    blocks = "transformer.h" if "GPT2" in type(model).__name__ else "model.layers"
+    blocks = "transformer.h" if hasattr(model, "transformer") else "model.layers"
     split = [f"{blocks}.{at}" for at in SPLITS[schedule]]
     return pipeline(model, split=split, schedule=schedule, loss_fn=loss_of)
 
@@ -110,6 +118,9 @@ def adamw(params: Any) -> torch.optim.Optimizer:
         ("qwen3", 2, "LoopedBFS", False),
         ("gemma", 3, "LoopedBFS", False),
         ("gpt2", 1, "1F1B", False),
+        ("bloom", 2, "1F1B", False),
+        ("llama4_text", 3, "1F1B", False),
+        ("mixtral", 1, "LoopedBFS", True),
         ("gpt2", 3, "LoopedBFS", True),
     ],
 )

@@ -140,11 +140,38 @@ class Backwards(Skips):
         return self.head(x)
 
 
+class Two(nn.Linear):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        y = super().forward(x)
+        return y, y.mean(0)
+
+
+class Means(Skips):
+    """The blocks' second results change the output of the model, after a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Two(4, 4) for _ in range(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, total = self.embed(tokens), 0
+        for layer in self.layers:
+            x, mean = layer(x)
+            total = total + mean
+        return self.head(x + total)
+
+
 @pytest.mark.parametrize(
     ("kind", "split", "kind_of_error", "text"),
     [
         (Between, ["layers.1"], UnsupportedError, r"cannot be cut before layers\.1"),
         (Backwards, ["layers.1"], UnsupportedError, r"in the order \[2, 1, 0\]"),
+        (
+            Means,
+            ["layers.1"],
+            UnsupportedError,
+            "return several tensors that the model may use later",
+        ),
         (Skips, ["head"], UsageError, "Its lists are layers"),
         (Skips, ["layers.0"], UsageError, r"Give names from layers\.1 to layers\.2"),
         (Skips, ["layers.2", "layers.1"], UsageError, "not in the order"),

@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from zeroshard.comm.dtensors import KINDS
+from zeroshard.comm.env import local_device
 from zeroshard.errors import UnsupportedError, UsageError
 from zeroshard.parallel.split import PipelineModel, add_tied_children
 
@@ -90,28 +91,36 @@ class After(_Shell):
 class Absent(nn.Module):
     """Stands for a module whose parameters are on other stages: returns zeros, in the right shapes.
 
-    The shapes are those that the module returns on the meta device. The zeros take no memory.
+    The shapes are those that the module returns on the meta device. The zeros take no memory. Attributes
+    are the module's; its parameters are zeros.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.__dict__["_shapes"] = copy.deepcopy(module, _without_values(module))
 
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return _zeros(getattr(self.__dict__["_shapes"], name), local_device())
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
-        device = given[0].device if given else torch.device("cpu")
+        device = given[0].device if given else local_device()
         args, kwargs = tree_map(
             lambda x: x.to("meta") if isinstance(x, Tensor) else x, (args, kwargs)
         )
         with torch.no_grad():
             returned = self.__dict__["_shapes"](*args, **kwargs)
+        return tree_map(partial(_zeros, device=device), returned)
 
-        def zeros(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            return torch.zeros((), dtype=value.dtype, device=device).expand(value.shape)
 
-        return tree_map(zeros, returned)
+def _zeros(value: Any, device: torch.device) -> Any:
+    """Zeros without memory in the place of a tensor; other values as they are."""
+    if not isinstance(value, Tensor):
+        return value
+    return torch.zeros((), dtype=value.dtype, device=device).expand(value.shape)
 
 
 def _without_values(module: nn.Module, *, requires_grad: bool = False) -> dict[int, Any]:
@@ -129,30 +138,51 @@ def _without_values(module: nn.Module, *, requires_grad: bool = False) -> dict[i
 
 
 class _Probe(_Shell):
-    """Runs a block and notes what it was given and what it returned."""
+    """Runs a block. ``note`` gets what it was given and what it returned, and may replace the latter."""
 
-    def __init__(self, block: nn.Module, note: Callable[[Any, Any], None]) -> None:
+    def __init__(self, block: nn.Module, note: Callable[[Any, Any], Any]) -> None:
         super().__init__(block)
         self.block, self._note = block, note
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        returned = self.block(*args, **kwargs)
-        self._note((args, kwargs), returned)
-        return returned
+        return self._note((args, kwargs), self.block(*args, **kwargs))
 
 
-class _AnswersYes(TorchFunctionMode):
-    """Answers True if the host asks a question about the values of a tensor without values.
+class _WithoutValues(TorchFunctionMode):
+    """Answers questions of the host about the values of a tensor that has none.
 
-    Models ask whether a mask masks anything, for example. It does not matter here.
+    Models ask whether a mask masks anything: it does. Routers ask which tokens an expert gets: all. The
+    meta device of torch multiplies groups of matrices in bf16 only.
     """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func in (Tensor.__bool__, Tensor.__contains__) and args[0].is_meta:
+        kwargs = kwargs or {}
+        if not args or not isinstance(args[0], Tensor) or not args[0].is_meta:
+            return func(*args, **kwargs)
+        if func in (Tensor.__bool__, Tensor.__contains__):
             return True
-        return func(*args, **(kwargs or {}))
+        if func in (torch.nonzero, Tensor.nonzero):
+            found = _all_places(args[0])
+            return found.unbind(1) if kwargs.get("as_tuple") else found
+        if func is torch.where and len(args) == 1 and not kwargs:
+            return _all_places(args[0]).unbind(1)
+        if getattr(func, "__name__", "") in ("_grouped_mm", "grouped_mm"):
+            dtype = args[0].dtype
+            args, kwargs = tree_map(_in_bf16, (args, kwargs))
+            return func(*args, **kwargs).to(dtype)
+        return func(*args, **kwargs)
+
+
+def _all_places(x: Tensor) -> Tensor:
+    """What ``torch.nonzero`` returns if nothing is zero: shape ``(numel, dim)``."""
+    return torch.empty((x.numel(), x.dim()), dtype=torch.int64, device=x.device)
+
+
+def _in_bf16(value: Any) -> Any:
+    is_float = isinstance(value, Tensor) and value.is_floating_point()
+    return value.to(torch.bfloat16) if is_float else value
 
 
 class _Trace:
@@ -182,7 +212,7 @@ class _Trace:
         before = dict(self.blocks._modules)
         self.blocks._modules.update(zip(before, modules, strict=True))
         try:
-            with torch.enable_grad(), _AnswersYes():
+            with torch.enable_grad(), _WithoutValues():
                 return self.model(**self.example)
         except ForwardLeft as left:
             return left.hidden
@@ -190,16 +220,31 @@ class _Trace:
             self.blocks._modules.update(before)
 
     def _follow(self) -> None:
-        """Run the whole model, and check that each block takes what the one before it returned."""
-        order: list[int] = []
+        """Run the whole model, and check that each block takes what the one before it returned.
 
-        def note(at: int, given: Any, returned: Any) -> None:
+        Tensors that a block returns beside the hidden states, such as attention weights, are replaced by
+        marks: nothing may depend on them.
+        """
+        order: list[int] = []
+        marks: list[Tensor] = []
+
+        def note(at: int, given: Any, returned: Any) -> Any:
+            leaves, spec = tree_flatten(returned)
+            tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+            for index in tensors[1:]:
+                mark = torch.empty_like(leaves[index])
+                marks.append(mark.requires_grad_(mark.is_floating_point()))
+                leaves[index] = mark
+            returned = tree_unflatten(leaves, spec)
             order.append(at)
             self.calls.append((given, returned))
+            return returned
 
         entries = list(self.blocks.children())
         try:
-            self.run([_Probe(block, partial(note, at)) for at, block in enumerate(entries)])
+            output = self.run(
+                [_Probe(block, partial(note, at)) for at, block in enumerate(entries)]
+            )
         except Exception as error:
             raise UnsupportedError(
                 f"{type(self.model).__name__} could not be followed: its forward raised "
@@ -212,17 +257,16 @@ class _Trace:
                 f"the forward of {type(self.model).__name__} runs the entries of {self.parent!r} in the "
                 f"order {order}, and not each once, {NOT_FOLLOWED}."
             )
-        self._check_chain()
+        self._check_chain(marks, output)
 
-    def _check_chain(self) -> None:
+    def _check_chain(self, marks: Sequence[Tensor], output: Any) -> None:
         shapes = []
         for at, (_, returned) in enumerate(self.calls):
             leaves, spec = tree_flatten(returned)
             tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-            if len(tensors) != 1:
+            if not tensors:
                 raise UnsupportedError(
-                    f"block {self.parent}.{at} returned {len(tensors)} tensors. Only hidden states are "
-                    f"sent to the next stage, {NOT_FOLLOWED}."
+                    f"block {self.parent}.{at} returned no hidden states, {NOT_FOLLOWED}."
                 )
             shapes.append(
                 (spec, tensors[0], [None if i in tensors else x for i, x in enumerate(leaves)])
@@ -231,6 +275,13 @@ class _Trace:
         if any(shape != shapes[0] for shape in shapes):
             raise UnsupportedError(
                 f"the blocks of {self.parent!r} do not all return the same structure, {NOT_FOLLOWED}."
+            )
+        used = {id(leaf) for given, _ in self.calls for leaf in tree_flatten(given)[0]}
+        used |= _leaves_of(output)
+        if not used.isdisjoint(map(id, marks)) or not all(mark.requires_grad for mark in marks):
+            raise UnsupportedError(
+                f"the blocks of {self.parent!r} return several tensors that the model may use later. "
+                f"Only hidden states are sent to the next stage, {NOT_FOLLOWED}."
             )
 
     def place_of_input(self, at: int) -> int:
