@@ -220,11 +220,32 @@ class _Trace:
             self.blocks._modules.update(before)
 
     def _follow(self) -> None:
-        """Run the whole model, and check that each block takes what the one before it returned.
+        """Run the whole model, and check that each block takes what the one before it returned."""
+        marks, output = self._run_marked()
+        self._check_chain()
+        if not marks:
+            return
+        calls = self.calls
+        self.model.train()  # may use more than in evaluation, such as logits of routers
+        more, trained = self._run_marked()
+        self.model.eval()
+        self.calls = calls
+        used = {id(leaf) for given, _ in calls for leaf in tree_flatten(given)[0]}
+        used |= _leaves_of(output) | _leaves_of(trained)
+        marks += more
+        if not used.isdisjoint(map(id, marks)) or not all(mark.requires_grad for mark in marks):
+            raise UnsupportedError(
+                f"the blocks of {self.parent!r} return several tensors that the model may use later. "
+                f"Only hidden states are sent to the next stage, {NOT_FOLLOWED}."
+            )
 
-        Tensors that a block returns beside the hidden states, such as attention weights, are replaced by
-        marks: nothing may depend on them.
+    def _run_marked(self) -> tuple[list[Tensor], Any]:
+        """Run the whole model, and note ``calls``. Returns marks, and the output.
+
+        A mark replaces each tensor that a block returns beside the hidden states, such as attention
+        weights. What depends on one has it in its graph.
         """
+        self.calls = []
         order: list[int] = []
         marks: list[Tensor] = []
 
@@ -257,9 +278,9 @@ class _Trace:
                 f"the forward of {type(self.model).__name__} runs the entries of {self.parent!r} in the "
                 f"order {order}, and not each once, {NOT_FOLLOWED}."
             )
-        self._check_chain(marks, output)
+        return marks, output
 
-    def _check_chain(self, marks: Sequence[Tensor], output: Any) -> None:
+    def _check_chain(self) -> None:
         shapes = []
         for at, (_, returned) in enumerate(self.calls):
             leaves, spec = tree_flatten(returned)
@@ -275,13 +296,6 @@ class _Trace:
         if any(shape != shapes[0] for shape in shapes):
             raise UnsupportedError(
                 f"the blocks of {self.parent!r} do not all return the same structure, {NOT_FOLLOWED}."
-            )
-        used = {id(leaf) for given, _ in self.calls for leaf in tree_flatten(given)[0]}
-        used |= _leaves_of(output)
-        if not used.isdisjoint(map(id, marks)) or not all(mark.requires_grad for mark in marks):
-            raise UnsupportedError(
-                f"the blocks of {self.parent!r} return several tensors that the model may use later. "
-                f"Only hidden states are sent to the next stage, {NOT_FOLLOWED}."
             )
 
     def place_of_input(self, at: int) -> int:
