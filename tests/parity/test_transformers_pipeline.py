@@ -118,7 +118,7 @@ def adamw(params: Any) -> torch.optim.Optimizer:
         ("qwen3", 2, "LoopedBFS", False),
         ("gemma", 3, "LoopedBFS", False),
         ("gpt2", 1, "1F1B", False),
-        ("bloom", 2, "1F1B", False),
+        ("bloom", 2, "1F1B", True),
         ("llama4_text", 3, "1F1B", False),
         ("mixtral", 1, "LoopedBFS", True),
         ("gpt2", 3, "LoopedBFS", True),

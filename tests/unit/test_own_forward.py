@@ -124,6 +124,43 @@ def test_a_stage_computes_again_what_it_needs_beside_the_blocks():
     assert torch.equal(value, expected)
 
 
+class Asks(Skips):
+    """Asks for the device of the embedding, and reads what a method of it returns, on all stages."""
+
+    def __init__(self, reads: str = "") -> None:
+        super().__init__()
+        self.embed.register_buffer("scale", torch.full((), 2.0))
+        self.reads = reads
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens.to(self.embed.weight.device)).to(self.embed.scale.dtype)
+        for layer in self.layers:
+            x = layer(x)
+        if self.reads:
+            x = x * getattr(self.embed, self.reads).detach().mean()
+        return self.head(x)
+
+
+def last_stage(model: nn.Module, tokens: Tensor) -> Tensor:
+    """The output of the second of two stages, for hidden states of ones."""
+    part = pipeline(model, split=["layers.2"], example={"tokens": tokens})
+    part.keep(1, 2)
+    part.given_names = ("tokens",)
+    return part(torch.ones(8, 4), tokens, stage=1)
+
+
+def test_a_stage_may_ask_what_kind_of_tensors_others_have():
+    whole = Asks()
+    expected = whole.head(whole.layers[2](torch.ones(8, 4)))
+    assert torch.equal(last_stage(Asks(), torch.arange(8)), expected)
+
+
+@pytest.mark.parametrize("tensor", ["weight", "scale"])
+def test_values_of_other_stages_are_never_made_up(tensor):
+    with pytest.raises(UnsupportedError, match=rf"reads the values of 'embed\.{tensor}'"):
+        last_stage(Asks(tensor), torch.arange(8))
+
+
 class Between(Skips):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)

@@ -32,6 +32,7 @@ from zeroshard.comm.dtensors import KINDS
 from zeroshard.comm.env import local_device
 from zeroshard.errors import UnsupportedError, UsageError
 from zeroshard.parallel.split import PipelineModel, add_tied_children
+from zeroshard.zero.sharded_parameter import mark_sharded, nan_placeholder, owners
 
 NOT_FOLLOWED = "so this model cannot be cut without order="
 
@@ -92,18 +93,26 @@ class Absent(nn.Module):
     """Stands for a module whose parameters are on other stages: returns zeros, in the right shapes.
 
     The shapes are those that the module returns on the meta device. The zeros take no memory. Attributes
-    are the module's; its parameters are zeros.
+    are the module's, but its tensors have no values: a model may ask for their device and dtype, and a
+    read is an error. ``fqn``: the module's name, for that error.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, fqn: str) -> None:
         super().__init__()
         self.__dict__["_shapes"] = copy.deepcopy(module, _without_values(module))
+        self.__dict__["_fqn"] = fqn
+        self.__dict__["_seen"] = {}  # by name: what stands for tensors and modules of the module
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return _zeros(getattr(self.__dict__["_shapes"], name), local_device())
+            value, seen = getattr(self.__dict__["_shapes"], name), self.__dict__["_seen"]
+        if name not in seen and isinstance(value, nn.Module):
+            seen[name] = Absent(value, f"{self._fqn}.{name}")
+        elif name not in seen and isinstance(value, Tensor):
+            seen[name] = _elsewhere(value, f"{self._fqn}.{name}")
+        return seen.get(name, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
@@ -113,14 +122,47 @@ class Absent(nn.Module):
         )
         with torch.no_grad():
             returned = self.__dict__["_shapes"](*args, **kwargs)
-        return tree_map(partial(_zeros, device=device), returned)
+
+        def zeros(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            return torch.zeros((), dtype=value.dtype, device=device).expand(value.shape)
+
+        return tree_map(zeros, returned)
 
 
-def _zeros(value: Any, device: torch.device) -> Any:
-    """Zeros without memory in the place of a tensor; other values as they are."""
-    if not isinstance(value, Tensor):
-        return value
-    return torch.zeros((), dtype=value.dtype, device=device).expand(value.shape)
+class _OtherStage:
+    """The owner of a tensor of another stage: a read of its values raises."""
+
+    order = 0
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def index(self, _param: Tensor) -> int:
+        return 0
+
+    def read(self, _param: nn.Parameter) -> Tensor | None:
+        raise UnsupportedError(
+            f"the model's forward reads the values of {self.name!r} on a pipeline stage that does not "
+            "have them, and its output has no gradient for them, so they were not found when the model "
+            "was cut. Cut elsewhere, or pass order= to pipeline()."
+        )
+
+    def is_collective_read(self, fact: bool) -> bool:
+        return fact
+
+    def ensure_writable(self, _param: nn.Parameter, _beside: Collection[Tensor]) -> bool:
+        return False
+
+
+def _elsewhere(like: Tensor, name: str) -> nn.Parameter:
+    """A tensor without values and memory that answers for the shape, dtype and device of another one."""
+    param = nn.Parameter(nan_placeholder(like, local_device()), requires_grad=False)
+    mark_sharded([param])
+    owner = _OtherStage(name)
+    owners[param] = lambda: owner
+    return param
 
 
 def _without_values(module: nn.Module, *, requires_grad: bool = False) -> dict[int, Any]:
@@ -457,7 +499,7 @@ class OwnForwardModel(PipelineModel):
                 continue
             there = [id(param) in held for param in child.parameters()]
             if there and not any(there) and not self._parent.startswith(f"{fqn}."):
-                module._modules[leaf] = Absent(child)
+                module._modules[leaf] = Absent(child, fqn)
             elif not all(there):
                 self._leave_out(child, fqn, held)
 

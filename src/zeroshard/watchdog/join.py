@@ -289,7 +289,7 @@ def waiting_for_partners(
                         f"rank {dist.get_rank()} waits: {why}. Look at its output first."
                     )
 
-    with watchdog.wait_for(tuple(ranks), call, waiting.settings):
+    with watchdog.set_up_with(tuple(ranks), call, waiting.settings):
         yield check
 
 

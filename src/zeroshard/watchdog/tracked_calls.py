@@ -1,9 +1,8 @@
 """The sequences of calls that all ranks take part in, and the call of each that this rank is blocked in.
 
-There are five kinds: the collectives of an engine, the calls of its control group, the set-ups of engines
-and models, the waits for some ranks outside of both, and the calls that the program itself makes of
-``torch.distributed``. The watchdog follows all of them in one thread; see
-:mod:`zeroshard.watchdog.watchdog`.
+There are four kinds: the collectives of an engine, the calls of its control group, the set-ups of engines
+and models, and the calls that the program itself makes of ``torch.distributed``. The watchdog follows all
+of them in one thread; see :mod:`zeroshard.watchdog.watchdog`.
 """
 
 from __future__ import annotations
@@ -163,17 +162,22 @@ def calls_of_torch() -> int:
 
 
 class SetUps:
-    """The sequence of set-ups of engines and models. ``reached``: the number of this rank's set-ups."""
+    """The sequence of set-ups of engines and models. ``reached``: the number of this rank's set-ups.
 
-    def __init__(self) -> None:
+    ``members``: the global ranks that set up together; empty: all.
+    """
+
+    def __init__(self, members: tuple[int, ...] = ()) -> None:
         self.reached = 0
+        self._members = members
+        self._label = f"{SET_UPS} of {','.join(map(str, members))}" if members else SET_UPS
         self._wait: Wait | None = None
 
     @contextlib.contextmanager
     def begin(self, number: int, what: str) -> Iterator[None]:
-        """A context for the ``number``-th set-up, from 1, in which all ranks take part."""
+        """A context for the ``number``-th set-up, from 1, in which all members take part."""
         self.reached = number
-        self._wait = Wait(SET_UPS, number, what)
+        self._wait = Wait(self._label, number, what, members=self._members)
         try:
             yield
         finally:
@@ -181,40 +185,8 @@ class SetUps:
 
     def followed(self, settings: WatchdogSettings) -> TrackedCalls:
         """The set-ups as a sequence that the watchdog can follow."""
-        return TrackedCalls(SET_UPS, settings, lambda: self._wait, lambda: self.reached)
-
-
-class PartnerWaits:
-    """This rank's waits for ``members`` in one function of ZeroShard, outside of engines and set-ups.
-
-    ``what``: the function that the program called.
-    """
-
-    def __init__(self, what: str, members: tuple[int, ...]) -> None:
-        self._members = members
-        self._what = what
-        self._label = f"{what} of ranks {','.join(map(str, members))}"
-        self._reached = 0
-        self._wait: Wait | None = None
-
-    @contextlib.contextmanager
-    def begin(self) -> Iterator[None]:
-        """A context for the next call of the function."""
-        self._reached += 1
-        self._wait = Wait(self._label, self._reached, self._what, members=self._members)
-        try:
-            yield
-        finally:
-            self._wait = None
-
-    def followed(self, settings: WatchdogSettings) -> TrackedCalls:
-        """The waits as a sequence that the watchdog can follow."""
         return TrackedCalls(
-            self._label,
-            settings,
-            lambda: self._wait,
-            lambda: self._reached,
-            members=self._members,
+            self._label, settings, lambda: self._wait, lambda: self.reached, members=self._members
         )
 
 

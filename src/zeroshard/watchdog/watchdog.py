@@ -72,7 +72,7 @@ from zeroshard.watchdog.rank_status import (
     remove_files,
 )
 from zeroshard.watchdog.settings import WatchdogSettings
-from zeroshard.watchdog.tracked_calls import CallsOfTorch, PartnerWaits, SetUps, TrackedCalls
+from zeroshard.watchdog.tracked_calls import CallsOfTorch, SetUps, TrackedCalls
 
 #: How long a main thread with a broken connection waits for the diagnosis.
 _EXPLAIN_S = 8.0
@@ -144,8 +144,8 @@ class Watchdog:
             self._set_ups.followed(settings),
             CallsOfTorch(self._main).followed(settings),
         ]
-        self._partner_waits: dict[tuple[str, tuple[int, ...]], PartnerWaits] = {}
-        self._partners: list[TrackedCalls] = []
+        self._set_ups_of: dict[tuple[int, ...], SetUps] = {}
+        self._running: list[TrackedCalls] = []  # set-ups of some ranks
         self._left: dict[str, str] = {}
         self._frozen: FrozenStack | None = None
         self._elected_at_s: float | None = None
@@ -203,19 +203,19 @@ class Watchdog:
             yield
 
     @contextlib.contextmanager
-    def wait_for(
+    def set_up_with(
         self, members: tuple[int, ...], what: str, settings: WatchdogSettings
     ) -> Iterator[None]:
-        """A context in which this rank waits for the ranks ``members``, which call ``what`` as well."""
+        """A context for the next set-up of some global ranks. ``what``: the program's call."""
         self._main = threading.get_ident()
-        waits = self._partner_waits.setdefault((what, members), PartnerWaits(what, members))
-        followed = waits.followed(settings)
-        with waits.begin():
-            self._partners.append(followed)
-            try:
+        set_ups = self._set_ups_of.setdefault(members, SetUps(members))
+        followed = set_ups.followed(settings)
+        self._running.append(followed)
+        try:
+            with set_ups.begin(set_ups.reached + 1, what):
                 yield
-            finally:
-                self._partners.remove(followed)
+        finally:
+            self._running.remove(followed)
 
     def follow(self, session_watch: WatchedSession) -> None:
         """Follow the sequences of ``session_watch`` too, from now on."""
@@ -339,7 +339,7 @@ class Watchdog:
     def tick_s(self) -> float:
         """Seconds until the next look."""
         sessions = list(self._sessions)
-        idle = not sessions and not self._partners and self._set_ups_wait() is None
+        idle = not sessions and not self._running and self._set_ups_wait() is None
         own = min([self._settings.tick_s, *(session.settings.tick_s for session in sessions)])
         return min(own, _IDLE_TICK_S) if idle else own
 
@@ -380,7 +380,7 @@ class Watchdog:
 
     def _followed(self) -> list[TrackedCalls]:
         parts = [part for session in list(self._sessions) for part in session.parts]
-        return [*parts, *self._always, *self._partners]
+        return [*parts, *self._always, *self._running]
 
     def _answer(self, asked: int) -> None:
         """Post what this rank does, then wait for the diagnosis of the rank that asked."""
