@@ -256,6 +256,13 @@ def test_a_plan_of_the_model_that_names_nothing_is_an_error():
     )
 
 
+def test_a_plan_of_the_model_that_leaves_all_blocks_whole_is_an_error():
+    model = TinyGPT()
+    head = next(n for n, m in model.named_children() if isinstance(m, nn.Linear))
+    model._tp_plan = {head: "colwise_gather_output"}  # type: ignore[assignment]
+    assert f"cuts {head}, and no layer of its 2 blocks such as 'blocks.0'" in refused(model, "auto")
+
+
 def test_a_model_without_a_known_structure_lists_its_layers():
     assert "has no repeated blocks" in refused(nn.Linear(4, 4), "auto")
     model = TinyGPT()

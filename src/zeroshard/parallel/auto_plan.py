@@ -102,6 +102,15 @@ def _from_transformers(model: nn.Module, own: Mapping[str, str]) -> dict[str, st
             f"{next(iter(own))!r}. If another library wraps the model, cut the model before it is "
             "wrapped, or pass a plan."
         )
+    blocks = [name for name, _ in _blocks(model)]
+    inside = {".".join("*" if t.isdigit() else t for t in name.split(".")) for name in blocks}
+    if blocks and not any(glob.startswith(f"{block}.") for glob in plan for block in inside):
+        raise UsageError(
+            f'plan "auto": the plan of {type(model).__name__} cuts {", ".join(plan)}, and no layer of '
+            f"its {len(blocks)} blocks such as {blocks[0]!r}, so each tensor rank would hold and compute "
+            "all of them. Train without tensor parallelism, where ZeRO shards these layers as any other, "
+            "or pass a plan of your own."
+        )
     for glob, style in plan.items():
         if style == "colwise" and FUSED.search(glob.rpartition(".")[2].lower()):
             plan[glob] = "colwise_by_head"  # the authors say that it may be cut
