@@ -161,6 +161,35 @@ def test_values_of_other_stages_are_never_made_up(tensor):
         last_stage(Asks(tensor), torch.arange(8))
 
 
+class Changes(Skips):
+    """Its blocks are a ``Sequential``, and the embedding's output is changed in place, on all stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*self.layers)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        x += 1.0
+        return self.head(self.layers(x))
+
+
+def test_a_stage_may_change_what_it_does_not_have_in_place():
+    whole = Changes()
+    expected = whole.head(whole.layers[2](torch.ones(8, 4)))
+    assert torch.equal(last_stage(Changes(), torch.arange(8)), expected)
+
+
+@pytest.mark.parametrize("name", ["stages", "keep"])
+def test_a_module_with_a_name_of_the_pipeline_is_refused(name):
+    model = Skips()
+    model.add_module(name, nn.Linear(4, 4))
+    with pytest.raises(UnsupportedError, match=f"has a module named {name!r}"):
+        pipeline(model, split=["layers.1"], example={"tokens": torch.arange(8)})
+    with pytest.raises(UnsupportedError, match=f"has a module named {name!r}"):
+        pipeline(model, split=["layers.1"], order=["embed", "layers", "head", name])
+
+
 class Between(Skips):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
@@ -217,6 +246,13 @@ class Means(Skips):
 def test_what_cannot_be_cut_says_why(kind, split, kind_of_error, text):
     with pytest.raises(kind_of_error, match=text):
         pipeline(kind(), split=split, example={"tokens": torch.arange(8)})
+
+
+def test_a_model_without_lists_says_so():
+    model = nn.Module()
+    model.embed = nn.Embedding(8, 4)
+    with pytest.raises(UsageError, match="It has no list of modules"):
+        pipeline(model, split=["layers.1"], example={"tokens": torch.arange(8)})
 
 
 def test_a_model_without_example_inputs_is_refused():

@@ -34,6 +34,7 @@ from zeroshard.errors import UnsupportedError, UsageError
 from zeroshard.parallel.split import PipelineModel, add_tied_children
 from zeroshard.zero.sharded_parameter import mark_sharded, nan_placeholder, owners
 
+_LISTS = (nn.ModuleList, nn.Sequential)
 NOT_FOLLOWED = "so this model cannot be cut without order="
 
 
@@ -92,9 +93,10 @@ class After(_Shell):
 class Absent(nn.Module):
     """Stands for a module whose parameters are on other stages: returns zeros, in the right shapes.
 
-    The shapes are those that the module returns on the meta device. The zeros take no memory. Attributes
-    are the module's, but its tensors have no values: a model may ask for their device and dtype, and a
-    read is an error. ``fqn``: the module's name, for that error.
+    The shapes are those that the module returns on the meta device. The zeros have memory, since a model
+    may change them in place; they are freed soon, because nothing depends on them. Attributes are the
+    module's, but its tensors have no values: a model may ask for their device and dtype, and a read is an
+    error. ``fqn``: the module's name, for that error.
     """
 
     def __init__(self, module: nn.Module, fqn: str) -> None:
@@ -123,12 +125,9 @@ class Absent(nn.Module):
         with torch.no_grad():
             returned = self.__dict__["_shapes"](*args, **kwargs)
 
-        def zeros(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            return torch.zeros((), dtype=value.dtype, device=device).expand(value.shape)
-
-        return tree_map(zeros, returned)
+        return tree_map(
+            lambda x: torch.zeros_like(x, device=device) if isinstance(x, Tensor) else x, returned
+        )
 
 
 class _OtherStage:
@@ -447,6 +446,7 @@ class OwnForwardModel(PipelineModel):
 
     def _take(self, tree: Mapping[str, nn.Module]) -> None:
         """Have the model's own tables: what is replaced here is replaced in the model."""
+        super()._take({name: m for name, m in self._model._modules.items() if m is not None})
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[table] = self._model.__dict__[table]
 
@@ -583,18 +583,22 @@ def cut_own_forward(
     """Cut a model by the names of blocks. ``example``: inputs by name, of which only shapes are used.
 
     Raises:
-        UsageError: the names are not entries of one ``ModuleList``, in order.
+        UsageError: the names are not entries of one ``ModuleList`` or ``Sequential``, in order.
         UnsupportedError: the model's forward does not run the blocks one after the other.
     """
     parents = {name.rpartition(".")[0] for name in split}
     known = dict(model.named_modules())
     parent = next(iter(parents), "")
-    if len(parents) != 1 or not isinstance(known.get(parent), nn.ModuleList):
-        lists = [name for name, module in known.items() if isinstance(module, nn.ModuleList)]
+    lists = [name for name, module in known.items() if name and isinstance(module, _LISTS)]
+    if len(parents) != 1 or parent not in lists:
         raise UsageError(
-            f"split={list(split)} does not name entries of one ModuleList. {type(model).__name__} has a "
-            "forward of its own, so it is cut between blocks. Its lists are "
-            f"{', '.join(lists) or 'none'}; name for example {(lists or ['layers'])[0]}.1."
+            f"split={list(split)} does not name entries of one ModuleList or Sequential. "
+            f"{type(model).__name__} has a forward of its own, so it is cut between blocks. "
+            + (
+                f"Its lists are {', '.join(lists[:8])}; name for example {lists[0]}.1."
+                if lists
+                else "It has no list of modules, so it cannot be cut without order=."
+            )
         )
     leaves = list(known[parent]._modules)
     places = []

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.core.mesh_sources import MeshSource
-from zeroshard.errors import UsageError
+from zeroshard.errors import UnsupportedError, UsageError
 from zeroshard.parallel.schedules import stages_of
 
 STAGE = "pipeline_stage_"
@@ -91,6 +91,13 @@ def _reset(module: nn.Module, own: Mapping[str, nn.Parameter | None]) -> None:
         module._parameters.update(others)
 
 
+def _clash(name: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"the model has a module named {name!r}, and a pipeline has an attribute of that name, so the "
+        "engine could not tell them apart. Rename the module, or put the model into another module."
+    )
+
+
 class PipelineModel(nn.Module):
     """A model that is cut into stages. Made by ``pipeline()``; the engine calls :meth:`keep`.
 
@@ -147,9 +154,25 @@ class PipelineModel(nn.Module):
         self._placed: tuple[int, int] | None = None  # pipeline rank and size of keep()
         self._stage_of: dict[str, int] = {}
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        is_own = "_stage_of" not in self.__dict__  # the constructor's last field
+        if (
+            is_own
+            and name in self.__dict__.get("_modules", ())
+            and not isinstance(value, nn.Module)
+        ):
+            raise _clash(name)
+        super().__setattr__(name, value)
+
     def _take(self, tree: Mapping[str, nn.Module]) -> None:
-        """Register the modules of the model under their names."""
+        """Register the modules of the model under their names.
+
+        Raises:
+            UnsupportedError: a module has the name of an attribute of this class.
+        """
         for name, child in tree.items():
+            if hasattr(type(self), name):
+                raise _clash(name)
             self.add_module(name, child)
 
     def keep(self, rank: int, ranks: int) -> None:
