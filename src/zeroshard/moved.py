@@ -325,7 +325,7 @@ CLASSES = {  # module of today: old name -> new name, or "module:name" where tha
         "witness_from_host": "status_from_host",
     },
     "watchdog.session": {
-        "Track": "SessionWatch",
+        "Track": "watchdog.session_watch:SessionWatch",
         "Watch": "CommSession",
         "open_watch": "open_session",
     },
@@ -334,9 +334,9 @@ CLASSES = {  # module of today: old name -> new name, or "module:name" where tha
     "watchdog.watchdog": {
         "EXIT_VERDICT": "errors:EXIT_DIAGNOSIS",
         "Sentinel": "Watchdog",
-        "SessionWatch": "watchdog.session:SessionWatch",
-        "Track": "watchdog.session:SessionWatch",
-        "divergence_text": "watchdog.session:divergence_text",
+        "SessionWatch": "watchdog.session_watch:SessionWatch",
+        "Track": "watchdog.session_watch:SessionWatch",
+        "divergence_text": "watchdog.session_watch:divergence_text",
     },
     "zero.access": {"Training": "UnitOptimState"},
     "zero.clip": {

@@ -20,7 +20,7 @@ from zeroshard.config import load_config
 from zeroshard.engine.build import gathers_while_reducing
 from zeroshard.errors import ConfigError, LaunchError, RankMismatch, UsageError
 from zeroshard.testing.ranks import on_ranks
-from zeroshard.watchdog import session
+from zeroshard.watchdog import session, session_opener
 from zeroshard.watchdog.settings import WatchdogSettings
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -72,7 +72,7 @@ def opened_for(device=CPU, **options):
         return comm
 
     settings = WatchdogSettings(first_report_s=1.0, tick_s=0.1)
-    with mock.patch.object(session, "make_comm", made):
+    with mock.patch.object(session_opener, "make_comm", made):
         opened = session.open_session(
             transport="auto", device=device, trust=settings, plan={"a": "1"}, **options
         )

@@ -8,10 +8,10 @@ import json
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -26,191 +26,40 @@ from zeroshard.comm.agreement import (
     numbered_namespace,
     post_plan,
 )
-from zeroshard.comm.collectives import Comm, first_line, lost_text, queues_on_device
+from zeroshard.comm.collectives import Comm, first_line, queues_on_device
 from zeroshard.comm.connect import DeviceUse, check_devices, default_store, device_use, make_comm
 from zeroshard.comm.env import run_name
 from zeroshard.comm.flight_recorder import rank_ranges
-from zeroshard.comm.host import Process, new_sockets, open_sockets, shut_down, this_process
+from zeroshard.comm.host import Process, shut_down, this_process
 from zeroshard.comm.layer_calls import LayerCalls, forget_layers, watch_layers
-from zeroshard.comm.recorder import Item, Recorder, sweep_recordings
-from zeroshard.comm.stage_messages import Channel, StageMessages, channels_of
+from zeroshard.comm.recorder import Recorder, sweep_recordings
 from zeroshard.comm.two_hop import TwoHopComm
 from zeroshard.config.sections import TrustConfig
-from zeroshard.core.mesh import SHARDS, Mesh
+from zeroshard.core.mesh import Mesh
 from zeroshard.device.choice import ops_of
 from zeroshard.errors import DistributedError, RankDivergence, RankLost, ZeroShardError
 from zeroshard.watchdog.join import own_client, watchdog_of
 from zeroshard.watchdog.lone_reads import LoneReadCheck
-from zeroshard.watchdog.messages import StoreLost, look, watchdog_namespace
+from zeroshard.watchdog.messages import look, watchdog_namespace
 from zeroshard.watchdog.rank_status import Peer
+from zeroshard.watchdog.session_opener import (
+    GroupKind,
+    PipelineLinks,
+    SessionOpener,
+    SetUpRanks,
+    groups_of,
+    own_group,
+)
+from zeroshard.watchdog.session_watch import SessionWatch, divergence_text
 from zeroshard.watchdog.settings import WatchdogSettings
-from zeroshard.watchdog.tracked_calls import TrackedCalls, calls_of
+from zeroshard.watchdog.tracked_calls import calls_of
 from zeroshard.watchdog.uncaught import explain_uncaught, leave_uncaught
-from zeroshard.watchdog.watchdog import Watchdog
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _CONNECTION = re.compile(r"[Cc]onnection (closed|reset)|[Bb]roken pipe|Read error|gloo|NCCL")
 """How errors of torch's transports speak of a connection that broke."""
-
-
-class SessionWatch:
-    """The sequences of one :class:`~.session.CommSession`.
-
-    ``peers``: every rank's process and the path of its recording, by global rank. ``parts``: the
-    sequences, first the collectives over all ranks.
-    """
-
-    def __init__(
-        self,
-        watchdog: Watchdog,
-        label: str,
-        settings: WatchdogSettings,
-        peers: Mapping[int, Peer],
-        parts: Sequence[TrackedCalls],
-    ) -> None:
-        self.label = label
-        self.settings = settings
-        self.peers = dict(peers)
-        self.parts = list(parts)
-        self.errand: Callable[[], None] = lambda: None  # run at each look, in the watchdog's thread
-        self._watchdog = watchdog
-        watchdog.follow(self)
-
-    def start(self, *wakers: Callable[[], object]) -> None:
-        """Note ``wakers``, which wake the main thread after a fatal diagnosis.
-
-        Called when the recordings of all ranks exist.
-        """
-        # A process whose files cannot be seen is in another container: treat it as on another host.
-        self.peers.update(
-            {r: p.far() for r, p in self.peers.items() if not Path(p.recording).exists()}
-        )
-        for part in self.parts:
-            part.peers = {
-                rank: replace(self.peers[rank], recording=part.peers[rank].recording)
-                for rank in part.members or self.peers
-            }
-            if part.collective:
-                part.wakers = wakers
-
-    def part_of(self, recorder: Recorder) -> TrackedCalls:
-        """The collectives that ``recorder`` records."""
-        return next(part for part in self.parts if part.recorder is recorder)
-
-    def explainer(self, recorder: Recorder) -> PartExplainer:
-        """The error explainer of the transport that ``recorder`` records."""
-        return PartExplainer(self._watchdog, self.part_of(recorder))
-
-    def ask(self, peers: Sequence[int] = ()) -> Exception | None:
-        """The diagnosis of a broken connection to ``peers``, or of the program; None: not known."""
-        return self._watchdog.explain(self.parts[0], peers)
-
-    def settle(self, part: TrackedCalls, odd: Sequence[int]) -> Exception:
-        """The exception for histories of the ranks ``odd`` that differ from those of the others."""
-        return self._watchdog.settle(part) or RankDivergence(divergence_text(odd))
-
-    def readers(self, recorder: Recorder) -> LoneReadCheck:
-        """A check whether all ranks read sharded values together. Every rank has to use it.
-
-        ``recorder`` has the collectives of the session.
-        """
-        weak, label, ranks = weakref.ref(self._watchdog), self.label, tuple(self.peers)
-
-        def watchdog() -> Watchdog:
-            if (strong := weak()) is None:
-                raise StoreLost("the watchdog has ended")
-            return strong
-
-        def call(operation: Callable[[Any], Any]) -> Any:
-            return watchdog().messages.call(operation)
-
-        readers = LoneReadCheck(
-            call,
-            label=label,
-            rank=ranks.index(recorder.rank),
-            size=len(ranks),
-            position=lambda words: watchdog().position(words),
-            history=lambda: f"{recorder.seq}-{recorder.hash64:x}",
-            gone=lambda at: watchdog().why_gone(label, ranks[at]),
-            report_s=self.settings.report_s(),
-            limit_s=self.settings.collective_timeout_s,
-        )
-        self.errand = readers.answer
-        return readers
-
-    def close(self, reason: str = "") -> None:
-        """End the watch over this session. ``reason``: the exception that ended this rank's part."""
-        self._watchdog.leave(self, reason)
-        self._watchdog.release()
-
-
-@dataclass(frozen=True, eq=False)
-class PartExplainer:
-    """The error explainer of one transport: asks what the ranks do in ``part``, its calls."""
-
-    watchdog: Watchdog
-    part: TrackedCalls
-
-    def explain(self, item: Item, peers: Sequence[int], detail: str) -> Exception:
-        """The exception for a connection to one of ``peers`` (global ranks) that broke in ``item``."""
-        error = self.watchdog.explain(self.part, peers)
-        return error or RankLost(lost_text(item, peers, detail))
-
-
-def divergence_text(odd: Sequence[int]) -> str:
-    """The message when hashes differ and no rank can be asked."""
-    return (
-        f"RankDivergence: {rank_ranges(odd)} called other collectives than the other ranks since "
-        "the last check.\n  Run the same modules in the same order on every rank."
-    )
-
-
-@dataclass(frozen=True, eq=False)
-class PipelineLinks:
-    """The messages that torch's schedules send in the process group of one pipeline, and its sockets."""
-
-    messages: StageMessages
-    sockets: Mapping[int, str]
-    session_watch: SessionWatch | None
-
-    @classmethod
-    def open(
-        cls,
-        mesh: Mesh,
-        rank: int,
-        session_watch: SessionWatch | None,
-        recorders: Mapping[Channel, Recorder] | None = None,
-    ) -> PipelineLinks:
-        """Connect the pipelines of a mesh. Collective over all ranks."""
-        before = open_sockets()
-        group = _own_group(mesh.groups({"pipeline"}), rank)
-        assert group is not None  # every rank is in one pipeline
-        if recorders is None:
-            messages = StageMessages.unwatched(group)
-        else:
-            messages = StageMessages(group, recorders)
-        return cls(messages, new_sockets(before), session_watch)
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The process group of the pipeline."""
-        return self.messages.group
-
-    def abort(self) -> None:
-        """Make the waits of the other ranks for a message of this rank fail now."""
-        shut_down(self.sockets)
-
-    def explain(self, detail: str) -> Exception:
-        """The exception for a message that did not arrive, because a rank of the pipeline has ended."""
-        peers = [r for r in dist.get_process_group_ranks(self.group) if r != dist.get_rank()]
-        found = None
-        if self.session_watch is not None:
-            found = self.session_watch.ask(peers)
-        return found or RankLost(
-            f"RankLost: a connection of the pipeline to {rank_ranges(peers)} failed: {detail}"
-        )
 
 
 @dataclass(eq=False)
@@ -240,7 +89,7 @@ class CommSession:
     pipeline: PipelineLinks | None = None  # between the ranks that hold the stages of one model
     layers: Recorder | None = None  # of the collectives of layers, in the program's tensor groups
 
-    def place(self, kind: _Kind, comms: Sequence[Comm]) -> None:
+    def place(self, kind: GroupKind, comms: Sequence[Comm]) -> None:
         """Use ``comms`` for this rank's group of one kind: "holders", then "replicas"."""
         if kind.tie:
             self.ties[kind.tie] = comms[0]
@@ -431,7 +280,7 @@ def open_session(
     if watchdog is not None:
         watchdog.check()
     number, namespace = _store_namespace(ranks, dist.get_rank(group))
-    crew = _Setup(ranks, dist.get_rank(group), number, call, settings, watchdog)
+    crew = SetUpRanks(ranks, dist.get_rank(group), number, call, settings, watchdog)
     with watchdog.set_up(number + 1, call, settings) if watchdog else contextlib.nullcontext():
         try:
             peers = _agree(crew, namespace, plan, device_use(group, device))
@@ -463,7 +312,7 @@ def set_up_together(
     ranks, me = tuple(range(dist.get_world_size())), dist.get_rank()
     watchdog = watchdog_of(ranks, settings, _run_space()) if settings.watchdog else None
     number, namespace = _store_namespace(ranks, me)
-    crew = _Setup(ranks, me, number, call, settings, watchdog)
+    crew = SetUpRanks(ranks, me, number, call, settings, watchdog)
     with watchdog.set_up(number + 1, call, settings) if watchdog else contextlib.nullcontext():
         try:
             crew.check()
@@ -479,30 +328,8 @@ def set_up_together(
         yield crew.check
 
 
-@dataclass(frozen=True, eq=False)
-class _Setup:
-    """The ranks of one set-up, ``me``, the index of this rank among them, and the set-up's ``number``."""
-
-    ranks: tuple[int, ...]
-    me: int
-    number: int
-    call: str
-    settings: WatchdogSettings
-    watchdog: Watchdog | None
-
-    @property
-    def label(self) -> str:
-        """The name of what is set up; the same on every rank."""
-        return f"{self.call} {self.number}"
-
-    @property
-    def check(self) -> Callable[..., None]:
-        """A function that raises the fatal diagnosis, if there is one."""
-        return self.watchdog.check if self.watchdog is not None else lambda _missing=(): None
-
-
 def _agree(
-    crew: _Setup, namespace: Store, plan: Mapping[str, str], own_device: DeviceUse
+    crew: SetUpRanks, namespace: Store, plan: Mapping[str, str], own_device: DeviceUse
 ) -> dict[int, Peer]:
     """The process and recording of every rank, by global rank, after all have agreed on ``plan``."""
     limit_s = crew.settings.limit_s("setup")
@@ -531,8 +358,8 @@ def _unwatched(
     """The session of one rank, or of a fake group, in which one process plays one of many ranks."""
     world = make_comm(transport=transport, device=device, group=group)
     session = CommSession(world, world, world)
-    for kind in _groups_of(mesh, ties):
-        own = _own_group(kind.groups, dist.get_rank())
+    for kind in groups_of(mesh, ties):
+        own = own_group(kind.groups, dist.get_rank())
         if own is None:
             continue
         session.groups.append(own)
@@ -545,147 +372,8 @@ def _unwatched(
     return session
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """A kind of groups: lists of ranks. ``tie``: the pipeline ranks that share a tied weight."""
-
-    name: str
-    groups: Sequence[tuple[int, ...]]
-    tie: tuple[int, ...] = ()
-
-
-def _groups_of(mesh: Mesh, ties: Sequence[tuple[int, ...]]) -> Iterator[_Kind]:
-    """The kinds of groups that a mesh needs besides all ranks."""
-    if not mesh.is_flat:
-        yield _Kind("holders", mesh.groups(SHARDS))
-    if mesh.data_replicate > 1:
-        yield _Kind("replicas", mesh.groups({"data_replicate"}))
-    if mesh.tensor > 1:
-        yield _Kind("tensor", mesh.groups({"tensor"}))
-    for number, tie in enumerate(ties):
-        yield _Kind(f"tied-{number}", mesh.tied_groups(tie), tie)
-
-
-def _own_group(groups: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup | None:
-    """A new process group over the group of ``rank``; None: it is in none.
-
-    Torch requires that all ranks make all groups.
-    """
-    own: dist.ProcessGroup | None = None
-    for ranks in groups:
-        made = dist.new_group(list(ranks), group_desc="zeroshard mesh")
-        own = made if rank in ranks else own
-    return own
-
-
-@dataclass(eq=False)
-class _Opener:
-    """Opens the communicators of one session and notes what is to be closed after an error."""
-
-    crew: _Setup
-    peers: Mapping[int, Peer]
-    transport: str
-    device: torch.device
-    home: Recorder  # of the collectives over all ranks
-    session_watch: SessionWatch | None
-    comms: list[Comm] = field(default_factory=list)
-    recorders: list[Recorder] = field(default_factory=list)
-    groups: list[dist.ProcessGroup] = field(default_factory=list)
-    sockets: dict[int, str] = field(default_factory=dict)  # of ``groups``
-
-    def open(
-        self, recorder: Recorder, group: dist.ProcessGroup, purposes: Sequence[str]
-    ) -> list[Comm]:
-        """One communicator for each purpose, or one for all, if its transport has no queue."""
-        settings, opened = self.crew.settings, []
-        guard = self.session_watch.explainer(recorder) if self.session_watch is not None else None
-        for purpose in purposes:
-            comm = make_comm(
-                transport=self.transport,
-                recorder=recorder,
-                group=group,
-                purpose=purpose,
-                device=self.device,
-                guard=guard,
-                timeout_s=settings.collective_timeout_s + 60,
-                check=self.crew.check,
-            )
-            self.comms.append(comm)
-            opened.append(comm)
-            if not queues_on_device(comm):
-                break
-        return opened
-
-    def watch_group(self, name: str, kind: str, members: tuple[int, ...]) -> Recorder:
-        """A recorder of what ``members`` call or send among themselves, which the watch follows.
-
-        ``kind``: distinguishes its file from those of this rank's other groups.
-        """
-        crew, rank = self.crew, self.crew.ranks[self.crew.me]
-        theirs = {
-            r: replace(self.peers[r], recording=_beside(self.peers[r], kind)) for r in members
-        }
-        own = Path(theirs[rank].recording) if theirs[rank].recording else None
-        recorder = Recorder(
-            name, recording=own, ring=crew.settings.ring, rank=rank, group_size=len(members)
-        )
-        self.recorders.append(recorder)
-        if self.session_watch is not None:
-            self.session_watch.parts.append(
-                calls_of(
-                    recorder, f"{crew.label}, {name}", crew.settings,
-                    peers=theirs, home=self.home, members=members,
-                )
-            )  # fmt: skip
-        return recorder
-
-    def open_layers(self, mesh: Mesh) -> Recorder | None:
-        """A recorder of the collectives of layers; None without tensor ranks."""
-        if mesh.tensor == 1:
-            return None
-        members = mesh.group(self.crew.ranks[self.crew.me], {"tensor"})
-        return self.watch_group(f"layers of {rank_ranges(members)}", "layers", members)
-
-    def open_pipeline(self, mesh: Mesh) -> PipelineLinks:
-        """The pipeline of this rank, whose messages the watch follows."""
-        rank = self.crew.ranks[self.crew.me]
-        recorders = {
-            channel: self.watch_group(
-                channel.name,
-                f"messages-{channel.source}-{channel.target}",
-                (channel.source, channel.target),
-            )
-            for channel in channels_of(mesh.group(rank, {"pipeline"}), rank)
-        }
-        opened = PipelineLinks.open(mesh, rank, self.session_watch, recorders)
-        self.groups.append(opened.group)
-        return opened
-
-    def open_group(self, kind: _Kind, purposes: Sequence[str]) -> list[Comm]:
-        """The communicators of this rank's group, which the watch follows; none if it is in no group."""
-        rank = self.crew.ranks[self.crew.me]
-        before = open_sockets()
-        group = _own_group(kind.groups, rank)
-        if group is None:
-            return []
-        self.groups.append(group)
-        self.sockets.update(new_sockets(before))
-        members = next(ranks for ranks in kind.groups if rank in ranks)
-        recorder = self.watch_group(f"{kind.name} {rank_ranges(members)}", kind.name, members)
-        return self.open(recorder, group, [f"{kind.name} {purpose}" for purpose in purposes])
-
-    def give_up(self, error: BaseException) -> None:
-        """Close everything, because the session cannot be opened."""
-        for comm in self.comms:
-            comm.close()
-        for recorder in (self.home, *self.recorders):
-            recorder.close()
-        if self.session_watch is not None:
-            self.session_watch.close(f"{type(error).__name__}: {first_line(error)}")
-
-
 def _open(
-    crew: _Setup,
+    crew: SetUpRanks,
     peers: Mapping[int, Peer],
     group: dist.ProcessGroup,
     transport: str,
@@ -708,11 +396,11 @@ def _open(
             ),
         ]
         session_watch = SessionWatch(crew.watchdog, crew.label, settings, peers, parts)
-    opener = _Opener(crew, peers, transport, device, recorder, session_watch)
+    opener = SessionOpener(crew, peers, transport, device, recorder, session_watch)
     try:
         opened = opener.open(recorder, group, purposes if mesh.is_flat else ("world",))
         session = CommSession(opened[0], opened[-1], opened[0], session_watch=session_watch)
-        for kind in _groups_of(mesh, ties):
+        for kind in groups_of(mesh, ties):
             wanted = purposes if kind.name == "holders" else ("exchange",)
             if found := opener.open_group(kind, wanted):
                 session.place(kind, found)
@@ -738,11 +426,6 @@ def _open(
     return session
 
 
-def _beside(peer: Peer, kind: str) -> str:
-    """The path of a rank's recording for its group of one kind."""
-    return f"{peer.recording}-{kind}" if peer.recording else ""
-
-
 def _purposes(call: str, separate_reductions: bool) -> tuple[str, ...]:
     """What a session opens communicators for. Each one costs device memory and connections."""
     if call != "initialize":
@@ -750,7 +433,7 @@ def _purposes(call: str, separate_reductions: bool) -> tuple[str, ...]:
     return ("gathers", "reductions") if separate_reductions else ("gathers",)
 
 
-def _control_group(crew: _Setup, peers: Mapping[int, Peer], meetings: Recorder) -> ControlGroup:
+def _control_group(crew: SetUpRanks, peers: Mapping[int, Peer], meetings: Recorder) -> ControlGroup:
     client = own_client(default_store())
     space = watchdog_namespace(crew.ranks, _run_space())
     left = cast("Store", PrefixStore(f"{space}/left/{crew.label}", client))

@@ -216,7 +216,7 @@ class PretendedNCCL(_Group):  # type: ignore[misc]
 def _communicators(storages: Storages, exchange: Exchange) -> Iterator[None]:
     """A context in which groups of torch's fake backend and the engine's communicators are the model."""
     from zeroshard.comm.collectives import ProcessGroupComm
-    from zeroshard.watchdog import session
+    from zeroshard.watchdog import session, session_opener
 
     patches = Patches()
     plugins = dist.Backend._plugins  # type: ignore[attr-defined]
@@ -235,7 +235,8 @@ def _communicators(storages: Storages, exchange: Exchange) -> Iterator[None]:
         return comm
 
     plugins["FAKE"] = before._replace(creator_fn=create)
-    patches.set(session, "make_comm", make_comm)
+    for module in (session, session_opener):
+        patches.set(module, "make_comm", make_comm)
     try:
         yield
     finally:

@@ -1,0 +1,236 @@
+"""Opens the process groups and communicators that a session needs on a mesh, and their recorders."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from zeroshard.comm.collectives import Comm, first_line, queues_on_device
+from zeroshard.comm.connect import make_comm
+from zeroshard.comm.flight_recorder import rank_ranges
+from zeroshard.comm.host import new_sockets, open_sockets, shut_down
+from zeroshard.comm.recorder import Recorder
+from zeroshard.comm.stage_messages import Channel, StageMessages, channels_of
+from zeroshard.core.mesh import SHARDS, Mesh
+from zeroshard.errors import RankLost
+from zeroshard.watchdog.rank_status import Peer
+from zeroshard.watchdog.session_watch import SessionWatch
+from zeroshard.watchdog.settings import WatchdogSettings
+from zeroshard.watchdog.tracked_calls import calls_of
+from zeroshard.watchdog.watchdog import Watchdog
+
+
+@dataclass(frozen=True, eq=False)
+class SetUpRanks:
+    """The ranks of one set-up, ``me``, the index of this rank among them, and the set-up's ``number``."""
+
+    ranks: tuple[int, ...]
+    me: int
+    number: int
+    call: str
+    settings: WatchdogSettings
+    watchdog: Watchdog | None
+
+    @property
+    def label(self) -> str:
+        """The name of what is set up; the same on every rank."""
+        return f"{self.call} {self.number}"
+
+    @property
+    def check(self) -> Callable[..., None]:
+        """A function that raises the fatal diagnosis, if there is one."""
+        return self.watchdog.check if self.watchdog is not None else lambda _missing=(): None
+
+
+@dataclass(frozen=True)
+class GroupKind:
+    """A kind of groups: lists of ranks. ``tie``: the pipeline ranks that share a tied weight."""
+
+    name: str
+    groups: Sequence[tuple[int, ...]]
+    tie: tuple[int, ...] = ()
+
+
+def groups_of(mesh: Mesh, ties: Sequence[tuple[int, ...]]) -> Iterator[GroupKind]:
+    """The kinds of groups that a mesh needs besides all ranks."""
+    if not mesh.is_flat:
+        yield GroupKind("holders", mesh.groups(SHARDS))
+    if mesh.data_replicate > 1:
+        yield GroupKind("replicas", mesh.groups({"data_replicate"}))
+    if mesh.tensor > 1:
+        yield GroupKind("tensor", mesh.groups({"tensor"}))
+    for number, tie in enumerate(ties):
+        yield GroupKind(f"tied-{number}", mesh.tied_groups(tie), tie)
+
+
+def own_group(groups: Sequence[Sequence[int]], rank: int) -> dist.ProcessGroup | None:
+    """A new process group over the group of ``rank``; None: it is in none.
+
+    Torch requires that all ranks make all groups.
+    """
+    own: dist.ProcessGroup | None = None
+    for ranks in groups:
+        made = dist.new_group(list(ranks), group_desc="zeroshard mesh")
+        own = made if rank in ranks else own
+    return own
+
+
+@dataclass(frozen=True, eq=False)
+class PipelineLinks:
+    """The messages that torch's schedules send in the process group of one pipeline, and its sockets."""
+
+    messages: StageMessages
+    sockets: Mapping[int, str]
+    session_watch: SessionWatch | None
+
+    @classmethod
+    def open(
+        cls,
+        mesh: Mesh,
+        rank: int,
+        session_watch: SessionWatch | None,
+        recorders: Mapping[Channel, Recorder] | None = None,
+    ) -> PipelineLinks:
+        """Connect the pipelines of a mesh. Collective over all ranks."""
+        before = open_sockets()
+        group = own_group(mesh.groups({"pipeline"}), rank)
+        assert group is not None  # every rank is in one pipeline
+        if recorders is None:
+            messages = StageMessages.unwatched(group)
+        else:
+            messages = StageMessages(group, recorders)
+        return cls(messages, new_sockets(before), session_watch)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group of the pipeline."""
+        return self.messages.group
+
+    def abort(self) -> None:
+        """Make the waits of the other ranks for a message of this rank fail now."""
+        shut_down(self.sockets)
+
+    def explain(self, detail: str) -> Exception:
+        """The exception for a message that did not arrive, because a rank of the pipeline has ended."""
+        peers = [r for r in dist.get_process_group_ranks(self.group) if r != dist.get_rank()]
+        found = None
+        if self.session_watch is not None:
+            found = self.session_watch.ask(peers)
+        return found or RankLost(
+            f"RankLost: a connection of the pipeline to {rank_ranges(peers)} failed: {detail}"
+        )
+
+
+@dataclass(eq=False)
+class SessionOpener:
+    """Opens the communicators of one session and notes what is to be closed after an error."""
+
+    crew: SetUpRanks
+    peers: Mapping[int, Peer]
+    transport: str
+    device: torch.device
+    home: Recorder  # of the collectives over all ranks
+    session_watch: SessionWatch | None
+    comms: list[Comm] = field(default_factory=list)
+    recorders: list[Recorder] = field(default_factory=list)
+    groups: list[dist.ProcessGroup] = field(default_factory=list)
+    sockets: dict[int, str] = field(default_factory=dict)  # of ``groups``
+
+    def open(
+        self, recorder: Recorder, group: dist.ProcessGroup, purposes: Sequence[str]
+    ) -> list[Comm]:
+        """One communicator for each purpose, or one for all, if its transport has no queue."""
+        settings, opened = self.crew.settings, []
+        guard = self.session_watch.explainer(recorder) if self.session_watch is not None else None
+        for purpose in purposes:
+            comm = make_comm(
+                transport=self.transport,
+                recorder=recorder,
+                group=group,
+                purpose=purpose,
+                device=self.device,
+                guard=guard,
+                timeout_s=settings.collective_timeout_s + 60,
+                check=self.crew.check,
+            )
+            self.comms.append(comm)
+            opened.append(comm)
+            if not queues_on_device(comm):
+                break
+        return opened
+
+    def watch_group(self, name: str, kind: str, members: tuple[int, ...]) -> Recorder:
+        """A recorder of what ``members`` call or send among themselves, which the watch follows.
+
+        ``kind``: distinguishes its file from those of this rank's other groups.
+        """
+        crew, rank = self.crew, self.crew.ranks[self.crew.me]
+        theirs = {
+            r: replace(self.peers[r], recording=_beside(self.peers[r], kind)) for r in members
+        }
+        own = Path(theirs[rank].recording) if theirs[rank].recording else None
+        recorder = Recorder(
+            name, recording=own, ring=crew.settings.ring, rank=rank, group_size=len(members)
+        )
+        self.recorders.append(recorder)
+        if self.session_watch is not None:
+            self.session_watch.parts.append(
+                calls_of(
+                    recorder, f"{crew.label}, {name}", crew.settings,
+                    peers=theirs, home=self.home, members=members,
+                )
+            )  # fmt: skip
+        return recorder
+
+    def open_layers(self, mesh: Mesh) -> Recorder | None:
+        """A recorder of the collectives of layers; None without tensor ranks."""
+        if mesh.tensor == 1:
+            return None
+        members = mesh.group(self.crew.ranks[self.crew.me], {"tensor"})
+        return self.watch_group(f"layers of {rank_ranges(members)}", "layers", members)
+
+    def open_pipeline(self, mesh: Mesh) -> PipelineLinks:
+        """The pipeline of this rank, whose messages the watch follows."""
+        rank = self.crew.ranks[self.crew.me]
+        recorders = {
+            channel: self.watch_group(
+                channel.name,
+                f"messages-{channel.source}-{channel.target}",
+                (channel.source, channel.target),
+            )
+            for channel in channels_of(mesh.group(rank, {"pipeline"}), rank)
+        }
+        opened = PipelineLinks.open(mesh, rank, self.session_watch, recorders)
+        self.groups.append(opened.group)
+        return opened
+
+    def open_group(self, kind: GroupKind, purposes: Sequence[str]) -> list[Comm]:
+        """The communicators of this rank's group, which the watch follows; none if it is in no group."""
+        rank = self.crew.ranks[self.crew.me]
+        before = open_sockets()
+        group = own_group(kind.groups, rank)
+        if group is None:
+            return []
+        self.groups.append(group)
+        self.sockets.update(new_sockets(before))
+        members = next(ranks for ranks in kind.groups if rank in ranks)
+        recorder = self.watch_group(f"{kind.name} {rank_ranges(members)}", kind.name, members)
+        return self.open(recorder, group, [f"{kind.name} {purpose}" for purpose in purposes])
+
+    def give_up(self, error: BaseException) -> None:
+        """Close everything, because the session cannot be opened."""
+        for comm in self.comms:
+            comm.close()
+        for recorder in (self.home, *self.recorders):
+            recorder.close()
+        if self.session_watch is not None:
+            self.session_watch.close(f"{type(error).__name__}: {first_line(error)}")
+
+
+def _beside(peer: Peer, kind: str) -> str:
+    """The path of a rank's recording for its group of one kind."""
+    return f"{peer.recording}-{kind}" if peer.recording else ""

@@ -1,0 +1,132 @@
+"""What the watchdog follows of one session: its sequences of calls, and its explanations of errors."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from zeroshard.comm.collectives import lost_text
+from zeroshard.comm.flight_recorder import rank_ranges
+from zeroshard.comm.recorder import Item, Recorder
+from zeroshard.errors import RankDivergence, RankLost
+from zeroshard.watchdog.lone_reads import LoneReadCheck
+from zeroshard.watchdog.messages import StoreLost
+from zeroshard.watchdog.rank_status import Peer
+from zeroshard.watchdog.settings import WatchdogSettings
+from zeroshard.watchdog.tracked_calls import TrackedCalls
+from zeroshard.watchdog.watchdog import Watchdog
+
+
+class SessionWatch:
+    """The sequences of one :class:`~.session.CommSession`.
+
+    ``peers``: every rank's process and the path of its recording, by global rank. ``parts``: the
+    sequences, first the collectives over all ranks.
+    """
+
+    def __init__(
+        self,
+        watchdog: Watchdog,
+        label: str,
+        settings: WatchdogSettings,
+        peers: Mapping[int, Peer],
+        parts: Sequence[TrackedCalls],
+    ) -> None:
+        self.label = label
+        self.settings = settings
+        self.peers = dict(peers)
+        self.parts = list(parts)
+        self.errand: Callable[[], None] = lambda: None  # run at each look, in the watchdog's thread
+        self._watchdog = watchdog
+        watchdog.follow(self)
+
+    def start(self, *wakers: Callable[[], object]) -> None:
+        """Note ``wakers``, which wake the main thread after a fatal diagnosis.
+
+        Called when the recordings of all ranks exist.
+        """
+        # A process whose files cannot be seen is in another container: treat it as on another host.
+        self.peers.update(
+            {r: p.far() for r, p in self.peers.items() if not Path(p.recording).exists()}
+        )
+        for part in self.parts:
+            part.peers = {
+                rank: replace(self.peers[rank], recording=part.peers[rank].recording)
+                for rank in part.members or self.peers
+            }
+            if part.collective:
+                part.wakers = wakers
+
+    def part_of(self, recorder: Recorder) -> TrackedCalls:
+        """The collectives that ``recorder`` records."""
+        return next(part for part in self.parts if part.recorder is recorder)
+
+    def explainer(self, recorder: Recorder) -> PartExplainer:
+        """The error explainer of the transport that ``recorder`` records."""
+        return PartExplainer(self._watchdog, self.part_of(recorder))
+
+    def ask(self, peers: Sequence[int] = ()) -> Exception | None:
+        """The diagnosis of a broken connection to ``peers``, or of the program; None: not known."""
+        return self._watchdog.explain(self.parts[0], peers)
+
+    def settle(self, part: TrackedCalls, odd: Sequence[int]) -> Exception:
+        """The exception for histories of the ranks ``odd`` that differ from those of the others."""
+        return self._watchdog.settle(part) or RankDivergence(divergence_text(odd))
+
+    def readers(self, recorder: Recorder) -> LoneReadCheck:
+        """A check whether all ranks read sharded values together. Every rank has to use it.
+
+        ``recorder`` has the collectives of the session.
+        """
+        weak, label, ranks = weakref.ref(self._watchdog), self.label, tuple(self.peers)
+
+        def watchdog() -> Watchdog:
+            if (strong := weak()) is None:
+                raise StoreLost("the watchdog has ended")
+            return strong
+
+        def call(operation: Callable[[Any], Any]) -> Any:
+            return watchdog().messages.call(operation)
+
+        readers = LoneReadCheck(
+            call,
+            label=label,
+            rank=ranks.index(recorder.rank),
+            size=len(ranks),
+            position=lambda words: watchdog().position(words),
+            history=lambda: f"{recorder.seq}-{recorder.hash64:x}",
+            gone=lambda at: watchdog().why_gone(label, ranks[at]),
+            report_s=self.settings.report_s(),
+            limit_s=self.settings.collective_timeout_s,
+        )
+        self.errand = readers.answer
+        return readers
+
+    def close(self, reason: str = "") -> None:
+        """End the watch over this session. ``reason``: the exception that ended this rank's part."""
+        self._watchdog.leave(self, reason)
+        self._watchdog.release()
+
+
+@dataclass(frozen=True, eq=False)
+class PartExplainer:
+    """The error explainer of one transport: asks what the ranks do in ``part``, its calls."""
+
+    watchdog: Watchdog
+    part: TrackedCalls
+
+    def explain(self, item: Item, peers: Sequence[int], detail: str) -> Exception:
+        """The exception for a connection to one of ``peers`` (global ranks) that broke in ``item``."""
+        error = self.watchdog.explain(self.part, peers)
+        return error or RankLost(lost_text(item, peers, detail))
+
+
+def divergence_text(odd: Sequence[int]) -> str:
+    """The message when hashes differ and no rank can be asked."""
+    return (
+        f"RankDivergence: {rank_ranges(odd)} called other collectives than the other ranks since "
+        "the last check.\n  Run the same modules in the same order on every rank."
+    )
