@@ -8,12 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from zeroshard import Engine
-from zeroshard.parallel import pipeline
+from zeroshard.errors import UnsupportedError
+from zeroshard.parallel import pipeline, tensor_parallel
 from zeroshard.testing import on_ranks
 
 STEPS, COUNT, LR, CLIP, WORDS = 4, 4, 1e-2, 0.05, 32
@@ -50,7 +54,16 @@ def build(family: str) -> nn.Module:
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **{**COMMON, **EXTRA.get(family, {})})
     config._experts_implementation = "eager"  # the other one has no fp64
-    return AutoModelForCausalLM.from_config(config).double()
+    model = AutoModelForCausalLM.from_config(config).double()
+    for module in model.modules():
+        if type(module).__name__ in ("LlamaRMSNorm", "Qwen3RMSNorm"):
+            module.forward = functools.partial(exact_norm, module)
+    return model
+
+
+def exact_norm(module: nn.Module, x: Tensor) -> Tensor:
+    """The models' own forward computes in fp32, where a last bit that differs becomes 1e-8."""
+    return module.weight * (x * torch.rsqrt(x.square().mean(-1, True) + module.variance_epsilon))
 
 
 def batches(step: int, dp_rank: int) -> list[dict[str, Tensor]]:
@@ -75,12 +88,14 @@ def plain_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 @functools.cache
-def expected(family: str) -> tuple[dict[str, Tensor], list[float], list[float]]:
+def expected(
+    family: str, data_ranks: int = 2
+) -> tuple[dict[str, Tensor], list[float], list[float]]:
     model = build(family)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     losses, norms = [], []
     for step in range(STEPS):
-        every = [batch for rank in range(2) for batch in batches(step, rank)]
+        every = [batch for rank in range(data_ranks) for batch in batches(step, rank)]
         loss = torch.stack([plain_loss(model, batch) for batch in every]).mean()
         optimizer.zero_grad()
         loss.backward()
@@ -126,12 +141,18 @@ def adamw(params: Any) -> torch.optim.Optimizer:
 )
 @on_ranks(4)
 def test_models_train_like_the_plain_model(family, stage, schedule, recompute, tmp_path: Path):
-    params, losses, norms = expected(family)
     model = build(family)
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     keys = config(stage, parallel={"pipeline": 2})
-    with Engine(cut(model, schedule), config=keys, optimizer=adamw) as engine:
+    check(family, Engine(cut(model, schedule), config=keys, optimizer=adamw), tmp_path)
+
+
+def check(family: str, engine: Engine, tmp_path: Path) -> None:
+    """Train, compare with the plain model, and load the checkpoint into a plain model."""
+    ranks = engine.dp_size
+    params, losses, norms = expected(family, ranks)
+    with engine:
         assert engine.module.ties
         for step in range(STEPS):
             made = batches(step, engine.dp_rank)
@@ -143,14 +164,69 @@ def test_models_train_like_the_plain_model(family, stage, schedule, recompute, t
         last = float(engine.eval_batch(iter(batches(9, engine.dp_rank))))
         engine.save_checkpoint(tmp_path)
     plain = config(0, gradient_accumulation_steps=1)
-    with Engine(build(family), config=plain, optimizer=adamw) as engine:
-        engine.load_checkpoint(tmp_path)
+    with Engine(build(family), config=plain, optimizer=adamw) as alone:
+        alone.load_checkpoint(tmp_path)
         seen = []
-        for rank in range(2):
+        for rank in range(ranks):
             for batch in batches(9, rank):
                 with torch.no_grad():
-                    seen.append(float(plain_loss(engine, batch)))
+                    seen.append(float(plain_loss(alone, batch)))
         assert last == pytest.approx(sum(seen) / len(seen), rel=1e-12)
+
+
+def tensor_ranks() -> Any:
+    shape = (dist.get_world_size() // 2, 2)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("others", "tensor"))["tensor"]
+
+
+@pytest.mark.parametrize(
+    ("family", "stage", "schedule"),
+    [("llama", 3, "1F1B"), ("qwen3", 1, "LoopedBFS"), ("gpt2", 2, "1F1B")],
+)
+@on_ranks(4)
+def test_models_that_are_cut_over_tensor_ranks_train_like_the_plain_model(
+    family, stage, schedule, tmp_path: Path
+):
+    """A single key/value head is shared by both tensor ranks; projections are fused; weights are tied."""
+    model = tensor_parallel(build(family), tensor_ranks())
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    keys = config(stage, parallel={"pipeline": 2, "tensor": 2})
+    check(family, Engine(cut(model, schedule), config=keys, optimizer=adamw), tmp_path)
+
+
+@on_ranks(8)
+def test_a_pipeline_is_cut_over_tensor_ranks_by_its_configuration(tmp_path: Path):
+    """The plan names layers of all stages, so it is applied before other stages are deleted."""
+    asked = {"parallel": {"pipeline": 2}, "tensor_parallel": {"autotp_size": 2}}
+    model = cut(build("llama"), "LoopedBFS")
+    check("llama", Engine(model, config=config(3, **asked), optimizer=adamw), tmp_path)
+
+
+@on_ranks(2)
+def test_what_other_programs_or_sequences_cut_cannot_be_followed():
+    mesh = init_device_mesh("cpu", (2,))
+    foreign = build("llama")
+    parallelize_module(foreign, mesh, {"model.layers.0.mlp.up_proj": ColwiseParallel()})
+    with pytest.raises(
+        UnsupportedError, match=r"'model\.layers\.0\.mlp\.up_proj\.weight' is a DTensor"
+    ):
+        cut(foreign, "1F1B")
+    model = Plain()
+    tensor_parallel(model, mesh, {"norm": "sequence", "layers.*": "replicate"})
+    with pytest.raises(UnsupportedError, match=r"'norm' is cut.* over the sequence"):
+        pipeline(model, split=["layers.1"], example={"x": torch.zeros(1, 4, 4)}, loss_fn=loss_of)
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(self.norm(x))
+        return x
 
 
 @on_ranks(2)

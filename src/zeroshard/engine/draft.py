@@ -94,8 +94,9 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
     coordinate = DataCoordinate(mesh.dp_rank(rank_info.rank), mesh.dp_size)
     settings = loaded.config
     check_pipeline(model, mesh, settings)
-    cut_pipeline(model, mesh, rank_info.rank)
-    given = cut_tensor(given, mesh, loaded)
+    given = cut_tensor(given, mesh, loaded)  # before, because plans name layers of all stages
+    if isinstance(model, PipelineModel):
+        model.keep(mesh.coordinate(rank_info.rank)["pipeline"], mesh.pipeline)
     policy = policy_from(settings)
     inner = make_optimizer(model, given.optimizer, given.model_parameters, settings, policy)
     probes = probed(inner, policy) if inner is not None else {}
@@ -142,32 +143,21 @@ def check_tensor_ranks(model: nn.Module, mesh: Mesh) -> None:
         raise UnsupportedError(f"{_INIT}, and tensor ranks have other parts. {_NO_INIT}")
 
 
-def cut_pipeline(model: nn.Module, mesh: Mesh, rank: int) -> None:
-    """Delete the stages that other pipeline ranks have.
+def check_pipeline(model: nn.Module, mesh: Mesh, settings: Config) -> None:
+    """Check a pipeline against its sizes, and tell it how to checkpoint activations.
 
     Raises:
-        UsageError: a pipeline mesh without a model that is cut, or the cut does not fit the mesh.
+        UsageError: a pipeline mesh without a model that is cut, the schedule cannot run with these sizes,
+            or the model checkpoints nothing by itself.
         UnsupportedError: the model was built under ``zero.Init``.
     """
-    if isinstance(model, PipelineModel):
-        if mesh.pipeline > 1 and any(owner_of(param) is not None for param in model.parameters()):
-            raise UnsupportedError(f"{_INIT}, and a pipeline rank has other parameters. {_NO_INIT}")
-        model.keep(mesh.coordinate(rank)["pipeline"], mesh.pipeline)
-    elif mesh.pipeline > 1:
-        raise UsageError(
-            f"the mesh is {mesh.text}, but the model is a {type(model).__name__}, which is not cut into "
-            f"stages, so every pipeline rank would train all of it. Pass zeroshard.parallel.pipeline("
-            f"model, split=[...]) with {mesh.pipeline - 1} or more names."
-        )
-
-
-def check_pipeline(model: nn.Module, mesh: Mesh, settings: Config) -> None:
-    """Check the schedule of a pipeline against its sizes, and tell it how to checkpoint activations.
-
-    Raises:
-        UsageError: the schedule cannot run with these sizes, or the model checkpoints nothing by itself.
-    """
     if not isinstance(model, PipelineModel):
+        if mesh.pipeline > 1:
+            raise UsageError(
+                f"the mesh is {mesh.text}, but the model is a {type(model).__name__}, which is not cut "
+                "into stages, so every pipeline rank would train all of it. Pass "
+                f"zeroshard.parallel.pipeline(model, split=[...]) with {mesh.pipeline - 1} or more names."
+            )
         return
     section = settings.pipeline
     if section.activation_checkpoint_interval:
@@ -176,6 +166,8 @@ def check_pipeline(model: nn.Module, mesh: Mesh, settings: Config) -> None:
         )
     if mesh.pipeline == 1:
         return
+    if any(owner_of(param) is not None for param in model.parameters()):
+        raise UnsupportedError(f"{_INIT}, and a pipeline rank has other parameters. {_NO_INIT}")
     per_rank = max(1, len(model.stages) // mesh.pipeline)
     count = settings.gradient_accumulation_steps or 1
     schedule = SCHEDULES[model.schedule_for(mesh.pipeline, count)]
@@ -208,19 +200,20 @@ def cut_tensor(given: EngineArguments, mesh: Mesh, loaded: LoadedConfig) -> Engi
     # Not imported at the top: torch's DTensor takes half a second, and most runs have none.
     from zeroshard.parallel.tensor_plan import apply_plan, is_cut, neighbours
 
-    if is_cut(given.model):
+    model = given.model.inner if isinstance(given.model, PipelineModel) else given.model
+    if is_cut(model):
         if given.tensor_plan is None:
             return given
         raise UsageError(
             "initialize(plan=...) got a model that is cut over tensor ranks already. Leave plan out, or "
             "pass the whole model."
         )
-    check_tensor_ranks(given.model, mesh)
+    check_tensor_ranks(model, mesh)
     listed = parameter_list(given.model_parameters)
     agreed = {"tensor plan": repr(plan), **loaded.agreed()}
     # A rank that failed before is named here. torch would wait for it when it connects the tensor ranks.
     with set_up_together("initialize(plan=...)", trust=loaded.config.trust, plan=agreed) as check:
-        applied = apply_plan(given.model, neighbours(mesh.tensor), plan, check=check)
+        applied = apply_plan(model, neighbours(mesh.tensor), plan, check=check)
     if isinstance(given.optimizer, torch.optim.Optimizer):
         applied.renew_optimizer(given.optimizer)
     return replace(given, model_parameters=applied.renewed(listed) or None)

@@ -28,10 +28,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from zeroshard.comm.dtensors import KINDS
 from zeroshard.comm.env import local_device
 from zeroshard.errors import UnsupportedError, UsageError
 from zeroshard.parallel.split import PipelineModel, add_tied_children
+from zeroshard.parallel.whole_copy import check_can_copy, whole_copy
 from zeroshard.zero.sharded_parameter import mark_sharded, nan_placeholder, owners
 
 _LISTS = (nn.ModuleList, nn.Sequential)
@@ -101,7 +101,7 @@ class Absent(nn.Module):
 
     def __init__(self, module: nn.Module, fqn: str) -> None:
         super().__init__()
-        self.__dict__["_shapes"] = copy.deepcopy(module, _without_values(module))
+        self.__dict__["_shapes"], _ = whole_copy(module)
         self.__dict__["_fqn"] = fqn
         self.__dict__["_seen"] = {}  # by name: what stands for tensors and modules of the module
 
@@ -164,17 +164,6 @@ def _elsewhere(like: Tensor, name: str) -> nn.Parameter:
     return param
 
 
-def _without_values(module: nn.Module, *, requires_grad: bool = False) -> dict[int, Any]:
-    """For ``deepcopy``: each parameter and buffer on the meta device, by the id of the module's own."""
-    memo: dict[int, Any] = {}
-    for tensor in (*module.parameters(), *module.buffers()):
-        like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        if isinstance(tensor, nn.Parameter):
-            like = nn.Parameter(like, requires_grad=requires_grad and like.is_floating_point())
-        memo[id(tensor)] = like
-    return memo
-
-
 # ---------------------------------------------------------------- what the model does with its blocks
 
 
@@ -234,11 +223,11 @@ class _Trace:
     """
 
     def __init__(self, model: nn.Module, parent: str, example: Mapping[str, Any]) -> None:
-        memo = _without_values(model, requires_grad=True)
+        copied, tensors = whole_copy(model, requires_grad=True)
         self.stand_ins: dict[int, Tensor] = {
-            id(param): memo[id(param)] for param in model.parameters()
+            id(param): tensors[id(param)] for param in model.parameters()
         }
-        self.model = copy.deepcopy(model, memo).eval()  # without activation checkpointing
+        self.model = copied.eval()  # without activation checkpointing
         self.blocks = self.model.get_submodule(parent)
         self.parent = parent
         self.example = {
@@ -424,7 +413,7 @@ class OwnForwardModel(PipelineModel):
     _parent: str
     _trace: _Trace | None
     _bounds: list[int]
-    _users: dict[int, tuple[int, ...]]
+    _users: dict[str, tuple[int, ...]]
 
     def __init__(
         self, model: nn.Module, parent: str, starts: Sequence[int], trace: _Trace, **keys: Any
@@ -450,6 +439,11 @@ class OwnForwardModel(PipelineModel):
         for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[table] = self._model.__dict__[table]
 
+    @property
+    def inner(self) -> nn.Module:
+        """The model whose forward every stage runs."""
+        return self._model
+
     def train(self, mode: bool = True) -> OwnForwardModel:
         """As in any module; the model itself is no child of this one."""
         self._model.training = mode
@@ -457,11 +451,11 @@ class OwnForwardModel(PipelineModel):
         return self
 
     def _find_ties(self) -> dict[str, tuple[int, ...]]:
-        users = [(name, self._users[id(param)]) for name, param in self.named_parameters()]
-        return {name: stages for name, stages in users if len(stages) > 1}
+        return {name: stages for name, stages in self._users.items() if len(stages) > 1}
 
     def _leave(self, own: Sequence[int], tied: Collection[str]) -> dict[int, nn.Module]:
         blocks = self._model.get_submodule(self._parent)
+        users = {id(param): self._users[name] for name, param in self.named_parameters()}
         if len(self.stages) > 1:
             entries = dict(blocks.named_children())
             self._tables = {stage: self._table(entries, stage) for stage in own}
@@ -471,11 +465,11 @@ class OwnForwardModel(PipelineModel):
                 if leaf not in kept:
                     blocks._modules[leaf] = shell = _Shell(block)
                     add_tied_children(shell, block, f"{self._parent}.{leaf}", tied)
-            held = {key for key, stages in self._users.items() if not set(stages).isdisjoint(own)}
+            held = {key for key, stages in users.items() if not set(stages).isdisjoint(own)}
             self._leave_out(self._model, "", held)
         for name, param in self.named_parameters():
-            users = self._users[id(param)] if len(self.stages) > 1 else (0,)
-            self._stage_of[name] = next(stage for stage in users if stage in own)
+            stages = users[id(param)] if len(self.stages) > 1 else (0,)
+            self._stage_of[name] = next(stage for stage in stages if stage in own)
         self.__dict__["_trace"] = None
         return {stage: OwnForwardStage(self, stage) for stage in own}
 
@@ -542,8 +536,8 @@ def _names_of_inputs(model: nn.Module) -> list[str]:
     return [name for name, parameter in given.items() if parameter.kind in kinds]
 
 
-def _users(model: nn.Module, trace: _Trace, bounds: Sequence[int]) -> dict[int, tuple[int, ...]]:
-    """The stages that need each parameter, by its id.
+def _users(model: nn.Module, trace: _Trace, bounds: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """The stages that need each parameter, by its name.
 
     What no stage needs is on the stage of its block, or on the first one.
 
@@ -574,7 +568,9 @@ def _users(model: nn.Module, trace: _Trace, bounds: Sequence[int]) -> dict[int, 
         if next(module.children(), None) is not None:
             for param in module.parameters(recurse=False):
                 users[id(param)] |= below
-    return {key: tuple(sorted(found)) or (0,) for key, found in users.items()}
+    return {
+        name: tuple(sorted(users[id(param)])) or (0,) for name, param in model.named_parameters()
+    }
 
 
 def cut_own_forward(
@@ -615,11 +611,7 @@ def cut_own_forward(
             f"split={list(split)} is not in the order of the model, or has a name twice. Give each "
             "stage's first block once, in order."
         )
-    if any(type(param) in KINDS for param in model.parameters()):
-        raise UnsupportedError(
-            f"{type(model).__name__} is cut over tensor ranks, and its forward cannot be followed then. "
-            "Pass order= to pipeline(), or use tensor parallelism without a pipeline."
-        )
+    check_can_copy(model)
     if getattr(getattr(model, "config", None), "output_router_logits", False):
         raise UnsupportedError(
             "config.output_router_logits adds a loss over the routers of all blocks, and a stage has "

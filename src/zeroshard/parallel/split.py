@@ -230,6 +230,11 @@ class PipelineModel(nn.Module):
                     self._stage_of.setdefault(fqn, stage)
         return {stage: self._stage_module(pieces) for stage, pieces in kept.items()}
 
+    @property
+    def inner(self) -> nn.Module:
+        """The model as the caller built it, for a tensor plan. Before :meth:`keep`, it is whole."""
+        return self
+
     def pieces_of_stages(self) -> list[dict[str, nn.Module]]:
         """The pieces of all stages, by name. To be called before :meth:`keep`."""
         return [{name: self._pieces[name] for name in names} for names in self.stages]

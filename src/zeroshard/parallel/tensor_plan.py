@@ -68,6 +68,7 @@ from zeroshard.parallel.tensor_styles import (
     row_of,
     share_inputs,
 )
+from zeroshard.parallel.whole_copy import note_uncut
 from zeroshard.zero.materialize import check_meta
 from zeroshard.zero.sharded_parameter import owner_of
 
@@ -554,9 +555,12 @@ def _cut(
             streams=streams,
             starts_region=starts_region(name, plan.styles),
         )
+        note_uncut(module, by_sequence=plan.sequence, counts={})
         parallelize_module(module, mesh, layer, src_data_rank=None)
     for count in plan.heads:
-        setattr(model.get_submodule(count.module), count.attribute, count.own)
+        module = model.get_submodule(count.module)
+        note_uncut(module, by_sequence=plan.sequence, counts={count.attribute: count.whole})
+        setattr(module, count.attribute, count.own)
     return made
 
 
