@@ -8,16 +8,14 @@ import math
 from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from zeroshard.watchdog.session import CommSession
 from zeroshard.watchdog.stop_agreement import StopAgreement
 from zeroshard.watchdog.stop_signals import StopSignals
 
-if TYPE_CHECKING:
-    from zeroshard.engine.engine import Engine
-    from zeroshard.watchdog.session import CommSession
 
 logger = logging.getLogger("zeroshard")
 
@@ -51,19 +49,19 @@ class Preemption:
         self._client_state = client_state or dict
         (self.save_dir / MARKER).unlink(missing_ok=True)
 
-    def after_step(self, engine: Engine) -> None:
+    def after_step(self, engine: Any) -> None:
         """A point: the end of a step."""
         self._forwards = 0
         self._at(engine, 0)
 
-    def before_forward(self, engine: Engine) -> None:
+    def before_forward(self, engine: Any) -> None:
         """A point, unless the forward is one inside a step."""
         accumulation = engine.accumulation
         if accumulation.micro_steps or accumulation.divided or accumulation.uncounted:
             return
         self.before_batch(engine, training=torch.is_grad_enabled() and engine.module.training)
 
-    def before_batch(self, engine: Engine, *, training: bool) -> None:
+    def before_batch(self, engine: Any, *, training: bool) -> None:
         """A point: no step is running. ``training``: the next forward begins one."""
         if training:
             self._at(engine, math.inf)
@@ -71,7 +69,7 @@ class Preemption:
         self._forwards += 1
         self._at(engine, self._forwards)
 
-    def _at(self, engine: Engine, number: float) -> None:
+    def _at(self, engine: Any, number: float) -> None:
         if self.happened or not self._agreement.stops_at((engine.global_steps, number)):
             return
         self.happened = True
@@ -86,7 +84,7 @@ class Preemption:
         if self.save_dir is not None:
             self._save_and_end(engine, self.save_dir)
 
-    def _save_and_end(self, engine: Engine, save_dir: Path) -> None:
+    def _save_and_end(self, engine: Any, save_dir: Path) -> None:
         """Save, and end this process with exit code 0.
 
         Raises:
