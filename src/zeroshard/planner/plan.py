@@ -35,8 +35,8 @@ NOT_MODELLED = (
     "blocks), of the device's context and of the program itself",
     "the first step, which creates optimizer state; saving and loading checkpoints",
     "step time",
-    "scratch memory inside kernels; attention takes the form that torch chooses for fake CPU tensors, "
-    "which may keep more than the fused kernels of a GPU",
+    "scratch memory inside kernels; attention takes the form that torch chooses on the CPU, which keeps "
+    "its scores if it has dropout or a learned mask, where fused kernels of a GPU do not",
     "the update runs as torch operations; compiled and Triton updates need less temporary memory",
     "before the engine exists, everything counts as device memory, also state that goes to host or disk",
 )
