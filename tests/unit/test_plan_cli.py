@@ -30,6 +30,18 @@ def batch():
 def plain():
     return Net(), (batch(), None)
 
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Embedding(32, WIDTH), nn.Linear(WIDTH, 32)
+
+    def forward(self, input_ids, labels):
+        logits = self.head(self.table(input_ids))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+def words():
+    return Words()
+
 def item():
     def scaled(y):
         return y * y.sum().item()
@@ -112,7 +124,7 @@ def test_check_tells_by_its_exit_code_whether_the_run_fits(run):
 @pytest.mark.parametrize(
     ("model", "options", "text"),
     [
-        ("nets_to_plan:item", (), "nets_to_plan.py:24 (return y * y.sum().item()) calls "),
+        ("nets_to_plan:item", (), "nets_to_plan.py:36 (return y * y.sum().item()) calls "),
         ("nets_to_plan:nonzero", (), "nonzero.default, which depends on the values of a tensor"),
         ("nets_to_plan:no_loss", (), "the model returned FakeTensor without a loss"),
         ("nets_to_plan:number", (), "nets_to_plan:number returned int. It must return a model"),
@@ -128,6 +140,18 @@ def test_check_tells_by_its_exit_code_whether_the_run_fits(run):
         ("nets_to_plan:plain", ("--memory", "nan"), "--memory is nan GiB, which is not a size"),
         ("nets_to_plan:plain", ("--memory", "inf"), "--memory is inf GiB, which is not a size"),
         ("no_such_folder", ("--config", "nowhere.json"), "nowhere.json"),
+        ("nets_to_plan:plain", ("--batch", "max"), "the largest that fits --memory, which is not"),
+        ("nets_to_plan:plain", ("--batch", "max", "--memory", "1"), "cannot change the batch of"),
+        (
+            "nets_to_plan:words",
+            ("--batch", "0"),
+            "--batch is '0', which is not a number of samples",
+        ),
+        (
+            "nets_to_plan:words",
+            ("--batch", "max", "--memory", "0.00005", "--seq", "64"),
+            "no micro-batch fits 0.1 MiB: one sample needs ",
+        ),
         ("nets_to_plan:plain", ("--check",), "--check compares with --memory"),
     ],
 )
@@ -135,6 +159,26 @@ def test_mistakes_are_explained(run, model, options, text):
     result = run(model, *options)
     assert result.exit_code == 2, result.output
     assert text in result.output
+
+
+def test_the_largest_batch_fits_and_one_more_does_not(run):
+    options = ("nets_to_plan:words", "--seq", "64", "--memory", "0.002", "--json")
+    found = json.loads(run(*options, "--batch", "max").stdout)
+    samples = found["micro_batch"]
+    assert found["peak_nbytes"] <= found["limit_nbytes"] < found["one_more_nbytes"]
+    again, more = (
+        json.loads(run(*options, "--batch", str(n)).stdout) for n in (samples, samples + 1)
+    )
+    assert again["fits"] and again["peak_nbytes"] == found["peak_nbytes"]
+    assert not more["fits"] and more["peak_nbytes"] == found["one_more_nbytes"]
+    text = run(*options[:-1], "--batch", "max").stdout.splitlines()[1]
+    assert text.startswith(f"micro-batch {samples} is the largest that fits: {samples + 1} needs ")
+
+
+def test_the_largest_batch_needs_a_free_batch_size(run):
+    result = run("nets_to_plan:words", "--batch", "max", "--memory", "1", train_batch_size=32)
+    assert result.exit_code == 2
+    assert "train_batch_size is 32" in result.output
 
 
 def test_an_indivisible_batch_is_a_mistake_of_the_configuration(run):

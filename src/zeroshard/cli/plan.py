@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from zeroshard.cli.telling import AsJson, errors_told
+from zeroshard.errors import UsageError
 
 DOES_NOT_FIT = 3
 
@@ -23,7 +24,10 @@ def plan_command(
     ],
     config: Annotated[str, typer.Option(help="The configuration of the run (JSON).")],
     ranks: Annotated[int, typer.Option(min=1, help="Number of ranks.")] = 1,
-    batch: Annotated[int | None, typer.Option(min=1, help="Samples of a micro-batch.")] = None,
+    batch: Annotated[
+        str | None,
+        typer.Option(help='Samples of a micro-batch, or "max": the most that fit --memory.'),
+    ] = None,
     seq: Annotated[int | None, typer.Option(min=1, help="Tokens of a sample.")] = None,
     memory: Annotated[float | None, typer.Option(help="GiB of memory of one device.")] = None,
     as_json: AsJson = False,
@@ -37,17 +41,31 @@ def plan_command(
         raise typer.Exit(2)
     from rich.console import Console  # imports torch and more; only this command needs them
 
-    from zeroshard.planner.plan import make_plan
+    from zeroshard.planner.plan import make_plan, plan_of_largest_batch
     from zeroshard.planner.plan_text import show
 
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` does, for module:function
     with errors_told():
-        found = make_plan(
-            model, Path(config), ranks=ranks, micro_batch=batch, length=seq, memory_gib=memory
-        )
+        if batch == "max":
+            found = plan_of_largest_batch(
+                model, Path(config), ranks=ranks, length=seq, memory_gib=memory
+            )
+        else:
+            samples = None if batch is None else _samples(batch)
+            found = make_plan(
+                model, Path(config), ranks=ranks, micro_batch=samples, length=seq, memory_gib=memory
+            )
     if as_json:
         print(json.dumps(found.as_dict(), indent=1))
     else:
         show(found, Console())
     if check and not found.fits:
         raise typer.Exit(DOES_NOT_FIT)
+
+
+def _samples(batch: str) -> int:
+    if not batch.isascii() or not batch.isdigit() or int(batch) < 1:
+        raise UsageError(
+            f'--batch is {batch!r}, which is not a number of samples. Give a number from 1, or "max".'
+        )
+    return int(batch)

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroshard.core.ledger import Ledger
+from zeroshard.core.tiers import Tier
 from zeroshard.memory.storage import resize_listeners
 from zeroshard.planner.places import Places
 
@@ -52,16 +53,23 @@ class Moment:
 
 
 class Allocations(TorchDispatchMode):
-    """While it is entered, follows the storages of fake tensors that operations return.
+    """While it is entered, follows the storages of tensors that operations return.
 
+    ``real``: of tensors with values, in a run that is compared with its plan; otherwise of fake ones.
+    Storages that torch did not allocate, such as shared memory, are not followed.
+    ``transport_nbytes``: how many of the followed bytes belong to the transport; they are not counted.
     Costs some microseconds for each operation. ``note(func, args, result)`` gets every call. ``phase``:
     set by the program; each phase has a :class:`Moment` in ``moments``. In the phase "init" the ledger
     does not exist yet, and everything counts as device memory.
     """
 
-    def __init__(self, note: Callable[[Any, tuple[Any, ...], Any], None]) -> None:
+    def __init__(
+        self, note: Callable[[Any, tuple[Any, ...], Any], None], *, real: bool = False
+    ) -> None:
         super().__init__()
         self._note = note
+        self._real = real
+        self.transport_nbytes: Callable[[], int] = int
         self._at: dict[int, int] = {}  # number of the holding, by address of a storage that lives
         self._refs: dict[int, weakref.ref[Any]] = {}
         self._holdings: list[Holding] = []
@@ -95,9 +103,14 @@ class Allocations(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         self._note(func, args, result)
         for value in result if isinstance(result, (list, tuple)) else (result,):
-            if type(value) is FakeTensor:
+            if self._is_followed(value):
                 self._follow(value, func)
         return result
+
+    def _is_followed(self, value: Any) -> bool:
+        if not self._real:
+            return type(value) is FakeTensor
+        return isinstance(value, Tensor) and not value.is_meta
 
     def measure(self, ledger: Ledger, places: Places) -> None:
         """Measure the peaks of the phases of one step from now on."""
@@ -119,7 +132,7 @@ class Allocations(TorchDispatchMode):
     def _follow(self, tensor: Tensor, func: Any) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._at:
+        if key in self._at or (self._real and not storage.resizable()):  # torch did not allocate it
             return
         self._refs[key] = weakref.ref(storage, lambda _: self._forget(key))
         op = func.name().partition(".")[0]
@@ -144,8 +157,10 @@ class Allocations(TorchDispatchMode):
         if key not in self._at:  # a tensor of another simulation or of the program
             return
         self._end(key)
-        self._add(key, flat, storage.nbytes(), "gather of a unit", "")
-        # No comparison: the ledger gets these bytes right afterwards.
+        nbytes, op = storage.nbytes(), "gather of a unit"
+        self._add(key, flat, nbytes, op, "")
+        if nbytes:
+            self._look(op, "", gathered_nbytes=nbytes)
 
     def _forget(self, key: int) -> None:
         self._refs.pop(key, None)
@@ -157,16 +172,21 @@ class Allocations(TorchDispatchMode):
         self._live -= self._holdings[number].nbytes
         self._events.append(~number)
 
-    def _look(self, op: str, module: str) -> None:
-        """Compare with the peaks."""
+    def _look(self, op: str, module: str, *, gathered_nbytes: int = 0) -> None:
+        """Compare with the peaks. ``gathered_nbytes``: what the ledger gets right after this call."""
         known = on_device = 0
         if self._ledger is not None:
             known, on_device = self._ledger.totals()
-        others = self._live - known
+            known, on_device = known + gathered_nbytes, on_device + gathered_nbytes
+        others = self._live - known - self.transport_nbytes()
         device = others + on_device
         self.activations_nbytes = max(self.activations_nbytes, others)
         self.peak_nbytes = max(self.peak_nbytes, device)
         last = self.moments.get(self.phase)
         if last is None or device > last.device_nbytes:
-            held = {} if self._ledger is None else self._ledger.held()
+            held: dict[tuple[str, str], int] = {}
+            if self._ledger is not None:
+                held = self._ledger.held()
+                gathered = "gathered", Tier.DEVICE.name
+                held[gathered] = held.get(gathered, 0) + gathered_nbytes
             self.moments[self.phase] = Moment(device, held, others, op, module, len(self._events))

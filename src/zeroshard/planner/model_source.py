@@ -20,13 +20,17 @@ LENGTH = 1024
 
 @dataclass(frozen=True)
 class ModelSource:
-    """How to make a model, one micro-batch (inputs, labels) and the loss. ``assumed``: in sentences."""
+    """How to make a model, one micro-batch (inputs, labels) and the loss. ``assumed``: in sentences.
+
+    ``own_batch``: the batch comes with the model, so its size cannot be chosen.
+    """
 
     name: str
     build: Callable[[], nn.Module]
     batch: tuple[Any, Any]
     loss: Callable[[Any, Any], Tensor]
     assumed: tuple[str, ...] = ()
+    own_batch: bool = False
 
 
 def model_source(name: str, micro_batch: int, length: int | None, *, sharded: bool) -> ModelSource:
@@ -59,7 +63,8 @@ def model_source(name: str, micro_batch: int, length: int | None, *, sharded: bo
             f"the model is built in {dtype}"
             + (", as its configuration says" if named else ": its configuration names no dtype"),
         )
-    if batch is None:
+    own_batch = batch is not None
+    if not own_batch:
         ids = torch.empty(micro_batch, length or LENGTH, dtype=torch.long, device="meta")
         batch = {"input_ids": ids, "labels": ids}
         assumed += (f"a batch of input_ids and labels of {micro_batch} x {length or LENGTH} tokens, "
@@ -68,7 +73,7 @@ def model_source(name: str, micro_batch: int, length: int | None, *, sharded: bo
     how = "under zero.Init (stage 3)" if sharded else "whole on each rank"
     return ModelSource(
         name, (lambda: _sharded(first)) if sharded else first, pair, loss_of,
-        (*assumed, f"the model is built {how}"),
+        (*assumed, f"the model is built {how}"), own_batch,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import os
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from zeroshard.core.mesh import Mesh
 from zeroshard.core.mesh_sources import resolve_mesh
 from zeroshard.errors import UnsupportedError, UsageError, ZeroShardError
 from zeroshard.planner.allocations import Moment
+from zeroshard.planner.largest_batch import largest_batch
 from zeroshard.planner.model_source import model_source
 from zeroshard.planner.simulate import Simulation, highest, simulate
 
@@ -35,8 +36,8 @@ NOT_MODELLED = (
     "blocks), of the device's context and of the program itself",
     "the first step, which creates optimizer state; saving and loading checkpoints",
     "step time",
-    "scratch memory inside kernels; attention takes the form that torch chooses for fake CPU tensors, "
-    "which may keep more than the fused kernels of a GPU",
+    "scratch memory inside kernels; attention takes the form that torch chooses on the CPU, which keeps "
+    "its scores if it has dropout or a learned mask, where fused kernels of a GPU do not",
     "the update runs as torch operations; compiled and Triton updates need less temporary memory",
     "before the engine exists, everything counts as device memory, also state that goes to host or disk",
 )
@@ -47,6 +48,8 @@ NOT_MODELLED = (
 class Plan:
     """What one rank of a run needs. ``limit_nbytes``: device memory of a rank; None: not given.
 
+    ``own_batch``: the batch came with the model.
+    ``one_more_nbytes``: the peak with one more sample in the micro-batch; None: not asked for.
     ``peak_phase`` and ``peak_nbytes``: the highest peak on the device, ``init`` included. ``assumed``:
     what the planner chose itself.
     """
@@ -59,6 +62,8 @@ class Plan:
     simulation: Simulation
     assumed: tuple[str, ...]
     not_modelled: tuple[str, ...] = NOT_MODELLED
+    one_more_nbytes: int | None = None
+    own_batch: bool = False
 
     @property
     def peak_phase(self) -> str:
@@ -96,6 +101,7 @@ class Plan:
             "ranks": self.mesh.world_size, "rank": found.rank, "stage": self.stage,
             "micro_batch": self.micro_batch, "fits": self.fits, "limit_nbytes": self.limit_nbytes,
             "spare_nbytes": self.spare_nbytes, "peak_nbytes": self.peak_nbytes,
+            "one_more_nbytes": self.one_more_nbytes,
             "peak_phase": self.peak_phase, "states_nbytes": self.states_nbytes(),
             "step_peak": {"op": top.op, "module": top.module, "unit": self.unit_of(top)},
             "memory": [asdict(row) for row in found.memory],
@@ -144,12 +150,7 @@ def make_plan(
         UsageError: the model is not known, or an argument is impossible.
         UnsupportedError: the model needs values, or an operation has no fake kernel; a pipeline.
     """
-    if memory_gib is not None and not 0 < memory_gib < math.inf:  # also NaN
-        raise UsageError(
-            f"--memory is {memory_gib:g} GiB, which is not a size of memory. Give the memory of one "
-            "device in GiB."
-        )
-    limit_nbytes = None if memory_gib is None else int(memory_gib * 2**30)
+    limit_nbytes = None if memory_gib is None else _limit_nbytes(memory_gib)
     arguments = {"train_micro_batch_size_per_gpu": micro_batch}
     loaded = load_config(config, world_size=ranks, arguments=arguments)
     settings = loaded.config
@@ -168,8 +169,64 @@ def make_plan(
         found = simulate(source.build, chosen, source.batch, mesh=mesh, rank=0, loss_fn=source.loss)
     assumed = (*source.assumed, f"rank 0 stands for all {ranks} ranks: shards have equal sizes")
     return Plan(
-        source.name, mesh, settings.zero_optimization.stage, size, limit_nbytes, found, assumed
+        source.name,
+        mesh,
+        settings.zero_optimization.stage,
+        size,
+        limit_nbytes,
+        found,
+        assumed,
+        own_batch=source.own_batch,
     )
+
+
+def plan_of_largest_batch(
+    model: str,
+    config: Mapping[str, Any] | str | Path,
+    *,
+    ranks: int,
+    length: int | None = None,
+    memory_gib: float | None,
+) -> Plan:
+    """The plan with the largest micro-batch that fits ``memory_gib``; one more sample does not fit.
+
+    Arguments and errors as for :func:`make_plan`. Costs about five simulations.
+
+    Raises:
+        UsageError: there is no limit, one sample does not fit, the model has a batch of its own, or the
+            configuration fixes ``train_batch_size``.
+    """
+    if memory_gib is None:
+        raise UsageError("--batch max is the largest that fits --memory, which is not given.")
+    plans: dict[int, Plan] = {}
+
+    def peak_nbytes(samples: int) -> int:
+        plans[samples] = make_plan(
+            model, config, ranks=ranks, micro_batch=samples, length=length, memory_gib=memory_gib
+        )
+        if plans[samples].own_batch:
+            raise UsageError(
+                f"--batch max cannot change the batch of {model}, which returns one. Let the function "
+                "return the model only; the batch is then of input_ids and labels."
+            )
+        return plans[samples].peak_nbytes
+
+    if (fixed := _as_dict(config).get("train_batch_size")) not in (None, "auto"):
+        raise UsageError(
+            f"--batch max tries micro-batches of several sizes, and train_batch_size is {fixed}, which "
+            "allows only its divisors. Leave it out of the configuration."
+        )
+    samples, one_more_nbytes = largest_batch(peak_nbytes, _limit_nbytes(memory_gib))
+    return replace(plans[samples], one_more_nbytes=one_more_nbytes)
+
+
+def _limit_nbytes(memory_gib: float) -> int:
+    if not 0 < memory_gib < math.inf:  # also NaN
+        raise UsageError(
+            f"--memory is {memory_gib:g} GiB, which is not a size of memory. Give the memory of one "
+            "device in GiB."
+        )
+    return int(memory_gib * 2**30)
 
 
 def _as_dict(config: Any) -> dict[str, Any]:

@@ -43,6 +43,12 @@ def headline(plan: Plan) -> str:
 def _parts(plan: Plan) -> Iterator[str | Table]:
     found = plan.simulation
     yield headline(plan)
+    if plan.one_more_nbytes is not None and plan.limit_nbytes is not None:
+        over = plan.one_more_nbytes - plan.limit_nbytes
+        yield (
+            f"micro-batch {plan.micro_batch} is the largest that fits: {plan.micro_batch + 1} needs "
+            f"{plan.one_more_nbytes:,} bytes, {over:,} too many"
+        )
     yield (
         f"{plan.model}: {found.params_numel:,} parameters, stage {plan.stage}, {plan.mesh.text}, "
         f"micro-batch {plan.micro_batch}; state at rest {plan.states_nbytes() / 1e9:.2f} GB"

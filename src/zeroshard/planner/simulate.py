@@ -149,11 +149,55 @@ def simulate(
         with contextlib.closing(Engine(model, config=config, mesh=mesh, plan=plan)) as engine:
             _expect(engine, arriving)
             step = _stepper(engine, model, inputs, labels, loss_fn, watch)
-            for last in reversed(range(steps)):
-                if not last:
-                    _begin(engine, watch, log)
-                step()
-            return _result(engine, model, watch, log)
+            return _last_step(engine, model, step, steps, watch, log)
+
+
+def observe(
+    build: Callable[[], nn.Module],
+    config: Mapping[str, Any],
+    batch: Any,
+    *,
+    loss_fn: Callable[[Any, Any], Tensor],
+    steps: int = 2,
+) -> Simulation:
+    """Train ``steps`` steps for real as this rank, and say what the last one needed, as :func:`simulate`
+    does: for comparisons of plans with runs.
+
+    All ranks of the process group call it, on the CPU. ``batch`` has values. The transport is "p2p",
+    whose memory is known to the byte; it is only in ``memory``, as "scratch". Memory inside of kernels
+    is in no number. Every operation is slower than in a run that is not observed.
+
+    Raises:
+        UsageError: the arguments do not fit together.
+        ConfigError: the configuration has mistakes.
+    """
+    inputs, labels = _pair(batch)
+    log = CallLog()
+    watch = Allocations(log.note, real=True)
+    with watch:
+        inputs, labels = tree_map_only(torch.Tensor, torch.clone, (inputs, labels))
+        model = build()
+        chosen = {**config, "transport": "p2p"}
+        with contextlib.closing(Engine(model, config=chosen)) as engine:
+            watch.transport_nbytes = lambda: engine._watch.scratch_nbytes
+            step = _stepper(engine, model, inputs, labels, loss_fn, watch)
+            return _last_step(engine, model, step, steps, watch, log)
+
+
+def _last_step(
+    engine: Engine,
+    model: nn.Module,
+    step: Callable[[], None],
+    steps: int,
+    watch: Allocations,
+    log: CallLog,
+) -> Simulation:
+    """Take ``steps`` steps and measure the last one."""
+    for last in reversed(range(steps)):
+        if not last:
+            _begin(engine, watch, log)
+        step()
+    return _result(engine, model, watch, log)
 
 
 def _pair(batch: Any) -> tuple[Any, Any]:
