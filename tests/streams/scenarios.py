@@ -19,7 +19,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NoReturn
 from unittest import mock
@@ -622,35 +622,4 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
     "precision": ("fp32", "bf16", "fp16"),
     "query": tuple(QUERIES),
 }
-ALL = [
-    scenario
-    for values in itertools.product(*DIMENSIONS.values())
-    if is_allowed(scenario := Scenario(**dict(zip(DIMENSIONS, values, strict=True))))
-]
-
-
-def pairs(scenario: Scenario) -> set[tuple[str, Any, str, Any]]:
-    """The pairs of values of two dimensions."""
-    values = [(field.name, getattr(scenario, field.name)) for field in fields(scenario)]
-    return {(*a, *b) for a, b in itertools.combinations(values, 2)}
-
-
-def covering() -> list[Scenario]:
-    """Every allowed triple of stage, offload and program once, and every allowed pair of all values.
-
-    Ranks, precision and queries are chosen so that each scenario adds as many new pairs as possible.
-    """
-    missing = set().union(*map(pairs, ALL))
-    chosen = []
-    for _, group in itertools.groupby(ALL, key=lambda s: (s.stage, s.offload, s.program)):
-        found = max(group, key=lambda s: (len(pairs(s) & missing), hash_of(s)))
-        missing -= pairs(found)
-        chosen.append(found)
-    assert not missing, missing
-    return chosen
-
-
-def hash_of(scenario: Scenario) -> int:
-    """A number that spreads choices between scenarios that cover as many new pairs."""
-    text = str(scenario).encode()
-    return sum((at + 1) * byte for at, byte in enumerate(text)) * 2654435761 % 2**32
+ALL = [row for row in itertools.product(*DIMENSIONS.values()) if is_allowed(Scenario(*row))]
