@@ -12,7 +12,7 @@ Row = TypeVar("Row", bound=tuple[Hashable, ...])
 
 
 def covering(rows: Sequence[Row]) -> list[Row]:
-    """Some of ``rows``, in their order: each pair of values of two columns that occurs in ``rows`` occurs.
+    """Some of ``rows``, in their order, in which each pair of values of two columns of ``rows`` occurs.
 
     Each choice adds as many new pairs as possible, and of equal rows the first is taken, so that the
     choice is the same in every process. With ``ZEROSHARD_TEST_ALL=1`` it is all rows.
