@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +116,39 @@ def resumed(folder: str, stage: int, options: dict[str, Any]) -> list[float]:
     seen = logged(trainer, "loss") + logged(trainer, "learning_rate")
     trainer.model_wrapped.close()
     return seen
+
+
+@pytest.mark.parametrize("in_evaluation", [False, True])
+@rank_test
+@by_name
+def test_a_signal_to_one_rank_saves_a_checkpoint_from_which_all_resume(in_evaluation, folder):
+    from transformers import TrainerCallback
+
+    class Signal(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_evaluate = in_evaluation and state.global_step == 2
+            if state.global_step == 2 and args.process_index == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.1)
+
+        def on_prediction_step(self, *_: Any, **__: Any) -> None:
+            time.sleep(2)  # four batches, and a look of the watchdog each second
+
+    asked = {"preemption": {"enabled": True}}
+    trainer = sharded_trainer(folder, 3, config=asked, max_steps=60)
+    trainer.add_callback(Signal())
+    if in_evaluation:
+        with pytest.raises(SystemExit):
+            trainer.train()
+    else:
+        trainer.train()
+    stopped = trainer.state.global_step
+    trainer.model_wrapped.close()
+    assert stopped == 2 if in_evaluation else 2 < stopped < 60
+    again = sharded_trainer(folder, 3, tiny(seed=8), config=asked, max_steps=stopped + 1)
+    again.train(resume_from_checkpoint=f"{folder}/checkpoint-{stopped}")
+    assert len(logged(again, "loss")) == stopped + 1
+    again.model_wrapped.close()
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -347,6 +383,7 @@ def refusal(options: dict[str, Any], config: dict[str, Any]) -> str:
         ({}, {"gradient_clipping": 2.0}, "TrainingArguments.max_grad_norm is 0.5"),
         ({}, {"gradient_accumulation_steps": 3},
          '"gradient_accumulation_steps": 3, but TrainingArguments.gradient_accumulation_steps is 2'),
+        ({}, {"preemption": {"save_dir": "x"}}, '"preemption": {"enabled": true}'),
         ({}, {"train_micro_batch_size_per_gpu": 3}, "per_device_train_batch_size is 2"),
         ({"bf16_full_eval": True}, {}, "TrainingArguments(bf16_full_eval=...)"),
         ({"save_on_each_node": True}, {}, "into one directory"),

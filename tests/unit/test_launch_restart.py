@@ -111,6 +111,7 @@ def test_the_newest_checkpoint_is_read_from_latest(tmp_path):
     ("given", "text"),
     [
         ({"max_restarts": -1}, "--max-restarts is -1"),
+        ({"preempt_save_s": -1.0}, "--preempt-save-s is -1"),
         ({"max_restarts": 2}, "needs --checkpoint-dir"),
         ({"checkpoint_dir": "ckpt"}, "no effect without --max-restarts"),
         (

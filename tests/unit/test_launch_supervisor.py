@@ -24,15 +24,17 @@ class FakeProcess:
 class FakeProcesses:
     """Two or more fake ranks, a clock that the test moves, and the signals sent so far."""
 
-    def __init__(self, count: int = 2) -> None:
+    def __init__(self, count: int = 2, save_s: float = 0.0) -> None:
         self.now_s = 0.0
         self.sent: list[tuple[int, signal.Signals]] = []
+        self.asked: list[tuple[int, signal.Signals]] = []
         self.stopped: set[int] = set()
         self.ranks = {rank: FakeProcess(100 + rank) for rank in range(count)}
         self.supervisor = WorkerSupervisor(
             self.ranks,
-            timeouts=ShutdownTimeouts(grace_s=5, stop_s=30),
+            timeouts=ShutdownTimeouts(grace_s=5, stop_s=30, save_s=save_s),
             send=lambda rank, _, number: self.sent.append((rank, number)),
+            ask=lambda rank, _, number: self.asked.append((rank, number)),
             clock=lambda: self.now_s,
             stopped=lambda pid: pid - 100 in self.stopped,
         )
@@ -150,3 +152,50 @@ def test_a_stopped_rank_is_killed_at_once_by_an_interrupt(fake):
     fake.supervisor.interrupt(signal.SIGTERM)
     assert fake.sent[0] == (1, signal.SIGKILL)
     assert (0, signal.SIGTERM) in fake.sent
+
+
+def test_ranks_have_time_to_save_after_a_signal_and_their_workers_do_not_get_it():
+    fake = FakeProcesses(save_s=20)
+    fake.supervisor.interrupt(signal.SIGUSR1)
+    fake.tick(19.9)
+    assert fake.asked == [(0, signal.SIGUSR1), (1, signal.SIGUSR1)]
+    assert (fake.supervisor.phase, fake.sent) == (Phase.SAVING, [])
+    for process in fake.ranks.values():
+        process.code = 0
+    assert fake.tick(19.95)
+    assert fake.supervisor.has_saved
+
+
+@pytest.mark.parametrize("cause", ["time", "signal"])
+def test_who_does_not_save_is_stopped_then_killed(cause):
+    fake = FakeProcesses(save_s=20)
+    fake.supervisor.interrupt(signal.SIGTERM)
+    if cause == "time":
+        fake.tick(20)
+    else:
+        fake.supervisor.interrupt(signal.SIGINT)
+    assert fake.sent == [(0, signal.SIGTERM), (1, signal.SIGTERM)]
+    fake.ranks[0].code = 0
+    fake.tick(50)
+    assert fake.sent[2:] == [(1, signal.SIGKILL)]
+    fake.ranks[1].code = -9
+    assert fake.tick(51)
+    assert not fake.supervisor.has_saved
+
+
+def test_a_rank_that_fails_while_others_save_ends_them_after_the_grace_time():
+    fake = FakeProcesses(save_s=20)
+    fake.supervisor.interrupt(signal.SIGTERM)
+    fake.ranks[1].code = 1
+    fake.tick(1)
+    fake.tick(6)
+    assert fake.sent == [(0, signal.SIGTERM)]
+    assert not fake.supervisor.has_saved
+
+
+def test_a_clean_end_after_a_signal_is_no_save_without_time_for_it(fake):
+    fake.supervisor.interrupt(signal.SIGTERM)
+    for process in fake.ranks.values():
+        process.code = 0
+    assert fake.tick(1)
+    assert not fake.supervisor.has_saved

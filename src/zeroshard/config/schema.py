@@ -345,6 +345,10 @@ class Config(Section):
     trust: side.TrustConfig = honour(
         side.TrustConfig, "How ranks that diverge or hang are detected and reported."
     )
+    preemption: side.PreemptionConfig = honour(
+        side.PreemptionConfig,
+        "What happens if the run has to make room: after a signal all ranks stop at one step and save.",
+    )
     parallel: side.ParallelConfig = honour(
         side.ParallelConfig,
         "The mesh of ranks: the number of ranks along each dimension. The product is the number of "

@@ -85,6 +85,19 @@ class TrustConfig(Section):
     report: Flag = not_yet(True, "Write a report at the end of the run.")
 
 
+class PreemptionConfig(Section):
+    enabled: Flag = honour(
+        False,
+        "After SIGTERM, SIGUSR1 or SIGINT to any rank, engine.preempted becomes true on all ranks "
+        "after the same step. The program saves and ends.",
+    )
+    save_dir: Text | None = honour(
+        None,
+        "After such a signal the engine saves a checkpoint in this directory, and all ranks end with "
+        "exit code 0.",
+    )
+
+
 class ActivationConfig(Section):
     cpu_checkpointing: Flag = honour(
         False,

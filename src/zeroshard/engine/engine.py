@@ -36,6 +36,7 @@ from zeroshard.engine.pipeline import (
     make_runner,
     train_alone,
 )
+from zeroshard.engine.preemption import Preemption
 from zeroshard.engine.report import (
     MemoryReport,
     StepReport,
@@ -178,6 +179,11 @@ class Engine(nn.Module):
                 setattr(self, phase, self._watch.explained(getattr(self, phase)))
         self._gc = ManualGC() if self.settings.disable_python_gc else None
         self._pipeline = make_runner(self, model, parts.watch)
+        self._preemption: Preemption | None = None
+        if (asked := self.settings.preemption).enabled or asked.save_dir is not None:
+            self._preemption = Preemption(parts.watch)
+            if asked.save_dir is not None:
+                self._preemption.save_in(asked.save_dir, None)
 
     # ------------------------------------------------------------------ forward and backward
 
@@ -226,6 +232,8 @@ class Engine(nn.Module):
         return loss * self.scaler.scale
 
     def _on_forward_begin(self) -> None:
+        if self._preemption is not None and self._pipeline is None:
+            self._preemption.before_forward(self)
         self._update.end_updates()
         if self.accumulation.uncounted and torch.is_grad_enabled():
             self._end_micro_batch()  # inside no_sync() a new forward ends the micro-batch before it
@@ -323,6 +331,8 @@ class Engine(nn.Module):
         self._count_micro_batch()
         self._forget_step()
         self._end_step(skipped)
+        if self._preemption is not None:
+            self._preemption.after_step(self)
 
     def _forget_step(self) -> None:
         """The next micro-batch is the first of its step."""
@@ -378,6 +388,8 @@ class Engine(nn.Module):
             raise UsageError(NO_OPTIMIZER)
         if self._pipeline is None:
             return train_alone(self, data_iter)
+        if self._preemption is not None:
+            self._preemption.before_batch(self, training=True)
         loss = self._pipeline.train(self, data_iter)
         for _ in range(accumulation.steps - 1):
             self._end_micro_batch()
@@ -402,6 +414,8 @@ class Engine(nn.Module):
         try:
             if self._pipeline is None:
                 return evaluate_alone(self, data_iter, asked)
+            if self._preemption is not None:
+                self._preemption.before_batch(self, training=False)
             return self._pipeline.evaluate(self, data_iter, asked)
         finally:
             self.train(mode)
@@ -452,6 +466,45 @@ class Engine(nn.Module):
             self._watch.world.all_gather_small(vote.to(self.device), name="first bad").min()
         )
         return repr(every[index] if index < len(every) else "unknown")
+
+    # ------------------------------------------------------------------ preemption
+
+    @property
+    def preempted(self) -> bool:
+        """Whether a rank got SIGTERM, SIGUSR1 or SIGINT, and the run is to end.
+
+        It becomes true on all ranks between the same two steps. Needs the key ``preemption.enabled``.
+        No message, no wait.
+
+        Raises:
+            UsageError: the configuration has no section ``preemption``.
+        """
+        if self._preemption is None:
+            raise UsageError(
+                'engine.preempted without "preemption": {"enabled": true} in the configuration: signals '
+                "are not noted. Add the key, or do not read this."
+            )
+        return self._preemption.happened
+
+    def save_on_preemption(
+        self,
+        save_dir: str | PathLike[str],
+        client_state: Callable[[], Mapping[str, Any]] | None = None,
+    ) -> None:
+        """After SIGTERM, SIGUSR1 or SIGINT to any rank, save after a step and exit with code 0.
+
+        Every rank calls this, in the main thread. ``client_state()`` gives the ``client_state`` of that
+        :meth:`save_checkpoint`. The file ``preempted`` in ``save_dir`` then has the signal and the step;
+        this call deletes it. The key ``preemption.save_dir`` does the same without ``client_state``.
+
+        Raises:
+            UsageError: another engine of this process does this, or this is not the main thread.
+        """
+        self.life.check()
+        check_directory(save_dir, "engine.save_on_preemption()")
+        if self._preemption is None:
+            self._preemption = Preemption(self._watch)
+        self._preemption.save_in(save_dir, client_state)
 
     # ------------------------------------------------------------------ accumulation and data
 
@@ -877,6 +930,8 @@ class Engine(nn.Module):
             rest.callback(self._watch.close)
             if self._gc is not None:
                 rest.callback(self._gc.close)
+            if self._preemption is not None:
+                rest.callback(self._preemption.close)
             if self._observer is not None:
                 rest.callback(self._observer.close)
             rest.callback(self.runtime.close, wait=not reason)
@@ -898,7 +953,9 @@ class Engine(nn.Module):
 
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         found = self._watch.explanation(error)
-        self.close("" if error is None else in_short(found or error))
+        cause = found or error
+        ended = isinstance(cause, SystemExit) and not cause.code
+        self.close("" if cause is None or ended else in_short(cause))
         if found is not None:
             raise found from error
 

@@ -32,11 +32,12 @@ from torch import Tensor, nn
 
 from zeroshard.checkpoint.directory import LATEST
 from zeroshard.config.parse import Source, read_source
+from zeroshard.engine.engine import Engine
 from zeroshard.errors import UsageError
 from zeroshard.integrations.accelerate import Accelerator, PreparedEngine
 from zeroshard.integrations.accelerate.config import Wishes
 
-__all__ = ["REPLACED", "Seq2SeqTrainer", "Trainer", "ZeroShardMixin"]
+__all__ = ["REPLACED", "PreemptionCallback", "Seq2SeqTrainer", "Trainer", "ZeroShardMixin"]
 
 REPLACED = {
     "_build_accelerator_args": "the arguments of its Accelerator, with which ours is built",
@@ -73,6 +74,8 @@ class ZeroShardMixin:
     def __init__(self, *args: Any, zeroshard_config: Source = None, **kwargs: Any) -> None:
         self.zeroshard_config, _ = read_source(zeroshard_config)
         super().__init__(*args, **kwargs)
+        if (self.zeroshard_config.get("preemption") or {}).get("enabled"):
+            self.add_callback(PreemptionCallback(self))  # type: ignore[attr-defined]
 
     # ------------------------------------------------------------------ the Accelerator
 
@@ -152,6 +155,39 @@ class ZeroShardMixin:
         return engine
 
 
+class PreemptionCallback(transformers.TrainerCallback):
+    """After a signal to any rank, a Trainer saves one of its checkpoints and stops.
+
+    For a Trainer whose configuration has ``"preemption": {"enabled": true}``. :class:`Trainer` adds it
+    by itself, another one with ``trainer.add_callback(PreemptionCallback(trainer))``. ``train()`` returns
+    after the checkpoint. In an evaluation the process ends after it, with exit code 0.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    @property
+    def _is_preempted(self) -> bool:
+        engine = getattr(self._trainer, "_engine", None) or self._trainer.model_wrapped
+        return isinstance(engine, Engine) and engine.preempted
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Ask the Trainer to save and to stop."""
+        if self._is_preempted:
+            control.should_save = control.should_training_stop = True
+            control.should_evaluate = False
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Save in the middle of an evaluation. All ranks evaluate equal numbers of batches.
+
+        Raises:
+            SystemExit: with code 0, after the checkpoint.
+        """
+        if self._is_preempted:
+            self._trainer._save_checkpoint(self._trainer.model, None)
+            raise SystemExit(0)
+
+
 class Trainer(ZeroShardMixin, transformers.Trainer):
     """``transformers.Trainer`` with ``zeroshard_config``: see :class:`ZeroShardMixin`."""
 
@@ -216,6 +252,12 @@ def _refuse(args: Any, config: dict[str, Any]) -> None:
                 f'zeroshard_config has "{section}", but the Trainer makes its own, from '
                 f"TrainingArguments ({instead}). Remove that section."
             )
+    if (config.get("preemption") or {}).get("save_dir"):
+        raise UsageError(
+            'zeroshard_config has "preemption": {"save_dir": ...}, and the Trainer could not resume from '
+            'a checkpoint of the engine alone. Write "preemption": {"enabled": true}: the Trainer then '
+            "saves one of its own."
+        )
     refused = {
         "deepspeed": "it trains with DeepSpeed; zeroshard_config accepts the same file",
         "fsdp": "it would shard the model a second time",

@@ -112,9 +112,10 @@ def _run_node(run: NodeRun, console: TextIO, scratch: Path) -> ExitReport:
     limit = memory.cgroup.limit_nbytes if memory.cgroup else None
     kernel = KernelCounters(read_oom_counters().since(before), limit, read_shm_nbytes())
     interrupted = watch.supervisor.interrupted if watch.supervisor else None
+    saved = watch.supervisor is not None and watch.supervisor.has_saved
     streams.finish(release=not any(d.exitcode for d in watch.deaths) and interrupted is None)
     deaths = [_with_words(death, streams, scratch) for death in watch.deaths]
-    report = build_report(deaths, kernel, interrupted=interrupted)
+    report = build_report(deaths, kernel, interrupted=interrupted, saved=saved)
     _print(report, streams, console)
     if watch.supervisor is not None and watch.supervisor.is_asked_to_end:
         report = replace(report, interrupted=True)
@@ -155,6 +156,8 @@ class _Watch:
             for number in _HANDLED:
                 ignored = number in self._ignored
                 signal.signal(number, signal.SIG_IGN if ignored else self._on_signal)
+            if self._run.timeouts.save_s:
+                signal.signal(signal.SIGUSR1, self._on_signal)
 
     def tick(self) -> bool:
         """Sample memory and let the supervisor act. True when no rank is left."""
@@ -287,7 +290,7 @@ def _signals(*, prompt: bool) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in _HANDLED}
+    before = {number: signal.getsignal(number) for number in (*_HANDLED, signal.SIGUSR1)}
     try:
         for number in _HANDLED:
             if prompt and before[number] is not signal.SIG_IGN:

@@ -112,15 +112,23 @@ def explain_exit(death: RankExit, kernel: KernelCounters) -> ExitCause:
 
 
 def build_report(
-    deaths: Sequence[RankExit], kernel: KernelCounters, *, interrupted: signal.Signals | None = None
+    deaths: Sequence[RankExit],
+    kernel: KernelCounters,
+    *,
+    interrupted: signal.Signals | None = None,
+    saved: bool = False,
 ) -> ExitReport:
     """The report of a finished run: the root, other causes, then the consequences.
 
     A run without a failed rank has no lines. ``interrupted`` is the signal with which the user ended the
-    run.
+    run. ``saved``: the ranks had time to save then, and ended without an error.
     """
     ordered = sorted(deaths, key=lambda death: (death.at_s, death.rank))
     failed = [explain_exit(death, kernel) for death in ordered if death.exitcode != 0]
+    if interrupted is not None and saved:
+        ranks = _ranks([d.rank for d in ordered])
+        text = f"{ranks} ended with exit code 0 after {interrupted.name}."
+        return ExitReport((text,), None, "", 0, interrupted=True)
     if interrupted is not None:
         text = f"stopped by {interrupted.name}; {_ranks([d.rank for d in ordered])} ended."
         return ExitReport((text,), None, "", 128 + interrupted, interrupted=True)

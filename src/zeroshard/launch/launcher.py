@@ -106,7 +106,11 @@ def _run_nodes(
         commands,
         ssh=ssh_words(request.ssh_port, extra),
         # The launcher of a node needs time to end its ranks and to report.
-        timeouts=ShutdownTimeouts(request.timeouts.grace_s + 5, request.timeouts.stop_s + 10),
+        timeouts=ShutdownTimeouts(
+            request.grace_s + 5,
+            request.stop_s + 10,
+            request.preempt_save_s and request.preempt_save_s + 5,
+        ),
         console=console,
     )
 

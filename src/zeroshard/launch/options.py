@@ -218,6 +218,15 @@ class LaunchRequest:
         passed_on=True,
         help="Seconds between the request to stop and SIGKILL.",
     )
+    preempt_save_s: float = _option(
+        0.0,
+        "--preempt-save-s",
+        "--preempt_save_s",
+        passed_on=True,
+        help="Seconds that the ranks have to save after SIGTERM, SIGUSR1 or Ctrl-C. The signal goes to "
+        "the ranks and not to their data-loader workers. If all ranks end with exit code 0, so does the "
+        "launcher. A second signal stops the ranks. Default: a signal stops them at once.",
+    )
     log_level: str = _option(
         "warning",
         "--log_level",
@@ -237,7 +246,7 @@ class LaunchRequest:
 
     @property
     def timeouts(self) -> ShutdownTimeouts:
-        return ShutdownTimeouts(self.grace_s, self.stop_s)
+        return ShutdownTimeouts(self.grace_s, self.stop_s, self.preempt_save_s)
 
     @property
     def verbose(self) -> bool:

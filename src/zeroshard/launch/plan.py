@@ -269,6 +269,10 @@ def check_request(request: LaunchRequest) -> None:
 
 
 def _check_restarts(request: LaunchRequest) -> None:
+    if not 0 <= request.preempt_save_s < float("inf"):
+        raise LaunchError(
+            f"--preempt-save-s is {request.preempt_save_s}; give seconds from 0 (no time to save)."
+        )
     if request.max_restarts < 0:
         raise LaunchError(
             f"--max-restarts is {request.max_restarts}; it must be 0 (no restart) or more."

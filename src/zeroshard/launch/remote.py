@@ -124,8 +124,10 @@ def run_nodes(
             raise LaunchError(
                 f"node {rank} ({command.host.name}): cannot execute {argv[0]!r}: {error.strerror}."
             ) from error
-    supervisor = WorkerSupervisor(processes, timeouts=timeouts, send=_send)
-    handled = (signal.SIGINT, signal.SIGTERM)
+    supervisor = WorkerSupervisor(processes, timeouts=timeouts, send=_send, ask=_send)
+    handled = [signal.SIGINT, signal.SIGTERM]
+    if timeouts.save_s:
+        handled.append(signal.SIGUSR1)
 
     def on_signal(number: int, _: FrameType | None) -> None:
         supervisor.interrupt(signal.Signals(number))
@@ -137,6 +139,8 @@ def run_nodes(
     finally:
         for number, handler in zip(handled, before, strict=True):
             signal.signal(number, handler)
+    if supervisor.has_saved:
+        return 0
     if supervisor.interrupted is not None:
         return 128 + supervisor.interrupted
     failed = [death for death in supervisor.deaths if death.exitcode != 0]
@@ -199,8 +203,17 @@ def this_launcher(venv_script: str | None = None) -> list[str]:
     return ["bash", "-c", '. "$0" && exec "$@"', path, "python", "-m", "zeroshard.launch"]
 
 
+_WORDS = {
+    signal.SIGINT: "INT",
+    signal.SIGUSR1: "USR1",
+    signal.SIGTERM: "TERM",
+    signal.SIGKILL: "KILL",
+}
+_NUMBERS = {word: number for number, word in _WORDS.items()} | {"KILL": signal.SIGTERM}
+
+
 def _obey(word: str) -> None:
-    number = {"INT": signal.SIGINT, "TERM": signal.SIGTERM, "KILL": signal.SIGTERM}.get(word)
+    number = _NUMBERS.get(word)
     if number is not None:
         os.kill(os.getpid(), number)
         if word == "KILL":  # the second request kills
@@ -213,7 +226,7 @@ def _send(_: int, process: WorkerProcess, number: signal.Signals) -> None:
         if process.stdin is None or process.stdin.closed:
             process.kill()
             return
-        _pull(process, {signal.SIGINT: "INT", signal.SIGKILL: "KILL"}.get(number, "TERM"))
+        _pull(process, _WORDS.get(number, "TERM"))
 
 
 def _pull(process: subprocess.Popen[bytes], word: str) -> None:

@@ -5,6 +5,9 @@ A :class:`WorkerSupervisor` watches processes that the launcher itself started, 
     RUNNING --a process fails--> GRACE --time is up--> STOPPING (TERM) --time is up--> KILLING (KILL)
        \\--------------- interrupt(signal): forwarded ----/^    interrupt again ------/^
 
+With time to save (``save_s``), the user's first signal leads to SAVING. It goes to the processes alone,
+not to the workers of their data loaders. When the time is up, or after another signal: STOPPING.
+
 In GRACE the survivors may end by themselves, with a diagnosis that says where they were. A process that
 a signal has stopped (SIGSTOP) cannot do so and would never receive SIGTERM: it is killed when GRACE or
 STOPPING begins, and its exit is marked as ``frozen``.
@@ -41,6 +44,7 @@ class Phase(Enum):
     GRACE = 1
     STOPPING = 2
     KILLING = 3
+    SAVING = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,7 @@ class ShutdownTimeouts:
 
     grace_s: float = 5.0  # time for survivors of a failure to end by themselves
     stop_s: float = 30.0  # time between the request to stop and SIGKILL
+    save_s: float = 0.0  # time to save after the user's signal; 0: it is a request to stop
 
 
 Send = Callable[[int, WorkerProcess, signal.Signals], None]
@@ -62,11 +67,19 @@ def signal_group(_: int, process: WorkerProcess, number: signal.Signals) -> None
         return
 
 
+def signal_leader(_: int, process: WorkerProcess, number: signal.Signals) -> None:
+    """Signal a process, and not its group."""
+    try:
+        os.kill(process.pid, number)
+    except (ProcessLookupError, PermissionError):
+        return
+
+
 class WorkerSupervisor:
     """Supervises ``processes`` by rank. The caller has started them; each leads its own session.
 
-    ``send`` delivers a signal to a process; ``clock`` gives the time in seconds; ``stopped`` says whether
-    a signal has stopped the process with an id.
+    ``send`` delivers a signal to a process, ``ask`` one that asks it to save. ``clock`` gives the time in
+    seconds; ``stopped`` says whether a signal has stopped the process with an id.
     """
 
     def __init__(
@@ -75,12 +88,13 @@ class WorkerSupervisor:
         *,
         timeouts: ShutdownTimeouts,
         send: Send = signal_group,
+        ask: Send = signal_leader,
         clock: Callable[[], float] = time.monotonic,
         stopped: Callable[[int], bool] = is_stopped,
     ) -> None:
         self._alive = dict(processes)
         self._patience = timeouts
-        self._send = send
+        self._send, self._ask = send, ask
         self._clock = clock
         self._is_stopped = stopped
         self._frozen: set[int] = set()  # ranks that were killed because a signal had stopped them
@@ -90,6 +104,12 @@ class WorkerSupervisor:
         self.interrupted: signal.Signals | None = None  # the user's signal, if it ended the run
         self.is_asked_to_end = False  # the user sent a signal, before or after a failure
         self.deaths: list[RankExit] = []
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether the processes had time to save after the user's signal, and ended without an error."""
+        asked = self.interrupted is not None and self._patience.save_s > 0
+        return asked and not any(death.exitcode for death in self.deaths)
 
     @property
     def alive(self) -> dict[int, WorkerProcess]:
@@ -110,10 +130,10 @@ class WorkerSupervisor:
                 told = rank in self._told and not frozen
                 self.deaths.append(RankExit(rank, code, now_s, stopped=told, frozen=frozen))
         failed = any(death.exitcode != 0 for death in self.deaths)
-        if self.phase is Phase.RUNNING and failed:
+        if self.phase in (Phase.RUNNING, Phase.SAVING) and failed:
             self._enter(Phase.GRACE, now_s + self._patience.grace_s)
             self._kill_frozen()
-        elif self.phase is Phase.GRACE and now_s >= self._deadline_s:
+        elif self.phase in (Phase.GRACE, Phase.SAVING) and now_s >= self._deadline_s:
             self._order(signal.SIGTERM, now_s)
         elif now_s >= self._deadline_s:
             self._enter(Phase.KILLING, now_s + self._patience.stop_s)
@@ -124,7 +144,14 @@ class WorkerSupervisor:
         """Forward the user's signal to all processes. If they were asked to stop before, kill them."""
         now_s = self._clock()
         self.is_asked_to_end = True
-        if self.interrupted is None and self.phase in (Phase.RUNNING, Phase.GRACE):
+        if self.phase is Phase.RUNNING and self._patience.save_s:
+            self.interrupted = number
+            self._enter(Phase.SAVING, now_s + self._patience.save_s)
+            self._kill_frozen()
+            self._tell(number, self._ask)
+        elif self.phase is Phase.SAVING:
+            self._order(signal.SIGTERM, now_s)
+        elif self.interrupted is None and self.phase in (Phase.RUNNING, Phase.GRACE):
             self.interrupted = number if self.phase is Phase.RUNNING else None
             self._order(number, now_s)
         else:
@@ -160,10 +187,10 @@ class WorkerSupervisor:
                 self._frozen.add(rank)
                 self._send(rank, process, signal.SIGKILL)
 
-    def _tell(self, number: signal.Signals) -> None:
+    def _tell(self, number: signal.Signals, send: Send | None = None) -> None:
         for rank, process in self._alive.items():
             self._told.add(rank)
-            self._send(rank, process, number)
+            (send or self._send)(rank, process, number)
 
     def _enter(self, phase: Phase, deadline_s: float) -> None:
         self.phase = phase

@@ -37,7 +37,13 @@ from zeroshard.comm.two_hop import TwoHopComm
 from zeroshard.config.sections import TrustConfig
 from zeroshard.core.mesh import Mesh
 from zeroshard.device.choice import ops_of
-from zeroshard.errors import DistributedError, RankDivergence, RankLost, ZeroShardError
+from zeroshard.errors import (
+    DistributedError,
+    RankDivergence,
+    RankLost,
+    UsageError,
+    ZeroShardError,
+)
 from zeroshard.watchdog.join import own_client, watchdog_of
 from zeroshard.watchdog.lone_reads import LoneReadCheck
 from zeroshard.watchdog.messages import look, watchdog_namespace
@@ -52,6 +58,8 @@ from zeroshard.watchdog.session_opener import (
 )
 from zeroshard.watchdog.session_watch import SessionWatch, divergence_text
 from zeroshard.watchdog.settings import WatchdogSettings
+from zeroshard.watchdog.stop_agreement import StopAgreement
+from zeroshard.watchdog.stop_signals import StopSignals
 from zeroshard.watchdog.tracked_calls import calls_of
 from zeroshard.watchdog.uncaught import explain_uncaught, leave_uncaught
 
@@ -214,6 +222,21 @@ class CommSession:
         if self.session_watch is None or self.world is not self.gathers:
             return None
         return self.session_watch.readers(self.recorder)
+
+    def stop_agreement(self, signals: StopSignals) -> StopAgreement:
+        """The agreement of all ranks to stop after a signal to one of them. Every rank has to use it.
+
+        Raises:
+            UsageError: there are several ranks and no watchdog, whose threads agree.
+        """
+        if self.session_watch is not None:
+            return self.session_watch.stop_agreement(signals, self.recorder.rank)
+        if self.world.size > 1:
+            raise UsageError(
+                "the configuration has preemption and trust.watchdog: false, but the threads of the "
+                "watchdog agree on the step at which all ranks stop. Remove one of the two keys."
+            )
+        return StopAgreement(signals)
 
     def abort_groups(self) -> None:
         """Make every blocked wait in the groups of a mesh fail now.

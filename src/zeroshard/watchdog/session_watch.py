@@ -16,6 +16,8 @@ from zeroshard.watchdog.lone_reads import LoneReadCheck
 from zeroshard.watchdog.messages import StoreLost
 from zeroshard.watchdog.rank_status import Peer
 from zeroshard.watchdog.settings import WatchdogSettings
+from zeroshard.watchdog.stop_agreement import StopAgreement
+from zeroshard.watchdog.stop_signals import StopSignals
 from zeroshard.watchdog.tracked_calls import TrackedCalls
 from zeroshard.watchdog.watchdog import Watchdog
 
@@ -39,7 +41,7 @@ class SessionWatch:
         self.settings = settings
         self.peers = dict(peers)
         self.parts = list(parts)
-        self.errand: Callable[[], None] = lambda: None  # run at each look, in the watchdog's thread
+        self.errands: list[Callable[[], None]] = []  # run at each look, in the watchdog's thread
         self._watchdog = watchdog
         watchdog.follow(self)
 
@@ -81,12 +83,7 @@ class SessionWatch:
 
         ``recorder`` has the collectives of the session.
         """
-        weak, label, ranks = weakref.ref(self._watchdog), self.label, tuple(self.peers)
-
-        def watchdog() -> Watchdog:
-            if (strong := weak()) is None:
-                raise StoreLost("the watchdog has ended")
-            return strong
+        label, ranks, watchdog = self.label, tuple(self.peers), self._weak_watchdog()
 
         def call(operation: Callable[[Any], Any]) -> Any:
             return watchdog().messages.call(operation)
@@ -102,8 +99,40 @@ class SessionWatch:
             report_s=self.settings.report_s(),
             limit_s=self.settings.collective_timeout_s,
         )
-        self.errand = readers.answer
+        self.errands.append(readers.answer)
         return readers
+
+    def stop_agreement(self, signals: StopSignals, rank: int) -> StopAgreement:
+        """The agreement of all ranks to stop after a signal to one of them. Every rank has to use it.
+
+        ``rank``: the global rank of this process.
+        """
+        watchdog = self._weak_watchdog()
+
+        def call(operation: Callable[[Any], Any]) -> Any:
+            return watchdog().messages.call(operation)
+
+        agreement = StopAgreement(
+            signals,
+            rank=rank,
+            ranks=tuple(self.peers),
+            label=self.label,
+            call=call,
+            check=lambda: watchdog().check(),
+        )
+        self.errands.append(agreement.look)
+        return agreement
+
+    def _weak_watchdog(self) -> Callable[[], Watchdog]:
+        """Gives the watchdog, and does not keep it alive."""
+        weak = weakref.ref(self._watchdog)
+
+        def watchdog() -> Watchdog:
+            if (strong := weak()) is None:
+                raise StoreLost("the watchdog has ended")
+            return strong
+
+        return watchdog
 
     def close(self, reason: str = "") -> None:
         """End the watch over this session. ``reason``: the exception that ended this rank's part."""

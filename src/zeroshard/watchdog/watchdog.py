@@ -106,7 +106,7 @@ class WatchedSession(Protocol):
     settings: WatchdogSettings
     peers: dict[int, Peer]
     parts: list[TrackedCalls]
-    errand: Callable[[], None]
+    errands: list[Callable[[], None]]
 
 
 class Watchdog:
@@ -366,7 +366,8 @@ class Watchdog:
         alone = False
         try:
             for followed in list(self._sessions):
-                followed.errand()
+                for errand in followed.errands:
+                    errand()
             asked = self.messages.asked(timeout_s=5 * self._settings.tick_s)
             if asked > self._answered:
                 self._answer(asked)
