@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
 from zeroshard.testing import leak_check
@@ -17,6 +19,17 @@ def pytest_collection_modifyitems(items):
 def pytest_sessionfinish():
     """End the rank processes before the interpreter shuts down."""
     pool().kill()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def freeze_what_is_imported():
+    """Exclude all objects that exist from garbage collections.
+
+    With thousands of collected tests and large packages in memory, each ``gc.collect()`` would take half
+    a second.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

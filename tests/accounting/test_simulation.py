@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Callable
 from functools import cache
@@ -20,7 +21,7 @@ from zeroshard.parallel.tensor_plan import neighbours
 from zeroshard.planner import Simulation, simulate
 from zeroshard.zero import Init
 
-WIDTH, INNER, WORDS, LAYERS, LENGTH, BATCH, COUNT = 128, 512, 256, 8, 16, 2, 4
+WIDTH, INNER, WORDS, LAYERS, LENGTH, BATCH, COUNT = 128, 512, 256, 4, 16, 2, 4
 PLAN = {
     "0": "vocab",
     "*.up": "colwise",
@@ -97,8 +98,11 @@ def numels(mesh: Mesh, at: int) -> list[int]:
 CUBE, LINE = Mesh(pipeline=4, data_shard=2, tensor=2), Mesh(pipeline=4, tensor=2)
 
 
-@pytest.mark.parametrize("at", [0, 1, 3], ids=["first", "middle", "last"])
-@pytest.mark.parametrize(("mesh", "stage"), [(CUBE, 3), (CUBE, 1), (LINE, 1)])
+@pytest.mark.parametrize(
+    ("mesh", "stage", "at"),
+    [*itertools.product([CUBE], (3, 1), (0, 1, 3)), (LINE, 1, 0)],
+    ids=str,
+)
 def test_bytes_are_those_of_the_formula(mesh, stage, at):
     rank = mesh.rank_at(
         {"pipeline": at, "data_shard": 0, "tensor": 1, "data_replicate": 0, "sequence": 0}
@@ -136,15 +140,17 @@ def test_traffic_of_each_group_is_that_of_the_formula(at):
     assert gathered == (tokens * WORDS if at == 3 else 0)
 
 
-@pytest.mark.parametrize(("schedule", "per_rank"), [("1F1B", 1), ("Interleaved1F1B", 2)])
-def test_every_message_has_its_partner(schedule, per_rank):
-    mesh = Mesh(pipeline=4)
-    found = {rank: simulated(mesh, 1, rank, schedule, per_rank).messages for rank in range(4)}
-    borders = 4 * per_rank - 1
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "per_rank"), [("1F1B", 4, 1), ("Interleaved1F1B", 2, 2)]
+)
+def test_every_message_has_its_partner(schedule, ranks, per_rank):
+    mesh = Mesh(pipeline=ranks)
+    found = {rank: simulated(mesh, 1, rank, schedule, per_rank).messages for rank in range(ranks)}
+    borders = ranks * per_rank - 1
     shapes, tensors = borders, 2 * borders * COUNT
     assert sum(len(messages) for messages in found.values()) == 2 * (shapes + tensors)
     assert unmatched(found) == []
-    found[2] = found[2][:-1]
+    found[1] = found[1][:-1]
     assert len(unmatched(found)) == 1
 
 

@@ -335,11 +335,10 @@ def test_trainer_at_stage_2_with_its_own_optimizer_has_the_losses_of_ddp(
     assert_losses(trainer_losses(tmp_path), trainer_losses(ddp_trainer))
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_trainer_resumes_on_one_rank(stage: int, trainer: Path, tmp_path: Path) -> None:
+def test_trainer_resumes_on_one_rank_at_another_stage(trainer: Path, tmp_path: Path) -> None:
     """Saved by two ranks at stage 3; one rank sees the same batches in two halves."""
     config = json.loads((TRAINER / "ds_zero3.json").read_text())
-    config["zero_optimization"]["stage"] = stage
+    config["zero_optimization"]["stage"] = 2
     file = tmp_path / "config.json"
     file.write_text(json.dumps(config))
     on_warm_ranks(
@@ -388,15 +387,11 @@ def assert_adapters_alone(folder: Path, like: Path) -> None:
     assert not (folder / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [2, 3])
 def test_llava_has_the_losses_and_adapters_of_ddp(
     stage: int, tmp_path: Path, ddp_llava: Path, tiny_llava: tuple[str, str]
 ) -> None:
-    config = LLAVA / f"ds_zero{max(stage, 2)}.json"
-    if stage == 1:
-        config = tmp_path / "ds_zero1.json"
-        text = (LLAVA / "ds_zero2.json").read_text()
-        config.write_text(text.replace('"stage": 2', '"stage": 1'))
+    config = LLAVA / f"ds_zero{stage}.json"
     options = (*LLAVA_OPTIONS, str(tmp_path), *tiny_llava, "--deepspeed", str(config))
     if stage == 3:
         launched(*torchrun(2), str(LLAVA / "train.py"), *options, cwd=tmp_path)

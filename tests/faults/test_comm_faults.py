@@ -183,8 +183,9 @@ def test_a_stopped_rank_ends_the_run_within_its_limit(transport):
 
 @BOTH
 def test_a_rank_that_holds_the_interpreter_lock_is_found_with_its_stack(transport):
-    fault = Fault("hold", 1, "layers.0", seconds=7)
-    results = run_ranks(fails_with, 3, fault, QUICK, transport, timeout=40)
+    fault = Fault("hold", 1, "layers.0", seconds=4)
+    trust = replace(QUICK, frozen_s=1.0)
+    results = run_ranks(fails_with, 3, fault, trust, transport, timeout=40)
     for name, text, _ in survivors(results, fault):
         assert name == "RankFrozen"
         check_form(text, name)
@@ -214,8 +215,8 @@ def test_pauses_outside_collectives_never_end_a_run():
     watch = watched(replace(QUICK, first_report_s=0.1, tick_s=0.02, stacks=False))
     pauses = random.Random(watch.gathers.rank)
     with contextlib.redirect_stderr(io.StringIO()):
-        for _ in range(25):
-            time.sleep(pauses.choice((0.0, 0.05, 0.3)))
+        for _ in range(15):
+            time.sleep(pauses.choice((0.0, 0.05, 0.2)))
             step(watch, watch.gathers)
     watch.close()
 

@@ -240,8 +240,9 @@ def test_a_killed_rank_is_named(stage):
     check_lost(results[0], "ended")
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [0, 3])
 def test_a_frozen_rank_is_named(stage):
+    """In the sum of gradients and in a gather; it takes the time of ``frozen_s``."""
     results = run_ranks(
         with_fault, 2, stage, "frozen", expect_death={1: signal.SIGSTOP}, timeout=40
     )

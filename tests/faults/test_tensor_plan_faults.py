@@ -86,15 +86,15 @@ def test_a_rank_that_fails_before_the_cut_is_named_on_all_ranks(what, kind, word
 def cutting(what: str) -> tuple[str, str, float]:
     """Class, text and seconds of the error of ``tensor_parallel`` if the partner does not come."""
     join.WatchdogSettings = functools.partial(
-        WatchdogSettings, frozen_s=3.0, collective_timeout_s=3.0
+        WatchdogSettings, frozen_s=1.5, collective_timeout_s=1.5
     )
-    plan_agreement.TIMEOUT_S = 3.0
+    plan_agreement.TIMEOUT_S = 1.5
     zeroshard.init_distributed()
     if int(os.environ["RANK"]) == 1:
         if what == "ended":
             raise ValueError("an error of the program")
         if what == "late":
-            time.sleep(15)
+            time.sleep(5)
         os.kill(os.getpid(), signal.SIGSTOP)
     begun_s = time.monotonic()
     with pytest.raises(zeroshard.errors.ZeroShardError) as caught:
@@ -110,7 +110,7 @@ def cutting(what: str) -> tuple[str, str, float]:
         (
             "late",
             "RankLate",
-            ["  rank 1: ", "rank 0: waiting in tensor_parallel", "rank within 3 s."],
+            ["  rank 1: ", "rank 0: waiting in tensor_parallel", "rank within 1.5 s."],
         ),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -10,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from compare import CASES, trained
+from support.covering import covering
 from support.parity import assert_bit_equal
 
 from zeroshard import Engine
@@ -51,6 +53,10 @@ def stores(path: Path, stage: int) -> dict[str, dict]:
             "parameters in host memory": {"offload_param": {"device": "cpu"}},
             "parameters on disk": {"offload_param": disk},
             "some parameters on disk": {"offload_param": {**disk, "max_in_cpu": 1500}},
+            "some of all on disk": {
+                "offload_optimizer": {**disk, "ratio": 0.67, "max_in_cpu": 700},
+                "offload_param": {**disk, "max_in_cpu": 1500},
+            },
             "all on disk": {"offload_optimizer": disk, "offload_param": disk},
             "all in host memory": {
                 "offload_optimizer": {"device": "cpu"},
@@ -60,7 +66,7 @@ def stores(path: Path, stage: int) -> dict[str, dict]:
     return found
 
 
-PLACES = ("half of it", "a third in each", "some parameters on disk", "all on disk")
+PLACES = ("half of it", "some of all on disk", "all on disk")
 """Settings that together store state in every tier. Other tests below train three models with all."""
 
 
@@ -80,10 +86,11 @@ def check_stores(
     only: tuple[str, ...] = (),
 ) -> None:
     for stage in stages:
+        found = {s: keys for s, keys in stores(path, stage).items() if not only or s in only}
+        if not found:
+            continue
         plain = trained(name, precision, accumulation, stage=stage, world=world)
-        for store, keys in stores(path, stage).items():
-            if only and store not in only:
-                continue
+        for store, keys in found.items():
             config = {"zero_optimization": keys}
             with chunks_of(CHUNK_NUMEL):
                 run = trained(
@@ -101,17 +108,37 @@ def test_no_store_changes_a_bit_on_two_ranks(name, tmp_path):
     check_stores(tmp_path, name, "bf16", 1, stages=(3,), world=2, only=PLACES)
 
 
+def combined(trainings: list[tuple]) -> list[tuple]:
+    """Trainings with stages and stores: a training, a stage, and the names of stores that take turns."""
+    rows: dict[tuple, list[str]] = {}
+    table = [
+        (training, stage, store)
+        for training, stage in itertools.product(trainings, (1, 2, 3))
+        for store in stores(Path(), stage)
+    ]
+    for training, stage, store in covering(table):
+        rows.setdefault((training, stage), []).append(store)
+    return [(*training, stage, tuple(found)) for (training, stage), found in rows.items()]
+
+
+AT_ANY_PRECISION = [
+    *((name, "bf16", 3) for name in ("transformer", "tied", "lora")),
+    *(("transformer", "fp64", 1), ("lora", "fp16", 1), ("tied", "fp32", 1)),
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "precision", "accumulation"),
+    ("name", "precision", "accumulation", "stage", "places"),
     [
-        *((name, "bf16", 3) for name in ("transformer", "tied", "lora")),
-        *(("transformer", "fp64", 1), ("lora", "fp16", 1)),
-        pytest.param("tied", "fp32", 1, marks=pytest.mark.smoke),
+        pytest.param(*row, marks=pytest.mark.smoke if row[1] == "fp32" else ())
+        for row in combined(AT_ANY_PRECISION)
     ],
 )
 @on_ranks(2)
-def test_no_store_changes_a_bit_at_any_stage_and_precision(name, precision, accumulation, tmp_path):
-    check_stores(tmp_path, name, precision, accumulation, stages=(1, 2, 3), world=2)
+def test_no_store_changes_a_bit_at_any_stage_and_precision(
+    name, precision, accumulation, stage, places, tmp_path
+):
+    check_stores(tmp_path, name, precision, accumulation, stages=(stage,), world=2, only=places)
 
 
 @pytest.mark.parametrize("name", ["transformer", "experts"])
@@ -126,9 +153,16 @@ def test_no_store_changes_a_bit_on_one_rank(precision, tmp_path):
     check_stores(tmp_path, "transformer", precision, 1, stages=(1, 2, 3), world=1)
 
 
-def check_gradients_on_disk(path: Path, precision: str, accumulation: int, *, world: int) -> None:
+def check_gradients_on_disk(
+    path: Path,
+    precision: str,
+    accumulation: int,
+    *,
+    world: int,
+    stages: tuple[int, ...] = (1, 2, 3),
+) -> None:
     disk = {"device": "nvme", "nvme_path": str(path)}
-    for stage in (1, 2, 3):
+    for stage in stages:
         plain = trained("unused", precision, accumulation, stage=stage, world=world)
         for keys in ({}, {"offload_param": disk} if stage == 3 else {"reduce_bucket_size": 640}):
             config = {"zero_optimization": {"offload_optimizer": disk, **keys}}
@@ -140,12 +174,13 @@ def check_gradients_on_disk(path: Path, precision: str, accumulation: int, *, wo
 
 
 GRID = pytest.mark.parametrize(
-    ("precision", "accumulation"), [(p, a) for p in ("fp32", "bf16", "fp16") for a in (1, 2)]
+    ("stage", "precision", "accumulation"),
+    covering([*itertools.product((1, 2, 3), ("fp32", "bf16", "fp16"), (1, 2))]),
 )
 DIAGONAL = pytest.mark.parametrize(
     ("precision", "accumulation"), [("fp32", 1), ("bf16", 2), ("fp16", 1)]
 )
-"""For one and three ranks. Two ranks train with the whole grid."""
+"""For one and three ranks."""
 
 
 @DIAGONAL
@@ -156,8 +191,8 @@ def test_gradients_on_disk_change_no_bit_on_one_rank(precision, accumulation, tm
 
 @GRID
 @on_ranks(2)
-def test_gradients_on_disk_change_no_bit_on_two_ranks(precision, accumulation, tmp_path):
-    check_gradients_on_disk(tmp_path, precision, accumulation, world=2)
+def test_gradients_on_disk_change_no_bit_on_two_ranks(stage, precision, accumulation, tmp_path):
+    check_gradients_on_disk(tmp_path, precision, accumulation, world=2, stages=(stage,))
 
 
 @DIAGONAL
@@ -269,7 +304,6 @@ def check_events(path: Path, **how) -> None:
 
 
 @GRID
-@pytest.mark.parametrize("stage", [1, 2, 3])
 @on_ranks(2)
 def test_programs_that_touch_gradients_on_disk_see_the_same(
     stage, precision, accumulation, tmp_path
@@ -389,17 +423,21 @@ def a_bus_between() -> Iterator[CopyStreams]:
         yield streams
 
 
+OVER_A_BUS = [
+    *((name, "bf16", 1) for name in ("transformer", "tied", "experts", "unused")),
+    *(("transformer", "fp32", 1), ("unused", "fp16", 1)),
+]
+
+
 @pytest.mark.parametrize(
-    ("name", "precision"),
-    [
-        *((name, "bf16") for name in ("transformer", "tied", "experts", "unused")),
-        *(("transformer", "fp32"), ("unused", "fp16")),
-    ],
+    ("name", "precision", "accumulation", "stage", "places"), combined(OVER_A_BUS)
 )
 @on_ranks(2)
-def test_a_bus_between_device_and_host_changes_no_bit(name, precision, tmp_path):
+def test_a_bus_between_device_and_host_changes_no_bit(
+    name, precision, accumulation, stage, places, tmp_path
+):
     with a_bus_between():
-        check_stores(tmp_path, name, precision, 1, stages=(1, 2, 3), world=2)
+        check_stores(tmp_path, name, precision, accumulation, stages=(stage,), world=2, only=places)
 
 
 def check_the_worker(path: Path, stage: int) -> None:
@@ -443,10 +481,10 @@ def after_each_backward(keys: dict, *, reads: bool, losses: int) -> tuple[list, 
     return seen, held
 
 
-@pytest.mark.parametrize("where", ["host", "disk"])
-@pytest.mark.parametrize("reads", [False, True])
-@pytest.mark.parametrize("losses", [1, 2])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "losses", "reads", "where"),
+    covering([*itertools.product((1, 2, 3), (1, 2), (False, True), ("host", "disk"))]),
+)
 @on_ranks(2)
 def test_gradients_leave_during_backward_and_are_there_for_readers(
     stage, losses, reads, where, tmp_path

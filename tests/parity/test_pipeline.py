@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from support import pipeline_models as models
+from support.covering import covering
 from torch import Tensor
 
 from zeroshard import Engine
@@ -17,6 +18,14 @@ from zeroshard.testing import on_ranks
 STEPS = 4
 PER_RANK = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "LoopedBFS": 2}
 SPLITS = {1: ["layers.3"], 2: ["layers.1", "layers.3", "layers.5"]}
+WHEN = ("micro_batch", "step")
+SETTINGS = [
+    (schedule, stage, gather, reduce, recompute)
+    for schedule, stage, gather, reduce, recompute in itertools.product(
+        PER_RANK, (0, 1, 2, 3), WHEN, WHEN, (False, True)
+    )
+    if (gather == "micro_batch" or stage == 3) and (reduce == "micro_batch" or stage >= 2)
+]
 
 
 def cut(schedule: str, recompute: bool = False, **keys: Any) -> Any:
@@ -56,16 +65,10 @@ def train(engine: Engine, steps: int) -> tuple[list[float], list[float]]:
     return losses, norms
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("schedule", PER_RANK)
+@pytest.mark.parametrize(("schedule", "stage", "gather", "reduce", "recompute"), covering(SETTINGS))
 @on_ranks(4)
-def test_pipelines_train_like_plain_pytorch(schedule, stage):
-    for gather, reduce, recompute in itertools.product(
-        ("micro_batch", "step") if stage == 3 else ("micro_batch",),
-        ("micro_batch", "step") if stage >= 2 else ("micro_batch",),
-        (False, True),
-    ):
-        model = cut(schedule, recompute, gather=gather, reduce=reduce)
-        keys = models.config(stage, parallel={"pipeline": 2})
-        with Engine(model, config=keys, optimizer=models.adamw) as engine:
-            check(engine, *train(engine, STEPS))
+def test_pipelines_train_like_plain_pytorch(schedule, stage, gather, reduce, recompute):
+    model = cut(schedule, recompute, gather=gather, reduce=reduce)
+    keys = models.config(stage, parallel={"pipeline": 2})
+    with Engine(model, config=keys, optimizer=models.adamw) as engine:
+        check(engine, *train(engine, STEPS))

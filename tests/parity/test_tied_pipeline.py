@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support import pipeline_models as models
+from support.covering import covering
 from torch import Tensor, nn
 
 from zeroshard import Engine
@@ -19,6 +20,14 @@ STEPS = 4
 PER_RANK = {"GPipe": 1, "1F1B": 1, "Interleaved1F1B": 2, "LoopedBFS": 2}
 SPLITS = {1: ["layers.3"], 2: ["layers.1", "layers.3", "layers.5"]}
 TIED = {"embed.weight", "layers.0.up.weight"}
+WHEN = ("micro_batch", "step")
+SETTINGS = [
+    (schedule, stage, gather, reduce, recompute)
+    for schedule, stage, gather, reduce, recompute in itertools.product(
+        PER_RANK, (0, 1, 2, 3), WHEN, WHEN, (False, True)
+    )
+    if (gather == "micro_batch" or stage == 3) and (reduce == "micro_batch" or stage >= 2)
+]
 
 
 def cut(
@@ -65,19 +74,13 @@ def held_alike(engine: Engine) -> set[str]:
     return set(values)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("schedule", PER_RANK)
+@pytest.mark.parametrize(("schedule", "stage", "gather", "reduce", "recompute"), covering(SETTINGS))
 @on_ranks(4)
-def test_tied_weights_train_like_plain_pytorch(schedule, stage):
+def test_tied_weights_train_like_plain_pytorch(schedule, stage, gather, reduce, recompute):
     """With several stages per rank, both stages of the second tie are on pipeline rank 0."""
-    for gather, reduce, recompute in itertools.product(
-        ("micro_batch", "step") if stage == 3 else ("micro_batch",),
-        ("micro_batch", "step") if stage >= 2 else ("micro_batch",),
-        (False, True),
-    ):
-        model = cut(decoder(recompute), schedule, gather=gather, reduce=reduce)
-        keys = models.config(stage, parallel={"pipeline": 2})
-        with Engine(model, config=keys, optimizer=models.adamw) as engine:
-            check_training(engine)
-            if PER_RANK[schedule] == 1:
-                assert held_alike(engine) == TIED
+    model = cut(decoder(recompute), schedule, gather=gather, reduce=reduce)
+    keys = models.config(stage, parallel={"pipeline": 2})
+    with Engine(model, config=keys, optimizer=models.adamw) as engine:
+        check_training(engine)
+        if PER_RANK[schedule] == 1:
+            assert held_alike(engine) == TIED

@@ -123,7 +123,7 @@ def test_a_task_trains_as_under_ddp_and_its_checkpoint_resumes_on_as_many_ranks_
     task: str, root: Path
 ) -> None:
     plain = finetune(root, task, f"{task}-ddp", "--save_strategy", "no")
-    for stage in (1, 2, 3):
+    for stage in (1 + list(TASKS).index(task) % 2, 3):  # stages 1 and 2 take turns
         saves = "steps" if stage == 3 else "no"
         run = finetune(root, task, f"{task}-{stage}", "--save_strategy", saves, stage=stage)
         assert_same_run(run, plain)

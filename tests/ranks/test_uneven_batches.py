@@ -171,7 +171,8 @@ def evaluates_alone(stage):
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_rank_that_goes_on_to_evaluate_is_told_on_both_sides(stage):
+def test_a_rank_that_goes_on_to_evaluate_is_told_on_both_sides(stage, monkeypatch):
+    monkeypatch.setenv("ZEROSHARD_STALL_S", "0.4")  # seconds between checks; the ranks inherit it
     results = run_ranks(evaluates_alone, 2, stage, keep_exceptions=True, timeout=40)
     assert [isinstance(result, DistributedError) for result in results] == [True, True]
 

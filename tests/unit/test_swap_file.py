@@ -8,6 +8,7 @@ import gc
 import os
 import re
 import threading
+import time
 import weakref
 from pathlib import Path
 
@@ -309,6 +310,14 @@ def test_a_transfer_ends_although_its_file_was_dropped(tmp_path, gate):
     opened.set()
     transfer.wait()
     assert transfer.done
+    del transfer
+    end_s = time.monotonic() + 10
+    while open_files(
+        tmp_path
+    ):  # transfer and file are a cycle; the thread drops them a moment later
+        assert time.monotonic() < end_s
+        gc.collect()
+        time.sleep(0.01)
 
 
 def test_a_transfer_keeps_its_memory_only_while_it_moves(tmp_path, gate):

@@ -40,7 +40,6 @@ EVERYTHING = tuple(
     for stage, *switches in product((1, 2, 3), (False, True), (False, True), (False, True))
     if stage == 3 or not switches[1]  # zero.Init shards at stage 3 only
 )
-TURNS_EACH = 2
 
 
 def possible(name: str, wanted: tuple[Setting, ...]) -> list[Setting]:
@@ -53,16 +52,25 @@ def possible(name: str, wanted: tuple[Setting, ...]) -> list[Setting]:
 
 
 def plan() -> dict[str, list[Setting]]:
-    """The settings of each model on two ranks: the base, and the setting that its family had least
-    often."""
+    """The settings of each model on two ranks: the base, and another one that its family needs most. A
+    family of one or two models takes more."""
     if FULL:
         return {name: possible(name, EVERYTHING) for name in MODELS}
     had = Counter()
     chosen = {}
+    members = Counter(model.family for model in MODELS.values())
     for name, model in MODELS.items():
-        rarest = sorted(possible(name, TURNS), key=lambda turn: had[model.family, turn])
-        chosen[name] = [BASE, *rarest[:TURNS_EACH]]
-        had.update((model.family, turn) for turn in chosen[name])
+        chosen[name] = [BASE]
+        for _ in range(-(-3 // members[model.family])):  # three settings have all axes
+            turn = min(
+                possible(name, TURNS),
+                key=lambda turn: (
+                    min(had[model.family, axis] for axis in axes(turn)),
+                    had[model.family, turn],
+                ),
+            )
+            chosen[name].append(turn)
+            had.update((model.family, each) for each in (turn, *axes(turn)))
     return chosen
 
 

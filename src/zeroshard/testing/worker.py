@@ -193,6 +193,7 @@ def _load_module(file: str, name: str) -> ModuleType:
     except BaseException:
         del sys.modules[name]
         raise
+    gc.freeze()  # the module, and what the tests of the module before it imported while they ran
     return module
 
 
