@@ -16,7 +16,6 @@ from zeroshard.watchdog.session import CommSession
 from zeroshard.watchdog.stop_agreement import StopAgreement
 from zeroshard.watchdog.stop_signals import StopSignals
 
-
 logger = logging.getLogger("zeroshard")
 
 MARKER = "preempted"
