@@ -103,6 +103,7 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
     blocks = find_blocks(model, mesh, rank_info.rank)
     check_tensor_ranks(model, mesh)
     check_is_cut(blocks.values(), mesh, loaded.origins["parallel.tensor"])
+    check_adapters(given.model, mesh)
     specs = plan_units(
         model, settings, policy, inner,
         num_shards=len(mesh.group(rank_info.rank, SHARDS)),
@@ -232,6 +233,18 @@ def check_is_cut(blocks: Iterable[Block], mesh: Mesh, origin: str) -> None:
             "zeroshard.parallel.tensor_parallel(model, mesh) (or deepspeed.tp_model_init) before "
             'initialize(), pass plan="auto" to it, or leave the size out.'
         )
+
+
+def check_adapters(model: nn.Module, mesh: Mesh) -> None:
+    """Check that adapters of PEFT in layers that are cut were cut with them.
+
+    Raises:
+        UsageError: some were made for one tensor rank's part of a layer.
+    """
+    if mesh.tensor > 1:  # imported here for the reason in cut_tensor
+        from zeroshard.parallel.adapters import check_made_before_the_cut
+
+        check_made_before_the_cut(model)
 
 
 def _has_monitors(config: Config) -> bool:

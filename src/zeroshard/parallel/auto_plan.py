@@ -19,11 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.errors import UnsupportedError, UsageError
+from zeroshard.parallel.adapters import base_of, check_no_adapters, with_adapters
 from zeroshard.parallel.heads import (
     FUSED,
     KEY_VALUE,
     QUERY,
     head_counts,
+    head_size,
     key_value_copies,
     known_sizes,
 )
@@ -57,12 +59,16 @@ def derive_plan(model: nn.Module, size: int) -> tuple[dict[str, str], str]:
     """Globs or names with styles, and where they come from: ``transformers`` or ``structure``.
 
     Raises:
-        UnsupportedError: the model's own plan has a style that ZeroShard does not have.
+        UnsupportedError: the model's own plan has a style that ZeroShard does not have, or the model has
+            adapters in layers that it would cut and ZeroShard cannot cut these.
         UsageError: the model has no plan, and its structure is not recognised; it lists the layers.
     """
-    own = getattr(model, "_tp_plan", None) or _base_plan(model)
+    prefix, adapted = base_of(model)
+    own = getattr(adapted, "_tp_plan", None) or _base_plan(adapted)
     if own:
-        return _from_transformers(model, own), "transformers"
+        plan = _from_transformers(adapted, own)
+        return with_adapters(model, prefix, plan, size), "transformers"
+    check_no_adapters(model)
     return _from_structure(model, size) | _vocabulary(model, size), "structure"
 
 
@@ -240,8 +246,23 @@ def _pair(
         }
         shared = {leaf: copies.get(names[leaf], 1) for leaf in guess}
         if _sums_up(module, guess, fused, shared, counts, size):
-            return guess
+            return guess | _head_norms(module, colwise)
     return {}
+
+
+def _head_norms(module: nn.Module, colwise: Mapping[str, Sequence[int]]) -> dict[str, str]:
+    """Norms over the features of one head: each tensor rank sees those of its own heads only."""
+    leaves = {name.rpartition(".")[2]: sizes for name, sizes in colwise.items()}
+    layers = {leaf: module.get_submodule(leaf) for leaf in leaves}
+    head = head_size(module, layers, leaves)
+    inputs = {features(layer)[0] for layer in layers.values()}
+    return {
+        leaf: "head_norm"
+        for leaf, norm in module.named_children()
+        if kind_of(norm) == "norm"
+        and head not in inputs
+        and any(param.numel() == head for param in norm.parameters())
+    }
 
 
 def _attention(linears: Mapping[str, nn.Module]) -> Iterator[dict[str, str]]:

@@ -20,6 +20,8 @@ QUERY_COUNTS = ("num_heads", "n_head", "n_heads", "num_attention_heads", "nhead"
 KEY_VALUE_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
 SPLIT_SIZES = ("split_size",)
 """Attributes that say how many features of a fused projection are those of q."""
+WIDTHS = ("attn_dim",)
+"""Attributes that say how many features all heads of q have together."""
 GROUPS = ("num_key_value_groups", "n_rep")
 """Attributes that say how many heads of q read one key/value head."""
 HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "d_head")
@@ -127,7 +129,19 @@ def head_counts(
             if not _is_own_already(parent, name, count, layers, head_size, parts):
                 found.append(HeadCount(parent, name, count, count // parts))
         found += _groups(parent, module, shared)
+        found += _widths(parent, module, counts, head_size, size)
     return found
+
+
+def head_size(
+    module: nn.Module, layers: Mapping[str, nn.Module], sizes: Mapping[str, Sequence[int]]
+) -> int | None:
+    """Rows of one head of a module's column-parallel ``layers``; None if they have no heads.
+
+    ``sizes``: of the matrices that each layer joins, empty for one matrix; by its name in the module.
+    """
+    fused = {leaf: found for leaf, found in sizes.items() if found}
+    return _head_size(module, layers, _counts(module), fused)
 
 
 def _counts(module: nn.Module) -> dict[str, int]:
@@ -145,6 +159,17 @@ def _groups(parent: str, module: nn.Module, shared: int) -> Iterator[HeadCount]:
         count = getattr(module, name, None)
         if type(count) is int and count > 1:
             yield HeadCount(parent, name, count, count // shared)
+
+
+def _widths(
+    parent: str, module: nn.Module, counts: Mapping[str, int], head_size: int, size: int
+) -> Iterator[HeadCount]:
+    """A module that writes the width of its heads into a shape must see that of this rank's heads."""
+    wholes = {counts[name] * head_size for name in QUERY_COUNTS if name in counts}
+    for name in WIDTHS:
+        width = getattr(module, name, None)
+        if type(width) is int and width in wholes:
+            yield HeadCount(parent, name, width, width // size)
 
 
 def key_value_copies(model: nn.Module, colwise: Iterable[str], size: int) -> dict[str, int]:
