@@ -97,8 +97,8 @@ def check_made_before_the_cut(model: nn.Module) -> None:
                 raise UsageError(
                     f"{name!r} has an adapter of shape {tuple(adapter.shape)}, and its weight is cut "
                     f"over tensor ranks and has the shape {tuple(weight.shape)}: the adapter was made "
-                    "for one rank's part. Add adapters to the whole model first, and let initialize() cut it, "
-                    'with plan="auto" or "tensor_parallel": {"autotp_size": N} in the configuration.'
+                    "for one rank's part. Add adapters to the whole model first, and let initialize() cut "
+                    'it, with plan="auto" or "tensor_parallel": {"autotp_size": N} in the configuration.'
                 )
 
 
@@ -128,8 +128,8 @@ def _check(model: nn.Module, name: str, module: nn.Module, style: str, size: int
         parent, _, leaf = name.rpartition(".")
         head = getattr(model.get_submodule(parent), "head_dim", None)
         rows = module.get_submodule("base_layer").get_parameter("weight").shape[0]
-        heads = type(head) is int and (QUERY.search(leaf) or KEY_VALUE.search(leaf))
-        if heads and rows // head % size:
+        is_of_heads = QUERY.search(leaf) or KEY_VALUE.search(leaf)
+        if isinstance(head, int) and is_of_heads and rows // head % size:
             why = f"{rows // head} heads, which {size} tensor ranks cannot share evenly"
     if why:
         raise UnsupportedError(
