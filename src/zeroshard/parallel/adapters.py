@@ -98,7 +98,7 @@ def check_made_before_the_cut(model: nn.Module) -> None:
                     f"{name!r} has an adapter of shape {tuple(adapter.shape)}, and its weight is cut "
                     f"over tensor ranks and has the shape {tuple(weight.shape)}: the adapter was made "
                     "for one rank's part. Add adapters to the whole model first, and let initialize() "
-                    'cut it, with plan="auto" or "tensor_parallel": {"autotp_size": N} in the configuration.'
+                    'cut it: plan="auto", or "tensor_parallel": {"autotp_size": N} in the config.'
                 )
 
 
