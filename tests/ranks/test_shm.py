@@ -211,7 +211,7 @@ def test_waiting_costs_no_processor_time():
         time.sleep(1.5)
     begun_s = time.process_time()
     comm.all_gather_small(torch.zeros(1), name="late")
-    assert time.process_time() - begun_s < 0.05
+    assert time.process_time() - begun_s < 0.3  # of 1.5 s; other threads of the process count too
     comm.close()
 
 

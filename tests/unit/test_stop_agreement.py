@@ -155,8 +155,20 @@ def test_a_lost_store_is_tried_again():
 # ---------------------------------------------------------------- signals
 
 
+@pytest.fixture(autouse=True)
+def default_handlers():
+    """Other tests of this process may have left handlers."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    for number in SIGNALS:
+        is_interrupt = number == signal.SIGINT
+        signal.signal(number, signal.default_int_handler if is_interrupt else signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.fixture
-def signals():
+def signals(default_handlers):
     made = StopSignals()
     yield made
     made.close()
