@@ -18,6 +18,7 @@ def pytest_collection_modifyitems(items):
 
 def pytest_sessionfinish():
     """End the rank processes before the interpreter shuts down."""
+    gc.unfreeze()  # libraries report what the interpreter does not free at its end
     pool().kill()
 
 

@@ -277,6 +277,17 @@ def test_a_program_may_save_by_itself():
         step(engine)  # it decides when it ends
 
 
+def test_a_directory_that_cannot_be_used_is_refused_before_training(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(
+        UsageError, match=r"file' cannot be used as a directory.*Give another save_dir"
+    ):
+        engine_of(save_dir=str(file))
+    with engine_of() as engine, pytest.raises(UsageError, match="Not a directory"):
+        engine.save_on_preemption(file / "below")
+
+
 def test_mistakes():
     with engine_of() as engine:
         with pytest.raises(UsageError, match=r'"preemption": {"enabled": true}'):

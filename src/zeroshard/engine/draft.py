@@ -21,6 +21,7 @@ from zeroshard.core.mesh import HOLDERS, SHARDS, Mesh
 from zeroshard.core.mesh_sources import MeshSource
 from zeroshard.device.choice import own_device
 from zeroshard.engine.monitors import Monitors, build_monitors
+from zeroshard.engine.preemption import check_can_save_in
 from zeroshard.engine.unit_plan import UnitSpec, plan_units, probed
 from zeroshard.errors import UnsupportedError, UsageError
 from zeroshard.optim.factory import Probe, build_optimizer
@@ -93,6 +94,8 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
     mesh = loaded.mesh.mesh
     coordinate = DataCoordinate(mesh.dp_rank(rank_info.rank), mesh.dp_size)
     settings = loaded.config
+    if settings.preemption.save_dir is not None:
+        check_can_save_in(settings.preemption.save_dir)
     check_pipeline(model, mesh, settings)
     given = cut_tensor(given, mesh, loaded)  # before, because plans name layers of all stages
     if isinstance(model, PipelineModel):

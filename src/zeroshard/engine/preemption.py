@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from zeroshard.errors import UsageError
 from zeroshard.watchdog.session import CommSession
 from zeroshard.watchdog.stop_agreement import StopAgreement
 from zeroshard.watchdog.stop_signals import StopSignals
@@ -22,6 +24,27 @@ MARKER = "preempted"
 """Name of the file in the directory of checkpoints that tells a preempted run from a finished one."""
 
 ClientState = Callable[[], Mapping[str, Any]]
+
+
+def check_can_save_in(save_dir: str | PathLike[str]) -> None:
+    """Make the directory, and check that this process may write into it: after a signal it is too late.
+
+    Raises:
+        UsageError: it cannot be made, or written into.
+    """
+    try:
+        Path(save_dir).mkdir(parents=True, exist_ok=True)
+        may_write = os.access(save_dir, os.W_OK | os.X_OK)
+    except OSError as error:
+        raise UsageError(
+            f"preemption: {str(save_dir)!r} cannot be used as a directory of checkpoints: "
+            f"{error.strerror}. Nothing could be saved after a signal. Give another save_dir."
+        ) from error
+    if not may_write:
+        raise UsageError(
+            f"preemption: this process may not write into {str(save_dir)!r}, so nothing could be saved "
+            "after a signal. Give another save_dir, or change its permissions."
+        )
 
 
 class Preemption:
@@ -43,7 +66,12 @@ class Preemption:
         self._client_state: ClientState = dict
 
     def save_in(self, save_dir: str | PathLike[str], client_state: ClientState | None) -> None:
-        """Save there after a signal."""
+        """Save there after a signal.
+
+        Raises:
+            UsageError: see :func:`check_can_save_in`.
+        """
+        check_can_save_in(save_dir)
         self.save_dir = Path(save_dir)
         self._client_state = client_state or dict
         (self.save_dir / MARKER).unlink(missing_ok=True)
