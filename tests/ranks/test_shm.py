@@ -209,9 +209,9 @@ def test_waiting_costs_no_processor_time():
     comm.all_gather_small(torch.zeros(1), name="warm")
     if comm.rank == 1:
         time.sleep(1.5)
-    begun_s = time.process_time()
+    begun_s = time.thread_time()  # other threads of this process may work meanwhile
     comm.all_gather_small(torch.zeros(1), name="late")
-    assert time.process_time() - begun_s < 0.3  # of 1.5 s; other threads of the process count too
+    assert time.thread_time() - begun_s < 0.05
     comm.close()
 
 

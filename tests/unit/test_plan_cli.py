@@ -181,6 +181,17 @@ def test_the_largest_batch_needs_a_free_batch_size(run):
     assert "train_batch_size is 32" in result.output
 
 
+def test_a_plan_leaves_the_directory_and_the_marker_of_preempted_runs_alone(run, tmp_path):
+    saves = tmp_path / "saves"
+    result = run("nets_to_plan:plain", preemption={"save_dir": str(saves)})
+    assert result.exit_code == 0, result.output
+    assert not saves.exists()
+    saves.mkdir()
+    (saves / "preempted").touch()
+    assert run("nets_to_plan:plain", preemption={"save_dir": str(saves)}).exit_code == 0
+    assert (saves / "preempted").exists()
+
+
 def test_an_indivisible_batch_is_a_mistake_of_the_configuration(run):
     result = run("nets_to_plan:plain", train_batch_size=30)
     assert result.exit_code == 2

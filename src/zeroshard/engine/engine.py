@@ -181,9 +181,9 @@ class Engine(nn.Module):
         self._pipeline = make_runner(self, model, parts.watch)
         self._preemption: Preemption | None = None
         if (asked := self.settings.preemption).enabled or asked.save_dir is not None:
-            self._preemption = Preemption(parts.watch)
+            self._watch_preemption()
             if asked.save_dir is not None:
-                self._preemption.save_in(asked.save_dir, None)
+                self.save_on_preemption(asked.save_dir)
 
     # ------------------------------------------------------------------ forward and backward
 
@@ -232,8 +232,6 @@ class Engine(nn.Module):
         return loss * self.scaler.scale
 
     def _on_forward_begin(self) -> None:
-        if self._preemption is not None and self._pipeline is None:
-            self._preemption.before_forward(self)
         self._update.end_updates()
         if self.accumulation.uncounted and torch.is_grad_enabled():
             self._end_micro_batch()  # inside no_sync() a new forward ends the micro-batch before it
@@ -502,9 +500,20 @@ class Engine(nn.Module):
         """
         self.life.check()
         check_directory(save_dir, "engine.save_on_preemption()")
-        if self._preemption is None:
-            self._preemption = Preemption(self._watch)
-        self._preemption.save_in(save_dir, client_state)
+        preemption = self._preemption or self._watch_preemption()
+        preemption.save_in(save_dir, client_state)
+
+    def _watch_preemption(self) -> Preemption:
+        """Note signals from now on. Other engines pay nothing for it in a forward."""
+        self._preemption = preemption = Preemption(self._watch)
+        if self._pipeline is None:  # else train_batch() and eval_batch() are the points
+
+            def begin_forward() -> None:
+                preemption.before_forward(self)
+                self._on_forward_begin()
+
+            self._hooks.on_forward_begin = begin_forward
+        return preemption
 
     # ------------------------------------------------------------------ accumulation and data
 

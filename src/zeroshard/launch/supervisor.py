@@ -16,6 +16,7 @@ STOPPING begins, and its exit is marked as ``frozen``.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -61,18 +62,14 @@ Send = Callable[[int, WorkerProcess, signal.Signals], None]
 
 def signal_group(_: int, process: WorkerProcess, number: signal.Signals) -> None:
     """Signal the process group of a process, which must lead its session (and may be a zombie)."""
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, number)
-    except (ProcessLookupError, PermissionError):
-        return
 
 
 def signal_leader(_: int, process: WorkerProcess, number: signal.Signals) -> None:
     """Signal a process, and not its group."""
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(process.pid, number)
-    except (ProcessLookupError, PermissionError):
-        return
 
 
 class WorkerSupervisor:

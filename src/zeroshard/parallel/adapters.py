@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from zeroshard.errors import UnsupportedError, UsageError
 from zeroshard.parallel.heads import KEY_VALUE, QUERY
-from zeroshard.parallel.tensor_styles import kind_of
+from zeroshard.parallel.tensor_styles import generic, kind_of
 
 _CUT_PART = {"colwise": "lora_B", "rowwise": "lora_A", "colwise_gather": "", "replicate": ""}
 """By style of a layer: which part of its adapters has the same style."""
@@ -49,7 +49,7 @@ def with_adapters(
         return globs
     found: dict[str, str] = {}
     for name, module in model.named_modules():
-        style = globs.get(name) or globs.get(_generic(name))
+        style = globs.get(name) or globs.get(generic(name))
         if style is None:
             continue
         if name not in wrapped:
@@ -116,10 +116,6 @@ def _linears(module: nn.Module) -> Iterator[tuple[int, Tensor]]:
             weight: Any = getattr(getattr(module, part)[layer], "weight", None)
             if isinstance(weight, Tensor) and weight.dim() == 2:
                 yield axis, weight
-
-
-def _generic(name: str) -> str:
-    return ".".join("*" if token.isdigit() else token for token in name.split("."))
 
 
 def _check(model: nn.Module, name: str, module: nn.Module, style: str, size: int) -> None:

@@ -32,6 +32,7 @@ from zeroshard.parallel.heads import (
 from zeroshard.parallel.tensor_styles import (
     MATRICES,
     features,
+    generic,
     kind_of,
     multiply,
     part,
@@ -96,9 +97,7 @@ def _from_transformers(model: nn.Module, own: Mapping[str, str]) -> dict[str, st
             "plan of your own that leaves them whole."
         )
     modules = dict(model.named_modules())
-    generic_names = {
-        ".".join("*" if t.isdigit() else t for t in name.split(".")) for name in modules
-    }
+    generic_names = set(map(generic, modules))
     plan = {
         glob: TRANSFORMERS_STYLES[style] for glob, style in own.items() if glob in generic_names
     }
@@ -109,7 +108,7 @@ def _from_transformers(model: nn.Module, own: Mapping[str, str]) -> dict[str, st
             "wrapped, or pass a plan."
         )
     blocks = [name for name, _ in _blocks(model)]
-    inside = {".".join("*" if t.isdigit() else t for t in name.split(".")) for name in blocks}
+    inside = set(map(generic, blocks))
     if blocks and not any(glob.startswith(f"{block}.") for glob in plan for block in inside):
         raise UsageError(
             f'plan "auto": the plan of {type(model).__name__} cuts {", ".join(plan)}, and no layer of '

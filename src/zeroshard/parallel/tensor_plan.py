@@ -62,6 +62,7 @@ from zeroshard.parallel.tensor_styles import (
     SharedInput,
     StyleRow,
     as_dtensor,
+    generic,
     kind_of,
     local_part,
     part,
@@ -160,15 +161,6 @@ class AppliedPlan:
 
 def _listed(params: Any) -> Iterable[Any]:
     return [params] if isinstance(params, torch.Tensor) else params
-
-
-def generic(name: str) -> str:
-    """The name with ``*`` for every part that is a number.
-
-    >>> generic("layers.12.mlp.up")
-    'layers.*.mlp.up'
-    """
-    return ".".join("*" if token.isdigit() else token for token in name.split("."))
 
 
 def tensor_parallel(

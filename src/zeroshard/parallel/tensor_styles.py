@@ -87,6 +87,15 @@ STYLES: Mapping[str, StyleRow] = {
 NORMS = (nn.LayerNorm, nn.RMSNorm)
 
 
+def generic(name: str) -> str:
+    """The name with ``*`` for every part that is a number.
+
+    >>> generic("layers.12.mlp.up")
+    'layers.*.mlp.up'
+    """
+    return ".".join("*" if token.isdigit() else token for token in name.split("."))
+
+
 def style_of(text: str) -> StyleRow:
     """The style that an entry of a plan names, without the sizes after a colon."""
     return STYLES[text.partition(":")[0]]

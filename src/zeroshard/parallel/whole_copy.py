@@ -2,14 +2,13 @@
 
 A layer that is cut over tensor ranks has hooks and a forward that start collectives. A copy that only
 shows shapes must not start any. So :func:`note_uncut` notes what a layer was, on the layer itself, and
-:func:`whole_copy` puts it back in the copy. The residual stream of a cut
-model has the shapes of the whole model, unless it is cut over the sequence.
+:func:`whole_copy` puts it back in the copy. The residual stream of a cut model has the shapes of the
+whole model, unless it is cut over the sequence.
 """
 
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,10 +16,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeroshard.comm.dtensors import KINDS, note_kinds
 from zeroshard.errors import UnsupportedError
 
 _NOTE = "_zeroshard_uncut"
 """Attribute of a cut layer, and of a module whose numbers of heads are divided."""
+
+
+_NO_COPY = object()
+"""Stands for the forward of a cut layer in a copy: it knows process groups, which cannot be copied."""
 
 
 @dataclass
@@ -56,7 +60,7 @@ def check_can_copy(model: nn.Module) -> None:
     Raises:
         UnsupportedError: one was not, so that nothing is known of what it was before.
     """
-    torch_module: Any = sys.modules.get("torch.distributed.tensor")
+    note_kinds(model.parameters())
     for name, module in model.named_modules():
         note = module.__dict__.get(_NOTE)
         if note is not None and note.by_sequence:
@@ -66,9 +70,7 @@ def check_can_copy(model: nn.Module) -> None:
                 'pipeline(), or use a plan without the style "sequence".'
             )
         parts = [
-            leaf
-            for leaf, param in module.named_parameters(recurse=False)
-            if torch_module is not None and isinstance(param, torch_module.DTensor)
+            leaf for leaf, param in module.named_parameters(recurse=False) if type(param) in KINDS
         ]
         if parts and note is None:
             raise UnsupportedError(
@@ -95,9 +97,7 @@ def whole_copy(
     tensors = dict(memo)
     for module in model.modules():
         if _NOTE in module.__dict__ and "forward" in module.__dict__:
-            memo[id(module.__dict__["forward"])] = (
-                None  # it knows process groups, which have no copy
-            )
+            memo[id(module.__dict__["forward"])] = _NO_COPY
     copied = copy.deepcopy(model, memo)
     for module in copied.modules():
         note = module.__dict__.pop(_NOTE, None)

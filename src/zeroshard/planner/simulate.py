@@ -22,6 +22,7 @@ from zeroshard.comm.collectives import RecordedComm
 from zeroshard.comm.mesh_objects import mesh_sources
 from zeroshard.comm.simulation import CallLog, Message, lone_rank
 from zeroshard.config import load_config
+from zeroshard.config.parse import read_source
 from zeroshard.core.mesh import DIMS, HOLDERS, SHARDS, Mesh
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.report import MemoryRow
@@ -130,6 +131,8 @@ def simulate(
         ConfigError: the configuration has mistakes.
     """
     inputs, labels = _pair(batch)
+    # A simulation handles no signals of its process and makes no directory of checkpoints.
+    config = {key: value for key, value in read_source(config)[0].items() if key != "preemption"}
     log = CallLog()
     watch = Allocations(log.note)
     with lone_rank(rank, mesh.world_size), FakeTensorMode(), watch:
