@@ -96,8 +96,9 @@ def whole_copy(
         memo[id(tensor)] = like
     tensors = dict(memo)
     for module in model.modules():
-        if _NOTE in module.__dict__ and "forward" in module.__dict__:
-            memo[id(module.__dict__["forward"])] = _NO_COPY
+        note, forward = module.__dict__.get(_NOTE), module.__dict__.get("forward")
+        if note is not None and forward is not note.forward:
+            memo[id(forward)] = _NO_COPY
     copied = copy.deepcopy(model, memo)
     for module in copied.modules():
         note = module.__dict__.pop(_NOTE, None)
