@@ -1,4 +1,4 @@
-"""Gradients of parameters that every tensor rank holds whole are added once per optimizer step."""
+"""Gradients of parameters that several tensor ranks hold are added once per optimizer step."""
 
 from __future__ import annotations
 
@@ -19,16 +19,19 @@ from zeroshard.core.mesh import Mesh
 from zeroshard.parallel.tensor_plan import tensor_parallel
 from zeroshard.testing import on_ranks
 from zeroshard.zero import safe_get_full_grad, safe_set_full_grad
+from zeroshard.zero.addends import AddendSlots
 
 NAME = "gradients of copies"
 LR = 1e-2
 
 
-def open_engine(model: nn.Module, stage: int, *, plan: str | None = "sequence", **keys) -> Engine:
-    """An engine on data ranks x two tensor ranks. Every block is a unit."""
-    data = dist.get_world_size() // 2
+def open_engine(
+    model: nn.Module, stage: int, *, plan: str | None = "sequence", tensor: int = 2, **keys
+) -> Engine:
+    """An engine on data ranks x ``tensor`` tensor ranks. Every block is a unit."""
+    data = dist.get_world_size() // tensor
     if plan is not None:
-        grid = init_device_mesh("cpu", (data, 2), mesh_dim_names=("data", "tensor"))
+        grid = init_device_mesh("cpu", (data, tensor), mesh_dim_names=("data", "tensor"))
         tensor_parallel(model, grid, PLANS[plan])
     config = {
         "train_micro_batch_size_per_gpu": 3,
@@ -38,7 +41,7 @@ def open_engine(model: nn.Module, stage: int, *, plan: str | None = "sequence", 
         "zero_optimization": {"stage": stage, **keys.get("zero_optimization", {})},
     }
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=LR)
-    mesh = Mesh(data_shard=data, tensor=2)
+    mesh = Mesh(data_shard=data, tensor=tensor)
     return zeroshard.Engine(model, config=config, optimizer=optimizer, mesh=mesh)
 
 
@@ -48,12 +51,16 @@ def backward(engine: Engine, seed: int = 0) -> None:
 
 
 def calls(engine: Engine) -> Counter[str]:
-    """By name, the collectives that this rank has called in its tensor group."""
-    recorder = engine._watch.tensor.recorder
-    names = ("all_gather", "reduce_scatter", "gather_small", "broadcast")
-    return Counter(
-        {entry.name: entry.calls for op in names for entry in recorder.entries(op).values()}
-    )
+    """By name, the collectives that this rank has called in its tensor group and in parts of it."""
+    found: Counter[str] = Counter()
+    for comm in engine._watch.copies:
+        for op in ("all_gather", "reduce_scatter", "gather_small", "broadcast"):
+            found.update({entry.name: entry.calls for entry in comm.recorder.entries(op).values()})
+    return found
+
+
+def addend_slots(engine: Engine) -> list[AddendSlots]:
+    return [slots for sums in engine.runtime.reducer.copy_sums for slots in sums._slots()]
 
 
 def all_reduces(found: CommDebugMode) -> int:
@@ -74,6 +81,54 @@ def test_a_step_has_one_message_in_each_tensor_group(stage):
                     assert calls(engine) == before
                     engine.step()
                 assert calls(engine) - before == Counter({NAME: 1})
+
+
+@pytest.mark.parametrize(("tensor", "kv_heads"), [(4, 2), (4, 1), (2, 1)])
+@on_ranks(4)
+def test_key_value_heads_on_several_ranks_have_one_message_per_step(tensor, kv_heads):
+    """The first two steps are those of one process; backward itself adds no such gradients."""
+    messages = 1 if kv_heads == 1 else 2  # two heads on four ranks: a message in each half as well
+    for stage in (0, 2, 3):
+        plain, model = tiny_gpt(kv_heads=kv_heads), tiny_gpt(kv_heads=kv_heads)
+        optimizer = torch.optim.AdamW(plain.parameters(), lr=LR)
+        with open_engine(model, stage, tensor=tensor, gradient_accumulation_steps=3) as engine:
+            params = dict(engine.module.named_parameters())
+            for step in range(2):
+                before = calls(engine)
+                for micro in range(3):
+                    with CommDebugMode() as found:
+                        backward(engine, 3 * step + micro)
+                    assert all_reduces(found) == 0
+                    assert calls(engine) == before
+                    for rank in range(engine.dp_size):
+                        ids, labels = tokens(10 * (3 * step + micro) + rank)
+                        (loss_of(plain(ids), labels) / engine.dp_size / 3).backward()
+                    if micro == 2:
+                        key = "blocks.0.attn.k.weight"
+                        own = safe_get_full_grad(params[key])
+                        expected = plain.get_parameter(key).grad
+                        assert torch.allclose(own, expected, rtol=0, atol=1e-14)
+                        before = calls(engine)
+                    engine.step()
+                assert calls(engine) - before == Counter({NAME: messages})
+                norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
+                assert float(engine.last_step.grad_norm) == pytest.approx(float(norm), rel=1e-13)
+                optimizer.step()
+                optimizer.zero_grad()
+            for name, values in engine.iter_full_params():
+                own = plain.get_parameter(name)
+                assert torch.allclose(values, own, rtol=0, atol=1e-13), name
+
+
+@on_ranks(4)
+def test_messages_end_at_the_bucket_size():
+    keys = {"zero_optimization": {"reduce_bucket_size": 64}}
+    with open_engine(tiny_gpt(kv_heads=1), 2, tensor=4, **keys) as engine:
+        before = calls(engine)
+        backward(engine)
+        engine.step()
+        units = sum(slots.numel > 0 for slots in addend_slots(engine))
+        assert (calls(engine) - before)[NAME] == units > 2
 
 
 @on_ranks(2)
@@ -106,7 +161,7 @@ def test_kinds_of_gradients_are_learned_from_a_model_that_torch_has_cut(stage):
             found.append(float(engine.last_step.grad_norm))
             sent.append((calls(engine) - before)[NAME])
             per_step.append(count)
-        has_some = any(slots.numel for slots in engine.runtime.reducer.copy_sums._slots())
+        has_some = any(slots.numel for slots in addend_slots(engine))
         assert has_some or engine.dp_rank > 0  # the last shard has no such fragments
         assert sent == ([0, 1, 1] if has_some else [0, 0, 0])
         assert per_step[0] > per_step[1] == per_step[2] == 0
@@ -178,7 +233,7 @@ def test_frozen_parameters_take_no_part_and_an_overflow_skips_the_step_on_all_ra
     fp16 = {"enabled": True, "initial_scale_power": 8}
     with open_engine(model, 3, fp16=fp16) as engine:
         before = {name: values.clone() for name, values in engine.iter_full_params()}
-        sizes = [slots.numel for slots in engine.runtime.reducer.copy_sums._slots()]
+        sizes = [slots.numel for slots in addend_slots(engine)]
         assert sum(sizes) <= sum(
             p.numel() for b in model.blocks for p in (*b.norm1.parameters(), b.mlp.down.bias)
         )

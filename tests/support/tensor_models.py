@@ -12,23 +12,28 @@ VOCAB, WIDTH, HEADS, LENGTH = 33, 16, 4, 8  # the vocabulary divides by no numbe
 
 
 class Attention(nn.Module):
-    """Causal attention that reads its number of heads from an attribute."""
+    """Causal attention that reads its numbers of heads from attributes."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, kv_heads: int) -> None:
         super().__init__()
-        self.n_head, self.head_dim = heads, width // heads
+        self.n_head, self.num_kv_heads, self.head_dim = heads, kv_heads, width // heads
         self.q = nn.Linear(width, width)
-        self.k = nn.Linear(width, width, bias=False)  # its gradient would be 0
-        self.v = nn.Linear(width, width)
+        self.k = nn.Linear(width, kv_heads * self.head_dim, bias=False)  # its gradient would be 0
+        self.v = nn.Linear(width, kv_heads * self.head_dim)
         self.o = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length = x.shape[:2]
         q, k, v = (
-            layer(x).view(batch, length, self.n_head, self.head_dim).transpose(1, 2)
-            for layer in (self.q, self.k, self.v)
+            layer(x).view(batch, length, heads, self.head_dim).transpose(1, 2)
+            for layer, heads in (
+                (self.q, self.n_head),
+                (self.k, self.num_kv_heads),
+                (self.v, self.num_kv_heads),
+            )
         )
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        gqa = self.n_head != self.num_kv_heads
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
         return self.o(y.transpose(1, 2).reshape(batch, length, -1))
 
 
@@ -43,9 +48,9 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int, hidden: int) -> None:
+    def __init__(self, width: int, heads: int, kv_heads: int, hidden: int) -> None:
         super().__init__()
-        self.norm1, self.attn = nn.LayerNorm(width), Attention(width, heads)
+        self.norm1, self.attn = nn.LayerNorm(width), Attention(width, heads, kv_heads)
         self.norm2, self.mlp = nn.RMSNorm(width), MLP(width, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -57,12 +62,18 @@ class TinyGPT(nn.Module):
     """Token and position embeddings, pre-norm blocks, a norm and a head, which may be tied."""
 
     def __init__(
-        self, *, tied: bool = False, hidden: int = 24, depth: int = 2, **options: Any
+        self,
+        *,
+        tied: bool = False,
+        hidden: int = 24,
+        depth: int = 2,
+        kv_heads: int = HEADS,
+        **options: Any,
     ) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, WIDTH, **options)
         self.positions = nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.ModuleList(Block(WIDTH, HEADS, hidden) for _ in range(depth))
+        self.blocks = nn.ModuleList(Block(WIDTH, HEADS, kv_heads, hidden) for _ in range(depth))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
         if tied:

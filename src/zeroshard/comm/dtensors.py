@@ -25,6 +25,7 @@ from zeroshard.core.mesh import DIMS, Mesh
 from zeroshard.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 KINDS: set[type[Tensor]] = set()
@@ -124,25 +125,39 @@ def local_grad(param: Any, grad: Any) -> Tensor:
 
 
 def is_copy(param: Any, ranks: Sequence[int]) -> bool:
-    """Whether the parameter is a DTensor over the ranks ``ranks``, and each of them holds all of it."""
-    if type(param) not in KINDS or param.device_mesh.ndim != 1:
+    """Whether the parameter is a DTensor of which exactly the ranks ``ranks`` hold this rank's part.
+
+    They are a tensor group that holds all of it, or the ranks of a group that share key/value heads.
+    """
+    if type(param) not in KINDS:
         return False
-    own = dist.get_process_group_ranks(param.device_mesh.get_group(0))
-    return own == list(ranks) and param.placements[0].is_replicate()
+    mesh: DeviceMesh = param.device_mesh
+    if mesh.ndim != 1 and mesh.mesh_dim_names != HEAD_DIMS:
+        return False
+    own = dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))
+    return own == list(ranks) and bool(param.placements[-1].is_replicate())
 
 
-def is_addend(grad: Any) -> bool:
-    """Whether a DTensor gradient on a mesh of one dimension is an addend of a sum over that mesh."""
-    placement = grad.placements[0]
-    return len(grad.placements) == 1 and placement.is_partial("sum")
+def is_addend(param: Any, grad: Any) -> bool:
+    """Whether a DTensor gradient is an addend of a sum over the ranks of :func:`is_copy`."""
+    *others, last = grad.placements
+    return bool(last.is_partial("sum")) and tuple(others) == param.placements[:-1]
+
+
+def head_copies(params: Iterable[Tensor]) -> tuple[int, ...]:
+    """How many ranks share key/value heads, for each such number among ``params``, in order."""
+    found = [p.device_mesh for p in params if type(p) in KINDS]  # type: ignore[attr-defined]
+    return tuple(sorted({mesh.size(1) for mesh in found if mesh.mesh_dim_names == HEAD_DIMS}))
 
 
 _ADDENDS = "_gradients_are_addends"
 
 
 def mark_addends(param: Any, adds: bool) -> None:
-    """Note whether the gradients of ``param``, which no dimension cuts, are addends of a sum over tensor
-    ranks. If layers share it, they are if those of one layer are."""
+    """Note whether the gradients of ``param`` are addends of a sum over the ranks with the same part.
+
+    If layers share it, they are if those of one layer are.
+    """
     setattr(param, _ADDENDS, adds or bool(addends_of(param)))
 
 

@@ -108,6 +108,15 @@ class Mesh:
         found = {self.group(rank, dims): None for rank in range(self.world_size)}
         return list(found)
 
+    def tensor_runs(self, size: int) -> list[tuple[int, ...]]:
+        """The tensor groups, divided into runs of ``size`` neighbours. ``size`` divides the tensor size.
+
+        >>> Mesh(data_shard=2, tensor=4).tensor_runs(2)
+        [(0, 1), (2, 3), (4, 5), (6, 7)]
+        """
+        groups = self.groups({"tensor"})
+        return [group[at : at + size] for group in groups for at in range(0, self.tensor, size)]
+
     def tied_group(self, rank: int, pipeline: Collection[int]) -> tuple[int, ...]:
         """The ranks that hold a tied weight of the pipeline ranks ``pipeline``, in order.
 

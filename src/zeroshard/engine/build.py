@@ -131,7 +131,13 @@ def build_engine(given: EngineArguments, make_hooks: Callable[..., StepHooks]) -
         transport=settings.transport,
         device=draft.device,
         trust=settings.trust,
-        plan={**_shared_plan(draft), **_agreed_groups(draft), **draft.loaded.agreed()},
+        plan={
+            **_shared_plan(draft),
+            **_agreed_groups(draft),
+            **draft.loaded.agreed(),
+            "ranks that share key/value heads": str(list(draft.head_copies)),
+        },
+        head_copies=draft.head_copies,
         separate_reductions=gathers_while_reducing(settings),
         mesh=draft.mesh,
         ties=tied_ranks(draft.model),
@@ -551,7 +557,7 @@ def _build_reducer(units: Sequence[Unit], frame: _Frame) -> GradReducer:
         for spec in _in_order(frame.draft.specs)
         if spec.trainable
     ]
-    tensor = frame.watch.tensor
+    watch = frame.watch
     return GradReducer(
         buffers,
         eager=stage.shards_grads and frame.traffic.reduce == "micro_batch",
@@ -559,7 +565,10 @@ def _build_reducer(units: Sequence[Unit], frame: _Frame) -> GradReducer:
         bucket_numel=zero.reduce_bucket_size,
         in_flight_limit=MAX_IN_FLIGHT if zero.overlap_comm else 0,
         predivide=predivide(frame.config, frame.draft.coordinate.dp_size),
-        copy_sums=None if tensor is None else CopySums(tensor, frame.watch.gathers, buffers),
+        copy_sums=[
+            CopySums(copies, watch.gathers, buffers, zero.reduce_bucket_size)
+            for copies in watch.copies
+        ],
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroshard.comm.dtensors import block_of, note_kinds
+from zeroshard.comm.dtensors import block_of, head_copies, note_kinds
 from zeroshard.comm.env import DataCoordinate, RankInfo
 from zeroshard.config import Config, LoadedConfig, load_config
 from zeroshard.core.layout import Block
@@ -69,6 +69,7 @@ class Draft:
     specs: list[UnitSpec]
     scheduler: Any
     monitors: Monitors | None
+    head_copies: tuple[int, ...]  # how many tensor ranks share key/value heads, each number once
 
 
 def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
@@ -98,6 +99,8 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
         check_can_save_in(settings.preemption.save_dir)
     check_pipeline(model, mesh, settings)
     given = cut_tensor(given, mesh, loaded)  # before, because plans name layers of all stages
+    note_kinds(model.parameters())
+    copies = head_copies(model.parameters())  # of all stages: every rank opens the same groups
     if isinstance(model, PipelineModel):
         model.keep(mesh.coordinate(rank_info.rank)["pipeline"], mesh.pipeline)
     policy = policy_from(settings)
@@ -127,6 +130,7 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
         specs,
         make_scheduler(given.lr_scheduler, inner, settings),
         build_monitors(settings) if rank_info.is_main_rank and _has_monitors(settings) else None,
+        copies,
     )
 
 
@@ -181,7 +185,6 @@ def check_pipeline(model: nn.Module, mesh: Mesh, settings: Config) -> None:
 
 def find_blocks(model: nn.Module, mesh: Mesh, rank: int) -> dict[str, Block]:
     """The places of the model's DTensors in their global tensors, by name."""
-    note_kinds(model.parameters())
     found = {name: block_of(name, p, mesh, rank) for name, p in model.named_parameters()}
     return {name: block for name, block in found.items() if block is not None}
 

@@ -257,11 +257,10 @@ def compute_locally(
 
 
 def _local_of(param: DTensor) -> Tensor:
-    """This rank's part. Gradients of ranks that hold the same part are added in backward."""
-    local = param.to_local()
+    """This rank's part. Gradients of ranks that hold the same part are addends of a sum over them."""
     if param.device_mesh.ndim == 1:
-        return local
-    return add_gradients(local, param.device_mesh.get_group(1))
+        return param.to_local()
+    return param.to_local(grad_placements=[param.placements[0], Partial()])
 
 
 def multiply(module: nn.Module, x: Tensor) -> Tensor:
@@ -347,10 +346,12 @@ class CutLayer(ParallelStyle):
     def _cut_params(self, _name: str, module: nn.Module, _mesh: DeviceMesh) -> None:
         for leaf, param in list(module._parameters.items()):
             if param is not None:
-                new = self.cut(param, self.row.axis(leaf))
+                new: Any = self.cut(param, self.row.axis(leaf))
                 module.register_parameter(leaf, new)
                 if self.row.axis(leaf) is None:
                     mark_addends(new, self._gives_addends(module))
+                elif new.device_mesh.ndim > 1:  # key/value heads, read by this rank's query heads
+                    mark_addends(new, adds=True)
 
     def _gives_addends(self, module: nn.Module) -> bool:
         """Whether gradients of whole parameters are of this rank's tokens or heads only.

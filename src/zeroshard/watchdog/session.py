@@ -81,6 +81,7 @@ class CommSession:
     connects all ranks; without a mesh it is ``gathers``. Else it has a recorder of its own, because the
     groups of a mesh may call different collectives. ``ties``: for each set of pipeline ranks that hold
     a tied weight and of which this rank's is one, the ranks that hold the same part of it.
+    ``copies``: this rank's tensor group, and its parts that share key/value heads.
     ``control_group`` exchanges small texts while a rank may wait for a disk. ``session_watch`` is None
     without a watchdog.
     """
@@ -89,6 +90,7 @@ class CommSession:
     reductions: Comm
     world: Comm
     tensor: Comm | None = None
+    copies: list[Comm] = field(default_factory=list)
     ties: dict[tuple[int, ...], Comm] = field(default_factory=dict)
     session_watch: SessionWatch | None = None
     make_control_group: Callable[[], ControlGroup] = ControlGroup
@@ -103,6 +105,9 @@ class CommSession:
             self.ties[kind.tie] = comms[0]
         elif kind.name == "tensor":
             self.tensor = comms[0]
+            self.copies.append(comms[0])
+        elif kind.name.startswith("heads"):
+            self.copies.append(comms[0])
         elif kind.name == "holders":
             self.gathers, self.reductions = comms[0], comms[-1]
         else:
@@ -140,9 +145,9 @@ class CommSession:
     @property
     def comms(self) -> list[Comm]:
         """Each communicator once, also the hops of one that has two."""
-        comms = (*self.ties.values(), self.tensor, self.reductions, self.gathers, self.world)
+        comms = (*self.ties.values(), *self.copies, self.reductions, self.gathers, self.world)
         hops = [part for comm in comms for part in (comm, *getattr(comm, "hops", ()))]
-        return list({id(comm): comm for comm in hops if comm is not None}.values())
+        return list({id(comm): comm for comm in hops}.values())
 
     @property
     def scratch_nbytes(self) -> int:
@@ -277,12 +282,13 @@ def open_session(
     separate_reductions: bool = False,
     mesh: Mesh | None = None,
     ties: Sequence[tuple[int, ...]] = (),
+    head_copies: Sequence[int] = (),
 ) -> CommSession:
     """Open communicators after all ranks have agreed on ``plan``. Collective.
 
     ``call``: the function that the program called. Only ``initialize`` gets a control group. ``mesh``:
     of all ranks; None: all of them hold the same parameters. ``ties``: the sets of pipeline ranks that
-    hold a tied weight.
+    hold a tied weight. ``head_copies``: see :func:`~.session_opener.groups_of`.
     ``separate_reductions``: gathers and reductions run at the same time, so on NCCL ``initialize`` opens
     a second communicator for reductions.
 
@@ -294,8 +300,9 @@ def open_session(
     settings = trust if isinstance(trust, WatchdogSettings) else WatchdogSettings.from_config(trust)
     settings = settings.with_environment()
     mesh = mesh or Mesh()
+    kinds = list(groups_of(mesh, ties, head_copies))
     if not _several(group):
-        return _unwatched(transport, device, group, mesh, ties)
+        return _unwatched(transport, device, group, mesh, kinds)
     group = group if group is not None else dist.group.WORLD
     assert group is not None  # _several
     ranks = tuple(dist.get_process_group_ranks(group))
@@ -308,7 +315,7 @@ def open_session(
         try:
             peers = _agree(crew, namespace, plan, device_use(group, device))
             purposes = _purposes(call, separate_reductions)
-            return _open(crew, peers, group, transport, device, purposes, mesh, ties)
+            return _open(crew, peers, group, transport, device, purposes, mesh, kinds)
         except BaseException:
             if watchdog is not None:
                 watchdog.release()
@@ -376,12 +383,12 @@ def _unwatched(
     device: torch.device,
     group: dist.ProcessGroup | None,
     mesh: Mesh,
-    ties: Sequence[tuple[int, ...]],
+    kinds: Sequence[GroupKind],
 ) -> CommSession:
     """The session of one rank, or of a fake group, in which one process plays one of many ranks."""
     world = make_comm(transport=transport, device=device, group=group)
     session = CommSession(world, world, world)
-    for kind in groups_of(mesh, ties):
+    for kind in kinds:
         own = own_group(kind.groups, dist.get_rank())
         if own is None:
             continue
@@ -403,7 +410,7 @@ def _open(
     device: torch.device,
     purposes: Sequence[str],
     mesh: Mesh,
-    ties: Sequence[tuple[int, ...]],
+    kinds: Sequence[GroupKind],
 ) -> CommSession:
     sweep_recordings()
     settings, rank, size = crew.settings, crew.ranks[crew.me], len(crew.ranks)
@@ -423,7 +430,7 @@ def _open(
     try:
         opened = opener.open(recorder, group, purposes if mesh.is_flat else ("world",))
         session = CommSession(opened[0], opened[-1], opened[0], session_watch=session_watch)
-        for kind in groups_of(mesh, ties):
+        for kind in kinds:
             wanted = purposes if kind.name == "holders" else ("exchange",)
             if found := opener.open_group(kind, wanted):
                 session.place(kind, found)

@@ -55,14 +55,22 @@ class GroupKind:
     tie: tuple[int, ...] = ()
 
 
-def groups_of(mesh: Mesh, ties: Sequence[tuple[int, ...]]) -> Iterator[GroupKind]:
-    """The kinds of groups that a mesh needs besides all ranks."""
+def groups_of(
+    mesh: Mesh, ties: Sequence[tuple[int, ...]], head_copies: Sequence[int]
+) -> Iterator[GroupKind]:
+    """The kinds of groups that a mesh needs besides all ranks.
+
+    ``head_copies``: how many neighbours in a tensor group share key/value heads, each number once.
+    """
     if not mesh.is_flat:
         yield GroupKind("holders", mesh.groups(SHARDS))
     if mesh.data_replicate > 1:
         yield GroupKind("replicas", mesh.groups({"data_replicate"}))
     if mesh.tensor > 1:
         yield GroupKind("tensor", mesh.groups({"tensor"}))
+    for copies in head_copies:
+        if copies < mesh.tensor:
+            yield GroupKind(f"heads-of-{copies}", mesh.tensor_runs(copies))
     for number, tie in enumerate(ties):
         yield GroupKind(f"tied-{number}", mesh.tied_groups(tie), tie)
 

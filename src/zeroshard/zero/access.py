@@ -394,8 +394,8 @@ def _set_grad(
     if buffer.reduced_S.dtype != raw.dtype:  # a 16-bit sum would round the values
         buffer.reduced_S = buffer.reduced_S.to(raw.dtype)
         buffer.reduced_N = None
-    if buffer.addends is not None:
-        raw = buffer.addends.counted(index, raw)
+    if (slots := buffer.addends_of(index)) is not None:
+        raw = slots.counted(index, raw)
     buffer.has_grad[index] = True
     begin, end = unit.layout.shard_range(unit.comm.rank)
     start = unit.layout.slots[index].start + at

@@ -2,11 +2,13 @@
 
 [Note: addends] A parameter that no dimension cuts has a copy in every tensor rank. If each rank's layer
 sees only a part of the tokens or heads, as a norm does under sequence parallelism, each rank's gradient
-is an *addend*, and the gradient is their sum. Addends are collected like other gradients: they are
-summed over micro-batches and reduced over the holders. Then each rank has the sum of its own addends in
-its shard, and the shards of a tensor group have the same fragments. One message between the tensor
-ranks completes them (:class:`~zeroshard.zero.copy_sums.CopySums`), whatever the number of micro-batches
-and of parameters.
+is an *addend*, and the gradient is their sum. Key/value heads that are fewer than tensor ranks have
+copies in a part of the tensor group, and each rank's gradient comes from its own query heads.
+
+Addends are collected like other gradients: they are summed over micro-batches and reduced over the
+holders. Then each rank has the sum of its own addends in its shard, and the shards of a tensor group have
+the same fragments. One message between the ranks that hold the same parts completes them
+(:class:`~zeroshard.zero.copy_sums.CopySums`), whatever the number of micro-batches and of parameters.
 
 *Which slots.* The ranks of a tensor group and all holders must agree on it. Layers that ZeroShard has
 cut say it (:func:`~zeroshard.comm.dtensors.mark_addends`). Of other DTensors it is not known before
@@ -15,8 +17,8 @@ each. At its end the holders exchange which parameters these were: one small mes
 engine.
 
 *A gradient that is whole* may arrive in such a slot, for instance if a program uses the parameter in
-another way too. Then tensor rank 0 alone counts it. An addend in any other slot is added when it
-arrives. So sums are right whatever arrives.
+another way too. Then the first rank of those with the same part alone counts it. An addend in any other
+slot is added when it arrives. So sums are right whatever arrives.
 
 Letters: as in :mod:`zeroshard.zero.unit`; K elements in the fragments of one shard.
 """
@@ -83,16 +85,16 @@ class AddendSlots:
     def local(self, index: int, param: Any, grad: Any) -> Tensor:
         """What this rank adds to the slot for a DTensor gradient of its parameter."""
         adds = self.known.get(index)
-        if adds and is_addend(grad):
+        if adds and is_addend(param, grad):
             values: Tensor = grad._local_tensor
             return values
-        if adds is None and index in self.known and is_addend(grad):
+        if adds is None and index in self.known and is_addend(param, grad):
             self.seen.add(index)
         values = local_grad(param, grad)
         return self.counted(index, values)
 
     def counted(self, index: int, values: Tensor) -> Tensor:
-        """``values`` of a gradient that is whole, or zeros if another tensor rank counts it."""
+        """``values`` of a gradient that is whole, or zeros if another rank counts it."""
         if self.counts or self.is_summed or not self.known.get(index):
             return values
         return torch.zeros_like(values)

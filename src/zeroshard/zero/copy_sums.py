@@ -1,5 +1,6 @@
-"""Adds the gradients of copies over the tensor group, once per optimizer step: see [Note: addends] in
-``zero/addends.py``.
+"""Adds the gradients of copies over the ranks that hold them, once per optimizer step.
+
+See [Note: addends] in ``zero/addends.py``.
 
 Letters: as in :mod:`zeroshard.zero.unit`; K elements in the fragments of one shard.
 """
@@ -23,15 +24,21 @@ if TYPE_CHECKING:
 
 
 class CopySums:
-    """Sums over one tensor group for all buffers of an engine.
+    """Sums over one group of ranks with the same parts, for all buffers of an engine.
 
-    ``tensor`` connects the tensor group, ``holders`` the ranks whose gradients are reduced together. Both
-    are equal on all ranks of the engine in which slots they need.
+    ``copies`` connects them: a tensor group, or the ranks of one that share key/value heads. ``holders``
+    connects the ranks whose gradients are reduced together. All of them need the same slots.
+    ``message_numel``: messages end at the unit with which they have this many elements, so that key/value
+    heads of a large model do not need a second copy of all their gradients.
     """
 
-    def __init__(self, tensor: Comm, holders: Comm, buffers: Sequence[GradBuffer]) -> None:
-        self._tensor, self._holders = tensor, holders
-        ranks = tuple(getattr(tensor, "ranks", ()))
+    def __init__(
+        self, copies: Comm, holders: Comm, buffers: Sequence[GradBuffer], message_numel: int
+    ) -> None:
+        self._copies, self._holders = copies, holders
+        self._message_numel = message_numel
+        self._pairs: list[tuple[GradBuffer, AddendSlots]] = []
+        ranks = tuple(getattr(copies, "ranks", ()))
         for buffer in buffers:
             known = {
                 index: addends_of(param)
@@ -40,13 +47,14 @@ class CopySums:
             }
             if known:
                 layout = buffer.unit.layout
-                buffer.addends = AddendSlots(
+                slots = AddendSlots(
                     known,
                     layout,
                     layout.shard_range(buffer.comm.rank),
-                    counts=tensor.rank == 0,
+                    counts=copies.rank == 0,
                 )
-        self._buffers = [buffer for buffer in buffers if buffer.addends is not None]
+                buffer.addends.append(slots)
+                self._pairs.append((buffer, slots))
         self._is_done = False  # the sums of this step are complete
         self._learned: list[set[int]] | None = None
         self._is_learning = any(
@@ -54,10 +62,10 @@ class CopySums:
         )
 
     def _slots(self) -> list[AddendSlots]:
-        return [buffer.addends for buffer in self._buffers if buffer.addends is not None]
+        return [slots for _, slots in self._pairs]
 
     def finish(self) -> None:
-        """Complete the reduced gradients of this step. Collective over the tensor group.
+        """Complete the reduced gradients of this step. Collective over the ranks with the same parts.
 
         A gradient that is in its store is read, changed and stored again.
         """
@@ -66,31 +74,36 @@ class CopySums:
         self._is_done = True
         if self._is_learning and self._learned is None:
             self._exchange_seen()
-        found = [
-            (buffer, slots)
-            for buffer, slots in zip(self._buffers, self._slots(), strict=True)
-            if slots.numel
-        ]
         for slots in self._slots():
             slots.is_summed = True
-        if not found:
-            return
+        message: list[tuple[GradBuffer, AddendSlots]] = []
+        for pair in self._pairs:
+            if pair[1].numel:
+                message.append(pair)
+            if sum(slots.numel for _, slots in message) >= self._message_numel:
+                self._complete(message)
+                message = []
+        if message:
+            self._complete(message)
+
+    def _complete(self, pairs: Sequence[tuple[GradBuffer, AddendSlots]]) -> None:
+        """Complete the gradients of these buffers by one message."""
         parts: list[Tensor] = []
-        for buffer, slots in found:
+        for buffer, slots in pairs:
             parts += _parts_of(buffer, slots)
-        with found[0][0].ledger.lend("gradients of copies", self._message_nbytes(parts)):
+        with pairs[0][0].ledger.lend("gradients of copies", self._message_nbytes(parts)):
             sums = self._added(parts)
             at = 0
-            for buffer, slots in found:
+            for buffer, slots in pairs:
                 self._put(buffer, slots, sums[at : at + slots.numel])
                 at += slots.numel
 
     def reopen(self) -> None:
-        """Let more addends come in the same step: the sums so far become what tensor rank 0 adds."""
+        """Let more addends come in the same step: the sums so far become what the first rank adds."""
         if not self._is_done:
             return
         self._is_done = False
-        for buffer, slots in zip(self._buffers, self._slots(), strict=True):
+        for buffer, slots in self._pairs:
             slots.is_summed = False
             if slots.counts or not slots.numel or not buffer.is_reduced:
                 continue
@@ -101,8 +114,8 @@ class CopySums:
                 buffer.store_reduced(complete=True)
 
     def added(self, buffer: GradBuffer, values_S: Tensor) -> Tensor:
-        """A reduced gradient ``[S]`` with the sums over the tensor group; itself if it has them."""
-        slots = buffer.addends
+        """A reduced gradient ``[S]`` with the sums over the copies; itself if it has them."""
+        slots = next((slots for other, slots in self._pairs if other is buffer), None)
         if slots is None or slots.is_summed or not slots.numel:
             return values_S
         copy_S = values_S.clone()
@@ -125,12 +138,12 @@ class CopySums:
 
     def _message_nbytes(self, parts: Sequence[Tensor]) -> int:
         itemsize = max(part.element_size() for part in parts)
-        return (self._tensor.size + 1) * itemsize * sum(part.numel() for part in parts)
+        return (self._copies.size + 1) * itemsize * sum(part.numel() for part in parts)
 
     def _added(self, parts: Sequence[Tensor]) -> Tensor:
-        """The sum over the tensor group of all parts, flat, in the widest of their dtypes."""
+        """The sum over the copies of all parts, flat, in the widest of their dtypes."""
         own_K = torch.cat(list(parts))  # promotes
-        rows = self._tensor.all_gather_small(own_K, name="gradients of copies")
+        rows = self._copies.all_gather_small(own_K, name="gradients of copies")
         sum_in_rank_order(rows.unbind(), own_K)
         return own_K
 
@@ -150,7 +163,7 @@ class CopySums:
             for index, adds in slots.known.items()
             if adds is None
         ]
-        own = torch.tensor(flags, dtype=torch.float64, device=self._buffers[0].unit.full_N.device)
+        own = torch.tensor(flags, dtype=torch.float64, device=self._pairs[0][0].unit.full_N.device)
         rows = self._holders.all_gather_small(own, name="kinds of gradients")
         any_rank = flags if isinstance(rows, FakeTensor) else rows.amax(0).tolist()
         united = iter(any_rank)

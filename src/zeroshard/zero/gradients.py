@@ -118,7 +118,7 @@ class GradBuffer:
         self._reported = [0, 0, 0]  # bytes in each of _CATEGORIES
         self._num_params = len(unit.params)
         self._has_dtensors = bool(distributed(unit.params))
-        self.addends: AddendSlots | None = None  # set by CopySums
+        self.addends: list[AddendSlots] = []  # one for each group of ranks with the same parts
         self._numels = [slot.numel for slot in unit.layout.slots]
         self._places = [
             (slot.shape, _contiguous(slot.shape), slot.start) for slot in unit.layout.slots
@@ -162,8 +162,8 @@ class GradBuffer:
         rest, values_S = self.store, self._reduced_S
         if rest is None or values_S is None or not (complete or rest.every_backward):
             return
-        if self.addends is not None:
-            self.addends.keep(values_S)
+        for slots in self.addends:
+            slots.keep(values_S)
         rest.write(values_S)
         self.reduced_S, self.is_stored = None, True
         if complete and self.measure is not None:
@@ -217,6 +217,10 @@ class GradBuffer:
             for shape, strides, start in self._places
         ]
 
+    def addends_of(self, index: int) -> AddendSlots | None:
+        """The slots to which slot ``index`` belongs, whose gradients may be addends; None: to none."""
+        return next((slots for slots in self.addends if index in slots.known), None)
+
     def begin_backward(self, dtype: torch.dtype) -> None:
         """To be called once per backward, before its first gradient. ``dtype``: of a new local sum."""
         self._local_dtype = dtype
@@ -233,10 +237,8 @@ class GradBuffer:
         grad, param.grad = param.grad, None
         assert grad is not None
         if self._has_dtensors and type(param) in KINDS:
-            if self.addends is None:
-                grad = local_grad(param, grad)
-            else:
-                grad = self.addends.local(index, param, grad)
+            slots = self.addends_of(index)
+            grad = local_grad(param, grad) if slots is None else slots.local(index, param, grad)
         if grad.is_sparse:
             raise UnsupportedError(
                 f"parameter {self.unit.layout.slots[index].fqn!r} has a sparse gradient; ZeRO "

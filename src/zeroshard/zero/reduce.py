@@ -15,6 +15,7 @@ Letters as in :mod:`zeroshard.zero.unit`.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -57,8 +58,8 @@ class GradReducer:
     (``reduce_bucket_size``), rounded up to a multiple of 64 per rank. ``predivide``: local gradients are
     divided by this before the reduction (``prescale_gradients``, ``gradient_predivide_factor``).
     ``whole``: every rank needs the whole reduced gradient (stage 0). ``in_flight_limit``: the largest
-    number of reductions in flight; with 0 backward waits for each of them. ``copy_sums``: adds gradients
-    over a tensor group; None: nothing is to be added.
+    number of reductions in flight; with 0 backward waits for each of them. ``copy_sums``: add gradients
+    over ranks that hold the same parts.
     """
 
     buffers: list[GradBuffer]
@@ -68,7 +69,7 @@ class GradReducer:
     bucket_numel: int
     in_flight_limit: int
     predivide: float = 1.0
-    copy_sums: CopySums | None = None
+    copy_sums: Sequence[CopySums] = ()
     reducing: bool = False
     waiting: bool = False  # gradients of a finished backward are not reduced yet
     _completes: bool = False  # the running backward is the last one of its step
@@ -95,8 +96,8 @@ class GradReducer:
         self.reducing = self.eager or kind.completes
         self._completes, self._accumulates, stage = kind
         self._next, self._running = 0, self._orders.get(stage, [])
-        if self.copy_sums is not None:
-            self.copy_sums.reopen()
+        for sums in self.copy_sums:
+            sums.reopen()
         sums_locally = self._accumulates and not self.eager
         for buffer in self._running:
             row = buffer.unit.row
@@ -194,8 +195,8 @@ class GradReducer:
             for buffer in left:
                 self._launch(buffer)
             self._drain(0)
-        if self.copy_sums is not None:
-            self.copy_sums.finish()
+        for sums in self.copy_sums:
+            sums.finish()
         if self.whole:
             self._spread()
 
@@ -227,9 +228,10 @@ class GradReducer:
         """
         buffer.check_not_offloaded()
         values_S = self._summed_over_holders(buffer)
-        if values_S is None or self.copy_sums is None:
-            return values_S
-        return self.copy_sums.added(buffer, values_S)
+        if values_S is not None:
+            for sums in self.copy_sums:
+                values_S = sums.added(buffer, values_S)
+        return values_S
 
     def _summed_over_holders(self, buffer: GradBuffer) -> Tensor | None:
         if not self.waiting:
@@ -271,7 +273,7 @@ class GradReducer:
         """Free the gradients after the update."""
         for buffer in self.buffers:
             buffer.reset()
-        if self.copy_sums is not None:
-            self.copy_sums.reset()
+        for sums in self.copy_sums:
+            sums.reset()
         self.reducing = self.waiting = False
         self._running = []
