@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.fused_models import whole_gradient
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from zeroshard import deepspeed, initialize
-from zeroshard.comm.dtensors import fused_sizes
-from zeroshard.comm.fused_dtensors import mark_fused
 from zeroshard.core.mesh import Mesh
 from zeroshard.errors import UnsupportedError, UsageError
 from zeroshard.parallel.tensor_plan import apply_plan, is_cut
@@ -53,14 +52,6 @@ def build(family: str, **sizes: Any) -> nn.Module:
             if "norm" in name:
                 param.normal_(1.0, 0.1)
     return model.train()
-
-
-def whole_gradient(param: nn.Parameter) -> Tensor:
-    """The global gradient. Autograd's gradient of a fused weight is a DTensor that does not know it."""
-    assert param.grad is not None
-    if fused_sizes(param):
-        return mark_fused(param.grad, fused_sizes(param)).full_tensor()
-    return param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
 
 
 @pytest.mark.parametrize(

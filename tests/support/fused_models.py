@@ -7,9 +7,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from support.tensor_models import VOCAB
 from zeroshard import Engine
+from zeroshard.comm.dtensors import fused_sizes
+from zeroshard.comm.fused_dtensors import mark_fused
 from zeroshard.zero import safe_get_full_optimizer_state
 
 WIDTH, HEADS, KEY_HEADS, HEAD, HIDDEN = 16, 4, 2, 4, 12
@@ -106,3 +109,11 @@ def settings(stage: int, **keys: Any) -> dict[str, Any]:
         "optimizer": {"type": "AdamW", "params": {"lr": LR, "eps": 1e-3, "weight_decay": 1e-2}},
         **keys,
     }
+
+
+def whole_gradient(param: nn.Parameter) -> Tensor:
+    """The global gradient. Autograd's gradient of a fused weight is a DTensor that does not know it."""
+    assert param.grad is not None
+    if fused_sizes(param):
+        return mark_fused(param.grad, fused_sizes(param)).full_tensor()
+    return param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad

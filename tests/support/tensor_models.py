@@ -14,25 +14,25 @@ VOCAB, WIDTH, HEADS, LENGTH = 33, 16, 4, 8  # the vocabulary divides by no numbe
 class Attention(nn.Module):
     """Causal attention that reads its numbers of heads from attributes."""
 
-    def __init__(self, width: int, heads: int, kv_heads: int) -> None:
+    def __init__(self, width: int, heads: int, kv_heads: int | None) -> None:
         super().__init__()
-        self.n_head, self.num_kv_heads, self.head_dim = heads, kv_heads, width // heads
+        self.n_head, self.head_dim = heads, width // heads
+        if kv_heads is not None:
+            self.num_kv_heads = kv_heads
+        rows = self.head_dim * (kv_heads or heads)
         self.q = nn.Linear(width, width)
-        self.k = nn.Linear(width, kv_heads * self.head_dim, bias=False)  # its gradient would be 0
-        self.v = nn.Linear(width, kv_heads * self.head_dim)
+        self.k = nn.Linear(width, rows, bias=False)  # its gradient would be 0
+        self.v = nn.Linear(width, rows)
         self.o = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, length = x.shape[:2]
+        kv_heads = getattr(self, "num_kv_heads", self.n_head)
         q, k, v = (
             layer(x).view(batch, length, heads, self.head_dim).transpose(1, 2)
-            for layer, heads in (
-                (self.q, self.n_head),
-                (self.k, self.num_kv_heads),
-                (self.v, self.num_kv_heads),
-            )
+            for layer, heads in ((self.q, self.n_head), (self.k, kv_heads), (self.v, kv_heads))
         )
-        gqa = self.n_head != self.num_kv_heads
+        gqa = kv_heads != self.n_head
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=gqa)
         return self.o(y.transpose(1, 2).reshape(batch, length, -1))
 
@@ -48,7 +48,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, heads: int, kv_heads: int, hidden: int) -> None:
+    def __init__(self, width: int, heads: int, kv_heads: int | None, hidden: int) -> None:
         super().__init__()
         self.norm1, self.attn = nn.LayerNorm(width), Attention(width, heads, kv_heads)
         self.norm2, self.mlp = nn.RMSNorm(width), MLP(width, hidden)
@@ -67,7 +67,7 @@ class TinyGPT(nn.Module):
         tied: bool = False,
         hidden: int = 24,
         depth: int = 2,
-        kv_heads: int = HEADS,
+        kv_heads: int | None = None,
         **options: Any,
     ) -> None:
         super().__init__()

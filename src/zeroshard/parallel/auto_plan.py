@@ -3,7 +3,8 @@
 The plan comes from the model, if it is a model of Transformers that has one. Else it is guessed from the
 structure of repeated blocks: q, k and v before an output projection, and the layers of an MLP. A guess
 is checked by a run: a copy of the MLP or attention with random weights must give the same result as the
-sum of its parts. What cannot be checked, or is not recognised, is an error that lists it.
+sum of its parts. If that finds nothing in a model of Transformers, the guess comes from a run of a small
+copy of the whole model. What cannot be checked, or is not recognised, is an error that lists it.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from zeroshard.parallel.tensor_styles import (
     kind_of,
     multiply,
     part,
-    part_of,
-    row_of,
 )
+from zeroshard.parallel.traced_plan import can_copy_small, traced_plan
+from zeroshard.parallel.trial_parts import repeated_blocks, weights_of_rank
 
 TRANSFORMERS_STYLES: Mapping[str, str] = {
     "colwise": "colwise",
@@ -70,7 +71,13 @@ def derive_plan(model: nn.Module, size: int) -> tuple[dict[str, str], str]:
         plan = _from_transformers(adapted, own)
         return with_adapters(model, prefix, plan, size), "transformers"
     check_no_adapters(model)
-    return _from_structure(model, size) | _vocabulary(model, size), "structure"
+    try:
+        guess = _from_structure(model, size)
+    except UsageError:
+        if not can_copy_small(model):
+            raise
+        guess = traced_plan(model, size)
+    return guess | _vocabulary(model, size), "structure"
 
 
 def _base_plan(model: nn.Module) -> dict[str, str]:
@@ -107,7 +114,7 @@ def _from_transformers(model: nn.Module, own: Mapping[str, str]) -> dict[str, st
             f"{next(iter(own))!r}. If another library wraps the model, cut the model before it is "
             "wrapped, or pass a plan."
         )
-    blocks = [name for name, _ in _blocks(model)]
+    blocks = [name for name, _ in repeated_blocks(model)]
     inside = set(map(generic, blocks))
     if blocks and not any(glob.startswith(f"{block}.") for glob in plan for block in inside):
         raise UsageError(
@@ -156,11 +163,14 @@ def _vocabulary(model: nn.Module, size: int) -> dict[str, str]:
             continue
         if isinstance(layer, kind):
             found |= {name: style for name, module in layers if module is layer}
+    found |= _tied_embeddings(dict(layers), found)
     for name in found:
-        weight = model.get_submodule(name).weight
-        assert isinstance(weight, Tensor)
+        own = model.get_submodule(name)._parameters
+        weight = own["weight"]
+        assert weight is not None
         begin, end = part(weight.shape[0], size, size - 1)
-        users = [n for n, m in layers if any(p is weight for p in m._parameters.values())]
+        params = {id(param) for param in own.values() if param is not None}
+        users = [n for n, m in layers if any(id(p) in params for p in m._parameters.values())]
         if begin == end or any(user not in found for user in users):
             return {}
     return found
@@ -170,7 +180,7 @@ def _from_structure(model: nn.Module, size: int) -> dict[str, str]:
     plan: dict[str, str] = {}
     missed: list[str] = []
     checked: dict[tuple[Any, ...], dict[str, str]] = {}
-    for name, block in _blocks(model):
+    for name, block in repeated_blocks(model):
         for inner, module in block.named_modules():
             linears = _own_linears(module)
             if not linears:
@@ -196,22 +206,6 @@ def _from_structure(model: nn.Module, size: int) -> dict[str, str]:
             'such as {"blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}.'
         )
     return plan
-
-
-def _blocks(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The members of the outermost lists of modules that repeat one class."""
-    outer: list[str] = []
-    for name, module in model.named_modules():
-        if not isinstance(module, (nn.ModuleList, nn.Sequential)) or len(module) < 2:
-            continue
-        if any(name.startswith(f"{other}.") for other in outer):
-            continue
-        members = list(module.named_children())
-        if len({type(m) for _, m in members}) == 1 and any(m.children() for _, m in members):
-            if not all(list(member.children()) for _, member in members):
-                continue
-            outer.append(name)
-            yield from ((f"{name}.{leaf}".lstrip("."), member) for leaf, member in members)
 
 
 def _own_linears(module: nn.Module) -> dict[str, nn.Module]:
@@ -349,7 +343,7 @@ def _sums_up(
             addends = [
                 _first(
                     torch.func.functional_call(
-                        trial, _parts(linears, guess, fused, shared, size, r), (x_BTD,)
+                        trial, weights_of_rank(linears, guess, fused, shared, size, r), (x_BTD,)
                     )
                 )
                 for r in range(size)
@@ -374,27 +368,3 @@ def _uncheckable(module: nn.Module, error: Exception) -> UsageError:
         "cannot be checked. Pass a plan: a dict of globs and styles such as "
         '{"blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}.'
     )
-
-
-def _parts(
-    linears: Mapping[str, nn.Module],
-    guess: Mapping[str, str],
-    fused: Mapping[str, Sequence[int]],
-    shared: Mapping[str, int],
-    size: int,
-    index: int,
-) -> dict[str, Tensor]:
-    """The weights of rank ``index``. The bias of a row-parallel layer counts once."""
-    found: dict[str, Tensor] = {}
-    for leaf, style in guess.items():
-        row, sizes = row_of(style, linears[leaf]), fused.get(leaf, ())
-        weight, bias = linears[leaf].weight, linears[leaf].bias
-        assert isinstance(weight, Tensor)
-        assert row.weight_axis is not None
-        parts, at = size // shared[leaf], index // shared[leaf]
-        found[f"{leaf}.weight"] = part_of(weight, row.weight_axis, parts, at, sizes)
-        if isinstance(bias, Tensor):
-            rowwise = bias if index == 0 else torch.zeros_like(bias)
-            cut = row.bias_axis is not None
-            found[f"{leaf}.bias"] = part_of(bias, 0, parts, at, sizes) if cut else rowwise
-    return found

@@ -278,7 +278,11 @@ def _is_own_already(
         UsageError: it is neither the number of heads of the model nor that of a rank.
     """
     pattern = QUERY if attribute in QUERY_COUNTS else KEY_VALUE
-    rows = [features(layer)[1] for leaf, layer in layers.items() if pattern.search(leaf)]
+    rows = [
+        features(layer)[1]
+        for leaf, layer in layers.items()
+        if pattern.search(leaf) and not FUSED.search(leaf.lower())  # its rows are of q, k and v
+    ]
     if not rows or rows[0] == count * head_size:
         if count % size == 0:
             return False

@@ -398,6 +398,8 @@ def _check_layer(name: str, module: nn.Module, row: StyleRow, size: int) -> None
         return
     if extent % size:
         what = "out_features" if row.bias_axis == 0 else "in_features"
+        if kind == "Embedding":
+            what = "embedding_dim"
         raise UsageError(
             f"plan: {name!r} has {what} = {extent}, which {size} tensor ranks cannot share evenly. "
             f"Use a number of tensor ranks that divides {extent}, or leave the layer and its partner "

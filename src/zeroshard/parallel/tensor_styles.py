@@ -74,6 +74,8 @@ STYLES: Mapping[str, StyleRow] = {
         StyleRow("rowwise", MATRICES, 1, None, "columns of the weight; the outputs are added"),
         StyleRow("rowwise_split", MATRICES, 1, None, "rowwise, for an input that is whole"),
         StyleRow("vocab", ("Embedding",), 0, None, "rows of the vocabulary; the outputs are added"),
+        StyleRow("head_bias", ("Embedding",), 1, None,
+                 "columns of the table: a position bias with one column for each head"),
         StyleRow("head_norm", ("norm",), None, None,
                  "a norm over each head, between colwise and rowwise; gradients are added"),
         StyleRow("sequence", ("norm",), None, None,
@@ -371,6 +373,7 @@ class CutLayer(ParallelStyle):
             "rowwise": (self._cut_in, self._added_out),
             "rowwise_split": (self._split_in, self._added_out),
             "vocab": (self._checked_ids, self._added_out),
+            "head_bias": (self._ids_inside, self._inside_out),
             "head_norm": (self._heads_in, self._local_out),
             "sequence": (self._sequence_in, self._sequence_out),
             "replicate": (self._stream_in, self._stream_out),
@@ -422,8 +425,12 @@ class CutLayer(ParallelStyle):
         ids = self._checked_ids(module, inputs, mesh)
         return DTensor.from_local(ids, mesh, [Replicate()], run_check=False)
 
-    def _checked_ids(self, module: nn.Module, inputs: Any, _mesh: DeviceMesh) -> Tensor:
+    def _checked_ids(self, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Tensor:
         self._end_region()
+        return self._ids_inside(module, inputs, mesh)
+
+    def _ids_inside(self, module: nn.Module, inputs: Any, _mesh: DeviceMesh) -> Tensor:
+        """Indices that enter a layer inside a region that is cut over heads, which goes on after it."""
         ids: Tensor = self._first(inputs)
         if isinstance(ids, DTensor):
             ids = moved(ids, Replicate()).to_local()
@@ -492,6 +499,9 @@ class CutLayer(ParallelStyle):
     def _stream_out(self, _module: nn.Module, y: DTensor, mesh: DeviceMesh) -> Tensor:
         self._check_sequence(y.shape, y.ndim - 2, mesh)  # a table of positions gives [T, features]
         return moved(y, Shard(y.ndim - 2)).to_local()
+
+    def _inside_out(self, _module: nn.Module, y: Tensor, _mesh: DeviceMesh) -> Tensor:
+        return y
 
     def _local_out(self, _module: nn.Module, y: DTensor, _mesh: DeviceMesh) -> Tensor:
         return y.to_local()
