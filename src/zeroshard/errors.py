@@ -36,6 +36,10 @@ class LossScaleError(ZeroShardError):
     """fp16 gradients stay non-finite although the loss scale is at its minimum."""
 
 
+class NonFiniteError(ZeroShardError):
+    """The gradient of a step is NaN or infinite, and ``trust.nan_policy`` does not let training go on."""
+
+
 class UnevenBatches(ZeroShardError):
     """Some ranks have a batch and others have none left."""
 

@@ -201,7 +201,6 @@ CLASSES = {  # module of today: old name -> new name, or "module:name" where tha
     },
     "comm.shared_memory": {"Board": "ControlBlock", "Window": "PeerMapping"},
     "comm.shm": {"Meeting": "PeerMemory", "meet": "open_peer_memory"},
-    "config.keys": {"not_yet": "config.contradictions:not_yet"},
     "config.schema": {"section_type": "config.fields:section_type"},
     "config.sections": {
         "AUTOCAST_DTYPE": "config.fields:AUTOCAST_DTYPE",

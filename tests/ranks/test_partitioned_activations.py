@@ -78,6 +78,11 @@ def train(engine, steps: int = 2) -> dict[str, Tensor]:
     return {name: values.clone() for name, values in engine.iter_full_params()}
 
 
+def forget() -> None:
+    """Leave no configuration to the next test of this process: it would gather over other groups."""
+    activations._settings.clear()
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("stage", [1, 3])
 @on_ranks(4)
@@ -92,6 +97,7 @@ def test_gradients_keep_their_bits_and_a_rank_keeps_half(stage, reentrant):
         assert sizes == ([3 * 8 * 16 // 2] * 4 if partitions else [])  # two blocks, two steps
         assert all(part.untyped_storage().nbytes() == part.nbytes for part in kept)
     assert all(torch.equal(values, found[1][name]) for name, values in found[0].items())
+    forget()
 
 
 @on_ranks(2)
@@ -103,6 +109,7 @@ def test_the_key_of_the_configuration_counts_and_inputs_that_differ_are_an_error
         loss = loss_of(engine(ids), labels)
         with pytest.raises(UsageError, match=r'partition_activations: .* style "sequence"'):
             engine.backward(loss)
+    forget()
 
 
 class Mpu:
@@ -145,6 +152,7 @@ def test_tensors_of_any_shape_dtype_and_order_come_back():
         x.grad = None
     block(*inputs).sum().backward()
     assert all(torch.equal(x.grad, grad) for x, grad in zip(inputs[:4], found, strict=True))
+    forget()
 
 
 @on_ranks(1)
@@ -155,3 +163,4 @@ def test_one_rank_keeps_its_activations_whole():
         activations.checkpoint(torch.sin, x).sum().backward()
     assert not kept
     assert torch.equal(x.grad, torch.cos(x.detach()))
+    forget()

@@ -133,7 +133,8 @@ def test_at_the_floor_the_first_bad_parameter_is_named(stage):
             train(engine, [third])
         assert str(caught.value) == (
             "Non-finite gradients for 2 steps up to step 3, and the loss scale 2 is at its "
-            "minimum, so lowering it cannot help. First bad gradient: '1.bias'. If the model was "
+            "minimum, so lowering it cannot help. All losses were finite, so a number became "
+            "infinite or NaN in backward. First bad gradient: '1.bias'. If the model was "
             'trained in bf16 before, train it in bf16. Otherwise check the loss, or lower "fp16": '
             '{"min_loss_scale"}.'
         )
@@ -254,7 +255,7 @@ def test_auto_cast_casts_floating_inputs_only():
 @pytest.mark.parametrize("stage", STAGES)
 @on_ranks(2)
 def test_bf16_skips_what_is_not_finite(stage):
-    with open_engine(stage, bf16=BF16) as engine:
+    with open_engine(stage, bf16={**BF16, "check_grad_overflow": True}) as engine:
         ((x, y),) = own_data(engine, 1)[0]
         before = weights(engine)
         engine.backward(loss_of(engine, (x * torch.nan if engine.global_rank else x, y)))
@@ -264,11 +265,14 @@ def test_bf16_skips_what_is_not_finite(stage):
         assert_same(weights(engine), before)
 
 
-@pytest.mark.parametrize("keys", [{"bf16": {"enabled": True, "check_grad_overflow": False}}, {}])
+@pytest.mark.parametrize(
+    ("keys", "section"),
+    [({"bf16": {**BF16, "check_grad_overflow": False}}, {}), ({}, {"compute_grad_norm": False})],
+)
 @on_ranks(2)
-def test_elsewhere_nan_acts_as_in_plain_pytorch(keys):
+def test_where_nothing_is_looked_for_nan_acts_as_in_plain_pytorch(keys, section):
     for stage in STAGES:
-        with open_engine(stage, **keys) as engine:
+        with open_engine(stage, zero_optimization=section, **keys) as engine:
             ((x, y),) = own_data(engine, 1)[0]
             engine.backward(loss_of(engine, (x * torch.nan if engine.global_rank else x, y)))
             engine.step()
@@ -279,16 +283,21 @@ def test_elsewhere_nan_acts_as_in_plain_pytorch(keys):
 @on_ranks(2)
 def test_an_infinite_gradient_is_clipped_as_in_plain_pytorch():
     """clip_grad_norm_ multiplies by 0: what is finite becomes 0, what is not becomes nan."""
-    model, twin = fragile(), fragile()
+    model, twin = fragile().bfloat16(), fragile().bfloat16()
     model[1].bad = twin[1].bad = True
+    bf16 = {**BF16, "check_grad_overflow": False, "bf16_master_weights_and_grads": True}
     with open_engine(
-        2, model=model, optimizer=lambda p: torch.optim.SGD(p, 0.1), gradient_clipping=1.0
+        2,
+        model=model,
+        optimizer=lambda p: torch.optim.SGD(p, 0.1),
+        gradient_clipping=1.0,
+        bf16=bf16,
     ) as engine:
         train(engine, own_data(engine, 1))
         after = weights(engine)
     assert engine.last_step.grad_norm == math.inf
-    for batch in [data(1, rank=r, world=2)[0][0] for r in range(2)]:
-        (loss_of(twin, batch) / 2).backward()
+    for x, y in [data(1, rank=r, world=2)[0][0] for r in range(2)]:
+        (loss_of(twin, (x.bfloat16(), y.bfloat16())) / 2).backward()
     torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
     torch.optim.SGD(twin.parameters(), 0.1).step()
     for name, param in twin.named_parameters():

@@ -29,6 +29,7 @@ from kit import DTYPES, config, engine
 from torch import nn
 
 from zeroshard.core import tiers
+from zeroshard.offload.swap_file import SwapFile
 from zeroshard.optim import native_adam
 from zeroshard.testing.streams import Finding, Watch, pretend_cuda
 from zeroshard.zero import (
@@ -489,9 +490,22 @@ def close_by_error(run: Run) -> None:
 
 
 def on_the_cpu(run: Run) -> None:
-    """The ranks are CPU ranks. Threads that read and write files are watched."""
+    """The ranks are CPU ranks. Threads that read and write files are watched.
+
+    Writes take a while, so that what does not wait for them comes before their end.
+    """
     run.device = "cpu"
-    with mock.patch.dict(os.environ, {"DS_ACCELERATOR": "cpu"}):
+    move = SwapFile._call
+
+    def slowly(file: SwapFile, *args: Any, writes: bool) -> None:
+        if writes:
+            time.sleep(0.002)
+        move(file, *args, writes=writes)
+
+    with (
+        mock.patch.dict(os.environ, {"DS_ACCELERATOR": "cpu"}),
+        mock.patch.object(SwapFile, "_call", slowly),
+    ):
         trained = run.open(gradient_accumulation_steps=2)
         for _ in range(6):
             trained.backward(run.loss(trained))

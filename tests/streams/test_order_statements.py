@@ -87,6 +87,8 @@ SHOWN: list[tuple[str, str, str, Scenario]] = [
      Scenario(2, "optimizer", "plain")),
     ("offload/grad_store.py", "DiskGradStore.acquire", "read.wait",
      Scenario(2, "disk", "on_the_cpu")),
+    ("offload/grad_store.py", "DiskGradStore.finish", "self._write.wait",
+     Scenario(2, "disk", "on_the_cpu")),
     ("offload/grad_store.py", "DiskGradStore.peek", "self._file.read",
      Scenario(2, "disk", "on_the_cpu")),
     ("offload/host_chunk.py", "HostChunk.fetch_gradient", "self.streams.h2d",
@@ -144,8 +146,6 @@ NOT_FOR_ORDER = [
      "The program asked to wait. What follows is ordered by streams in any case."),
     ("engine/offload_states.py", "StateOffloader.reload", "self._ops.synchronize",
      "The program asked to wait. What follows is ordered by streams in any case."),
-    ("offload/grad_store.py", "DiskGradStore.finish", "self._write.wait",
-     "Needed: memory is freed next. The disk is often faster, so that no scenario shows it each time."),
     ("offload/pager.py", "Pager._arrive", "page._write.wait",
      "The write has ended: the read of the slot began after it. It raises the error of the write."),
     ("zero/optimizer.py", "ShardedOptimizer.update", "pending.wait",
@@ -169,11 +169,14 @@ TRIES = 5
 
 
 def shows_mistake(scenario: Scenario, statement: Statement) -> bool:
-    """Whether the training without the statement is wrong. Memory that is freed too early may end it."""
+    """Whether the training without the statement is wrong.
+
+    Memory that is freed too early may end it, or its values may be no numbers.
+    """
     try:
         outcome = run_scenario(scenario, without=removed(statement))
     except ChildProcessError as error:
-        return "and said nothing" in str(error)
+        return "and said nothing" in str(error) or "NonFiniteError" in str(error)
     return bool(outcome.findings) or outcome.is_equal is False
 
 

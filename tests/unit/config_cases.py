@@ -576,10 +576,15 @@ CASES: tuple[Case, ...] = (
         ),
     ),
     case(
-        "nan_rollback",
-        {**ONE, "trust": {"nan_policy": "rollback"}},
+        "nan_policy_without_a_look",
+        {
+            **ONE,
+            "bf16": {"enabled": True, "check_grad_overflow": False},
+            "trust": {"nan_policy": "rollback"},
+        },
         1,
-        'trust.nan_policy: "rollback" is asked for; only "error" is implemented yet',
+        "bf16.check_grad_overflow: false, so nothing is looked for that trust.nan_policy "
+        '"rollback" could act on; remove one of the two keys',
     ),
     case(
         "trackio",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from zeroshard.config import KEYS, Config, LoadedConfig, load_config, not_yet
+from zeroshard.config import KEYS, LoadedConfig, load_config
 from zeroshard.errors import ConfigError
 
 pytestmark = pytest.mark.smoke
@@ -261,11 +261,6 @@ def test_offloaded_parameters_below_stage_3_only_give_a_notice(stage: int) -> No
         f"zero_optimization.offload_param: no effect at stage {stage}, as in DeepSpeed: "
         "parameters are sharded at stage 3 only",
     )
-
-
-def test_not_yet_names_what_would_act() -> None:
-    config = Config.model_validate({"trust": {"nan_policy": "skip"}})
-    assert [line.split(":")[0] for line in not_yet(config)] == ["trust.nan_policy"]
 
 
 # Offloading

@@ -26,7 +26,8 @@ GONE = (  # what stays out, and why: modules, or names of a module
     (
         "has no equivalent: deleted with the code that used it",
         "comm.agree:agree_value comm.agreement:agree_value config.offload:notices "
-        "core.verdict:MEETINGS watchdog.diagnosis:MEETINGS",
+        "core.verdict:MEETINGS watchdog.diagnosis:MEETINGS "
+        "config:not_yet config.keys:not_yet",
     ),
     (
         "is a method or another function now",

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from zeroshard.config.contradictions import not_yet
 from zeroshard.config.fields import Key
 from zeroshard.config.keys import KEYS
 from zeroshard.config.resolve import Hardware, LoadedConfig, load_config
 from zeroshard.config.schema import Config
 
-__all__ = ["KEYS", "Config", "Hardware", "Key", "LoadedConfig", "load_config", "not_yet"]
+__all__ = ["KEYS", "Config", "Hardware", "Key", "LoadedConfig", "load_config"]

@@ -1,4 +1,4 @@
-"""Finds valid values that contradict each other, and values that ask for what does not exist yet."""
+"""Finds valid values that contradict each other."""
 
 from __future__ import annotations
 
@@ -19,25 +19,9 @@ def contradictions(
     ``given``: dotted keys that the user wrote. ``unknown``: dotted keys without a known value to compare,
     because it was rejected or is still "auto".
     """
-    yield from not_yet(config)
     yield from _of_precision(config)
     yield from _of_sizes(config, given)
     yield from _of_offload(config.zero_optimization, unknown)
-
-
-def not_yet(config: Config) -> list[str]:
-    """One line for each setting that asks for a feature which this release does not have.
-
-    Features that act only in a call (saving, checkpointing activations) are not listed: the call raises.
-    ``load_config`` turns these lines into errors.
-    """
-    lines: list[str] = []
-    if config.trust.nan_policy != "error":
-        lines.append(
-            f'trust.nan_policy: "{config.trust.nan_policy}" is asked for; only "error" is '
-            "implemented yet"
-        )
-    return lines
 
 
 def _of_precision(config: Config) -> Iterator[str]:
@@ -45,6 +29,12 @@ def _of_precision(config: Config) -> Iterator[str]:
     if fp16.enabled and bf16.enabled:
         yield "fp16.enabled, bf16.enabled: both are true, but parameters have one dtype; keep one of them"
     mode = "float16" if fp16.enabled else "bfloat16" if bf16.enabled else "float32"
+    asked = config.trust.nan_policy
+    if bf16.enabled and bf16.check_grad_overflow is False and asked is not None:
+        yield (
+            f'bf16.check_grad_overflow: false, so nothing is looked for that trust.nan_policy "{asked}" '
+            "could act on; remove one of the two keys"
+        )
     if types.param_dtype not in (None, mode):
         yield (
             f'data_types.param_dtype: "{types.param_dtype}" contradicts the enabled mode, which '

@@ -71,7 +71,11 @@ class BF16Config(Section):
         'Train with bf16 parameters and fp32 masters. Cannot be combined with fp16. "auto": '
         "true if the hardware has bf16 instructions.",
     )
-    check_grad_overflow: Flag = honour(True, "Skip the update when a gradient is not finite.")
+    check_grad_overflow: Flag | None = honour(
+        None,
+        "true: skip a step whose gradient is not finite. false: do not look for such steps. null: "
+        "trust.nan_policy decides.",
+    )
     immediate_grad_update: Flag = accept(False, "When gradients are added to the fp32 accumulator.")
     bf16_master_weights_and_grads: Flag = honour(
         False, "Masters and accumulated gradients are bf16 too."

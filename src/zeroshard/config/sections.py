@@ -77,10 +77,16 @@ class TrustConfig(Section):
     ring: Count = honour(256, "Number of last collectives that each rank remembers.")
     dump_dir: Text | None = honour(None, "Directory for reports. null: a temporary directory.")
     stacks: Flag = honour(True, "Reports contain the Python stacks of the ranks.")
-    nan_policy: Annotated[Literal["error", "skip", "rollback"], Lower] = not_yet(
-        "error", "What happens if a loss is not finite."
+    nan_policy: Annotated[Literal["error", "skip", "rollback"], Lower] | None = honour(
+        None,
+        "What follows a step whose gradient is not finite. It is skipped, and then: an error, nothing, "
+        "or the engine goes back to the last checkpoint that it saved or loaded. In fp16 only if a loss "
+        "was not finite. null: skip in fp16, what bf16.check_grad_overflow says if it is given, else "
+        "error; nothing is looked for if zero_optimization.compute_grad_norm is false.",
     )
-    max_rollbacks: Natural = not_yet(3, "Maximum number of rollbacks with nan_policy rollback.")
+    max_rollbacks: Natural = honour(
+        3, "With nan_policy rollback: how often a run goes back before it is an error."
+    )
     stragglers: StragglersConfig = not_yet(StragglersConfig, "Which ranks are reported as slow.")
     report: Flag = not_yet(True, "Write a report at the end of the run.")
 

@@ -197,7 +197,7 @@ class PipelineEngine(DeepSpeedEngine):
     def load_checkpoint(self, load_dir: str | PathLike[str], *args: Any, **options: Any) -> Any:
         """As :meth:`zeroshard.Engine.load_checkpoint`. ``training_data`` continues where it was."""
         found = super().load_checkpoint(load_dir, *args, **options)
-        if self._own_loader is not None:
+        if self._own_loader is not None and options.get("resumes_data", True):
             self.set_dataloader(RepeatingLoader(self._own_loader))
         return found
 

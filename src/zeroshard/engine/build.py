@@ -32,6 +32,7 @@ from zeroshard.device.choice import choose_device
 from zeroshard.engine.checkpoint_loader import CheckpointLoader
 from zeroshard.engine.checkpoint_saver import CheckpointSaver
 from zeroshard.engine.draft import Draft, EngineArguments, check_model, make_draft
+from zeroshard.engine.non_finite import nan_policy
 from zeroshard.engine.observe import Observer
 from zeroshard.engine.offload_states import StateOffloader
 from zeroshard.engine.optimizer_step import Accumulation, OptimizerStep, is_fake
@@ -363,8 +364,7 @@ def scales_loss(settings: Config, policy: Policy) -> bool:
 
 def checks_overflow(settings: Config, policy: Policy) -> bool:
     """Whether a step is skipped if a gradient is not finite."""
-    bf16 = settings.bf16
-    return scales_loss(settings, policy) or (bf16.enabled and bf16.check_grad_overflow)
+    return nan_policy(settings, scales_loss=scales_loss(settings, policy)) is not None
 
 
 def _first_fact(error: Exception) -> str:

@@ -86,8 +86,11 @@ class CheckpointSaver:
         *,
         save_latest: bool,
         exclude_frozen: bool,
-    ) -> None:
-        """See :meth:`zeroshard.engine.engine.Engine.save_checkpoint`. No other save is in progress."""
+    ) -> str:
+        """See :meth:`zeroshard.engine.engine.Engine.save_checkpoint`. No other save is in progress.
+
+        Returns the tag on which the ranks agreed.
+        """
         section = self._section
         steps = state.counters.global_steps
         name = places.check_tag(f"global_step{steps}" if tag is None else tag)
@@ -119,6 +122,7 @@ class CheckpointSaver:
             self._thread.start()
         else:
             run(task)
+        return task.tag
 
     def _run(self, task: SaveTask, images: Attempt[Sequence[Tensor]]) -> None:
         """Run a save on its thread. Its error is logged, and kept for :meth:`wait`."""

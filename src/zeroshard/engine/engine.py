@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
-from os import PathLike
+from os import PathLike, fspath
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
@@ -27,6 +27,7 @@ from zeroshard.engine.data import agreed_batches, loader_for
 from zeroshard.engine.draft import EngineArguments
 from zeroshard.engine.flops import counted
 from zeroshard.engine.manual_gc import ManualGC
+from zeroshard.engine.non_finite import NonFinitePolicy
 from zeroshard.engine.offload_states import asked_of_to, check_keeps, is_return
 from zeroshard.engine.optimizer_step import SkippedSteps
 from zeroshard.engine.pipeline import (
@@ -46,7 +47,7 @@ from zeroshard.engine.report import (
     vector_of,
 )
 from zeroshard.engine.training_state import Counters, TrainingState
-from zeroshard.errors import LossScaleError, UnsupportedError, UsageError, in_short
+from zeroshard.errors import UnsupportedError, UsageError, in_short
 from zeroshard.precision.casting import cast_floats
 from zeroshard.zero.hooks import StepHooks
 from zeroshard.zero.life import EngineState
@@ -167,6 +168,9 @@ class Engine(nn.Module):
         self._make_savers = parts.make_savers
         self._micro_batch_size = self.settings.train_micro_batch_size_per_gpu
         self._norms: Sequence[tuple[int, Tensor]] = ()  # of the last step, by parameter
+        self._losses: list[Tensor] = []  # that backward() got in the running step
+        self._step_losses: list[Tensor] = []  # those of the last step
+        self._non_finite = NonFinitePolicy(self.settings, scales_loss=self.scales_loss)
         self._scaled_by_caller = False
         self._weight = 1.0
         if self._observer is not None and self._observer.watches_phases:
@@ -213,6 +217,7 @@ class Engine(nn.Module):
         try:
             if scale_wrt_gas and self.accumulation.steps > 1:
                 loss = loss / self.accumulation.steps
+            self._losses.append(loss.detach())
             scaled = loss * self.scaler.scale if self.scales_loss else loss
             if self._weight != 1.0:
                 scaled = scaled * self._weight
@@ -317,7 +322,8 @@ class Engine(nn.Module):
                 "engine.step() before any backward of this step: there is no gradient. Call "
                 "engine.backward(loss) first."
             )
-        self._resolve_last_step()
+        if self._judge_last_step():
+            return  # the gradients were of other parameters, and were dropped
         outcome = self._update.run(self.global_steps + 1)
         report, skipped = outcome.report, outcome.skipped
         self.last_step = report
@@ -325,7 +331,7 @@ class Engine(nn.Module):
         self._skipped.advance(skipped, report, self.lr_scheduler, lr_kwargs or {})
         self.runtime.reducer.reset()
         self._hooks.forget_calls()
-        self._norms = outcome.norms
+        self._norms, self._step_losses, self._losses = outcome.norms, self._losses, []
         self._count_micro_batch()
         self._forget_step()
         self._end_step(skipped)
@@ -335,6 +341,7 @@ class Engine(nn.Module):
     def _forget_step(self) -> None:
         """The next micro-batch is the first of its step."""
         self._scaled_by_caller = False
+        self._losses = []
         self._update.forget_step()
         self.accumulation.restart()
 
@@ -344,6 +351,8 @@ class Engine(nn.Module):
         assert report is not None
         if skipped:
             self._on_skip(report)
+            if self._judge_last_step():
+                return
         elif skipped is not None:
             self._skipped.in_a_row = 0
         if self._observer is not None:
@@ -435,35 +444,18 @@ class Engine(nn.Module):
         return self._skipped.count
 
     def _on_skip(self, report: StepReport) -> None:
+        """Count a skipped step. :meth:`_judge_last_step` decides what follows."""
         self._skipped.count += 1
         self._skipped.in_a_row += 1
-        if self._skipped.in_a_row == 1 and self.is_main_rank:
-            logger.warning(
-                "step %d skipped: the gradient is not finite (loss scale %g)",
-                report.step, report.loss_scale,
-            )  # fmt: skip
-        if self.scales_loss and bool(self.scaler.at_floor):
-            raise LossScaleError(self._non_finite_text(report))
+        self._non_finite.skipped = report
 
-    def _non_finite_text(self, report: StepReport) -> str:
-        return (
-            f"Non-finite gradients for {self._skipped.in_a_row} steps up to step {report.step}, "
-            f"and the loss scale {report.loss_scale:g} is at its minimum, so lowering it cannot "
-            f"help. First bad gradient: {self._first_bad_gradient()}. If the model was trained in "
-            'bf16 before, train it in bf16. Otherwise check the loss, or lower "fp16": '
-            '{"min_loss_scale"}.'
-        )
+    def _judge_last_step(self) -> bool:
+        """Act on the last step if it was skipped (``trust.nan_policy``). Collective then.
 
-    def _first_bad_gradient(self) -> str:
-        """The first parameter, in model order, whose gradient is not finite on any rank."""
-        names = [name for name, _ in self.module.named_parameters()]
-        every = getattr(self.module, "every_parameter", names)  # of all stages of a pipeline
-        bad = [float(every.index(names[at])) for at, norm in self._norms if not norm.isfinite()]
-        vote = torch.tensor([min(bad, default=float(2**31))], dtype=torch.float64)
-        index = int(
-            self._watch.world.all_gather_small(vote.to(self.device), name="first bad").min()
-        )
-        return repr(every[index] if index < len(every) else "unknown")
+        Returns whether the engine was set back to a checkpoint.
+        """
+        self._resolve_last_step()
+        return self._non_finite.skipped is not None and self._non_finite.judge(self)
 
     # ------------------------------------------------------------------ preemption
 
@@ -723,7 +715,7 @@ class Engine(nn.Module):
         check_directory(save_dir, "engine.save_checkpoint()")
         with self._watch.recorder.in_section("save"):
             self._wait_for_save()
-            self._saver.save(
+            agreed = self._saver.save(
                 save_dir,
                 tag,
                 client_state or {},
@@ -731,6 +723,7 @@ class Engine(nn.Module):
                 save_latest=save_latest,
                 exclude_frozen=exclude_frozen_parameters,
             )
+        self._non_finite.checkpoint = (fspath(save_dir), agreed)
         return True
 
     def wait_for_checkpoint(self) -> None:
@@ -749,6 +742,7 @@ class Engine(nn.Module):
         custom_load_fn: object = None,
         *,
         missing_ok: bool = False,
+        resumes_data: bool = True,
     ) -> tuple[str | None, dict[str, Any]]:
         """Load a checkpoint of ZeroShard or of DeepSpeed. Every rank calls it.
 
@@ -757,7 +751,8 @@ class Engine(nn.Module):
         ``load_module_strict=False``: load the parameters and buffers whose names fit.
         ``load_module_only``: load only weights; counters, schedule and generators do not change.
         ``custom_load_fn``: DeepSpeed's argument, which is refused. ``missing_ok``: for a directory
-        without ``latest`` return ``(None, {})`` and change nothing.
+        without ``latest`` return ``(None, {})`` and change nothing. ``resumes_data=False``: the loader of
+        ``training_data`` goes on where it is.
 
         Returns the directory and the ``client_state``.
 
@@ -776,10 +771,14 @@ class Engine(nn.Module):
         with self._watch.recorder.in_section("load"):
             self._wait_for_save()
             self._drop_gradients()
+            self._resolve_last_step()
+            self._non_finite.skipped = (
+                None  # what the step would have led to does not matter any more
+            )
             loaded = self._savers[1].load(
                 load_dir,
                 tag,
-                self._training_state(),
+                self._training_state(resumes_data=resumes_data),
                 strict=load_module_strict,
                 optimizer_states=load_optimizer_states,
                 scheduler_states=load_lr_scheduler_states,
@@ -790,11 +789,12 @@ class Engine(nn.Module):
             return None, {}
         if loaded.counters is not None:
             self._set_counters(loaded.counters)
+            self._non_finite.checkpoint = (fspath(loaded.path.parent), loaded.path.name)
         return str(loaded.path), loaded.client_state
 
-    def _training_state(self) -> TrainingState:
+    def _training_state(self, *, resumes_data: bool = True) -> TrainingState:
         """What a checkpoint contains besides units. Gets the outcome of the last step first."""
-        self._resolve_last_step()
+        self._judge_last_step()
         self._update.all_gather_late()
         if self.runtime.optimizer is not None:
             self.runtime.optimizer.wait_for_worker()  # it counts steps in the state that is read here
@@ -806,7 +806,7 @@ class Engine(nn.Module):
             self._groups,
             self.scaler,
             self.lr_scheduler,
-            self.training_dataloader,
+            self.training_dataloader if resumes_data else None,
             accumulation_steps=accumulation.steps,
             lost_backwards=accumulation.backwards if accumulation.divided else None,
         )

@@ -1,0 +1,173 @@
+"""What follows a step whose gradient is not finite: the key ``trust.nan_policy`` (ADR 0020).
+
+The step itself has changed nothing: the norm of the gradient was not finite, so the update was skipped.
+Only then the ranks exchange what they know of the cause, in one small message. After the reduction of
+gradients nobody can tell which rank a NaN came from. So each rank keeps the losses of a step, as they
+are on the device, until the outcome of the step is known.
+
+In fp16 a gradient that overflows although the losses are finite is what the loss scale is for. Such a
+step is skipped and the scale lowered, whatever the policy.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from zeroshard.comm.flight_recorder import rank_ranges
+from zeroshard.config import Config
+from zeroshard.errors import LossScaleError, NonFiniteError
+
+logger = logging.getLogger("zeroshard")
+
+NanPolicy: TypeAlias = Literal["error", "skip", "rollback"]
+
+
+def nan_policy(settings: Config, *, scales_loss: bool) -> NanPolicy | None:
+    """What follows a step whose gradient is not finite. None: such steps are not looked for.
+
+    Without the key ``trust.nan_policy``: "skip" in fp16 (``scales_loss``), what
+    ``bf16.check_grad_overflow`` says if it is given, and else "error". The norm of the gradient is what
+    shows such a step. So without these keys nothing is looked for if
+    ``zero_optimization.compute_grad_norm`` is false.
+    """
+    if (asked := settings.trust.nan_policy) is not None:
+        return asked
+    if scales_loss:
+        return "skip"
+    bf16 = settings.bf16
+    if bf16.enabled and bf16.check_grad_overflow is not None:
+        return "skip" if bf16.check_grad_overflow else None
+    return "error" if settings.zero_optimization.compute_grad_norm else None
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What the ranks know of a gradient that is not finite.
+
+    ``parameter``: the first one in model order with such a gradient. ``ranks``: those with a loss that
+    was not finite. ``saw_losses``: any rank saw its losses, because ``engine.backward`` got them.
+    """
+
+    parameter: str
+    ranks: tuple[int, ...]
+    saw_losses: bool
+
+    @property
+    def text(self) -> str:
+        """One or two sentences."""
+        if self.ranks:
+            losses = f"The loss of {rank_ranges(self.ranks)} was not finite."
+        elif self.saw_losses:
+            losses = "All losses were finite, so a number became infinite or NaN in backward."
+        else:
+            losses = (
+                "The losses are not known, because the program called backward() on them itself."
+            )
+        return f"{losses} First bad gradient: {self.parameter}."
+
+
+class NonFinitePolicy:
+    """Decides after a skipped step: go on, raise, or go back to the last checkpoint.
+
+    ``checkpoint``: directory and tag of what the engine saved or loaded last. ``skipped``: the report of
+    a step that is not judged yet.
+    """
+
+    def __init__(self, settings: Config, *, scales_loss: bool) -> None:
+        self._policy = nan_policy(settings, scales_loss=scales_loss)
+        self._max_rollbacks: int = settings.trust.max_rollbacks
+        self.rollbacks = 0
+        self.checkpoint: tuple[str, str] | None = None
+        self.skipped: Any = None
+
+    def judge(self, engine: Any) -> bool:
+        """Act on the skipped step. Collective. Returns whether the engine was set back to a checkpoint.
+
+        Raises:
+            NonFiniteError: the policy does not let training go on; the same on every rank.
+            LossScaleError: in fp16 the loss scale cannot be lowered any more; the same on every rank.
+        """
+        report, self.skipped = self.skipped, None
+        first = engine._skipped.in_a_row == 1
+        at_floor = engine.scales_loss and bool(engine.scaler.at_floor)
+        if self._policy == "skip" and not first and not at_floor:
+            return False
+        cause = _find_cause(engine)
+        if at_floor:
+            raise LossScaleError(_floor_text(engine, report, cause))
+        is_overflow = engine.scales_loss and not cause.ranks
+        if is_overflow or self._policy == "skip":
+            if first and engine.is_main_rank:
+                logger.warning(
+                    "step %d skipped: the gradient is not finite (loss scale %g). %s",
+                    report.step, report.loss_scale, cause.text,
+                )  # fmt: skip
+            return False
+        what = (
+            f"The gradient of step {report.step} is not finite. {cause.text} Nothing was updated."
+        )
+        if self._policy == "rollback":
+            self._roll_back(engine, what)
+            return True
+        raise NonFiniteError(
+            f"{what} Look at the batch of this step, or lower the learning rate. "
+            '"trust": {"nan_policy": "skip"} goes on without such steps, and "rollback" goes back to the '
+            "last checkpoint and leaves out the batches since then."
+        )
+
+    def _roll_back(self, engine: Any, what: str) -> None:
+        if self.checkpoint is None:
+            raise NonFiniteError(
+                f'{what} nan_policy is "rollback", but this engine has not saved or loaded a checkpoint '
+                "yet. Save one before the first step."
+            )
+        if self.rollbacks >= self._max_rollbacks:
+            raise NonFiniteError(
+                f"{what} The run has gone back to a checkpoint {self.rollbacks} times, which is "
+                "trust.max_rollbacks. Look at the data, or lower the learning rate."
+            )
+        self.rollbacks += 1
+        directory, tag = self.checkpoint
+        if engine.is_main_rank:
+            logger.warning(
+                "%s Going back to the checkpoint %s/%s (%d of at most %d times).",
+                what, directory, tag, self.rollbacks, self._max_rollbacks,
+            )  # fmt: skip
+        engine.load_checkpoint(
+            directory, tag, resumes_data=False
+        )  # so the bad batch does not return
+
+
+def _find_cause(engine: Any) -> Cause:
+    """The cause, from this rank's losses and norms and those of the others. Collective."""
+    norms: Sequence[tuple[int, Tensor]] = engine._norms
+    losses: Sequence[Tensor] = engine._step_losses
+    names = [name for name, _ in engine.module.named_parameters()]
+    every = getattr(engine.module, "every_parameter", names)  # of all stages of a pipeline
+    bad = [float(every.index(names[at])) for at, norm in norms if not norm.isfinite()]
+    saw = [float(not loss.isfinite().all()) for loss in losses]
+    own = [min(bad, default=float(len(every))), float(bool(saw)), max(saw, default=0.0)]
+    world = engine._watch.world
+    sent = torch.tensor(own, dtype=torch.float64).to(engine.device)
+    rows = world.all_gather_small(sent, name="cause of a gradient that is not finite").tolist()
+    first = int(min(row[0] for row in rows))
+    return Cause(
+        repr(every[first]) if first < len(every) else "unknown",
+        tuple(rank for rank, row in enumerate(rows) if row[2]),
+        any(row[1] for row in rows),
+    )
+
+
+def _floor_text(engine: Any, report: Any, cause: Cause) -> str:
+    return (
+        f"Non-finite gradients for {engine._skipped.in_a_row} steps up to step {report.step}, "
+        f"and the loss scale {report.loss_scale:g} is at its minimum, so lowering it cannot "
+        f"help. {cause.text} If the model was trained in bf16 before, train it in bf16. Otherwise check "
+        'the loss, or lower "fp16": {"min_loss_scale"}.'
+    )
