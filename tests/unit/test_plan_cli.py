@@ -175,6 +175,54 @@ def test_the_largest_batch_fits_and_one_more_does_not(run):
     assert text.startswith(f"micro-batch {samples} is the largest that fits: {samples + 1} needs ")
 
 
+def test_a_configuration_that_fits_is_found_and_does_fit(run, tmp_path):
+    pytest.importorskip("transformers")
+    keys = {"train_batch_size": 48, "train_micro_batch_size_per_gpu": "auto"}
+    options = ("gpt_tiny", "--seq", "32", "--memory", "0.004", "--json")
+    folder = tmp_path / "gpt_tiny"
+    folder.mkdir()
+    (folder / "config.json").write_text(
+        json.dumps(
+            {"model_type": "gpt2", "n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 99}
+        )
+    )
+    result = run(*options, "--fit", "speed", **keys)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    chosen = found["config"]
+    size, count = (
+        chosen[k] for k in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    )
+    assert size * count == 12
+    assert size > 1
+    (tmp_path / "chosen.json").write_text(json.dumps(chosen))
+    words = ["plan", "gpt_tiny", "--config", "chosen.json", "--ranks", "4", *options[1:]]
+    assert not found["checkpointing"]
+    again = json.loads(CliRunner().invoke(main, words).stdout)  # with the accumulation of the run
+    assert again["fits"]
+    assert again["peak_nbytes"] == found["plan"]["peak_nbytes"]
+    text = run(*options[:-1], "--fit", "speed", **keys).stdout
+    assert f"micro-batch {size} x accumulation {count}" in text
+    assert "the next micro-batch" in text
+    nothing = run(*options[:4], "0.0001", "--fit", "memory", **keys)
+    assert nothing.exit_code == 3
+    assert "nothing fits" in nothing.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (("--fit", "speed"), "--fit speed fits a run into --memory, which is not given"),
+        (("--fit", "speed", "--memory", "1", "--batch", "3"), "--fit chooses the micro-batch"),
+        (("--fit", "size", "--memory", "1"), "'size'"),
+    ],
+)
+def test_a_search_that_cannot_be_made_is_explained(run, options, text):
+    result = run("nets_to_plan:words", *options)
+    assert result.exit_code == 2, result.output
+    assert text in result.output
+
+
 def test_the_largest_batch_needs_a_free_batch_size(run):
     result = run("nets_to_plan:words", "--batch", "max", "--memory", "1", train_batch_size=32)
     assert result.exit_code == 2

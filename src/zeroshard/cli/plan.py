@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +14,13 @@ from zeroshard.cli.telling import AsJson, errors_told
 from zeroshard.errors import UsageError
 
 DOES_NOT_FIT = 3
+
+
+class Aim(str, Enum):
+    """What ``--fit`` looks for."""
+
+    speed = "speed"
+    memory = "memory"
 
 
 def plan_command(
@@ -30,6 +38,13 @@ def plan_command(
     ] = None,
     seq: Annotated[int | None, typer.Option(min=1, help="Tokens of a sample.")] = None,
     memory: Annotated[float | None, typer.Option(help="GiB of memory of one device.")] = None,
+    fit: Annotated[
+        Aim | None,
+        typer.Option(
+            help="Find stage, offload, activation checkpointing and micro-batch that fit --memory: the "
+            "fastest, or those with the smallest peak."
+        ),
+    ] = None,
     as_json: AsJson = False,
     check: Annotated[
         bool, typer.Option("--check", help="Exit with 3 if the run does not fit --memory.")
@@ -41,10 +56,23 @@ def plan_command(
         raise typer.Exit(2)
     from rich.console import Console  # imports torch and more; only this command needs them
 
+    from zeroshard.planner.fit import fit as fit_run
     from zeroshard.planner.plan import make_plan, plan_of_largest_batch
-    from zeroshard.planner.plan_text import show
+    from zeroshard.planner.plan_text import show, show_fit
 
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` does, for module:function
+    if fit is not None:
+        with errors_told():
+            if batch is not None:
+                raise UsageError("--fit chooses the micro-batch. Leave --batch out.")
+            searched = fit_run(
+                model, Path(config), aim=fit.value, ranks=ranks, length=seq, memory_gib=memory
+            )
+        if as_json:
+            print(json.dumps(searched.as_dict(), indent=1))
+        else:
+            show_fit(searched, Console())
+        raise typer.Exit(0 if searched.chosen is not None else DOES_NOT_FIT)
     with errors_told():
         if batch == "max":
             found = plan_of_largest_batch(

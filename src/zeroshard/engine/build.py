@@ -210,7 +210,9 @@ def _assemble(
             accumulation=accumulation,
             dp_size=draft.coordinate.dp_size,
             device=device,
-            checks_overflow=checks_overflow(settings, policy),
+            checks_overflow=checks_overflow(
+                settings, policy, is_fake=watch.gathers.transport == "fake"
+            ),
         )
         for shard in runtime.optimizer.shards if runtime.optimizer else ():
             assert runtime.optimizer is not None
@@ -362,9 +364,10 @@ def scales_loss(settings: Config, policy: Policy) -> bool:
     return settings.fp16.enabled or policy.autocast == torch.float16
 
 
-def checks_overflow(settings: Config, policy: Policy) -> bool:
-    """Whether a step is skipped if a gradient is not finite."""
-    return nan_policy(settings, scales_loss=scales_loss(settings, policy)) is not None
+def checks_overflow(settings: Config, policy: Policy, *, is_fake: bool) -> bool:
+    """Whether a step is skipped if a gradient is not finite. ``is_fake``: there are no other ranks."""
+    scales = scales_loss(settings, policy)
+    return nan_policy(settings, scales_loss=scales) is not None and (scales or not is_fake)
 
 
 def _first_fact(error: Exception) -> str:

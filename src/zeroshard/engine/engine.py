@@ -170,7 +170,11 @@ class Engine(nn.Module):
         self._norms: Sequence[tuple[int, Tensor]] = ()  # of the last step, by parameter
         self._losses: list[Tensor] = []  # that backward() got in the running step
         self._step_losses: list[Tensor] = []  # those of the last step
-        self._non_finite = NonFinitePolicy(self.settings, scales_loss=self.scales_loss)
+        self._non_finite = NonFinitePolicy(
+            self.settings,
+            scales_loss=self.scales_loss,
+            is_fake=parts.watch.gathers.transport == "fake",
+        )
         self._scaled_by_caller = False
         self._weight = 1.0
         if self._observer is not None and self._observer.watches_phases:

@@ -75,12 +75,14 @@ class Cause:
 class NonFinitePolicy:
     """Decides after a skipped step: go on, raise, or go back to the last checkpoint.
 
+    ``is_fake``: there are no other ranks, so that gradients have no meaning, and nothing is judged.
     ``checkpoint``: directory and tag of what the engine saved or loaded last. ``skipped``: the report of
     a step that is not judged yet.
     """
 
-    def __init__(self, settings: Config, *, scales_loss: bool) -> None:
+    def __init__(self, settings: Config, *, scales_loss: bool, is_fake: bool) -> None:
         self._policy = nan_policy(settings, scales_loss=scales_loss)
+        self._is_fake = is_fake
         self._max_rollbacks: int = settings.trust.max_rollbacks
         self.rollbacks = 0
         self.checkpoint: tuple[str, str] | None = None
@@ -94,6 +96,8 @@ class NonFinitePolicy:
             LossScaleError: in fp16 the loss scale cannot be lowered any more; the same on every rank.
         """
         report, self.skipped = self.skipped, None
+        if self._is_fake:
+            return False
         first = engine._skipped.in_a_row == 1
         at_floor = engine.scales_loss and bool(engine.scaler.at_floor)
         if self._policy == "skip" and not first and not at_floor:

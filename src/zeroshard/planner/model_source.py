@@ -33,12 +33,20 @@ class ModelSource:
     own_batch: bool = False
 
 
-def model_source(name: str, micro_batch: int, length: int | None, *, sharded: bool) -> ModelSource:
+def model_source(
+    name: str,
+    micro_batch: int,
+    length: int | None,
+    *,
+    sharded: bool,
+    checkpointing: bool = False,
+) -> ModelSource:
     """The model called ``name``.
 
     A folder or file with a ``config.json`` of Transformers; the name of a type of its models, with
     default sizes; or ``module:factory``, a function without arguments that returns a model, or a model
-    and a batch. ``sharded``: build it under ``zero.Init``.
+    and a batch. ``sharded``: build it under ``zero.Init``. ``checkpointing``: call its
+    ``gradient_checkpointing_enable()``.
 
     Raises:
         UsageError: there is none of that name, or it returns something else.
@@ -71,14 +79,31 @@ def model_source(name: str, micro_batch: int, length: int | None, *, sharded: bo
                     "without attention mask",)  # fmt: skip
     pair = batch if isinstance(batch, tuple) else (batch, None)
     how = "under zero.Init (stage 3)" if sharded else "whole on each rank"
+    whole = (lambda: _checkpointing(first())) if checkpointing else first
     return ModelSource(
-        name, (lambda: _sharded(first)) if sharded else first, pair, loss_of,
+        name, (lambda: _sharded(whole)) if sharded else whole, pair, loss_of,
         (*assumed, f"the model is built {how}"), own_batch,
     )  # fmt: skip
 
 
 def _first(made: Any) -> Any:
     return made[0] if isinstance(made, tuple) else made
+
+
+def can_checkpoint(name: str) -> bool:
+    """Whether the model called ``name`` has ``gradient_checkpointing_enable()``."""
+    build = model_source(name, 1, 1, sharded=False).build
+    with torch.device("meta"):
+        model = build()
+    supports = getattr(model, "supports_gradient_checkpointing", True)
+    return bool(supports) and hasattr(model, "gradient_checkpointing_enable")
+
+
+def _checkpointing(model: nn.Module) -> nn.Module:
+    newer = getattr(model, "activation_checkpointing_enable", None)  # of Transformers 5
+    enable: Any = newer or model.gradient_checkpointing_enable
+    enable()
+    return model.train()
 
 
 def _sharded(build: Callable[[], nn.Module]) -> nn.Module:

@@ -138,11 +138,13 @@ def make_plan(
     micro_batch: int | None = None,
     length: int | None = None,
     memory_gib: float | None = None,
+    checkpointing: bool = False,
 ) -> Plan:
     """Simulate one rank of a run and say what it needs. Must be called outside of any process group.
 
     ``model``: see :func:`~zeroshard.planner.model_source.model_source`. ``micro_batch`` replaces
-    ``train_micro_batch_size_per_gpu``; ``length``: tokens of a sample; ``memory_gib``: of one device.
+    ``train_micro_batch_size_per_gpu``; ``length``: tokens of a sample; ``memory_gib``: of one device;
+    ``checkpointing``: call the model's ``gradient_checkpointing_enable()``.
     All ranks of a mesh without pipeline do the same on shards of equal size, so rank 0 stands for all.
 
     Raises:
@@ -150,7 +152,7 @@ def make_plan(
         UsageError: the model is not known, or an argument is impossible.
         UnsupportedError: the model needs values, or an operation has no fake kernel; a pipeline.
     """
-    limit_nbytes = None if memory_gib is None else _limit_nbytes(memory_gib)
+    limit_nbytes = None if memory_gib is None else limit_of(memory_gib)
     arguments = {"train_micro_batch_size_per_gpu": micro_batch}
     loaded = load_config(config, world_size=ranks, arguments=arguments)
     settings = loaded.config
@@ -163,8 +165,14 @@ def make_plan(
         )
     size = settings.train_micro_batch_size_per_gpu
     assert size is not None  # computed where it is not given
-    source = model_source(model, size, length, sharded=settings.zero_optimization.stage == 3)
-    chosen = _as_dict(config) | arguments if micro_batch else config
+    source = model_source(
+        model,
+        size,
+        length,
+        sharded=settings.zero_optimization.stage == 3,
+        checkpointing=checkpointing,
+    )
+    chosen = as_dict(config) | arguments if micro_batch else config
     with explained(source.name):
         found = simulate(source.build, chosen, source.batch, mesh=mesh, rank=0, loss_fn=source.loss)
     assumed = (*source.assumed, f"rank 0 stands for all {ranks} ranks: shards have equal sizes")
@@ -211,16 +219,21 @@ def plan_of_largest_batch(
             )
         return plans[samples].peak_nbytes
 
-    if (fixed := _as_dict(config).get("train_batch_size")) not in (None, "auto"):
+    if (fixed := as_dict(config).get("train_batch_size")) not in (None, "auto"):
         raise UsageError(
             f"--batch max tries micro-batches of several sizes, and train_batch_size is {fixed}, which "
             "allows only its divisors. Leave it out of the configuration."
         )
-    samples, one_more_nbytes = largest_batch(peak_nbytes, _limit_nbytes(memory_gib))
+    samples, one_more_nbytes = largest_batch(peak_nbytes, limit_of(memory_gib))
     return replace(plans[samples], one_more_nbytes=one_more_nbytes)
 
 
-def _limit_nbytes(memory_gib: float) -> int:
+def limit_of(memory_gib: float) -> int:
+    """Bytes of device memory.
+
+    Raises:
+        UsageError: it is no size of memory.
+    """
     if not 0 < memory_gib < math.inf:  # also NaN
         raise UsageError(
             f"--memory is {memory_gib:g} GiB, which is not a size of memory. Give the memory of one "
@@ -229,7 +242,8 @@ def _limit_nbytes(memory_gib: float) -> int:
     return int(memory_gib * 2**30)
 
 
-def _as_dict(config: Any) -> dict[str, Any]:
+def as_dict(config: Any) -> dict[str, Any]:
+    """A configuration or its file as a new dict."""
     if isinstance(config, Mapping):
         return dict(config)
     found: dict[str, Any] = json.loads(Path(config).read_text())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator
 
@@ -9,6 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from zeroshard.planner.fit import Fit
 from zeroshard.planner.plan import Plan
 from zeroshard.planner.simulate import highest
 
@@ -22,6 +24,66 @@ def show(plan: Plan, console: Console) -> None:
             console.print(escape(part), highlight=False, soft_wrap=True)
         else:
             console.print(part)
+
+
+def show_fit(fit: Fit, console: Console) -> None:
+    """Print the result of a search: the configuration, why others lost, and the plan."""
+    limit = fit.plan.limit_nbytes
+    assert limit is not None  # a search has one
+    if fit.chosen is None:
+        over = fit.plan.peak_nbytes - limit
+        console.print(
+            f"nothing fits {limit / GIB:.2f} GiB: the smallest of {fit.count} configurations needs "
+            f"{fit.plan.peak_nbytes / GIB:.2f} GiB, {over / GIB:.2f} too much. Use more ranks or "
+            "shorter samples.",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
+    else:
+        console.print(f"{fit.chosen.text}\n", highlight=False, soft_wrap=True)
+        console.print_json(json.dumps(fit.config))
+        if fit.chosen.checkpointing:
+            console.print(
+                "and in the program: model.gradient_checkpointing_enable() (Trainer: "
+                "gradient_checkpointing=True)\n",
+                highlight=False, soft_wrap=True,
+            )  # fmt: skip
+    console.print(_groups(fit))
+    slower = sum(group.peak_nbytes is None for group in fit.groups)
+    if slower:
+        console.print(f"{slower} slower ways were not needed", highlight=False, soft_wrap=True)
+    if fit.larger is not None:
+        larger, peak = fit.larger
+        console.print(
+            f"the next micro-batch, {larger.micro_batch}, needs {peak / GIB:.2f} GiB",
+            highlight=False, soft_wrap=True,
+        )  # fmt: skip
+    console.print(
+        f"{fit.count} configurations by {fit.simulations} simulations. The order of speed is one of "
+        "experience: no machine was measured.\n",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    show(fit.plan, console)
+
+
+def _groups(fit: Fit) -> Table:
+    table = Table(
+        "configuration", "checkpointing", "micro-batch", "peak GiB", "",
+        title="fastest first" if fit.aim == "speed" else "each with the smallest micro-batch",
+    )  # fmt: skip
+    for group in fit.groups:
+        if group.peak_nbytes is None:
+            continue
+        chosen = group.largest == fit.chosen
+        table.add_row(
+            group.rung.text, _yes(group.checkpointing), str(group.largest.micro_batch),
+            f"{group.peak_nbytes / GIB:.2f}",
+            "chosen" if chosen else "fits" if group.fits else "does not fit",
+        )  # fmt: skip
+    return table
+
+
+def _yes(on: bool) -> str:
+    return "yes" if on else "no"
 
 
 def headline(plan: Plan) -> str:

@@ -1,0 +1,114 @@
+"""``zeroshard plan --fit``: the search over candidates, on peaks that are given by a formula."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from zeroshard.planner.fit import LADDER, Candidate, Rung, search
+
+STATES = {1: 900, 2: 700, 3: 300}
+
+
+def peak(candidate: Candidate, *, bend: int = 0) -> int:
+    """Bytes. ``bend``: how much faster than linear the peak grows with the micro-batch."""
+    rung, size = candidate.rung, candidate.micro_batch
+    states = STATES[rung.stage] - 150 * rung.optimizer - 50 * rung.params
+    sums = 40 if candidate.accumulation > 1 else 0
+    return (
+        states + sums + (20 if candidate.checkpointing else 100) * size + bend * size * (size - 1)
+    )
+
+
+def found(limit: int, *, aim: Any = "speed", samples: int = 12, bend: int = 0, **keys: Any) -> Any:
+    made: list[Candidate] = []
+
+    def simulated(candidate: Candidate) -> Any:
+        assert candidate.accumulation <= 2  # the third micro-batch needs what the second needs
+        made.append(candidate)
+        return SimpleNamespace(peak_nbytes=peak(candidate, bend=bend))
+
+    keys = {"can_checkpoint": True, **keys}
+    result = search(simulated, {}, aim=aim, samples=samples, limit_nbytes=limit, **keys)
+    assert len(set(made)) == len(made) == result.simulations
+    return result
+
+
+def fastest(limit: int, samples: int, *, bend: int = 0) -> Candidate | None:
+    """The first candidate that fits, by looking at every one in order."""
+    sizes = [n for n in range(samples, 0, -1) if samples % n == 0]
+    for rungs in LADDER:
+        for checkpointing in (False, True):
+            for rung in rungs:
+                for size in sizes:
+                    candidate = Candidate(rung, checkpointing, size, samples // size)
+                    if peak(candidate, bend=bend) <= limit:
+                        return candidate
+    return None
+
+
+@pytest.mark.parametrize(
+    ("samples", "bend"), [(1, 0), (12, 0), (360, 0), (12, 3), (360, 3), (12, -1)]
+)
+def test_the_result_is_that_of_looking_at_every_candidate(samples, bend):
+    for limit in range(100, 3000, 37):
+        result = found(limit, samples=samples, bend=bend)
+        expected = fastest(limit, samples, bend=bend)
+        assert result.chosen == expected, limit
+        assert result.count == 12 * len([n for n in range(1, samples + 1) if samples % n == 0])
+        if expected is not None and result.larger is not None:
+            larger, nbytes = result.larger
+            assert larger.micro_batch > expected.micro_batch
+            assert nbytes == peak(larger, bend=bend) > limit
+
+
+def test_hundreds_of_candidates_cost_few_simulations():
+    result = found(1500, samples=360)
+    assert result.count == 288
+    assert result.simulations <= 8
+
+
+def test_the_smallest_peak():
+    result = found(5000, aim="memory")
+    assert result.chosen == Candidate(Rung(3, optimizer=True, params=True), True, 1, 12)
+    assert found(100, aim="memory").chosen is None
+
+
+def test_a_model_without_checkpointing():
+    result = found(5000, can_checkpoint=False)
+    assert {group.checkpointing for group in result.groups} == {False}
+    assert result.count == 36
+
+
+def test_what_fits_nowhere_is_the_smallest_of_all():
+    result = found(10)
+    assert result.chosen is None
+    assert result.plan.peak_nbytes == min(group.peak_nbytes for group in result.groups)
+    assert not any(group.fits for group in result.groups)
+
+
+def test_a_candidate_changes_the_keys_of_its_axes_only():
+    base = {
+        "train_batch_size": 64,
+        "bf16": {"enabled": True},
+        "zero_optimization": {
+            "stage": 3, "reduce_bucket_size": 100,
+            "offload_optimizer": {"device": "nvme", "nvme_path": "/fast"},
+            "offload_param": {"device": "none", "pin_memory": True},
+        },
+    }  # fmt: skip
+    made = Candidate(Rung(3, optimizer=True, params=True), False, 2, 4).config(base)
+    assert made == {
+        "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4,
+        "zero_optimization": {
+            "stage": 3, "reduce_bucket_size": 100,
+            "offload_optimizer": {"device": "nvme", "nvme_path": "/fast"},
+            "offload_param": {"device": "cpu", "pin_memory": True},
+        },
+    }  # fmt: skip
+    plain = Candidate(Rung(1), False, 2, 4).config(base)
+    assert plain["zero_optimization"] == {"stage": 1, "reduce_bucket_size": 100}
+    assert base["train_batch_size"] == 64
