@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from loops import STAGES, assert_same, loss_of, open_engine, own_data, weights
+from loops import STAGES, Explode, assert_same, loss_of, open_engine, own_data, weights
 from support import pipeline_models as models
 from support import tensor_models
 from support.covering import covering
@@ -129,16 +129,6 @@ def test_the_loader_goes_on_after_a_rollback(tmp_path):
         assert len(seen) == 4
         assert len({float(batch[0, 0]) for batch in seen}) == 4
         assert engine.global_steps == 2
-
-
-class Explode(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return torch.full_like(grad, torch.inf)
 
 
 @on_ranks(2)

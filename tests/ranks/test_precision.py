@@ -9,6 +9,7 @@ import torch
 from loops import (
     CASE,
     STAGES,
+    Explode,
     adamw,
     assert_close,
     assert_same,
@@ -91,16 +92,6 @@ def test_a_static_scale_stays_and_skips(stage):
     run = engine_run(CASE, sgd(), batches, stage=stage, precision="fp16", scale=scale)
     assert run.scales == [64.0] * 4
     assert run.skipped == [False, True, False, False]
-
-
-class Explode(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return torch.full_like(grad, torch.inf)
 
 
 class BadBias(nn.Linear):

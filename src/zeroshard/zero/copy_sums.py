@@ -77,12 +77,15 @@ class CopySums:
         for slots in self._slots():
             slots.is_summed = True
         message: list[tuple[GradBuffer, AddendSlots]] = []
-        for pair in self._pairs:
-            if pair[1].numel:
-                message.append(pair)
-            if sum(slots.numel for _, slots in message) >= self._message_numel:
+        numel = 0
+        for buffer, slots in self._pairs:
+            if not slots.numel:
+                continue
+            message.append((buffer, slots))
+            numel += slots.numel
+            if numel >= self._message_numel:
                 self._complete(message)
-                message = []
+                message, numel = [], 0
         if message:
             self._complete(message)
 
