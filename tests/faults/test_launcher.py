@@ -236,6 +236,26 @@ def test_an_exception_is_named_once_and_first(launch):
     assert done.err.count("Traceback") == done.err.count("raise ValueError('boom')") == 1
 
 
+def test_a_survivor_shows_its_program_and_the_diagnosis_and_no_frame_of_a_library(launch, folder):
+    body = (
+        RANK + "import torch, zeroshard\nmodel = torch.nn.Linear(4, 4)\n"
+        "config = {'train_micro_batch_size_per_gpu': 1, 'zero_optimization': {'stage': 3}}\n"
+        "engine = zeroshard.Engine(model, config=config, optimizer=lambda p: torch.optim.SGD(p, 0.1))\n"
+        "for step in range(3):\n"
+        "    if step == 2 and rank == 1: raise ValueError('boom')\n"
+        "    engine.backward(engine(torch.ones(1, 4)).sum())\n"
+        "    engine.step()\n"
+    )
+    done = launch("--nproc", "2", "--enable_each_rank_log", "logs", body=body)
+    assert done.said[0] == "rank 1 raised ValueError: boom (exit code 1)."
+    text = (folder / "logs/rank0.log").read_text()
+    assert text.count("Traceback") == 1
+    assert 'script.py", line 9' in text
+    assert "RankLost at step 2" in text and "rank 1 (" in text and "left: ValueError: boom" in text
+    assert not [line for line in text.splitlines() if 'File "' in line and "script.py" not in line]
+    assert "always_call" not in text
+
+
 def test_the_same_exception_on_every_rank_is_one_line_and_one_traceback(launch):
     done = launch("--nproc", "2", body="raise ValueError('no such key')")
     assert done.said == ["ranks 0-1 raised ValueError: no such key (exit code 1)."]

@@ -61,7 +61,7 @@ from zeroshard.watchdog.settings import WatchdogSettings
 from zeroshard.watchdog.stop_agreement import StopAgreement
 from zeroshard.watchdog.stop_signals import StopSignals
 from zeroshard.watchdog.tracked_calls import calls_of
-from zeroshard.watchdog.uncaught import explain_uncaught, leave_uncaught
+from zeroshard.watchdog.uncaught import leave_uncaught, watch_uncaught
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -441,8 +441,8 @@ def _open(
         opener.give_up(error)
         raise
     session.groups, session.sockets = opener.groups, opener.sockets
-    if not mesh.is_data_only:  # other collectives than the engine's run in the program's calls
-        explain_uncaught(session)
+    # On a mesh other collectives than the engine's run in the program's calls.
+    watch_uncaught(session, explains=not mesh.is_data_only)
     if crew.call == "initialize":
         session.make_control_group = partial(_control_group, crew, peers, meetings)
     if session_watch is not None:

@@ -1,16 +1,27 @@
-"""Lets an uncaught error of torch's transports end the program with the diagnosis of all ranks.
+"""Lets an uncaught error end the program with the diagnosis of all ranks, without frames of libraries.
 
 On a mesh the program's own calls may fail because another rank has ended: those of layers in a plain
-``loss.backward()``. Their error says only that a connection closed. Where nobody catches it, Python calls
-``sys.excepthook``, which is replaced while an engine on a mesh is open.
+``loss.backward()``. Their error says only that a connection closed, and is replaced by the diagnosis.
+
+A diagnosis names another rank as the cause. Where this rank waited inside torch and this package explains
+nothing, and would hide the traceback of the rank that failed. So only frames of the program are printed.
+
+Where nobody catches an error, Python calls ``sys.excepthook``, which is replaced while an engine is open.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
+from collections.abc import Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import Protocol
+
+import torch
+
+from zeroshard.errors import DistributedError
 
 
 class Explains(Protocol):
@@ -20,29 +31,54 @@ class Explains(Protocol):
         """See :meth:`~.session.CommSession.explanation`."""
 
 
-_OPEN: weakref.WeakSet[Explains] = weakref.WeakSet()
+_OPEN: weakref.WeakKeyDictionary[Explains, bool] = weakref.WeakKeyDictionary()
 _before = sys.excepthook
 
 
-def explain_uncaught(session: Explains) -> None:
-    """Ask ``session`` about uncaught errors from now on."""
+def watch_uncaught(session: Explains, *, explains: bool) -> None:
+    """Shorten uncaught diagnoses from now on. ``explains``: ask ``session`` about other errors."""
     global _before
     if sys.excepthook is not _hook:
         _before, sys.excepthook = sys.excepthook, _hook
-    _OPEN.add(session)
+    _OPEN[session] = explains
 
 
 def leave_uncaught(session: Explains) -> None:
     """Do not ask ``session`` any more. The last one restores the hook of the program."""
-    _OPEN.discard(session)
+    _OPEN.pop(session, None)
     if not _OPEN and sys.excepthook is _hook:
         sys.excepthook = _before
 
 
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    for session in list(_OPEN):
+    for session in [session for session, explains in _OPEN.items() if explains]:
         if (found := session.explanation(error)) is not None:
             found.__cause__ = error
             kind, error = type(found), found.with_traceback(trace)
             break
+    if isinstance(error, DistributedError):
+        error.__cause__, error.__suppress_context__ = None, True
+        trace = of_program(trace)
+        error = error.with_traceback(trace)
     _before(kind, error, trace)
+
+
+def of_program(trace: TracebackType | None) -> TracebackType | None:
+    """The frames of a traceback that are not of torch or of this package; all, if there are no others."""
+    kept = [
+        at for at in _frames(trace) if not at.tb_frame.f_code.co_filename.startswith(_LIBRARIES)
+    ]
+    shorter: TracebackType | None = None
+    for at in reversed(kept):
+        shorter = TracebackType(shorter, at.tb_frame, at.tb_lasti, at.tb_lineno)
+    return shorter or trace
+
+
+def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next
+
+
+_LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (*torch.__path__, Path(__file__).parents[1]))
+"""Prefixes of the files of torch and of this package."""

@@ -50,7 +50,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from zeroshard.comm.dtensors import KINDS, distributed, local_of
 from zeroshard.core.layout import Slot, UnitLayout
 from zeroshard.core.tiers import Tier
-from zeroshard.errors import UnitStateError, UsageError
+from zeroshard.errors import DistributedError, UnitStateError, UsageError
 from zeroshard.memory.storage import resize
 from zeroshard.offload.shard_store import AllocateShard, MemoryShardStore, ShardStore
 from zeroshard.watchdog.diagnosis import READ
@@ -252,13 +252,18 @@ class Unit:
 
         Raises:
             UsageError: the parameters are offloaded.
+            DistributedError: the all-gather failed, now or in an earlier call.
         """
         if self.state is UnitState.UPDATING:
             self._end_update()
         if self.state is not UnitState.GATHERING:
             self.check_not_offloaded()
             return
-        assert self._handle is not None
+        if self._handle is None:
+            raise DistributedError(
+                f"the parameters of {self.name!r} are not complete, because their all-gather failed "
+                "before. Close this engine and end the run; it continues from its last checkpoint."
+            )
         handle, self._handle = self._handle, None
         handle.wait()
         self._transition(UnitState.FULL)
@@ -269,6 +274,8 @@ class Unit:
         """Write back edits and free the full parameters, unless the unit is resident or pinned."""
         if self.resident or self.pin_count or not self.is_allocated:
             return
+        if self.state is UnitState.GATHERING and self._handle is None:
+            return  # the all-gather failed: other ranks may still write into the storage
         self.wait_for_unshard()  # until an all-gather has ended, it writes into the storage
         versions = tuple([tensor._version for tensor in self._versioned])
         edited = self.rebind_storage() or versions != self._full_versions
