@@ -170,16 +170,20 @@ def test_kinds_of_gradients_are_learned_from_a_model_that_torch_has_cut(stage):
             assert torch.allclose(values, expected[name], rtol=0, atol=1e-13), name
 
 
+@pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
 @pytest.mark.parametrize("stage", [1, 3])
 @on_ranks(4)
-def test_offload_changes_no_bit(stage, device, tmp_path):
+def test_offload_changes_no_bit(stage, device, kv_heads, tmp_path):
+    """Two key/value heads on four tensor ranks: a unit has two groups of ranks that add gradients."""
+    tensor = 2 if kv_heads == 4 else 4
     where = {"device": device} | ({"nvme_path": str(tmp_path)} if device == "nvme" else {})
     zero = {"offload_optimizer": where} | ({"offload_param": where} if stage == 3 else {})
     kept = []
     for keys in ({}, {"zero_optimization": zero}):
-        model = tiny_gpt().float()
-        with open_engine(model, stage, gradient_accumulation_steps=2, **keys) as engine:
+        model = tiny_gpt(kv_heads=kv_heads).float()
+        keys = {"gradient_accumulation_steps": 2, **keys}
+        with open_engine(model, stage, tensor=tensor, **keys) as engine:
             for step in range(4):
                 backward(engine, step)
                 engine.step()

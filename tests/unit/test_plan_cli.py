@@ -195,6 +195,8 @@ def test_a_configuration_that_fits_is_found_and_does_fit(run, tmp_path):
     )
     assert size * count == 12
     assert size > 1
+    assert found["next_larger"]["micro_batch"] > size
+    assert found["next_larger"]["peak_nbytes"] > 0.004 * 2**30
     (tmp_path / "chosen.json").write_text(json.dumps(chosen))
     words = ["plan", "gpt_tiny", "--config", "chosen.json", "--ranks", "4", *options[1:]]
     assert not found["checkpointing"]

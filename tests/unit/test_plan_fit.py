@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from zeroshard.planner.fit import LADDER, Candidate, Rung, search
+from zeroshard.planner.fit import STRATEGIES, Candidate, Strategy, search
 
 STATES = {1: 900, 2: 700, 3: 300}
 
 
 def peak(candidate: Candidate, *, bend: int = 0) -> int:
     """Bytes. ``bend``: how much faster than linear the peak grows with the micro-batch."""
-    rung, size = candidate.rung, candidate.micro_batch
-    states = STATES[rung.stage] - 150 * rung.optimizer - 50 * rung.params
+    strategy, size = candidate.strategy, candidate.micro_batch
+    states = STATES[strategy.stage] - 150 * strategy.optimizer - 50 * strategy.params
     sums = 40 if candidate.accumulation > 1 else 0
     return (
         states + sums + (20 if candidate.checkpointing else 100) * size + bend * size * (size - 1)
@@ -39,11 +39,11 @@ def found(limit: int, *, aim: Any = "speed", samples: int = 12, bend: int = 0, *
 def fastest(limit: int, samples: int, *, bend: int = 0) -> Candidate | None:
     """The first candidate that fits, by looking at every one in order."""
     sizes = [n for n in range(samples, 0, -1) if samples % n == 0]
-    for rungs in LADDER:
+    for group in STRATEGIES:
         for checkpointing in (False, True):
-            for rung in rungs:
+            for strategy in group:
                 for size in sizes:
-                    candidate = Candidate(rung, checkpointing, size, samples // size)
+                    candidate = Candidate(strategy, checkpointing, size, samples // size)
                     if peak(candidate, bend=bend) <= limit:
                         return candidate
     return None
@@ -67,12 +67,26 @@ def test_the_result_is_that_of_looking_at_every_candidate(samples, bend):
 def test_hundreds_of_candidates_cost_few_simulations():
     result = found(1500, samples=360)
     assert result.count == 288
-    assert result.simulations <= 8
+    assert result.simulations <= 9
+
+
+def test_a_peak_that_does_not_depend_on_small_batches_costs_few_simulations():
+    made: list[Candidate] = []
+
+    def simulated(candidate: Candidate) -> Any:
+        made.append(candidate)
+        return SimpleNamespace(peak_nbytes=max(900, 30 * candidate.micro_batch))
+
+    result = search(
+        simulated, {}, aim="speed", samples=360, limit_nbytes=1000, can_checkpoint=False
+    )
+    assert result.chosen == Candidate(Strategy(1), False, 30, 12)
+    assert len(made) <= 8
 
 
 def test_the_smallest_peak():
     result = found(5000, aim="memory")
-    assert result.chosen == Candidate(Rung(3, optimizer=True, params=True), True, 1, 12)
+    assert result.chosen == Candidate(Strategy(3, optimizer=True, params=True), True, 1, 12)
     assert found(100, aim="memory").chosen is None
 
 
@@ -99,7 +113,7 @@ def test_a_candidate_changes_the_keys_of_its_axes_only():
             "offload_param": {"device": "none", "pin_memory": True},
         },
     }  # fmt: skip
-    made = Candidate(Rung(3, optimizer=True, params=True), False, 2, 4).config(base)
+    made = Candidate(Strategy(3, optimizer=True, params=True), False, 2, 4).config(base)
     assert made == {
         "bf16": {"enabled": True}, "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 4,
@@ -109,6 +123,6 @@ def test_a_candidate_changes_the_keys_of_its_axes_only():
             "offload_param": {"device": "cpu", "pin_memory": True},
         },
     }  # fmt: skip
-    plain = Candidate(Rung(1), False, 2, 4).config(base)
+    plain = Candidate(Strategy(1), False, 2, 4).config(base)
     assert plain["zero_optimization"] == {"stage": 1, "reduce_bucket_size": 100}
     assert base["train_batch_size"] == 64

@@ -81,8 +81,8 @@ class TrustConfig(Section):
         None,
         "What follows a step whose gradient is not finite. It is skipped, and then: an error, nothing, "
         "or the engine goes back to the last checkpoint that it saved or loaded. In fp16 only if a loss "
-        "was not finite. null: skip in fp16, what bf16.check_grad_overflow says if it is given, else "
-        "error; nothing is looked for if zero_optimization.compute_grad_norm is false.",
+        "was not finite. null: skip in fp16; what bf16.check_grad_overflow says if it is given; else "
+        "error, or nothing is looked for if zero_optimization.compute_grad_norm is false.",
     )
     max_rollbacks: Natural = honour(
         3, "With nan_policy rollback: how often a run goes back before it is an error."

@@ -32,7 +32,7 @@ from zeroshard.device.choice import choose_device
 from zeroshard.engine.checkpoint_loader import CheckpointLoader
 from zeroshard.engine.checkpoint_saver import CheckpointSaver
 from zeroshard.engine.draft import Draft, EngineArguments, check_model, make_draft
-from zeroshard.engine.non_finite import nan_policy
+from zeroshard.engine.non_finite import NanPolicy, nan_policy
 from zeroshard.engine.observe import Observer
 from zeroshard.engine.offload_states import StateOffloader
 from zeroshard.engine.optimizer_step import Accumulation, OptimizerStep, is_fake
@@ -106,6 +106,7 @@ class EngineParts:
     offloader: StateOffloader
     observer: Observer | None  # None: nothing is to be reported
     make_savers: Callable[[], tuple[CheckpointSaver, CheckpointLoader]]
+    nan_policy: NanPolicy | None
 
 
 FirstValues = Callable[[str, nn.Module], None]
@@ -189,6 +190,9 @@ def _assemble(
         settings.gradient_accumulation_steps or 1, managed=settings.managed_gradient_accumulation
     )
     check_options(draft, watch)
+    after_bad_step = nan_policy(settings, scales_loss=scales_loss(settings, policy))
+    if watch.gathers.transport == "fake":  # without other ranks gradients have no meaning
+        after_bad_step = None
     with contextlib.ExitStack() as undo:
         draw = _first_values(draft, watch)
         runtime = _build_runtime(draft, watch, accumulation, draw)
@@ -210,9 +214,7 @@ def _assemble(
             accumulation=accumulation,
             dp_size=draft.coordinate.dp_size,
             device=device,
-            checks_overflow=checks_overflow(
-                settings, policy, is_fake=watch.gathers.transport == "fake"
-            ),
+            checks_overflow=scales_loss(settings, policy) or after_bad_step is not None,
         )
         for shard in runtime.optimizer.shards if runtime.optimizer else ():
             assert runtime.optimizer is not None
@@ -235,7 +237,7 @@ def _assemble(
             draft.loaded, draft.rank_info, draft.mesh, draft.coordinate, device, policy, watch, runtime,
             scaler, scales_loss(settings, policy), draft.scheduler, accumulation, update, hooks,
             StateOffloader(runtime, hooks, device), _observer(draft, runtime, watch),
-            partial(_make_savers, draft, runtime, watch),
+            partial(_make_savers, draft, runtime, watch), after_bad_step,
         )  # fmt: skip
         undo.pop_all()
     return parts
@@ -362,12 +364,6 @@ def _observer(draft: Draft, runtime: ZeroRuntime, watch: CommSession) -> Observe
 def scales_loss(settings: Config, policy: Policy) -> bool:
     """Whether gradients are computed in fp16, so that the loss is scaled."""
     return settings.fp16.enabled or policy.autocast == torch.float16
-
-
-def checks_overflow(settings: Config, policy: Policy, *, is_fake: bool) -> bool:
-    """Whether a step is skipped if a gradient is not finite. ``is_fake``: there are no other ranks."""
-    scales = scales_loss(settings, policy)
-    return nan_policy(settings, scales_loss=scales) is not None and (scales or not is_fake)
 
 
 def _first_fact(error: Exception) -> str:

@@ -170,11 +170,7 @@ class Engine(nn.Module):
         self._norms: Sequence[tuple[int, Tensor]] = ()  # of the last step, by parameter
         self._losses: list[Tensor] = []  # that backward() got in the running step
         self._step_losses: list[Tensor] = []  # those of the last step
-        self._non_finite = NonFinitePolicy(
-            self.settings,
-            scales_loss=self.scales_loss,
-            is_fake=parts.watch.gathers.transport == "fake",
-        )
+        self._non_finite = NonFinitePolicy(parts.nan_policy, self.settings.trust.max_rollbacks)
         self._scaled_by_caller = False
         self._weight = 1.0
         if self._observer is not None and self._observer.watches_phases:
@@ -300,10 +296,14 @@ class Engine(nn.Module):
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """End a micro-batch. At an accumulation boundary: clip, update, advance the schedule.
 
-        The gradients are dropped after the update. If a gradient is not finite (in fp16, and in bf16
-        with ``check_grad_overflow``), nothing is updated and the schedule does not advance. This method
-        waits for the device only if the optimizer cannot skip a step on the device, or if a parameter
-        got no gradient.
+        The gradients are dropped after the update. If a gradient is not finite, nothing is updated and
+        the schedule does not advance; the key ``trust.nan_policy`` says what follows. On an accelerator
+        the host reads at the next call whether it was finite. It waits for the device in this call only
+        if the optimizer cannot skip a step on the device, or if a parameter got no gradient.
+
+        Raises:
+            NonFiniteError: the gradient was not finite; the same on every rank.
+            LossScaleError: in fp16, and the loss scale cannot be lowered any more.
         """
         if not self.life.is_open:
             self.life.check("engine.step()")
@@ -335,7 +335,7 @@ class Engine(nn.Module):
         self._skipped.advance(skipped, report, self.lr_scheduler, lr_kwargs or {})
         self.runtime.reducer.reset()
         self._hooks.forget_calls()
-        self._norms, self._step_losses, self._losses = outcome.norms, self._losses, []
+        self._norms, self._step_losses = outcome.norms, self._losses
         self._count_micro_batch()
         self._forget_step()
         self._end_step(skipped)
@@ -776,9 +776,7 @@ class Engine(nn.Module):
             self._wait_for_save()
             self._drop_gradients()
             self._resolve_last_step()
-            self._non_finite.skipped = (
-                None  # what the step would have led to does not matter any more
-            )
+            self._non_finite.skipped = None  # the state that the step left is replaced
             loaded = self._savers[1].load(
                 load_dir,
                 tag,
@@ -793,7 +791,8 @@ class Engine(nn.Module):
             return None, {}
         if loaded.counters is not None:
             self._set_counters(loaded.counters)
-            self._non_finite.checkpoint = (fspath(loaded.path.parent), loaded.path.name)
+            if load_module_strict and load_optimizer_states:  # else it is of another run
+                self._non_finite.checkpoint = (fspath(loaded.path.parent), loaded.path.name)
         return str(loaded.path), loaded.client_state
 
     def _training_state(self, *, resumes_data: bool = True) -> TrainingState:

@@ -75,15 +75,13 @@ class Cause:
 class NonFinitePolicy:
     """Decides after a skipped step: go on, raise, or go back to the last checkpoint.
 
-    ``is_fake``: there are no other ranks, so that gradients have no meaning, and nothing is judged.
-    ``checkpoint``: directory and tag of what the engine saved or loaded last. ``skipped``: the report of
-    a step that is not judged yet.
+    ``policy``: what :func:`nan_policy` gives; None: nothing follows. ``checkpoint``: directory and tag of
+    what the engine saved or loaded last. ``skipped``: the report of a step that is not judged yet.
     """
 
-    def __init__(self, settings: Config, *, scales_loss: bool, is_fake: bool) -> None:
-        self._policy = nan_policy(settings, scales_loss=scales_loss)
-        self._is_fake = is_fake
-        self._max_rollbacks: int = settings.trust.max_rollbacks
+    def __init__(self, policy: NanPolicy | None, max_rollbacks: int) -> None:
+        self._policy = policy
+        self._max_rollbacks = max_rollbacks
         self.rollbacks = 0
         self.checkpoint: tuple[str, str] | None = None
         self.skipped: Any = None
@@ -96,7 +94,7 @@ class NonFinitePolicy:
             LossScaleError: in fp16 the loss scale cannot be lowered any more; the same on every rank.
         """
         report, self.skipped = self.skipped, None
-        if self._is_fake:
+        if self._policy is None:
             return False
         first = engine._skipped.in_a_row == 1
         at_floor = engine.scales_loss and bool(engine.scaler.at_floor)
@@ -143,9 +141,8 @@ class NonFinitePolicy:
                 "%s Going back to the checkpoint %s/%s (%d of at most %d times).",
                 what, directory, tag, self.rollbacks, self._max_rollbacks,
             )  # fmt: skip
-        engine.load_checkpoint(
-            directory, tag, resumes_data=False
-        )  # so the bad batch does not return
+        # The data go on after the bad batch.
+        engine.load_checkpoint(directory, tag, resumes_data=False)
 
 
 def _find_cause(engine: Any) -> Cause:
@@ -161,9 +158,10 @@ def _find_cause(engine: Any) -> Cause:
     sent = torch.tensor(own, dtype=torch.float64).to(engine.device)
     rows = world.all_gather_small(sent, name="cause of a gradient that is not finite").tolist()
     first = int(min(row[0] for row in rows))
+    ranks = getattr(world, "ranks", range(len(rows)))
     return Cause(
         repr(every[first]) if first < len(every) else "unknown",
-        tuple(rank for rank, row in enumerate(rows) if row[2]),
+        tuple(rank for rank, row in zip(ranks, rows, strict=True) if row[2]),
         any(row[1] for row in rows),
     )
 

@@ -112,24 +112,8 @@ def _traced_plan(model: nn.Module, size: int) -> dict[str, str]:
 
 def _small_copy(model: nn.Module) -> tuple[Any, dict[str, Any]]:
     """A small model of the same class with random weights, and arguments for it."""
-    config: Any = copy.deepcopy(model.config)
-    for key in _LAYER_COUNTS:
-        count = getattr(config, key, None)
-        if type(count) is not int or count <= LAYERS:
-            continue
-        for name, value in vars(config).items():
-            if isinstance(value, list) and len(value) == count:  # a kind for each layer
-                setattr(config, name, value[:LAYERS])
-        setattr(config, key, LAYERS)
-    if type(getattr(config, "vocab_size", None)) is int:
-        config.vocab_size = min(config.vocab_size, VOCABULARY)
-        for name, value in list(vars(config).items()):
-            if name.endswith("token_id") and type(value) is int and value >= config.vocab_size:
-                setattr(config, name, 0)
-    config.use_cache = False
-    if "flash" in str(getattr(config, "_attn_implementation", "")):
-        config._attn_implementation = "eager"
     try:
+        config = _short_config(model)
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
             small: Any = type(model)(config)
         small = small.float().eval()
@@ -147,6 +131,28 @@ def _small_copy(model: nn.Module) -> tuple[Any, dict[str, Any]]:
         if kind_of(layer) == "Conv1D":  # its own forward does not work with a part of the weight
             layer.forward = partial(multiply, layer)
     return small, inputs
+
+
+def _short_config(model: nn.Module) -> Any:
+    """The model's configuration with :data:`LAYERS` layers and a vocabulary of :data:`VOCABULARY`."""
+    config: Any = copy.deepcopy(model.config)
+    for key in _LAYER_COUNTS:
+        count = getattr(config, key, None)
+        if type(count) is not int or count <= LAYERS:
+            continue
+        for name, value in vars(config).items():
+            if isinstance(value, list) and len(value) == count:  # a kind for each layer
+                setattr(config, name, value[:LAYERS])
+        setattr(config, key, LAYERS)
+    if type(getattr(config, "vocab_size", None)) is int:
+        config.vocab_size = min(config.vocab_size, VOCABULARY)
+        for name, value in list(vars(config).items()):
+            if name.endswith("token_id") and type(value) is int and value >= config.vocab_size:
+                setattr(config, name, 0)
+    config.use_cache = False
+    if "flash" in str(getattr(config, "_attn_implementation", "")):
+        config._attn_implementation = "eager"
+    return config
 
 
 # ---------------------------------------------------------------------- the guess

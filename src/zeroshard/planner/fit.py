@@ -1,14 +1,15 @@
 """Searches a configuration that fits: stage, offload, activation checkpointing and micro-batch.
 
 The batch of a step stays. Candidates are ordered by how much they slow a step down, as far as this is
-known without a machine: first along :data:`LADDER`, of each part first without activation checkpointing,
-then by larger micro-batches. The peak of a candidate is a line in the size of its micro-batch. Two
-simulations of its rung give the line, so hundreds of candidates cost a few simulations. The chosen one
-and the next larger micro-batch are simulated themselves.
+known without a machine: first along :data:`STRATEGIES`, of each first without activation checkpointing,
+then by larger micro-batches. The peak of a strategy grows with the micro-batch. So one simulation with
+one sample rules out a strategy that does not fit, and bisection finds the largest micro-batch of the
+first one that does: hundreds of candidates cost about ten simulations. What is printed was simulated.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -18,14 +19,14 @@ from typing import Any, Literal, TypeAlias
 from zeroshard.config import load_config
 from zeroshard.errors import UsageError
 from zeroshard.planner.model_source import can_checkpoint
-from zeroshard.planner.plan import Plan, as_dict, limit_of, make_plan
+from zeroshard.planner.plan import Plan, config_dict, explained, limit_of, make_plan
 
 Aim: TypeAlias = Literal["speed", "memory"]
 
 
 @dataclass(frozen=True)
-class Rung:
-    """A stage, and what of it is in host memory."""
+class Strategy:
+    """A stage of ZeRO, and what is offloaded to host memory."""
 
     stage: int
     optimizer: bool = False
@@ -38,21 +39,21 @@ class Rung:
         return f"stage {self.stage}" + (f", {' and '.join(away)} offloaded" if away else "")
 
 
-LADDER = (
-    (Rung(1), Rung(2)),
-    (Rung(2, optimizer=True),),
-    (Rung(3),),
-    (Rung(3, optimizer=True),),
-    (Rung(3, optimizer=True, params=True),),
+STRATEGIES = (
+    (Strategy(1), Strategy(2)),
+    (Strategy(2, optimizer=True),),
+    (Strategy(3),),
+    (Strategy(3, optimizer=True),),
+    (Strategy(3, optimizer=True, params=True),),
 )
-"""From the fastest to the one that needs the least device memory. Stages 1 and 2 move as much."""
+"""From the fastest to the one that needs the least device memory. Stages 1 and 2 are as fast."""
 
 
 @dataclass(frozen=True)
 class Candidate:
     """One configuration. ``micro_batch`` times ``accumulation`` samples are a rank's part of a step."""
 
-    rung: Rung
+    strategy: Strategy
     checkpointing: bool
     micro_batch: int
     accumulation: int
@@ -62,38 +63,41 @@ class Candidate:
         """In words."""
         how = "with" if self.checkpointing else "without"
         return (
-            f"{self.rung.text}, {how} activation checkpointing, micro-batch {self.micro_batch} x "
+            f"{self.strategy.text}, {how} activation checkpointing, micro-batch {self.micro_batch} x "
             f"accumulation {self.accumulation}"
         )
 
     def config(self, base: Mapping[str, Any]) -> dict[str, Any]:
         """``base`` with this candidate's keys. Offload sections that ``base`` has are used."""
         zero = dict(base.get("zero_optimization") or {})
-        wanted = {"offload_optimizer": self.rung.optimizer, "offload_param": self.rung.params}
+        wanted = {
+            "offload_optimizer": self.strategy.optimizer,
+            "offload_param": self.strategy.params,
+        }
         own = {key: zero.pop(key, None) for key in wanted}
         for key, on in wanted.items():
             if on:
                 given = own[key] or {}
                 is_away = given.get("device") not in (None, "none")
                 zero[key] = given if is_away else {**given, "device": "cpu"}
-        leave = ("train_batch_size",)  # it follows from the two others
-        return {
-            **{key: value for key, value in base.items() if key not in leave},
+        others = {key: value for key, value in base.items() if key != "train_batch_size"}
+        return {  # train_batch_size follows from micro-batch, accumulation and ranks
+            **others,
             "train_micro_batch_size_per_gpu": self.micro_batch,
             "gradient_accumulation_steps": self.accumulation,
-            "zero_optimization": {**zero, "stage": self.rung.stage},
+            "zero_optimization": {**zero, "stage": self.strategy.stage},
         }
 
 
 @dataclass(frozen=True)
 class Group:
-    """The candidates of one rung, with or without checkpointing.
+    """The candidates of one strategy, with or without checkpointing.
 
     ``largest``: the largest micro-batch that fits, or 1 if none does. ``peak_nbytes``: its peak; None:
     the group was not looked at, because a faster one fits.
     """
 
-    rung: Rung
+    strategy: Strategy
     checkpointing: bool
     largest: Candidate
     peak_nbytes: int | None
@@ -104,8 +108,8 @@ class Group:
 class Fit:
     """The result of a search. ``chosen``: None if nothing fits; then ``plan`` is the smallest peak.
 
-    ``larger``: the next larger micro-batch of the chosen rung and its peak, which does not fit; None: the
-    chosen one is the largest.
+    ``larger``: the next larger micro-batch of the chosen strategy and its peak, which does not fit; None:
+    the chosen one is the largest, or the aim is "memory".
     """
 
     aim: Aim
@@ -124,10 +128,13 @@ class Fit:
             "chosen": None if self.chosen is None else self.chosen.text,
             "checkpointing": self.chosen is not None and self.chosen.checkpointing,
             "config": dict(self.config),
+            "next_larger": None if self.larger is None else {
+                "micro_batch": self.larger[0].micro_batch, "peak_nbytes": self.larger[1]
+            },
             "candidates": self.count,
             "simulations": self.simulations,
             "groups": [
-                {"rung": g.rung.text, "checkpointing": g.checkpointing, "fits": g.fits,
+                {"strategy": g.strategy.text, "checkpointing": g.checkpointing, "fits": g.fits,
                  "micro_batch": g.largest.micro_batch, "peak_nbytes": g.peak_nbytes}
                 for g in self.groups
             ],
@@ -154,7 +161,7 @@ def fit(
     if memory_gib is None:
         raise UsageError(f"--fit {aim} fits a run into --memory, which is not given.")
     limit_nbytes = limit_of(memory_gib)
-    base = as_dict(config)
+    base = config_dict(config)
     settings = load_config(base, world_size=ranks).config
     size, steps = settings.train_micro_batch_size_per_gpu, settings.gradient_accumulation_steps
     assert size is not None  # computed where it is not given
@@ -175,9 +182,11 @@ def fit(
             )
         return made
 
+    with explained(model):
+        able = can_checkpoint(model)
     return search(
         simulated, base, aim=aim, samples=size * (steps or 1), limit_nbytes=limit_nbytes,
-        can_checkpoint=can_checkpoint(model),
+        can_checkpoint=able,
     )  # fmt: skip
 
 
@@ -199,35 +208,33 @@ def search(
     runs = _Runs(simulated, samples)
     groups: list[Group] = []
     chosen: Candidate | None = None
-    ways = (False, True) if can_checkpoint else (False,)
-    kinds = [(rung, on) for rungs in LADDER for on in ways for rung in rungs]
-    for rung, checkpointing in kinds:
-        first = Candidate(rung, checkpointing, 1, samples)
+    choices = (False, True) if can_checkpoint else (False,)
+    kinds = [(each, on) for group in STRATEGIES for on in choices for each in group]
+    for strategy, checkpointing in kinds:
+        first = Candidate(strategy, checkpointing, 1, samples)
         if chosen is not None and aim == "speed":
-            groups.append(Group(rung, checkpointing, first, None, fits=False))
+            groups.append(Group(strategy, checkpointing, first, None, fits=False))
             continue
         largest, fits = first, runs.peak_nbytes(first) <= limit_nbytes
         if fits and aim == "speed":
             chosen = largest = _largest(runs, first, sizes, limit_nbytes)
-        groups.append(Group(rung, checkpointing, largest, runs.peak_nbytes(largest), fits))
+        groups.append(Group(strategy, checkpointing, largest, runs.peak_nbytes(largest), fits))
     looked = [group for group in groups if group.peak_nbytes is not None]
     smallest = min(looked, key=lambda group: group.peak_nbytes or 0)
-    if aim == "memory":
-        chosen = smallest.largest if smallest.fits else None
+    if aim == "memory" and smallest.fits:
+        chosen = smallest.largest
     best = chosen or smallest.largest
-    larger = next(
-        (each for each in runs.sizes_of(best, sizes) if each.micro_batch > best.micro_batch), None
-    )
-    confirmed = None
-    if chosen is not None and larger is not None and aim == "speed":
-        confirmed = (larger, runs.peak_nbytes(larger))
+    larger = None
+    if chosen is not None and aim == "speed":
+        ways = runs.sizes_of(chosen, sizes)
+        larger = next((way for way in ways if way.micro_batch > chosen.micro_batch), None)
     return Fit(
         aim,
         chosen,
         runs.plan(best),
         best.config(base),
         groups,
-        confirmed,
+        None if larger is None else (larger, runs.peak_nbytes(larger)),
         len(kinds) * len(sizes),
         runs.count,
     )
@@ -236,19 +243,14 @@ def search(
 def _largest(runs: _Runs, first: Candidate, sizes: Sequence[int], limit_nbytes: int) -> Candidate:
     """The candidate with the largest micro-batch that fits. ``first``, with one sample, does.
 
-    It and the next larger one are simulated.
+    The largest size is tried first: without accumulation a step holds less, so it may fit although a
+    smaller one does not.
     """
     ways = list(runs.sizes_of(first, sizes))
-
-    def fits(at: int) -> bool:
-        return runs.peak_nbytes(ways[at]) <= limit_nbytes
-
-    at = len(ways) - 1
-    while at and not (runs.estimate_nbytes(ways[at]) <= limit_nbytes and fits(at)):
-        at -= 1
-    while at + 1 < len(ways) and fits(at + 1):  # the line was too high
-        at += 1
-    return ways[at]
+    if runs.peak_nbytes(ways[-1]) <= limit_nbytes:
+        return ways[-1]
+    too_large = bisect_right(ways, limit_nbytes, lo=1, hi=len(ways) - 1, key=runs.peak_nbytes)
+    return ways[too_large - 1]
 
 
 class _Runs:
@@ -270,19 +272,8 @@ class _Runs:
         return self._plan(replace(candidate, accumulation=min(candidate.accumulation, 2)))
 
     def peak_nbytes(self, candidate: Candidate) -> int:
-        """The peak of a candidate, by a simulation of it."""
+        """The peak of a candidate."""
         return self.plan(candidate).peak_nbytes
-
-    def estimate_nbytes(self, candidate: Candidate) -> int:
-        """The peak on the line through micro-batches of 1 and 2 samples of the candidate's rung."""
-        one, two = (
-            self._plan(
-                replace(candidate, micro_batch=size, accumulation=min(candidate.accumulation, 2))
-            )
-            for size in (1, 2)
-        )
-        slope = two.peak_nbytes - one.peak_nbytes
-        return one.peak_nbytes + slope * (candidate.micro_batch - 1)
 
     def sizes_of(self, like: Candidate, sizes: Sequence[int]) -> Iterator[Candidate]:
         """The candidate with each size of micro-batch."""

@@ -172,7 +172,7 @@ def make_plan(
         sharded=settings.zero_optimization.stage == 3,
         checkpointing=checkpointing,
     )
-    chosen = as_dict(config) | arguments if micro_batch else config
+    chosen = config_dict(config) | arguments if micro_batch else config
     with explained(source.name):
         found = simulate(source.build, chosen, source.batch, mesh=mesh, rank=0, loss_fn=source.loss)
     assumed = (*source.assumed, f"rank 0 stands for all {ranks} ranks: shards have equal sizes")
@@ -219,7 +219,7 @@ def plan_of_largest_batch(
             )
         return plans[samples].peak_nbytes
 
-    if (fixed := as_dict(config).get("train_batch_size")) not in (None, "auto"):
+    if (fixed := config_dict(config).get("train_batch_size")) not in (None, "auto"):
         raise UsageError(
             f"--batch max tries micro-batches of several sizes, and train_batch_size is {fixed}, which "
             "allows only its divisors. Leave it out of the configuration."
@@ -242,7 +242,7 @@ def limit_of(memory_gib: float) -> int:
     return int(memory_gib * 2**30)
 
 
-def as_dict(config: Any) -> dict[str, Any]:
+def config_dict(config: Any) -> dict[str, Any]:
     """A configuration or its file as a new dict."""
     if isinstance(config, Mapping):
         return dict(config)

@@ -50,7 +50,9 @@ def show_fit(fit: Fit, console: Console) -> None:
     console.print(_groups(fit))
     slower = sum(group.peak_nbytes is None for group in fit.groups)
     if slower:
-        console.print(f"{slower} slower ways were not needed", highlight=False, soft_wrap=True)
+        console.print(
+            f"{slower} slower strategies were not needed", highlight=False, soft_wrap=True
+        )
     if fit.larger is not None:
         larger, peak = fit.larger
         console.print(
@@ -75,7 +77,7 @@ def _groups(fit: Fit) -> Table:
             continue
         chosen = group.largest == fit.chosen
         table.add_row(
-            group.rung.text, _yes(group.checkpointing), str(group.largest.micro_batch),
+            group.strategy.text, _yes(group.checkpointing), str(group.largest.micro_batch),
             f"{group.peak_nbytes / GIB:.2f}",
             "chosen" if chosen else "fits" if group.fits else "does not fit",
         )  # fmt: skip

@@ -31,7 +31,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 #: Prefixes of the files whose frames are not the program's. They are absolute, since a program may be in
 #: a folder of any name.
-_OWN = (
+OWN_FILES = (
     *(
         _PACKAGE + part + os.sep
         for part in (
@@ -213,7 +213,7 @@ def stack_line(thread: int) -> str:
     ``accelerator.py:3021 save_state < train.py:88 save < train.py:120 main``
     """
     frames = list(_frames(thread))
-    theirs = [f for f in frames if not f.f_code.co_filename.startswith(_OWN)] or frames
+    theirs = [f for f in frames if not f.f_code.co_filename.startswith(OWN_FILES)] or frames
     shown = theirs[:1] + [f for f in theirs[1:] if not f.f_code.co_filename.startswith(_LIBRARIES)]
     return " < ".join(
         f"{Path(f.f_code.co_filename).name}:{f.f_lineno} {f.f_code.co_name}"
@@ -227,7 +227,7 @@ def phase(thread: int) -> str:
     for frame in _frames(thread):
         file, function = frame.f_code.co_filename, frame.f_code.co_name
         own = _PHASES.get((file, function)) or _PHASES.get((file, ""))
-        if own is None and not file.startswith(_OWN):
+        if own is None and not file.startswith(OWN_FILES):
             own = _OF_ANYBODY.get(function)
         found = own or found
     return found

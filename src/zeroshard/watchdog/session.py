@@ -81,7 +81,8 @@ class CommSession:
     connects all ranks; without a mesh it is ``gathers``. Else it has a recorder of its own, because the
     groups of a mesh may call different collectives. ``ties``: for each set of pipeline ranks that hold
     a tied weight and of which this rank's is one, the ranks that hold the same part of it.
-    ``copies``: this rank's tensor group, and its parts that share key/value heads.
+    ``copies``: the ranks that hold the same parts as this one: its tensor group first, then the ranks of
+    it that share key/value heads.
     ``control_group`` exchanges small texts while a rank may wait for a disk. ``session_watch`` is None
     without a watchdog.
     """
@@ -89,7 +90,6 @@ class CommSession:
     gathers: Comm
     reductions: Comm
     world: Comm
-    tensor: Comm | None = None
     copies: list[Comm] = field(default_factory=list)
     ties: dict[tuple[int, ...], Comm] = field(default_factory=dict)
     session_watch: SessionWatch | None = None
@@ -103,10 +103,7 @@ class CommSession:
         """Use ``comms`` for this rank's group of one kind: "holders", then "replicas"."""
         if kind.tie:
             self.ties[kind.tie] = comms[0]
-        elif kind.name == "tensor":
-            self.tensor = comms[0]
-            self.copies.append(comms[0])
-        elif kind.name.startswith("heads"):
+        elif kind.holds_copies:
             self.copies.append(comms[0])
         elif kind.name == "holders":
             self.gathers, self.reductions = comms[0], comms[-1]
@@ -114,6 +111,11 @@ class CommSession:
             inner = (self.gathers, self.reductions)
             made = {comm: TwoHopComm(comm, comms[0]) for comm in inner}
             self.gathers, self.reductions = (made[comm] for comm in inner)
+
+    @property
+    def tensor(self) -> Comm | None:
+        """This rank's tensor group; None without tensor ranks."""
+        return self.copies[0] if self.copies else None
 
     @cached_property
     def control_group(self) -> ControlGroup:

@@ -48,11 +48,16 @@ class SetUpRanks:
 
 @dataclass(frozen=True)
 class GroupKind:
-    """A kind of groups: lists of ranks. ``tie``: the pipeline ranks that share a tied weight."""
+    """A kind of groups: lists of ranks.
+
+    ``tie``: the pipeline ranks that share a tied weight. ``holds_copies``: ranks of a tensor group, some
+    of whose parameters are the same.
+    """
 
     name: str
     groups: Sequence[tuple[int, ...]]
     tie: tuple[int, ...] = ()
+    holds_copies: bool = False
 
 
 def groups_of(
@@ -67,10 +72,11 @@ def groups_of(
     if mesh.data_replicate > 1:
         yield GroupKind("replicas", mesh.groups({"data_replicate"}))
     if mesh.tensor > 1:
-        yield GroupKind("tensor", mesh.groups({"tensor"}))
+        yield GroupKind("tensor", mesh.groups({"tensor"}), holds_copies=True)
     for copies in head_copies:
         if copies < mesh.tensor:
-            yield GroupKind(f"heads-of-{copies}", mesh.tensor_runs(copies))
+            runs = mesh.tensor_runs(copies)
+            yield GroupKind(f"heads-of-{copies}", runs, holds_copies=True)
     for number, tie in enumerate(ties):
         yield GroupKind(f"tied-{number}", mesh.tied_groups(tie), tie)
 

@@ -11,17 +11,14 @@ Where nobody catches an error, Python calls ``sys.excepthook``, which is replace
 
 from __future__ import annotations
 
-import os
 import sys
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
-import torch
-
 from zeroshard.errors import DistributedError
+from zeroshard.watchdog.rank_status import OWN_FILES
 
 
 class Explains(Protocol):
@@ -53,7 +50,6 @@ def leave_uncaught(session: Explains) -> None:
 def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     for session in [session for session, explains in _OPEN.items() if explains]:
         if (found := session.explanation(error)) is not None:
-            found.__cause__ = error
             kind, error = type(found), found.with_traceback(trace)
             break
     if isinstance(error, DistributedError):
@@ -65,9 +61,7 @@ def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 def of_program(trace: TracebackType | None) -> TracebackType | None:
     """The frames of a traceback that are not of torch or of this package; all, if there are no others."""
-    kept = [
-        at for at in _frames(trace) if not at.tb_frame.f_code.co_filename.startswith(_LIBRARIES)
-    ]
+    kept = [at for at in _frames(trace) if not at.tb_frame.f_code.co_filename.startswith(OWN_FILES)]
     shorter: TracebackType | None = None
     for at in reversed(kept):
         shorter = TracebackType(shorter, at.tb_frame, at.tb_lasti, at.tb_lineno)
@@ -78,7 +72,3 @@ def _frames(trace: TracebackType | None) -> Iterator[TracebackType]:
     while trace is not None:
         yield trace
         trace = trace.tb_next
-
-
-_LIBRARIES = tuple(f"{folder}{os.sep}" for folder in (*torch.__path__, Path(__file__).parents[1]))
-"""Prefixes of the files of torch and of this package."""

@@ -394,7 +394,7 @@ def _set_grad(
     if buffer.reduced_S.dtype != raw.dtype:  # a 16-bit sum would round the values
         buffer.reduced_S = buffer.reduced_S.to(raw.dtype)
         buffer.reduced_N = None
-    if (slots := buffer.addends_of(index)) is not None:
+    if (slots := buffer.slots_of(index)) is not None:
         raw = slots.counted(index, raw)
     buffer.has_grad[index] = True
     begin, end = unit.layout.shard_range(unit.comm.rank)

@@ -217,8 +217,8 @@ class GradBuffer:
             for shape, strides, start in self._places
         ]
 
-    def addends_of(self, index: int) -> AddendSlots | None:
-        """The slots to which slot ``index`` belongs, whose gradients may be addends; None: to none."""
+    def slots_of(self, index: int) -> AddendSlots | None:
+        """The addends among which slot ``index`` is; None: its gradients are whole."""
         return next((slots for slots in self.addends if index in slots.known), None)
 
     def begin_backward(self, dtype: torch.dtype) -> None:
@@ -237,7 +237,7 @@ class GradBuffer:
         grad, param.grad = param.grad, None
         assert grad is not None
         if self._has_dtensors and type(param) in KINDS:
-            slots = self.addends_of(index)
+            slots = self.slots_of(index)
             grad = local_grad(param, grad) if slots is None else slots.local(index, param, grad)
         if grad.is_sparse:
             raise UnsupportedError(
