@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import tensor_models
 from torch import Tensor, nn
 
 from zeroshard.comm.simulation import lone_rank, unmatched
@@ -176,6 +177,27 @@ def test_activations_are_counted_to_the_byte():
     # The inputs of the step are held too. At the peak, all outputs exist.
     assert 8 * one <= found.activations_nbytes <= 9 * one + 128 * 128 * 4
     assert found.peak_nbytes >= found.activations_nbytes + found.nbytes("parameters")
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_ranks_that_share_key_value_heads_add_their_gradients_once_per_step(rank):
+    """Two heads on four tensor ranks, so pairs of neighbours hold the same part of k and v."""
+    config = {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": 3,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "unit_min_numel": 1,
+        "zero_optimization": {"stage": 2},
+    }
+    ids = torch.zeros(3, 8, dtype=torch.long)
+    found = simulate(
+        lambda: tensor_models.TinyGPT(kv_heads=2), config, (ids, ids), rank=rank,
+        mesh=Mesh(data_shard=2, tensor=4), plan=tensor_models.BLOCKS,
+        loss_fn=tensor_models.loss_of,
+    )  # fmt: skip
+    (row,) = [row for row in found.traffic if row.name == "gradients of copies"]
+    first = rank - rank % 2
+    assert (row.group, row.calls) == (f"ranks [{first}, {first + 1}]", 1)
 
 
 def test_a_cut_frees_the_whole_parameters():

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from zeroshard.core.layout import Block, Slot
 from zeroshard.core.mesh import DIMS, Mesh
@@ -237,7 +238,8 @@ def _runs(sizes: Sequence[int], parts: int, index: int) -> tuple[tuple[int, int]
 def _dim_of(fqn: str, param: Any, at: int, mesh: Mesh, rank: int) -> str:
     """The dimension of ``mesh`` whose group is that of dimension ``at`` of the DTensor's device mesh."""
     if param.device_mesh.mesh_dim_names == HEAD_DIMS:
-        ranks = tuple(param.device_mesh.mesh.flatten().tolist())
+        with unset_fake_temporarily():  # a device mesh reads its own numbers
+            ranks = tuple(param.device_mesh.mesh.flatten().tolist())
     else:
         ranks = tuple(dist.get_process_group_ranks(param.device_mesh.get_group(at)))
     for dim in DIMS:

@@ -589,13 +589,14 @@ def head_mesh(mesh: DeviceMesh, copies: int) -> DeviceMesh:
     """
     if copies == 1:
         return mesh
-    ranks = mesh.mesh.view(-1, copies)
-    row, column = divmod(mesh.get_local_rank(), copies)
-    groups = [
-        dist.new_group(members.tolist(), use_local_synchronization=True)
-        for members in (ranks[:, column], ranks[row])
-    ]
-    return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=HEAD_DIMS)
+    with unset_fake_temporarily():  # a device mesh reads its own numbers
+        ranks = mesh.mesh.view(-1, copies)
+        row, column = divmod(mesh.get_local_rank(), copies)
+        groups = [
+            dist.new_group(members.tolist(), use_local_synchronization=True)
+            for members in (ranks[:, column], ranks[row])
+        ]
+        return DeviceMesh.from_group(groups, mesh.device_type, mesh=ranks, mesh_dim_names=HEAD_DIMS)
 
 
 def is_cut(model: nn.Module) -> bool:
