@@ -106,10 +106,13 @@ class NonFinitePolicy:
         is_overflow = engine.scales_loss and not cause.ranks
         if is_overflow or self._policy == "skip":
             if first and engine.is_main_rank:
+                scale = f" (loss scale {report.loss_scale:g})" if engine.scales_loss else ""
                 logger.warning(
-                    "step %d skipped: the gradient is not finite (loss scale %g). %s",
-                    report.step, report.loss_scale, cause.text,
-                )  # fmt: skip
+                    "step %d skipped: the gradient is not finite%s. %s",
+                    report.step,
+                    scale,
+                    cause.text,
+                )
             return False
         what = (
             f"The gradient of step {report.step} is not finite. {cause.text} Nothing was updated."
