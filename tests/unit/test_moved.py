@@ -34,7 +34,7 @@ GONE = (  # what stays out, and why: modules, or names of a module
         "comm.sentinel:error_of watchdog.watchdog:error_of "
         "comm.side:read_verdict comm.side:write_verdict "
         "watchdog.store_client:read_verdict watchdog.store_client:write_verdict "
-        "engine.build:build_runtime engine.optimizers:WHOLE "
+        "engine.build:build_runtime engine.compose:checks_overflow engine.optimizers:WHOLE "
         "memory.storage:flat_nbytes store.storage:flat_nbytes",  # Tensor.nbytes
     ),
     (
