@@ -206,32 +206,53 @@ class Sometimes(nn.Module):
         return x + self.extra(x) if float(x.detach().sum()) > 0 else x
 
 
-@on_ranks(2)
-def test_a_parameter_without_gradient_in_some_micro_batches_is_an_error_unless_declared():
-    def build() -> models.Decoder:
-        model = models.Decoder().double()
-        model.layers[1] = Sometimes().double()
-        return model
+def sometimes() -> models.Decoder:
+    model = models.Decoder().double()
+    model.layers[1] = Sometimes().double()
+    return model
 
-    feed = models.batches(0, 0)
-    ran = [float(nn.Sequential(*build().layers[:1])(build().embed(x)).sum()) for x, _ in feed]
-    assert len(ran) == models.COUNT
-    signs = []
-    probe = build()
-    probe.layers[1].extra.register_forward_hook(lambda *_: signs.append(1))
-    for x, _ in feed:
+
+def sorted_feed() -> tuple[list[Any], list[Any]]:
+    """Micro-batches for which the layer of :func:`sometimes` runs, and those for which it does not."""
+    probe, ran, runs, skips = sometimes(), [], [], []
+    probe.layers[1].extra.register_forward_hook(lambda *_: ran.append(1))
+    for x, y in itertools.chain.from_iterable(models.batches(seed, 0) for seed in range(4)):
+        ran.clear()
         probe(x)
-    assert 0 < len(signs) < models.COUNT, "the data must run the layer sometimes"
-    with opened(1, model=build(), units=["Block", "Sometimes"]) as engine:
+        (runs if ran else skips).append((x, y))
+    return runs, skips
+
+
+@pytest.mark.parametrize("place", range(models.COUNT))
+@on_ranks(2)
+def test_a_parameter_without_gradient_in_some_micro_batches_is_an_error_unless_declared(place):
+    """After a first backward with all gradients, the hooks of the middle ones do not run."""
+    runs, skips = sorted_feed()
+    feed = [*runs[:place], skips[0], *runs[place : models.COUNT - 1]]
+    assert len(feed) == models.COUNT
+    with opened(1, model=sometimes(), units=["Block", "Sometimes"]) as engine:
         with pytest.raises(
             UsageError, match="rank 0: some parameters got a gradient from a part of the 4"
         ):
             engine.train_batch(iter(feed))
     names = ["layers.1.extra"]
     with opened(
-        1, model=build(), units=["Block", "Sometimes"], conditional_modules=names
+        1, model=sometimes(), units=["Block", "Sometimes"], conditional_modules=names
     ) as engine:
         assert not engine.train_batch(iter(feed)).isnan()
+
+
+@on_ranks(2)
+def test_gradient_hooks_run_in_the_first_and_the_last_backward_of_a_step_only():
+    calls = []
+    with opened(1) as engine:
+        for buffer in engine.runtime.reducer.buffers:
+            take = buffer.take_grad
+            buffer.take_grad = lambda *args, take=take: (calls.append(1), take(*args))[1]
+        for step in range(2):
+            engine.train_batch(iter(models.batches(step, 0)))
+        params = sum(len(buffer.unit.params) for buffer in engine.runtime.reducer.buffers)
+    assert len(calls) == 2 * 2 * params
 
 
 @on_ranks(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import kit
 import pytest
 import torch
 from torch import Tensor, nn
@@ -100,3 +101,57 @@ def test_waiting_gradients_train_as_the_plain_loop(stage, group_numel, accumulat
         torch.testing.assert_close(
             trained[name], value, rtol=1e-5 if reordered else 0, atol=1e-7 if reordered else 0
         )
+
+
+def recorded(param: nn.Parameter) -> list[Tensor]:
+    """Copies of ``param.grad``, from a hook of the program, after each backward."""
+    seen: list[Tensor] = []
+    param.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.detach().clone()))
+    return seen
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@on_ranks(1)
+def test_hooks_of_the_program_see_the_sums_that_plain_pytorch_shows(stage):
+    """From the second backward on, autograd adds to the slots of the local sum, which it was lent."""
+    accumulation, steps = 3, 2
+    plain, model = small_network(), small_network()
+    expected, found = recorded(plain[0].weight), recorded(model[0].weight)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    for step in range(steps * accumulation):
+        (plain(batch(step)).square().sum() / accumulation).backward()
+        if (step + 1) % accumulation == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    config = kit.config(stage, gradient_accumulation_steps=accumulation)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with Engine(model, config=config, optimizer=optimizer) as engine:
+        for step in range(steps * accumulation):
+            engine.backward(engine(batch(step)).square().sum())
+            assert all(param.grad is None for param in model.parameters())
+            engine.step()
+    assert len(found) == len(expected) == steps * accumulation
+    for mine, plain_sum in zip(found, expected, strict=True):
+        assert torch.equal(mine, plain_sum)
+
+
+@on_ranks(1)
+def test_a_lent_slot_holds_the_sum_of_a_backward_that_records_a_graph():
+    """With ``create_graph=True`` autograd does not add in place, but makes a new sum."""
+    plain, model = small_network(), small_network()
+    for create_graph in (False, True, False):
+        plain(batch(0)).square().sum().div(4).backward(create_graph=create_graph)
+    plain[0].weight.grad = plain[0].weight.grad.detach()
+    config = kit.config(1, gradient_accumulation_steps=4)
+    with Engine(model, config=config, optimizer=torch.optim.SGD(model.parameters())) as engine:
+        for create_graph in (False, True, False):
+            loss = engine(batch(0)).square().sum() / 4
+            loss.backward(create_graph=create_graph)
+            engine.step()
+        first = engine.runtime.reducer.buffers[0]
+        assert torch.equal(first.views[0], plain[0].weight.grad)
+
+
+def small_network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))

@@ -126,6 +126,7 @@ class PipelineRunner:
         count = engine.accumulation.steps
         inputs, labels = self._split(agreed_batches(engine, data_iter, needs=self._needs_data))
         self._arrived = defaultdict(list)
+        engine._hooks.check_tree()
         with self._running(engine), self._tied_gathered(engine), self._gathered(engine):
             self._run(engine, inputs, labels, count, backward=True)
         incomplete = self._incomplete(engine, count)
@@ -254,13 +255,16 @@ class PipelineRunner:
     def _around_backward(self, stage: int, is_last: bool) -> Iterator[None]:
         engine = self._engine
         self._kind = BackwardKind(is_last, engine.accumulation.steps > 1, stage)
+        reducer = engine.runtime.reducer
+        watched = is_last or reducer.eager  # gradients are reduced
+        engine._hooks.watch_gradients(reducer.of_stage(stage), watched)
         engine._in_backward.append(engine)
         try:
             with self._computing():
                 yield
         finally:
             engine._in_backward.remove(engine)
-        for buffer in engine.runtime.reducer.buffers:
+        for buffer in reducer.buffers:
             if buffer.pipeline_stage in (stage, None):
                 self._arrived[id(buffer), stage].append(buffer.num_ready)
 

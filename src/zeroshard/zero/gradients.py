@@ -11,6 +11,9 @@ reduce-scatter. Its result is added to ``reduced_S``, which the update reads. At
 makes ``reduced_N`` of the shards. ``reset`` frees all of them after the update. Between two backwards no
 gradient waits.
 
+*Several backwards.* Where dtypes allow it, the slot of a parameter is lent to ``param.grad`` during later
+backwards, and autograd adds to it in place: the same addition, without a copy and a call from Python.
+
 *Arrivals add.* A second gradient of a parameter is added to its slot. One that arrives after the unit's
 reduction opens a new ``grads_N``, which is reduced as well and added. There is no state "already reduced"
 in which a gradient would be lost.
@@ -104,6 +107,12 @@ class GradBuffer:
         )  # by slot: is there a gradient, in grads_N or waiting?
         self._waiting: dict[int, Tensor] = {}  # by slot: gradients that are not in grads_N yet
         self._waiting_numel = 0
+        self._lent = [False] * len(
+            unit.params
+        )  # by slot: ``param.grad`` is the slot of ``grads_N``
+        self._is_lent = False  # any of them
+        self.is_unwatched = False  # all are, and no hook tells of gradients
+        self._version = 0  # of grads_N when an unwatched backward began
         self.has_grad = [False] * len(unit.params)  # by slot: any gradient since the last step?
         self.num_ready = 0  # gradients that arrived in the running backward
         self._local_dtype = unit.row.reduce
@@ -225,6 +234,52 @@ class GradBuffer:
         """To be called once per backward, before its first gradient. ``dtype``: of a new local sum."""
         self._local_dtype = dtype
         self.num_ready, self.complete = 0, False
+        if self.grads_N is not None and not self.is_unwatched:
+            self._lend_slots()
+
+    def end_backward(self) -> None:
+        """To be called once per backward, after its last gradient."""
+        if self.is_unwatched:
+            assert self.grads_N is not None
+            self.num_ready = self.grads_N._version - self._version
+            return
+        self.copy_waiting()
+        self._take_back()
+
+    def lend_all(self) -> bool:
+        """Lend all slots, for a backward without hooks. False: that is not possible.
+
+        Views share the version of ``grads_N``, and each addition increments it, so it counts gradients.
+        """
+        if self.grads_N is None or not all(self.filled):
+            return False
+        if not all(self._lent):
+            self._lend_slots()
+        self._version = self.grads_N._version
+        return all(self._lent)
+
+    def _lend_slots(self) -> None:
+        """Make filled slots the gradients of their parameters, so that autograd itself adds to them.
+
+        The hook of a parameter then costs a third. A gradient that is there already is not replaced.
+        """
+        grads_N, row = self.grads_N, self.unit.row
+        assert grads_N is not None
+        if not self.unit.resident or self._has_dtensors or row.param != grads_N.dtype:
+            return
+        for index, param in enumerate(self.unit.params):
+            if self.filled[index] and index not in self._waiting and param.grad is None:
+                param.grad = self.views[index]
+                self._lent[index] = self._is_lent = True
+
+    def _take_back(self) -> None:
+        """End the loan of slots that got no gradient."""
+        if not self._is_lent:
+            return
+        for index, param in enumerate(self.unit.params):
+            if self._lent[index]:
+                param.grad, self._lent[index] = None, False
+        self._is_lent = False
 
     def take_grad(self, index: int, param: nn.Parameter) -> bool:
         """Take the gradient that autograd accumulated into ``param.grad``.
@@ -236,6 +291,12 @@ class GradBuffer:
         """
         grad, param.grad = param.grad, None
         assert grad is not None
+        if self._lent[index]:
+            self._lent[index] = False
+            if grad is not self.views[index]:  # with create_graph=True the sum is a new tensor
+                self.views[index].copy_(grad.detach())
+            self.num_ready += 1
+            return self.num_ready == self._num_params
         if self._has_dtensors and type(param) in KINDS:
             slots = self.slots_of(index)
             grad = local_grad(param, grad) if slots is None else slots.local(index, param, grad)
@@ -338,6 +399,7 @@ class GradBuffer:
         """Drop and free the gradients of this step."""
         self.grads_N, self.views = None, []
         self._waiting, self._waiting_numel = {}, 0
+        self._take_back()
         self.reducing_N = self.reduce_result_S = None
         self.reduced_S = self.reduced_N = None
         self.discard_reduced()

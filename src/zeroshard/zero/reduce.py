@@ -83,6 +83,10 @@ class GradReducer:
         """The buffers in the order of their reductions: backward reaches the last unit first."""
         return self.buffers[::-1]
 
+    def of_stage(self, stage: int) -> Sequence[GradBuffer]:
+        """The buffers of one pipeline stage."""
+        return self._orders.get(stage, ())
+
     @cached_property
     def _orders(self) -> dict[int | None, list[GradBuffer]]:
         """The buffers of each pipeline stage, in the order of their reductions. None: tied ones."""
@@ -117,7 +121,7 @@ class GradReducer:
     def end_backward(self) -> None:
         """Reduce the remaining buffers in the fixed order, the same on every rank."""
         for buffer in chain(self._running, self._orders.get(None, ())):
-            buffer.copy_waiting()
+            buffer.end_backward()
         self.waiting = not self.reducing
         if self.waiting:
             return
