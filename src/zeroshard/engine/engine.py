@@ -18,7 +18,7 @@ from zeroshard.comm.dtensors import whole_of
 from zeroshard.comm.mesh_objects import mesh_sources
 from zeroshard.config import LoadedConfig
 from zeroshard.core.nbytes import state_nbytes
-from zeroshard.engine import export
+from zeroshard.engine import export, out_of_memory
 from zeroshard.engine.arguments import backward_error
 from zeroshard.engine.build import build_engine
 from zeroshard.engine.checkpoint_loader import CheckpointLoader
@@ -161,6 +161,7 @@ class Engine(nn.Module):
         self.training_dataloader: Any = None  # set by initialize(), from training_data
         self._watch = parts.watch
         self._update = parts.update
+        self.memory_baseline = out_of_memory.MemoryBaseline(parts.runtime.ledger)
         self._hooks = parts.hooks
         self._offloader = parts.offloader
         self._observer = parts.observer
@@ -197,10 +198,14 @@ class Engine(nn.Module):
             self.life.check("engine.forward()", "lp_params")
         if self.settings.fp16.enabled and self.settings.fp16.auto_cast:
             args, kwargs = cast_floats((args, kwargs), torch.float16)
-        if self.policy.autocast is None:
-            return self.module(*args, **kwargs)
-        with torch.autocast(self.device.type, dtype=self.policy.autocast):
-            return self.module(*args, **kwargs)
+        try:
+            if self.policy.autocast is None:
+                return self.module(*args, **kwargs)
+            with torch.autocast(self.device.type, dtype=self.policy.autocast):
+                return self.module(*args, **kwargs)
+        except RuntimeError as error:
+            out_of_memory.explain(self, error, "forward")
+            raise
 
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
@@ -223,6 +228,7 @@ class Engine(nn.Module):
                 scaled = scaled * self._weight
             scaled.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         except (RuntimeError, AttributeError, TypeError) as error:
+            out_of_memory.explain(self, error, "backward")
             if (clearer := backward_error(loss, error)) is not None:
                 raise clearer from error
             raise
@@ -328,7 +334,11 @@ class Engine(nn.Module):
             )
         if self._judge_last_step():
             return  # the gradients were of other parameters, and were dropped
-        outcome = self._update.run(self.global_steps + 1)
+        try:
+            outcome = self._update.run(self.global_steps + 1)
+        except RuntimeError as error:
+            out_of_memory.explain(self, error, out_of_memory.UPDATE)
+            raise
         report, skipped = outcome.report, outcome.skipped
         self.last_step = report
         self.global_steps += 1

@@ -319,6 +319,11 @@ class GradBuffer:
             self.copy_waiting()
         return is_last
 
+    @property
+    def waiting_nbytes(self) -> int:
+        """Bytes of gradients that are not in ``grads_N`` yet. The ledger does not count them."""
+        return sum(grad.nbytes for grad in self._waiting.values())
+
     def copy_waiting(self) -> None:
         """Copy the gradients that wait into their slots."""
         if not self._waiting:

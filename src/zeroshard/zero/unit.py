@@ -231,15 +231,20 @@ class Unit:
         Raises:
             UsageError: the parameters are offloaded.
             DiskError: the shard cannot be read; the unit stays sharded.
+            torch.OutOfMemoryError: there is no memory for the full parameters; the unit stays sharded.
         """
         if not self.is_sharded:
             self.check_not_offloaded()
             return
         if self.state is UnitState.UPDATING:
             self._end_update()
-        self.store.open_gather()  # if this raises, the unit stays SHARDED
+        self._set_allocated(True)  # if this or the next line raises, the unit stays SHARDED
+        try:
+            self.store.open_gather()
+        except BaseException:
+            self._set_allocated(False)
+            raise
         self._transition(UnitState.GATHERING)
-        self._set_allocated(True)
         self._start_gather()
 
     def _start_gather(self) -> None:

@@ -1,0 +1,194 @@
+"""Explains an allocation that failed: what this rank holds, and changes that free memory.
+
+The text is added to the message of torch's exception. Its type and the beginning of its message stay,
+because programs that look for a batch size that fits catch it by them.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from zeroshard.core.ledger import RESTING, TEMPORARY, Ledger
+from zeroshard.core.nbytes import state_nbytes
+from zeroshard.core.tiers import TIERS, Tier
+from zeroshard.device.choice import ops_of
+from zeroshard.engine.remedies import Remedy, Run, accumulating, remedies
+from zeroshard.memory.host_limits import ROOT, host_limits, kib, read_table
+
+_SIZES = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+_ASKED = re.compile(r"[Tt]ried to allocate ([0-9.]+) (bytes|KiB|MiB|GiB)")
+UPDATE = "the update"
+_BEGIN = "ZeroShard: the memory of rank"
+
+
+def requested_nbytes(error: BaseException) -> int | None:
+    """The size of the allocation that failed; None: the error is another one.
+
+    >>> requested_nbytes(RuntimeError("CUDA out of memory. Tried to allocate 1.50 MiB. GPU 0 has..."))
+    1572864
+    >>> requested_nbytes(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to "
+    ...     "allocate 64 bytes. Error code 12 (Cannot allocate memory)"))
+    64
+    >>> requested_nbytes(RuntimeError("shape mismatch")) is None
+    True
+    """
+    found = _ASKED.search(str(error))
+    return None if found is None else int(float(found[1]) * _SIZES[found[2]])
+
+
+def resident_nbytes(root: Path = ROOT) -> int | None:
+    """Host memory that this process holds; None where the system does not report it."""
+    return kib(read_table(root / "proc/self/status"), "VmRSS:")
+
+
+def reached(error: BaseException, model: nn.Module) -> tuple[str, float]:
+    """The module that a forward was in when ``error`` was raised, and the part of the blocks that ran.
+
+    The blocks are the longest list of modules around it. ("", 1.0) if no frame is of a module.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    found = ""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        found = names.get(id(frame.f_locals.get("self")), found)
+    part, most = 1.0, 1
+    parts = found.split(".")
+    for depth in range(1, len(parts)):
+        holder = model.get_submodule(".".join(parts[:depth]))
+        if isinstance(holder, (nn.ModuleList, nn.Sequential)) and len(holder) > most:
+            most = len(holder)
+            part = (list(dict(holder.named_children())).index(parts[depth]) + 0.5) / most
+    return found, part
+
+
+class MemoryBaseline:
+    """What was held when the engine was built. The growth since then is that of the model's run."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._resident = resident_nbytes()
+        self._held = ledger.totals()[0]
+
+    def activations(self, engine: Any) -> int:
+        """Device memory that the engine does not hold: activations, temporaries, the program's own.
+
+        On the CPU it is the growth of the process, which contains memory that allocators keep.
+        """
+        everything: int
+        on_device: int
+        everything, on_device = engine.runtime.ledger.totals()
+        waiting: int = sum(buffer.waiting_nbytes for buffer in engine.runtime.reducer.buffers)
+        in_use: tuple[int, int] | None = ops_of(engine.device).memory_in_use()
+        if in_use is not None:
+            return max(0, in_use[0] - on_device - waiting)
+        resident = resident_nbytes()
+        if resident is None or self._resident is None:
+            return 0
+        return max(0, resident - self._resident - (everything - self._held) - waiting)
+
+
+def explain(engine: Any, error: BaseException, phase: str) -> None:
+    """Add to the message of a failed allocation what the rank holds; other errors stay as they are."""
+    asked = requested_nbytes(error)
+    if asked is None or _BEGIN in str(error):
+        return
+    activations = engine.memory_baseline.activations(engine)
+    module, part = reached(error, engine.module) if phase == "forward" else ("", 1.0)
+    whole = int(activations / part)
+    missing = max(asked, whole - activations + _to_come(engine))
+    where = f"{phase} of {module!r}" if module else phase
+    lines = [
+        f"{_BEGIN} {engine.global_rank} when {_mib(asked)} MiB could not be allocated, in {where}, "
+        f"step {engine.global_steps + 1} (MiB):",
+        *_table(engine, activations),
+    ]
+    if part < 1.0:
+        lines.append(
+            f"{part:.0%} of the blocks had run, so a whole forward would hold about {_mib(whole)} MiB of "
+            "others."
+        )
+    lines += _advice(remedies(_run_of(engine, whole), missing), missing)
+    error.args = ("\n".join([str(error.args[0]), *lines]), *error.args[1:])
+
+
+def _to_come(engine: Any) -> int:
+    """Bytes of optimizer state on the device that are planned and not allocated yet."""
+    runtime = engine.runtime
+    planned = state_nbytes(runtime.plan, runtime.stage, engine._watch.gathers.rank)
+    kinds = ("master", "optimizer")
+    now: int = sum(runtime.ledger.nbytes(kind) for kind in kinds)
+    return sum(planned[kind, Tier.DEVICE] for kind in kinds) - now
+
+
+def _run_of(engine: Any, activations: int) -> Run:
+    runtime, zero = engine.runtime, engine.settings.zero_optimization
+    rows = {id(unit.layout): unit.row for unit in runtime.units}
+    model = engine.module
+    return Run(
+        units=runtime.plan,
+        accumulated=[
+            accumulating(each, rows[id(each.layout)].grad_accum.itemsize)
+            if id(each.layout) in rows
+            else each
+            for each in runtime.plan
+        ],
+        rank=engine._watch.gathers.rank,
+        stage=runtime.stage.number,
+        micro_batch=engine.train_micro_batch_size_per_gpu(),
+        accumulation=engine.accumulation.steps,
+        activation_nbytes=activations,
+        has_host=engine.device.type != "cpu",
+        can_checkpoint=hasattr(model, "gradient_checkpointing_enable")
+        and getattr(model, "supports_gradient_checkpointing", True)
+        and not getattr(model, "is_gradient_checkpointing", False),
+        offloads_optimizer=_is_offloaded(zero.offload_optimizer),
+        offloads_params=_is_offloaded(zero.offload_param),
+    )
+
+
+def _is_offloaded(section: Any) -> bool:
+    return section is not None and TIERS[section.device] is not Tier.DEVICE
+
+
+def _table(engine: Any, activations: int) -> Iterator[str]:
+    """A line per category and tier: planned bytes between steps, bytes now, and the peak."""
+    runtime = engine.runtime
+    ledger: Ledger = runtime.ledger
+    planned = state_nbytes(runtime.plan, runtime.stage, engine._watch.gathers.rank)
+    yield f"  {'':24}{'planned':>10}{'now':>10}{'peak':>10}"
+    for tier in TIERS.values():
+        for category in (*RESTING, *TEMPORARY):
+            plan = planned.get((category, tier))
+            now, peak = ledger.nbytes(category, tier), ledger.peak(category, tier)
+            if category == "scratch" and tier is Tier.DEVICE:
+                now, peak = (n + engine._watch.scratch_nbytes for n in (now, peak))
+            if plan or now or peak:
+                cells = "".join(f"{_mib(n):>10}" for n in (plan, now, peak))
+                yield f"  {category + ', ' + tier.name:24}{cells}"
+    yield f"  {'others':24}{'':>10}{_mib(activations):>10}   activations, temporaries, the program's own"
+    if engine.device.type == "cpu":
+        yield f"  {host_limits().in_words()}"
+
+
+def _advice(found: Sequence[Remedy], asked: int) -> Iterator[str]:
+    if not found:
+        yield (
+            "No change of stage, micro-batch or offload frees memory here. More ranks, or a smaller or "
+            "shorter input, would."
+        )
+        return
+    yield "Changes that free memory, in the order of assumed slowdown per byte:"
+    if found[0].freed_nbytes < asked:
+        yield f"  (none of them alone frees the {_mib(asked)} MiB that are missing)"
+    for number, each in enumerate(found, start=1):
+        yield f"  {number}. {each.text}: frees about {_mib(each.freed_nbytes)} MiB"
+        yield f"     {each.line}"
+    yield "`zeroshard plan` tells what a configuration needs before it is run."
+
+
+def _mib(nbytes: int | None) -> str:
+    return "" if nbytes is None else f"{nbytes / 2**20:.1f}"

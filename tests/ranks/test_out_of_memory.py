@@ -1,0 +1,232 @@
+"""What a failed allocation says: bytes of this rank, and changes that free memory when they are made."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import kit
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from zeroshard import Engine
+from zeroshard.memory.storage import resize
+from zeroshard.planner.allocations import Allocations
+from zeroshard.testing import on_ranks
+from zeroshard.zero import unit
+
+DEPTH = 12
+TOO_LARGE = 1 << 50
+
+
+class Greedy(torch.autograd.Function):
+    """Allocates more than there is, in forward or in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, phase: str) -> Tensor:
+        ctx.phase = phase
+        return x + torch.empty(TOO_LARGE, dtype=torch.uint8).sum() if phase == "forward" else x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        if ctx.phase == "backward":
+            torch.empty(TOO_LARGE, dtype=torch.uint8)
+        return grads[0], None
+
+
+class GreedyNet(nn.Module):
+    def __init__(self, phase: str) -> None:
+        super().__init__()
+        self.linear, self.phase = nn.Linear(8, 8), phase
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Greedy.apply(self.linear(x), self.phase).sum()
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward", "the update"])
+@on_ranks(1)
+def test_a_failed_allocation_tells_what_the_rank_holds(phase):
+    model = GreedyNet(phase)
+    with kit.engine(model, 1) as engine, pytest.raises(RuntimeError) as caught:
+        if phase == "the update":
+            engine._update.run = lambda _: torch.empty(TOO_LARGE, dtype=torch.uint8)
+        engine.backward(engine(torch.ones(2, 8)))
+        engine.step()
+    text = caught.value.args[0]
+    assert "DefaultCPUAllocator: can't allocate memory" in text  # programs look for this
+    assert f"rank 0 when {2**30}.0 MiB could not be allocated, in {phase}, step 1" in text
+    assert re.search(r"^  parameters, device +0\.0 +0\.0 +0\.0$", text, re.MULTILINE)
+    assert text.count("ZeroShard: the memory of rank") == 1
+
+
+@on_ranks(1)
+def test_other_errors_keep_their_text():
+    with kit.engine(nn.Linear(8, 8), 1) as engine:
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+            engine(torch.ones(2, 7))
+        assert "ZeroShard" not in str(caught.value)
+
+
+class Failing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 MiB. GPU 0 has...")
+
+
+@on_ranks(1)
+def test_a_forward_that_ends_in_the_middle_is_told_with_its_place():
+    """Two and a half of eight blocks had run, so a whole forward needs 3.2 times as much."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(2)), Failing())
+    model.extend(nn.Linear(8, 8) for _ in range(5))
+    with kit.engine(
+        nn.ModuleDict({"blocks": model}), 1, train_micro_batch_size_per_gpu=64
+    ) as engine:
+        engine.module.forward = lambda x: model(x)
+        engine.memory_baseline.activations = lambda _: 2**40
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            engine(torch.ones(64, 8))
+    text = str(caught.value)
+    assert "in forward of 'blocks.2', step 1" in text
+    assert "31% of the blocks had run, so a whole forward would hold about 3355443.2 MiB" in text
+    assert '{"train_micro_batch_size_per_gpu": 16, "gradient_accumulation_steps": 4}' in text
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).tanh())
+
+
+class Net(nn.Module):
+    """Blocks that can recompute, as those of Transformers."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(DEPTH))
+        self.is_gradient_checkpointing = False
+
+    def gradient_checkpointing_enable(self) -> None:
+        self.is_gradient_checkpointing = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = (
+                checkpoint(block, x, use_reentrant=False)
+                if self.is_gradient_checkpointing
+                else block(x)
+            )
+        return x
+
+
+SCENARIOS = {
+    "states at stage 0": (0, 2, 96, 0.8),
+    "states at stage 1": (1, 2, 96, 0.9),
+    "activations at stage 0": (0, 2048, 32, 0.4),
+    "activations at stage 2": (2, 2048, 32, 0.4),
+    "activations at stage 3": (3, 2048, 32, 0.6),
+    "both at stage 1": (1, 512, 96, 0.75),
+}
+"""Stage, micro-batch, width, and the part of the peak for which there is memory."""
+
+
+class Limited(Allocations):
+    """Refuses allocations beyond a limit, as an allocator does."""
+
+    def __init__(self, limit: float = float("inf")) -> None:
+        super().__init__(lambda *_: None, real=True)
+        self.limit, self.peak = limit, 0
+
+    def _add(self, key: int, tensor: Tensor, nbytes: int, op: str, module: str) -> None:
+        super()._add(key, tensor, nbytes, op, module)
+        self.peak = max(self.peak, self._live)
+        if nbytes and self._live > self.limit:
+            raise torch.OutOfMemoryError(
+                f"CUDA out of memory. Tried to allocate {nbytes / 2**20:.2f} MiB."
+            )
+
+
+def trained(config: dict[str, Any], width: int, line: str | None, memory: Limited) -> str | None:
+    """Two steps with one change. Returns what is told if memory is missing."""
+    model = Net(width)
+    changed = {**config, "zero_optimization": dict(config["zero_optimization"])}
+    if line is not None and line.startswith("model."):
+        getattr(model, line.removeprefix("model.").removesuffix("()"))()
+    elif line is not None:
+        keys = json.loads(line)
+        changed["zero_optimization"] |= keys.pop("zero_optimization", {})
+        changed |= keys
+    batch = torch.ones(changed["train_micro_batch_size_per_gpu"], width)
+    with memory:
+        # Copied inside, since memory is followed from there on.
+        for param in model.parameters():
+            param.data = param.data.clone()
+        with Engine(model, config={**changed, "transport": "p2p"}) as engine:
+            engine.memory_baseline.activations = lambda _: (
+                memory._live - engine.runtime.ledger.totals()[1]
+            )
+            try:
+                for _ in range(2 * changed.get("gradient_accumulation_steps", 1)):
+                    engine.backward(engine(batch).square().mean())
+                    engine.step()
+            except torch.OutOfMemoryError as error:
+                memory.limit = float("inf")
+                return str(error)
+    return None
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+@on_ranks(2)
+def test_a_run_that_did_not_fit_fits_with_each_printed_change(scenario):
+    stage, micro_batch, width, part = SCENARIOS[scenario]
+    config = kit.config(
+        stage,
+        optimizer={"type": "AdamW", "params": {"lr": 1e-3}},
+        train_micro_batch_size_per_gpu=micro_batch,
+    )
+    free = Limited()
+    assert trained(config, width, None, free) is None
+    told = trained(config, width, None, Limited(part * free.peak))
+    assert told is not None
+    given = [re.findall(r"frees about [0-9.]+ MiB\n +(.+)", told)]
+    dist.broadcast_object_list(
+        given
+    )  # ranks hold different parts, and may be told different changes
+    (lines,) = given
+    assert lines, told
+    for line in lines:
+        again = trained(config, width, line, Limited(part * free.peak))
+        assert again is None, f"{line}\n{told}\n{again}"
+
+
+@on_ranks(2)
+def test_a_program_may_go_on_after_a_gather_that_had_no_memory():
+    """As programs do that look for a batch size: the unit that got no memory stays sharded."""
+    model = Net(16)
+    x = torch.ones(2, 16)
+    expected = model(x).detach()
+    calls: list[int] = []
+
+    def refusing(flat: Tensor, nbytes: int) -> None:
+        if nbytes:
+            calls.append(nbytes)
+            if len(calls) == 5:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 MiB.")
+        resize(flat, nbytes)
+
+    with kit.engine(model, 3) as engine:
+        unit.resize = refusing
+        try:
+            with pytest.raises(torch.OutOfMemoryError, match="ZeroShard: the memory of rank"):
+                engine(x)
+            assert torch.equal(engine(x).detach(), expected)
+            engine.backward(engine(x).square().mean())
+            engine.step()
+        finally:
+            unit.resize = resize

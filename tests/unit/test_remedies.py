@@ -1,0 +1,98 @@
+"""Changes that free memory: bytes by hand, their order, and what is not offered."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from zeroshard.core.layout import pack
+from zeroshard.core.nbytes import StateBytes, UnitBytes
+from zeroshard.engine.remedies import Run, remedies
+
+RANKS, UNITS, NUMEL = 4, 8, 128 * 64
+
+
+def unit(grad_nbytes: int = 2) -> UnitBytes:
+    """16-bit parameters and gradients, fp32 masters, Adam."""
+    layout = pack([("w", (128, 64))], num_shards=RANKS)
+    return UnitBytes(layout, 2, grad_nbytes, master_nbytes=4, state={"w": StateBytes(8)})
+
+
+def run(**changed: Any) -> Run:
+    plain = Run(
+        units=[unit()] * UNITS,
+        accumulated=[unit(4)] * UNITS,
+        rank=0,
+        stage=0,
+        micro_batch=6,
+        accumulation=5,
+        activation_nbytes=0,
+        has_host=True,
+        can_checkpoint=False,
+        offloads_optimizer=False,
+        offloads_params=False,
+    )
+    return replace(plain, **changed)
+
+
+def lines(found: Run, asked: int = 1, count: int = 10) -> dict[str, int]:
+    return {each.line: each.freed_nbytes for each in remedies(found, asked, count)}
+
+
+def zero(**keys: Any) -> str:
+    return json.dumps({"zero_optimization": keys})
+
+
+def test_a_stage_frees_its_states_less_what_it_holds_for_a_moment():
+    found = lines(run())
+    states = UNITS * NUMEL
+    live = 3 * NUMEL
+    assert found[zero(stage=2)] == states * (16 - 2 - 14 / RANKS) - live * 2
+    assert found[zero(stage=3)] == states * (16 - 16 / RANKS) - live * 4
+
+
+def test_states_go_to_the_host_where_there_is_one():
+    to_host = {"device": "cpu"}
+    found = lines(run(stage=2))
+    optimizer = zero(stage=2, offload_optimizer=to_host)
+    everything = zero(stage=3, offload_optimizer=to_host, offload_param=to_host)
+    assert found[optimizer] == UNITS * NUMEL * 12 / RANKS
+    assert found[everything] == UNITS * NUMEL * (12 / RANKS + 2) - 3 * NUMEL * 2
+    assert {*lines(run(stage=2, has_host=False))} == {zero(stage=3)}
+    is_away = run(stage=2, offloads_optimizer=True, offloads_params=True)
+    assert {*lines(is_away)} == {zero(stage=3)}
+
+
+def test_a_smaller_micro_batch_keeps_the_batch_of_a_step_and_pays_for_the_sums():
+    found = lines(run(stage=3, has_host=False, activation_nbytes=10**6))
+    line = json.dumps({"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 10})
+    assert found == {line: 10**6 // 2}
+    thirds = run(
+        stage=3, has_host=False, micro_batch=9, accumulation=1, activation_nbytes=9 * 10**5
+    )
+    line = json.dumps({"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 3})
+    assert lines(thirds) == {line: 6 * 10**5 - UNITS * NUMEL * 4 // RANKS}
+    assert not lines(run(stage=3, has_host=False, micro_batch=1, activation_nbytes=10**6))
+
+
+def test_the_micro_batch_is_the_largest_that_frees_enough():
+    tight = run(stage=3, has_host=False, micro_batch=12, activation_nbytes=12 * 10**6)
+    offered = {
+        missing: json.loads(next(iter(lines(tight, missing * 10**6))))[
+            "train_micro_batch_size_per_gpu"
+        ]
+        for missing in (1, 5, 7, 8, 9, 10, 99)
+    }
+    assert offered == {1: 6, 5: 6, 7: 4, 8: 4, 9: 3, 10: 2, 99: 1}
+
+
+def test_the_order_is_slowdown_per_byte_and_small_changes_are_left_out():
+    tight = run(can_checkpoint=True, activation_nbytes=10**6)
+    first = [each.text for each in remedies(tight, 1)]
+    assert len(first) == 3
+    assert first[0] == "stage 2 instead of stage 0"
+    frees = lines(tight)
+    least = min(frees.values())
+    assert min(lines(tight, least + 1).values()) > least
+    assert len(lines(tight, 10**12)) == len(frees)  # none alone is enough, so all are told
