@@ -36,7 +36,7 @@ LAYERS = [  # from the bottom
     {"zero"},
     {"checkpoint", "parallel"},
     {"engine"},
-    {"planner"},
+    {"doctor", "planner"},
     {"deepspeed"},
     {"integrations"},
     {"cli"},
@@ -45,7 +45,15 @@ LAYERS = [  # from the bottom
 HEIGHT = {name: height for height, names in enumerate(LAYERS) for name in names}
 
 OWNERS = {  # module, or prefix of modules: the layers that may import it
-    "torch.distributed": {"comm", "watchdog", "launch", "parallel", "deepspeed", "testing"},
+    "torch.distributed": {
+        "comm",
+        "watchdog",
+        "launch",
+        "parallel",
+        "deepspeed",
+        "doctor",
+        "testing",
+    },
     "torch": set(HEIGHT) - {"core", "config", "errors", "moved", "version"} | {"testing"},
     "pydantic": {"config", "checkpoint"},
     "typer": {"cli", "launch"},
@@ -232,6 +240,7 @@ def test_the_environment_is_read_at_the_border_only():
     borders = {
         "comm",
         "device",
+        "doctor",
         "watchdog",
         "launch",
         "optim",

@@ -11,7 +11,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from zeroshard.memory.host_limits import ROOT, kib, memory_folders, read_table
+from zeroshard.memory.host_limits import ROOT, cgroup_folders, kib, read_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class OomCounters:
 def read_oom_counters(root: Path = ROOT) -> OomCounters:
     """``oom_kill`` of this cgroup (``memory.events``; v1: ``memory.oom_control``) and of the host."""
     cgroup = None
-    for folder in memory_folders(root):
+    for folder in cgroup_folders(root):
         for name in ("memory.events", "memory.oom_control"):
             cgroup = read_table(folder / name).get("oom_kill")
             if cgroup is not None:

@@ -74,7 +74,7 @@ def gib(nbytes: int) -> str:
 def host_limits(root: Path = ROOT) -> HostLimits:
     """Free memory of the host and the tightest cgroup limit from this process's cgroup upwards."""
     info = read_table(root / "proc/meminfo")
-    limits = [limit for folder in memory_folders(root) if (limit := _limit(folder)) is not None]
+    limits = [limit for folder in cgroup_folders(root) if (limit := _limit(folder)) is not None]
     return HostLimits(
         host_total_nbytes=kib(info, "MemTotal:"),
         host_free_nbytes=kib(info, "MemAvailable:"),
@@ -82,15 +82,16 @@ def host_limits(root: Path = ROOT) -> HostLimits:
     )
 
 
-def memory_folders(root: Path) -> Iterator[Path]:
-    """cgroup folders that may hold memory files, from this process's cgroup up to the visible root."""
+def cgroup_folders(root: Path, controller: str = "memory") -> Iterator[Path]:
+    """cgroup folders that may hold a controller's files, from this process's cgroup up to the visible
+    root."""
     mount = root / "sys/fs/cgroup"
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
             bases = [mount, mount / "unified"]
-        elif "memory" in controllers.split(","):
-            bases = [mount / "memory", mount / controllers]
+        elif controller in controllers.split(","):
+            bases = [mount / controller, mount / controllers]
         else:
             continue
         # In a cgroup namespace, the path of a process outside of it starts with "..".

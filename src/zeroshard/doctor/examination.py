@@ -1,0 +1,161 @@
+"""Examines this machine: facts, probes, and what they mean."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zeroshard.doctor import probes
+from zeroshard.doctor.facts import Facts, gather
+from zeroshard.doctor.probes import Outcome
+from zeroshard.doctor.verdicts import (
+    BISECT,
+    CODES,
+    Finding,
+    of_facts,
+    of_gloo,
+    of_gpus,
+    of_name,
+    of_nccl,
+)
+from zeroshard.memory.host_limits import gib
+
+GLOO_LIMIT_S, NCCL_LIMIT_S, ANSWER_LIMIT_S = 12.0, 30.0, 5.0
+
+
+@dataclass(frozen=True)
+class Examination:
+    """``gloo``: by number of ranks. ``nccl``: by setting; empty without GPUs."""
+
+    facts: Facts
+    gpus: list[dict[str, str]]
+    gloo: dict[int, Outcome]
+    nccl: dict[str, Outcome]
+    findings: list[Finding]
+
+    @property
+    def exit_code(self) -> int:
+        """0: nothing found; 1: warnings; 2: a run will fail."""
+        return max([{"warns": 1, "fails": 2}[f.weight] for f in self.findings], default=0)
+
+
+def examine(
+    ranks: int | None, disk: Path, nodes: int = 1, environ: Mapping[str, str] | None = None
+) -> Examination:
+    """Examine this machine for ``ranks`` ranks; None: one for each GPU, or 2.
+
+    ``nodes``: hosts of the run; the name of this one matters if there are several. ``environ``: for the
+    programs that are started; None: that of this process.
+    """
+    environ = dict(os.environ) if environ is None else environ
+    answer, gpus = probes.gpus(limit_s=ANSWER_LIMIT_S, environ=environ)
+    count = ranks or len(gpus) or 2
+    facts = gather(count, disk, environ)
+    name: list[Finding] = []
+    if nodes > 1:
+        answered, found = probes.addresses(facts.host, limit_s=ANSWER_LIMIT_S, environ=environ)
+        name = list(of_name(found, answered=answered))
+    gloo = {
+        n: probes.collectives(n, "gloo", limit_s=GLOO_LIMIT_S, environ=environ)
+        for n in sorted({2, count} - {1})
+    }
+    one = Outcome("ok", "")
+    nccl: dict[str, Outcome] = {}
+    if gpus:
+        one, nccl = _try_nccl(min(count, len(gpus)), facts, environ)
+    verdict = of_nccl(one, nccl)
+    findings = [
+        *of_gpus(facts, answer),
+        *([verdict] if verdict else []),
+        *of_gloo(gloo),
+        *of_facts(facts),
+        *name,
+    ]
+    return Examination(facts, gpus, gloo, nccl, findings)
+
+
+def _try_nccl(
+    ranks: int, facts: Facts, environ: Mapping[str, str]
+) -> tuple[Outcome, dict[str, Outcome]]:
+    """One GPU alone, then all GPUs with one setting after the other, until one works."""
+    one = probes.collectives(1, "nccl", limit_s=NCCL_LIMIT_S, environ=environ)
+    tried: dict[str, Outcome] = {}
+    if one.kind != "ok" or ranks < 2:
+        return one, tried
+    interfaces = [(f"NCCL_SOCKET_IFNAME={n}", {"NCCL_SOCKET_IFNAME": n}) for n in facts.interfaces]
+    for name, settings in (*BISECT, *interfaces):
+        tried[name] = probes.collectives(
+            ranks, "nccl", limit_s=NCCL_LIMIT_S, environ={**environ, **settings}
+        )
+        if tried[name].kind == "ok":
+            break
+    return one, tried
+
+
+def lines(found: Examination) -> Iterator[str]:
+    """The examination as text: a line per check, then the findings."""
+    for name, text in _checks(found):
+        yield f"{name:<16}{text}"
+    if not found.findings:
+        yield "Nothing is wrong."
+    for finding in found.findings:
+        code = CODES[finding.code]
+        yield f"{finding.code}  {code.title}: {finding.detail}."
+        yield f"  {code.remedy}"
+        if finding.fix:
+            yield f"  Now: {finding.fix}"
+
+
+def _checks(found: Examination) -> Iterator[tuple[str, str]]:
+    facts = found.facts
+    yield (
+        "versions",
+        ", ".join([f"Python {facts.python}", *(f"{k} {v}" for k, v in facts.versions.items())]),
+    )
+    quota = "" if facts.quota is None else f", cgroup {facts.quota:g} cores"
+    yield "host", f"{facts.host}: {facts.cores} cores{quota}; {facts.memory.in_words()}"
+    if facts.shm_nbytes is not None:
+        yield "/dev/shm", f"{gib(facts.shm_nbytes)}, {gib(facts.shm_free_nbytes or 0)} free"
+    yield (
+        "limits",
+        ", ".join(f"ulimit {k} {'unlimited' if v < 0 else v}" for k, v in facts.limits.items()),
+    )
+    if facts.disk is not None:
+        direct = "O_DIRECT" if facts.disk.direct else "no O_DIRECT"
+        yield (
+            "disk",
+            f"{facts.disk.path}: {facts.disk.filesystem}, {gib(facts.disk.free_nbytes)} free, {direct}",
+        )
+    iommu = "; an IOMMU is on" if facts.iommu else ""
+    yield "network", f"{', '.join(facts.interfaces) or 'no interface but the loopback'}{iommu}"
+    for gpu in found.gpus:
+        yield "GPU", f"{gpu['name']}, {gpu['memory.total']} MiB, driver {gpu['driver_version']}"
+    for name, value in facts.variables.items():
+        yield "variable", f"{name}={value}"
+    for ranks, outcome in found.gloo.items():
+        yield f"gloo {ranks} ranks", _numbers(outcome)
+    for name, outcome in found.nccl.items():
+        yield "NCCL", f"{name}: {_numbers(outcome)}"
+
+
+def _numbers(outcome: Outcome) -> str:
+    """Latency of 8 bytes and bandwidth of 16 MiB of an all-reduce, and whether values were right."""
+    if not outcome.found:
+        return outcome.text
+    row = outcome.found["all_reduce"]
+    speed = f"all_reduce {row['latency_s'] * 1e6:.0f} us, {row['busbw_Bps'] / 1e9:.2f} GB/s"
+    return f"{speed}, {outcome.text}"
+
+
+def as_json(found: Examination) -> str:
+    """Everything, for programs."""
+    tree: dict[str, Any] = dataclasses.asdict(found)
+    for finding in tree["findings"]:
+        code = CODES[finding["code"]]
+        finding |= {"weight": code.weight, "title": code.title, "remedy": code.remedy}
+    return json.dumps({**tree, "exit_code": found.exit_code}, indent=1)

@@ -1,0 +1,169 @@
+"""Reads what a machine is, before anything runs on it: memory, cores, limits, disks, network, variables.
+
+Every function that reads files takes the root of the file system, so it can be tested on recorded files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import re
+import resource
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+from zeroshard.memory.host_limits import ROOT, HostLimits, cgroup_folders, host_limits
+from zeroshard.offload.disk_check import filesystem_of, free_below
+
+PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft", "deepspeed", "safetensors")
+"""Packages whose versions are told. A missing one is no fault."""
+
+_VARIABLES = re.compile(
+    r"(NCCL|TORCH|GLOO|OMP|MKL|ZEROSHARD|PYTORCH)_|CUDA_LAUNCH_BLOCKING$|CUDA_VISIBLE_DEVICES$"
+)
+_LIMITS = (
+    ("-l", resource.RLIMIT_MEMLOCK, 1024),
+    ("-n", resource.RLIMIT_NOFILE, 1),
+    ("-u", resource.RLIMIT_NPROC, 1),
+)
+_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Disk:
+    """The place for offloaded state. ``direct``: files can be opened past the page cache."""
+
+    path: str
+    filesystem: str
+    free_nbytes: int
+    direct: bool
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of this machine. None: the system does not report it.
+
+    ``cores``: that this process may run on; ``quota``: cores' worth of time that the cgroup gives.
+    ``limits``: soft limits by option of ``ulimit``, -1 without a limit; "-l" in KiB. ``disk``: None if
+    nothing can be written there. ``variables``: of the environment, those that change behaviour.
+    """
+
+    host: str
+    python: str
+    versions: Mapping[str, str]
+    memory: HostLimits
+    shm_nbytes: int | None
+    shm_free_nbytes: int | None
+    cores: int
+    quota: float | None
+    limits: Mapping[str, int]
+    disk: Disk | None
+    interfaces: Sequence[str]
+    iommu: bool
+    ranks: int
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def usable_cores(self) -> float:
+        """Cores' worth of time for all ranks together."""
+        return min(self.cores, self.quota or self.cores)
+
+
+def gather(ranks: int, disk: Path, environ: Mapping[str, str], root: Path = ROOT) -> Facts:
+    """The facts of this machine, for ``ranks`` ranks on it and state offloaded to ``disk``."""
+    try:
+        shm = shutil.disk_usage(root / "dev/shm")
+    except OSError:
+        shm = None
+    return Facts(
+        host=platform.node(),
+        python=platform.python_version(),
+        versions=_versions(),
+        memory=host_limits(root),
+        shm_nbytes=shm.total if shm else None,
+        shm_free_nbytes=shm.free if shm else None,
+        cores=len(os.sched_getaffinity(0)),
+        quota=cpu_quota(root),
+        limits={option: _limit(kind, unit) for option, kind, unit in _LIMITS},
+        disk=disk_of(disk),
+        interfaces=_interfaces(root),
+        iommu=_has_entries(root / "sys/class/iommu"),
+        ranks=ranks,
+        variables={
+            name: "(hidden)" if _SECRET.search(name) else value
+            for name, value in sorted(environ.items())
+            if _VARIABLES.match(name)
+        },
+    )
+
+
+def cpu_quota(root: Path = ROOT) -> float | None:
+    """Cores' worth of time that the tightest cgroup gives this process; None without a limit.
+
+    cgroup v2 has ``cpu.max`` ("200000 100000"), v1 two files.
+    """
+    found = []
+    for folder in cgroup_folders(root, "cpu"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            quota, period = (folder / "cpu.max").read_text().split()[:2]
+            if quota != "max":
+                found.append(int(quota) / int(period))
+        with contextlib.suppress(OSError, ValueError):
+            quota_us = int((folder / "cpu.cfs_quota_us").read_text())
+            if quota_us > 0:
+                found.append(quota_us / int((folder / "cpu.cfs_period_us").read_text()))
+    return min(found, default=None)
+
+
+def disk_of(path: Path) -> Disk | None:
+    """The file system of a folder; None if nothing can be written there."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=path, prefix=".zeroshard-") as file:
+            mounts = Path("/proc/self/mounts").read_text()
+            return Disk(
+                str(path), filesystem_of(path, mounts), free_below(path), _direct(file.name)
+            )
+    except OSError:
+        return None
+
+
+def _direct(name: str) -> bool:
+    try:
+        os.close(os.open(name, os.O_RDWR | getattr(os, "O_DIRECT", 0)))
+    except OSError:
+        return False
+    return sys.platform == "linux"
+
+
+def _limit(kind: int, unit: int) -> int:
+    soft = resource.getrlimit(kind)[0]
+    return -1 if soft == resource.RLIM_INFINITY else soft // unit
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def _interfaces(root: Path) -> list[str]:
+    """Network interfaces that are up, without the loopback."""
+    found = []
+    folder = root / "sys/class/net"
+    for name in sorted(os.listdir(folder)) if folder.is_dir() else ():
+        with contextlib.suppress(OSError):
+            if name != "lo" and (folder / name / "operstate").read_text().strip() != "down":
+                found.append(name)
+    return found
+
+
+def _has_entries(folder: Path) -> bool:
+    return folder.is_dir() and any(folder.iterdir())

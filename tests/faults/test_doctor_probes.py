@@ -1,0 +1,106 @@
+"""Probes of the doctor that hang, lie or are broken, and what the command prints and returns."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from zeroshard.doctor import probes
+
+PYTHON = sys.executable
+
+
+def living(session: int) -> list[int]:
+    """Processes of a session."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[3]) == session and fields[0] != "Z":
+                found.append(int(folder.name))
+    return found
+
+
+def test_a_probe_that_hangs_is_killed_with_its_children(tmp_path):
+    told = tmp_path / "session"
+    program = (
+        "import os, subprocess, sys, time; "
+        f"open({str(told)!r}, 'w').write(str(os.getsid(0))); "
+        "subprocess.Popen(['sleep', '600']); time.sleep(600)"
+    )
+    outcome = probes.run([[PYTHON, "-c", program]], limit_s=3, environ=os.environ)
+    assert (outcome.kind, outcome.text) == ("hang", "no answer in 3 s")
+    assert living(int(told.read_text())) == []
+
+
+def test_a_probe_that_fails_ends_the_others_at_once():
+    fails = [PYTHON, "-c", "raise ValueError('no such device')"]
+    waits = [PYTHON, "-c", "import time; time.sleep(600)"]
+    outcome = probes.run([waits, fails], limit_s=60, environ=os.environ)
+    assert (outcome.kind, outcome.text) == ("failed", "ValueError: no such device")
+
+
+def test_a_program_that_is_missing_is_absent():
+    outcome = probes.run([["/no/such/program"]], limit_s=5, environ=os.environ)
+    assert outcome.kind == "absent"
+
+
+@pytest.mark.parametrize(("wrong_rank", "kind"), [(-1, "ok"), (1, "wrong")])
+def test_values_of_collectives_are_checked(wrong_rank, kind):
+    outcome = probes.collectives(2, "gloo", limit_s=60, environ=os.environ, wrong_rank=wrong_rank)
+    assert outcome.kind == kind, outcome
+    if kind == "wrong":
+        assert outcome.text == "wrong values in all_gather, all_reduce, reduce_scatter"
+    assert all(outcome.found[name]["busbw_Bps"] > 0 for name in ("all_reduce", "all_gather"))
+
+
+@pytest.mark.parametrize(
+    ("script", "kind", "names"),
+    [
+        (
+            "echo 'NVIDIA A, 40960, 550.1'; echo 'NVIDIA B, 40960, 550.1'",
+            "ok",
+            ["NVIDIA A", "NVIDIA B"],
+        ),
+        ("echo 'No devices were found'", "failed", []),
+        ("exit 9", "failed", []),
+        ("sleep 600", "hang", []),
+    ],
+)
+def test_an_nvidia_smi_that_answers_lies_or_hangs(tmp_path, script, kind, names):
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    outcome, found = probes.gpus(limit_s=1, environ=environ)
+    assert outcome.kind == kind, outcome
+    assert [gpu["name"] for gpu in found] == names
+
+
+def test_the_command_examines_this_machine(tmp_path):
+    """Two ranks; the limit of open files is too small, and a variable slows runs down."""
+    words = ["doctor", "--json", "--ranks", "2", "--disk", str(tmp_path / "absent")]
+    command = shlex.join([PYTHON, "-m", "zeroshard.cli.main", *words])
+    found = subprocess.run(
+        ["bash", "-c", f"ulimit -n 1024; exec {command}"],
+        env={**os.environ, "CUDA_LAUNCH_BLOCKING": "1", "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert found.returncode == 1, found.stderr
+    tree = json.loads(found.stdout)
+    codes = {finding["code"] for finding in tree["findings"]}
+    assert {"ZS-D204", "ZS-D207", "ZS-D208"} <= codes
+    assert tree["gloo"]["2"]["kind"] == "ok"
+    assert tree["facts"]["limits"]["-n"] == 1024
