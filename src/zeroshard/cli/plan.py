@@ -45,6 +45,12 @@ def plan_command(
             "fastest, or those with the smallest peak."
         ),
     ] = None,
+    machine: Annotated[
+        str | None,
+        typer.Option(
+            help="Predict the time of a step on this machine: a100, h100, h200, rtx4090, or a TOML file."
+        ),
+    ] = None,
     as_json: AsJson = False,
     check: Annotated[
         bool, typer.Option("--check", help="Exit with 3 if the run does not fit --memory.")
@@ -56,6 +62,7 @@ def plan_command(
         raise typer.Exit(2)
     from rich.console import Console  # imports torch and more; only this command needs them
 
+    from zeroshard.config.machine_file import load_machine
     from zeroshard.planner.fit import fit as fit_run
     from zeroshard.planner.plan import make_plan, plan_of_largest_batch
     from zeroshard.planner.plan_text import show, show_fit
@@ -74,15 +81,17 @@ def plan_command(
             show_fit(searched, Console())
         raise typer.Exit(0 if searched.chosen is not None else DOES_NOT_FIT)
     with errors_told():
+        computer = None if machine is None else load_machine(machine)
         if batch == "max":
             found = plan_of_largest_batch(
-                model, Path(config), ranks=ranks, length=seq, memory_gib=memory
+                model, Path(config), ranks=ranks, length=seq, memory_gib=memory, machine=computer
             )
         else:
             samples = None if batch is None else _samples(batch)
             found = make_plan(
-                model, Path(config), ranks=ranks, micro_batch=samples, length=seq, memory_gib=memory
-            )
+                model, Path(config), ranks=ranks, micro_batch=samples, length=seq, memory_gib=memory,
+                machine=computer,
+            )  # fmt: skip
     if as_json:
         print(json.dumps(found.as_dict(), indent=1))
     else:

@@ -41,7 +41,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -133,6 +133,16 @@ class Entries(dict[str, Entry]):
         return entry
 
 
+class Listener(Protocol):
+    """Hears of the collectives of a rank, in order: of a simulated rank, whose step is then timed."""
+
+    def entered(self, recorder: Recorder, entry: Entry) -> None:
+        """A collective starts."""
+
+    def finished(self, recorder: Recorder, entry: Entry) -> None:
+        """The program has waited for a collective of a process group."""
+
+
 #: A collective in flight: its sequence number, its entry, and the history hash that includes it. Tags are
 #: the lower 31 bits of the hash (:data:`TAG_BITS`); a history that differs gives another tag.
 Item = tuple[int, Entry, int]
@@ -161,6 +171,7 @@ class Recorder:
         self.seq = 0
         self.step = 0
         self.section = ""
+        self.listener: Listener | None = None
         #: The collective that the host is blocked in; set and cleared around every wait.
         self.waiting: Item | None = None
         #: The thread that waits, if it may be another thread than the program's; else 0.
@@ -206,6 +217,8 @@ class Recorder:
         self.seq = seq = self.seq + 1
         entry.calls += 1
         _pack(self._map, self._slots[seq & self._mask], history, entry.row, _monotonic(), seq)
+        if self.listener is not None:
+            self.listener.entered(self, entry)
         return seq, entry, history
 
     def all_gather(self, name: str, full_N: torch.Tensor, shard_S: torch.Tensor) -> Item:
@@ -319,6 +332,8 @@ class Recorder:
 
     def note_pending(self, item: Item) -> None:
         """Record an event: ``item`` is done when the current stream reaches this point."""
+        if self.listener is not None:
+            self.listener.finished(self, item[1])
         if self.pending is not None and not self._ops.is_capturing():
             spare = self._spare_events
             event = spare.pop() if spare else self._ops.event()

@@ -112,19 +112,27 @@ class CallLog:
     messages: list[Message] = field(default_factory=list)
     layers: dict[tuple[str, tuple[int, ...]], LayerCalls] = field(default_factory=dict)
 
-    def note(self, func: Any, args: Sequence[Any], result: Any) -> None:
-        """Note one call of the dispatcher; nothing if it does not communicate."""
+    def note(
+        self, func: Any, args: Sequence[Any], result: Any
+    ) -> tuple[str, tuple[int, ...]] | None:
+        """Note one call of the dispatcher; nothing if it does not communicate.
+
+        Returns the name and the global ranks of a collective.
+        """
         if func.namespace not in _NAMESPACES:
-            return
+            return None
         name = func.name().partition("::")[2].partition(".")[0]
         if name in _MESSAGES:
-            ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(args[1]))  # type: ignore[attr-defined]
+            peers = dist.get_process_group_ranks(dist.ProcessGroup.unbox(args[1]))  # type: ignore[attr-defined]
             for tensor in args[0]:
                 shape = tuple(tensor.shape)
-                found = Message(_MESSAGES[name], ranks[args[2]], args[3], shape, tensor.dtype)
+                found = Message(_MESSAGES[name], peers[args[2]], args[3], shape, tensor.dtype)
                 self.messages.append(found)
         elif name in _OPS:
-            self._note_layer(_OPS[name], _group_of(args), _widest(args, result))
+            ranks = _group_of(args)
+            self._note_layer(_OPS[name], ranks, _widest(args, result))
+            return _OPS[name], tuple(ranks)
+        return None
 
     def _note_layer(self, op: str, ranks: tuple[int, ...], numel: int) -> None:
         calls = self.layers.setdefault((op, ranks), LayerCalls())

@@ -20,7 +20,8 @@ from torch._subclasses.fake_tensor import (
 )
 
 import zeroshard
-from zeroshard.config import load_config
+from zeroshard.config import Config, load_config
+from zeroshard.config.machine_file import MachineFile
 from zeroshard.config.mesh_keys import mesh_from_config
 from zeroshard.core.ledger import TEMPORARY
 from zeroshard.core.mesh import Mesh
@@ -30,12 +31,12 @@ from zeroshard.planner.allocations import Moment
 from zeroshard.planner.largest_batch import largest_batch
 from zeroshard.planner.model_source import model_source
 from zeroshard.planner.simulate import Simulation, highest, simulate
+from zeroshard.planner.step_time import StepTime, step_time
 
 NOT_MODELLED = (
     "memory of the transport (windows, send buffers), of the allocator (reserved and fragmented "
     "blocks), of the device's context and of the program itself",
     "the first step, which creates optimizer state; saving and loading checkpoints",
-    "step time",
     "scratch memory inside kernels; attention takes the form that torch chooses on the CPU, which keeps "
     "its scores if it has dropout or a learned mask, where fused kernels of a GPU do not",
     "the update runs as torch operations; compiled and Triton updates need less temporary memory",
@@ -49,6 +50,7 @@ class Plan:
     """What one rank of a run needs. ``limit_nbytes``: device memory of a rank; None: not given.
 
     ``own_batch``: the batch came with the model.
+    ``time``: the seconds of a step; None: no machine was given.
     ``one_more_nbytes``: the peak with one more sample in the micro-batch; None: not asked for.
     ``peak_phase`` and ``peak_nbytes``: the highest peak on the device, ``init`` included. ``assumed``:
     what the planner chose itself.
@@ -64,6 +66,7 @@ class Plan:
     not_modelled: tuple[str, ...] = NOT_MODELLED
     one_more_nbytes: int | None = None
     own_batch: bool = False
+    time: StepTime | None = None
 
     @property
     def peak_phase(self) -> str:
@@ -108,6 +111,7 @@ class Plan:
             "phases": {name: _moment(moment) for name, moment in found.moments.items()},
             "largest": [asdict(holding) for holding in found.largest],
             "traffic": [asdict(row) for row in found.traffic],
+            "time": None if self.time is None else self.time.as_dict(),
             "assumed": list(self.assumed), "not_modelled": list(self.not_modelled),
         }  # fmt: skip
 
@@ -139,12 +143,14 @@ def make_plan(
     length: int | None = None,
     memory_gib: float | None = None,
     checkpointing: bool = False,
+    machine: MachineFile | None = None,
 ) -> Plan:
     """Simulate one rank of a run and say what it needs. Must be called outside of any process group.
 
     ``model``: see :func:`~zeroshard.planner.model_source.model_source`. ``micro_batch`` replaces
     ``train_micro_batch_size_per_gpu``; ``length``: tokens of a sample; ``memory_gib``: of one device;
-    ``checkpointing``: call the model's ``gradient_checkpointing_enable()``.
+    ``checkpointing``: call the model's ``gradient_checkpointing_enable()``. ``machine``: predict the time
+    of a step on it, and compare the peak with its memory if ``memory_gib`` is not given.
     All ranks of a mesh without pipeline do the same on shards of equal size, so rank 0 stands for all.
 
     Raises:
@@ -152,7 +158,7 @@ def make_plan(
         UsageError: the model is not known, or an argument is impossible.
         UnsupportedError: the model needs values, or an operation has no fake kernel; a pipeline.
     """
-    limit_nbytes = None if memory_gib is None else limit_of(memory_gib)
+    limit_nbytes = device_nbytes(machine) if memory_gib is None else limit_of(memory_gib)
     arguments = {"train_micro_batch_size_per_gpu": micro_batch}
     loaded = load_config(config, world_size=ranks, arguments=arguments)
     settings = loaded.config
@@ -174,7 +180,10 @@ def make_plan(
     )
     chosen = config_dict(config) | arguments if micro_batch else config
     with explained(source.name):
-        found = simulate(source.build, chosen, source.batch, mesh=mesh, rank=0, loss_fn=source.loss)
+        found = simulate(
+            source.build, chosen, source.batch, mesh=mesh, rank=0, loss_fn=source.loss,
+            with_events=machine is not None,
+        )  # fmt: skip
     assumed = (*source.assumed, f"rank 0 stands for all {ranks} ranks: shards have equal sizes")
     return Plan(
         source.name,
@@ -185,7 +194,25 @@ def make_plan(
         found,
         assumed,
         own_batch=source.own_batch,
+        time=None if machine is None else _time(found, machine, settings, source.batch),
     )
+
+
+def _time(found: Simulation, machine: MachineFile, settings: Config, batch: Any) -> StepTime:
+    samples, size = settings.train_batch_size, settings.train_micro_batch_size_per_gpu
+    assert samples is not None  # computed where it is not given
+    assert size is not None
+    ids = batch[0].get("input_ids") if isinstance(batch[0], Mapping) else None
+    tokens = 0 if ids is None else samples * (ids.numel() // len(ids))
+    return step_time(found, machine, samples=samples, tokens=tokens)
+
+
+def device_nbytes(machine: MachineFile | None) -> int | None:
+    """Memory of a device that tensors can have; None: not known."""
+    if machine is None or machine.device.memory_bytes is None:
+        return None
+    context = machine.device.context_bytes
+    return round(machine.device.memory_bytes.value - (context.value if context else 0))
 
 
 def plan_of_largest_batch(
@@ -195,6 +222,7 @@ def plan_of_largest_batch(
     ranks: int,
     length: int | None = None,
     memory_gib: float | None,
+    machine: MachineFile | None = None,
 ) -> Plan:
     """The plan with the largest micro-batch that fits ``memory_gib``; one more sample does not fit.
 
@@ -204,14 +232,16 @@ def plan_of_largest_batch(
         UsageError: there is no limit, one sample does not fit, the model has a batch of its own, or the
             configuration fixes ``train_batch_size``.
     """
-    if memory_gib is None:
+    limit_nbytes = device_nbytes(machine) if memory_gib is None else limit_of(memory_gib)
+    if limit_nbytes is None:
         raise UsageError("--batch max is the largest that fits --memory, which is not given.")
     plans: dict[int, Plan] = {}
 
     def peak_nbytes(samples: int) -> int:
         plans[samples] = make_plan(
-            model, config, ranks=ranks, micro_batch=samples, length=length, memory_gib=memory_gib
-        )
+            model, config, ranks=ranks, micro_batch=samples, length=length, memory_gib=memory_gib,
+            machine=machine,
+        )  # fmt: skip
         if plans[samples].own_batch:
             raise UsageError(
                 f"--batch max cannot change the batch of {model}, which returns one. Let the function "
@@ -224,7 +254,7 @@ def plan_of_largest_batch(
             f"--batch max tries micro-batches of several sizes, and train_batch_size is {fixed}, which "
             "allows only its divisors. Leave it out of the configuration."
         )
-    samples, one_more_nbytes = largest_batch(peak_nbytes, limit_of(memory_gib))
+    samples, one_more_nbytes = largest_batch(peak_nbytes, limit_nbytes)
     return replace(plans[samples], one_more_nbytes=one_more_nbytes)
 
 

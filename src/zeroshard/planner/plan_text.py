@@ -13,6 +13,7 @@ from rich.table import Table
 from zeroshard.planner.fit import Fit
 from zeroshard.planner.plan import Plan
 from zeroshard.planner.simulate import highest
+from zeroshard.planner.step_time import NOT_MODELLED, StepTime
 
 GIB = 2**30
 
@@ -124,10 +125,45 @@ def _parts(plan: Plan) -> Iterator[str | Table]:
     yield f"highest in a step: {name}, {top.op}{where}{f', unit {unit}' if unit else ''}"
     yield _largest(plan)
     yield _traffic(plan)
+    if plan.time is not None:
+        yield from time_lines(plan.time)
     yield "assumed:"
     yield from (f"  - {line}" for line in plan.assumed)
     yield "not modelled:"
     yield from (f"  - {line}" for line in plan.not_modelled)
+    if plan.time is None:
+        yield "  - the time of a step: no --machine was given"
+    else:
+        yield from (f"  - of the time: {line}" for line in NOT_MODELLED)
+
+
+def time_lines(time: StepTime) -> Iterator[str]:
+    """The time of a step, in sentences."""
+    total, half, parts = time.total_s, time.band * time.total_s, time.timing
+    clock = "of the CPU" if time.serial else "of the clock"
+    yield (
+        f"step on {time.machine}: {_s(total)} {clock} ({_s(total - half)} to {_s(total + half)}); "
+        f"{time.samples / total:,.1f} samples/s"
+        + (f", {time.tokens / total:,.0f} tokens/s" if time.tokens else "")
+    )
+    busy, exposed = sum(parts.busy_s.values()), sum(parts.exposed_s.values())
+    kinds = ", ".join(f"{kind} {_s(s)}" for kind, s in time.kinds.items())
+    yield (
+        f"  compute {_s(parts.compute_s)} (update {_s(time.update_s)}; without it: {kinds}), "
+        f"communication and copies {_s(busy)}, of these exposed {_s(exposed)}, "
+        f"{'operations of the host' if time.serial else 'waits for the host'} {_s(parts.host_s)}"
+    )
+    for stream, seconds in parts.busy_s.items():
+        yield f"  {stream}: {_s(seconds)}, exposed {_s(parts.exposed_s.get(stream, 0.0))}"
+    yield (
+        f"  The band is {time.band:.0%} of the total: "
+        + ("all numbers were measured." if not time.not_measured else "not measured were "
+           f"{', '.join(time.not_measured)}.")
+    )  # fmt: skip
+
+
+def _s(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 def _phases(plan: Plan) -> Table:

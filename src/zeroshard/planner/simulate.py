@@ -24,6 +24,7 @@ from zeroshard.comm.simulation import CallLog, Message, lone_rank
 from zeroshard.config import load_config
 from zeroshard.config.parse import read_source
 from zeroshard.core.mesh import DIMS, HOLDERS, SHARDS, Mesh
+from zeroshard.core.tiers import Tier
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.report import MemoryRow
 from zeroshard.errors import UsageError
@@ -33,6 +34,7 @@ from zeroshard.parallel.split import PipelineModel
 from zeroshard.planner.allocations import Allocations, Holding, Moment
 from zeroshard.planner.boundaries import stage_inputs
 from zeroshard.planner.places import Places
+from zeroshard.planner.step_log import StepEvent, StepLog
 from zeroshard.precision.policy import policy_from
 
 _KINDS: Mapping[str, frozenset[str]] = {
@@ -64,6 +66,22 @@ class Traffic:
 
 
 @dataclass(frozen=True)
+class Updated:
+    """Bytes that the update of a rank reads and writes in a step, and those that offload moves.
+
+    ``nbytes``: gradients (read; twice if their norm is measured), states, masters and parameters (read
+    and written). ``tier``: of the optimizer state, where the update runs. ``gradient_nbytes`` and
+    ``param_nbytes``: that leave the device for it, and come back. ``state_nbytes``: of states and masters.
+    """
+
+    nbytes: int
+    tier: str
+    gradient_nbytes: int
+    param_nbytes: int
+    state_nbytes: int
+
+
+@dataclass(frozen=True)
 class Simulation:
     """One rank of a run that was simulated.
 
@@ -76,7 +94,9 @@ class Simulation:
     as long as a forward, and messages no time. ``in_flight``: the most micro-batches that this rank
     keeps activations of, counted once per pipeline stage. ``moments``: of each phase, the moment at which
     the device holds the most; "init" is everything before the first step. ``largest``: the largest
-    storages at the highest of these moments of the last step. ``units``: their names.
+    storages at the highest of these moments of the last step. ``units``: their names. ``events``: what the
+    rank did in the last step, in order; nothing unless asked for. ``updated``: what its update reads and
+    writes.
     """
 
     mesh: Mesh
@@ -92,6 +112,8 @@ class Simulation:
     moments: Mapping[str, Moment]
     largest: tuple[Holding, ...]
     units: tuple[str, ...]
+    events: tuple[StepEvent, ...]
+    updated: Updated
 
     def nbytes(self, category: str, tier: str = "device") -> int:
         """Counted bytes of a category. Those of gradients and temporaries are peaks."""
@@ -112,6 +134,7 @@ def simulate(
     loss_fn: Callable[[Any, Any], Tensor] | None = None,
     plan: Mapping[str, str] | str | None = None,
     steps: int = 2,
+    with_events: bool = False,
 ) -> Simulation:
     """Train ``steps`` steps as ``rank`` of ``mesh`` with fake tensors, and say what that needed.
 
@@ -122,6 +145,7 @@ def simulate(
     by name are a mapping; only shapes and dtypes of its tensors count. ``loss_fn(output, labels)``: the
     loss; a pipeline has its own.
     The first step creates optimizer state, so the second one shows the memory of all later steps.
+    ``with_events``: log what the last step does, for its time.
 
     The process must not have a process group. Memory of transports, of allocators and of the program
     itself is not counted.
@@ -133,7 +157,7 @@ def simulate(
     inputs, labels = _pair(batch)
     # A simulation handles no signals of its process and makes no directory of checkpoints.
     config = {key: value for key, value in read_source(config)[0].items() if key != "preemption"}
-    log = CallLog()
+    log = StepLog()
     watch = Allocations(log.note)
     with lone_rank(rank, mesh.world_size), FakeTensorMode(), watch:
         inputs, labels = tree_map_only(torch.Tensor, _fake_like, (inputs, labels))
@@ -152,7 +176,7 @@ def simulate(
         with contextlib.closing(Engine(model, config=config, mesh=mesh, plan=plan)) as engine:
             _expect(engine, arriving)
             step = _stepper(engine, model, inputs, labels, loss_fn, watch)
-            return _last_step(engine, model, step, steps, watch, log)
+            return _last_step(engine, model, step, steps, watch, log, with_events=with_events)
 
 
 def observe(
@@ -175,7 +199,7 @@ def observe(
         ConfigError: the configuration has mistakes.
     """
     inputs, labels = _pair(batch)
-    log = CallLog()
+    log = StepLog()
     watch = Allocations(log.note, real=True)
     with watch:
         inputs, labels = tree_map_only(torch.Tensor, torch.clone, (inputs, labels))
@@ -193,12 +217,16 @@ def _last_step(
     step: Callable[[], None],
     steps: int,
     watch: Allocations,
-    log: CallLog,
+    log: StepLog,
+    *,
+    with_events: bool = False,
 ) -> Simulation:
     """Take ``steps`` steps and measure the last one."""
     for last in reversed(range(steps)):
         if not last:
             _begin(engine, watch, log)
+            if with_events:
+                log.begin([c for c in engine._watch.comms if isinstance(c, RecordedComm)], watch)
         step()
     return _result(engine, model, watch, log)
 
@@ -261,16 +289,16 @@ def _expect(engine: Engine, arriving: Mapping[int, Sequence[Boundary]]) -> None:
             stage.known_inputs = list(arriving.get(stage.stage_index, ()))
 
 
-def _begin(engine: Engine, watch: Allocations, log: CallLog) -> None:
+def _begin(engine: Engine, watch: Allocations, log: StepLog) -> None:
     """Measure from now on."""
     gc.collect()
     watch.measure(engine.runtime.ledger, Places(engine.module))
-    log.clear()
+    log.calls.clear()
     for recorder in engine._watch.recorders:
         recorder.reset_traffic()
 
 
-def _result(engine: Engine, model: nn.Module, watch: Allocations, log: CallLog) -> Simulation:
+def _result(engine: Engine, model: nn.Module, watch: Allocations, log: StepLog) -> Simulation:
     mesh, rank = engine.mesh, engine.global_rank
     bubble, in_flight = _schedule_of(model, mesh, rank, engine.accumulation.steps)
     return Simulation(
@@ -280,14 +308,34 @@ def _result(engine: Engine, model: nn.Module, watch: Allocations, log: CallLog) 
         engine.memory_report().rows,
         watch.activations_nbytes,
         watch.peak_nbytes,
-        tuple(_traffic(engine, log)),
-        tuple(log.messages),
+        tuple(_traffic(engine, log.calls)),
+        tuple(log.calls.messages),
         bubble,
         in_flight,
         dict(watch.moments),
         tuple(watch.largest(highest(watch.moments)[1], LARGEST)),
         tuple(unit.name for unit in engine.runtime.units),
+        tuple(log.events),
+        _updated(engine),
     )
+
+
+def _updated(engine: Engine) -> Updated:
+    rows = engine.memory_report().rows
+    kept = [row for row in rows if row.category in ("master", "optimizer")]
+    state = sum(row.measured for row in kept)
+    has_master = any(row.category == "master" and row.measured for row in rows)
+    tiers = [row.tier for row in kept if row.measured] or [Tier.DEVICE.name]
+    params = grads = 0
+    for unit in engine.runtime.units:
+        if unit.trainable:
+            whole = not engine.runtime.stage.shards_optimizer
+            numel = unit.layout.full_numel if whole else unit.layout.shard_numel
+            params += numel * unit.row.param.itemsize
+            grads += numel * unit.row.reduce.itemsize
+    passes = 2 if engine.settings.zero_optimization.compute_grad_norm else 1
+    nbytes = 2 * state + passes * grads + (1 if has_master else 2) * params
+    return Updated(nbytes, tiers[-1], grads, params, state)
 
 
 LARGEST = 20

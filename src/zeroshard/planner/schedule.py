@@ -1,0 +1,135 @@
+"""When operations and collectives of a step run, on the streams of a device or one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Work of the compute stream. ``host_s``: that the host needs to start it."""
+
+    seconds: float
+    host_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Work of another stream, which starts when the compute stream and the host have come here.
+
+    ``key``: the same for its :class:`Wait`, and in every step.
+    """
+
+    key: str
+    stream: str
+    seconds: float
+    host_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The compute stream waits for what was started with this key last; for nothing if nothing was."""
+
+    key: str
+
+
+Event: TypeAlias = Compute | Start | Wait
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one step. ``total_s`` is the sum of compute, exposed and host.
+
+    ``busy_s``: of each stream besides compute. ``exposed_s``: of these, how long the compute stream waited.
+    ``host_s``: how long it had nothing to do because the host had not started it yet; on one processor,
+    what the host did.
+    """
+
+    total_s: float
+    compute_s: float
+    busy_s: Mapping[str, float]
+    exposed_s: Mapping[str, float]
+    host_s: float
+
+
+def timing(events: Sequence[Event], *, serial: bool) -> Timing:
+    """The second of two equal steps: it waits for what the first one has started.
+
+    ``serial``: one processor is the host and all streams. Otherwise the host runs ahead of the device,
+    and waits for the compute stream at the end of a step.
+    """
+    if serial:
+        return _serial(events)
+    clock = _Clock()
+    clock.run(events)
+    before = clock.compute_at
+    clock.reset()
+    clock.run(events)
+    return Timing(
+        clock.compute_at - before, clock.compute_s, clock.busy_s, clock.exposed_s, clock.idle_s
+    )
+
+
+def _serial(events: Iterable[Event]) -> Timing:
+    compute_s = host_s = 0.0
+    busy_s: dict[str, float] = {}
+    for event in events:
+        if isinstance(event, Wait):
+            continue
+        host_s += event.host_s
+        if isinstance(event, Start):
+            busy_s[event.stream] = busy_s.get(event.stream, 0.0) + event.seconds
+        else:
+            compute_s += event.seconds
+    total_s = compute_s + host_s + sum(busy_s.values())
+    return Timing(total_s, compute_s, busy_s, busy_s, host_s)
+
+
+@dataclass
+class _Clock:
+    """Where host, compute stream and other streams are, in seconds."""
+
+    host_at: float = 0.0
+    compute_at: float = 0.0
+    stream_at: dict[str, float] = field(default_factory=dict)
+    ends: dict[str, tuple[str, float]] = field(default_factory=dict)  # stream and end, by key
+    compute_s: float = 0.0
+    idle_s: float = 0.0
+    busy_s: dict[str, float] = field(default_factory=dict)
+    exposed_s: dict[str, float] = field(default_factory=dict)
+
+    def reset(self) -> None:
+        """Count the next step only."""
+        self.compute_s = self.idle_s = 0.0
+        self.busy_s, self.exposed_s = {}, {}
+
+    def run(self, events: Iterable[Event]) -> None:
+        """Run one step."""
+        for event in events:
+            if isinstance(event, Wait):
+                self._wait(event.key)
+                continue
+            self.host_at += event.host_s
+            if isinstance(event, Start):
+                self._start(event)
+            elif event.seconds:
+                self.idle_s += max(0.0, self.host_at - self.compute_at)
+                self.compute_at = max(self.compute_at, self.host_at) + event.seconds
+                self.compute_s += event.seconds
+        self.idle_s += max(0.0, self.host_at - self.compute_at)
+        self.host_at = self.compute_at = max(self.host_at, self.compute_at)
+
+    def _start(self, event: Start) -> None:
+        begin = max(self.compute_at, self.host_at, self.stream_at.get(event.stream, 0.0))
+        end = begin + event.seconds
+        self.stream_at[event.stream] = end
+        self.ends[event.key] = event.stream, end
+        self.busy_s[event.stream] = self.busy_s.get(event.stream, 0.0) + event.seconds
+
+    def _wait(self, key: str) -> None:
+        stream, end = self.ends.get(key, ("", 0.0))
+        if end > self.compute_at:
+            self.exposed_s[stream] = self.exposed_s.get(stream, 0.0) + end - self.compute_at
+            self.compute_at = end

@@ -1,0 +1,91 @@
+"""Writes down, in order, what a simulated rank does in one step: operations and collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from zeroshard.comm.collectives import RecordedComm
+from zeroshard.comm.recorder import Entry, Recorder
+from zeroshard.comm.simulation import CallLog
+from zeroshard.planner.allocations import Allocations
+from zeroshard.planner.work import Work, work_of
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """An operation of torch. ``phase``: "forward", "backward" or "step"."""
+
+    phase: str
+    work: Work
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A collective that starts. ``key``: the same for its :class:`Ended`, and in every step.
+
+    ``op``: "all_gather", "reduce_scatter"... ``nbytes``: of the whole tensor. ``ranks``: of the group.
+    """
+
+    key: str
+    op: str
+    nbytes: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The device waits for the collective with this key that was begun last."""
+
+    key: str
+
+
+StepEvent: TypeAlias = Operation | Begun | Ended
+
+
+@dataclass
+class StepLog:
+    """Events of a step, from the dispatcher and the recorders, and what layers call."""
+
+    calls: CallLog = field(default_factory=CallLog)
+    events: list[StepEvent] = field(default_factory=list)
+    _watch: Allocations | None = None  # knows the phase
+    _ranks: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by id of the recorder
+
+    def begin(self, comms: Sequence[RecordedComm], watch: Allocations) -> None:
+        """Log from now on, with what these communicators do. ``watch`` knows the phase."""
+        self._ranks = {id(comm.recorder): comm.ranks for comm in comms}
+        for comm in comms:
+            comm.recorder.listener = self
+        self._watch = watch
+
+    def note(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
+        """Log a call of the dispatcher."""
+        called = self.calls.note(func, args, result)
+        if self._watch is None:
+            return
+        if called is not None:
+            self._note_layer(*called, work_of(func, args, result))
+        elif func.namespace == "aten":
+            self.events.append(Operation(self._watch.phase, work_of(func, args, result)))
+
+    def _note_layer(self, op: str, ranks: tuple[int, ...], work: Work) -> None:
+        """A collective that a layer calls, and whose result the next operation reads."""
+        key = f"{op} of layers"
+        self.events += [Begun(key, op, work.largest_nbytes, ranks), Ended(key)]
+
+    def entered(self, recorder: Recorder, entry: Entry) -> None:
+        """A collective of the engine starts."""
+        assert entry.dtype is not None  # set when it was entered
+        op, size = entry.op.partition(" ")[0], entry.dtype.itemsize
+        ranks = self._ranks[id(recorder)]
+        self.events.append(Begun(_key(recorder, entry), op, entry.numel * size, ranks))
+
+    def finished(self, recorder: Recorder, entry: Entry) -> None:
+        """The device waits for a collective of the engine."""
+        self.events.append(Ended(_key(recorder, entry)))
+
+
+def _key(recorder: Recorder, entry: Entry) -> str:
+    return f"{recorder.group}: {entry.op} {entry.name}"

@@ -1,0 +1,222 @@
+"""The seconds of a step on a machine: its operations and collectives, priced and put on streams.
+
+An operation takes as long as what limits it: FLOP at the rate of matrix products of its size, bytes at the
+rate of memory, elements of slow functions and of random numbers at their rates. In addition the host needs
+the same time for each. A collective takes the latency, and the bytes that a rank sends at the rate of its
+size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from zeroshard.config.machine_file import MachineFile, Source, Values, rate_at
+from zeroshard.core.tiers import Tier
+from zeroshard.planner.schedule import Compute, Event, Start, Timing, Wait, timing
+from zeroshard.planner.simulate import Simulation, Updated
+from zeroshard.planner.step_log import Begun, Ended, Operation
+from zeroshard.planner.work import Work
+
+BANDS: Mapping[bool, float] = {True: 0.2, False: 0.4}
+"""How far the total may be off, as a fraction: if every number was measured, and otherwise."""
+
+NOT_MODELLED = (
+    "the data loader, the learning-rate schedule, and what the program does between steps",
+    "waits for a slower rank, other load, clocks that fall with heat",
+    "that collectives take bandwidth and multiprocessors from computing, and that latency grows with ranks",
+    "fused and compiled kernels of a GPU: operations are those of eager torch on the CPU",
+    "the overlap of an update in host memory or on disk with anything else",
+)
+"""What a step time does not contain."""
+
+_CURVES = {"reduce_scatter": "reduce_scatter", "all_reduce": "all_reduce"}
+"""The rate that a collective takes; all others take that of "all_gather"."""
+
+_STREAMS = {"reduce_scatter": "reduce-scatter", "all_reduce": "reduce-scatter"}
+"""The stream of a collective; all others are on "all-gather"."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one optimizer step of one rank.
+
+    ``kinds``: seconds of compute by what limits it. ``update_s``: the part of compute, or of "host update",
+    that is the update. ``samples`` and ``tokens``: of all ranks in a step; 0 tokens: not known.
+    ``sources``: of the numbers that were used.
+    """
+
+    machine: str
+    serial: bool
+    timing: Timing
+    update_s: float
+    kinds: Mapping[str, float]
+    samples: int
+    tokens: int
+    sources: Mapping[str, Source]
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of a step."""
+        return self.timing.total_s
+
+    @property
+    def band(self) -> float:
+        """How far the total may be off, as a fraction of it. See :data:`BANDS`."""
+        return BANDS[all(source == "measured" for source in self.sources.values())]
+
+    @property
+    def not_measured(self) -> list[str]:
+        """The numbers that were used and not measured, with their sources."""
+        return [f"{key} ({s})" for key, s in sorted(self.sources.items()) if s != "measured"]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, for JSON."""
+        total, half = self.total_s, self.band * self.total_s
+        return {
+            "machine": self.machine, "serial": self.serial, **asdict(self.timing),
+            "communication_s": sum(self.timing.busy_s.values()),
+            "all_exposed_s": sum(self.timing.exposed_s.values()),
+            "update_s": self.update_s, "band_s": [total - half, total + half],
+            "kinds_s": dict(self.kinds), "samples_per_s": self.samples / total,
+            "tokens_per_s": self.tokens / total if self.tokens else None,
+            "sources": dict(self.sources), "not_modelled": list(NOT_MODELLED),
+        }  # fmt: skip
+
+
+def step_time(
+    found: Simulation, machine: MachineFile, *, samples: int, tokens: int
+) -> StepTime:
+    """The seconds of the step that was simulated with its events.
+
+    Raises:
+        UsageError: the machine file lacks a number that the step needs.
+    """
+    price = Prices(Values(machine), found.mesh.world_size)
+    events = list(_priced(found, price))
+    serial = machine.execution == "serial"
+    return StepTime(
+        machine.name, serial, timing(events, serial=serial), price.update_s(found.updated),
+        price.kinds_s, samples, tokens, price.values.used,
+    )  # fmt: skip
+
+
+class Prices:
+    """What operations and collectives cost on a machine, in seconds. ``ranks``: of the whole run."""
+
+    def __init__(self, values: Values, ranks: int) -> None:
+        self.values = values
+        self.kinds_s: dict[str, float] = {}
+        self._ranks = ranks
+
+    @property
+    def operation_s(self) -> float:
+        """Of the host, for each operation."""
+        return self.values.number("device.operation_s")
+
+    def work_s(self, work: Work) -> float:
+        """Of the device, for one operation."""
+        if not work.nbytes:
+            return 0.0
+        seconds = self.memory_s(work.nbytes)
+        if work.kind == "matmul":
+            points = self.values.points(f"matmul.{work.dtype}")
+            seconds = max(seconds, work.flop / rate_at(points, work.flop))
+        elif work.kind == "random":
+            seconds += work.numel / self.values.number("device.random_per_s")
+        elif work.kind == "special":
+            own = f"special.{work.op}"
+            name = own if self.values.has(own) else "special.exp"
+            seconds = max(seconds, work.numel / self.values.number(name))
+        self.kinds_s[work.kind] = self.kinds_s.get(work.kind, 0.0) + seconds
+        return seconds
+
+    def memory_s(self, nbytes: float) -> float:
+        """Of the device, to read and write this many bytes."""
+        return nbytes / rate_at(self.values.points("device.bytes_per_s"), nbytes)
+
+    def collective_s(self, op: str, nbytes: int, ranks: Sequence[int]) -> float:
+        """Of a collective over ``nbytes`` in all; 0 on one rank."""
+        if len(ranks) == 1:
+            return 0.0
+        link = "inside_node" if self._is_inside(ranks) else "between_nodes"
+        points = self.values.points(f"{link}.{_CURVES.get(op, 'all_gather')}")
+        sent = nbytes * sent_part(op, len(ranks))
+        return self.values.number(f"{link}.alpha_s") + sent / rate_at(points, nbytes)
+
+    def _is_inside(self, ranks: Sequence[int]) -> bool:
+        size = round(self.values.number("devices_per_node"))
+        return len({rank // size for rank in ranks}) == 1
+
+    def update_s(self, updated: Updated) -> float:
+        """Of the update, where its state is."""
+        if updated.tier == Tier.DEVICE.name or self.values.machine.execution == "serial":
+            return updated.nbytes / self.values.number("device.optimizer_bytes_per_s")
+        local = min(self._ranks, round(self.values.number("devices_per_node")))
+        cores = max(1, int(self.values.number("host.cores")) // local)
+        rate = min(
+            cores * self.values.number("host.optimizer_bytes_per_s"),
+            self.values.number("host.memory_bytes_per_s") / local,
+        )
+        return updated.nbytes / rate
+
+    def disk_s(self, updated: Updated) -> float:
+        """To read and write the states that are on disk."""
+        if updated.tier != Tier.DISK.name:
+            return 0.0
+        read = updated.state_nbytes / self.values.number("disk.read_bytes_per_s")
+        return read + updated.state_nbytes / self.values.number("disk.write_bytes_per_s")
+
+    def copies_s(self, updated: Updated) -> tuple[float, float]:
+        """To copy gradients to the host, and parameters back."""
+        return (
+            updated.gradient_nbytes / self.values.number("copies.device_to_host_bytes_per_s"),
+            updated.param_nbytes / self.values.number("copies.host_to_device_bytes_per_s"),
+        )
+
+
+def sent_part(op: str, size: int) -> float:
+    """The part of a tensor that each of ``size`` ranks sends in a ring.
+
+    >>> sent_part("all_reduce", 4), sent_part("all_gather", 4)
+    (1.5, 0.75)
+    """
+    passes = 2 if op == "all_reduce" else 1  # a reduce-scatter and an all-gather
+    return passes * (size - 1) / size
+
+
+def _priced(found: Simulation, price: Prices) -> Iterator[Event]:
+    """The events of a step with their seconds. Those of the update share its time by their bytes."""
+    updated = found.updated
+    on_device = updated.tier == Tier.DEVICE.name or price.values.machine.execution == "serial"
+    update = [e.work for e in found.events if isinstance(e, Operation) and e.phase == "step"]
+    whole = sum(work.nbytes for work in update)
+    rate = price.update_s(updated) / whole if whole and on_device else 0.0
+    away = not on_device
+    for event in found.events:
+        if isinstance(event, Operation) and event.phase == "step":
+            if away:
+                yield from _update_away(updated, price)
+                away = False
+            elif rate:
+                yield Compute(event.work.nbytes * rate)
+        elif isinstance(event, Operation):
+            yield Compute(price.work_s(event.work), price.operation_s)
+        elif isinstance(event, Begun):
+            seconds = price.collective_s(event.op, event.nbytes, event.ranks)
+            yield Start(event.key, _STREAMS.get(event.op, "all-gather"), seconds, price.operation_s)
+        elif isinstance(event, Ended):
+            yield Wait(event.key)
+
+
+def _update_away(updated: Updated, price: Prices) -> Iterator[Event]:
+    """The update in host memory or on disk: copies there, update, copies back."""
+    down, up = price.copies_s(updated)
+    steps = [
+        ("copies", down), ("host update", max(price.update_s(updated), price.disk_s(updated))),
+        ("copies", up),
+    ]  # fmt: skip
+    for stream, seconds in steps:
+        yield Start("update", stream, seconds)
+        yield Wait("update")

@@ -1,0 +1,139 @@
+"""What an operation of torch has to do: FLOP, bytes, and elements of slow functions.
+
+Only shapes and dtypes are read, so tensors may be fake. FLOP of matrix products are torch's own formulas,
+and ours for the attention of the CPU, which torch has none for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One operation. ``op``: its name in torch, without the namespace.
+
+    ``flop`` and ``dtype``: of matrix products; 0 for all others. ``nbytes``: that it reads and writes; 0
+    for views. ``numel`` and ``largest_nbytes``: of its largest
+    tensor. ``kind``: "matmul", "random", "special" or
+    "memory", which says what limits it besides memory.
+    """
+
+    op: str
+    kind: str
+    flop: int
+    dtype: str
+    nbytes: int
+    numel: int
+    largest_nbytes: int
+
+
+SPECIAL = frozenset(
+    {
+        "exp", "log", "tanh", "tanh_backward", "sigmoid", "erf", "sin", "cos", "log1p", "log_sigmoid_forward",
+        "gelu", "gelu_backward", "silu", "silu_backward", "softplus", "mish", "logsumexp",
+        "_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data",
+        "native_layer_norm", "native_layer_norm_backward",
+    }
+)  # fmt: skip
+"""Operations that arithmetic may limit, not memory."""
+
+RANDOM = frozenset({"bernoulli", "bernoulli_", "native_dropout", "normal_", "uniform_", "rand_like"})
+"""Operations that draw a random number for each element."""
+
+ROWS = frozenset({"embedding", "index_select", "gather", "index", "slice_backward"})
+"""Operations that read as much of their input as they write."""
+
+EMPTY = frozenset(
+    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_"}
+)
+"""Operations that leave memory as it is."""
+
+
+def work_of(func: Any, args: Sequence[Any], result: Any) -> Work:
+    """The work of one call of the dispatcher."""
+    op = func.name().partition("::")[2].partition(".")[0]
+    results, inputs = list(_tensors((result,))), list(_tensors(args))
+    numel = max((tensor.numel() for tensor in (*results, *inputs)), default=0)
+    largest = max((tensor.nbytes for tensor in (*results, *inputs)), default=0)
+    if op in EMPTY or _is_view(func, inputs, results):
+        return Work(op, "memory", 0, "", 0, numel, largest)
+    flop = _flop(func, args, result)
+    written = sum(map(_nbytes, results))
+    if op in ROWS:
+        nbytes = 2 * written + sum(map(_nbytes, inputs[1:]))
+    else:
+        nbytes = written + sum(map(_nbytes, inputs))
+    kind = "memory"
+    if flop:
+        kind = "matmul"
+    elif op in RANDOM:
+        kind = "random"
+    elif op in SPECIAL:
+        kind = "special"
+    dtype = str(inputs[0].dtype).removeprefix("torch.") if flop else ""
+    return Work(op, kind, flop, dtype, nbytes, numel, largest)
+
+
+def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    """Bytes of memory that hold the elements: those of an expanded tensor are there once."""
+    numel = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        numel *= size if stride or not size else 1
+    return numel * tensor.element_size()
+
+
+def _is_view(func: Any, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
+    """Whether all that the operation returns is memory of its inputs that it did not write."""
+    if func._schema.is_mutable or not results:
+        return not results
+    own = {tensor.untyped_storage()._cdata for tensor in inputs}
+    return all(tensor.untyped_storage()._cdata in own for tensor in results)
+
+
+def _flop(func: Any, args: Sequence[Any], result: Any) -> int:
+    packet = getattr(func, "overloadpacket", None)
+    formula = ATTENTION.get(str(packet)) or flop_registry.get(packet)
+    return int(formula(*args, out_val=result)) if formula is not None else 0
+
+
+def attention_flop(
+    query: Tensor, key: Tensor, value: Tensor, *_rest: Any, out_val: Any = None
+) -> int:
+    """FLOP of attention: scores and their product with the values, two for each multiplication.
+
+    ``query`` [B, H, L, D], ``key`` [B, H', S, D], ``value`` [B, H', S, V]. All scores count, also masked
+    ones, as torch counts them for other kernels.
+    """
+    batch, heads, length, width = query.shape
+    return 2 * batch * heads * length * key.shape[-2] * (width + value.shape[-1])
+
+
+def attention_backward_flop(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_rest: Any, out_val: Any = None
+) -> int:
+    """FLOP of backward: scores again, and the gradients of values, scores, queries and keys."""
+    batch, heads, length, width = query.shape
+    scores = 2 * batch * heads * length * key.shape[-2]
+    return scores * (3 * width + 2 * value.shape[-1])
+
+
+ATTENTION: Mapping[str, Callable[..., int]] = {
+    "aten._scaled_dot_product_flash_attention_for_cpu": attention_flop,
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward": attention_backward_flop,
+}
+"""Formulas that torch's registry does not have."""
