@@ -25,12 +25,12 @@ class Aim(str, Enum):
 
 def plan_command(
     model: Annotated[
-        str,
+        str | None,
         typer.Argument(
             help="A folder or config.json of Transformers, a type of its models, or module:function."
         ),
-    ],
-    config: Annotated[str, typer.Option(help="The configuration of the run (JSON).")],
+    ] = None,
+    config: Annotated[str | None, typer.Option(help="The configuration of the run (JSON).")] = None,
     ranks: Annotated[int, typer.Option(min=1, help="Number of ranks.")] = 1,
     batch: Annotated[
         str | None,
@@ -51,14 +51,32 @@ def plan_command(
             help="Predict the time of a step on this machine: a100, h100, h200, rtx4090, or a TOML file."
         ),
     ] = None,
+    measured: Annotated[
+        str | None,
+        typer.Option(
+            "--measure",
+            metavar="FILE.toml",
+            help="Measure this machine's CPU, collectives and disk into this file, and plan nothing.",
+        ),
+    ] = None,
     as_json: AsJson = False,
     check: Annotated[
         bool, typer.Option("--check", help="Exit with 3 if the run does not fit --memory.")
     ] = False,
 ) -> None:
     """Say what a run needs in memory and traffic, without running it. Nothing is downloaded."""
-    if check and memory is None:
-        print("zeroshard: --check compares with --memory, which is not given.", file=sys.stderr)
+    if measured is not None:
+        _measure(measured, model)
+        return
+    if model is None or config is None:
+        missing = "MODEL" if model is None else "--config"
+        print(f"zeroshard: a plan needs {missing}, which is not given.", file=sys.stderr)
+        raise typer.Exit(2)
+    if check and memory is None and machine is None:
+        print(
+            "zeroshard: --check compares with --memory, which is not given, nor is --machine.",
+            file=sys.stderr,
+        )
         raise typer.Exit(2)
     from rich.console import Console  # imports torch and more; only this command needs them
 
@@ -98,6 +116,19 @@ def plan_command(
         show(found, Console())
     if check and not found.fits:
         raise typer.Exit(DOES_NOT_FIT)
+
+
+def _measure(path: str, model: str | None) -> None:
+    from zeroshard.planner.measure import measure
+
+    with errors_told():
+        if model is not None:
+            raise UsageError(
+                f"--measure plans nothing, and the model {model} was given. Measure first, then plan "
+                f"with --machine {path}."
+            )
+        machine = measure(Path(path))
+    print(f"{path}: {machine.name}. Plan with --machine {path}")
 
 
 def _samples(batch: str) -> int:

@@ -137,6 +137,9 @@ class MachineFile(Section):
     matmul: dict[Literal["float64", "float32", "bfloat16", "float16"], Curve] = Field(
         default_factory=dict, description="FLOP/s of matrix products by their FLOP, for each dtype."
     )
+    attention: dict[Literal["float64", "float32", "bfloat16", "float16"], Curve] = Field(
+        default_factory=dict, description="FLOP/s of fused attention, as for matrix products."
+    )
     special: dict[str, Number] = Field(
         default_factory=dict,
         description="Elements/s of operations that arithmetic limits, not memory, by their names in torch "

@@ -24,7 +24,6 @@ from zeroshard.comm.simulation import CallLog, Message, lone_rank
 from zeroshard.config import load_config
 from zeroshard.config.parse import read_source
 from zeroshard.core.mesh import DIMS, HOLDERS, SHARDS, Mesh
-from zeroshard.core.tiers import Tier
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.report import MemoryRow
 from zeroshard.errors import UsageError
@@ -35,6 +34,7 @@ from zeroshard.planner.allocations import Allocations, Holding, Moment
 from zeroshard.planner.boundaries import stage_inputs
 from zeroshard.planner.places import Places
 from zeroshard.planner.step_log import StepEvent, StepLog
+from zeroshard.planner.updated import Updated, updated_by
 from zeroshard.precision.policy import policy_from
 
 _KINDS: Mapping[str, frozenset[str]] = {
@@ -63,22 +63,6 @@ class Traffic:
     calls: int
     numel: int
     sent_numel: int
-
-
-@dataclass(frozen=True)
-class Updated:
-    """Bytes that the update of a rank reads and writes in a step, and those that offload moves.
-
-    ``nbytes``: gradients (read; twice if their norm is measured), states, masters and parameters (read
-    and written). ``tier``: of the optimizer state, where the update runs. ``gradient_nbytes`` and
-    ``param_nbytes``: that leave the device for it, and come back. ``state_nbytes``: of states and masters.
-    """
-
-    nbytes: int
-    tier: str
-    gradient_nbytes: int
-    param_nbytes: int
-    state_nbytes: int
 
 
 @dataclass(frozen=True)
@@ -316,26 +300,8 @@ def _result(engine: Engine, model: nn.Module, watch: Allocations, log: StepLog) 
         tuple(watch.largest(highest(watch.moments)[1], LARGEST)),
         tuple(unit.name for unit in engine.runtime.units),
         tuple(log.events),
-        _updated(engine),
+        updated_by(engine),
     )
-
-
-def _updated(engine: Engine) -> Updated:
-    rows = engine.memory_report().rows
-    kept = [row for row in rows if row.category in ("master", "optimizer")]
-    state = sum(row.measured for row in kept)
-    has_master = any(row.category == "master" and row.measured for row in rows)
-    tiers = [row.tier for row in kept if row.measured] or [Tier.DEVICE.name]
-    params = grads = 0
-    for unit in engine.runtime.units:
-        if unit.trainable:
-            whole = not engine.runtime.stage.shards_optimizer
-            numel = unit.layout.full_numel if whole else unit.layout.shard_numel
-            params += numel * unit.row.param.itemsize
-            grads += numel * unit.row.reduce.itemsize
-    passes = 2 if engine.settings.zero_optimization.compute_grad_norm else 1
-    nbytes = 2 * state + passes * grads + (1 if has_master else 2) * params
-    return Updated(nbytes, tiers[-1], grads, params, state)
 
 
 LARGEST = 20

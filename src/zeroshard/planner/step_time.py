@@ -15,8 +15,9 @@ from typing import Any
 from zeroshard.config.machine_file import MachineFile, Source, Values, rate_at
 from zeroshard.core.tiers import Tier
 from zeroshard.planner.schedule import Compute, Event, Start, Timing, Wait, timing
-from zeroshard.planner.simulate import Simulation, Updated
+from zeroshard.planner.simulate import Simulation
 from zeroshard.planner.step_log import Begun, Ended, Operation
+from zeroshard.planner.updated import Updated
 from zeroshard.planner.work import Work
 
 BANDS: Mapping[bool, float] = {True: 0.2, False: 0.4}
@@ -85,9 +86,7 @@ class StepTime:
         }  # fmt: skip
 
 
-def step_time(
-    found: Simulation, machine: MachineFile, *, samples: int, tokens: int
-) -> StepTime:
+def step_time(found: Simulation, machine: MachineFile, *, samples: int, tokens: int) -> StepTime:
     """The seconds of the step that was simulated with its events.
 
     Raises:
@@ -120,11 +119,11 @@ class Prices:
         if not work.nbytes:
             return 0.0
         seconds = self.memory_s(work.nbytes)
-        if work.kind == "matmul":
-            points = self.values.points(f"matmul.{work.dtype}")
+        if work.flop:
+            points = self.values.points(f"{work.kind}.{work.dtype}")
             seconds = max(seconds, work.flop / rate_at(points, work.flop))
         elif work.kind == "random":
-            seconds += work.numel / self.values.number("device.random_per_s")
+            seconds = max(seconds, work.numel / self.values.number("device.random_per_s"))
         elif work.kind == "special":
             own = f"special.{work.op}"
             name = own if self.values.has(own) else "special.exp"
@@ -199,8 +198,8 @@ def _priced(found: Simulation, price: Prices) -> Iterator[Event]:
             if away:
                 yield from _update_away(updated, price)
                 away = False
-            elif rate:
-                yield Compute(event.work.nbytes * rate)
+            else:
+                yield Compute(event.work.nbytes * rate, price.operation_s)
         elif isinstance(event, Operation):
             yield Compute(price.work_s(event.work), price.operation_s)
         elif isinstance(event, Begun):

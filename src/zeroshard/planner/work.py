@@ -21,8 +21,8 @@ class Work:
 
     ``flop`` and ``dtype``: of matrix products; 0 for all others. ``nbytes``: that it reads and writes; 0
     for views. ``numel`` and ``largest_nbytes``: of its largest
-    tensor. ``kind``: "matmul", "random", "special" or
-    "memory", which says what limits it besides memory.
+    tensor. ``kind``: "matmul",
+    "attention", "random", "special" or "memory", which says what limits it.
     """
 
     op: str
@@ -39,16 +39,26 @@ SPECIAL = frozenset(
         "exp", "log", "tanh", "tanh_backward", "sigmoid", "erf", "sin", "cos", "log1p", "log_sigmoid_forward",
         "gelu", "gelu_backward", "silu", "silu_backward", "softplus", "mish", "logsumexp",
         "_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data",
-        "native_layer_norm", "native_layer_norm_backward",
+        "native_layer_norm", "native_layer_norm_backward", "pow",
     }
 )  # fmt: skip
 """Operations that arithmetic may limit, not memory."""
 
-RANDOM = frozenset({"bernoulli", "bernoulli_", "native_dropout", "normal_", "uniform_", "rand_like"})
+RANDOM = frozenset(
+    {"bernoulli", "bernoulli_", "native_dropout", "normal_", "uniform_", "rand_like"}
+)
 """Operations that draw a random number for each element."""
 
-ROWS = frozenset({"embedding", "index_select", "gather", "index", "slice_backward"})
+ROWS = frozenset({"embedding", "index_select", "gather", "index", "nll_loss_forward"})
 """Operations that read as much of their input as they write."""
+
+OVERWRITES = frozenset(
+    {
+        "copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_", "bernoulli_", "normal_", "uniform_",
+        "nll_loss_backward",
+    }
+)  # fmt: skip
+"""Operations that do not read the tensor that they write, or one like it."""
 
 EMPTY = frozenset(
     {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_"}
@@ -59,20 +69,24 @@ EMPTY = frozenset(
 def work_of(func: Any, args: Sequence[Any], result: Any) -> Work:
     """The work of one call of the dispatcher."""
     op = func.name().partition("::")[2].partition(".")[0]
-    results, inputs = list(_tensors((result,))), list(_tensors(args))
+    inputs = list(_tensors(args))
+    # operations on lists change the first list and return nothing
+    results = list(_tensors((result,) if result is not None else args[:1]))
     numel = max((tensor.numel() for tensor in (*results, *inputs)), default=0)
     largest = max((tensor.nbytes for tensor in (*results, *inputs)), default=0)
     if op in EMPTY or _is_view(func, inputs, results):
         return Work(op, "memory", 0, "", 0, numel, largest)
     flop = _flop(func, args, result)
     written = sum(map(_nbytes, results))
-    if op in ROWS:
-        nbytes = 2 * written + sum(map(_nbytes, inputs[1:]))
-    else:
-        nbytes = written + sum(map(_nbytes, inputs))
+    read = sum(map(_nbytes, inputs))
+    if op in ROWS:  # as much as they write, and the numbers of the rows
+        read = written + read - _nbytes(inputs[0])
+    elif op in OVERWRITES:
+        read -= written
+    nbytes = written + read
     kind = "memory"
     if flop:
-        kind = "matmul"
+        kind = "attention" if str(func.overloadpacket) in ATTENTION else "matmul"
     elif op in RANDOM:
         kind = "random"
     elif op in SPECIAL:
@@ -99,8 +113,8 @@ def _nbytes(tensor: Tensor) -> int:
 
 def _is_view(func: Any, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
     """Whether all that the operation returns is memory of its inputs that it did not write."""
-    if func._schema.is_mutable or not results:
-        return not results
+    if func._schema.is_mutable:
+        return False
     own = {tensor.untyped_storage()._cdata for tensor in inputs}
     return all(tensor.untyped_storage()._cdata in own for tensor in results)
 
