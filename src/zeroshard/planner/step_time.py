@@ -35,6 +35,9 @@ NOT_MODELLED = (
 _CURVES = {"reduce_scatter": "reduce_scatter", "all_reduce": "all_reduce"}
 """The rate that a collective takes; all others take that of "all_gather"."""
 
+_SAME = {"_safe_softmax": "_softmax"}
+"""Operations that take the rate of another one."""
+
 _STREAMS = {"reduce_scatter": "reduce-scatter", "all_reduce": "reduce-scatter"}
 """The stream of a collective; all others are on "all-gather"."""
 
@@ -108,6 +111,7 @@ class Prices:
         self.values = values
         self.kinds_s: dict[str, float] = {}
         self._ranks = ranks
+        self._is_serial = values.machine.execution == "serial"
 
     @property
     def operation_s(self) -> float:
@@ -121,11 +125,13 @@ class Prices:
         seconds = self.memory_s(work.nbytes)
         if work.flop:
             points = self.values.points(f"{work.kind}.{work.dtype}")
-            seconds = max(seconds, work.flop / rate_at(points, work.flop))
+            # a device with many multiprocessors computes several products at once
+            size = work.flop / work.products if self._is_serial else work.flop
+            seconds = max(seconds, work.flop / rate_at(points, size))
         elif work.kind == "random":
             seconds = max(seconds, work.numel / self.values.number("device.random_per_s"))
         elif work.kind == "special":
-            own = f"special.{work.op}"
+            own = f"special.{_SAME.get(work.op, work.op)}"
             name = own if self.values.has(own) else "special.exp"
             seconds = max(seconds, work.numel / self.values.number(name))
         self.kinds_s[work.kind] = self.kinds_s.get(work.kind, 0.0) + seconds
@@ -150,7 +156,7 @@ class Prices:
 
     def update_s(self, updated: Updated) -> float:
         """Of the update, where its state is."""
-        if updated.tier == Tier.DEVICE.name or self.values.machine.execution == "serial":
+        if updated.tier == Tier.DEVICE.name or self._is_serial:
             return updated.nbytes / self.values.number("device.optimizer_bytes_per_s")
         local = min(self._ranks, round(self.values.number("devices_per_node")))
         cores = max(1, int(self.values.number("host.cores")) // local)

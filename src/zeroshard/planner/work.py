@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 class Work:
     """One operation. ``op``: its name in torch, without the namespace.
 
-    ``flop`` and ``dtype``: of matrix products; 0 for all others. ``nbytes``: that it reads and writes; 0
+    ``flop`` and ``dtype``: of matrix products; 0 for all others. ``products``: of one call; several of "bmm". ``nbytes``: that it reads and writes; 0
     for views. ``numel`` and ``largest_nbytes``: of its largest
     tensor. ``kind``: "matmul",
     "attention", "random", "special" or "memory", which says what limits it.
@@ -32,13 +32,14 @@ class Work:
     nbytes: int
     numel: int
     largest_nbytes: int
+    products: int = 1
 
 
 SPECIAL = frozenset(
     {
         "exp", "log", "tanh", "tanh_backward", "sigmoid", "erf", "sin", "cos", "log1p", "log_sigmoid_forward",
         "gelu", "gelu_backward", "silu", "silu_backward", "softplus", "mish", "logsumexp",
-        "_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data",
+        "_softmax", "_safe_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data",
         "native_layer_norm", "native_layer_norm_backward", "pow",
     }
 )  # fmt: skip
@@ -92,7 +93,8 @@ def work_of(func: Any, args: Sequence[Any], result: Any) -> Work:
     elif op in SPECIAL:
         kind = "special"
     dtype = str(inputs[0].dtype).removeprefix("torch.") if flop else ""
-    return Work(op, kind, flop, dtype, nbytes, numel, largest)
+    products = len(inputs[0]) if op == "bmm" else 1
+    return Work(op, kind, flop, dtype, nbytes, numel, largest, products)
 
 
 def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
