@@ -74,7 +74,7 @@ RUNS = [
     Run("llama", 0, True, 256, 6, 4, 128),
     Run("bert", 1, False, 384, 4, 8, 128),
     Run("llama", 3, True, 512, 4, 4, 128),
-    Run("gpt2", 1, False, 512, 6, 4, 128),
+    Run("gpt2", 1, False, 512, 6, 8, 128),
 ]
 
 

@@ -108,7 +108,6 @@ def test_an_operation_reads_its_inputs_and_writes_its_result():
     assert only(lambda: a.add_(b)).nbytes == 4 * KIB * (4 + 1 + 4)
     assert only(lambda: a.copy_(b)).nbytes == 4 * KIB * (1 + 4)
     assert only(lambda: a.zero_()).nbytes == 4 * KIB * 4
-    assert only(lambda: a + b.expand(4, KIB)).nbytes if False else True
     lists = [a, b], [torch.zeros(4, KIB), torch.zeros(KIB)]
     assert only(lambda: torch._foreach_copy_(*lists)).nbytes == 2 * 4 * KIB * 5
 
@@ -135,15 +134,16 @@ def test_kinds_of_operations():
     assert only(x.exp).kind == "special"
     assert only(lambda: x.bernoulli_(0.5)).kind == "random"
     assert only(lambda: x * x).kind == "memory"
-    batches = only(lambda: torch.bmm(torch.ones(6, 2, 3), torch.ones(6, 3, 4)))
-    assert (batches.kind, batches.products, batches.flop) == ("matmul", 6, 2 * 6 * 2 * 3 * 4)
+    a, b = torch.ones(6, 2, 3), torch.ones(6, 3, 4)
+    batches = only(lambda: torch.bmm(a, b))
+    assert (batches.kind, batches.smallest, batches.flop) == ("matmul", 2, 2 * 6 * 2 * 3 * 4)
 
 
 # ---------------------------------------------------------------------- prices
 
 
-def work(kind="memory", *, flop=0, nbytes=100, numel=10, op="op", products=1):
-    return Work(op, kind, flop, "float32" if flop else "", nbytes, numel, nbytes, products)
+def work(kind="memory", *, flop=0, nbytes=100, numel=10, op="op", smallest=0):
+    return Work(op, kind, flop, "float32" if flop else "", nbytes, numel, nbytes, smallest)
 
 
 def test_an_operation_takes_as_long_as_what_limits_it():
@@ -166,11 +166,11 @@ def test_an_operation_takes_as_long_as_what_limits_it():
     }  # fmt: skip
 
 
-def test_one_processor_computes_the_products_of_a_batch_one_by_one():
-    curve = {"float32": [[100, 10.0], [1000, 100.0]]}
-    many = work("matmul", flop=1000, products=10)
-    assert prices("streams", matmul=curve).work_s(many) == 10.0
-    assert prices("serial", matmul=curve).work_s(many) == 100.0
+def test_one_core_computes_a_product_at_the_rate_of_its_smallest_size_and_then_moves_it():
+    curve = {"float32": [[2 * 5**3, 10.0], [2 * 50**3, 100.0]]}
+    flat = work("matmul", flop=2 * 50**3, smallest=5, nbytes=1000)
+    assert prices("streams", matmul=curve).work_s(flat) == 2 * 50**3 / 100
+    assert prices("serial", matmul=curve).work_s(flat) == 2 * 50**3 / 10 + 1
 
 
 @pytest.mark.parametrize(
@@ -277,9 +277,9 @@ def test_every_collective_of_a_step_is_begun_and_waited_for(stage):
 
 def test_the_update_moves_gradients_states_and_parameters():
     found = simulated(2).updated
-    numel = 2 * (64 * 64 + 64) // 4
+    numel = 2 * (64 * 64 + 256) // 4  # a rank's part of a bias is padded to 64 elements
     # gradient for norm and update; parameter and two moments, read and written; step counts
-    assert found.nbytes - numel * 4 * (2 + 2 + 2 * 2) in range(4 * 2 * 4 + 1)
+    assert 0 <= found.nbytes - numel * 4 * (2 + 2 + 2 * 2) <= 64
     assert simulated(0).updated.nbytes > 3.9 * found.nbytes
     assert simulated(2, offload_optimizer={"device": "cpu"}).updated.tier == "host"
 
@@ -291,7 +291,7 @@ def test_a_step_is_the_sum_of_its_parts():
         exposed = sum(parts.exposed_s.values())
         assert parts.total_s == pytest.approx(parts.compute_s + exposed + parts.host_s)
         assert parts.compute_s == pytest.approx(sum(time.kinds.values()) + time.update_s)
-        assert sum(parts.busy_s.values()) >= exposed > 5e-3  # each waits at least for the latency
+        assert sum(parts.busy_s.values()) >= exposed > 4e-3
         assert (exposed == sum(parts.busy_s.values())) == (execution == "serial")
         assert time.band == 0.2 and not time.not_measured
 

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zeroshard.comm.collectives import Comm
 from zeroshard.comm.connect import make_comm
 from zeroshard.comm.env import current_rank_info
+from zeroshard.config.machine_file import rate_at
 from zeroshard.engine.engine import Engine
 from zeroshard.planner.step_time import sent_part
 from zeroshard.planner.updated import updated_by
@@ -100,17 +101,27 @@ def cold(make: Callable[[], Sequence[Tensor]], call: Callable[..., object]) -> C
 MOST_OPERANDS = 1024
 
 
-def matmul_rates(watch: Stopwatch, dtype: torch.dtype) -> Points:
-    """FLOP/s of the three products of a linear layer, forward and backward, by the FLOP of one."""
+def matmul_rates(watch: Stopwatch, dtype: torch.dtype, memory: Points) -> Points:
+    """FLOP/s of the three products of a linear layer, forward and backward, by the FLOP of one.
+
+    Without the time of their bytes at the rates ``memory``, and without that of an operation.
+    """
     found = []
     for size in MATMUL_SIZES:
 
         def make(size: int = size) -> list[Tensor]:
             return [torch.randn(size, size).to(dtype) for _ in range(3)]
 
-        call = cold(make, lambda x, w, g: (x @ w.t(), g @ w, g.t() @ x))
-        found.append((2.0 * size**3, 6 * size**3 / watch.seconds(call)))
+        seconds = watch.seconds(cold(make, lambda x, w, g: (x @ w.t(), g @ w, g.t() @ x))) / 3
+        nbytes = 3 * size**2 * dtype.itemsize
+        other_s = nbytes / rate_at(memory, nbytes) + call_s(watch)
+        found.append((2.0 * size**3, 2 * size**3 / max(seconds - other_s, seconds / 4)))
     return found
+
+
+def call_s(watch: Stopwatch) -> float:
+    """CPU seconds of an addition of one element, which counts as those of an operation."""
+    return watch.seconds(cold(lambda: [torch.ones(1), torch.ones(1)], torch.add))
 
 
 def attention_rates(watch: Stopwatch, dtype: torch.dtype) -> Points:
@@ -136,15 +147,15 @@ def attention_rates(watch: Stopwatch, dtype: torch.dtype) -> Points:
 def memory_rates(watch: Stopwatch) -> Points:
     """Bytes/s of an addition with a new result, by the bytes that it reads and writes.
 
-    Without the time of an addition of one element, which counts as that of an operation.
+    Without the time of an operation, :func:`call_s`.
     """
     found = []
-    call_s = watch.seconds(cold(lambda: [torch.ones(1), torch.ones(1)], torch.add))
+    least_s = call_s(watch)
     for numel in MEMORY_NUMELS:
         call = cold(lambda n=numel: [torch.ones(n), torch.ones(n)], torch.add)  # type: ignore[misc]
         nbytes = 12 * numel
         seconds = watch.seconds(call)
-        found.append((float(nbytes), nbytes / max(seconds - call_s, seconds / 10)))
+        found.append((float(nbytes), nbytes / max(seconds - least_s, seconds / 10)))
     return found
 
 
@@ -163,6 +174,7 @@ def special_rates(watch: Stopwatch) -> dict[str, float]:
         "silu": lambda x, _: F.silu(x),
         "silu_backward": ops.silu_backward,
         "_softmax": lambda x, _: ops._softmax(x, -1, False),
+        "_safe_softmax": lambda x, _: ops._safe_softmax(x, -1),
         "_softmax_backward_data": lambda g, y: ops._softmax_backward_data(g, y, -1, g.dtype),
         "_log_softmax": lambda x, _: ops._log_softmax(x, -1, False),
         "_log_softmax_backward_data": lambda g, y: ops._log_softmax_backward_data(
@@ -276,12 +288,14 @@ def disk_rates(folder: str) -> dict[str, float]:
 def alone(turn_s: float, folder: str) -> dict[str, Any]:
     """All that a process measures by itself. ``folder``: on the disk to measure."""
     watch = Stopwatch(turn_s)
+    memory = memory_rates(watch)
     return {
         "matmul": {
-            name: matmul_rates(watch, getattr(torch, name)) for name in ("float32", "bfloat16")
+            name: matmul_rates(watch, getattr(torch, name), memory)
+            for name in ("float32", "bfloat16")
         },
         "attention": {"float32": attention_rates(watch, torch.float32)},
-        "bytes_per_s": memory_rates(watch),
+        "bytes_per_s": memory,
         "special": special_rates(watch),
         "random_per_s": random_rate(watch),
         "operation_s": operation_s(watch),

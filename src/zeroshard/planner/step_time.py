@@ -2,7 +2,8 @@
 
 An operation takes as long as what limits it: FLOP at the rate of matrix products of its size, bytes at the
 rate of memory, elements of slow functions and of random numbers at their rates. In addition the host needs
-the same time for each. A collective takes the latency, and the bytes that a rank sends at the rate of its
+the same time for each. One core of a CPU computes a product at the rate of square matrices of its smallest
+size, before or after it has moved the bytes; a GPU at the rate of its FLOP, while it moves them. A collective takes the latency, and the bytes that a rank sends at the rate of its
 size.
 """
 
@@ -34,9 +35,6 @@ NOT_MODELLED = (
 
 _CURVES = {"reduce_scatter": "reduce_scatter", "all_reduce": "all_reduce"}
 """The rate that a collective takes; all others take that of "all_gather"."""
-
-_SAME = {"_safe_softmax": "_softmax"}
-"""Operations that take the rate of another one."""
 
 _STREAMS = {"reduce_scatter": "reduce-scatter", "all_reduce": "reduce-scatter"}
 """The stream of a collective; all others are on "all-gather"."""
@@ -125,13 +123,14 @@ class Prices:
         seconds = self.memory_s(work.nbytes)
         if work.flop:
             points = self.values.points(f"{work.kind}.{work.dtype}")
-            # a device with many multiprocessors computes several products at once
-            size = work.flop / work.products if self._is_serial else work.flop
-            seconds = max(seconds, work.flop / rate_at(points, size))
+            if self._is_serial and work.smallest:
+                seconds += work.flop / rate_at(points, 2 * work.smallest**3)
+            else:
+                seconds = max(seconds, work.flop / rate_at(points, work.flop))
         elif work.kind == "random":
             seconds = max(seconds, work.numel / self.values.number("device.random_per_s"))
         elif work.kind == "special":
-            own = f"special.{_SAME.get(work.op, work.op)}"
+            own = f"special.{work.op}"
             name = own if self.values.has(own) else "special.exp"
             seconds = max(seconds, work.numel / self.values.number(name))
         self.kinds_s[work.kind] = self.kinds_s.get(work.kind, 0.0) + seconds

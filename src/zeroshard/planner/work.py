@@ -19,7 +19,8 @@ from torch.utils.flop_counter import flop_registry
 class Work:
     """One operation. ``op``: its name in torch, without the namespace.
 
-    ``flop`` and ``dtype``: of matrix products; 0 for all others. ``products``: of one call; several of "bmm". ``nbytes``: that it reads and writes; 0
+    ``flop`` and ``dtype``: of matrix products; 0 for all others. ``smallest``: the
+    smallest of the three sizes of a product of matrices; 0: it is none. ``nbytes``: that it reads and writes; 0
     for views. ``numel`` and ``largest_nbytes``: of its largest
     tensor. ``kind``: "matmul",
     "attention", "random", "special" or "memory", which says what limits it.
@@ -32,7 +33,7 @@ class Work:
     nbytes: int
     numel: int
     largest_nbytes: int
-    products: int = 1
+    smallest: int = 0
 
 
 SPECIAL = frozenset(
@@ -60,6 +61,9 @@ OVERWRITES = frozenset(
     }
 )  # fmt: skip
 """Operations that do not read the tensor that they write, or one like it."""
+
+PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
+"""Products of matrices. The last two inputs are the matrices."""
 
 EMPTY = frozenset(
     {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "resize_"}
@@ -93,8 +97,7 @@ def work_of(func: Any, args: Sequence[Any], result: Any) -> Work:
     elif op in SPECIAL:
         kind = "special"
     dtype = str(inputs[0].dtype).removeprefix("torch.") if flop else ""
-    products = len(inputs[0]) if op == "bmm" else 1
-    return Work(op, kind, flop, dtype, nbytes, numel, largest, products)
+    return Work(op, kind, flop, dtype, nbytes, numel, largest, _smallest(op, inputs))
 
 
 def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
@@ -119,6 +122,14 @@ def _is_view(func: Any, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> 
         return False
     own = {tensor.untyped_storage()._cdata for tensor in inputs}
     return all(tensor.untyped_storage()._cdata in own for tensor in results)
+
+
+def _smallest(op: str, inputs: Sequence[Tensor]) -> int:
+    """The smallest of rows, columns and what is summed, of a product of matrices."""
+    if op not in PRODUCTS:
+        return 0
+    left, right = inputs[-2:]
+    return min(*left.shape[-2:], right.shape[-1])
 
 
 def _flop(func: Any, args: Sequence[Any], result: Any) -> int:
