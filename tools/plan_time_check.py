@@ -3,10 +3,10 @@
     python tools/plan_time_check.py            # measures this machine, prints the table; takes minutes
     python tools/plan_time_check.py --write    # and puts it into the page
 
-Small models of Transformers with random weights, on the CPU. Seconds are those of the CPU time of a rank's
-process: medians of steps, and of these the mean of both ranks. Other load on the machine changes them less
-than it changes the time of the clock, but not by nothing; the table says how much there was. Needs
-Transformers.
+Small models of Transformers with random weights, on the CPU. Seconds are those of the CPU time of a
+rank's process: medians of steps, and of these the mean of both ranks. Other load on the machine changes
+them less than it changes the time of the clock, but not by nothing; the table says how much there was.
+Needs Transformers.
 """
 
 from __future__ import annotations
@@ -144,12 +144,12 @@ def _train(run: Run) -> float:
         engine.step()
         seconds.append(time.process_time() - begin)
     engine.close()
-    return statistics.median(seconds[WARM:])
+    return float(statistics.median(seconds[WARM:]))
 
 
 def measured_s(run: Run) -> float:
     """CPU seconds of a step on one of two ranks."""
-    return statistics.mean(run_ranks(_train, RANKS, run, timeout=300))
+    return float(statistics.mean(run_ranks(_train, RANKS, run, timeout=300)))
 
 
 def predicted(run: Run, machine: MachineFile) -> StepTime:
@@ -185,7 +185,7 @@ def spearman(pairs: Sequence[tuple[float, float]]) -> float:
     first, second = zip(*pairs, strict=True)
     count = len(pairs)
     squares = sum((sorted(first).index(a) - sorted(second).index(b)) ** 2 for a, b in pairs)
-    return 1 - 6 * squares / (count * (count**2 - 1))
+    return 1 - 6 * squares / float(count * (count**2 - 1))
 
 
 def _rows(machine: MachineFile, loads: list[Load]) -> list[str]:
@@ -208,9 +208,9 @@ def _rows(machine: MachineFile, loads: list[Load]) -> list[str]:
     average = statistics.median(load.average for load in loads)
     rows += [
         "",
-        f"{near} of {len(pairs)} are within {NEAR:.0%}. The {len(ordered)} that differ by {APART} or more "
-        f"have a rank correlation (Spearman) of {spearman(ordered):.2f}. Meanwhile other programs used "
-        f"{busy:.1f} of {loads[0].cores} cores (median), with a load average of {average:.1f}.",
+        f"{near} of {len(pairs)} are within {NEAR:.0%}. The {len(ordered)} that differ by {APART} or "
+        f"more have a rank correlation (Spearman) of {spearman(ordered):.2f}. Between the runs other "
+        f"programs used {busy:.1f} of {loads[0].cores} cores (median), with a load average of {average:.1f}.",
     ]
     return rows
 

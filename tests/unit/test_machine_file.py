@@ -38,7 +38,10 @@ def test_a_file_without_mistakes_is_read():
         ('execution = "serial"', "name is missing"),
         ('name = "a"', "execution is missing"),
         ('name = "a"\nexecution = "fast"', "execution is \"fast\": Input should be 'streams'"),
-        (HEAD + "[device]\nmemory_byte = 3", "memory_byte is unknown. Did you mean 'memory_bytes'?"),
+        (
+            HEAD + "[device]\nmemory_byte = 3",
+            "memory_byte is unknown. Did you mean 'memory_bytes'?",
+        ),
         (HEAD + "[gpu]\nmemory_bytes = 3", "gpu is unknown. Known: "),
         (HEAD + "[device]\noperation_s = 3", "device.operation_s is 3: "),
         (HEAD + "[device]\noperation_s = {value = 3}", "device.operation_s.source is missing"),
@@ -117,7 +120,8 @@ def test_presets_are_read_and_no_number_of_them_is_called_measured(name):
 
 
 @pytest.mark.parametrize(
-    ("size", "rate"), [(1, 10), (10, 10), (1000, 100), (1e5, 1000), (1e9, 1000), (10**4, 316.227766)]
+    ("size", "rate"),
+    [(1, 10), (10, 10), (1000, 100), (1e5, 1000), (1e9, 1000), (10**4, 316.227766)],
 )
 def test_a_rate_between_points_is_linear_in_the_logarithms(size, rate):
     assert rate_at([(10, 10), (1000, 100), (1e5, 1000)], size) == pytest.approx(rate)

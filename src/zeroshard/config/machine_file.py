@@ -67,22 +67,23 @@ class Curve(Section):
 class Device(Section):
     """What computes: a GPU, or the core of a CPU rank."""
 
-    memory_bytes: Number | None = Field(None, description="Memory that a process can use.")
+    memory_bytes: Number | None = Field(default=None, description="Memory that a process can use.")
     context_bytes: Number | None = Field(
-        None, description="Memory that the device's context takes before the first tensor."
+        default=None, description="Memory that the device's context takes before the first tensor."
     )
     bytes_per_s: Curve | None = Field(
-        None,
+        default=None,
         description="Rate of an elementwise operation, by the bytes that it reads and writes: the first "
         "points are in a cache, the last one is in memory.",
     )
-    random_per_s: Number | None = Field(None, description="Elements of dropout.")
+    random_per_s: Number | None = Field(default=None, description="Elements of dropout.")
     operation_s: Number | None = Field(
-        None,
+        default=None,
         description="Seconds of the host for each operation of torch: Python, autograd, launch.",
     )
     optimizer_bytes_per_s: Number | None = Field(
-        None, description="Rate of the update, by the bytes of states that it reads and writes."
+        default=None,
+        description="Rate of the update, by the bytes of states that it reads and writes.",
     )
 
 
@@ -96,9 +97,9 @@ class Copies(Section):
 class Host(Section):
     """The host of a node, which its ranks share."""
 
-    memory_bytes_per_s: Number | None = Field(None, description="Of all cores together.")
+    memory_bytes_per_s: Number | None = Field(default=None, description="Of all cores together.")
     optimizer_bytes_per_s: Number | None = Field(
-        None, description="Rate of the update in host memory, of one core."
+        default=None, description="Rate of the update in host memory, of one core."
     )
     cores: Number | None = None
 
@@ -142,8 +143,8 @@ class MachineFile(Section):
     )
     special: dict[str, Number] = Field(
         default_factory=dict,
-        description="Elements/s of operations that arithmetic limits, not memory, by their names in torch "
-        '("_softmax"). "exp" stands for all that are not named.',
+        description="Elements/s of operations that arithmetic limits, not memory, by their names "
+        'in torch ("_softmax"). "exp" stands for all that are not named.',
     )
     copies: Copies = Copies()
     host: Host = Host()

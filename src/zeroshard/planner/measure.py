@@ -28,14 +28,17 @@ TURN_S = 0.1
 
 BUSY_CORES = 0.5
 STOLEN = 0.05
-"""More than this part of the cores in use by others, or of the time taken by the host of a virtual machine,
-makes measurements wrong by more than plans may be."""
+"""More than this number of cores in use by others, or than this part of the time taken by the host of a
+virtual machine, makes measurements wrong by more than plans may be."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """What else the machine does. ``busy_cores``: cores that others use; ``stolen``: part of the time that
-    the host of this virtual machine took; ``average``: processes that wanted to run in the last minute."""
+    """What else the machine does.
+
+    ``busy_cores``: cores that others use. ``stolen``: part of the time that the host of this virtual
+    machine took. ``average``: processes that wanted to run in the last minute.
+    """
 
     cores: int
     busy_cores: float

@@ -15,7 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +49,9 @@ LINK_NBYTES = (2**12, 2**16, 2**20, 2**22, 2**24, 2**26, 2**28)
 """Bytes of the whole tensors of collectives."""
 
 COLD_NBYTES = 2**26
-"""Calls take other operands until this many bytes have passed, more than a core's cache has. In a step too
-an operation reads what was written a while ago: with the same operands again, products are 1.3 times and
-additions 2.5 times as fast."""
+"""Calls take other operands until this many bytes have passed, more than a core's cache has. In a step
+too, an operation reads what was written a while ago. With the same operands again, products are 1.3 times
+and additions 2.5 times as fast."""
 
 UPDATE_NUMEL = 2**22
 """Parameters of the measured update."""
@@ -60,7 +60,7 @@ DISK_NBYTES = 2**26
 
 
 class Stopwatch:
-    """Measures calls. ``turn_s``: how long it repeats a call; at least five times, the first not counted."""
+    """Measures calls. ``turn_s``: how long it repeats a call, in CPU seconds."""
 
     def __init__(self, turn_s: float) -> None:
         self._turn_s = turn_s
@@ -72,7 +72,7 @@ class Stopwatch:
         call()
         once_s = max(time.process_time() - begin, 1e-7)
         count = max(1, int(self._turn_s / 5 / once_s))
-        turns = []
+        turns: list[float] = []
         end_s = time.process_time() + self._turn_s
         while len(turns) < 4 or time.process_time() < end_s:
             begin = time.process_time()
@@ -89,7 +89,7 @@ def cold(make: Callable[[], Sequence[Tensor]], call: Callable[..., object]) -> C
     count = max(2, min(MOST_OPERANDS, count))
     operands = [first, *(make() for _ in range(count - 1))]
     results: list[object] = [None] * count
-    turns = itertools.cycle(range(count))
+    turns: Iterator[int] = itertools.cycle(range(count))
 
     def turn() -> None:
         at = next(turns)
@@ -139,7 +139,7 @@ def attention_rates(watch: Stopwatch, dtype: torch.dtype) -> Points:
             return torch.autograd.grad(result, (q, k, v), result.detach())
 
         flop = attention_flop(*make())
-        whole = flop + attention_backward_flop(torch.empty(0), *make())
+        whole = flop + attention_backward_flop(*make())
         found.append((whole / 2, whole / watch.seconds(cold(make, call))))
     return found
 
@@ -216,7 +216,7 @@ class _Block(nn.Module):
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         batch, length, width = x.shape
         q, k, v = (
             part.view(batch, length, 2, width // 2).transpose(1, 2)
@@ -238,7 +238,7 @@ def operation_s(watch: Stopwatch) -> float:
     step()
     with _Count() as count:
         step()
-    return watch.seconds(step) / count.calls
+    return watch.seconds(step) / float(count.calls)
 
 
 class _Vector(nn.Module):
@@ -246,7 +246,7 @@ class _Vector(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(UPDATE_NUMEL))
 
-    def forward(self) -> Tensor:
+    def forward(self) -> Any:
         return self.weight.sum()
 
 

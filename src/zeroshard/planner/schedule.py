@@ -42,9 +42,9 @@ Event: TypeAlias = Compute | Start | Wait
 class Timing:
     """Seconds of one step. ``total_s`` is the sum of compute, exposed and host.
 
-    ``busy_s``: of each stream besides compute. ``exposed_s``: of these, how long the compute stream waited.
-    ``host_s``: how long it had nothing to do because the host had not started it yet; on one processor,
-    what the host did.
+    ``busy_s``: of each stream besides compute. ``exposed_s``: of these, how long the compute stream
+    waited. ``host_s``: how long it had nothing to do because the host had not started it yet; on one
+    processor, what the host did.
     """
 
     total_s: float

@@ -78,9 +78,9 @@ class Simulation:
     as long as a forward, and messages no time. ``in_flight``: the most micro-batches that this rank
     keeps activations of, counted once per pipeline stage. ``moments``: of each phase, the moment at which
     the device holds the most; "init" is everything before the first step. ``largest``: the largest
-    storages at the highest of these moments of the last step. ``units``: their names. ``events``: what the
-    rank did in the last step, in order; nothing unless asked for. ``updated``: what its update reads and
-    writes.
+    storages at the highest of these moments of the last step. ``units``: their names. ``events``: what
+    the rank did in the last step, in order; nothing unless asked for. ``updated``: what its update reads
+    and writes.
     """
 
     mesh: Mesh

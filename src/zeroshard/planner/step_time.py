@@ -1,10 +1,10 @@
 """The seconds of a step on a machine: its operations and collectives, priced and put on streams.
 
-An operation takes as long as what limits it: FLOP at the rate of matrix products of its size, bytes at the
-rate of memory, elements of slow functions and of random numbers at their rates. In addition the host needs
-the same time for each. One core of a CPU computes a product at the rate of square matrices of its smallest
-size, before or after it has moved the bytes; a GPU at the rate of its FLOP, while it moves them. A collective takes the latency, and the bytes that a rank sends at the rate of its
-size.
+An operation takes as long as what limits it: FLOP at the rate of matrix products of its size, bytes at
+the rate of memory, elements of slow functions and of random numbers at their rates. In addition the host
+needs the same time for each. One core of a CPU computes a product at the rate of square matrices of its
+smallest size, before or after it has moved the bytes; a GPU at the rate of its FLOP, while it moves them.
+A collective takes the latency, and the bytes that a rank sends at the rate of its size.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BANDS: Mapping[bool, float] = {True: 0.2, False: 0.4}
 NOT_MODELLED = (
     "the data loader, the learning-rate schedule, and what the program does between steps",
     "waits for a slower rank, other load, clocks that fall with heat",
-    "that collectives take bandwidth and multiprocessors from computing, and that latency grows with ranks",
+    "that collectives take bandwidth and multiprocessors from computing; latency that grows with ranks",
     "fused and compiled kernels of a GPU: operations are those of eager torch on the CPU",
     "the overlap of an update in host memory or on disk with anything else",
 )
@@ -44,9 +44,9 @@ _STREAMS = {"reduce_scatter": "reduce-scatter", "all_reduce": "reduce-scatter"}
 class StepTime:
     """Seconds of one optimizer step of one rank.
 
-    ``kinds``: seconds of compute by what limits it. ``update_s``: the part of compute, or of "host update",
-    that is the update. ``samples`` and ``tokens``: of all ranks in a step; 0 tokens: not known.
-    ``sources``: of the numbers that were used.
+    ``kinds``: seconds of compute by what limits it, without the update. ``update_s``: of the update, a
+    part of compute or of "host update". ``samples`` and ``tokens``: of all ranks in a step; 0 tokens: not
+    known. ``sources``: of the numbers that were used.
     """
 
     machine: str

@@ -14,7 +14,8 @@ class Updated:
 
     ``nbytes``: gradients (read; twice if their norm is measured), states, masters and parameters (read
     and written). ``tier``: of the optimizer state, where the update runs. ``gradient_nbytes`` and
-    ``param_nbytes``: that leave the device for it, and come back. ``state_nbytes``: of states and masters.
+    ``param_nbytes``: that leave the device for it, and come back. ``state_nbytes``: of states and
+    masters.
     """
 
     nbytes: int

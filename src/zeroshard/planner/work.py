@@ -10,20 +10,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One operation. ``op``: its name in torch, without the namespace.
+    """One operation.
 
-    ``flop`` and ``dtype``: of matrix products; 0 for all others. ``smallest``: the
-    smallest of the three sizes of a product of matrices; 0: it is none. ``nbytes``: that it reads and writes; 0
-    for views. ``numel`` and ``largest_nbytes``: of its largest
-    tensor. ``kind``: "matmul",
-    "attention", "random", "special" or "memory", which says what limits it.
+    ``op``: its name in torch, without the namespace. ``kind``: "matmul", "attention", "random", "special"
+    or "memory": what limits it. ``flop`` and ``dtype``: of products and attention; else 0 and "".
+    ``nbytes``: that it reads and writes; 0 for views. ``numel`` and ``largest_nbytes``: of its largest
+    tensor. ``smallest``: the smallest of the three sizes of a product of matrices; 0: it is none.
     """
 
     op: str
@@ -38,10 +36,10 @@ class Work:
 
 SPECIAL = frozenset(
     {
-        "exp", "log", "tanh", "tanh_backward", "sigmoid", "erf", "sin", "cos", "log1p", "log_sigmoid_forward",
-        "gelu", "gelu_backward", "silu", "silu_backward", "softplus", "mish", "logsumexp",
-        "_softmax", "_safe_softmax", "_softmax_backward_data", "_log_softmax", "_log_softmax_backward_data",
-        "native_layer_norm", "native_layer_norm_backward", "pow",
+        "exp", "log", "tanh", "tanh_backward", "sigmoid", "erf", "sin", "cos", "log1p",
+        "log_sigmoid_forward", "gelu", "gelu_backward", "silu", "silu_backward", "softplus",
+        "mish", "logsumexp", "_softmax", "_safe_softmax", "_softmax_backward_data",
+        "_log_softmax", "_log_softmax_backward_data", "native_layer_norm", "native_layer_norm_backward", "pow",
     }
 )  # fmt: skip
 """Operations that arithmetic may limit, not memory."""
@@ -56,8 +54,8 @@ ROWS = frozenset({"embedding", "index_select", "gather", "index", "nll_loss_forw
 
 OVERWRITES = frozenset(
     {
-        "copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_", "bernoulli_", "normal_", "uniform_",
-        "nll_loss_backward",
+        "copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_", "bernoulli_", "normal_",
+        "uniform_", "nll_loss_backward",
     }
 )  # fmt: skip
 """Operations that do not read the tensor that they write, or one like it."""
@@ -129,18 +127,20 @@ def _smallest(op: str, inputs: Sequence[Tensor]) -> int:
     if op not in PRODUCTS:
         return 0
     left, right = inputs[-2:]
-    return min(*left.shape[-2:], right.shape[-1])
+    sizes: tuple[int, ...] = (*left.shape[-2:], right.shape[-1])
+    return min(sizes)
 
 
 def _flop(func: Any, args: Sequence[Any], result: Any) -> int:
     packet = getattr(func, "overloadpacket", None)
-    formula = ATTENTION.get(str(packet)) or flop_registry.get(packet)
+    if (known := ATTENTION.get(str(packet))) is not None:
+        own, first = known
+        return own(*args[first : first + 3])
+    formula = flop_registry.get(packet)
     return int(formula(*args, out_val=result)) if formula is not None else 0
 
 
-def attention_flop(
-    query: Tensor, key: Tensor, value: Tensor, *_rest: Any, out_val: Any = None
-) -> int:
+def attention_flop(query: Tensor, key: Tensor, value: Tensor) -> int:
     """FLOP of attention: scores and their product with the values, two for each multiplication.
 
     ``query`` [B, H, L, D], ``key`` [B, H', S, D], ``value`` [B, H', S, V]. All scores count, also masked
@@ -150,17 +150,15 @@ def attention_flop(
     return 2 * batch * heads * length * key.shape[-2] * (width + value.shape[-1])
 
 
-def attention_backward_flop(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_rest: Any, out_val: Any = None
-) -> int:
+def attention_backward_flop(query: Tensor, key: Tensor, value: Tensor) -> int:
     """FLOP of backward: scores again, and the gradients of values, scores, queries and keys."""
     batch, heads, length, width = query.shape
     scores = 2 * batch * heads * length * key.shape[-2]
     return scores * (3 * width + 2 * value.shape[-1])
 
 
-ATTENTION: Mapping[str, Callable[..., int]] = {
-    "aten._scaled_dot_product_flash_attention_for_cpu": attention_flop,
-    "aten._scaled_dot_product_flash_attention_for_cpu_backward": attention_backward_flop,
+ATTENTION: Mapping[str, tuple[Callable[[Tensor, Tensor, Tensor], int], int]] = {
+    "aten._scaled_dot_product_flash_attention_for_cpu": (attention_flop, 0),
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward": (attention_backward_flop, 1),
 }
-"""Formulas that torch's registry does not have."""
+"""Formulas that torch's registry does not have, and where in the arguments query, key and value are."""
