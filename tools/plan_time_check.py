@@ -209,8 +209,8 @@ def _rows(machine: MachineFile, loads: list[Load]) -> list[str]:
     rows += [
         "",
         f"{near} of {len(pairs)} are within {NEAR:.0%}. The {len(ordered)} that differ by {APART} or "
-        f"more have a rank correlation (Spearman) of {spearman(ordered):.2f}. Between the runs other "
-        f"programs used {busy:.1f} of {loads[0].cores} cores (median), with a load average of {average:.1f}.",
+        f"more have a rank correlation (Spearman) of {spearman(ordered):.2f}. Between the runs "
+        f"other programs used {busy:.1f} of {loads[0].cores} cores (median), with a load average of {average:.1f}.",
     ]
     return rows
 

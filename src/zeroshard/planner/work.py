@@ -39,7 +39,8 @@ SPECIAL = frozenset(
         "exp", "log", "tanh", "tanh_backward", "sigmoid", "erf", "sin", "cos", "log1p",
         "log_sigmoid_forward", "gelu", "gelu_backward", "silu", "silu_backward", "softplus",
         "mish", "logsumexp", "_softmax", "_safe_softmax", "_softmax_backward_data",
-        "_log_softmax", "_log_softmax_backward_data", "native_layer_norm", "native_layer_norm_backward", "pow",
+        "_log_softmax", "_log_softmax_backward_data", "native_layer_norm",
+        "native_layer_norm_backward", "pow",
     }
 )  # fmt: skip
 """Operations that arithmetic may limit, not memory."""
