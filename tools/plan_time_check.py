@@ -210,7 +210,8 @@ def _rows(machine: MachineFile, loads: list[Load]) -> list[str]:
         "",
         f"{near} of {len(pairs)} are within {NEAR:.0%}. The {len(ordered)} that differ by {APART} or "
         f"more have a rank correlation (Spearman) of {spearman(ordered):.2f}. Between the runs "
-        f"other programs used {busy:.1f} of {loads[0].cores} cores (median), with a load average of {average:.1f}.",
+        f"other programs used {busy:.1f} of {loads[0].cores} cores (median), with a load average of "
+        f"{average:.1f}.",
     ]
     return rows
 
