@@ -130,7 +130,7 @@ def test_a_plan_without_a_model_is_a_mistake():
 @pytest.mark.slow
 def test_this_machine_is_measured_and_planned_with(plan, tmp_path):
     path = tmp_path / "machine.toml"
-    machine = measure(path, turn_s=0.002, load=None)
+    machine = measure(path, turn_s=0.001, largest_nbytes=2**20, load=None)
     assert machine.execution == "serial"
     found = json.loads(plan("--machine", str(path), "--ranks", "2", "--json").stdout)["time"]
     assert set(found["sources"].values()) == {"measured"}

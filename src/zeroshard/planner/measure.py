@@ -20,8 +20,9 @@ from typing import Any
 
 from zeroshard.config.machine_file import MachineFile, parse_machine
 from zeroshard.errors import LaunchError, UsageError
-from zeroshard.launch import LaunchRequest, launch
+from zeroshard.launch.remote import this_launcher
 from zeroshard.memory.host_limits import host_limits
+from zeroshard.planner.rates import LINK_NBYTES
 
 TURN_S = 0.1
 """How long each rate is measured."""
@@ -82,11 +83,16 @@ def check_quiet(load: Load) -> None:
 
 
 def measure(
-    path: Path, *, turn_s: float = TURN_S, load: Callable[[], Load] | None = read_load
+    path: Path,
+    *,
+    turn_s: float = TURN_S,
+    largest_nbytes: int = LINK_NBYTES[-1],
+    load: Callable[[], Load] | None = read_load,
 ) -> MachineFile:
     """Measure this machine and write ``path``. Takes about a minute.
 
-    ``load``: reads what else the machine does; None: measure in any case.
+    ``turn_s``: for each rate. ``largest_nbytes``: of the tensors of collectives. ``load``: reads what else
+    the machine does; None: measure in any case.
 
     Raises:
         UsageError: the machine is loaded.
@@ -97,19 +103,20 @@ def measure(
         check_quiet(load())
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        alone = _alone(Path(folder), turn_s, path.resolve().parent)
-        together = _together(Path(folder), turn_s)
+        how = (str(turn_s), str(largest_nbytes))
+        alone = _alone(Path(folder), (*how, str(path.resolve().parent)))
+        together = _together(Path(folder), how)
     text = as_toml(_numbers(alone, together))
     machine = parse_machine(text, str(path))
     path.write_text(text)
     return machine
 
 
-def _alone(folder: Path, turn_s: float, disk: Path) -> Sequence[dict[str, Any]]:
+def _alone(folder: Path, how: Sequence[str]) -> Sequence[dict[str, Any]]:
     """What two processes measure at the same time, each by itself."""
     outs = [folder / f"alone.{number}" for number in range(2)]
     words = [sys.executable, "-m", "zeroshard.planner.rates", "alone"]
-    running = [subprocess.Popen([*words, str(o), str(turn_s), str(disk)]) for o in outs]
+    running = [subprocess.Popen([*words, str(o), *how]) for o in outs]
     try:
         codes = [process.wait() for process in running]
     finally:
@@ -122,17 +129,11 @@ def _alone(folder: Path, turn_s: float, disk: Path) -> Sequence[dict[str, Any]]:
     return [json.loads(out.read_text()) for out in outs]
 
 
-def _together(folder: Path, turn_s: float) -> dict[str, Any]:
+def _together(folder: Path, how: Sequence[str]) -> dict[str, Any]:
     """What two ranks measure."""
     out = folder / "together"
-    request = LaunchRequest(
-        "zeroshard.planner.rates",
-        ("together", str(out), str(turn_s)),
-        nproc=2,
-        module=True,
-        quiet=True,
-    )
-    if code := launch(request):
+    words = [*this_launcher(), "--nproc", "2", "--quiet", "--module", "zeroshard.planner.rates"]
+    if code := subprocess.call([*words, "together", str(out), *how]):
         raise LaunchError(f"the ranks that measure collectives ended with exit code {code}.")
     found: dict[str, Any] = json.loads(out.read_text())
     return found

@@ -59,11 +59,35 @@ UPDATE_NUMEL = 2**22
 DISK_NBYTES = 2**26
 
 
-class Stopwatch:
-    """Measures calls. ``turn_s``: how long it repeats a call, in CPU seconds."""
+MOST_OPERANDS = 1024
+"""Sets of operands of a call."""
 
-    def __init__(self, turn_s: float) -> None:
+
+class Stopwatch:
+    """Measures calls. ``turn_s``: how long it repeats a call, in CPU seconds. ``cold_nbytes``: see
+    :data:`COLD_NBYTES`."""
+
+    def __init__(self, turn_s: float, cold_nbytes: int = COLD_NBYTES) -> None:
         self._turn_s = turn_s
+        self._cold_nbytes = cold_nbytes
+
+    def cold_seconds(
+        self, make: Callable[[], Sequence[Tensor]], call: Callable[..., object]
+    ) -> float:
+        """CPU seconds of ``call`` on what ``make`` returns, other operands each time. Keeps results as
+        long as operands, so that their memory is not in the cache either."""
+        first = make()
+        count = self._cold_nbytes // sum(tensor.nbytes for tensor in first)
+        count = max(2, min(MOST_OPERANDS, count))
+        operands = [first, *(make() for _ in range(count - 1))]
+        results: list[object] = [None] * count
+        turns: Iterator[int] = itertools.cycle(range(count))
+
+        def turn() -> None:
+            at = next(turns)
+            results[at] = call(*operands[at])
+
+        return self.seconds(turn)
 
     def seconds(self, call: Callable[[], object]) -> float:
         """CPU seconds of one call: the median of at least four turns, each of several short calls."""
@@ -82,25 +106,6 @@ class Stopwatch:
         return statistics.median(turns)
 
 
-def cold(make: Callable[[], Sequence[Tensor]], call: Callable[..., object]) -> Callable[[], object]:
-    """A function that calls ``call`` with other operands each time, and keeps its results as long."""
-    first = make()
-    count = COLD_NBYTES // sum(tensor.nbytes for tensor in first)
-    count = max(2, min(MOST_OPERANDS, count))
-    operands = [first, *(make() for _ in range(count - 1))]
-    results: list[object] = [None] * count
-    turns: Iterator[int] = itertools.cycle(range(count))
-
-    def turn() -> None:
-        at = next(turns)
-        results[at] = call(*operands[at])
-
-    return turn
-
-
-MOST_OPERANDS = 1024
-
-
 def matmul_rates(watch: Stopwatch, dtype: torch.dtype, memory: Points) -> Points:
     """FLOP/s of the three products of a linear layer, forward and backward, by the FLOP of one.
 
@@ -112,7 +117,7 @@ def matmul_rates(watch: Stopwatch, dtype: torch.dtype, memory: Points) -> Points
         def make(size: int = size) -> list[Tensor]:
             return [torch.randn(size, size).to(dtype) for _ in range(3)]
 
-        seconds = watch.seconds(cold(make, lambda x, w, g: (x @ w.t(), g @ w, g.t() @ x))) / 3
+        seconds = watch.cold_seconds(make, lambda x, w, g: (x @ w.t(), g @ w, g.t() @ x)) / 3
         nbytes = 3 * size**2 * dtype.itemsize
         other_s = nbytes / rate_at(memory, nbytes) + call_s(watch)
         found.append((2.0 * size**3, 2 * size**3 / max(seconds - other_s, seconds / 4)))
@@ -121,7 +126,7 @@ def matmul_rates(watch: Stopwatch, dtype: torch.dtype, memory: Points) -> Points
 
 def call_s(watch: Stopwatch) -> float:
     """CPU seconds of an addition of one element, which counts as those of an operation."""
-    return watch.seconds(cold(lambda: [torch.ones(1), torch.ones(1)], torch.add))
+    return watch.cold_seconds(lambda: [torch.ones(1), torch.ones(1)], torch.add)
 
 
 def attention_rates(watch: Stopwatch, dtype: torch.dtype) -> Points:
@@ -140,7 +145,7 @@ def attention_rates(watch: Stopwatch, dtype: torch.dtype) -> Points:
 
         flop = attention_flop(*make())
         whole = flop + attention_backward_flop(*make())
-        found.append((whole / 2, whole / watch.seconds(cold(make, call))))
+        found.append((whole / 2, whole / watch.cold_seconds(make, call)))
     return found
 
 
@@ -152,9 +157,12 @@ def memory_rates(watch: Stopwatch) -> Points:
     found = []
     least_s = call_s(watch)
     for numel in MEMORY_NUMELS:
-        call = cold(lambda n=numel: [torch.ones(n), torch.ones(n)], torch.add)  # type: ignore[misc]
+
+        def make(numel: int = numel) -> list[Tensor]:
+            return [torch.ones(numel), torch.ones(numel)]
+
         nbytes = 12 * numel
-        seconds = watch.seconds(call)
+        seconds = watch.cold_seconds(make, torch.add)
         found.append((float(nbytes), nbytes / max(seconds - least_s, seconds / 10)))
     return found
 
@@ -190,13 +198,13 @@ def special_rates(watch: Stopwatch) -> dict[str, float]:
         return [torch.randn(256, 512), torch.randn(256, 512)]
 
     numel = 256 * 512
-    return {name: numel / watch.seconds(cold(make, call)) for name, call in calls.items()}
+    return {name: numel / watch.cold_seconds(make, call) for name, call in calls.items()}
 
 
 def random_rate(watch: Stopwatch) -> float:
     """Elements/s of the random numbers of dropout."""
-    call = cold(lambda: [torch.empty(2**17)], lambda x: x.bernoulli_(0.9))
-    return 2**17 / watch.seconds(call)
+    seconds = watch.cold_seconds(lambda: [torch.empty(2**17)], lambda x: x.bernoulli_(0.9))
+    return 2**17 / seconds
 
 
 class _Count(TorchDispatchMode):
@@ -285,9 +293,9 @@ def disk_rates(folder: str) -> dict[str, float]:
     return {"read_bytes_per_s": DISK_NBYTES / read_s, "write_bytes_per_s": DISK_NBYTES / write_s}
 
 
-def alone(turn_s: float, folder: str) -> dict[str, Any]:
+def alone(turn_s: float, largest_nbytes: int, folder: str) -> dict[str, Any]:
     """All that a process measures by itself. ``folder``: on the disk to measure."""
-    watch = Stopwatch(turn_s)
+    watch = Stopwatch(turn_s, min(COLD_NBYTES, largest_nbytes))
     memory = memory_rates(watch)
     return {
         "matmul": {
@@ -311,15 +319,16 @@ def resident_nbytes() -> int:
     return pages * os.sysconf("SC_PAGESIZE")
 
 
-def together(turn_s: float) -> dict[str, Any]:
+def together(turn_s: float, largest_nbytes: int) -> dict[str, Any]:
     """Latency, and bytes/s that a rank sends, of the engine's collectives. On all ranks.
 
     Every rank makes the same number of calls.
     """
     init_distributed(verbose=False)
     comm = make_comm(purpose="rates")
+    sizes = [512, *(n for n in LINK_NBYTES if n <= largest_nbytes)]
     times = {
-        name: [(n, _median_s(comm, name, n, turn_s)) for n in (512, *LINK_NBYTES)]
+        name: [(n, _median_s(comm, name, n, turn_s)) for n in sizes]
         for name in ("all_gather", "reduce_scatter", "all_reduce")
     }
     comm.close()
@@ -364,13 +373,14 @@ def _median_s(comm: Comm, name: str, nbytes: int, turn_s: float) -> float:
 
 
 def main() -> None:
-    """``alone OUT TURN_S FOLDER`` or ``together OUT TURN_S``: measure, and write JSON to OUT."""
-    what, out, turn_s, *rest = sys.argv[1:]
+    """``alone OUT TURN_S LARGEST_NBYTES FOLDER`` or ``together OUT TURN_S LARGEST_NBYTES``: measure, and
+    write JSON to OUT. ``LARGEST_NBYTES``: of tensors of collectives, and of the operands of a call."""
+    what, out, turn_s, largest_nbytes, *rest = sys.argv[1:]
     torch.set_num_threads(1)
     if what == "alone":
-        Path(out).write_text(json.dumps(alone(float(turn_s), *rest)))
+        Path(out).write_text(json.dumps(alone(float(turn_s), int(largest_nbytes), *rest)))
         return
-    found = together(float(turn_s))
+    found = together(float(turn_s), int(largest_nbytes))
     if current_rank_info().is_main_rank:
         Path(out).write_text(json.dumps(found))
 
