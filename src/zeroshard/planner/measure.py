@@ -91,7 +91,7 @@ def measure(
 ) -> MachineFile:
     """Measure this machine and write ``path``. Takes about a minute.
 
-    ``turn_s``: for each rate. ``largest_nbytes``: of the tensors of collectives. ``load``: reads what else
+    ``turn_s``: for each rate. ``largest_nbytes``: of tensors of collectives. ``load``: reads what else
     the machine does; None: measure in any case.
 
     Raises:
