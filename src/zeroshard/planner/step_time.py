@@ -30,6 +30,7 @@ NOT_MODELLED = (
     "that collectives take bandwidth and multiprocessors from computing; latency that grows with ranks",
     "fused and compiled kernels of a GPU: operations are those of eager torch on the CPU",
     "the overlap of an update in host memory or on disk with anything else",
+    "reading parameters from host memory or disk at stage 3 (offload_param), and writing them back",
 )
 """What a step time does not contain."""
 
