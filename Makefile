@@ -18,7 +18,7 @@ PIP   := $(BIN)/python -m pip install
 export OMP_NUM_THREADS ?= 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help setup train train-3d check test test-programs lint bench docs-config docs-compat clean
+.PHONY: help setup train train-3d check test test-programs lint bench docs docs-config docs-compat clean
 
 help:
 	@echo "make train        train a GPT on real text under ZeRO-3 (RANKS=2, ARGS='--size tiny')"
@@ -28,6 +28,7 @@ help:
 	@echo "make test-programs  install TRL, LLaMA-Factory, ms-swift and DeepSpeed, and run their programs"
 	@echo "make lint         check style, format and types"
 	@echo "make bench        measure beside other libraries, a quarter of an hour (ARGS='--only a1')"
+	@echo "make docs         build the pages of docs/ as a site, build/docs/index.html"
 	@echo "make docs-compat  write docs/compat.md from the table of names"
 	@echo "make docs-config  write docs/config.md from the table of keys"
 	@echo "make clean        remove .venv and caches"
@@ -89,6 +90,15 @@ lint: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/run.py $(ARGS)
+
+# A warning is an error: a link that leads nowhere, a page in no list, a docstring that does not render.
+docs: .venv/.docs
+	$(BIN)/python -m sphinx -W --keep-going -q -d build/doctrees docs build/docs
+	@echo "the site: build/docs/index.html"
+
+.venv/.docs: $(READY)
+	$(PIP) --quiet -c constraints.txt -e '.[docs]'
+	touch $@
 
 docs-compat: $(READY)
 	$(BIN)/python tools/compat_page.py > docs/compat.md.new

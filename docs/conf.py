@@ -1,0 +1,59 @@
+"""Sphinx's configuration. ``make docs`` builds the site into ``build/docs``.
+
+Pages are plain Markdown whose links work where the repository is read, too. Links to files of the
+repository outside ``docs/`` become text on the site, which does not have these files.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+
+from zeroshard import __version__
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
+
+project = "ZeroShard"
+author = "the authors of ZeroShard"
+version = release = __version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+myst_heading_anchors = 4
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 80
+toc_object_entries_show_parents = "hide"
+
+html_theme = "furo"
+html_title = f"ZeroShard {release}"
+html_static_path = ["_static"]
+html_css_files = ["wide.css"]
+html_show_sourcelink = False
+html_copy_source = False
+
+REPOSITORY = Path(__file__).parents[1]
+LINK = re.compile(r"\[(?P<text>[^\]]*)\]\((?P<path>\.\./[^)#\s]*)(?:#[^)\s]*)?\)")
+
+
+def setup(app: Sphinx) -> None:
+    """Called by Sphinx."""
+    app.connect("source-read", _name_repository_files)
+
+
+def _name_repository_files(app: Sphinx, page: str, source: list[str]) -> None:
+    """Write ``[train_3d](../examples/train_3d)`` as ``examples/train_3d``, in code."""
+    folder = Path(app.env.doc2path(page)).parent
+
+    def shown(link: re.Match[str]) -> str:
+        target = (folder / link["path"]).resolve()
+        if target.is_relative_to(app.srcdir):
+            return link[0]
+        path = target.relative_to(REPOSITORY).as_posix()
+        return f"`{path}`" if path.endswith(link["text"]) else f"{link['text']} (`{path}`)"
+
+    source[0] = LINK.sub(shown, source[0])
