@@ -10,7 +10,6 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-
 from zeroshard import __version__
 
 if TYPE_CHECKING:

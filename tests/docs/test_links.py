@@ -1,0 +1,45 @@
+"""Links of the pages lead somewhere, and the site's lists contain every page. Needs no Sphinx."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pages import DOCS, PAGES, READ, ROOT, anchors, links, listed
+
+
+def broken(page: Path) -> list[str]:
+    found = []
+    for path, anchor in links(page.read_text(encoding="utf-8")):
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists():
+            found.append(f"{path}: no such file")
+        elif anchor and anchor not in anchors(target.read_text(encoding="utf-8")):
+            found.append(f"{path}#{anchor}: no such heading")
+    return found
+
+
+@pytest.mark.parametrize("page", READ, ids=lambda page: str(page.relative_to(ROOT)))
+def test_each_link_leads_to_a_file_and_a_heading(page):
+    assert broken(page) == []
+
+
+def test_a_link_that_leads_nowhere_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# A\n[a](#a) [b](#b) [c](other.md) `[d](d.md)`\n```\n[e](e.md)\n# b\n```\n")
+    assert broken(page) == ["#b: no such heading", "other.md: no such file"]
+
+
+def test_equal_headings_have_numbered_anchors():
+    assert anchors("# A `b`, [c](d)\n## Same\n## Same\n") == {"a-b-c", "same", "same-1"}
+
+
+def test_each_page_is_in_one_list_of_the_site():
+    assert listed(DOCS / "index.md") == set(PAGES) - {DOCS / "index.md"}
+
+
+def test_the_first_page_links_to_each_page_of_its_lists():
+    index = DOCS / "index.md"
+    linked = {(DOCS / path).resolve() for path, _ in links(index.read_text(encoding="utf-8"))}
+    decisions = set((DOCS / "decisions").glob("*.md"))
+    assert listed(index) - decisions <= linked
