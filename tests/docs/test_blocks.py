@@ -152,6 +152,11 @@ def shown(block: Block, page: Path) -> None:
     assert not block.language
 
 
+def api(block: Block, page: Path) -> None:
+    """Names whose docstrings Sphinx renders: ``test_api_page.py``."""
+    assert block.language == "{eval-rst}"
+
+
 def toctree(block: Block, page: Path) -> None:
     """A list of the site's pages: ``test_links.py``."""
     assert block.language == "{toctree}"
@@ -167,6 +172,7 @@ README, PIPELINE = in_test("unit/test_readme.py"), in_test("compat/test_pipeline
 
 TREATED: dict[str, list[Treatment]] = {
     "README.md": [commands, README, zero_keys, commands, README, commands],
+    "docs/api.md": [api] * 11,
     "docs/checkpoints.md": [continues, shown, keys, commands, continues, commands],
     "docs/config.md": [configuration],
     "docs/format.md": [TYPES, FORMAT, FORMAT, FORMAT],

@@ -1,5 +1,7 @@
 """Proves on a CPU that everything a program does on CUDA devices comes after what it depends on.
 
+Open it around a program, in a process of its own::
+
     from zeroshard.testing.streams import pretend_cuda
 
     with pretend_cuda(devices=1) as watch:
