@@ -31,7 +31,8 @@ toc_object_entries_show_parents = "hide"
 html_theme = "furo"
 html_title = f"ZeroShard {release}"
 html_static_path = ["_static"]
-html_css_files = ["wide.css"]
+html_favicon = "_static/icon.svg"
+html_css_files = ["tables.css"]
 html_show_sourcelink = False
 html_copy_source = False
 
