@@ -30,7 +30,7 @@ SIDEWAYS = """
 const edge = document.documentElement.clientWidth;
 if (window.innerWidth !== arguments[0]) return ['the window is ' + window.innerWidth];
 const scrolls = node => ['auto', 'scroll'].includes(getComputedStyle(node).overflowX);
-const boxed = node => node !== document.body && (scrolls(node) || boxed(node.parentElement));
+const boxed = node => node.tagName !== 'ARTICLE' && (scrolls(node) || boxed(node.parentElement));
 const past = node => node.getBoundingClientRect().right > edge + 1 && !boxed(node.parentElement);
 const found = [...document.querySelectorAll('article *')].filter(past).map(
     node => node.tagName + '.' + node.className + ' ' + node.textContent.slice(0, 40));
