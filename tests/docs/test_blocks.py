@@ -21,6 +21,7 @@ from torch import nn
 
 from zeroshard.cli.main import main
 from zeroshard.config import load_config
+from zeroshard.config.machine_file import parse_machine
 from zeroshard.testing import run_ranks
 
 Treatment = Callable[[Block, Path], None]
@@ -86,6 +87,11 @@ def zero_keys(block: Block, page: Path) -> None:
 
 def accepted(config: dict[str, Any]) -> None:
     load_config({"train_micro_batch_size_per_gpu": 1, **config}, world_size=2)
+
+
+def machine(block: Block, page: Path) -> None:
+    """A part of a machine file."""
+    assert parse_machine(block.text, f"{page}:{block.line}").name
 
 
 # ---------------------------------------------------------------- commands
@@ -175,6 +181,7 @@ TREATED: dict[str, list[Treatment]] = {
     "docs/api.md": [api] * 11,
     "docs/checkpoints.md": [continues, shown, keys, commands, continues, commands],
     "docs/config.md": [configuration],
+    "docs/doctor.md": [commands, shown],
     "docs/format.md": [TYPES, FORMAT, FORMAT, FORMAT],
     "docs/gpu.md": [commands, configuration, configuration, configuration],
     "docs/index.md": [commands, toctree, toctree, toctree, toctree],
@@ -183,7 +190,7 @@ TREATED: dict[str, list[Treatment]] = {
     "docs/offload.md": [configuration, continues, commands],
     "docs/parallel.md": [shown, compiles, runs],
     "docs/pipeline.md": [PIPELINE, PIPELINE],
-    "docs/plan.md": [commands],
+    "docs/plan.md": [commands, shown, commands, machine],
     "docs/recipes.md": [by_hand],
     "docs/restart.md": [commands, continues, keys, commands, shown],
     "docs/stalls.md": [shown, keys],
