@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from sphinx.application import Sphinx
 
 project = "ZeroShard"
-author = "the authors of ZeroShard"
 version = release = __version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
@@ -34,6 +33,7 @@ html_static_path = ["_static"]
 html_favicon = "_static/icon.svg"
 html_css_files = ["tables.css"]
 html_show_sourcelink = False
+html_show_copyright = False
 html_copy_source = False
 
 REPOSITORY = Path(__file__).parents[1]
