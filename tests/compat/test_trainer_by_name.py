@@ -14,6 +14,7 @@ from by_name import by_name, no_deepspeed_on_ranks, rows, tiny  # noqa: F401
 from torch import nn
 
 from zeroshard.errors import UsageError
+from zeroshard.integrations.resuming import newest_checkpoint
 from zeroshard.testing import on_ranks
 from zeroshard.testing.ranks import run_ranks
 
@@ -146,7 +147,9 @@ def test_a_signal_to_one_rank_saves_a_checkpoint_from_which_all_resume(in_evalua
     trainer.model_wrapped.close()
     assert stopped == 2 if in_evaluation else 2 < stopped < 60
     again = sharded_trainer(folder, 3, tiny(seed=8), config=asked, max_steps=stopped + 1)
-    again.train(resume_from_checkpoint=f"{folder}/checkpoint-{stopped}")
+    newest = newest_checkpoint(folder)
+    assert newest == f"{folder}/checkpoint-{stopped}"
+    again.train(resume_from_checkpoint=newest)
     assert len(logged(again, "loss")) == stopped + 1
     again.model_wrapped.close()
 

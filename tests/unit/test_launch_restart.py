@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import signal
 from dataclasses import replace
 
@@ -105,6 +106,21 @@ def test_the_newest_checkpoint_is_read_from_latest(tmp_path):
     found = read_newest(tmp_path)
     assert found is not None
     assert found.tag == "step-3"
+
+
+@pytest.mark.parametrize("engine", [".", "pytorch_model"])
+def test_checkpoints_of_a_trainer_and_an_accelerator_are_progress(tmp_path, engine):
+    """The folders have other numbers of digits; the time of the save tells which one is the newest."""
+    seen = []
+    for number, name in enumerate(("checkpoint-9", "checkpoint-10", "checkpoint-2")):
+        folder = tmp_path / name / engine
+        folder.mkdir(parents=True)
+        (folder / "latest").write_text("global_step1\n")
+        os.utime(folder / "latest", ns=(number, number))
+        newest = read_newest(tmp_path)
+        assert newest is not None
+        seen.append(newest.tag)
+    assert seen == ["checkpoint-9", "checkpoint-10", "checkpoint-2"]
 
 
 @pytest.mark.parametrize(

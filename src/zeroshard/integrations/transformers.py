@@ -36,8 +36,16 @@ from zeroshard.engine.engine import Engine
 from zeroshard.errors import UsageError
 from zeroshard.integrations.accelerate import Accelerator, PreparedEngine
 from zeroshard.integrations.accelerate.config import Wishes
+from zeroshard.integrations.resuming import newest_checkpoint
 
-__all__ = ["REPLACED", "PreemptionCallback", "Seq2SeqTrainer", "Trainer", "ZeroShardMixin"]
+__all__ = [
+    "REPLACED",
+    "PreemptionCallback",
+    "Seq2SeqTrainer",
+    "Trainer",
+    "ZeroShardMixin",
+    "newest_checkpoint",
+]
 
 REPLACED = {
     "_build_accelerator_args": "the arguments of its Accelerator, with which ours is built",

@@ -10,6 +10,7 @@ the checkpoints, which every complete save replaces.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ ATTEMPT_VARIABLE = "ZEROSHARD_ATTEMPT"
 
 @dataclass(frozen=True, slots=True)
 class NewestCheckpoint:
-    """The tag in ``latest``, and when the file was replaced: a tag may be saved again."""
+    """A checkpoint, and when its file ``latest`` was written: a tag may be saved again."""
 
     tag: str
     saved_at_ns: int
@@ -65,13 +66,22 @@ class Decision:
     reason: str = ""
 
 
+_PLACES = ("latest", "checkpoint*/latest", "checkpoint*/pytorch_model*/latest")
+"""Where saves write ``latest``: an engine, Transformers' Trainer, and Accelerate."""
+
+
 def read_newest(directory: Path) -> NewestCheckpoint | None:
-    """What ``latest`` names in ``directory``; None before the first save."""
-    path = directory / "latest"
-    try:
-        return NewestCheckpoint(path.read_text(errors="replace").strip(), path.stat().st_mtime_ns)
-    except OSError:
-        return None
+    """The checkpoint in ``directory`` that was saved last; None before the first save.
+
+    Its tag is what ``latest`` names, or the folder in which a Trainer or an Accelerator has put it.
+    """
+    found = []
+    for path in (path for pattern in _PLACES for path in directory.glob(pattern)):
+        folders = path.relative_to(directory).parts[:-1]
+        with contextlib.suppress(OSError):  # a Trainer has removed it
+            tag = folders[0] if folders else path.read_text(errors="replace").strip()
+            found.append(NewestCheckpoint(tag, path.stat().st_mtime_ns))
+    return max(found, key=lambda newest: newest.saved_at_ns, default=None)
 
 
 def decide(attempts: Sequence[Attempt], max_restarts: int) -> Decision:
