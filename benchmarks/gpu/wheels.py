@@ -20,8 +20,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-NEEDED = ("pydantic", "rich", "safetensors", "typer")
-"""What ZeroShard requires besides PyTorch and numpy, which the other machine must have."""
+NEEDED = ("pydantic", "rich", "safetensors", "tomli", "typer")
+"""What ZeroShard requires besides PyTorch and numpy, which the other machine must have. Only Python 3.10
+needs tomli."""
 PEERS = ("deepspeed", "einops", "hjson", "msgpack", "ninja", "psutil", "py-cpuinfo", "tqdm")
 """DeepSpeed and what it requires besides those. It has no wheel, so that one is built here."""
 SOURCES = frozenset({"deepspeed"})

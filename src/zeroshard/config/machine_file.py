@@ -2,7 +2,7 @@
 
 Every number is a pair ``{value, source}``. ``source`` says how it is known: "measured" on this machine,
 "vendor" for a data sheet, "assumed" for anything else. Files may leave numbers out. A plan that needs one
-of them gets an error with its name (:func:`number`, :func:`curve`), and never another number instead.
+of them gets an error with its name (:class:`Values`), and never another number instead.
 """
 
 from __future__ import annotations

@@ -6,10 +6,10 @@ because programs that look for a batch size that fits catch it by them.
 
 from __future__ import annotations
 
+import os
 import re
 import traceback
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -19,7 +19,8 @@ from zeroshard.core.nbytes import state_nbytes
 from zeroshard.core.tiers import TIERS, Tier
 from zeroshard.device.choice import ops_of
 from zeroshard.engine.remedies import Remedy, Run, accumulating, remedies
-from zeroshard.memory.host_limits import ROOT, host_limits, kib, read_table
+from zeroshard.launch.cgroup import read_rss_nbytes
+from zeroshard.memory.host_limits import host_limits
 
 _SIZES = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _ASKED = re.compile(r"[Tt]ried to allocate ([0-9.]+) (bytes|KiB|MiB|GiB)")
@@ -40,11 +41,6 @@ def requested_nbytes(error: BaseException) -> int | None:
     """
     found = _ASKED.search(str(error))
     return None if found is None else int(float(found[1]) * _SIZES[found[2]])
-
-
-def resident_nbytes(root: Path = ROOT) -> int | None:
-    """Host memory that this process holds; None where the system does not report it."""
-    return kib(read_table(root / "proc/self/status"), "VmRSS:")
 
 
 def reached(error: BaseException, model: nn.Module) -> tuple[str, float]:
@@ -70,7 +66,7 @@ class MemoryBaseline:
     """What was held when the engine was built. The growth since then is that of the model's run."""
 
     def __init__(self, ledger: Ledger) -> None:
-        self._resident = resident_nbytes()
+        self._resident = read_rss_nbytes(os.getpid())
         self._held = ledger.totals()[0]
 
     def activations(self, engine: Any) -> int:
@@ -85,7 +81,7 @@ class MemoryBaseline:
         in_use: tuple[int, int] | None = ops_of(engine.device).memory_in_use()
         if in_use is not None:
             return max(0, in_use[0] - on_device - waiting)
-        resident = resident_nbytes()
+        resident = read_rss_nbytes(os.getpid())
         if resident is None or self._resident is None:
             return 0
         return max(0, resident - self._resident - (everything - self._held) - waiting)

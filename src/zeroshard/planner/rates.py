@@ -29,6 +29,7 @@ from zeroshard.comm.connect import make_comm
 from zeroshard.comm.env import current_rank_info
 from zeroshard.config.machine_file import rate_at
 from zeroshard.engine.engine import Engine
+from zeroshard.launch.cgroup import read_rss_nbytes
 from zeroshard.planner.step_time import sent_part
 from zeroshard.planner.updated import updated_by
 from zeroshard.planner.work import attention_backward_flop, attention_flop
@@ -308,15 +309,9 @@ def alone(turn_s: float, largest_nbytes: int, folder: str) -> dict[str, Any]:
         "random_per_s": random_rate(watch),
         "operation_s": operation_s(watch),
         "optimizer_bytes_per_s": update_rate(),
-        "resident_nbytes": resident_nbytes(),
+        "resident_nbytes": read_rss_nbytes(os.getpid()) or 0,
         "disk": disk_rates(folder),
     }
-
-
-def resident_nbytes() -> int:
-    """Bytes of memory that this process has now: torch and this package, before a model."""
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGESIZE")
 
 
 def together(turn_s: float, largest_nbytes: int) -> dict[str, Any]:
