@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -37,21 +38,66 @@ def test_a_probe_that_hangs_is_killed_with_its_children(tmp_path):
         f"open({str(told)!r}, 'w').write(str(os.getsid(0))); "
         "subprocess.Popen(['sleep', '600']); time.sleep(600)"
     )
-    outcome = probes.run([[PYTHON, "-c", program]], limit_s=3, environ=os.environ)
+    outcome = probes.run([PYTHON, "-c", program], limit_s=3, environ=os.environ)
     assert (outcome.kind, outcome.text) == ("hang", "no answer in 3 s")
     assert living(int(told.read_text())) == []
 
 
-def test_a_probe_that_fails_ends_the_others_at_once():
-    fails = [PYTHON, "-c", "raise ValueError('no such device')"]
-    waits = [PYTHON, "-c", "import time; time.sleep(600)"]
-    outcome = probes.run([waits, fails], limit_s=60, environ=os.environ)
+def test_a_probe_that_fails_is_told_by_its_last_line():
+    program = "raise ValueError('no such device')"
+    outcome = probes.run([PYTHON, "-c", program], limit_s=60, environ=os.environ)
     assert (outcome.kind, outcome.text) == ("failed", "ValueError: no such device")
 
 
+def test_a_rank_that_fails_ends_the_probe_at_once():
+    """There is no GPU here, so NCCL cannot start."""
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    outcome = probes.collectives(2, "nccl", limit_s=60, environ=environ)
+    assert outcome.kind == "failed"
+    assert "Error" in outcome.text
+
+
 def test_a_program_that_is_missing_is_absent():
-    outcome = probes.run([["/no/such/program"]], limit_s=5, environ=os.environ)
+    outcome = probes.run(["/no/such/program"], limit_s=5, environ=os.environ)
     assert outcome.kind == "absent"
+
+
+def test_a_doctor_that_is_ended_leaves_no_probe(tmp_path):
+    """SIGTERM comes while nvidia-smi hangs."""
+    told, program = tmp_path / "session", tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\necho $$ > {told}.new && mv {told}.new {told}\nexec sleep 600\n")
+    program.chmod(0o755)
+    doctor = subprocess.Popen(
+        [PYTHON, "-m", "zeroshard.cli.main", "doctor"],
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+    )
+    end = time.monotonic() + 60
+    while not told.exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    doctor.terminate()
+    assert doctor.wait(60) == 128 + 15
+    assert living(int(told.read_text())) == []
+
+
+def test_without_torch_the_doctor_says_so(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch here')")
+    (tmp_path / "sitecustomize.py").write_text(
+        "from importlib import metadata\n"
+        "known = metadata.version\n"
+        "def version(name):\n"
+        "    if name == 'torch': raise metadata.PackageNotFoundError(name)\n"
+        "    return known(name)\n"
+        "metadata.version = version\n"
+    )
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    found = subprocess.run(
+        [PYTHON, "-m", "zeroshard.cli.main", "doctor"],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert found.returncode == 2, found.stderr
+    assert "ZS-D111  torch is missing or too old: torch is not installed." in found.stdout
+    assert "gloo 2 ranks    ImportError: no torch here" in found.stdout
 
 
 @pytest.mark.parametrize(("wrong_rank", "kind"), [(-1, "ok"), (1, "wrong")])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -28,6 +30,7 @@ def doctor_command(
     """
     from zeroshard.doctor import examination
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends probes, too
     with errors_told():
         found = examination.examine(ranks, disk, nodes)
     if as_json:

@@ -25,7 +25,8 @@ from zeroshard.doctor.verdicts import (
 )
 from zeroshard.memory.host_limits import gib
 
-GLOO_LIMIT_S, NCCL_LIMIT_S, ANSWER_LIMIT_S = 12.0, 30.0, 5.0
+GLOO_LIMIT_S, NCCL_LIMIT_S, ANSWER_LIMIT_S = 15.0, 30.0, 5.0
+"""Seconds; that of gloo is for ranks with a core each."""
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,10 @@ def examine(
     if nodes > 1:
         answered, found = probes.addresses(facts.host, limit_s=ANSWER_LIMIT_S, environ=environ)
         name = list(of_name(found, answered=answered))
-    gloo = {
-        n: probes.collectives(n, "gloo", limit_s=GLOO_LIMIT_S, environ=environ)
-        for n in sorted({2, count} - {1})
-    }
+    gloo = {}
+    for n in sorted({2, count} - {1}):
+        limit_s = GLOO_LIMIT_S * max(1.0, n / facts.usable_cores)
+        gloo[n] = probes.collectives(n, "gloo", limit_s=limit_s, environ=environ)
     one = Outcome("ok", "")
     nccl: dict[str, Outcome] = {}
     if gpus:

@@ -1,15 +1,17 @@
-"""The program of one rank of a probe: exchanges tensors, checks the values, and prints numbers as JSON.
+"""The program of a probe: ranks exchange tensors, check the values, and the first prints numbers as JSON.
 
-    python -m zeroshard.doctor.exchange RANK RANKS STORE BACKEND WRONG
+    python -m zeroshard.doctor.exchange RANKS STORE BACKEND WRONG_RANK
 
-``WRONG`` 1: this rank sends other values. Bandwidths of the bus have the factors of nccl-tests: 2(n-1)/n
-for an all-reduce, (n-1)/n for the others.
+torch is imported once; the ranks are forks of this process. ``WRONG_RANK`` sends other values; -1: none
+does. Bandwidths of the bus have the factors of nccl-tests: 2(n-1)/n for an all-reduce, (n-1)/n for the
+others.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -24,25 +26,41 @@ ROUNDS = 5
 
 
 def main() -> None:
-    """Run all collectives as one rank."""
-    rank, ranks, store, backend, wrong = sys.argv[1:]
-    on = torch.device("cpu") if backend == "gloo" else torch.device("cuda", int(rank))
-    dist.init_process_group(
-        backend,
-        store=FileStore(store, int(ranks)),
-        rank=int(rank),
-        world_size=int(ranks),
-        timeout=datetime.timedelta(seconds=600),  # the one who started this ends it
-        device_id=None if on.type == "cpu" else on,
-    )
-    found = {name: _measure(name, int(rank), int(ranks), on, wrong == "1") for name in _CALLS}
-    faulty = [name for name, row in found.items() if not row.pop("right")]
-    # Every rank tells what it saw; the first one prints it.
-    seen: list[list[str]] = [[] for _ in range(int(ranks))]
-    dist.all_gather_object(seen, faulty)
-    if rank == "0":
-        print(json.dumps({"wrong": sorted({name for row in seen for name in row}), **found}))
-    dist.destroy_process_group()
+    """Start the ranks. Ends with 1 as soon as one has failed; who started this ends the others."""
+    ranks, store, backend, wrong_rank = sys.argv[1:]
+    for rank in range(int(ranks)):
+        if not os.fork():
+            _run(rank, int(ranks), store, backend, int(wrong_rank))
+            sys.stdout.flush()
+            os._exit(0)
+    for _ in range(int(ranks)):
+        if os.wait()[1]:
+            sys.exit(1)
+
+
+def _run(rank: int, ranks: int, store: str, backend: str, wrong_rank: int) -> None:
+    """All collectives as one rank."""
+    try:
+        on = torch.device("cpu") if backend == "gloo" else torch.device("cuda", rank)
+        dist.init_process_group(
+            backend,
+            store=FileStore(store, ranks),
+            rank=rank,
+            world_size=ranks,
+            timeout=datetime.timedelta(seconds=600),  # the one who started this ends it
+            device_id=None if on.type == "cpu" else on,
+        )
+        found = {name: _measure(name, rank, ranks, on, rank == wrong_rank) for name in _CALLS}
+        faulty = [name for name, row in found.items() if not row.pop("right")]
+        # Every rank tells what it saw; the first one prints it.
+        seen: list[list[str]] = [[] for _ in range(ranks)]
+        dist.all_gather_object(seen, faulty)
+        if not rank:
+            print(json.dumps({"wrong": sorted({name for row in seen for name in row}), **found}))
+        dist.destroy_process_group()
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 def _all_reduce(x_N: Tensor, _out: Tensor) -> Tensor:
@@ -72,29 +90,35 @@ _CALLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def _measure(
     name: str, rank: int, ranks: int, on: torch.device, wrong: bool
 ) -> dict[str, float | bool]:
+    """Latency with 8 bytes, bandwidth of the bus with 16 MiB, and whether the values were right."""
     call, row, right = _CALLS[name], {}, True
-    for size, numel in (("latency_s", SMALL * ranks), ("busbw_Bps", LARGE // ranks * ranks)):
+    for kind, whole in (("latency_s", SMALL * ranks), ("busbw_Bps", LARGE // ranks * ranks)):
+        numel = whole // ranks if name == "all_gather" else whole
+        out = torch.empty(numel * ranks if name == "all_gather" else 0, device=on)
         seconds = []
-        out = torch.empty(numel * ranks, device=on)
         for _ in range(ROUNDS):
-            x_N = torch.full((numel,), float(rank + 1 + wrong), device=on)
+            x_N = _values(numel, rank + wrong, on)
             begin = time.perf_counter()
             result = call(x_N, out)
-            right = right and _is_right(name, result, ranks)  # reading waits for the device
+            result[0].item()  # waits for the device
             seconds.append(time.perf_counter() - begin)
+            right = right and torch.equal(result, _expected(name, numel, rank, ranks, on))
         best = min(seconds)
-        moved = (
-            4 * numel * (ranks - 1) / ranks * {"all_reduce": 2, "all_gather": ranks}.get(name, 1)
-        )
-        row[size] = best if size == "latency_s" else moved / best
+        moved = 4 * whole * (ranks - 1) / ranks * (2 if name == "all_reduce" else 1)
+        row[kind] = best if kind == "latency_s" else moved / best
     return {**row, "right": right}
 
 
-def _is_right(name: str, result: Tensor, ranks: int) -> bool:
-    if name != "all_gather":
-        return bool((result == ranks * (ranks + 1) / 2).all())
-    parts = result.view(ranks, -1)
-    return all(bool((part == rank + 1).all()) for rank, part in enumerate(parts))
+def _values(numel: int, rank: int, on: torch.device) -> Tensor:
+    """What a rank sends: other values in each place, so that misplaced ones are found. Sums are exact."""
+    return torch.arange(numel, device=on).remainder(251).float() + rank
+
+
+def _expected(name: str, numel: int, rank: int, ranks: int, on: torch.device) -> Tensor:
+    if name == "all_gather":
+        return torch.cat([_values(numel, each, on) for each in range(ranks)])
+    total = ranks * _values(numel, 0, on) + ranks * (ranks - 1) / 2
+    return total if name == "all_reduce" else total.chunk(ranks)[rank]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Reads what a machine is, before anything runs on it: memory, cores, limits, disks, network, variables.
 
 Every function that reads files takes the root of the file system, so it can be tested on recorded files.
+Nothing here imports torch, which may be missing.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
+from zeroshard.core.files import free_nbytes
+from zeroshard.core.filesystems import filesystem_of
 from zeroshard.memory.host_limits import ROOT, HostLimits, cgroup_folders, host_limits
-from zeroshard.offload.disk_check import filesystem_of, free_below
 
 PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft", "deepspeed", "safetensors")
 """Packages whose versions are told. A missing one is no fault."""
@@ -127,7 +129,7 @@ def disk_of(path: Path) -> Disk | None:
         with tempfile.NamedTemporaryFile(dir=path, prefix=".zeroshard-") as file:
             mounts = Path("/proc/self/mounts").read_text()
             return Disk(
-                str(path), filesystem_of(path, mounts), free_below(path), _direct(file.name)
+                str(path), filesystem_of(path, mounts), free_nbytes(path), _direct(file.name)
             )
     except OSError:
         return None

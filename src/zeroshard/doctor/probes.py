@@ -1,6 +1,6 @@
 """Runs small programs that may hang, and says how they ended. Nothing of them survives.
 
-Each process is in a session of its own, so that its children end with it. A probe that does not answer is
+Each program is in a session of its own, so that its children end with it. A probe that does not answer is
 a result, not a fault of the doctor.
 """
 
@@ -13,15 +13,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 Kind = Literal["ok", "hang", "wrong", "failed", "absent"]
 
-_POLL_S = 0.02
+_END_S = 5.0  # that a killed process may take to end
 
 
 @dataclass(frozen=True)
@@ -37,67 +35,44 @@ class Outcome:
     output: str = ""
 
 
-def run(
-    commands: Sequence[Sequence[str]], *, limit_s: float, environ: Mapping[str, str]
-) -> Outcome:
-    """Run processes together, one per rank, until all have ended, one has failed, or time is up."""
-    with tempfile.TemporaryDirectory(prefix="zeroshard-doctor-") as folder:
-        started: list[subprocess.Popen[bytes]] = []
+def run(command: Sequence[str], *, limit_s: float, environ: Mapping[str, str]) -> Outcome:
+    """Run a program until it ends or time is up."""
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         try:
-            for rank, command in enumerate(commands):
-                with (
-                    open(f"{folder}/{rank}.out", "wb") as out,
-                    open(f"{folder}/{rank}.err", "wb") as err,
-                ):
-                    started.append(
-                        subprocess.Popen(
-                            command,
-                            stdout=out,
-                            stderr=err,
-                            stdin=subprocess.DEVNULL,
-                            start_new_session=True,
-                            env=dict(environ),
-                        )
-                    )
-            failed = _wait(started, limit_s)
+            process = subprocess.Popen(
+                command,
+                stdout=out,
+                stderr=err,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env=dict(environ),
+            )
         except FileNotFoundError as error:
             return Outcome("absent", f"{error.filename} is not installed")
-        finally:
-            _kill(started)
-        outputs = [
-            Path(folder, f"{rank}.out").read_text(errors="replace") for rank in range(len(commands))
-        ]
-        if failed is None:
-            return Outcome("hang", f"no answer in {limit_s:g} s", output=outputs[0])
-        if failed >= 0:
-            error_text = Path(folder, f"{failed}.err").read_text(errors="replace")
-            code = started[failed].returncode
+        try:
+            code = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return Outcome("hang", f"no answer in {limit_s:g} s", output=_read(out))
+        finally:  # also if a signal ends this process: the command makes an exception of it
+            _kill(process)
+        if code:
             return Outcome(
-                "failed", _last_line(error_text) or f"exit code {code}", output=outputs[0]
+                "failed", _last_line(_read(err)) or f"exit code {code}", output=_read(out)
             )
-    return Outcome("ok", "ok", output=outputs[0])
+        return Outcome("ok", "ok", output=_read(out))
 
 
-def _wait(started: Sequence[subprocess.Popen[bytes]], limit_s: float) -> int | None:
-    """-1: all ended well; the number of one that failed; None: time is up."""
-    end = time.monotonic() + limit_s
-    while True:
-        codes = [process.poll() for process in started]
-        failed = next((rank for rank, code in enumerate(codes) if code), None)
-        if failed is not None:
-            return failed
-        if None not in codes:
-            return -1
-        if time.monotonic() > end:
-            return None
-        time.sleep(_POLL_S)
+def _read(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")
 
 
-def _kill(started: Sequence[subprocess.Popen[bytes]]) -> None:
-    for process in started:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End the whole session. A process that waits in the kernel may stay; it is not waited for."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_END_S)
 
 
 def _last_line(text: str) -> str:
@@ -113,14 +88,12 @@ def collectives(
     ``wrong_rank`` sends other values than it should, for tests.
     """
     with tempfile.TemporaryDirectory(prefix="zeroshard-doctor-") as folder:
-        commands = [
-            [
-                sys.executable, "-m", "zeroshard.doctor.exchange",
-                str(rank), str(ranks), f"{folder}/store", backend, str(int(rank == wrong_rank)),
-            ]
-            for rank in range(ranks)
-        ]  # fmt: skip
-        outcome = run(commands, limit_s=limit_s, environ={**environ, "OMP_NUM_THREADS": "1"})
+        words = [str(ranks), f"{folder}/store", backend, str(wrong_rank)]
+        outcome = run(
+            [sys.executable, "-m", "zeroshard.doctor.exchange", *words],
+            limit_s=limit_s,
+            environ={**environ, "OMP_NUM_THREADS": "1"},
+        )
     if outcome.kind != "ok":
         return outcome
     try:
@@ -142,7 +115,7 @@ def gpus(*, limit_s: float, environ: Mapping[str, str]) -> tuple[Outcome, list[d
     )
     if program is None:
         return Outcome("absent", "nvidia-smi is not installed"), []
-    outcome = run([[program, *command[1:]]], limit_s=limit_s, environ=environ)
+    outcome = run([program, *command[1:]], limit_s=limit_s, environ=environ)
     if outcome.kind != "ok":
         return outcome, []
     rows = [
@@ -161,5 +134,5 @@ def addresses(host: str, *, limit_s: float, environ: Mapping[str, str]) -> tuple
         "except OSError: found = set()\n"
         "print(*sorted(found))"
     )
-    outcome = run([[sys.executable, "-c", program, host]], limit_s=limit_s, environ=environ)
+    outcome = run([sys.executable, "-c", program, host], limit_s=limit_s, environ=environ)
     return outcome.kind == "ok", outcome.output.split()

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from zeroshard.core.filesystems import medium_of
 from zeroshard.doctor.facts import Facts
 from zeroshard.doctor.probes import Outcome
 from zeroshard.memory.host_limits import gib
@@ -116,8 +117,6 @@ SLOW_VARIABLES = {
 }
 """Variables, and the values with which they cost time."""
 
-NETWORK = re.compile(r"nfs|cifs|smb|ceph|lustre|gpfs|fuse\.(?!overlayfs)")
-
 
 @dataclass(frozen=True)
 class Finding:
@@ -178,10 +177,9 @@ def _of_disk(facts: Facts) -> Iterator[Finding]:
         yield Finding("ZS-D207", "nothing can be written there")
         return
     reasons = []
-    if disk.filesystem in ("tmpfs", "ramfs"):
-        reasons.append("its files are in memory")
-    if NETWORK.match(disk.filesystem):
-        reasons.append("it is on the network")
+    medium = medium_of(disk.filesystem)
+    if medium != "disk":
+        reasons.append("its files are in memory" if medium == "memory" else "it is on the network")
     if not disk.direct:
         reasons.append("files cannot be opened past the page cache (O_DIRECT)")
     if disk.free_nbytes < 1 << 30:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from zeroshard.core.files import free_nbytes
+from zeroshard.core.filesystems import filesystem_of, medium_of
 from zeroshard.errors import DiskError
 from zeroshard.memory.direct_io import PAGE_NBYTES, aligned_bytes
 from zeroshard.offload.swap_file import BLOCK_NBYTES, Extent, SwapFile
@@ -27,12 +27,6 @@ __all__ = [
 
 _PATIENCE_S = 0.25  # per direction; the round in which it is exceeded is finished
 _FIRST_ROUND_NBYTES = 1 << 20
-
-_IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
-_NETWORK = {
-    "9p", "afs", "beegfs", "ceph", "cifs", "gfs2", "glusterfs", "gpfs", "lustre", "ncpfs", "nfs",
-    "nfs4", "ocfs2", "orangefs", "panfs", "pvfs2", "smb3", "smbfs", "wekafs",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,31 +125,18 @@ def forecast(read_nbytes: int, write_nbytes: int, speed: Speed, ranks_sharing: i
 def warning(directory: str | Path) -> str | None:
     """Why the directory is a poor choice although it works; None if it is not."""
     kind = filesystem_of(_existing(directory), Path("/proc/self/mounts").read_text())
-    if kind in _IN_MEMORY:
+    if medium_of(kind) == "memory":
         return (
             f"{directory} is a {kind}: its files are stored in this host's memory, so offloading "
             "to it saves no memory. Give as nvme_path a directory on a disk."
         )
-    if kind in _NETWORK or (kind.startswith("fuse.") and kind != "fuse.overlayfs"):
+    if medium_of(kind) == "network":
         return (
             f"{directory} is a network file system ({kind}): every step moves the whole optimizer "
             "state over the network, and other users share its speed. Give as nvme_path a "
             "directory on a local disk."
         )
     return None
-
-
-def filesystem_of(directory: str | Path, mounts: str) -> str:
-    """The type of the file system that holds ``directory``. ``mounts``: the text of ``/proc/mounts``."""
-    place = os.path.realpath(directory)
-    found, kind = "", "unknown"
-    for line in mounts.splitlines():
-        _, point, fstype, *_ = line.split(" ")
-        point = re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), point)
-        inside = place == point or place.startswith(point.rstrip("/") + "/")
-        if inside and len(point) >= len(found):  # the deepest one; of equal ones the last mounted
-            found, kind = point, fstype
-    return kind
 
 
 def _existing(directory: str | Path) -> Path:
