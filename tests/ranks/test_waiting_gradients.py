@@ -155,3 +155,63 @@ def test_a_lent_slot_holds_the_sum_of_a_backward_that_records_a_graph():
 def small_network() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+
+class Early(nn.Module):
+    """The first lines read a weight of the last block, whose gradient comes after the block is left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(x @ self.blocks[2].weight)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@on_ranks(2)
+def test_a_gradient_after_the_reduction_of_its_unit_is_not_lost(stage):
+    """A slot that was lent belongs to the reduction now; autograd must not add to it."""
+    accumulation = 3
+    plain, model = Early(), Early()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    for step in range(2 * accumulation):
+        (plain(batch(step)).square().sum() / accumulation).backward()
+        if (step + 1) % accumulation == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    config = kit.config(stage, gradient_accumulation_steps=accumulation, units=["Linear"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    with Engine(model, config=config, optimizer=optimizer) as engine:
+        for step in range(2 * accumulation):
+            engine.backward(engine(batch(step)).square().sum())
+            engine.step()
+        for name, full in engine.iter_full_params():
+            torch.testing.assert_close(full, plain.get_parameter(name).detach())
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@on_ranks(1)
+def test_a_sum_that_was_not_expected_is_made_in_the_accumulation_dtype(stage):
+    """Gradients are bf16 and their sums fp32: a sum in bf16 would lose the small one."""
+    model = nn.Linear(WIDTH, 1, bias=False)
+    bf16 = {"enabled": True}
+    config = kit.config(
+        stage,
+        bf16=bf16,
+        communication_data_type="bf16",
+        data_types={"grad_accum_dtype": "fp32"},
+        optimizer=kit.ADAMW,
+    )
+    with Engine(model, config=config) as engine:
+        with engine.no_sync():
+            for value in (1.0, 2**-9):
+                x = torch.full((1, WIDTH), value, dtype=torch.bfloat16)
+                engine.backward(engine(x).sum())
+        (buffer,) = engine.runtime.reducer.buffers
+        total = buffer.grads_N if buffer.grads_N is not None else buffer.reduced_S
+        assert total[:WIDTH].tolist() == [1.0 + 2**-9] * WIDTH

@@ -261,11 +261,14 @@ class GradBuffer:
     def _lend_slots(self) -> None:
         """Make filled slots the gradients of their parameters, so that autograd itself adds to them.
 
-        The hook of a parameter then costs a third. A gradient that is there already is not replaced.
+        A gradient that is there already is not replaced. Only sums in the dtype of the accumulation are
+        lent: others are promoted before the next addition.
         """
         grads_N, row = self.grads_N, self.unit.row
         assert grads_N is not None
-        if not self.unit.resident or self._has_dtensors or row.param != grads_N.dtype:
+        if not self.unit.resident or self._has_dtensors:
+            return
+        if not row.param == row.grad_accum == grads_N.dtype:
             return
         for index, param in enumerate(self.unit.params):
             if self.filled[index] and index not in self._waiting and param.grad is None:
@@ -354,6 +357,7 @@ class GradBuffer:
     def detach_local(self) -> Tensor:
         """Take the local gradient ``[N]``, zeros in slots without one; the buffer is empty afterwards."""
         self.copy_waiting()
+        self._take_back()  # else a late gradient would be added to memory of the collective
         if self.grads_N is None:
             self._allocate(self.unit.row.reduce)
         assert self.grads_N is not None
