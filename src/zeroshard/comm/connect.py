@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from zeroshard.comm.agreement import FAILED, namespace, wait_for_keys
+from zeroshard.comm.agreement import ControlGroup, namespace, run_on_all_ranks
 from zeroshard.comm.agreement import Store as AgreeStore
 from zeroshard.comm.collectives import Comm, ErrorExplainer, ProcessGroupComm, SoloComm
 from zeroshard.comm.flight_recorder import rank_ranges
@@ -23,7 +22,7 @@ from zeroshard.comm.p2p import P2PComm, open_links
 from zeroshard.comm.recorder import Recorder
 from zeroshard.comm.shm import PeerMemory, ShmComm, open_peer_memory
 from zeroshard.device.choice import ops_of
-from zeroshard.errors import ConfigError, DistributedError, LaunchError, UsageError
+from zeroshard.errors import ConfigError, LaunchError, UsageError
 
 _CPU = torch.device("cpu")
 
@@ -261,33 +260,27 @@ def default_store() -> Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def said_by_rank_0(make: Callable[[], str], topic: str, *, timeout_s: float = 3600.0) -> str:
+def said_by_rank_0(make: Callable[[], str], topic: str, failed: str) -> str:
     """The text that ``make()`` returns on rank 0 of the default process group, on every rank. Collective.
 
     It goes through the store, so no transport times out while rank 0 reads a disk. Without a process
-    group: the text of this process.
-
-    Raises:
-        RankLate: rank 0 did not answer within ``timeout_s``.
-        DistributedError: ``make`` failed on rank 0, where its own exception is raised.
+    group: the text of this process. Errors are those of
+    :func:`~zeroshard.comm.agreement.run_on_all_ranks`, the same on every rank.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if not dist.is_initialized():
         return make()
     me = dist.get_rank()
     place = namespace(cast("AgreeStore", default_store()), f"zs/said/{topic}", me)
-    if me:
-        wait_for_keys(place, {0: "text"}, topic, rank=me, timeout_s=timeout_s)
-        kind, text = json.loads(place.get("text").decode())
-        if kind == FAILED:
-            raise DistributedError(f"{topic} failed on rank 0: {text}")
-        return str(text)
-    try:
-        text = make()
-    except BaseException as error:
-        place.set("text", json.dumps((FAILED, str(error))))
-        raise
-    place.set("text", json.dumps(("said", text)))
-    return text
+    group = ControlGroup(place, rank=me, size=dist.get_world_size())
+    _, said = run_on_all_ranks(
+        group,
+        failed,
+        topic,
+        lambda: "" if me else make(),
+        say=lambda own: own,
+        decide=lambda texts: texts[0],
+    )
+    return str(said)
 
 
 def _backend_for(group: dist.ProcessGroup, device_type: str) -> str:

@@ -32,9 +32,14 @@ def newest_checkpoint(folder: str | PathLike[str], *, read_all: bool = True) -> 
     A checkpoint that is not complete or damaged is passed over with a warning. ``read_all``: read every
     byte and compare checksums; otherwise only sizes. Rank 0 decides for all ranks of the process group,
     so every rank calls it; without a process group every rank looks for itself.
+
+    Raises:
+        CheckpointError: the folder cannot be read; the same on every rank.
     """
     found = said_by_rank_0(
-        lambda: _newest(Path(folder), read_all), "looking for the newest checkpoint"
+        lambda: _newest(Path(folder), read_all),
+        "looking for the newest checkpoint",
+        f"{folder} was not searched",
     )
     return found or None
 
