@@ -49,11 +49,13 @@ def with_variables(**variables: str) -> Facts:
 
 
 FACTS: list[tuple[str, Facts, str]] = [
-    ("ZS-D110", replace(GOOD, memory=HostLimits(64 * GIB, GIB, None)), "1.0 GiB are free"),
+    ("ZS-D110", replace(GOOD, memory=HostLimits(64 * GIB, GIB // 2, None)), "0.5 GiB are free"),
     (
         "ZS-D110",
-        replace(GOOD, memory=HostLimits(64 * GIB, 48 * GIB, CgroupLimit(2 * GIB, GIB, "/x"))),
-        "1.0 GiB are free",
+        replace(
+            GOOD, memory=HostLimits(64 * GIB, 48 * GIB, CgroupLimit(2 * GIB, 3 * GIB // 2, "/x"))
+        ),
+        "0.5 GiB are free",
     ),
     ("ZS-D111", replace(GOOD, versions={}), "torch is not installed"),
     ("ZS-D111", replace(GOOD, versions={"torch": "2.9.1"}), "torch 2.9.1"),

@@ -10,14 +10,12 @@ from typing import Literal
 from zeroshard.core.filesystems import medium_of
 from zeroshard.doctor.facts import Facts
 from zeroshard.doctor.probes import Outcome
+from zeroshard.launch.memory_check import BARE_RANK_NBYTES, SMALL_SHM_NBYTES
 from zeroshard.memory.host_limits import gib
 
 Weight = Literal["fails", "warns"]
 
 OLDEST_TORCH = (2, 11)
-SMALL_SHM_NBYTES = 256 << 20
-BARE_RANK_NBYTES = 512 << 20
-"""What a rank holds that has imported torch and opened its connections."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ CODES: Mapping[str, Code] = {
     "ZS-D203": Code(
         "warns",
         "/dev/shm is small",
-        "Ranks of one host exchange tensors there. Without room they use sockets, which is slower. "
+        "When it is full, data-loader workers and NCCL end with SIGBUS. "
         "docker run --shm-size=8g, or --ipc=host.",
     ),
     "ZS-D204": Code(
@@ -138,9 +136,10 @@ def of_facts(facts: Facts) -> Iterator[Finding]:
     free = facts.memory.free_nbytes
     if free is not None and free < facts.ranks * BARE_RANK_NBYTES:
         yield Finding(
-            "ZS-D110", f"{gib(free)} are free, {facts.ranks} ranks need about half a GiB each"
+            "ZS-D110",
+            f"{gib(free)} are free, {facts.ranks} ranks need a quarter of a GiB each to start",
         )
-    if facts.shm_nbytes is not None and facts.shm_nbytes < facts.ranks * SMALL_SHM_NBYTES:
+    if facts.shm_nbytes is not None and facts.shm_nbytes <= SMALL_SHM_NBYTES:
         yield Finding("ZS-D203", f"{gib(facts.shm_nbytes)} for {facts.ranks} ranks")
     yield from _of_cores(facts)
     if 0 <= facts.limits["-n"] < 4096:

@@ -15,9 +15,9 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BINARY = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", re.IGNORECASE)
 # A rank that has only imported torch holds about this much.
-_BARE_RANK_NBYTES = 256 << 20
+BARE_RANK_NBYTES = 256 << 20
 # The size of ``/dev/shm`` that container runtimes give by default.
-_SMALL_SHM_NBYTES = 64 << 20
+SMALL_SHM_NBYTES = 64 << 20
 
 
 def parse_nbytes(text: str, option: str) -> int:
@@ -57,12 +57,12 @@ def check_memory(
             "The kernel would kill a rank during the run. Use fewer ranks per node, a higher ZeRO "
             "stage, a larger memory limit, or correct --expect-memory-per-rank."
         )
-    if free is not None and expected_nbytes is None and num_local * _BARE_RANK_NBYTES > free:
+    if free is not None and expected_nbytes is None and num_local * BARE_RANK_NBYTES > free:
         warnings.append(
             f"only {gib(free)} of memory are free for {_count(num_local)} ({memory.in_words()}); "
             "importing torch alone takes about 0.25 GiB each."
         )
-    if shm_nbytes is not None and shm_nbytes <= _SMALL_SHM_NBYTES:
+    if shm_nbytes is not None and shm_nbytes <= SMALL_SHM_NBYTES:
         warnings.append(
             f"/dev/shm has only {shm_nbytes >> 20} MiB. When it is full, data-loader workers and "
             "NCCL end with SIGBUS. docker run --shm-size=8g (or --ipc=host) makes it larger."
