@@ -167,22 +167,22 @@ def test_a_host_is_ours_under_its_short_and_its_full_name():
 
 
 def test_cores_are_divided_among_the_local_ranks():
-    env = rank_defaults({}, cores=16, num_local=5)
+    env = rank_defaults({}, cores=16, num_local=5, run_id="r")
     assert env["OMP_NUM_THREADS"] == "3"
 
 
 def test_more_ranks_than_cores_still_get_a_thread():
-    assert rank_defaults({}, cores=2, num_local=8)["OMP_NUM_THREADS"] == "1"
+    assert rank_defaults({}, cores=2, num_local=8, run_id="r")["OMP_NUM_THREADS"] == "1"
 
 
 def test_a_restarted_rank_never_reads_the_store_of_a_dead_attempt():
-    env = rank_defaults({}, cores=1, num_local=1)
+    env = rank_defaults({}, cores=1, num_local=1, run_id="r")
     assert (env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"], env["PYTHONFAULTHANDLER"]) == ("1", "1")
 
 
 def test_what_the_user_exported_wins():
-    mine = {"OMP_NUM_THREADS": "7", "PYTHONFAULTHANDLER": "0"}
-    assert not mine.keys() & rank_defaults(mine, cores=4, num_local=2).keys()
+    mine = {"OMP_NUM_THREADS": "7", "PYTHONFAULTHANDLER": "0", "ZEROSHARD_RUN_ID": "mine"}
+    assert not mine.keys() & rank_defaults(mine, cores=4, num_local=2, run_id="r").keys()
 
 
 def test_only_variables_that_concern_training_travel_to_other_hosts():

@@ -304,13 +304,13 @@ class ControlGroup:
                 raise _rank_lost(lost, topic)
 
         self._recorder.waiter = threading.get_ident()
-        self._recorder.waiting = item
+        began_s = self._recorder.begin_wait(item)
         try:
             wait_for_keys(
                 store, keys, topic, rank=self.rank, timeout_s=self._timeout_s, check=check
             )
         finally:
-            self._recorder.waiting = None
+            self._recorder.end_wait(item, began_s)
 
 
 def _rank_lost(lost: Mapping[int, str], topic: str, more: str = "") -> RankLost:

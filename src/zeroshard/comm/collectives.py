@@ -315,7 +315,7 @@ class ProcessGroupComm(RecordedComm):
 
     def finish(self, item: Item, work: Any) -> None:
         """Wait for ``work``; a transport error is replaced by the exception that the guard explains."""
-        self.recorder.waiting = item
+        began_s = self.recorder.begin_wait(item)
         try:
             while True:
                 try:
@@ -327,7 +327,7 @@ class ProcessGroupComm(RecordedComm):
         except RuntimeError as error:
             self.fail(item, error)
         finally:
-            self.recorder.waiting = None
+            self.recorder.end_wait(item, began_s)
         self.recorder.note_pending(item)
 
     def fail(self, item: Item, error: RuntimeError) -> NoReturn:

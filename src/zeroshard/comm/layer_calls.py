@@ -30,16 +30,18 @@ class LayerCalls:
     recorder: Recorder
     explanation: Callable[[RuntimeError], Exception | None]
 
-    def begin(self, name: str, tensor: Tensor) -> Item:
-        """Record an all-reduce of ``tensor``, which the host waits for until :meth:`end`."""
+    def begin(self, name: str, tensor: Tensor) -> tuple[Item, float]:
+        """Record an all-reduce of ``tensor``, which the host waits for until :meth:`end`.
+
+        Returns the arguments of :meth:`end`.
+        """
         recorder, numel = self.recorder, tensor.numel()
         item = recorder.enter(recorder.entries("all_reduce")[name], tensor, numel, 2 * numel)
-        recorder.waiting = item
-        return item
+        return item, recorder.begin_wait(item)
 
-    def end(self, item: Item) -> None:
+    def end(self, item: Item, began_s: float) -> None:
         """The host goes on. A device is done when the current stream reaches this."""
-        self.recorder.waiting = None
+        self.recorder.end_wait(item, began_s)
         self.recorder.note_pending(item)
 
 

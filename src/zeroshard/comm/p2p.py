@@ -222,7 +222,7 @@ class _Exchange:
         if not works:
             return
         # Not in slices of time: the first timeout of a send or receive closes the pair.
-        self._comm.recorder.waiting = self._item
+        began_s = self._comm.recorder.begin_wait(self._item)
         peer = -1
         try:
             for peer, work in works:  # noqa: B007  (the peer of the failing one is reported)
@@ -230,7 +230,7 @@ class _Exchange:
         except RuntimeError as error:
             self._comm.fail(self._item, peer, error)
         finally:
-            self._comm.recorder.waiting = None
+            self._comm.recorder.end_wait(self._item, began_s)
         self.complete()
         self._buffers = []
 

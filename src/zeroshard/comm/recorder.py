@@ -86,6 +86,7 @@ class Entry:
         "row",
         "rows",
         "sent",
+        "waited_s",
         "word",
     )
 
@@ -107,7 +108,8 @@ class Entry:
         self._calls = self.calls
 
     def reset(self) -> None:
-        """Set the traffic to zero."""
+        """Set the traffic, and the time of waits, to zero."""
+        self.waited_s = 0.0  # that the host was blocked in waits
         self.calls = self._calls = self._payload_numel = self._sent_numel = 0
 
     @property
@@ -172,7 +174,7 @@ class Recorder:
         self.step = 0
         self.section = ""
         self.listener: Listener | None = None
-        #: The collective that the host is blocked in; set and cleared around every wait.
+        #: The collective that the host is blocked in, from :meth:`begin_wait` to :meth:`end_wait`.
         self.waiting: Item | None = None
         #: The thread that waits, if it may be another thread than the program's; else 0.
         self.waiter = 0
@@ -241,6 +243,16 @@ class Recorder:
         numel = tensor.numel()
         entry = self.entries(f"broadcast from {source}")[name]
         return self.enter(entry, tensor, numel, numel * receivers)
+
+    def begin_wait(self, item: Item) -> float:
+        """The host is blocked in ``item`` from now on. Returns the time, for :meth:`end_wait`."""
+        self.waiting = item
+        return _monotonic()
+
+    def end_wait(self, item: Item, began_s: float) -> None:
+        """The host goes on."""
+        self.waiting = None
+        item[1].waited_s += _monotonic() - began_s
 
     def _resize(self, entry: Entry, tensor: torch.Tensor, numel: int, sent: int) -> None:
         entry.bank()
@@ -382,6 +394,11 @@ class Recorder:
     def payload_numel(self) -> Counter[str]:
         """Elements of the full buffers moved, by operation: N for a gather or a reduction of N."""
         return self._totals("payload_numel")
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that the host was blocked in waits. A device's waits do not block the host."""
+        return sum(entry.waited_s for entry in self.traffic())
 
     @property
     def calls(self) -> Counter[str]:

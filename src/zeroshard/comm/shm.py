@@ -414,7 +414,7 @@ class Ring:
         next.
         """
         until_s = time.monotonic() + _CATCH_UP_S
-        self._recorder.waiting = item
+        began_s = self._recorder.begin_wait(item)
         try:
             for _, mapping in self.mappings:
                 control = mapping.control
@@ -424,7 +424,7 @@ class Ring:
                         break
                     control.sleep(event, _SLICE_S)
         finally:
-            self._recorder.waiting = None
+            self._recorder.end_wait(item, began_s)
 
     def _wait(self, item: Item, peer: int, mapping: PeerMapping, seq: int, *, posted: bool) -> None:
         """Sleep until ``peer`` has published ``seq`` (``posted``), or has read it.
@@ -436,7 +436,7 @@ class Ring:
         slice_s = _SLICE_S if posted else _POLL_S  # a mark wakes no sleeper
         begun_s = looked_s = time.monotonic()
         gone = ""
-        self._recorder.waiting = item
+        began_s = self._recorder.begin_wait(item)
         try:
             while True:
                 # Read before the look below: what the peer did before its end still counts.
@@ -457,7 +457,7 @@ class Ring:
                     fate, words = fate_of(process, here)
                     gone = words if fate == "gone" else ""
         finally:
-            self._recorder.waiting = None
+            self._recorder.end_wait(item, began_s)
 
     def _fail(self, item: Item, peer: int, detail: str) -> NoReturn:
         raise self._guard.explain(item, [self._ranks[peer]], detail)

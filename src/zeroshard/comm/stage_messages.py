@@ -267,8 +267,8 @@ class _Message:
     def wait(self) -> None:
         """Return when it was sent, or has arrived."""
         recorder = self._recorder
-        recorder.waiting = self._item
+        began_s = recorder.begin_wait(self._item)
         try:
             self._work.wait()
         finally:
-            recorder.waiting = None
+            recorder.end_wait(self._item, began_s)

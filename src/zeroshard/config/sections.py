@@ -75,7 +75,11 @@ class TrustConfig(Section):
     )
     check_every: Count = accept(16, "Has no effect: every step compares the history hashes.")
     ring: Count = honour(256, "Number of last collectives that each rank remembers.")
-    dump_dir: Text | None = honour(None, "Directory for reports. null: a temporary directory.")
+    dump_dir: Text | None = honour(
+        None,
+        "Directory in which each run has a folder: its steps, and the evidence of stalls. null: one per "
+        "user in the directory for temporary files, where the newest 50 runs stay.",
+    )
     stacks: Flag = honour(True, "Reports contain the Python stacks of the ranks.")
     nan_policy: Annotated[Literal["error", "skip", "rollback"], Lower] | None = honour(
         None,

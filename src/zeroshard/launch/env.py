@@ -28,8 +28,11 @@ def rank_defaults(
     num_local: int,
     node_rank: int = 0,
     num_nodes: int = 1,
+    run_id: str,
 ) -> dict[str, str]:
     """Variables to add to ``env`` for the ranks of one node; none that is set in ``env``.
+
+    ``run_id`` names the folder of the run (:mod:`zeroshard.launch.run_folder`).
 
     ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE`` is among them because torch (2.13) otherwise keeps the store
     keys of a dead attempt, and gloo connects to the addresses in them.
@@ -43,6 +46,7 @@ def rank_defaults(
         "LOCAL_SIZE": str(num_local),
         "CROSS_RANK": str(node_rank),
         "CROSS_SIZE": str(num_nodes),
+        "ZEROSHARD_RUN_ID": run_id,
     }
     return {name: value for name, value in wanted.items() if name not in env}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shlex
 import shutil
@@ -45,6 +46,7 @@ from zeroshard.launch.remote import (
     this_launcher,
 )
 from zeroshard.launch.restart import ATTEMPT_VARIABLE, read_newest, run_attempts
+from zeroshard.launch.run_folder import RUN_ID_VARIABLE, new_run_id
 from zeroshard.launch.supervisor import ShutdownTimeouts
 from zeroshard.memory.host_limits import host_limits
 
@@ -76,7 +78,7 @@ def launch(request: LaunchRequest, console: TextIO | None = None) -> int:
         if request.pass_local_rank:
             arguments.insert(_local_rank_at(request), f"--local_rank={local_rank}")
         # SLURM binds each task to its cores.
-        defaults = rank_defaults(os.environ, cores=_cores(), num_local=1)
+        defaults = rank_defaults(os.environ, cores=_cores(), num_local=1, run_id=_run_id())
         path = with_directory_first(os.environ, request.as_deepspeed)
         os.execvpe(
             program, [program, *arguments], {**os.environ, **defaults, **decision.env, **path}
@@ -162,6 +164,7 @@ def _run_here(request: LaunchRequest, here: RunHere, console: TextIO) -> int:
         num_local=num_local,
         node_rank=here.node_rank,
         num_nodes=here.num_nodes,
+        run_id=_run_id(),
     )
     env |= with_directory_first(os.environ, request.as_deepspeed)
     if here.devices is not None:
@@ -198,6 +201,13 @@ def _run_here(request: LaunchRequest, here: RunHere, console: TextIO) -> int:
     return run_attempts(run, lambda: read_newest(directory), request.max_restarts, console)
 
 
+@functools.cache
+def _run_id() -> str:
+    """The same name for all tasks of a Slurm job, which have a launcher each."""
+    job, step = (os.environ.get(f"SLURM_{name}_ID") for name in ("JOB", "STEP"))
+    return new_run_id() if job is None else f"slurm-{job}-{step or 0}"
+
+
 def _commands(
     request: LaunchRequest, decision: RunNodes, this_host: tuple[str, ...]
 ) -> tuple[NodeCommand, ...]:
@@ -208,7 +218,7 @@ def _commands(
         master_port=decision.master_port,
         options=passed_on(request),
         program=(request.script, *request.args),
-        env={**exported(os.environ), **_exports_of_files()},
+        env={RUN_ID_VARIABLE: _run_id(), **exported(os.environ), **_exports_of_files()},
         this_host=this_host,
         flags=("--leash",) if decision.starter == "ssh" else mpi_flags(decision.starter),
     )

@@ -69,7 +69,7 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup, name: str, op: Any = No
     if calls is None:
         dist.all_reduce(tensor, op=op, group=group)
         return
-    item = calls.begin(name, tensor)
+    begun = calls.begin(name, tensor)
     try:
         dist.all_reduce(tensor, op=op, group=group)
     except RuntimeError as error:
@@ -77,4 +77,4 @@ def all_reduce(tensor: Tensor, group: dist.ProcessGroup, name: str, op: Any = No
             raise
         raise found from error
     finally:
-        calls.end(item)
+        calls.end(*begun)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroshard.comm.host import Process
+from zeroshard.launch.run_folder import run_folder
 from zeroshard.watchdog.diagnosis import TORCH, Diagnosis, RankStatus, diagnose
 from zeroshard.watchdog.messages import Messages
 from zeroshard.watchdog.rank_status import (
@@ -173,9 +173,8 @@ class Inquiry:
         return True
 
     def _dump_path(self, statuses: Sequence[RankStatus], settings: WatchdogSettings) -> Path:
-        root = settings.dump_dir or str(Path(tempfile.gettempdir()) / "zeroshard")
         step = max((w.flight.step for w in statuses if w.flight), default=0)
-        return Path(root) / f"hang-{step}-{self.here.pid}.json"
+        return run_folder(settings.dump_dir) / f"hang-{step}-{self.here.pid}.json"
 
 
 def own_answer(

@@ -1,0 +1,135 @@
+"""The folder of a run: what ``zeroshard report``, ``stacks`` and ``explain`` read.
+
+A run is what one command starts: all ranks, and all attempts of a launcher that restarts them. On one
+host its ranks share one folder. Ranks of other hosts have a folder of the same name there, unless the
+directory is shared. Files of one process have its number in their names, so that processes never write
+the same file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import getpass
+import os
+import re
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+RUN_ID_VARIABLE = "ZEROSHARD_RUN_ID"
+"""The name of the run's folder. ``zeroshard launch`` sets it for all hosts and attempts."""
+KEPT_RUNS = 50
+"""Runs that stay in the default directory."""
+
+
+def default_root() -> Path:
+    """The directory of the folders of all runs, if the configuration names none; one per user."""
+    try:
+        user = getpass.getuser()
+    except (OSError, KeyError):  # a container without an entry for this user
+        user = str(os.getuid()) if hasattr(os, "getuid") else "user"
+    return Path(tempfile.gettempdir()) / f"zeroshard-runs-{_plain(user)}"
+
+
+def new_run_id(pid: int | None = None) -> str:
+    """A name for a run that begins now: time (UTC), host, process: ``20260131-235959-node1-4711``."""
+    now = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
+    return f"{now}-{_plain(socket.gethostname())}-{os.getpid() if pid is None else pid}"
+
+
+def run_id(environ: Mapping[str, str] | None = None) -> str:
+    """The name of this process's run.
+
+    Without a launcher of ours: ranks of one host have the same parent, for example torchrun. Its number
+    and the time at which it started name the run. A process that is no rank is a run of its own.
+    """
+    env = os.environ if environ is None else environ
+    if given := env.get(RUN_ID_VARIABLE):
+        return _plain(given)
+    return _own_run_id("RANK" in env or "LOCAL_RANK" in env)
+
+
+def run_folder(dump_dir: str | None) -> Path:
+    """The folder of this process's run. It is not made here.
+
+    ``dump_dir``: the directory of the folders (``trust.dump_dir``, ``ZEROSHARD_DUMP_DIR``); None: one per
+    user in the directory for temporary files.
+    """
+    return (Path(dump_dir) if dump_dir else default_root()) / run_id()
+
+
+def make_run_folder(dump_dir: str | None) -> Path:
+    """Make :func:`run_folder`. In the default directory only the newest :data:`KEPT_RUNS` runs stay.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    folder = run_folder(dump_dir)
+    is_new = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    if is_new and dump_dir is None:
+        folder.parent.chmod(0o700)
+        _remove_oldest(folder.parent)
+    return folder
+
+
+def find_run(path: Path) -> Path:
+    """The folder of a run from what a user names: that folder, or a directory of such folders.
+
+    Of several runs the one that was written last.
+
+    Raises:
+        FileNotFoundError: there is no run; the text says what was looked for.
+    """
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path} is not a directory. Give the folder of a run.")
+    if _is_run(path):
+        return path
+    runs = [each for each in path.iterdir() if each.is_dir() and _is_run(each)]
+    if not runs:
+        raise FileNotFoundError(
+            f"{path} holds no run: no file of steps, ranks or hangs in it or in its folders. A run is "
+            "recorded in trust.dump_dir from its first step on, unless trust.report is false."
+        )
+    return max(runs, key=lambda each: each.stat().st_mtime)
+
+
+def _is_run(folder: Path) -> bool:
+    patterns = ("steps-*.jsonl", "ranks*.json", "hang-*.json")
+    return any(next(folder.glob(pattern), None) is not None for pattern in patterns)
+
+
+@functools.cache
+def _own_run_id(is_rank: bool) -> str:
+    if not is_rank:
+        return new_run_id()
+    parent, now = os.getppid(), time.time()
+    began_s = _began_s(parent)
+    day = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now if began_s is None else began_s))
+    return f"{day}-{_plain(socket.gethostname())}-{parent}"
+
+
+def _began_s(pid: int) -> float | None:
+    """When a process of this host started, in whole seconds since 1970, the same for every reader."""
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        ticks = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        lines = Path("/proc/stat").read_text().splitlines()
+        boot_s = int(next(line for line in lines if line.startswith("btime")).split()[1])
+        return float(boot_s + ticks // os.sysconf("SC_CLK_TCK"))
+    return None
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip(".-") or "run"
+
+
+def _remove_oldest(root: Path) -> None:
+    runs = sorted(
+        (each for each in root.iterdir() if each.is_dir()), key=lambda each: each.stat().st_mtime
+    )
+    for old in runs[:-KEPT_RUNS]:
+        shutil.rmtree(old, ignore_errors=True)
