@@ -29,7 +29,7 @@ from zeroshard.engine.flops import counted
 from zeroshard.engine.manual_gc import ManualGC
 from zeroshard.engine.non_finite import NonFinitePolicy
 from zeroshard.engine.offload_states import asked_of_to, check_keeps, is_return
-from zeroshard.engine.optimizer_step import SkippedSteps
+from zeroshard.engine.optimizer_step import SkippedSteps, loss_of
 from zeroshard.engine.pipeline import (
     Evaluation,
     check_loss_fn,
@@ -335,7 +335,7 @@ class Engine(nn.Module):
         if self._judge_last_step():
             return  # the gradients were of other parameters, and were dropped
         try:
-            outcome = self._update.run(self.global_steps + 1)
+            outcome = self._update.run(self.global_steps + 1, loss_of(self._losses, self._weight))
         except RuntimeError as error:
             out_of_memory.explain(self, error, out_of_memory.UPDATE)
             raise

@@ -26,7 +26,14 @@ from zeroshard.offload.async_update import PendingUpdates
 from zeroshard.optim.schedulers import schedule_restore, schedule_snapshot
 from zeroshard.precision.loss_scaler import DynamicScale, LossScaler
 from zeroshard.watchdog.session import CommSession
-from zeroshard.zero.clip import GlobalNorm, NormExchange, clip_factor, global_norm
+from zeroshard.zero.clip import (
+    NO_LOSS,
+    GlobalNorm,
+    NormExchange,
+    RankLoss,
+    clip_factor,
+    global_norm,
+)
 from zeroshard.zero.gradients import Norms
 from zeroshard.zero.reduce import BackwardKind
 from zeroshard.zero.unit import Unit
@@ -159,12 +166,12 @@ class OptimizerStep:
         self._asks_norm: bool = settings.zero_optimization.compute_grad_norm
         self._is_delayed = offload is not None and offload.delayed_update
 
-    def run(self, step: int) -> StepOutcome:
-        """Do one optimizer step.
+    def run(self, step: int, loss: RankLoss = NO_LOSS) -> StepOutcome:
+        """Do one optimizer step. ``loss``: this rank's, over the step's micro-batches.
 
         1. All-gather the parameters whose update was delayed. Take over edits of the program.
         2. Finish the reduction of gradients.
-        3. Measure norm and overflow, with one small all-gather.
+        3. Measure norm, overflow and the mean loss, with one small all-gather.
         4. Unless the step is skipped: update, and all-gather each updated unit that is resident.
         5. Update the loss scale, and record that a step has ended.
         """
@@ -173,7 +180,7 @@ class OptimizerStep:
         self.all_gather_late()
         optimizer.sync_edits()
         runtime.reducer.finish()
-        measured, norms = self._measure()
+        measured, norms = self._measure(loss)
         norm, found_inf = self._mean_norm(measured), measured.found_inf
         scale = self._scaler.scale.clone()
         clip = None if norm is None else clip_factor(norm, self.max_norm)
@@ -185,6 +192,7 @@ class OptimizerStep:
             step,
             tuple(float(group["lr"]) for group in optimizer.inner.param_groups),
             norm, clip, scale, self._ops.host_flag(found_inf) if skipped is None else skipped,
+            measured.loss,
         )  # fmt: skip
         if skipped is None and not optimizer.skips_on_device:
             skipped = bool(found_inf)  # the optimizer cannot skip on the device: wait for the flag
@@ -206,7 +214,7 @@ class OptimizerStep:
         measured, _ = self._measure()
         return self._mean_norm(measured)
 
-    def _measure(self) -> tuple[GlobalNorm, Norms]:
+    def _measure(self, loss: RankLoss = NO_LOSS) -> tuple[GlobalNorm, Norms]:
         """The reduced gradient over all ranks, and the norms of this rank's fragments."""
         runtime, optimizer = self._runtime, self._runtime.optimizer
         assert optimizer is not None
@@ -215,6 +223,7 @@ class OptimizerStep:
         measured = global_norm(
             norms, runtime.reducer.buffers, self._exchange, device=self._device, dtype=self._wide,
             lost_edit=None if numbers is None else numbers.lost_edit(self._device),
+            loss=loss,
         )  # fmt: skip
         if numbers is not None:
             numbers.lost_on_any_rank = measured.lost_edit
@@ -384,6 +393,23 @@ class SkippedSteps:
             return None
         schedule_restore(scheduler, self._groups, snapshot)
         return report
+
+
+def loss_of(losses: Sequence[Tensor], weight: float) -> RankLoss:
+    """The sum of a step's losses, which are divided by the number of its micro-batches.
+
+    None of the losses is known if the program calls ``backward()`` on them itself.
+    """
+    if not losses or not all(_is_whole(loss) for loss in losses):
+        return NO_LOSS
+    own = [getattr(loss, "_local_tensor", loss).view(1) for loss in losses]
+    total = own[0].double() if len(own) == 1 else torch.cat(own).double().sum().view(1)
+    return RankLoss(total, weight)
+
+
+def _is_whole(loss: Tensor) -> bool:
+    """Whether this rank has the value. For a cut DTensor that would be a collective."""
+    return all(placement.is_replicate() for placement in getattr(loss, "placements", ()))
 
 
 def is_fake(tensor: Tensor | None) -> bool:

@@ -137,7 +137,7 @@ class PipelineRunner:
                 "micro-batches of the step only. If a module is meant to run for some samples, name it "
                 'in "conditional_modules". Otherwise its gradients are lost.'
             )
-        engine._losses.extend(self._losses)
+        engine._losses.extend(each / count for each in self._losses)
         return loss
 
     def evaluate(

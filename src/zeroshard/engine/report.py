@@ -23,6 +23,7 @@ class StepReport:
     _clip: Tensor | None  # 0-dim factor, at most 1
     _scale: Tensor  # 0-dim loss scale that this step's gradients carried
     _skipped: HostFlag | Tensor | bool  # a flag while the host does not know it
+    _loss: Tensor | None = None  # fp64 [2]: sums over ranks of weighted losses, and of weights
 
     @property
     def lr(self) -> float:
@@ -40,6 +41,15 @@ class StepReport:
         if self._norm is None or self._clip is None:
             return self.grad_norm
         return float(self._norm * self._clip)
+
+    @cached_property
+    def loss(self) -> float | None:
+        """Mean loss of the step's micro-batches over all ranks that have a loss.
+
+        None if no rank knows its loss: the program called ``loss.backward()`` itself.
+        """
+        total, weight = (0.0, 0.0) if self._loss is None else self._loss.tolist()
+        return total / weight if weight else None
 
     @cached_property
     def loss_scale(self) -> float:

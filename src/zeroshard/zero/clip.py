@@ -35,6 +35,34 @@ class GlobalNorm:
     found_inf: Tensor  # bool: the norm is not finite
     untouched: dict[int, frozenset[int]]  # by id(unit), slots without gradient on any rank
     lost_edit: Tensor | None = None  # the largest ``lost_edit`` of any rank
+    loss: Tensor | None = None  # fp64 ``[2]``, see :class:`Exchanged`
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Exchanged:
+    """What a rank knows after an exchange."""
+
+    squares: Tensor  # the sum of squares over all ranks, 0-dim fp64
+    words_WK: Tensor  # the flags of the holders of this rank's shards
+    lost_edit: Tensor | None  # the largest of all ranks
+    loss: Tensor  # fp64 ``[2]``: the sum over ranks of weight times loss, and that of the weights
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class RankLoss:
+    """The loss of one rank in a step. ``weight``: 0 if the rank has none; ``value``: fp64 ``[1]``."""
+
+    value: Tensor | None = None
+    weight: float = 0.0
+
+    def on(self, device: torch.device) -> Tensor:
+        """Weight times loss, fp64 ``[1]``."""
+        if self.value is None:
+            return torch.zeros(1, dtype=torch.float64, device=device)
+        return self.value if self.weight == 1.0 else self.value * self.weight
+
+
+NO_LOSS = RankLoss()
 
 
 Divergence = Callable[["Comm", Sequence[int]], Exception]
@@ -50,9 +78,9 @@ class NormExchange(Protocol):
         words: Sequence[float],
         device: torch.device,
         lost_edit: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """The sum of squares over all ranks, 0-dim fp64, the flags of this rank's holders ``[W, K]``, and
-        the largest ``lost_edit`` of all ranks.
+        loss: RankLoss = NO_LOSS,
+    ) -> Exchanged:
+        """What all ranks measured.
 
         ``words``: K packed flags. ``lost_edit``: fp64 ``[1]`` on all ranks, or None on all. Raises
         :class:`~zeroshard.errors.RankDivergence` if ranks called different collectives.
@@ -80,7 +108,10 @@ def on_device(values: Sequence[float], device: torch.device) -> Tensor:
 
 
 class DataExchange:
-    """The exchange without a mesh. Each rank sends ``[sum of squares, history hash, flags...]``, fp64."""
+    """The exchange without a mesh.
+
+    Each rank sends ``[sum of squares, loss, history hash, weight of the loss, flags...]``, fp64.
+    """
 
     def __init__(self, comm: Comm, divergence: Divergence) -> None:
         self._comm = comm
@@ -92,16 +123,24 @@ class DataExchange:
         words: Sequence[float],
         device: torch.device,
         lost_edit: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        loss: RankLoss = NO_LOSS,
+    ) -> Exchanged:
         """See :class:`NormExchange`."""
         comm = self._comm
-        sent = on_device([comm.recorder.hash32, *words], device)
+        sent = on_device([comm.recorder.hash32, loss.weight, *words], device)
         squares = local_sum_of_squares([norm for _, norm in norms], device)
-        row = [squares.view(1), sent] if lost_edit is None else [squares.view(1), sent, lost_edit]
+        row = [squares.view(1), loss.on(device), sent]
+        if lost_edit is not None:
+            row.append(lost_edit)
         rows = comm.all_gather_small(torch.cat(row), name="norm")
-        if odd := comm.recorder.diverging(rows[:, 1]):
+        if odd := comm.recorder.diverging(rows[:, 2]):
             raise self._divergence(comm, odd)
-        return rows[:, 0].sum(), rows[:, 2:], None if lost_edit is None else rows[:, -1].amax()
+        return Exchanged(
+            rows[:, 0].sum(),
+            rows[:, 4:],
+            None if lost_edit is None else rows[:, -1].amax(),
+            rows[:, 1:4:2].sum(0),
+        )
 
 
 def global_norm(
@@ -112,6 +151,7 @@ def global_norm(
     device: torch.device,
     dtype: torch.dtype,
     lost_edit: Tensor | None = None,
+    loss: RankLoss = NO_LOSS,
 ) -> GlobalNorm:
     """The norm over all ranks, overflow, and parameters without gradient. Collective.
 
@@ -122,13 +162,14 @@ def global_norm(
         RankDivergence: ranks called different collectives since the last exchange.
     """
     flags = list(chain.from_iterable(buffer.has_grad for buffer in buffers))
-    squares, words_WK, lost_edit = exchange(norms, pack_flags(flags), device, lost_edit)
-    total = squares.sqrt().to(dtype)
+    seen = exchange(norms, pack_flags(flags), device, lost_edit, loss)
+    total = seen.squares.sqrt().to(dtype)
     untouched: dict[int, frozenset[int]] = {}
     if not all(flags):  # only a rank without some gradients needs the flags of the others
-        fake = isinstance(words_WK, FakeTensor)
-        untouched = _without_grad(buffers, flags if fake else unpack_any(words_WK, len(flags)))
-    return GlobalNorm(total, total.isfinite().logical_not(), untouched, lost_edit)
+        fake = isinstance(seen.words_WK, FakeTensor)
+        has_grad = flags if fake else unpack_any(seen.words_WK, len(flags))
+        untouched = _without_grad(buffers, has_grad)
+    return GlobalNorm(total, total.isfinite().logical_not(), untouched, seen.lost_edit, seen.loss)
 
 
 def _without_grad(

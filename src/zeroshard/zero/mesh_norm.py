@@ -26,7 +26,15 @@ from zeroshard.core.mesh import HOLDERS, SHARDS, Mesh
 from zeroshard.device.choice import ops_of
 from zeroshard.device.ops import Event
 from zeroshard.errors import RankDivergence, UsageError
-from zeroshard.zero.clip import BITS, Divergence, local_sum_of_squares, on_device
+from zeroshard.zero.clip import (
+    BITS,
+    NO_LOSS,
+    Divergence,
+    Exchanged,
+    RankLoss,
+    local_sum_of_squares,
+    on_device,
+)
 
 if TYPE_CHECKING:
     from zeroshard.comm.collectives import Comm
@@ -49,15 +57,17 @@ class TiedParts:
     positions: frozenset[int] = frozenset()
 
 
-#: After the sum of squares, the world's history, the order of modules and the sum over copies.
-_FIRST_HOP = 4
+#: After the sum of squares, the world's history, the order of modules, the sum over copies, and the loss
+#: and its weight.
+_FIRST_HOP = 6
 
 
 class MeshExchange:
     """The exchange on a mesh, over all ranks.
 
     Each rank sends ``[sum of squares that it counts, hash of the world's history, hash of the order of
-    modules, sum over copies, hash of each hop's history, flags of tied parameters..., flags...]``, fp64.
+    modules, sum over copies, loss, its weight, hash of each hop's history, flags of tied parameters...,
+    flags...]``, fp64.
     Copies are the gradients of parameters that every rank of a tensor group holds. The ranks compute them
     from the same numbers, so the sums must agree. They do not if the ranks train on different samples.
 
@@ -125,7 +135,8 @@ class MeshExchange:
         words: Sequence[float],
         device: torch.device,
         lost_edit: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        loss: RankLoss = NO_LOSS,
+    ) -> Exchanged:
         """See :class:`~.clip.NormExchange`.
 
         Raises:
@@ -138,14 +149,19 @@ class MeshExchange:
         hashes = [0.0 if hop is None else hop[0].recorder.hash32 for hop in self._hops]
         flags = [self._flag(words, index) for index in self._tied.flags]
         host = on_device(
-            [world.recorder.hash32, self._order.hash48, *hashes, *flags, *words, *padding], device
-        )
+            [
+                world.recorder.hash32, self._order.hash48, loss.weight,
+                *hashes, *flags, *words, *padding,
+            ],
+            device,
+        )  # fmt: skip
         of_copies = local_sum_of_squares(copies, device)
         row = torch.cat(
             [
                 local_sum_of_squares(counted, device).view(1),
                 host[:2],
                 of_copies.view(1),
+                loss.on(device),
                 host[2:],
                 *(() if lost_edit is None else (lost_edit,)),
             ]
@@ -168,7 +184,12 @@ class MeshExchange:
             shared_K = torch.zeros_like(words_WK[0])  # of which lost_edit may be the last
             shared_K[: len(words)] = anywhere_T @ self._flag_words[:, : len(words)]
             words_WK = torch.cat([words_WK, shared_K.view(1, -1)])
-        return rows[:, 0].sum(), words_WK, None if lost_edit is None else rows[:, -1].amax()
+        return Exchanged(
+            rows[:, 0].sum(),
+            words_WK,
+            None if lost_edit is None else rows[:, -1].amax(),
+            rows[:, 4:6].sum(0),
+        )
 
     def _is_counted(self, position: int) -> bool:
         """Whether this rank counts its part of a parameter, which another one may have as well."""
