@@ -164,7 +164,7 @@ def find(file: str, function: str, text: str) -> Statement:
     return found[0]
 
 
-TRIES = 5
+TRIES = 20
 """If a thread of the disk has ended before somebody asks, no mistake shows. Nearly always one shows."""
 
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import threading
+import time
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from zeroshard.engine.monitors import CometSink, CsvSink, Monitors, build_monitors, train_events
+from zeroshard.engine import monitors as module
+from zeroshard.engine.monitors import Monitors, build_monitors
+from zeroshard.engine.sinks import CometSink, CsvSink
+from zeroshard.engine.step_stream import StepEvent
 from zeroshard.errors import ConfigError
 
 OFF = SimpleNamespace(enabled=False)
@@ -15,7 +21,8 @@ OFF = SimpleNamespace(enabled=False)
 
 def config(**sections: SimpleNamespace) -> SimpleNamespace:
     return SimpleNamespace(
-        **{"tensorboard": OFF, "csv_monitor": OFF, "wandb": OFF, "comet": OFF, **sections}
+        **dict.fromkeys(("tensorboard", "csv_monitor", "wandb", "comet", "trackio", "mlflow"), OFF)
+        | sections
     )
 
 
@@ -60,15 +67,12 @@ def test_nothing_enabled_means_no_sink():
 
 
 def test_events_carry_deepspeeds_names():
-    assert train_events(64, lr=0.1, loss_scale=8.0, train_loss=2.5) == [
+    event = StepEvent(4, 64, 0.0, {"train_loss": 2.5, "lr": 0.0, "loss_scale": 8.0})
+    assert event.events == [
         ("Train/Samples/train_loss", 2.5, 64),
-        ("Train/Samples/lr", 0.1, 64),
+        ("Train/Samples/lr", 0.0, 64),
         ("Train/Samples/loss_scale", 8.0, 64),
     ]
-
-
-def test_an_event_without_a_value_is_left_out():
-    assert train_events(64, lr=0.0) == [("Train/Samples/lr", 0.0, 64)]
 
 
 def test_csv_keeps_one_file_per_event_name(tmp_path):
@@ -88,30 +92,29 @@ def test_csv_of_a_resumed_run_is_appended(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("key", "section", "module", "package", "wanted"),
+    ("key", "section", "package", "wanted"),
     [
-        (
-            "tensorboard",
-            files("x"),
-            "torch.utils.tensorboard",
-            "tensorboard",
-            "'zeroshard[monitor]'",
-        ),
-        ("wandb", WANDB, "wandb", "wandb", "'zeroshard[monitor]'"),
-        ("comet", COMET, "comet_ml", "comet_ml", "comet_ml"),
+        ("tensorboard", files("x"), "tensorboard", "'zeroshard[monitor]'"),
+        ("wandb", WANDB, "wandb", "'zeroshard[monitor]'"),
+        ("comet", COMET, "comet_ml", "comet_ml"),
+        ("trackio", SimpleNamespace(enabled=True), "trackio", "'zeroshard[monitor]'"),
+        ("mlflow", SimpleNamespace(enabled=True), "mlflow", "'zeroshard[monitor]'"),
     ],
 )
-def test_a_missing_package_is_an_error_at_the_start(
-    monkeypatch, key, section, module, package, wanted
-):
-    monkeypatch.setitem(sys.modules, module, None)
+def test_a_missing_package_is_an_error_at_the_start(monkeypatch, key, section, package, wanted):
+    monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError) as caught:
         build_monitors(config(**{key: section}))
     assert str(caught.value) == (
-        f"{key}.enabled is true, but the package {package} cannot be imported (import of {module} "
-        f"halted; None in sys.modules); install it (pip install {wanted}) or set {key}.enabled to "
-        "false"
+        f"{key}.enabled is true, but the package {package} cannot be imported; "
+        f"install it (pip install {wanted}) or set {key}.enabled to false"
     )
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_at_the_start(tmp_path):
+    (tmp_path / "job").touch()
+    with pytest.raises(ConfigError, match=r"csv_monitor.output_path is .* cannot be written"):
+        build_monitors(config(csv_monitor=files(tmp_path)))
 
 
 def test_all_missing_packages_are_named_at_once(monkeypatch):
@@ -125,6 +128,7 @@ def test_tensorboard_gets_scalars(monkeypatch, tmp_path):
     writer = Recorder()
     module = ModuleType("tensorboard")
     module.SummaryWriter = lambda folder: writer if folder == str(tmp_path / "job") else None
+    monkeypatch.setitem(sys.modules, "tensorboard", module)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
     monitors = build_monitors(config(tensorboard=files(tmp_path)))
     monitors.write([("a", 1.0, 2)])
@@ -150,24 +154,40 @@ def test_wandb_opens_a_run_and_finishes_it(monkeypatch):
 
 
 def test_wandb_joins_a_run_that_is_open_and_leaves_it_open(monkeypatch):
-    wandb = Recorder(run="open")
+    wandb, run = Recorder(run=None), Recorder()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monitors = build_monitors(config(wandb=WANDB))
+    wandb.run = run  # a Trainer opens its run after the engine was built
     monitors.write([("a", 1.0, 2)])
     monitors.close()
-    assert [name for name, *_ in wandb.calls] == ["log"]
+    assert not wandb.calls
+    assert run.calls[-1] == ("log", ({"a": 1.0, "Train/Samples/samples": 2},), {})
+    assert [name for name, *_ in run.calls] == ["define_metric", "define_metric", "log"]
 
 
 def test_comet_sends_each_name_once_per_interval(monkeypatch):
-    comet = Recorder()
+    comet = Recorder(get_running_experiment=lambda: None)
     monkeypatch.setitem(sys.modules, "comet_ml", comet)
     sink = CometSink(COMET)
+    sink.find_run()
+    sink.open()
     for step in (32, 64, 132, 140):
         sink.write([("a", 0.0, step), ("b", 0.0, step)])
     sink.close()
     assert comet.calls[:2] == [("start", (), {"project": "p"}), ("set_name", ("run",), {})]
     sent = [(args[0], kwargs["step"]) for name, args, kwargs in comet.calls if name == "log_metric"]
     assert sent == [("a", 32), ("b", 32), ("a", 132), ("b", 132)]
+    assert comet.calls[-1][0] == "end"
+
+
+def test_a_running_experiment_of_comet_is_joined_and_left_open(monkeypatch):
+    experiment = Recorder()
+    comet = Recorder(get_running_experiment=lambda: experiment)
+    monkeypatch.setitem(sys.modules, "comet_ml", comet)
+    monitors = build_monitors(config(comet=COMET))
+    monitors.write([("a", 1.0, 2)])
+    monitors.close()
+    assert [name for name, *_ in experiment.calls] == ["log_metric"]
 
 
 class Broken:
@@ -200,6 +220,7 @@ def test_a_sink_that_fails_is_dropped_with_one_line_and_the_others_go_on(caplog)
     monitors = Monitors([broken, kept])
     for step in (1, 2):
         monitors.write([("a", 0.0, step)])
+        monitors.flush()
     monitors.close()
     assert broken.attempts == 1
     assert kept.events == [("a", 0.0, 1), ("a", 0.0, 2), "closed"]
@@ -209,5 +230,85 @@ def test_a_sink_that_fails_is_dropped_with_one_line_and_the_others_go_on(caplog)
 
 
 def test_a_sink_that_cannot_close_does_not_stop_the_run(caplog):
-    Monitors([Broken()]).close()
+    sink = Broken()
+    sink.write = lambda events: None
+    monitors = Monitors([sink])
+    monitors.write([("a", 0.0, 1)])
+    monitors.close()
     assert "could not close" in caplog.text
+
+
+class Stuck(Kept):
+    """A sink whose server does not answer."""
+
+    def __init__(self):
+        super().__init__()
+        self.answers, self.is_asked = threading.Event(), threading.Event()
+
+    def write(self, events):
+        self.is_asked.set()
+        self.answers.wait(30)
+        super().write(events)
+
+
+def test_a_sink_that_blocks_costs_one_line_and_no_time_of_the_run(caplog, monkeypatch):
+    monkeypatch.setattr(module, "BLOCKED_S", 0.6)
+    stuck, kept = Stuck(), Kept()
+    monitors = Monitors([stuck, kept])
+    monitors.write([("a", 0.0, 1)])
+    assert stuck.is_asked.wait(10)
+    begin_s = time.monotonic()
+    monitors.write([("a", 0.0, 2)])
+    assert time.monotonic() < begin_s + 0.2
+    monitors.close()
+    stuck.answers.set()
+    assert kept.events == [("a", 0.0, 1), ("a", 0.0, 2), "closed"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "Stuck could not write within 1 s and is switched off; training continues"
+    ]
+
+
+def test_a_slow_sink_loses_its_oldest_events_and_they_are_counted(caplog, monkeypatch):
+    monkeypatch.setattr(module, "QUEUE", 3)
+    slow = Stuck()
+    monitors = Monitors([slow])
+    monitors.write([("a", 0.0, 0)])
+    assert slow.is_asked.wait(10)
+    for step in range(1, 8):
+        monitors.write([("a", 0.0, step)])
+    slow.answers.set()
+    monitors.close()
+    assert [step for _, _, step in slow.events[:-1]] == [0, 5, 6, 7]
+    assert [record.getMessage() for record in caplog.records] == [
+        "Stuck is slower than the run: its oldest events are dropped",
+        "Stuck lost 4 lists of events",
+    ]
+
+
+def test_a_function_of_the_program_gets_the_events_until_it_raises(caplog):
+    seen = []
+
+    def tell(events):
+        seen.append(events)
+        return 1 / (2 - len(seen))
+
+    monitors = Monitors()
+    assert not monitors
+    monitors.add(tell)
+    for step in range(4):
+        monitors.write([("a", 0.0, step)])
+        monitors.flush()
+    monitors.close()
+    assert seen == [[("a", 0.0, 0)], [("a", 0.0, 1)]]
+    assert "tell could not write" in caplog.text
+
+
+def test_monitors_that_are_dropped_leave_no_thread():
+    kept = Kept()
+    monitors = Monitors([kept])
+    monitors.write([("a", 0.0, 1)])
+    (thread,) = [each for each in threading.enumerate() if each.name == "zeroshard-Kept"]
+    del monitors
+    gc.collect()
+    thread.join(10)
+    assert kept.events == [("a", 0.0, 1), "closed"]

@@ -66,6 +66,10 @@ _pack = SLOT.pack_into
 _monotonic = time.monotonic
 
 
+BLOCKED_S = 20e-6
+"""A wait that took longer was for a collective still in flight, so that its end is known."""
+
+
 class Entry:
     """One (operation, name) pair: its size, its word, its row in the recording, and its traffic so far.
 
@@ -76,10 +80,14 @@ class Entry:
     __slots__ = (
         "_calls",
         "_payload_numel",
+        "_sent_nbytes",
         "_sent_numel",
+        "began_s",
         "calls",
         "digest",
         "dtype",
+        "flight_nbytes",
+        "flight_s",
         "name",
         "numel",
         "op",
@@ -99,18 +107,22 @@ class Entry:
         self.sent = 0
         self.word = 0
         self.row = 0
+        self.began_s = 0.0  # when the last call started
         self.rows: dict[tuple[int, torch.dtype], tuple[int, int]] = {}
         self.reset()
 
     def bank(self) -> None:
         """Add up the traffic at the present size, before the size changes."""
+        self._sent_nbytes = self.sent_nbytes
         self._payload_numel, self._sent_numel = self.payload_numel, self.sent_numel
         self._calls = self.calls
 
     def reset(self) -> None:
         """Set the traffic, and the time of waits, to zero."""
         self.waited_s = 0.0  # that the host was blocked in waits
-        self.calls = self._calls = self._payload_numel = self._sent_numel = 0
+        self.calls = self._calls = self._payload_numel = self._sent_numel = self._sent_nbytes = 0
+        # Of the calls whose wait blocked the host: seconds from start to arrival, and bytes sent.
+        self.flight_s, self.flight_nbytes = 0.0, 0
 
     @property
     def payload_numel(self) -> int:
@@ -121,6 +133,19 @@ class Entry:
     def sent_numel(self) -> int:
         """Elements that this rank has sent so far."""
         return self._sent_numel + (self.calls - self._calls) * self.sent
+
+    @property
+    def sent_nbytes(self) -> int:
+        """Bytes that this rank has sent so far."""
+        itemsize = self.dtype.itemsize if self.dtype is not None else 0
+        return self._sent_nbytes + (self.calls - self._calls) * self.sent * itemsize
+
+    def note_wait(self, began_s: float, now_s: float) -> None:
+        """The host has waited for the last call since ``began_s``."""
+        self.waited_s += now_s - began_s
+        if now_s - began_s > BLOCKED_S and self.dtype is not None:
+            self.flight_s += now_s - self.began_s
+            self.flight_nbytes += self.sent * self.dtype.itemsize
 
 
 class Entries(dict[str, Entry]):
@@ -176,6 +201,8 @@ class Recorder:
         self.listener: Listener | None = None
         #: The collective that the host is blocked in, from :meth:`begin_wait` to :meth:`end_wait`.
         self.waiting: Item | None = None
+        #: Seconds that the host was blocked in waits. A device's waits do not block the host.
+        self.total_waited_s = 0.0
         #: The thread that waits, if it may be another thread than the program's; else 0.
         self.waiter = 0
         #: Collectives in flight on a device, each with an event; None unless :meth:`watch_device`
@@ -218,7 +245,8 @@ class Recorder:
         self._history = history = (self._history * MULTIPLIER ^ entry.word) & MASK_64
         self.seq = seq = self.seq + 1
         entry.calls += 1
-        _pack(self._map, self._slots[seq & self._mask], history, entry.row, _monotonic(), seq)
+        entry.began_s = now_s = _monotonic()
+        _pack(self._map, self._slots[seq & self._mask], history, entry.row, now_s, seq)
         if self.listener is not None:
             self.listener.entered(self, entry)
         return seq, entry, history
@@ -252,7 +280,9 @@ class Recorder:
     def end_wait(self, item: Item, began_s: float) -> None:
         """The host goes on."""
         self.waiting = None
-        item[1].waited_s += _monotonic() - began_s
+        now_s = _monotonic()
+        item[1].note_wait(began_s, now_s)
+        self.total_waited_s += now_s - began_s
 
     def _resize(self, entry: Entry, tensor: torch.Tensor, numel: int, sent: int) -> None:
         entry.bank()
@@ -394,11 +424,6 @@ class Recorder:
     def payload_numel(self) -> Counter[str]:
         """Elements of the full buffers moved, by operation: N for a gather or a reduction of N."""
         return self._totals("payload_numel")
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds that the host was blocked in waits. A device's waits do not block the host."""
-        return sum(entry.waited_s for entry in self.traffic())
 
     @property
     def calls(self) -> Counter[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -44,6 +45,7 @@ WATCHERS = frozenset(
     (
         *("comet", "comms_logger", "csv_monitor", "dump_state", "flops_profiler", "log_level"),
         *("memory_breakdown", "steps_per_print", "tensorboard", "timers", "trackio", "wandb"),
+        "mlflow",
         "wall_clock_breakdown",
     )
 )
@@ -89,6 +91,12 @@ class LoadedConfig:
         """SHA-256 of ``agreed()`` in hexadecimal. Equal on all ranks of a correct run."""
         return hashlib.sha256(json.dumps(self.agreed(), sort_keys=True).encode()).hexdigest()
 
+    def rows(self) -> Iterator[tuple[str, str, str]]:
+        """Key, value as JSON, and origin of every key. Secrets are hidden."""
+        for path, value in leaves(self.config):
+            shown = '"***"' if path == SECRET and value is not None else show(value)
+            yield path, re.sub(r"(?<=://)[^/@\s\"]*@", "***@", shown), self.origins[path]
+
     def table(self, *, every_key: bool = False) -> str:
         """Key, value and origin as plain text. Keys at their default only with ``every_key``."""
         from rich.console import Console
@@ -98,13 +106,11 @@ class LoadedConfig:
         for title in ("key", "value", "origin"):
             grid.add_column(title, overflow="fold")
         hidden = 0
-        for path, value in leaves(self.config):
-            origin = self.origins[path]
+        for path, shown, origin in self.rows():
             if origin == "default" and path not in ALWAYS_SHOWN and not every_key:
                 hidden += 1
-                continue
-            shown = '"***"' if path == SECRET and value is not None else show(value)
-            grid.add_row(path, shown, origin)
+            else:
+                grid.add_row(path, shown, origin)
         out = io.StringIO()
         Console(file=out, width=100, color_system=None, highlight=False).print(grid)
         more = f"({hidden} other keys have their default values)\n" if hidden else ""

@@ -468,7 +468,8 @@ class Config(Section):
     )
     wandb: side.WandbConfig = honour(side.WandbConfig, "Send metrics to Weights & Biases.")
     comet: side.CometConfig = honour(side.CometConfig, "Send metrics to Comet.")
-    trackio: side.TrackioConfig = later(side.TrackioConfig, "Send metrics to Trackio.")
+    trackio: side.TrackioConfig = honour(side.TrackioConfig, "Send metrics to Trackio.")
+    mlflow: side.MlflowConfig = honour(side.MlflowConfig, "Send metrics to MLflow.")
     pipeline: side.PipelineConfig = honour(side.PipelineConfig, "Layers of a PipelineModule.")
     tensor_parallel: side.TensorParallelConfig = not_yet(
         side.TensorParallelConfig, "Tensor parallelism."

@@ -24,7 +24,6 @@ from zeroshard.config.fields import (
     Texts,
     accept,
     honour,
-    later,
     not_yet,
     refuse,
 )
@@ -92,7 +91,10 @@ class TrustConfig(Section):
         3, "With nan_policy rollback: how often a run goes back before it is an error."
     )
     stragglers: StragglersConfig = not_yet(StragglersConfig, "Which ranks are reported as slow.")
-    report: Flag = not_yet(True, "Write a report at the end of the run.")
+    report: Flag = honour(
+        True,
+        "Record every step in the folder of the run, for the command zeroshard report.",
+    )
 
 
 class PreemptionConfig(Section):
@@ -256,9 +258,19 @@ class CometConfig(Section):
 
 
 class TrackioConfig(Section):
-    enabled: Flag = later(False, "Write metrics.")
-    project: Text | None = later(None, "Project of the run.")
-    space_id: Text | None = later(None, "Space that shows the run.")
+    enabled: Flag = honour(False, "Write metrics. The package trackio must be installed.")
+    project: Text = honour("zeroshard", "Project of the run.")
+    space_id: Text | None = honour(None, "Space that shows the run. null: only files on this host.")
+
+
+class MlflowConfig(Section):
+    enabled: Flag = honour(False, "Send metrics. The package mlflow must be installed.")
+    tracking_uri: Text | None = honour(
+        None,
+        "Server or database of the runs, for example sqlite:///runs.db. null: MLflow's own setting.",
+    )
+    experiment: Text = honour("zeroshard", "Experiment of the run.")
+    run_name: Text | None = honour(None, "Name of the run. null: MLflow chooses one.")
 
 
 class PipelineConfig(Section):

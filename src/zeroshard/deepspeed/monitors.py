@@ -7,16 +7,15 @@ from typing import Any, ClassVar
 
 from zeroshard.comm.env import current_rank_info
 from zeroshard.config.fields import Section
-from zeroshard.config.sections import CometConfig, FileMonitorConfig, WandbConfig
-from zeroshard.engine.monitors import (
-    CometSink,
-    CsvSink,
-    Event,
-    Monitors,
-    TensorboardSink,
-    WandbSink,
-    build_monitors,
+from zeroshard.config.sections import (
+    CometConfig,
+    FileMonitorConfig,
+    MlflowConfig,
+    TrackioConfig,
+    WandbConfig,
 )
+from zeroshard.engine.monitors import Monitors, build_monitors
+from zeroshard.engine.sinks import CometSink, CsvSink, Event, TensorboardSink, WandbSink
 
 TensorBoardConfig = CSVConfig = FileMonitorConfig
 
@@ -28,6 +27,8 @@ class DeepSpeedMonitorConfig(Section):
     comet: CometConfig = CometConfig()
     wandb: WandbConfig = WandbConfig()
     csv_monitor: FileMonitorConfig = FileMonitorConfig()
+    trackio: TrackioConfig = TrackioConfig()
+    mlflow: MlflowConfig = MlflowConfig()
 
     @property
     def enabled(self) -> bool:
@@ -64,8 +65,13 @@ class Monitor:
         return Monitors([self.sink(self.monitor_config)] if writes else [])
 
     def write_events(self, event_list: Sequence[Event], flush: bool = True) -> None:
-        """Write events ``(name, value, sample)``. Does nothing on ranks other than 0."""
+        """Write events ``(name, value, sample)``. Does nothing on ranks other than 0.
+
+        ``flush``: wait until they are written, at most a second.
+        """
         self._monitors.write(event_list)
+        if flush:
+            self._monitors.flush()
 
 
 class TensorBoardMonitor(Monitor):

@@ -118,7 +118,6 @@ class PipelineEngine(DeepSpeedEngine):
         self.train()
         loss = super().train_batch(self._batches(self.data_iterator))
         self.agg_train_loss = loss
-        self._tell("train_loss", loss)
         every = self.steps_per_print()
         if every and self.global_steps % every == 0:
             self._print_step(loss, every)

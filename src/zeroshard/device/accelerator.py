@@ -7,12 +7,20 @@ threads may not enter one stream. Here :func:`on_stream` keeps it on the Python 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from zeroshard.device.ops import DeviceOps, Event, HostFlag
+from zeroshard.device.ops import (
+    ArrivingValues,
+    DeviceMark,
+    DeviceOps,
+    Event,
+    HostFlag,
+    HostValues,
+    Mark,
+)
 
 
 class AcceleratorOps(DeviceOps):
@@ -40,6 +48,10 @@ class AcceleratorOps(DeviceOps):
         """See :class:`DeviceOps`. Whether the thread sleeps is up to the backend."""
         return torch.Event(self.device, blocking=True)
 
+    def mark(self) -> Mark:
+        """See :class:`DeviceOps`."""
+        return DeviceMark(self.device)
+
     def record_use(self, tensor: Tensor) -> None:
         """See :class:`DeviceOps`."""
         tensor.record_stream(self.current_stream())
@@ -51,6 +63,10 @@ class AcceleratorOps(DeviceOps):
     def host_flag(self, flag: Tensor) -> HostFlag | Tensor:
         """See :class:`DeviceOps`. The copy is queued behind the work that computes ``flag``."""
         return HostFlag(flag, self.host_event())
+
+    def host_values(self, tensors: Sequence[Tensor]) -> HostValues:
+        """See :class:`DeviceOps`. The copy is queued behind the work that computes them."""
+        return ArrivingValues(tensors, self.host_event())
 
     def empty_cache(self) -> None:
         """See :class:`DeviceOps`."""
@@ -84,6 +100,11 @@ class AcceleratorOps(DeviceOps):
     def identity(self) -> str:
         """See :class:`DeviceOps`."""
         return str(self.device)
+
+    def product(self) -> str:
+        """See :class:`DeviceOps`."""
+        name = getattr(torch.get_device_module(self.device), "get_device_name", None)
+        return self.device.type if name is None else str(name(self.device))
 
     def multiplies_bf16(self) -> tuple[bool, str] | None:
         """See :class:`DeviceOps`."""

@@ -10,6 +10,8 @@ it does not ask which kind of device that is.
 from __future__ import annotations
 
 import contextlib
+import time
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -62,6 +64,76 @@ class HostFlag:
         return bool(self._flag)
 
 
+class HostValues:
+    """Numbers of some tensors on the host, in order, as Python's floats."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._numbers: list[float] = torch.cat([each.view(-1) for each in tensors]).tolist()
+
+    def is_ready(self) -> bool:
+        """Whether they have arrived. Does not wait."""
+        return True
+
+    def read(self) -> list[float]:
+        """The numbers. Waits for them if they have not arrived."""
+        return self._numbers
+
+
+class ArrivingValues(HostValues):
+    """Numbers of an accelerator on their way to the host: one copy for all tensors."""
+
+    def __init__(self, tensors: Sequence[Tensor], event: Event) -> None:
+        flat = torch.cat([each.view(-1) for each in tensors])  # in the widest of their dtypes
+        self._flat = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+        self._flat.copy_(flat, non_blocking=True)
+        self._arrival = event
+        self._arrival.record()
+
+    def is_ready(self) -> bool:
+        """See :class:`HostValues`."""
+        return self._arrival.query()
+
+    def read(self) -> list[float]:
+        """See :class:`HostValues`."""
+        self._arrival.synchronize()
+        return [float(number) for number in self._flat.tolist()]
+
+
+class Mark:
+    """A point in time of the device. On the CPU: now."""
+
+    __slots__ = ("_s",)
+
+    def __init__(self) -> None:
+        self._s = time.perf_counter()
+
+    def is_reached(self) -> bool:
+        """Whether the device has come to it. Does not wait."""
+        return True
+
+    def seconds_since(self, earlier: Any) -> float:
+        """Seconds from another mark of the same device, which must be reached, to this one."""
+        return float(self._s - earlier._s)
+
+
+class DeviceMark(Mark):
+    """A point in the current stream of an accelerator."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.Event(device, enable_timing=True)
+        self._event.record()
+
+    def is_reached(self) -> bool:
+        """See :class:`Mark`."""
+        return self._event.query()
+
+    def seconds_since(self, earlier: Any) -> float:
+        """See :class:`Mark`."""
+        return 1e-3 * float(earlier._event.elapsed_time(self._event))
+
+
 class DeviceOps:
     """The operations of one device. The methods of this class serve the CPU."""
 
@@ -91,6 +163,10 @@ class DeviceOps:
     def tolerate_captures(self) -> None:
         """Let this thread query events without ending a capture of a graph on another thread."""
 
+    def mark(self) -> Mark:
+        """The point that the current stream has reached, for measurements of time."""
+        return Mark()
+
     def record_use(self, tensor: Tensor) -> None:
         """Keep the memory of ``tensor`` from other uses until the current stream has used it."""
 
@@ -106,6 +182,10 @@ class DeviceOps:
     def host_flag(self, flag: Tensor) -> HostFlag | Tensor:
         """A 0-dim ``flag``, to be read later. Reading it waits for the flag and for nothing else."""
         return flag
+
+    def host_values(self, tensors: Sequence[Tensor]) -> HostValues:
+        """The numbers of some tensors of the device, to be read later."""
+        return HostValues(tensors)
 
     def empty_cache(self) -> None:
         """Return the unused memory of torch's allocator to the device."""
@@ -135,6 +215,10 @@ class DeviceOps:
     def identity(self) -> str:
         """A name for the device that no other device of this host has; "" for the CPU."""
         return ""
+
+    def product(self) -> str:
+        """The maker's name for the device, or its kind if torch does not know a name."""
+        return self.device.type
 
     def profiler_range(self, name: str) -> contextlib.AbstractContextManager[object]:
         """A context that profilers of the device show as a range called ``name``."""

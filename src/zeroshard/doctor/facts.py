@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import re
 import resource
 import shutil
 import sys
@@ -21,20 +20,17 @@ from pathlib import Path
 
 from zeroshard.core.files import free_nbytes
 from zeroshard.core.filesystems import filesystem_of
+from zeroshard.launch.env import variables_of_behaviour
 from zeroshard.memory.host_limits import ROOT, HostLimits, cgroup_folders, host_limits
 
 PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft", "deepspeed", "safetensors")
 """Packages whose versions are told. A missing one is no fault."""
 
-_VARIABLES = re.compile(
-    r"(NCCL|TORCH|GLOO|OMP|MKL|ZEROSHARD|PYTORCH)_|CUDA_LAUNCH_BLOCKING$|CUDA_VISIBLE_DEVICES$"
-)
 _LIMITS = (
     ("-l", resource.RLIMIT_MEMLOCK, 1024),
     ("-n", resource.RLIMIT_NOFILE, 1),
     ("-u", resource.RLIMIT_NPROC, 1),
 )
-_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -97,11 +93,7 @@ def gather(ranks: int, disk: Path, environ: Mapping[str, str], root: Path = ROOT
         interfaces=_interfaces(root),
         iommu=_has_entries(root / "sys/class/iommu"),
         ranks=ranks,
-        variables={
-            name: "(hidden)" if _SECRET.search(name) else value
-            for name, value in sorted(environ.items())
-            if _VARIABLES.match(name)
-        },
+        variables=variables_of_behaviour(environ),
     )
 
 

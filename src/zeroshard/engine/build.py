@@ -29,6 +29,7 @@ from zeroshard.core.nbytes import UnitBytes, state_nbytes
 from zeroshard.core.stages import STAGES, Stage
 from zeroshard.core.tiers import Tier
 from zeroshard.device.choice import choose_device
+from zeroshard.engine.build_observer import make_observer
 from zeroshard.engine.checkpoint_loader import CheckpointLoader
 from zeroshard.engine.checkpoint_saver import CheckpointSaver
 from zeroshard.engine.draft import Draft, EngineArguments, check_model, make_draft
@@ -236,7 +237,7 @@ def _assemble(
         parts = EngineParts(
             draft.loaded, draft.rank_info, draft.mesh, draft.coordinate, device, policy, watch, runtime,
             scaler, scales_loss(settings, policy), draft.scheduler, accumulation, update, hooks,
-            StateOffloader(runtime, hooks, device), _observer(draft, runtime, watch),
+            StateOffloader(runtime, hooks, device), make_observer(draft, runtime, watch),
             partial(_make_savers, draft, runtime, watch), after_bad_step,
         )  # fmt: skip
         undo.pop_all()
@@ -338,27 +339,6 @@ def _counts(draft: Draft, watch: CommSession) -> Callable[[Slot], bool]:
     is_later, place = has_replicas and at["data_replicate"] > 0, at["tensor"]
     tied = {slot.fqn for spec in draft.specs if spec.tie for slot in spec.layout.slots}
     return lambda slot: (not is_later or slot.fqn in tied) and is_counted(slot, place)
-
-
-def _observer(draft: Draft, runtime: ZeroRuntime, watch: CommSession) -> Observer | None:
-    """The reporter of finished steps; None if the configuration asks for no report."""
-    settings = draft.loaded.config
-    if not (
-        draft.monitors
-        or settings.steps_per_print
-        or settings.wall_clock_breakdown
-        or settings.memory_breakdown
-        or settings.comms_logger.enabled
-    ):
-        return None
-    return Observer(
-        settings,
-        recorders=watch.recorders,
-        ledger=runtime.ledger,
-        monitors=draft.monitors,
-        is_main_rank=draft.rank_info.is_main_rank,
-        disk=partial(getattr, runtime.stores, "timeline"),
-    )
 
 
 def scales_loss(settings: Config, policy: Policy) -> bool:

@@ -22,6 +22,7 @@ from zeroshard.core.mesh_sources import MeshSource
 from zeroshard.device.choice import own_device
 from zeroshard.engine.monitors import Monitors, build_monitors
 from zeroshard.engine.preemption import check_can_save_in
+from zeroshard.engine.sinks import check_packages
 from zeroshard.engine.unit_plan import UnitSpec, plan_units, probed
 from zeroshard.errors import UnsupportedError, UsageError
 from zeroshard.optim.factory import Probe, build_optimizer
@@ -68,7 +69,7 @@ class Draft:
     probes: Mapping[torch.dtype, Probe]
     specs: list[UnitSpec]
     scheduler: Any
-    monitors: Monitors | None
+    monitors: Monitors
     head_copies: tuple[int, ...]  # how many tensor ranks share key/value heads, each number once
 
 
@@ -95,6 +96,7 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
     mesh = loaded.mesh.mesh
     coordinate = DataCoordinate(mesh.dp_rank(rank_info.rank), mesh.dp_size)
     settings = loaded.config
+    check_packages(settings)
     if settings.preemption.save_dir is not None:
         check_can_save_in(settings.preemption.save_dir)
     check_pipeline(model, mesh, settings)
@@ -129,7 +131,7 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
         probes,
         specs,
         make_scheduler(given.lr_scheduler, inner, settings),
-        build_monitors(settings) if rank_info.is_main_rank and _has_monitors(settings) else None,
+        build_monitors(settings) if rank_info.is_main_rank else Monitors(),
         copies,
     )
 
@@ -251,11 +253,6 @@ def check_adapters(model: nn.Module, mesh: Mesh) -> None:
         from zeroshard.parallel.adapters import check_made_before_the_cut
 
         check_made_before_the_cut(model)
-
-
-def _has_monitors(config: Config) -> bool:
-    sections = (config.tensorboard, config.csv_monitor, config.wandb, config.comet)
-    return any(section.enabled for section in sections)
 
 
 def hidden_size(model: nn.Module) -> int | None:

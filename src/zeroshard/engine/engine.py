@@ -174,9 +174,8 @@ class Engine(nn.Module):
         self._non_finite = NonFinitePolicy(parts.nan_policy, self.settings.trust.max_rollbacks)
         self._scaled_by_caller = False
         self._weight = 1.0
-        if self._observer is not None and self._observer.watches_phases:
-            for phase in ("forward", "backward", "step"):
-                setattr(self, phase, self._observer.phase(phase, getattr(self, phase)))
+        if self._observer is not None:
+            self._observer.watch_calls(self)
         if (section := self.settings.flops_profiler).enabled and self.is_main_rank:
             self.forward = counted(self.forward, model, lambda: self.global_steps, section)  # type: ignore[method-assign]
         if not self.mesh.is_data_only:  # other collectives than the engine's run in there
@@ -967,6 +966,8 @@ class Engine(nn.Module):
             if not reason:
                 rest.callback(self._update.all_gather_late)
             rest.callback(self._offloader.close)
+            if self._observer is not None:
+                rest.callback(self._observer.end, reason)
 
     destroy = close
 

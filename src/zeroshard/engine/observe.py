@@ -1,7 +1,7 @@
-"""Reports on a run while it trains: lines, monitors and breakdowns.
+"""Reports on a run while it trains: lines, events of monitors, and the record in the run's folder.
 
-Nothing here waits for a device, except to print a number that was asked for. Times are the host's
-(``time.perf_counter``), traffic is from the recorder, and bytes are from the ledger.
+Nothing here waits for a device, except to print a number that was asked for. Traffic is from the
+recorder, and bytes are from the ledger.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from zeroshard.comm.recorder import Recorder
+from zeroshard.comm.recorder import Entry, Recorder
 from zeroshard.config import Config
 from zeroshard.core.ledger import RESTING, TEMPORARY, Ledger
-from zeroshard.engine.monitors import Monitors, train_events
+from zeroshard.engine.monitors import Monitors
 from zeroshard.engine.report import StepReport
+from zeroshard.engine.run_log import RunLog
+from zeroshard.engine.step_stream import StepEvent, StepStream
 
 logger = logging.getLogger("zeroshard")
 T = TypeVar("T")
@@ -26,15 +28,57 @@ BREAKDOWN_EVERY = 10
 """Steps between breakdowns if ``steps_per_print`` is not set."""
 
 
+class Traffic(NamedTuple):
+    """What one kind of collective has cost so far.
+
+    ``flight_s`` and ``flight_nbytes`` are of the calls whose wait blocked the host: seconds from the
+    start to the arrival, and bytes that this rank sent in them.
+    """
+
+    calls: int = 0
+    sent_nbytes: int = 0
+    waited_s: float = 0.0
+    flight_s: float = 0.0
+    flight_nbytes: int = 0
+
+    @classmethod
+    def of(cls, entry: Entry) -> Traffic:
+        """The traffic of an entry of the recorder."""
+        return cls(*(getattr(entry, name) for name in cls._fields))
+
+    def plus(self, other: Traffic, sign: int = 1) -> Traffic:
+        """The sum; with ``sign=-1`` the difference."""
+        return Traffic._make(a + sign * b for a, b in zip(self, other, strict=True))
+
+    def line(self, label: str, steps: int) -> str:
+        """Calls, bytes sent and time waited of one step, and the bandwidth of the bus.
+
+        The bandwidth is what one rank sends in a second, as NCCL's tests define it.
+
+        >>> Traffic(4, 6_000_000, 0.004, 0.003, 3_000_000).line("all_gather", 2)
+        'collectives per step: all_gather 2 calls, 3.000 MB sent, 2.00 ms waited, bus 1 GB/s'
+        """
+        text = (
+            f"collectives per step: {label} {self.calls / steps:g} calls, "
+            f"{self.sent_nbytes / steps / 1e6:.3f} MB sent"
+        )
+        if self.waited_s:
+            text += f", {1e3 * self.waited_s / steps:.2f} ms waited"
+        if self.flight_nbytes:
+            text += f", bus {self.flight_nbytes / self.flight_s / 1e9:.3g} GB/s"
+        return text
+
+
 class Observer:
-    """Reports finished steps: a line and breakdowns on rank 0, events to the monitors.
+    """Reports finished steps: a line and breakdowns on rank 0, events to the monitors, a record.
 
     Keys: ``steps_per_print``; ``wall_clock_breakdown``: time inside forward, backward and step;
     ``memory_breakdown``: bytes held at the end of each; ``comms_logger``: collectives since the last line
-    (``verbose``: per unit, ``prof_ops``: only these); and the monitor sections.
+    (``verbose``: per unit, ``prof_ops``: only these); the monitor sections; ``trust.report``.
 
-    ``disk()`` returns an object whose text describes what this rank's disk did in the last update; None
-    if no optimizer state is on disk. The main rank logs it after the step's line.
+    ``make_stream`` makes the events of steps; None on ranks that send none. ``disk()`` returns an object
+    whose text describes what this rank's disk did in the last update; None if no optimizer state is on
+    disk. The main rank logs it after the step's line.
     """
 
     def __init__(
@@ -43,7 +87,9 @@ class Observer:
         *,
         recorders: Sequence[Recorder],
         ledger: Ledger,
-        monitors: Monitors | None,
+        monitors: Monitors,
+        run_log: RunLog | None = None,
+        make_stream: Callable[[Callable[[StepEvent], None]], StepStream] | None = None,
         is_main_rank: bool,
         disk: Callable[[], object | None] = lambda: None,
     ) -> None:
@@ -51,16 +97,19 @@ class Observer:
         self._disk, self._last_disk = disk, disk()
         self._recorders, self._ledger = recorders, ledger
         self.monitors = monitors
+        self._run_log = run_log
+        self.stream = make_stream(self._emit) if make_stream is not None else None
         self._is_main_rank = is_main_rank
-        self._seconds: dict[str, float] = {}  # by phase, since the last line
-        self._last_s: dict[str, float] = {}  # by phase, in the current step, for the monitors
+        self._seconds: dict[str, float] = {}  # of the host by phase, since the last line
+        self._marks: list[Any] = []  # (phase, begin, end) in the current step
         self._held: dict[str, dict[str, int]] = {}
-        self._sent: dict[tuple[str, str, str], tuple[int, int]] = {}
+        self._sent: dict[tuple[str, str, str], Traffic] = {}
         self._steps = 0
-        breaks_down = settings.wall_clock_breakdown or settings.memory_breakdown
-        self.watches_phases = breaks_down
+        self._in_step = False
+        self._ended: tuple[StepReport, int, int] | None = None  # a step whose last phase still runs
+        self._breaks_down = settings.wall_clock_breakdown or settings.memory_breakdown
         self._breakdown_every = self._every(settings.steps_per_print) or (
-            BREAKDOWN_EVERY if breaks_down or settings.comms_logger.enabled else 0
+            BREAKDOWN_EVERY if self._breaks_down or settings.comms_logger.enabled else 0
         )
         self._line_every = self._every(settings.steps_per_print)
 
@@ -69,37 +118,57 @@ class Observer:
         """The interval as an integer, 0 for never. Accelerate passes infinity for never."""
         return max(1, int(steps)) if steps and math.isfinite(steps) else 0
 
+    # ------------------------------------------------------------------ phases
+
     def phase(self, name: str, call: Callable[..., T]) -> Callable[..., T]:
         """``call``, with its time and the bytes held at its end recorded."""
+        is_step, timed = name == "step", self._settings.wall_clock_breakdown
+        mark = self.stream.ops.mark if self.stream is not None and timed else None
 
         @functools.wraps(call)
         def observed(*args: Any, **kwargs: Any) -> T:
             begin_s = time.perf_counter()
+            begin = mark() if mark is not None else None
+            self._in_step = is_step
             try:
                 return call(*args, **kwargs)
             finally:
-                self._note(name, time.perf_counter() - begin_s)
+                if mark is not None:
+                    self._marks.append((name, begin, mark()))
+                seconds = time.perf_counter() - begin_s
+                self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+                self._held[name] = {c: self._ledger.nbytes(c) for c in (*RESTING, *TEMPORARY)}
+                self._in_step = False
+                self._finish_step()
 
         return observed
 
-    def _note(self, name: str, seconds: float) -> None:
-        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
-        self._last_s[name] = self._last_s.get(name, 0.0) + seconds
-        self._held[name] = {c: self._ledger.nbytes(c) for c in (*RESTING, *TEMPORARY)}
+    def watch_calls(self, engine: Any) -> None:
+        """Watch the calls of an engine: count the tokens of forwards, and time the phases if asked to."""
+        if self.stream is not None:
+            engine.forward = _counts_tokens(engine.forward, self.stream)
+        if self._breaks_down:
+            for phase in ("forward", "backward", "step"):
+                setattr(engine, phase, self.phase(phase, getattr(engine, phase)))
+
+    # ------------------------------------------------------------------ steps
 
     def after_step(self, report: StepReport, *, samples: int, skipped: int) -> None:
         """An optimizer step has ended. ``samples`` and ``skipped`` count from the start of the run."""
+        self._ended = report, samples, skipped
+        if not self._in_step:
+            self._finish_step()
+
+    def _finish_step(self) -> None:
+        """Report the step that has ended, if its last phase has ended as well."""
+        if self._ended is None:
+            return
+        (report, samples, skipped), self._ended = self._ended, None
+        marks, self._marks = self._marks, []
         self._steps += 1
-        if self.monitors:
-            self.monitors.write(
-                train_events(samples, lr=report.lr, loss_scale=report.loss_scale)
-                + [
-                    (f"Train/Samples/elapsed_time_ms_{name}", 1e3 * seconds, samples)
-                    for name, seconds in self._last_s.items()
-                    if self._settings.wall_clock_breakdown
-                ]
-            )
-        self._last_s = {}
+        if self.stream is not None and (step := self.stream.end_step(report, samples)) is not None:
+            step.phases = marks
+            self.stream.send(step)
         before, self._last_disk = self._last_disk, self._disk()
         if self._is_main_rank and self._line_every and report.step % self._line_every == 0:
             logger.info("%s", step_line(report, skipped))
@@ -109,6 +178,14 @@ class Observer:
             lines = self.lines()
             for line in lines if self._is_main_rank else ():
                 logger.info("%s", line)
+
+    def _emit(self, event: StepEvent) -> None:
+        if self.monitors:
+            self.monitors.write(event.events)
+        if self._run_log is not None:
+            self._run_log.note_step(event)
+
+    # ------------------------------------------------------------------ lines
 
     def lines(self) -> list[str]:
         """The breakdowns that the configuration enables, over the steps since the last call."""
@@ -129,31 +206,48 @@ class Observer:
 
     def _traffic_lines(self) -> list[str]:
         section = self._settings.comms_logger
-        totals: dict[str, tuple[int, int]] = {}
+        totals: dict[str, Traffic] = {}
         entries = [(each.group, entry) for each in self._recorders for entry in each.traffic()]
         for group, entry in entries:
             op = entry.op.partition(" ")[0]  # "broadcast from 0"
-            calls, sent = self._sent.get((group, entry.op, entry.name), (0, 0))
-            self._sent[group, entry.op, entry.name] = (entry.calls, entry.sent_numel)
+            key = group, entry.op, entry.name
+            now = Traffic.of(entry)
+            change = now.plus(self._sent.get(key, Traffic()), -1)
+            self._sent[key] = now
             if not section.prof_all and op not in section.prof_ops:
                 continue
             for label in (op, f"{op} {entry.name}") if section.verbose else (op,):
-                before = totals.get(label, (0, 0))
-                totals[label] = (
-                    before[0] + entry.calls - calls, before[1] + entry.sent_numel - sent
-                )  # fmt: skip
+                totals[label] = totals.get(label, Traffic()).plus(change)
         steps = max(1, self._steps)
         return [
-            f"collectives per step: {label} {calls / steps:g} calls, "
-            f"{sent / steps / 1e6:.3f} M elements sent"
-            for label, (calls, sent) in sorted(totals.items())
-            if calls
+            traffic.line(label, steps) for label, traffic in sorted(totals.items()) if traffic.calls
         ]
 
+    def end(self, reason: str = "") -> None:
+        """Send what is left, while the engine still has its memory.
+
+        ``reason``: the error that ends the run.
+        """
+        self._finish_step()
+        if self.stream is not None:
+            self.stream.close(wait=not reason)
+        if self._run_log is not None:
+            self._run_log.end(reason)
+
     def close(self) -> None:
-        """Close the monitors."""
-        if self.monitors is not None:
-            self.monitors.close()
+        """Wait until everything is written, and close the monitors."""
+        self.monitors.close()
+        if self._run_log is not None:
+            self._run_log.close()
+
+
+def _counts_tokens(forward: Callable[..., T], stream: StepStream) -> Callable[..., T]:
+    @functools.wraps(forward)
+    def counted(*args: Any, **kwargs: Any) -> T:
+        stream.count_tokens(args, kwargs)
+        return forward(*args, **kwargs)
+
+    return counted
 
 
 def step_line(report: StepReport, skipped: int) -> str:
@@ -163,8 +257,9 @@ def step_line(report: StepReport, skipped: int) -> str:
     if norm is not None and clipped is not None and clipped < norm:
         text += f" -> clipped {clipped:.4g}"
     lrs = ", ".join(f"{lr:.3g}" for lr in report.lrs)
+    loss = "" if report.loss is None else f" loss={report.loss:.4g}"
     return (
-        f"step={report.step} skipped={skipped} lr=[{lrs}] grad_norm={text} "
+        f"step={report.step} skipped={skipped}{loss} lr=[{lrs}] grad_norm={text} "
         f"loss_scale={report.loss_scale:g}"
     )
 

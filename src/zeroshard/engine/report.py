@@ -56,6 +56,25 @@ class StepReport:
         """Factor on the loss of this step; 1 without loss scaling."""
         return float(self._scale)
 
+    def tensors(self) -> list[Tensor]:
+        """What :meth:`values_of` needs of the device."""
+        known = (self._loss, self._norm, self._norm if self._clip is None else self._clip)
+        return [self._scale, *(each for each in known if each is not None)]
+
+    def values_of(self, numbers: Sequence[float]) -> dict[str, float]:
+        """The values of monitors by name, from the numbers of :meth:`tensors`."""
+        scale, *rest = numbers
+        values = {"loss_scale": scale}
+        if self._loss is not None:
+            total, weight, *rest = rest
+            if weight:
+                values["train_loss"] = total / weight
+        if self._norm is not None:
+            norm, clip = rest
+            values["grad_norm"] = norm
+            values["grad_norm_clipped"] = norm if self._clip is None else norm * clip
+        return values
+
     @cached_property
     def skipped(self) -> bool:
         """True if the gradient was not finite and nothing was updated."""

@@ -46,6 +46,11 @@ def read_rss_nbytes(pid: int, root: Path = ROOT) -> int | None:
     return kib(read_table(root / f"proc/{pid}/status"), "VmRSS:")
 
 
+def read_peak_rss_nbytes(pid: int, root: Path = ROOT) -> int | None:
+    """The most resident memory that a process had so far, in bytes; None: the system does not say."""
+    return kib(read_table(root / f"proc/{pid}/status"), "VmHWM:")
+
+
 def is_stopped(pid: int, root: Path = ROOT) -> bool:
     """Whether a signal (SIGSTOP) has stopped a process; False if it runs, has ended, or is traced."""
     try:

@@ -6,6 +6,7 @@ Every value is only a default: a variable that the user exported wins.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 
 from zeroshard.errors import LaunchError
@@ -19,6 +20,25 @@ _EXPORTED_NAMES = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "HF_HOME", "TOKENIZE
 
 DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
 """A file of lines ``NAME=value`` for ranks of other hosts, in the home or the working directory."""
+
+
+_BEHAVIOUR = re.compile(
+    r"(NCCL|TORCH|GLOO|OMP|MKL|ZEROSHARD|PYTORCH)_|CUDA_LAUNCH_BLOCKING$|CUDA_VISIBLE_DEVICES$"
+)
+_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
+
+
+def variables_of_behaviour(env: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables that change what a run does, sorted by name; values of secrets are hidden.
+
+    >>> variables_of_behaviour({"NCCL_DEBUG": "INFO", "HOME": "/h", "TORCH_TOKEN": "x"})
+    {'NCCL_DEBUG': 'INFO', 'TORCH_TOKEN': '(hidden)'}
+    """
+    return {
+        name: "(hidden)" if _SECRET.search(name) else value
+        for name, value in sorted((os.environ if env is None else env).items())
+        if _BEHAVIOUR.match(name)
+    }
 
 
 def rank_defaults(

@@ -45,8 +45,8 @@ from zeroshard.launch.remote import (
     ssh_words,
     this_launcher,
 )
-from zeroshard.launch.restart import ATTEMPT_VARIABLE, read_newest, run_attempts
-from zeroshard.launch.run_folder import RUN_ID_VARIABLE, new_run_id
+from zeroshard.launch.restart import read_newest, run_attempts
+from zeroshard.launch.run_folder import ATTEMPT_VARIABLE, RUN_ID_VARIABLE, new_run_id
 from zeroshard.launch.supervisor import ShutdownTimeouts
 from zeroshard.memory.host_limits import host_limits
 

@@ -22,8 +22,6 @@ from zeroshard.launch.exit_report import ExitReport
 MAX_WITHOUT_PROGRESS = 3
 """So many attempts in a row that save no newer checkpoint end the run."""
 FIRST_WAIT_S, LONGEST_WAIT_S = 5.0, 300.0
-ATTEMPT_VARIABLE = "ZEROSHARD_ATTEMPT"
-"""Tells the ranks the number of their attempt, from 0."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,8 @@ from pathlib import Path
 
 RUN_ID_VARIABLE = "ZEROSHARD_RUN_ID"
 """The name of the run's folder. ``zeroshard launch`` sets it for all hosts and attempts."""
+ATTEMPT_VARIABLE = "ZEROSHARD_ATTEMPT"
+"""Tells the ranks the number of their attempt, from 0."""
 KEPT_RUNS = 50
 """Runs that stay in the default directory."""
 
@@ -51,6 +53,13 @@ def run_id(environ: Mapping[str, str] | None = None) -> str:
     if given := env.get(RUN_ID_VARIABLE):
         return _plain(given)
     return _own_run_id("RANK" in env or "LOCAL_RANK" in env)
+
+
+def attempt(environ: Mapping[str, str] | None = None) -> int:
+    """The number of this attempt of the run, from 0: a launcher that restarts counts them."""
+    env = os.environ if environ is None else environ
+    given = env.get(ATTEMPT_VARIABLE, "")
+    return int(given) if given.isdecimal() else 0
 
 
 def run_folder(dump_dir: str | None) -> Path:
