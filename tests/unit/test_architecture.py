@@ -36,7 +36,7 @@ LAYERS = [  # from the bottom
     {"zero"},
     {"checkpoint", "parallel"},
     {"engine"},
-    {"doctor", "planner"},
+    {"doctor", "planner", "report"},
     {"deepspeed"},
     {"integrations"},
     {"cli"},

@@ -20,11 +20,11 @@ from zeroshard.engine.draft import Draft
 from zeroshard.engine.observe import Observer, Traffic
 from zeroshard.engine.optimizer_step import is_fake
 from zeroshard.engine.report import measured_nbytes, memory_rows
-from zeroshard.engine.run_log import FORMAT, JsonLines, RunLog, file_name
+from zeroshard.engine.run_log import JsonLines, RunLog, file_name
 from zeroshard.engine.runtime import ZeroRuntime
 from zeroshard.engine.step_stream import StepStream
 from zeroshard.launch.env import variables_of_behaviour
-from zeroshard.launch.run_folder import attempt, make_run_folder
+from zeroshard.launch.run_folder import RECORD_FORMAT, attempt, make_run_folder
 from zeroshard.version import __version__
 from zeroshard.watchdog.session import CommSession
 from zeroshard.watchdog.settings import WatchdogSettings
@@ -102,7 +102,7 @@ def _first_line(draft: Draft, runtime: ZeroRuntime, watch: CommSession) -> dict[
     dims = ("pipeline", "data_replicate", "data_shard", "tensor")
     return {
         "kind": "run",
-        "format": FORMAT,
+        "format": RECORD_FORMAT,
         "time_s": time.time(),
         "attempt": attempt(),
         "host": socket.gethostname(),

@@ -23,7 +23,6 @@ from zeroshard.engine.monitors import Worker
 from zeroshard.engine.sinks import Sink
 from zeroshard.engine.step_stream import StepEvent
 
-FORMAT = 1
 FACTS_EVERY = 100
 """Steps between two lines about memory and traffic."""
 _NUMBERS = itertools.count()  # of the engines of this process

@@ -24,6 +24,8 @@ RUN_ID_VARIABLE = "ZEROSHARD_RUN_ID"
 """The name of the run's folder. ``zeroshard launch`` sets it for all hosts and attempts."""
 ATTEMPT_VARIABLE = "ZEROSHARD_ATTEMPT"
 """Tells the ranks the number of their attempt, from 0."""
+RECORD_FORMAT = 1
+"""Of the files steps-*.jsonl (:mod:`zeroshard.report.record`)."""
 KEPT_RUNS = 50
 """Runs that stay in the default directory."""
 

@@ -1,0 +1,79 @@
+"""The page of a run in headless Chromium: no error, no request, no script, no sideways scroll."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+from browser import CHROMIUM, DRIVER, opened, served
+
+from zeroshard.report.page import make_page
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="no Chromium or no ChromeDriver"),
+]
+SCRIPT = "<script>window.ran = true</script><img src=x onerror='window.ran = true'>"
+LONG = "a" * 500
+
+
+def record() -> str:
+    """A record with every figure, texts that are scripts, and texts without spaces."""
+    names = (
+        "train_loss grad_norm grad_norm_clipped lr loss_scale samples_per_second tokens_per_second mfu "
+        "step_time_ms exposed_comm_ms elapsed_time_ms_forward device_memory_gib host_memory_peak_gib"
+    )
+    first = {
+        "kind": "run", "format": 1, "time_s": 1e9, "attempt": 1, "host": LONG, "rank": 0,
+        "world_size": 2, "mesh": {"tensor": 2}, "versions": {"zeroshard": "0.1"}, "device": "cpu",
+        "transport": "gloo", "dtypes": LONG, "stage": 3, "accumulation": 2, "train_batch_size": 8,
+        "model": SCRIPT, "parameters": 1000, "units": 2, "kept_units": [],
+        "config": [[SCRIPT, SCRIPT, "config"], ["a.path", json.dumps(LONG), "file"]],
+        "environment": {"NCCL_DEBUG": LONG}, "notes": [SCRIPT],
+    }  # fmt: skip
+    lines = [first]
+    for step in range(1, 3001):
+        values = {name: 2 + math.sin(step * len(name)) for name in names.split()}
+        lines.append(
+            {"kind": "step", "step": step, "samples": step, "time_s": 1e9 + step, **values}
+        )
+    lines.append({"kind": "incident", "step": 3, "time_s": 1e9, "text": SCRIPT + LONG})
+    memory = [{"category": LONG[:60], "planned": 1, "measured": 2, "tier": "host"}]
+    lines.append({"kind": "end", "step": 3000, "time_s": 1e9 + 9, "reason": SCRIPT, "memory": memory,
+                  "traffic": []})  # fmt: skip
+    return "".join(json.dumps(line) + "\n" for line in lines)
+
+
+def test_the_page_of_a_run(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "steps-0-1-0.jsonl").write_text(record())
+    (folder / "report.html").write_text(make_page(folder))
+    with served(folder) as address, opened(tmp_path / "profile") as browser:
+        page = f"{address}/report.html"
+        for pixels in (1280, 390):
+            browser.width(pixels)
+            visit = browser.open(page)
+            assert visit.console == []
+            assert visit.failed == []
+            assert [each for each in visit.requests if not each.startswith("data:")] == [page]
+            assert browser.run("return window.ran") is None
+            assert (
+                browser.run(
+                    "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
+                )
+                == 0
+            )
+        figures, tables = browser.run(
+            "const all = q => [...document.querySelectorAll(q)];"
+            "return [all('svg').length, all('summary').filter(s => s.innerText === 'Table').length]"
+        )
+        assert figures == tables == 11
+        browser.run("document.querySelectorAll('details').forEach(each => { each.open = true; })")
+        assert (
+            browser.run(
+                "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
+            )
+            == 0
+        )
