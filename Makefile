@@ -6,6 +6,8 @@ PYTHON     ?= python3
 TRITON     ?= 3.9.0
 RANKS      ?= 2
 ARGS       ?=
+# What the extra "monitor" names in pyproject.toml.
+TRACKERS   := tensorboard wandb trackio mlflow-skinny sqlalchemy alembic
 # Seconds. Types and tests together, which is what .ci/run does, end within 5100 s.
 TYPE_LIMIT ?= 500
 TEST_LIMIT ?= 4600
@@ -60,8 +62,14 @@ check: lint
 	timeout --kill-after=30 $(TEST_LIMIT) $(BIN)/python -m pytest -m smoke \
 		$$(grep -rl --include='test_*.py' 'pytest\.mark\.smoke' tests) $(ARGS)
 
-test: $(READY)
+test: $(READY) .trackers/.ready
 	timeout --kill-after=30 $(TEST_LIMIT) $(BIN)/python -m pytest $(ARGS)
+
+# Apart from .venv: Trainer and Accelerate report to every tracker that they can import.
+.trackers/.ready: $(READY)
+	@echo "set-up: installing trackers into .trackers, about 150 MB"; rm -rf .trackers; \
+		$(PIP) --quiet -c constraints.txt --target .trackers $(TRACKERS)
+	@touch $@
 
 # TRL goes into .venv; LLaMA-Factory and ms-swift, which want older packages, into a folder of their own,
 # and so does DeepSpeed, for the programs that are compared with it.
@@ -109,4 +117,4 @@ docs-config: $(READY)
 	mv docs/config.md.new docs/config.md
 
 clean:
-	rm -rf .venv .programs .peer build dist src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf .venv .programs .peer .trackers build dist src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -23,7 +23,6 @@ from zeroshard.deepspeed.monitors import MonitorMaster
 from zeroshard.deepspeed.optimizer import EngineOptimizer, optimizer_of
 from zeroshard.deepspeed.parameters import mark_parameters
 from zeroshard.deepspeed.timers import SynchronizedWallClockTimer, ThroughputTimer
-from zeroshard.engine.monitors import Monitors
 from zeroshard.errors import UnsupportedError
 from zeroshard.zero.access import GatheredParameters
 
@@ -45,8 +44,7 @@ class DeepSpeedEngine(ForwardingEngine):
         self._short_steps = conflicts.ShortSteps()
         self.timers = SynchronizedWallClockTimer()
         self.tput_timer = ThroughputTimer(None, self.train_batch_size())
-        monitors = self._observer.monitors if self._observer is not None else None
-        self.monitor = MonitorMaster(self.settings, monitors or Monitors())
+        self.monitor = MonitorMaster(self.settings, self.monitors)
         self.param_names = {param: name for name, param in model.named_parameters()}
         if self.runtime.stage.shards_params:
             mark_parameters(model.parameters())

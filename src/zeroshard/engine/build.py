@@ -105,7 +105,7 @@ class EngineParts:
     update: OptimizerStep
     hooks: StepHooks
     offloader: StateOffloader
-    observer: Observer | None  # None: nothing is to be reported
+    observer: Observer
     make_savers: Callable[[], tuple[CheckpointSaver, CheckpointLoader]]
     nan_policy: NanPolicy | None
 

@@ -48,19 +48,11 @@ PEAK_TFLOPS: Sequence[tuple[str, float]] = (
 first one that fits counts."""
 
 
-def make_observer(draft: Draft, runtime: ZeroRuntime, watch: CommSession) -> Observer | None:
-    """The reporter of finished steps; None if this rank has nothing to report."""
+def make_observer(draft: Draft, runtime: ZeroRuntime, watch: CommSession) -> Observer:
+    """The reporter of finished steps. Only the main rank sends events and keeps a record."""
     settings = draft.loaded.config
     run_log = _run_log(draft, runtime, watch)
     sends = draft.rank_info.is_main_rank and not _is_simulated()
-    if not (
-        sends
-        or settings.steps_per_print
-        or settings.wall_clock_breakdown
-        or settings.memory_breakdown
-        or settings.comms_logger.enabled
-    ):
-        return None
     make_stream = partial(
         StepStream,
         ops=ops_of(draft.device),

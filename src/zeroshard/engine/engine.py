@@ -27,6 +27,7 @@ from zeroshard.engine.data import agreed_batches, loader_for
 from zeroshard.engine.draft import EngineArguments
 from zeroshard.engine.flops import counted
 from zeroshard.engine.manual_gc import ManualGC
+from zeroshard.engine.monitors import Monitors
 from zeroshard.engine.non_finite import NonFinitePolicy
 from zeroshard.engine.offload_states import asked_of_to, check_keeps, is_return
 from zeroshard.engine.optimizer_step import SkippedSteps, loss_of
@@ -174,8 +175,7 @@ class Engine(nn.Module):
         self._non_finite = NonFinitePolicy(parts.nan_policy, self.settings.trust.max_rollbacks)
         self._scaled_by_caller = False
         self._weight = 1.0
-        if self._observer is not None:
-            self._observer.watch_calls(self)
+        self._observer.watch_calls(self)
         if (section := self.settings.flops_profiler).enabled and self.is_main_rank:
             self.forward = counted(self.forward, model, lambda: self.global_steps, section)  # type: ignore[method-assign]
         if not self.mesh.is_data_only:  # other collectives than the engine's run in there
@@ -368,10 +368,7 @@ class Engine(nn.Module):
                 return
         elif skipped is not None:
             self._skipped.in_a_row = 0
-        if self._observer is not None:
-            self._observer.after_step(
-                report, samples=self.global_samples, skipped=self.skipped_steps
-            )
+        self._observer.after_step(report, self.global_samples, self.skipped_steps)
         if self._gc is not None:
             self._gc.collect()
 
@@ -594,6 +591,11 @@ class Engine(nn.Module):
     def basic_optimizer(self) -> torch.optim.Optimizer | None:
         """The ``torch.optim`` optimizer, also if a program replaced ``optimizer`` by a wrapper of it."""
         return self.runtime.optimizer.inner if self.runtime.optimizer is not None else None
+
+    @property
+    def monitors(self) -> Monitors:
+        """The sinks of events. ``add(function)`` sends them to a function too. Empty but on rank 0."""
+        return self._observer.monitors
 
     @property
     def transport(self) -> str:
@@ -953,8 +955,7 @@ class Engine(nn.Module):
                 rest.callback(self._gc.close)
             if self._preemption is not None:
                 rest.callback(self._preemption.close)
-            if self._observer is not None:
-                rest.callback(self._observer.close)
+            rest.callback(self._observer.close)
             rest.callback(self.runtime.close, wait=not reason)
             if reason:  # other ranks may have ended: close the connections, wait for nothing
                 rest.callback(self._watch.close, reason)
@@ -966,8 +967,7 @@ class Engine(nn.Module):
             if not reason:
                 rest.callback(self._update.all_gather_late)
             rest.callback(self._offloader.close)
-            if self._observer is not None:
-                rest.callback(self._observer.end, reason)
+            rest.callback(self._observer.end, reason)
 
     destroy = close
 

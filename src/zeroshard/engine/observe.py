@@ -153,7 +153,7 @@ class Observer:
 
     # ------------------------------------------------------------------ steps
 
-    def after_step(self, report: StepReport, *, samples: int, skipped: int) -> None:
+    def after_step(self, report: StepReport, samples: int, skipped: int) -> None:
         """An optimizer step has ended. ``samples`` and ``skipped`` count from the start of the run."""
         self._ended = report, samples, skipped
         if not self._in_step:

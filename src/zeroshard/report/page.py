@@ -32,8 +32,8 @@ CHARTS = (
     Chart("Norm of the gradient", ("grad_norm", "grad_norm_clipped"), "2-norm", log=True),
     Chart("Learning rate", ("lr",), "of the first param group"),
     Chart("Loss scale", ("loss_scale",), "factor", log=True),
-    Chart("Throughput", ("samples_per_second",), "samples per second, all ranks"),
-    Chart("Tokens", ("tokens_per_second",), "tokens per second, all ranks"),
+    Chart("Throughput", ("samples_per_second",), "samples/s, all ranks"),
+    Chart("Tokens", ("tokens_per_second",), "tokens/s, all ranks"),
     Chart("Model FLOPs utilization", ("mfu",), "part of the peak"),
     Chart(
         "Time of a step",
@@ -242,7 +242,7 @@ def _span(first: int, last: int) -> str:
 
 
 def _number(value: float) -> str:
-    return f"{value:.5g}"
+    return f"{value:.6g}"
 
 
 def _date(time_s: float) -> str:
