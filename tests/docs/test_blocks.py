@@ -187,6 +187,7 @@ TREATED: dict[str, list[Treatment]] = {
     "docs/index.md": [commands, toctree, toctree, toctree, toctree],
     "docs/integrations.md": [INTEGRATIONS] * 7,
     "docs/migrate.md": [compiles, compiles],
+    "docs/monitors.md": [configuration, compiles, commands],
     "docs/offload.md": [configuration, continues, commands],
     "docs/parallel.md": [shown, compiles, runs],
     "docs/pipeline.md": [PIPELINE, PIPELINE],
