@@ -6,20 +6,17 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from zeroshard.core.nbytes import state_nbytes
 from zeroshard.device.choice import ops_of
 from zeroshard.engine.draft import Draft
-from zeroshard.engine.observe import Observer, Traffic
+from zeroshard.engine.observe import Observer
 from zeroshard.engine.optimizer_step import is_fake
-from zeroshard.engine.report import measured_nbytes, memory_rows
 from zeroshard.engine.run_log import JsonLines, RunLog, file_name
 from zeroshard.engine.runtime import ZeroRuntime
 from zeroshard.engine.step_stream import StepStream
@@ -82,10 +79,7 @@ def _run_log(draft: Draft, runtime: ZeroRuntime, watch: CommSession) -> RunLog |
         settings = WatchdogSettings.from_config(trust).with_environment()
         return make_run_folder(settings.dump_dir) / file_name(attempt(), os.getpid())
 
-    return RunLog(
-        JsonLines(path, partial(_first_line, draft, runtime, watch)),
-        partial(_facts, runtime, watch),
-    )
+    return RunLog(JsonLines(path, partial(_first_line, draft, runtime, watch)))
 
 
 def _first_line(draft: Draft, runtime: ZeroRuntime, watch: CommSession) -> dict[str, Any]:
@@ -117,22 +111,6 @@ def _first_line(draft: Draft, runtime: ZeroRuntime, watch: CommSession) -> dict[
         "config": [list(row) for row in draft.loaded.rows()],
         "environment": variables_of_behaviour(),
         "notes": list(runtime.traffic.lines),
-    }  # fmt: skip
-
-
-def _facts(runtime: ZeroRuntime, watch: CommSession) -> Mapping[str, Any]:
-    """Bytes planned and measured, and the traffic of this rank so far."""
-    planned = state_nbytes(runtime.plan, runtime.stage, watch.gathers.rank)
-    rows = memory_rows(planned, measured_nbytes(runtime.ledger, watch.scratch_nbytes))
-    return {
-        "memory": [asdict(row) for row in rows],
-        "traffic": [
-            {"group": each.group, "op": entry.op, "name": entry.name, **Traffic.of(entry)._asdict(),
-             "payload_numel": entry.payload_numel}
-            for each in watch.recorders
-            for entry in each.traffic()
-            if entry.calls
-        ],
     }  # fmt: skip
 
 

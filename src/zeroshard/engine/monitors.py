@@ -35,9 +35,14 @@ CLOSE_S = 60.0
 
 
 class Worker:
-    """Calls one sink in a thread, in the order of :meth:`put`. No method raises."""
+    """Calls one sink in a thread, in the order of :meth:`put`. No method raises.
 
-    def __init__(self, sink: Any, name: str = "") -> None:
+    ``before_exit()`` is called when the process ends and :meth:`close` was not called.
+    """
+
+    def __init__(
+        self, sink: Any, name: str = "", before_exit: Callable[[], None] | None = None
+    ) -> None:
         self.sink = sink
         self.name = name or getattr(sink, "__name__", type(sink).__name__)
         self.dropped = 0
@@ -49,7 +54,7 @@ class Worker:
         self._is_idle = False  # the thread waits for an item
         self._is_hurried = False  # somebody waits for the thread
         self._thread: threading.Thread | None = None
-        self._at_exit = partial(_close, self)  # atexit finds it by identity
+        self._at_exit = partial(_close, self, before_exit)  # atexit finds it by identity
 
     def put(self, item: Any) -> None:
         """Queue an argument of ``sink.write``. Costs a lock and, at the first time, a thread."""
@@ -225,7 +230,9 @@ def build_monitors(config: Any) -> Monitors:
     return Monitors(sinks)
 
 
-def _close(worker: Worker) -> None:
+def _close(worker: Worker, before: Callable[[], None] | None) -> None:
+    if before is not None:
+        before()
     worker.close()
 
 

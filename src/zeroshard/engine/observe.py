@@ -10,7 +10,10 @@ import functools
 import logging
 import math
 import time
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from zeroshard.comm.recorder import Entry, Recorder
@@ -19,7 +22,7 @@ from zeroshard.core.ledger import RESTING, TEMPORARY, Ledger
 from zeroshard.engine.monitors import Monitors
 from zeroshard.engine.report import StepReport
 from zeroshard.engine.run_log import RunLog
-from zeroshard.engine.step_stream import StepEvent, StepStream
+from zeroshard.engine.step_stream import MEMORY_EVERY, StepEvent, StepStream
 
 logger = logging.getLogger("zeroshard")
 T = TypeVar("T")
@@ -144,7 +147,10 @@ class Observer:
         return observed
 
     def watch_calls(self, engine: Any) -> None:
-        """Watch the calls of an engine: count the tokens of forwards, and time the phases if asked to."""
+        """Watch the calls of an engine: tokens of forwards, memory, and times of phases if asked to."""
+        engine.backward = _notes_memory(engine.backward, weakref.ref(engine))
+        if self._run_log is not None:
+            self._run_log.facts = partial(_facts, weakref.ref(engine))
         if self.stream is not None:
             engine.forward = _counts_tokens(engine.forward, self.stream)
         if self._breaks_down:
@@ -248,6 +254,36 @@ def _counts_tokens(forward: Callable[..., T], stream: StepStream) -> Callable[..
         return forward(*args, **kwargs)
 
     return counted
+
+
+def _notes_memory(backward: Callable[..., T], engine: weakref.ref[Any]) -> Callable[..., T]:
+    """``backward``, which looks at the memory in the first steps and then in every tenth."""
+
+    @functools.wraps(backward)
+    def noting(*args: Any, **kwargs: Any) -> T:
+        owner: Any = engine()
+        if owner.global_steps % MEMORY_EVERY == 0 or owner.global_steps < 3:
+            owner.memory_baseline.note(owner)
+        return backward(*args, **kwargs)
+
+    return noting
+
+
+def _facts(engine: weakref.ref[Any]) -> dict[str, Any]:
+    """Bytes planned and measured, and the traffic of this rank so far."""
+    owner = engine()
+    if owner is None:
+        return {"memory": [], "traffic": []}
+    return {
+        "memory": [asdict(row) for row in owner.memory_report().rows],
+        "traffic": [
+            {"group": each.group, "op": entry.op, "name": entry.name,
+             **Traffic.of(entry)._asdict(), "payload_numel": entry.payload_numel}
+            for each in owner._watch.recorders
+            for entry in each.traffic()
+            if entry.calls
+        ],
+    }  # fmt: skip
 
 
 def step_line(report: StepReport, skipped: int) -> str:

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from zeroshard.core.ledger import RESTING, TEMPORARY, Ledger
@@ -19,7 +20,7 @@ from zeroshard.core.nbytes import state_nbytes
 from zeroshard.core.tiers import TIERS, Tier
 from zeroshard.device.choice import ops_of
 from zeroshard.engine.remedies import Remedy, Run, accumulating, remedies
-from zeroshard.launch.cgroup import read_rss_nbytes
+from zeroshard.launch.cgroup import read_peak_rss_nbytes, read_rss_nbytes
 from zeroshard.memory.host_limits import host_limits
 
 _SIZES = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
@@ -68,6 +69,17 @@ class MemoryBaseline:
     def __init__(self, ledger: Ledger) -> None:
         self._resident = read_rss_nbytes(os.getpid())
         self._held = ledger.totals()[0]
+        self._most = 0
+
+    def note(self, engine: Any) -> None:
+        """Look at the activations, where there are most of them: a backward begins."""
+        self._most = max(self._most, self.activations(engine))
+
+    def peaks(self, device: torch.device) -> dict[str, int]:
+        """The most activations that :meth:`note` saw, and the most memory in use so far, in bytes."""
+        in_use = ops_of(device).memory_in_use()
+        peak = read_peak_rss_nbytes(os.getpid()) or 0 if in_use is None else in_use[1]
+        return {"activations": self._most, "peak": peak}
 
     def activations(self, engine: Any) -> int:
         """Device memory that the engine does not hold: activations, temporaries, the program's own.

@@ -81,6 +81,11 @@ class StepReport:
         return bool(self._skipped)
 
 
+OUTSIDE = ("activations", "peak")
+"""Memory of the device that the engine does not hold, at most at the starts of backwards that were looked
+at; and the most that was in use of the device, or on a CPU by the process."""
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryRow:
     """Bytes of one category on one rank. ``planned`` is None for temporaries, which have no plan."""
@@ -128,14 +133,18 @@ def _cells(row: MemoryRow | None) -> str:
 
 
 def memory_rows(planned: Mapping[Key, int], measured: Mapping[Key, int]) -> tuple[MemoryRow, ...]:
-    """Categories with a plan, then peaks of temporaries; tiers other than the device only if in use."""
+    """Categories with a plan, then peaks; tiers other than the device only if in use."""
     rows = []
     for tier in TIERS.values():
         for name in (*RESTING, *TEMPORARY):
             plan = planned[name, tier] if name in RESTING else None
             if tier is Tier.DEVICE or plan or measured[name, tier]:
                 rows.append(MemoryRow(name, plan, measured[name, tier], tier.name))
+    rows += [MemoryRow(name, None, measured[name, Tier.DEVICE]) for name in OUTSIDE]
     return tuple(rows)
+
+
+_OUTSIDE_KEYS: list[Key] = [(name, Tier.DEVICE) for name in OUTSIDE]
 
 
 def _keys(categories: Sequence[str]) -> list[Key]:
@@ -147,7 +156,8 @@ def rows_from_vector(vector: Sequence[float]) -> tuple[MemoryRow, ...]:
     keys = _keys(RESTING)
     planned = dict(zip(keys, map(int, vector), strict=False))
     rest = map(int, vector[len(keys) :])
-    measured = dict(zip(_keys((*RESTING, *TEMPORARY)), rest, strict=True))
+    keys = [*_keys((*RESTING, *TEMPORARY)), *_OUTSIDE_KEYS]
+    measured = dict(zip(keys, rest, strict=True))
     return memory_rows(planned, measured)
 
 
@@ -155,15 +165,21 @@ def vector_of(planned: Mapping[Key, int], measured: Mapping[Key, int]) -> list[f
     """Planned and measured bytes as numbers that ranks can exchange."""
     return [
         *(float(planned[key]) for key in _keys(RESTING)),
-        *(float(measured[key]) for key in _keys((*RESTING, *TEMPORARY))),
+        *(float(measured[key]) for key in (*_keys((*RESTING, *TEMPORARY)), *_OUTSIDE_KEYS)),
     ]
 
 
-def measured_nbytes(ledger: Ledger, scratch_nbytes: int) -> dict[Key, int]:
-    """Bytes held now, and peaks of temporaries. ``scratch_nbytes``: those of the communicator."""
+def measured_nbytes(
+    ledger: Ledger, scratch_nbytes: int, outside: Mapping[str, int]
+) -> dict[Key, int]:
+    """Bytes held now, and peaks of temporaries.
+
+    ``scratch_nbytes``: those of the communicator. ``outside``: see :data:`OUTSIDE`.
+    """
     measured = {key: ledger.nbytes(*key) for key in _keys(RESTING)}
     measured |= {key: ledger.peak(*key) for key in _keys(TEMPORARY)}
     for tier in TIERS.values():  # gradients exist only from backward to step
         measured["gradients", tier] = ledger.peak("gradients", tier)
     measured["scratch", Tier.DEVICE] += scratch_nbytes
+    measured |= {(name, Tier.DEVICE): outside[name] for name in OUTSIDE}
     return measured

@@ -14,14 +14,18 @@ import itertools
 import json
 import logging
 import math
+import sys
 import time
+import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 from zeroshard.engine.monitors import Worker
 from zeroshard.engine.sinks import Sink
 from zeroshard.engine.step_stream import StepEvent
+from zeroshard.errors import in_short
 
 FACTS_EVERY = 100
 """Steps between two lines about memory and traffic."""
@@ -32,13 +36,16 @@ class JsonLines(Sink):
     """A file of JSON lines. It is made with the first line. ``path()`` makes its folder."""
 
     def __init__(self, path: Callable[[], Path], first: Callable[[], Mapping[str, Any]]) -> None:
-        self._path, self._first = path, first
+        self._path = path
+        self._first: Callable[[], Mapping[str, Any]] | None = first
         self._file: TextIO | None = None
 
     def open(self) -> None:
         """See :class:`Sink`."""
         self._file = self._path().open("w", encoding="utf-8", buffering=1)  # by lines
+        assert self._first is not None
         self.write(self._first())
+        self._first = None  # it refers to the memory of the engine, and a thread refers to this
 
     def write(self, line: Any) -> None:
         """Append one line. Numbers that are not finite become null."""
@@ -52,14 +59,20 @@ class JsonLines(Sink):
 
 
 class RunLog:
-    """Records one engine. ``facts()`` makes what lines about its memory and traffic say."""
+    """Records one engine. ``facts()`` makes what lines about its memory and traffic say.
 
-    def __init__(self, lines: JsonLines, facts: Callable[[], Mapping[str, Any]]) -> None:
-        self._worker = Worker(lines, "the record of the run")
-        self._facts = facts
+    Nothing that lives longer refers to it, so that an engine that is dropped is freed.
+    """
+
+    def __init__(self, lines: JsonLines) -> None:
+        weak = weakref.ref(self)
+        self._worker = Worker(lines, "the record of the run", before_exit=partial(_end, weak))
+        self.facts: Callable[[], Mapping[str, Any]] = dict
         self._step = 0
-        self._warnings = _Warnings(self)
+        self._has_ended = False
+        self._warnings = _Warnings(weak)
         logging.getLogger("zeroshard").addHandler(self._warnings)
+        weakref.finalize(self, _forget, self._warnings, self._worker).atexit = False
 
     def note_step(self, event: StepEvent) -> None:
         """Add a line with the values of a step."""
@@ -81,7 +94,8 @@ class RunLog:
     def end(self, reason: str = "") -> None:
         """Add the last line. ``reason``: the error that ends the run."""
         logging.getLogger("zeroshard").removeHandler(self._warnings)
-        if self._step:
+        if self._step and not self._has_ended:
+            self._has_ended = True
             self._note_facts("end", reason=reason)
 
     def close(self) -> None:
@@ -90,19 +104,32 @@ class RunLog:
 
     def _note_facts(self, kind: str, **more: str) -> None:
         self._worker.put({
-            "kind": kind, "step": self._step, "time_s": time.time(), **more, **self._facts()
+            "kind": kind, "step": self._step, "time_s": time.time(), **more, **self.facts()
         })  # fmt: skip
 
 
 class _Warnings(logging.Handler):
     """Passes warnings of the library to the record."""
 
-    def __init__(self, run_log: RunLog) -> None:
+    def __init__(self, run_log: weakref.ref[RunLog]) -> None:
         super().__init__(logging.WARNING)
         self._run_log = run_log
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._run_log.note_incident(record.getMessage())
+        if (run_log := self._run_log()) is not None:
+            run_log.note_incident(record.getMessage())
+
+
+def _end(run_log: weakref.ref[RunLog]) -> None:
+    """The process ends, and the program has not closed the engine."""
+    if (found := run_log()) is not None:
+        error = getattr(sys, "last_value", None)  # of an exception that nothing has caught
+        found.end("" if error is None else in_short(error))
+
+
+def _forget(warnings: logging.Handler, worker: Worker) -> None:
+    logging.getLogger("zeroshard").removeHandler(warnings)
+    worker.end()
 
 
 def file_name(attempt: int, pid: int) -> str:
