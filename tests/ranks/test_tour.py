@@ -21,6 +21,11 @@ TRANSPORT = {"comm/recorder.py", "comm/flight_recorder.py"}
 LAST_ELEMENTS = {"optim/kernels.py"}
 """Run only on a rank that has elements beyond a multiple of 64; the others are in the compiled update."""
 
+REPORTS = {
+    *(f"engine/{name}.py" for name in ("monitors", "out_of_memory", "report", "run_log", "step_stream")),
+    "device/ops.py", "launch/cgroup.py", "memory/host_limits.py",
+}  # fmt: skip
+"""Run for the monitors and the record: some on rank 0 only, some in one step of ten."""
 ON_DEVICES = {f"optim/triton_{name}.py" for name in ("check", "kernels", "update")}
 """Run only on a rank with an accelerator."""
 
@@ -84,12 +89,11 @@ def test_a_step_visits_the_files_that_the_tour_names():
         visited = _visited(lambda: _step(engine))
     visited = {path for path in visited if not path.startswith("comm/")}
     named = _named("One step")
-    helpers = ("arguments", "monitors", "observe")
-    read_along = {"core/layout.py", *(f"engine/{name}.py" for name in helpers)}
-    assert visited <= named | read_along, f"not in the tour: {sorted(visited - named)}"
-    assert named <= visited | TRANSPORT | LAST_ELEMENTS | ON_DEVICES | {"core/stages.py"}, (
-        f"not visited: {named - visited}"
-    )
+    read_along = {"core/layout.py", "engine/arguments.py", *REPORTS}
+    assert visited <= named | read_along, f"not in the tour: {sorted(visited - named - read_along)}"
+    assert named <= visited | TRANSPORT | LAST_ELEMENTS | ON_DEVICES | REPORTS | {
+        "core/stages.py"
+    }, f"not visited: {named - visited}"
 
 
 @pytest.mark.smoke
