@@ -18,6 +18,7 @@ from zeroshard.cli.compat import compat_command
 from zeroshard.cli.doctor import doctor_command
 from zeroshard.cli.launch import CONTEXT, launch_command
 from zeroshard.cli.plan import plan_command
+from zeroshard.cli.stacks import stacks_command
 from zeroshard.errors import ConfigError
 
 main = typer.Typer(
@@ -31,6 +32,7 @@ main.command("launch", context_settings=CONTEXT)(launch_command)
 main.command("compat")(compat_command)
 main.command("doctor")(doctor_command)
 main.command("plan")(plan_command)
+main.command("stacks")(stacks_command)
 main.add_typer(ckpt, name="ckpt")
 
 

@@ -205,3 +205,11 @@ def _text_of(path: Path) -> str:
 def as_values(flight: FlightRecording) -> dict[str, Any]:
     """A recording as JSON values, without its older records."""
     return {**flight._asdict(), "records": [record._asdict() for record in flight.records[-8:]]}
+
+
+def newest_flight(flights: Mapping[str, FlightRecording]) -> FlightRecording | None:
+    """The recording with the newest call, with the step of the session; None: there are none."""
+    if not flights:
+        return None
+    newest = max(flights.values(), key=lambda each: each.records[-1].at_s if each.records else 0.0)
+    return newest._replace(step=max(each.step for each in flights.values()))
