@@ -16,6 +16,7 @@ import typer
 from zeroshard.cli.ckpt import ckpt
 from zeroshard.cli.compat import compat_command
 from zeroshard.cli.doctor import doctor_command
+from zeroshard.cli.explain import explain_command
 from zeroshard.cli.launch import CONTEXT, launch_command
 from zeroshard.cli.plan import plan_command
 from zeroshard.cli.stacks import stacks_command
@@ -31,6 +32,7 @@ main = typer.Typer(
 main.command("launch", context_settings=CONTEXT)(launch_command)
 main.command("compat")(compat_command)
 main.command("doctor")(doctor_command)
+main.command("explain")(explain_command)
 main.command("plan")(plan_command)
 main.command("stacks")(stacks_command)
 main.add_typer(ckpt, name="ckpt")

@@ -81,7 +81,9 @@ def _text(folder: Path, seen: RunView) -> str:
     alike: dict[tuple[str, str], list[int]] = {}
     for view in seen.views:
         if text := view.stacks or view.stack:
-            title = "all threads" if view.stacks else "main thread" if view.answered else "last stacks"
+            title = (
+                "all threads" if view.stacks else "main thread" if view.answered else "last stacks"
+            )
             alike.setdefault((title, text), []).append(view.status.rank)
     for (title, text), ranks in alike.items():
         lines += ["", f"{title} of {rank_ranges(ranks)}:", text.rstrip()]

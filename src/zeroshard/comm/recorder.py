@@ -145,6 +145,13 @@ class Listener(Protocol):
         """The program has waited for a collective of a process group."""
 
 
+class HearsSteps(Protocol):
+    """What hears of the end of each step."""
+
+    def mark(self, step: int, now_s: float) -> None:
+        """Step ``step`` has ended at ``now_s``, on the monotonic clock."""
+
+
 #: A collective in flight: its sequence number, its entry, and the history hash that includes it. Tags are
 #: the lower 31 bits of the hash (:data:`TAG_BITS`); a history that differs gives another tag.
 Item = tuple[int, Entry, int]
@@ -178,6 +185,10 @@ class Recorder:
         self.waiting: Item | None = None
         #: The thread that waits, if it may be another thread than the program's; else 0.
         self.waiter = 0
+        #: Seconds that the host was blocked in waits, since the beginning.
+        self.blocked_s = 0.0
+        #: Hears of the end of each step, while the times of steps are compared; see ``watchdog/pace.py``.
+        self.pace: HearsSteps | None = None
         #: Collectives in flight on a device, each with an event; None unless :meth:`watch_device`
         #: was called.
         self.pending: deque[tuple[Item, Event]] | None = None
@@ -252,7 +263,9 @@ class Recorder:
     def end_wait(self, item: Item, began_s: float) -> None:
         """The host goes on."""
         self.waiting = None
-        item[1].waited_s += _monotonic() - began_s
+        waited_s = _monotonic() - began_s
+        item[1].waited_s += waited_s
+        self.blocked_s += waited_s
 
     def _resize(self, entry: Entry, tensor: torch.Tensor, numel: int, sent: int) -> None:
         entry.bank()
@@ -308,7 +321,10 @@ class Recorder:
     def mark_step(self, step: int) -> None:
         """Note that step ``step`` begins; messages and dumps name it."""
         self.step = step
-        self._step_times_s.append(_monotonic())
+        now_s = _monotonic()
+        self._step_times_s.append(now_s)
+        if self.pace is not None:
+            self.pace.mark(step, now_s)
         self._log.words[STEP] = step
 
     def median_step_s(self) -> float:

@@ -1,7 +1,7 @@
 """Asks the ranks of a run that lives what they do, from another process: ``zeroshard stacks``.
 
-The other process is one more client of the run's store. The ranks' watchdogs look there at every tick, and
-answer from their own threads. No rank waits for the answers, and the keys are removed at the end.
+The other process is one more client of the run's store. The ranks' watchdogs look there at every tick,
+and answer from their own threads. No rank waits for the answers, and the keys are removed at the end.
 """
 
 from __future__ import annotations
@@ -96,7 +96,9 @@ def view_run(folder: Path, *, threads: bool = False, limit_s: float = 10.0) -> R
         if not answers and alive_here(file, here) is not True:
             raise UsageError(f"{_ended(folder)} ({lost})") from None
     views = [
-        _view_of(peer, answers[rank]) if rank in answers else _silent(peer, here, states.get(rank, ""))
+        _view_of(peer, answers[rank])
+        if rank in answers
+        else _silent(peer, here, states.get(rank, ""))
         for rank, peer in sorted(file.peers.items())
     ]
     return RunView(views, time.monotonic() - begun_s, file.stacks, lost)
@@ -115,8 +117,8 @@ def _ranks_of(folder: Path) -> RanksFile:
         return read_ranks(folder)
     except FileNotFoundError:
         raise UsageError(
-            f"{folder} has no {RANKS}. Rank 0 writes it on its host when the first engine, or model under "
-            "zero.Init, opens its connections, if there are several ranks and trust.watchdog is true."
+            f"{folder} has no {RANKS}. Rank 0 writes it on its host when the first engine, or model "
+            "under zero.Init, opens its connections: with several ranks, if trust.watchdog is true."
         ) from None
 
 

@@ -150,14 +150,10 @@ def remove_files(
 
 def status_from_answer(peer: Peer, answer: Mapping[str, Any]) -> RankStatus:
     """The status of a rank from its own answer."""
-    flight = None
-    if answer["flight"]:
-        flight = FlightRecording(*answer["flight"])
-        flight = flight._replace(records=tuple(Record(*r) for r in flight.records))
     left = answer["left"]
     return RankStatus(
         rank=peer.rank,
-        flight=flight,
+        flight=_flight_of(answer["flight"]),
         fate="runs" if left is None else "left",
         detail="" if left is None else f"left: {left}",
         blocked_s=answer["blocked_s"],
@@ -168,6 +164,20 @@ def status_from_answer(peer: Peer, answer: Mapping[str, Any]) -> RankStatus:
         wait=_wait_of(answer["wait"]),
         reached=answer["reached"],
     )
+
+
+def status_of_values(values: Mapping[str, Any]) -> RankStatus:
+    """The status that was written as JSON into the evidence of a diagnosis."""
+    return RankStatus(
+        **{**values, "flight": _flight_of(values["flight"]), "wait": _wait_of(values["wait"])}
+    )
+
+
+def _flight_of(fields: Sequence[Any] | None) -> FlightRecording | None:
+    if not fields:
+        return None
+    flight = FlightRecording(*fields)
+    return flight._replace(records=tuple(Record(*record) for record in flight.records))
 
 
 def _wait_of(fields: Sequence[Any] | None) -> Wait | None:

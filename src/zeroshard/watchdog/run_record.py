@@ -1,4 +1,4 @@
-"""What a run leaves in its folder for other processes: ``ranks.json``, and recordings of ranks that failed.
+"""What a run leaves in its folder for other processes: ``ranks.json``, and recordings after failures.
 
 ``zeroshard stacks`` reads ``ranks.json`` to find a run that lives; ``zeroshard explain`` reads both after
 its end.
@@ -24,12 +24,12 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from zeroshard.comm.flight_recorder import FlightRecording, read_recording
 from zeroshard.comm.host import Process
 from zeroshard.comm.recorder import PRESENCE
 from zeroshard.errors import UsageError
+from zeroshard.launch.kept_exit import point_to
 from zeroshard.launch.run_folder import make_run_folder, run_folder
 from zeroshard.watchdog.rank_status import Peer
 
@@ -37,11 +37,13 @@ RANKS = "ranks.json"
 KEPT = "recordings"
 _END = "end.json"
 _SUFFIX = ".gz"
+_AHEAD = 4
+"""Calls that a rank may begin ahead of the one that it waits in, for prefetching."""
 
 
 @dataclass(frozen=True)
 class StorePlace:
-    """Where the store of a run is: ``kind`` is ``tcp``, ``file`` or the name of a class that has no place.
+    """Where the store of a run is: ``kind`` is ``tcp``, ``file`` or a class that others cannot reach.
 
     ``space``: the end of the prefix of the watchdogs' keys.
     """
@@ -89,6 +91,8 @@ def write_ranks(dump_dir: str | None, file: RanksFile) -> None:
         draft = folder / f"{RANKS}.{os.getpid()}.tmp"
         draft.write_text(json.dumps(found))
         draft.replace(folder / RANKS)
+        if dump_dir:
+            point_to(folder, os.environ)
 
 
 def read_ranks(folder: Path) -> RanksFile:
@@ -202,14 +206,19 @@ def _text_of(path: Path) -> str:
     return ""
 
 
-def as_values(flight: FlightRecording) -> dict[str, Any]:
-    """A recording as JSON values, without its older records."""
-    return {**flight._asdict(), "records": [record._asdict() for record in flight.records[-8:]]}
-
-
 def newest_flight(flights: Mapping[str, FlightRecording]) -> FlightRecording | None:
     """The recording with the newest call, with the step of the session; None: there are none."""
     if not flights:
         return None
     newest = max(flights.values(), key=lambda each: each.records[-1].at_s if each.records else 0.0)
-    return newest._replace(step=max(each.step for each in flights.values()))
+    return settled(newest._replace(step=max(each.step for each in flights.values())))
+
+
+def settled(flight: FlightRecording | None) -> FlightRecording | None:
+    """A recording of another process, without a word "waiting" that is too old.
+
+    The watchdog writes it at its looks. If many calls followed, the rank waits there no more.
+    """
+    if flight is None or flight.seq - flight.waiting < _AHEAD:
+        return flight
+    return flight._replace(waiting=0)

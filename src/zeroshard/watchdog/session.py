@@ -35,7 +35,7 @@ from zeroshard.comm.layer_calls import LayerCalls, forget_layers, watch_layers
 from zeroshard.comm.recorder import PRESENCE, Recorder, sweep_recordings
 from zeroshard.comm.two_hop import TwoHopComm
 from zeroshard.config.sections import TrustConfig
-from zeroshard.core.mesh import Mesh
+from zeroshard.core.mesh import DIMS, Mesh
 from zeroshard.device.choice import ops_of
 from zeroshard.errors import (
     DistributedError,
@@ -451,11 +451,15 @@ def _open(
     if crew.call == "initialize":
         session.make_control_group = partial(_control_group, crew, peers, meetings)
     if session_watch is not None:
+        messages = session.pipeline.messages.recorders if session.pipeline is not None else {}
+        layers = () if session.layers is None else (session.layers,)
+        every = (*session.recorders, *messages.values(), *layers)
         if queues_on_device(session.world):
-            messages = session.pipeline.messages.recorders if session.pipeline is not None else {}
-            layers = () if session.layers is None else (session.layers,)
-            for each in (*session.recorders, *messages.values(), *layers):
+            for each in every:
                 each.watch_device(ops_of(device))
+        elif crew.call == "initialize":
+            same_work = mesh.groups(set(DIMS) - {"pipeline"}) if mesh.pipeline > 1 else [crew.ranks]
+            session_watch.compare_pace(session.recorder, every, same_work)
         aborts = [comm.abort for comm in opener.comms if hasattr(comm, "abort")]
         session_watch.start(*aborts, session.abort_groups)
     return session
