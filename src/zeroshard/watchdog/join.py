@@ -220,7 +220,8 @@ def place_of(store: Any, space: str) -> StorePlace:
     if isinstance(bottom, TCPStore):
         return StorePlace("tcp", host=bottom.host, port=bottom.port, space=space)
     if isinstance(bottom, FileStore):
-        return StorePlace("file", path=os.path.abspath(bottom.path), space=space)
+        path = os.path.abspath(cast("Any", bottom).path)
+        return StorePlace("file", path=path, space=space)
     return StorePlace(type(bottom).__name__, space=space)
 
 
