@@ -43,6 +43,7 @@ from zeroshard.watchdog.settings import WatchdogSettings
 
 _LINE = re.compile(r"ranks? (\d[\d, -]*) (.*?)\.?$")
 """A line of a launcher: the ranks, and what it says about them."""
+_NOT_FATAL = "none is known, as no rank left an error; the last report did not end the run"
 _OTHERS = 3
 """Lines about ranks that are not the cause."""
 
@@ -121,9 +122,11 @@ def explain_run(folder: Path) -> DeadRun:
         statuses |= {w.rank: w for w in seen if w.flight is not None or w.rank not in ends}
     cause, why = _first_cause(exits, ends)
     diagnosis = hang.diagnosis if hang is not None and hang.diagnosis.fatal else None
-    if diagnosis is None and statuses:
+    if diagnosis is None and hang is not None and not (ends or exits):
+        why, diagnosis = _NOT_FATAL, hang.diagnosis
+    elif diagnosis is None and statuses:
         diagnosis = _judge(statuses, main, cause)
-    if not cause and diagnosis is not None:
+    if not cause and not why and diagnosis is not None:
         cause = diagnosis.ranks if len(diagnosis.ranks) < max(len(statuses), 2) else ()
     trace = next((each.trace for each in exits if each.root in cause), "")
     attempt = max([file.attempt if file else 0, *(each.attempt for each in exits)])

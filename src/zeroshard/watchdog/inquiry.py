@@ -65,9 +65,14 @@ class Inquiry:
         Raises:
             StoreLost: the store does not answer.
         """
+        wait = calls.wait()
         self.messages.ask(number, calls.label)
         statuses = self._collect(number, calls, settings, own)
-        diagnosis, reported = self._judge(calls, statuses, settings)
+        # A rank that has come while the others were asked may have ended its program since.
+        if wait is not None and calls.wait() != wait and not (calls.doubt or calls.suspects):
+            diagnosis, reported = Diagnosis("RankLate", False, (), "The wait is over."), False
+        else:
+            diagnosis, reported = self._judge(calls, statuses, settings)
         self.messages.publish(number, diagnosis, reported=reported)
         return diagnosis
 
