@@ -234,7 +234,7 @@ def test_only_damaged_recordings_are_an_error_that_names_them(folder, how):
     file = folder.shared(0) / "0"
     raw = file.read_bytes()
     file.write_bytes({"cut": raw[:300], "zeros": bytes(len(raw)), "text": b"hello"}[how])
-    assert f"can be read: {file}: is no recording, or is cut" in refusal(folder.path)
+    assert f"can be read: {file}: not a whole recording" in refusal(folder.path)
 
 
 def test_a_ranks_file_of_another_release_is_named(folder):

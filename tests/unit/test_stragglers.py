@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from zeroshard.comm.recorder import Recorder
+from zeroshard.comm.recorder import Recorder, StepMarks
 from zeroshard.config import load_config
 from zeroshard.errors import ConfigError
-from zeroshard.watchdog.pace import Pace, StepTimes
+from zeroshard.watchdog.pace import Pace
 from zeroshard.watchdog.stragglers import (
     PARTS,
     StepShare,
@@ -147,7 +147,7 @@ class Ranks:
         self.paces = [
             Pace(
                 lambda operation, _timeout_s: operation(self.store),
-                recorder, StepTimes([recorder]),
+                recorder, StepMarks([recorder]),
                 label="initialize 0", ranks=range(size), groups=[range(size)],
                 hosts={1: "node1"}, ratio=1.2, window=window, tick_s=0.1,
             )

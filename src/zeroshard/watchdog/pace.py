@@ -18,7 +18,7 @@ from itertools import pairwise
 from typing import Any
 
 from zeroshard.comm.agreement import Store
-from zeroshard.comm.recorder import Recorder
+from zeroshard.comm.recorder import Recorder, StepMarks
 from zeroshard.watchdog.messages import StoreLost, look
 from zeroshard.watchdog.stragglers import (
     PARTS,
@@ -41,43 +41,17 @@ Incident = tuple[float, str, list[Straggler]]
 """When (seconds since 1970), the line that was printed, and the stragglers, the worst first."""
 
 
-class StepTimes:
-    """The times of the steps of one window. The watchdog's thread sets the window; the main thread marks.
-
-    ``recorders``: the sequences whose waits count as waits for other ranks.
-    """
-
-    def __init__(self, recorders: Sequence[Recorder]) -> None:
-        self._recorders = tuple(recorders)
-        self._first, self._last = 0, -1
-        self._marks: list[tuple[float, float]] = []
-
-    def arm(self, first: int, steps: int) -> None:
-        """Measure ``steps`` steps, from the end of step ``first`` on."""
-        self._last = -1  # nothing is marked between these lines
-        self._marks = []
-        self._first = first
-        self._last = first + steps
-
-    def mark(self, step: int, now_s: float) -> None:
-        """Step ``step`` has ended at ``now_s``. Called by the main thread."""
-        if self._first <= step <= self._last:
-            self._marks.append((now_s, sum(each.blocked_s for each in self._recorders)))
-
-    def shares(self) -> list[StepShare] | None:
-        """The mean own time and wait of each part of the window; None before its end."""
-        marks, steps = self._marks, self._last - self._first
-        if steps <= 0 or len(marks) != steps + 1:
-            return None
-        parts = min(PARTS, steps)
-        at = [part * steps // parts for part in range(parts + 1)]
-        found = []
-        for begin, end in pairwise(at):
-            (began_s, before_s), (ended_s, after_s) = marks[begin], marks[end]
-            waited_s = after_s - before_s
-            count = end - begin
-            found.append(StepShare((ended_s - began_s - waited_s) / count, waited_s / count))
-        return found
+def shares_of(marks: Sequence[tuple[float, float]]) -> list[StepShare]:
+    """The mean own time and wait of each part of a window, from the marks of its steps."""
+    steps = len(marks) - 1
+    parts = min(PARTS, steps)
+    at = [part * steps // parts for part in range(parts + 1)]
+    found = []
+    for begin, end in pairwise(at):
+        (began_s, before_s), (ended_s, after_s) = marks[begin], marks[end]
+        waited_s, count = after_s - before_s, end - begin
+        found.append(StepShare((ended_s - began_s - waited_s) / count, waited_s / count))
+    return found
 
 
 class Pace:
@@ -91,7 +65,7 @@ class Pace:
         self,
         call: Callable[[Callable[[Store], Any], float], Any],
         recorder: Recorder,
-        times: StepTimes,
+        marks: StepMarks,
         *,
         label: str,
         ranks: Sequence[int],
@@ -102,7 +76,7 @@ class Pace:
         tick_s: float,
     ) -> None:
         self._call = call
-        self._recorder, self._times = recorder, times
+        self._recorder, self._marks = recorder, marks
         self._key, self._ranks, self._groups = f"pace/{label}", tuple(ranks), groups
         self._hosts, self._ratio, self._window, self._tick_s = hosts, ratio, window, tick_s
         self._first = 0  # of the window that is measured; 0: none
@@ -143,7 +117,7 @@ class Pace:
             self._arm(first)
             self._give_up_s = math.inf
             return
-        own = self._times.shares()
+        own = self._shares()
         if own is None:
             self._posted = self._recorder.step > self._first + 2 * self._window  # it is not whole
             return
@@ -155,11 +129,16 @@ class Pace:
 
     def _arm(self, first: int) -> None:
         self._first, self._posted = first, False
-        self._times.arm(first, self._window)
-        self._recorder.pace = self._times
+        self._marks.arm(first, self._window)
+        self._recorder.marks = self._marks
+
+    def _shares(self) -> list[StepShare] | None:
+        """What this rank measured; None before the end of the window."""
+        marks = self._marks.whole()
+        return None if marks is None else shares_of(marks)
 
     def _post(self) -> None:
-        shares = None if self._posted else self._times.shares()
+        shares = None if self._posted else self._shares()
         if shares is not None:
             text = json.dumps([self._first, shares])
             key = f"{self._key}/{self._recorder.rank}"

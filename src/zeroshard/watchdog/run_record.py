@@ -194,7 +194,7 @@ def _read_all(files: Sequence[Path], damaged: list[str]) -> dict[str, FlightReco
             damaged.append(f"{file}: {error}")
             continue
         if flight is None:
-            damaged.append(f"{file}: is no recording, or is cut")
+            damaged.append(f"{file}: not a whole recording")
         else:
             flights[file.name.removesuffix(_SUFFIX)] = flight
     return flights

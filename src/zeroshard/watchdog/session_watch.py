@@ -10,11 +10,11 @@ from typing import Any
 
 from zeroshard.comm.collectives import lost_text
 from zeroshard.comm.flight_recorder import rank_ranges
-from zeroshard.comm.recorder import Item, Recorder
+from zeroshard.comm.recorder import Item, Recorder, StepMarks
 from zeroshard.errors import RankDivergence, RankLost
 from zeroshard.watchdog.lone_reads import LoneReadCheck
 from zeroshard.watchdog.messages import StoreLost
-from zeroshard.watchdog.pace import Pace, StepTimes
+from zeroshard.watchdog.pace import Pace
 from zeroshard.watchdog.rank_status import Peer
 from zeroshard.watchdog.settings import WatchdogSettings
 from zeroshard.watchdog.stop_agreement import StopAgreement
@@ -141,7 +141,7 @@ class SessionWatch:
         self.pace = Pace(
             call,
             recorder,
-            StepTimes(waits),
+            StepMarks(waits),
             label=self.label,
             ranks=tuple(self.peers),
             groups=groups,
