@@ -12,7 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from warm_python import WarmPython, run
+
+from zeroshard.testing.ranks import run_ranks
+from zeroshard.watchdog.live_view import view_run
+from zeroshard.watchdog.session import open_session
+from zeroshard.watchdog.settings import WatchdogSettings
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -206,6 +213,36 @@ def test_the_run_then_goes_on_and_leaves_no_key_and_no_recording(live):
 
 def _ranks_file(folder: Path) -> list[dict]:
     return json.loads(next(folder.glob("runs/*/ranks.json")).read_text())["ranks"]
+
+
+def seen_through(method: str | None, folder: str) -> dict[int, tuple[bool, str]]:
+    """What rank 0 sees, as another client of the store, of ranks that the program itself connected."""
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=2)
+    session = open_session(
+        transport="auto",
+        device=torch.device("cpu"),
+        trust=WatchdogSettings(tick_s=0.1, dump_dir=folder),
+        plan={},
+    )
+    found = {}
+    if rank == 0:
+        seen = view_run(next(Path(folder).iterdir()), limit_s=8)
+        assert seen.lost == ""
+        found = {
+            view.status.rank: (view.answered, "seen_through" in view.stack) for view in seen.views
+        }
+    session.world.all_gather_small(torch.zeros(1, dtype=torch.float64), name="end")
+    session.close()
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["env", "file"])
+def test_ranks_that_the_program_itself_connected_are_seen(kind, tmp_path):
+    method = f"file://{tmp_path}/store" if kind == "file" else None
+    found = run_ranks(seen_through, 2, method, str(tmp_path / "runs"), group=False, timeout=40)[0]
+    assert found == {0: (True, True), 1: (True, True)}
 
 
 # -- runs that have ended --------------------------------------------------------------------------
