@@ -16,9 +16,11 @@ import typer
 from zeroshard.cli.ckpt import ckpt
 from zeroshard.cli.compat import compat_command
 from zeroshard.cli.doctor import doctor_command
+from zeroshard.cli.explain import explain_command
 from zeroshard.cli.launch import CONTEXT, launch_command
 from zeroshard.cli.plan import plan_command
 from zeroshard.cli.report import report_command
+from zeroshard.cli.stacks import stacks_command
 from zeroshard.errors import ConfigError
 
 main = typer.Typer(
@@ -32,7 +34,9 @@ main.command("launch", context_settings=CONTEXT)(launch_command)
 main.command("compat")(compat_command)
 main.command("doctor")(doctor_command)
 main.command("report")(report_command)
+main.command("explain")(explain_command)
 main.command("plan")(plan_command)
+main.command("stacks")(stacks_command)
 main.add_typer(ckpt, name="ckpt")
 
 

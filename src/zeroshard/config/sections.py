@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal
 
 from zeroshard.config.fields import (
+    AboveOne,
     Amount,
     Count,
     CountOrAuto,
@@ -42,10 +43,12 @@ class TrustSectionsConfig(Section):
 
 
 class StragglersConfig(Section):
-    ratio: Positive = not_yet(
-        1.2, "Ranks that are slower than the median by this factor are reported."
+    ratio: AboveOne = honour(
+        1.2,
+        "A rank is reported if its own time of a step, without its waits for other ranks, is longer than "
+        "the median by this factor, and the others wait for it.",
     )
-    window: Count = not_yet(50, "Number of steps over which the speed is measured.")
+    window: Count = honour(50, "Number of steps over which the speed is measured.")
 
 
 class TrustConfig(Section):
@@ -90,11 +93,11 @@ class TrustConfig(Section):
     max_rollbacks: Natural = honour(
         3, "With nan_policy rollback: how often a run goes back before it is an error."
     )
-    stragglers: StragglersConfig = not_yet(StragglersConfig, "Which ranks are reported as slow.")
     report: Flag = honour(
         True,
         "Record every step in the folder of the run, for the command zeroshard report.",
     )
+    stragglers: StragglersConfig = honour(StragglersConfig, "Which ranks are reported as slow.")
 
 
 class PreemptionConfig(Section):

@@ -141,7 +141,7 @@ class StepStream:
 
     def _host_values(self, step: int) -> dict[str, float]:
         found = {}
-        waited_s = sum(recorder.total_waited_s for recorder in self._recorders)
+        waited_s = sum(recorder.blocked_s for recorder in self._recorders)
         if not self.ops.is_async:  # waits of a device do not block the host
             found["exposed_comm_ms"] = 1e3 * (waited_s - self._waited_s)
         self._waited_s = waited_s

@@ -25,6 +25,7 @@ from zeroshard.launch.env import (
     with_directory_first,
 )
 from zeroshard.launch.exit_report import ExitReport
+from zeroshard.launch.kept_exit import keep_exit
 from zeroshard.launch.memory_check import check_memory, parse_nbytes
 from zeroshard.launch.mpi import mpi_flags, mpirun_command
 from zeroshard.launch.options import LaunchRequest, passed_on
@@ -190,10 +191,14 @@ def _run_here(request: LaunchRequest, here: RunHere, console: TextIO) -> int:
         if here.master_port is not None and here.node_rank == 0:
             _check_port(here.master_port)
         if not request.max_restarts:
-            return run_node(node, console)
+            report = run_node(node, console)
+            keep_exit(report, 0, {**os.environ, **node.env})
+            return report
         logs = node.log_dir / f"attempt{number}" if node.log_dir and number else node.log_dir
         attempt_env = {**node.env, ATTEMPT_VARIABLE: str(number)}
-        return run_node(replace(node, env=attempt_env, log_dir=logs), console)
+        report = run_node(replace(node, env=attempt_env, log_dir=logs), console)
+        keep_exit(report, number, {**os.environ, **attempt_env})
+        return report
 
     if request.checkpoint_dir is None:
         return run(0).exitcode

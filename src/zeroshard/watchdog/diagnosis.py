@@ -440,6 +440,16 @@ def call_text(record: Record, *, sizes: bool = False) -> str:
     return f"{what} of {record.nbytes} bytes {record.dtype}" if sizes else what
 
 
+def position_text(status: RankStatus) -> str:
+    """Where a rank is: its call, what the program does there, and the program's line."""
+    place, doing = _place(status), _doing(status)
+    if status.wait is None and (status.flight is None or not status.flight.waiting):
+        place = f"outside collectives, {place}" if status.answered else place
+    elif status.blocked_s >= 0.1:
+        place += f" for {status.blocked_s:.1f} s"
+    return f"{place}{f', in {doing}' if doing else ''}{_at(status)}"
+
+
 def _conditional(*gathered: Record) -> str:
     """The config key that lets ranks skip these modules. Numbers in a name become ``*``."""
     modules = [record.name.partition("#")[0].split(".") for record in gathered]

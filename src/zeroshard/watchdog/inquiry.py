@@ -18,7 +18,7 @@ from typing import Any
 
 from zeroshard.comm.host import Process
 from zeroshard.launch.run_folder import run_folder
-from zeroshard.watchdog.diagnosis import TORCH, Diagnosis, RankStatus, diagnose
+from zeroshard.watchdog.diagnosis import TORCH, Diagnosis, RankStatus, Wait, diagnose
 from zeroshard.watchdog.messages import Messages
 from zeroshard.watchdog.rank_status import (
     Peer,
@@ -65,9 +65,15 @@ class Inquiry:
         Raises:
             StoreLost: the store does not answer.
         """
+        wait = calls.wait()
         self.messages.ask(number, calls.label)
         statuses = self._collect(number, calls, settings, own)
-        diagnosis, reported = self._judge(calls, statuses, settings)
+        # A rank that has come while the others were asked may have ended its program since.
+        over = wait is not None and not _same(wait, calls.wait())
+        if over and not (calls.doubt or calls.suspects):
+            diagnosis, reported = Diagnosis("RankLate", False, (), "The wait is over."), False
+        else:
+            diagnosis, reported = self._judge(calls, statuses, settings)
         self.messages.publish(number, diagnosis, reported=reported)
         return diagnosis
 
@@ -175,6 +181,10 @@ class Inquiry:
     def _dump_path(self, statuses: Sequence[RankStatus], settings: WatchdogSettings) -> Path:
         step = max((w.flight.step for w in statuses if w.flight), default=0)
         return run_folder(settings.dump_dir) / f"hang-{step}-{self.here.pid}.json"
+
+
+def _same(wait: Wait, later: Wait | None) -> bool:
+    return later is not None and (wait.label, wait.seq) == (later.label, later.seq)
 
 
 def own_answer(

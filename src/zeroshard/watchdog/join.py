@@ -18,6 +18,7 @@ from urllib.parse import urlparse
 
 import torch.distributed as dist
 from torch.distributed import (  # type: ignore[attr-defined]
+    FileStore,
     HashStore,
     PrefixStore,
     Store,
@@ -44,6 +45,7 @@ from zeroshard.errors import LaunchError, RankLate, RankLost
 from zeroshard.watchdog.diagnosis import Diagnosis, RankStatus, Wait, diagnose
 from zeroshard.watchdog.messages import StoreLost, watchdog_namespace
 from zeroshard.watchdog.rank_status import stack_line
+from zeroshard.watchdog.run_record import StorePlace
 from zeroshard.watchdog.settings import WatchdogSettings
 from zeroshard.watchdog.watchdog import Watchdog, hold
 
@@ -193,7 +195,7 @@ def watchdog_of(ranks: tuple[int, ...], settings: WatchdogSettings, space: str) 
         ranks=ranks,
         recording=recording_dir(f"{run}-{secrets.token_hex(4)}") / PRESENCE,
         settings=settings,
-        store_rank=_store_rank(store),
+        store_rank=store_rank(store),
         over=lambda: group() is None or not dist.is_initialized(),
         hung_up=functools.partial(hung_up, sockets, port),
     )
@@ -212,13 +214,24 @@ def own_client(store: Any) -> Any:
     return store.clone() if hasattr(store, "clone") else store
 
 
+def place_of(store: Any, space: str) -> StorePlace:
+    """Where another process finds ``store``. ``space``: the prefix of the watchdogs' keys in it."""
+    bottom = _bottom(store)
+    if isinstance(bottom, TCPStore):
+        return StorePlace("tcp", host=bottom.host, port=bottom.port, space=space)
+    if isinstance(bottom, FileStore):
+        path = os.path.abspath(cast("Any", bottom).path)
+        return StorePlace("file", path=path, space=space)
+    return StorePlace(type(bottom).__name__, space=space)
+
+
 def _bottom(store: Any) -> Any:
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return store
 
 
-def _store_rank(store: Any) -> int | None:
+def store_rank(store: Any) -> int | None:
     """The rank that serves the store; None if the launcher serves it or if it is a file."""
     return 0 if isinstance(_bottom(store), TCPStore) and not launcher_serves_store() else None
 

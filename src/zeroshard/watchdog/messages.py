@@ -16,6 +16,11 @@ Keys, below the name of the set of ranks (:func:`watchdog_namespace`):
     diagnosis/N          the answer to question N, as JSON
     final, finals        the first fatal diagnosis, and how many there were
     read                 how many ranks have read a fatal diagnosis
+    views                how many times another process has asked what the ranks do
+    view/N               what it asked, as JSON; there until it has its answers
+    view/N/RANK          what a rank does, as JSON, with the stack of its main thread
+    pace                 a step to come, from which on ranks measure their own time
+    pace/RANK            what a rank measured, as JSON
 """
 
 from __future__ import annotations
@@ -133,6 +138,14 @@ class Messages:
         """The number of the newest question."""
         return self.add("asked", 0, timeout_s)
 
+    def news(self, timeout_s: float = 5.0) -> tuple[int, int]:
+        """The numbers of the newest question and of the newest view."""
+
+        def read(store: Store) -> tuple[int, int]:
+            return store.add("asked", 0), store.add("views", 0)
+
+        return cast("tuple[int, int]", self.call(read, timeout_s))
+
     def is_elected(self, number: int) -> bool:
         """Whether this rank is the one that asks question ``number``. True once, on one rank."""
         return self.add(f"elect/{number}", 1) == 1
@@ -187,6 +200,19 @@ class Messages:
         found = json.loads(text)
         words = found["diagnosis"]
         return Diagnosis(**{**words, "ranks": tuple(words["ranks"])}), bool(found["reported"])
+
+    # -- views -------------------------------------------------------------------------------------
+
+    def view(self, number: int) -> dict[str, Any] | None:
+        """What view ``number`` asks; None: nobody waits for it any more."""
+        text = self.look(f"view/{number}")
+        return None if text is None else cast("dict[str, Any]", json.loads(text))
+
+    def show(self, number: int, words: dict[str, Any]) -> None:
+        """This rank's answer to view ``number``."""
+        self.set(f"view/{number}/{self._own.rank}", json.dumps(words))
+
+    # -- the end -----------------------------------------------------------------------------------
 
     def count_read(self, timeout_s: float = 5.0, *, more: int = 0) -> int:
         """How many ranks have read a fatal diagnosis, after ``more`` have been added."""

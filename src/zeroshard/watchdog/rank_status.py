@@ -8,7 +8,7 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -129,10 +129,12 @@ class Peer:
         remove_recording(Path(self.recording))
 
 
-def remove_files(peers: Mapping[int, Peer], rank: int, here: Process) -> None:
+def remove_files(
+    peers: Mapping[int, Peer], rank: int, here: Process, keep: Callable[[Peer], None]
+) -> None:
     """Remove the files of ``rank``, which is this process.
 
-    The last rank that leaves this host removes those of its dead ranks too. Until
+    The last rank that leaves this host removes those of its dead ranks too, after ``keep(peer)``. Until
     then a rank that judges alone can read what the dead ranks did last. Each rank removes its own
     files first and then looks at those of the others. So if two leave at the same time, at least one of
     them sees that it is the last.
@@ -141,19 +143,17 @@ def remove_files(peers: Mapping[int, Peer], rank: int, here: Process) -> None:
     others = [p for r, p in peers.items() if r != rank and p.is_on(here)]
     if all(peer.has_left(here) for peer in others):
         for peer in others:
+            if Path(peer.recording).exists() and peer.fate(here)[0] == "gone":
+                keep(peer)
             peer.remove_files()
 
 
 def status_from_answer(peer: Peer, answer: Mapping[str, Any]) -> RankStatus:
     """The status of a rank from its own answer."""
-    flight = None
-    if answer["flight"]:
-        flight = FlightRecording(*answer["flight"])
-        flight = flight._replace(records=tuple(Record(*r) for r in flight.records))
     left = answer["left"]
     return RankStatus(
         rank=peer.rank,
-        flight=flight,
+        flight=_flight_of(answer["flight"]),
         fate="runs" if left is None else "left",
         detail="" if left is None else f"left: {left}",
         blocked_s=answer["blocked_s"],
@@ -164,6 +164,20 @@ def status_from_answer(peer: Peer, answer: Mapping[str, Any]) -> RankStatus:
         wait=_wait_of(answer["wait"]),
         reached=answer["reached"],
     )
+
+
+def status_of_values(values: Mapping[str, Any]) -> RankStatus:
+    """The status that was written as JSON into the evidence of a diagnosis."""
+    return RankStatus(
+        **{**values, "flight": _flight_of(values["flight"]), "wait": _wait_of(values["wait"])}
+    )
+
+
+def _flight_of(fields: Sequence[Any] | None) -> FlightRecording | None:
+    if not fields:
+        return None
+    flight = FlightRecording(*fields)
+    return flight._replace(records=tuple(Record(*record) for record in flight.records))
 
 
 def _wait_of(fields: Sequence[Any] | None) -> Wait | None:
@@ -280,12 +294,18 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def stacks() -> str:
-    """The stacks of all threads of this process, for the dump."""
+def stack_of(thread: int) -> str:
+    """The whole stack of a thread, the innermost frame last; "" if there is no such thread."""
+    frame = sys._current_frames().get(thread)
+    return "".join(traceback.format_stack(frame)) if frame is not None else ""
+
+
+def stacks(last: int | None = _FRAMES) -> str:
+    """The stacks of all threads of this process. ``last``: so many innermost frames; None: all."""
     names = {t.ident: t.name for t in threading.enumerate()}
     parts = []
     for ident, frame in sys._current_frames().items():
-        lines = traceback.format_stack(frame)[-_FRAMES:]
+        lines = traceback.format_stack(frame)[-(last or 0) :]
         name = names.get(ident, f"thread {ident} of torch")
         parts.append(f"{name}:\n{''.join(lines)}")
     return "\n".join(parts)

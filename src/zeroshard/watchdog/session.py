@@ -8,7 +8,7 @@ import json
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import ParamSpec, TypeVar, cast
@@ -32,10 +32,10 @@ from zeroshard.comm.env import run_name
 from zeroshard.comm.flight_recorder import rank_ranges
 from zeroshard.comm.host import Process, shut_down, this_process
 from zeroshard.comm.layer_calls import LayerCalls, forget_layers, watch_layers
-from zeroshard.comm.recorder import Recorder, sweep_recordings
+from zeroshard.comm.recorder import PRESENCE, Recorder, sweep_recordings
 from zeroshard.comm.two_hop import TwoHopComm
 from zeroshard.config.sections import TrustConfig
-from zeroshard.core.mesh import Mesh
+from zeroshard.core.mesh import DIMS, Mesh
 from zeroshard.device.choice import ops_of
 from zeroshard.errors import (
     DistributedError,
@@ -44,10 +44,11 @@ from zeroshard.errors import (
     UsageError,
     ZeroShardError,
 )
-from zeroshard.watchdog.join import own_client, watchdog_of
+from zeroshard.watchdog.join import own_client, place_of, store_rank, watchdog_of
 from zeroshard.watchdog.lone_reads import LoneReadCheck
 from zeroshard.watchdog.messages import look, watchdog_namespace
 from zeroshard.watchdog.rank_status import Peer
+from zeroshard.watchdog.run_record import RanksFile, write_ranks
 from zeroshard.watchdog.session_opener import (
     GroupKind,
     PipelineLinks,
@@ -421,6 +422,8 @@ def _open(
     meetings = Recorder("meetings", ring=64, rank=rank, group_size=size)
     session_watch = None
     if crew.watchdog is not None:
+        if crew.me == 0:
+            write_ranks(settings.dump_dir, _ranks_file(crew, peers))
         parts = [
             calls_of(recorder, crew.label, settings, peers=peers),
             calls_of(
@@ -448,14 +451,34 @@ def _open(
     if crew.call == "initialize":
         session.make_control_group = partial(_control_group, crew, peers, meetings)
     if session_watch is not None:
+        messages = session.pipeline.messages.recorders if session.pipeline is not None else {}
+        layers = () if session.layers is None else (session.layers,)
+        every = (*session.recorders, *messages.values(), *layers)
         if queues_on_device(session.world):
-            messages = session.pipeline.messages.recorders if session.pipeline is not None else {}
-            layers = () if session.layers is None else (session.layers,)
-            for each in (*session.recorders, *messages.values(), *layers):
+            for each in every:
                 each.watch_device(ops_of(device))
+        elif crew.call == "initialize":
+            same_work = mesh.groups(set(DIMS) - {"pipeline"}) if mesh.pipeline > 1 else [crew.ranks]
+            session_watch.compare_pace(session.recorder, every, same_work)
         aborts = [comm.abort for comm in opener.comms if hasattr(comm, "abort")]
         session_watch.start(*aborts, session.abort_groups)
     return session
+
+
+def _ranks_file(crew: SetUpRanks, peers: Mapping[int, Peer]) -> RanksFile:
+    name = run_name()
+    presences = {
+        rank: replace(peer, recording=str(Path(peer.recording).with_name(PRESENCE)))
+        for rank, peer in peers.items()
+    }
+    return RanksFile(
+        place_of(default_store(), watchdog_namespace(crew.ranks, _run_space())),
+        name.attempt,
+        crew.settings.stacks,
+        presences,
+        {str(crew.number): crew.label},
+        store_rank(default_store()),
+    )
 
 
 def _purposes(call: str, separate_reductions: bool) -> tuple[str, ...]:

@@ -10,10 +10,11 @@ from typing import Any
 
 from zeroshard.comm.collectives import lost_text
 from zeroshard.comm.flight_recorder import rank_ranges
-from zeroshard.comm.recorder import Item, Recorder
+from zeroshard.comm.recorder import Item, Recorder, StepMarks
 from zeroshard.errors import RankDivergence, RankLost
 from zeroshard.watchdog.lone_reads import LoneReadCheck
 from zeroshard.watchdog.messages import StoreLost
+from zeroshard.watchdog.pace import Pace
 from zeroshard.watchdog.rank_status import Peer
 from zeroshard.watchdog.settings import WatchdogSettings
 from zeroshard.watchdog.stop_agreement import StopAgreement
@@ -42,6 +43,7 @@ class SessionWatch:
         self.peers = dict(peers)
         self.parts = list(parts)
         self.errands: list[Callable[[], None]] = []  # run at each look, in the watchdog's thread
+        self.pace: Pace | None = None
         self._watchdog = watchdog
         watchdog.follow(self)
 
@@ -122,6 +124,33 @@ class SessionWatch:
         )
         self.errands.append(agreement.look)
         return agreement
+
+    def compare_pace(
+        self, recorder: Recorder, waits: Sequence[Recorder], groups: Sequence[Sequence[int]]
+    ) -> None:
+        """Report ranks that are slower than the others of their group. Every rank has to use it.
+
+        ``recorder``: of the collectives over all ranks. ``waits``: recorders whose waits are for other
+        ranks. ``groups``: ranks with the same work. Incidents go to ``self.pace.listeners``.
+        """
+        watchdog = self._weak_watchdog()
+
+        def call(operation: Callable[[Any], Any], timeout_s: float) -> Any:
+            return watchdog().messages.call(operation, timeout_s)
+
+        self.pace = Pace(
+            call,
+            recorder,
+            StepMarks(waits),
+            label=self.label,
+            ranks=tuple(self.peers),
+            groups=groups,
+            hosts={rank: peer.process.host for rank, peer in self.peers.items()},
+            ratio=self.settings.straggler_ratio,
+            window=self.settings.straggler_window,
+            tick_s=self.settings.tick_s,
+        )
+        self.errands.append(self.pace.look)
 
     def _weak_watchdog(self) -> Callable[[], Watchdog]:
         """Gives the watchdog, and does not keep it alive."""

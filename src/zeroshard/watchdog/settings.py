@@ -29,6 +29,7 @@ class WatchdogSettings:
         dump_dir: directory for the full evidence of a report; None: a temporary directory.
         stacks: collect Python stacks.
         tick_s: time between two looks of the watchdog.
+        straggler_ratio, straggler_window: which ranks are reported as slow, over how many steps.
         timeout_key: where the user sets ``collective_timeout_s``, for messages; "": nowhere.
     """
 
@@ -44,6 +45,8 @@ class WatchdogSettings:
     dump_dir: str | None = None
     stacks: bool = True
     tick_s: float = 1.0
+    straggler_ratio: float = 1.2
+    straggler_window: int = 50
     timeout_key: str = "trust.collective_timeout_s"
 
     @classmethod
@@ -51,7 +54,15 @@ class WatchdogSettings:
         """The settings of a resolved config."""
         names = {field.name for field in fields(cls)} & type(config).model_fields.keys()
         values = {name: getattr(config, name) for name in names}
-        return cls(**{**values, "sections": config.sections.model_dump()})
+        slow = config.stragglers
+        return cls(
+            **{
+                **values,
+                "sections": config.sections.model_dump(),
+                "straggler_ratio": slow.ratio,
+                "straggler_window": slow.window,
+            }
+        )
 
     def with_environment(self, environ: Mapping[str, str] | None = None) -> WatchdogSettings:
         """These settings, with ``ZEROSHARD_WATCHDOG``, ``ZEROSHARD_STALL_S`` and ``ZEROSHARD_DUMP_DIR``.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,6 +138,16 @@ def calls_of(
         members=members,
         recorder=recorder,
     )
+
+
+def newest_of(parts: Iterable[TrackedCalls]) -> TrackedCalls | None:
+    """The sequence of collectives with the newest record; None without any."""
+
+    def at_s(part: TrackedCalls) -> float:
+        records = part.recorder.records(1) if part.recorder is not None else ()
+        return records[-1].at_s if records else -1.0
+
+    return max((part for part in parts if part.recorder is not None), key=at_s, default=None)
 
 
 def _words(item: Item) -> str:

@@ -70,9 +70,12 @@ from zeroshard.watchdog.rank_status import (
     Peer,
     call_of_torch,
     remove_files,
+    stack_of,
+    stacks,
 )
+from zeroshard.watchdog.run_record import keep_recordings
 from zeroshard.watchdog.settings import WatchdogSettings
-from zeroshard.watchdog.tracked_calls import CallsOfTorch, SetUps, TrackedCalls
+from zeroshard.watchdog.tracked_calls import CallsOfTorch, SetUps, TrackedCalls, newest_of
 
 #: How long a main thread with a broken connection waits for the diagnosis.
 _EXPLAIN_S = 8.0
@@ -81,6 +84,8 @@ _LINGER_S = 1.5
 #: How long a main thread in a call of torch has until the process ends. Only the end of another rank may
 #: wake it earlier.
 _TOLD_S = 4.0
+#: Views that a rank may answer late, and looks for the words of one.
+_OPEN_VIEWS = 4
 #: Longest pause between looks while nothing is followed: the process group may end.
 _IDLE_TICK_S = 0.25
 
@@ -160,7 +165,8 @@ class Watchdog:
         times = self.messages.add(f"times/{rank}", 1)
         # A rank that starts its first watchdog still reads the diagnosis that ended the run. A rank that
         # starts another one reads only newer ones.
-        self._since = self._answered = 0
+        self._since = self._answered = self._viewed = 0
+        self._views_due: dict[int, int] = {}  # number -> looks until it is given up
         if times > 1:
             self._since = self._answered = self.messages.asked()
         self.messages.post_card("on")
@@ -239,8 +245,9 @@ class Watchdog:
             with contextlib.suppress(StoreLost):
                 for label in labels:
                     self.messages.post_left(label, words)
+        self._keep(self._own, reason)
         for peers in _recordings(session_watch):
-            remove_files(peers, self._rank, self._here)
+            self._remove_files(peers)
 
     def release(self) -> None:
         """Close the watchdog, unless it follows a session or is held for the process group."""
@@ -303,13 +310,24 @@ class Watchdog:
         if self._frozen is not None:
             self._frozen.close()
         self._presence.close()
-        self._clean_up_all()
+        self._clean_up_all(reason or "")
 
-    def _clean_up_all(self) -> None:
+    def _clean_up_all(self, reason: str = "") -> None:
+        self._keep(self._own, reason)
         for session_watch in list(self._sessions):
             for peers in _recordings(session_watch):
-                remove_files(peers, self._rank, self._here)
-        remove_files(self.messages.peers, self._rank, self._here)
+                self._remove_files(peers)
+        self._remove_files(self.messages.peers)
+
+    def _remove_files(self, peers: Mapping[int, Peer]) -> None:
+        remove_files(peers, self._rank, self._here, lambda peer: self._keep(peer, "", dead=True))
+
+    def _keep(self, peer: Peer, reason: str, *, dead: bool = False) -> None:
+        """Keep the recordings of a rank in the run's folder, unless it ends cleanly."""
+        diagnosis = self._state.diagnosis
+        why = reason or (diagnosis.text.partition("\n")[0] if diagnosis and not dead else "")
+        if why or dead:
+            keep_recordings(self._settings.dump_dir, peer, why, by=self._rank)
 
     def _ask(self, calls: TrackedCalls) -> Exception | None:
         state = self._state
@@ -368,7 +386,8 @@ class Watchdog:
             for followed in list(self._sessions):
                 for errand in followed.errands:
                     errand()
-            asked = self.messages.asked(timeout_s=5 * self._settings.tick_s)
+            asked, views = self.messages.news(timeout_s=5 * self._settings.tick_s)
+            self._show(views)
             if asked > self._answered:
                 self._answer(asked)
             elif due is not None:
@@ -382,6 +401,28 @@ class Watchdog:
     def _followed(self) -> list[TrackedCalls]:
         parts = [part for session in list(self._sessions) for part in session.parts]
         return [*parts, *self._always, *self._running]
+
+    def _show(self, views: int) -> None:
+        """Answer ``zeroshard stacks``. ``views``: the number of its newest question."""
+        for number in range(max(self._viewed, views - _OPEN_VIEWS) + 1, views + 1):
+            self._views_due[number] = _OPEN_VIEWS
+        self._viewed = views
+        for number in list(self._views_due):
+            asked = self.messages.view(number)  # its words are written after its number
+            self._views_due[number] -= 1
+            if asked is not None:
+                self.messages.show(number, self._view(asked))
+            if asked is not None or not self._views_due[number]:
+                del self._views_due[number]
+
+    def _view(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+        followed = self._followed()
+        return {
+            **self._own_answer("", newest_of(followed)),
+            "process": self._here.to_json(),
+            "main": stack_of(self._main) if self._settings.stacks else "",
+            "stacks": stacks(None) if asked["threads"] and self._settings.stacks else "",
+        }
 
     def _answer(self, asked: int) -> None:
         """Post what this rank does, then wait for the diagnosis of the rank that asked."""

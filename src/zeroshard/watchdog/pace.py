@@ -1,0 +1,184 @@
+"""Measures how long each rank itself takes for a step, and reports stragglers on the first rank.
+
+The first rank announces a window of steps to come in the store. While a window runs, the main thread
+notes the time, and the sum of its waits, at the end of each step. Afterwards each watchdog posts the
+result in its thread; the first rank compares. No collective is added, and no rank waits.
+
+On a device whose queue takes collectives (NCCL) waits do not block the host, and no rank is reported.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from zeroshard.comm.agreement import Store
+from zeroshard.comm.recorder import Recorder, StepMarks
+from zeroshard.watchdog.messages import StoreLost, look
+from zeroshard.watchdog.stragglers import (
+    PARTS,
+    StepShare,
+    Straggler,
+    find_stragglers,
+    straggler_text,
+)
+
+REPORT_EVERY_S = 600.0
+_AHEAD_TICKS = 6
+"""A window begins so many ticks after its announcement: all ranks have read it by then."""
+_LOOK_EVERY = 3
+"""Looks of the watchdog for each read of the announcement."""
+_GIVE_UP_TICKS = 40
+"""The first rank waits so long for the results of the others."""
+_STORE_S = 2.0
+
+Incident = tuple[float, str, list[Straggler]]
+"""When (seconds since 1970), the line that was printed, and the stragglers, the worst first."""
+
+
+def shares_of(marks: Sequence[tuple[float, float]]) -> list[StepShare]:
+    """The mean own time and wait of each part of a window, from the marks of its steps."""
+    steps = len(marks) - 1
+    parts = min(PARTS, steps)
+    at = [part * steps // parts for part in range(parts + 1)]
+    found = []
+    for begin, end in pairwise(at):
+        (began_s, before_s), (ended_s, after_s) = marks[begin], marks[end]
+        waited_s, count = after_s - before_s, end - begin
+        found.append(StepShare((ended_s - began_s - waited_s) / count, waited_s / count))
+    return found
+
+
+class Pace:
+    """The windows of one session. :meth:`look` runs at each look of the watchdog, in its thread.
+
+    ``call``: an operation of the watchdog's store client. ``groups``: ranks whose work can be compared.
+    ``listeners`` are called on the first rank, in the watchdog's thread, when a line has been printed.
+    """
+
+    def __init__(
+        self,
+        call: Callable[[Callable[[Store], Any], float], Any],
+        recorder: Recorder,
+        marks: StepMarks,
+        *,
+        label: str,
+        ranks: Sequence[int],
+        groups: Sequence[Sequence[int]],
+        hosts: Mapping[int, str],
+        ratio: float,
+        window: int,
+        tick_s: float,
+    ) -> None:
+        self._call = call
+        self._recorder, self._marks = recorder, marks
+        self._key, self._ranks, self._groups = f"pace/{label}", tuple(ranks), groups
+        self._hosts, self._ratio, self._window, self._tick_s = hosts, ratio, window, tick_s
+        self._first = 0  # of the window that is measured; 0: none
+        self._posted = True
+        self._looks = 0
+        self._give_up_s = math.inf
+        self._silent_until_s = 0.0
+        self.listeners: list[Callable[[Incident], None]] = []
+
+    def look(self) -> None:
+        """Do what is due. Quiet if the store does not answer: that is the watchdog's to report."""
+        try:
+            if self._recorder.rank == self._ranks[0]:
+                self._lead()
+            else:
+                self._follow()
+        except StoreLost:
+            return
+
+    def _follow(self) -> None:
+        self._looks += 1
+        if not self._looks % _LOOK_EVERY:
+            first = self._call(lambda store: store.add(self._key, 0), _STORE_S)
+            if first != self._first:
+                self._arm(first)
+        self._post()
+
+    def _lead(self) -> None:
+        now_s = time.monotonic()
+        if self._posted:
+            step_s = self._recorder.median_step_s()
+            if step_s <= 0 or now_s < self._silent_until_s:
+                return
+            ahead = 2 + math.ceil(_AHEAD_TICKS * self._tick_s / step_s)
+            first = self._recorder.step + ahead
+            before = self._first
+            self._call(lambda store: store.add(self._key, first - before), _STORE_S)
+            self._arm(first)
+            self._give_up_s = math.inf
+            return
+        own = self._shares()
+        if own is None:
+            self._posted = self._recorder.step > self._first + 2 * self._window  # it is not whole
+            return
+        self._give_up_s = min(self._give_up_s, now_s + _GIVE_UP_TICKS * self._tick_s)
+        samples = self._samples(own)
+        self._posted = samples is not None or now_s > self._give_up_s
+        if samples is not None:
+            self._judge(samples, now_s)
+
+    def _arm(self, first: int) -> None:
+        self._first, self._posted = first, False
+        self._marks.arm(first, self._window)
+        self._recorder.marks = self._marks
+
+    def _shares(self) -> list[StepShare] | None:
+        """What this rank measured; None before the end of the window."""
+        marks = self._marks.whole()
+        return None if marks is None else shares_of(marks)
+
+    def _post(self) -> None:
+        shares = None if self._posted else self._shares()
+        if shares is not None:
+            text = json.dumps([self._first, shares])
+            key = f"{self._key}/{self._recorder.rank}"
+            self._call(lambda store: store.set(key, text), _STORE_S)
+            self._posted = True
+
+    def _samples(self, own: list[StepShare]) -> dict[int, list[StepShare]] | None:
+        """What all ranks measured in this window; None: some have not posted it yet."""
+        others = self._ranks[1:]
+        keys = [f"{self._key}/{rank}" for rank in others]
+
+        def read(store: Store) -> list[str] | None:
+            if not store.check(keys):
+                return None
+            if hasattr(store, "multi_get"):
+                return [text.decode() for text in store.multi_get(keys)]
+            return [look(store, key) or "[0, []]" for key in keys]
+
+        texts = self._call(read, _STORE_S)
+        if texts is None:
+            return None
+        samples = {self._ranks[0]: own}
+        for rank, text in zip(others, texts, strict=True):
+            first, shares = json.loads(text)
+            if first != self._first or len(shares) != len(own):
+                return None
+            samples[rank] = [StepShare(*share) for share in shares]
+        return samples
+
+    def _judge(self, samples: Mapping[int, Sequence[StepShare]], now_s: float) -> None:
+        found = [
+            straggler
+            for group in self._groups
+            for straggler in find_stragglers({rank: samples[rank] for rank in group}, self._ratio)
+        ]
+        if not found:
+            return
+        found.sort(key=lambda straggler: -straggler.waited_s)
+        text = straggler_text(found, self._hosts, self._window)
+        self._silent_until_s = now_s + REPORT_EVERY_S
+        print(f"zeroshard: {text}", file=sys.stderr, flush=True)
+        for listener in self.listeners:
+            listener((time.time(), text, found))

@@ -1,0 +1,224 @@
+"""What a run leaves in its folder for other processes: ``ranks.json``, and recordings after failures.
+
+``zeroshard stacks`` reads ``ranks.json`` to find a run that lives; ``zeroshard explain`` reads both after
+its end.
+
+    ranks.json                   the store, and every rank's process and directory of recordings
+    recordings/rank-R-PID/       of a rank that did not end cleanly: its recordings (gzip) and end.json
+
+Recordings are written in shared memory (:mod:`zeroshard.comm.recorder`) and removed when a rank leaves.
+A rank that leaves with an error copies its own first. The last rank that leaves a host copies those of
+ranks that died there. If no rank is left to do so they stay in shared memory, where ``ranks.json`` says.
+Every function is quiet about a disk that is full or cannot be written: a run must not fail because of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import os
+import socket
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from zeroshard.comm.flight_recorder import FlightRecording, read_recording
+from zeroshard.comm.host import Process
+from zeroshard.comm.recorder import PRESENCE
+from zeroshard.errors import UsageError
+from zeroshard.launch.kept_exit import point_to
+from zeroshard.launch.run_folder import make_run_folder, run_folder
+from zeroshard.watchdog.rank_status import Peer
+
+RANKS = "ranks.json"
+KEPT = "recordings"
+_END = "end.json"
+_SUFFIX = ".gz"
+_AHEAD = 4
+"""Calls that a rank may begin ahead of the one that it waits in, for prefetching."""
+
+
+@dataclass(frozen=True)
+class StorePlace:
+    """Where the store of a run is: ``kind`` is ``tcp``, ``file`` or a class that others cannot reach.
+
+    ``space``: the end of the prefix of the watchdogs' keys.
+    """
+
+    kind: str
+    host: str = ""
+    port: int = 0
+    path: str = ""
+    space: str = ""
+
+
+@dataclass(frozen=True)
+class RanksFile:
+    """``ranks.json``. ``peers``: by rank; the recording of each is its :data:`PRESENCE` file.
+
+    ``calls``: what opened the sessions of this run, by the names of their recordings.
+    """
+
+    store: StorePlace
+    attempt: int
+    stacks: bool
+    peers: Mapping[int, Peer]
+    calls: Mapping[str, str]
+    store_rank: int | None = None
+
+
+def write_ranks(dump_dir: str | None, file: RanksFile) -> None:
+    """Write ``ranks.json`` into this run's folder. Calls of earlier sessions of these processes stay."""
+    with contextlib.suppress(OSError):
+        folder = make_run_folder(dump_dir)
+        calls = dict(file.calls)
+        with contextlib.suppress(UsageError, OSError):
+            before = read_ranks(folder)
+            if before.peers == file.peers:
+                calls = {**before.calls, **calls}
+        found = {
+            "format": 1,
+            "store": asdict(file.store),
+            "store_rank": file.store_rank,
+            "attempt": file.attempt,
+            "stacks": file.stacks,
+            "calls": calls,
+            "ranks": [asdict(peer) for _, peer in sorted(file.peers.items())],
+        }
+        draft = folder / f"{RANKS}.{os.getpid()}.tmp"
+        draft.write_text(json.dumps(found))
+        draft.replace(folder / RANKS)
+        if dump_dir:
+            point_to(folder, os.environ)
+
+
+def read_ranks(folder: Path) -> RanksFile:
+    """What :func:`write_ranks` wrote.
+
+    Raises:
+        OSError: there is none.
+        UsageError: it is damaged, or of another release.
+    """
+    path = folder / RANKS
+    try:
+        found = json.loads(path.read_text())
+        peers = {
+            row["rank"]: Peer(row["rank"], Process(**row["process"]), row["recording"])
+            for row in found["ranks"]
+        }
+        return RanksFile(
+            StorePlace(**found["store"]),
+            found["attempt"],
+            found["stacks"],
+            peers,
+            found["calls"],
+            found["store_rank"],
+        )
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"{path} cannot be read: {error!r}. It is damaged, or of another release of ZeroShard."
+        ) from None
+
+
+def keep_recordings(dump_dir: str | None, peer: Peer, reason: str, *, by: int) -> None:
+    """Copy the recordings of ``peer`` to the run's folder. ``reason``: why it ended; "": it did not say.
+
+    ``by``: the rank that copies.
+    """
+    source = Path(peer.recording).parent
+    target = run_folder(dump_dir) / KEPT / f"rank-{peer.rank}-{peer.process.pid}"
+    with contextlib.suppress(OSError):
+        files = [file for file in source.iterdir() if not file.name.startswith(PRESENCE)]
+        if not files:
+            return
+        make_run_folder(dump_dir)
+        target.mkdir(parents=True, exist_ok=True)
+        for file in files:
+            (target / f"{file.name}{_SUFFIX}").write_bytes(gzip.compress(file.read_bytes(), 1))
+        stack = _text_of(peer.stack_file)
+        end = {
+            "rank": peer.rank, "process": asdict(peer.process), "reason": reason, "by": by,
+            "at": time.time(), "host": socket.gethostname(), "stack": stack,
+        }  # fmt: skip
+        (target / _END).write_text(json.dumps(end))
+
+
+@dataclass(frozen=True)
+class KeptEnd:
+    """How a rank ended, and its recordings by name; the first name is the newest session's.
+
+    ``reason``: the error that ended it; "": it did not end by itself. ``at``: seconds since 1970, or 0.
+    """
+
+    peer: Peer
+    reason: str
+    at: float
+    flights: Mapping[str, FlightRecording]
+
+
+def read_kept(folder: Path, damaged: list[str]) -> list[KeptEnd]:
+    """What :func:`keep_recordings` kept in a run's folder. ``damaged``: gets a line for each bad file."""
+    found = []
+    for end in sorted(folder.glob(f"{KEPT}/rank-*/{_END}")):
+        try:
+            row = json.loads(end.read_text())
+            peer = Peer(row["rank"], Process(**row["process"]), str(end.parent / PRESENCE))
+            flights = _read_all(sorted(end.parent.glob(f"*{_SUFFIX}")), damaged)
+            found.append(KeptEnd(peer, row["reason"], row["at"], flights))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            damaged.append(f"{end}: {error}")
+    return found
+
+
+def read_left(peer: Peer, damaged: list[str]) -> KeptEnd | None:
+    """What a process that was killed left in shared memory, if nobody has removed it."""
+    source = Path(peer.recording).parent
+    with contextlib.suppress(OSError):
+        files = [file for file in sorted(source.iterdir()) if not file.name.startswith(PRESENCE)]
+        if flights := _read_all(files, damaged):
+            return KeptEnd(peer, "", 0.0, flights)
+    return None
+
+
+def _read_all(files: Sequence[Path], damaged: list[str]) -> dict[str, FlightRecording]:
+    flights: dict[str, FlightRecording] = {}
+    for file in files:
+        flight = None
+        try:
+            raw = file.read_bytes()
+            flight = read_recording(gzip.decompress(raw) if file.suffix == _SUFFIX else raw)
+        except (OSError, EOFError, zlib.error) as error:  # a gzip file that is cut ends too early
+            damaged.append(f"{file}: {error}")
+            continue
+        if flight is None:
+            damaged.append(f"{file}: not a whole recording")
+        else:
+            flights[file.name.removesuffix(_SUFFIX)] = flight
+    return flights
+
+
+def _text_of(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return path.read_text(errors="replace")
+    return ""
+
+
+def newest_flight(flights: Mapping[str, FlightRecording]) -> FlightRecording | None:
+    """The recording with the newest call, with the step of the session; None: there are none."""
+    if not flights:
+        return None
+    newest = max(flights.values(), key=lambda each: each.records[-1].at_s if each.records else 0.0)
+    return settled(newest._replace(step=max(each.step for each in flights.values())))
+
+
+def settled(flight: FlightRecording | None) -> FlightRecording | None:
+    """A recording of another process, without a word "waiting" that is too old.
+
+    The watchdog writes it at its looks. If many calls followed, the rank waits there no more.
+    """
+    if flight is None or flight.seq - flight.waiting < _AHEAD:
+        return flight
+    return flight._replace(waiting=0)
