@@ -69,6 +69,7 @@ class NodeRun:
     node_rank: int = 0
     master_addr: str | None = None
     master_port: int | None = None  # None: a free port (one node only)
+    attempt: str = "0"  # keeps the keys of a late process of an earlier attempt apart
     pass_local_rank_at: int | None = None  # position of ``--local_rank=N`` among the arguments
     env: Mapping[str, str] = field(default_factory=dict)  # added to the launcher's environment
     cpus: tuple[tuple[int, ...], ...] = ()  # by local rank; empty: all CPUs of the launcher
@@ -240,7 +241,7 @@ def _make_agent(run: NodeRun, watch: _Watch, logs: _Logs) -> _Agent:
     parameters = RendezvousParameters(
         backend="static" if static else "c10d",
         endpoint=f"{address}:{run.master_port}" if static else "localhost:0",
-        run_id="zeroshard" if static else uuid.uuid4().hex,
+        run_id=f"zeroshard-{run.attempt}" if static else uuid.uuid4().hex,
         min_nodes=run.num_nodes,
         max_nodes=run.num_nodes,
         local_addr=None if run.num_nodes > 1 else address,
