@@ -22,7 +22,7 @@ class RunBatch:
     batches: tuple[int, ...] = ()
 
     def dp_size(self, now: Mesh) -> int:
-        """The data-parallel ranks with which the run began; ``now``: the mesh of the ranks that are left."""
+        """The data-parallel ranks with which the run began. ``now``: the mesh of those that are left."""
         others = now.world_size // now.data_shard
         return replace(now, data_shard=max(1, self.num_ranks // others)).dp_size
 

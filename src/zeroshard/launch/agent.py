@@ -48,7 +48,9 @@ from zeroshard.launch.exit_report import (
     RankExit,
     build_report,
 )
+from zeroshard.launch.leftovers import remove_recordings
 from zeroshard.launch.orphan_reaper import OrphanReaper
+from zeroshard.launch.run_folder import RUN_ID_VARIABLE
 from zeroshard.launch.streams import Streams
 from zeroshard.launch.supervisor import ShutdownTimeouts, WorkerSupervisor
 from zeroshard.memory.host_limits import host_limits
@@ -110,6 +112,8 @@ def _run_node(run: NodeRun, console: TextIO, scratch: Path) -> ExitReport:
             raise _start_error(run, error) from error
     finally:
         reaper.dismiss()
+        run_id = run.env.get(RUN_ID_VARIABLE, os.environ.get(RUN_ID_VARIABLE, ""))
+        remove_recordings(run_id, watch.ended_pids)
     limit = memory.cgroup.limit_nbytes if memory.cgroup else None
     kernel = KernelCounters(read_oom_counters().since(before), limit, read_shm_nbytes())
     interrupted = watch.supervisor.interrupted if watch.supervisor else None
@@ -137,6 +141,7 @@ class _Watch:
         # Signals that nohup made the launcher ignore stay ignored; torch's agent would handle them.
         self._ignored = {n for n in _HANDLED if signal.getsignal(n) is signal.SIG_IGN}
         self.supervisor: WorkerSupervisor | None = None
+        self._pids: tuple[int, ...] = ()
 
     @property
     def started(self) -> bool:
@@ -148,9 +153,16 @@ class _Watch:
         deaths = self.supervisor.deaths if self.supervisor else []
         return [replace(d, peak_rss_nbytes=self._peak_nbytes.get(d.rank)) for d in deaths]
 
+    @property
+    def ended_pids(self) -> set[int]:
+        """The ids of the ranks' processes that have ended."""
+        alive = self.supervisor.alive.values() if self.supervisor else ()
+        return {*self._pids} - {process.pid for process in alive}
+
     def start(self, processes: Mapping[int, Any]) -> None:
         """Supervise the ranks, which have started, and handle the signals instead of torch's agent."""
-        self._guardian.watch(process.pid for process in processes.values())
+        self._pids = tuple(process.pid for process in processes.values())
+        self._guardian.watch(self._pids)
         self._streams.start()
         self.supervisor = WorkerSupervisor(processes, timeouts=self._run.timeouts)
         if threading.current_thread() is threading.main_thread():
