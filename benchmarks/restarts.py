@@ -28,6 +28,7 @@ from machine import describe
 
 HERE = Path(__file__).parent
 STEPS, SAVE_EVERY = 12, 3
+SAMPLES = 60  # of an epoch, as in the program
 TOLERANCE = 1e-12
 """The greatest accepted difference of a weight after a change of the number of ranks."""
 
@@ -156,7 +157,11 @@ def undisturbed_run(case: Case, folder: Path) -> dict[str, Any]:
     code, out = start(plain, folder)
     if code:
         raise RuntimeError(f"the undisturbed run failed: {out[-3000:]}")
-    return {"weights": _read(folder / "weights.json"), "samples": read_logs(folder)[1]}
+    samples = read_logs(folder)[1]
+    used = [number for step in samples.values() for number in step]
+    for epoch in range(len(used) // SAMPLES):
+        assert sorted(used[epoch * SAMPLES :][:SAMPLES]) == [*range(SAMPLES)], f"epoch {epoch}"
+    return {"weights": _read(folder / "weights.json"), "samples": samples}
 
 
 def start(case: Case, folder: Path) -> tuple[int, str]:
@@ -185,6 +190,7 @@ def start(case: Case, folder: Path) -> tuple[int, str]:
                 "OMP_NUM_THREADS": "1",
                 "ZEROSHARD_RUN_ID": f"{_RUN_ID}-{folder.name}",
             },
+            check=False,
             stdout=output,
             stderr=subprocess.STDOUT,
             timeout=300,

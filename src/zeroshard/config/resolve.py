@@ -388,7 +388,7 @@ def _with_batch_of_run(config: Config, found: Findings, mesh: Mesh, run: RunBatc
         found.errors.append(kept)
         return config
     found.notices.append(
-        f"train_batch_size stays {kept[0]} with {mesh.dp_size} data-parallel ranks instead of {dp_before}: "
+        f"train_batch_size stays {kept[0]} with {mesh.dp_size} data-parallel ranks, before {dp_before}: "
         f"micro-batches of {kept[1]}, {kept[2]} per step"
     )
     return config.model_copy(update=dict(zip(BATCH, kept, strict=True)))

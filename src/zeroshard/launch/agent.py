@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -77,6 +77,7 @@ class NodeRun:
     cpus: tuple[tuple[int, ...], ...] = ()  # by local rank; empty: all CPUs of the launcher
     log_dir: Path | None = None
     timeouts: ShutdownTimeouts = field(default_factory=ShutdownTimeouts)
+    has_failed_elsewhere: Callable[[], bool] = lambda: False  # asked again and again
     verbose: bool = False
 
 
@@ -184,6 +185,8 @@ class _Watch:
                 nbytes = read_rss_nbytes(process.pid)
                 if nbytes is not None:
                     self._peak_nbytes[rank] = nbytes
+        if self._run.has_failed_elsewhere():
+            supervisor.fail()
         ended = supervisor.tick()
         if supervisor.interrupted is not None or any(death.exitcode for death in supervisor.deaths):
             self._streams.fail()

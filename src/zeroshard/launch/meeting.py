@@ -17,7 +17,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TextIO
@@ -84,8 +84,12 @@ class Meeting:
     def beat(self, count: int) -> None:
         self._store.set(f"beat/{self.node_rank}", str(count))
 
+    def fail(self, number: int) -> None:
+        """Tell the other nodes that attempt ``number`` has failed here."""
+        self._store.set(f"failed/{number}", "true")
+
     def is_gone(self, node: int) -> bool:
-        """Whether a node's beat stands still, as far as this node has watched it. Node 0 watches."""
+        """Whether a node's beat stands still. Node 0 asks again and again."""
         now_s, key = time.monotonic(), f"beat/{node}"
         beat = self._store.get(key) if self._store.check([key]) else b""
         last, since_s = self._seen.get(node, (None, now_s))
@@ -104,9 +108,11 @@ def restart_together(
         LaunchError: node 0 is not there, or launchers do not arrive.
     """
     meeting = Meeting(_open(here), here.node_rank, here.num_nodes)
-    with _beats(here):
+    pulse = _Pulse()
+    with _beating(here, pulse):
         meeting.write(f"hello/{here.node_rank}", list(host_of("", here, node).slots))
-        part = _Part(request, here, node, console)
+        node = replace(node, has_failed_elsewhere=pulse.failed.is_set)
+        part = _Part(request, here, node, console, meeting, pulse)
         if here.node_rank == 0:
             return _lead(meeting, part, run_id)
         return _follow(meeting, part)
@@ -116,9 +122,16 @@ class _Part:
     """Runs the ranks of this node."""
 
     def __init__(
-        self, request: LaunchRequest, here: RunHere, node: NodeRun, console: TextIO
+        self,
+        request: LaunchRequest,
+        here: RunHere,
+        node: NodeRun,
+        console: TextIO,
+        meeting: Meeting,
+        pulse: _Pulse,
     ) -> None:
         self.request, self.here, self.node, self.console = request, here, node, console
+        self._meeting, self.pulse = meeting, pulse
         self.host = host_of(_name(here.node_rank), here, node)
 
     def run(self, number: int, plan: AttemptPlan) -> ExitReport:
@@ -130,7 +143,10 @@ class _Part:
             return ExitReport((), None, "", 0)
         part = on_slots(self.node, self.host, plan.slots[self.host.name])
         logs = self.node.log_dir
-        return run_node(
+        self.pulse.begin(
+            number, [node for node in range(self.here.num_nodes) if _name(node) in plan.slots]
+        )
+        report = run_node(
             replace(
                 part,
                 num_nodes=len(plan.slots),
@@ -142,6 +158,9 @@ class _Part:
             ),
             self.console,
         )
+        if report.exitcode:
+            self._meeting.fail(number)
+        return report
 
     def _numbers(self, plan: AttemptPlan) -> dict[str, str]:
         rank = list(plan.slots).index(self.host.name)
@@ -175,8 +194,8 @@ def _lead(meeting: Meeting, part: _Part, run_id: str) -> int:
         plan = AttemptPlan(_free_port(), slots, env)
         meeting.write(f"plan/{number}", asdict(plan))
         report = part.run(number, plan)
-        ends = _collect(meeting, number, part.end(report))
-        answers.update({_name(node): end and end.slots for node, end in ends.items()})
+        ends = _collect(meeting, number, part.end(report), part.pulse)
+        answers.update({_name(n): end.slots if end else None for n, end in ends.items()})
         return joined(report, ends, [*slots])
 
     try:
@@ -252,7 +271,9 @@ def _arrived(meeting: Meeting) -> list[Host]:
     return hosts
 
 
-def _collect(meeting: Meeting, number: int, own: NodeEnd) -> dict[int, NodeEnd | None]:
+def _collect(
+    meeting: Meeting, number: int, own: NodeEnd, pulse: _Pulse
+) -> dict[int, NodeEnd | None]:
     """How the attempt ended on each node. None: the node is gone."""
     ends: dict[int, NodeEnd | None] = {0: own}
     deadline_s = time.monotonic() + ENDED_S
@@ -263,7 +284,7 @@ def _collect(meeting: Meeting, number: int, own: NodeEnd) -> dict[int, NodeEnd |
             is_late = own.exitcode != 0 and time.monotonic() > deadline_s
             if said is not None:
                 ends[node] = _end_of(said)
-            elif is_late or meeting.is_gone(node):
+            elif is_late or node in pulse.gone:
                 ends[node] = None
         waiting -= ends.keys()
         if waiting:
@@ -295,8 +316,38 @@ def _wait_for_farewells(meeting: Meeting) -> None:
         time.sleep(_POLL_S)
 
 
+class _Pulse:
+    """What the thread of the beats and the main thread share: the attempt, and whether it has failed."""
+
+    def __init__(self) -> None:
+        self.number = -1
+        self.gone: frozenset[int] = frozenset()  # nodes that no longer beat; node 0 looks for them
+        self.failed = threading.Event()
+        self._taking_part: frozenset[int] = frozenset()
+        self._lock = threading.Lock()
+
+    def begin(self, number: int, taking_part: Iterable[int]) -> None:
+        """Attempt ``number`` begins, on these nodes."""
+        with self._lock:
+            self.number, self._taking_part = number, frozenset(taking_part)
+            self.failed.clear()
+
+    def look(self, meeting: Meeting) -> None:
+        """Find out whether the attempt has failed on another node."""
+        with self._lock:
+            if self.number < 0:
+                return
+            if meeting.node_rank == 0:
+                others = range(1, meeting.num_nodes)
+                self.gone = frozenset(node for node in others if meeting.is_gone(node))
+                if self.gone & self._taking_part:
+                    meeting.fail(self.number)
+            if meeting.read(f"failed/{self.number}"):
+                self.failed.set()
+
+
 @contextlib.contextmanager
-def _beats(here: RunHere) -> Iterator[None]:
+def _beating(here: RunHere, pulse: _Pulse) -> Iterator[None]:
     """A context in which a thread counts this node's beat up, with a connection of its own."""
     ended = threading.Event()
     meeting = Meeting(_open(here, as_client=True), here.node_rank, here.num_nodes)
@@ -306,6 +357,7 @@ def _beats(here: RunHere) -> Iterator[None]:
         with contextlib.suppress(Exception):  # node 0 is gone; the main thread says so
             while True:
                 meeting.beat(count)
+                pulse.look(meeting)
                 count += 1
                 if ended.wait(BEAT_S):
                     return
@@ -320,7 +372,7 @@ def _beats(here: RunHere) -> Iterator[None]:
 
 
 def _open(here: RunHere, *, as_client: bool = False) -> Any:
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     address, port = here.master_addr, here.master_port
     assert address is not None, "plan_launch() gives it for several nodes"
