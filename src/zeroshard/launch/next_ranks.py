@@ -55,7 +55,8 @@ def next_ranks(
         return NextRanks((), lines, f"{lost}. {note.refusal(min_ranks, total)}")
     if chosen < total:
         assert note is not None, "without a note all ranks that are left take part"
-        lines += (f"{_ranks(total - chosen)} stay idle: {note.why(chosen, total)}",)
+        idle = f"{_ranks(total - chosen)} {'stays' if total - chosen == 1 else 'stay'} idle"
+        lines += (f"{idle}: {note.why(chosen, total)}",)
     return NextRanks(_first(left, chosen), lines)
 
 
@@ -74,8 +75,9 @@ def _lines(hosts: Sequence[Host], usable: Sequence[Host], answers: Answers) -> l
             said.append(f"host {host.name} does not answer, and is left out.")
         elif lost:
             slots = f"slot{'s' if len(lost) > 1 else ''} {', '.join(lost)}"
-            what = "it is" if not rest.slots else f"{'they are' if len(lost) > 1 else 'it is'}"
-            said.append(f"{slots} of host {host.name} cannot be used, and {what} left out.")
+            out = "the host" if not rest.slots else "they" if len(lost) > 1 else "it"
+            verb = "are" if out == "they" else "is"
+            said.append(f"{slots} of host {host.name} cannot be used, and {out} {verb} left out.")
     return said
 
 
