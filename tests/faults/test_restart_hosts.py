@@ -181,9 +181,23 @@ def test_launchers_without_a_head_restart_together(tmp_path, env):
     (code_0, out_0, err_0), (code_1, out_1, err_1) = both.ended()
     assert (code_0, code_1) == (0, 0), err_0 + err_1
     assert ranks(out_0 + out_1, 0) == ranks(out_0 + out_1, 1) == ["0 of 3", "1 of 3", "2 of 3"]
+    assert len({*re.findall(r"(\S+)$", out_0 + out_1, re.MULTILINE)}) == 1, "one id for all"
     ports = {re.findall(r"at \S+ (\d+)", line)[0] for line in (out_0 + out_1).splitlines()}
     assert len(ports) == 2, "each attempt has a port of its own"
     assert "restart 1 of 2" in err_0 and "restart 1" not in err_1, "node 0 speaks for all"
+
+
+def test_launchers_without_a_head_give_the_run_one_name(tmp_path, env):
+    (tmp_path / "train.py").write_text("import os; print(os.environ['ZEROSHARD_RUN_ID'])")
+    port = free_port()
+    words = ["--no_ssh", "--num_nodes", "2", "--nproc", "1", "--master_addr", "127.0.0.1"]
+    command = [sys.executable, "-m", "zeroshard.launch", *words, "--master_port", port]
+    nodes = [
+        WarmPython([*command, "--node_rank", str(rank), "train.py"], cwd=tmp_path, env=env)
+        for rank in range(2)
+    ]
+    said = [node.communicate(timeout=60)[0] for node in nodes]
+    assert said[0] == said[1] == f"nodes-127.0.0.1-{port}\n"
 
 
 def test_launchers_without_a_head_go_on_when_one_is_gone(tmp_path, env):

@@ -12,8 +12,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-import restarts  # noqa: E402
-from restarts import Case  # noqa: E402
+import restarts
+from restarts import Case
 
 pytestmark = pytest.mark.timeout(150)
 

@@ -119,7 +119,7 @@ def test_a_checkpoint_of_another_model_is_an_error_with_names(tmp_path):
 def test_auto_takes_the_directory_of_the_launcher_or_of_preemption(tmp_path):
     saved(tmp_path / "a", 1)
     saved(tmp_path / "b", 2)
-    with pytest.raises(UsageError, match='resume="auto": the directory .* is not known'):
+    with pytest.raises(UsageError, match=r'resume="auto": the directory .* is not known'):
         opened("auto")
     with opened("auto", preemption={"save_dir": str(tmp_path / "b")}) as engine:
         assert engine.global_steps == 2

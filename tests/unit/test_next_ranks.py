@@ -73,7 +73,10 @@ def test_a_batch_that_no_smaller_number_of_ranks_divides_ends_the_run_with_the_n
 def test_under_slurm_a_host_takes_part_with_all_its_slots():
     hosts = [Host(name, (0, 1)) for name in "abc"]
     answers = {"a": (0,), "b": (0, 1), "c": (0, 1)}
-    assert slots(next_ranks(hosts, answers, 1, None, whole_hosts=True)) == {"b": (0, 1), "c": (0, 1)}
+    assert slots(next_ranks(hosts, answers, 1, None, whole_hosts=True)) == {
+        "b": (0, 1),
+        "c": (0, 1),
+    }
     note = BatchNote("run", 6, 6, 1, True, (1, 2, 3, 6))
     assert slots(next_ranks(hosts, answers, 1, note, whole_hosts=True)) == {"b": (0, 1)}
 
@@ -100,7 +103,12 @@ def test_a_step_keeps_its_samples(sizes, before, now, kept):
     ("sizes", "before", "now", "text"),
     [
         ((12, 4, None), 3, 2, "12 is not divisible by train_micro_batch_size_per_gpu 4 x 2"),
-        ((7, None, None), 7, 3, "7 is not divisible by 3 data-parallel ranks; the run began with 7"),
+        (
+            (7, None, None),
+            7,
+            3,
+            "7 is not divisible by 3 data-parallel ranks; the run began with 7",
+        ),
         ((8, 4, 1), 3, 2, "for these train_batch_size 8 is not .* 4 x .* 1 x 3 = 12"),
         ((8, 4, None), 3, 2, "for these train_batch_size 8 is not"),
         ((8, None, None), 3, 2, "8 is not divisible by world size 3; the run began with 3"),
@@ -132,9 +140,10 @@ def test_a_configuration_keeps_its_batch_with_fewer_ranks():
     assert any("train_batch_size stays 12" in line for line in loaded.notices)
     with pytest.raises(ConfigError, match="is 8 with the ranks that are left, and was 16"):
         load_config({"train_batch_size": 8}, world_size=2, run_batch=RunBatch(4, (16,)))
-    assert load_config(given, world_size=3, run_batch=RunBatch(3)).notices == load_config(
-        given, world_size=3
-    ).notices
+    assert (
+        load_config(given, world_size=3, run_batch=RunBatch(3)).notices
+        == load_config(given, world_size=3).notices
+    )
 
 
 def test_a_note_belongs_to_one_run_and_joins_the_engines_of_it(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -157,7 +158,7 @@ def _run_here(request: LaunchRequest, here: RunHere, console: TextIO) -> int:
         num_local=num_local,
         node_rank=here.node_rank,
         num_nodes=here.num_nodes,
-        run_id=_run_id(),
+        run_id=_run_id() if here.num_nodes == 1 else _common_run_id(here),
     )
     env |= with_directory_first(os.environ, request.as_deepspeed)
     if here.devices is not None:
@@ -185,6 +186,14 @@ def _run_here(request: LaunchRequest, here: RunHere, console: TextIO) -> int:
     if request.max_restarts:
         return restart_here(request, here, node, run_id=_run_id(), console=console)
     return run_node(node, console).exitcode
+
+
+def _common_run_id(here: RunHere) -> str:
+    """The same name on all nodes, also if a user has started the launcher of each: ranks of other names
+    do not find each other."""
+    if RUN_ID_VARIABLE in os.environ or "SLURM_JOB_ID" in os.environ:
+        return _run_id()
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", f"nodes-{here.master_addr}-{here.master_port}")
 
 
 @functools.cache
