@@ -293,11 +293,11 @@ def main() -> None:
                 flush=True,
             )
             rows.append(asdict(outcome))
+            if given.out:  # after each case: the whole takes a quarter of an hour
+                text = {"machine": machine, "steps": STEPS, "save_every": SAVE_EVERY, "cases": rows}
+                given.out.write_text(json.dumps(text, indent=1) + "\n")
     good = sum(not row["problems"] for row in rows)
     print(f"{good} of {len(rows)} met")
-    if given.out:
-        text = {"machine": machine, "steps": STEPS, "save_every": SAVE_EVERY, "cases": rows}
-        given.out.write_text(json.dumps(text, indent=1) + "\n")
     sys.exit(good != len(rows))
 
 
