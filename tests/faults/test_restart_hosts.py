@@ -71,7 +71,7 @@ def env(tmp_path) -> dict[str, str]:
 
 # The nodes that --nodelist names (default: all), each with the launcher, in a step of their own.
 SRUN = """#!{python}
-import os, subprocess, sys
+import os, subprocess, sys, time
 options = dict(w[2:].split("=", 1) for w in sys.argv[1:] if w.startswith("--") and "=" in w)
 nodes = options.get("nodelist", os.environ["SLURM_JOB_NODELIST"]).split(",")
 command = sys.argv[sys.argv.index({python!r}):]
@@ -82,6 +82,10 @@ for number, node in enumerate(nodes):
     step = dict(SLURM_STEP_ID="0", SLURM_STEP_NODELIST=",".join(nodes), SLURM_NODEID=str(number))
     step |= dict(SLURM_STEP_NUM_TASKS=str(len(nodes)), SLURM_PROCID=str(number), SLURM_LOCALID="0")
     run.append(subprocess.Popen(command, env={{**os.environ, **step}}))
+while any(each.poll() is None for each in run):  # --kill-on-bad-exit
+    time.sleep(0.05)
+    if any(each.poll() for each in run):
+        [each.terminate() for each in run]
 sys.exit(max(abs(each.wait()) for each in run))
 """
 
