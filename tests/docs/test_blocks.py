@@ -193,7 +193,7 @@ TREATED: dict[str, list[Treatment]] = {
     "docs/pipeline.md": [PIPELINE, PIPELINE],
     "docs/plan.md": [commands, shown, commands, machine],
     "docs/recipes.md": [by_hand],
-    "docs/restart.md": [commands, continues, compiles, keys, commands, shown],
+    "docs/restart.md": [commands, compiles, compiles, commands, keys, commands, shown],
     "docs/stalls.md": [shown, shown, shown, shown, keys],
     "docs/tutorials/first_run.md": [commands, TUTORIAL, commands, TUTORIAL, commands, commands],
     "docs/tutorials/offload.md": [TUTORIAL, commands, TUTORIAL, commands, TUTORIAL],

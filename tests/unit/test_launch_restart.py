@@ -130,17 +130,10 @@ def test_checkpoints_of_a_trainer_and_an_accelerator_are_progress(tmp_path, engi
         ({"preempt_save_s": -1.0}, "--preempt-save-s is -1"),
         ({"max_restarts": 2}, "needs --checkpoint-dir"),
         ({"checkpoint_dir": "ckpt"}, "no effect without --max-restarts"),
-        (
-            {
-                "max_restarts": 2,
-                "checkpoint_dir": "ckpt",
-                "no_ssh": True,
-                "num_nodes": 2,
-                "node_rank": 0,
-                "master_addr": "n0",
-            },
-            "works for runs on one host",
-        ),
+        ({"min_ranks": 2}, "--min-ranks 2 has no effect without --max-restarts"),
+        ({"min_ranks": 0}, "--min-ranks is 0; it must be at least 1"),
+        ({"min_ranks": -3}, "--min-ranks is -3"),
+        ({"check_slot": "true"}, "no effect without --min-ranks"),
     ],
 )
 def test_options_that_cannot_work_are_refused_before_the_start(given, text):

@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterator
 from os import PathLike
 from pathlib import Path
+from typing import Final
 
 from zeroshard.checkpoint.manifest import MANIFEST, Manifest
 from zeroshard.checkpoint.reader import CheckpointReader, read_manifest, read_small
@@ -22,6 +23,8 @@ from zeroshard.core.files import reason
 from zeroshard.errors import CheckpointError, UsageError
 
 LATEST, SCRIPT = "latest", "zero_to_fp32.py"
+NEWEST: Final = object()
+"""Instead of a tag: the checkpoint that was saved last and has no fault."""
 _SAVING = re.compile(r"\..+\.saving-[0-9a-f]{8}")
 _REPLACED = re.compile(r"\..+\.replaced")
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@=+,-]{0,199}")
@@ -127,6 +130,27 @@ def restore_replaced(directory: Path, tag: str) -> None:
     if aside.is_dir() and not (directory / tag).exists():
         with contextlib.suppress(FileNotFoundError):  # another rank has done it
             aside.rename(directory / tag)
+
+
+def newest_first(directory: str | Path) -> list[str]:
+    """The complete checkpoints, that which was saved last first. Those set aside are renamed back.
+
+    A save that was killed before it replaced ``latest`` counts. One that ``latest`` names and whose
+    manifest cannot be read is in the list too, so that loading it says what is wrong.
+    """
+    root = Path(directory)
+    with contextlib.suppress(OSError):
+        for left in [path for path in root.iterdir() if _REPLACED.fullmatch(path.name)]:
+            restore_replaced(root, left.name[1 : -len(".replaced")])
+    found = []
+    for path in _subdirectories(root):
+        with contextlib.suppress(CheckpointError):
+            manifest = read_manifest(path)
+            found.append((manifest.saved_at, manifest.step, path.name))
+    names = [name for _, _, name in sorted(found, reverse=True)]
+    if (root / LATEST).exists() and (last := latest(root)) not in names:
+        names.insert(0, last)
+    return names
 
 
 def fallbacks(directory: str | Path, tag: str) -> list[str]:

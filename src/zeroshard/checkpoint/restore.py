@@ -144,7 +144,8 @@ class Loader:
     """Fills one engine's state on this rank. Every rank makes the same calls.
 
     ``with_state``: load optimizer state too. ``max_buffer_nbytes`` limits the memory for values that are
-    converted or copied to a device. ``failure``: the first error; the engine then holds values of two
+    converted or copied to a device. ``only_finite``: NaN or infinity in trained parameters and their
+    optimizer state is a failure. ``failure``: the first error; the engine then holds values of two
     runs.
     """
 
@@ -156,7 +157,9 @@ class Loader:
         *,
         with_state: bool,
         max_buffer_nbytes: int,
+        only_finite: bool = False,
     ) -> None:
+        self._only_finite = only_finite
         self._local = local
         self._source = source
         self._names = names
@@ -198,7 +201,7 @@ class Loader:
             for fragment in chunk.fragments:
                 slot = slot_of(shard.unit, fragment)
                 if slot.fqn in self._names:
-                    self._read(slot, VALUE, fragment.begin, fragment.value.view(-1))
+                    self._read(slot, VALUE, fragment.begin, fragment.value.view(-1), trained=True)
             chunk.write_param()
             if self._with_state:
                 self._fill_state(shard.unit, chunk)
@@ -219,14 +222,20 @@ class Loader:
             for name in saved.tensors:
                 if name != VALUE:
                     state[name] = here = _place(optimizer, chunk, fragment, name)
-                    self._read(slot, name, fragment.begin, here.view(-1))
+                    self._read(slot, name, fragment.begin, here.view(-1), trained=True)
             optimizer.seat_state(chunk, fragment, state)
 
-    def _read(self, slot: Slot, tensor: str, begin: int, out: Tensor) -> None:
+    def _read(
+        self, slot: Slot, tensor: str, begin: int, out: Tensor, *, trained: bool = False
+    ) -> None:
         """Read values of a slot from ``begin`` on into ``out``, of any dtype on any device."""
         if self.failure is None:
             try:
                 self._read_whole(slot, tensor, begin, out)
+                if trained and self._only_finite and not _is_finite(out):
+                    raise CheckpointError(
+                        f"{self._source.path}: {slot.fqn!r} ({tensor}) has values that are not finite."
+                    )
             except CheckpointError as error:
                 self.failure = error
 
@@ -249,6 +258,10 @@ class Loader:
                     out[at - low : at - low + part.numel()].copy_(part)
                 else:
                     _scatter(part, strip.views(out, begin, at, at + part.numel()))
+
+
+def _is_finite(values: Tensor) -> bool:
+    return not values.is_floating_point() or bool(values.isfinite().all())
 
 
 def _scatter(values: Tensor, places: Iterable[Tensor]) -> None:

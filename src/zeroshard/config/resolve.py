@@ -14,7 +14,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from zeroshard.config.batch import solve_batch
 from zeroshard.config.contradictions import contradictions
+from zeroshard.config.fewer_ranks import RunBatch, keep_batch
 from zeroshard.config.fields import Section, is_auto, is_off, show
 from zeroshard.config.keys import KEYS, UNCHECKED, get, is_misspelt
 from zeroshard.config.mesh_keys import mesh_from_config
@@ -131,6 +133,7 @@ def load_config(
     as_deepspeed: bool = False,
     replaced: Collection[str] = (),
     hardware: Callable[[], Hardware] | None = None,
+    run_batch: RunBatch | None = None,
 ) -> LoadedConfig:
     """Read, check and resolve a configuration for ``world_size`` ranks.
 
@@ -147,7 +150,8 @@ def load_config(
     ``as_deepspeed``: an unknown key is a notice where DeepSpeed ignores it, unless it is a misspelt one
     or ``unknown_keys`` says otherwise. ``replaced``: sections ("optimizer", "scheduler") for which the
     program passed an object; they are not read. ``hardware`` is called if a precision is "auto"; without
-    it "auto" means off.
+    it "auto" means off. ``run_batch``: the run may go on with fewer ranks than it began with, and keeps
+    its batch.
 
     Raises:
         ConfigError: every problem, one per line, in the same order on every rank.
@@ -183,9 +187,13 @@ def load_config(
     solves = resolved is not None or not for_training  # else a batch size would fit no mesh
     if as_deepspeed and resolved is not None:
         config = _without_copies(config, found, mesh)
+    given_sizes = {name for name in BATCH if getattr(config, name) is not None}
+    if run_batch is not None and for_training and solves:
+        config = _with_batch_of_run(config, found, mesh, run_batch)
     config, derived = _solve(
         config, found, mesh, world_hint, solves=solves, require_batch=for_training
     )
+    derived |= {*BATCH} - given_sizes
     if found.errors:
         raise ConfigError(_report(found.errors, where))
     if resolved is not None:
@@ -368,6 +376,30 @@ def _without_copies(config: Config, found: Findings, mesh: Mesh) -> Config:
     return config.model_copy(update={"train_batch_size": product})
 
 
+def _with_batch_of_run(config: Config, found: Findings, mesh: Mesh, run: RunBatch) -> Config:
+    """``config`` with the batch that the run began with, if it has fewer ranks now."""
+    given = {name: getattr(config, name) for name in BATCH}
+    dp_before = run.dp_size(mesh)
+    if dp_before == mesh.dp_size or found.rejected.intersection(BATCH) or not any(given.values()):
+        return config
+    train, micro, gas = given.values()
+    kept = keep_batch(train, micro, gas, dp_before=dp_before, dp_now=mesh.dp_size)
+    if not isinstance(kept, str) and run.batches and kept[0] not in run.batches:
+        began = ", ".join(map(str, run.batches))
+        kept = (
+            f"train_batch_size is {kept[0]} with the ranks that are left, and was {began} when the run "
+            "began: give the batch of the whole run"
+        )
+    if isinstance(kept, str):
+        found.errors.append(kept)
+        return config
+    found.notices.append(
+        f"train_batch_size stays {kept[0]} with {mesh.dp_size} data-parallel ranks, before {dp_before}: "
+        f"micro-batches of {kept[1]}, {kept[2]} per step"
+    )
+    return config.model_copy(update=dict(zip(BATCH, kept, strict=True)))
+
+
 def _solve(
     config: Config,
     found: Findings,
@@ -395,64 +427,6 @@ def _solve(
             update |= {name: solved[BATCH.index(name)] for name in missing}
     solved_config = config.model_copy(update=update | {"zero_optimization": zero})
     return solved_config, set(update)
-
-
-def solve_batch(
-    train: int | None,
-    micro: int | None,
-    gas: int | None,
-    *,
-    dp_size: int,
-    require: bool = True,
-    word: str = "world size",
-) -> tuple[int, int, int] | str:
-    """Solve train = micro x gas x dp_size for the sizes that are not given.
-
-    Returns the three sizes, or a text that says why there is no solution. ``word``: what the text calls
-    ``dp_size``.
-
-    >>> solve_batch(8, None, None, dp_size=2)
-    (8, 4, 1)
-    >>> solve_batch(8, None, 3, dp_size=1)
-    'train_batch_size 8 is not divisible by gradient_accumulation_steps 3 x world size 1'
-    """
-    if train is None and micro is None:
-        if require:
-            return (
-                "no batch size is given: write train_batch_size (samples per step over all ranks) "
-                "or train_micro_batch_size_per_gpu (samples per rank per forward)"
-            )
-        micro = 1
-    if train is None:
-        assert micro is not None  # excluded above
-        gas = gas or 1
-        return micro * gas * dp_size, micro, gas
-    if micro is not None and gas is not None:
-        product = micro * gas * dp_size
-        if product == train:
-            return train, micro, gas
-        return (
-            f"train_batch_size {train} is not train_micro_batch_size_per_gpu {micro} x "
-            f"gradient_accumulation_steps {gas} x {word} {dp_size} = {product}; leave one of "
-            "the three out, and it is computed from the others"
-        )
-    if micro is not None:
-        if train % (micro * dp_size):
-            return (
-                f"train_batch_size {train} is not divisible by train_micro_batch_size_per_gpu "
-                f"{micro} x {word} {dp_size}"
-            )
-        return train, micro, train // (micro * dp_size)
-    if gas is None:
-        if train % dp_size:
-            return f"train_batch_size {train} is not divisible by {word} {dp_size}"
-        return train, train // dp_size, 1
-    if train % (gas * dp_size):
-        return (
-            f"train_batch_size {train} is not divisible by gradient_accumulation_steps {gas} x "
-            f"{word} {dp_size}"
-        )
-    return train, train // (gas * dp_size), gas
 
 
 def _notice(config: Config, found: Findings, *, resolved: Mapping[str, str]) -> None:

@@ -44,6 +44,7 @@ from zeroshard.engine.pipeline_traffic import (
     agreed_traffic,
     facts_of,
 )
+from zeroshard.engine.restarts import tell_launcher
 from zeroshard.engine.runtime import ZeroRuntime
 from zeroshard.engine.tied_units import (
     check_options,
@@ -145,6 +146,7 @@ def build_engine(given: EngineArguments, make_hooks: Callable[..., StepHooks]) -
         mesh=draft.mesh,
         ties=tied_ranks(draft.model),
     )
+    tell_launcher(draft.loaded, rank=draft.rank_info.rank)
     try:
         return _assemble(draft, watch, make_hooks)
     except BaseException as error:

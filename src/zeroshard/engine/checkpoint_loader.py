@@ -126,7 +126,13 @@ class CheckpointLoader:
                 continue
             with contextlib.closing(opened.source) as source:
                 checked = self._check(opened, state, strict=strict, optimizer_states=with_state)
-                damage = self._fill(opened, checked.names, state.module, with_state=with_state)
+                damage = self._fill(
+                    opened,
+                    checked.names,
+                    state.module,
+                    with_state=with_state,
+                    only_finite=tag is places.NEWEST,
+                )
                 if damage:
                     tried.append(damage)
                     continue
@@ -166,6 +172,8 @@ class CheckpointLoader:
         def look() -> list[str]:
             if self._rank_info.rank:
                 return []
+            if tag is places.NEWEST:
+                return places.newest_first(root)
             if tag is None and missing_ok and not (root / places.LATEST).exists():
                 return []
             if tag is not None:
@@ -282,6 +290,7 @@ class CheckpointLoader:
         module: torch.nn.Module,
         *,
         with_state: bool,
+        only_finite: bool,
     ) -> str:
         """Read all values. Returns "", or why some rank could not read.
 
@@ -295,6 +304,7 @@ class CheckpointLoader:
             names,
             with_state=with_state,
             max_buffer_nbytes=self._section.max_buffer_mb << 20,
+            only_finite=only_finite,
         )
         self._life.begin_load()
         loader.fill()

@@ -22,6 +22,7 @@ from zeroshard.core.mesh_sources import MeshSource
 from zeroshard.device.choice import own_device
 from zeroshard.engine.monitors import Monitors, build_monitors
 from zeroshard.engine.preemption import check_can_save_in
+from zeroshard.engine.restarts import batch_of_run
 from zeroshard.engine.sinks import check_packages
 from zeroshard.engine.unit_plan import UnitSpec, plan_units, probed
 from zeroshard.errors import UnsupportedError, UsageError
@@ -91,6 +92,7 @@ def make_draft(given: EngineArguments, rank_info: RankInfo) -> Draft:
         as_deepspeed=given.as_deepspeed,
         replaced=[section for section, passed in objects.items() if passed is not None],
         hardware=partial(hardware_of, device),
+        run_batch=batch_of_run(),
     )
     assert loaded.mesh is not None  # the configuration is read for training
     mesh = loaded.mesh.mesh

@@ -47,6 +47,7 @@ from zeroshard.engine.report import (
     rows_from_vector,
     vector_of,
 )
+from zeroshard.engine.restarts import Resumed
 from zeroshard.engine.training_state import Counters, TrainingState
 from zeroshard.errors import UnsupportedError, UsageError, in_short
 from zeroshard.precision.casting import cast_floats
@@ -155,9 +156,8 @@ class Engine(nn.Module):
         self.dp_rank = parts.coordinate.dp_rank
         self.dp_size = parts.coordinate.dp_size
         self.accumulation = parts.accumulation
-        self.global_steps = 0
-        self.micro_steps = 0
-        self.global_samples = 0
+        self.global_steps = self.micro_steps = self.global_samples = 0
+        self.resumed: Resumed | None = None  # set by initialize(resume=...)
         self.last_step: StepReport | None = None
         self.training_dataloader: Any = None  # set by initialize(), from training_data
         self._watch = parts.watch

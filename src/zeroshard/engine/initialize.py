@@ -6,6 +6,7 @@ import argparse
 import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from os import PathLike
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from zeroshard.comm.env import local_device
 from zeroshard.comm.mesh_objects import mesh_sources
 from zeroshard.engine.arguments import check_dataset
 from zeroshard.engine.engine import Engine
+from zeroshard.engine.restarts import resume as load_newest
 from zeroshard.errors import UsageError
 from zeroshard.watchdog.join import join_ranks
 
@@ -39,6 +41,7 @@ def initialize(
     *,
     mesh: Any = None,
     plan: Mapping[str, str] | str | None = None,
+    resume: str | PathLike[str] | None = None,
     engine_type: type[Engine] = Engine,
 ) -> tuple[Engine, Any, DataLoader[Any] | None, Any]:
     """Build an engine. Returns ``(engine, optimizer, training_dataloader, lr_scheduler)``.
@@ -52,9 +55,16 @@ def initialize(
     ``plan``: cut the model over tensor ranks, by globs and styles or by "auto"
     (:func:`zeroshard.parallel.tensor_parallel`). DeepSpeed's ``autotp_size`` means "auto".
 
+    ``resume``: a directory of checkpoints, or "auto": the ``--checkpoint-dir`` of ``zeroshard launch``,
+    else ``preemption.save_dir``. The engine loads the newest checkpoint there that is complete,
+    undamaged and finite, with the place in ``training_data``. Without one the run starts anew.
+    ``engine.resumed`` then has its path and ``client_state``.
+
     Raises:
         ConfigError: the configuration has mistakes; the same text on every rank.
         UsageError: the arguments do not fit together; the same text on every rank.
+        CheckpointError: on every rank: the checkpoint of ``resume`` is of another model, or all are
+            damaged.
     """
     if model is None:
         raise UsageError("initialize() needs model=: the torch.nn.Module to train.")
@@ -78,6 +88,7 @@ def initialize(
         args.local_rank = engine.local_rank
     if training_data is not None:
         engine.training_dataloader = engine.loader_of(training_data, collate_fn)
+    engine.resumed = None if resume is None else load_newest(engine, resume)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -48,7 +48,10 @@ from zeroshard.launch.exit_report import (
     RankExit,
     build_report,
 )
+from zeroshard.launch.kept_exit import keep_exit
+from zeroshard.launch.leftovers import remove_recordings
 from zeroshard.launch.orphan_reaper import OrphanReaper
+from zeroshard.launch.run_folder import RUN_ID_VARIABLE, attempt
 from zeroshard.launch.streams import Streams
 from zeroshard.launch.supervisor import ShutdownTimeouts, WorkerSupervisor
 from zeroshard.memory.host_limits import host_limits
@@ -69,11 +72,13 @@ class NodeRun:
     node_rank: int = 0
     master_addr: str | None = None
     master_port: int | None = None  # None: a free port (one node only)
+    attempt: str = "0"  # keeps the keys of a late process of an earlier attempt apart
     pass_local_rank_at: int | None = None  # position of ``--local_rank=N`` among the arguments
     env: Mapping[str, str] = field(default_factory=dict)  # added to the launcher's environment
     cpus: tuple[tuple[int, ...], ...] = ()  # by local rank; empty: all CPUs of the launcher
     log_dir: Path | None = None
     timeouts: ShutdownTimeouts = field(default_factory=ShutdownTimeouts)
+    has_failed_elsewhere: Callable[[], bool] = lambda: False  # asked again and again
     verbose: bool = False
 
 
@@ -81,7 +86,10 @@ def run_node(run: NodeRun, console: TextIO) -> ExitReport:
     """Run the ranks of this node to their end and print the report; its exit code is the launcher's."""
     prefix = "zeroshard-launch-"
     with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as scratch:
-        return _run_node(run, console, Path(scratch))
+        report = _run_node(run, console, Path(scratch))
+    env = {**os.environ, **run.env}
+    keep_exit(report, attempt(env), env)
+    return report
 
 
 def _run_node(run: NodeRun, console: TextIO, scratch: Path) -> ExitReport:
@@ -109,6 +117,8 @@ def _run_node(run: NodeRun, console: TextIO, scratch: Path) -> ExitReport:
             raise _start_error(run, error) from error
     finally:
         reaper.dismiss()
+        run_id = run.env.get(RUN_ID_VARIABLE, os.environ.get(RUN_ID_VARIABLE, ""))
+        remove_recordings(run_id, watch.ended_pids)
     limit = memory.cgroup.limit_nbytes if memory.cgroup else None
     kernel = KernelCounters(read_oom_counters().since(before), limit, read_shm_nbytes())
     interrupted = watch.supervisor.interrupted if watch.supervisor else None
@@ -136,6 +146,7 @@ class _Watch:
         # Signals that nohup made the launcher ignore stay ignored; torch's agent would handle them.
         self._ignored = {n for n in _HANDLED if signal.getsignal(n) is signal.SIG_IGN}
         self.supervisor: WorkerSupervisor | None = None
+        self._pids: tuple[int, ...] = ()
 
     @property
     def started(self) -> bool:
@@ -147,9 +158,16 @@ class _Watch:
         deaths = self.supervisor.deaths if self.supervisor else []
         return [replace(d, peak_rss_nbytes=self._peak_nbytes.get(d.rank)) for d in deaths]
 
+    @property
+    def ended_pids(self) -> set[int]:
+        """The ids of the ranks' processes that have ended."""
+        alive = self.supervisor.alive.values() if self.supervisor else ()
+        return {*self._pids} - {process.pid for process in alive}
+
     def start(self, processes: Mapping[int, Any]) -> None:
         """Supervise the ranks, which have started, and handle the signals instead of torch's agent."""
-        self._guardian.watch(process.pid for process in processes.values())
+        self._pids = tuple(process.pid for process in processes.values())
+        self._guardian.watch(self._pids)
         self._streams.start()
         self.supervisor = WorkerSupervisor(processes, timeouts=self._run.timeouts)
         if threading.current_thread() is threading.main_thread():
@@ -171,6 +189,8 @@ class _Watch:
                 nbytes = read_rss_nbytes(process.pid)
                 if nbytes is not None:
                     self._peak_nbytes[rank] = nbytes
+        if self._run.has_failed_elsewhere():
+            supervisor.fail()
         ended = supervisor.tick()
         if supervisor.interrupted is not None or any(death.exitcode for death in supervisor.deaths):
             self._streams.fail()
@@ -240,7 +260,7 @@ def _make_agent(run: NodeRun, watch: _Watch, logs: _Logs) -> _Agent:
     parameters = RendezvousParameters(
         backend="static" if static else "c10d",
         endpoint=f"{address}:{run.master_port}" if static else "localhost:0",
-        run_id="zeroshard" if static else uuid.uuid4().hex,
+        run_id=f"zeroshard-{run.attempt}" if static else uuid.uuid4().hex,
         min_nodes=run.num_nodes,
         max_nodes=run.num_nodes,
         local_addr=None if run.num_nodes > 1 else address,

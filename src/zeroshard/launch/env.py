@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from zeroshard.errors import LaunchError
 
@@ -69,6 +69,19 @@ def rank_defaults(
         "ZEROSHARD_RUN_ID": run_id,
     }
     return {name: value for name, value in wanted.items() if name not in env}
+
+
+def devices_of(slots: Sequence[int], env: Mapping[str, str]) -> str | None:
+    """The value of ``CUDA_VISIBLE_DEVICES`` for ``slots``, which count the devices that ``env`` makes
+    visible; None if these are all that is known.
+
+    >>> devices_of((0, 2), {"CUDA_VISIBLE_DEVICES": "4,5,6"})
+    '4,6'
+    """
+    visible = [name for name in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    if not visible:
+        return None if tuple(slots) == tuple(range(len(slots))) else ",".join(map(str, slots))
+    return ",".join(visible[slot] for slot in slots if slot < len(visible))
 
 
 def with_directory_first(env: Mapping[str, str], directory: str) -> dict[str, str]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import shlex
 import shutil
 import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
@@ -24,11 +24,10 @@ from zeroshard.launch.env import (
     read_exports,
     with_directory_first,
 )
-from zeroshard.launch.exit_report import ExitReport
-from zeroshard.launch.kept_exit import keep_exit
+from zeroshard.launch.meeting import restart_together
 from zeroshard.launch.memory_check import check_memory, parse_nbytes
-from zeroshard.launch.mpi import mpi_flags, mpirun_command
-from zeroshard.launch.options import LaunchRequest, passed_on
+from zeroshard.launch.mpi import mpirun_command
+from zeroshard.launch.options import LaunchRequest
 from zeroshard.launch.plan import (
     ExecAsRank,
     RunHere,
@@ -37,18 +36,16 @@ from zeroshard.launch.plan import (
     notices,
     plan_launch,
 )
-from zeroshard.launch.remote import (
-    NodeCommand,
-    end_with_parent_pipe,
-    names_of_this_host,
-    node_commands,
-    run_nodes,
-    ssh_words,
-    this_launcher,
+from zeroshard.launch.remote import end_with_parent_pipe, names_of_this_host
+from zeroshard.launch.restarting import (
+    check_port,
+    commands_of,
+    restart_here,
+    restart_nodes,
+    restart_srun,
+    start_nodes,
 )
-from zeroshard.launch.restart import read_newest, run_attempts
 from zeroshard.launch.run_folder import ATTEMPT_VARIABLE, RUN_ID_VARIABLE, new_run_id
-from zeroshard.launch.supervisor import ShutdownTimeouts
 from zeroshard.memory.host_limits import host_limits
 
 _PID_FOLDER = Path("/tmp")  # not TMPDIR: programs look for the file here
@@ -85,6 +82,8 @@ def launch(request: LaunchRequest, console: TextIO | None = None) -> int:
             program, [program, *arguments], {**os.environ, **defaults, **decision.env, **path}
         )
     if isinstance(decision, RunSrun):
+        if request.max_restarts:
+            return restart_srun(request, decision, run_id=_run_id(), console=console)
         os.execvp(decision.command[0], list(decision.command))
     with _pid_file() if request.save_pid else nullcontext():
         if isinstance(decision, RunNodes):
@@ -95,27 +94,20 @@ def launch(request: LaunchRequest, console: TextIO | None = None) -> int:
 def _run_nodes(
     request: LaunchRequest, decision: RunNodes, this_host: tuple[str, ...], console: TextIO
 ) -> int:
-    commands = _commands(request, decision, this_host)
-    extra = shlex.split(request.launcher_args)
+    env = {RUN_ID_VARIABLE: _run_id(), **exported(os.environ), **_exports_of_files()}
     if decision.starter != "ssh":
-        line = mpirun_command(decision.starter, commands, extra)
+        commands = commands_of(request, decision, env, this_host)
+        line = mpirun_command(decision.starter, commands, shlex.split(request.launcher_args))
         if shutil.which(line[0]) is None:
             raise LaunchError(
                 f"--launcher {decision.starter}: there is no {line[0]} on PATH. Load the MPI module, or "
                 "reach the hosts with --launcher ssh."
             )
         os.execvp(line[0], line)
-    return run_nodes(
-        commands,
-        ssh=ssh_words(request.ssh_port, extra),
-        # The launcher of a node needs time to end its ranks and to report.
-        timeouts=ShutdownTimeouts(
-            request.grace_s + 5,
-            request.stop_s + 10,
-            request.preempt_save_s and request.preempt_save_s + 5,
-        ),
-        console=console,
-    )
+    if request.max_restarts:
+        return restart_nodes(request, decision, env, this_host, console)
+    commands = commands_of(request, decision, env, this_host)
+    return start_nodes(request, commands, console).exitcode
 
 
 @contextmanager
@@ -165,7 +157,7 @@ def _run_here(request: LaunchRequest, here: RunHere, console: TextIO) -> int:
         num_local=num_local,
         node_rank=here.node_rank,
         num_nodes=here.num_nodes,
-        run_id=_run_id(),
+        run_id=_run_id() if here.num_nodes == 1 else _common_run_id(here),
     )
     env |= with_directory_first(os.environ, request.as_deepspeed)
     if here.devices is not None:
@@ -178,6 +170,7 @@ def _run_here(request: LaunchRequest, here: RunHere, console: TextIO) -> int:
         node_rank=here.node_rank,
         master_addr=here.master_addr,
         master_port=here.master_port,
+        attempt=os.environ.get(ATTEMPT_VARIABLE, "0"),
         pass_local_rank_at=_local_rank_at(request) if request.pass_local_rank else None,
         env=env,
         cpus=() if shares is None else shares.cpus,
@@ -185,48 +178,30 @@ def _run_here(request: LaunchRequest, here: RunHere, console: TextIO) -> int:
         timeouts=request.timeouts,
         verbose=request.verbose,
     )
+    if request.max_restarts and here.num_nodes > 1:
+        return restart_together(request, here, node, run_id=_run_id(), console=console)
+    if here.master_port is not None and here.node_rank == 0:
+        check_port(here.master_port)
+    if request.max_restarts:
+        return restart_here(request, here, node, run_id=_run_id(), console=console)
+    return run_node(node, console).exitcode
 
-    def run(number: int) -> ExitReport:
-        """Run attempt ``number``; attempts after the first log to directories of their own."""
-        if here.master_port is not None and here.node_rank == 0:
-            _check_port(here.master_port)
-        if not request.max_restarts:
-            report = run_node(node, console)
-            keep_exit(report, 0, {**os.environ, **node.env})
-            return report
-        logs = node.log_dir / f"attempt{number}" if node.log_dir and number else node.log_dir
-        attempt_env = {**node.env, ATTEMPT_VARIABLE: str(number)}
-        report = run_node(replace(node, env=attempt_env, log_dir=logs), console)
-        keep_exit(report, number, {**os.environ, **attempt_env})
-        return report
 
-    if request.checkpoint_dir is None:
-        return run(0).exitcode
-    directory = Path(request.checkpoint_dir)
-    return run_attempts(run, lambda: read_newest(directory), request.max_restarts, console)
+def _common_run_id(here: RunHere) -> str:
+    """The same name on all nodes, also if a user has started the launcher of each: ranks of other names
+    do not find each other."""
+    if RUN_ID_VARIABLE in os.environ or "SLURM_JOB_ID" in os.environ:
+        return _run_id()
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", f"nodes-{here.master_addr}-{here.master_port}")
 
 
 @functools.cache
 def _run_id() -> str:
     """The same name for all tasks of a Slurm job, which have a launcher each."""
+    if given := os.environ.get(RUN_ID_VARIABLE):
+        return given
     job, step = (os.environ.get(f"SLURM_{name}_ID") for name in ("JOB", "STEP"))
     return new_run_id() if job is None else f"slurm-{job}-{step or 0}"
-
-
-def _commands(
-    request: LaunchRequest, decision: RunNodes, this_host: tuple[str, ...]
-) -> tuple[NodeCommand, ...]:
-    return node_commands(
-        decision.hosts,
-        launcher=this_launcher(request.venv_script),
-        master_addr=request.master_addr,
-        master_port=decision.master_port,
-        options=passed_on(request),
-        program=(request.script, *request.args),
-        env={RUN_ID_VARIABLE: _run_id(), **exported(os.environ), **_exports_of_files()},
-        this_host=this_host,
-        flags=("--leash",) if decision.starter == "ssh" else mpi_flags(decision.starter),
-    )
 
 
 def _exports_of_files() -> dict[str, str]:
@@ -280,23 +255,6 @@ def _shadow_warning(request: LaunchRequest) -> tuple[str, ...]:
         for found in (home / "deepspeed", home / "deepspeed.py")
         if found.exists()
     )
-
-
-def _check_port(port: int) -> None:
-    """Check that ``port`` is free, instead of letting all nodes run into a timeout.
-
-    Raises:
-        LaunchError: it is not.
-    """
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except OSError as error:
-            raise LaunchError(
-                f"port {port} cannot be used on this host ({error.strerror}). Give another one "
-                "with --master_port, or end the program that uses it."
-            ) from error
 
 
 def _shares(request: LaunchRequest, num_local: int) -> Shares | None:

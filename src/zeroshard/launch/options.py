@@ -206,6 +206,24 @@ class LaunchRequest:
         help="Where the program saves checkpoints. Three attempts in a row without a newer one end the "
         "run. Only with --max-restarts.",
     )
+    min_ranks: int | None = _option(
+        None,
+        "--min-ranks",
+        "--min_ranks",
+        metavar="M",
+        help="Before a restart, leave out hosts that do not answer and slots that cannot be used, and go "
+        "on with at least M ranks. train_batch_size stays the same. Only with --max-restarts. Default: "
+        "every attempt has all ranks.",
+    )
+    check_slot: str | None = _option(
+        None,
+        "--check-slot",
+        "--check_slot",
+        metavar="COMMAND",
+        help="With --min-ranks: a shell command that ends with exit code 0 if a slot can be used. It "
+        "runs on the slot's host, with its number in ZEROSHARD_SLOT. Default: the slot's device is "
+        "tried.",
+    )
     grace_s: float = _option(
         ShutdownTimeouts().grace_s,
         "--grace-s",

@@ -47,9 +47,16 @@ class RunNodes:
 
 @dataclass(frozen=True, slots=True)
 class RunSrun:
-    """Start a launcher per node of the SLURM job."""
+    """Start a launcher per node of the SLURM job. ``hosts``: the used ones, with equally many slots.
+
+    ``nproc``: ranks per node; None: one per visible GPU. ``is_whole``: ``hosts`` are all of the job's.
+    """
 
     command: tuple[str, ...]
+    hosts: tuple[Host, ...] = ()
+    port: int = 0
+    nproc: int | None = None
+    is_whole: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,15 +220,34 @@ def _plan_slurm(request: LaunchRequest, job: SlurmJob, has_srun: bool) -> RunHer
             "under SLURM --include and --exclude choose whole nodes, with the same number of slots "
             "on each; choose devices with srun's options."
         )
+    is_whole = len(hosts) == len(job.hosts)
+    command = srun_words(
+        request, hosts, port, nproc, is_whole=is_whole, master_addr=request.master_addr
+    )
+    return RunSrun(command, hosts, port, nproc, is_whole)
+
+
+def srun_words(
+    request: LaunchRequest,
+    hosts: tuple[Host, ...],
+    port: int,
+    nproc: int | None,
+    *,
+    is_whole: bool,
+    master_addr: str | None = None,
+) -> tuple[str, ...]:
+    """The ``srun`` command that starts the launchers of ``hosts``.
+
+    ``master_addr``: the address of the first one; None: its name.
+    """
     launcher = [*this_launcher(request.venv_script)]
-    launcher += ["--master_addr", request.master_addr or hosts[0].name]
+    launcher += ["--master_addr", master_addr or hosts[0].name]
     launcher += ["--master_port", str(port)]
     if nproc is not None:
         launcher += ["--nproc", str(nproc)]
     launcher += [*passed_on(request), "--", request.script, *request.args]
-    names = [host.name for host in hosts] if len(hosts) < len(job.hosts) else []
-    extra = shlex.split(request.launcher_args)
-    return RunSrun(tuple(srun_command(len(hosts), names, launcher, extra)))
+    names = [] if is_whole else [host.name for host in hosts]
+    return tuple(srun_command(len(hosts), names, launcher, shlex.split(request.launcher_args)))
 
 
 def _in_order_of(job: SlurmJob, hosts: tuple[Host, ...]) -> tuple[Host, ...]:
@@ -287,6 +313,33 @@ def _check_restarts(request: LaunchRequest) -> None:
             f"--checkpoint-dir {request.checkpoint_dir!r} has no effect without --max-restarts N. Give "
             "both, or leave it out."
         )
+    if request.min_ranks is not None:
+        check_min_ranks(request.min_ranks, None)
+        if not request.max_restarts:
+            raise LaunchError(
+                f"--min-ranks {request.min_ranks} has no effect without --max-restarts N. Give both, or "
+                "leave it out."
+            )
+    elif request.check_slot is not None:
+        raise LaunchError(
+            f"--check-slot {request.check_slot!r} has no effect without --min-ranks M. Give both, or "
+            "leave it out."
+        )
+
+
+def check_min_ranks(min_ranks: int, num_ranks: int | None) -> None:
+    """Check ``--min-ranks``. ``num_ranks``: of the whole run; None if it is not known yet.
+
+    Raises:
+        LaunchError: it is below 1, or larger than ``num_ranks``.
+    """
+    if min_ranks < 1:
+        raise LaunchError(f"--min-ranks is {min_ranks}; it must be at least 1.")
+    if num_ranks is not None and min_ranks > num_ranks:
+        raise LaunchError(
+            f"--min-ranks {min_ranks} is more than the {num_ranks} rank{'s' if num_ranks > 1 else ''} of "
+            "this run. Give a smaller number, or start more ranks."
+        )
 
 
 def _check_launcher(request: LaunchRequest) -> None:
@@ -329,10 +382,15 @@ def _check_effect(request: LaunchRequest, decision: LaunchPlan) -> None:
             f"--venv_script {request.venv_script!r} is for launchers that are started on other hosts. "
             "Here, activate the environment before this command."
         )
-    if request.max_restarts and not (isinstance(decision, RunHere) and decision.num_nodes == 1):
+    if request.max_restarts and isinstance(decision, ExecAsRank):
         raise LaunchError(
-            f"--max-restarts {request.max_restarts} works for runs on one host, and this one uses "
-            "several or is a SLURM task. Leave it out, and start the command again after a failure."
+            f"--max-restarts {request.max_restarts}: SLURM started one task per rank, and a rank cannot "
+            "start the others again. Use --ntasks-per-node=1, or run the command in the job without srun."
+        )
+    if request.max_restarts and isinstance(decision, RunNodes) and decision.starter != "ssh":
+        raise LaunchError(
+            f"--max-restarts {request.max_restarts} with --launcher {decision.starter}: mpirun ends with "
+            "the first host that fails. Reach the hosts with --launcher ssh."
         )
     binds = request.bind_cores or request.bind_core_list is not None
     if binds and isinstance(decision, ExecAsRank):

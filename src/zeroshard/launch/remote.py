@@ -22,9 +22,14 @@ from types import FrameType
 from typing import TextIO
 
 from zeroshard.errors import LaunchError
-from zeroshard.launch.exit_report import EXIT_SURVIVOR
+from zeroshard.launch.exit_report import EXIT_SURVIVOR, ExitReport, RankExit
 from zeroshard.launch.hosts import Host
-from zeroshard.launch.supervisor import ShutdownTimeouts, WorkerProcess, WorkerSupervisor
+from zeroshard.launch.supervisor import (
+    ShutdownTimeouts,
+    WorkerProcess,
+    WorkerSupervisor,
+    signal_leader,
+)
 
 _TICK_S = 0.05
 _LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
@@ -104,8 +109,8 @@ def run_nodes(
     ssh: Sequence[str],
     timeouts: ShutdownTimeouts,
     console: TextIO,
-) -> int:
-    """Start all launchers and wait. Returns the exit code of the first launcher that failed by itself.
+) -> ExitReport:
+    """Start all launchers and wait. The exit code is that of the first one that failed by itself.
 
     Raises:
         LaunchError: a command cannot be executed.
@@ -125,6 +130,58 @@ def run_nodes(
                 f"node {rank} ({command.host.name}): cannot execute {argv[0]!r}: {error.strerror}."
             ) from error
     supervisor = WorkerSupervisor(processes, timeouts=timeouts, send=_send, ask=_send)
+    if ended := _supervise(supervisor, timeouts):
+        return ended
+    failed = [death for death in supervisor.deaths if death.exitcode != 0]
+    lines = []
+    for death in failed:
+        if not death.stopped and death.exitcode != EXIT_SURVIVOR:
+            name = commands[death.rank].host.name
+            is_ssh = _is_ssh_failure(commands[death.rank], death.exitcode)
+            reason = "; ssh itself failed" if is_ssh else ""
+            lines.append(
+                f"node {death.rank} ({name}) ended with exit code {death.exitcode}{reason}."
+            )
+    for line in lines:
+        print(f"zeroshard: {line}", file=console)
+    causes = [death for death in failed if death.exitcode != EXIT_SURVIVOR] or failed
+    return _report(tuple(lines), causes, supervisor)
+
+
+def run_srun(
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    timeouts: ShutdownTimeouts,
+    console: TextIO,
+) -> ExitReport:
+    """Run ``srun`` in the environment ``env`` to its end. It gets SIGTERM for SIGINT, and forwards it.
+
+    Raises:
+        LaunchError: it cannot be executed.
+    """
+    try:
+        process = subprocess.Popen(
+            list(command), stdin=subprocess.DEVNULL, env=dict(env), start_new_session=True
+        )
+    except OSError as error:
+        raise LaunchError(f"cannot execute {command[0]!r}: {error.strerror}.") from error
+
+    def send(rank: int, process: WorkerProcess, number: signal.Signals) -> None:
+        signal_leader(rank, process, signal.SIGTERM if number == signal.SIGINT else number)
+
+    supervisor = WorkerSupervisor({0: process}, timeouts=timeouts, send=send, ask=send)
+    if ended := _supervise(supervisor, timeouts):
+        return ended
+    failed = [death for death in supervisor.deaths if death.exitcode != 0]
+    lines = tuple(f"srun ended with exit code {death.exitcode}." for death in failed)
+    for line in lines:
+        print(f"zeroshard: {line}", file=console)
+    return _report(lines, failed, supervisor)
+
+
+def _supervise(supervisor: WorkerSupervisor, timeouts: ShutdownTimeouts) -> ExitReport | None:
+    """Wait for the processes, and pass signals on. The report if a signal ended the run."""
     handled = [signal.SIGINT, signal.SIGTERM]
     if timeouts.save_s:
         handled.append(signal.SIGUSR1)
@@ -140,26 +197,19 @@ def run_nodes(
         for number, handler in zip(handled, before, strict=True):
             signal.signal(number, handler)
     if supervisor.has_saved:
-        return 0
+        return ExitReport((), None, "", 0, interrupted=True)
     if supervisor.interrupted is not None:
-        return 128 + supervisor.interrupted
-    failed = [death for death in supervisor.deaths if death.exitcode != 0]
-    for death in failed:
-        if not death.stopped and death.exitcode != EXIT_SURVIVOR:
-            name = commands[death.rank].host.name
-            reason = (
-                "; ssh itself failed"
-                if _is_ssh_failure(commands[death.rank], death.exitcode)
-                else ""
-            )
-            print(
-                f"zeroshard: node {death.rank} ({name}) ended with exit code "
-                f"{death.exitcode}{reason}.",
-                file=console,
-            )
-    causes = [death for death in failed if death.exitcode != EXIT_SURVIVOR] or failed
+        code = 128 + supervisor.interrupted
+        return ExitReport((), None, "", code, interrupted=True)
+    return None
+
+
+def _report(
+    lines: tuple[str, ...], causes: Sequence[RankExit], supervisor: WorkerSupervisor
+) -> ExitReport:
     code = causes[0].exitcode if causes else 0
-    return code if code >= 0 else 128 - code
+    code = code if code >= 0 else 128 - code
+    return ExitReport(lines, None, "", code, interrupted=supervisor.is_asked_to_end)
 
 
 def end_with_parent_pipe() -> threading.Thread:

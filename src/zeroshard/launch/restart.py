@@ -125,12 +125,14 @@ def run_attempts(
     max_restarts: int,
     console: TextIO,
     *,
+    prepare: Callable[[], str] = lambda: "",
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> int:
     """Run attempts 0, 1, ... until :func:`decide` ends the run; returns the exit code of the last one.
 
-    ``run`` runs one attempt to its end and prints its report.
+    ``run`` runs one attempt to its end and prints its report. ``prepare`` chooses the ranks of the next
+    attempt, after the wait; it returns "", or why there is none.
     """
     attempts: list[Attempt] = []
     while True:
@@ -140,22 +142,26 @@ def run_attempts(
         decision = decide(attempts, max_restarts)
         if not decision.restart:
             break
-        _say(
+        say(
             console,
             f"attempt {len(attempts) - 1} ended; restart {len(attempts)} of {max_restarts} in "
             f"{decision.wait_s:g} s, {_from(attempts[-1].after)}.",
         )
         try:
             sleep(decision.wait_s)
+            reason = prepare()
         except KeyboardInterrupt:
-            _say(console, "stopped by SIGINT between two attempts.")
+            say(console, "stopped by SIGINT between two attempts.")
             return 130
+        if reason:
+            decision = Decision(False, reason=reason)
+            break
     if decision.reason:
-        _say(console, f"not restarted: {decision.reason}")
+        say(console, f"not restarted: {decision.reason}")
     if len(attempts) > 1:
         for number, attempt in enumerate(attempts):
             end = attempt.cause if attempt.report.exitcode else "finished"
-            _say(console, f"attempt {number}: {attempt.seconds:.0f} s, {end}.")
+            say(console, f"attempt {number}: {attempt.seconds:.0f} s, {end}.")
     return attempts[-1].report.exitcode
 
 
@@ -163,5 +169,6 @@ def _from(newest: NewestCheckpoint | None) -> str:
     return f"from checkpoint {newest.tag!r}" if newest else "from the beginning: no checkpoint yet"
 
 
-def _say(console: TextIO, text: str) -> None:
+def say(console: TextIO, text: str) -> None:
+    """Print a line of the launcher."""
     print(f"zeroshard: {text}", file=console, flush=True)

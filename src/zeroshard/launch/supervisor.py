@@ -137,6 +137,12 @@ class WorkerSupervisor:
             self._tell(signal.SIGKILL)
         return not self._alive
 
+    def fail(self) -> None:
+        """A process on another node has failed: those here have time to end, and are stopped then."""
+        if self.phase is Phase.RUNNING:
+            self._enter(Phase.GRACE, self._clock() + self._patience.grace_s)
+            self._kill_frozen()
+
     def interrupt(self, number: signal.Signals) -> None:
         """Forward the user's signal to all processes. If they were asked to stop before, kill them."""
         now_s = self._clock()

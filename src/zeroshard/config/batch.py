@@ -1,0 +1,61 @@
+"""Solves the three batch sizes of a configuration for a number of data-parallel ranks."""
+
+from __future__ import annotations
+
+
+def solve_batch(
+    train: int | None,
+    micro: int | None,
+    gas: int | None,
+    *,
+    dp_size: int,
+    require: bool = True,
+    word: str = "world size",
+) -> tuple[int, int, int] | str:
+    """Solve train = micro x gas x dp_size for the sizes that are not given.
+
+    Returns the three sizes, or a text that says why there is no solution. ``word``: what the text calls
+    ``dp_size``.
+
+    >>> solve_batch(8, None, None, dp_size=2)
+    (8, 4, 1)
+    >>> solve_batch(8, None, 3, dp_size=1)
+    'train_batch_size 8 is not divisible by gradient_accumulation_steps 3 x world size 1'
+    """
+    if train is None and micro is None:
+        if require:
+            return (
+                "no batch size is given: write train_batch_size (samples per step over all ranks) "
+                "or train_micro_batch_size_per_gpu (samples per rank per forward)"
+            )
+        micro = 1
+    if train is None:
+        assert micro is not None  # excluded above
+        gas = gas or 1
+        return micro * gas * dp_size, micro, gas
+    if micro is not None and gas is not None:
+        product = micro * gas * dp_size
+        if product == train:
+            return train, micro, gas
+        return (
+            f"train_batch_size {train} is not train_micro_batch_size_per_gpu {micro} x "
+            f"gradient_accumulation_steps {gas} x {word} {dp_size} = {product}; leave one of "
+            "the three out, and it is computed from the others"
+        )
+    if micro is not None:
+        if train % (micro * dp_size):
+            return (
+                f"train_batch_size {train} is not divisible by train_micro_batch_size_per_gpu "
+                f"{micro} x {word} {dp_size}"
+            )
+        return train, micro, train // (micro * dp_size)
+    if gas is None:
+        if train % dp_size:
+            return f"train_batch_size {train} is not divisible by {word} {dp_size}"
+        return train, train // dp_size, 1
+    if train % (gas * dp_size):
+        return (
+            f"train_batch_size {train} is not divisible by gradient_accumulation_steps {gas} x "
+            f"{word} {dp_size}"
+        )
+    return train, train // (gas * dp_size), gas
