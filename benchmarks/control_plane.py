@@ -38,14 +38,16 @@ from machine import describe
 
 HOST_RANKS = 8
 """Ranks that are told that they share a host."""
-PER_PROCESS = 512
+PER_PROCESS = 128
 """Ranks in one process."""
 PLAN = {f"key {at}": "x" * 40 for at in range(60)}
 """What the ranks agree on: about as many fields and bytes as those of an engine."""
 SAID = "x" * 1000
 """What each rank says in a round of a save: about as much as one that writes its part of 100 tensors."""
-STACKS = "\n".join(f'  File "/a/program/of/this/user/train.py", line {at}, in f{at}' for at in range(100))
-"""Stacks of a rank, for its answer to a question: about as long as those of a program with ten threads."""
+STACKS = "\n".join(
+    f'  File "/a/program/of/this/user/train.py", line {at}, in f{at}' for at in range(100)
+)
+"""Stacks of a rank, for its answer to a question: about as long as those of ten threads."""
 TARGETS = {"agree": 5.0, "verdict": 60.0, "idle": 0.05}
 """Seconds to agree and to a verdict, and cores of the store's host while all ranks are idle."""
 
@@ -54,7 +56,7 @@ TARGETS = {"agree": 5.0, "verdict": 60.0, "idle": 0.05}
 
 
 class CountedStore:
-    """A client of the store that counts. ``counts``: requests by operation, and bytes ``in`` and ``out``."""
+    """A client of the store. ``counts``: requests by operation, and bytes ``in`` and ``out``."""
 
     def __init__(self, prefix: str, store: Any, counts: Counter[str]) -> None:
         self.prefix, self.store, self.counts = prefix, store, counts
@@ -171,7 +173,10 @@ class Rank:
             ranks, self.rank, number, "initialize", self.settings, self.watchdog
         )
         use = DeviceUse(
-            "cuda", f"cuda:{self.rank % HOST_RANKS}", f"GPU-{self.rank:036}", str(self.rank // HOST_RANKS)
+            "cuda",
+            f"cuda:{self.rank % HOST_RANKS}",
+            f"GPU-{self.rank:036}",
+            str(self.rank // HOST_RANKS),
         )
         self.peers = session._agree(self.crew, place, PLAN, use)
 
@@ -310,18 +315,20 @@ def _counts(players: Sequence[Rank]) -> Counter[str]:
 def _let_threads_be_ranks() -> None:
     """Give each thread its own store and host, where a process has them in a real run."""
     from zeroshard.comm import agreement
-    from zeroshard.comm.host import Process
-    from zeroshard.comm.host import this_process as real
-    from zeroshard.watchdog import inquiry, session, watchdog
+    from zeroshard.comm.host import Process, _stat
+    from zeroshard.watchdog import inquiry, session, tracked_calls, watchdog
 
-    own = real()
+    pid = os.getppid()  # it has one thread: the state of a process with hundreds takes long to read
+    started = _stat(pid)[1]
 
     def this_process() -> Process:
         host = _HERE.player.rank // HOST_RANKS
-        return Process(f"host-{host}", f"boot-{host:032}", own.pid, own.started)
+        return Process(f"host-{host}", f"boot-{host:032}", pid, started)
 
     def below(prefix: str, store: Any) -> Any:
-        return store.below(prefix) if isinstance(store, CountedStore) else PrefixStore(prefix, store)
+        return (
+            store.below(prefix) if isinstance(store, CountedStore) else PrefixStore(prefix, store)
+        )
 
     from torch.distributed import PrefixStore
 
@@ -332,6 +339,8 @@ def _let_threads_be_ranks() -> None:
         replaced.PrefixStore = below
     replaced = session
     replaced.default_store = lambda: _HERE.player.store
+    replaced = tracked_calls
+    replaced.call_of_torch = lambda _thread: None  # it looks at the frames of all ranks here
     replaced = inquiry
     replaced.stacks = lambda: STACKS
     replaced = watchdog
@@ -369,7 +378,10 @@ class Plane:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        here = multiprocessing.get_context("spawn")
+        here = multiprocessing.get_context("forkserver")
+        here.set_forkserver_preload(
+            ["zeroshard.watchdog.session"]
+        )  # so that torch is imported once
         self.store_pipe, theirs = here.Pipe()
         self.store = here.Process(target=store_process, args=(theirs,))
         self.store.start()
@@ -425,10 +437,11 @@ class Plane:
 
     def close(self) -> None:
         """End all processes."""
-        for pipe in (*self.pipes, self.store_pipe):
+        for pipe, process in zip(
+            (*self.pipes, self.store_pipe), (*self.processes[1:], self.store), strict=True
+        ):
             with contextlib.suppress(OSError):
                 pipe.send(None)
-        for process in self.processes:
             process.join(20)
             process.kill()
 
@@ -451,15 +464,18 @@ def measure(size: int, wanted: Sequence[str]) -> dict[str, Any]:
                 continue
             row = found[name] = plane.do(act)
             row["store bytes resident"] = plane.resident_nbytes()
-            print(
-                f"{size:>6} {name:<12}{row['seconds']:>9.2f} s{row['requests per rank']:>10.1f} requests"
-                f" per rank{row['requests per second']:>10.0f}/s{row['bytes to the store'] / 1e6:>10.1f} MB in"
-                f"{row['bytes from the store'] / 1e6:>10.1f} MB out  store {row['store cpu seconds']:.2f} s CPU",
-                flush=True,
-            )
+            print(f"{size:>6} {name:<11}{_line(row)}", flush=True)
         return found
     finally:
         plane.close()
+
+
+def _line(row: dict[str, Any]) -> str:
+    return (
+        f"{row['seconds']:8.2f} s {row['requests per rank']:8.1f} requests per rank "
+        f"{row['requests per second']:8.0f}/s {row['bytes to the store'] / 1e6:9.1f} MB in "
+        f"{row['bytes from the store'] / 1e6:8.1f} MB out, store {row['store cpu seconds']:6.2f} s CPU"
+    )
 
 
 def growth(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
