@@ -27,7 +27,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import pairwise
 from multiprocessing.connection import Connection
@@ -269,12 +269,12 @@ def ranks_process(pipe: Connection, ranks: range, size: int, port: int) -> None:
     """
     threading.stack_size(512 * 1024)
     players = [Rank(rank, size, port) for rank in ranks]
-    _let_threads_be_ranks()
+    let_threads_be_ranks()
     gc.disable()  # many ranks in one process: its garbage is not that of one rank
     pipe.send(None)
     while (act := pipe.recv()) is not None:
         before = _counts(players)
-        times, error = _play(players, act)
+        times, error = play(players, act)
         after = _counts(players)
         after.subtract(before)
         pipe.send((times, after, error))
@@ -282,11 +282,11 @@ def ranks_process(pipe: Connection, ranks: range, size: int, port: int) -> None:
     os._exit(0)  # thousands of watchdogs need not end one by one
 
 
-def _play(players: Sequence[Rank], act: str) -> tuple[list[tuple[float, float]], str]:
+def play(players: Sequence[Rank], act: str) -> tuple[list[tuple[float, float]], str]:
     """When each rank began and ended ``act``, and the first error."""
     times, errors, go = [(0.0, 0.0)] * len(players), [""] * len(players), threading.Event()
 
-    def play(at: int, player: Rank) -> None:
+    def perform(at: int, player: Rank) -> None:
         _HERE.player = player
         go.wait()
         begun_s = time.monotonic()
@@ -296,7 +296,7 @@ def _play(players: Sequence[Rank], act: str) -> tuple[list[tuple[float, float]],
             errors[at] = traceback.format_exc()
         times[at] = begun_s, time.monotonic()
 
-    threads = [threading.Thread(target=play, args=pair) for pair in enumerate(players)]
+    threads = [threading.Thread(target=perform, args=pair) for pair in enumerate(players)]
     for thread in threads:
         thread.start()
     go.set()
@@ -312,8 +312,11 @@ def _counts(players: Sequence[Rank]) -> Counter[str]:
     return total
 
 
-def _let_threads_be_ranks() -> None:
-    """Give each thread its own store and host, where a process has them in a real run."""
+def let_threads_be_ranks(put: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Give each thread its own store and host, where a process has them in a real run.
+
+    ``put(module, name, value)`` replaces what a module has.
+    """
     from zeroshard.comm import agreement
     from zeroshard.comm.host import Process, _stat
     from zeroshard.watchdog import inquiry, session, tracked_calls, watchdog
@@ -332,19 +335,14 @@ def _let_threads_be_ranks() -> None:
 
     from torch.distributed import PrefixStore
 
-    replaced: Any
-    for replaced in (session, watchdog):
-        replaced.this_process = this_process
-    for replaced in (agreement, session):
-        replaced.PrefixStore = below
-    replaced = session
-    replaced.default_store = lambda: _HERE.player.store
-    replaced = tracked_calls
-    replaced.call_of_torch = lambda _thread: None  # it looks at the frames of all ranks here
-    replaced = inquiry
-    replaced.stacks = lambda: STACKS
-    replaced = watchdog
-    replaced.FrozenStack = NoFrozenStack
+    for module in (session, watchdog):
+        put(module, "this_process", this_process)
+    for module in (agreement, session):
+        put(module, "PrefixStore", below)
+    put(session, "default_store", lambda: _HERE.player.store)
+    put(tracked_calls, "call_of_torch", lambda _thread: None)  # sees the frames of all ranks here
+    put(inquiry, "stacks", lambda: STACKS)
+    put(watchdog, "FrozenStack", NoFrozenStack)
 
 
 class NoFrozenStack:
