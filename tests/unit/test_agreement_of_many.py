@@ -7,6 +7,7 @@ import random
 import re
 import threading
 from collections import Counter
+from datetime import timedelta
 
 import pytest
 from torch.distributed import HashStore
@@ -34,9 +35,16 @@ from zeroshard.watchdog.settings import WatchdogSettings, store_tick_s
 SIZES = [*range(1, 34), 63, 64, 65, 100, 127, 199]
 
 
+def new_store() -> HashStore:
+    """A store in which nobody waits long for a key that never comes."""
+    store = HashStore()
+    store.set_timeout(timedelta(seconds=2))
+    return store
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_every_rank_gets_all_values_in_rank_order(size):
-    drawn, store = random.Random(size), HashStore()
+    drawn, store = random.Random(size), new_store()
     values = [f"value {drawn.random()}" for _ in range(size)]
     order = drawn.sample(range(size), size)
     said = [arrive(store, r, size, values[r], json.dumps, key="k") for r in order]
@@ -46,7 +54,7 @@ def test_every_rank_gets_all_values_in_rank_order(size):
 
 
 def test_exchange_waits_for_the_other_ranks():
-    store, found = HashStore(), {}
+    store, found = new_store(), {}
 
     def rank(at: int) -> None:
         found[at] = exchange(store, at, 9, str(at), key="k", timeout_s=20)
@@ -62,7 +70,7 @@ def test_exchange_waits_for_the_other_ranks():
 
 @pytest.mark.parametrize("size", SIZES)
 def test_plans_are_grouped_as_a_comparison_of_all_would(size):
-    drawn, store = random.Random(size), HashStore()
+    drawn, store = random.Random(size), new_store()
     plans = [{"stage": str(drawn.choice([1, 1, 1, 1, 2, 3]))} for _ in range(size)]
     wanted: dict[str, list[int]] = {}
     for rank, plan in enumerate(plans):
@@ -78,7 +86,7 @@ def test_plans_are_grouped_as_a_comparison_of_all_would(size):
 
 
 def test_who_is_late_is_named():
-    store, heard = HashStore(), []
+    store, heard = new_store(), []
     for rank in (0, 1, 3, 4):
         arrive(store, rank, 7, "", json.dumps, key="k")
     with pytest.raises(RankLate, match=re.escape("ranks 2,5,6 did not reach 'k' within 0 s")):
