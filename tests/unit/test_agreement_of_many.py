@@ -193,10 +193,10 @@ def test_a_rank_knows_its_own_host_and_the_names_of_the_others(size, placed):
     }[placed]
     ranks = sorted(drawn.sample(range(2 * size), size))  # a group that is not all ranks
     cards = cards_of({rank: place(rank) for rank in ranks})
-    refused, spaces, runs = json.loads(_summary(ranks, [json.dumps(cards[r]) for r in ranks]))
+    refused, runs = json.loads(_summary(ranks, [json.dumps(cards[r]) for r in ranks]))
     assert refused == ""
     me = drawn.choice(ranks)
-    own = spaces.index(cards[me][0]["space"])
+    own = next(space for first, last, _, space in runs if first <= me <= last)
     near = {
         rank: Peer(rank, Process(**cards[rank][0]), cards[rank][1])
         for first, last, _, space in runs if space == own for rank in range(first, last + 1)
@@ -220,5 +220,5 @@ def test_a_rank_knows_its_own_host_and_the_names_of_the_others(size, placed):
 def test_two_ranks_on_one_device_are_refused_with_the_names_of_both():
     cards = cards_of({rank: rank // 8 for rank in range(64)})
     cards[13][2] = cards[9][2]
-    refused, _, _ = json.loads(_summary(range(64), [json.dumps(card) for card in cards.values()]))
+    refused, _ = json.loads(_summary(range(64), [json.dumps(card) for card in cards.values()]))
     assert refused.startswith("Ranks train on the same device: ranks 9,13 (cuda:1, GPU-9).")

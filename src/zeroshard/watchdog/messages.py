@@ -112,7 +112,7 @@ class Messages:
 
     # -- cards -------------------------------------------------------------------------------------
 
-    def post_card(self, state: str, reason: str = "") -> None:
+    def post_card(self, state: str, reason: str = "", *, timeout_s: float = 2.0) -> None:
         """Tell the others this rank's process and its state: ``on``, ``idle`` or ``left``."""
         own = self._own
         card = {"state": state, "reason": reason, "process": asdict(own.process)}
@@ -122,7 +122,7 @@ class Messages:
             store.set(f"card/{own.rank}", text)
             store.add("cards", 1)
 
-        self.call(write, 2.0)
+        self.call(write, timeout_s)
 
     def read_card(self, rank: int) -> tuple[Peer | None, str, str]:
         """Another rank's process, its state (``on``, ``idle`` or ``left``) and why; None: no card yet."""

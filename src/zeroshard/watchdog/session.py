@@ -383,10 +383,11 @@ def _agree(
     )  # fmt: skip
     if told is None:  # the last card came before the last plan, so this is seldom a wait
         told = outcome(namespace, crew.me, size, key="card", timeout_s=limit_s, check=crew.check)
-    refused, spaces, runs = json.loads(told)
+    refused, runs = json.loads(told)
     if refused:
         raise LaunchError(refused)
-    own, near = spaces.index(here.space), {}
+    me, near = crew.ranks[crew.me], {}
+    own = next(space for first, last, _, space in runs if first <= me <= last)
     here_too = [r for first, last, _, space in runs if space == own for r in range(first, last + 1)]
     cards = namespace.multi_get([f"card/{crew.ranks.index(rank)}" for rank in here_too])
     for rank, text in zip(here_too, cards, strict=True):
@@ -396,7 +397,7 @@ def _agree(
 
 
 def _summary(ranks: Sequence[int], cards: Sequence[str]) -> str:
-    """What every rank has to know of all: an error, process namespaces, and runs of ranks, as JSON.
+    """What every rank has to know of all: an error, and runs of ranks, as JSON.
 
     A run is first rank, last rank, host, and the number of its namespace. ``cards``: of ``ranks``.
     """
@@ -415,7 +416,7 @@ def _summary(ranks: Sequence[int], cards: Sequence[str]) -> str:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank, process.host, space])
-    return json.dumps([refused, list(spaces), runs])
+    return json.dumps([refused, runs])
 
 
 def _unwatched(

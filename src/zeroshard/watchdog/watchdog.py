@@ -78,6 +78,8 @@ from zeroshard.watchdog.rank_status import (
 from zeroshard.watchdog.settings import WatchdogSettings, store_tick_s
 from zeroshard.watchdog.tracked_calls import CallsOfTorch, SetUps, TrackedCalls
 
+#: How long the store may take to answer a rank that starts. All ranks start at once.
+_START_S = 60.0
 #: How long a main thread with a broken connection waits for the diagnosis.
 _EXPLAIN_S = 8.0
 #: How long it then stays so that the others can read the diagnosis: this process may serve the store.
@@ -163,13 +165,13 @@ class Watchdog:
         self._own = Peer(rank, self._here, str(recording))
         self.messages = Messages(store, self._own, store_rank=store_rank, hung_up=hung_up)
         self._inquiry = Inquiry(rank, self._ranks, self._here, self.messages, self._state.stop)
-        times = self.messages.add(f"times/{rank}", 1)
+        times = self.messages.add(f"times/{rank}", 1, timeout_s=_START_S)
         # A rank that starts its first watchdog still reads the diagnosis that ended the run. A rank that
         # starts another one reads only newer ones.
         self._since = self._answered = 0
         if times > 1:
-            self._since = self._answered = self.messages.asked()
-        self.messages.post_card("on")
+            self._since = self._answered = self.messages.asked(timeout_s=_START_S)
+        self.messages.post_card("on", timeout_s=_START_S)
         self._farewell = _close_at_exit(self)
         weakref.finalize(self, atexit.unregister, self._farewell)
         self._thread = threading.Thread(
