@@ -23,6 +23,7 @@ import math
 import multiprocessing
 import os
 import resource
+import shutil
 import sys
 import threading
 import time
@@ -280,6 +281,11 @@ def ranks_process(pipe: Connection, ranks: range, size: int, port: int) -> None:
         after = _counts(players)
         after.subtract(before)
         pipe.send((times, after, error))
+    from zeroshard.comm.recorder import recording_dir
+
+    here = recording_dir("plane")
+    for folder in here.parent.glob(f"{here.name}-{os.getpid()}*"):
+        shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)  # thousands of watchdogs need not end one by one
 
 
