@@ -305,7 +305,7 @@ def test_a_rank_may_leave_a_meeting_before_the_others_come():
     """All ranks then join the next meeting, like ranks that build an engine again after an error."""
     store, rank = default_store(), dist.get_rank()
     for _ in range(2):
-        post_plan(namespace(store, "left", rank), rank, {FAILED: "for a reason"})
+        post_plan(namespace(store, "left", rank), rank, 2, {FAILED: "for a reason"})
         if rank == 0:  # far ahead of the other
             dist.barrier()
             agree_plan(namespace(store, "left", rank), rank, 2, {"a": "1"}, timeout_s=20)

@@ -23,7 +23,7 @@ LAST_ELEMENTS = {"optim/kernels.py"}
 
 REPORTS = {
     *(f"engine/{name}.py" for name in ("monitors", "out_of_memory", "report", "run_log", "step_stream")),
-    "device/ops.py", "launch/cgroup.py", "memory/host_limits.py",
+    "device/ops.py", "launch/cgroup.py", "memory/host_limits.py", "offload/stores.py",
 }  # fmt: skip
 """Run for the monitors and the record: some on rank 0 only, some in one step of ten."""
 ON_DEVICES = {f"optim/triton_{name}.py" for name in ("check", "kernels", "update")}

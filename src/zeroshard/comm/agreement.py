@@ -3,6 +3,10 @@
 Before the first collective they compare their plans (:func:`agree_plan`): if the config of one rank
 differs, every rank raises the same error in the first second, instead of a hang or a wrong number later.
 
+What all ranks of a run do at once has to cost each of them a few requests to the store, however many they
+are (docs/control-plane.md). So the rank that comes last decides for all (:func:`arrive`), and ranks that
+wait look the less often the more they are (:func:`next_pause_s`).
+
 While a rank may wait for a disk, in a save or a load, they act and decide together
 (:func:`run_on_all_ranks`): all ranks act, rank 0 decides, all ranks get the decision. A failure of one
 rank becomes the same error on all ranks. No rank waits in a transport, so no transport times out. If a
@@ -19,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
@@ -46,6 +51,7 @@ class Store(Protocol):
     def add(self, key: str, amount: int, /) -> int: ...
     def check(self, keys: list[str], /) -> bool: ...
     def delete_key(self, key: str, /) -> bool: ...
+    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
 
 
 def namespace(store: Store, label: str, rank: int) -> Store:
@@ -64,39 +70,159 @@ def numbered_namespace(store: Store, label: str, rank: int) -> tuple[int, Store]
     return number, cast("Store", PrefixStore(f"{label}/{number}", cast("Any", store)))
 
 
-def wait_for_keys(
-    store: Store,
-    keys: Mapping[int, str],
+def ranks_key(ranks: Sequence[int]) -> str:
+    """A name of a set of ranks for keys in the store. Every key has it, so it is short for many ranks.
+
+    >>> ranks_key([0, 4]), len(ranks_key(range(4096)))
+    ('0,4', 26)
+    """
+    text = ",".join(map(str, ranks))
+    if len(ranks) <= 8:
+        return text
+    return f"{ranks[0]}-{ranks[-1]}-{hashlib.sha256(text.encode()).hexdigest()[:18]}"
+
+
+# ---------------------------------------------------------------------- waiting for other ranks
+
+
+class Missing(Sequence[int]):
+    """Ranks that have not come. The store is asked for them when they are first used: that costs more
+    requests than to learn whether all have come.
+    """
+
+    def __init__(self, find: Callable[[], list[int]]) -> None:
+        self._find = find
+
+    @cached_property
+    def _found(self) -> list[int]:
+        return self._find()
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def __getitem__(self, at: Any) -> Any:
+        return self._found[at]
+
+
+Check = Callable[[Sequence[int]], None]
+
+
+def no_check(_missing: Sequence[int]) -> None:
+    """Let the wait go on."""
+
+
+def next_pause_s(pause_s: float, waited_s: float, size: int) -> float:
+    """Seconds until a rank that waits asks the store again; ``size``: the ranks that may wait.
+
+    Doubles, up to 2 ms in the first second and to 20 ms later. Many ranks look less often: all together
+    8,000 times a second at first, and 1,000 times after eight seconds per thousand ranks.
+    """
+    quick_s = 0.002 if waited_s < 1.0 else 0.02
+    return min(2 * pause_s, max(quick_s, size / 8000, min(waited_s / 8, size / 1000)))
+
+
+def wait_until(
+    is_over: Callable[[], bool],
+    missing: Callable[[], list[int]],
     topic: str,
     *,
     rank: int,
+    size: int,
     timeout_s: float,
-    check: Callable[[Sequence[int]], None] = lambda _missing: None,
+    check: Check = no_check,
 ) -> None:
-    """Return when the store has all ``keys``: for each rank the key that it posts.
+    """Return when ``is_over()``. ``missing()``: the ranks that have not come. Both ask the store.
 
-    ``check(missing)`` gets the ranks that have not posted, a few times a second. It may end the wait by
-    raising. ``rank`` and ``topic`` are for the message: who waits, and for what.
+    ``check(missing)`` is called a few times a second. It may end the wait by raising. ``rank`` and
+    ``topic`` are for the message: who waits, and for what. ``size``: how many ranks may wait with it.
 
     Raises:
-        RankLate: some ranks did not post within ``timeout_s``; it names them.
+        RankLate: some ranks did not come within ``timeout_s``; it names them.
     """
-    wanted = list(keys.values())
     begun_s = checked_s = time.monotonic()
-    pause_s = 0.0005
-    while not store.check(wanted):
+    pause_s = max(0.0005, size / 100_000)
+    while not is_over():
         now_s = time.monotonic()
-        if now_s - checked_s > _CHECK_S or now_s - begun_s > timeout_s:
+        waited_s = now_s - begun_s
+        if now_s - checked_s > _CHECK_S or waited_s > timeout_s:
             checked_s = now_s
-            missing = [other for other, key in keys.items() if not store.check([key])]
-            check(missing)
-            if missing and now_s - begun_s > timeout_s:
+            late = Missing(missing)
+            check(late)
+            if waited_s > timeout_s and not is_over():
+                who = rank_ranges(late) if late else "the rank that came last"
                 raise RankLate(
-                    f"RankLate: {rank_ranges(missing)} did not reach {topic} within "
+                    f"RankLate: {who} did not reach {topic} within "
                     f"{timeout_s:.0f} s, while rank {rank} waited. Look at its output first."
                 )
         time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 0.002 if now_s - begun_s < 1.0 else 0.02)
+        pause_s = next_pause_s(pause_s, waited_s, size)
+
+
+def present(store: Store, keys: Sequence[str]) -> list[str]:
+    """Those of ``keys`` that the store has, in their order. One request if it has all.
+
+    Else at most ``2 m log2(n / m)`` requests about, if ``m`` of the ``n`` keys are absent.
+    """
+    if not keys or store.check(list(keys)):
+        return list(keys)
+    half = len(keys) // 2
+    return [*present(store, keys[:half]), *present(store, keys[half:])] if half else []
+
+
+def absent(store: Store, keys: Mapping[int, str]) -> list[int]:
+    """The ranks whose key the store does not have. ``keys``: of each rank."""
+    there = set(present(store, list(keys.values())))
+    return [rank for rank, key in keys.items() if key not in there]
+
+
+# ---------------------------------------------------------------------- the last rank decides
+
+
+def arrive(
+    store: Store,
+    rank: int,
+    size: int,
+    value: str,
+    decide: Callable[[list[str]], str],
+    *,
+    key: str,
+) -> str | None:
+    """Post ``value`` under ``key`` without waiting. The last of ``size`` ranks gets the decision.
+
+    The rank that comes last calls ``decide`` with the values of all ranks, in rank order. The other ranks
+    get None here, and the decision of :func:`outcome`. ``decide`` must be the same function of the values
+    on every rank. A rank makes two requests, the last one five.
+    """
+    store.set(f"{key}/{rank}", value)
+    if store.add(f"{key}/came", 1) != size:
+        return None
+    values = store.multi_get([f"{key}/{at}" for at in range(size)])
+    said = decide([each.decode() for each in values])
+    store.set(f"{key}/decided", said)
+    return said
+
+
+def outcome(
+    store: Store,
+    rank: int,
+    size: int,
+    *,
+    key: str,
+    timeout_s: float = 1800.0,
+    check: Check = no_check,
+) -> str:
+    """What the last rank that came to ``key`` decided. Waits as :func:`wait_until`."""
+    decided = [f"{key}/decided"]
+    wait_until(
+        lambda: store.check(decided),
+        lambda: absent(store, {at: f"{key}/{at}" for at in range(size)}),
+        repr(key),
+        rank=rank,
+        size=size,
+        timeout_s=timeout_s,
+        check=check,
+    )
+    return store.get(decided[0]).decode()
 
 
 def exchange(
@@ -107,13 +233,17 @@ def exchange(
     *,
     key: str,
     timeout_s: float = 1800.0,
-    check: Callable[[Sequence[int]], None] = lambda _missing: None,
+    check: Check = no_check,
 ) -> list[str]:
-    """Every rank's ``value``, in rank order, on every rank. Waits as :func:`wait_for_keys`."""
-    keys = {at: f"{key}/{at}" for at in range(size)}
-    store.set(keys[rank], value)
-    wait_for_keys(store, keys, repr(key), rank=rank, timeout_s=timeout_s, check=check)
-    return [value if at == rank else store.get(keys[at]).decode() for at in range(size)]
+    """Every rank's ``value``, in rank order, on every rank. Waits as :func:`wait_until`.
+
+    ``size`` ranks get ``size`` values each. For many ranks let the last one decide (:func:`arrive`).
+    """
+    said = arrive(store, rank, size, value, json.dumps, key=key)
+    if said is None:
+        said = outcome(store, rank, size, key=key, timeout_s=timeout_s, check=check)
+    values: list[str] = json.loads(said)
+    return values
 
 
 # ---------------------------------------------------------------------- plans
@@ -126,7 +256,7 @@ def agree_plan(
     fields: Mapping[str, str],
     *,
     timeout_s: float = 1800.0,
-    check: Callable[[Sequence[int]], None] = lambda _missing: None,
+    check: Check = no_check,
 ) -> None:
     """Return if all ranks have equal ``fields``; collective.
 
@@ -134,28 +264,50 @@ def agree_plan(
         RankMismatch: names the first field that differs, its values, and the ranks that have them.
         RankLate: some ranks did not post within ``timeout_s``; it names them.
     """
-    digest = post_plan(store, rank, fields)
-    digests = exchange(store, rank, size, digest, key="plan", timeout_s=timeout_s, check=check)
-    groups: dict[str, list[int]] = {}
-    for at, other in enumerate(digests):
-        groups.setdefault(other, []).append(at)
+    groups = alike_plans(store, rank, size, fields, timeout_s=timeout_s, check=check)
     if len(groups) == 1:
         return
-    ordered = sorted(groups.values(), key=lambda ranks: (-len(ranks), ranks))
-    plans = [json.loads(store.get(f"fields/{ranks[0]}")) for ranks in ordered]
-    raise RankMismatch(mismatch_text(ordered, plans))
+    plans = [json.loads(store.get(f"fields/{ranks[0]}")) for ranks in groups]
+    raise RankMismatch(mismatch_text(groups, plans))
 
 
-def post_plan(store: Store, rank: int, fields: Mapping[str, str]) -> str:
-    """Post ``fields`` without waiting for the other ranks; return their digest.
+def alike_plans(
+    store: Store,
+    rank: int,
+    size: int,
+    fields: Mapping[str, str],
+    *,
+    timeout_s: float = 1800.0,
+    check: Check = no_check,
+) -> list[list[int]]:
+    """The ranks in groups that have equal ``fields``, the largest group first; collective.
+
+    The fields of a rank are in the store under ``fields/RANK``. Raises RankLate as :func:`agree_plan`.
+    """
+    said = post_plan(store, rank, size, fields)
+    if said is None:
+        said = outcome(store, rank, size, key="plan", timeout_s=timeout_s, check=check)
+    return json.loads(said) if said else [list(range(size))]
+
+
+def post_plan(store: Store, rank: int, size: int, fields: Mapping[str, str]) -> str | None:
+    """Post ``fields`` without waiting for the other ranks. The last rank gets the outcome.
 
     A rank that fails before :func:`agree_plan` posts :data:`FAILED` and the reason; the agreement then
     fails on the other ranks.
     """
     digest = hashlib.sha256(json.dumps(dict(fields)).encode()).hexdigest()
     store.set(f"fields/{rank}", json.dumps([socket.gethostname(), dict(fields)]))
-    store.set(f"plan/{rank}", digest)
-    return digest
+    return arrive(store, rank, size, digest, _groups_text, key="plan")
+
+
+def _groups_text(digests: Sequence[str]) -> str:
+    """The ranks in groups of equal digests, the largest first, as JSON; "" if all are equal."""
+    groups: dict[str, list[int]] = {}
+    for at, digest in enumerate(digests):
+        groups.setdefault(digest, []).append(at)
+    ordered = sorted(groups.values(), key=lambda ranks: (-len(ranks), ranks))
+    return json.dumps(ordered) if len(ordered) > 1 else ""
 
 
 def mismatch_text(
@@ -202,9 +354,9 @@ class ControlGroup:
 
     ``store`` must be a client that no other thread uses. All ranks make the same calls in the same
     order, from any thread, but only one call at a time; ``recorder`` records them for the watchdog.
-    ``gone(rank)`` is why a rank will make no further call, or "". ``check()`` raises the error that has
+    ``gone()`` says why ranks will make no further call, by rank. ``check()`` raises the error that has
     ended the run, if there is one. Texts are gathered on rank 0, which broadcasts the answer: with W
-    ranks a call costs W texts, not W squared.
+    ranks a call costs W texts, not W squared. Rank 0 makes as many requests as any other rank.
     """
 
     def __init__(
@@ -214,7 +366,7 @@ class ControlGroup:
         rank: int = 0,
         size: int = 1,
         first: int = 0,
-        gone: Callable[[int], str] = lambda _rank: "",
+        gone: Callable[[], dict[int, str]] = dict,
         recorder: Recorder | None = None,
         check: Callable[[], None] = lambda: None,
         timeout_s: float = 3600.0,
@@ -222,7 +374,7 @@ class ControlGroup:
         assert store is not None or size == 1
         self.rank = rank
         self.size = size
-        self._store = store
+        self._store = store if size > 1 else None
         self._gone = gone
         self._recorder = recorder or Recorder("meetings")
         self._meetings = self._recorder.entries("meet")
@@ -230,7 +382,8 @@ class ControlGroup:
         self._check = check
         self._timeout_s = timeout_s
         self._calls = 0
-        self._spent: list[str] = []  # keys that all ranks have read by the next gather
+        #: Keys that this rank has written. Those that all others need no more are deleted later.
+        self._spent: list[str] = []
 
     def gather(self, text: str, *, topic: str) -> list[str] | None:
         """Every rank's ``text``, in rank order, on rank 0. The other ranks do not wait and get None.
@@ -246,16 +399,24 @@ class ControlGroup:
             return [text]
         item = self._recorder.enter(self._meetings[topic], _NOTHING, 0, 0)
         with self._store_errors_named(topic):
+            came = f"{call}/came"
             if self.rank:
                 store.set(f"{call}/{self.rank}", text)
+                store.add(came, 1)
+                self._spent.append(f"{call}/{self.rank}")
                 return None
-            keys = {rank: f"{call}/{rank}" for rank in range(1, self.size)}
-            self._wait(store, keys, topic, item)
-            texts = [text, *(store.get(key).decode() for key in keys.values())]
+            others = range(1, self.size)
+            keys = {rank: f"{call}/{rank}" for rank in others}
+            self._wait(
+                lambda: store.add(came, 0) == len(others),
+                lambda: absent(store, keys),
+                topic,
+                item,
+                1,
+            )
+            texts = [text, *(each.decode() for each in store.multi_get(list(keys.values())))]
             # A rank that has posted for this call has read all earlier broadcasts.
-            for key in (*self._spent, *keys.values()):
-                store.delete_key(key)
-            self._spent = []
+            self._delete(store, came)
         return texts
 
     def broadcast(self, text: str | None, *, topic: str) -> str:
@@ -271,8 +432,17 @@ class ControlGroup:
                     self._spent.append(key)
                 return text
             assert store is not None
-            self._wait(store, {0: key}, topic, item)
-            return store.get(key).decode()
+            said = [key]
+            self._wait(lambda: store.check(said), lambda: [0], topic, item, self.size)
+            told = store.get(key).decode()
+            self._delete(store)  # rank 0 has read them before it said this
+            return told
+
+    def _delete(self, store: Store, *more: str) -> None:
+        """Delete what nobody reads again. Each rank deletes its own keys: rank 0 would be slow at all."""
+        for key in (*self._spent, *more):
+            store.delete_key(key)
+        self._spent = []
 
     @contextlib.contextmanager
     def _store_errors_named(self, topic: str) -> Iterator[None]:
@@ -286,29 +456,36 @@ class ControlGroup:
             deadline_s = time.monotonic() + _END_S
             while not lost and time.monotonic() < deadline_s:
                 time.sleep(0.02)
-                for rank in range(self.size):
-                    with contextlib.suppress(RuntimeError):  # ``_gone`` asks the store too
-                        if why := self._gone(rank):
-                            lost[rank] = why
+                with contextlib.suppress(RuntimeError):  # ``_gone`` asks the store too
+                    lost = self._gone()
             first = str(error).splitlines()[0] if str(error) else type(error).__name__
             facts = f"the store that connects the ranks does not answer: {first[:200]}"
             raise _rank_lost(lost, topic, facts) from error
 
-    def _wait(self, store: Store, keys: Mapping[int, str], topic: str, item: Any) -> None:
-        def check(missing: Sequence[int]) -> None:
+    def _wait(
+        self,
+        is_over: Callable[[], bool],
+        missing: Callable[[], list[int]],
+        topic: str,
+        item: Any,
+        size: int,
+    ) -> None:
+        """``size``: how many ranks wait as this one does."""
+
+        def check(late: Sequence[int]) -> None:
             self._check()
-            others = [rank for rank in range(self.size) if rank != self.rank]
-            lost = {rank: why for rank in others if (why := self._gone(rank))}
+            lost = {rank: why for rank, why in self._gone().items() if rank != self.rank}
             # A rank that posted and then left is not missing, so look at the store once more.
-            if lost and any(not store.check([keys[rank]]) for rank in missing):
+            if lost and len(late) and not is_over():
                 raise _rank_lost(lost, topic)
 
         self._recorder.waiter = threading.get_ident()
         began_s = self._recorder.begin_wait(item)
         try:
-            wait_for_keys(
-                store, keys, topic, rank=self.rank, timeout_s=self._timeout_s, check=check
-            )
+            wait_until(
+                is_over, missing, topic,
+                rank=self.rank, size=size, timeout_s=self._timeout_s, check=check,
+            )  # fmt: skip
         finally:
             self._recorder.end_wait(item, began_s)
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from zeroshard.comm.agreement import ControlGroup, namespace, run_on_all_ranks
+from zeroshard.comm.agreement import ControlGroup, namespace, ranks_key, run_on_all_ranks
 from zeroshard.comm.agreement import Store as AgreeStore
 from zeroshard.comm.collectives import Comm, ErrorExplainer, ProcessGroupComm, SoloComm
 from zeroshard.comm.flight_recorder import rank_ranges
@@ -249,7 +249,7 @@ def _meet(opening: Opening) -> PeerMemory | str:
     if refusal := _host_only(opening):
         return refusal
     ranks = opening.ranks
-    label = f"zs/shm/{opening.purpose}/{','.join(map(str, ranks))}"
+    label = f"zs/shm/{opening.purpose}/{ranks_key(ranks)}"
     me = ranks.index(dist.get_rank())
     place = namespace(cast("AgreeStore", default_store()), label, me)
     return open_peer_memory(place, me, len(ranks), timeout_s=opening.timeout_s, check=opening.check)

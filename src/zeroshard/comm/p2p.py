@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from zeroshard.comm.agreement import Store as AgreeStore
-from zeroshard.comm.agreement import namespace
+from zeroshard.comm.agreement import namespace, ranks_key
 from zeroshard.comm.collectives import (
     DONE,
     ErrorExplainer,
@@ -55,7 +55,7 @@ def open_links(
     no rank closes a mesh to which another still connects.
     """
     me = ranks.index(rank)
-    place = f"zs/links/{label}/{','.join(map(str, ranks))}"
+    place = f"zs/links/{label}/{ranks_key(ranks)}"
     private = cast(Store, namespace(cast(AgreeStore, store), place, me))
     timeout = timedelta(seconds=timeout_s)
     links = cast(Links, dist.ProcessGroupGloo(private, me, len(ranks), timeout))

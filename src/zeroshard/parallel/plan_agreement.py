@@ -20,10 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from zeroshard.comm.agreement import (
     FAILED,
     Store,
+    alike_plans,
     exchange,
     mismatch_text,
     namespace,
     post_plan,
+    ranks_key,
 )
 from zeroshard.comm.connect import default_store
 from zeroshard.comm.env import run_name
@@ -54,10 +56,9 @@ def agree(
         return
     store, me = _place(mesh), mesh.get_local_rank()
     fields = _shapes(model) | {f"style of {name}": style for name, style in styles.items()}
-    digest = post_plan(store, me, fields)
-    digests = exchange(store, me, mesh.size(), digest, key="plan", timeout_s=_last_s(), check=check)
-    if len(set(digests)) > 1:
-        raise RankMismatch(_plans_text(store, digests, _ranks(mesh)))
+    groups = alike_plans(store, me, mesh.size(), fields, timeout_s=_last_s(), check=check)
+    if len(groups) > 1:
+        raise RankMismatch(_plans_text(store, groups, _ranks(mesh)))
     mine = _values(model)
     text = ",".join(mine.values())
     everyone = exchange(
@@ -70,7 +71,7 @@ def agree(
 def announce_failure(mesh: DeviceMesh, error: Exception) -> None:
     """Tell the other tensor ranks that this one cannot go on, so that they do not wait."""
     if _has_others(mesh):
-        post_plan(_place(mesh), mesh.get_local_rank(), {FAILED: in_short(error)})
+        post_plan(_place(mesh), mesh.get_local_rank(), mesh.size(), {FAILED: in_short(error)})
 
 
 @contextlib.contextmanager
@@ -126,7 +127,7 @@ def _ranks(mesh: DeviceMesh) -> list[int]:
 
 def _place(mesh: DeviceMesh) -> Store:
     name = run_name()
-    label = f"zs/{name.run}/{name.attempt}/tensor/{','.join(map(str, _ranks(mesh)))}"
+    label = f"zs/{name.run}/{name.attempt}/tensor/{ranks_key(_ranks(mesh))}"
     return namespace(cast("Store", default_store()), label, mesh.get_local_rank())
 
 
@@ -165,13 +166,9 @@ def _hex(prints: Iterable[Tensor]) -> list[str]:
     return [f"{number & (2**64 - 1):x}" for number in host]
 
 
-def _plans_text(store: Store, digests: Sequence[str], ranks: Sequence[int]) -> str:
-    groups: dict[str, list[int]] = {}
-    for at, digest in enumerate(digests):
-        groups.setdefault(digest, []).append(at)
-    ordered = sorted(groups.values(), key=lambda places: (-len(places), places))
-    plans = [json.loads(store.get(f"fields/{places[0]}")) for places in ordered]
-    return mismatch_text([[ranks[at] for at in places] for places in ordered], plans)
+def _plans_text(store: Store, groups: Sequence[Sequence[int]], ranks: Sequence[int]) -> str:
+    plans = [json.loads(store.get(f"fields/{places[0]}")) for places in groups]
+    return mismatch_text([[ranks[at] for at in places] for places in groups], plans)
 
 
 def _values_text(names: list[str], everyone: list[str], ranks: list[int]) -> str:

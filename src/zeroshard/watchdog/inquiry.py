@@ -60,7 +60,7 @@ class Inquiry:
     ) -> Diagnosis:
         """Ask question ``number``, about a stall in ``calls``; judge, report and publish.
 
-        Waits up to five ticks for answers.
+        Waits up to five ticks for answers, with very many ranks longer.
 
         Raises:
             StoreLost: the store does not answer.
@@ -97,34 +97,51 @@ class Inquiry:
         own: Mapping[str, Any],
     ) -> list[RankStatus]:
         """The answers to question ``number``; for ranks that cannot answer, what this host knows."""
+        size = len(self.ranks)
         found = {self.rank: status_from_answer(self.messages.peers[self.rank], own)}
-        until = time.monotonic() + 5 * settings.tick_s
+        until = time.monotonic() + settings.answer_s(size)
+        looked_s, taken = -1.0, 0  # when answers were read; how many
         while True:
-            over = time.monotonic() > until or self.stop.is_set()
-            for rank in self.ranks:
-                if rank in found:
-                    continue
-                answer = self.messages.answer_of(number, rank)
-                if answer is not None:
+            now_s = time.monotonic()
+            over = now_s > until or self.stop.is_set()
+            missing = [rank for rank in self.ranks if rank not in found]
+            # Which ranks have answered costs several requests for each that has not, so that is asked
+            # when all have, or as rarely as many ranks can be asked.
+            complete = self.messages.count_answers(number) >= taken + len(missing)
+            if over or complete or now_s - looked_s > size / 2048:
+                looked_s = now_s
+                for rank, answer in self.messages.answers_of(number, missing).items():
                     calls.suspects.update(answer["suspects"])
                     found[rank] = status_from_answer(self._known(rank, calls), answer)
-                    continue
-                status = self._unanswered(rank, calls)
-                if over or status.fate not in ("runs", "silent"):
-                    found[rank] = status
-            if len(found) == len(self.ranks) or over:
+                    taken += 1
+                missing = [rank for rank in missing if rank not in found]
+                for rank, status in self._unanswered(missing, calls).items():
+                    if over or status.fate not in ("runs", "silent"):
+                        found[rank] = status
+            if len(found) == size or over:
                 return [found[rank] for rank in sorted(found)]
-            time.sleep(POLL_S)
+            time.sleep(max(POLL_S, size / 16384))
 
-    def _unanswered(self, rank: int, calls: TrackedCalls) -> RankStatus:
-        """What is known of a rank that has not answered."""
-        base, state, reason = self.messages.read_card(rank)
-        if base is None:
+    def _unanswered(self, ranks: Sequence[int], calls: TrackedCalls) -> dict[int, RankStatus]:
+        """What is known of ranks that have not answered."""
+        cards = self.messages.read_cards(ranks)
+        whys = self.messages.leavers(calls.label, ranks)
+        return {
+            rank: self._without_answer(rank, calls, cards.get(rank), whys.get(rank))
+            for rank in ranks
+        }
+
+    def _without_answer(
+        self, rank: int, calls: TrackedCalls, card: tuple[Peer, str, str] | None, why: str | None
+    ) -> RankStatus:
+        """What is known of a rank. ``card``: its own; ``why``: it left the sequence ``calls``."""
+        if card is None:
             return RankStatus(rank, None, fate="absent", detail=_NOT_HERE, answered=False)
+        base, state, reason = card
         if state == "idle" and rank not in calls.peers and base.fate(self.here)[0] != "gone":
             return RankStatus(rank, None, fate="absent", detail=_IDLE, answered=False)
         status = status_from_host(self._known(rank, calls), self.here)
-        why = self.messages.why_left(calls.label, rank) or (reason if state == "left" else None)
+        why = why or (reason if state == "left" else None)
         if why is not None and status.fate != "stopped":
             gone = status.fate == "gone" and state != "left"
             status = replace(status, fate="gone" if gone else "left", detail=f"left: {why}")

@@ -27,7 +27,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from zeroshard.comm.agreement import Store as AgreeStore
-from zeroshard.comm.agreement import exchange
+from zeroshard.comm.agreement import arrive, outcome
 from zeroshard.comm.connect import default_store
 from zeroshard.comm.env import (
     DEFAULT_TIMEOUT,
@@ -244,9 +244,10 @@ def await_all(store: AgreeStore, rank: int, world_size: int, *, timeout_s: float
     """
     waiting = Waiting(rank, range(world_size), timeout_s)
     try:
-        exchange(
-            store, rank, world_size, "", key="joined", timeout_s=timeout_s + 60, check=waiting.look
-        )
+        if arrive(store, rank, world_size, "", lambda _: "", key="joined") is None:
+            outcome(
+                store, rank, world_size, key="joined", timeout_s=timeout_s + 60, check=waiting.look
+            )
     except RankLate as error:  # later ranks must fail too: these ranks have gone
         store.set("gave up", str(error))
         raise
@@ -342,14 +343,15 @@ class Waiting:
         if waited_s < min(self._due_s, self.settings.collective_timeout_s):
             return
         self._due_s = max(2 * self._due_s, waited_s + 60.0)
-        diagnosis = self._diagnosis(missing, waited_s, what)
+        late = frozenset(missing)
+        diagnosis = self._diagnosis(late, waited_s, what)
         if diagnosis.fatal:
             raise diagnosis.error()
         reporter = self._reporter
-        if self._rank == (min(set(self._ranks) - set(missing)) if reporter is None else reporter):
+        if self._rank == (min(set(self._ranks) - late) if reporter is None else reporter):
             print(diagnosis.text, file=sys.stderr, flush=True)
 
-    def _diagnosis(self, missing: Sequence[int], waited_s: float, what: str) -> Diagnosis:
+    def _diagnosis(self, missing: frozenset[int], waited_s: float, what: str) -> Diagnosis:
         here = Wait("joining", 1, what)
         line = stack_line(self._main)
         absent = f"has not reached {self._call}. Look at its output"

@@ -1,7 +1,7 @@
 """Asks the ranks of a run that lives what they do, from another process: ``zeroshard stacks``.
 
-The other process is one more client of the run's store. The ranks' watchdogs look there at every tick,
-and answer from their own threads. No rank waits for the answers, and the keys are removed at the end.
+The other process is one more client of the run's store. It rings the bell of the ranks' watchdogs, which
+answer from their own threads. No rank waits for the answers, and the keys are removed at the end.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from zeroshard.comm.agreement import Store
 from zeroshard.comm.host import Process, this_process
 from zeroshard.errors import UsageError
 from zeroshard.watchdog.diagnosis import RankStatus
-from zeroshard.watchdog.messages import StoreClient, StoreLost, look
+from zeroshard.watchdog.messages import BELL, StoreClient, StoreLost, look
 from zeroshard.watchdog.rank_status import Peer, status_from_answer, status_from_host
 from zeroshard.watchdog.run_record import (
     RANKS,
@@ -191,6 +191,7 @@ def _ask(
     def ask(store: Store) -> int:
         number = store.add("views", 1)
         store.set(f"view/{number}", json.dumps({"threads": threads}))
+        store.add(BELL, 1)  # or no rank looks
         return number
 
     number = call(ask)

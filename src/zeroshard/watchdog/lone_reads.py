@@ -21,11 +21,12 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-from zeroshard.comm.agreement import Store
+from zeroshard.comm.agreement import Store, next_pause_s
 from zeroshard.errors import RankLate, RankLost
 from zeroshard.watchdog.diagnosis import SET_UPS, TORCH, call_text
-from zeroshard.watchdog.messages import StoreLost, look
+from zeroshard.watchdog.messages import BELL, StoreLost, look
 from zeroshard.watchdog.rank_status import call_of_torch
+from zeroshard.watchdog.settings import store_tick_s
 from zeroshard.watchdog.tracked_calls import TrackedCalls, calls_of_torch
 
 _PATIENCE_S = 0.05  # ranks that read together nearly always post within this time
@@ -135,7 +136,8 @@ class LoneReadCheck:
     position without ``reads``, and without ``last`` unless ``words``. ``history()`` identifies the
     collectives that this rank has made; only ranks with the same history count as being at the same read.
     ``gone(rank)``: why a rank will never come, or "". A wait is reported after ``report_s`` seconds and
-    given up after ``limit_s`` seconds.
+    given up after ``limit_s`` seconds. ``rung()``: the number of the watchdogs' bell; questions are
+    looked for only when it changes.
     """
 
     def __init__(
@@ -150,8 +152,10 @@ class LoneReadCheck:
         gone: Callable[[int], str],
         report_s: float,
         limit_s: float,
+        rung: Callable[[], int] | None = None,
     ) -> None:
         self._call = call
+        self._rung, self._heard = rung, -1
         self._space = f"reads/{label}"
         self._rank = rank
         self._size = size
@@ -211,13 +215,17 @@ class LoneReadCheck:
 
     def answer(self) -> None:
         """Post this rank's position if a rank that waits has asked. Called by the watchdog's thread."""
+        rung = self._heard + 1 if self._rung is None else self._rung()
+        if rung == self._heard:
+            return
         asked = self._add(f"{self._space}/asked", 0)
         if asked == self._answered:
+            self._heard = rung
             return
         reads = next((reader._reads for reader in list(_ALL) if reader._reads), "")
         text = json.dumps([asked, asdict(self._position(True)) | {"reads": reads}])
         self._call(lambda store: store.set(f"{self._space}/at/{self._rank}", text))
-        self._answered = asked
+        self._answered, self._heard = asked, rung
 
     # -- one wait ----------------------------------------------------------------------------------
 
@@ -230,7 +238,10 @@ class LoneReadCheck:
             why, stays = "", True
             if waited_s > self._limit_s:
                 why = f"no other rank reached it within {self._limit_s:.0f} s"
-            elif waited_s > _PATIENCE_S and time.monotonic() - looked_s > _LOOK_S:
+            elif (
+                waited_s > max(_PATIENCE_S, self._size / 1000)
+                and time.monotonic() - looked_s > _LOOK_S
+            ):
                 looked_s = time.monotonic()
                 why, stays = search.look(key)
             if why and self._leaves(key):
@@ -243,7 +254,7 @@ class LoneReadCheck:
                     file=sys.stderr, flush=True,
                 )  # fmt: skip
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 0.002 if waited_s < 1.0 else 0.02)
+            pause_s = next_pause_s(pause_s, waited_s, self._size)
         return "", False
 
     def _leaves(self, key: str) -> bool:
@@ -320,13 +331,14 @@ class _Search:
             if number >= self._asked:
                 self._seen[rank] = Position.from_answer(words)
         now_s = time.monotonic()
-        if now_s - self._asked_s > _ASK_S:
+        if now_s - self._asked_s > max(_ASK_S, store_tick_s(0.0, readers._size)):
             self._asked_s = now_s
             for rank in others:
                 if why := readers._gone(rank):
                     return f"rank {rank} has left ({why})"
             self._before, self._seen = self._seen or self._before, {}
             self._asked = readers._add(f"{space}/asked", 1)
+            readers._add(BELL, 1)
         return ""
 
 

@@ -4,15 +4,22 @@ A store client that two threads share deadlocks, and a store whose server is fro
 separate thread makes all operations (:class:`StoreClient`), and the caller waits for its answer no longer
 than a deadline.
 
+A rank that waits for nothing makes one request at a time: it reads the counter ``bell``, which whoever
+wants the others to look adds to. How often: :func:`~.settings.store_tick_s`.
+
 Keys, below the name of the set of ranks (:func:`watchdog_namespace`):
 
     card/RANK            which process watches there, its recording, and its state: on, idle or left
+    cards                how many cards were written
     left/LABEL/RANK      why a rank closed the engine or model LABEL
+    left/LABEL/all       how many ranks have done so
+    bell                 how often a rank has asked the others to look
     times/RANK           how many watchdogs the rank has started
     asked                the number of the newest question
     elect/N              the rank that adds 1 first asks question N
     label/N              the sequence of calls that question N is about
     answer/N/RANK        what a rank does, as JSON
+    answers/N            how many ranks have answered
     diagnosis/N          the answer to question N, as JSON
     final, finals        the first fatal diagnosis, and how many there were
     read                 how many ranks have read a fatal diagnosis
@@ -34,17 +41,21 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar, cast
 
-from zeroshard.comm.agreement import Store
+from zeroshard.comm.agreement import Store, present, ranks_key
 from zeroshard.comm.host import Process
 from zeroshard.watchdog.diagnosis import Diagnosis
 from zeroshard.watchdog.rank_status import Peer
 
 T = TypeVar("T")
+LEAVERS = "all"
+"""Below ``left/LABEL``: how many ranks have left the sequence."""
+BELL = "bell"
+_CHUNK = 256  # keys that are read in one operation, which has a deadline
 
 
 def watchdog_namespace(ranks: Sequence[int], space: str) -> str:
     """The prefix in the store of the messages between the watchdogs of these ranks."""
-    return f"{space}/watchdog/{','.join(map(str, ranks))}"
+    return f"{space}/watchdog/{ranks_key(ranks)}"
 
 
 class Messages:
@@ -66,6 +77,10 @@ class Messages:
         self.peers: dict[int, Peer] = {own.rank: own}
         self.idle: set[int] = set()
         self.on_call: Callable[[], None] = _nothing
+        self.rung = 0  # the counter ``bell``, when it was last read
+        self._answered = ""  # the key of this rank's newest answer
+        self._cards: dict[int, str] = {}  # as they were when ``_cards_count`` had been written
+        self._cards_count = 0
         self._client = StoreClient(store, name=f"zeroshard-store-client-{own.rank}")
         # A watchdog that is collected without being closed must not leave a thread.
         weakref.finalize(self, self._client.end)
@@ -102,21 +117,58 @@ class Messages:
 
     # -- cards -------------------------------------------------------------------------------------
 
-    def post_card(self, state: str, reason: str = "") -> None:
+    def post_card(self, state: str, reason: str = "", *, timeout_s: float = 2.0) -> None:
         """Tell the others this rank's process and its state: ``on``, ``idle`` or ``left``."""
         own = self._own
         card = {"state": state, "reason": reason, "process": asdict(own.process)}
-        self.set(f"card/{own.rank}", json.dumps({**card, "recording": own.recording}), 2.0)
+        text = json.dumps({**card, "recording": own.recording})
+
+        def write(store: Store) -> None:
+            store.set(f"card/{own.rank}", text)
+            store.add("cards", 1)
+
+        self.call(write, timeout_s)
 
     def read_card(self, rank: int) -> tuple[Peer | None, str, str]:
         """Another rank's process, its state (``on``, ``idle`` or ``left``) and why; None: no card yet."""
         text = self.look(f"card/{rank}")
-        if text is None:
-            return None, "", ""
+        return (None, "", "") if text is None else self._peer_of(rank, text)
+
+    def read_cards(self, ranks: Sequence[int]) -> dict[int, tuple[Peer, str, str]]:
+        """What :meth:`read_card` returns, of those of ``ranks`` that have a card.
+
+        One request if no card was written since the last call; else a few for each 256 ranks.
+        """
+        count = self.add("cards", 0)
+        if count != self._cards_count:
+            self._cards, self._cards_count = {}, count
+        new = [rank for rank in ranks if rank not in self._cards]
+        self._cards |= self._present({rank: f"card/{rank}" for rank in new})
+        return {
+            rank: self._peer_of(rank, self._cards[rank]) for rank in ranks if rank in self._cards
+        }
+
+    def _present(self, keys: dict[int, str]) -> dict[int, str]:
+        """What is written under those of ``keys`` (by rank) that there are."""
+        found: dict[int, str] = {}
+
+        def read(store: Store) -> list[tuple[str, bytes]]:
+            there = present(store, list(part.values()))
+            return list(zip(there, store.multi_get(there), strict=True)) if there else []
+
+        pairs = list(keys.items())
+        for at in range(0, len(pairs), _CHUNK):
+            part = dict(pairs[at : at + _CHUNK])
+            texts = dict(self.call(read))
+            found |= {rank: texts[key].decode() for rank, key in part.items() if key in texts}
+        return found
+
+    def _peer_of(self, rank: int, text: str) -> tuple[Peer, str, str]:
         card = json.loads(text)
         peer = Peer(rank, Process(**card["process"]), card["recording"])
         # A process whose files cannot be seen is in another container: treat it as on another host.
-        if card["state"] == "on" and not Path(peer.recording).exists():
+        seen = peer.is_on(self._own.process) and card["state"] == "on"
+        if seen and not Path(peer.recording).exists():
             card = json.loads(self.look(f"card/{rank}") or text)
             if card["state"] == "on" and peer.fate(self._own.process)[0] != "gone":
                 peer = peer.far()
@@ -126,13 +178,29 @@ class Messages:
 
     def post_left(self, label: str, why: str) -> None:
         """Tell ranks that still wait in the sequence ``label`` why this rank left it."""
-        self.set(f"left/{label}/{self._own.rank}", why, 2.0)
+
+        def write(store: Store) -> None:
+            store.set(f"left/{label}/{self._own.rank}", why)
+            store.add(f"left/{label}/{LEAVERS}", 1)
+
+        self.call(write, 2.0)
+
+    def leavers(self, label: str, ranks: Sequence[int]) -> dict[int, str]:
+        """Why those of ``ranks`` left that did. One request if no rank has left ``label``."""
+        if not self.add(f"left/{label}/{LEAVERS}", 0):
+            return {}
+        return self._present({rank: f"left/{label}/{rank}" for rank in ranks})
 
     def why_left(self, label: str, rank: int) -> str | None:
         """Why ``rank`` left the sequence ``label``; None: it has not."""
         return self.look(f"left/{label}/{rank}")
 
     # -- questions ---------------------------------------------------------------------------------
+
+    def listen(self, timeout_s: float = 5.0) -> bool:
+        """Whether the bell has rung since the last call. One request."""
+        before, self.rung = self.rung, self.add(BELL, 0, timeout_s)
+        return self.rung != before
 
     def asked(self, timeout_s: float = 5.0) -> int:
         """The number of the newest question."""
@@ -152,8 +220,13 @@ class Messages:
 
     def ask(self, number: int, label: str) -> None:
         """Ask all ranks what they do, because of a stall in the sequence ``label``."""
-        self.set(f"label/{number}", label)
-        self.add("asked", 1)
+
+        def write(store: Store) -> None:
+            store.set(f"label/{number}", label)
+            store.add("asked", 1)
+            store.add(BELL, 1)
+
+        self.call(write)
 
     def label_of(self, number: int) -> str:
         """The sequence that question ``number`` is about."""
@@ -161,7 +234,27 @@ class Messages:
 
     def answer(self, number: int, words: dict[str, Any]) -> None:
         """This rank's answer to question ``number``."""
-        self.set(f"answer/{number}/{self._own.rank}", json.dumps(words))
+        key, text = f"answer/{number}/{self._own.rank}", json.dumps(words)
+
+        def write(store: Store) -> None:
+            store.set(key, text)
+            store.add(f"answers/{number}", 1)
+            if (
+                self._answered
+            ):  # no rank reads it any more, and all answers are in one host's memory
+                store.delete_key(self._answered)
+
+        self.call(write)
+        self._answered = key
+
+    def count_answers(self, number: int) -> int:
+        """How many ranks have answered question ``number``."""
+        return self.add(f"answers/{number}", 0)
+
+    def answers_of(self, number: int, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
+        """The answers of those of ``ranks`` that have answered."""
+        texts = self._present({rank: f"answer/{number}/{rank}" for rank in ranks})
+        return {rank: json.loads(text) for rank, text in texts.items()}
 
     def answer_of(self, number: int, rank: int) -> dict[str, Any] | None:
         """The answer of ``rank``; None: not yet."""

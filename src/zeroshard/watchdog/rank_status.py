@@ -8,8 +8,10 @@ import sys
 import sysconfig
 import threading
 import traceback
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -127,6 +129,33 @@ class Peer:
         if Path(self.recording).name == PRESENCE:
             remove_recording(self.stack_file)
         remove_recording(Path(self.recording))
+
+
+class Peers(Mapping[int, Peer]):
+    """The ranks of a run: those of this host, and of every other rank only its host.
+
+    ``near``: the ranks of this host, by global rank. ``runs``: first rank, last rank and host of ranks
+    that follow each other, in order; all ranks together.
+    """
+
+    def __init__(self, near: Mapping[int, Peer], runs: Sequence[tuple[int, int, str]]) -> None:
+        self.near = near
+        self._runs = runs
+
+    def __getitem__(self, rank: int) -> Peer:
+        if (near := self.near.get(rank)) is not None:
+            return near
+        at = bisect_right(self._runs, rank, key=itemgetter(0)) - 1
+        if at < 0 or rank > self._runs[at][1]:
+            raise KeyError(rank)
+        return Peer(rank, Process(self._runs[at][2], "", 0, ""), "")
+
+    def __len__(self) -> int:
+        return sum(last - first + 1 for first, last, _ in self._runs)
+
+    def __iter__(self) -> Iterator[int]:
+        for first, last, _ in self._runs:
+            yield from range(first, last + 1)
 
 
 def remove_files(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,11 @@ from zeroshard.comm.agreement import (
     ControlGroup,
     Store,
     agree_plan,
+    arrive,
     numbered_namespace,
+    outcome,
     post_plan,
+    ranks_key,
 )
 from zeroshard.comm.collectives import Comm, first_line, queues_on_device
 from zeroshard.comm.connect import DeviceUse, check_devices, default_store, device_use, make_comm
@@ -39,6 +42,7 @@ from zeroshard.core.mesh import DIMS, Mesh
 from zeroshard.device.choice import ops_of
 from zeroshard.errors import (
     DistributedError,
+    LaunchError,
     RankDivergence,
     RankLost,
     UsageError,
@@ -46,8 +50,8 @@ from zeroshard.errors import (
 )
 from zeroshard.watchdog.join import own_client, place_of, store_rank, watchdog_of
 from zeroshard.watchdog.lone_reads import LoneReadCheck
-from zeroshard.watchdog.messages import look, watchdog_namespace
-from zeroshard.watchdog.rank_status import Peer
+from zeroshard.watchdog.messages import LEAVERS, look, watchdog_namespace
+from zeroshard.watchdog.rank_status import Peer, Peers
 from zeroshard.watchdog.run_record import RanksFile, write_ranks
 from zeroshard.watchdog.session_opener import (
     GroupKind,
@@ -363,22 +367,57 @@ def set_up_together(
 
 def _agree(
     crew: SetUpRanks, namespace: Store, plan: Mapping[str, str], own_device: DeviceUse
-) -> dict[int, Peer]:
-    """The process and recording of every rank, by global rank, after all have agreed on ``plan``."""
+) -> Peers:
+    """The process and recording of every rank, by global rank, after all have agreed on ``plan``.
+
+    A rank gets the processes of its own host, and the hosts of the others: with W ranks, W whole cards
+    for each would be gigabytes for a few thousand ranks.
+    """
     limit_s = crew.settings.limit_s("setup")
+    here, size = this_process(), len(crew.ranks)
     recording = str(crew.watchdog.folder / str(crew.number)) if crew.watchdog is not None else ""
-    namespace.set(f"card/{crew.me}", json.dumps([asdict(this_process()), recording, own_device]))
+    card = json.dumps([asdict(here), recording, own_device])
+    told = arrive(namespace, crew.me, size, card, partial(_summary, crew.ranks), key="card")
     agree_plan(
-        namespace, crew.me, len(crew.ranks), {"call": crew.call, "device type": own_device.kind, **plan},
+        namespace, crew.me, size, {"call": crew.call, "device type": own_device.kind, **plan},
         timeout_s=limit_s, check=crew.check,
     )  # fmt: skip
-    cards = [json.loads(namespace.get(f"card/{at}")) for at in range(len(crew.ranks))]
-    by_rank = dict(zip(crew.ranks, cards, strict=True))
-    check_devices({rank: DeviceUse(*use) for rank, (_, _, use) in by_rank.items()})
-    return {
-        rank: Peer(rank, Process(**process), recording)
-        for rank, (process, recording, _) in by_rank.items()
-    }
+    if told is None:  # the last card came before the last plan, so this is seldom a wait
+        told = outcome(namespace, crew.me, size, key="card", timeout_s=limit_s, check=crew.check)
+    refused, runs = json.loads(told)
+    if refused:
+        raise LaunchError(refused)
+    me, near = crew.ranks[crew.me], {}
+    own = next(space for first, last, _, space in runs if first <= me <= last)
+    here_too = [r for first, last, _, space in runs if space == own for r in range(first, last + 1)]
+    cards = namespace.multi_get([f"card/{crew.ranks.index(rank)}" for rank in here_too])
+    for rank, text in zip(here_too, cards, strict=True):
+        process, path, _ = json.loads(text)
+        near[rank] = Peer(rank, Process(**process), path)
+    return Peers(near, [(first, last, host) for first, last, host, _ in runs])
+
+
+def _summary(ranks: Sequence[int], cards: Sequence[str]) -> str:
+    """What every rank has to know of all: an error, and runs of ranks, as JSON.
+
+    A run is first rank, last rank, host, and the number of its namespace. ``cards``: of ``ranks``.
+    """
+    by_rank = {rank: json.loads(card) for rank, card in zip(ranks, cards, strict=True)}
+    refused = ""
+    try:
+        check_devices({rank: DeviceUse(*use) for rank, (_, _, use) in by_rank.items()})
+    except LaunchError as error:
+        refused = str(error)
+    spaces: dict[str, int] = {}
+    runs: list[list[Any]] = []
+    for rank in sorted(by_rank):
+        process = Process(**by_rank[rank][0])
+        space = spaces.setdefault(process.space, len(spaces))
+        if runs and runs[-1][1:] == [rank - 1, process.host, space]:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank, process.host, space])
+    return json.dumps([refused, runs])
 
 
 def _unwatched(
@@ -407,7 +446,7 @@ def _unwatched(
 
 def _open(
     crew: SetUpRanks,
-    peers: Mapping[int, Peer],
+    peers: Peers,
     group: dist.ProcessGroup,
     transport: str,
     device: torch.device,
@@ -423,7 +462,7 @@ def _open(
     session_watch = None
     if crew.watchdog is not None:
         if crew.me == 0:
-            write_ranks(settings.dump_dir, _ranks_file(crew, peers))
+            write_ranks(settings.dump_dir, _ranks_file(crew, dict(peers)))
         parts = [
             calls_of(recorder, crew.label, settings, peers=peers),
             calls_of(
@@ -488,15 +527,23 @@ def _purposes(call: str, separate_reductions: bool) -> tuple[str, ...]:
     return ("gathers", "reductions") if separate_reductions else ("gathers",)
 
 
-def _control_group(crew: SetUpRanks, peers: Mapping[int, Peer], meetings: Recorder) -> ControlGroup:
+def _control_group(crew: SetUpRanks, peers: Peers, meetings: Recorder) -> ControlGroup:
     client = own_client(default_store())
     space = watchdog_namespace(crew.ranks, _run_space())
     left = cast("Store", PrefixStore(f"{space}/left/{crew.label}", client))
     here = peers[crew.ranks[crew.me]].process
+    near = {crew.ranks.index(rank): peer for rank, peer in peers.near.items()}
+    known: tuple[int, dict[int, str]] = 0, {}  # how many have left, and why
 
-    def gone(at: int) -> str:
-        fate, detail = peers[crew.ranks[at]].fate(here)
-        return detail if fate == "gone" else look(left, str(crew.ranks[at])) or ""
+    def gone() -> dict[int, str]:
+        """Costs one request as long as no rank has left."""
+        nonlocal known
+        fates = {at: peer.fate(here) for at, peer in near.items()}
+        ended = {at: detail for at, (fate, detail) in fates.items() if fate == "gone"}
+        if (count := left.add(LEAVERS, 0)) != known[0]:
+            whys = {at: look(left, str(rank)) for at, rank in enumerate(crew.ranks)}
+            known = count, {at: why for at, why in whys.items() if why}
+        return dict(sorted((known[1] | ended).items()))
 
     return ControlGroup(
         cast("Store", PrefixStore(f"{space}/control_group/{crew.label}", client)),
@@ -515,12 +562,12 @@ def decline(reason: str, group: dist.ProcessGroup | None = None) -> None:
     if not _several(group):
         return
     me, ranks = dist.get_rank(group), dist.get_process_group_ranks(group or dist.group.WORLD)
-    post_plan(_store_namespace(ranks, me)[1], me, {FAILED: reason})
+    post_plan(_store_namespace(ranks, me)[1], me, len(ranks), {FAILED: reason})
 
 
 def _store_namespace(ranks: Sequence[int], me: int) -> tuple[int, Store]:
     """How many sessions these ranks opened before in this attempt, and the key space of the next one."""
-    label = f"{_run_space()}/watch/{','.join(map(str, ranks))}"
+    label = f"{_run_space()}/watch/{ranks_key(ranks)}"
     return numbered_namespace(cast("Store", default_store()), label, me)
 
 

@@ -54,7 +54,11 @@ class SessionWatch:
         """
         # A process whose files cannot be seen is in another container: treat it as on another host.
         self.peers.update(
-            {r: p.far() for r, p in self.peers.items() if not Path(p.recording).exists()}
+            {
+                r: p.far()
+                for r, p in self.peers.items()
+                if p.process.space and not Path(p.recording).exists()
+            }
         )
         for part in self.parts:
             part.peers = {
@@ -100,6 +104,7 @@ class SessionWatch:
             gone=lambda at: watchdog().why_gone(label, ranks[at]),
             report_s=self.settings.report_s(),
             limit_s=self.settings.collective_timeout_s,
+            rung=lambda: watchdog().messages.rung,
         )
         self.errands.append(readers.answer)
         return readers
@@ -121,6 +126,7 @@ class SessionWatch:
             label=self.label,
             call=call,
             check=lambda: watchdog().check(),
+            rung=lambda: watchdog().messages.rung,
         )
         self.errands.append(agreement.look)
         return agreement

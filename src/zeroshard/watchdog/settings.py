@@ -98,11 +98,23 @@ class WatchdogSettings:
         """Seconds until a wait in ``section`` times out: a minute later if a watchdog is to end it."""
         return self.late_s(section) + (60 if self.watchdog else 0)
 
+    def answer_s(self, size: int) -> float:
+        """Seconds that ``size`` ranks have to see and to answer a question in the store."""
+        return max(5 * self.tick_s, 3 * store_tick_s(self.tick_s, size))
+
     def report_s(self, median_step_s: float = 0.0) -> float:
         """Seconds inside one collective until the first report."""
         if self.first_report_s is not None:
             return self.first_report_s
         return min(max(20.0, 10 * median_step_s), self.report_limit_s)
+
+
+def store_tick_s(tick_s: float, size: int) -> float:
+    """Seconds between two looks of a rank at the store, with ``size`` ranks.
+
+    All ranks together look at most 1024 times a second, if ``tick_s`` is shorter.
+    """
+    return max(tick_s, size / 1024)
 
 
 def _seconds(key: str, text: str) -> float:

@@ -16,7 +16,8 @@ Points are compared as ``(steps, number)``: the number is 0 at the end of a step
 evaluation after it, and is infinite at the first forward of training. Ranks may evaluate different
 numbers of batches: who has no more of them stops before its next step.
 
-Keys in the store, below ``stop/LABEL``: ``asks``, ``asked`` (the signal in words), ``at/RANK``, ``stop``.
+Keys in the store, below ``stop/LABEL``: ``asks``, ``asked`` (the signal in words), ``at/RANK``, ``came``
+(how many ranks have posted their point), ``stop``. Who asks rings the watchdogs' bell.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import Any
 
 from zeroshard.comm.agreement import Store
 from zeroshard.watchdog.inquiry import POLL_S
-from zeroshard.watchdog.messages import look
+from zeroshard.watchdog.messages import BELL, look
 from zeroshard.watchdog.stop_signals import StopSignals
 
 Point = tuple[float, float]
@@ -42,7 +43,8 @@ class StopAgreement:
     """The agreement of the ranks of one engine. ``asked``: the signal that began it in words, or "".
 
     ``call(operation)`` runs an operation on the store; None: there is one rank. ``check()`` raises a
-    fatal diagnosis. ``ranks``: the global ranks, of which this process is ``rank``.
+    fatal diagnosis. ``ranks``: the global ranks, of which this process is ``rank``. ``rung()``: the
+    number of the watchdogs' bell; the store is asked for a signal only when it changes.
     """
 
     def __init__(
@@ -54,7 +56,9 @@ class StopAgreement:
         label: str = "",
         call: Callable[[Callable[[Store], Any]], Any] | None = None,
         check: Callable[[], None] = lambda: None,
+        rung: Callable[[], int] | None = None,
     ) -> None:
+        self._rung, self._heard = rung, -1
         self.asked = ""
         self.stop: Point | None = None
         self._signals = signals
@@ -63,7 +67,6 @@ class StopAgreement:
         self._call, self._check = call, check
         self._passed: Point = (0, 0)
         self._announced = self._posted = self._sent = False
-        self._points: dict[int, Point] = {}  # on the first rank
 
     # ---------------------------------------------------------------- the main thread
 
@@ -99,29 +102,30 @@ class StopAgreement:
             self._call(partial(_announce, key=self._key, words=self._words(seen)))
             self._announced = True
         if not self.asked:
-            self.asked = self._call(partial(look, key=f"{self._key}/asked")) or ""
+            rung = self._heard + 1 if self._rung is None else self._rung()
+            if rung != self._heard or self._announced:
+                self.asked = self._call(partial(look, key=f"{self._key}/asked")) or ""
+                self._heard = rung
         if not self.asked:
             return
         until = time.monotonic() + _LOOK_S
         while not self._agreed() and time.monotonic() < until:
-            time.sleep(POLL_S)
+            time.sleep(max(POLL_S, len(self._ranks) / 4096))
 
     def _agreed(self) -> bool:
         assert self._call is not None
         self._posted = True  # before the point is read, see the note
         if not self._sent:
-            at = partial(_write, key=f"{self._key}/at/{self._rank}", value=self._passed)
+            at = partial(_post, key=self._key, rank=self._rank, value=self._passed)
             self._call(at)
             self._sent = True
         if self._rank != self._ranks[0]:
             self.stop = self._read("stop")
             return self.stop is not None
-        for rank in self._ranks:
-            if rank not in self._points and (point := self._read(f"at/{rank}")) is not None:
-                self._points[rank] = point
-        if len(self._points) < len(self._ranks):
+        points = self._call(partial(_points, key=self._key, ranks=self._ranks))
+        if not points:
             return False
-        stop = max(self._points.values())
+        stop = max(points)
         self._call(partial(_write, key=f"{self._key}/stop", value=stop))
         self.stop = stop
         return True
@@ -141,6 +145,20 @@ class StopAgreement:
 def _announce(store: Store, *, key: str, words: str) -> None:
     if store.add(f"{key}/asks", 1) == 1:
         store.set(f"{key}/asked", words)
+        store.add(BELL, 1)
+
+
+def _post(store: Store, *, key: str, rank: int, value: Point) -> None:
+    _write(store, key=f"{key}/at/{rank}", value=value)
+    store.add(f"{key}/came", 1)
+
+
+def _points(store: Store, *, key: str, ranks: Sequence[int]) -> list[Point]:
+    """The points of all ranks; empty if one is missing."""
+    if store.add(f"{key}/came", 0) < len(ranks):
+        return []
+    found = store.multi_get([f"{key}/at/{rank}" for rank in ranks])
+    return [(steps, number) for steps, number in map(json.loads, found)]
 
 
 def _write(store: Store, *, key: str, value: Point) -> None:

@@ -37,6 +37,10 @@ Invariants, and what breaks without them:
   (:meth:`Watchdog._enforce`). Otherwise a main thread that nothing can wake would hang.
 * A rank that raises stays for up to 1.5 s until the others have read the diagnosis, because its process
   may serve the store. Otherwise the others would only see that the store is gone.
+* While nothing is wrong, a watchdog makes one request to the store in
+  :func:`~.settings.store_tick_s`. It looks further when the bell in the store has rung
+  (:meth:`~.messages.Messages.listen`), or when its own rank is stuck. Otherwise thousands of ranks would
+  keep the host that serves the store busy.
 * No call to the store lacks a deadline, since a store whose server is frozen never answers. If the store
   is lost, the watchdog judges by what its own host shows (:meth:`~.inquiry.Inquiry.judge_alone`).
 * The thread holds the watchdog by a weak reference between two looks. Otherwise the watchdog of an
@@ -74,9 +78,11 @@ from zeroshard.watchdog.rank_status import (
     stacks,
 )
 from zeroshard.watchdog.run_record import keep_recordings
-from zeroshard.watchdog.settings import WatchdogSettings
+from zeroshard.watchdog.settings import WatchdogSettings, store_tick_s
 from zeroshard.watchdog.tracked_calls import CallsOfTorch, SetUps, TrackedCalls, newest_of
 
+#: How long the store may take to answer a rank that starts. All ranks start at once.
+_START_S = 60.0
 #: How long a main thread with a broken connection waits for the diagnosis.
 _EXPLAIN_S = 8.0
 #: How long it then stays so that the others can read the diagnosis: this process may serve the store.
@@ -154,6 +160,8 @@ class Watchdog:
         self._left: dict[str, str] = {}
         self._frozen: FrozenStack | None = None
         self._elected_at_s: float | None = None
+        self._listen_due_s = 0.0
+        self._has_rung = False  # and the number of the newest question has not been read since
         self._deadline_s: float | None = None
         self._told = False
         self._presence = Recorder(
@@ -162,14 +170,14 @@ class Watchdog:
         self._own = Peer(rank, self._here, str(recording))
         self.messages = Messages(store, self._own, store_rank=store_rank, hung_up=hung_up)
         self._inquiry = Inquiry(rank, self._ranks, self._here, self.messages, self._state.stop)
-        times = self.messages.add(f"times/{rank}", 1)
+        times = self.messages.add(f"times/{rank}", 1, timeout_s=_START_S)
         # A rank that starts its first watchdog still reads the diagnosis that ended the run. A rank that
         # starts another one reads only newer ones.
         self._since = self._answered = self._viewed = 0
         self._views_due: dict[int, int] = {}  # number -> looks until it is given up
         if times > 1:
-            self._since = self._answered = self.messages.asked()
-        self.messages.post_card("on")
+            self._since = self._answered = self.messages.asked(timeout_s=_START_S)
+        self.messages.post_card("on", timeout_s=_START_S)
         self._farewell = _close_at_exit(self)
         weakref.finalize(self, atexit.unregister, self._farewell)
         self._thread = threading.Thread(
@@ -339,9 +347,13 @@ class Watchdog:
         return None
 
     def _linger(self) -> None:
-        """Wait up to 1.5 s until the others have read the diagnosis: this process may serve the store."""
+        """Wait until the others have read the diagnosis: this process may serve the store.
+
+        Up to 1.5 s, or as long as very many ranks need to look into the store.
+        """
         self._state.delivered.set()
-        until = time.monotonic() + _LINGER_S
+        store_tick_s = self._store_tick_s()
+        until = time.monotonic() + max(_LINGER_S, 1.5 * store_tick_s)
         with contextlib.suppress(StoreLost):
             while time.monotonic() < until:
                 here = sum(
@@ -350,7 +362,7 @@ class Watchdog:
                 )
                 if self.messages.count_read() >= here:
                     return
-                time.sleep(POLL_S)
+                time.sleep(max(POLL_S, len(self._ranks) / 4096))
 
     # -- the thread --------------------------------------------------------------------------------
 
@@ -383,20 +395,36 @@ class Watchdog:
                 due = calls if due is None or calls.doubt else due
         alone = False
         try:
+            self._listen(now_s)
             for followed in list(self._sessions):
                 for errand in followed.errands:
                     errand()
-            asked, views = self.messages.news(timeout_s=5 * self._settings.tick_s)
-            self._show(views)
-            if asked > self._answered:
-                self._answer(asked)
-            elif due is not None:
-                alone = not self._inquire(asked + 1, due)
+            if self._has_rung or due is not None or self._views_due:
+                asked, views = self.messages.news(timeout_s=5 * self._settings.tick_s)
+                self._has_rung = False
+                self._show(views)
+                if asked > self._answered:
+                    self._answer(asked)
+                elif due is not None:
+                    alone = not self._inquire(asked + 1, due)
         except StoreLost:
             alone = due is not None
         if alone and due is not None and self._state.diagnosis is None:
             own = self._own_answer(due.label, due)
             self._adopt(self._inquiry.judge_alone(due, self._settings, own))
+
+    def _listen(self, now_s: float) -> None:
+        """Note whether another rank wants this one to look into the store, if it is time to ask."""
+        self.messages.on_call()  # more often than the store is used
+        if now_s < self._listen_due_s:
+            return
+        heard = self.messages.listen(timeout_s=5 * self._settings.tick_s)
+        self._has_rung = heard or self._has_rung
+        # Half a tick early: a look that comes a little too early must not wait for the next one.
+        self._listen_due_s = now_s + self._store_tick_s() - self.tick_s() / 2
+
+    def _store_tick_s(self) -> float:
+        return store_tick_s(self.tick_s(), len(self._ranks))
 
     def _followed(self) -> list[TrackedCalls]:
         parts = [part for session in list(self._sessions) for part in session.parts]
@@ -431,7 +459,8 @@ class Watchdog:
         self.messages.answer(asked, self._own_answer(label, calls))
         self._answered = asked
         self._elected_at_s = None
-        until = time.monotonic() + 7 * self._settings.tick_s
+        wait_s = self._settings.answer_s(len(self._ranks)) + 2 * self._store_tick_s()
+        until, pause_s = time.monotonic() + wait_s, POLL_S
         while time.monotonic() < until and not self._state.stop.is_set():
             found = self.messages.diagnosis_of(asked, self._since)
             if found is not None:
@@ -442,7 +471,8 @@ class Watchdog:
                     calls.doubt = False
                 self._adopt(diagnosis)
                 return
-            time.sleep(POLL_S)
+            time.sleep(pause_s)
+            pause_s = max(POLL_S, min(2 * pause_s, len(self._ranks) / 2048))
 
     def _inquire(self, number: int, calls: TrackedCalls) -> bool:
         """Ask all ranks, judge and publish, if this rank is elected for question ``number``.
@@ -452,7 +482,7 @@ class Watchdog:
         if not self.messages.is_elected(number):
             now_s = time.monotonic()
             self._elected_at_s = self._elected_at_s or now_s
-            return now_s - self._elected_at_s < 5 * self._settings.tick_s
+            return now_s - self._elected_at_s < self._settings.answer_s(len(self._ranks))
         self._elected_at_s = None
         self._answered = number
         own = self._own_answer(calls.label, calls)
