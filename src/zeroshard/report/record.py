@@ -118,7 +118,7 @@ def _lines(path: Path, text: str) -> Iterator[dict[str, Any]]:
             found = error
         if not isinstance(found, dict) or "kind" not in found:
             raise UsageError(
-                f"{path}, line {number} is damaged: {line[:60]!r} is no JSON object with a kind. "
+                f"{path}, line {number} is damaged: {line[:60]!r} is not a JSON object with a kind. "
                 "Copy the file again, or remove the line."
             )
         yield found
