@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 import gc
-import os
-import shutil
-import tempfile
 
 import pytest
 
 from zeroshard.testing import leak_check
 from zeroshard.testing.ranks import pool
-
-
-def pytest_configure(config):
-    """Let the engines of all tests record their steps in one folder, which is removed at the end."""
-    folder = tempfile.mkdtemp(prefix="zeroshard-test-runs-")
-    os.environ["ZEROSHARD_DUMP_DIR"] = folder
-    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def pytest_collection_modifyitems(items):
