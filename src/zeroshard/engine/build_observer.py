@@ -6,6 +6,7 @@ import os
 import platform
 import socket
 import time
+import weakref
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,7 @@ from zeroshard.device.choice import ops_of
 from zeroshard.engine.draft import Draft
 from zeroshard.engine.observe import Observer
 from zeroshard.engine.optimizer_step import is_fake
-from zeroshard.engine.run_log import JsonLines, RunLog, file_name
+from zeroshard.engine.run_log import JsonLines, RunLog, file_name, note_in
 from zeroshard.engine.runtime import ZeroRuntime
 from zeroshard.engine.step_stream import StepStream
 from zeroshard.launch.env import variables_of_behaviour
@@ -79,7 +80,11 @@ def _run_log(draft: Draft, runtime: ZeroRuntime, watch: CommSession) -> RunLog |
         settings = WatchdogSettings.from_config(trust).with_environment()
         return make_run_folder(settings.dump_dir) / file_name(attempt(), os.getpid())
 
-    return RunLog(JsonLines(path, partial(_first_line, draft, runtime, watch)))
+    run_log = RunLog(JsonLines(path, partial(_first_line, draft, runtime, watch)))
+    if watch.session_watch is not None and watch.session_watch.pace is not None:
+        weak = weakref.ref(run_log)
+        watch.session_watch.pace.listeners.append(lambda found: note_in(weak, found[1]))
+    return run_log
 
 
 def _first_line(draft: Draft, runtime: ZeroRuntime, watch: CommSession) -> dict[str, Any]:

@@ -116,8 +116,13 @@ class _Warnings(logging.Handler):
         self._run_log = run_log
 
     def emit(self, record: logging.LogRecord) -> None:
-        if (run_log := self._run_log()) is not None:
-            run_log.note_incident(record.getMessage())
+        note_in(self._run_log, record.getMessage())
+
+
+def note_in(run_log: weakref.ref[RunLog], text: str) -> None:
+    """Add an incident, if the record is still there."""
+    if (found := run_log()) is not None:
+        found.note_incident(text)
 
 
 def _end(run_log: weakref.ref[RunLog]) -> None:
