@@ -25,7 +25,7 @@ from zeroshard.config import load_config
 from zeroshard.config.parse import read_source
 from zeroshard.core.mesh import DIMS, HOLDERS, SHARDS, Mesh
 from zeroshard.engine.engine import Engine
-from zeroshard.engine.report import MemoryRow
+from zeroshard.engine.report import OUTSIDE, MemoryRow
 from zeroshard.errors import UsageError
 from zeroshard.parallel.pipeline_stage import Boundary
 from zeroshard.parallel.schedules import SCHEDULES, idle, live
@@ -289,7 +289,7 @@ def _result(engine: Engine, model: nn.Module, watch: Allocations, log: StepLog) 
         mesh,
         rank,
         sum(unit.layout.params_numel for unit in engine.runtime.units),
-        engine.memory_report().rows,
+        tuple(row for row in engine.memory_report().rows if row.category not in OUTSIDE),
         watch.activations_nbytes,
         watch.peak_nbytes,
         tuple(_traffic(engine, log.calls)),

@@ -158,7 +158,11 @@ def _over_steps(chart: Chart, curves: dict[str, Points]) -> Figure:
 
 def _memory(record: Record) -> Figure:
     mib = 2**20
-    rows = [row for row in record.facts["memory"] if row["planned"] or row["measured"]]
+    rows = [
+        row
+        for row in record.facts["memory"]
+        if (row["planned"] or row["measured"]) and row["category"] != "peak"
+    ]
     bars = {}
     for row in rows:
         name = row["category"] if row["tier"] == "device" else f"{row['category']} ({row['tier']})"
@@ -166,15 +170,16 @@ def _memory(record: Record) -> Figure:
         if row["planned"] is not None:
             bars[name]["planned"] = row["planned"] / mib
     return Figure(
-        "Memory of the engine, planned and measured",
+        "Memory, planned and measured",
         bar_chart(bars or {"nothing": {"measured": 0.0}}, "MiB, rank 0"),
         ("category", "planned, MiB", "measured, MiB"),
         [
             (name, f"{held.get('planned', math.nan):.2f}", f"{held['measured']:.2f}")
             for name, held in bars.items()
         ],
-        "What rests between two steps, and the peaks of gradients, gathered parameters, buckets and "
-        "scratch memory (no plan: nan). Activations are the model's and are not in it.",
+        "What rests between two steps, and the peaks of gradients, gathered parameters, buckets, scratch "
+        "memory and activations (no plan: nan). Activations are what the engine did not hold when a "
+        "backward began; on a CPU the growth of the process. Every tenth step was looked at.",
     )  # fmt: skip
 
 
