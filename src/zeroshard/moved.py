@@ -222,6 +222,10 @@ CLASSES = {  # module of today: old name -> new name, or "module:name" where tha
         "parameter_list": "engine.draft:parameter_list",
         "schedule_over": "engine.draft:schedule_over",
     },
+    "engine.monitors": {
+        name: f"engine.sinks:{name}"
+        for name in ("CometSink", "CsvSink", "TensorboardSink", "WandbSink")
+    },
     "engine.build": {
         "GATHERED_AS_ONE": "engine.unit_plan:GATHERED_AS_ONE",
         "ManualGC": "engine.manual_gc:ManualGC",

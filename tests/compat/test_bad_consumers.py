@@ -192,22 +192,17 @@ def with_monitor(section: str, module: str) -> None:
     ("section", "module", "package", "wanted"),
     [
         ("wandb", "wandb", "wandb", "'zeroshard[monitor]'"),
-        ("tensorboard", "torch.utils.tensorboard", "tensorboard", "'zeroshard[monitor]'"),
+        ("tensorboard", "tensorboard", "tensorboard", "'zeroshard[monitor]'"),
         ("comet", "comet_ml", "comet_ml", "comet_ml"),
     ],
 )
 def test_a_monitor_without_its_package_ends_all_ranks(section, module, package, wanted):
     ends, _ = answers(with_monitor, section, module)
     text = (
-        f"ConfigError: {section}.enabled is true, but the package {package} cannot be imported (import "
-        f"of {module} halted; None in sys.modules); install it (pip install {wanted}) or set "
-        f"{section}.enabled to false"
+        f"ConfigError: {section}.enabled is true, but the package {package} cannot be imported; "
+        f"install it (pip install {wanted}) or set {section}.enabled to false"
     )
-    assert ends[0] == text
-    assert ends[1].startswith("RankMismatch: RankMismatch: rank 0 (host ")
-    assert ends[1].endswith(
-        f") failed before all ranks had joined, so no rank can continue: {text}"
-    )
+    assert ends == [text, text]
 
 
 def lightning_is_missing() -> None:

@@ -587,10 +587,10 @@ CASES: tuple[Case, ...] = (
         '"rollback" could act on; remove one of the two keys',
     ),
     case(
-        "trackio",
-        {**ONE, "trackio": {"enabled": True}},
+        "mlflow",
+        {**ONE, "mlflow": {"enabled": True, "tracking_url": "sqlite:///x.db"}},
         1,
-        'trackio: planned, not implemented yet; it is {"enabled": true}, leave it out',
+        'mlflow.tracking_url: no such key. Did you mean "tracking_uri"?',
     ),
     case(
         "amp",

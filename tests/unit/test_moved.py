@@ -27,6 +27,8 @@ GONE = (  # what stays out, and why: modules, or names of a module
         "has no equivalent: deleted with the code that used it",
         "comm.agree:agree_value comm.agreement:agree_value config.offload:notices "
         "core.verdict:MEETINGS watchdog.diagnosis:MEETINGS "
+        "engine.monitors:LOSS_SCALE engine.monitors:LR engine.monitors:TRAIN_LOSS "
+        "engine.monitors:train_events "
         "config:not_yet config.keys:not_yet",
     ),
     (

@@ -80,7 +80,7 @@ def _run_log(draft: Draft, runtime: ZeroRuntime, watch: CommSession) -> RunLog |
         settings = WatchdogSettings.from_config(trust).with_environment()
         return make_run_folder(settings.dump_dir) / file_name(attempt(), os.getpid())
 
-    run_log = RunLog(JsonLines(path, partial(_first_line, draft, runtime, watch)))
+    run_log = RunLog(JsonLines(path), partial(_first_line, draft, runtime, watch))
     if watch.session_watch is not None and watch.session_watch.pace is not None:
         weak = weakref.ref(run_log)
         watch.session_watch.pace.listeners.append(lambda found: note_in(weak, found[1]))

@@ -20,7 +20,7 @@ from typing import Any
 from zeroshard.engine.sinks import SINKS, CallableSink, Event, Sink, check_packages
 from zeroshard.errors import ConfigError
 
-_log = logging.getLogger("zeroshard.monitors")
+_log = logging.getLogger("zeroshard")
 
 QUEUE = 1000
 """Lists of events that wait for one sink; one list is one step."""

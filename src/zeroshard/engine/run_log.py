@@ -27,6 +27,8 @@ from zeroshard.engine.sinks import Sink
 from zeroshard.engine.step_stream import StepEvent
 from zeroshard.errors import in_short
 
+_logger = logging.getLogger("zeroshard")  # of nearly all warnings of the library
+
 FACTS_EVERY = 100
 """Steps between two lines about memory and traffic."""
 _NUMBERS = itertools.count()  # of the engines of this process
@@ -35,17 +37,13 @@ _NUMBERS = itertools.count()  # of the engines of this process
 class JsonLines(Sink):
     """A file of JSON lines. It is made with the first line. ``path()`` makes its folder."""
 
-    def __init__(self, path: Callable[[], Path], first: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(self, path: Callable[[], Path]) -> None:
         self._path = path
-        self._first: Callable[[], Mapping[str, Any]] | None = first
         self._file: TextIO | None = None
 
     def open(self) -> None:
         """See :class:`Sink`."""
         self._file = self._path().open("w", encoding="utf-8", buffering=1)  # by lines
-        assert self._first is not None
-        self.write(self._first())
-        self._first = None  # it refers to the memory of the engine, and a thread refers to this
 
     def write(self, line: Any) -> None:
         """Append one line. Numbers that are not finite become null."""
@@ -59,23 +57,27 @@ class JsonLines(Sink):
 
 
 class RunLog:
-    """Records one engine. ``facts()`` makes what lines about its memory and traffic say.
+    """Records one engine. ``first()`` makes the first line; ``facts()`` what lines about its memory and
+    traffic say.
 
     Nothing that lives longer refers to it, so that an engine that is dropped is freed.
     """
 
-    def __init__(self, lines: JsonLines) -> None:
+    def __init__(self, lines: JsonLines, first: Callable[[], Mapping[str, Any]]) -> None:
         weak = weakref.ref(self)
         self._worker = Worker(lines, "the record of the run", before_exit=partial(_end, weak))
+        self._first = first
         self.facts: Callable[[], Mapping[str, Any]] = dict
         self._step = 0
         self._has_ended = False
         self._warnings = _Warnings(weak)
-        logging.getLogger("zeroshard").addHandler(self._warnings)
+        _logger.addFilter(self._warnings)
         weakref.finalize(self, _forget, self._warnings, self._worker).atexit = False
 
     def note_step(self, event: StepEvent) -> None:
         """Add a line with the values of a step."""
+        if not self._step:
+            self._worker.put(self._first())
         self._step = event.step
         self._worker.put({
             "kind": "step", "step": event.step, "samples": event.samples, "time_s": event.time_s,
@@ -93,7 +95,7 @@ class RunLog:
 
     def end(self, reason: str = "") -> None:
         """Add the last line. ``reason``: the error that ends the run."""
-        logging.getLogger("zeroshard").removeHandler(self._warnings)
+        _logger.removeFilter(self._warnings)
         if self._step and not self._has_ended:
             self._has_ended = True
             self._note_facts("end", reason=reason)
@@ -108,15 +110,21 @@ class RunLog:
         })  # fmt: skip
 
 
-class _Warnings(logging.Handler):
-    """Passes warnings of the library to the record."""
+class _Warnings(logging.Filter):
+    """Passes warnings of the library to the record.
+
+    Not a handler: with one, Python would not print warnings of a program that configures no logging.
+    """
 
     def __init__(self, run_log: weakref.ref[RunLog]) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__()
         self._run_log = run_log
 
-    def emit(self, record: logging.LogRecord) -> None:
-        note_in(self._run_log, record.getMessage())
+    def filter(self, record: logging.LogRecord) -> bool:
+        """True: every record goes on."""
+        if record.levelno >= logging.WARNING:
+            note_in(self._run_log, record.getMessage())
+        return True
 
 
 def note_in(run_log: weakref.ref[RunLog], text: str) -> None:
@@ -132,8 +140,8 @@ def _end(run_log: weakref.ref[RunLog]) -> None:
         found.end("" if error is None else in_short(error))
 
 
-def _forget(warnings: logging.Handler, worker: Worker) -> None:
-    logging.getLogger("zeroshard").removeHandler(warnings)
+def _forget(warnings: logging.Filter, worker: Worker) -> None:
+    _logger.removeFilter(warnings)
     worker.end()
 
 
