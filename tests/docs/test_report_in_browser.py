@@ -45,6 +45,14 @@ def record() -> str:
     return "".join(json.dumps(line) + "\n" for line in lines)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def fonts_are_open(tmp_path_factory):
+    """matplotlib keeps the files of its fonts open from their first use on."""
+    folder = tmp_path_factory.mktemp("first")
+    (folder / "steps-0-1-0.jsonl").write_text(record())
+    make_page(folder)
+
+
 def test_the_page_of_a_run(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()

@@ -540,9 +540,13 @@ def _control_group(crew: SetUpRanks, peers: Peers, meetings: Recorder) -> Contro
         nonlocal known
         fates = {at: peer.fate(here) for at, peer in near.items()}
         ended = {at: detail for at, (fate, detail) in fates.items() if fate == "gone"}
-        if (count := left.add(LEAVERS, 0)) != known[0]:
-            whys = {at: look(left, str(rank)) for at, rank in enumerate(crew.ranks)}
-            known = count, {at: why for at, why in whys.items() if why}
+        try:
+            if (count := left.add(LEAVERS, 0)) != known[0]:
+                whys = {at: look(left, str(rank)) for at, rank in enumerate(crew.ranks)}
+                known = count, {at: why for at, why in whys.items() if why}
+        except RuntimeError:  # a process that has ended on this host is known without the store
+            if not ended:
+                raise
         return dict(sorted((known[1] | ended).items()))
 
     return ControlGroup(
