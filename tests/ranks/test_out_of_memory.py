@@ -53,7 +53,7 @@ def test_a_failed_allocation_tells_what_the_rank_holds(phase):
     model = GreedyNet(phase)
     with kit.engine(model, 1) as engine, pytest.raises(RuntimeError) as caught:
         if phase == "the update":
-            engine._update.run = lambda _: torch.empty(TOO_LARGE, dtype=torch.uint8)
+            engine._update.run = lambda *_: torch.empty(TOO_LARGE, dtype=torch.uint8)
         engine.backward(engine(torch.ones(2, 8)))
         engine.step()
     text = caught.value.args[0]
