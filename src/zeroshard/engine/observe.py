@@ -172,9 +172,12 @@ class Observer:
         (report, samples, skipped), self._ended = self._ended, None
         marks, self._marks = self._marks, []
         self._steps += 1
-        if self.stream is not None and (step := self.stream.end_step(report, samples)) is not None:
-            step.phases = marks
-            self.stream.send(step)
+        heard = self._run_log is not None or bool(self.monitors)  # monitors may be added later
+        if self.stream is not None and heard:
+            step = self.stream.end_step(report, samples)
+            if step is not None:
+                step.phases = marks
+                self.stream.send(step)
         before, self._last_disk = self._last_disk, self._disk()
         if self._is_main_rank and self._line_every and report.step % self._line_every == 0:
             logger.info("%s", step_line(report, skipped))
