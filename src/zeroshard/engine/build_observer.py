@@ -67,7 +67,7 @@ def make_observer(draft: Draft, runtime: ZeroRuntime, watch: CommSession) -> Obs
         run_log=run_log,
         make_stream=make_stream if sends else None,
         is_main_rank=draft.rank_info.is_main_rank,
-        disk=partial(getattr, runtime.stores, "timeline"),
+        disk=partial(getattr, runtime.stores, "timeline") if runtime.stores.uses_disk else None,
     )
 
 

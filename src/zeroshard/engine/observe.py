@@ -80,8 +80,8 @@ class Observer:
     (``verbose``: per unit, ``prof_ops``: only these); the monitor sections; ``trust.report``.
 
     ``make_stream`` makes the events of steps; None on ranks that send none. ``disk()`` returns an object
-    whose text describes what this rank's disk did in the last update; None if no optimizer state is on
-    disk. The main rank logs it after the step's line.
+    whose text describes what this rank's disk did in the last update. The main rank logs it after the
+    step's line. None: no state is on disk.
     """
 
     def __init__(
@@ -94,10 +94,10 @@ class Observer:
         run_log: RunLog | None = None,
         make_stream: Callable[[Callable[[StepEvent], None]], StepStream] | None = None,
         is_main_rank: bool,
-        disk: Callable[[], object | None] = lambda: None,
+        disk: Callable[[], object | None] | None = None,
     ) -> None:
         self._settings = settings
-        self._disk, self._last_disk = disk, disk()
+        self._disk, self._last_disk = disk, None if disk is None else disk()
         self._recorders, self._ledger = recorders, ledger
         self.monitors = monitors
         self._run_log = run_log
@@ -172,13 +172,15 @@ class Observer:
         (report, samples, skipped), self._ended = self._ended, None
         marks, self._marks = self._marks, []
         self._steps += 1
-        heard = self._run_log is not None or bool(self.monitors)  # monitors may be added later
-        if self.stream is not None and heard:
+        # Monitors may be added later, so they are asked in every step.
+        if self.stream is not None and (self._run_log is not None or self.monitors):
             step = self.stream.end_step(report, samples)
             if step is not None:
                 step.phases = marks
                 self.stream.send(step)
-        before, self._last_disk = self._last_disk, self._disk()
+        before = self._last_disk
+        if self._disk is not None:
+            self._last_disk = self._disk()
         if self._is_main_rank and self._line_every and report.step % self._line_every == 0:
             logger.info("%s", step_line(report, skipped))
             if self._last_disk is not before:  # a skipped step does not use the disk
