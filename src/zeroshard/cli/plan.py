@@ -6,14 +6,24 @@ import json
 import sys
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from zeroshard.cli.telling import AsJson, errors_told
 from zeroshard.errors import UsageError
 
+if TYPE_CHECKING:
+    from zeroshard.planner.gpu_kernels import Target
+
 DOES_NOT_FIT = 3
+
+
+class Kind(str, Enum):
+    """The device whose operations are planned."""
+
+    cpu = "cpu"
+    cuda = "cuda"
 
 
 class Aim(str, Enum):
@@ -49,6 +59,12 @@ def plan_command(
         str | None,
         typer.Option(
             help="Predict the time of a step on this machine: a100, h100, h200, rtx4090, or a TOML file."
+        ),
+    ] = None,
+    target: Annotated[
+        Kind | None,
+        typer.Option(
+            help="Plan the operations of this kind of device. Default: that of --machine, or the CPU."
         ),
     ] = None,
     measured: Annotated[
@@ -103,17 +119,19 @@ def plan_command(
         else:
             show_fit(searched, Console())
         raise typer.Exit(0 if searched.chosen is not None else DOES_NOT_FIT)
+    kind: Target | None = None if target is None else target.value
     with errors_told():
         computer = None if machine is None else load_machine(machine)
         if batch == "max":
             found = plan_of_largest_batch(
-                model, Path(config), ranks=ranks, length=seq, memory_gib=memory, machine=computer
-            )
+                model, Path(config), ranks=ranks, length=seq, memory_gib=memory, machine=computer,
+                target=kind,
+            )  # fmt: skip
         else:
             samples = None if batch is None else _samples(batch)
             found = make_plan(
                 model, Path(config), ranks=ranks, micro_batch=samples, length=seq, memory_gib=memory,
-                machine=computer,
+                machine=computer, target=kind,
             )  # fmt: skip
     if as_json:
         print(json.dumps(found.as_dict(), indent=1))

@@ -71,6 +71,9 @@ class Device(Section):
     context_bytes: Number | None = Field(
         default=None, description="Memory that the device's context takes before the first tensor."
     )
+    communicator_bytes: Number | None = Field(
+        default=None, description="Memory that one communicator of NCCL takes for its buffers."
+    )
     bytes_per_s: Curve | None = Field(
         default=None,
         description="Rate of an elementwise operation, by the bytes that it reads and writes: the first "

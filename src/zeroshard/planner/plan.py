@@ -28,6 +28,7 @@ from zeroshard.core.mesh import Mesh
 from zeroshard.core.mesh_sources import resolve_mesh
 from zeroshard.errors import UnsupportedError, UsageError, ZeroShardError
 from zeroshard.planner.allocations import Moment
+from zeroshard.planner.gpu_kernels import Target
 from zeroshard.planner.largest_batch import largest_batch
 from zeroshard.planner.model_source import model_source
 from zeroshard.planner.simulate import Simulation, highest, simulate
@@ -37,12 +38,19 @@ NOT_MODELLED = (
     "memory of the transport (windows, send buffers), of the allocator (reserved and fragmented "
     "blocks), of the device's context and of the program itself",
     "the first step, which creates optimizer state; saving and loading checkpoints",
-    "scratch memory inside kernels; attention takes the form that torch chooses on the CPU, which keeps "
-    "its scores if it has dropout or a learned mask, where fused kernels of a GPU do not",
+    "scratch memory inside kernels",
     "the update runs as torch operations; compiled and Triton updates need less temporary memory",
     "before the engine exists, everything counts as device memory, also state that goes to host or disk",
 )
 """What a plan does not contain."""
+
+NOT_MODELLED_OF: Mapping[Target, str] = {
+    "cpu": "attention takes the form that torch chooses on the CPU, which keeps its scores if it has "
+    "dropout or a learned mask, where fused kernels of a GPU do not: for a GPU use --target cuda",
+    "cuda": "convolutions, recurrent layers and nn.RMSNorm keep what they keep on the CPU; products of a "
+    "GPU may need a workspace",
+}
+"""What a plan for a kind of device does not contain."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,8 @@ class Plan:
     """What one rank of a run needs. ``limit_nbytes``: device memory of a rank; None: not given.
 
     ``own_batch``: the batch came with the model.
-    ``time``: the seconds of a step; None: no machine was given.
+    ``time``: the seconds of a step; None: no machine was given. ``target``: the kind of device whose
+    operations were planned.
     ``one_more_nbytes``: the peak with one more sample in the micro-batch; None: not asked for.
     ``peak_phase`` and ``peak_nbytes``: the highest peak on the device, ``init`` included. ``assumed``:
     what the planner chose itself.
@@ -67,6 +76,7 @@ class Plan:
     one_more_nbytes: int | None = None
     own_batch: bool = False
     time: StepTime | None = None
+    target: Target = "cpu"
 
     @property
     def peak_phase(self) -> str:
@@ -100,9 +110,10 @@ class Plan:
         found = self.simulation
         _, top = highest(found.moments)
         return {
-            "model": self.model, "parameters": found.params_numel, "mesh": self.mesh.text,
-            "ranks": self.mesh.world_size, "rank": found.rank, "stage": self.stage,
-            "micro_batch": self.micro_batch, "fits": self.fits, "limit_nbytes": self.limit_nbytes,
+            "model": self.model, "target": self.target, "parameters": found.params_numel,
+            "mesh": self.mesh.text, "ranks": self.mesh.world_size, "rank": found.rank,
+            "stage": self.stage, "micro_batch": self.micro_batch,
+            "fits": self.fits, "limit_nbytes": self.limit_nbytes,
             "spare_nbytes": self.spare_nbytes, "peak_nbytes": self.peak_nbytes,
             "one_more_nbytes": self.one_more_nbytes,
             "peak_phase": self.peak_phase, "states_nbytes": self.states_nbytes(),
@@ -144,13 +155,15 @@ def make_plan(
     memory_gib: float | None = None,
     checkpointing: bool = False,
     machine: MachineFile | None = None,
+    target: Target | None = None,
 ) -> Plan:
     """Simulate one rank of a run and say what it needs. Must be called outside of any process group.
 
     ``model``: see :func:`~zeroshard.planner.model_source.model_source`. ``micro_batch`` replaces
     ``train_micro_batch_size_per_gpu``; ``length``: tokens of a sample; ``memory_gib``: of one device;
     ``checkpointing``: call the model's ``gradient_checkpointing_enable()``. ``machine``: predict the time
-    of a step on it, and compare the peak with its memory if ``memory_gib`` is not given.
+    of a step on it, and compare the peak with its memory if ``memory_gib`` is not given. ``target``: see
+    :func:`target_of`.
     All ranks of a mesh without pipeline do the same on shards of equal size, so rank 0 stands for all.
 
     Raises:
@@ -158,7 +171,8 @@ def make_plan(
         UsageError: the model is not known, or an argument is impossible.
         UnsupportedError: the model needs values, or an operation has no fake kernel; a pipeline.
     """
-    limit_nbytes = device_nbytes(machine) if memory_gib is None else limit_of(memory_gib)
+    limit_nbytes = None if memory_gib is None else limit_of(memory_gib)
+    kind = target_of(machine, target)
     arguments = {"train_micro_batch_size_per_gpu": micro_batch}
     loaded = load_config(config, world_size=ranks, arguments=arguments)
     settings = loaded.config
@@ -182,9 +196,12 @@ def make_plan(
     with explained(source.name):
         found = simulate(
             source.build, chosen, source.batch, mesh=mesh, rank=0, loss_fn=source.loss,
-            with_events=machine is not None,
+            with_events=machine is not None, target=kind,
         )  # fmt: skip
     assumed = (*source.assumed, f"rank 0 stands for all {ranks} ranks: shards have equal sizes")
+    if memory_gib is None and machine is not None and machine.device.memory_bytes is not None:
+        limit_nbytes, said = device_memory(machine, found.communicators)
+        assumed += (said,)
     return Plan(
         source.name,
         mesh,
@@ -193,7 +210,9 @@ def make_plan(
         limit_nbytes,
         found,
         assumed,
+        not_modelled=(*NOT_MODELLED, NOT_MODELLED_OF[kind]),
         own_batch=source.own_batch,
+        target=kind,
         time=None if machine is None else _time(found, machine, settings, source.batch),
     )
 
@@ -207,12 +226,41 @@ def _time(found: Simulation, machine: MachineFile, settings: Config, batch: Any)
     return step_time(found, machine, samples=samples, tokens=tokens)
 
 
-def device_nbytes(machine: MachineFile | None) -> int | None:
-    """Memory of a device that tensors can have; None: not known."""
-    if machine is None or machine.device.memory_bytes is None:
-        return None
-    context = machine.device.context_bytes
-    return round(machine.device.memory_bytes.value - (context.value if context else 0))
+def target_of(machine: MachineFile | None, asked: Target | None) -> Target:
+    """The kind of device that is planned for: that of the machine, or the one that was asked for.
+
+    A machine with streams is a GPU, a serial one is a CPU. Without both it is the CPU.
+
+    Raises:
+        UsageError: the machine is of another kind than the one asked for.
+    """
+    if machine is None:
+        return asked or "cpu"
+    own: Target = "cuda" if machine.execution == "streams" else "cpu"
+    if asked not in (None, own):
+        raise UsageError(
+            f"--target is {asked}, and the machine {machine.name!r} is of the kind {own} (its execution "
+            f'is "{machine.execution}"). Leave --target out, or name a machine of that kind.'
+        )
+    return own
+
+
+def device_memory(machine: MachineFile, communicators: int) -> tuple[int, str]:
+    """Bytes that tensors can have on a device, which has a size, and a sentence about the rest."""
+    device = machine.device
+    assert device.memory_bytes is not None  # the caller has looked
+    whole = device.memory_bytes.value
+    context, each = device.context_bytes, device.communicator_bytes
+    taken = context.value if context else 0.0
+    parts = [f"{taken / 1e9:.2f} for the device's context ({context.source})"] if context else []
+    if each and communicators:
+        taken += communicators * each.value
+        parts.append(
+            f"{communicators} x {each.value / 1e9:.2f} for communicators of NCCL ({each.source}; those "
+            "that the program itself opens are not known)"
+        )
+    rest = f", of which {' and '.join(parts)} are not for tensors" if parts else ""
+    return round(whole - taken), f"the device has {whole / 1e9:.2f} GB{rest}"
 
 
 def plan_of_largest_batch(
@@ -223,6 +271,7 @@ def plan_of_largest_batch(
     length: int | None = None,
     memory_gib: float | None,
     machine: MachineFile | None = None,
+    target: Target | None = None,
 ) -> Plan:
     """The plan with the largest micro-batch that fits ``memory_gib``; one more sample does not fit.
 
@@ -232,15 +281,14 @@ def plan_of_largest_batch(
         UsageError: there is no limit, one sample does not fit, the model has a batch of its own, or the
             configuration fixes ``train_batch_size``.
     """
-    limit_nbytes = device_nbytes(machine) if memory_gib is None else limit_of(memory_gib)
-    if limit_nbytes is None:
-        raise UsageError("--batch max is the largest that fits --memory, which is not given.")
     plans: dict[int, Plan] = {}
 
     def peak_nbytes(samples: int) -> int:
+        if samples in plans:
+            return plans[samples].peak_nbytes
         plans[samples] = make_plan(
             model, config, ranks=ranks, micro_batch=samples, length=length, memory_gib=memory_gib,
-            machine=machine,
+            machine=machine, target=target,
         )  # fmt: skip
         if plans[samples].own_batch:
             raise UsageError(
@@ -254,6 +302,11 @@ def plan_of_largest_batch(
             f"--batch max tries micro-batches of several sizes, and train_batch_size is {fixed}, which "
             "allows only its divisors. Leave it out of the configuration."
         )
+    if memory_gib is None and (machine is None or machine.device.memory_bytes is None):
+        raise UsageError("--batch max is the largest that fits --memory, which is not given.")
+    peak_nbytes(1)
+    limit_nbytes = plans[1].limit_nbytes
+    assert limit_nbytes is not None
     samples, one_more_nbytes = largest_batch(peak_nbytes, limit_nbytes)
     return replace(plans[samples], one_more_nbytes=one_more_nbytes)
 

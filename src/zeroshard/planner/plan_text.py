@@ -116,7 +116,8 @@ def _parts(plan: Plan) -> Iterator[str | Table]:
         )
     yield (
         f"{plan.model}: {found.params_numel:,} parameters, stage {plan.stage}, {plan.mesh.text}, "
-        f"micro-batch {plan.micro_batch}; state at rest {plan.states_nbytes() / 1e9:.2f} GB"
+        f"micro-batch {plan.micro_batch}, operations of {plan.target}; "
+        f"state at rest {plan.states_nbytes() / 1e9:.2f} GB"
     )
     yield _phases(plan)
     name, top = highest(found.moments)

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map_only
 
-from zeroshard.comm.collectives import RecordedComm
+from zeroshard.comm.collectives import ProcessGroupComm, RecordedComm
 from zeroshard.comm.mesh_objects import mesh_sources
 from zeroshard.comm.simulation import CallLog, Message, lone_rank
 from zeroshard.config import load_config
 from zeroshard.config.parse import read_source
 from zeroshard.core.mesh import DIMS, HOLDERS, SHARDS, Mesh
+from zeroshard.engine.build import gathers_while_reducing
 from zeroshard.engine.engine import Engine
 from zeroshard.engine.report import OUTSIDE, MemoryRow
 from zeroshard.errors import UsageError
@@ -32,6 +33,7 @@ from zeroshard.parallel.schedules import SCHEDULES, idle, live
 from zeroshard.parallel.split import PipelineModel
 from zeroshard.planner.allocations import Allocations, Holding, Moment
 from zeroshard.planner.boundaries import stage_inputs
+from zeroshard.planner.gpu_kernels import Target, kernels_of
 from zeroshard.planner.places import Places
 from zeroshard.planner.step_log import StepEvent, StepLog
 from zeroshard.planner.updated import Updated, updated_by
@@ -80,7 +82,7 @@ class Simulation:
     the device holds the most; "init" is everything before the first step. ``largest``: the largest
     storages at the highest of these moments of the last step. ``units``: their names. ``events``: what
     the rank did in the last step, in order; nothing unless asked for. ``updated``: what its update reads
-    and writes.
+    and writes. ``communicators``: that this rank would open on NCCL, besides the program's own.
     """
 
     mesh: Mesh
@@ -98,6 +100,7 @@ class Simulation:
     units: tuple[str, ...]
     events: tuple[StepEvent, ...]
     updated: Updated
+    communicators: int
 
     def nbytes(self, category: str, tier: str = "device") -> int:
         """Counted bytes of a category. Those of gradients and temporaries are peaks."""
@@ -119,6 +122,7 @@ def simulate(
     plan: Mapping[str, str] | str | None = None,
     steps: int = 2,
     with_events: bool = False,
+    target: Target = "cpu",
 ) -> Simulation:
     """Train ``steps`` steps as ``rank`` of ``mesh`` with fake tensors, and say what that needed.
 
@@ -129,7 +133,8 @@ def simulate(
     by name are a mapping; only shapes and dtypes of its tensors count. ``loss_fn(output, labels)``: the
     loss; a pipeline has its own.
     The first step creates optimizer state, so the second one shows the memory of all later steps.
-    ``with_events``: log what the last step does, for its time.
+    ``with_events``: log what the last step does, for its time. ``target``: the kind of device whose
+    operations the model runs.
 
     The process must not have a process group. Memory of transports, of allocators and of the program
     itself is not counted.
@@ -143,7 +148,7 @@ def simulate(
     config = {key: value for key, value in read_source(config)[0].items() if key != "preemption"}
     log = StepLog()
     watch = Allocations(log.note)
-    with lone_rank(rank, mesh.world_size), FakeTensorMode(), watch:
+    with lone_rank(rank, mesh.world_size), kernels_of(target), FakeTensorMode(), watch:
         inputs, labels = tree_map_only(torch.Tensor, _fake_like, (inputs, labels))
         model = build()
         arriving: Mapping[int, Sequence[Boundary]] = {}
@@ -301,7 +306,17 @@ def _result(engine: Engine, model: nn.Module, watch: Allocations, log: StepLog) 
         tuple(unit.name for unit in engine.runtime.units),
         tuple(log.events),
         updated_by(engine),
+        _communicators(engine),
     )
+
+
+def _communicators(engine: Engine) -> int:
+    """How many communicators the engine opens on NCCL: reductions get their own beside gathers."""
+    groups = [
+        c for c in engine._watch.comms if isinstance(c, ProcessGroupComm) and len(c.ranks) > 1
+    ]
+    both = bool(groups) and gathers_while_reducing(engine.settings)
+    return len(groups) + both + (engine.mesh.pipeline > 1)
 
 
 LARGEST = 20
