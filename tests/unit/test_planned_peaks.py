@@ -9,6 +9,7 @@ from zeroshard.core.ledger import Ledger
 from zeroshard.core.tiers import Tier
 from zeroshard.memory.storage import resize
 from zeroshard.planner.allocations import Allocations
+from zeroshard.planner.places import Places
 
 
 def test_a_gather_that_is_freed_at_once_is_in_the_peak():
@@ -17,7 +18,7 @@ def test_a_gather_that_is_freed_at_once_is_in_the_peak():
         flat, host = torch.empty(100), torch.empty(50)
         resize(flat, 0)
         ledger.hold("optimizer", "host state", host.nbytes, Tier.HOST)
-        watch.measure(ledger, None)
+        watch.measure(ledger, Places())
         watch.phase = "forward"
         for nbytes in (flat.nbytes, 0):  # a unit tells the ledger right after the resize
             resize(flat, nbytes)

@@ -20,12 +20,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zeroshard.core.ledger import Ledger
 from zeroshard.core.tiers import Tier
 from zeroshard.memory.storage import resize_listeners
-from zeroshard.planner.places import Places
+from zeroshard.planner.places import NOWHERE, Place, Places
+
+_PHASES_OF_MODEL = ("init", "forward", "backward")
+"""Phases whose operations are mostly the model's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """One storage: bytes, the operation that made it, its first shape, the phase and the module."""
+    """One storage: bytes, the operation that made it, its first shape, phase, module and line."""
 
     nbytes: int
     op: str
@@ -33,6 +36,7 @@ class Holding:
     dtype: str
     phase: str
     module: str
+    line: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +44,8 @@ class Moment:
     """The moment of a phase at which the device holds the most.
 
     ``device_nbytes``: of everything on the device. ``held``: the ledger's bytes, by category and tier.
-    ``activations_nbytes``: what the ledger does not know. ``op`` and ``module``: the operation that
-    allocated last. ``event``: the number of allocations and releases until then.
+    ``activations_nbytes``: what the ledger does not know. ``op``, ``module`` and ``line``: the operation
+    that allocated last. ``event``: the number of allocations and releases until then.
     """
 
     device_nbytes: int
@@ -49,7 +53,18 @@ class Moment:
     activations_nbytes: int
     op: str
     module: str
+    line: str
     event: int
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What the device holds when an operation has allocated. Rows as in :class:`Moment`."""
+
+    phase: str
+    device_nbytes: int
+    held: Mapping[tuple[str, str], int]
+    activations_nbytes: int
 
 
 class Allocations(TorchDispatchMode):
@@ -60,7 +75,8 @@ class Allocations(TorchDispatchMode):
     ``transport_nbytes``: how many of the followed bytes belong to the transport; they are not counted.
     Costs some microseconds for each operation. ``note(func, args, result)`` gets every call. ``phase``:
     set by the program; each phase has a :class:`Moment` in ``moments``. In the phase "init" the ledger
-    does not exist yet, and everything counts as device memory.
+    does not exist yet, and everything counts as device memory. ``looked(held)``: gets what is held after
+    every allocation of the step that is measured.
     """
 
     def __init__(
@@ -76,7 +92,9 @@ class Allocations(TorchDispatchMode):
         self._events: list[int] = []  # n: holding n began; ~n: it ended
         self._live = 0
         self._ledger: Ledger | None = None
-        self._places: Places | None = None
+        self._places = Places()
+        self._last_held: dict[tuple[str, str], int] = {}
+        self.looked: Callable[[Held], None] | None = None
         self.phase = "init"
         self.moments: dict[str, Moment] = {}
         self.activations_nbytes = 0
@@ -139,15 +157,18 @@ class Allocations(TorchDispatchMode):
         self._begin(key, tensor, storage.nbytes(), op)
 
     def _begin(self, key: int, tensor: Tensor, nbytes: int, op: str) -> None:
-        places = self._places if self.phase in ("forward", "backward") else None
-        module = places.here() if places else ""
-        self._add(key, tensor, nbytes, op, module)
-        self._look(op, module)
+        place = self.here()
+        self._add(key, tensor, nbytes, op, place)
+        self._look(op, place)
 
-    def _add(self, key: int, tensor: Tensor, nbytes: int, op: str, module: str) -> None:
+    def here(self) -> Place:
+        """Module and line of the operation that runs, where the model runs or is built."""
+        return self._places.here() if self.phase in _PHASES_OF_MODEL else NOWHERE
+
+    def _add(self, key: int, tensor: Tensor, nbytes: int, op: str, place: Place) -> None:
         self._at[key] = number = len(self._holdings)
         dtype = str(tensor.dtype).removeprefix("torch.")
-        self._holdings.append(Holding(nbytes, op, tuple(tensor.shape), dtype, self.phase, module))
+        self._holdings.append(Holding(nbytes, op, tuple(tensor.shape), dtype, self.phase, *place))
         self._events.append(number)
         self._live += nbytes
 
@@ -158,9 +179,10 @@ class Allocations(TorchDispatchMode):
             return
         self._end(key)
         nbytes, op = storage.nbytes(), "gather of a unit"
-        self._add(key, flat, nbytes, op, "")
+        place = self.here() if nbytes else NOWHERE
+        self._add(key, flat, nbytes, op, place)
         if nbytes:
-            self._look(op, "", gathered_nbytes=nbytes)
+            self._look(op, place, gathered_nbytes=nbytes)
 
     def _forget(self, key: int) -> None:
         self._refs.pop(key, None)
@@ -172,7 +194,7 @@ class Allocations(TorchDispatchMode):
         self._live -= self._holdings[number].nbytes
         self._events.append(~number)
 
-    def _look(self, op: str, module: str, *, gathered_nbytes: int = 0) -> None:
+    def _look(self, op: str, place: Place, *, gathered_nbytes: int = 0) -> None:
         """Compare with the peaks. ``gathered_nbytes``: what the ledger gets right after this call."""
         known = on_device = 0
         if self._ledger is not None:
@@ -183,10 +205,19 @@ class Allocations(TorchDispatchMode):
         self.activations_nbytes = max(self.activations_nbytes, others)
         self.peak_nbytes = max(self.peak_nbytes, device)
         last = self.moments.get(self.phase)
+        if self.looked is not None:
+            self.looked(Held(self.phase, device, self._held(gathered_nbytes), others))
         if last is None or device > last.device_nbytes:
-            held: dict[tuple[str, str], int] = {}
-            if self._ledger is not None:
-                held = self._ledger.held()
-                gathered = "gathered", Tier.DEVICE.name
-                held[gathered] = held.get(gathered, 0) + gathered_nbytes
-            self.moments[self.phase] = Moment(device, held, others, op, module, len(self._events))
+            held = self._held(gathered_nbytes)
+            self.moments[self.phase] = Moment(device, held, others, op, *place, len(self._events))
+
+    def _held(self, gathered_nbytes: int) -> dict[tuple[str, str], int]:
+        """What the ledger holds. The same object as the last time if it is equal, to save memory."""
+        if self._ledger is None:
+            return {}
+        held = self._ledger.held()
+        gathered = "gathered", Tier.DEVICE.name
+        held[gathered] = held.get(gathered, 0) + gathered_nbytes
+        if held != self._last_held:
+            self._last_held = held
+        return self._last_held

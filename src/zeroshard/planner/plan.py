@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,14 +11,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
 
-import zeroshard
 from zeroshard.config import Config, load_config
 from zeroshard.config.machine_file import MachineFile
 from zeroshard.config.mesh_keys import mesh_from_config
@@ -31,6 +28,7 @@ from zeroshard.planner.allocations import Moment
 from zeroshard.planner.gpu_kernels import Target
 from zeroshard.planner.largest_batch import largest_batch
 from zeroshard.planner.model_source import model_source
+from zeroshard.planner.places import LIBRARIES
 from zeroshard.planner.simulate import Simulation, highest, simulate
 from zeroshard.planner.step_time import StepTime, step_time
 
@@ -367,15 +365,9 @@ def explained(model: str) -> Iterator[None]:
 
 
 def _line(error: BaseException) -> str:
-    """The innermost line outside of torch and of this package. A program may be in any folder."""
+    """The innermost line outside of torch and of this package."""
     frames = traceback.extract_tb(error.__traceback__)
     for frame in reversed(frames):
-        if not frame.filename.startswith(_LIBRARIES):
+        if not frame.filename.startswith(LIBRARIES):
             return f"{frame.filename}:{frame.lineno} ({frame.line})"
     return "a line of torch"
-
-
-_LIBRARIES = tuple(
-    os.path.dirname(module.__file__) + os.sep for module in (torch, zeroshard) if module.__file__
-)
-"""Prefixes of the files of torch and of this package."""

@@ -81,8 +81,9 @@ class Simulation:
     keeps activations of, counted once per pipeline stage. ``moments``: of each phase, the moment at which
     the device holds the most; "init" is everything before the first step. ``largest``: the largest
     storages at the highest of these moments of the last step. ``units``: their names. ``events``: what
-    the rank did in the last step, in order; nothing unless asked for. ``updated``: what its update reads
-    and writes. ``communicators``: that this rank would open on NCCL, besides the program's own.
+    the rank held in the last step, and what it did if that was asked for, in order. ``updated``: what
+    its update reads and writes. ``communicators``: that this rank would open on NCCL, besides the
+    program's own.
     """
 
     mesh: Mesh
@@ -214,6 +215,7 @@ def _last_step(
     for last in reversed(range(steps)):
         if not last:
             _begin(engine, watch, log)
+            log.begin_memory(watch)
             if with_events:
                 log.begin([c for c in engine._watch.comms if isinstance(c, RecordedComm)], watch)
         step()

@@ -1,4 +1,4 @@
-"""Writes down, in order, what a simulated rank does in one step: operations and collectives."""
+"""Writes down, in order, what a simulated rank does in one step: operations, collectives, memory."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from typing import Any, TypeAlias
 from zeroshard.comm.collectives import RecordedComm
 from zeroshard.comm.recorder import Entry, Recorder
 from zeroshard.comm.simulation import CallLog
-from zeroshard.planner.allocations import Allocations
+from zeroshard.planner.allocations import Allocations, Held
 from zeroshard.planner.work import Work, work_of
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """An operation of torch. ``phase``: "forward", "backward" or "step"."""
+    """An operation of torch. ``phase``: "forward", "backward" or "step". ``module``: "" if not known."""
 
     phase: str
     work: Work
+    module: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +42,27 @@ class Ended:
     key: str
 
 
-StepEvent: TypeAlias = Operation | Begun | Ended
+StepEvent: TypeAlias = Operation | Begun | Ended | Held
 
 
 @dataclass
 class StepLog:
-    """Events of a step, from the dispatcher and the recorders, and what layers call."""
+    """Events of a step, from the dispatcher and the recorders, and what layers call.
+
+    The memory of the last step is always logged, operations and collectives if they are asked for.
+    """
 
     calls: CallLog = field(default_factory=CallLog)
     events: list[StepEvent] = field(default_factory=list)
     _watch: Allocations | None = None  # knows the phase
     _ranks: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by id of the recorder
 
+    def begin_memory(self, watch: Allocations) -> None:
+        """Log what the device holds from now on."""
+        watch.looked = self.events.append
+
     def begin(self, comms: Sequence[RecordedComm], watch: Allocations) -> None:
-        """Log from now on, with what these communicators do. ``watch`` knows the phase."""
+        """Log operations from now on, with what these communicators do. ``watch`` knows the phase."""
         self._ranks = {id(comm.recorder): comm.ranks for comm in comms}
         for comm in comms:
             comm.recorder.listener = self
@@ -68,7 +76,8 @@ class StepLog:
         if called is not None:
             self._note_layer(*called, work_of(func, args, result))
         elif func.namespace == "aten":
-            self.events.append(Operation(self._watch.phase, work_of(func, args, result)))
+            work, module = work_of(func, args, result), self._watch.here().module
+            self.events.append(Operation(self._watch.phase, work, module))
 
     def _note_layer(self, op: str, ranks: tuple[int, ...], work: Work) -> None:
         """A collective that a layer calls, and whose result the next operation reads."""
