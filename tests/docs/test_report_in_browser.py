@@ -1,14 +1,19 @@
-"""The page of a run in headless Chromium: no error, no request, no script, no sideways scroll."""
+"""The pages of a run and of a plan in headless Chromium: no error, request, script or sideways scroll."""
 
 from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
+import plan_model
 import pytest
 from browser import CHROMIUM, DRIVER, opened, served
 
+from zeroshard.config.machine_file import load_machine
+from zeroshard.planner.plan import make_plan
 from zeroshard.report.page import make_page
+from zeroshard.report.plan_page import plan_page
 
 pytestmark = [
     pytest.mark.slow,
@@ -58,15 +63,29 @@ def test_the_page_of_a_run(tmp_path):
     folder.mkdir()
     (folder / "steps-0-1-0.jsonl").write_text(record())
     (folder / "report.html").write_text(make_page(folder))
-    with served(folder) as address, opened(tmp_path / "profile") as browser:
-        page = f"{address}/report.html"
+    look_at(folder, "report.html", 11)
+
+
+def test_the_page_of_a_plan(tmp_path):
+    plan = make_plan(
+        "plan_model:factory", plan_model.config(), ranks=4, machine=load_machine("h100")
+    )
+    page = plan_page(plan.as_dict(), json.dumps(plan_model.config()))
+    (tmp_path / "plan.html").write_text(page)
+    look_at(tmp_path, "plan.html", 4)
+
+
+def look_at(folder: Path, name: str, count: int) -> None:
+    """``count``: figures of the page, and tables behind them."""
+    with served(folder) as address, opened(folder / "profile") as browser:
+        page = f"{address}/{name}"
         for pixels in (1280, 390):
             browser.width(pixels)
             visit = browser.open(page)
             assert visit.console == []
             assert visit.failed == []
             assert [each for each in visit.requests if not each.startswith("data:")] == [page]
-            assert browser.run("return window.ran") is None
+            assert browser.run("return window.ran") is None  # no script of a name ran
             assert (
                 browser.run(
                     "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
@@ -77,7 +96,7 @@ def test_the_page_of_a_run(tmp_path):
             "const all = q => [...document.querySelectorAll(q)];"
             "return [all('svg').length, all('summary').filter(s => s.innerText === 'Table').length]"
         )
-        assert figures == tables == 11
+        assert figures == tables == count
         browser.run("document.querySelectorAll('details').forEach(each => { each.open = true; })")
         assert (
             browser.run(

@@ -15,6 +15,7 @@ from zeroshard.errors import UsageError
 
 if TYPE_CHECKING:
     from zeroshard.planner.gpu_kernels import Target
+    from zeroshard.planner.plan import Plan
 
 DOES_NOT_FIT = 3
 
@@ -75,6 +76,17 @@ def plan_command(
             help="Measure this machine's CPU, collectives and disk into this file, and plan nothing.",
         ),
     ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Also write a page with figures into this file."),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Also write the step as a trace for chrome://tracing and Perfetto into this file.",
+        ),
+    ] = None,
     as_json: AsJson = False,
     check: Annotated[
         bool, typer.Option("--check", help="Exit with 3 if the run does not fit --memory.")
@@ -102,6 +114,12 @@ def plan_command(
     from zeroshard.planner.plan_text import show, show_fit
 
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` does, for module:function
+    if fit is not None and (html is not None or trace is not None):
+        with errors_told():
+            raise UsageError(
+                "--html and --trace are of one plan, and --fit makes several. Leave them out, and "
+                "plan the configuration that it prints with them."
+            )
     if fit is not None:
         with errors_told():
             if batch is not None:
@@ -125,20 +143,32 @@ def plan_command(
         if batch == "max":
             found = plan_of_largest_batch(
                 model, Path(config), ranks=ranks, length=seq, memory_gib=memory, machine=computer,
-                target=kind,
+                target=kind, with_events=trace is not None,
             )  # fmt: skip
         else:
             samples = None if batch is None else _samples(batch)
             found = make_plan(
                 model, Path(config), ranks=ranks, micro_batch=samples, length=seq, memory_gib=memory,
-                machine=computer, target=kind,
+                machine=computer, target=kind, with_events=trace is not None,
             )  # fmt: skip
+        _write(found, Path(config).read_text(), html, trace)
     if as_json:
         print(json.dumps(found.as_dict(), indent=1))
     else:
         show(found, Console())
     if check and not found.fits:
         raise typer.Exit(DOES_NOT_FIT)
+
+
+def _write(found: Plan, config: str, html: Path | None, trace: Path | None) -> None:
+    """Write the files that were asked for."""
+    from zeroshard.planner.trace import trace as trace_of
+    from zeroshard.report.plan_page import plan_page
+
+    if html is not None:
+        html.write_text(plan_page(found.as_dict(), config), encoding="utf-8")
+    if trace is not None:
+        trace.write_text(json.dumps(trace_of(found)), encoding="utf-8")
 
 
 def _measure(path: str, model: str | None) -> None:

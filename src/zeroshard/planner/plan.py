@@ -31,6 +31,7 @@ from zeroshard.planner.model_source import model_source
 from zeroshard.planner.places import LIBRARIES
 from zeroshard.planner.simulate import Simulation, highest, simulate
 from zeroshard.planner.step_time import StepTime, step_time
+from zeroshard.planner.timeline import columns, timeline
 
 NOT_MODELLED = (
     "memory of the transport (windows, send buffers), of the allocator (reserved and fragmented "
@@ -106,7 +107,7 @@ class Plan:
     def as_dict(self) -> dict[str, Any]:
         """Everything, for JSON. Sizes in bytes, traffic in elements."""
         found = self.simulation
-        _, top = highest(found.moments)
+        name, top = highest(found.moments)
         return {
             "model": self.model, "target": self.target, "parameters": found.params_numel,
             "mesh": self.mesh.text, "ranks": self.mesh.world_size, "rank": found.rank,
@@ -115,9 +116,13 @@ class Plan:
             "spare_nbytes": self.spare_nbytes, "peak_nbytes": self.peak_nbytes,
             "one_more_nbytes": self.one_more_nbytes,
             "peak_phase": self.peak_phase, "states_nbytes": self.states_nbytes(),
-            "step_peak": {"op": top.op, "module": top.module, "unit": self.unit_of(top)},
+            "step_peak": {
+                "phase": name, "op": top.op, "module": top.module, "unit": self.unit_of(top),
+                "line": top.line,
+            },
             "memory": [asdict(row) for row in found.memory],
             "phases": {name: _moment(moment) for name, moment in found.moments.items()},
+            "timeline": columns(timeline(found.events)),
             "largest": [asdict(holding) for holding in found.largest],
             "traffic": [asdict(row) for row in found.traffic],
             "time": None if self.time is None else self.time.as_dict(),
@@ -139,7 +144,7 @@ def _moment(moment: Moment) -> dict[str, Any]:
     ]
     return {
         "device_nbytes": moment.device_nbytes, "activations_nbytes": moment.activations_nbytes,
-        "op": moment.op, "module": moment.module, "held": held,
+        "op": moment.op, "module": moment.module, "line": moment.line, "held": held,
     }  # fmt: skip
 
 
@@ -154,6 +159,7 @@ def make_plan(
     checkpointing: bool = False,
     machine: MachineFile | None = None,
     target: Target | None = None,
+    with_events: bool = False,
 ) -> Plan:
     """Simulate one rank of a run and say what it needs. Must be called outside of any process group.
 
@@ -161,7 +167,7 @@ def make_plan(
     ``train_micro_batch_size_per_gpu``; ``length``: tokens of a sample; ``memory_gib``: of one device;
     ``checkpointing``: call the model's ``gradient_checkpointing_enable()``. ``machine``: predict the time
     of a step on it, and compare the peak with its memory if ``memory_gib`` is not given. ``target``: see
-    :func:`target_of`.
+    :func:`target_of`. ``with_events``: keep what the step does, for a trace.
     All ranks of a mesh without pipeline do the same on shards of equal size, so rank 0 stands for all.
 
     Raises:
@@ -194,7 +200,7 @@ def make_plan(
     with explained(source.name):
         found = simulate(
             source.build, chosen, source.batch, mesh=mesh, rank=0, loss_fn=source.loss,
-            with_events=machine is not None, target=kind,
+            with_events=with_events or machine is not None, target=kind,
         )  # fmt: skip
     assumed = (*source.assumed, f"rank 0 stands for all {ranks} ranks: shards have equal sizes")
     if memory_gib is None and machine is not None and machine.device.memory_bytes is not None:
@@ -270,6 +276,7 @@ def plan_of_largest_batch(
     memory_gib: float | None,
     machine: MachineFile | None = None,
     target: Target | None = None,
+    with_events: bool = False,
 ) -> Plan:
     """The plan with the largest micro-batch that fits ``memory_gib``; one more sample does not fit.
 
@@ -286,7 +293,7 @@ def plan_of_largest_batch(
             return plans[samples].peak_nbytes
         plans[samples] = make_plan(
             model, config, ranks=ranks, micro_batch=samples, length=length, memory_gib=memory_gib,
-            machine=machine, target=target,
+            machine=machine, target=target, with_events=with_events,
         )  # fmt: skip
         if plans[samples].own_batch:
             raise UsageError(

@@ -14,8 +14,12 @@ from zeroshard.planner.fit import Fit
 from zeroshard.planner.plan import Plan
 from zeroshard.planner.simulate import highest
 from zeroshard.planner.step_time import NOT_MODELLED, StepTime
+from zeroshard.planner.timeline import blocks, timeline
 
 GIB = 2**30
+
+TEXT_MOMENTS = 60
+"""Moments of the timeline."""
 
 
 def show(plan: Plan, console: Console) -> None:
@@ -123,7 +127,11 @@ def _parts(plan: Plan) -> Iterator[str | Table]:
     name, top = highest(found.moments)
     where = f", module {top.module}" if top.module else ""
     unit = plan.unit_of(top)
-    yield f"highest in a step: {name}, {top.op}{where}{f', unit {unit}' if unit else ''}"
+    line = f", at {top.line}" if top.line else ""
+    yield f"highest in a step: {name}, {top.op}{where}{f', unit {unit}' if unit else ''}{line}"
+    points = timeline(found.events, TEXT_MOMENTS)
+    phases = ", ".join(dict.fromkeys(held.phase for _, held in points))
+    yield f"over the step ({phases}): {blocks(points)}"
     yield _largest(plan)
     yield _traffic(plan)
     if plan.time is not None:

@@ -54,8 +54,24 @@ class Timing:
     host_s: float
 
 
-def timing(events: Sequence[Event], *, serial: bool) -> Timing:
+@dataclass(frozen=True, slots=True)
+class Span:
+    """When an event has its stream, in seconds since the step began. ``wait``: the stream waits."""
+
+    stream: str
+    begin_s: float
+    end_s: float
+    wait: bool = False
+
+
+COMPUTE = "compute"
+"""The name of the compute stream."""
+
+
+def timing(events: Sequence[Event], *, serial: bool) -> tuple[Timing, Sequence[Span]]:
     """The second of two equal steps: it waits for what the first one has started.
+
+    Also when each event runs, in their order. Streams besides compute may end after the step.
 
     ``serial``: one processor is the host and all streams. Otherwise the host runs ahead of the device,
     and waits for the compute stream at the end of a step.
@@ -64,33 +80,39 @@ def timing(events: Sequence[Event], *, serial: bool) -> Timing:
         return _serial(events)
     clock = _Clock()
     clock.run(events)
-    before = clock.compute_at
     clock.reset()
     clock.run(events)
-    return Timing(
-        clock.compute_at - before, clock.compute_s, clock.busy_s, clock.exposed_s, clock.idle_s
-    )
+    total_s = clock.compute_at - clock.began_at
+    found = Timing(total_s, clock.compute_s, clock.busy_s, clock.exposed_s, clock.idle_s)
+    return found, clock.spans
 
 
-def _serial(events: Iterable[Event]) -> Timing:
-    compute_s = host_s = 0.0
+def _serial(events: Iterable[Event]) -> tuple[Timing, Sequence[Span]]:
+    compute_s = host_s = now = 0.0
     busy_s: dict[str, float] = {}
+    spans = []
     for event in events:
         if isinstance(event, Wait):
+            spans.append(Span(COMPUTE, now, now, wait=True))
             continue
         host_s += event.host_s
+        begin = now + event.host_s
+        now = begin + event.seconds
+        stream = event.stream if isinstance(event, Start) else COMPUTE
+        spans.append(Span(stream, begin, now))
         if isinstance(event, Start):
             busy_s[event.stream] = busy_s.get(event.stream, 0.0) + event.seconds
         else:
             compute_s += event.seconds
     total_s = compute_s + host_s + sum(busy_s.values())
-    return Timing(total_s, compute_s, busy_s, busy_s, host_s)
+    return Timing(total_s, compute_s, busy_s, busy_s, host_s), spans
 
 
 @dataclass
 class _Clock:
     """Where host, compute stream and other streams are, in seconds."""
 
+    began_at: float = 0.0  # of the step
     host_at: float = 0.0
     compute_at: float = 0.0
     stream_at: dict[str, float] = field(default_factory=dict)
@@ -99,11 +121,13 @@ class _Clock:
     idle_s: float = 0.0
     busy_s: dict[str, float] = field(default_factory=dict)
     exposed_s: dict[str, float] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
 
     def reset(self) -> None:
         """Count the next step only."""
         self.compute_s = self.idle_s = 0.0
         self.busy_s, self.exposed_s = {}, {}
+        self.began_at, self.spans = self.compute_at, []
 
     def run(self, events: Iterable[Event]) -> None:
         """Run one step."""
@@ -114,10 +138,14 @@ class _Clock:
             self.host_at += event.host_s
             if isinstance(event, Start):
                 self._start(event)
-            elif event.seconds:
+                continue
+            begin = self.compute_at
+            if event.seconds:
                 self.idle_s += max(0.0, self.host_at - self.compute_at)
-                self.compute_at = max(self.compute_at, self.host_at) + event.seconds
+                begin = max(self.compute_at, self.host_at)
+                self.compute_at = begin + event.seconds
                 self.compute_s += event.seconds
+            self._note(COMPUTE, begin, self.compute_at)
         self.idle_s += max(0.0, self.host_at - self.compute_at)
         self.host_at = self.compute_at = max(self.host_at, self.compute_at)
 
@@ -127,9 +155,14 @@ class _Clock:
         self.stream_at[event.stream] = end
         self.ends[event.key] = event.stream, end
         self.busy_s[event.stream] = self.busy_s.get(event.stream, 0.0) + event.seconds
+        self._note(event.stream, begin, end)
+
+    def _note(self, stream: str, begin: float, end: float, *, wait: bool = False) -> None:
+        self.spans.append(Span(stream, begin - self.began_at, end - self.began_at, wait))
 
     def _wait(self, key: str) -> None:
         stream, end = self.ends.get(key, ("", 0.0))
+        self._note(COMPUTE, self.compute_at, max(self.compute_at, end), wait=True)
         if end > self.compute_at:
             self.exposed_s[stream] = self.exposed_s.get(stream, 0.0) + end - self.compute_at
             self.compute_at = end

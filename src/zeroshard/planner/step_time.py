@@ -15,9 +15,9 @@ from typing import Any
 
 from zeroshard.config.machine_file import MachineFile, Source, Values, rate_at
 from zeroshard.core.tiers import Tier
-from zeroshard.planner.schedule import Compute, Event, Start, Timing, Wait, timing
+from zeroshard.planner.schedule import Compute, Event, Span, Start, Timing, Wait, timing
 from zeroshard.planner.simulate import Simulation
-from zeroshard.planner.step_log import Begun, Ended, Operation
+from zeroshard.planner.step_log import Begun, Ended, Operation, StepEvent
 from zeroshard.planner.updated import Updated
 from zeroshard.planner.work import Work
 
@@ -47,7 +47,8 @@ class StepTime:
 
     ``kinds``: seconds of compute by what limits it, without the update. ``update_s``: of the update, a
     part of compute or of "host update". ``samples`` and ``tokens``: of all ranks in a step; 0 tokens: not
-    known. ``sources``: of the numbers that were used.
+    known. ``sources``: of the numbers that were used. ``spans``: of each event of the simulation that
+    takes time when it runs, in order; the event of an update that is not on the device is None.
     """
 
     machine: str
@@ -58,6 +59,7 @@ class StepTime:
     samples: int
     tokens: int
     sources: Mapping[str, Source]
+    spans: Sequence[tuple[StepEvent | None, Span]] = ()
 
     @property
     def total_s(self) -> float:
@@ -95,11 +97,12 @@ def step_time(found: Simulation, machine: MachineFile, *, samples: int, tokens: 
         UsageError: the machine file lacks a number that the step needs.
     """
     price = Prices(Values(machine), found.mesh.world_size)
-    events = list(_priced(found, price))
+    pairs = list(_priced(found, price))
     serial = machine.execution == "serial"
+    times, spans = timing([priced for _, priced in pairs], serial=serial)
     return StepTime(
-        machine.name, serial, timing(events, serial=serial), price.update_s(found.updated),
-        price.kinds_s, samples, tokens, price.values.used,
+        machine.name, serial, times, price.update_s(found.updated), price.kinds_s, samples, tokens,
+        price.values.used, [(event, span) for (event, _), span in zip(pairs, spans, strict=True)],
     )  # fmt: skip
 
 
@@ -191,7 +194,7 @@ def sent_part(op: str, size: int) -> float:
     return passes * (size - 1) / size
 
 
-def _priced(found: Simulation, price: Prices) -> Iterator[Event]:
+def _priced(found: Simulation, price: Prices) -> Iterator[tuple[StepEvent | None, Event]]:
     """The events of a step with their seconds. Those of the update share its time by their bytes."""
     updated = found.updated
     on_device = updated.tier == Tier.DEVICE.name or price.values.machine.execution == "serial"
@@ -202,17 +205,23 @@ def _priced(found: Simulation, price: Prices) -> Iterator[Event]:
     for event in found.events:
         if isinstance(event, Operation) and event.phase == "step":
             if away:
-                yield from _update_away(updated, price)
+                yield from ((None, event) for event in _update_away(updated, price))
                 away = False
             else:
-                yield Compute(event.work.nbytes * rate, price.operation_s)
+                yield event, Compute(event.work.nbytes * rate, price.operation_s)
         elif isinstance(event, Operation):
-            yield Compute(price.work_s(event.work), price.operation_s)
+            yield event, Compute(price.work_s(event.work), price.operation_s)
         elif isinstance(event, Begun):
             seconds = price.collective_s(event.op, event.nbytes, event.ranks)
-            yield Start(event.key, _STREAMS.get(event.op, "all-gather"), seconds, price.operation_s)
+            stream = stream_of(event.op)
+            yield event, Start(event.key, stream, seconds, price.operation_s)
         elif isinstance(event, Ended):
-            yield Wait(event.key)
+            yield event, Wait(event.key)
+
+
+def stream_of(op: str) -> str:
+    """The stream of a collective."""
+    return _STREAMS.get(op, "all-gather")
 
 
 def _update_away(updated: Updated, price: Prices) -> Iterator[Event]:

@@ -88,12 +88,63 @@ def bar_chart(bars: Mapping[str, Mapping[str, float]], unit: str) -> str:
     for index, name in enumerate(series):
         at = [row + (index - (len(series) - 1) / 2) * height for row in range(len(bars))]
         axes.barh(at, [group.get(name, 0.0) for group in bars.values()], height, label=name)
-    axes.set_yticks(range(len(bars)), list(bars))
+    axes.set_yticks(range(len(bars)), [_label(name) for name in bars])
     axes.invert_yaxis()
     axes.set_xlabel(unit)
     if len(series) > 1:
         axes.legend(fontsize=8)
     return _svg(figure, f"bars {unit} {list(bars)}")
+
+
+LABEL = 48
+"""Characters of a label. The table has all of them."""
+
+
+def _label(name: str) -> str:
+    """A name as a label: its end if it is long. A dollar would begin a formula.
+
+    >>> _label("a$b")
+    'a\\\\$b'
+    """
+    end = name if len(name) <= LABEL else f"…{name[1 - LABEL :]}"
+    return end.replace("$", r"\$")
+
+
+def area_chart(
+    areas: Mapping[str, Sequence[float]],
+    spans: Sequence[tuple[str, int, int]],
+    unit: str,
+    *,
+    limit: float | None = None,
+    mark: int | None = None,
+) -> str:
+    """An SVG of areas on top of each other over moments 0, 1, 2...
+
+    ``spans``: name, first and last moment of each phase. ``limit``: a line. ``mark``: the moment of the
+    peak.
+    """
+    figure, axes = _figure(3.6)
+    count = max(map(len, areas.values()), default=0)
+    axes.stackplot(range(count), *areas.values(), labels=list(areas), step="post", linewidth=0)
+    top = [sum(values) for values in zip(*areas.values(), strict=True)]
+    if mark is not None:
+        axes.plot([mark], [top[mark]], marker="v", color="black", label="peak", linestyle="none")
+    height = max(top, default=0.0) or 1.0
+    if limit is not None and limit < 2 * height:  # a higher one would make the curve flat
+        axes.axhline(limit, color="black", linewidth=1.0, linestyle="--", label="limit")
+        height = max(height, limit)
+    axes.set_ylim(0, 1.12 * height)
+    for name, first, last in spans:
+        axes.axvline(first, color="black", linewidth=0.4)
+        axes.text(
+            (first + last) / 2, 0.99, name, ha="center", va="top", fontsize=8,
+            transform=axes.get_xaxis_transform(),
+        )  # fmt: skip
+    axes.set_xlim(0, max(1, count - 1))
+    axes.set_xticks([])
+    axes.set_ylabel(unit)
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return _svg(figure, f"areas {unit} {list(areas)}")
 
 
 def _figure(height: float):  # type: ignore[no-untyped-def]

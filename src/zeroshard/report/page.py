@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from zeroshard.report.curves import ROWS, bar_chart, buckets, line_chart
 from zeroshard.report.record import Points, Record, evidence, quantiles, read_records
-from zeroshard.version import __version__
+from zeroshard.report.render import Figure, render
 
 MAX_INCIDENTS = 300
 """The oldest and the newest are shown if there are more."""
@@ -51,38 +50,15 @@ CHARTS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Figure:
-    """A figure and the table behind it. ``note``: what a reader has to know."""
-
-    title: str
-    svg: str
-    head: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    note: str = ""
-
-
 def make_page(folder: Path) -> str:
     """The page of a run as one HTML text without scripts, which loads nothing.
 
     Raises:
         UsageError: a record cannot be read, or matplotlib is missing.
     """
-    import jinja2
-
-    records = read_records(folder)
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("page.html.j2").render(
-        name=folder.name,
-        version=__version__,
-        sections=[_section(record) for record in records],
-        evidence=evidence(folder),
+    sections = [_section(record) for record in read_records(folder)]
+    return render(
+        "page.html.j2", f"Run {folder.name}", sections=sections, evidence=evidence(folder)
     )
 
 
