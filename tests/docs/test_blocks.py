@@ -18,6 +18,7 @@ import torch
 import typer
 from pages import PAGES, ROOT, Block, blocks_of, split
 from torch import nn
+from typer.testing import CliRunner
 
 from zeroshard.cli.main import main
 from zeroshard.config import load_config
@@ -65,6 +66,16 @@ def execute_with_engine(code: str, name: str) -> None:
 def compiles(block: Block, page: Path) -> None:
     """A fragment that needs what a test does not have: a checkpoint of DeepSpeed, eight GPUs."""
     compile(block.text, f"{page}:{block.line}", "exec")
+
+
+def planned(block: Block, page: Path) -> None:
+    """A script that gives ``zeroshard plan`` its model."""
+    Path("train.py").write_text(block.text)
+    Path("ds.json").write_text(
+        '{"train_micro_batch_size_per_gpu": 32, "optimizer": {"type": "Adam"}}'
+    )
+    result = CliRunner().invoke(main, ["plan", "train.py", "--config", "ds.json"])
+    assert result.exit_code == 0, result.output
 
 
 # ---------------------------------------------------------------- configurations
@@ -191,7 +202,7 @@ TREATED: dict[str, list[Treatment]] = {
     "docs/offload.md": [configuration, continues, commands],
     "docs/parallel.md": [shown, compiles, runs],
     "docs/pipeline.md": [PIPELINE, PIPELINE],
-    "docs/plan.md": [commands, shown, commands, machine],
+    "docs/plan.md": [commands, planned, shown, commands, machine],
     "docs/recipes.md": [by_hand],
     "docs/restart.md": [commands, compiles, compiles, commands, keys, commands, shown],
     "docs/stalls.md": [shown, shown, shown, shown, keys],

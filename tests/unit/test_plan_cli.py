@@ -72,9 +72,28 @@ KEPT = []
 PARAMS = 2 * 64 * 64
 
 
+SCRIPT = """
+import sys
+from nets_to_plan import plain, words as plan_entry
+
+OPENED = open("imported.txt", "a")
+OPENED.write(str(sys.argv[1:]))
+OPENED.close()
+
+def broken():
+    pass
+
+if __name__ == "__main__":
+    raise RuntimeError("trains")
+"""
+
+
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     (tmp_path / "nets_to_plan.py").write_text(MODELS)
+    (tmp_path / "train_net.py").write_text(SCRIPT)
+    (tmp_path / "parses.py").write_text("def plan_entry(): pass\nimport sys\nsys.exit(7)\n")
+    (tmp_path / "no_entry.py").write_text("open('ran.txt', 'w')\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
 
@@ -136,6 +155,11 @@ def test_check_tells_by_its_exit_code_whether_the_run_fits(run):
             (),
             "calls plan_tests.no_kernel.default, which has no fake kernel",
         ),
+        ("no_entry.py", (), "the script no_entry.py defines no function 'plan_entry'"),
+        ("no_entry.py:f", (), "the script no_entry.py defines no function 'f'"),
+        ("parses.py", (), "parses.py cannot be imported: SystemExit at line 3 (sys.exit(7)): 7"),
+        ("nowhere.py", (), "the script nowhere.py cannot be read"),
+        ("train_net.py:broken", (), "train_net.py:broken returned NoneType"),
         ("nets_to_plan:plain", ("--memory", "-1"), "--memory is -1 GiB, which is not a size"),
         ("nets_to_plan:plain", ("--memory", "nan"), "--memory is nan GiB, which is not a size"),
         ("nets_to_plan:plain", ("--memory", "inf"), "--memory is inf GiB, which is not a size"),
@@ -159,6 +183,20 @@ def test_mistakes_are_explained(run, model, options, text):
     result = run(model, *options)
     assert result.exit_code == 2, result.output
     assert text in result.output
+
+
+def test_a_script_is_imported_and_its_entry_gives_the_model(run, tmp_path):
+    of_script = run("train_net.py", "--seq", "16", "--json")
+    assert of_script.exit_code == 0, of_script.output
+    of_module = run("nets_to_plan:words", "--seq", "16", "--json")
+    found, wanted = (json.loads(each.stdout) for each in (of_script, of_module))
+    assert found["peak_nbytes"] == wanted["peak_nbytes"]
+    assert found["step_peak"] == wanted["step_peak"]
+    assert (tmp_path / "imported.txt").read_text() == "[]"  # once, without the command's arguments
+    named = json.loads(run("./train_net.py:plain", "--json").stdout)
+    assert named["parameters"] == PARAMS
+    assert run("no_entry.py").exit_code == 2
+    assert not (tmp_path / "ran.txt").exists()
 
 
 def test_the_largest_batch_fits_and_one_more_does_not(run):

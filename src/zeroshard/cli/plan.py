@@ -38,7 +38,8 @@ def plan_command(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="A folder or config.json of Transformers, a type of its models, or module:function."
+            help="A folder or config.json of Transformers, a type of its models, module:function, "
+            "script.py:function, or a script.py that defines plan_entry()."
         ),
     ] = None,
     config: Annotated[str | None, typer.Option(help="The configuration of the run (JSON).")] = None,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroshard.errors import UsageError
+from zeroshard.planner.script import ENTRY, script_module
 from zeroshard.zero import Init
 
 LENGTH = 1024
@@ -44,14 +45,15 @@ def model_source(
     """The model called ``name``.
 
     A folder or file with a ``config.json`` of Transformers; the name of a type of its models, with
-    default sizes; or ``module:factory``, a function without arguments that returns a model, or a model
-    and a batch. ``sharded``: build it under ``zero.Init``. ``checkpointing``: call its
+    default sizes; ``module:factory`` or ``script.py:factory``, a function without arguments that returns
+    a model, or a model and a batch; or ``script.py``, whose function is called ``plan_entry``. A script
+    is imported, not run. ``sharded``: build it under ``zero.Init``. ``checkpointing``: call its
     ``gradient_checkpointing_enable()``.
 
     Raises:
         UsageError: there is none of that name, or it returns something else.
     """
-    if ":" in name:
+    if ":" in name or name.endswith(".py"):
         build = _factory(name)
         with torch.device("meta"):
             made = build()
@@ -130,7 +132,11 @@ def loss_of(output: Any, labels: Any) -> Tensor:
 def _factory(name: str) -> Callable[[], Any]:
     module, _, function = name.partition(":")
     try:
-        found = getattr(importlib.import_module(module), function)
+        if module.endswith(".py"):
+            function = function or ENTRY
+            found = getattr(script_module(module, function), function)
+        else:
+            found = getattr(importlib.import_module(module), function)
     except ModuleNotFoundError as error:
         if error.name != module and not module.startswith(f"{error.name}."):
             raise
@@ -158,7 +164,8 @@ def _configuration(name: str) -> Any:
         if name not in known:
             raise UsageError(
                 f"the model {name!r} is not known: it is neither a folder or file with a config.json, "
-                'nor a type of models of Transformers such as "gpt2" or "llama", nor module:function. '
+                'nor a type of models of Transformers such as "gpt2" or "llama", nor module:function, '
+                "nor a script.py with a function plan_entry(). "
                 "Weights and configurations are not downloaded."
             )
         return known[name]()
