@@ -41,7 +41,7 @@ from machine import describe
 HOST_RANKS = 8
 """Ranks that are told that they share a host."""
 PER_PROCESS = 128
-"""Ranks in one process."""
+"""Ranks in one process, unless it is given."""
 PLAN = {f"key {at}": "x" * 40 for at in range(60)}
 """What the ranks agree on: about as many fields and bytes as those of an engine."""
 SAID = "x" * 1000
@@ -65,11 +65,11 @@ class CountedStore:
 
     def below(self, prefix: str) -> CountedStore:
         """The same client with a longer prefix."""
-        return CountedStore(f"{self.prefix}{prefix}/", self.store, self.counts)
+        return type(self)(f"{self.prefix}{prefix}/", self.store, self.counts)
 
     def clone(self) -> CountedStore:
         """A second connection, which counts into the same numbers."""
-        return CountedStore(self.prefix, self.store.clone(), self.counts)
+        return type(self)(self.prefix, self.store.clone(), self.counts)
 
     def _note(self, what: str, keys: Sequence[str], sent: int, requests: int = 1) -> list[str]:
         full = [self.prefix + key for key in keys]
@@ -103,6 +103,21 @@ class CountedStore:
         found: bool = self.store.delete_key(self._note("delete", [key], 0)[0])
         return found
 
+    def append(self, key: str, value: str) -> None:
+        """As a store's."""
+        self.store.append(self._note("append", [key], len(value))[0], value)
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """As a store's."""
+        sent = len(expected) + len(desired)
+        found: bytes = self.store.compare_set(self._note("look", [key], sent)[0], expected, desired)
+        self.counts["out"] += len(found)
+        return found
+
+    def multi_set(self, keys: list[str], values: list[str]) -> None:
+        """As a store's."""
+        self.store.multi_set(self._note("multi_set", keys, sum(map(len, values))), values)
+
     def multi_get(self, keys: list[str]) -> list[bytes]:
         """As a store's."""
         found: list[bytes] = self.store.multi_get(self._note("multi_get", keys, 0, 2))
@@ -127,6 +142,7 @@ class Rank:
     def __init__(self, rank: int, size: int, port: int) -> None:
         self.rank, self.size, self.port = rank, size, port
         self.counts: Counter[str] = Counter()
+        self.watchdog_counts: Counter[str] = Counter()
         self.watchdog: Any = None
 
     def connect(self) -> None:
@@ -154,8 +170,9 @@ class Rank:
 
         ranks = tuple(range(self.size))
         space = watchdog_namespace(ranks, self.store.prefix + "zs/run/0")
-        client = CountedStore(f"{space}/", self.store.store.clone(), self.counts)
-        self.settings = WatchdogSettings(dump_dir=str(recording_dir(f"plane-{os.getpid()}")))
+        client = CountedStore(f"{space}/", self.store.store.clone(), self.watchdog_counts)
+        folder = recording_dir(f"plane-{os.getpid()}")
+        self.settings = WatchdogSettings(dump_dir=str(folder)).with_environment()
         self.watchdog = Watchdog(
             cast("Any", client),
             rank=self.rank,
@@ -316,6 +333,7 @@ def _counts(players: Sequence[Rank]) -> Counter[str]:
     total: Counter[str] = Counter()
     for player in players:
         total.update(dict(player.counts))
+        total.update(dict(player.watchdog_counts))
     return total
 
 
@@ -379,10 +397,16 @@ def store_process(pipe: Connection) -> None:
     os._exit(0)
 
 
+def cpu_s_of(pid: int | None) -> float:
+    """CPU seconds that a process has used, in user and system mode."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 class Plane:
     """A store and ``size`` simulated ranks."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, per_process: int = PER_PROCESS) -> None:
         self.size = size
         here = multiprocessing.get_context("forkserver")
         here.set_forkserver_preload(
@@ -393,9 +417,9 @@ class Plane:
         self.store.start()
         port = self.store_pipe.recv()
         self.pipes, self.processes = [], [self.store]
-        for first in range(0, size, PER_PROCESS):
+        for first in range(0, size, per_process):
             mine, theirs = here.Pipe()
-            ranks = range(first, min(first + PER_PROCESS, size))
+            ranks = range(first, min(first + per_process, size))
             process = here.Process(target=ranks_process, args=(theirs, ranks, size, port))
             process.start()
             self.pipes.append(mine)
@@ -405,7 +429,7 @@ class Plane:
 
     def do(self, act: str) -> dict[str, Any]:
         """Let all ranks do ``act`` at once. Returns seconds, requests and bytes, and CPU of the store."""
-        cpu_s, begun_s = self._cpu_s(), time.monotonic()
+        cpu_s, ranks_cpu_s, begun_s = self._cpu_s(), self._ranks_cpu_s(), time.monotonic()
         for pipe in self.pipes:
             pipe.send(act)
         answers = [pipe.recv() for pipe in self.pipes]
@@ -416,7 +440,7 @@ class Plane:
                 raise RuntimeError(f"{act} with {self.size} ranks: {error}")
             total.update(counts)
         times = [pair for found, _, _ in answers for pair in found]
-        cpu_s = self._cpu_s() - cpu_s
+        cpu_s, ranks_cpu_s = self._cpu_s() - cpu_s, self._ranks_cpu_s() - ranks_cpu_s
         return {
             "seconds": round(max(end for _, end in times) - min(begun for begun, _ in times), 3),
             "requests": requests_of(total),
@@ -426,6 +450,7 @@ class Plane:
             "bytes from the store": total["out"],
             "store cpu seconds": round(cpu_s, 3),
             "store cores": round(cpu_s / wall_s, 4),
+            "cpu ms of a rank": round(1000 * ranks_cpu_s / self.size, 3),
             "by operation": {
                 what: number for what, number in sorted(total.items())
                 if what not in ("in", "out") and number
@@ -433,8 +458,10 @@ class Plane:
         }  # fmt: skip
 
     def _cpu_s(self) -> float:
-        fields = Path(f"/proc/{self.store.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return cpu_s_of(self.store.pid)
+
+    def _ranks_cpu_s(self) -> float:
+        return sum(cpu_s_of(process.pid) for process in self.processes[1:])
 
     def resident_nbytes(self) -> int:
         """Memory of the store's process."""
@@ -459,9 +486,9 @@ ACTS = {
 """What is measured, and the method of :class:`Rank` that does it, in this order."""
 
 
-def measure(size: int, wanted: Sequence[str]) -> dict[str, Any]:
+def measure(size: int, wanted: Sequence[str], per_process: int) -> dict[str, Any]:
     """All measurements with ``size`` ranks."""
-    plane = Plane(size)
+    plane = Plane(size, per_process)
     try:
         plane.do("connect")
         found: dict[str, Any] = {}
@@ -477,10 +504,11 @@ def measure(size: int, wanted: Sequence[str]) -> dict[str, Any]:
 
 
 def _line(row: dict[str, Any]) -> str:
+    millions = {way: row[f"bytes {way} the store"] / 1e6 for way in ("to", "from")}
     return (
         f"{row['seconds']:8.2f} s {row['requests per rank']:8.1f} requests per rank "
-        f"{row['requests per second']:8.0f}/s {row['bytes to the store'] / 1e6:9.1f} MB in "
-        f"{row['bytes from the store'] / 1e6:8.1f} MB out, store {row['store cpu seconds']:6.2f} s CPU"
+        f"{row['requests per second']:8.0f}/s {millions['to']:7.1f} MB in {millions['from']:7.1f} MB "
+        f"out; CPU: store {row['store cpu seconds']:6.2f} s, rank {row['cpu ms of a rank']:6.2f} ms"
     )
 
 
@@ -506,6 +534,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, nargs="+", default=[64, 512, 4096])
     parser.add_argument("--only", nargs="+", choices=list(ACTS), default=list(ACTS))
     parser.add_argument("--idle", type=float, default=20.0, help="seconds of idleness")
+    parser.add_argument("--per-process", type=int, default=PER_PROCESS)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -513,7 +542,7 @@ def main() -> None:
     del soft
     os.environ["CONTROL_PLANE_IDLE_S"] = str(given.idle)
     machine = describe()
-    found = {str(size): measure(size, given.only) for size in given.clients}
+    found = {str(size): measure(size, given.only, given.per_process) for size in given.clients}
     rates = growth(found)
     for name, row in rates.items():
         print(f"{name}: per doubling " + ", ".join(f"{what} x{by}" for what, by in row.items()))

@@ -25,7 +25,7 @@ from zeroshard.engine import build
 from zeroshard.errors import UsageError
 from zeroshard.offload import stores
 from zeroshard.offload.async_update import AsyncUpdateWorker
-from zeroshard.watchdog.rank_status import Peer
+from zeroshard.watchdog.rank_status import Peer, Peers
 from zeroshard.watchdog.session_watch import SessionWatch
 from zeroshard.watchdog.settings import WatchdogSettings
 from zeroshard.watchdog.tracked_calls import calls_of
@@ -170,7 +170,7 @@ def test_the_watchdog_selects_the_device_that_it_asks_for_events(cuda, tmp_path)
         mock.patch.object(CudaOps, "tolerate_captures", lambda _: cuda.note("tolerates captures")),
     ):
         part = calls_of(recorder, "x", settings, peers={0: peer})
-        session_watch = SessionWatch(watchdog, "x", settings, {0: peer}, [part])
+        session_watch = SessionWatch(watchdog, "x", settings, Peers({0: peer}, [0]), [part])
         assert asked.wait(10)
     session_watch.close()
     recorder.close()

@@ -56,8 +56,8 @@ class FakeStore:
     def multi_get(self, keys: list[str]) -> list[bytes]:
         return [self.values[key] for key in keys]
 
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self.values for key in keys)
+    def compare_set(self, key: str, expected: str, _desired: str) -> bytes:
+        return self.values.get(key, expected.encode())
 
 
 def points_of(rank: int, evaluations: list[list[int]]) -> Iterator[tuple[Point, int]]:

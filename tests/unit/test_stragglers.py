@@ -87,7 +87,7 @@ def test_times_that_are_small_beside_the_step_are_not_named():
 def test_several_slow_ranks_are_named_the_worst_first():
     found = find_stragglers(shares(noisy(random.Random(1), 16, {3: 0.15, 9: 0.2}, 0.0)), 1.2)
     assert [each.rank for each in found] == [9, 3]
-    text = straggler_text(found, {9: "node1"}, 50)
+    text = straggler_text(found, {9: "node1"}.get, 50)
     assert text.startswith(
         "rank 9 (host node1) is 100 % slower than the median over 50 steps: own "
     )
@@ -134,6 +134,9 @@ class MemoryStore:
     def multi_get(self, keys: list[str]) -> list[bytes]:
         return [self.values[key].encode() for key in keys]
 
+    def compare_set(self, key: str, expected: str, _desired: str) -> bytes:
+        return self.values.get(key, expected).encode()
+
 
 class Ranks:
     """Ranks that train in simulated time. A look of each watchdog follows every step."""
@@ -149,7 +152,7 @@ class Ranks:
                 lambda operation, _timeout_s: operation(self.store),
                 recorder, StepMarks([recorder]),
                 label="initialize 0", ranks=range(size), groups=[range(size)],
-                hosts={1: "node1"}, ratio=1.2, window=window, tick_s=0.1,
+                host={1: "node1"}.get, ratio=1.2, window=window, tick_s=0.1,
             )
             for recorder in self.recorders
         ]  # fmt: skip

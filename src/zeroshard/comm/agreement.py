@@ -21,9 +21,9 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
@@ -36,6 +36,8 @@ from zeroshard.errors import CheckpointError, DistributedError, RankLate, RankLo
 
 _CHECK_S = 0.25  # how often a waiting rank asks whether the missing ranks still live
 _NOTHING = torch.empty(0, dtype=torch.uint8)  # Recorder.enter needs a tensor
+_ABSENT = "\0absent"  # what no rank writes
+_DIGEST = 64  # characters of a digest
 _END_S = 2.0  # how long a process that closed its connections may take to end
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -52,6 +54,20 @@ class Store(Protocol):
     def check(self, keys: list[str], /) -> bool: ...
     def delete_key(self, key: str, /) -> bool: ...
     def multi_get(self, keys: list[str], /) -> list[bytes]: ...
+    def multi_set(self, keys: list[str], values: list[str], /) -> None: ...
+    def append(self, key: str, value: str, /) -> None: ...
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+
+
+def look(store: Store, key: str) -> str | None:
+    """The value under ``key``; None, without waiting, if there is none. One request: a ``get`` is two."""
+    found = _bytes_at(store, key)
+    return None if found is None else found.decode()
+
+
+def _bytes_at(store: Store, key: str) -> bytes | None:
+    found = store.compare_set(key, _ABSENT, "")  # sets nothing: no value is equal to ``_ABSENT``
+    return None if found == _ABSENT.encode() else found
 
 
 def namespace(store: Store, label: str, rank: int) -> Store:
@@ -73,9 +89,11 @@ def numbered_namespace(store: Store, label: str, rank: int) -> tuple[int, Store]
 def ranks_key(ranks: Sequence[int]) -> str:
     """A name of a set of ranks for keys in the store. Every key has it, so it is short for many ranks.
 
-    >>> ranks_key([0, 4]), len(ranks_key(range(4096)))
-    ('0,4', 26)
+    >>> ranks_key([0, 4]), ranks_key(range(4096)), len(ranks_key(range(0, 8192, 2)))
+    ('0,4', '0-4095', 26)
     """
+    if len(ranks) > 8 and tuple(ranks) == tuple(range(ranks[0], ranks[0] + len(ranks))):
+        return f"{ranks[0]}-{ranks[-1]}"
     text = ",".join(map(str, ranks))
     if len(ranks) <= 8:
         return text
@@ -111,6 +129,14 @@ def no_check(_missing: Sequence[int]) -> None:
     """Let the wait go on."""
 
 
+def first_pause_s(size: int) -> float:
+    """Seconds until a rank that waits asks the store again for the first time. As :func:`next_pause_s`.
+
+    Many ranks ask at most 20,000 times a second: a store answers two or three times as many.
+    """
+    return max(0.0005, size / 20_000)
+
+
 def next_pause_s(pause_s: float, waited_s: float, size: int) -> float:
     """Seconds until a rank that waits asks the store again; ``size``: the ranks that may wait.
 
@@ -121,8 +147,8 @@ def next_pause_s(pause_s: float, waited_s: float, size: int) -> float:
     return min(2 * pause_s, max(quick_s, size / 8000, min(waited_s / 8, size / 1000)))
 
 
-def wait_until(
-    is_over: Callable[[], bool],
+def wait_for(
+    find: Callable[[], T | None],
     missing: Callable[[], list[int]],
     topic: str,
     *,
@@ -130,32 +156,36 @@ def wait_until(
     size: int,
     timeout_s: float,
     check: Check = no_check,
-) -> None:
-    """Return when ``is_over()``. ``missing()``: the ranks that have not come. Both ask the store.
+) -> T:
+    """Return what ``find()`` finds, as soon as that is not None.
 
-    ``check(missing)`` is called a few times a second. It may end the wait by raising. ``rank`` and
-    ``topic`` are for the message: who waits, and for what. ``size``: how many ranks may wait with it.
+    ``missing()``: the ranks that have not come. Both ask the store. ``check(missing)`` is called a few
+    times a second. It may end the wait by raising. ``rank`` and ``topic`` are for the message: who waits,
+    and for what. ``size``: how many ranks may wait with it.
 
     Raises:
         RankLate: some ranks did not come within ``timeout_s``; it names them.
     """
     begun_s = checked_s = time.monotonic()
-    pause_s = max(0.0005, size / 100_000)
-    while not is_over():
+    pause_s = first_pause_s(size)
+    while (found := find()) is None:
         now_s = time.monotonic()
         waited_s = now_s - begun_s
         if now_s - checked_s > _CHECK_S or waited_s > timeout_s:
             checked_s = now_s
             late = Missing(missing)
             check(late)
-            if waited_s > timeout_s and not is_over():
+            if waited_s > timeout_s and (found := find()) is None:
                 who = rank_ranges(late) if late else "the rank that came last"
                 raise RankLate(
                     f"RankLate: {who} did not reach {topic} within "
                     f"{timeout_s:.0f} s, while rank {rank} waited. Look at its output first."
                 )
+            if found is not None:
+                return found
         time.sleep(pause_s)
         pause_s = next_pause_s(pause_s, waited_s, size)
+    return found
 
 
 def present(store: Store, keys: Sequence[str]) -> list[str]:
@@ -169,13 +199,35 @@ def present(store: Store, keys: Sequence[str]) -> list[str]:
     return [*present(store, keys[:half]), *present(store, keys[half:])] if half else []
 
 
-def absent(store: Store, keys: Mapping[int, str]) -> list[int]:
-    """The ranks whose key the store does not have. ``keys``: of each rank."""
-    there = set(present(store, list(keys.values())))
-    return [rank for rank, key in keys.items() if key not in there]
-
-
 # ---------------------------------------------------------------------- the last rank decides
+
+
+def post(store: Store, key: str, rank: int, text: str) -> int:
+    """Add the text of ``rank`` to those under ``key``. Returns how many ranks have posted there.
+
+    All texts are one value of the store, so that one request reads them. A value for each rank takes
+    thousands of small messages, which the rank that reads them would wait for. Costs two requests; the
+    first has no answer, so it is no round trip.
+    """
+    store.append(f"{key}/posts", f"{rank} {len(text.encode())} {text}")
+    return store.add(f"{key}/came", 1)
+
+
+def posts(store: Store, key: str) -> dict[int, str]:
+    """The texts that ranks have posted under ``key``, by rank. One request."""
+    found, at, texts = _bytes_at(store, f"{key}/posts") or b"", 0, {}
+    while at < len(found):
+        rank, nbytes, _ = found[at : at + 32].split(b" ", 2)
+        at += len(rank) + len(nbytes) + 2
+        texts[int(rank)] = found[at : at + int(nbytes)].decode()
+        at += int(nbytes)
+    return texts
+
+
+def absent(store: Store, key: str, ranks: Iterable[int]) -> list[int]:
+    """Those of ``ranks`` that have not posted under ``key``. One request."""
+    there = posts(store, key)
+    return [rank for rank in ranks if rank not in there]
 
 
 def arrive(
@@ -191,13 +243,12 @@ def arrive(
 
     The rank that comes last calls ``decide`` with the values of all ranks, in rank order. The other ranks
     get None here, and the decision of :func:`outcome`. ``decide`` must be the same function of the values
-    on every rank. A rank makes two requests, the last one five.
+    on every rank. A rank makes two requests, the last one four.
     """
-    store.set(f"{key}/{rank}", value)
-    if store.add(f"{key}/came", 1) != size:
+    if post(store, key, rank, value) != size:
         return None
-    values = store.multi_get([f"{key}/{at}" for at in range(size)])
-    said = decide([each.decode() for each in values])
+    values = posts(store, key)
+    said = decide([values[at] for at in range(size)])
     store.set(f"{key}/decided", said)
     return said
 
@@ -211,18 +262,16 @@ def outcome(
     timeout_s: float = 1800.0,
     check: Check = no_check,
 ) -> str:
-    """What the last rank that came to ``key`` decided. Waits as :func:`wait_until`."""
-    decided = [f"{key}/decided"]
-    wait_until(
-        lambda: store.check(decided),
-        lambda: absent(store, {at: f"{key}/{at}" for at in range(size)}),
+    """What the last rank that came to ``key`` decided. Waits as :func:`wait_for`."""
+    return wait_for(
+        lambda: look(store, f"{key}/decided"),
+        lambda: absent(store, key, range(size)),
         repr(key),
         rank=rank,
         size=size,
         timeout_s=timeout_s,
         check=check,
     )
-    return store.get(decided[0]).decode()
 
 
 def exchange(
@@ -235,7 +284,7 @@ def exchange(
     timeout_s: float = 1800.0,
     check: Check = no_check,
 ) -> list[str]:
-    """Every rank's ``value``, in rank order, on every rank. Waits as :func:`wait_until`.
+    """Every rank's ``value``, in rank order, on every rank. Waits as :func:`wait_for`.
 
     ``size`` ranks get ``size`` values each. For many ranks let the last one decide (:func:`arrive`).
     """
@@ -255,20 +304,27 @@ def agree_plan(
     size: int,
     fields: Mapping[str, str],
     *,
+    card: str = "",
+    sum_up: Callable[[list[str]], str] = lambda _cards: "",
     timeout_s: float = 1800.0,
     check: Check = no_check,
-) -> None:
+) -> str:
     """Return if all ranks have equal ``fields``; collective.
+
+    Returns what ``sum_up`` has made of the ``card`` of every rank, in rank order, on the rank that came
+    last. So plans and cards cost one round.
 
     Raises:
         RankMismatch: names the first field that differs, its values, and the ranks that have them.
         RankLate: some ranks did not post within ``timeout_s``; it names them.
     """
-    groups = alike_plans(store, rank, size, fields, timeout_s=timeout_s, check=check)
-    if len(groups) == 1:
-        return
-    plans = [json.loads(store.get(f"fields/{ranks[0]}")) for ranks in groups]
-    raise RankMismatch(mismatch_text(groups, plans))
+    said = post_plan(store, rank, size, fields, card=card, sum_up=sum_up)
+    if said is None:
+        said = outcome(store, rank, size, key="plan", timeout_s=timeout_s, check=check)
+    groups, _, summary = said.partition("\n")
+    if odd := json.loads(groups):
+        raise RankMismatch(mismatch_text(odd, plans_of(store, odd)))
+    return summary
 
 
 def alike_plans(
@@ -282,32 +338,57 @@ def alike_plans(
 ) -> list[list[int]]:
     """The ranks in groups that have equal ``fields``, the largest group first; collective.
 
-    The fields of a rank are in the store under ``fields/RANK``. Raises RankLate as :func:`agree_plan`.
+    :func:`plans_of` has the fields. Raises RankLate as :func:`agree_plan`.
     """
     said = post_plan(store, rank, size, fields)
     if said is None:
         said = outcome(store, rank, size, key="plan", timeout_s=timeout_s, check=check)
-    return json.loads(said) if said else [list(range(size))]
+    return json.loads(said.partition("\n")[0]) or [list(range(size))]
 
 
-def post_plan(store: Store, rank: int, size: int, fields: Mapping[str, str]) -> str | None:
-    """Post ``fields`` without waiting for the other ranks. The last rank gets the outcome.
+def post_plan(
+    store: Store,
+    rank: int,
+    size: int,
+    fields: Mapping[str, str],
+    *,
+    card: str = "",
+    sum_up: Callable[[list[str]], str] = lambda _cards: "",
+) -> str | None:
+    """Post ``fields`` and ``card`` without waiting for the other ranks. The last rank gets the outcome.
 
     A rank that fails before :func:`agree_plan` posts :data:`FAILED` and the reason; the agreement then
     fails on the other ranks.
     """
-    digest = hashlib.sha256(json.dumps(dict(fields)).encode()).hexdigest()
-    store.set(f"fields/{rank}", json.dumps([socket.gethostname(), dict(fields)]))
-    return arrive(store, rank, size, digest, _groups_text, key="plan")
+    text = json.dumps(dict(fields))
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    store.set(f"fields/{rank}", json.dumps([socket.gethostname(), text]))
+    return arrive(store, rank, size, digest + card, partial(_compared, sum_up), key="plan")
 
 
-def _groups_text(digests: Sequence[str]) -> str:
-    """The ranks in groups of equal digests, the largest first, as JSON; "" if all are equal."""
+def plans_of(store: Store, groups: Sequence[Sequence[int]]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Host and fields of the first rank of each group of :func:`alike_plans`."""
+    found = [json.loads(store.get(f"fields/{ranks[0]}")) for ranks in groups]
+    return [(host, json.loads(fields)) for host, fields in found]
+
+
+def cards_of(store: Store) -> dict[int, str]:
+    """The ``card`` of every rank, after :func:`agree_plan`. One request, with all of them."""
+    return {rank: value[_DIGEST:] for rank, value in posts(store, "plan").items()}
+
+
+def _compared(sum_up: Callable[[list[str]], str], values: Sequence[str]) -> str:
+    """The outcome of :func:`post_plan`. ``values``: the digest and the card of each rank.
+
+    First line, as JSON: the ranks in groups of equal digests, the largest first; none if all are equal.
+    Only then there is a summary, in the other lines.
+    """
     groups: dict[str, list[int]] = {}
-    for at, digest in enumerate(digests):
-        groups.setdefault(digest, []).append(at)
-    ordered = sorted(groups.values(), key=lambda ranks: (-len(ranks), ranks))
-    return json.dumps(ordered) if len(ordered) > 1 else ""
+    for at, value in enumerate(values):
+        groups.setdefault(value[:_DIGEST], []).append(at)
+    if len(groups) == 1:
+        return "[]\n" + sum_up([value[_DIGEST:] for value in values])
+    return json.dumps(sorted(groups.values(), key=lambda ranks: (-len(ranks), ranks))) + "\n"
 
 
 def mismatch_text(
@@ -356,7 +437,8 @@ class ControlGroup:
     order, from any thread, but only one call at a time; ``recorder`` records them for the watchdog.
     ``gone()`` says why ranks will make no further call, by rank. ``check()`` raises the error that has
     ended the run, if there is one. Texts are gathered on rank 0, which broadcasts the answer: with W
-    ranks a call costs W texts, not W squared. Rank 0 makes as many requests as any other rank.
+    ranks a call costs W texts, not W squared. Rank 0 makes as many requests as any other rank: it reads
+    all texts at once.
     """
 
     def __init__(
@@ -382,8 +464,7 @@ class ControlGroup:
         self._check = check
         self._timeout_s = timeout_s
         self._calls = 0
-        #: Keys that this rank has written. Those that all others need no more are deleted later.
-        self._spent: list[str] = []
+        self._spent: list[str] = []  # rank 0's broadcasts, until all others have read them
 
     def gather(self, text: str, *, topic: str) -> list[str] | None:
         """Every rank's ``text``, in rank order, on rank 0. The other ranks do not wait and get None.
@@ -399,24 +480,23 @@ class ControlGroup:
             return [text]
         item = self._recorder.enter(self._meetings[topic], _NOTHING, 0, 0)
         with self._store_errors_named(topic):
-            came = f"{call}/came"
+            key, others = str(call), range(1, self.size)
             if self.rank:
-                store.set(f"{call}/{self.rank}", text)
-                store.add(came, 1)
-                self._spent.append(f"{call}/{self.rank}")
+                post(store, key, self.rank, text)
                 return None
-            others = range(1, self.size)
-            keys = {rank: f"{call}/{rank}" for rank in others}
             self._wait(
-                lambda: store.add(came, 0) == len(others),
-                lambda: absent(store, keys),
+                lambda: store.add(f"{key}/came", 0) == len(others) or None,
+                lambda: absent(store, key, others),
                 topic,
                 item,
                 1,
             )
-            texts = [text, *(each.decode() for each in store.multi_get(list(keys.values())))]
+            said = posts(store, key)
+            texts = [text, *(said[rank] for rank in others)]
             # A rank that has posted for this call has read all earlier broadcasts.
-            self._delete(store, came)
+            for name in (f"{key}/posts", f"{key}/came", *self._spent):
+                store.delete_key(name)
+            self._spent = []
         return texts
 
     def broadcast(self, text: str | None, *, topic: str) -> str:
@@ -432,17 +512,7 @@ class ControlGroup:
                     self._spent.append(key)
                 return text
             assert store is not None
-            said = [key]
-            self._wait(lambda: store.check(said), lambda: [0], topic, item, self.size)
-            told = store.get(key).decode()
-            self._delete(store)  # rank 0 has read them before it said this
-            return told
-
-    def _delete(self, store: Store, *more: str) -> None:
-        """Delete what nobody reads again. Each rank deletes its own keys: rank 0 would be slow at all."""
-        for key in (*self._spent, *more):
-            store.delete_key(key)
-        self._spent = []
+            return self._wait(lambda: look(store, key), lambda: [0], topic, item, self.size)
 
     @contextlib.contextmanager
     def _store_errors_named(self, topic: str) -> Iterator[None]:
@@ -464,26 +534,34 @@ class ControlGroup:
 
     def _wait(
         self,
-        is_over: Callable[[], bool],
+        find: Callable[[], T | None],
         missing: Callable[[], list[int]],
         topic: str,
         item: Any,
         size: int,
-    ) -> None:
-        """``size``: how many ranks wait as this one does."""
+    ) -> T:
+        """What ``find`` finds. ``size``: how many ranks wait as this one does.
+
+        Asks who is gone a few times a second, with very many ranks less often: each of them asks.
+        """
+        pause_s, asked_s = max(_CHECK_S, self.size / 2048), time.monotonic()
 
         def check(late: Sequence[int]) -> None:
+            nonlocal asked_s
             self._check()
+            if time.monotonic() - asked_s < pause_s:
+                return
+            asked_s = time.monotonic()
             lost = {rank: why for rank, why in self._gone().items() if rank != self.rank}
             # A rank that posted and then left is not missing, so look at the store once more.
-            if lost and len(late) and not is_over():
+            if lost and len(late) and find() is None:
                 raise _rank_lost(lost, topic)
 
         self._recorder.waiter = threading.get_ident()
         began_s = self._recorder.begin_wait(item)
         try:
-            wait_until(
-                is_over, missing, topic,
+            return wait_for(
+                find, missing, topic,
                 rank=self.rank, size=size, timeout_s=self._timeout_s, check=check,
             )  # fmt: skip
         finally:

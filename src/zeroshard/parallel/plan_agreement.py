@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import cast
 
@@ -24,6 +23,7 @@ from zeroshard.comm.agreement import (
     exchange,
     mismatch_text,
     namespace,
+    plans_of,
     post_plan,
     ranks_key,
 )
@@ -167,8 +167,8 @@ def _hex(prints: Iterable[Tensor]) -> list[str]:
 
 
 def _plans_text(store: Store, groups: Sequence[Sequence[int]], ranks: Sequence[int]) -> str:
-    plans = [json.loads(store.get(f"fields/{places[0]}")) for places in groups]
-    return mismatch_text([[ranks[at] for at in places] for places in groups], plans)
+    named = [[ranks[at] for at in places] for places in groups]
+    return mismatch_text(named, plans_of(store, groups))
 
 
 def _values_text(names: list[str], everyone: list[str], ranks: list[int]) -> str:

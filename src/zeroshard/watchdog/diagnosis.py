@@ -347,7 +347,7 @@ class _Case:
         if len(lost) > 1:
             lines.append(f"  also: {rank_ranges(w.rank for w in lost[1:])}")
         else:
-            lines += self._waits(w for w in self.statuses if w not in lost)[:1]
+            lines += self._waits(self._without(lost))[:1]
         lines.append(
             f"  The cause is in the output of {rank_ranges([first.rank])}; the others only lost "
             "their connection to it."
@@ -363,13 +363,13 @@ class _Case:
         ]
         if len(frozen) > 2:
             lines[-1] += f"; also {rank_ranges(w.rank for w in frozen[2:])}"
-        lines += self._waits(w for w in self.statuses if w not in frozen)[:1]
+        lines += self._waits(self._without(frozen))[:1]
         if not fatal:
             lines.append(f"  Not ended; limit {self.limits.frozen_s:.0f} s (trust.frozen_s).")
         return self._diagnosis("RankFrozen", fatal, [w.rank for w in frozen], lines)
 
     def late(self, late: list[RankStatus]) -> Diagnosis:
-        waiting = [w for w in self.statuses if w not in late]
+        waiting = self._without(late)
         sections = set(map(_section, late)) - {""} or set(map(_section, waiting)) - {""} or {""}
         section = max(sections, key=self.limits.late_s)
         limit = self.limits.late_s(section)
@@ -401,6 +401,11 @@ class _Case:
         if not fatal:
             lines.append(f"  Not ended; limit {self.limits.stuck_s:.0f} s.")
         return self._diagnosis("TransportStuck", fatal, [w.rank for w in self.statuses], lines)
+
+    def _without(self, some: Iterable[RankStatus]) -> list[RankStatus]:
+        """The others. Statuses are not compared: each has all records of its rank."""
+        ranks = {status.rank for status in some}
+        return [status for status in self.statuses if status.rank not in ranks]
 
     def _waits(self, statuses: Iterable[RankStatus]) -> list[str]:
         """One line per group of ranks in the same place, the largest first."""

@@ -184,12 +184,9 @@ class Inquiry:
         due = max(calls.report_due_s, calls.first_report_s())
         if not diagnosis.fatal and calls.clock.blocked_s < due:
             return False
-        evidence = {
-            "diagnosis": asdict(diagnosis), "statuses": [asdict(status) for status in statuses]
-        }  # fmt: skip
         with contextlib.suppress(OSError):  # a full disk must not hide the diagnosis
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(evidence, indent=1))
+            path.write_text(_evidence(diagnosis, statuses))
         if not diagnosis.fatal:
             calls.report_due_s = calls.next_report_s()
             print(diagnosis.text, file=sys.stderr, flush=True)
@@ -198,6 +195,12 @@ class Inquiry:
     def _dump_path(self, statuses: Sequence[RankStatus], settings: WatchdogSettings) -> Path:
         step = max((w.flight.step for w in statuses if w.flight), default=0)
         return run_folder(settings.dump_dir) / f"hang-{step}-{self.here.pid}.json"
+
+
+def _evidence(diagnosis: Diagnosis, statuses: Sequence[RankStatus]) -> str:
+    """JSON with a line for each rank. All ranks wait for the verdict meanwhile, so nothing is copied."""
+    lines = ",\n".join(json.dumps(vars(status)) for status in statuses)
+    return f'{{"diagnosis": {json.dumps(asdict(diagnosis))},\n"statuses": [\n{lines}\n]}}\n'
 
 
 def _same(wait: Wait, later: Wait | None) -> bool:

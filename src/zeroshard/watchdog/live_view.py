@@ -22,11 +22,11 @@ from torch.distributed import (  # type: ignore[attr-defined]
     TCPStore,
 )
 
-from zeroshard.comm.agreement import Store
+from zeroshard.comm.agreement import Store, look
 from zeroshard.comm.host import Process, this_process
 from zeroshard.errors import UsageError
 from zeroshard.watchdog.diagnosis import RankStatus
-from zeroshard.watchdog.messages import BELL, StoreClient, StoreLost, look
+from zeroshard.watchdog.messages import BELL, StoreClient, StoreLost
 from zeroshard.watchdog.rank_status import Peer, status_from_answer, status_from_host
 from zeroshard.watchdog.run_record import (
     RANKS,

@@ -21,10 +21,10 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
-from zeroshard.comm.agreement import Store, next_pause_s
+from zeroshard.comm.agreement import Store, look, next_pause_s
 from zeroshard.errors import RankLate, RankLost
 from zeroshard.watchdog.diagnosis import SET_UPS, TORCH, call_text
-from zeroshard.watchdog.messages import BELL, StoreLost, look
+from zeroshard.watchdog.messages import BELL, StoreLost
 from zeroshard.watchdog.rank_status import call_of_torch
 from zeroshard.watchdog.settings import store_tick_s
 from zeroshard.watchdog.tracked_calls import TrackedCalls, calls_of_torch

@@ -19,7 +19,7 @@ Keys, below the name of the set of ranks (:func:`watchdog_namespace`):
     elect/N              the rank that adds 1 first asks question N
     label/N              the sequence of calls that question N is about
     answer/N/RANK        what a rank does, as JSON
-    answers/N            how many ranks have answered
+    answers/N            which ranks have answered, and how many (:func:`~zeroshard.comm.agreement.post`)
     diagnosis/N          the answer to question N, as JSON
     final, finals        the first fatal diagnosis, and how many there were
     read                 how many ranks have read a fatal diagnosis
@@ -35,13 +35,14 @@ from __future__ import annotations
 import json
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar, cast
 
-from zeroshard.comm.agreement import Store, present, ranks_key
+from zeroshard.comm.agreement import Store, look, post, posts, present, ranks_key
 from zeroshard.comm.host import Process
 from zeroshard.watchdog.diagnosis import Diagnosis
 from zeroshard.watchdog.rank_status import Peer
@@ -150,18 +151,17 @@ class Messages:
 
     def _present(self, keys: dict[int, str]) -> dict[int, str]:
         """What is written under those of ``keys`` (by rank) that there are."""
-        found: dict[int, str] = {}
+        there: set[str] = set()
+        for part in _chunks(list(keys.values())):
+            there.update(self.call(partial(present, keys=part)))
+        return self._read({rank: key for rank, key in keys.items() if key in there})
 
-        def read(store: Store) -> list[tuple[str, bytes]]:
-            there = present(store, list(part.values()))
-            return list(zip(there, store.multi_get(there), strict=True)) if there else []
-
-        pairs = list(keys.items())
-        for at in range(0, len(pairs), _CHUNK):
-            part = dict(pairs[at : at + _CHUNK])
-            texts = dict(self.call(read))
-            found |= {rank: texts[key].decode() for rank, key in part.items() if key in texts}
-        return found
+    def _read(self, keys: dict[int, str]) -> dict[int, str]:
+        """What is written under ``keys`` (by rank), all of which there are."""
+        found: list[bytes] = []
+        for part in _chunks(list(keys.values())):
+            found += self.call(partial(_multi_get, keys=part))
+        return {rank: text.decode() for rank, text in zip(keys, found, strict=True)}
 
     def _peer_of(self, rank: int, text: str) -> tuple[Peer, str, str]:
         card = json.loads(text)
@@ -238,7 +238,7 @@ class Messages:
 
         def write(store: Store) -> None:
             store.set(key, text)
-            store.add(f"answers/{number}", 1)
+            post(store, f"answers/{number}", self._own.rank, "")
             if (
                 self._answered
             ):  # no rank reads it any more, and all answers are in one host's memory
@@ -249,12 +249,13 @@ class Messages:
 
     def count_answers(self, number: int) -> int:
         """How many ranks have answered question ``number``."""
-        return self.add(f"answers/{number}", 0)
+        return self.add(f"answers/{number}/came", 0)
 
     def answers_of(self, number: int, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
         """The answers of those of ``ranks`` that have answered."""
-        texts = self._present({rank: f"answer/{number}/{rank}" for rank in ranks})
-        return {rank: json.loads(text) for rank, text in texts.items()}
+        there = self.call(lambda store: posts(store, f"answers/{number}"))
+        keys = {rank: f"answer/{number}/{rank}" for rank in ranks if rank in there}
+        return {rank: json.loads(text) for rank, text in self._read(keys).items()}
 
     def answer_of(self, number: int, rank: int) -> dict[str, Any] | None:
         """The answer of ``rank``; None: not yet."""
@@ -318,6 +319,15 @@ class Messages:
 
 def _nothing() -> None:
     pass
+
+
+def _multi_get(store: Store, keys: list[str]) -> list[bytes]:
+    return store.multi_get(keys)
+
+
+def _chunks(keys: list[str]) -> Iterator[list[str]]:
+    for at in range(0, len(keys), _CHUNK):
+        yield keys[at : at + _CHUNK]
 
 
 class StoreLost(Exception):
@@ -387,8 +397,3 @@ def _serve(store: Store, jobs: SimpleQueue[tuple[Callable[[Store], Any], _Answer
             answer.error = error
         answer.done.set()
         del operation, answer, job
-
-
-def look(store: Store, key: str) -> str | None:
-    """The value under ``key``; None, without waiting, if there is none."""
-    return store.get(key).decode() if store.check([key]) else None

@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from zeroshard.comm.agreement import Store
+from zeroshard.comm.agreement import Store, look
 from zeroshard.comm.recorder import Recorder, StepMarks
-from zeroshard.watchdog.messages import StoreLost, look
+from zeroshard.watchdog.messages import StoreLost
 from zeroshard.watchdog.stragglers import (
     PARTS,
     StepShare,
@@ -70,7 +70,7 @@ class Pace:
         label: str,
         ranks: Sequence[int],
         groups: Sequence[Sequence[int]],
-        hosts: Mapping[int, str],
+        host: Callable[[int], str],
         ratio: float,
         window: int,
         tick_s: float,
@@ -78,7 +78,7 @@ class Pace:
         self._call = call
         self._recorder, self._marks = recorder, marks
         self._key, self._ranks, self._groups = f"pace/{label}", tuple(ranks), groups
-        self._hosts, self._ratio, self._window, self._tick_s = hosts, ratio, window, tick_s
+        self._host, self._ratio, self._window, self._tick_s = host, ratio, window, tick_s
         self._first = 0  # of the window that is measured; 0: none
         self._posted = True
         self._looks = 0
@@ -177,7 +177,7 @@ class Pace:
         if not found:
             return
         found.sort(key=lambda straggler: -straggler.waited_s)
-        text = straggler_text(found, self._hosts, self._window)
+        text = straggler_text(found, self._host, self._window)
         self._silent_until_s = now_s + REPORT_EVERY_S
         print(f"zeroshard: {text}", file=sys.stderr, flush=True)
         for listener in self.listeners:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 import sysconfig
@@ -11,6 +12,7 @@ import traceback
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
 from types import FrameType
@@ -135,12 +137,22 @@ class Peers(Mapping[int, Peer]):
     """The ranks of a run: those of this host, and of every other rank only its host.
 
     ``near``: the ranks of this host, by global rank. ``runs``: first rank, last rank and host of ranks
-    that follow each other, in order; all ranks together.
+    that follow each other, in order, as JSON; all ``ranks`` together. It is read when a rank of another
+    host is first asked for, which few ranks of a run ever do.
     """
 
-    def __init__(self, near: Mapping[int, Peer], runs: Sequence[tuple[int, int, str]]) -> None:
+    def __init__(self, near: Mapping[int, Peer], ranks: Sequence[int], runs: str = "[]") -> None:
         self.near = near
-        self._runs = runs
+        self._ranks = ranks
+        self._text = runs
+
+    @cached_property
+    def _runs(self) -> list[tuple[int, int, str]]:
+        return [(first, last, host) for first, last, host in json.loads(self._text)]
+
+    def with_near(self, near: Mapping[int, Peer]) -> Peers:
+        """The same ranks, of which some are known better: ``near``."""
+        return Peers({**self.near, **near}, self._ranks, self._text)
 
     def __getitem__(self, rank: int) -> Peer:
         if (near := self.near.get(rank)) is not None:
@@ -151,11 +163,10 @@ class Peers(Mapping[int, Peer]):
         return Peer(rank, Process(self._runs[at][2], "", 0, ""), "")
 
     def __len__(self) -> int:
-        return sum(last - first + 1 for first, last, _ in self._runs)
+        return len(self._ranks)
 
     def __iter__(self) -> Iterator[int]:
-        for first, last, _ in self._runs:
-            yield from range(first, last + 1)
+        return iter(self._ranks)
 
 
 def remove_files(

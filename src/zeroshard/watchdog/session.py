@@ -8,7 +8,7 @@ import json
 import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
@@ -23,9 +23,9 @@ from zeroshard.comm.agreement import (
     ControlGroup,
     Store,
     agree_plan,
-    arrive,
+    cards_of,
+    look,
     numbered_namespace,
-    outcome,
     post_plan,
     ranks_key,
 )
@@ -50,7 +50,7 @@ from zeroshard.errors import (
 )
 from zeroshard.watchdog.join import own_client, place_of, store_rank, watchdog_of
 from zeroshard.watchdog.lone_reads import LoneReadCheck
-from zeroshard.watchdog.messages import LEAVERS, look, watchdog_namespace
+from zeroshard.watchdog.messages import LEAVERS, watchdog_namespace
 from zeroshard.watchdog.rank_status import Peer, Peers
 from zeroshard.watchdog.run_record import RanksFile, write_ranks
 from zeroshard.watchdog.session_opener import (
@@ -68,6 +68,7 @@ from zeroshard.watchdog.stop_signals import StopSignals
 from zeroshard.watchdog.tracked_calls import calls_of
 from zeroshard.watchdog.uncaught import leave_uncaught, watch_uncaught
 
+_END_OF_ERROR = "\0"
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -373,34 +374,35 @@ def _agree(
     A rank gets the processes of its own host, and the hosts of the others: with W ranks, W whole cards
     for each would be gigabytes for a few thousand ranks.
     """
-    limit_s = crew.settings.limit_s("setup")
     here, size = this_process(), len(crew.ranks)
     recording = str(crew.watchdog.folder / str(crew.number)) if crew.watchdog is not None else ""
-    card = json.dumps([asdict(here), recording, own_device])
-    told = arrive(namespace, crew.me, size, card, partial(_summary, crew.ranks), key="card")
-    agree_plan(
+    card = json.dumps([here.to_json(), recording, own_device])
+
+    def sum_up(cards: list[str]) -> str:
+        summary, near = _summary(crew.ranks, cards)
+        namespace.multi_set([f"near/{space}" for space in near], list(near.values()))
+        return summary
+
+    told = agree_plan(
         namespace, crew.me, size, {"call": crew.call, "device type": own_device.kind, **plan},
-        timeout_s=limit_s, check=crew.check,
+        card=card, sum_up=sum_up, timeout_s=crew.settings.limit_s("setup"), check=crew.check,
     )  # fmt: skip
-    if told is None:  # the last card came before the last plan, so this is seldom a wait
-        told = outcome(namespace, crew.me, size, key="card", timeout_s=limit_s, check=crew.check)
-    refused, runs = json.loads(told)
+    refused, _, runs = told.partition(_END_OF_ERROR)
     if refused:
         raise LaunchError(refused)
-    me, near = crew.ranks[crew.me], {}
-    own = next(space for first, last, _, space in runs if first <= me <= last)
-    here_too = [r for first, last, _, space in runs if space == own for r in range(first, last + 1)]
-    cards = namespace.multi_get([f"card/{crew.ranks.index(rank)}" for rank in here_too])
-    for rank, text in zip(here_too, cards, strict=True):
-        process, path, _ = json.loads(text)
-        near[rank] = Peer(rank, Process(**process), path)
-    return Peers(near, [(first, last, host) for first, last, host, _ in runs])
+    if crew.me == 0 and crew.watchdog is not None:
+        write_ranks(crew.settings.dump_dir, _ranks_file(crew, cards_of(namespace)))
+    near = json.loads(look(namespace, f"near/{here.space}") or "[]")
+    peers = {rank: Peer(rank, Process(**process), path) for rank, process, path in near}
+    assert crew.ranks[crew.me] in peers
+    return Peers(peers, crew.ranks, runs)
 
 
-def _summary(ranks: Sequence[int], cards: Sequence[str]) -> str:
-    """What every rank has to know of all: an error, and runs of ranks, as JSON.
+def _summary(ranks: Sequence[int], cards: Sequence[str]) -> tuple[str, dict[str, str]]:
+    """What every rank has to know of all, and what the ranks of each host, by ``Process.space``.
 
-    A run is first rank, last rank, host, and the number of its namespace. ``cards``: of ``ranks``.
+    Of all: an error or "", and as JSON runs of ranks: first rank, last rank and host. Of one's own host,
+    as JSON: rank, process and path of the recording of each rank. ``cards``: of ``ranks``.
     """
     by_rank = {rank: json.loads(card) for rank, card in zip(ranks, cards, strict=True)}
     refused = ""
@@ -408,16 +410,17 @@ def _summary(ranks: Sequence[int], cards: Sequence[str]) -> str:
         check_devices({rank: DeviceUse(*use) for rank, (_, _, use) in by_rank.items()})
     except LaunchError as error:
         refused = str(error)
-    spaces: dict[str, int] = {}
+    near: dict[str, list[Any]] = {}
     runs: list[list[Any]] = []
     for rank in sorted(by_rank):
-        process = Process(**by_rank[rank][0])
-        space = spaces.setdefault(process.space, len(spaces))
-        if runs and runs[-1][1:] == [rank - 1, process.host, space]:
+        process, path, _ = by_rank[rank]
+        near.setdefault(process["space"], []).append([rank, process, path])
+        if runs and runs[-1][1:] == [rank - 1, process["host"]]:
             runs[-1][1] = rank
         else:
-            runs.append([rank, rank, process.host, space])
-    return json.dumps([refused, runs])
+            runs.append([rank, rank, process["host"]])
+    told = refused + _END_OF_ERROR + json.dumps(runs)
+    return told, {space: json.dumps(rows) for space, rows in near.items()}
 
 
 def _unwatched(
@@ -461,8 +464,6 @@ def _open(
     meetings = Recorder("meetings", ring=64, rank=rank, group_size=size)
     session_watch = None
     if crew.watchdog is not None:
-        if crew.me == 0:
-            write_ranks(settings.dump_dir, _ranks_file(crew, dict(peers)))
         parts = [
             calls_of(recorder, crew.label, settings, peers=peers),
             calls_of(
@@ -504,12 +505,16 @@ def _open(
     return session
 
 
-def _ranks_file(crew: SetUpRanks, peers: Mapping[int, Peer]) -> RanksFile:
-    name = run_name()
-    presences = {
-        rank: replace(peer, recording=str(Path(peer.recording).with_name(PRESENCE)))
-        for rank, peer in peers.items()
-    }
+def _ranks_file(crew: SetUpRanks, cards: Mapping[int, str]) -> RanksFile:
+    """What rank 0 writes for other processes: the process of every rank, also of other hosts.
+
+    ``cards``: of all ranks, by index among them.
+    """
+    name, presences = run_name(), {}
+    for at, card in cards.items():
+        process, path, _ = json.loads(card)
+        presence = str(Path(path).with_name(PRESENCE))
+        presences[crew.ranks[at]] = Peer(crew.ranks[at], Process(**process), presence)
     return RanksFile(
         place_of(default_store(), watchdog_namespace(crew.ranks, _run_space())),
         name.attempt,
@@ -532,7 +537,7 @@ def _control_group(crew: SetUpRanks, peers: Peers, meetings: Recorder) -> Contro
     space = watchdog_namespace(crew.ranks, _run_space())
     left = cast("Store", PrefixStore(f"{space}/left/{crew.label}", client))
     here = peers[crew.ranks[crew.me]].process
-    near = {crew.ranks.index(rank): peer for rank, peer in peers.near.items()}
+    near = {at: peers.near[rank] for at, rank in enumerate(crew.ranks) if rank in peers.near}
     known: tuple[int, dict[int, str]] = 0, {}  # how many have left, and why
 
     def gone() -> dict[int, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from zeroshard.errors import RankDivergence, RankLost
 from zeroshard.watchdog.lone_reads import LoneReadCheck
 from zeroshard.watchdog.messages import StoreLost
 from zeroshard.watchdog.pace import Pace
-from zeroshard.watchdog.rank_status import Peer
+from zeroshard.watchdog.rank_status import Peers
 from zeroshard.watchdog.settings import WatchdogSettings
 from zeroshard.watchdog.stop_agreement import StopAgreement
 from zeroshard.watchdog.stop_signals import StopSignals
@@ -35,12 +35,12 @@ class SessionWatch:
         watchdog: Watchdog,
         label: str,
         settings: WatchdogSettings,
-        peers: Mapping[int, Peer],
+        peers: Peers,
         parts: Sequence[TrackedCalls],
     ) -> None:
         self.label = label
         self.settings = settings
-        self.peers = dict(peers)
+        self.peers = peers
         self.parts = list(parts)
         self.errands: list[Callable[[], None]] = []  # run at each look, in the watchdog's thread
         self.pace: Pace | None = None
@@ -53,18 +53,22 @@ class SessionWatch:
         Called when the recordings of all ranks exist.
         """
         # A process whose files cannot be seen is in another container: treat it as on another host.
-        self.peers.update(
+        self.peers = self.peers.with_near(
             {
                 r: p.far()
-                for r, p in self.peers.items()
+                for r, p in self.peers.near.items()
                 if p.process.space and not Path(p.recording).exists()
             }
         )
         for part in self.parts:
-            part.peers = {
-                rank: replace(self.peers[rank], recording=part.peers[rank].recording)
-                for rank in part.members or self.peers
-            }
+            part.peers = (
+                self.peers
+                if not part.members
+                else {
+                    rank: replace(self.peers[rank], recording=part.peers[rank].recording)
+                    for rank in part.members
+                }
+            )
             if part.collective:
                 part.wakers = wakers
 
@@ -139,7 +143,7 @@ class SessionWatch:
         ``recorder``: of the collectives over all ranks. ``waits``: recorders whose waits are for other
         ranks. ``groups``: ranks with the same work. Incidents go to ``self.pace.listeners``.
         """
-        watchdog = self._weak_watchdog()
+        watchdog, peers = self._weak_watchdog(), self.peers
 
         def call(operation: Callable[[Any], Any], timeout_s: float) -> Any:
             return watchdog().messages.call(operation, timeout_s)
@@ -151,7 +155,7 @@ class SessionWatch:
             label=self.label,
             ranks=tuple(self.peers),
             groups=groups,
-            hosts={rank: peer.process.host for rank, peer in self.peers.items()},
+            host=lambda rank: peers[rank].process.host,
             ratio=self.settings.straggler_ratio,
             window=self.settings.straggler_window,
             tick_s=self.settings.tick_s,

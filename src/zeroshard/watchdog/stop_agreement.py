@@ -28,9 +28,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from zeroshard.comm.agreement import Store
+from zeroshard.comm.agreement import Store, look
 from zeroshard.watchdog.inquiry import POLL_S
-from zeroshard.watchdog.messages import BELL, look
+from zeroshard.watchdog.messages import BELL
 from zeroshard.watchdog.stop_signals import StopSignals
 
 Point = tuple[float, float]

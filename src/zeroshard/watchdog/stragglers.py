@@ -7,7 +7,7 @@ a rank whose own time exceeds that of the others, and for which they wait about 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import NamedTuple
 
@@ -82,12 +82,12 @@ def find_stragglers(samples: Mapping[int, Sequence[StepShare]], ratio: float) ->
     return sorted(found, key=lambda straggler: (-straggler.own_s, straggler.rank))
 
 
-def straggler_text(found: Sequence[Straggler], hosts: Mapping[int, str], steps: int) -> str:
+def straggler_text(found: Sequence[Straggler], host: Callable[[int], str], steps: int) -> str:
     """One line about the worst of ``found``, and the numbers of the others."""
     worst = found[0]
-    host = f" (host {hosts[worst.rank]})" if hosts.get(worst.rank) else ""
+    where = f" (host {host(worst.rank)})" if host(worst.rank) else ""
     text = (
-        f"rank {worst.rank}{host} is {100 * worst.slower:.0f} % slower than the median over "
+        f"rank {worst.rank}{where} is {100 * worst.slower:.0f} % slower than the median over "
         f"{steps} steps: own time {_ms(worst.own_s)}, median {_ms(worst.median_s)}; the others wait "
         f"{_ms(worst.waited_s)} for it"
     )

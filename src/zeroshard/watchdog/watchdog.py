@@ -72,6 +72,7 @@ from zeroshard.watchdog.lone_reads import Position, position_of
 from zeroshard.watchdog.messages import Messages, StoreLost
 from zeroshard.watchdog.rank_status import (
     Peer,
+    Peers,
     call_of_torch,
     remove_files,
     stack_of,
@@ -115,7 +116,7 @@ class WatchedSession(Protocol):
     """What a watchdog follows: see :class:`~.session.SessionWatch`."""
 
     settings: WatchdogSettings
-    peers: dict[int, Peer]
+    peers: Peers
     parts: list[TrackedCalls]
     errands: list[Callable[[], None]]
 
@@ -536,8 +537,11 @@ _HELD: set[Watchdog] = set()
 
 
 def _recordings(session: WatchedSession) -> list[Mapping[int, Peer]]:
-    """The ranks of a session with the paths of their recordings, and those of this rank's groups."""
-    return [session.peers, *(part.peers for part in session.parts if part.members)]
+    """The ranks of a session with the paths of their recordings, and those of this rank's groups.
+
+    Without those of other hosts, whose files are not here.
+    """
+    return [session.peers.near, *(part.peers for part in session.parts if part.members)]
 
 
 def hold(watchdog: Watchdog) -> None:
