@@ -11,8 +11,8 @@ the key first. *Bytes* are keys and values, in both directions, without torch's 
 
 All ranks and the store share the cores of this machine. So the times are upper limits, which contain
 the work of all ranks. CPU times of the store and of the ranks are measured by themselves; they depend
-less on what else the machine does. The name of ``::ffff:127.0.0.1`` has to be in ``/etc/hosts``: torch looks it up
-for each connection, which takes longer than anything else if a name service is asked.
+less on what else the machine does. The name of ``::ffff:127.0.0.1`` has to be in ``/etc/hosts``: torch
+looks it up for each connection, which takes longer than anything else if a name service is asked.
 """
 
 from __future__ import annotations
