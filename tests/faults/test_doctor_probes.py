@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from zeroshard.doctor import probes
+from zeroshard.doctor import examination, facts, probes
 
 PYTHON = sys.executable
 
@@ -130,6 +130,87 @@ def test_an_nvidia_smi_that_answers_lies_or_hangs(tmp_path, script, kind, names)
     outcome, found = probes.gpus(limit_s=1, environ=environ)
     assert outcome.kind == kind, outcome
     assert [gpu["name"] for gpu in found] == names
+
+
+FAKE = """
+import json, os, subprocess, sys, time
+if "zeroshard.doctor.exchange" in sys.orig_argv:
+    ranks, _, backend = sys.orig_argv[-4:-1]
+    known = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_SOCKET_IFNAME")
+    on = [name for name in known if os.environ.get(name)]
+    setting = "one" if ranks == "1" else "+".join(on) or "default"
+    does = "ok" if backend == "gloo" else json.loads(os.environ["FAKE_NCCL"]).get(setting, "ok")
+    open(os.environ["FAKE_SESSIONS"], "a").write(f"{os.getsid(0)}\\n")
+    if does == "hang":
+        subprocess.Popen(["sleep", "600"])
+        time.sleep(600)
+    if does == "fail":
+        os.write(2, b"CUDA error: no device\\n")
+        os._exit(1)
+    row = {"latency_s": 0.05 if does == "slow" else 1e-5, "busbw_Bps": 1e10}
+    print(json.dumps({"wrong": ["all_reduce"] * (does == "wrong"), "all_reduce": row}), flush=True)
+    os._exit(0)
+"""
+P2P, SHM, NIC = "NCCL_P2P_DISABLE", "NCCL_P2P_DISABLE+NCCL_SHM_DISABLE", "NCCL_SOCKET_IFNAME"
+GPUS = "echo 'NVIDIA A, 40960, 550.1'; echo 'NVIDIA B, 40960, 550.1'"
+
+
+@pytest.mark.parametrize(
+    ("smi", "nccl", "code", "fix"),
+    [
+        (GPUS, {}, None, ""),
+        (GPUS, {"default": "slow"}, "ZS-D209", ""),
+        (GPUS, {"one": "fail"}, "ZS-D100", ""),
+        (GPUS, {"default": "hang"}, "ZS-D101", "export NCCL_P2P_DISABLE=1"),
+        (GPUS, {"default": "wrong"}, "ZS-D101", "export NCCL_P2P_DISABLE=1"),
+        (
+            *(GPUS, {"default": "hang", P2P: "hang"}, "ZS-D102"),
+            "export NCCL_P2P_DISABLE=1 NCCL_SHM_DISABLE=1",
+        ),
+        (GPUS, {"default": "hang", P2P: "fail", SHM: "fail", NIC: "fail"}, "ZS-D103", ""),
+        (GPUS, {"default": "fail", P2P: "fail", SHM: "hang"}, "ZS-D103", f"export {NIC}="),
+        ("sleep 600", {}, "ZS-D105", ""),
+        ("echo what", {}, "ZS-D105", ""),
+    ],
+    ids=[
+        "ok",
+        "slow",
+        "D100",
+        "hang",
+        "wrong",
+        "D102",
+        "D103",
+        "interface",
+        "smi-hangs",
+        "smi-lies",
+    ],
+)
+def test_every_verdict_over_gpus_from_programs_that_hang_lie_and_fail(
+    tmp_path, monkeypatch, smi, nccl, code, fix
+):
+    """Everything runs but the collectives themselves; no process of any probe is left."""
+    sessions = tmp_path / "sessions"
+    for name, text in (("sitecustomize.py", FAKE), ("nvidia-smi", f"#!/bin/sh\n{smi}\n")):
+        (tmp_path / name).write_text(text)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    environ = {
+        **os.environ,
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}",
+        "FAKE_NCCL": json.dumps(nccl),
+        "FAKE_SESSIONS": str(sessions),
+    }
+    for name in (P2P, "NCCL_SHM_DISABLE", NIC):
+        environ.pop(name, None)
+    monkeypatch.setattr(examination, "NCCL_LIMIT_S", 3.0)
+    monkeypatch.setattr(examination, "ANSWER_LIMIT_S", 3.0)
+    monkeypatch.setattr(facts, "_interfaces", lambda _: ["eth9"])
+    found = examination.examine(2, tmp_path, environ=environ)
+    verdicts = [f for f in found.findings if f.code < "ZS-D106" or f.code == "ZS-D209"]
+    assert [f.code for f in verdicts] == ([code] if code else [])
+    assert [f.fix for f in verdicts if f.fix.startswith(fix)] == ([verdicts[0].fix] if code else [])
+    assert not code or bool(fix) == bool(verdicts[0].fix)
+    assert [pid for line in sessions.read_text().split() for pid in living(int(line))] == []
 
 
 def test_the_command_examines_this_machine(tmp_path):

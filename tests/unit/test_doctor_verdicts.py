@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ from typer.testing import CliRunner
 from zeroshard.cli.main import main
 from zeroshard.doctor import examination
 from zeroshard.doctor.examination import Examination
-from zeroshard.doctor.facts import Disk, Facts, cpu_quota, gather
+from zeroshard.doctor.facts import Disk, Facts, cpu_quota, disk_of, gather
 from zeroshard.doctor.probes import Outcome
 from zeroshard.doctor.verdicts import CODES, Finding, of_facts, of_gloo, of_gpus, of_name, of_nccl
 from zeroshard.memory.host_limits import CgroupLimit, HostLimits
@@ -65,7 +68,7 @@ FACTS: list[tuple[str, Facts, str]] = [
     ("ZS-D202", replace(GOOD, quota=1.5), "1.5 cores for 4 ranks"),
     ("ZS-D203", replace(GOOD, shm_nbytes=64 << 20), "0.1 GiB for 4 ranks"),
     ("ZS-D204", replace(GOOD, limits={**GOOD.limits, "-n": 1024}), "ulimit -n is 1024"),
-    ("ZS-D207", replace(GOOD, disk=None), "nothing can be written there"),
+    ("ZS-D207", replace(GOOD, disk=None, disk_trouble="no answer in 5 s"), "no answer in 5 s"),
     ("ZS-D207", replace(GOOD, disk=replace(DISK, filesystem="tmpfs")), "its files are in memory"),
     ("ZS-D207", replace(GOOD, disk=replace(DISK, filesystem="nfs4")), "it is on the network"),
     ("ZS-D207", replace(GOOD, disk=replace(DISK, direct=False)), "O_DIRECT"),
@@ -73,9 +76,15 @@ FACTS: list[tuple[str, Facts, str]] = [
     ("ZS-D208", with_variables(TORCH_DISTRIBUTED_DEBUG="DETAIL"), "TORCH_DISTRIBUTED_DEBUG=DETAIL"),
 ]
 
+SLOW = replace(OK, found={"all_reduce": {"latency_s": 49e-3}})
+QUICK = replace(OK, found={"all_reduce": {"latency_s": 30e-6}})
+
 NCCL: list[tuple[str | None, Outcome, dict[str, Outcome]]] = [
     (None, OK, {}),
     (None, OK, {"default": OK}),
+    (None, OK, {"default": QUICK}),
+    (None, OK, {"default": Outcome("untried", "not tried")}),
+    ("ZS-D209", OK, {"default": SLOW}),
     ("ZS-D100", FAILED, {}),
     ("ZS-D100", HANG, {}),
     ("ZS-D101", OK, {"default": HANG, "P2P off": OK}),
@@ -105,7 +114,11 @@ def test_nothing_is_found_on_a_good_machine():
     assert list(of_facts(GOOD)) == []
     assert list(of_facts(with_variables(OMP_NUM_THREADS="4", NCCL_DEBUG="INFO"))) == []
     assert list(of_gpus(GOOD, OK)) == list(of_gpus(GOOD, Outcome("absent", ""))) == []
-    assert list(of_gloo({2: OK})) == list(of_name(["10.0.0.3"], answered=True)) == []
+    assert (
+        list(of_gloo({2: OK, 4: Outcome("untried", "not tried")}))
+        == list(of_name(["10.0.0.3"], answered=True))
+        == []
+    )
 
 
 @pytest.mark.parametrize(("code", "facts", "detail"), FACTS, ids=str)
@@ -167,10 +180,78 @@ def test_the_quota_of_cores_is_that_of_the_cgroup(tmp_path, files, quota):
 
 def test_values_that_look_like_secrets_are_not_told(tmp_path):
     given: dict[str, Any] = {"TORCH_HUB_TOKEN": "abc", "NCCL_DEBUG": "INFO", "HOME": "/root"}
-    facts = gather(2, tmp_path, given)
+    facts = gather(2, disk_of(tmp_path), given)
     assert facts.variables == {"TORCH_HUB_TOKEN": "(hidden)", "NCCL_DEBUG": "INFO"}
     assert facts.disk is not None
     assert facts.disk.free_nbytes > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "raised", "direct"),
+    [
+        ("pwritev", errno.EINVAL, False),
+        ("preadv", errno.EINVAL, False),
+        ("pwritev", errno.EIO, None),
+    ],
+)
+def test_a_disk_has_o_direct_only_if_a_page_was_written_and_read(
+    monkeypatch, tmp_path, name, raised, direct
+):
+    """Some file systems let a file be opened with O_DIRECT and refuse the first transfer."""
+    if not disk_of(tmp_path).direct:
+        pytest.skip("the folder for temporary files has no O_DIRECT")
+
+    def refuse(*_):
+        raise OSError(raised, "refused")
+
+    monkeypatch.setattr(os, name, refuse)
+    found = disk_of(tmp_path)
+    assert (found and found.direct) == direct
+    assert not any(tmp_path.iterdir())
+
+
+def test_the_versions_of_cuda_and_nccl_are_told_without_importing_torch(monkeypatch, tmp_path):
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text("raise ImportError")
+    (tmp_path / "torch/version.py").write_text(
+        "from typing import Optional\n__version__ = '2.13.0+cu128'\n"
+        "cuda: Optional[str] = '12.8'\nhip: Optional[str] = None\n"
+    )
+    (tmp_path / "nvidia_nccl_cu12-2.27.3.dist-info").mkdir()
+    text = "Name: nvidia-nccl-cu12\nVersion: 2.27.3\n"
+    (tmp_path / "nvidia_nccl_cu12-2.27.3.dist-info/METADATA").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    versions = gather(2, DISK, {}).versions
+    assert (versions["CUDA"], versions["NCCL"]) == ("12.8", "2.27.3")
+    assert "torch" not in sys.modules
+    made = Examination(replace(GOOD, versions=versions), [], {}, {}, [])
+    assert "CUDA 12.8, NCCL 2.27.3" in next(examination.lines(made))
+
+
+def test_all_settings_of_nccl_together_have_a_limit(monkeypatch):
+    """Nothing answers, and there are forty interfaces."""
+    now_s, limits = [0.0], []
+
+    def hangs(ranks, backend, *, limit_s, environ):
+        limits.append(limit_s)
+        now_s[0] += limit_s if (ranks, backend) == (4, "nccl") else 1.0
+        return OK if (ranks, backend) != (4, "nccl") else HANG
+
+    gpu = {"name": "A", "memory.total": "40960", "driver_version": "550.1"}
+    many = replace(GOOD, interfaces=[f"eth{n}" for n in range(40)])
+    monkeypatch.setattr(examination.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setattr(examination.probes, "collectives", hangs)
+    monkeypatch.setattr(examination.probes, "gpus", lambda **_: (OK, [gpu] * 4))
+    monkeypatch.setattr(examination.probes, "disk", lambda *_, **__: ("", DISK))
+    monkeypatch.setattr(examination, "gather", lambda *_, **__: many)
+    found = examination.examine(4, Path(), environ={})
+    assert now_s[0] <= examination.TOTAL_S
+    assert max(limits) <= 30.0
+    assert [finding.code for finding in found.findings] == ["ZS-D103"]
+    assert [*found.nccl.values()].count(HANG) >= 7
+    assert found.nccl["NCCL_SOCKET_IFNAME=eth39"].text == "not tried: no time was left"
+    assert len(found.nccl) == 43
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,16 @@
-"""Free space of a directory, and the text of a failed system call."""
+"""Free space of a directory, files past the page cache, and the text of a failed system call."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
+import mmap
 import os
 from pathlib import Path
 
 from zeroshard.errors import DiskError
+
+PAGE_NBYTES = 4096
 
 
 def free_nbytes(directory: str | Path | int) -> int:
@@ -25,3 +29,21 @@ def free_nbytes(directory: str | Path | int) -> int:
 def reason(error: OSError) -> str:
     name = errno.errorcode.get(error.errno or 0, "no number")
     return f"{error.strerror} ({name})"
+
+
+def turn_direct(fd: int) -> bool:
+    """Switch ``O_DIRECT`` on for an empty file. False: it is refused, perhaps at the first transfer."""
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    with mmap.mmap(-1, PAGE_NBYTES) as page:
+        try:
+            fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+            os.pwritev(fd, [page], 0)
+            os.preadv(fd, [page], 0)
+            direct = True
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+            direct = False
+    os.ftruncate(fd, 0)
+    return direct

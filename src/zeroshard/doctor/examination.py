@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +26,12 @@ from zeroshard.doctor.verdicts import (
 )
 from zeroshard.memory.host_limits import gib
 
-GLOO_LIMIT_S, NCCL_LIMIT_S, ANSWER_LIMIT_S = 15.0, 30.0, 5.0
-"""Seconds; that of gloo is for ranks with a core each."""
+GLOO_LIMIT_S, NCCL_LIMIT_S, ANSWER_LIMIT_S = 30.0, 30.0, 5.0
+"""Seconds for one probe; that of gloo is for ranks with a core each. torch is imported in that time."""
+RANKS_PER_CORE = 4
+"""No more ranks exchange tensors with gloo: with many ranks to a core, each round takes seconds."""
+TOTAL_S, LEAST_S = 240.0, 5.0
+"""Seconds for all probes together, and with how many left a probe is not begun."""
 
 
 @dataclass(frozen=True)
@@ -54,21 +59,24 @@ def examine(
     programs that are started; None: that of this process.
     """
     environ = dict(os.environ) if environ is None else environ
+    time_left = _Deadline(TOTAL_S)
     answer, gpus = probes.gpus(limit_s=ANSWER_LIMIT_S, environ=environ)
     count = ranks or len(gpus) or 2
-    facts = gather(count, disk, environ)
+    trouble, place = probes.disk(disk, limit_s=ANSWER_LIMIT_S, environ=environ)
+    facts = gather(count, place, environ, disk_trouble=trouble)
     name: list[Finding] = []
     if nodes > 1:
         answered, found = probes.addresses(facts.host, limit_s=ANSWER_LIMIT_S, environ=environ)
         name = list(of_name(found, answered=answered))
     gloo = {}
-    for n in sorted({2, count} - {1}):
+    most = max(2, int(RANKS_PER_CORE * facts.usable_cores))
+    for n in sorted({2, min(count, most)} - {1}):
         limit_s = GLOO_LIMIT_S * max(1.0, n / facts.usable_cores)
-        gloo[n] = probes.collectives(n, "gloo", limit_s=limit_s, environ=environ)
+        gloo[n] = _exchange(n, "gloo", time_left.at_most(limit_s), environ)
     one = Outcome("ok", "")
     nccl: dict[str, Outcome] = {}
     if gpus:
-        one, nccl = _try_nccl(min(count, len(gpus)), facts, environ)
+        one, nccl = _try_nccl(min(count, len(gpus)), facts, environ, time_left)
     verdict = of_nccl(one, nccl)
     findings = [
         *of_gpus(facts, answer),
@@ -80,19 +88,36 @@ def examine(
     return Examination(facts, gpus, gloo, nccl, findings)
 
 
+class _Deadline:
+    """Gives each probe its own limit, or what is left of the time for all of them."""
+
+    def __init__(self, seconds: float) -> None:
+        self._until_s = time.monotonic() + seconds
+
+    def at_most(self, limit_s: float) -> float:
+        """0: too little is left to begin."""
+        left_s = self._until_s - time.monotonic()
+        return min(limit_s, left_s) if left_s >= min(limit_s, LEAST_S) else 0.0
+
+
+def _exchange(ranks: int, backend: str, limit_s: float, environ: Mapping[str, str]) -> Outcome:
+    if not limit_s:
+        return Outcome("untried", "not tried: no time was left")
+    return probes.collectives(ranks, backend, limit_s=limit_s, environ=environ)
+
+
 def _try_nccl(
-    ranks: int, facts: Facts, environ: Mapping[str, str]
+    ranks: int, facts: Facts, environ: Mapping[str, str], time_left: _Deadline
 ) -> tuple[Outcome, dict[str, Outcome]]:
     """One GPU alone, then all GPUs with one setting after the other, until one works."""
-    one = probes.collectives(1, "nccl", limit_s=NCCL_LIMIT_S, environ=environ)
+    one = _exchange(1, "nccl", time_left.at_most(NCCL_LIMIT_S), environ)
     tried: dict[str, Outcome] = {}
     if one.kind != "ok" or ranks < 2:
         return one, tried
     interfaces = [(f"NCCL_SOCKET_IFNAME={n}", {"NCCL_SOCKET_IFNAME": n}) for n in facts.interfaces]
     for name, settings in (*BISECT, *interfaces):
-        tried[name] = probes.collectives(
-            ranks, "nccl", limit_s=NCCL_LIMIT_S, environ={**environ, **settings}
-        )
+        limit_s = time_left.at_most(NCCL_LIMIT_S)
+        tried[name] = _exchange(ranks, "nccl", limit_s, {**environ, **settings})
         if tried[name].kind == "ok":
             break
     return one, tried

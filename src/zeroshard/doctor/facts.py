@@ -7,24 +7,28 @@ Nothing here imports torch, which may be missing.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import platform
+import re
 import resource
 import shutil
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 
-from zeroshard.core.files import free_nbytes
+from zeroshard.core.files import free_nbytes, turn_direct
 from zeroshard.core.filesystems import filesystem_of
 from zeroshard.launch.env import variables_of_behaviour
 from zeroshard.memory.host_limits import ROOT, HostLimits, cgroup_folders, host_limits
 
 PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft", "deepspeed", "safetensors")
 """Packages whose versions are told. A missing one is no fault."""
+
+_NCCL = tuple(f"nvidia-nccl-cu{n}" for n in (11, 12, 13))
+"""Packages with the NCCL that torch loads; other builds of torch contain it."""
 
 _LIMITS = (
     ("-l", resource.RLIMIT_MEMLOCK, 1024),
@@ -35,7 +39,7 @@ _LIMITS = (
 
 @dataclass(frozen=True)
 class Disk:
-    """The place for offloaded state. ``direct``: files can be opened past the page cache."""
+    """The place for offloaded state. ``direct``: a page was written and read past the page cache."""
 
     path: str
     filesystem: str
@@ -48,8 +52,9 @@ class Facts:
     """What is known of this machine. None: the system does not report it.
 
     ``cores``: that this process may run on; ``quota``: cores' worth of time that the cgroup gives.
-    ``limits``: soft limits by option of ``ulimit``, -1 without a limit; "-l" in KiB. ``disk``: None if
-    nothing can be written there. ``variables``: of the environment, those that change behaviour.
+    ``limits``: soft limits by option of ``ulimit``, -1 without a limit; "-l" in KiB. ``disk``: None if it
+    cannot be used, for the reason ``disk_trouble``. ``variables``: of the environment, those that change
+    behaviour.
     """
 
     host: str
@@ -65,6 +70,7 @@ class Facts:
     interfaces: Sequence[str]
     iommu: bool
     ranks: int
+    disk_trouble: str = ""
     variables: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -73,7 +79,14 @@ class Facts:
         return min(self.cores, self.quota or self.cores)
 
 
-def gather(ranks: int, disk: Path, environ: Mapping[str, str], root: Path = ROOT) -> Facts:
+def gather(
+    ranks: int,
+    disk: Disk | None,
+    environ: Mapping[str, str],
+    root: Path = ROOT,
+    *,
+    disk_trouble: str = "",
+) -> Facts:
     """The facts of this machine, for ``ranks`` ranks on it and state offloaded to ``disk``."""
     try:
         shm = shutil.disk_usage(root / "dev/shm")
@@ -89,7 +102,8 @@ def gather(ranks: int, disk: Path, environ: Mapping[str, str], root: Path = ROOT
         cores=len(os.sched_getaffinity(0)),
         quota=cpu_quota(root),
         limits={option: _limit(kind, unit) for option, kind, unit in _LIMITS},
-        disk=disk_of(disk),
+        disk=disk,
+        disk_trouble=disk_trouble,
         interfaces=_interfaces(root),
         iommu=_has_entries(root / "sys/class/iommu"),
         ranks=ranks,
@@ -116,23 +130,14 @@ def cpu_quota(root: Path = ROOT) -> float | None:
 
 
 def disk_of(path: Path) -> Disk | None:
-    """The file system of a folder; None if nothing can be written there."""
+    """The file system of a folder; None if nothing can be written there. May hang on a dead mount."""
     try:
         with tempfile.NamedTemporaryFile(dir=path, prefix=".zeroshard-") as file:
             mounts = Path("/proc/self/mounts").read_text()
-            return Disk(
-                str(path), filesystem_of(path, mounts), free_nbytes(path), _direct(file.name)
-            )
+            direct = turn_direct(file.fileno())
+            return Disk(str(path), filesystem_of(path, mounts), free_nbytes(path), direct)
     except OSError:
         return None
-
-
-def _direct(name: str) -> bool:
-    try:
-        os.close(os.open(name, os.O_RDWR | getattr(os, "O_DIRECT", 0)))
-    except OSError:
-        return False
-    return sys.platform == "linux"
 
 
 def _limit(kind: int, unit: int) -> int:
@@ -145,7 +150,22 @@ def _versions() -> dict[str, str]:
     for name in PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
+    if spec := importlib.util.find_spec("torch"):  # does not import it
+        found |= _built_with(Path(spec.origin or "").with_name("version.py"))
+    for name in _NCCL:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found["NCCL"] = metadata.version(name)
     return found
+
+
+def _built_with(version_file: Path) -> dict[str, str]:
+    """The versions of CUDA and ROCm that torch was built for. ``version_file``: ``torch/version.py``."""
+    with contextlib.suppress(OSError):
+        lines = re.findall(
+            r"^(cuda|hip)\b[^=\n]*= '([^']+)'", version_file.read_text(), re.MULTILINE
+        )
+        return {{"cuda": "CUDA", "hip": "ROCm"}[name]: version for name, version in lines}
+    return {}
 
 
 def _interfaces(root: Path) -> list[str]:

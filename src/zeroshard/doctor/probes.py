@@ -15,9 +15,12 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import IO, Any, Literal
 
-Kind = Literal["ok", "hang", "wrong", "failed", "absent"]
+from zeroshard.doctor.facts import Disk
+
+Kind = Literal["ok", "hang", "wrong", "failed", "absent", "untried"]
 
 _END_S = 5.0  # that a killed process may take to end
 
@@ -27,6 +30,7 @@ class Outcome:
     """How a probe ended. ``text``: in words. ``found``: what it printed as JSON.
 
     "wrong": the values of a collective were not the right ones. "absent": the program is not installed.
+    "untried": there was no time left for it.
     """
 
     kind: Kind
@@ -52,7 +56,7 @@ def run(command: Sequence[str], *, limit_s: float, environ: Mapping[str, str]) -
         try:
             code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            return Outcome("hang", f"no answer in {limit_s:g} s", output=_read(out))
+            return Outcome("hang", f"no answer in {limit_s:.0f} s", output=_read(out))
         finally:  # also if a signal ends this process: the command makes an exception of it
             _kill(process)
         if code:
@@ -136,3 +140,19 @@ def addresses(host: str, *, limit_s: float, environ: Mapping[str, str]) -> tuple
     )
     outcome = run([sys.executable, "-c", program, host], limit_s=limit_s, environ=environ)
     return outcome.kind == "ok", outcome.output.split()
+
+
+def disk(path: Path, *, limit_s: float, environ: Mapping[str, str]) -> tuple[str, Disk | None]:
+    """The disk below a folder; or why it cannot be used. A dead mount lets every call hang."""
+    program = (
+        "import dataclasses, json, pathlib, sys\n"
+        "from zeroshard.doctor.facts import disk_of\n"
+        "found = disk_of(pathlib.Path(sys.argv[1]))\n"
+        "print(json.dumps(found and dataclasses.asdict(found)))"
+    )
+    command = [sys.executable, "-c", program, str(path)]
+    outcome = run(command, limit_s=limit_s, environ=environ)
+    if outcome.kind != "ok":
+        return outcome.text, None
+    found = json.loads(outcome.output)
+    return ("", Disk(**found)) if found else ("nothing can be written there", None)

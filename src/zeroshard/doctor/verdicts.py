@@ -16,6 +16,7 @@ from zeroshard.memory.host_limits import gib
 Weight = Literal["fails", "warns"]
 
 OLDEST_TORCH = (2, 11)
+SLOW_LATENCY_S = 1e-3  # of 8 bytes between GPUs of one host
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,12 @@ CODES: Mapping[str, Code] = {
         "the folder is a poor place for offloaded state",
         "Give as nvme_path a folder on a local disk with free space.",
     ),
+    "ZS-D209": Code(
+        "warns",
+        "traffic between GPUs is slow",
+        "Compare with NCCL_P2P_DISABLE=1. If that is faster, PCIe ACS redirects the traffic: turn it or "
+        "the IOMMU off in the BIOS, or boot with iommu=pt.",
+    ),
     "ZS-D208": Code(
         "warns", "a variable makes runs slow or changes them", "Remove it after debugging."
     ),
@@ -173,14 +180,14 @@ def _of_cores(facts: Facts) -> Iterator[Finding]:
 def _of_disk(facts: Facts) -> Iterator[Finding]:
     disk = facts.disk
     if disk is None:
-        yield Finding("ZS-D207", "nothing can be written there")
+        yield Finding("ZS-D207", facts.disk_trouble)
         return
     reasons = []
     medium = medium_of(disk.filesystem)
     if medium != "disk":
         reasons.append("its files are in memory" if medium == "memory" else "it is on the network")
     if not disk.direct:
-        reasons.append("files cannot be opened past the page cache (O_DIRECT)")
+        reasons.append("files cannot be written and read past the page cache (O_DIRECT)")
     if disk.free_nbytes < 1 << 30:
         reasons.append(f"{gib(disk.free_nbytes)} are free")
     if reasons:
@@ -211,7 +218,7 @@ def of_name(addresses: Sequence[str], *, answered: bool) -> Iterator[Finding]:
 def of_gloo(outcomes: Mapping[int, Outcome]) -> Iterator[Finding]:
     """What the exchanges on the CPU say. ``outcomes``: by number of ranks."""
     for ranks, outcome in outcomes.items():
-        if outcome.kind != "ok":
+        if outcome.kind not in ("ok", "untried"):
             yield Finding("ZS-D104", f"{ranks} ranks: {outcome.text}")
 
 
@@ -232,9 +239,11 @@ def of_nccl(one_gpu: Outcome, tried: Mapping[str, Outcome]) -> Finding | None:
     """
     if one_gpu.kind != "ok":
         return Finding("ZS-D100", one_gpu.text)
-    working = [name for name, outcome in tried.items() if outcome.kind == "ok"]
     first = tried.get("default")
-    if first is None or "default" in working:
+    if first is not None and first.kind == "ok":
+        return _of_speed(first)
+    working = [name for name, outcome in tried.items() if outcome.kind == "ok"]
+    if first is None or first.kind == "untried":
         return None
     detail = f"{first.text} by default"
     if not working:
@@ -243,3 +252,11 @@ def of_nccl(one_gpu: Outcome, tried: Mapping[str, Outcome]) -> Finding | None:
     settings = dict(BISECT).get(working[0]) or dict([working[0].split("=", 1)])
     line = "export " + " ".join(f"{name}={value}" for name, value in settings.items())
     return Finding(code, f"{detail}; it works with {working[0]}", line)
+
+
+def _of_speed(works: Outcome) -> Finding | None:
+    """Right values that come too late: redirected peer-to-peer traffic takes tens of milliseconds."""
+    latency_s = works.found["all_reduce"]["latency_s"] if works.found else 0.0
+    if latency_s <= SLOW_LATENCY_S:
+        return None
+    return Finding("ZS-D209", f"8 bytes take {1e3 * latency_s:.1f} ms")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import mmap
 import os
 import secrets
@@ -14,10 +13,19 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from zeroshard.core.files import reason
+from zeroshard.core.files import PAGE_NBYTES, reason, turn_direct
 from zeroshard.errors import DiskError
 
-PAGE_NBYTES = 4096
+__all__ = [
+    "NO_FALLOCATE",
+    "PAGE_NBYTES",
+    "aligned_bytes",
+    "allocate",
+    "memory_at",
+    "open_unnamed",
+    "round_to_page",
+    "turn_direct",
+]
 
 _view: Callable[[int, int, int], memoryview] = ctypes.PYFUNCTYPE(
     ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int
@@ -78,25 +86,6 @@ def open_unnamed(directory: str) -> tuple[int, str]:
             "nvme_path a directory on a local disk that this user may write to."
         ) from error
     return fd, os.readlink(f"/proc/self/fd/{fd}").removesuffix(" (deleted)")
-
-
-def turn_direct(fd: int) -> bool:
-    """Switch ``O_DIRECT`` on. False: the file system refuses it, at once or at the first transfer."""
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    page = aligned_bytes(PAGE_NBYTES)
-    memory = memory_at(page.data_ptr(), PAGE_NBYTES)
-    try:
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT)
-        os.pwritev(fd, [memory], 0)
-        os.preadv(fd, [memory], 0)
-        direct = True
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags & ~os.O_DIRECT)
-        direct = False
-    os.ftruncate(fd, 0)
-    return direct
 
 
 def allocate(fd: int, offset: int, nbytes: int) -> None:
