@@ -80,6 +80,9 @@ test-programs: .programs/.ready .peer/.ready
 	ZEROSHARD_TEST_DEEPSPEED=$(CURDIR)/.peer TORCH_EXTENSIONS_DIR=$(CURDIR)/.peer/built \
 		timeout --kill-after=30 $(TEST_LIMIT) \
 		$(BIN)/python -m pytest tests/programs/test_tasks.py tests/compat/test_recipes.py -k itself $(ARGS)
+	ZEROSHARD_TEST_DEEPSPEED=$(CURDIR)/.peer TORCH_EXTENSIONS_DIR=$(CURDIR)/.peer/built \
+		timeout --kill-after=30 $(TEST_LIMIT) \
+		$(BIN)/python -m pytest tests/compat/test_same_as_deepspeed.py $(ARGS)
 
 .programs/.ready: $(READY) tests/programs/older.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[programs]'

@@ -13,11 +13,17 @@ import subprocess
 import sys
 from importlib import metadata, util
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from zeroshard.deepspeed.api_table import VERSION
 from zeroshard.deepspeed.install import DIRECTORY
+
+pytestmark = pytest.mark.timeout(320)
+
+ROOT = Path(__file__).parents[2]
+TRACKERS = ROOT / ".trackers"
 
 PROGRAM = """
 import json, sys
@@ -109,9 +115,78 @@ if accelerator.is_main_process:
 """
 
 
-def numbers_with(directory: str, folder: Path, *words: str, program: str = PROGRAM) -> list[float]:
+MONITORED = """
+import csv, json, os, sys
+from pathlib import Path
+import deepspeed
+import torch
+from torch import nn
+
+kind, folder, trackers = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+deepspeed.get_accelerator().is_fp16_supported = lambda: True  # the real one refuses fp16 on CPUs
+deepspeed.init_distributed(dist_backend="gloo")
+rank = deepspeed.comm.get_rank()
+
+
+def loss_fn(out, wanted):
+    return (out - wanted).square().mean()
+
+
+def batch(number):
+    x = torch.randn(2, 8, generator=torch.Generator().manual_seed(100 * number + rank))
+    x = x.half() if kind == "fp16" else x
+    return x, x.sum(1, keepdim=True)
+
+
+torch.manual_seed(0)
+layers = [nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1)]
+model = nn.Sequential(*layers)
+if kind == "pipeline":
+    model = deepspeed.pipe.PipelineModule(layers=layers, num_stages=1, loss_fn=loss_fn)
+engine, *_ = deepspeed.initialize(model=model, config={
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+    "scheduler": {
+        "type": "WarmupDecayLR", "params": {"warmup_num_steps": 4, "total_num_steps": 12},
+    },
+    "zero_optimization": {"stage": 1},
+    "fp16": {"enabled": kind == "fp16", "initial_scale_power": 16, "loss_scale_window": 2},
+    "csv_monitor": {"enabled": True, "output_path": str(folder), "job_name": "csv"},
+    "tensorboard": {"enabled": bool(trackers), "output_path": str(folder), "job_name": "tb"},
+})
+data = iter([batch(number) for number in range(14)])
+for _ in range(7 if kind == "pipeline" else 14):
+    if kind == "pipeline":
+        engine.train_batch(data)
+    else:
+        x, wanted = next(data)
+        engine.backward(loss_fn(engine(x), wanted))
+        engine.step()
+if hasattr(engine, "close"):
+    engine.close()
+if rank == 0:
+    found = {}
+    for path in (folder / "csv").glob("*.csv"):
+        rows = list(csv.reader(path.open()))
+        found[f"csv {path.stem}"] = [[int(step), float(value)] for step, value in rows[1:]]
+    if trackers:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = EventAccumulator(str(folder / "tb"))
+        events.Reload()
+        for tag in events.Tags()["scalars"]:
+            found[f"tensorboard {tag}"] = [[each.step, each.value] for each in events.Scalars(tag)]
+    print("NUMBERS", json.dumps(found), flush=True)
+torch.distributed.barrier()
+os._exit(0)
+"""
+
+
+def numbers_with(directory: str, folder: Path, *words: str, program: str = PROGRAM) -> Any:
     (folder / "program.py").write_text(program)
-    env = {**os.environ, "PYTHONPATH": directory, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(filter(None, [directory, str(ROOT / "src"), *words[2:]]))
+    env = {**os.environ, "PYTHONPATH": path, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     done = subprocess.run(
         [sys.executable, *launcher, "program.py", *words],
@@ -121,9 +196,7 @@ def numbers_with(directory: str, folder: Path, *words: str, program: str = PROGR
     assert done.returncode == 0 or directory != str(DIRECTORY), done.stderr[-4000:]
     lines = [line for line in done.stdout.splitlines() if line.startswith("NUMBERS")]
     assert lines, done.stdout[-2000:] + done.stderr[-4000:]
-    line = lines[0]
-    found: list[float] = json.loads(line.removeprefix("NUMBERS"))
-    return found
+    return json.loads(lines[0].removeprefix("NUMBERS"))
 
 
 @pytest.mark.skipif(not peer(), reason="DeepSpeed itself is not installed")
@@ -144,3 +217,27 @@ def test_a_state_that_accelerate_saved_with_deepspeed_goes_on_by_name(stage, tmp
     ours = numbers_with("", tmp_path, stage, "ZeroShard", program=STATES)
     assert len(ours) == 4
     assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+@pytest.mark.skipif(not peer(), reason="DeepSpeed itself is not installed")
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [("fp32", ["lr"]), ("fp16", ["loss_scale", "lr"]), ("pipeline", ["lr", "train_loss"])],
+)
+def test_what_its_monitors_write_ours_write_too(kind, names, tmp_path):
+    """In fp16 the first steps overflow. A pipeline is the only engine of DeepSpeed that writes losses."""
+    trackers = str(TRACKERS) if (TRACKERS / ".ready").exists() else ""
+    ours, theirs = (
+        numbers_with(folder, tmp_path, kind, str(tmp_path / name), trackers, program=MONITORED)
+        for name, folder in (("ours", str(DIRECTORY)), ("theirs", peer()))
+    )
+    wanted = [f"csv Train_Samples_{name}" for name in names]
+    wanted += [f"tensorboard Train/Samples/{name}" for name in names if trackers]
+    assert sorted(theirs) == sorted(wanted)
+    for name, points in theirs.items():
+        assert [step for step, _ in points] == [8, 16, 24, 32, 40, 48, 56]
+        assert [step for step, _ in ours[name]] == [step for step, _ in points]
+        values = [value for _, value in points]
+        assert [value for _, value in ours[name]] == pytest.approx(values, rel=1e-6), name
+    if kind == "fp16":
+        assert len({value for _, value in theirs["csv Train_Samples_loss_scale"]}) > 3

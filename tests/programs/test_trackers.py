@@ -28,19 +28,23 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("opened_by", ["own", "joined"])
-def test_every_tracker_keeps_equal_values_at_equal_steps(tmp_path, opened_by):
+def found_by(program: str, folder: Path, *words: str) -> dict:
+    """What a program wrote, which runs in ``folder`` with the trackers."""
     path = os.pathsep.join([str(ROOT / "src"), str(TRACKERS)])
-    program = Path(__file__).with_name("tracked.py")
     done = subprocess.run(
-        [sys.executable, program, tmp_path / "found.json", opened_by],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": path, "ZEROSHARD_DUMP_DIR": ""},
+        [sys.executable, Path(__file__).with_name(program), folder / "found.json", *words],
+        cwd=folder, env={**os.environ, "PYTHONPATH": path, "ZEROSHARD_DUMP_DIR": ""},
         capture_output=True, text=True, timeout=150,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "switched off" not in done.stderr
-    found = json.loads((tmp_path / "found.json").read_text())
+    return json.loads((folder / "found.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("opened_by", ["own", "joined"])
+def test_every_tracker_keeps_equal_values_at_equal_steps(tmp_path, opened_by):
+    found = found_by("tracked.py", tmp_path, opened_by)
     told = found.pop("function")
     losses = found.pop("losses")
     names = {f"Train/Samples/{name}" for name in EVERY_STEP}
@@ -63,3 +67,32 @@ def test_every_tracker_keeps_equal_values_at_equal_steps(tmp_path, opened_by):
                 assert [v for _, v in points] == pytest.approx([v for _, v in told[name]], rel=1e-6)
             else:
                 assert points == told[name], (tracker, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("library", ["trainer", "accelerate"])
+def test_runs_that_a_trainer_or_accelerate_opened_are_joined(tmp_path, library):
+    """Each tracker has one run, with the values of the library and those of the engine."""
+    found = found_by("tracked_runs.py", tmp_path, library)
+    assert found["runs"] == {"mlflow": 1, "wandb": 1, "trackio": 1}
+    theirs = "loss" if library == "trainer" else "theirs"
+    assert [step for step, _ in found["kept"]["mlflow"][theirs]] == (
+        [1, 2, 3] if library == "trainer" else [0, 1, 2]
+    )
+    for tracker, kept in found["kept"].items():
+        losses, rates = (kept[f"Train/Samples/{name}"] for name in ("train_loss", "lr"))
+        assert [step for step, _ in losses] == [step for step, _ in rates] == [8, 16, 24], tracker
+        assert losses == found["kept"]["mlflow"]["Train/Samples/train_loss"]
+        if library == "trainer":
+            told = [value for _, value in found["kept"]["mlflow"]["loss"]]
+            assert [value for _, value in losses] == pytest.approx(told, abs=1e-4)
+
+
+def test_a_full_disk_switches_off_tensorboard():
+    path = os.pathsep.join([str(ROOT / "src"), str(TRACKERS)])
+    test = ["tests/unit/test_monitors.py", "-k", "full and tensorboard", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", *test],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert "1 passed" in done.stdout, done.stdout + done.stderr

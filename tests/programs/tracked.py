@@ -160,12 +160,17 @@ def of_record() -> Found:
     return found
 
 
-def main() -> None:
+def use_this_folder() -> None:
+    """Let every tracker store its runs below the current directory, without a server."""
     os.environ.update(
         WANDB_MODE="offline", WANDB_SILENT="true", WANDB_DIR=str(FOLDER),
         TRACKIO_DIR=str(FOLDER / "trackio"), MLFLOW_TRACKING_URI=f"sqlite:///{FOLDER}/mlflow.db",
         HF_HUB_OFFLINE="1",
     )  # fmt: skip
+
+
+def main() -> None:
+    use_this_folder()
     joins = sys.argv[2] == "joined"
     if joins:
         import mlflow

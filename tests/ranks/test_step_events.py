@@ -70,6 +70,33 @@ def test_every_stage_has_the_same_events_and_the_loss_is_the_mean(stage):
         assert by_name["lr"] == report.lr and by_name["skipped"] == 0.0
 
 
+def test_lr_and_loss_scale_are_those_after_the_step_as_in_deepspeed():
+    """An infinite loss in the second step: neither the schedule nor the counter of good steps goes on."""
+    keys = {
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_num_steps": 8, "warmup_type": "linear"},
+        },
+        "fp16": {
+            "enabled": True,
+            "initial_scale_power": 4,
+            "loss_scale_window": 2,
+            "hysteresis": 1,
+        },
+    }
+    with open_engine(1, **keys) as engine:
+        kept, after = Kept(engine), []
+        for number, (batch,) in enumerate(own_data(engine, 5)):
+            loss = loss_of(engine, batch)
+            engine.backward(loss * float("inf") if number == 1 else loss)
+            engine.step()
+            after.append((engine.get_lr()[0], float(engine._update._scaler.scale)))
+    lrs, scales = (list(kept.values[name].values()) for name in ("lr", "loss_scale"))
+    assert list(zip(lrs, scales)) == after
+    assert len(set(lrs)) == 4 and lrs[0] == lrs[1]
+    assert scales == [16, 8, 8, 8, 16]
+
+
 @on_ranks(2)
 def test_events_send_nothing():
     """The loss travels with the norm; monitors add no collective."""

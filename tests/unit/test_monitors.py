@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import resource
+import signal
 import sys
 import threading
 import time
@@ -227,6 +229,32 @@ def test_a_sink_that_fails_is_dropped_with_one_line_and_the_others_go_on(caplog)
     assert [record.getMessage() for record in caplog.records] == [
         "Broken could not write and is switched off; training continues (OSError: no space left)"
     ]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's
+@pytest.mark.parametrize("key", ["csv_monitor", "tensorboard"])
+def test_a_disk_that_becomes_full_costs_one_line_and_the_others_go_on(tmp_path, caplog, key):
+    """The limit on the size of files stands for the disk: writes beyond it fail."""
+    if key == "tensorboard":
+        pytest.importorskip("tensorboard")  # tests/programs/test_trackers.py runs this with it
+    kept = Kept()
+    monitors = build_monitors(config(**{key: files(tmp_path)}))
+    monitors.add(kept)
+    old = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1500, old[1]))
+        for step in range(400):
+            monitors.write([("a", 0.5, step)])
+            if step % 100 == 0:
+                monitors.flush(10)
+        monitors.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, old)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert [event[2] for event in kept.events[:-1]] == [*range(400)]
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "is switched off; training continues (OSError: [Errno 27] File too large" in line
 
 
 def test_a_sink_that_cannot_close_does_not_stop_the_run(caplog):

@@ -368,7 +368,8 @@ class Engine(nn.Module):
                 return
         elif skipped is not None:
             self._skipped.in_a_row = 0
-        self._observer.after_step(report, self.global_samples, self.skipped_steps)
+        next_lr = float(self._groups[0]["lr"]) if self._groups else 0.0
+        self._observer.after_step(report, self.global_samples, self.skipped_steps, next_lr)
         if self._gc is not None:
             self._gc.collect()
 

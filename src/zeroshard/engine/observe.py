@@ -109,7 +109,9 @@ class Observer:
         self._sent: dict[tuple[str, str, str], Traffic] = {}
         self._steps = 0
         self._in_step = False
-        self._ended: tuple[StepReport, int, int] | None = None  # a step whose last phase still runs
+        self._ended: tuple[StepReport, int, int, float] | None = (
+            None  # a step whose last phase still runs
+        )
         self._breaks_down = settings.wall_clock_breakdown or settings.memory_breakdown
         self._breakdown_every = self._every(settings.steps_per_print) or (
             BREAKDOWN_EVERY if self._breaks_down or settings.comms_logger.enabled else 0
@@ -159,9 +161,12 @@ class Observer:
 
     # ------------------------------------------------------------------ steps
 
-    def after_step(self, report: StepReport, samples: int, skipped: int) -> None:
-        """An optimizer step has ended. ``samples`` and ``skipped`` count from the start of the run."""
-        self._ended = report, samples, skipped
+    def after_step(self, report: StepReport, samples: int, skipped: int, next_lr: float) -> None:
+        """An optimizer step has ended. ``samples`` and ``skipped`` count from the start of the run.
+
+        ``next_lr``: the learning rate after the step.
+        """
+        self._ended = report, samples, skipped, next_lr
         if not self._in_step:
             self._finish_step()
 
@@ -169,12 +174,12 @@ class Observer:
         """Report the step that has ended, if its last phase has ended as well."""
         if self._ended is None:
             return
-        (report, samples, skipped), self._ended = self._ended, None
+        (report, samples, skipped, next_lr), self._ended = self._ended, None
         marks, self._marks = self._marks, []
         self._steps += 1
         # Monitors may be added later, so they are asked in every step.
         if self.stream is not None and (self._run_log is not None or self.monitors):
-            step = self.stream.end_step(report, samples)
+            step = self.stream.end_step(report, samples, next_lr)
             if step is not None:
                 step.phases = marks
                 self.stream.send(step)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -201,6 +201,7 @@ class OptimizerStep:
             self._update(factor, on_device, measured.untouched)
         if self._adapts_scale:
             self._scaler.update(found_inf)
+            report = replace(report, _next_scale=self._scaler.scale.clone())
         self._recorder.mark_step(step)
         return StepOutcome(report, skipped, norms)
 

@@ -24,6 +24,7 @@ class StepReport:
     _scale: Tensor  # 0-dim loss scale that this step's gradients carried
     _skipped: HostFlag | Tensor | bool  # a flag while the host does not know it
     _loss: Tensor | None = None  # fp64 [2]: sums over ranks of weighted losses, and of weights
+    _next_scale: Tensor | None = None  # 0-dim loss scale after this step; None: as before
 
     @property
     def lr(self) -> float:
@@ -59,10 +60,14 @@ class StepReport:
     def tensors(self) -> list[Tensor]:
         """What :meth:`values_of` needs of the device."""
         known = (self._loss, self._norm, self._norm if self._clip is None else self._clip)
-        return [self._scale, *(each for each in known if each is not None)]
+        scale = self._scale if self._next_scale is None else self._next_scale
+        return [scale, *(each for each in known if each is not None)]
 
     def values_of(self, numbers: Sequence[float]) -> dict[str, float]:
-        """The values of monitors by name, from the numbers of :meth:`tensors`."""
+        """The values of monitors by name, from the numbers of :meth:`tensors`.
+
+        The loss scale is that after the step, as in DeepSpeed's monitors.
+        """
         scale, *rest = numbers
         values = {"loss_scale": scale}
         if self._loss is not None:

@@ -101,8 +101,11 @@ class StepStream:
         if torch.is_grad_enabled():
             self._tokens += tokens_in(args, kwargs)
 
-    def end_step(self, report: StepReport, samples: int) -> OpenStep | None:
-        """The step has ended. Returns what :meth:`send` gets. None: a graph is captured."""
+    def end_step(self, report: StepReport, samples: int, next_lr: float) -> OpenStep | None:
+        """The step has ended. Returns what :meth:`send` gets. None: a graph is captured.
+
+        ``next_lr``: the learning rate after the step, unless it turns out to have been skipped.
+        """
         ops = self.ops
         if ops.is_capturing():
             return None
@@ -111,7 +114,7 @@ class StepStream:
         made = OpenStep(
             report,
             samples,
-            {"lr": report.lr, **self._host_values(report.step)},
+            {"lr": next_lr, **self._host_values(report.step)},
             ops.host_values(report.tensors()),
             ended,
             before,
@@ -156,6 +159,8 @@ class StepStream:
     def _event(self, step: OpenStep) -> StepEvent:
         values = step.report.values_of(step.numbers.read())
         values |= step.values
+        if step.report.skipped:  # a schedule that had gone on was set back
+            values["lr"] = step.report.lr
         values["skipped"] = float(step.report.skipped)
         seconds = 0.0 if step.before is None else step.ended.seconds_since(step.before)
         if seconds > 0:
