@@ -28,8 +28,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def found_by(program: str, folder: Path, *words: str) -> dict:
-    """What a program wrote, which runs in ``folder`` with the trackers."""
+def run(program: str, folder: Path, *words: str) -> None:
+    """Run a program in ``folder`` with the trackers."""
     path = os.pathsep.join([str(ROOT / "src"), str(TRACKERS)])
     done = subprocess.run(
         [sys.executable, Path(__file__).with_name(program), folder / "found.json", *words],
@@ -38,13 +38,13 @@ def found_by(program: str, folder: Path, *words: str) -> dict:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "switched off" not in done.stderr
-    return json.loads((folder / "found.json").read_text())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("opened_by", ["own", "joined"])
 def test_every_tracker_keeps_equal_values_at_equal_steps(tmp_path, opened_by):
-    found = found_by("tracked.py", tmp_path, opened_by)
+    run("tracked.py", tmp_path, opened_by)
+    found = json.loads((tmp_path / "found.json").read_text())
     told = found.pop("function")
     losses = found.pop("losses")
     names = {f"Train/Samples/{name}" for name in EVERY_STEP}
@@ -73,7 +73,9 @@ def test_every_tracker_keeps_equal_values_at_equal_steps(tmp_path, opened_by):
 @pytest.mark.parametrize("library", ["trainer", "accelerate"])
 def test_runs_that_a_trainer_or_accelerate_opened_are_joined(tmp_path, library):
     """Each tracker has one run, with the values of the library and those of the engine."""
-    found = found_by("tracked_runs.py", tmp_path, library)
+    run("tracked_runs.py", tmp_path, library)
+    run("tracked_runs.py", tmp_path, "read")
+    found = json.loads((tmp_path / "found.json").read_text())
     assert found["runs"] == {"mlflow": 1, "wandb": 1, "trackio": 1}
     theirs = "loss" if library == "trainer" else "theirs"
     assert [step for step, _ in found["kept"]["mlflow"][theirs]] == (
@@ -92,7 +94,7 @@ def test_a_full_disk_switches_off_tensorboard():
     path = os.pathsep.join([str(ROOT / "src"), str(TRACKERS)])
     test = ["tests/unit/test_monitors.py", "-k", "full and tensorboard", "-p", "no:cacheprovider"]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *test],
+        [sys.executable, "-m", "pytest", "-v", *test],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     assert "1 passed" in done.stdout, done.stdout + done.stderr

@@ -1,7 +1,8 @@
 """Trains with Transformers' Trainer, or with Accelerate, which open runs of MLflow, wandb and Trackio.
 
-Writes to the file named by the first argument what the runs hold then, as JSON: how many runs there are,
-and {tracker: {name: [[step, value]]}}. The second argument: "trainer" or "accelerate".
+The second argument: "trainer" or "accelerate"; or "read", in a process after that one
+(wandb may still write before): what the runs hold goes to the file named by the first argument, as JSON:
+how many runs there are, and {tracker: {name: [[step, value]]}}.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ CONFIG = {
 
 
 def run_trainer() -> None:
-    import wandb
     from transformers import TrainingArguments
 
     from zeroshard.integrations.transformers import Trainer
@@ -44,8 +44,6 @@ def run_trainer() -> None:
     rows = [{"input_ids": row, "labels": row} for row in ids]
     trainer = Trainer(WithLoss(), args, zeroshard_config=CONFIG, train_dataset=rows)
     trainer.train()
-    trainer.model_wrapped.close()
-    wandb.finish()  # a Trainer leaves that to the end of the process
 
 
 def run_accelerate() -> None:
@@ -64,13 +62,10 @@ def run_accelerate() -> None:
         optimizer.step()
         optimizer.zero_grad()
         accelerator.log({"theirs": 1.0}, step=step)
-    accelerator.free_memory(model)  # before end_training(), which ends the runs
     accelerator.end_training()
 
 
-def main() -> None:
-    torch.manual_seed(0)
-    {"trainer": run_trainer, "accelerate": run_accelerate}[sys.argv[2]]()
+def read() -> None:
     with contextlib.closing(sqlite3.connect(FOLDER / "mlflow.db")) as base:
         runs = {"mlflow": base.execute("SELECT count(*) FROM runs").fetchone()[0]}
     runs["wandb"] = len(list(FOLDER.glob("wandb/offline-run-*")))
@@ -83,4 +78,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    torch.manual_seed(0)
+    {"trainer": run_trainer, "accelerate": run_accelerate, "read": read}[sys.argv[2]]()

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 from zeroshard.comm.recorder import Entry, Recorder
 from zeroshard.config import Config
 from zeroshard.core.ledger import RESTING, TEMPORARY, Ledger
-from zeroshard.engine.monitors import Monitors
+from zeroshard.engine.monitors import BLOCKED_S, Monitors
 from zeroshard.engine.report import StepReport
 from zeroshard.engine.run_log import RunLog
 from zeroshard.engine.step_stream import MEMORY_EVERY, StepEvent, StepStream
@@ -238,6 +238,12 @@ class Observer:
         return [
             traffic.line(label, steps) for label, traffic in sorted(totals.items()) if traffic.calls
         ]
+
+    def flush(self) -> None:
+        """Wait until the values of all steps are written, but no longer than for a sink that blocks."""
+        if self.stream is not None:
+            self.stream.close(wait=True)
+        self.monitors.flush(BLOCKED_S)
 
     def end(self, reason: str = "") -> None:
         """Send what is left, while the engine still has its memory.

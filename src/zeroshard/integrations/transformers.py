@@ -82,6 +82,7 @@ class ZeroShardMixin:
     def __init__(self, *args: Any, zeroshard_config: Source = None, **kwargs: Any) -> None:
         self.zeroshard_config, _ = read_source(zeroshard_config)
         super().__init__(*args, **kwargs)
+        self.callback_handler.callbacks.insert(0, _LastValues(self))  # type: ignore[attr-defined]
         if (self.zeroshard_config.get("preemption") or {}).get("enabled"):
             self.add_callback(PreemptionCallback(self))  # type: ignore[attr-defined]
 
@@ -161,6 +162,18 @@ class ZeroShardMixin:
                 f"the Trainer cannot {verb} a checkpoint before train(): there is no engine yet."
             )
         return engine
+
+
+class _LastValues(transformers.TrainerCallback):
+    """Sends the values of the last steps to the trackers before their callbacks end the runs."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Wait until they are written."""
+        if self._trainer._engine is not None:
+            self._trainer._engine.flush_monitors()
 
 
 class PreemptionCallback(transformers.TrainerCallback):

@@ -312,6 +312,12 @@ class Accelerator(accelerate.Accelerator):
             )
         return engine.clip_next_step(max_norm)
 
+    def end_training(self) -> None:
+        """As in Accelerate. The trackers that it ends get the values of the last steps first."""
+        for engine in self.engines:
+            engine.flush_monitors()
+        super().end_training()
+
     @property
     def engines(self) -> list[PreparedEngine]:
         """The open engines, in the order in which they were prepared."""

@@ -84,6 +84,10 @@ class PreparedEngine(ForwardingEngine):
         super().zero_grad(set_to_none)
         self._update.max_norm = self.settings.gradient_clipping
 
+    def flush_monitors(self) -> None:
+        """Wait until monitors have the values of all steps: a tracker's run is about to end."""
+        self._observer.flush()
+
     @property
     def is_closed(self) -> bool:
         """Whether ``close()`` was called."""
