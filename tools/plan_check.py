@@ -1,91 +1,188 @@
-"""Compares plans with real runs of two ranks, and writes the table of ``docs/plan.md``.
+"""Compares plans with real runs of two and three ranks, and writes the tables of ``docs/plan.md``.
 
-    python tools/plan_check.py            # prints the table; takes about two minutes
-    python tools/plan_check.py --write    # and puts it into the page
+    python tools/plan_check.py                    # all parts; takes about fifteen minutes on two cores
+    python tools/plan_check.py --part process     # one part
+    python tools/plan_check.py --write            # also the page, and the JSON of all rows
 
 Small models of Transformers with random weights, on the CPU. A row that differs in anything but the peak,
-or whose peak is more than 2 % off, ends the run. Needs Transformers.
+or whose peak is farther off than allowed, ends the tool. Needs Transformers.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
+import gc
 import itertools
+import json
 import pickle
 import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import zeroshard
+from zeroshard.comm import shm
+from zeroshard.comm.shared_memory import window_listeners
+from zeroshard.comm.simulation import lone_rank
 from zeroshard.core.mesh import Mesh
+from zeroshard.memory.storage import resize_listeners
+from zeroshard.planner.allocations import Allocations
 from zeroshard.planner.model_source import loss_of
-from zeroshard.planner.simulate import Simulation, observe, simulate
+from zeroshard.planner.simulate import Simulation, highest, observe, simulate
 from zeroshard.testing.ranks import run_ranks
 
-PAGE = Path(__file__).parents[1] / "docs/plan.md"
-BEGIN, END = "<!-- plan_check.py: begin -->", "<!-- plan_check.py: end -->"
+ROOT = Path(__file__).parents[1]
+PAGE, RESULTS = ROOT / "docs/plan.md", ROOT / "benchmarks/results/plan-check.json"
 
-RANKS, BATCH, TOKENS, WORDS, WIDTH = 2, 4, 32, 512, 64
 TOLERANCE = 0.02
-"""How far a planned peak may be from the real one, as a fraction."""
+"""How far a planned peak may be from that of the followed tensors of the run, as a fraction."""
+
+PROCESS_TOLERANCE = 0.05
+"""How far it may be from the growth of the process."""
+
+INIT_SLACK = 1.1
+
+
+@dataclass(frozen=True)
+class Size:
+    """The sizes of a model and of its batch."""
+
+    width: int = 64
+    layers: int = 2
+    words: int = 512
+    batch: int = 4
+    tokens: int = 32
+
+
+SMALL, LARGE = Size(), Size(width=384, layers=4, words=8192, batch=4, tokens=128)
+DEEP = Size(width=512, layers=8, words=1024)
+"""The largest module is a block, not the table of words."""
 
 _IDS = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 0, "decoder_start_token_id": 0}
-_LAYERS = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 2}
-FAMILIES: dict[str, tuple[str, dict[str, int]]] = {
-    "gpt2": ("GPT2LMHeadModel", {"n_layer": 2, "n_embd": WIDTH, "n_head": 2, "n_positions": TOKENS}),
-    "llama": ("LlamaForCausalLM", {**_LAYERS, "num_key_value_heads": 2, "intermediate_size": 128}),
-    "bert": ("BertForMaskedLM", {**_LAYERS, "intermediate_size": 128}),
-    "t5": (
-        "T5ForConditionalGeneration",
-        {"d_model": WIDTH, "d_ff": 128, "num_layers": 2, "num_heads": 2, "d_kv": 32},
-    ),
-}  # fmt: skip
+
+
+def _gpt2(size: Size) -> dict[str, int]:
+    return {"n_layer": size.layers, "n_embd": size.width, "n_head": 2, "n_positions": size.tokens}
+
+
+def _bert(size: Size) -> dict[str, int]:
+    return {
+        "hidden_size": size.width, "num_hidden_layers": size.layers, "num_attention_heads": 2,
+        "intermediate_size": 2 * size.width,
+    }  # fmt: skip
+
+
+def _llama(size: Size) -> dict[str, int]:
+    return {**_bert(size), "num_key_value_heads": 2}
+
+
+def _t5(size: Size) -> dict[str, int]:
+    half = size.width // 2
+    return {
+        "d_model": size.width, "d_ff": 2 * size.width, "num_layers": size.layers, "num_heads": 2,
+        "d_kv": half,
+    }  # fmt: skip
+
+
+FAMILIES: dict[str, tuple[str, Callable[[Size], dict[str, int]]]] = {
+    "gpt2": ("GPT2LMHeadModel", _gpt2),
+    "llama": ("LlamaForCausalLM", _llama),
+    "bert": ("BertForMaskedLM", _bert),
+    "t5": ("T5ForConditionalGeneration", _t5),
+}
 """The class in Transformers of each family, and its sizes."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One run: family, stage, whether layers are checkpointed and the optimizer is in host memory."""
+    """One run. ``offload``: where the optimizer is between steps; "nvme": parameters too at stage 3."""
 
     family: str
     stage: int
     checkpointed: bool
-    offloaded: bool
+    offload: str = "none"
+    transport: str = "p2p"
+    ranks: int = 2
+    size: Size = SMALL
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        words = [self.family, f"stage {self.stage}", self.transport, f"{self.ranks} ranks"]
+        words += ["checkpointed"] * self.checkpointed + [self.offload] * (self.offload != "none")
+        return ", ".join(words)
 
 
 ALL = [
-    Case(family, stage, *switches)
-    for family, stage in itertools.product(FAMILIES, range(4))
-    for switches in itertools.product((False, True), repeat=2)
-    if stage or not switches[1]
+    Case(family, stage, checkpointed, offload, transport, ranks)
+    for family, stage, checkpointed, offload, transport, ranks in itertools.product(
+        FAMILIES, range(4), (False, True), ("none", "cpu"), ("shm", "p2p"), (2, 3)
+    )
+    if stage or offload == "none"
 ]
 """Without offload at stage 0, which is a mistake in a configuration."""
 
+ON_DISK = [
+    Case(family, stage, False, "nvme", transport, ranks)
+    for family, (stage, transport, ranks) in itertools.product(
+        FAMILIES, ((1, "p2p", 3), (2, "shm", 2), (3, "p2p", 2), (3, "shm", 3))
+    )
+]
 
-def pairwise() -> list[Case]:
-    """16 cases. Every two values that can be together in a case are so in one of them."""
+
+def covering() -> list[Case]:
+    """16 cases. Every two values that can be together in a case are so in one of them.
+
+    The last one trains with the optimizer and the parameters on disk.
+    """
     return [
-        Case(family, stage, (at + stage) % 2 == 1, stage > 0 and (at // 2 + stage) % 2 == 1)
+        Case(
+            family,
+            stage,
+            (at + stage) % 2 == 1,
+            "cpu" if stage and (at // 2 + stage) % 2 else "none",
+            "shm" if (at // 2 + at + stage // 2) % 2 else "p2p",
+            3 if (at + stage // 2) % 2 else 2,
+        )
         for at, family in enumerate(FAMILIES)
         for stage in range(4)
     ]
 
 
-def build(case: Case) -> Callable[[], nn.Module]:
-    """A function that makes the model of a case."""
+def build(case: Case, *, init: bool = False) -> Callable[[], nn.Module]:
+    """A function that makes the model of a case; ``init``: sharded from the start, in bf16."""
     import transformers
 
     name, sizes = FAMILIES[case.family]
 
     def made() -> nn.Module:
-        config = transformers.AutoConfig.for_model(case.family, vocab_size=WORDS, **_IDS, **sizes)
+        config = transformers.AutoConfig.for_model(
+            case.family, vocab_size=case.size.words, **_IDS, **sizes(case.size)
+        )
         config.use_cache = False
-        model: Any = getattr(transformers, name)(config)
+        sharded = (
+            zeroshard.zero.Init(config_dict_or_path=settings(case), dtype=torch.bfloat16)
+            if init
+            else contextlib.nullcontext()
+        )
+        usual = torch.get_default_dtype()
+        torch.set_default_dtype(torch.bfloat16 if init else usual)
+        try:
+            with sharded:
+                model: Any = getattr(transformers, name)(config)
+        finally:
+            torch.set_default_dtype(usual)
         if case.checkpointed:
             model.gradient_checkpointing_enable()
         found: nn.Module = model.train()
@@ -94,48 +191,92 @@ def build(case: Case) -> Callable[[], nn.Module]:
     return made
 
 
-def settings(case: Case) -> dict[str, Any]:
+def settings(case: Case, folder: str = "/tmp") -> dict[str, Any]:
     """The configuration of a case."""
     zero: dict[str, Any] = {"stage": case.stage}
-    if case.offloaded:
-        zero["offload_optimizer"] = {"device": "cpu"}
+    if case.offload != "none":
+        place = {"device": case.offload} | ({"nvme_path": folder} if case.offload == "nvme" else {})
+        zero["offload_optimizer"] = place
+        if case.stage == 3 and case.offload == "nvme":
+            zero["offload_param"] = place
     return {
-        "train_micro_batch_size_per_gpu": BATCH,
+        "train_micro_batch_size_per_gpu": case.size.batch,
         "gradient_clipping": 1.0,
+        "transport": case.transport,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": zero,
     }
 
 
-def _batch() -> tuple[dict[str, torch.Tensor], None]:
-    ids = torch.randint(2, WORDS, (BATCH, TOKENS))
+def _batch(size: Size) -> tuple[dict[str, torch.Tensor], None]:
+    ids = torch.randint(2, size.words, (size.batch, size.tokens))
     return {"input_ids": ids, "labels": ids.clone()}, None
 
 
-def _observe(case: Case, path: str) -> None:
-    found = observe(build(case), settings(case), _batch(), loss_fn=loss_of)
+# ------------------------------------------------------------------ tensors
+
+
+@contextlib.contextmanager
+def in_lockstep() -> Iterator[None]:
+    """All ranks begin and end each wait for shared memory together, as a plan takes them to do.
+
+    How many blocks of shared memory a rank needs depends on how far the others are.
+    """
+    wait = shm._Pending.wait
+
+    def together(pending: Any) -> None:
+        if pending._ring is None:
+            return
+        dist.barrier()
+        wait(pending)
+        dist.barrier()
+
+    shm._Pending.wait = together  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        shm._Pending.wait = wait  # type: ignore[method-assign]
+
+
+def _observe(case: Case, folder: str, path: str, lockstep: bool) -> None:
+    held = in_lockstep() if lockstep and case.transport == "shm" else contextlib.nullcontext()
+    with held:
+        found = observe(
+            build(case), settings(case, folder), _batch(case.size), loss_fn=loss_of, steps=3
+        )
     if found.rank == 0:
         Path(path).write_bytes(pickle.dumps(found))
 
 
-def run_and_plan(case: Case) -> tuple[Simulation, Simulation]:
+def run_and_plan(case: Case, *, lockstep: bool = True) -> tuple[Simulation, Simulation]:
     """What rank 0 of a real run needed, and what its plan says."""
-    with tempfile.NamedTemporaryFile() as file:
-        run_ranks(_observe, RANKS, case, file.name, timeout=120)
+    with tempfile.NamedTemporaryFile() as file, swap_folder() as folder:
+        run_ranks(_observe, case.ranks, case, folder, file.name, lockstep, timeout=300)
         real: Simulation = pickle.loads(file.read())  # our own file
-    mesh = Mesh(data_shard=RANKS)
-    plan = simulate(build(case), settings(case), _batch(), mesh=mesh, rank=0, loss_fn=loss_of)
-    return real, plan
+    return real, planned(case)
+
+
+def swap_folder() -> tempfile.TemporaryDirectory[str]:
+    """For swap files. Not in /tmp, which may be memory."""
+    return tempfile.TemporaryDirectory(dir=Path.home())
+
+
+def planned(case: Case) -> Simulation:
+    """The plan of rank 0."""
+    mesh = Mesh(data_shard=case.ranks)
+    batch = _batch(case.size)
+    return simulate(build(case), settings(case), batch, mesh=mesh, rank=0, loss_fn=loss_of, steps=3)
 
 
 def differences(real: Simulation, plan: Simulation) -> list[str]:
     """In what a plan differs from its run, in words: bytes of states and temporaries, and traffic.
 
-    Without "scratch", which has the memory of the transport in a real run only.
+    Without "scratch" in host memory, and all of it if parameters are on disk: what is between memory and
+    disk, and what compares it, is in a real run only.
     """
     return [
         f"{key}: real {ours.get(key)!r}, planned {said.get(key)!r}"
-        for table in (_held, _moved)
+        for table in (_held, _moved, _files)
         for ours, said in [(table(real), table(plan))]
         for key in {**ours, **said}
         if ours.get(key) != said.get(key)
@@ -143,7 +284,12 @@ def differences(real: Simulation, plan: Simulation) -> list[str]:
 
 
 def _held(found: Simulation) -> dict[tuple[str, ...], Any]:
-    rows = [row for row in found.memory if row.category != "scratch"]
+    on_disk = found.nbytes("parameters", "disk") > 0
+    rows = [
+        row
+        for row in found.memory
+        if row.category != "scratch" or (row.tier == "device" and not on_disk)
+    ]
     return {(row.category, row.tier): row.measured for row in rows}
 
 
@@ -154,6 +300,10 @@ def _moved(found: Simulation) -> dict[tuple[str, ...], Any]:
     }
 
 
+def _files(found: Simulation) -> dict[tuple[str, ...], Any]:
+    return {("files",): found.file_nbytes}
+
+
 def offs(real: Simulation, plan: Simulation) -> dict[str, float]:
     """Of each phase, how far the planned peak is above the real one, as a fraction."""
     return {
@@ -162,39 +312,202 @@ def offs(real: Simulation, plan: Simulation) -> dict[str, float]:
     }
 
 
-def _rows() -> list[str]:
-    rows = [
-        "| model | stage | checkpointed | offloaded | real peak, bytes | planned | off | worst phase |",
-        "|---|--:|---|---|--:|--:|--:|--:|",
+def tensor_row(case: Case) -> dict[str, Any]:
+    """A run whose tensors are followed, and its plan."""
+    real, plan = run_and_plan(case)
+    if wrong := differences(real, plan):
+        sys.exit(f"{case.name}: {wrong}")
+    off = offs(real, plan)
+    worst = max(off.items(), key=lambda item: abs(item[1]))
+    if abs(worst[1]) > TOLERANCE:
+        sys.exit(f"{case.name}: the planned peak of {worst[0]} is {worst[1]:+.2%} off")
+    return {
+        **_row(case), "real_nbytes": real.peak_nbytes, "planned_nbytes": plan.peak_nbytes,
+        "off": plan.peak_nbytes / real.peak_nbytes - 1, "worst_phase": worst[0], "worst_off": worst[1],
+        "transport_nbytes": plan.nbytes("transport"), "file_nbytes": plan.file_nbytes,
+    }  # fmt: skip
+
+
+def _row(case: Case) -> dict[str, Any]:
+    return {key: value for key, value in asdict(case).items() if key != "size"}
+
+
+# ------------------------------------------------------------------ processes
+
+_M_MMAP_THRESHOLD = -3  # from malloc.h
+LOOK_FROM_NBYTES, PAGE_NBYTES = 512 << 10, 4096
+
+
+def process_nbytes() -> int:
+    """Anonymous and shared memory of this process; of shared pages, its share."""
+    text = Path("/proc/self/smaps_rollup").read_text()
+    rows = {line.split(":")[0]: line.split()[1] for line in text.splitlines()[1:]}
+    return 1024 * (int(rows["Pss_Anon"]) + int(rows["Pss_Shmem"]))
+
+
+class Looks(TorchDispatchMode):
+    """Looks at the process after each operation that returns much memory, and after each gather.
+
+    The size that the kernel counts all the time says when the slower look is worth it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak_nbytes = self._resident_nbytes = 0
+
+    def look(self, *_: Any) -> None:
+        """Look now."""
+        resident_nbytes = int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_NBYTES
+        if resident_nbytes >= self._resident_nbytes + LOOK_FROM_NBYTES:
+            self._resident_nbytes = resident_nbytes
+            self.peak_nbytes = max(self.peak_nbytes, process_nbytes())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation."""
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.nbytes >= LOOK_FROM_NBYTES:
+            self.look()
+        return result
+
+
+def _train(case: Case, folder: str, steps: int, looks: Looks | None) -> None:
+    model = build(case)()
+    batch, _ = _batch(case.size)
+    engine, *_ = zeroshard.initialize(model=model, config=settings(case, folder))
+    for last in reversed(range(steps)):
+        with looks if looks is not None and not last else contextlib.nullcontext():
+            loss = engine(**batch).loss
+            engine.backward(loss)
+            engine.step()
+            del loss
+    engine.close()
+
+
+def _grow(case: Case, folder: str) -> int:
+    """By how much the process of this rank grows in the last of three steps, at most."""
+    libc = ctypes.CDLL("libc.so.6")
+    libc.mallopt(_M_MMAP_THRESHOLD, 64 << 10)  # else the process keeps what is freed
+    looks = Looks()
+    _train(replace(case, size=SMALL), folder, 2, None)  # imports, threads, compiled kernels
+    for _ in range(3):
+        gc.collect()
+    libc.malloc_trim(0)
+    dist.barrier()
+    before = process_nbytes()
+    for listeners in (resize_listeners, window_listeners):
+        listeners.append(looks.look)  # type: ignore[attr-defined]
+    try:
+        _train(case, folder, 3, looks)
+    finally:
+        for listeners in (resize_listeners, window_listeners):
+            listeners.remove(looks.look)  # type: ignore[attr-defined]
+    return looks.peak_nbytes - before
+
+
+def process_row(case: Case) -> dict[str, Any]:
+    """A run that is not followed, the mean growth of its processes, and its plan."""
+    with swap_folder() as folder:
+        grown = run_ranks(_grow, case.ranks, case, folder, timeout=500)
+    top = highest(planned(case).moments)[1]
+    in_host = sum(nbytes for (_, tier), nbytes in top.held.items() if tier == "host")
+    plan = top.device_nbytes + in_host  # one memory here
+    mean = sum(grown) / len(grown)
+    off = plan / mean - 1
+    if abs(off) > PROCESS_TOLERANCE:
+        print(f"{case.name}: {plan} planned, {grown} real: {off:+.2%}", file=sys.stderr)
+    return {**_row(case), "real_nbytes": round(mean), "planned_nbytes": plan, "off": off}
+
+
+# ------------------------------------------------------------------ construction
+
+
+def _constructed(case: Case) -> int:
+    with Allocations(lambda *_: None, real=True) as watch:
+        build(case, init=True)()
+    return watch.moments["init"].device_nbytes
+
+
+def init_row(case: Case) -> dict[str, Any]:
+    """The peak of a construction under ``zero.Init``, real and planned, and its bound."""
+    real = max(run_ranks(_constructed, case.ranks, case, timeout=200))
+    with lone_rank(0, case.ranks), FakeTensorMode(), Allocations(lambda *_: None) as watch:
+        model = build(case, init=True)()
+    numel = sum(param.numel() for param in model.parameters())
+    blocks = [
+        block for m in model.modules() if isinstance(m, nn.ModuleList) for block in m.children()
     ]
-    for case in ALL:
-        real, plan = run_and_plan(case)
-        if wrong := differences(real, plan):
-            sys.exit(f"{case}: {wrong}")
-        off = plan.peak_nbytes / real.peak_nbytes - 1
-        worst = max(offs(real, plan).items(), key=lambda item: abs(item[1]))
-        if abs(worst[1]) > TOLERANCE:
-            sys.exit(f"{case}: the planned peak of {worst[0]} is {worst[1]:+.2%} off")
-        rows.append(
-            f"| {case.family} | {case.stage} | {'yes' if case.checkpointed else 'no'} | "
-            f"{'yes' if case.offloaded else 'no'} | {real.peak_nbytes:,} | {plan.peak_nbytes:,} | "
-            f"{off:+.2%} | {worst[1]:+.2%} ({worst[0]}) |"
+    largest = max(sum(param.numel() for param in block.parameters()) for block in blocks)
+    plan = watch.moments["init"].device_nbytes
+    bound = (2 * numel / case.ranks + 2 * largest) * INIT_SLACK
+    return {**_row(case), "real_nbytes": real, "planned_nbytes": plan, "bound_nbytes": round(bound)}
+
+
+# ------------------------------------------------------------------ the page
+
+
+PARTS: dict[str, tuple[list[Case], Callable[[Case], dict[str, Any]]]] = {
+    "tensors": (ALL, tensor_row),
+    "disk": (ON_DISK, tensor_row),
+    "process": ([replace(case, size=LARGE) for case in covering()], process_row),
+    "init": (
+        [
+            Case(family, 3, False, ranks=ranks, size=DEEP)
+            for family in FAMILIES
+            for ranks in (2, 3)
+        ],
+        init_row,
+    ),
+}
+
+
+def _summary(part: str, rows: list[dict[str, Any]]) -> Iterator[str]:
+    if part == "init":
+        yield "| model | ranks | real peak | planned | bound |"
+        yield "|---|--:|--:|--:|--:|"
+        for row in rows:
+            cells = (row[key] for key in ("real_nbytes", "planned_nbytes", "bound_nbytes"))
+            yield (
+                f"| {row['family']} | {row['ranks']} | "
+                + " | ".join(f"{n:,}" for n in cells)
+                + " |"
+            )
+        return
+    yield "| model | runs | equal to the byte | off, lowest | median | highest |"
+    yield "|---|--:|--:|--:|--:|--:|"
+    for family in FAMILIES:
+        found = [row for row in rows if row["family"] == family]
+        off = [row["off"] for row in found]
+        equal = sum(row["real_nbytes"] == row["planned_nbytes"] for row in found)
+        yield (
+            f"| {family} | {len(found)} | {equal} | {min(off):+.2%} | {median(off):+.2%} | "
+            f"{max(off):+.2%} |"
         )
-        print(rows[-1], file=sys.stderr, flush=True)
-    return rows
 
 
 def main() -> None:
     """Compare all cases."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="put the table into the page")
-    write = parser.parse_args().write
-    table = "\n".join(_rows())
-    print(table)
-    if write:
-        page = PAGE.read_text()
-        before, after = page.split(BEGIN)[0], page.split(END)[1]
-        PAGE.write_text(f"{before}{BEGIN}\n{table}\n{END}{after}")
+    parser.add_argument("--part", choices=PARTS, action="append", help="only this part")
+    parser.add_argument(
+        "--write", action="store_true", help="put tables into the page, rows into JSON"
+    )
+    given = parser.parse_args()
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    for part in given.part or PARTS:
+        cases, row_of = PARTS[part]
+        rows = []
+        for case in cases:
+            rows.append(row_of(case))
+            print(rows[-1], file=sys.stderr, flush=True)
+        table = "\n".join(_summary(part, rows))
+        print(table)
+        results[part] = rows
+        if given.write:
+            RESULTS.write_text(json.dumps(results, indent=0) + "\n")
+            begin, end = (f"<!-- plan_check.py {part}: {edge} -->" for edge in ("begin", "end"))
+            page = PAGE.read_text()
+            before, after = page.split(begin)[0], page.split(end)[1]
+            PAGE.write_text(f"{before}{begin}\n{table}\n{end}{after}")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("no_deepspeed_on_ranks", "inside")
 
 TUTORIALS = ROOT / "docs" / "tutorials"
-VARY = ("gathered", "buckets", "scratch", "activations", "peak")
+VARY = ("gathered", "buckets", "scratch", "transport", "activations", "peak")
 """Rows of the memory report without a plan: their bytes depend on the run."""
 
 

@@ -119,8 +119,8 @@ def sum_in_rank_order(parts: Sequence[Tensor], out_S: Tensor) -> None:
     # Mixed-dtype arithmetic is 15 times slower on CPU than a widening copy and an add.
     short = parts[0].dtype in _SHORT
     numel = out_S.numel()
-    block = min(numel, _BLOCK_NUMEL)
-    wide = parts[0].new_empty((2, block), dtype=torch.float32 if short else parts[0].dtype)
+    wide = sum_temporary(out_S)
+    block = wide.shape[1]
     for begin in range(0, numel, block):
         end = min(begin + block, numel)
         total, term = wide[:, : end - begin]
@@ -128,6 +128,12 @@ def sum_in_rank_order(parts: Sequence[Tensor], out_S: Tensor) -> None:
         for part in parts[1:]:
             total.add_(term.copy_(part[begin:end]) if short else part[begin:end])
         out_S[begin:end].copy_(total)
+
+
+def sum_temporary(out_S: Tensor) -> Tensor:
+    """Two rows of fp32 in which more than two parts are added, a block of elements at a time."""
+    dtype = torch.float32 if out_S.dtype in _SHORT else out_S.dtype
+    return out_S.new_empty((2, min(out_S.numel(), _BLOCK_NUMEL)), dtype=dtype)
 
 
 class SoloComm:
@@ -261,6 +267,11 @@ class ProcessGroupComm(RecordedComm):
     def scratch_nbytes(self) -> int:
         """Bytes of device memory that the backend took when this communicator was made."""
         return self._buffer_nbytes
+
+    @property
+    def scratch_peak_nbytes(self) -> int:
+        """The same: they stay."""
+        return self.scratch_nbytes
 
     def all_gather(self, full_N: Tensor, shard_S: Tensor, *, name: str) -> Handle:
         """Stock all-gather. Dtypes that a backend may not know are sent as bytes."""

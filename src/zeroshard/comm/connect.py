@@ -19,6 +19,7 @@ from zeroshard.comm.flight_recorder import rank_ranges
 from zeroshard.comm.gloo import GlooComm
 from zeroshard.comm.host import host_number, new_sockets, open_sockets
 from zeroshard.comm.p2p import P2PComm, open_links
+from zeroshard.comm.planned import PLANNED
 from zeroshard.comm.recorder import Recorder
 from zeroshard.comm.shm import PeerMemory, ShmComm, open_peer_memory
 from zeroshard.device.choice import ops_of
@@ -84,7 +85,9 @@ def make_comm(
     assert group is not None  # initialised
     backend = _backend_for(group, device.type)
     if backend == "fake":
-        return ProcessGroupComm(group, recorder=recorder, guard=guard, device=device)
+        several = dist.get_world_size(group) > 1
+        planned = PLANNED[transport if several and device.type == "cpu" else "auto"]
+        return planned(group, recorder=recorder, guard=guard, device=device)
     if dist.get_world_size(group) == 1 and transport != "stock":
         return SoloComm(recorder)
     ranks = dist.get_process_group_ranks(group)

@@ -34,6 +34,11 @@ class GlooComm(ProcessGroupComm):
         """Bytes kept for incoming chunks, on the device of the reduced tensors."""
         return self._scratch.nbytes
 
+    @property
+    def scratch_peak_nbytes(self) -> int:
+        """The most of them so far."""
+        return self._scratch.peak_nbytes
+
     def all_gather(self, full_N: Tensor, shard_S: Tensor, *, name: str) -> Handle:
         """Every rank broadcasts its slice of ``full_N``; the others receive it in place."""
         item = self.recorder.all_gather(name, full_N, shard_S)

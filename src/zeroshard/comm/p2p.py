@@ -95,6 +95,11 @@ class P2PComm(RecordedComm):
         """Bytes kept for incoming chunks."""
         return self._scratch.nbytes
 
+    @property
+    def scratch_peak_nbytes(self) -> int:
+        """The most of them so far."""
+        return self._scratch.peak_nbytes
+
     def all_gather(self, full_N: Tensor, shard_S: Tensor, *, name: str) -> Handle:
         """Every other rank's slice is received into its place in ``full_N``."""
         item = self.recorder.all_gather(name, full_N, shard_S)
@@ -263,7 +268,7 @@ class Scratch:
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []
-        self.nbytes = 0
+        self.nbytes = self.peak_nbytes = 0
 
     def take(self, dtype: torch.dtype, numel: int, device: torch.device = _CPU) -> Tensor:
         """A buffer of at least ``numel`` elements on ``device``: the smallest free one, or a new one."""
@@ -279,6 +284,7 @@ class Scratch:
             self.nbytes -= stale.nbytes
         fresh = torch.empty(numel, dtype=dtype, device=device)
         self.nbytes += fresh.nbytes
+        self.peak_nbytes = max(self.peak_nbytes, self.nbytes)
         return fresh
 
     def give(self, buffer: Tensor) -> None:

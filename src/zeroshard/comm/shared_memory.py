@@ -41,7 +41,7 @@ import secrets
 import sys
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -239,33 +239,46 @@ class Block:
         self._map.madvise(mmap.MADV_REMOVE)
 
 
-class Arena:
-    """This rank's file. Blocks are reused: there are at most as many as were ever in use at once."""
+window_listeners: list[Callable[[Windows], None]] = []
+"""Called after a block was taken, with the windows it is of. Empty in production."""
 
-    def __init__(self) -> None:
-        self.fd = os.memfd_create("zeroshard", os.MFD_CLOEXEC)
-        self._end = CONTROL_NBYTES
-        os.posix_fallocate(self.fd, 0, CONTROL_NBYTES)
-        self.control = ControlBlock(self.fd)
-        self.control.token = secrets.randbits(63)
-        self.readers: Sequence[ControlBlock] = ()  # of the other ranks
-        self.blocks: dict[int, Block] = {}
+
+class Windows:
+    """Blocks that are reused: there are at most as many as were ever in use at once.
+
+    Subclasses say what a block is: shared memory, or a note of it in a run that is simulated.
+    """
+
+    def __init__(self, end: int) -> None:
+        self._end = end
+        self.readers: Sequence[Any] = ()  # control blocks of the other ranks
+        self.blocks: dict[int, Any] = {}  # by address
         self._swept_s = 0.0
-        self.close = weakref.finalize(self, _leave, self.control, self.fd, os.getpid())
+        self.peak_nbytes = 0
+
+    def new_block(self, offset: int, nbytes: int) -> tuple[int, Any]:
+        """A block, and its address."""
+        raise NotImplementedError
+
+    @property
+    def lent_nbytes(self) -> int:
+        """Bytes of tensors of the program that lie in blocks."""
+        return sum(block.bytes.nbytes for block in self.blocks.values() if block.is_lent)
+
+    @property
+    def all_nbytes(self) -> int:
+        """Bytes of all blocks."""
+        return sum(block.nbytes for block in self.blocks.values())
 
     @property
     def own_nbytes(self) -> int:
-        """Bytes in use of the blocks that are not lent to the program."""
-        return sum(block.bytes.nbytes for block in self.blocks.values() if not block.is_lent)
+        """Bytes of the blocks, without those that the program was lent."""
+        return self.all_nbytes - self.lent_nbytes
 
-    def block_of(self, tensor: Tensor) -> Block | None:
-        """The block that ``tensor`` lies in, if any."""
-        return self.blocks.get(tensor.untyped_storage().data_ptr())
-
-    def _is_free(self, block: Block) -> bool:
+    def _is_free(self, block: Any) -> bool:
         return not block.is_lent and block.is_read_by(self.readers)
 
-    def take(self, nbytes: int, *, slack: int = 2) -> Block:
+    def take(self, nbytes: int, *, slack: int = 2) -> Any:
         """The smallest free block of ``nbytes`` to ``slack * nbytes``; or a new one of ``nbytes``.
 
         A block is free if it is not lent and the other ranks have read it. ``nbytes`` is rounded up to
@@ -282,12 +295,15 @@ class Arena:
                     break
         if best is None:
             self._sweep(now_s, below_nbytes=nbytes)
-            best = Block(self.fd, self._end, nbytes)
+            address, best = self.new_block(self._end, nbytes)
             self._end += nbytes
-            self.blocks[best.bytes.data_ptr()] = best
+            self.blocks[address] = best
+            self.peak_nbytes = max(self.peak_nbytes, self.all_nbytes)
         elif now_s > self._swept_s + _IDLE_S:
             self._sweep(now_s)
         best.used_s = now_s
+        for listener in window_listeners:
+            listener(self)
         return best
 
     def _sweep(self, now_s: float, *, below_nbytes: int = 0) -> None:
@@ -303,6 +319,27 @@ class Arena:
             if idle and self._is_free(block):
                 del self.blocks[address]
                 block.discard()
+
+
+class Arena(Windows):
+    """This rank's file."""
+
+    def __init__(self) -> None:
+        super().__init__(CONTROL_NBYTES)
+        self.fd = os.memfd_create("zeroshard", os.MFD_CLOEXEC)
+        os.posix_fallocate(self.fd, 0, CONTROL_NBYTES)
+        self.control = ControlBlock(self.fd)
+        self.control.token = secrets.randbits(63)
+        self.close = weakref.finalize(self, _leave, self.control, self.fd, os.getpid())
+
+    def new_block(self, offset: int, nbytes: int) -> tuple[int, Block]:
+        """See :class:`Windows`."""
+        block = Block(self.fd, offset, nbytes)
+        return block.bytes.data_ptr(), block
+
+    def block_of(self, tensor: Tensor) -> Block | None:
+        """The block that ``tensor`` lies in, if any."""
+        return self.blocks.get(tensor.untyped_storage().data_ptr())
 
 
 class PeerMapping:

@@ -70,7 +70,7 @@ _POLL_S = 0.0005  # pause between two looks for a mark, which wakes no sleeper
 _PIECES = 64
 _PIECE_NBYTES = 1 << 18
 #: The number of pieces that the source holds copies of, and how long it lets the readers catch up.
-_AHEAD = 4
+AHEAD = 4
 _CATCH_UP_S = 1.0
 _NOWHERE = (0, 0, 0)
 _move = ctypes.memmove
@@ -172,6 +172,11 @@ class ShmComm(RecordedComm):
         """Bytes of the blocks that hold sources, without those that :meth:`allocate` has lent."""
         return self._ring.arena.own_nbytes if self._ring is not None else 0
 
+    @property
+    def scratch_peak_nbytes(self) -> int:
+        """The most bytes of all blocks so far, those lent included."""
+        return self._ring.arena.peak_nbytes if self._ring is not None else 0
+
     def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """``[numel]`` that the other ranks can read: a reduction of it needs no copy.
 
@@ -247,8 +252,7 @@ class ShmComm(RecordedComm):
         flat = tensor.detach().view(-1)
         if flat.nbytes <= INLINE_NBYTES:
             return self._broadcast_small(ring, item, flat, src)
-        step = max(-(-numel // _PIECES), _PIECE_NBYTES // flat.element_size())
-        pieces = {ring.begin(item): piece for piece in flat.split(step)}
+        pieces = {ring.begin(item): piece for piece in pieces_of(flat)}
         return (
             _Departure(ring, item, pieces)
             if src == self.rank
@@ -283,6 +287,13 @@ class ShmComm(RecordedComm):
         if ring is not None:
             ring.close()
         self.recorder.close()
+
+
+def pieces_of(flat: Tensor) -> Sequence[Tensor]:
+    """The pieces in which a large broadcast travels."""
+    step = max(-(-flat.numel() // _PIECES), _PIECE_NBYTES // flat.element_size())
+    pieces: Sequence[Tensor] = flat.split(step)
+    return pieces
 
 
 class Ring:
@@ -346,7 +357,8 @@ class Ring:
 
     def block(self, nbytes: int, *, slack: int = 2) -> Block:
         """A free block of at least ``nbytes``."""
-        return self.arena.take(nbytes, slack=slack)
+        block: Block = self.arena.take(nbytes, slack=slack)
+        return block
 
     def post_copy(self, seq: int, item: Item, parts: Sequence[Tensor]) -> None:
         """Publish a copy of ``parts``, one after another, so that the caller may write its tensors."""
@@ -582,20 +594,20 @@ class _Arrival(_Pending):
 class _Departure(_Pending):
     """The source's side of a large broadcast.
 
-    The first ``_AHEAD`` pieces are published at once, each further one when an earlier one was read.
+    The first ``AHEAD`` pieces are published at once, each further one when an earlier one was read.
     """
 
     __slots__ = ("_pieces",)
 
     def __init__(self, ring: Ring, item: Item, pieces: Mapping[int, Tensor]) -> None:
         super().__init__(ring, item, *pieces)
-        for seq, piece in list(pieces.items())[:_AHEAD]:
+        for seq, piece in list(pieces.items())[:AHEAD]:
             ring.post_copy(seq, item, [piece])
         self._pieces = pieces
 
     def complete(self, ring: Ring) -> None:
         pieces, self._pieces = self._pieces, {}
-        for seq, piece in list(pieces.items())[_AHEAD:]:
-            ring.catch_up(self._item, seq - _AHEAD)
+        for seq, piece in list(pieces.items())[AHEAD:]:
+            ring.catch_up(self._item, seq - AHEAD)
             ring.post_copy(seq, self._item, [piece])
         ring.catch_up(self._item, self._seqs[-1])

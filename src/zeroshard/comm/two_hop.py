@@ -105,6 +105,11 @@ class TwoHopComm:
         """Bytes of padded copies. Each hop counts its own scratch memory."""
         return self._scratch.nbytes
 
+    @property
+    def scratch_peak_nbytes(self) -> int:
+        """The most of them so far."""
+        return self._scratch.peak_nbytes
+
     def all_gather(self, full_N: Tensor, shard_S: Tensor, *, name: str) -> Handle:
         """The inner all-gather: this replica has all shards."""
         handle = self.inner.all_gather(full_N, shard_S, name=name)

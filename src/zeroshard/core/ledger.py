@@ -16,8 +16,14 @@ from zeroshard.core.tiers import Tier
 RESTING = ("parameters", "gradients", "master", "optimizer")
 """Categories of the ZeRO formula: what a rank holds between two phases of a step."""
 
-TEMPORARY = ("gathered", "buckets", "scratch")
-"""Categories that exist only inside a phase. Their peaks are bounded and reported."""
+TRANSPORT = "transport"
+"""What the communicators of a rank hold: windows of shared memory, buffers for incoming chunks."""
+
+TEMPORARY = ("gathered", "buckets", "scratch", TRANSPORT)
+"""Categories that exist only inside a phase. Their peaks are bounded and reported.
+
+A ledger has nothing of the transport, which is asked itself.
+"""
 
 Key = tuple[str, Tier]
 """A category and a tier."""

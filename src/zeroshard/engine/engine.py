@@ -682,7 +682,7 @@ class Engine(nn.Module):
         """Planned and measured bytes per category and tier. Collective if ``all_ranks``."""
         planned = state_nbytes(self.runtime.plan, self.runtime.stage, self._watch.gathers.rank)
         outside = self.memory_baseline.peaks(self.device)
-        measured = measured_nbytes(self.runtime.ledger, self._watch.scratch_nbytes, outside)
+        measured = measured_nbytes(self.runtime.ledger, self._watch.scratch_peak_nbytes, outside)
         notes = self.runtime.traffic.lines
         if not all_ranks:
             return MemoryReport({self.global_rank: memory_rows(planned, measured)}, notes)

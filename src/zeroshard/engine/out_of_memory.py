@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zeroshard.core.ledger import RESTING, TEMPORARY, Ledger
+from zeroshard.core.ledger import RESTING, TEMPORARY, TRANSPORT, Ledger
 from zeroshard.core.nbytes import state_nbytes
 from zeroshard.core.tiers import TIERS, Tier
 from zeroshard.device.choice import ops_of
@@ -172,8 +172,8 @@ def _table(engine: Any, activations: int) -> Iterator[str]:
         for category in (*RESTING, *TEMPORARY):
             plan = planned.get((category, tier))
             now, peak = ledger.nbytes(category, tier), ledger.peak(category, tier)
-            if category == "scratch" and tier is Tier.DEVICE:
-                now, peak = (n + engine._watch.scratch_nbytes for n in (now, peak))
+            if category == TRANSPORT and tier is Tier.DEVICE:
+                now, peak = engine._watch.scratch_nbytes, engine._watch.scratch_peak_nbytes
             if plan or now or peak:
                 cells = "".join(f"{_mib(n):>10}" for n in (plan, now, peak))
                 yield f"  {category + ', ' + tier.name:24}{cells}"

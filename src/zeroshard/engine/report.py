@@ -8,7 +8,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from zeroshard.core.ledger import RESTING, TEMPORARY, Key, Ledger
+from zeroshard.core.ledger import RESTING, TEMPORARY, TRANSPORT, Key, Ledger
 from zeroshard.core.tiers import TIERS, Tier
 from zeroshard.device.ops import HostFlag
 
@@ -175,16 +175,16 @@ def vector_of(planned: Mapping[Key, int], measured: Mapping[Key, int]) -> list[f
 
 
 def measured_nbytes(
-    ledger: Ledger, scratch_nbytes: int, outside: Mapping[str, int]
+    ledger: Ledger, transport_nbytes: int, outside: Mapping[str, int]
 ) -> dict[Key, int]:
     """Bytes held now, and peaks of temporaries.
 
-    ``scratch_nbytes``: those of the communicator. ``outside``: see :data:`OUTSIDE`.
+    ``transport_nbytes``: the most that the communicators held. ``outside``: see :data:`OUTSIDE`.
     """
     measured = {key: ledger.nbytes(*key) for key in _keys(RESTING)}
     measured |= {key: ledger.peak(*key) for key in _keys(TEMPORARY)}
     for tier in TIERS.values():  # gradients exist only from backward to step
         measured["gradients", tier] = ledger.peak("gradients", tier)
-    measured["scratch", Tier.DEVICE] += scratch_nbytes
+    measured[TRANSPORT, Tier.DEVICE] = transport_nbytes
     measured |= {(name, Tier.DEVICE): outside[name] for name in OUTSIDE}
     return measured

@@ -143,7 +143,10 @@ class DiskGradStore:
 
 
 class DiscardedGradStore:
-    """Stands in for the gradient store of ``tier`` under fake tensors, which have no bytes to write."""
+    """Stands in for the gradient store of ``tier`` under fake tensors, which have no bytes to write.
+
+    As in :class:`DiskGradStore`, a gradient has memory only while it is read.
+    """
 
     every_backward = True
 
@@ -151,11 +154,12 @@ class DiscardedGradStore:
         self._tier = tier
         self._ledger = ledger
         self._name = name
+        self._numel, self._dtype = 0, torch.float32
         self._values_S: Tensor | None = None
 
     def write(self, values_S: Tensor) -> None:
         """See :class:`DiskGradStore`."""
-        self._values_S = values_S
+        self._numel, self._dtype, self._values_S = values_S.numel(), values_S.dtype, None
         self._ledger.hold("gradients", self._name, values_S.nbytes, self._tier)
 
     def prefetch(self) -> None:
@@ -163,7 +167,8 @@ class DiscardedGradStore:
 
     def acquire(self) -> Tensor:
         """See :class:`DiskGradStore`."""
-        assert self._values_S is not None
+        if self._values_S is None:
+            self._values_S = torch.empty(self._numel, dtype=self._dtype)
         return self._values_S
 
     peek = acquire

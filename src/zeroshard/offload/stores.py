@@ -158,6 +158,11 @@ class Stores:
         return [file for opened in self._opened.values() for file in opened.files]
 
     @property
+    def file_nbytes(self) -> int:
+        """Bytes that are reserved in swap files; those that a real rank would reserve, if simulated."""
+        return sum(opened.file_nbytes for opened in self._opened.values())
+
+    @property
     def timeline(self) -> Timeline | None:
         """The disk's transfers during the last update; None if no optimizer state is on disk."""
         return None if self._pager is None else self._pager.timeline

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zeroshard.core.ledger import Ledger
+from zeroshard.comm.shared_memory import Windows, window_listeners
+from zeroshard.core.ledger import TRANSPORT, Ledger
 from zeroshard.core.tiers import Tier
 from zeroshard.memory.storage import resize_listeners
 from zeroshard.planner.places import NOWHERE, Place, Places
@@ -71,8 +72,9 @@ class Allocations(TorchDispatchMode):
     """While it is entered, follows the storages of tensors that operations return.
 
     ``real``: of tensors with values, in a run that is compared with its plan; otherwise of fake ones.
-    Storages that torch did not allocate, such as shared memory, are not followed.
-    ``transport_nbytes``: how many of the followed bytes belong to the transport; they are not counted.
+    Storages that torch did not allocate, such as shared memory, are not followed; windows of a
+    shared-memory transport tell of themselves. ``buffers_nbytes``: how many of the followed bytes are
+    buffers of a transport.
     Costs some microseconds for each operation. ``note(func, args, result)`` gets every call. ``phase``:
     set by the program; each phase has a :class:`Moment` in ``moments``. In the phase "init" the ledger
     does not exist yet, and everything counts as device memory. ``looked(held)``: gets what is held after
@@ -85,7 +87,8 @@ class Allocations(TorchDispatchMode):
         super().__init__()
         self._note = note
         self._real = real
-        self.transport_nbytes: Callable[[], int] = int
+        self.buffers_nbytes: Callable[[], int] = int
+        self._windows: dict[int, Windows] = {}
         self._at: dict[int, int] = {}  # number of the holding, by address of a storage that lives
         self._refs: dict[int, weakref.ref[Any]] = {}
         self._holdings: list[Holding] = []
@@ -103,11 +106,13 @@ class Allocations(TorchDispatchMode):
     def __enter__(self) -> Any:
         """Follow from now on."""
         resize_listeners.append(self._resize)
+        window_listeners.append(self._take)
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
         """Follow nothing more."""
         resize_listeners.remove(self._resize)
+        window_listeners.remove(self._take)
         super().__exit__(*error)
 
     def __torch_dispatch__(
@@ -184,6 +189,10 @@ class Allocations(TorchDispatchMode):
         if nbytes:
             self._look(op, place, gathered_nbytes=nbytes)
 
+    def _take(self, windows: Windows) -> None:
+        self._windows[id(windows)] = windows
+        self._look("window of the transport", self.here())
+
     def _forget(self, key: int) -> None:
         self._refs.pop(key, None)
         if key in self._at:
@@ -194,30 +203,46 @@ class Allocations(TorchDispatchMode):
         self._live -= self._holdings[number].nbytes
         self._events.append(~number)
 
+    def _followed(self, ledger: Ledger) -> int:
+        """Bytes of the ledger that are in storages. Of what is on disk only fakes have some."""
+        disk = Tier.DISK.name
+        return sum(
+            nbytes
+            for (category, tier), nbytes in ledger.held().items()
+            if tier != disk or not (self._real or category == "gradients")
+        )
+
     def _look(self, op: str, place: Place, *, gathered_nbytes: int = 0) -> None:
         """Compare with the peaks. ``gathered_nbytes``: what the ledger gets right after this call."""
         known = on_device = 0
         if self._ledger is not None:
-            known, on_device = self._ledger.totals()
-            known, on_device = known + gathered_nbytes, on_device + gathered_nbytes
-        others = self._live - known - self.transport_nbytes()
-        device = others + on_device
+            known = gathered_nbytes + self._followed(self._ledger)
+            on_device = gathered_nbytes + self._ledger.totals()[1]
+        transport = self.buffers_nbytes()
+        others = self._live - known - transport
+        for windows in self._windows.values():
+            transport += windows.own_nbytes
+            if self._real:  # the ledger knows tensors that lie in windows, and they are not followed
+                others += windows.lent_nbytes
+        device = others + on_device + transport
         self.activations_nbytes = max(self.activations_nbytes, others)
         self.peak_nbytes = max(self.peak_nbytes, device)
         last = self.moments.get(self.phase)
         if self.looked is not None:
-            self.looked(Held(self.phase, device, self._held(gathered_nbytes), others))
+            self.looked(Held(self.phase, device, self._held(gathered_nbytes, transport), others))
         if last is None or device > last.device_nbytes:
-            held = self._held(gathered_nbytes)
+            held = self._held(gathered_nbytes, transport)
             self.moments[self.phase] = Moment(device, held, others, op, *place, len(self._events))
 
-    def _held(self, gathered_nbytes: int) -> dict[tuple[str, str], int]:
-        """What the ledger holds. The same object as the last time if it is equal, to save memory."""
-        if self._ledger is None:
-            return {}
-        held = self._ledger.held()
-        gathered = "gathered", Tier.DEVICE.name
-        held[gathered] = held.get(gathered, 0) + gathered_nbytes
+    def _held(self, gathered_nbytes: int, transport_nbytes: int) -> dict[tuple[str, str], int]:
+        """What the ledger holds, and the transport. The same object as the last time if it is equal."""
+        device = Tier.DEVICE.name
+        held: dict[tuple[str, str], int] = {}
+        if self._ledger is not None:
+            held = self._ledger.held()
+            held["gathered", device] = held.get(("gathered", device), 0) + gathered_nbytes
+        if transport_nbytes:
+            held[TRANSPORT, device] = transport_nbytes
         if held != self._last_held:
             self._last_held = held
         return self._last_held

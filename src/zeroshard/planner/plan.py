@@ -34,12 +34,13 @@ from zeroshard.planner.step_time import StepTime, step_time
 from zeroshard.planner.timeline import columns, timeline
 
 NOT_MODELLED = (
-    "memory of the transport (windows, send buffers), of the allocator (reserved and fragmented "
-    "blocks), of the device's context and of the program itself",
+    "memory of the allocator (reserved and fragmented blocks), of the device's context and of the "
+    "program itself",
     "the first step, which creates optimizer state; saving and loading checkpoints",
     "scratch memory inside kernels",
     "the update runs as torch operations; compiled and Triton updates need less temporary memory",
     "before the engine exists, everything counts as device memory, also state that goes to host or disk",
+    "other ranks are as far as this one; a rank that waits for others may need some more windows",
 )
 """What a plan does not contain."""
 
@@ -196,13 +197,21 @@ def make_plan(
         sharded=settings.zero_optimization.stage == 3,
         checkpointing=checkpointing,
     )
-    chosen = config_dict(config) | arguments if micro_batch else config
+    chosen = config_dict(config) | ({k: v for k, v in arguments.items() if v is not None})
+    transport = chosen.get("transport", "auto")
+    if kind == "cpu" and transport == "auto" and mesh.world_size > 1:
+        transport = chosen["transport"] = "shm"
     with explained(source.name):
         found = simulate(
             source.build, chosen, source.batch, mesh=mesh, rank=0, loss_fn=source.loss,
             with_events=with_events or machine is not None, target=kind,
         )  # fmt: skip
     assumed = (*source.assumed, f"rank 0 stands for all {ranks} ranks: shards have equal sizes")
+    if transport == "shm":
+        assumed += (
+            "all ranks are on one host and communicate through shared memory; for ranks of several "
+            'hosts, "transport": "p2p"',
+        )
     if memory_gib is None and machine is not None and machine.device.memory_bytes is not None:
         limit_nbytes, said = device_memory(machine, found.communicators)
         assumed += (said,)

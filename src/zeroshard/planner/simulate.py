@@ -20,6 +20,8 @@ from torch.utils._pytree import tree_map_only
 
 from zeroshard.comm.collectives import ProcessGroupComm, RecordedComm
 from zeroshard.comm.mesh_objects import mesh_sources
+from zeroshard.comm.planned import PlannedShm
+from zeroshard.comm.shm import ShmComm
 from zeroshard.comm.simulation import CallLog, Message, lone_rank
 from zeroshard.config import load_config
 from zeroshard.config.parse import read_source
@@ -83,7 +85,7 @@ class Simulation:
     storages at the highest of these moments of the last step. ``units``: their names. ``events``: what
     the rank held in the last step, and what it did if that was asked for, in order. ``updated``: what
     its update reads and writes. ``communicators``: that this rank would open on NCCL, besides the
-    program's own.
+    program's own. ``file_nbytes``: what its swap files reserve.
     """
 
     mesh: Mesh
@@ -102,6 +104,7 @@ class Simulation:
     events: tuple[StepEvent, ...]
     updated: Updated
     communicators: int
+    file_nbytes: int
 
     def nbytes(self, category: str, tier: str = "device") -> int:
         """Counted bytes of a category. Those of gradients and temporaries are peaks."""
@@ -137,8 +140,8 @@ def simulate(
     ``with_events``: log what the last step does, for its time. ``target``: the kind of device whose
     operations the model runs.
 
-    The process must not have a process group. Memory of transports, of allocators and of the program
-    itself is not counted.
+    The process must not have a process group. Memory of allocators and of the program itself is not
+    counted; that of the transport is if the configuration names one (key ``transport``) for CPU ranks.
 
     Raises:
         UsageError: the arguments do not fit together.
@@ -164,6 +167,7 @@ def simulate(
             gc.collect()  # cut layers are in cycles
             model = build()
         with contextlib.closing(Engine(model, config=config, mesh=mesh, plan=plan)) as engine:
+            watch.buffers_nbytes = _buffers_of(engine)
             _expect(engine, arriving)
             step = _stepper(engine, model, inputs, labels, loss_fn, watch)
             return _last_step(engine, model, step, steps, watch, log, with_events=with_events)
@@ -180,9 +184,9 @@ def observe(
     """Train ``steps`` steps for real as this rank, and say what the last one needed, as :func:`simulate`
     does: for comparisons of plans with runs.
 
-    All ranks of the process group call it, on the CPU. ``batch`` has values. The transport is "p2p",
-    whose memory is known to the byte; it is only in ``memory``, as "scratch". Memory inside of kernels
-    is in no number. Every operation is slower than in a run that is not observed.
+    All ranks of the process group call it, on the CPU. ``batch`` has values. The transport is "p2p" if
+    the configuration names none. Memory inside of kernels is in no number. Every operation is slower than
+    in a run that is not observed.
 
     Raises:
         UsageError: the arguments do not fit together.
@@ -194,11 +198,17 @@ def observe(
     with watch:
         inputs, labels = tree_map_only(torch.Tensor, torch.clone, (inputs, labels))
         model = build()
-        chosen = {**config, "transport": "p2p"}
+        chosen = {"transport": "p2p", **config}
         with contextlib.closing(Engine(model, config=chosen)) as engine:
-            watch.transport_nbytes = lambda: engine._watch.scratch_nbytes
+            watch.buffers_nbytes = _buffers_of(engine)
             step = _stepper(engine, model, inputs, labels, loss_fn, watch)
             return _last_step(engine, model, step, steps, watch, log)
+
+
+def _buffers_of(engine: Engine) -> Callable[[], int]:
+    """What transports hold in tensors of torch; windows of shared memory are no such tensors."""
+    comms = [c for c in engine._watch.comms if not isinstance(c, (ShmComm, PlannedShm))]
+    return lambda: sum(getattr(comm, "scratch_nbytes", 0) for comm in comms)
 
 
 def _last_step(
@@ -309,6 +319,7 @@ def _result(engine: Engine, model: nn.Module, watch: Allocations, log: StepLog) 
         tuple(log.events),
         updated_by(engine),
         _communicators(engine),
+        engine.runtime.stores.file_nbytes,
     )
 
 

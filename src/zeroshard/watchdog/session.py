@@ -162,6 +162,11 @@ class CommSession:
         """Bytes that the communicators keep for messages in flight."""
         return sum(getattr(comm, "scratch_nbytes", 0) for comm in self.comms)
 
+    @property
+    def scratch_peak_nbytes(self) -> int:
+        """The most bytes that each communicator has kept, added up."""
+        return sum(getattr(comm, "scratch_peak_nbytes", 0) for comm in self.comms)
+
     def divergence(self, comm: Comm, odd: Sequence[int]) -> Exception:
         """The error for the ranks at positions ``odd`` of ``comm``, whose history differs."""
         ranks = getattr(comm, "ranks", None)

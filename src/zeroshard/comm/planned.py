@@ -1,0 +1,271 @@
+"""Communicators of a simulated rank: what a transport would hold in memory, and whether calls are right.
+
+Nothing is moved. The other ranks are taken to be as far as this one: they have read what this rank has
+waited for. A real rank may be ahead or behind, so it may hold some blocks more or fewer.
+
+W ranks; N padded elements, S = N // W; K elements of a small vector.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroshard.comm.collectives import (
+    DONE,
+    Handle,
+    ProcessGroupComm,
+    sum_temporary,
+)
+from zeroshard.comm.p2p import Scratch
+from zeroshard.comm.shared_memory import CONTROL_NBYTES, INLINE_NBYTES, RING, Windows
+from zeroshard.comm.shm import AHEAD, pieces_of
+from zeroshard.errors import UsageError
+
+
+class PlannedComm(ProcessGroupComm):
+    """Checks what the fake group does not: sizes and dtypes. Holds no memory."""
+
+    def all_gather(self, full_N: Tensor, shard_S: Tensor, *, name: str) -> Handle:
+        """Nothing moves."""
+        self._check("all_gather", name, full_N, shard_S)
+        return super().all_gather(full_N, shard_S, name=name)
+
+    def reduce_scatter(self, out_S: Tensor, full_N: Tensor, *, name: str) -> Handle:
+        """Nothing moves."""
+        self._check("reduce_scatter", name, full_N, out_S)
+        handle = super().reduce_scatter(out_S, full_N, name=name)
+        if self.size == 2 or handle is DONE:
+            return handle
+
+        def add() -> None:
+            sum_temporary(out_S)
+
+        return _Then(handle, add)
+
+    def _check(self, op: str, name: str, full_N: Tensor, shard_S: Tensor) -> None:
+        if full_N.numel() != self.size * shard_S.numel() or full_N.dtype != shard_S.dtype:
+            raise UsageError(
+                f"{op} {name!r} over {self.size} ranks: {full_N.numel()} elements of {full_N.dtype} in "
+                f"all, {shard_S.numel()} of {shard_S.dtype} on a rank. The whole must have the dtype and "
+                f"{self.size} times the elements of a part; a real transport would fail or hang."
+            )
+
+
+class PlannedScratch(PlannedComm):
+    """Keeps buffers for incoming chunks, as p2p does; ``whole``: for all ranks' chunks, as gloo."""
+
+    whole = False
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._scratch = Scratch()
+
+    @property
+    def scratch_nbytes(self) -> int:
+        """Bytes kept for incoming chunks."""
+        return self._scratch.nbytes
+
+    @property
+    def scratch_peak_nbytes(self) -> int:
+        """The most of them so far."""
+        return self._scratch.peak_nbytes
+
+    def reduce_scatter(self, out_S: Tensor, full_N: Tensor, *, name: str) -> Handle:
+        """A buffer is in use until the wait."""
+        if not full_N.numel():
+            return super().reduce_scatter(out_S, full_N, name=name)
+        numel = full_N.numel() if self.whole else full_N.numel() - out_S.numel()
+        space = self._scratch.take(full_N.dtype, numel, full_N.device)
+        handle = super().reduce_scatter(out_S, full_N, name=name)
+        return _Then(handle, lambda: self._scratch.give(space))
+
+
+class PlannedGloo(PlannedScratch):
+    """The buffers of :class:`~zeroshard.comm.gloo.GlooComm`."""
+
+    whole = True
+
+
+class PlannedShm(PlannedComm):
+    """The blocks of :class:`~zeroshard.comm.shm.ShmComm`."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.windows = PlannedWindows()
+        self._seq = 0
+        self._pending: dict[int, Handle] = {}
+
+    @property
+    def scratch_nbytes(self) -> int:
+        """Bytes of the blocks, without those lent."""
+        return self.windows.own_nbytes
+
+    @property
+    def scratch_peak_nbytes(self) -> int:
+        """The most bytes of all blocks so far."""
+        return self.windows.peak_nbytes
+
+    def allocate(self, numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor that takes the place of a block."""
+        if not numel:
+            return torch.empty(numel, dtype=dtype, device=device)
+        block: PlannedBlock = self.windows.take(numel * dtype.itemsize, slack=1)
+        return block.lend(numel, dtype)
+
+    def all_gather(self, full_N: Tensor, shard_S: Tensor, *, name: str) -> Handle:
+        """A copy of the shard is in a block until the others have read it."""
+        handle = super().all_gather(full_N, shard_S, name=name)
+        return handle if handle is DONE else self._posted(handle, self._post(shard_S.nbytes))
+
+    def reduce_scatter(self, out_S: Tensor, full_N: Tensor, *, name: str) -> Handle:
+        """The tensor itself if it lies in a block, else a copy of the slices of the others."""
+        handle = super().reduce_scatter(out_S, full_N, name=name)
+        if handle is DONE:
+            return handle
+        block = self.windows.block_of(full_N)
+        if block is None:
+            return self._posted(handle, self._post(full_N.nbytes - out_S.nbytes))
+        seq = self._begin()
+        block.reads.append(seq)
+        return self._posted(handle, seq)
+
+    def all_gather_small(self, vector_K: Tensor, *, name: str) -> Tensor:
+        """Only a vector that does not fit a slot needs a block."""
+        rows = super().all_gather_small(vector_K, name=name)
+        if vector_K.nbytes > INLINE_NBYTES:
+            self.windows.done.add(self._post(vector_K.nbytes))
+        elif vector_K.numel():
+            self.windows.done.add(self._begin())
+        return rows
+
+    def broadcast(self, tensor: Tensor, src: int, *, name: str) -> Handle:
+        """The source has at most some pieces in blocks at a time."""
+        handle = super().broadcast(tensor, src, name=name)
+        if not tensor.numel():
+            return handle
+        flat = tensor.detach().view(-1)
+        if flat.nbytes <= INLINE_NBYTES:
+            self.windows.done.add(self._begin())
+            return handle
+        sizes = {self._begin(): piece.nbytes for piece in pieces_of(flat)}
+        if src != self.rank:
+            return self._posted(handle, *sizes)
+        first = list(sizes.items())
+        for seq, nbytes in first[:AHEAD]:
+            self._publish(seq, nbytes)
+
+        def rest() -> None:
+            for seq, nbytes in first[AHEAD:]:
+                self.windows.done.add(seq - AHEAD)
+                self._publish(seq, nbytes)
+
+        return self._posted(_Then(handle, rest), *sizes)
+
+    def _begin(self) -> int:
+        self._seq = seq = self._seq + 1
+        if (pending := self._pending.get(seq - RING)) is not None:
+            pending.wait()
+        self.windows.done.discard(seq - 2 * RING)
+        return seq
+
+    def _post(self, nbytes: int) -> int:
+        seq = self._begin()
+        self._publish(seq, nbytes)
+        return seq
+
+    def _publish(self, seq: int, nbytes: int) -> None:
+        self.windows.take(nbytes).reads.append(seq)
+
+    def _posted(self, handle: Handle, *seqs: int) -> Handle:
+        def read() -> None:
+            self.windows.done.update(seqs)
+            for seq in seqs:
+                self._pending.pop(seq, None)
+
+        made = _Then(handle, read)
+        self._pending.update(dict.fromkeys(seqs, made))
+        return made
+
+
+class PlannedWindows(Windows):
+    """Blocks without memory. ``done``: numbers of collectives that all ranks have read."""
+
+    def __init__(self) -> None:
+        super().__init__(CONTROL_NBYTES)
+        self.done: set[int] = set()
+
+    def new_block(self, offset: int, nbytes: int) -> tuple[int, PlannedBlock]:
+        """See :class:`Windows`."""
+        return offset, PlannedBlock(nbytes, self.done)
+
+    def block_of(self, tensor: Tensor) -> PlannedBlock | None:
+        """The block that stands for the memory of ``tensor``, if any."""
+        key = tensor.untyped_storage()._cdata
+        return next((b for b in self.blocks.values() if b.is_lent and b.lent_to == key), None)
+
+
+class PlannedBlock:
+    """See :class:`~zeroshard.comm.shared_memory.Block`."""
+
+    def __init__(self, nbytes: int, done: set[int]) -> None:
+        self.nbytes = nbytes
+        self.bytes = SimpleNamespace(nbytes=nbytes)
+        self.reads: list[int] = []
+        self.used_s = 0.0
+        self.is_lent = False
+        self.lent_to = 0
+        self._done = done
+
+    def is_read_by(self, _readers: Sequence[Any]) -> bool:
+        """Whether all has been read that was published from the block."""
+        reads = self.reads
+        while reads and reads[-1] in self._done:
+            reads.pop()
+        return not reads
+
+    def lend(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """``[numel]``; the block is lent as long as its storage lives."""
+        self.bytes = SimpleNamespace(nbytes=numel * dtype.itemsize)
+        self.is_lent = True  # before the tensor is counted
+        tensor = torch.empty(numel, dtype=dtype)
+        storage = tensor.untyped_storage()
+        self.lent_to = storage._cdata
+        weakref.finalize(storage, self._return).atexit = False
+        return tensor
+
+    def _return(self) -> None:
+        self.is_lent = False
+
+    def discard(self) -> None:
+        """Nothing is to be freed."""
+
+
+class _Then:
+    """Does one thing more after a wait."""
+
+    __slots__ = ("_after", "_handle")
+
+    def __init__(self, handle: Handle, after: Callable[[], None]) -> None:
+        self._handle: Handle | None = handle
+        self._after = after
+
+    def wait(self) -> None:
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            handle.wait()
+            self._after()
+
+
+PLANNED: Mapping[str, type[PlannedComm]] = {
+    "auto": PlannedComm,
+    "shm": PlannedShm,
+    "p2p": PlannedScratch,
+    "stock": PlannedGloo,
+}
+"""By the key ``transport``. With "auto" no transport is known, and its memory is not counted."""
