@@ -129,9 +129,10 @@ ALL = [
     for family, stage, checkpointed, offload, transport, ranks in itertools.product(
         FAMILIES, range(4), (False, True), ("none", "cpu"), ("shm", "p2p"), (2, 3)
     )
-    if stage or offload == "none"
+    if (stage or offload == "none")
+    and (family == "gpt2" or (ranks == 2) == ((transport == "shm") == (stage % 2 == checkpointed)))
 ]
-"""Without offload at stage 0, which is a mistake in a configuration."""
+"""All of one family, half of the others. Without offload at stage 0, a mistake in a configuration."""
 
 ON_DISK = [
     Case(family, stage, False, "nvme", transport, ranks)
@@ -231,7 +232,7 @@ def in_lockstep() -> Iterator[None]:
         wait(pending)
         dist.barrier()
 
-    shm._Pending.wait = together  # type: ignore[method-assign]
+    shm._Pending.wait = together  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -312,6 +313,16 @@ def offs(real: Simulation, plan: Simulation) -> dict[str, float]:
     }
 
 
+def disk_row(case: Case) -> dict[str, Any]:
+    """A run with state on disk. Peaks are not compared: memory that passes it is not followed."""
+    real, plan = run_and_plan(case)
+    if wrong := differences(real, plan):
+        sys.exit(f"{case.name}: {wrong}")
+    return {
+        **_row(case), "real_nbytes": real.file_nbytes, "planned_nbytes": plan.file_nbytes, "off": 0.0,
+    }  # fmt: skip
+
+
 def tensor_row(case: Case) -> dict[str, Any]:
     """A run whose tensors are followed, and its plan."""
     real, plan = run_and_plan(case)
@@ -324,7 +335,7 @@ def tensor_row(case: Case) -> dict[str, Any]:
     return {
         **_row(case), "real_nbytes": real.peak_nbytes, "planned_nbytes": plan.peak_nbytes,
         "off": plan.peak_nbytes / real.peak_nbytes - 1, "worst_phase": worst[0], "worst_off": worst[1],
-        "transport_nbytes": plan.nbytes("transport"), "file_nbytes": plan.file_nbytes,
+        "transport_nbytes": plan.nbytes("transport"),
     }  # fmt: skip
 
 
@@ -401,7 +412,8 @@ def _grow(case: Case, folder: str) -> int:
     finally:
         for listeners in (resize_listeners, window_listeners):
             listeners.remove(looks.look)  # type: ignore[attr-defined]
-    return looks.peak_nbytes - before
+    grown: int = looks.peak_nbytes - before
+    return grown
 
 
 def process_row(case: Case) -> dict[str, Any]:
@@ -424,7 +436,8 @@ def process_row(case: Case) -> dict[str, Any]:
 def _constructed(case: Case) -> int:
     with Allocations(lambda *_: None, real=True) as watch:
         build(case, init=True)()
-    return watch.moments["init"].device_nbytes
+    peak_nbytes: int = watch.moments["init"].device_nbytes
+    return peak_nbytes
 
 
 def init_row(case: Case) -> dict[str, Any]:
@@ -447,14 +460,10 @@ def init_row(case: Case) -> dict[str, Any]:
 
 PARTS: dict[str, tuple[list[Case], Callable[[Case], dict[str, Any]]]] = {
     "tensors": (ALL, tensor_row),
-    "disk": (ON_DISK, tensor_row),
+    "disk": (ON_DISK, disk_row),
     "process": ([replace(case, size=LARGE) for case in covering()], process_row),
     "init": (
-        [
-            Case(family, 3, False, ranks=ranks, size=DEEP)
-            for family in FAMILIES
-            for ranks in (2, 3)
-        ],
+        [Case(family, 3, False, ranks=ranks, size=DEEP) for family in FAMILIES for ranks in (2, 3)],
         init_row,
     ),
 }

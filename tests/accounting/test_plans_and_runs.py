@@ -1,4 +1,4 @@
-"""A plan has the bytes, the traffic and the peak of the real run of two ranks."""
+"""A plan has the bytes, the traffic, the windows and the peak of the real run of two or three ranks."""
 
 from __future__ import annotations
 
@@ -8,22 +8,67 @@ from dataclasses import astuple
 
 import plan_check
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-CASES = plan_check.pairwise()
+from zeroshard.comm.connect import make_comm
+from zeroshard.comm.simulation import lone_rank
+from zeroshard.errors import UsageError
+
+CASES = plan_check.covering()
 
 
 def test_every_two_values_are_together_in_a_case():
-    assert len(CASES) == 16 < len(plan_check.ALL) == 56
-    for pair in itertools.combinations(range(4), 2):
+    assert len(CASES) == 16 < len(plan_check.ALL)
+    for pair in itertools.combinations(range(6), 2):
         of_pair = operator.itemgetter(*pair)
         assert {of_pair(astuple(c)) for c in CASES} == {of_pair(astuple(c)) for c in plan_check.ALL}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(map(str, astuple(c))))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_plan_is_what_the_run_needs(case):
     pytest.importorskip("transformers", reason="transformers is not installed")
     real, plan = plan_check.run_and_plan(case)
     assert plan_check.differences(real, plan) == []
+    assert plan.nbytes("transport") > 0
+    assert plan_check.highest(plan.moments)[1].held["transport", "device"] > 0
     assert real.peak_nbytes == max(m.device_nbytes for n, m in real.moments.items() if n != "init")
     for phase, off in plan_check.offs(real, plan).items():
         assert abs(off) <= plan_check.TOLERANCE, phase
+
+
+def test_swap_files_have_the_planned_size():
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    real, plan = plan_check.run_and_plan(plan_check.Case("gpt2", 3, False, "nvme", "shm", 2))
+    assert plan_check.differences(real, plan) == []
+    assert plan.nbytes("parameters", "disk") and plan.nbytes("optimizer", "disk")
+    assert real.file_nbytes == plan.file_nbytes > plan.nbytes("optimizer", "disk")
+
+
+@pytest.mark.parametrize(("full", "part", "dtype"), [(128, 63, "float32"), (128, 64, "float16")])
+def test_a_planned_transport_refuses_what_a_real_one_could_not_do(full, part, dtype):
+    with lone_rank(0, 2), FakeTensorMode():
+        comm = make_comm(transport="shm")
+        for call in (comm.all_gather, comm.reduce_scatter):
+            whole, own = torch.empty(full), torch.empty(part, dtype=getattr(torch, dtype))
+            tensors = (whole, own) if call == comm.all_gather else (own, whole)
+            with pytest.raises(
+                UsageError, match=r"'a unit' over 2 ranks: 128 elements of torch\.float32"
+            ):
+                call(*tensors, name="a unit")
+
+
+def test_windows_in_flight_are_kept_until_they_are_read():
+    """Two gathers in flight need two windows, which the next two use again."""
+    with lone_rank(0, 2), FakeTensorMode():
+        comm = make_comm(transport="shm")
+        full, shard = torch.empty(2048), torch.empty(1024)
+        for _ in range(2):
+            for handle in [comm.all_gather(full, shard, name=name) for name in "ab"]:
+                handle.wait()
+        assert comm.scratch_nbytes == comm.scratch_peak_nbytes == 2 * shard.nbytes
+        lent = comm.allocate(2048, dtype=torch.float32, device=full.device)
+        assert (comm.scratch_nbytes, comm.scratch_peak_nbytes) == (0, 8192)  # smaller ones went
+        comm.reduce_scatter(shard, lent, name="c").wait()
+        del lent
+        assert comm.scratch_nbytes == 8192
