@@ -19,6 +19,7 @@ import json
 import pickle
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -29,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import zeroshard
 from zeroshard.comm import shm
@@ -218,19 +219,28 @@ def _batch(size: Size) -> tuple[dict[str, torch.Tensor], None]:
 
 
 @contextlib.contextmanager
-def in_lockstep() -> Iterator[None]:
+def in_lockstep(path: str) -> Iterator[None]:
     """All ranks begin and end each wait for shared memory together, as a plan takes them to do.
 
-    How many blocks of shared memory a rank needs depends on how far the others are.
+    How many blocks of shared memory a rank needs depends on how far the others are. ``path``: an empty
+    file, through which the ranks meet.
     """
-    wait = shm._Pending.wait
+    wait, rank, size = shm._Pending.wait, dist.get_rank(), dist.get_world_size()
+    met = torch.from_file(path, shared=True, size=size, dtype=torch.int64)
+
+    def meet() -> None:
+        met[rank] += 1
+        while int(met.min()) < int(met[rank]):
+            time.sleep(1e-4)
 
     def together(pending: Any) -> None:
-        if pending._ring is None:
-            return
-        dist.barrier()
+        if pending._ring is None or isinstance(pending, shm._SmallArrival):  # only readers wait
+            return wait(pending)
+        with _disable_current_modes():
+            meet()
         wait(pending)
-        dist.barrier()
+        with _disable_current_modes():
+            meet()
 
     shm._Pending.wait = together  # type: ignore[method-assign, assignment]
     try:
@@ -240,7 +250,8 @@ def in_lockstep() -> Iterator[None]:
 
 
 def _observe(case: Case, folder: str, path: str, lockstep: bool) -> None:
-    held = in_lockstep() if lockstep and case.transport == "shm" else contextlib.nullcontext()
+    shared = lockstep and case.transport == "shm"
+    held = in_lockstep(path + ".met") if shared else contextlib.nullcontext()
     with held:
         found = observe(
             build(case), settings(case, folder), _batch(case.size), loss_fn=loss_of, steps=3
@@ -251,9 +262,10 @@ def _observe(case: Case, folder: str, path: str, lockstep: bool) -> None:
 
 def run_and_plan(case: Case, *, lockstep: bool = True) -> tuple[Simulation, Simulation]:
     """What rank 0 of a real run needed, and what its plan says."""
-    with tempfile.NamedTemporaryFile() as file, swap_folder() as folder:
-        run_ranks(_observe, case.ranks, case, folder, file.name, lockstep, timeout=300)
-        real: Simulation = pickle.loads(file.read())  # our own file
+    with swap_folder() as folder:
+        place = str(Path(folder) / "found")
+        run_ranks(_observe, case.ranks, case, folder, place, lockstep, timeout=300)
+        real: Simulation = pickle.loads(Path(place).read_bytes())  # our own file
     return real, planned(case)
 
 

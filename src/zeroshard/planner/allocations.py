@@ -222,7 +222,9 @@ class Allocations(TorchDispatchMode):
         others = self._live - known - transport
         for windows in self._windows.values():
             transport += windows.own_nbytes
-            if self._real:  # the ledger knows tensors that lie in windows, and they are not followed
+            if (
+                self._real
+            ):  # the ledger knows tensors that lie in windows, and they are not followed
                 others += windows.lent_nbytes
         device = others + on_device + transport
         self.activations_nbytes = max(self.activations_nbytes, others)
