@@ -235,7 +235,8 @@ def in_lockstep(path: str) -> Iterator[None]:
 
     def together(pending: Any) -> None:
         if pending._ring is None or isinstance(pending, shm._SmallArrival):  # only readers wait
-            return wait(pending)
+            wait(pending)
+            return
         with _disable_current_modes():
             meet()
         wait(pending)
