@@ -563,7 +563,7 @@ def main() -> None:
     found = {str(size): measure(size, given.only, given.per_process) for size in given.clients}
     before = json.loads(given.out.read_text()) if given.out and given.out.exists() else {}
     for size, rows in before.get("ranks", {}).items():  # measured by an earlier command
-        found[size] = rows | found.get(size, {})
+        found[size] = found.get(size, {}) | rows
     found = dict(sorted(found.items(), key=lambda pair: int(pair[0])))
     rates = growth(found)
     for name, (what, limit) in TARGETS.items():
