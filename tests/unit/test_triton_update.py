@@ -109,7 +109,7 @@ def assert_same_bits(some, others):
 
 
 EVERY_DTYPE = ("AdamW", "SGD, momentum", "Lion")
-"""One optimizer of each kernel. The others of a kernel have two of the dtypes, by turns."""
+"""One optimizer of each kernel. The others of a kernel have one of the dtypes, by turns."""
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ EVERY_DTYPE = ("AdamW", "SGD, momentum", "Lion")
         (name, *dtypes)
         for at, name in enumerate(OPTIMIZERS)
         for turn, dtypes in enumerate(DTYPES)
-        if name in EVERY_DTYPE or turn % 2 == at % 2
+        if name in EVERY_DTYPE or turn == at % 4
     ],
 )
 def test_it_has_the_bits_of_the_cpus_update(name, grad_dtype, low):
@@ -388,6 +388,7 @@ def test_a_mistake_in_the_kernel_is_found(monkeypatch, tmp_path, name, right, wr
     )
     monkeypatch.setattr(triton_check, "ORDERS", {"torch on CPU": 0})
     monkeypatch.setattr(triton_check, "_NUMEL", 9 * 2048 + 64)  # two tiles
+    monkeypatch.setattr(triton_check, "_STEPS", 2)
     kernel = make(name, BF16)[1].kernel
     try:
         assert triton_check.compare(kernel, CPU, BF16, BF16).differing > 0
