@@ -78,7 +78,10 @@ def root(tmp_path_factory: pytest.TempPathFactory, deepspeed_on_ranks: None) -> 
                    "columns": {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}},
     }))  # fmt: skip
     for stage in (1, 2, 3):
-        (folder / f"ds_z{stage}_config.json").write_text(json.dumps(factory_config(stage)))
+        config = factory_config(stage)
+        (folder / f"ds_z{stage}_config.json").write_text(json.dumps(config))
+        config["tensor_parallel"] = {"autotp_size": 2}
+        (folder / f"ds_z{stage}_tensor.json").write_text(json.dumps(config))
     return folder
 
 
@@ -238,3 +241,14 @@ def test_a_public_program_trains_as_under_ddp_and_resumes_on_as_many_ranks_and_o
     resume = ("--resume_from_checkpoint", str(three / "checkpoint-2"))
     two = run(name, root, f"{name}-two", *resume, batch=6, stage=3, draws_alike=True)
     assert_same_steps(two, three)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(missing("llamafactory"), reason="no llamafactory: make test-programs")
+@pytest.mark.parametrize("name", ["llamafactory-sft", "llamafactory-lora", "llamafactory-dpo"])
+def test_a_public_program_trains_over_tensor_ranks_as_in_one_process(name: str, root: Path) -> None:
+    plain = run(name, root, f"{name}-one", ranks=1)
+    for stage in (1, 2):
+        tensor = ("--deepspeed", str(root / f"ds_z{stage}_tensor.json"))
+        found = run(name, root, f"{name}-tensor-{stage}", *tensor, stage=stage)
+        assert_same_steps(found, plain)

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -54,6 +55,47 @@ def channels_of(ranks: Sequence[int], rank: int) -> list[Channel]:
     return sorted(found)
 
 
+class _Line:
+    """One channel, as this rank uses it.
+
+    ``postponed``: the receives of [Note: postponed receives] that have not started.
+    """
+
+    __slots__ = ("at", "entries", "peer", "postponed", "recorder", "sends")
+
+    def __init__(self, recorder: Recorder, peer: int, at: int, *, sends: bool) -> None:
+        self.recorder = recorder
+        self.entries = recorder.entries("message")
+        self.peer = peer
+        self.at = at  # the peer in the process group
+        self.sends = sends
+        self.postponed: deque[_Postponed] = deque()
+
+    def record(self, name: str, tensor: Tensor) -> Item:
+        """Record one message. To be called right before it starts."""
+        numel = tensor.numel()
+        entry = self.entries[name]
+        return self.recorder.enter(entry, tensor, numel, numel if self.sends else 0)
+
+
+class _Operation(dist.P2POp):
+    """What torch's schedules start by calling its attribute ``op``.
+
+    torch's constructor looks up ranks that are known here, which takes longer than all else.
+    """
+
+    def __new__(cls, *_: Any) -> _Operation:
+        return object.__new__(cls)
+
+    def __init__(
+        self, op: Callable[..., Any], tensor: Tensor, group: dist.ProcessGroup, line: _Line
+    ) -> None:
+        self.op = op
+        self.tensor = tensor
+        self.group = group
+        self.peer, self.group_peer, self.tag = line.peer, line.at, 0
+
+
 class StageMessages:
     """The messages of this rank in the process group of its pipeline.
 
@@ -63,12 +105,15 @@ class StageMessages:
     def __init__(self, group: dist.ProcessGroup, recorders: Mapping[Channel, Recorder]) -> None:
         self.group = group
         self.recorders = dict(recorders)
-        self._rank = dist.get_rank()
-        self._entries = {
-            channel: each.entries("message") for channel, each in self.recorders.items()
-        }
+        rank = dist.get_rank()
+        self._to: dict[int, _Line] = {}
+        self._from: dict[int, _Line] = {}
+        for channel, recorder in self.recorders.items():
+            sends = channel.source == rank
+            peer = channel.target if sends else channel.source
+            line = _Line(recorder, peer, dist.get_group_rank(group, peer), sends=sends)
+            (self._to if sends else self._from)[peer] = line
         self._arriving: list[tuple[Recorder, Item]] = []
-        self._postponed: dict[Channel, deque[_Postponed]] = {c: deque() for c in self.recorders}
 
     @classmethod
     def unwatched(cls, group: dist.ProcessGroup) -> StageMessages:
@@ -78,11 +123,29 @@ class StageMessages:
 
     def sends(self, name: str, tensors: Sequence[Tensor], target: int) -> list[dist.P2POp]:
         """The operations that send ``tensors``, for torch to start."""
-        return self._operations(dist.isend, name, tensors, target, Channel(self._rank, target))
+        line, group = self._to[target], self.group
+        made: list[dist.P2POp] = []
+        for tensor in tensors:
+            if tensor.device.type == "cpu":
+                start = partial(self._start_send, line, name)
+                made.append(_Operation(start, tensor, group, line))
+            else:  # torch batches those that it knows, and a wait does not block the host
+                made.append(dist.P2POp(dist.isend, tensor, target, group))
+                line.record(name, tensor)
+        return made
 
     def receives(self, name: str, tensors: Sequence[Tensor], source: int) -> list[dist.P2POp]:
         """The operations that receive into ``tensors``, for torch to start."""
-        return self._operations(dist.irecv, name, tensors, source, Channel(source, self._rank))
+        line, group = self._from[source], self.group
+        made: list[dist.P2POp] = []
+        for tensor in tensors:
+            if tensor.device.type == "cpu":
+                start = partial(self._receive_in_turn, line, name)
+                made.append(_Operation(start, tensor, group, line))
+            else:
+                made.append(dist.P2POp(dist.irecv, tensor, source, group))
+                self._arriving.append((line.recorder, line.record(name, tensor)))
+        return made
 
     def receives_later(
         self, name: str, shapes: Shapes, make: Callable[[], Sequence[Tensor]], source: int
@@ -90,110 +153,92 @@ class StageMessages:
         """The operation that receives into the tensors of ``make()``, which is called after ``shapes``
         have arrived. Only on the CPU. See [Note: postponed receives].
         """
-        channel = Channel(source, self._rank)
-        operation = dist.P2POp(dist.irecv, shapes.packet, source, self.group)
-        operation.op = partial(self._postpone, channel, name, shapes, make)
+        line = self._from[source]
+        start = partial(self._postpone, line, name, shapes, make)
+        operation: dist.P2POp = _Operation(start, shapes.packet, self.group, line)
         return [operation]
 
     def send(self, name: str, tensor: Tensor, target: int, tag: int) -> _Message:
         """Start to send a tensor now."""
-        channel = Channel(self._rank, target)
-        return self._start(
-            dist.isend, channel, name, tensor, group=self.group, tag=tag, group_dst=self._at(target)
-        )
+        return self._start_send(self._to[target], name, tensor, tag=tag)
 
     def receive_shapes(self, name: str, packet: Tensor, source: int, tag: int) -> Shapes:
         """Start to receive shapes, as soon as all receives before it have started."""
-        channel = Channel(source, self._rank)
-        shapes = Shapes(packet)
-        where = {"group": self.group, "tag": tag, "group_src": self._at(source)}
+        line, shapes = self._from[source], Shapes(packet)
 
         def start() -> list[_Message]:
-            shapes.message = self._start(dist.irecv, channel, name, packet, **where)
+            shapes.message = self._start_receive(line, name, packet, tag)
             return []
 
-        shapes.started = self._in_turn(channel, start, None)
+        shapes.started = _in_turn(line, start, None)
         return shapes
 
     def note_arrivals(self) -> None:
         """On a device: note that what was received so far has arrived when the stream reaches this."""
-        for recorder, item in self._arriving:
-            recorder.note_pending(item)
-        self._arriving.clear()
+        if self._arriving:
+            for recorder, item in self._arriving:
+                recorder.note_pending(item)
+            self._arriving.clear()
 
     def forget_postponed(self) -> None:
         """Forget receives that never started, after a step that ended in the middle."""
-        for each in self._postponed.values():
-            each.clear()
+        for line in self._from.values():
+            line.postponed.clear()
 
     def close(self) -> None:
         """Remove the files of the recordings."""
         for recorder in self.recorders.values():
             recorder.close()
 
-    def _at(self, rank: int) -> int:
-        return dist.get_group_rank(self.group, rank)
+    # What torch calls with ``group`` and the peer by name. Both are those of the line.
 
-    def _operations(
-        self, call: Any, name: str, tensors: Sequence[Tensor], peer: int, channel: Channel
-    ) -> list[dist.P2POp]:
-        made = [dist.P2POp(call, tensor, peer, self.group) for tensor in tensors]
-        for each in made:
-            if each.tensor.device.type == "cpu":
-                # torch's schedules start an operation by calling its attribute ``op``.
-                start = self._start if call is dist.isend else self._start_receive
-                each.op = partial(start, call, channel, name)
-            else:  # torch batches those that it knows, and a wait does not block the host
-                recorder, item = self._record(channel, name, each.tensor)
-                if call is dist.irecv:
-                    self._arriving.append((recorder, item))
-        return made
-
-    def _record(self, channel: Channel, name: str, tensor: Tensor) -> tuple[Recorder, Item]:
-        recorder, numel = self.recorders[channel], tensor.numel()
-        sent = numel if channel.source == self._rank else 0
-        return recorder, recorder.enter(self._entries[channel][name], tensor, numel, sent)
-
-    def _start(
-        self, call: Any, channel: Channel, name: str, tensor: Tensor, **where: Any
+    def _start_send(
+        self, line: _Line, name: str, tensor: Tensor, *, tag: int = 0, **_: Any
     ) -> _Message:
-        recorder, item = self._record(channel, name, tensor)
-        if call is dist.isend and "group_src" in where:  # torch names the peer so in mixed batches
-            where["group_dst"] = where.pop("group_src")
-        return _Message(call(tensor, **where), recorder, item)
+        item = line.record(name, tensor)
+        return _Message(self.group.send([_real(tensor)], line.at, tag), line.recorder, item)
 
-    def _start_receive(
-        self, call: Any, channel: Channel, name: str, tensor: Tensor, **where: Any
+    def _receive_in_turn(
+        self, line: _Line, name: str, tensor: Tensor, *, tag: int = 0, **_: Any
     ) -> _Message | _Postponed:
-        if not self._postponed[channel]:
-            return self._start(call, channel, name, tensor, **where)
-        return self._in_turn(
-            channel, lambda: [self._start(call, channel, name, tensor, **where)], None
-        )
+        if not line.postponed:
+            return self._start_receive(line, name, tensor, tag)
+        return _in_turn(line, lambda: [self._start_receive(line, name, tensor, tag)], None)
 
     def _postpone(
         self,
-        channel: Channel,
+        line: _Line,
         name: str,
         shapes: Shapes,
         make: Callable[[], Sequence[Tensor]],
         _packet: Tensor,
-        **where: Any,
+        *,
+        tag: int = 0,
+        **_: Any,
     ) -> _Postponed:
         def start() -> list[_Message]:
-            return [self._start(dist.irecv, channel, name, t, **where) for t in make()]
+            return [self._start_receive(line, name, tensor, tag) for tensor in make()]
 
-        return self._in_turn(channel, start, shapes)
+        return _in_turn(line, start, shapes)
 
-    def _in_turn(
-        self, channel: Channel, start: Callable[[], list[_Message]], shapes: Shapes | None
-    ) -> _Postponed:
-        """Start a receive after those that are postponed, now if there is none and it needs no shapes."""
-        made = _Postponed(self._postponed[channel], start, shapes)
-        made.queue.append(made)
-        if len(made.queue) == 1 and (shapes is None or shapes.have_arrived):
-            made.start_in_turn()
-        return made
+    def _start_receive(self, line: _Line, name: str, tensor: Tensor, tag: int) -> _Message:
+        item = line.record(name, tensor)
+        return _Message(self.group.recv([_real(tensor)], line.at, tag), line.recorder, item)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _in_turn(
+    line: _Line, start: Callable[[], list[_Message]], shapes: Shapes | None
+) -> _Postponed:
+    """Start a receive after those that are postponed, now if there is none and it needs no shapes."""
+    made = _Postponed(line.postponed, start, shapes)
+    made.queue.append(made)
+    if len(made.queue) == 1 and (shapes is None or shapes.have_arrived):
+        made.start_in_turn()
+    return made
 
 
 class Shapes:

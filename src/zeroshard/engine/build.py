@@ -273,7 +273,7 @@ def _exchange(
         position: slot.fqn
         for unit in trained
         for position, slot in zip(unit.positions, unit.layout.slots, strict=True)
-        if not is_split(slot)
+        if draft.mesh.tensor > 1 and not is_split(slot)
     }
     place = draft.mesh.coordinate(draft.rank_info.rank)["tensor"]
     uncounted = {
@@ -290,7 +290,7 @@ def _exchange(
         copied=copied,
         uncounted=uncounted,
         num_words=num_words(sum(len(unit.params) for unit in trained)),
-        dtype=min((unit.row.reduce for unit in trained), key=lambda d: d.itemsize),
+        precision=max((torch.finfo(unit.row.reduce).eps for unit in trained), default=0.0),
         device=draft.device,
         divergence=watch.divergence,
         order=order,

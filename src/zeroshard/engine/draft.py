@@ -314,6 +314,8 @@ def make_optimizer(
     """
     given = parameter_list(model_parameters)
     params = given or [p for p in model.parameters() if p.requires_grad]
+    if not params and isinstance(model, PipelineModel) and model.kept is not None:
+        params = [{"params": []}]  # the stages of this rank are frozen, those of others may train
     if optimizer is not None:
         made = optimizer(params) if callable(optimizer) else optimizer
         if not isinstance(made, torch.optim.Optimizer):

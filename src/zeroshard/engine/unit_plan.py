@@ -108,7 +108,9 @@ def plan_units(
         + [fqn for fqn, module in model.named_modules() if getattr(module, GATHERED_AS_ONE, False)],
     )
     params = dict(model.named_parameters())
-    updated = _updated_params(params, optimizer)
+    is_part = isinstance(model, PipelineModel) and model.kept is not None
+    trains = not is_part or any(param.requires_grad for param in params.values())
+    updated = _updated_params(params, optimizer) if trains else set()
 
     def specs_of(wrapped: WrapPlan, shards: int = num_shards) -> list[UnitSpec]:
         owners = {fqn: model.get_submodule(fqn.rpartition(".")[0]) for fqn in wrapped.params}

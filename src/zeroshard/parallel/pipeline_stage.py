@@ -15,9 +15,8 @@ forwards earlier than the sender computes it. On a device the host waits for the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -77,8 +76,7 @@ class _Agreed:
         return 1
 
 
-@dataclass(frozen=True)
-class Boundary:
+class Boundary(NamedTuple):
     """Shape, dtype and need of a gradient of one tensor that crosses from a stage to the next one."""
 
     shape: tuple[int, ...]

@@ -318,7 +318,7 @@ class PipelineModel(nn.Module):
                     "run the model alone. Call engine.train_batch() or engine.eval_batch()."
                 )
             stage = 0
-        return self.get_submodule(f"{STAGE}{stage}")(*inputs)
+        return self._modules[STAGE + str(stage)](*inputs)
 
     def _find_ties(self) -> dict[str, tuple[int, ...]]:
         """The stages of each parameter that several stages use, by its first name."""

@@ -77,9 +77,9 @@ class MeshExchange:
 
     ``copied``: by position in the model, the names of parameters that the tensor dimension does not cut.
     ``uncounted``: positions of parameters that another rank of the tensor group counts.
-    ``num_words``: packed flags of this rank. ``dtype``: in which gradients are reduced; sums of copies
-    may differ by the square root of its precision, since kernels may add in an order that varies.
-    Collective: the ranks agree on the length of the message.
+    ``num_words``: packed flags of this rank. ``precision``: of the gradients that this rank reduces (0 if
+    it trains none); sums of copies may differ by the square root of the coarsest one, since kernels may
+    add in an order that varies. Collective: the ranks agree on it and on the length of the message.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class MeshExchange:
         copied: Mapping[int, str],
         uncounted: Collection[int],
         num_words: int,
-        dtype: torch.dtype,
+        precision: float,
         device: torch.device,
         divergence: Divergence,
         order: ModuleOrder,
@@ -109,7 +109,6 @@ class MeshExchange:
         self._world, self._mesh = world, mesh
         self._copied, self._uncounted = copied, frozenset(uncounted)
         self._divergence = divergence
-        self._tolerance = torch.finfo(dtype).eps ** 0.5
         self._members = torch.tensor(mesh.group(rank, HOLDERS), device=device)
         at = mesh.coordinate(rank)
         self._counts = at["data_replicate"] == 0
@@ -121,13 +120,13 @@ class MeshExchange:
         self._hops += tied.hops
         # on an accelerator: the sums of the step before on the host, and the event of their copy
         self._before: tuple[Tensor, Event] | None = None
-        sizes = world.all_gather_small(
-            torch.tensor([num_words, len(copied)], dtype=torch.float64, device=device), name="norm"
+        own = [float(num_words), float(len(copied)), precision]
+        found = world.all_gather_small(
+            torch.tensor(own, dtype=torch.float64, device=device), name="norm"
         )
-        widest = (
-            [num_words, len(copied)] if isinstance(sizes, FakeTensor) else sizes.amax(0).tolist()
-        )
-        self._num_words, self._num_copied = map(int, widest)
+        words, copies, coarsest = own if isinstance(found, FakeTensor) else found.amax(0).tolist()
+        self._num_words, self._num_copied = int(words), int(copies)
+        self._tolerance = coarsest**0.5
 
     def __call__(
         self,
@@ -175,7 +174,7 @@ class MeshExchange:
             hop, members = compared
             if odd := hop.recorder.diverging(rows[members][:, at]):
                 raise self._divergence(hop, odd)
-        if not isinstance(rows, FakeTensor):
+        if self._mesh.tensor > 1 and not isinstance(rows, FakeTensor):
             self._check_copies(rows[:, 2:4], norms)
         first = _FIRST_HOP + len(hashes)
         words_WK = rows[self._members][:, first + len(flags) :]

@@ -257,7 +257,7 @@ class ShardedOptimizer:
         self._kernel = kernel
         self._turns = []
         on_device = self._choose_device_updates(kernel)
-        for shard, following in zip(self.shards, [*self.shards[1:], None], strict=True):
+        for shard, following in zip(self.shards, [*self.shards[1:], None], strict=False):
             updaters: list[Updater] = []
             if id(shard) in on_device:
                 updaters.append(on_device[id(shard)])
