@@ -427,7 +427,7 @@ def without_bias() -> models.Decoder:
 @pytest.mark.parametrize(("schedule", "blocks"), [("Interleaved1F1B", 1), ("1F1B", 3)])
 @on_ranks(4)
 def test_a_model_on_the_meta_device_trains_and_frozen_stages_pass_on_no_gradient(schedule, blocks):
-    """Stage 0 is frozen as a whole, so its output needs no gradient; with 1F1B its rank trains nothing."""
+    """Stage 0 is frozen, so its output needs no gradient; with 1F1B its rank trains nothing."""
     with torch.device("meta"):
         model = models.Decoder().double()
     for param in (*model.embed.parameters(), *model.layers[:blocks].parameters()):

@@ -345,7 +345,7 @@ class Engine(nn.Module):
         self.runtime.reducer.reset()
         self._hooks.forget_calls()
         self._norms, self._step_losses = outcome.norms, self._losses
-        self._count_micro_batch()
+        self._count_micro_batches()
         self._forget_step()
         self._end_step(skipped)
         if self._preemption is not None:
@@ -375,11 +375,11 @@ class Engine(nn.Module):
 
     def _end_micro_batch(self) -> None:
         self.accumulation.advance()
-        self._count_micro_batch()
+        self._count_micro_batches()
 
-    def _count_micro_batch(self) -> None:
-        self.micro_steps += 1
-        self.global_samples += self.train_micro_batch_size_per_gpu() * self.dp_size
+    def _count_micro_batches(self, count: int = 1) -> None:
+        self.micro_steps += count
+        self.global_samples += count * self.train_micro_batch_size_per_gpu() * self.dp_size
 
     # ------------------------------------------------------------------ pipelines
 
@@ -409,8 +409,8 @@ class Engine(nn.Module):
         if self._preemption is not None:
             self._preemption.before_batch(self, training=True)
         loss = self._pipeline.train(self, data_iter)
-        for _ in range(accumulation.steps - 1):
-            self._end_micro_batch()
+        accumulation.advance(accumulation.steps - 1)
+        self._count_micro_batches(accumulation.steps - 1)
         Engine.step(self)
         return loss
 

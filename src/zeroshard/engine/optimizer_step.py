@@ -95,9 +95,9 @@ class Accumulation:
         """The number by which the summed gradient is still to be divided."""
         return 1 if True in self.divided else self.steps
 
-    def advance(self) -> None:
-        """Note that the current micro-batch has ended."""
-        self.micro_steps += 1
+    def advance(self, count: int = 1) -> None:
+        """Note that the current micro-batch has ended, or ``count`` of them."""
+        self.micro_steps += count
         self.uncounted, self.backwards = False, 0
 
     def seems_miscounted(self) -> bool:

@@ -33,6 +33,7 @@ SHAPES_TAG = 1
 
 MAX_TENSORS, MAX_DIMS = 8, 8
 _FIELDS = 3 + MAX_DIMS  # dtype, requires_grad, number of dimensions, dimensions
+PACKET_NUMEL = 1 + MAX_TENSORS * _FIELDS
 _DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32,
     torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
@@ -103,7 +104,7 @@ def packed(boundaries: Sequence[Boundary]) -> Tensor:
     for each in boundaries:
         dims = [*each.shape, *[0] * (MAX_DIMS - len(each.shape))]
         words += [_DTYPES.index(each.dtype), each.requires_grad, len(each.shape), *dims]
-    words += [0] * (1 + MAX_TENSORS * _FIELDS - len(words))
+    words += [0] * (PACKET_NUMEL - len(words))
     return torch.tensor(words, dtype=torch.int64)
 
 
@@ -143,10 +144,11 @@ def as_tensors(output: Any, stage: int) -> tuple[Tensor, ...]:
 class ZeroStage(PipelineStage):
     """A stage whose forward and backward are those of an engine's model.
 
-    ``forward(*inputs)`` runs the stage. ``around_backward(is_last)`` is a context that each backward runs
-    in; ``is_last``: it is the last one of the stage in this step. ``messages``: of this rank in
-    ``group``; None: recorded for this stage alone. torch's metadata inference, which would run an
-    additional forward, is replaced by messages: see [Note: shapes of a step].
+    ``forward(*inputs)`` runs the stage. ``backward(is_last, outputs, grads)`` does what
+    ``torch.autograd.backward(outputs, grads)`` does; ``is_last``: it is the last one of the stage in this
+    step. ``messages``: of this rank in ``group``; None: recorded for this stage alone. torch's metadata
+    inference, which would run an additional forward, is replaced by messages: see [Note: shapes of a
+    step].
     """
 
     def __init__(
@@ -158,18 +160,21 @@ class ZeroStage(PipelineStage):
         device: torch.device,
         group: dist.ProcessGroup,
         forward: Callable[..., Any],
-        around_backward: Callable[[bool], Any],
+        backward: Callable[[bool, Sequence[Tensor], Sequence[Tensor] | None], None],
         messages: StageMessages | None = None,
     ) -> None:
         super().__init__(module, index, num_stages, device, group=group)
         self._run = forward
-        self._around_backward = around_backward
+        self._run_backward = backward
         self._peers = dist.get_process_group_ranks(group)
         # The inputs of every step, if messages have no contents: in a simulation.
         self.known_inputs: list[Boundary] | None = None
         self._arriving: Shapes | None = None  # of this step's inputs
         self._received: list[Boundary] | None = None  # what they say, once they have arrived
         self._sent: list[Boundary] | None = None  # of this step's outputs
+        # Of the last step, whose shapes this one has nearly always: what was sent, what has arrived.
+        self._packed: tuple[list[Boundary], Tensor] | None = None
+        self._unpacked: tuple[Tensor, list[Boundary]] | None = None
         self._messages = messages or StageMessages.unwatched(group)
         self._shapes_sent: list[tuple[Any, Tensor]] = []
         self._inputs: dict[int, tuple[Tensor, ...]] = {}  # by micro-batch
@@ -223,7 +228,7 @@ class ZeroStage(PipelineStage):
             return []
         source = self._peer(self.stage_index - 1)
         if self._arriving is None:
-            packet = packed([]).to(self.device)
+            packet = torch.empty(PACKET_NUMEL, dtype=torch.int64, device=self.device)
             name = f"shapes, stage {self.stage_index - 1} to {self.stage_index}"
             self._arriving = self._messages.receive_shapes(name, packet, source, SHAPES_TAG)
         name, make = _forward(fwd_chunk_id, self.stage_index), partial(self._buffers, fwd_chunk_id)
@@ -236,11 +241,16 @@ class ZeroStage(PipelineStage):
         if self._received is None:
             assert self._arriving is not None
             self._arriving.wait()
-            known = self.known_inputs
-            self._received = unpacked(self._arriving.packet) if known is None else known
-        inputs = tuple(each.empty(self.device) for each in self._received)
+            self._received = self.known_inputs or self._shapes_in(self._arriving.packet)
+        inputs = tuple([each.empty(self.device) for each in self._received])
         self._inputs[micro_batch] = inputs
         return inputs
+
+    def _shapes_in(self, packet: Tensor) -> list[Boundary]:
+        last = self._unpacked
+        if last is None or not torch.equal(last[0], packet):
+            last = self._unpacked = packet, unpacked(packet)
+        return last[1]
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Sends of the outputs of a micro-batch. The shapes go ahead of the first one.
@@ -254,7 +264,9 @@ class ZeroStage(PipelineStage):
         shapes = [Boundary.of(tensor) for tensor in outputs]
         if self._sent is None:
             self._sent = shapes
-            packet = packed(shapes).to(self.device)
+            if self._packed is None or self._packed[0] != shapes:
+                self._packed = shapes, packed(shapes).to(self.device)
+            packet = self._packed[1]
             name = f"shapes, stage {self.stage_index} to {self.stage_index + 1}"
             message = self._messages.send(name, packet, target, SHAPES_TAG)
             self._shapes_sent.append((message, packet))
@@ -320,16 +332,15 @@ class ZeroStage(PipelineStage):
             return
         assert full_backward, "only schedules without separate weight gradients are offered"
         self._messages.note_arrivals()
-        with self._around_backward(last_backward):
-            if self.is_last:
-                assert loss is not None
-                torch.autograd.backward(loss)
-            else:
-                outputs = self._outputs.pop(bwd_chunk_id)
-                needing = [tensor for tensor in outputs if tensor.requires_grad]
-                grads = self._output_grads.pop(bwd_chunk_id)
-                if needing:  # none if all parameters up to here are frozen
-                    torch.autograd.backward(needing, grads)
+        if self.is_last:
+            assert loss is not None
+            self._run_backward(last_backward, (loss,), None)
+        else:
+            outputs = self._outputs.pop(bwd_chunk_id)
+            needing = [tensor for tensor in outputs if tensor.requires_grad]
+            grads = self._output_grads.pop(bwd_chunk_id)
+            if needing:  # none if all parameters up to here are frozen
+                self._run_backward(last_backward, needing, grads)
         inputs = self._inputs.pop(bwd_chunk_id, ())
         self._input_grads[bwd_chunk_id] = [
             torch.zeros_like(tensor) if tensor.grad is None else tensor.grad.contiguous()

@@ -318,7 +318,9 @@ class PipelineModel(nn.Module):
                     "run the model alone. Call engine.train_batch() or engine.eval_batch()."
                 )
             stage = 0
-        return self._modules[STAGE + str(stage)](*inputs)
+        module = self._modules[f"{STAGE}{stage}"]
+        assert module is not None
+        return module(*inputs)
 
     def _find_ties(self) -> dict[str, tuple[int, ...]]:
         """The stages of each parameter that several stages use, by its first name."""

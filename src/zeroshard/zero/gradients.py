@@ -111,7 +111,7 @@ class GradBuffer:
             unit.params
         )  # by slot: ``param.grad`` is the slot of ``grads_N``
         self._is_lent = False  # any of them
-        self.is_unwatched = False  # all are, and no hook tells of gradients
+        self.is_unwatched = False  # no hook tells of gradients: all slots are lent, or none is filled
         self._version = 0  # of grads_N when an unwatched backward began
         self.has_grad = [False] * len(unit.params)  # by slot: any gradient since the last step?
         self.num_ready = 0  # gradients that arrived in the running backward
@@ -240,11 +240,27 @@ class GradBuffer:
     def end_backward(self) -> None:
         """To be called once per backward, after its last gradient."""
         if self.is_unwatched:
-            assert self.grads_N is not None
-            self.num_ready = self.grads_N._version - self._version
-            return
+            if self.grads_N is not None:
+                self.num_ready = self.grads_N._version - self._version
+                return
+            for index, param in enumerate(self.unit.params):
+                if param.grad is not None:
+                    self.take_grad(index, param)
         self.copy_waiting()
         self._take_back()
+
+    def can_take_at_end(self) -> bool:
+        """Whether a first backward needs no hooks: its gradients stay in ``param.grad`` until its end.
+
+        That is where they wait with hooks, too, in a unit of at most :data:`GROUP_NUMEL` elements.
+        """
+        is_small = self.unit.layout.full_numel <= GROUP_NUMEL
+        return is_small and self.grads_N is None and not self._waiting and self._adds_in_place()
+
+    def _adds_in_place(self) -> bool:
+        """Whether autograd, adding to ``param.grad``, computes what this buffer would compute."""
+        row = self.unit.row
+        return self.unit.resident and not self._has_dtensors and row.param == row.grad_accum
 
     def lend_all(self) -> bool:
         """Lend all slots, for a backward without hooks. False: that is not possible.
@@ -264,11 +280,8 @@ class GradBuffer:
         A gradient that is there already is not replaced. Only sums in the dtype of the accumulation are
         lent: others are promoted before the next addition.
         """
-        grads_N, row = self.grads_N, self.unit.row
-        assert grads_N is not None
-        if not self.unit.resident or self._has_dtensors:
-            return
-        if not row.param == row.grad_accum == grads_N.dtype:
+        assert self.grads_N is not None
+        if not self._adds_in_place() or self.grads_N.dtype != self.unit.row.param:
             return
         for index, param in enumerate(self.unit.params):
             if self.filled[index] and index not in self._waiting and param.grad is None:

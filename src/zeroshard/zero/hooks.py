@@ -179,22 +179,33 @@ class StepHooks:
             return StepHooks._before_resident, None
         return StepHooks._before_forward, StepHooks._after_forward
 
-    def watch_gradients(self, buffers: Iterable[GradBuffer], wanted: bool) -> None:
+    def watch_gradients(
+        self, buffers: Iterable[GradBuffer], wanted: bool, *, at_end: bool = False
+    ) -> None:
         """Run the gradient hooks of these buffers in the next backward, or none if autograd can add all
-        gradients in place. To be called before the backward.
+        gradients in place. To be called before the backward. ``at_end``: nor if there are none to add to,
+        and the end of backward can take them.
 
-        A hook takes two to four microseconds. Entries of the hooks' table are replaced, not removed:
-        hooks of the program keep their order.
+        A hook takes two to four microseconds. Hooks of the program keep their order.
         """
         for buffer in buffers:
-            unwatched = not wanted and buffer.lend_all()
+            unwatched = not wanted and (
+                buffer.lend_all() or (at_end and buffer.can_take_at_end())
+            )
             if unwatched == buffer.is_unwatched:
                 continue
             buffer.is_unwatched = unwatched
             for handle, hook in self._hooks_of[id(buffer)]:
                 table = handle.hooks_dict_ref()
-                if table is not None:
+                if table is None:
+                    continue
+                if unwatched and len(table) == 1:
+                    del table[handle.id]
+                elif unwatched or handle.id in table:
                     table[handle.id] = _nothing if unwatched else hook
+                else:
+                    table[handle.id] = hook
+                    table.move_to_end(handle.id, last=False)  # others were added after it
 
     def note_forwards(self, note: Callable[[int], None]) -> None:
         """Call ``note(place)`` before every forward of a wrapped module; places count from 1."""
@@ -551,6 +562,12 @@ class _Entries:
         return sum(map(len, self._tables)) == self._count
 
 
+_frame_callback: Callable[[], object] = getattr(
+    torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: _frame_callback
+)
+"""What Dynamo does to frames of this thread; None: nothing. Not None if torch does not tell."""
+
+
 class _Hook:
     """A module hook that ``torch.compile`` does not trace: graphs break at wrapped modules only.
 
@@ -558,9 +575,13 @@ class _Hook:
     """
 
     def __init__(self, hook: Callable[..., Any]) -> None:
-        self._hook = torch._dynamo.disable(hook)
+        self._hook = hook
+        self._disabled = torch._dynamo.disable(hook)
 
     def __call__(self, *args: Any) -> Any:
+        # The first is True where Dynamo traces this line. The wrapper costs three microseconds.
+        if torch.compiler.is_dynamo_compiling() or _frame_callback() is not None:
+            return self._disabled(*args)
         return self._hook(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -638,7 +659,7 @@ def _copy_own_views(wrapped: WrappedModule, output: Any) -> Any:
     Such a view is valid only while the module is full, and the output is used after that.
     """
     storage_ids = wrapped.storage_ids
-    if not any(_is_view_in(storage_ids, tensor) for tensor in tensors_in(output)):
+    if not storage_ids or not any(_is_view_in(storage_ids, tensor) for tensor in tensors_in(output)):
         return output
 
     def copied(value: Any) -> Any:

@@ -124,6 +124,7 @@ class Prefetcher:
         self._kept: frozenset[int] = frozenset()
         self.wrapped_modules = list(wrapped_modules)
         self.root = self.wrapped_modules[-1]
+        self._sharded = [wrapped for wrapped in self.wrapped_modules if wrapped.sharded]
         self.prefetch_numel = prefetch_numel
         self.live_numel = live_numel
         self._is_limited = sum(wrapped.numel for wrapped in self.wrapped_modules) > live_numel
@@ -196,12 +197,13 @@ class Prefetcher:
 
     def reshard_all(self, but: WrappedModule | None = None) -> None:
         """Reshard every wrapped module except ``but``, and drop prefetched shards that were not used."""
-        for wrapped in self.wrapped_modules:
+        for wrapped in self._sharded:
             if wrapped is not but:
                 wrapped.reshard()
-        for wrapped in self._reads_ahead.values():
-            wrapped.cancel_prefetch()
-        self._reads_ahead.clear()
+        if self._reads_ahead:
+            for wrapped in self._reads_ahead.values():
+                wrapped.cancel_prefetch()
+            self._reads_ahead.clear()
 
     def _prefetch(self, wrapped: WrappedModule, forward: bool) -> None:
         place = self._places.get(id(wrapped))
