@@ -22,6 +22,7 @@ from zeroshard.comm.p2p import P2PComm, open_links
 from zeroshard.comm.planned import PLANNED
 from zeroshard.comm.recorder import Recorder
 from zeroshard.comm.shm import PeerMemory, ShmComm, open_peer_memory
+from zeroshard.comm.shm_messages import ShmLink
 from zeroshard.device.choice import ops_of
 from zeroshard.errors import ConfigError, LaunchError, UsageError
 
@@ -118,6 +119,34 @@ def _open_shm(opening: Opening) -> Comm | str:
         guard=opening.guard,
         timeout_s=opening.timeout_s,
     )
+
+
+def open_link(
+    ranks: tuple[int, int],
+    *,
+    transport: str,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    recorder: Recorder,
+    guard: ErrorExplainer | None,
+    timeout_s: float,
+    check: Callable[[Sequence[int]], None],
+) -> ShmLink | None:
+    """Messages from the first of two ranks to the second one through shared memory. Both call it.
+
+    None on both: the transport is another one, or they cannot share memory.
+    """
+    backend = _backend_for(group, device.type)
+    if transport not in ("auto", "shm") or backend != "gloo":
+        return None
+    opening = Opening(
+        group, backend, list(ranks), "messages", device, timeout_s, recorder, guard, check
+    )
+    met = _meet(opening)
+    if isinstance(met, str):
+        return None
+    me = ranks.index(dist.get_rank())
+    return ShmLink(met, rank=me, ranks=ranks, recorder=recorder, guard=guard, timeout_s=timeout_s)
 
 
 def _host_only(opening: Opening) -> str:

@@ -72,7 +72,7 @@ _PIECE_NBYTES = 1 << 18
 #: The number of pieces that the source holds copies of, and how long it lets the readers catch up.
 AHEAD = 4
 _CATCH_UP_S = 1.0
-_NOWHERE = (0, 0, 0)
+NOWHERE = (0, 0, 0)
 _move = ctypes.memmove
 
 
@@ -329,7 +329,7 @@ class Ring:
         self._timeout_s = timeout_s
         self._seq = 0
         self._aborted = False
-        self.pending: dict[int, _Pending] = {}
+        self.pending: dict[int, Pending] = {}
 
     def mapping(self, peer: int) -> PeerMapping:
         """The memory of ``peer``, a rank inside the group."""
@@ -386,7 +386,7 @@ class Ring:
     def post_inline(self, seq: int, item: Item, tensor: Tensor) -> None:
         """Publish the bytes of a small tensor inside the slot."""
         _move(self.control.inline(seq), tensor.data_ptr(), tensor.nbytes)
-        self.control.publish(seq, item[2], _NOWHERE, tensor.nbytes)
+        self.control.publish(seq, item[2], NOWHERE, tensor.nbytes)
 
     # -- waiting -----------------------------------------------------------------------------------
 
@@ -476,7 +476,7 @@ class Ring:
 
     # -- the end -----------------------------------------------------------------------------------
 
-    def hold(self, pending: _Pending, *seqs: int) -> None:
+    def hold(self, pending: Pending, *seqs: int) -> None:
         """Remember the handle of the collectives ``seqs`` until it has been waited for."""
         self.pending.update(dict.fromkeys(seqs, pending))
 
@@ -492,7 +492,7 @@ class Ring:
         self.control.close()
 
 
-class _Pending:
+class Pending:
     """A collective in flight, of one or more sequence numbers. Keeps its buffers alive until the wait."""
 
     __slots__ = ("_item", "_ring", "_seqs")
@@ -516,7 +516,7 @@ class _Pending:
         raise NotImplementedError
 
 
-class _Gather(_Pending):
+class _Gather(Pending):
     __slots__ = ("_slices",)
 
     def __init__(self, ring: Ring, item: Item, seq: int, slices: Sequence[Tensor]) -> None:
@@ -534,7 +534,7 @@ class _Gather(_Pending):
             target.copy_(mapping.tensor(place, 0, target.numel(), target.dtype))
 
 
-class _Reduction(_Pending):
+class _Reduction(Pending):
     __slots__ = ("_full_N", "_out_S")
 
     def __init__(self, ring: Ring, item: Item, seq: int, out_S: Tensor, full_N: Tensor) -> None:
@@ -556,7 +556,7 @@ class _Reduction(_Pending):
         sum_in_rank_order(parts, out_S)
 
 
-class _SmallArrival(_Pending):
+class _SmallArrival(Pending):
     __slots__ = ("_flat", "_src")
 
     def __init__(self, ring: Ring, item: Item, seq: int, src: int, flat: Tensor) -> None:
@@ -571,7 +571,7 @@ class _SmallArrival(_Pending):
         _move(flat.data_ptr(), mapping.control.inline(seq), flat.nbytes)
 
 
-class _Arrival(_Pending):
+class _Arrival(Pending):
     __slots__ = ("_pieces", "_src")
 
     def __init__(self, ring: Ring, item: Item, pieces: Mapping[int, Tensor], src: int) -> None:
@@ -591,7 +591,7 @@ class _Arrival(_Pending):
             ring.control.notify()  # the source may be in catch_up
 
 
-class _Departure(_Pending):
+class _Departure(Pending):
     """The source's side of a large broadcast.
 
     The first ``AHEAD`` pieces are published at once, each further one when an earlier one was read.

@@ -6,7 +6,9 @@ send it, the receiver when it starts to receive it. torch matches the messages o
 order, so both records are equal as far as both have come. The watchdog can then follow a channel as a
 group of two ranks: it sees that a rank waits for message 7, and that the other rank has started 6.
 
-What a message costs the host besides torch's own call: one record, and two assignments around its wait.
+Messages of CPU ranks on one host go through shared memory (:mod:`zeroshard.comm.shm_messages`), others
+through torch's process group. What a message costs the host besides: one record, and two assignments
+around its wait.
 
 [Note: postponed receives] A receive whose shapes have not arrived yet is *postponed*: it starts at the
 latest when somebody waits for it. torch's schedules ask for a receive long before they need it, and must
@@ -26,7 +28,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zeroshard.comm.collectives import Handle
 from zeroshard.comm.recorder import Item, Recorder
+from zeroshard.comm.shm_messages import ShmLink
 
 
 class Channel(NamedTuple):
@@ -58,16 +62,20 @@ def channels_of(ranks: Sequence[int], rank: int) -> list[Channel]:
 class _Line:
     """One channel, as this rank uses it.
 
-    ``postponed``: the receives of [Note: postponed receives] that have not started.
+    ``link``: through shared memory; None: through the process group. ``postponed``: the receives of
+    [Note: postponed receives] that have not started.
     """
 
-    __slots__ = ("at", "entries", "peer", "postponed", "recorder", "sends")
+    __slots__ = ("at", "entries", "link", "peer", "postponed", "recorder", "sends")
 
-    def __init__(self, recorder: Recorder, peer: int, at: int, *, sends: bool) -> None:
+    def __init__(
+        self, recorder: Recorder, peer: int, at: int, link: ShmLink | None, *, sends: bool
+    ) -> None:
         self.recorder = recorder
         self.entries = recorder.entries("message")
         self.peer = peer
         self.at = at  # the peer in the process group
+        self.link = link
         self.sends = sends
         self.postponed: deque[_Postponed] = deque()
 
@@ -100,9 +108,15 @@ class StageMessages:
     """The messages of this rank in the process group of its pipeline.
 
     ``recorders``: of each channel that this rank is an end of. All tensors of a message have one name.
+    ``links``: of the channels whose messages go through shared memory.
     """
 
-    def __init__(self, group: dist.ProcessGroup, recorders: Mapping[Channel, Recorder]) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        recorders: Mapping[Channel, Recorder],
+        links: Mapping[Channel, ShmLink] | None = None,
+    ) -> None:
         self.group = group
         self.recorders = dict(recorders)
         rank = dist.get_rank()
@@ -111,7 +125,8 @@ class StageMessages:
         for channel, recorder in self.recorders.items():
             sends = channel.source == rank
             peer = channel.target if sends else channel.source
-            line = _Line(recorder, peer, dist.get_group_rank(group, peer), sends=sends)
+            at, link = dist.get_group_rank(group, peer), (links or {}).get(channel)
+            line = _Line(recorder, peer, at, link, sends=sends)
             (self._to if sends else self._from)[peer] = line
         self._arriving: list[tuple[Recorder, Item]] = []
 
@@ -158,7 +173,7 @@ class StageMessages:
         operation: dist.P2POp = _Operation(start, shapes.packet, self.group, line)
         return [operation]
 
-    def send(self, name: str, tensor: Tensor, target: int, tag: int) -> _Message:
+    def send(self, name: str, tensor: Tensor, target: int, tag: int) -> Handle:
         """Start to send a tensor now."""
         return self._start_send(self._to[target], name, tensor, tag=tag)
 
@@ -166,7 +181,7 @@ class StageMessages:
         """Start to receive shapes, as soon as all receives before it have started."""
         line, shapes = self._from[source], Shapes(packet)
 
-        def start() -> list[_Message]:
+        def start() -> list[Handle]:
             shapes.message = self._start_receive(line, name, packet, tag)
             return []
 
@@ -185,8 +200,17 @@ class StageMessages:
         for line in self._from.values():
             line.postponed.clear()
 
+    def abort(self) -> None:
+        """Make the waits for messages through shared memory fail now, here and on the other ends."""
+        for line in (*self._to.values(), *self._from.values()):
+            if line.link is not None:
+                line.link.abort()
+
     def close(self) -> None:
-        """Remove the files of the recordings."""
+        """Send nothing more, and remove the files of the recordings."""
+        for line in (*self._to.values(), *self._from.values()):
+            if line.link is not None:
+                line.link.close()
         for recorder in self.recorders.values():
             recorder.close()
 
@@ -194,13 +218,15 @@ class StageMessages:
 
     def _start_send(
         self, line: _Line, name: str, tensor: Tensor, *, tag: int = 0, **_: Any
-    ) -> _Message:
+    ) -> Handle:
         item = line.record(name, tensor)
+        if line.link is not None:
+            return line.link.send(item, tensor)
         return _Message(self.group.send([_real(tensor)], line.at, tag), line.recorder, item)
 
     def _receive_in_turn(
         self, line: _Line, name: str, tensor: Tensor, *, tag: int = 0, **_: Any
-    ) -> _Message | _Postponed:
+    ) -> Handle:
         if not line.postponed:
             return self._start_receive(line, name, tensor, tag)
         return _in_turn(line, lambda: [self._start_receive(line, name, tensor, tag)], None)
@@ -216,13 +242,15 @@ class StageMessages:
         tag: int = 0,
         **_: Any,
     ) -> _Postponed:
-        def start() -> list[_Message]:
+        def start() -> list[Handle]:
             return [self._start_receive(line, name, tensor, tag) for tensor in make()]
 
         return _in_turn(line, start, shapes)
 
-    def _start_receive(self, line: _Line, name: str, tensor: Tensor, tag: int) -> _Message:
+    def _start_receive(self, line: _Line, name: str, tensor: Tensor, tag: int) -> Handle:
         item = line.record(name, tensor)
+        if line.link is not None:
+            return line.link.receive(item, tensor)
         return _Message(self.group.recv([_real(tensor)], line.at, tag), line.recorder, item)
 
 
@@ -230,9 +258,7 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def _in_turn(
-    line: _Line, start: Callable[[], list[_Message]], shapes: Shapes | None
-) -> _Postponed:
+def _in_turn(line: _Line, start: Callable[[], list[Handle]], shapes: Shapes | None) -> _Postponed:
     """Start a receive after those that are postponed, now if there is none and it needs no shapes."""
     made = _Postponed(line.postponed, start, shapes)
     made.queue.append(made)
@@ -247,7 +273,7 @@ class Shapes:
     def __init__(self, packet: Tensor) -> None:
         self.packet = packet
         self.have_arrived = False
-        self.message: _Message | None = None  # once it has started
+        self.message: Handle | None = None  # once it has started
         self.started: _Postponed | None = None
 
     def wait(self) -> None:
@@ -269,13 +295,13 @@ class _Postponed:
     def __init__(
         self,
         queue: deque[_Postponed],
-        start: Callable[[], list[_Message]],
+        start: Callable[[], list[Handle]],
         shapes: Shapes | None,
     ) -> None:
         self.queue = queue
         self._start = start
         self._shapes = shapes
-        self._messages: list[_Message] | None = None
+        self._messages: list[Handle] | None = None
 
     def start_in_turn(self) -> None:
         """Start this receive after all that are before it, and then those that need not wait."""

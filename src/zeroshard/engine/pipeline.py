@@ -136,7 +136,9 @@ class PipelineRunner:
         engine._hooks.check_tree()
         with self._running(engine), self._tied_gathered(engine), self._gathered(engine):
             self._run(engine, inputs, labels, count, backward=True)
-        engine.accumulation.divided.add(True)  # no backward has noted it if all stages here are frozen
+        engine.accumulation.divided.add(
+            True
+        )  # no backward has noted it if all stages here are frozen
         incomplete = self._incomplete(engine, count)
         loss, missing = mean_loss(engine, self._losses, incomplete=incomplete)
         if missing:

@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 
 from zeroshard.comm.collectives import Comm, first_line, queues_on_device
-from zeroshard.comm.connect import make_comm
+from zeroshard.comm.connect import make_comm, open_link
 from zeroshard.comm.flight_recorder import rank_ranges
 from zeroshard.comm.host import new_sockets, open_sockets, shut_down
 from zeroshard.comm.recorder import Recorder
+from zeroshard.comm.shm_messages import ShmLink
 from zeroshard.comm.stage_messages import Channel, StageMessages, channels_of
 from zeroshard.core.mesh import SHARDS, Mesh
 from zeroshard.errors import RankLost
@@ -108,15 +109,21 @@ class PipelineLinks:
         rank: int,
         session_watch: SessionWatch | None,
         recorders: Mapping[Channel, Recorder] | None = None,
+        link: Callable[[Channel, Recorder, dist.ProcessGroup], ShmLink | None] | None = None,
     ) -> PipelineLinks:
-        """Connect the pipelines of a mesh. Collective over all ranks."""
+        """Connect the pipelines of a mesh. Collective over all ranks.
+
+        ``link``: shares memory with the other end of a channel; None: it cannot.
+        """
         before = open_sockets()
         group = own_group(mesh.groups({"pipeline"}), rank)
         assert group is not None  # every rank is in one pipeline
         if recorders is None:
             messages = StageMessages.unwatched(group)
         else:
-            messages = StageMessages(group, recorders)
+            found = {c: link and link(c, recorders[c], group) for c in sorted(recorders)}
+            links = {channel: made for channel, made in found.items() if made is not None}
+            messages = StageMessages(group, recorders, links)
         return cls(messages, new_sockets(before), session_watch)
 
     @property
@@ -125,7 +132,8 @@ class PipelineLinks:
         return self.messages.group
 
     def abort(self) -> None:
-        """Make the waits of the other ranks for a message of this rank fail now."""
+        """Make the waits of the other ranks for a message of this rank fail now, and its own waits."""
+        self.messages.abort()
         shut_down(self.sockets)
 
     def explain(self, detail: str) -> Exception:
@@ -218,9 +226,24 @@ class SessionOpener:
             )
             for channel in channels_of(mesh.group(rank, {"pipeline"}), rank)
         }
-        opened = PipelineLinks.open(mesh, rank, self.session_watch, recorders)
+        opened = PipelineLinks.open(mesh, rank, self.session_watch, recorders, self._link)
         self.groups.append(opened.group)
         return opened
+
+    def _link(
+        self, channel: Channel, recorder: Recorder, group: dist.ProcessGroup
+    ) -> ShmLink | None:
+        watch = self.session_watch
+        return open_link(
+            channel,
+            transport=self.transport,
+            group=group,
+            device=self.device,
+            recorder=recorder,
+            guard=None if watch is None else watch.explainer(recorder),
+            timeout_s=self.crew.settings.collective_timeout_s + 60,
+            check=self.crew.check,
+        )
 
     def open_group(self, kind: GroupKind, purposes: Sequence[str]) -> list[Comm]:
         """The communicators of this rank's group, which the watch follows; none if it is in no group."""

@@ -111,7 +111,9 @@ class GradBuffer:
             unit.params
         )  # by slot: ``param.grad`` is the slot of ``grads_N``
         self._is_lent = False  # any of them
-        self.is_unwatched = False  # no hook tells of gradients: all slots are lent, or none is filled
+        self.is_unwatched = (
+            False  # no hook tells of gradients: all slots are lent, or none is filled
+        )
         self._version = 0  # of grads_N when an unwatched backward began
         self.has_grad = [False] * len(unit.params)  # by slot: any gradient since the last step?
         self.num_ready = 0  # gradients that arrived in the running backward

@@ -189,9 +189,7 @@ class StepHooks:
         A hook takes two to four microseconds. Hooks of the program keep their order.
         """
         for buffer in buffers:
-            unwatched = not wanted and (
-                buffer.lend_all() or (at_end and buffer.can_take_at_end())
-            )
+            unwatched = not wanted and (buffer.lend_all() or (at_end and buffer.can_take_at_end()))
             if unwatched == buffer.is_unwatched:
                 continue
             buffer.is_unwatched = unwatched
@@ -659,7 +657,9 @@ def _copy_own_views(wrapped: WrappedModule, output: Any) -> Any:
     Such a view is valid only while the module is full, and the output is used after that.
     """
     storage_ids = wrapped.storage_ids
-    if not storage_ids or not any(_is_view_in(storage_ids, tensor) for tensor in tensors_in(output)):
+    if not storage_ids or not any(
+        _is_view_in(storage_ids, tensor) for tensor in tensors_in(output)
+    ):
         return output
 
     def copied(value: Any) -> Any:
