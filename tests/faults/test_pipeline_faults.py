@@ -33,11 +33,11 @@ def several(logits: Tensor, _labels: Tensor) -> Tensor:
     return logits
 
 
-def train(loss_fn: object) -> None:
+def train(loss_fn: object, transport: str) -> None:
     model = pipeline(
         models.Decoder(), split=["layers.3"], order=models.ORDER, loss_fn=models.loss_fn
     )
-    config = models.config(2, parallel={"pipeline": 2})
+    config = models.config(2, parallel={"pipeline": 2}, transport=transport)
     with Engine(model, config=config, optimizer=models.adamw) as engine:
         engine.train_batch(models.data(1, engine.dp_rank))
         model.loss_fn = loss_fn if engine.global_rank else models.loss_fn
@@ -50,18 +50,23 @@ def train(loss_fn: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("loss_fn", "text"),
-    [(failing, "no loss for these labels"), (several, "It must return the mean")],
+    ("loss_fn", "text", "transport"),
+    [
+        (failing, "no loss for these labels", "shm"),
+        (several, "It must return the mean", "stock"),
+    ],
 )
-def test_an_error_of_the_last_stage_ends_the_first_one_with_its_reason(loss_fn, text):
-    first, last = run_ranks(train, 2, loss_fn, keep_exceptions=True)
+def test_an_error_of_the_last_stage_ends_the_first_one_with_its_reason(loss_fn, text, transport):
+    first, last = run_ranks(train, 2, loss_fn, transport, keep_exceptions=True)
     assert text in str(last)
     assert type(first) is RankLost
     assert f"left: {type(last).__name__}: " in str(first)
 
 
-def test_a_stage_that_is_killed_ends_the_others():
-    first, _ = run_ranks(train, 2, killing, keep_exceptions=True, expect_death={1: None})
+@pytest.mark.parametrize("transport", ["shm", "stock"])
+def test_a_stage_that_is_killed_ends_the_others(transport):
+    died = {1: None}
+    first, _ = run_ranks(train, 2, killing, transport, keep_exceptions=True, expect_death=died)
     assert type(first) is RankLost
     assert "rank 1" in str(first)
 
@@ -92,13 +97,13 @@ def stop(what: str) -> None:
         time.sleep(30.0)
 
 
-def train_until_it_stops(what: str, at: int, ranks: int) -> tuple[str, float]:
+def train_until_it_stops(what: str, at: int, ranks: int, transport: str) -> tuple[str, float]:
     """The text of the error after rank ``at`` stops in the forward of micro-batch 2, and the seconds."""
     whole, size = models.Decoder(), models.DEPTH // ranks
     whole.layers[at * size] = layer = Stopping(whole.layers[at * size])
     split = [f"layers.{rank * size}" for rank in range(1, ranks)]
     model = pipeline(whole, split=split, order=models.ORDER, loss_fn=models.loss_fn)
-    config = models.config(1, parallel={"pipeline": ranks}, trust=QUICK)
+    config = models.config(1, parallel={"pipeline": ranks}, trust=QUICK, transport=transport)
     config["units"] = ["Stopping", "Embedding"]
     with Engine(model, config=config, optimizer=models.adamw) as engine:
         layer.what = what if engine.global_rank == at else ""
@@ -111,19 +116,21 @@ def train_until_it_stops(what: str, at: int, ranks: int) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("what", "at", "ranks", "kind", "owed"),
+    ("what", "at", "ranks", "kind", "owed", "transport"),
     [
-        # A message is sent when the other stage begins to receive it.
-        ("frozen", 1, 2, "RankFrozen", "forward of micro-batch 3, stage 0 to 1"),
-        ("slow", 2, 3, "RankLate", "stage "),
+        ("frozen", 1, 2, "RankFrozen", "backward of micro-batch 2, stage 1 to 0", "shm"),
+        # Through sockets a message is sent when the other stage begins to receive it.
+        ("frozen", 1, 2, "RankFrozen", "forward of micro-batch 3, stage 0 to 1", "stock"),
+        ("slow", 2, 3, "RankLate", "stage ", "shm"),
     ],
 )
 def test_a_stage_that_stops_is_named_with_the_message_that_it_owes(
-    what, at, ranks, kind, owed, monkeypatch
+    what, at, ranks, kind, owed, transport, monkeypatch
 ):
     monkeypatch.setenv("ZEROSHARD_STALL_S", "0.4")
     died = {at: signal.SIGSTOP if what == "frozen" else None}
-    results = run_ranks(train_until_it_stops, ranks, what, at, ranks, expect_death=died, timeout=40)
+    given = (what, at, ranks, transport)
+    results = run_ranks(train_until_it_stops, ranks, *given, expect_death=died, timeout=40)
     for text, seconds in results[:at]:  # the last stage stops
         assert kind in text
         assert f"\n  rank {at}" in text
