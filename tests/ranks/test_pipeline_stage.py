@@ -9,7 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zeroshard.comm.stage_messages import StageMessages
+from zeroshard.comm.connect import open_link
+from zeroshard.comm.recorder import Recorder
+from zeroshard.comm.shared_memory import RING
+from zeroshard.comm.stage_messages import StageMessages, channels_of
 from zeroshard.errors import UsageError
 from zeroshard.parallel import pipeline
 from zeroshard.parallel.pipeline_stage import ZeroStage, open_schedule, run_schedule
@@ -49,6 +52,22 @@ def opened(
         for index, module in part.kept.items()
     ]
     return open_schedule(name, stages, COUNT, loss_of), stages, part
+
+
+def messages_over(transport: str) -> StageMessages:
+    """Through shared memory, or through gloo."""
+    group, rank = dist.group.WORLD, dist.get_rank()
+    assert group is not None
+    recorders = {c: Recorder(c.name, rank=rank) for c in channels_of([0, 1], rank)}
+    links = {
+        channel: open_link(
+            channel, transport=transport, group=group, device=torch.device("cpu"), recorder=recorder,
+            guard=None, timeout_s=20.0, check=lambda _missing: None,
+        )
+        for channel, recorder in recorders.items()
+    }  # fmt: skip
+    assert all((link is not None) == (transport == "shm") for link in links.values())
+    return StageMessages(group, recorders, {c: link for c, link in links.items() if link})
 
 
 def batches(step: int, length: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -111,12 +130,13 @@ class Join(nn.Module):
         return pair[0] * pair[1]
 
 
+@pytest.mark.parametrize("transport", ["shm", "stock"])
 @on_ranks(2)
-def test_several_tensors_cross_a_boundary_also_such_without_gradient():
+def test_several_tensors_cross_a_boundary_also_such_without_gradient(transport):
     inputs, targets = batches(0, 5)
     model = nn.Sequential(*build()[:1], Pair(), Join(), *build()[1:2])
     plain = nn.Sequential(*build()[:1], Pair(), Join(), *build()[1:2])
-    parts = opened("1F1B", model)
+    parts = opened("1F1B", model, messages_over(transport))
     losses = run(parts, 0, 5, backward=True)
     expected = [loss_of(plain(x), y) for x, y in zip(inputs, targets, strict=True)]
     for loss, wanted in zip(losses, expected, strict=False):
@@ -142,11 +162,12 @@ def test_only_tensors_can_be_sent():
         as_tensors((torch.ones(1),) * 9, 0)
 
 
+@pytest.mark.parametrize("transport", ["shm", "stock"])
 @pytest.mark.parametrize("name", SCHEDULES)
 @on_ranks(2)
-def test_both_ends_of_a_channel_record_the_same_messages(name):
+def test_both_ends_of_a_channel_record_the_same_messages(name, transport):
     """Else the watchdog would compare histories that differ although nothing is wrong."""
-    messages = StageMessages.unwatched(dist.group.WORLD)
+    messages = messages_over(transport)
     parts = opened(name, messages=messages)
     for step, length in enumerate((8, 6)):
         run(parts, step, length, backward=True)
@@ -165,13 +186,14 @@ def test_both_ends_of_a_channel_record_the_same_messages(name):
     assert all(recorder.waiting is None for recorder in messages.recorders.values())
 
 
+@pytest.mark.parametrize("transport", ["shm", "stock"])
 @on_ranks(2)
-def test_a_stage_that_asks_for_a_receive_does_not_wait_for_the_sender():
+def test_a_stage_that_asks_for_a_receive_does_not_wait_for_the_sender(transport):
     """torch's looped schedules ask up to p - 1 forwards too early; if that waits, all ranks stand still.
 
     Receives are asked for before anything is sent, and waited for in another order.
     """
-    _, stages, _ = opened("LoopedBFS")
+    _, stages, _ = opened("LoopedBFS", messages=messages_over(transport))
     shapes = {1: (2, 3), 3: (5,)}  # of the inputs, by stage
     sent = {
         (stage, m): torch.full(shape, 10.0 * stage + m)
@@ -199,3 +221,27 @@ def test_a_stage_that_asks_for_a_receive_does_not_wait_for_the_sender():
             message.wait()
         (received,) = stages[at[0] // 2]._inputs[at[1]]
         assert torch.equal(received, sent[at]), at
+
+
+@on_ranks(2)
+def test_messages_in_shared_memory_keep_their_values_while_the_sender_goes_on():
+    """More messages than the ring has slots; the sender writes its tensor as soon as it has started."""
+    messages, count = messages_over("shm"), 2 * RING + 3
+    made = [torch.tensor([True, False]), torch.ones(2, 3, dtype=torch.complex64), torch.ones(0)]
+    if dist.get_rank() == 0:
+        held = torch.zeros(300)
+        for number in range(count):
+            messages.send("a", held.fill_(number), 1, 0)
+        for tensor in made:
+            messages.send("b", tensor, 1, 0)
+        return
+    received = [torch.empty(300) for _ in range(count)]
+    last = [torch.empty_like(tensor) for tensor in made]
+    for number, tensor in enumerate(received):
+        (operation,) = messages.receives("a", [tensor], 0)
+        operation.op(tensor).wait()
+        assert torch.equal(tensor, torch.full((300,), float(number)))
+    for tensor, wanted in zip(last, made, strict=True):
+        (operation,) = messages.receives("b", [tensor], 0)
+        operation.op(tensor).wait()
+        assert torch.equal(tensor, wanted)
