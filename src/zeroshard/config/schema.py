@@ -337,8 +337,9 @@ class Config(Section):
     )
     transport: Annotated[Literal["auto", "shm", "p2p", "stock"], Lower] = honour(
         "auto",
-        "Implementation of the collectives on gloo. shm: shared memory of the ranks of one host. "
-        "p2p: tagged sends and receives. stock: the collectives of the process group.",
+        "Implementation of the collectives on gloo. shm: shared memory of the ranks of one host, "
+        "also for the messages of a pipeline. p2p: tagged sends and receives. stock: the collectives "
+        "of the process group.",
     )
     compile_update: Flag = honour(
         True,
