@@ -225,7 +225,7 @@ def in_lockstep(path: str) -> Iterator[None]:
     How many blocks of shared memory a rank needs depends on how far the others are. ``path``: an empty
     file, through which the ranks meet.
     """
-    wait, rank, size = shm._Pending.wait, dist.get_rank(), dist.get_world_size()
+    wait, rank, size = shm.Pending.wait, dist.get_rank(), dist.get_world_size()
     met = torch.from_file(path, shared=True, size=size, dtype=torch.int64)
 
     def meet() -> None:
@@ -243,11 +243,11 @@ def in_lockstep(path: str) -> Iterator[None]:
         with _disable_current_modes():
             meet()
 
-    shm._Pending.wait = together  # type: ignore[method-assign, assignment]
+    shm.Pending.wait = together  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
-        shm._Pending.wait = wait  # type: ignore[method-assign]
+        shm.Pending.wait = wait  # type: ignore[method-assign]
 
 
 def _observe(case: Case, folder: str, path: str, lockstep: bool) -> None:
